@@ -1,13 +1,12 @@
-"""A declaration whose tables are cut by columns, or have hot rows apart: what rows and messages see of it, and what a
-model gets back.
+"""Views of a declaration whose tables are cut into slices: by columns, or by hot and cold rows.
 
-Every slice of a table is a table by itself, every feature that reads the table reads each of its slices. Pooled fields
-come side by side in the order of the columns, so an output holds what it would hold of whole rows. Hot and cold rows
-are slices, too, of which a lookup is in one (`hot.py`).
+Every slice of a table is a table of its own in the store and in exchanges, and every feature that reads the table reads
+each of its slices. Pooled fields of slices are concatenated in the order of columns, so an output has the values that
+whole rows would give. Hot and cold rows are slices, too; a lookup reads one of them (`hot.py`).
 
-Consumers are evaluated here, of what exchanges give of their fields, where some of their rows lie so, or where they
-take sequences; all others exchanges know as they are declared, and may evaluate elsewhere. Of a consumer that adds up,
-some of whose tables have hot rows, owners may evaluate the other fields; these are added here.
+This module evaluates consumers that take sequences, or fields of tables with slices, from the values that exchanges
+return. Exchanges get all other consumers as declared, and may evaluate them on other ranks. If a consumer sums partials
+and some of its tables have hot rows, owners may evaluate its other fields; this module adds the hot ones.
 """
 
 from __future__ import annotations
@@ -31,21 +30,20 @@ from colonnade.table import Feature, Pooling, TableSide
 from colonnade.topology.sharding import Sharding
 
 OTHERS = "[others]"
-"""Behind the name of a consumer that is split: its fields of tables with hot rows."""
+"""Suffix of a split consumer's name, for its fields of tables with hot rows."""
 
 
 @dataclass(frozen=True)
 class Slices:
-    """`declared` as tables are laid out."""
+    """Declaration `declared` with its tables as they are laid out: in slices."""
 
     declared: Declaration
     laid: tuple[Laid, ...]
     given: frozenset[str]
-    """Consumers that exchanges are given as they are declared; beside these, where nothing is cut, all that take no
-    sequence."""
+    """Consumers that exchanges get as declared. If no table is cut, they also get all that take no sequence."""
     split: Mapping[str, tuple[int, ...]]
-    """By consumer: which of its fields are of tables without hot rows, and given to an exchange that may evaluate them;
-    the others have some."""
+    """Fields of a split consumer that are of tables without hot rows, by consumer. An exchange may evaluate these; the
+    consumer's other fields are of tables with hot rows."""
 
     @cached_property
     def is_cut(self) -> bool:
@@ -53,7 +51,7 @@ class Slices:
 
     @cached_property
     def of_table(self) -> tuple[tuple[int, ...], ...]:
-        """By declared table: the numbers of its slices, from the left."""
+        """Numbers of a table's slices by declared table, from the left."""
         numbers: list[list[int]] = [[] for _ in self.declared.tables]
         for number, laid_table in enumerate(self.laid):
             numbers[laid_table.number].append(number)
@@ -61,22 +59,22 @@ class Slices:
 
     @cached_property
     def of_part(self) -> tuple[int, ...]:
-        """By part of `declaration`: that of `declared` whose settings it has."""
+        """Number of the declared part that a part takes its settings from, by part of `declaration`."""
         names = {(t, part.name): p for p, (t, part) in enumerate(self.declared.parts)}
         parts = self.declaration.parts
         return tuple(names[self.laid[t].number, part.name] for t, part in parts)
 
     def by_part(self, values: Tensor) -> Tensor:
-        """(P, ..) by part of `declared` -> by part of `declaration`."""
+        """Map values (P, ..) by part of `declared` to values by part of `declaration`."""
         return values[list(self.of_part)] if self.is_cut else values
 
     def is_cut_part(self, p: int) -> bool:
-        """Whether rows of part p of `declared` lie in slices of columns."""
+        """Return whether rows of part p of `declared` are cut by columns."""
         return self.declared.parts[p][0] not in self.hot and self.of_part.count(p) > 1
 
     @cached_property
     def hot(self) -> Mapping[int, Tensor]:
-        """By declared table whose hot rows lie apart: their ids (H,) int64, ascending."""
+        """Ids of hot rows, (H,) int64, ascending, by declared table that has a slice of hot rows."""
         return {
             laid_table.number: laid_table.sharding.hot.tensor
             for laid_table in self.laid
@@ -85,7 +83,7 @@ class Slices:
 
     @cached_property
     def readers(self) -> tuple[tuple[int, int], ...]:
-        """By feature of `declaration`: the number of the declared one, and of the slice that it reads."""
+        """Numbers of the declared feature and of the slice that it reads, by feature of `declaration`."""
         return tuple(
             (f, number)
             for f, feature in enumerate(self.declared.features)
@@ -94,7 +92,7 @@ class Slices:
 
     @cached_property
     def declaration(self) -> Declaration:
-        """Of the slices. Consumers take the values of their fields, and are evaluated by `merge_outputs`."""
+        """Declaration of the slices. Its consumers concatenate fields, and are evaluated by `merge_outputs`."""
         declared = self.declared
         if not self.is_cut:
             whole = {
@@ -104,7 +102,7 @@ class Slices:
             return replace(declared, consumers=whole) if self.attending else declared
         tables = tuple(laid_table.table for laid_table in self.laid)
         features = tuple(self._slice_feature(f, number) for f, number in self.readers)
-        # Sums that are yet to be added and divided are not rounded before that.
+        # Sums that are still to be added and divided are not rounded before.
         output = declared.tables[0].compute_dtype if self.hot else declared.output
         bare = Declaration(tables, features, {}, output)
         consumers = {
@@ -130,13 +128,13 @@ class Slices:
         return replace(bare, consumers=consumers)
 
     def _split_fields(self, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Fields of a consumer that is split: those without hot rows, and the others."""
+        """Return the fields of a split consumer: those without hot rows, and the others."""
         features, numbers = self.declared.consumers[name].features, self.split[name]
         others = tuple(field for n, field in enumerate(features) if n not in numbers)
         return tuple(features[n] for n in numbers), others
 
     def _slice_feature(self, f: int, number: int) -> Feature:
-        """A declared feature, reading one slice of its table."""
+        """Return a declared feature as the reader of one slice of its table."""
         feature, table = self.declared.features[f], self.laid[number].table
         if not isinstance(table, TableSide):
             return replace(feature, table=table.name)
@@ -145,7 +143,7 @@ class Slices:
 
     @cached_property
     def names(self) -> Mapping[str, tuple[str, ...]]:
-        """By declared field: those of its slices, from the left."""
+        """Names of the fields of a field's slices, by declared field, from the left."""
         declared, slice_names = self.declared, {}
         for field in declared.fields:
             part = declared.parts[field.part][1]
@@ -160,7 +158,7 @@ class Slices:
 
     @cached_property
     def attending(self) -> tuple[str, ...]:
-        """Declared consumers of sequences that are evaluated here."""
+        """Declared consumers of sequences that `merge_outputs` evaluates."""
         consumers = self.declared.consumers.items()
         return tuple(
             name
@@ -169,7 +167,8 @@ class Slices:
         )
 
     def _pooled(self, name: str) -> tuple[str, ...]:
-        """Fields of a declared consumer, but for sequences that are given one by one."""
+        """Return the fields of a declared consumer that exchanges concatenate: without sequences if it is
+        `attending`."""
         consumer = self.declared.consumers[name]
         return queries_of(consumer) if name in self.attending else consumer.features
 
@@ -178,7 +177,7 @@ class Slices:
 
     @cached_property
     def alone(self) -> tuple[str, ...]:
-        """Declared fields that exchanges give one by one."""
+        """Declared fields that exchanges return one by one."""
         taken = {field for name in self.declared.consumers for field in self._pooled(name)}
         return tuple(field.name for field in self.declared.fields if field.name not in taken)
 
@@ -193,7 +192,7 @@ class Slices:
         )
 
     def split_hot(self, batch: Batch) -> Dealt:
-        """Return a batch by the rows of each table, those of hot rows apart."""
+        """Split a batch's lookups into those of hot and of cold rows."""
         return deal(batch, self.declared, self.hot)
 
     @cached_property
@@ -202,11 +201,12 @@ class Slices:
         return bool(stacks_of(self.declared))
 
     def prepare_ids(self, batch: Batch) -> Batch:
-        """Return a batch by the rows of each table, where ids are others."""
+        """Map a batch's ids to rows, where some table hashes its ids."""
         return stacked(batch, self.declared) if self.is_hashed else batch
 
     def offsets_of(self, batch: Batch) -> dict[str, Tensor]:
-        """(B + 1,) of each sequence that is attended to here, by field. Of a batch that was checked."""
+        """Return the offsets (B + 1,) of each sequence of `attending` consumers, by field. The batch was checked
+        before."""
         offsets_by_field = {}
         for name in self.attending:
             for field in self._sequences_of(name):
@@ -218,7 +218,7 @@ class Slices:
 
     @cached_property
     def merges_nothing(self) -> bool:
-        """Whether outputs of exchanges are those that the model declared."""
+        """Whether outputs of exchanges are the model's declared outputs."""
         return not (self.is_cut or self.attending or self.stacks)
 
     def merge_outputs(
@@ -229,8 +229,8 @@ class Slices:
         dense: Tensor | None = None,
         evaluated: Collection[str] = (),
     ) -> dict[str, Tensor]:
-        """What a model sees, from what an exchange of `declaration` gives. offsets: those of `offsets_of`; dense: of
-        the batch; evaluated: consumers whose partials travelled."""
+        """Merge the outputs of an exchange of `declaration` into the model's declared outputs. offsets: of
+        `offsets_of`; dense: of the batch; evaluated: consumers whose partials were sent."""
         outputs = (
             self._join_outputs(values, dealt, dense, evaluated) if self.is_cut else dict(values)
         )
@@ -245,7 +245,7 @@ class Slices:
 
     @cached_property
     def stacks(self) -> Mapping[str, int]:
-        """By declared field of a sequence that reads a hash-stacked table: hashes."""
+        """Number of hashes by declared field of a sequence that reads a hash-stacked table."""
         tables = stacks_of(self.declared)
         return {
             name: int(tables[feature].hashes or 1)
@@ -260,7 +260,7 @@ class Slices:
         dense: Tensor | None,
         evaluated: Collection[str],
     ) -> dict[str, Tensor]:
-        """Of fields and consumers as they are declared, but for those of sequences: theirs is what they pool."""
+        """Return the declared outputs, except that those of `attending` consumers are their pooled fields."""
         outputs = {}
         for name, consumer in self.declared.consumers.items():
             if name in self.attending:
@@ -294,8 +294,8 @@ class Slices:
     def _merge_partial(
         self, name: str, values: Tensor, others: Tensor, dense: Tensor | None, is_partial: bool
     ) -> Tensor:
-        """A consumer that is split. found: the partial of its fields without hot rows, or these side by side; others:
-        its other fields side by side."""
+        """Return the output of a split consumer. values: the partial of its fields without hot rows, or these side by
+        side; others: its other fields side by side."""
         consumer, output = self.declared.consumers[name], self.declared.output_dtype
         without_hot, with_hot = self._split_fields(name)
         dims = {field.name: field.dim for field in self.declared.fields}
@@ -317,7 +317,7 @@ class Slices:
         return combine(name, consumer, stats, dense).to(output)
 
     def _merge_slices(self, fields: Sequence[str], values: Tensor, dealt: Dealt | None) -> Tensor:
-        """found: slices of these fields, side by side -> (B, sum of dims) of the fields."""
+        """Merge slices of these fields, side by side in `values`, into the fields, (B, sum of dims)."""
         if dealt is None:
             return values
         dims = {field.name: field.dim for field in self.declared.fields}
@@ -333,7 +333,7 @@ class Slices:
         return torch.cat(parts, 1).to(self.declared.output_dtype)
 
     def _feature(self, field: str) -> Feature:
-        """Of a declared field."""
+        """Return the feature of a declared field."""
         declared_field = next(
             declared_field
             for declared_field in self.declared.fields
@@ -348,8 +348,9 @@ def slices_of(
     exchanges: Sequence[str] = (),
     bounds: Sequence[int] = (),
 ) -> Slices:
-    """By table: exchanges, as far as some evaluates consumers elsewhere, and steps that rows are read ahead. Raises
-    ConfigError for a table that cannot be cut as its sharding says."""
+    """Return the slices of a declaration under these shardings, by table. exchanges, by table, needed if one of them
+    evaluates consumers; bounds: by table, steps that rows are read ahead. Raises ConfigError for a table that cannot be
+    cut as its sharding says."""
     laid = lay_out(declared.tables, shardings)
     if not exchanges:
         return Slices(declared, laid, frozenset(), {})
@@ -369,7 +370,7 @@ def slices_of(
             if adds_up and exchange == "substitute" and not isinstance(interaction, Concat):
                 split[name] = tuple(n for n, t in enumerate(tables) if whole[t])
             continue
-        # Of hashed tables, what is attended to is known where their rows have been added up.
+        # Rows of hashed tables are added up by `merge_outputs`, so owners cannot attend to them.
         is_hashed = any(declared.tables[t].hashes is not None for t in tables)
         is_attended = exchange == "substitute" and not is_hashed
         if is_attended if interaction.sequences else exchange in EVALUATING:

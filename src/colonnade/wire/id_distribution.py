@@ -1,8 +1,7 @@
-"""How a batch's lookups come to the owners of their rows: each rank sends each one letter, with what every exchange of
-a plan asks.
+"""Distribution of a batch's ids to the owners of their rows: one message from each rank to each rank.
 
     8 bytes           float64: the sum of the sender's sample weights
-    E messages        one of each exchange, of the sizes that were told: see `packing` and `bags`
+    E messages        one of each exchange of a plan, whose sizes are sent before it: see `packing` and `bags`
 
 Legend: N ranks, E exchanges of a plan.
 """
@@ -23,14 +22,14 @@ WEIGHT = struct.Struct("<d")
 SAMPLES = struct.Struct("<I")
 """Number of samples of the sender's batch, which `tower_rows` sends inside a tower."""
 SIZE_BYTES = 4
-"""Of a message, told before it."""
+"""Size of a message's size, which is sent before it."""
 
 
 def exchange_messages(
     messages: Sequence[Sequence[np.ndarray]], mesh: Mesh, weight: float, purpose: str
 ) -> tuple[list[list[np.ndarray]], float]:
-    """messages: by exchange, by rank they are for. Returns them by exchange, by rank they are from, and the weight of
-    all samples. Raises WorldError for what no rank sends."""
+    """Send messages, by exchange and receiver, and return those received, by exchange and sender, and the sum of all
+    ranks' weights. Collective. Raises WorldError for sizes that no rank sends."""
     sizes = np.array([[len(message) for message in by_rank] for by_rank in messages], np.int32).T
     head = np.frombuffer(WEIGHT.pack(weight), np.uint8)
     parts = [part for by_rank in zip(*messages, strict=True) for part in (head, *by_rank)]
@@ -58,7 +57,7 @@ def exchange_messages(
 
 
 def _lengths(sizes: NDArray[np.int32]) -> list[int]:
-    """Return the bytes for each rank, headers included, from those of its messages: sizes (N, E)."""
+    """Return the number of bytes for each rank, header included, from the sizes (N, E) of its messages."""
     return (WEIGHT.size + sizes.sum(1, dtype=np.int64)).tolist()
 
 
@@ -74,5 +73,5 @@ def _check_sizes(sizes: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def counted(purpose: str, during: str) -> str:
-    """What bytes on the group of `purpose` count as: evaluation's as such, training's as what they are for."""
+    """Return the traffic tag of bytes on the group of `purpose`: "evaluate" in evaluation, else `during`."""
     return "evaluate" if purpose == "evaluate" else during
