@@ -167,7 +167,7 @@ class Mesh:
 
     @property
     def peers(self) -> Sequence[Peer]:
-        """Address and process of every rank; () in a world of one."""
+        """Host, process and versions of every rank; () in a world of one."""
         return () if self.presence is None else self.presence.peers
 
     @property

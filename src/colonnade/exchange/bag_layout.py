@@ -120,7 +120,7 @@ class BagLayout:
     evaluated: EvaluatedFields
     outputs: tuple[Output, ...]
     fields: Fields
-    """All fields, pooled ones first."""
+    """Fields of all outputs, pooled ones first."""
     shares: tuple[Fields, ...]
     """Fields of tables that a rank has rows of, by rank."""
     arriving: Columns
@@ -265,7 +265,7 @@ def collect_bags(batch: Batch, layout: BagLayout) -> Lookups:
         if f in evaluated.unsplit and len(lengths) and int(lengths.max()) > 1:
             raise DataError(
                 f"feature {feature.name!r}: got a sample with {int(lengths.max())} ids, wanted at most one: its "
-                "table's rows lie on several ranks and its consumer needs a sample's whole bag on one. Give table "
+                "table's rows are on several ranks and its consumer needs a sample's whole bag on one. Give table "
                 f"{feature.table!r} the sharding table_wise, or exchange pooled"
             )
         if f in evaluated.weighed:

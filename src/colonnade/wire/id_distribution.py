@@ -66,7 +66,7 @@ def _check_sizes(sizes: NDArray[np.int32]) -> NDArray[np.int32]:
     if (sizes < 0).any():
         rank = int((sizes < 0).any(1).argmax())
         raise WorldError(
-            f"rank {rank} told sizes {sizes[rank].tolist()} of its messages, wanted 0 or more; all ranks must run one "
+            f"rank {rank} sent sizes {sizes[rank].tolist()} of its messages, wanted 0 or more; all ranks must run one "
             "version of Colonnade"
         )
     return sizes
