@@ -1,6 +1,6 @@
-"""What flows: one mini-batch of samples, on the CPU, as the reader hands it over.
+"""Mini-batch of samples on the CPU, as a reader yields it.
 
-Frameworks that move batches by `to`, `pin_memory` or torch's pytrees take it as it is.
+Frameworks that move batches with `to`, `pin_memory` or torch's pytrees can use it directly.
 
 Legend: B samples, n dense columns, E lookups of one feature.
 """
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True, slots=True)
 class Ids:
-    """The ids of one feature for a whole batch.
+    """Ids of one feature for a whole batch.
 
     One-hot: `offsets` is None and `values` is (B,). Otherwise sample i owns
     `values[offsets[i]:offsets[i + 1]]`; `offsets` starts at 0, never decreases and ends at E.
@@ -42,7 +42,8 @@ class Ids:
 
 @dataclass(slots=True)
 class Batch:
-    """`sample_weight` (B,) scales each sample's loss; `key` is what metrics join on and never enters the model."""
+    """Mini-batch of samples. `sample_weight` (B,) scales each sample's loss; `key` identifies samples for metrics and
+    never enters the model."""
 
     size: int  # B
     dense: Tensor  # (B, n) float32; n may be 0
@@ -52,9 +53,9 @@ class Batch:
     group: Tensor | None = None  # (B,) int64: for per-group metrics
     key: Any = None
     position: Any = None  # data.contract.Position of this batch in its source
-    state: Any = None  # of its source behind this batch, where the source has one: Position.state
+    state: Any = None  # of its source after this batch, if the source has one: Position.state
     # By feature name, (E,) uint8 by lookup: how many batches from now the id is next looked up. 0: unknown; 255: never
-    # again; else code c: 2^((c - 1) / 8) batches at most. `data.next_use` makes them; choosing who leaves memory uses
+    # again; else code c: 2^((c - 1) / 8) batches at most. `data.next_use` computes them; eviction from memory uses
     # them, in a world of one rank.
     next_use: Mapping[str, Tensor] | None = None
     ends_epoch: bool = False  # the last one of its epoch
@@ -62,11 +63,11 @@ class Batch:
     """Sum of sample weights over all ranks' batches of this step, once its rows are looked up."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Move dense, label and sample_weight to a device. Ids stay on the CPU, where rows are looked up.
+        """Move dense, label and sample_weight to a device. Ids remain on the CPU, where rows are looked up.
 
-        Returns this batch where nothing has to move; otherwise the copy takes its place in a lookahead.
+        Returns this batch if nothing has to move; otherwise the copy replaces it in a lookahead.
         """
-        return self._with_moved(lambda each: each.to(device, non_blocking=non_blocking))
+        return self._with_moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """Copy dense, label and sample_weight to page-locked memory; this batch where there is no GPU."""
@@ -77,20 +78,21 @@ class Batch:
     def _with_moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
         before = {name: getattr(self, name) for name in MOVED}
         after: dict[str, Any] = {
-            name: None if each is None else move(each) for name, each in before.items()
+            name: None if tensor is None else move(tensor) for name, tensor in before.items()
         }
-        if all(after[name] is each for name, each in before.items()):
+        if all(after[name] is tensor for name, tensor in before.items()):
             return self
         return replace(self, **after)
 
 
 MOVED = ("dense", "label", "sample_weight")
 LEAVES = (*MOVED, "ids", "group", "next_use")
-"""What of a batch holds tensors: children of its pytree node."""
+"""Fields of a batch that hold tensors: children of its pytree node."""
 
 
 class _Others(tuple):
-    """Fields of a batch that are no children. All are equal, as parts of a tree's structure: they differ by batch."""
+    """Fields of a batch that are no children. All compare equal, because a tree's structure must not depend on the
+    batch."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Others)
@@ -99,8 +101,8 @@ class _Others(tuple):
 
 
 def register_batch(kind: type[Batch]) -> None:
-    """Make torch's pytrees take batches of this class apart."""
-    others = tuple(each.name for each in fields(kind) if each.name not in LEAVES)
+    """Register a class of batches with torch's pytrees."""
+    others = tuple(field.name for field in fields(kind) if field.name not in LEAVES)
 
     def flatten(batch: Batch) -> tuple[list[Any], _Others]:
         leaves = [getattr(batch, name) for name in LEAVES]

@@ -1,7 +1,7 @@
-"""The one composition point: (tables, consumers, plan) -> an nn.Module.
+"""Embedding collection: the nn.Module built of tables, features, consumers and a plan.
 
-Where rows rest (`store`), what travels (`exchange`) and when it may be read (`consistency`) meet here
-and nowhere else. Legend: B samples, T tables.
+It alone combines where rows are stored (`store`), what is sent (`exchange`) and when rows may be read (`staleness`).
+Legend: B samples, T tables.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def run_eagerly(method: F) -> F:
     """Make a compiled model call this method outside its graphs: one clean break before it, one after.
 
-    `torch.compiler.disable`, but the compiler, which takes longer to import than torch, is imported by programs that
-    use it alone.
+    This is `torch.compiler.disable`, except that the compiler, which takes longer to import than torch, is imported
+    only by programs that use it.
     """
     disabled: list[Callable[..., Any]] = []
 
@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 
 class OneCaller:
-    """Lock that is only tried: whoever comes while another thread is inside gets an error, and nothing waits."""
+    """Lock that never waits: a thread that enters while another is inside gets an error."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -107,18 +107,20 @@ def one_at_a_time(forward: Callable[[Any, Batch], T]) -> Callable[[Any, Batch], 
 
 
 class EmbeddingCollection(StatefulRows):
-    """Embedding tables, the features that look ids up in them, and the operators that take the results.
+    """Embedding tables, the features that look ids up in them, and the operators that take the results. It does what
+    TorchRec's EmbeddingBagCollection and EmbeddingCollection do.
 
-    `collection(batch)` gives a dict: by consumer, what its interaction combined (B, ...); by feature
+    `collection(batch)` returns a dict: by consumer, the output of its interaction (B, ...); by feature
     without a consumer, pooled (B, dim) or, for a sequence, (lookups, dim). Rows are no parameters:
     `parameters()` are the dense ones, and rows change in `RowOptimizer(collection).step()`.
 
-    On the device the module was moved to; ids, rows and their gradients stay on the CPU. With `Plan.hbm_bytes` rows and
-    gradients are there, too, where the module lies when it is opened; with `Plan.cache_tier` hbm copies of rows are.
+    Outputs are on the device the module was moved to; ids, rows and their gradients are on the CPU. With
+    `Plan.hbm_bytes` rows and gradients are also on the device that the module is on when it is opened; with
+    `Plan.cache_tier` hbm copies of rows are.
 
-    Works in anyone's loop. `collection.lookahead(batches)` prepares coming batches in the background.
-    Until `open` is called, everything is on this process, in memory. Opening tells malloc to keep freed memory
-    for the next step (`ops.memory`).
+    Works in any training loop. `collection.lookahead(batches)` prepares later batches in the background.
+    Until `open` is called, everything is in this process, in memory. Opening makes malloc reuse freed memory
+    in the next step (`ops.memory`).
     """
 
     place: Tensor
@@ -132,20 +134,20 @@ class EmbeddingCollection(StatefulRows):
         output_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
-        """`output_dtype`: of what it returns; default float32, or float64 for float64 tables."""
+        """Declare tables and features. `output_dtype`: of outputs; default float32, or float64 for float64 tables."""
         super().__init__()
         consumers = consumers or {}
         self.declaration = declare(tables, features, consumers, output_dtype)
         self.interactions = nn.ModuleDict({name: pair[0] for name, pair in consumers.items()})
         self.seed = seed
-        # A placeholder that makes torch call our backward; no parameter, so that an optimizer over
+        # A placeholder that makes torch call our backward. Not a parameter, so that an optimizer over
         # model.parameters() is an optimizer over the dense network.
         self.handle = torch.empty(0, dtype=self.declaration.output_dtype, requires_grad=True)
-        # Says where outputs go: `to` moves it with the module, while rows stay where they were opened.
+        # Its device is that of outputs: `to` moves it with the module, but does not move rows.
         self.register_buffer("place", torch.empty(0), persistent=False)
         self.steps = StepCounter()
         self.caller = OneCaller()
-        self._waiting: dict[str, Any] = {}  # loaded state of rows, until they have a place
+        self._waiting: dict[str, Any] = {}  # loaded state of rows, until `open` stores it
         self._opened = False
         self._served: MappedRows | None = None
 
@@ -175,13 +177,13 @@ class EmbeddingCollection(StatefulRows):
         policies: Mapping[str, RowPolicy] | None = None,
         step: int | None = None,
     ) -> EmbeddingCollection:
-        """Lay the rows out as planned. Once, before the first batch; every rank calls it.
+        """Lay the rows out as planned. Collective; call it once, before the first batch.
 
         `folder`: an empty one, for rows that memory has no room for; `save` saves there.
         `backings`: instead, one per table, for rows that memory has no room for and for commits.
-        `policies`: by table, who decides after each update which rows are forgotten, where it is not the table's own
-        admission and eviction. What such a policy remembers is its own: commits do not hold it.
-        `step`: whose commit the backings hold. Raises CheckpointError where a loaded state_dict has other rows.
+        `policies`: by table, policies that decide after each update which rows are forgotten, instead of the table's
+        own admission and eviction. Commits do not hold their state.
+        `step`: step of the commit in the backings. Raises CheckpointError where a loaded state_dict has other rows.
         """
         if self._opened:
             raise ConfigError("this collection is open already; build a new one to change its plan")
@@ -219,7 +221,7 @@ class EmbeddingCollection(StatefulRows):
 
     @property
     def step(self) -> int:
-        """Number of updates, with those under way."""
+        """Number of updates, pending ones included."""
         return self.steps.value
 
     @step.setter
@@ -227,7 +229,7 @@ class EmbeddingCollection(StatefulRows):
         self.steps.value = value
 
     def serve(self, rows: MappedRows) -> EmbeddingCollection:
-        """Instead of `open`: look rows up in exported ones, in place, for prediction only."""
+        """Open for prediction only, instead of `open`: look up exported rows in place."""
         if self._opened:
             raise ConfigError("this collection is open already; build a new one to predict with")
         self.mesh = Mesh()
@@ -240,9 +242,9 @@ class EmbeddingCollection(StatefulRows):
     @one_at_a_time
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self._served is not None:
-            rows, device = self.slices.looked_up(batch), self.place.device
-            found = self._reader.read(rows, device)
-            return self.slices.seen(found, self.slices.offsets_of(batch))
+            rows, device = self.slices.prepare_ids(batch), self.place.device
+            values = self._reader.read(rows, device)
+            return self.slices.merge_outputs(values, self.slices.offsets_of(batch))
         if not self._opened:
             self.ensure_open()
         context = batch.take_context() if isinstance(batch, PreparedBatch) else None
@@ -257,11 +259,12 @@ class EmbeddingCollection(StatefulRows):
         return self.pipeline.values(context, self.handle, self.place.device)
 
     def lookahead(self, batches: Iterable[Batch], *, held: Sequence[Held] = ()) -> Lookahead:
-        """The same batches in the same order, each ready to use: its ids were sent, its rows are resident.
+        """Return an iterator over the same batches in the same order, each ready to use: its ids were sent, its rows
+        are resident.
 
-        A thread runs `plan.lookahead` batches ahead; a batch's values are read exactly as many updates before its use
-        as the plan's staleness says. Close the iterator to stop early. held: of a commit, for each of the first
-        batches, steps until its use and what every rank had read of it.
+        A thread prepares `plan.lookahead` batches ahead; a batch's values are read exactly as many updates before its
+        use as the plan's staleness. Close the iterator to stop early. held: from a commit, for each of the first
+        batches, steps until its use and the values that every rank had read for it.
         """
         self.ensure_open()
         return self.pipeline.lookahead(batches, held)
@@ -272,32 +275,33 @@ class EmbeddingCollection(StatefulRows):
             self.pipeline.gradients.forget()
 
     def rows(self, table: str, ids: Tensor) -> Tensor:
-        """Collective, every rank with the same ids (N,): their weights (N, dim) as they are now.
+        """Return the current weights (N, dim) of rows. Collective, with the same ids (N,) on every rank.
 
-        Rows never trained read as their first value; nothing is remembered of the call.
+        Rows never trained have their initial value; the call changes nothing.
         """
         self.ensure_open()
         self.pipeline.updates.settle()
         return read_weights(self.opened, table, ids)
 
     def delete(self, table: str, ids: Tensor) -> None:
-        """Every rank with the same ids (N,): their rows are forgotten, wherever they are; the next read of one gives
-        its first value. A row that a batch in flight uses is born again in place. Ids never trained are passed over."""
+        """Delete rows from memory and storage; the next read of one returns its initial value. Call it on every rank
+        with the same ids (N,). A row that a batch in flight uses is initialised again in place. Ids never trained are
+        ignored."""
         self.ensure_open()
         self.pipeline.updates.settle()
         delete_rows(self.opened, table, ids)
 
     def scan(self, table: str) -> Iterator[Rows]:
-        """This rank's trained rows, each once, a run at a time, in memory or below it; of a replicated table every rank
-        has them all, of one cut by columns those of its slice. Changes nothing; the table must not be trained
-        meanwhile. Collective where updates land late."""
+        """Yield this rank's trained rows, each once, in runs, from memory and storage. Every rank has all rows of a
+        replicated table, and its slice's columns of one cut by columns. Changes nothing; the table must not be trained
+        meanwhile. Collective while updates are pending."""
         self.ensure_open()
         self.pipeline.updates.settle()
         yield from scan_rows(self.opened, table)
 
     def read(self, batch: Batch) -> dict[str, Tensor]:
-        """Evaluation: sees every update, leaves no trace; any number of training batches may be in flight. A server
-        calls it where the others call the collection: `topology.reads`."""
+        """Return a batch's outputs for evaluation: after every update, and without changing anything; any number of
+        training batches may be in flight. A server calls it where the others call the collection: `topology.reads`."""
         context = self.pipeline.read(batch)
         return self.pipeline.values(context, self.handle, self.place.device)
 

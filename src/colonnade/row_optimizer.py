@@ -1,4 +1,4 @@
-"""The sparse side's optimizer: an ordinary torch.optim.Optimizer with one param group per table, or per part of one."""
+"""Optimizer of rows: an ordinary torch.optim.Optimizer with one param group per table, or per part of one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from colonnade.errors import ConfigError, NonFiniteError
 from colonnade.exchange.cached_state import Before, settled
 from colonnade.pipeline.gradients import StepGradients
 
-# Columns of `_native.update`'s settings: those of one number by name, then the others.
+# Columns of `_native.update`'s settings: single numbers by name, then the others.
 SETTINGS = ("lr", "weight_decay", "eps", "", "", "nesterov", "l1", "l2", "beta")
 BETAS = 3
 LIMITS = ((9, "max_norm"), (10, "clip_value"), (11, "weight_bound"))
@@ -28,7 +28,7 @@ PLAIN = (int, float, str, bool, NoneType)
 
 
 class RowOptimizer(Optimizer):
-    """Applies what backward recorded on `collection`: per row, the sum of its gradients, once per `step()`.
+    """Optimizer that applies the gradients recorded on `collection`: per row, their sum, once per `step()`.
 
     One param group per table, or per part of a table, in declared order. Each carries `name` ("item",
     "item.deep") and the settings of its optimizer (`colonnade.optimizers`), so schedulers work as on any
@@ -37,7 +37,8 @@ class RowOptimizer(Optimizer):
     """
 
     def __init__(self, collection: EmbeddingCollection, *, clip_value: float | None = None) -> None:
-        """`clip_value`: every element of a row's summed gradient is first clamped to +-this (per group)."""
+        """Make one param group for each part. `clip_value`: every element of a row's summed gradient is first clamped
+        to +-this (per group)."""
         if clip_value is not None and not clip_value > 0:
             raise ConfigError(f"RowOptimizer: got clip_value={clip_value}, wanted more than 0")
         if not isinstance(collection, EmbeddingCollection):
@@ -60,7 +61,7 @@ class RowOptimizer(Optimizer):
                     "weight_bound": table.weight_bound,
                 }
             )
-        # What all groups have: torch's schedulers look here for what they may cycle (momentum, betas).
+        # Defaults that all groups have: torch's schedulers look here for settings they may cycle (momentum, betas).
         common = set.intersection(*(set(group) for group in groups)) - {"params", "name"}
         super().__init__(groups, {name: groups[0][name] for name in common})
         self._is_built = True
@@ -68,19 +69,19 @@ class RowOptimizer(Optimizer):
             [part.optimizer.kind for _, part in declaration.parts], dtype=torch.int32
         )
         self._gradient_scale = 1.0
-        self._said: list[dict] = []  # what the groups were when `_checked` was made of them
+        self._checked_groups: list[dict] = []  # copies of the groups that `_checked` was made from
         self._checked = torch.empty(0)  # (P, 16) float64, with the gradients' scale:
         self._checked_scale = 0.0
 
     @property
     def gradients(self) -> StepGradients:
-        """Gradients since the last step, of an open collection."""
+        """Gradients since the last step of an open collection."""
         return self.collection.pipeline.gradients
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None, *, agreed: bool = False):
-        """Collective. Raises NonFiniteError, on every rank and with nothing applied, for a gradient that
-        is NaN or inf on any of them. `agreed`: the ranks have already agreed that all is finite."""
+        """Apply the recorded gradients. Collective. Raises NonFiniteError, on every rank and with nothing applied, for
+        a gradient that is NaN or inf on any of them. `agreed`: the ranks have already agreed that all are finite."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -102,11 +103,13 @@ class RowOptimizer(Optimizer):
 
     @torch.no_grad()
     def scaled_step(self, scaler: torch.amp.GradScaler, *dense: Optimizer) -> bool:
-        """Collective, instead of `scaler.step` of each optimizer and `scaler.update`: all gradients are divided by the
-        scale, rows and `dense` step together, and the scale may grow. A gradient that is NaN or inf on any rank skips
-        all of them on every rank and lowers the scale on all alike. Returns whether they stepped.
+        """Step rows and `dense` together with a gradient scaler. Collective.
 
-        Gradients of `dense` are those of all ranks by then. Raises ConfigError where `step` completes some of them.
+        Replaces `scaler.step` of each optimizer and `scaler.update`: all gradients are divided by the scale, all
+        optimizers step, and the scale may grow. If a gradient is NaN or inf on any rank, no optimizer steps on any
+        rank, and the scale is lowered on all. Returns whether they stepped.
+
+        Gradients of `dense` must already be summed over ranks. Raises ConfigError where `step` completes some of them.
         """
         self.collection.ensure_open()
         if self.collection.exchange.pushed_parameters:
@@ -120,17 +123,20 @@ class RowOptimizer(Optimizer):
                 "leave plan.cache out, or train in bfloat16 without a scale"
             )
         scale = scaler.get_scale()
-        for each in dense:
-            scaler.unscale_(each)
+        for optimizer in dense:
+            scaler.unscale_(optimizer)
         of_dense = [
-            p.grad for each in dense for group in each.param_groups for p in group["params"]
+            p.grad
+            for optimizer in dense
+            for group in optimizer.param_groups
+            for p in group["params"]
         ]
         finite = all(bool(torch.isfinite(grad).all()) for grad in of_dense if grad is not None)
-        if self._agreed(finite and self.gradients.are_finite()):
+        if self._agree_finite(finite and self.gradients.are_finite()):
             self.scale_grad_(1 / scale)
             self.step(agreed=True)
-            for each in dense:
-                scaler.step(each)
+            for optimizer in dense:
+                scaler.step(optimizer)
             scaler.update()
             return True
         self.zero_grad()
@@ -142,7 +148,7 @@ class RowOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for `copy.deepcopy` and pickle, which take the collection along with its optimizer."""
         own = ("collection", "_is_built", "_kinds", "_gradient_scale")
-        anew = {"_said": [], "_checked": torch.empty(0), "_checked_scale": 0.0}
+        anew = {"_checked_groups": [], "_checked": torch.empty(0), "_checked_scale": 0.0}
         return super().__getstate__() | {name: self.__dict__[name] for name in own} | anew
 
     def add_param_group(self, param_group: dict) -> None:
@@ -153,22 +159,23 @@ class RowOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict:
-        """Settings of the groups, and `state`: by group, ids (N,) and state (N, S) of the trained rows. Raises
-        CheckpointError where these are not all in this process's memory, or too large, as the collection's does."""
+        """Return the groups' settings, and `state`: by group, ids (N,) and state (N, S) of the trained rows. Raises
+        CheckpointError where these are not all in this process's memory, or too large, as the collection's
+        `state_dict` does."""
         return {**super().state_dict(), "state": self.collection.optimizer_states()}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take `state_dict` back. Raises ConfigError unless the groups are those of the same tables and optimizers,
+        """Load a `state_dict`. Raises ConfigError unless the groups are those of the same tables and optimizers, and
         CheckpointError for state of other rows than the collection has: load the model first."""
         bounds = {group["name"]: group["weight_bound"] for group in self.param_groups}
-        # One that was saved when groups had none keeps this one's.
-        given = [
+        # A state saved before groups had a weight_bound keeps this optimizer's.
+        groups = [
             {"weight_bound": bounds.get(group.get("name")), **group}
             for group in state_dict["param_groups"]
         ]
-        states, state_dict = state_dict["state"], {"state": {}, "param_groups": given}
+        states, state_dict = state_dict["state"], {"state": {}, "param_groups": groups}
         wanted = [(group["name"], sorted(group)) for group in self.param_groups]
-        got = [(group.get("name"), sorted(group)) for group in given]
+        got = [(group.get("name"), sorted(group)) for group in groups]
         if got != wanted:
             first = next(
                 (pair for pair in zip(got, wanted, strict=False) if pair[0] != pair[1]),
@@ -182,10 +189,10 @@ class RowOptimizer(Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, *, agreed: bool = False) -> Tensor:
-        """Collective, between the last backward and `step()`: scale the rows' gradients so that the 2-norm of all
-        of them, over all tables and ranks, is at most `max_norm`. Returns the norm they had.
+        """Scale the rows' gradients so that their 2-norm, over all tables and ranks, is at most `max_norm`. Return the
+        norm they had. Collective; call it between the last backward and `step()`.
 
-        torch.nn.utils.clip_grad_norm_ for rows: a row's gradients are summed first. Raises as `step` does.
+        Like torch.nn.utils.clip_grad_norm_, for rows: a row's gradients are summed first. Raises as `step` does.
         """
         if not max_norm > 0:
             raise ConfigError(f"clip_grad_norm_: got max_norm={max_norm}, wanted more than 0")
@@ -199,7 +206,7 @@ class RowOptimizer(Optimizer):
         return torch.tensor(norm)
 
     def scale_grad_(self, factor: float) -> None:
-        """Between the last backward and `step()`: multiply the rows' gradients. The same on every rank."""
+        """Multiply the rows' gradients, between the last backward and `step()`, by the same factor on every rank."""
         if not 0 <= factor < math.inf:
             raise ConfigError(
                 f"scale_grad_: got factor={factor}, wanted a finite number, 0 or more"
@@ -214,9 +221,11 @@ class RowOptimizer(Optimizer):
 
     @contextmanager
     def settled(self) -> Iterator[list[Before]]:
-        """Collective, between steps: while it is open, owners' rows have what waits at copies of them (`Plan`'s
-        caches), one update of each with the settings of now; evaluate, read rows or commit. Afterwards they are as
-        before. By slice, the rows that change for it, as they were; none where there is no cache."""
+        """Apply gradients pending at copies of rows (`Plan`'s caches) to the owners' rows until exit. Collective,
+        between steps.
+
+        Each changed row gets one update with the current settings, and is restored at exit. Inside, evaluate, read rows
+        or commit. Yields by slice the changed rows as they were before; none where there is no cache."""
         self.collection.ensure_open()
         self.collection.pipeline.updates.settle()
         cached = self.collection.cached
@@ -228,8 +237,9 @@ class RowOptimizer(Optimizer):
             yield before
 
     def _agree(self, error: ConfigError | None = None) -> None:
-        """Collective, one word: every rank has settings that rules can use (error: why this one has not), else
-        ConfigError; and all gradients are finite, unless they were pushed, else NonFiniteError."""
+        """Check on all ranks, in one collective, that settings are valid, and gradients finite unless they were pushed.
+
+        error: of this rank's settings. Raises ConfigError or NonFiniteError, on every rank."""
         gradients = self.collection.pipeline.gradients
         is_pushed, votes = gradients.pushed is not None, [float(error is not None)]
         if not is_pushed:
@@ -245,14 +255,15 @@ class RowOptimizer(Optimizer):
         if totals[1]:
             self._refuse("an embedding gradient")
 
-    def _agreed(self, finite: bool) -> bool:
-        """Collective: return whether that is so on every rank; batches that no rank has gradients of are dropped."""
+    def _agree_finite(self, finite: bool) -> bool:
+        """Return whether `finite` is true on every rank, and drop batches that no rank has gradients for.
+        Collective."""
         totals = self._sum([float(not finite), *self.gradients.has_recorded()])
         self.gradients.drop_unused(totals[1:])
         return not totals[0]
 
     def _sum(self, votes: list[float]) -> list[float]:
-        """Collective: return the sums over all ranks."""
+        """Return the sums of votes over all ranks. Collective."""
         mesh = self.collection.mesh
         if mesh.num_ranks == 1:
             return votes
@@ -267,25 +278,28 @@ class RowOptimizer(Optimizer):
         )
 
     def _own_settings(self) -> Tensor:
-        """(P, 16) float64, good until the next call. Raises ConfigError for a number no rule can use.
+        """Return this rank's settings, (P, 16) float64, valid until the next call. Raises ConfigError for a number that
+        no rule can use.
 
-        Read and checked anew only where a group says something else than in the step before: in Python, 26 groups
-        take a part of a step that lookups and updates alone would notice."""
-        if not self._say_the_same():
-            self._checked, self._said = self._read_settings(), []
+        They are read and checked again only if a group has changed since the step before: in Python, to read 26 groups
+        takes a noticeable part of a step."""
+        if not self._are_groups_unchanged():
+            self._checked, self._checked_groups = self._read_settings(), []
             self._checked_scale = 0.0
-            said = [dict(group) for group in self.param_groups]
-            # Else a value, a tensor or a list, may change in place.
-            if all(_is_plain(v) for each in said for name, v in each.items() if name != "params"):
-                self._said = said
+            groups = [dict(group) for group in self.param_groups]
+            # Otherwise a value, such as a tensor or a list, may change in place.
+            if all(
+                _is_plain(v) for group in groups for name, v in group.items() if name != "params"
+            ):
+                self._checked_groups = groups
         if self._checked_scale != self._gradient_scale:
             self._checked[:, GRADIENT_SCALE] = self._checked_scale = self._gradient_scale
         return self._checked
 
-    def _say_the_same(self) -> bool:
-        """The groups, as when they were read last, and nothing of them can change unseen."""
+    def _are_groups_unchanged(self) -> bool:
+        """Return whether the groups equal those read last, none of which can change in place."""
         try:
-            return bool(self._said) and self.param_groups == self._said
+            return bool(self._checked_groups) and self.param_groups == self._checked_groups
         except (RuntimeError, TypeError, ValueError):  # a tensor or an array instead of a number
             return False
 
@@ -331,7 +345,7 @@ class RowOptimizer(Optimizer):
 
 
 def _read_number(group: dict, name: str, value: Any) -> float:
-    """Return a setting as a number. Raises ConfigError for None, text and what else is none."""
+    """Return a setting as a number. Raises ConfigError for None, text and anything else that is no number."""
     if isinstance(value, int | float | Tensor | np.number):
         try:
             return float(value)
@@ -343,7 +357,7 @@ def _read_number(group: dict, name: str, value: Any) -> float:
 
 
 def _is_plain(value: object) -> bool:
-    """It changes only where the group gets another."""
+    """Return whether a value is immutable, so that it changes only if the group is assigned another one."""
     if type(value) is tuple:
         return all(map(_is_plain, value))
     return type(value) in PLAIN

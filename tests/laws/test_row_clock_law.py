@@ -41,13 +41,13 @@ from colonnade import (
 from colonnade.cache.copies import DeviceCopies
 from colonnade.config.run import build_config, override
 from colonnade.errors import ConfigError
+from colonnade.exchange import exchange
 from colonnade.exchange.cached import TableCache
 from colonnade.exchange.cached_state import apply_planned_bounds
 from colonnade.run import run as runs
 from colonnade.run.run import open_run
 from colonnade.staleness import RowClock, row_clock
 from colonnade.topology.sharding import column_wise, hot_rows, row_wise
-from colonnade.wire import id_distribution as routing
 
 SIZES = [23, 23, 1, 0, 24, 2, 23, 23]
 
@@ -610,16 +610,16 @@ def lose_letters(mesh):
     """Batches that do not come to their owners leave nothing behind: nothing is lost."""
     world = Ones(mesh, 10, 12)
     mine, _ = world.batches(2)
-    sent = routing.exchange_messages
+    sent = exchange.exchange_messages
 
     def lost(*_):
         raise OSError("the letters")
 
-    routing.exchange_messages = lost
+    exchange.exchange_messages = lost
     for batch in mine:
         with pytest.raises(OSError, match="the letters"):
             world.collection(batch)
-    routing.exchange_messages = sent
+    exchange.exchange_messages = sent
     total, _ = world.run(20)
     with world.rows.settled():
         return [np.array_equal(held, total) for held in world.held()]

@@ -26,6 +26,7 @@ from colonnade import (
 )
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import CheckpointError, ConfigError
+from colonnade.topology.world import World
 
 KEYS = "embeddings.rows."
 
@@ -321,6 +322,6 @@ def test_several_ranks_are_refused():
     """Without ranks: what a collection of two would say."""
     loop = Loop()
     loop.train(0, 2)
-    loop.collection.mesh = type("Two", (Mesh,), {"num_ranks": 2})()
+    loop.collection.mesh = Mesh(World(ranks_per_host=2))
     with pytest.raises(CheckpointError, match="rows on 2 ranks, wanted all rows in this process"):
         loop.model.state_dict()

@@ -38,7 +38,7 @@ def test_links_follow_hosts():
     traffic = Traffic()
     links = [None if peer == 1 else link(world, 1, peer) for peer in range(4)]
     traffic.count("push", links, [10 * (peer + 1) for peer in range(4)])
-    traffic.count("push", world, 1, 0, 0)
+    traffic.count("push", links[:1], [0])
     assert traffic.sent_bytes == {("push", "local"): 10, ("push", "remote"): 70}
     assert traffic.messages == {("push", "local"): 1, ("push", "remote"): 2}
     assert traffic.bytes_of("push") == 80

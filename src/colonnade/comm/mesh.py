@@ -1,14 +1,15 @@
 """Running world: this process's rank and its process groups.
 
-A group must see the same calls in the same order on every rank, so each thread that issues calls has groups of its own
-(`THREADS`): ids of later batches travel while rows, gradients and dense gradients of earlier ones do, and a commit is
-written. A call is made among all ranks, or in a `Scope`: the ranks of a block of neighbours (a host, a tower), or those
-of one number in each block. Scopes other than hosts' are opened by whoever calls in them (`open_scopes`).
+A group must see the same calls in the same order on every rank, so each thread that issues calls has its own groups
+(`THREADS`): ids of later batches are sent while rows, gradients and dense gradients of earlier ones are, and while a
+commit is written. A call is made among all ranks, or in a `Scope`: the ranks of a block of neighbours (a host, a
+tower), or those of the same number in each block. Scopes other than hosts' are opened by their users (`open_scopes`).
 
-Between ranks of one host large messages lie in memory that both map (`shm.py`): on groups of this mesh that are of
-one host whole, but not on those of meshes made of it (trainers, towers).
+Between ranks of one host large messages are passed in shared memory (`shm.py`), in calls of this mesh whose ranks are
+all on one host, but not in those of meshes derived from it (trainers, towers).
 
-Where some ranks are servers (`with_servers`), the others have a mesh of their own, `trainers`, for what only they do.
+Where some ranks are servers (`with_servers`), the others have their own mesh, `trainers`, for calls that only they
+make.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from colonnade.topology.world import World
 
 PURPOSES = ("route", "fetch", "push", "dense", "gather", "evaluate", "commit", "control")
 THREADS = {"route": "lookahead", "dense": "dense", "commit": "commit"}
-"""Threads that issue calls, by purpose; the training thread issues those of every other."""
+"""Threads that issue calls, by purpose; the training thread issues those of all other purposes."""
 TRAINING = "training"
 
 
@@ -51,17 +52,17 @@ def thread_of(purpose: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Ranks that a call is made among: all, or those that `size` says. Pure."""
+    """Ranks that a call is made among: all, or blocks of `size`. Pure."""
 
     size: int = 0
-    """Ranks of a block of neighbours; 0: all."""
+    """Number of ranks of a block of neighbours; 0: all."""
     is_across: bool = False
-    """Ranks of one number in each block, instead of those of one block."""
+    """Whether calls are among ranks of the same number in each block, instead of those of one block."""
     within: int = 0
-    """Ranks of a larger block that the blocks are of; 0: all."""
+    """Number of ranks of a larger block that contains the blocks; 0: all."""
 
     def members(self, rank: int, num_ranks: int) -> range:
-        """Return the ranks that `rank` makes such a call with, itself included, ascending."""
+        """Return the ranks that `rank` makes a call of this scope with, itself included, ascending."""
         every = range(num_ranks)
         if self.within:
             every = every[rank // self.within * self.within :][: self.within]
@@ -82,23 +83,23 @@ ALL = Scope()
 
 @dataclass(slots=True)
 class Call:
-    """A collective under way."""
+    """Pending collective."""
 
     presence: Presence
     purpose: str
     work: dist.Work
     post: Post | None = None
-    """What mates have for this rank in their memory, until it was read."""
+    """Messages to this rank in the shared memory of other ranks of its host, until they were read."""
 
     def wait(self) -> None:
-        """Until it is done. One thread at a time. Raises PeerLost."""
+        """Wait until the call is done. One thread at a time. Raises PeerLost."""
         begin_waiting()
         try:
             self.presence.wait(self.purpose, self.work)
             post, self.post = self.post, None
             if post is not None:
                 post.arrive()
-        except OSError:  # a mate's memory went with it
+        except OSError:  # a rank of this host was lost with its shared memory
             raise self.presence.lose(self.purpose, None) from None
         finally:
             end_waiting(self.purpose)
@@ -106,44 +107,45 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """A rank's place in a scope."""
+    """Members and links of a rank's calls in a scope."""
 
     members: range
-    """Ranks that it makes calls with there, itself included."""
+    """Ranks that it makes calls with, itself included."""
     links: tuple[Link | None, ...]
-    """By member; None: itself."""
+    """Link to each member; None: itself."""
     is_one_host: bool
     suffix: str
-    """Of a call's name: among whom it is made."""
+    """Suffix of a call's name: the ranks that it is made among."""
     groups: Scope
-    """Scope that the groups of its calls are of."""
+    """Scope whose groups its calls use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """`groups` is empty in a world of one rank; every collective is then the identity.
+    """Mesh of a world's ranks, as one rank sees it: collectives among all ranks or in a scope.
 
-    `purpose` says what a call is for, and so which thread issues it; `counts_as`, where it is given, what its bytes are
-    counted as; `scope`, among whom it is made.
+    `groups` is empty in a world of one rank; every collective is then the identity. `purpose` says what a call is for,
+    and so which thread issues it; `counts_as`, if given, what its bytes are counted as; `scope`, the ranks that it is
+    made among.
 
-    Every collective raises PeerLost, naming the rank, where one is lost or does not come within the timeout; after
-    that none is made any more, on any thread.
+    Every collective raises PeerLost, naming the rank, if one is lost or does not join the call within the timeout;
+    after that no call can be made, on any thread.
     """
 
     world: World = field(default_factory=World)
     rank: int = 0
     groups: dict[tuple[str, Scope], dist.ProcessGroup] = field(default_factory=dict)
-    """By issuing thread and scope; none of a scope of one rank, or of all."""
+    """Process groups by issuing thread and scope; without scopes of one rank, or of all ranks."""
     traffic: Traffic = field(default_factory=Traffic)
-    """Every payload byte this rank sent."""
+    """Counts of every payload byte this rank sent."""
     presence: Presence | None = None
-    """What ranks know of each other while they run; None in a world of one."""
+    """Status of the other ranks while they run; None in a world of one."""
     crew: Mesh | None = None
-    """`trainers`, where some ranks are servers."""
+    """Mesh `trainers`, where some ranks are servers; else None."""
     called: str = ""
-    """What its calls' purposes begin with, as others read of them: "trainers " of a `crew`."""
+    """Prefix of its calls' purposes in messages: "trainers " for a `crew`."""
     mates: Mates | None = None
-    """The ranks of this host, where they can read each other's memory; None: every message travels."""
+    """Shared memory of the ranks of this host; None: every message is sent by torch.distributed."""
     num_ranks: int = field(init=False)
     _reaches: dict[Scope, Reach] = field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -154,18 +156,18 @@ class Mesh:
 
     @property
     def trainers(self) -> Mesh:
-        """The ranks that train, as a world of their own: who shares samples and dense gradients. Where there are no
-        servers, this one; on a server, a world of one."""
+        """Mesh of the ranks that train, which share samples and dense gradients. Without servers, this mesh; on a
+        server, a world of one."""
         return self.crew or self
 
     @property
     def is_server(self) -> bool:
-        """Whether this rank has rows only."""
+        """Whether this rank only serves rows."""
         return self.world.is_server(self.rank)
 
     @property
     def peers(self) -> Sequence[Peer]:
-        """Who every rank is; () in a world of one."""
+        """Host, process and versions of every rank; () in a world of one."""
         return () if self.presence is None else self.presence.peers
 
     @property
@@ -175,11 +177,11 @@ class Mesh:
 
     @property
     def over_hosts(self) -> Scope:
-        """Scope of the ranks of one number in their hosts."""
+        """Scope of the ranks with the same number in their hosts."""
         return Scope(self.world.ranks_per_host, is_across=True)
 
     def at(self, step: int) -> None:
-        """What step this rank is in, for others to read."""
+        """Set the step that this rank is in, for others to read."""
         if self.presence is not None:
             self.presence.step = step
 
@@ -195,8 +197,10 @@ class Mesh:
         counts_as: str | None = None,
         into: Tensor | None = None,  # what is received
     ) -> tuple[Tensor, Call | None]:
-        """Collective. Returns (received, call); with `wait=False` both buffers belong to the call until it is done. One
-        of `room` is nobody's to write to again: others may read it later still."""
+        """Send blocks of variable size to every rank, and receive one from each. Collective.
+
+        Returns (received, call); with `wait=False` both buffers belong to the call until it is done. A buffer of `room`
+        must not be written to again, because other ranks may read it even later."""
         if self.num_ranks == 1:
             return send, None
         width = send.element_size() * math.prod(send.shape[1:])
@@ -221,14 +225,15 @@ class Mesh:
         return received, None
 
     def room(self, num_elements: int, dtype: torch.dtype, scope: Scope = ALL) -> Tensor:
-        """Allocate (num_elements,), to be written to and sent in `scope`: where ranks of one host can read it."""
+        """Allocate a buffer (num_elements,) to write once and send in `scope`: in shared memory if all its ranks are on
+        one host."""
         reach = self._reaches.get(scope) or self._reach(scope)
         if self.mates is None or not reach.is_one_host:
             return empty(num_elements, dtype=dtype)
         return self.mates.room(num_elements, dtype)
 
     def all_reduce(self, purpose: str, values: Tensor, *, counts_as: str | None = None) -> Tensor:
-        """Collective, in place: the sum over ranks, the same bits on every rank."""
+        """Sum over ranks in place, to the same bits on every rank. Collective."""
         if self.num_ranks > 1:
             if values.numel():
                 sent = ring_sum(values.nbytes, values.element_size(), self.rank, self.num_ranks)
@@ -237,7 +242,7 @@ class Mesh:
         return values
 
     def all_gather(self, purpose: str, values: Tensor) -> list[Tensor]:
-        """Collective: every rank's tensor, in rank order; shapes must agree."""
+        """Return every rank's tensor, in rank order; shapes must agree. Collective."""
         if self.num_ranks == 1:
             return [values]
         others, after = self.num_ranks - 1, (self.rank + 1) % self.num_ranks
@@ -247,7 +252,7 @@ class Mesh:
         return out
 
     def all_gather_bytes(self, purpose: str, data: bytes) -> list[bytes]:
-        """Collective: every rank's byte string, in rank order; lengths may differ."""
+        """Return every rank's byte string, in rank order; lengths may differ. Collective."""
         if self.num_ranks == 1:
             return [data]
         sizes = [int(n) for n in self.all_gather(purpose, torch.tensor(len(data)))]
@@ -260,7 +265,7 @@ class Mesh:
         ]
 
     def broadcast(self, purpose: str, values: Tensor, *, counts_as: str | None = None) -> Tensor:
-        """Collective, in place: rank 0's tensor."""
+        """Copy rank 0's tensor to every rank, in place. Collective."""
         if self.num_ranks > 1:
             for peer in tree_children(self.rank, self.num_ranks):
                 self._count(counts_as or purpose, peer, values.nbytes)
@@ -268,19 +273,19 @@ class Mesh:
         return values
 
     def least(self, count: int, purpose: str = "control") -> int:
-        """Collective: the smallest of all ranks'."""
-        return min(int(each) for each in self.all_gather(purpose, torch.tensor(count)))
+        """Return the smallest count of all ranks. Collective."""
+        return min(int(value) for value in self.all_gather(purpose, torch.tensor(count)))
 
     def barrier(self, purpose: str = "control") -> None:
-        """Collective: every rank has come here."""
+        """Wait until every rank has called this. Collective."""
         self.all_gather(purpose, torch.zeros(1))
 
     def label(self, purpose: str, scope: Scope = ALL) -> str:
-        """Name a call for people: what it is for, and among whom."""
+        """Return the name of a call for messages: its purpose, and the ranks that it is made among."""
         return purpose + self._reach(scope).suffix
 
     def _reach(self, scope: Scope) -> Reach:
-        """Return this rank's place in a scope, and keep it in `_reaches`."""
+        """Return this rank's members and links in a scope, cached in `_reaches`."""
         return self._reaches.setdefault(scope, _find_reach(self.world, self.rank, scope))
 
     def _count(self, purpose: str, peer: int, num_bytes: int, messages: int = 1) -> None:
@@ -305,7 +310,7 @@ class Mesh:
 
 
 def _find_reach(world: World, rank: int, scope: Scope) -> Reach:
-    """Return the place of a rank in a scope."""
+    """Return a rank's members and links in a scope."""
     num_ranks = world.num_ranks
     members = scope.members(rank, num_ranks)
     suffix = ""

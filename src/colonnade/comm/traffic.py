@@ -1,8 +1,8 @@
 """Traffic of a rank, bytes and messages by purpose and link, and the time that its threads wait for other ranks.
 
-Counted where calls leave for torch.distributed (`Mesh`), each byte once, on the rank that it leaves. All-to-alls go
-straight to their receivers. Sums, gathers and broadcasts are counted along the rings and the tree by which gloo
-moves them, so bytes that a rank only passes on count as its own, too. Protocol overhead of sockets is left out.
+Traffic is counted where `Mesh` calls torch.distributed, each byte once, on the rank that sends it. All-to-alls go
+directly to their receivers. Sums, gathers and broadcasts are counted along gloo's rings and trees, so bytes that a rank
+only forwards are counted, too. Protocol overhead of sockets is not counted.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from colonnade.topology.world import World
 
 Link = Literal["local", "remote"]
 LINKS: tuple[Link, ...] = ("local", "remote")
-"""To a rank of the same host, and of another."""
+"""Links to ranks of the same host, and of another."""
 
 SEGMENT_BYTES = 1 << 20
-"""What gloo sums at once, at most."""
+"""Largest segment that gloo sums at once."""
 
 
 def link(world: World, rank: int, peer: int) -> Link:
@@ -32,12 +32,12 @@ def link(world: World, rank: int, peer: int) -> Link:
 
 @dataclass(slots=True)
 class Traffic:
-    """Payload this rank sent to other ranks, by (purpose, link). What stays on the rank does not count."""
+    """Payload this rank sent to other ranks, by (purpose, link). Messages to itself are not counted."""
 
     sent_bytes: Counter[tuple[str, Link]] = field(default_factory=Counter)
     messages: Counter[tuple[str, Link]] = field(default_factory=Counter)
     _counting: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
-    """Rows of one purpose leave on two threads."""
+    """Lock of the counts, because two threads send rows of one purpose."""
 
     def count(
         self,
@@ -46,8 +46,8 @@ class Traffic:
         num_bytes: Sequence[int],
         messages: int = 1,
     ) -> None:
-        """Count bytes that this rank sends over links, `messages` for each. Nothing is counted of 0 bytes, or of what
-        it sends itself (link None)."""
+        """Count bytes that this rank sends over links, `messages` for each. Sends of 0 bytes, or to itself (link None),
+        are not counted."""
         with self._counting:
             for link, count in zip(links, num_bytes, strict=True):
                 if count and link is not None:
@@ -55,44 +55,44 @@ class Traffic:
                     self.messages[purpose, link] += messages
 
     def bytes_of(self, purpose: str) -> int:
-        return sum(self.sent_bytes[purpose, each] for each in LINKS)
+        return sum(self.sent_bytes[purpose, link] for link in LINKS)
 
     def plain(self) -> dict[str, dict[str, dict[str, int]]]:
-        """{"bytes" or "messages": {purpose: {link: number}}}, a copy."""
+        """Return the counts as a new dict {"bytes" or "messages": {purpose: {link: number}}}."""
         return {"bytes": _nested(self.sent_bytes), "messages": _nested(self.messages)}
 
 
 def _nested(counts: Counter[tuple[str, Link]]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = defaultdict(dict)
+    by_purpose: dict[str, dict[str, int]] = defaultdict(dict)
     # At once: another thread may be counting.
-    for (purpose, each), number in dict(counts).items():
-        found[purpose][each] = number
-    return dict(found)
+    for (purpose, link), number in dict(counts).items():
+        by_purpose[purpose][link] = number
+    return dict(by_purpose)
 
 
 @lru_cache(maxsize=1024)
 def ring_sum(num_bytes: int, itemsize: int, place: int, size: int) -> tuple[int, int]:
-    """(bytes, messages) that the member at `place` of `size` sends to the one before it, to sum `num_bytes` over all.
+    """Return (bytes, messages) that the member at `place` of `size` sends to the one before it, to sum `num_bytes`.
 
-    gloo's ring: a chunk for each member goes round once to be summed and once to be spread, in two segments or more.
-    The last chunks may be short or empty.
+    In gloo's ring a chunk for each member is passed round once to be summed and once to be broadcast, in two segments
+    or more. The last chunks may be short or empty.
     """
     chunk = 2 * itemsize * -(-num_bytes // (2 * size * itemsize))
     own, after = (min(max(num_bytes - k * chunk, 0), chunk) for k in (place, (place + 1) % size))
     segments = max(2, -(-chunk // SEGMENT_BYTES))
-    # Summing, a member never sends its own chunk on; spreading, not the one that the ring ends with.
+    # In the sum a member never forwards its own chunk; in the broadcast, not the one that the ring ends with.
     return 2 * num_bytes - own - after, 2 * (size - 1) * segments
 
 
 def tree_children(place: int, size: int) -> Sequence[int]:
-    """Members that the one at `place` sends a broadcast of member 0 on to: gloo's binomial tree."""
-    found, step = [], 1
+    """Return the members that the one at `place` forwards a broadcast of member 0 to, in gloo's binomial tree."""
+    children, step = [], 1
     while step < size:
-        # The highest bit of `place` is how it came there; it sends on across all higher ones.
+        # A member receives over the highest bit of its place, and forwards over all higher ones.
         if place < step and place + step < size:
-            found.append(place + step)
+            children.append(place + step)
         step *= 2
-    return found
+    return children
 
 
 class _OfThread(threading.local):
@@ -123,7 +123,7 @@ def end_waiting(purpose: str) -> None:
 
 @contextmanager
 def waiting(purpose: str) -> Iterator[None]:
-    """Count what runs inside as a wait of this thread."""
+    """Count the time inside this context as a wait of this thread."""
     begin_waiting()
     try:
         yield
@@ -132,5 +132,5 @@ def waiting(purpose: str) -> Iterator[None]:
 
 
 def waited() -> Mapping[str, float]:
-    """Return seconds by purpose since this thread began; it goes on counting."""
+    """Return this thread's seconds of waiting by purpose, a mapping that continues to count."""
     return _of_thread.seconds

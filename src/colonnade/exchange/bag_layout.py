@@ -1,5 +1,4 @@
-"""Exchange of bags as values: which columns each rank sends, what arrives at the samples, which bags are divided where;
-and what a batch needs of it.
+"""Layout of an exchange of bags: columns that each rank sends and receives, bags that are divided; and its lookups.
 
 Legend: C columns of lookups, W columns of all fields side by side.
 """
@@ -35,25 +34,25 @@ from colonnade.wire.transport import LastTransport, PendingTransfer
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedFields:
-    """What the fields of consumers ask for that are evaluated before values reach the samples' ranks. Numbers are
-    indices into Declaration.features, but in `taken_by` and `attended`."""
+    """Fields of consumers that are evaluated before values reach the samples' ranks. Numbers are indices into
+    Declaration.features, except in `taken_by` and `attended`."""
 
     consumers: tuple[str, ...] = ()
     taken_by: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By consumer of pooled values: its fields, indices into Declaration.fields."""
+    """Fields by consumer of pooled values: indices into Declaration.fields."""
     attended: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """By consumer of a sequence: fields of its query and of the sequence."""
+    """Fields of the query and of the sequence, by consumer of a sequence."""
     averaged: frozenset[int] = frozenset()
-    """Features whose means are made before the samples' ranks, which need not divide them."""
+    """Features whose means are computed before the samples' ranks, which need not divide them."""
     averaged_by_owner: frozenset[int] = frozenset()
-    """Those of them whose bags are whole on one rank, which pools them as declared."""
+    """Features of `averaged` whose bags are whole on one rank, which pools them as declared."""
     unsplit: frozenset[int] = frozenset()
-    """Features of which a sample may have one id at most: its consumer needs whole bags, and rows are on several
+    """Features of which a sample may have at most one id: a consumer needs whole bags, and rows are on several
     ranks."""
 
     @property
     def weighed(self) -> frozenset[int]:
-        """Features whose lookups are weighed by the length of their bag instead."""
+        """Features whose lookups are weighed by the inverse length of their bag, because owners have parts of bags."""
         return self.averaged - self.averaged_by_owner
 
     @property
@@ -69,13 +68,13 @@ def evaluated_fields(
     *,
     has_whole_bags: bool,
 ) -> EvaluatedFields:
-    """Return what evaluating these consumers asks for. has_whole_bags: whether bags whose rows are split are added up
-    before."""
-    numbers = {each.name: i for i, each in enumerate(declaration.fields)}
+    """Return the fields that these consumers are evaluated of. has_whole_bags: whether bags whose rows are split are
+    added up before."""
+    numbers = {declared_field.name: i for i, declared_field in enumerate(declaration.fields)}
     taken_by, attended = {}, {}
     for name in consumers:
         consumer = declaration.consumers[name]
-        fields = tuple(numbers[each] for each in consumer.features)
+        fields = tuple(numbers[feature_name] for feature_name in consumer.features)
         if consumer.interaction.sequences:
             attended[name] = (fields[0], fields[1])
         else:
@@ -106,7 +105,7 @@ def evaluated_fields(
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Bags that the samples' rank divides by their lengths, or by the roots of these."""
+    """Division of bags by their lengths, or the roots of these, on the samples' rank."""
 
     column: int  # of lookups
     pooling: str
@@ -121,19 +120,19 @@ class BagLayout:
     evaluated: EvaluatedFields
     outputs: tuple[Output, ...]
     fields: Fields
-    """All fields, pooled ones first."""
+    """Fields of all outputs, pooled ones first."""
     shares: tuple[Fields, ...]
-    """By rank: those of tables that it has rows of."""
+    """Fields of tables that a rank has rows of, by rank."""
     arriving: Columns
-    """What comes to the samples' ranks."""
+    """Columns that arrive at the samples' ranks."""
     requested: Consumption
-    """Lookups of a rank's own samples, as they are requested."""
+    """Lookups of a rank's own samples, in the form in which they are requested."""
     runs: tuple[list[Run], ...]
-    """By output: where its columns are among the arriving ones."""
+    """Runs of an output's columns among the arriving ones, by output."""
     divisions: tuple[Division, ...]
 
     def sums(self, rank: int) -> Declaration:
-        """Return what a rank pools of its share: sums, but for means that it has whole bags of."""
+        """Return the declaration that a rank pools: sums of its share, and means where it has whole bags."""
         return self.shares[rank].as_sums(but=self.evaluated.averaged_by_owner)
 
     def pooled(self, rank: int) -> Columns:
@@ -141,8 +140,8 @@ class BagLayout:
         return self.shares[rank].columns
 
     def from_owner(self, rank: int) -> Columns:
-        """Return what a rank sends where owners evaluate consumers: partials of those that it has fields of, and values
-        that are needed as they are."""
+        """Return the columns that a rank sends where owners evaluate consumers: partials of the consumers that it has
+        fields of, and fields that are needed themselves."""
         share = set(self.shares[rank].order)
 
         def is_sent(key: Key) -> bool:
@@ -163,7 +162,7 @@ def lay_out_bags(
     num_ranks: int,
     evaluated: EvaluatedFields,
 ) -> BagLayout:
-    """Lay an exchange of bags out. Raises ConfigError for sequences whose rows would have to be sent."""
+    """Lay out an exchange of bags. Raises ConfigError for sequences whose rows would have to be sent."""
     every_output = tuple(_outputs(declaration, evaluated.consumers))
     for output in every_output:
         if output.is_sequence:
@@ -212,7 +211,7 @@ def lay_out_bags(
 
 
 def _outputs(declaration: Declaration, consumers: Collection[str]) -> list[Output]:
-    """Return outputs, those of evaluated consumers by themselves."""
+    """Return outputs, with those of evaluated consumers as separate ones."""
     separate: list[Output] = []
     for output in outputs(declaration):
         if others := tuple(name for name in output.names if name not in consumers):
@@ -228,7 +227,8 @@ def _outputs(declaration: Declaration, consumers: Collection[str]) -> list[Outpu
 def _arriving(
     declaration: Declaration, evaluated: EvaluatedFields, every_output: Sequence[Output]
 ) -> Columns:
-    """Return fields and partials of the outputs; then queries, and what is attended to, which is merged there."""
+    """Return the arriving columns: fields and partials of the outputs, then queries, then merged results of
+    attention."""
     dims: dict[Key, int] = {}
     merged: dict[Key, int] = {}
     for output in every_output:
@@ -244,15 +244,15 @@ def _arriving(
 
 
 def _requested_pooling(f: int, pooling: str, evaluated: EvaluatedFields, num_ranks: int) -> int:
-    """Return how lookups of feature f are pooled by their owner, as `_native.Lookups` numbers it. In a world of one the
-    lookups are the owner's, too."""
+    """Return the pooling that the owner of feature f's lookups applies, as `_native.Lookups` numbers it. In a world of
+    one the lookups are the owner's, too."""
     is_whole = f in evaluated.averaged_by_owner or (pooling == "sequence" and num_ranks == 1)
     return POOLINGS.index(pooling if is_whole else "sum")  # type: ignore[arg-type]
 
 
 def collect_bags(batch: Batch, layout: BagLayout) -> Lookups:
-    """Return a batch's lookups, weighed by the lengths of bags where a mean is made by several owners. Raises
-    DataError, NonFiniteError."""
+    """Return a batch's lookups, weighed by the lengths of bags where several owners compute a mean. Raises DataError,
+    NonFiniteError."""
     declaration, evaluated = layout.declaration, layout.evaluated
     lookups = collect(batch, declaration, layout.requested)
     if not evaluated.weighed and not evaluated.unsplit:
@@ -265,7 +265,7 @@ def collect_bags(batch: Batch, layout: BagLayout) -> Lookups:
         if f in evaluated.unsplit and len(lengths) and int(lengths.max()) > 1:
             raise DataError(
                 f"feature {feature.name!r}: got a sample with {int(lengths.max())} ids, wanted at most one: its "
-                "table's rows lie on several ranks and its consumer needs a sample's whole bag on one. Give table "
+                "table's rows are on several ranks and its consumer needs a sample's whole bag on one. Give table "
                 f"{feature.table!r} the sharding table_wise, or exchange pooled"
             )
         if f in evaluated.weighed:
@@ -278,8 +278,8 @@ def collect_bags(batch: Batch, layout: BagLayout) -> Lookups:
 def _share_of_mean(
     lengths: Tensor, pooling: str, weights: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return the weight of each lookup of bags of these lengths, so that their sum is the mean, or the sum over the
-    root of the length."""
+    """Return the weight of each lookup, so that the weighted sum of a bag is its mean, or its sum divided by the root
+    of its length. lengths: by bag."""
     divisors = lengths.clamp(min=1).to(dtype)
     shares = 1 / (divisors if pooling == "mean" else divisors.sqrt())
     shares = shares.repeat_interleave(lengths)
@@ -288,11 +288,11 @@ def _share_of_mean(
 
 @dataclass(slots=True)
 class EvaluatedBatch:
-    """What a rank keeps of a batch between sending values and their gradients."""
+    """State of a batch on one rank between sending values and their gradients."""
 
     pooled: Tensor | None = None  # (G, W_o), where owners evaluate operators
-    partials: list[Partials] = field(default_factory=list)  # by turn
-    gathered: list[Tensor] | None = None  # by turn: what waits inside a tower for its use
+    partials: list[Partials] = field(default_factory=list)  # by chunk
+    gathered: list[Tensor] | None = None  # by chunk: sums that wait inside a tower for their use
     sequence_rows: list[Tensor] = field(default_factory=list)  # of attended sequences, (E, D)
     attended: dict[str, Attended] = field(default_factory=dict)  # by consumer
     row_gradients: dict[int, Tensor] = field(default_factory=dict)  # by field of such a sequence
@@ -300,7 +300,7 @@ class EvaluatedBatch:
 
 @dataclass(slots=True)
 class BagReads:
-    """What the samples' rank reads: a transfer on its way, or all columns."""
+    """Columns that the samples' rank reads: a pending transfer, or all of them."""
 
     pending: PendingTransfer | None = None
     total: Tensor | None = None  # (B, W)
@@ -308,7 +308,8 @@ class BagReads:
 
 @dataclass(slots=True)
 class BagsLookup(PartLookup):
-    """One batch whose bags are pooled by owners. `lookups` are all ranks' of rows here; in a tower, all peers'."""
+    """Lookup of one batch whose bags are pooled by owners. `lookups` are all ranks' lookups of this rank's rows; in a
+    tower, all peers'."""
 
     sizes: list[int] = field(default_factory=list)  # samples by rank
     requested: Lookups | None = None  # of this rank's own samples

@@ -1,21 +1,22 @@
-"""Exchanges of bags: lookups are sent to the ranks that own their rows, which pool them for the samples of all ranks at
-once; sums, or what operators make of them, come back hop by hop, and gradients go the same way.
+"""Exchanges of bags: lookups are sent to the ranks that own their rows, which pool them for the samples of all ranks.
+
+Sums, or results of operators on them, are sent to the samples' ranks hop by hop; gradients take the same hops back.
 
     pooled      owners' sums to the samples' ranks
     substitute  owners evaluate the model's first operators on the rows they have; partial results are sent, which the
                 samples' ranks add up and combine (DES, Rong et al. 2020)
-    towers      sums to one rank of the owners' tower, which evaluates operators of fields that are all there; what it
-                makes of them crosses between towers once (DMT, Luo et al. 2024)
-    tower_rows  lookups go to the samples' peer in the rows' tower; it asks the owners inside the tower for the rows of
-                all its peers' lookups, each once, as ranks of a small world under `rows`, pools and goes on as
-                `towers`. A row that many samples use is sent once inside a tower, not a bag for each
+    towers      sums to one rank of the owners' tower, which evaluates operators of fields that the tower has whole;
+                the results are sent between towers once (DMT, Luo et al. 2024)
+    tower_rows  lookups go to the samples' peer in the rows' tower; it requests the rows of all its peers' lookups from
+                the owners inside the tower, each row once, as ranks of a small world under `rows`, pools them and
+                continues as `towers`. A row that many samples use is sent once inside a tower, not a bag for each
 
 Per rank and step: an id per lookup out, a block of (its samples, a sender's columns) in from every sender, and such a
-block of gradients out. Blocks are added in a fixed order. A requester divides by the bags' lengths where a feature asks
-for means, so an owner need not know what lies elsewhere.
+block of gradients out. Blocks are added in a fixed order. A requester divides by the bags' lengths for features that
+pool means, so an owner need not know the bag's rows on other ranks.
 
-Where rows are read ahead, what is inside a tower is gathered early, and waits there: operators are evaluated, and
-what they make leaves, in the step that uses it, with the weights of that step.
+Where rows are read ahead, sums are gathered inside a tower early and stored there. Operators are evaluated, and their
+results sent between towers, in the step that uses them, with the weights of that step.
 
 Legend: B samples of this rank, G samples of all ranks, M of a rank's peers, W columns of what arrives, W_o of what this
 rank pools.
@@ -92,10 +93,12 @@ class BagsExchange:
         tower: RowsExchange | None = None,
         peers: Sequence[int] = (),
     ) -> None:
-        """owner_map: who pools which table's lookups. Values go over the inner hops, in this order, and the last one,
-        before which `operators` are evaluated. attention: by consumer of a sequence. keeps_pooled: commits hold what
-        operators were evaluated of; waits_in_tower: values wait before the last hop until they are used. tower: asked
-        for rows that are pooled here, by `peers`."""
+        """Take the hops that values are sent over: the inner ones in this order, then the last, before which
+        `operators` are evaluated.
+
+        owner_map: ranks that pool each table's lookups. attention: by consumer of a sequence. keeps_pooled: commits
+        hold the operators' inputs; waits_in_tower: values are stored before the last hop until they are used. tower:
+        exchange inside the tower, for rows that this rank pools for `peers`."""
         self.layout, self.owner_map, self.mesh = layout, owner_map, mesh
         self.declaration, self.outputs = layout.declaration, layout.outputs
         self.inner_hops, self.last_hop = tuple(inner_hops), last_hop
@@ -140,7 +143,7 @@ class BagsExchange:
     def serve_requests(
         self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
     ) -> BagsLookup:
-        """See the contract. Collective inside the tower where rows are requested once a tower."""
+        """Implement the contract. Collective inside the tower where rows are requested once a tower."""
         if self.tower is not None:
             return self._serve_peers(self.tower, request, received, batch)
         plan, joined = request.plan, bags.Joined(request.lookups, [batch.size], request.codes)
@@ -161,7 +164,7 @@ class BagsExchange:
         received: Sequence[np.ndarray],
         batch: BatchInfo,
     ) -> BagsLookup:
-        """Collective inside the tower: ask it for the rows of all peers' lookups."""
+        """Request the rows of all peers' lookups inside the tower. Collective there."""
         joined = self._join([received[rank] for rank in self.peers])
         of_peers = dict(zip(self.peers, joined.sizes, strict=True))
         sizes = [
@@ -185,7 +188,7 @@ class BagsExchange:
         )  # fmt: skip
 
     def _join(self, messages: Sequence[np.ndarray]) -> bags.Joined:
-        """Join lookups that came here into one batch. Raises WorldError."""
+        """Join received lookups into one batch. Raises WorldError."""
         owner = self.owner
         return bags.join(
             messages,
@@ -197,7 +200,7 @@ class BagsExchange:
         )
 
     def resolve_slots(self, lookup: BagsLookup, views: Sequence[RowView]) -> None:
-        """Local, any thread: find the slot of each lookup, or of each row that was asked of this rank."""
+        """Find the slot of each lookup, or of each row requested from this rank. Local, any thread."""
         if self.tower is not None and lookup.inner is not None:
             lookup.inner.pinned = lookup.pinned
             self.tower.resolve_slots(lookup.inner, views)
@@ -208,9 +211,9 @@ class BagsExchange:
     # ---- values
 
     def fetch(self, lookup: BagsLookup, source: RowSource) -> None:
-        """Begin to send values. Rows are pooled before it returns; where there is attention, what is merged of it is
-        here then."""
-        kept = lookup.evaluation
+        """Begin to send values. Rows are pooled before it returns; results of attention have arrived and are merged by
+        then."""
+        evaluation = lookup.evaluation
         if self.operators is not None:
             self.operators.try_once()
             lookup.weight_versions = self.operators.versions()
@@ -218,20 +221,20 @@ class BagsExchange:
         if self.share.order:
             pooled = self._pool(lookup, source)
             block = pooled.pop(0) if self.share.columns.dims else block
-            kept.sequence_rows = pooled
+            evaluation.sequence_rows = pooled
         if self.keeps_pooled and not lookup.batch.is_evaluated:
-            kept.pooled = block
+            evaluation.pooled = block
         self._send(lookup, block)
         if self.attention:
             self._attend(lookup)
 
     def _pool(self, lookup: BagsLookup, source: RowSource) -> list[Tensor]:
-        """Return, of the samples that this rank serves, sums of its fields (G, W_o), where it has any, and the rows of
+        """Return, for the samples that this rank serves, sums of its fields (G, W_o) if it has any, and the rows of
         each sequence."""
         if self.tower is not None and lookup.inner is not None:
             lookup.inner.pinned = lookup.inner.pinned or lookup.pinned
             self.tower.fetch(lookup.inner, source)
-            return [each.to(CPU) for each in self.tower.pooled(lookup.inner)]
+            return [tensor.to(CPU) for tensor in self.tower.pooled(lookup.inner)]
         by_request = lookup.slots_of(source)
         if by_request is None:
             by_request = gather(source.rows, lookup.owner_plan.inverse)
@@ -241,10 +244,10 @@ class BagsExchange:
         if kernels is self.owner.native and self.share.columns.dims:
             shape = sum(lookup.sizes), self.share.columns.width
             into = {0: self.mesh.room(math.prod(shape), self.dtype).view(shape)}
-        return [each.to(CPU) for each in kernels.pool(lookup.lookups, placed, into)]
+        return [tensor.to(CPU) for tensor in kernels.pool(lookup.lookups, placed, into)]
 
     def _send(self, lookup: BagsLookup, block: Tensor) -> None:
-        """Send a block of what this rank pooled over all hops, or until it waits for its use."""
+        """Send this rank's block of sums over all hops, or only up to the last one where values wait for their use."""
         sizes, tag = lookup.sizes, counted(lookup.batch.purpose, "fetch")
         blocks: Iterable[Tensor] = [block]
         if isinstance(self.last_hop.transport, PeerTransport) and not self.inner_hops:
@@ -257,7 +260,7 @@ class BagsExchange:
         self._send_last(lookup, blocks)
 
     def _send_last(self, lookup: BagsLookup, blocks: Iterable[Tensor]) -> None:
-        """Evaluate operators, and send what they make over the last hop."""
+        """Evaluate operators, and send their results over the last hop."""
         last, tag = self.last_hop, counted(lookup.batch.purpose, "fetch")
         if self.operators is not None:
             lookup.evaluation.partials = []
@@ -266,17 +269,17 @@ class BagsExchange:
         lookup.reads = BagReads(last.transport.send(blocks, lookup.sizes, tag))
 
     def _attend(self, lookup: BagsLookup) -> None:
-        """Collective: queries have to be here before they can go out."""
-        sizes, kept = lookup.sizes, lookup.evaluation
+        """Attend to sequences on the ranks of their rows. Collective; waits for the queries, which are sent there."""
+        sizes, evaluation = lookup.sizes, lookup.evaluation
         tag, is_trained = counted(lookup.batch.purpose, "fetch"), not lookup.batch.is_evaluated
         total, arriving = self.total(lookup), self.layout.arriving
-        kept.attended = {}
+        evaluation.attended = {}
         for name, attention in self.attention.items():
             dim = self.declaration.fields[attention.sequence].dim
             rows, lengths = total.new_zeros(0, dim), torch.zeros(0, dtype=torch.int64)
             if attention.has_rows:
                 number = self.share.sequences.index(attention.sequence)
-                rows = kept.sequence_rows[number].detach()
+                rows = evaluation.sequence_rows[number].detach()
                 feature = self.declaration.fields[attention.sequence].feature
                 offsets = lookup.lookups.bags[self.share.features.index(feature)]
                 lengths = (
@@ -286,12 +289,12 @@ class BagsExchange:
             attended = attention.fetch(query, rows, lengths, sizes, tag, is_trained)
             total[:, arriving.of(name)] = attended.merged.detach()
             if is_trained:
-                kept.attended[name] = attended
+                evaluation.attended[name] = attended
         lookup.reads = BagReads(total=total)
 
     def total(self, lookup: BagsLookup) -> Tensor:
-        """Return (B, W) of the compute dtype, the caller's own: sums over senders. Collective, the first time, where
-        values waited in a tower."""
+        """Return sums over senders, (B, W) of the compute dtype, in a tensor that the caller may change. Collective,
+        the first time, where values waited in a tower."""
         if lookup.reads is None:
             assert self.operators is not None and lookup.evaluation.gathered is not None
             lookup.weight_versions = self.operators.versions()
@@ -344,15 +347,14 @@ class BagsExchange:
     def _end_push(
         self, lookup: BagsLookup, pending: PendingTransfer, step: int, number: int
     ) -> RowGradients:
-        """Take gradients back over all hops, and through the operators; return those of the rows that were pooled
-        here."""
-        last, sizes, kept = self.last_hop, lookup.sizes, lookup.evaluation
+        """Receive gradients over all hops and through the operators; return those of the rows that this rank pooled."""
+        last, sizes, evaluation = self.last_hop, lookup.sizes, lookup.evaluation
         blocks: Iterable[Tensor] = last.transport.receive_back(pending, sizes)
         if self.operators is not None:
-            blocks = self.operators.gradients(blocks, last.sent, last.columns, kept.partials)
+            blocks = self.operators.gradients(blocks, last.sent, last.columns, evaluation.partials)
         for hop in reversed(self.inner_hops):
             blocks = hop.receive_back(hop.send_back(blocks, sizes), sizes)
-        received, *others = blocks  # several where rows are pooled for peers, the last turn first
+        received, *others = blocks  # several where rows are pooled for peers, the last chunk first
         if others:
             received = torch.cat([received, *others][::-1])
         if not self.share.order:
@@ -362,20 +364,20 @@ class BagsExchange:
             return RowGradients(lookup.slots, lookup.owned.offsets, ends, none, source)
         if self.tower is not None and lookup.inner is not None:
             return self.tower.begin_push(lookup.inner, [received], step, number)()
-        of_rows = [kept.row_gradients[i].contiguous() for i in self.share.sequences]
+        of_rows = [evaluation.row_gradients[i].contiguous() for i in self.share.sequences]
         pooled = [received] if self.share.columns.dims else []
         return self.owner.native.of_outputs(lookup, [*pooled, *of_rows])
 
     def _gradients(self, lookup: BagsLookup, gradients: list[Tensor] | None) -> Tensor:
-        """Return (B, W) of the compute dtype: gradients of the sums. Collective where there is attention."""
+        """Return gradients of the sums, (B, W) of the compute dtype. Collective where there is attention."""
         total = empty(lookup.batch.size, self.layout.arriving.width, dtype=self.dtype)
         if gradients is None:
             total.zero_()
         else:
             for gradient, runs in zip(gradients, self.layout.runs, strict=True):
                 for run in runs:
-                    there, here = total[:, run.columns_there], gradient[:, run.columns_here]
-                    there.copy_(here) if run.is_first else there.add_(here)
+                    target, source = total[:, run.columns_there], gradient[:, run.columns_here]
+                    target.copy_(source) if run.is_first else target.add_(source)
         requested = lookup.requested
         assert requested is not None
         for division in self.layout.divisions:
@@ -387,17 +389,20 @@ class BagsExchange:
         return total
 
     def _push_attention(self, lookup: BagsLookup, total: Tensor) -> None:
-        """Collective where there is attention: add gradients of queries to `total` (B, W); keep those of rows here."""
-        kept, arriving = lookup.evaluation, self.layout.arriving
+        """Add gradients of queries to `total` (B, W); store those of this rank's rows. Collective if there is
+        attention."""
+        evaluation, arriving = lookup.evaluation, self.layout.arriving
         for columns in self._only_queries:
             total[:, columns] = 0.0
-        kept.row_gradients = {}
+        evaluation.row_gradients = {}
         for name, attention in self.attention.items():
             gradient = total[:, arriving.of(name)].contiguous()
-            of_query, of_rows = attention.push(kept.attended[name], gradient, lookup.sizes)
+            of_query, of_rows = attention.push(evaluation.attended[name], gradient, lookup.sizes)
             total[:, arriving.of(attention.query)] += of_query
-            before = kept.row_gradients.get(attention.sequence)
-            kept.row_gradients[attention.sequence] = of_rows if before is None else before + of_rows
+            before = evaluation.row_gradients.get(attention.sequence)
+            evaluation.row_gradients[attention.sequence] = (
+                of_rows if before is None else before + of_rows
+            )
 
     def drop(self, lookup: BagsLookup) -> None:
         if lookup.reads is not None and lookup.reads.pending is not None:

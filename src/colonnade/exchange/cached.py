@@ -1,12 +1,13 @@
-"""Row cache around an exchange of rows: rows stay where they are used, as long as bounds allow; sums of several
-batches' gradients go to owners (HET, Miao et al. 2021).
+"""Row cache around an exchange of rows (HET, Miao et al. 2021).
 
-A directory (`cache.directory`) says of each batch, by the order of batches alone, which rows' owners are spoken to.
-Their ids travel ahead of training as always; rows whose copies may be used as they are are not named. Who has a copy
-and asks gets the row only if it has changed since, else one bit. These bits follow from the order of batches, too (an
-owner hears what a batch will write when it hears what it reads), so they travel with the ids, and rows in one message.
+Ranks keep copies of the rows that they use, within staleness bounds, and send owners the sums of several batches'
+gradients. A directory (`cache.directory`) decides for each batch, from the order of batches alone, which rows to
+request from their owners. Their ids are sent ahead of training as in `rows`; rows whose copies may be used as they are
+are not requested. A rank that has a copy and requests the row receives it only if it has changed since, else one bit.
+These bits follow from the order of batches, too, because an owner learns the rows that a batch will write together
+with those that it reads; so they are sent with the ids, and rows in one message.
 
-Legend: T tables, N ranks, U unique rows of this rank's batch, W rows it names to their owners, P rows named to it.
+Legend: T tables, N ranks, U unique rows of this rank's batch, W rows it requests, P rows requested from it.
 """
 
 from __future__ import annotations
@@ -72,20 +73,22 @@ from colonnade.wire.packing import unpack_requests
 
 @dataclass
 class CacheCounts:
-    """Rows of training's batches since the run was opened, each once a batch. Pushes are counted on the rank that sends
-    them, whole rows on the rank that sends them."""
+    """Counts of rows of training's batches since the run was opened, each row once a batch. Pushes are counted on the
+    rank that sends them, and so are whole rows."""
 
-    hits: int = 0  # used without a word
+    hits: int = 0  # used without a request
     misses: int = 0
     lease_over: int = 0
-    renewed: int = 0  # of these, copies that were still what the owner has: a bit
-    pushed_full: int = 0  # more batches pending than the write bound
-    pushed_leaving: int = 0  # the copy leaves with the batch that used it
-    pushed_evicted: int = 0  # driven out
+    renewed: int = (
+        0  # part of `lease_over`: copies that had not changed at the owner, which sent a bit
+    )
+    pushed_full: int = 0  # because more batches were pending than the write bound
+    pushed_leaving: int = 0  # because the copy is dropped with the batch that used it
+    pushed_evicted: int = 0  # because the copy was evicted
     ticks: int = 0  # batches in all that was pushed
 
     def add(self, decision: Decision, sign: int = 1) -> None:
-        """decision: of all tables, `joined`. sign -1: it is undone."""
+        """Add the counts of a decision of all tables, `joined`. sign -1: subtract them, to undo it."""
         sorts = np.bincount(decision.asked, minlength=3) * sign
         self.hits += int(sorts[HIT])
         self.misses += int(sorts[MISS])
@@ -99,60 +102,63 @@ class CacheCounts:
 
 
 AGES = 32
-"""Of a count of rows by how old the copy was that was read: 0 batches, 1, 2 to 3, 4 to 7, and so on."""
+"""Number of bins of counts of rows by age of the copy that was read: 0 batches, 1, 2 to 3, 4 to 7, and so on."""
 
 
 def ages_of(decisions: Sequence[Decision]) -> np.ndarray:
-    """(AGES,) int64: the rows of a batch, by batches since their owner was asked; 0: with this one. Of each other rank
-    a read misses at most so many batches, and those whose gradients waited there then: `write_bound` at most."""
-    ages = [np.where(each.asked == HIT, each.ages, 0) for each in decisions]
+    """Count a batch's rows by age: batches since they were last requested from their owner, 0 with this one. (AGES,)
+    int64.
+
+    A read misses at most that many batches of every other rank, and the batches whose gradients were pending there at
+    the request: at most `write_bound`."""
+    ages = [np.where(decision.asked == HIT, decision.ages, 0) for decision in decisions]
     return np.bincount(np.frexp(np.concatenate(ages))[1], minlength=AGES)
 
 
 @dataclass(frozen=True, slots=True)
 class TableCache:
-    """What of one table a rank keeps copies of."""
+    """Cache settings of one table on one rank."""
 
     rows: int
     clock: RowClock
     policy: str = "lru"
     window: int = 0
-    """Batches beyond the one it decides on that policy lookahead is told of."""
+    """Number of batches after the one it decides on whose ids policy lookahead is given."""
 
 
 @dataclass(slots=True)
 class CacheTransfer:
-    """One training batch: what the directories decided of its rows, from its ids to its push."""
+    """Transfer of one training batch's rows as the directories decided it, from its ids to its push."""
 
     number: int
     decisions: Sequence[Decision]  # by table
     ends: Sequence[int]  # (T + 1,): its rows by table
-    num_slots: Sequence[int]  # by table: of its copies, so far
+    num_slots: Sequence[int]  # by table: slots of its copies so far
     slots: np.ndarray  # (U,) int64
     pushed: np.ndarray  # (U,) bool
     named: Named  # (W,)
-    origin: np.ndarray  # (W,) of U; -1: driven out
+    origin: np.ndarray  # (W,) index among the U rows; -1: evicted
     where: np.ndarray  # (W,) slot
     ids: np.ndarray  # (W,)
     serving: Serving | None = None
-    sent: np.ndarray | None = None  # (P,) bool, of rows named here: they travel
-    fresh: np.ndarray | None = None  # (W,) bool: they come
-    marked: Marked | None = None  # rows that it changes here
+    sent: np.ndarray | None = None  # (P,) bool: rows that this rank sends
+    fresh: np.ndarray | None = None  # (W,) bool: rows that it receives
+    marked: Marked | None = None  # rows of this rank that it changes
     sums: Any = None  # of U rows, table by table (`Copies`), until they are applied to the copies
     is_dropped: bool = False
 
 
 @dataclass(slots=True)
 class CachedLookup(PartLookup):
-    """One training batch whose rows are read from copies."""
+    """Lookup of one training batch whose rows are read from copies."""
 
     transfer: CacheTransfer | None = None
     reads: FetchedRows | None = None
 
 
 class CachedExchange:
-    """One rank's side, in a world of several. One batch is one step. Evaluations go by the exchange of rows that it
-    wraps."""
+    """Exchange of cached rows on one rank, in a world of several. One batch is one step. Evaluation uses the exchange
+    of rows that it wraps."""
 
     operators = None
     counts_norm = True
@@ -165,110 +171,116 @@ class CachedExchange:
         caches: Sequence[TableCache | None],
         device: torch.device | None = None,
     ) -> None:
-        """caches: by table; None: of another exchange. device: whose memory copies lie in, None: this process's."""
+        """Take caches by table; None for tables of another exchange. device: whose memory copies are stored in; None:
+        this process's."""
         self.rows = RowsExchange(declaration, mesh, shardings)
         self.declaration, self.mesh = declaration, mesh
         self.owner, self.deal, self.outputs = self.rows.owner, self.rows.deal, self.rows.outputs
         self.widths, self.exactness = self.owner.widths, self.rows.exactness
         self.pooled, self.has_values = self.rows.pooled, self.rows.has_values
         self.prefetched, self.restore = self.rows.prefetched, self.rows.restore
-        self.has_copies = [each is not None for each in caches]
+        self.has_copies = [cache is not None for cache in caches]
         none = TableCache(0, RowClock(0, 0))
-        self.caches = [each or none for each in caches]
+        self.caches = [cache or none for cache in caches]
         self.directories = [
-            Directory(each.rows, each.clock.read_bound, each.clock.write_bound, each.policy)
-            for each in self.caches
+            Directory(cache.rows, cache.clock.read_bound, cache.clock.write_bound, cache.policy)
+            for cache in self.caches
         ]
-        stay = declaration.tables, [each.rows for each in self.caches]
+        stay = declaration.tables, [cache.rows for cache in self.caches]
         self.copies: Copies = NativeCopies(*stay) if device is None else DeviceCopies(*stay, device)
         self.changes = Changes([table.rows for table in declaration.tables])
-        # Where every read asks and every push follows at once, a copy is read before anybody uses it again.
-        self.is_kept = [each.clock.is_late for each in self.caches]
+        # Copies that every batch requests and pushes anew need not outlast their batch.
+        self.is_kept = [cache.clock.is_late for cache in self.caches]
         self.record_widths = np.array(
-            [travelling_bytes(t, kept) for t, kept in zip(declaration.tables, self.is_kept, strict=True)]
+            [travelling_bytes(t, is_kept) for t, is_kept in zip(declaration.tables, self.is_kept, strict=True)]
         )  # fmt: skip
-        self.windows = [each.window for each in self.caches]
+        self.windows = [cache.window for cache in self.caches]
         self.counts = CacheCounts()
         self.ages = np.zeros(AGES, np.int64)  # of the same rows
         self.store: Any = None  # this rank's rows
         self.number = 0  # of the newest batch that was pushed
-        self.is_settled = False  # owners' rows have, for the moment, what waits at copies
-        self._seen: Seen | None = None  # of the batch that a lookahead routes next
-        self._flights: list[CacheTransfer] = []  # routed and not pushed, in order
+        self.is_settled = False  # owners' rows include, for now, the gradients pending at copies
+        self._preview: Seen | None = None  # of the batch whose ids a lookahead sends next
+        self._transfers: list[CacheTransfer] = []  # ids sent and not pushed, in order
         self._lock = (
             threading.Lock()
-        )  # of the directories and flights: routes come from the lookahead's thread
+        )  # of the directories and transfers: the lookahead's thread sends ids
         self.rule: tuple[Tensor, Tensor] | None = None  # of the newest update
 
-    # ---- route
+    # ---- ids
 
     def in_sight(self, batches: Iterable[Batch], slices: Slices) -> Iterator[Batch]:
-        """Yield the same batches, those of one lookahead, which are routed one by one as they are yielded. Where a
-        table's policy looks ahead, what is known of coming ones is known here then."""
+        """Yield the batches of one lookahead, whose ids are sent one by one as they are yielded. If a table's policy
+        looks ahead, read `window` batches more, and set the preview of the one that is yielded."""
         if not self.window:
             yield from batches
             return
 
-        def see(batch: Batch) -> Seen:
-            _, plan, _ = planned = self.rows.plan_batch(slices.looked_up(batch))
+        def preview_batch(batch: Batch) -> Seen:
+            _, plan, _ = planned = self.rows.plan_batch(slices.prepare_ids(batch))
             return Seen(planned, rows_of(plan, self.deal.table_offsets(plan).tolist()))
 
-        for batch, seen in in_sight(batches, see, self.windows):
-            self._seen = seen
+        for batch, preview in in_sight(batches, preview_batch, self.windows):
+            self._preview = preview
             yield batch
 
     @property
     def window(self) -> int:
-        """Batches that are read before one is routed, beside it."""
+        """Number of batches after the current one that are read before its ids are sent."""
         return max(self.windows)
 
     def build_requests(self, batch: Batch, purpose: str) -> LookupRequest:
         if purpose == "evaluate":
             return self.rows.build_requests(batch, purpose)
-        seen = None
+        preview = None
         if purpose == "route":  # by a lookahead
-            seen, self._seen = self._seen, None
-        lookups, plan, codes = self.rows.plan_batch(batch) if seen is None else seen.planned
+            preview, self._preview = self._preview, None
+        lookups, plan, codes = self.rows.plan_batch(batch) if preview is None else preview.planned
         with self._lock:
-            flight, named_plan, origin = self._decide(plan, seen)
-            self._flights.append(flight)
+            transfer, named_plan, origin = self._decide(plan, preview)
+            self._transfers.append(transfer)
         named_codes = None
         if codes is not None:
             named_codes = torch.zeros(len(origin), dtype=torch.uint8)  # unknown of evicted rows
             is_used = torch.from_numpy(origin >= 0)
             named_codes[is_used] = codes[torch.from_numpy(origin)[is_used]]
         requests = self.rows.pack(named_plan, named_codes)
-        return LookupRequest(with_notes(flight.named, requests), lookups, plan, transfer=flight)
+        return LookupRequest(with_notes(transfer.named, requests), lookups, plan, transfer=transfer)
 
     def _decide(
-        self, plan: _native.Plan, seen: Seen | None
+        self, plan: _native.Plan, preview: Seen | None
     ) -> tuple[CacheTransfer, _native.Plan, np.ndarray]:
-        """The next batch's; a plan of the rows that it names; which row of the batch each of these is, -1: none."""
+        """Return the transfer of the next batch, a plan of the rows that it requests, and for each of these its index
+        among the batch's rows, -1 if it was evicted."""
         unique = np.asarray(plan.unique_ids)
         ends = self.deal.table_offsets(plan).tolist()
         slots, pushed = np.empty(len(unique), np.int64), np.empty(len(unique), bool)
         decisions = []
-        mine = rows_of(plan, ends) if seen is None else seen.rows
-        for t, (directory, (_, ids)) in enumerate(zip(self.directories, mine, strict=True)):
-            told = None if seen is None else seen.told[t]
-            if told is None:
+        rows_by_table = rows_of(plan, ends) if preview is None else preview.rows
+        for t, (directory, (_, ids)) in enumerate(
+            zip(self.directories, rows_by_table, strict=True)
+        ):
+            hints = None if preview is None else preview.told[t]
+            if hints is None:
                 decisions.append(directory.step(ids))
             else:
-                decisions.append(directory.step(ids, told.next_uses, told.coming, self.windows[t]))
-        # All tables' at once: a call for each of dozens of tables takes longer than what it does.
-        rows, of_rows = np.concatenate([each for each, _ in mine]), joined(decisions)
+                decisions.append(
+                    directory.step(ids, hints.next_uses, hints.coming, self.windows[t])
+                )
+        # All tables at once: a call for each of dozens of tables takes longer than its work.
+        rows, of_rows = np.concatenate([numbers for numbers, _ in rows_by_table]), joined(decisions)
         self.counts.add(of_rows)
         self.ages += ages_of([of_rows])
         slots[rows], pushed[rows] = of_rows.slots, of_rows.pushed
         is_named = (of_rows.asked != HIT) | of_rows.pushed
-        named, count = rows[is_named], len(of_rows.evicted_ids)
+        requested_rows, count = rows[is_named], len(of_rows.evicted_ids)
         tables = np.concatenate([
             tables_of(np.diff(ends)[None, :])[is_named],
-            tables_of(np.array([[len(each.evicted_ids) for each in decisions]])),
+            tables_of(np.array([[len(decision.evicted_ids) for decision in decisions]])),
         ])  # fmt: skip
         counts = np.bincount(tables, minlength=len(decisions))[None, :]
         listing = np.argsort(tables, kind="stable")
-        ids = np.concatenate([unique[named], of_rows.evicted_ids])
+        ids = np.concatenate([unique[requested_rows], of_rows.evicted_ids])
         wire = _native.make_plan(
             list_requests(torch.from_numpy(ids[listing]), counts),
             self.owner.table_rows,
@@ -276,120 +288,127 @@ class CachedExchange:
         )
         by_wire = np.empty(len(ids), np.int64)
         by_wire[np.asarray(wire.inverse)] = listing
-        # From here on rank by rank, as messages list them.
+        # From now on rank by rank, as in messages.
         num_ranks, sizes = self.mesh.num_ranks, np.diff(self.deal.blocks(wire))
         ranks = np.repeat(np.tile(np.arange(num_ranks), len(decisions)), sizes)
         at = by_wire[np.argsort(ranks, kind="stable")]
-        origin, where, asked, written, ages = (
+        origin, where, outcomes, written, ages = (
             np.concatenate(pair)
             for pair in (
-                (named, np.full(count, -1)),
-                (slots[named], of_rows.evicted_slots.astype(np.int64)),
+                (requested_rows, np.full(count, -1)),
+                (slots[requested_rows], of_rows.evicted_slots.astype(np.int64)),
                 (of_rows.asked[is_named], np.full(count, HIT, np.uint8)),
                 (of_rows.pushed[is_named], np.ones(count, bool)),
                 (of_rows.ages[is_named].astype(np.int64), np.zeros(count, np.int64)),
             )
         )
-        asked, is_over = asked[at], asked[at] == LEASE_OVER
+        outcomes, is_over = outcomes[at], outcomes[at] == LEASE_OVER
         whole = ~np.array(self.is_kept)[tables[at]]
-        said = Named(
-            sizes.reshape(-1, num_ranks).T, is_over & ~whole, (asked == MISS) | (is_over & whole),
+        requested = Named(
+            sizes.reshape(-1, num_ranks).T, is_over & ~whole, (outcomes == MISS) | (is_over & whole),
             written[at], ages[at],
         )  # fmt: skip
-        flight = CacheTransfer(
-            self.directories[0].number, decisions, ends, [each.num_slots for each in self.directories],
-            slots, pushed, said, origin[at], where[at], ids[at],
+        transfer = CacheTransfer(
+            self.directories[0].number, decisions, ends, [directory.num_slots for directory in self.directories],
+            slots, pushed, requested, origin[at], where[at], ids[at],
         )  # fmt: skip
-        return flight, wire, origin[by_wire]
+        return transfer, wire, origin[by_wire]
 
     def serve_requests(
         self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
     ) -> PartLookup:
         if batch.is_evaluated:
             return self.rows.serve_requests(request, received, batch)
-        plan, flight, owner = request.plan, request.transfer, self.owner
+        plan, transfer, owner = request.plan, request.transfer, self.owner
         assert plan is not None
         notes, requests_of = without_notes(received)
         places = torch.from_numpy(self.deal.places[self.mesh.rank].copy())
         requests = unpack_requests(requests_of, owner.table_rows, self.deal.num_owners, places)
-        named = read_notes(notes, requests.counts)
+        served = read_notes(notes, requests.counts)
         owner_plan = owner.plan_requests(requests.ids, requests.counts)
         written = list_requests(
-            requests.ids[torch.from_numpy(named.written)], named.counted(named.written)
+            requests.ids[torch.from_numpy(served.written)], served.counted(served.written)
         )
-        flight.serving = Serving(
-            named, requests.ids.numpy(),
+        transfer.serving = Serving(
+            served, requests.ids.numpy(),
             _native.make_plan(written, owner.table_rows, owner.one_owner), written,
         )  # fmt: skip
         with self._lock:
-            changed = self._changed(flight, flight.serving)
-            flight.marked = self.mark(flight.serving.plan, flight.number)
-        flight.sent, flight.fresh = named.wanted | changed, flight.named.wanted.copy()
+            changed = self._find_changed(transfer, transfer.serving)
+            transfer.marked = self.mark(transfer.serving.plan, transfer.number)
+        transfer.sent, transfer.fresh = served.wanted | changed, transfer.named.wanted.copy()
         if any(self.is_kept):
-            self._exchange_marks(flight, changed, batch.purpose)
+            self._exchange_marks(transfer, changed, batch.purpose)
         codes = requests.codes
         owned = owned_rows(
             owner_plan, None if codes is None else soonest_use(codes.numpy(), owner_plan)
         )
-        return CachedLookup(batch, request.lookups, plan, owned, owner_plan, transfer=flight)
+        return CachedLookup(batch, request.lookups, plan, owned, owner_plan, transfer=transfer)
 
     def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
         slots = lookup.slots
         lookup.pinned = PinnedRows(slots, gather(slots, lookup.owner_plan.inverse))
 
-    def _changed(self, flight: CacheTransfer, serving: Serving) -> np.ndarray:
-        """(P,) bool: asked for by who has a copy, which will not be what is here. All batches before are marked."""
-        named, changed = serving.named, np.zeros(len(serving.ids), bool)
-        rows = np.flatnonzero(named.renewed)
-        ages, tables = named.ages[rows], tables_of(named.counts)[rows]
-        since = self.changes.since(tables, serving.ids[rows], flight.number - ages)
+    def _find_changed(self, transfer: CacheTransfer, serving: Serving) -> np.ndarray:
+        """Return which requested rows have changed since the requester copied them, (P,) bool. Every earlier batch must
+        be marked."""
+        served, changed = serving.named, np.zeros(len(serving.ids), bool)
+        rows = np.flatnonzero(served.renewed)
+        ages, tables = served.ages[rows], tables_of(served.counts)[rows]
+        since = self.changes.since(tables, serving.ids[rows], transfer.number - ages)
         changed[rows] = since | (ages >= FAR)
         return changed
 
-    def _exchange_marks(self, flight: CacheTransfer, changed: np.ndarray, purpose: str) -> None:
-        """Collective: who has a copy of a row that it named hears whether the row comes."""
-        assert flight.serving is not None and flight.fresh is not None
-        named, served = flight.named, flight.serving.named
+    def _exchange_marks(self, transfer: CacheTransfer, changed: np.ndarray, purpose: str) -> None:
+        """Send each rank that renews a copy a bit: whether the row will be sent. Collective."""
+        assert transfer.serving is not None and transfer.fresh is not None
+        requested, served = transfer.named, transfer.serving.named
         bits, sizes = pack_marks(changed[served.renewed], served.counted(served.renewed).sum(1))
-        asking = named.counted(named.renewed).sum(1)
-        heard, _ = self.mesh.all_to_all(purpose, bits, sizes, mark_bytes(asking), counts_as="route")
-        flight.fresh[named.renewed] = unpack_marks(heard, asking)
+        asking = requested.counted(requested.renewed).sum(1)
+        received_bits, _ = self.mesh.all_to_all(
+            purpose, bits, sizes, mark_bytes(asking), counts_as="route"
+        )
+        transfer.fresh[requested.renewed] = unpack_marks(received_bits, asking)
 
     # ---- fetch
 
     def fetch(self, lookup: PartLookup, source: RowSource) -> None:
-        """See the contract. Raises RuntimeError where it is not the turn of this batch."""
+        """Implement the contract. Raises RuntimeError for a batch that is fetched out of order."""
         if isinstance(lookup, RowsLookup):
             self.rows.fetch(lookup, source)
             return
         assert isinstance(lookup, CachedLookup)
-        flight = lookup.transfer
+        transfer = lookup.transfer
         if self.is_settled:
             raise RuntimeError(
                 "got a batch to train on inside `with rows.settled()`, after which rows are what they were; leave it "
                 "first"
             )
-        if self._flights[0] is not flight:
+        if self._transfers[0] is not transfer:
             raise RuntimeError(
                 "with a cache every batch of a lookahead is trained on, in order, before the next one is read: one was "
                 "left out, or a second one read before RowOptimizer.step(); close the lookahead, drop what was read "
                 "with collection.forget(), and open it again"
             )
-        self._receive(flight, _slots_by_request(lookup))
+        self._receive(transfer, _slots_by_request(lookup))
         views = self.copies.views()
         kernels = self.owner.kernels(views)
-        by_lookup = gather(torch.from_numpy(flight.slots.astype(np.int32)), lookup.plan.inverse)
+        by_lookup = gather(torch.from_numpy(transfer.slots.astype(np.int32)), lookup.plan.inverse)
         lookup.reads = FetchedRows(
             kernels, kernels.place(lookup.lookups, views, by_lookup), self.copies
         )
 
-    def _receive(self, flight: CacheTransfer, placed: Tensor) -> None:
-        """Collective: records travel to the copies."""
-        assert flight.serving is not None and flight.sent is not None and flight.fresh is not None
-        sent, fresh = flight.sent, flight.fresh
-        served, named = flight.serving.named, flight.named
+    def _receive(self, transfer: CacheTransfer, placed: Tensor) -> None:
+        """Send records of rows to the ranks that copy them, and receive this rank's. Collective."""
+        assert (
+            transfer.serving is not None
+            and transfer.sent is not None
+            and transfer.fresh is not None
+        )
+        sent, fresh = transfer.sent, transfer.fresh
+        served, requested = transfer.serving.named, transfer.named
         going = row_layout(served.counted(sent), self.record_widths)
-        coming = row_layout(named.counted(fresh), self.record_widths)
+        coming = row_layout(requested.counted(fresh), self.record_widths)
         message = self.mesh.room(going.num_elements, torch.uint8)
         self.store.native.pack_blocks(
             placed[torch.from_numpy(sent)], going.counts.ravel(), self.record_widths, message
@@ -397,14 +416,14 @@ class CachedExchange:
         received, _ = self.mesh.all_to_all(
             "fetch", message, going.rank_elements, coming.rank_elements, counts_as="fetch"
         )
-        for t, num_slots in enumerate(flight.num_slots):
+        for t, num_slots in enumerate(transfer.num_slots):
             self.copies.grow(t, num_slots)
-        slots = flight.where[fresh]
+        slots = transfer.where[fresh]
         waits = self.copies.receive(
-            coming.counts, slots, flight.ids[fresh], received, self.record_widths
+            coming.counts, slots, transfer.ids[fresh], received, self.record_widths
         )
         if waits.any():
-            # What the owner has yet to hear is seen at once: the copy becomes what the owner's row would with it.
+            # Gradients that the owner does not have yet are applied to the received copy at once, as the owner will.
             assert self.rule is not None
             slots, tables = slots[waits], tables_of(coming.counts)[waits]
             slots = slots[np.argsort(tables, kind="stable")]
@@ -417,7 +436,7 @@ class CachedExchange:
         self, lookup: PartLookup, gradients: list[Tensor] | None, step: int, number: int
     ) -> Callable[[], RowGradients]:
         assert isinstance(lookup, CachedLookup) and lookup.transfer is not None
-        flight, reads = lookup.transfer, lookup.reads
+        transfer, reads = lookup.transfer, lookup.reads
         assert reads is not None
         if number:
             raise RuntimeError(
@@ -427,21 +446,22 @@ class CachedExchange:
         if gradients is None:
             gradients = kernels.zeros(lookup.lookups)
         offsets = self.rows.table_offsets(lookup)
-        sums = flight.sums = kernels.row_sums(lookup, offsets, gradients)
-        named, serving = flight.named, flight.serving
+        sums = transfer.sums = kernels.row_sums(lookup, offsets, gradients)
+        requested, serving = transfer.named, transfer.serving
         assert serving is not None
-        going = row_layout(named.counted(named.written), self.widths)
+        going = row_layout(requested.counted(requested.written), self.widths)
         send = self.mesh.room(going.num_elements, self.declaration.compute_dtype)
-        where, origin = flight.where[named.written], flight.origin[named.written]
+        where, origin = transfer.where[requested.written], transfer.origin[requested.written]
         self.copies.take(going.counts, where, origin, sums, send)
-        self.copies.add(np.diff(flight.ends), flight.slots, sums, flight.pushed)
+        self.copies.add(np.diff(transfer.ends), transfer.slots, sums, transfer.pushed)
         placed = _slots_by_request(lookup)[torch.from_numpy(serving.named.written)]
         return partial(self.pushed, "push", send, going, serving, placed)
 
     def pushed(
         self, purpose: str, send: Tensor, going: RowLayout, serving: Serving, placed: Tensor
     ) -> RowGradients:
-        """Collective: sums on their way to the owners. placed: slots of the rows that sums come of, as listed."""
+        """Send sums to the owners, and return those received for this rank's rows. Collective. placed: slots of the
+        rows of received sums, in their order."""
         coming = row_layout(serving.named.counted(serving.named.written), self.widths)
         received, _ = self.mesh.all_to_all(purpose, send, going.rank_elements, coming.rank_elements)
         plan = serving.plan
@@ -456,44 +476,46 @@ class CachedExchange:
 
     def after_update(self, optimizers: Tensor, settings: Tensor) -> None:
         """Update this rank's copies of the rows that its batch used, after the owners' rows."""
-        flight = self._flights[0]
-        assert flight.fresh is not None
-        # Counted here: a batch that was read may yet be dropped.
-        self.counts.renewed += int((flight.named.renewed & ~flight.fresh).sum())
-        self._train_copies(flight.slots, np.diff(flight.ends), flight.sums, optimizers, settings)
+        transfer = self._transfers[0]
+        assert transfer.fresh is not None
+        # Counted now, because a batch that was read may still be dropped before its update.
+        self.counts.renewed += int((transfer.named.renewed & ~transfer.fresh).sum())
+        self._train_copies(
+            transfer.slots, np.diff(transfer.ends), transfer.sums, optimizers, settings
+        )
         self.rule = optimizers.clone(), settings.clone()
         with self._lock:
-            self._flights.pop(0)
-            self.number = flight.number
+            self._transfers.pop(0)
+            self.number = transfer.number
 
     def mark(self, plan: _native.Plan, number: int) -> Marked:
-        """Rows of this rank that batch `number` changes."""
+        """Mark the rows of this rank that batch `number` changes, and return them."""
         tables = tables_of(np.diff(np.asarray(plan.block_offsets))[None, :])
         return self.changes.mark(tables, np.asarray(plan.unique_ids), number)
 
     def _train_copies(
         self, slots: np.ndarray, counts: np.ndarray, sums: Any, optimizers: Tensor, settings: Tensor
     ) -> None:
-        """slots (n,) table by table, counts (T,) of them; sums: of their gradients, as `Copies` has them. Only where
-        copies outlast their batch."""
+        """Apply sums of gradients to copies that outlast their batch. slots (n,) table by table, counts (T,) of them;
+        sums of their gradients as `Copies` has them."""
         kernels = self.owner.kernels(self.copies.views())
         pushed = kernels.of_sums(slots, counts, sums, np.array(self.is_kept))
         if len(pushed.slots):
             kernels.update(self.copies, pushed, optimizers, settings)
 
     def decided(self) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
-        """By table, states of directories and of `changes`, as of the newest push: without what was decided of batches
-        in flight."""
+        """Return states of directories and of `changes` by table, as of the newest push: without decisions about
+        batches in flight."""
         with self._lock:
             directories = [
-                directory.state(without=[flight.decisions[t] for flight in self._flights])
+                directory.state(without=[transfer.decisions[t] for transfer in self._transfers])
                 for t, directory in enumerate(self.directories)
             ]
-            marked = [flight.marked for flight in reversed(self._flights)]
-            return directories, self.changes.without(each for each in marked if each is not None)
+            marked = [transfer.marked for transfer in reversed(self._transfers)]
+            return directories, self.changes.without(rows for rows in marked if rows is not None)
 
     def drop(self, lookup: PartLookup) -> None:
-        """Undo decisions, the newest first: once all later batches are dropped, too."""
+        """Drop a batch: undo its decisions, once all later batches are dropped, too."""
         if isinstance(lookup, RowsLookup):
             self.rows.drop(lookup)
             return
@@ -505,11 +527,11 @@ class CachedExchange:
         if request.transfer is not None:
             self._undo(request.transfer)
 
-    def _undo(self, flight: CacheTransfer) -> None:
+    def _undo(self, transfer: CacheTransfer) -> None:
         with self._lock:
-            flight.is_dropped = True
-            while self._flights and self._flights[-1].is_dropped:
-                last = self._flights.pop()
+            transfer.is_dropped = True
+            while self._transfers and self._transfers[-1].is_dropped:
+                last = self._transfers.pop()
                 decisions = last.decisions
                 if last.marked is not None:
                     self.changes.undo(last.marked)
@@ -520,7 +542,7 @@ class CachedExchange:
 
 
 def without_copies(cached: CachedExchange | None, tables: Sequence[int]) -> Sequence[int]:
-    """These numbers. Raises ConfigError for a table whose copies would outlive its rows."""
+    """Return these numbers of tables. Raises ConfigError for a table whose copies would outlive its rows."""
     for t in tables:
         if cached is not None and cached.has_copies[t]:
             raise ConfigError(
@@ -531,7 +553,7 @@ def without_copies(cached: CachedExchange | None, tables: Sequence[int]) -> Sequ
 
 
 def cached_part(parts: Sequence[ExchangePart[Any]], store: Any) -> CachedExchange | None:
-    """Return the part that keeps copies, where a plan has one: it finds this rank's rows in `store`."""
+    """Return the part that caches rows, if a plan has one, and give it `store`, which has this rank's rows."""
     for part in parts:
         if isinstance(part, CachedExchange):
             part.store = store

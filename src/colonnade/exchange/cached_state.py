@@ -1,14 +1,13 @@
-"""State of a row cache between steps: owners' rows with all that waits at copies, for a moment, and what commits hold.
+"""State of a row cache between steps: temporary flush of pending gradients to owners' rows, and what commits hold.
 
-Collective, between steps, on the training thread, with any number of batches in flight: what waits is sent and applied,
-one update of each row, and after the moment the rows are put back. Copies and directories are not touched. Where a run
-goes on with lower bounds, some of it is handed over for good.
+`settled` is called between steps, on the training thread, with any number of batches in flight. Gradients pending at
+copies are sent and applied, one update of each row; at exit the rows are restored. Copies and directories do not
+change. Where a run continues with lower bounds, some pending gradients are flushed permanently.
 
-A commit is made while owners' rows have what waits at copies, so its rows are all that was learned, and other worlds
-need nothing else of it. Whoever goes on in the same world puts the rows back that were changed for the moment, and
-takes up the copies.
+A commit is made inside `settled`, so its rows contain all updates, and other worlds need nothing else from it. A run
+that continues in the same world restores the rows as they were before `settled`, and loads the copies.
 
-Legend: T tables, N ranks, O rows that lie here and are changed for the moment.
+Legend: T tables, N ranks, O rows of this rank that are changed temporarily.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ GROUP = "evaluate"
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """Rows of one table as they were."""
+    """Rows of one table before a temporary change."""
 
     ids: Tensor  # (n,) int64
     records: Tensor  # (n, record_bytes) uint8
 
     @property
     def is_trained(self) -> Tensor:
-        """(n,) bool."""
-        # Copied even where one row is contiguous already: its clock may lie at any byte.
+        """Whether each row was ever trained, (n,) bool."""
+        # Copied even where one row is contiguous already: its clock may begin at any byte.
         clocks = self.records[:, -CLOCK_BYTES:].clone(memory_format=torch.contiguous_format)
         return clocks.view(torch.int64).flatten() > 0
 
@@ -55,15 +54,17 @@ class Before:
 def settled(
     exchange: CachedExchange, optimizers: Tensor, settings: Tensor
 ) -> Iterator[list[Before]]:
-    """By table, what this rank's rows are outside of it. optimizers, settings: see `_native.update`. Raises
-    BudgetExceeded, on every rank, where memory has no room for the rows that change; RuntimeError inside of itself."""
+    """Apply gradients pending at copies to owners' rows until exit, which restores them. Collective.
+
+    Yields, by table, this rank's changed rows as they were before. optimizers, settings: see `_native.update`. Raises
+    BudgetExceeded, on every rank, where memory has no room for the rows that change; RuntimeError inside itself."""
     if exchange.is_settled:
         raise RuntimeError("got rows.settled() inside of itself: rows are settled already")
-    serving, send, going = _waiting(exchange, waiting(exchange))
+    serving, send, going = _gather_waiting(exchange, waiting(exchange))
     store, plan = exchange.store, serving.plan
     ids = torch.as_tensor(plan.unique_ids)
     offsets = torch.as_tensor(plan.block_offsets)
-    held = _acquired(exchange, ids, offsets)
+    held = _acquire_rows(exchange, ids, offsets)
     slots = held[0]
     before = []
     try:
@@ -71,13 +72,13 @@ def settled(
         pushed = exchange.pushed(GROUP, send, going, serving, placed)
         ends = offsets.tolist()
         for t, table in enumerate(exchange.declaration.tables):
-            mine = slice(ends[t], ends[t + 1])
+            table_rows = slice(ends[t], ends[t + 1])
             records = torch.empty(ends[t + 1] - ends[t], table.record_bytes, dtype=torch.uint8)
-            store.native.pack(t, slots[mine].contiguous(), records)
-            before.append(Before(ids[mine].clone(), records))
+            store.native.pack(t, slots[table_rows].contiguous(), records)
+            before.append(Before(ids[table_rows].clone(), records))
         store.before_update(slots, offsets)
         exchange.owner.update(store, pushed, optimizers, settings)
-        # Rows are newer than what rests of them once they are released; they stay pinned.
+        # Once released, rows are dirty: newer than their stored records. They stay pinned by a second acquire.
         held.append(store.acquire(ids, offsets)[0])
         store.release(held.pop(0), offsets, dirty=True)
         exchange.is_settled = True
@@ -89,20 +90,20 @@ def settled(
             for t, rows in enumerate(before):
                 store.native.unpack(t, slots[ends[t] : ends[t + 1]].contiguous(), rows.records)
     finally:
-        for each in held:
-            store.release(each, offsets, dirty=True)
+        for pinned_slots in held:
+            store.release(pinned_slots, offsets, dirty=True)
     for t, rows in enumerate(before):
-        # Of a row that was never trained nothing is at rest, and what the moment left there would come back.
+        # A row that was never trained has no stored record; delete the one that the temporary change wrote.
         store.delete(t, rows.ids[~rows.is_trained])
 
 
 def apply_planned_bounds(exchange: CachedExchange) -> None:
-    """Collective, before a lookahead: copies of a commit go on with the bounds of this run's plan.
+    """Continue with a commit's copies under the bounds of this run's plan. Collective, before a lookahead.
 
-    What waits at copies beyond the planned write bounds goes to its owners, as one update of each row. A copy that is
-    too old for the planned read bound is asked for at its next use. Raises BudgetExceeded as `_hand_over`.
+    Gradients pending at copies beyond the planned write bounds are sent to their owners, as one update of each row. A
+    copy that is too old for the planned read bound is requested at its next use. Raises BudgetExceeded as `_hand_over`.
     """
-    clocks = [each.clock for each in exchange.caches]
+    clocks = [cache.clock for cache in exchange.caches]
     directories = exchange.directories
     if all(
         (directory.read_bound, directory.write_bound) == (clock.read_bound, clock.write_bound)
@@ -120,8 +121,8 @@ def apply_planned_bounds(exchange: CachedExchange) -> None:
 
 
 def waiting(exchange: CachedExchange, above: Sequence[int] | None = None) -> list[np.ndarray]:
-    """By table, slots of this rank's copies at which gradients of more than `above` (by table, default 0) batches wait,
-    ascending by id."""
+    """Return, by table, slots of this rank's copies with pending gradients of more than `above` batches (by table,
+    default 0), ascending by id."""
     copies, bounds = exchange.copies, above or [0] * len(exchange.widths)
     dirty = [copies.dirty(t) for t in range(len(exchange.widths))]
     return [
@@ -131,14 +132,14 @@ def waiting(exchange: CachedExchange, above: Sequence[int] | None = None) -> lis
 
 
 def _hand_over(exchange: CachedExchange, chosen: Sequence[np.ndarray]) -> None:
-    """What waits at these copies (as `waiting` lists them; every rank its own) is applied to the owners' rows, by the
-    rules of the newest update, and stays so; nothing waits there then. Raises BudgetExceeded, on every rank and with
-    nothing changed, where memory has no room for the rows."""
-    assert exchange.rule is not None  # something waits somewhere, so all ranks had an update
-    serving, send, going = _waiting(exchange, chosen)
+    """Flush gradients pending at these copies (as `waiting` lists them; every rank its own) to the owners' rows, by the
+    rules of the newest update. Collective. Raises BudgetExceeded, on every rank and with nothing changed, where memory
+    has no room for the rows."""
+    assert exchange.rule is not None  # some rank has pending gradients, so all ranks had an update
+    serving, send, going = _gather_waiting(exchange, chosen)
     store, plan = exchange.store, serving.plan
     offsets = torch.as_tensor(plan.block_offsets)
-    (slots,) = _acquired(exchange, torch.as_tensor(plan.unique_ids), offsets)
+    (slots,) = _acquire_rows(exchange, torch.as_tensor(plan.unique_ids), offsets)
     try:
         pushed = exchange.pushed(GROUP, send, going, serving, gather(slots, plan.inverse))
         store.before_update(slots, offsets)
@@ -146,14 +147,15 @@ def _hand_over(exchange: CachedExchange, chosen: Sequence[np.ndarray]) -> None:
     finally:
         store.release(slots, offsets, dirty=True)
     exchange.mark(plan, exchange.number)
-    for t, each in enumerate(chosen):
-        exchange.copies.clear(t, each)
+    for t, copy_slots in enumerate(chosen):
+        exchange.copies.clear(t, copy_slots)
 
 
-def _waiting(
+def _gather_waiting(
     exchange: CachedExchange, dirty: Sequence[np.ndarray]
 ) -> tuple[Serving, Tensor, RowLayout]:
-    """Collective: who owns what waits here at `dirty` slots, and what waits elsewhere for this rank's rows."""
+    """Request an update of the rows at `dirty` slots from their owners. Collective. Return the requests for this rank's
+    rows, the pending sums to send, and their layout."""
     copies, mesh = exchange.copies, exchange.mesh
     by_id = [copies.ids[t][slots] for t, slots in enumerate(dirty)]
     counts = np.array([[len(slots) for slots in dirty]])
@@ -167,14 +169,16 @@ def _waiting(
         torch.as_tensor(plan.unique_ids), firsts, lasts, exchange.owner.table_rows,
         exchange.deal.num_owners, exchange.deal.places, codes=None,
     )  # fmt: skip
-    (heard,), _ = exchange_messages([requests], mesh, 0.0, GROUP)
+    (received,), _ = exchange_messages([requests], mesh, 0.0, GROUP)
     places = torch.from_numpy(exchange.deal.places[mesh.rank].copy())
-    asked = unpack_requests(heard, exchange.owner.table_rows, exchange.deal.num_owners, places)
-    wanted = list_requests(asked.ids, asked.counts)
-    everything = np.ones(len(asked.ids), bool)
-    none = np.zeros(len(asked.ids), np.int64)
+    received_requests = unpack_requests(
+        received, exchange.owner.table_rows, exchange.deal.num_owners, places
+    )
+    wanted = list_requests(received_requests.ids, received_requests.counts)
+    everything = np.ones(len(received_requests.ids), bool)
+    none = np.zeros(len(received_requests.ids), np.int64)
     serving = Serving(
-        Named(asked.counts, ~everything, ~everything, everything, none), asked.ids.numpy(),
+        Named(received_requests.counts, ~everything, ~everything, everything, none), received_requests.ids.numpy(),
         _native.make_plan(wanted, exchange.owner.table_rows, exchange.owner.one_owner), wanted,
     )  # fmt: skip
     going = row_layout(lasts - firsts, exchange.widths)
@@ -190,15 +194,15 @@ def _waiting(
     return serving, send, going
 
 
-def _acquired(exchange: CachedExchange, ids: Tensor, offsets: Tensor) -> list[Tensor]:
-    """Collective: [slots]."""
+def _acquire_rows(exchange: CachedExchange, ids: Tensor, offsets: Tensor) -> list[Tensor]:
+    """Acquire rows, and return a list of their slots (one tensor). Collective. Raises BudgetExceeded on every rank."""
     store, error, held = exchange.store, None, []
     try:
         slots, job = store.acquire(ids, offsets)
         store.wait(job)
         held = [slots]
-    except BudgetExceeded as found:
-        error = found
+    except BudgetExceeded as budget_error:
+        error = budget_error
     if not exchange.mesh.least(int(error is None)):
         for slots in held:
             store.release(slots, offsets, dirty=False)
@@ -209,19 +213,24 @@ def _acquired(exchange: CachedExchange, ids: Tensor, offsets: Tensor) -> list[Te
     return held
 
 
-TOGETHER = 4096  # rows that are put back at once
+TOGETHER = 4096  # rows that are restored at once
 
 
 def state(exchange: CachedExchange, before: Sequence[Before]) -> dict[str, Any]:
-    """Between steps, as of the newest one, whatever is in flight. Plain values and tensors that nobody trains on."""
+    """Return the cache's state for a commit, between steps: as of the newest step, without batches in flight. It has
+    plain values and tensors."""
     tables = {}
     directories, changes = exchange.decided()
-    for t, (table, said) in enumerate(zip(exchange.declaration.tables, directories, strict=True)):
+    for t, (table, directory_state) in enumerate(
+        zip(exchange.declaration.tables, directories, strict=True)
+    ):
         tables[table.name] = {
             "policy": exchange.directories[t].policy,
             "kept": exchange.is_kept[t],
-            "directory": {name: torch.from_numpy(values) for name, values in said.items()},
-            "copies": exchange.copies.state(t, said["slots"].astype("int64")),
+            "directory": {
+                name: torch.from_numpy(values) for name, values in directory_state.items()
+            },
+            "copies": exchange.copies.state(t, directory_state["slots"].astype("int64")),
             "changes": torch.from_numpy(changes[t]),
             "before": {"ids": before[t].ids, "records": before[t].records},
         }
@@ -229,53 +238,56 @@ def state(exchange: CachedExchange, before: Sequence[Before]) -> dict[str, Any]:
 
 
 def is_taken_up(exchange: CachedExchange, states: Sequence[Mapping[str, Any] | None]) -> bool:
-    """Whether copies of all ranks of a world like this one go on here: bounds and sizes may have changed, not which
-    tables have copies, who is worth keeping, nor whether copies outlast their batch; where sizes became less by more
-    than `cache.copies.SPARE` rows there may be no room for them."""
-    here = {
-        table.name: (each.policy, kept)
-        for table, each, kept in zip(
+    """Return whether a commit's copies can be loaded: the world is like this one, and no table's cache, cache policy,
+    or whether copies outlast their batch has changed. Bounds and sizes may have changed; but where a size is lower by
+    more than `cache.copies.SPARE` rows there may be no room for the copies."""
+    own_policies = {
+        table.name: (directory.policy, is_kept)
+        for table, directory, is_kept in zip(
             exchange.declaration.tables, exchange.directories, exchange.is_kept, strict=True
         )
     }
-    said = [
-        # Commits of before did not say whether, and their directories not by which bounds.
+    saved_policies = [
+        # Older commits have neither this flag nor the bounds of their directories.
         state
         and {name: (table["policy"], table.get("kept")) for name, table in state["tables"].items()}
         for state in states
     ]
-    if len(states) != exchange.mesh.num_ranks or any(each != here for each in said):
+    if len(states) != exchange.mesh.num_ranks or any(
+        policies != own_policies for policies in saved_policies
+    ):
         return False
     return all(_has_room(exchange, state) for state in states if state is not None)
 
 
 def _has_room(exchange: CachedExchange, state: Mapping[str, Any]) -> bool:
-    """For each copy where it was: what it was rounded with at random goes by its slot."""
+    """Return whether every copy has room at its old slot, which selects the random bits that it is rounded with."""
     of_tables = (state["tables"][table.name] for table in exchange.declaration.tables)
     return all(
-        np.asarray(said["directory"]["slots"]).max(initial=-1) < room
-        for said, room in zip(of_tables, exchange.copies.rooms, strict=True)
+        np.asarray(table_state["directory"]["slots"]).max(initial=-1) < room
+        for table_state, room in zip(of_tables, exchange.copies.rooms, strict=True)
     )
 
 
 def load(exchange: CachedExchange, state: Mapping[str, Any]) -> None:
-    """Before the first batch. The store has the rows of the commit. Bounds are those of the commit until training
-    begins (`apply_planned_bounds`). Batches are counted on; from less where they would come to an end (all ranks alike:
-    theirs are one number).
+    """Load a commit's state before the first batch. The store has the rows of the commit.
+
+    Bounds are those of the commit until training begins (`apply_planned_bounds`). Batch numbers continue, from a lower
+    one where they would overflow; all ranks have the same number.
     """
     shift = surplus(state["number"])
     for t, table in enumerate(exchange.declaration.tables):
-        said = state["tables"][table.name]
-        before = Before(said["before"]["ids"], said["before"]["records"])
+        table_state = state["tables"][table.name]
+        before = Before(table_state["before"]["ids"], table_state["before"]["records"])
         trained = before.is_trained
         ids, records = before.ids[trained], before.records[trained]
         for first in range(0, len(ids), TOGETHER):
-            some = slice(first, first + TOGETHER)
-            exchange.store.put(t, ids[some].contiguous(), records[some].contiguous())
+            chunk = slice(first, first + TOGETHER)
+            exchange.store.put(t, ids[chunk].contiguous(), records[chunk].contiguous())
         exchange.store.delete(t, before.ids[~trained].contiguous())
-        directory = {name: values.numpy() for name, values in said["directory"].items()}
-        exchange.directories[t].load(renumbered(directory, said["policy"], shift))
-        exchange.copies.load(t, directory["slots"].astype("int64"), said["copies"])
-        exchange.changes.of(t)[:] = said["changes"].numpy()
+        directory = {name: values.numpy() for name, values in table_state["directory"].items()}
+        exchange.directories[t].load(renumbered(directory, table_state["policy"], shift))
+        exchange.copies.load(t, directory["slots"].astype("int64"), table_state["copies"])
+        exchange.changes.of(t)[:] = table_state["changes"].numpy()
     exchange.changes.renumber(shift)
     exchange.rule, exchange.number = state["rule"], state["number"] - shift

@@ -1,7 +1,8 @@
 """Exchange of a plan: runs all its parts, each with the tables that chose its hops.
 
-Ids are sent after one header, the owner's store acquires the rows of all tables at once, and outputs come as declared
-whatever is sent: of an output with fields of several parts, each part writes its own, and reads their gradients there.
+The ids of all parts are sent in one message, the owner's store acquires the rows of all tables at once, and outputs
+have the declared layout: where an output has fields of several parts, each part writes its own columns and reads their
+gradients from them.
 
 Legend: T tables, O rows this rank owns.
 """
@@ -57,15 +58,18 @@ class Exchange:
         parts: Mapping[str, ExchangePart[Any]],
         reads_ahead: Sequence[int],
     ) -> None:
-        """parts: by name, each of `part_of` this declaration; reads_ahead: of each, steps between reading a row and its
-        use."""
+        """Take the parts by name, each of `part_of` this declaration. reads_ahead: by part, steps between reading a row
+        and its use."""
         self.declaration, self.mesh = declaration, mesh
         self.names, self.parts = tuple(parts), tuple(parts.values())
         self.reads_ahead = tuple(reads_ahead)
         # Most urgent first.
         self._order = sorted(range(len(self.parts)), key=lambda i: self.reads_ahead[i])
         partials = {
-            each.names[0]: each for part in self.parts for each in part.outputs if each.is_partial
+            output.names[0]: output
+            for part in self.parts
+            for output in part.outputs
+            if output.is_partial
         }
         self.outputs = _split_partials(outputs(declaration), partials)
         by_table = [0] * len(declaration.tables)
@@ -77,8 +81,10 @@ class Exchange:
         for i, run in groupby(range(len(by_table)), lambda t: by_table[t]):
             tables = list(run)
             self.runs.append((i, tables[0], tables[-1] + 1))
-        # By part, by output of it: which of these.
-        self.places = [[self._find_output(each) for each in part.outputs] for part in self.parts]
+        # By part and output of it: its number among all outputs.
+        self.places = [
+            [self._find_output(output) for output in part.outputs] for part in self.parts
+        ]
         every = [i for places in self.places for i in places]
         self.shared = [i for i in range(len(self.outputs)) if every.count(i) > 1]
         self.operators = [part.operators for part in self.parts if part.operators is not None]
@@ -88,42 +94,42 @@ class Exchange:
         """Return the number of a part's output."""
         return next(
             i
-            for i, each in enumerate(self.outputs)
-            if each.is_partial == output.is_partial and output.names[0] in each.names
+            for i, candidate in enumerate(self.outputs)
+            if candidate.is_partial == output.is_partial and output.names[0] in candidate.names
         )
 
     # ---- facts
 
     @property
     def exactness(self) -> Exactness:
-        """Weakest of the parts'."""
+        """Exactness of the least exact part."""
         every = [part.exactness for part in self.parts]
-        kind = max((each.kind for each in every), key=KINDS.index)
-        return Exactness(kind, max(each.max_error for each in every))
+        kind = max((exactness.kind for exactness in every), key=KINDS.index)
+        return Exactness(kind, max(exactness.max_error for exactness in every))
 
     @property
     def consumers(self) -> tuple[str, ...]:
-        """Names of those that are evaluated before the samples' ranks."""
+        """Names of the consumers that are evaluated before values reach the samples' ranks."""
         return tuple(name for operators in self.operators for name in operators.consumers)
 
     @property
     def pushed_parameters(self) -> tuple[nn.Parameter, ...]:
-        """Dense parameters whose gradients `begin_push` completes, the same on every rank. What it adds to `.grad` is
-        of the global batch, on the rank that has the rows, so the sum over ranks is to be taken after it."""
-        return tuple(dict.fromkeys(p for each in self.operators for p in each.parameters))
+        """Dense parameters whose gradients `begin_push` completes, the same on every rank. It adds the global batch's
+        gradient to `.grad` on the rank that has the rows, so sum `.grad` over ranks after it."""
+        return tuple(dict.fromkeys(p for operators in self.operators for p in operators.parameters))
 
     @property
     def inside(self) -> Inside | None:
-        """Consumers that the ranks of one tower alone evaluate, so that gradients of their weights need be summed over
-        these only; None: none."""
+        """Consumers that only the ranks of one tower evaluate, so that gradients of their weights are summed over these
+        ranks only; None if there are none."""
         every = (operators.inside for operators in self.operators)
         return next((inside for inside in every if inside is not None), None)
 
     # ---- ids
 
     def send_ids(self, batch: Batch, purpose: str = "route") -> LookupContext:
-        """Send a batch's ids to the owners of their rows, on `purpose`'s group. Raises IdRangeError, DataError before
-        anything is sent; whatever it raises, it is as if nothing had been requested here."""
+        """Send a batch's ids to the owners of their rows, on `purpose`'s group. Collective. Raises IdRangeError and
+        DataError before anything is sent; after any error, no request of this rank remains."""
         requests = []
         try:
             for part in self.parts:
@@ -143,20 +149,20 @@ class Exchange:
                 if part.cancel is not None:
                     part.cancel(request)
             raise
-        owned = lookups[0].owned if len(lookups) == 1 else self._all_owned(lookups)
+        owned = lookups[0].owned if len(lookups) == 1 else self._join_owned(lookups)
         return LookupContext(info, lookups, owned)
 
     def resolve_slots(self, context: LookupContext, views: Sequence[RowView]) -> None:
-        """Any thread, once `context.pinned` is set: prepare what fetches and the update can use."""
+        """Find the slots that fetches and the update use, once `context.pinned` is set. Any thread."""
         self._share_slots(context)
         for part, lookup in zip(self.parts, context.parts, strict=True):
             part.resolve_slots(lookup, views)
 
     # ---- values
 
-    def due(self, context: LookupContext) -> list[int]:
-        """Return the numbers of the parts that are to be fetched for use in `context.steps_left` steps and were not,
-        the most urgent first."""
+    def find_due_parts(self, context: LookupContext) -> list[int]:
+        """Return the numbers of the parts to fetch now for use in `context.steps_left` steps and not fetched yet, most
+        urgent first."""
         return [
             i
             for i in self._order
@@ -165,18 +171,22 @@ class Exchange:
         ]
 
     def fetch(
-        self, context: LookupContext, due: Sequence[int], source: RowSource, num_applied: int
+        self,
+        context: LookupContext,
+        part_numbers: Sequence[int],
+        source: RowSource,
+        num_applied: int,
     ) -> None:
-        """Begin to send values of the parts that are `due`. num_applied: updates that the rows have seen."""
+        """Begin to send values of these parts. num_applied: updates applied to the rows so far."""
         rows = [source.rows]
         if len(self.parts) > 1:
             is_pinned = context.pinned is not None and source.rows is context.pinned.slots
             rows = (
                 [lookup.slots for lookup in context.parts]
                 if is_pinned
-                else self._by_part(context, source.rows)
+                else self._split_by_part(context, source.rows)
             )
-        for i in due:
+        for i in part_numbers:
             # Rows that may change before their use are copied.
             in_place = source.in_place or not self.reads_ahead[i]
             own = replace(source, rows=rows[i], in_place=in_place) if len(rows) > 1 else source
@@ -186,9 +196,9 @@ class Exchange:
     def values(
         self, context: LookupContext, handle: Tensor, device: torch.device = CPU
     ) -> dict[str, Tensor]:
-        """Return by consumer (B, P) combined; by feature without a consumer (B, D) pooled or (E_f, D) sequence. They
-        are made where the values are and moved to `device`, where consumers are evaluated. Collective where what a
-        tower gathered early leaves it when it is used.
+        """Return by consumer (B, P) combined; by feature without a consumer (B, D) pooled or (E_f, D) sequence.
+        Values are pooled where they are and moved to `device`, where consumers are evaluated. Collective where a
+        tower sends values that it gathered early.
 
         Differentiable: backward records gradients on the context. `handle` requires a gradient, so that torch runs that
         backward.
@@ -197,8 +207,8 @@ class Exchange:
         return build_outputs(self.declaration, self.outputs, tensors, device, context.batch.dense)
 
     def pooled(self, context: LookupContext) -> list[Tensor]:
-        """Return one tensor per output. Each part writes its fields where they belong: to put tensors side by side, and
-        to cut their gradients apart again, took longer than to exchange what they hold."""
+        """Return one tensor per output. Each part writes its fields into its own columns, because to concatenate
+        tensors and split their gradients took longer than to exchange them."""
         if len(self.parts) == 1:
             return self.parts[0].pooled(context.parts[0])
         dtype = self.declaration.output_dtype
@@ -215,9 +225,9 @@ class Exchange:
     def begin_push(
         self, contexts: Sequence[LookupContext], step: int
     ) -> Callable[[], RowGradients | None]:
-        """Begin to send recorded gradients to the rows' owners, as one application: every rank pushes the same batches,
-        with gradients or without. What it returns ends that, is collective, too, and may be called after the next push
-        has begun; None: nothing to do. step: updates made before."""
+        """Begin to send recorded gradients to the rows' owners, as one application. Collective: every rank pushes the
+        same batches, with or without gradients. Call the result, which is collective too, to wait for the gradients,
+        even after the next push has begun; it returns None if nothing is to be applied. step: updates made before."""
         if not contexts:
             return lambda: None
         summed = [context.gradients.sum(self.dtype) for context in contexts]
@@ -229,7 +239,7 @@ class Exchange:
                 part.operators.check_weights(
                     [context.parts[i].weight_versions for context in contexts]
                 )
-        # What one sends travels while the next one computes.
+        # The messages of one part are sent while the next part computes.
         begun = []
         for i, (part, places) in enumerate(zip(self.parts, self.places, strict=True)):
             for number, (context, gradients) in enumerate(zip(contexts, summed, strict=True)):
@@ -252,30 +262,30 @@ class Exchange:
         ])  # fmt: skip
 
     def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
-        """Local: return gradients that need not be summed again, and the sum of squares of all rows' sums that count
-        towards the norm on this rank."""
+        """Return gradients that need not be summed again, and the sum of squares of all rows' sums that count towards
+        the norm on this rank. Local."""
         summed, total = [], 0.0
-        for part, own in zip(self.parts, self._of_parts(pushed), strict=True):
-            each, square = part.owner.kernels_of(own).squared_norm(own)
-            summed.append(each)
+        for part, own in zip(self.parts, self._split_gradients(pushed), strict=True):
+            gradients, square = part.owner.kernels_of(own).squared_norm(own)
+            summed.append(gradients)
             total += square if part.counts_norm else 0.0
         return self._join_gradients(summed), total
 
     def update(
         self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
     ) -> None:
-        """Local: apply gradients to pinned rows of this rank's store: see `_native.update`."""
-        for part, own in zip(self.parts, self._of_parts(pushed), strict=True):
+        """Apply gradients to pinned rows of this rank's store: see `_native.update`. Local."""
+        for part, own in zip(self.parts, self._split_gradients(pushed), strict=True):
             part.owner.update(store, own, optimizers, settings)
             if part.after_update is not None:
                 part.after_update(optimizers, settings)
 
     def squared_norms(self, rows: RowView, slots: Tensor) -> Tensor:
-        """Local: return sums of squares of the weights of rows that are stored there, (len(slots),)."""
+        """Return sums of squares of the weights of these rows, (len(slots),). Local."""
         return self.parts[0].owner.kernels([rows]).squared_norms(rows, slots)
 
     def drop(self, context: LookupContext) -> None:
-        """Give a batch up: evaluation, cancelled batches."""
+        """Drop a batch that will not be pushed: an evaluated or cancelled one."""
         for part, lookup in zip(self.parts, context.parts, strict=True):
             part.drop(lookup)
         context.gradients.clear()
@@ -283,8 +293,8 @@ class Exchange:
     # ---- commits
 
     def prefetched(self, context: LookupContext) -> dict[str, Tensor]:
-        """Return what a batch has fetched, for a commit; of several parts, each one's name before the names of what it
-        holds, and of which tables that is."""
+        """Return the values that a batch has fetched, for a commit. With several parts, keys begin with the part's
+        name, and `TABLES` lists the tables that were fetched."""
         if len(self.parts) == 1:
             return self.parts[0].prefetched(context.parts[0])
         fetched = [i for i, lookup in enumerate(context.parts) if self.parts[i].has_values(lookup)]
@@ -299,8 +309,8 @@ class Exchange:
         }
 
     def restore(self, context: LookupContext, held: Sequence[Mapping[str, Tensor]]) -> None:
-        """Take, instead of a fetch, what all ranks of some world held for this step's global batch. Raises
-        CheckpointError."""
+        """Restore, instead of a fetch, the values that all ranks of some world held for this step's global batch.
+        Raises CheckpointError."""
         if len(self.parts) == 1:
             self.parts[0].restore(context.parts[0], held)
             return
@@ -308,12 +318,12 @@ class Exchange:
         for i, name in enumerate(self.names):
             tables = {t for j, first, last in self.runs if i == j for t in range(first, last)}
             if self.reads_ahead[i] <= context.steps_left or not tables <= known:
-                continue  # to be fetched when it is due
-            # What it held itself, and what others did: its tables may have had another exchange.
+                continue  # fetched later, when its bound is reached
+            # Values of this part and of others, because its tables may have had another exchange.
             prefix = f"{name}."
             own = [
-                {**each, **{key.removeprefix(prefix): each[key] for key in each if key.startswith(prefix)}}
-                for each in held
+                {**values, **{key.removeprefix(prefix): values[key] for key in values if key.startswith(prefix)}}
+                for values in held
             ]  # fmt: skip
             self.parts[i].restore(context.parts[i], own)
 
@@ -326,11 +336,13 @@ class Exchange:
         if len(self.parts) == 1:
             context.parts[0].pinned = pinned
             return
-        for lookup, slots in zip(context.parts, self._by_part(context, pinned.slots), strict=True):
+        for lookup, slots in zip(
+            context.parts, self._split_by_part(context, pinned.slots), strict=True
+        ):
             lookup.pinned = PinnedRows(slots)
 
-    def _by_part(self, context: LookupContext, values: Tensor) -> list[Tensor]:
-        """Split (O,) by row of all tables into those of each part."""
+    def _split_by_part(self, context: LookupContext, values: Tensor) -> list[Tensor]:
+        """Split values (O,) by row of all tables into those of each part."""
         if len(self.parts) == 1:
             return [values]
         ends = context.owned.offsets.tolist()
@@ -343,36 +355,36 @@ class Exchange:
 
     def _join(self, values: Sequence[Tensor], offsets: Sequence[Tensor]) -> Tensor:
         """Join values by row of each part into (O,) by row of all tables; offsets: of each part's rows, (T + 1,)."""
-        ends = [each.tolist() for each in offsets]
+        ends = [part_offsets.tolist() for part_offsets in offsets]
         return torch.cat(
             [values[i][ends[i][first] : ends[i][last]] for i, first, last in self.runs]
         )
 
-    def _all_owned(self, lookups: Sequence[PartLookup]) -> OwnedRows:
+    def _join_owned(self, lookups: Sequence[PartLookup]) -> OwnedRows:
         """Join the owned rows of all parts."""
         owned = [lookup.owned for lookup in lookups]
-        offsets = [each.offsets for each in owned]
-        ids = self._join([each.ids for each in owned], offsets)
-        codes = [each.next_use for each in owned if each.next_use is not None]
+        offsets = [rows.offsets for rows in owned]
+        ids = self._join([rows.ids for rows in owned], offsets)
+        codes = [rows.next_use for rows in owned if rows.next_use is not None]
         next_use = self._join(codes, offsets) if codes else None
         return OwnedRows(ids, torch.stack(offsets).sum(0), next_use)
 
     def _join_gradients(self, pushed: Sequence[RowGradients]) -> RowGradients:
-        """Join gradients of all parts; `_of_parts` takes them apart."""
+        """Join gradients of all parts; `_split_gradients` is the inverse."""
         if len(pushed) == 1:
             return pushed[0]
-        offsets = [each.offsets for each in pushed]
-        slots = self._join([each.slots for each in pushed], offsets)
+        offsets = [gradients.offsets for gradients in pushed]
+        slots = self._join([gradients.slots for gradients in pushed], offsets)
         return RowGradients(slots, torch.stack(offsets).sum(0), None, None, list(pushed))
 
-    def _of_parts(self, pushed: RowGradients) -> Sequence[RowGradients]:
+    def _split_gradients(self, pushed: RowGradients) -> Sequence[RowGradients]:
         return [pushed] if len(self.parts) == 1 else pushed.source
 
 
 def _split_partials(
     declared: Sequence[Output], partials: Mapping[str, Output]
 ) -> tuple[Output, ...]:
-    """Return outputs, those whose partials some part has by themselves."""
+    """Return outputs, with those that some part has partials of as separate ones."""
     separate: list[Output] = []
     for output in declared:
         if others := tuple(name for name in output.names if name not in partials):

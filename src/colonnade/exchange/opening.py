@@ -51,12 +51,12 @@ TOWER_THREADS = ("lookahead", TRAINING)
 
 
 def implied_exchange(sharding: Sharding, name: str) -> str:
-    """Return the exchange of a table that chose `name`: of replicated rows only ids and gradients are sent."""
+    """Return the exchange of a table with exchange `name`: "replicated" if its rows are, which need not be sent."""
     return "replicated" if sharding.is_replicated else name
 
 
 def check_exchange(table: str, name: str, sharding: Sharding, num_ranks: int) -> None:
-    """Raise ConfigError where a table's sharding is of another world, or not one for its exchange."""
+    """Check that a table's sharding fits the world and its exchange; else raise ConfigError."""
     if sharding.ranks[-1] >= num_ranks:
         raise ConfigError(
             f"table {table!r}: got a sharding on rank {sharding.ranks[-1]}, wanted ranks 0 .. {num_ranks - 1}"
@@ -86,11 +86,13 @@ def open_exchange(
     caches: Sequence[TableCache | None] = (),
     copies_on: torch.device | None = None,
 ) -> Exchange:
-    """Collective: open this rank's side. By table: `exchanges`, keys of EXCHANGES or "cached", default "rows";
-    `caches` of the latter, copies in memory or in that of `copies_on`; `shardings`, default row_wise;
-    `reads_ahead`, steps between reading a row and its use, default 0. seed: the run's, of the random bits that codecs
-    round gradients with and updates rows. towers: groups of ranks that `towers` goes by, default one for each host.
-    Raises ConfigError where this cannot work in this world."""
+    """Open this rank's side of a plan's exchange. Collective.
+
+    By table: `exchanges`, keys of EXCHANGES or "cached", default "rows"; `caches` of cached tables, whose copies are in
+    memory or in that of device `copies_on`; `shardings`, default row_wise; `reads_ahead`, steps between reading a row
+    and its use, default 0. seed: the run's, of the random bits that codecs round gradients with and updates rows.
+    towers: number of towers, default one for each host. Raises ConfigError for exchanges that cannot work in this
+    world."""
     num_tables = len(declaration.tables)
     shardings = shardings or [row_wise_in(mesh.world)] * num_tables
     names = [
@@ -126,7 +128,7 @@ def open_exchange(
 def _beside_towers(
     names: Sequence[str], shardings: Sequence[Sharding], mesh: Mesh, num_towers: int | None
 ) -> list[str]:
-    """Return exchanges by table: bags of a table whose rows are not all in one tower are sent as under `pooled`."""
+    """Return exchanges by table, with "pooled" instead of "towers" for tables whose rows are not all in one tower."""
     if not any(name in BY_TOWERS for name in names):
         return list(names)
     ranks = tower_ranks(mesh.world, num_towers or mesh.world.num_hosts)
@@ -145,7 +147,7 @@ def open_part(
     num_towers: int | None,
     reads_ahead: int,
 ) -> ExchangePart[Any]:
-    """Collective: open an exchange of these hops. Raises ConfigError."""
+    """Open an exchange of these hops. Collective. Raises ConfigError."""
     first = hops[0]
     if first.request == "unique_ids":
         if first.reply == "nothing" and mesh.num_ranks > 1:
@@ -165,7 +167,7 @@ def _open_bags(
     coding: Coding,
     reads_ahead: int,
 ) -> BagsExchange:
-    """Open bags that owners pool; `evaluates`: and evaluate operators of."""
+    """Open an exchange of bags that owners pool. evaluates: whether owners evaluate operators, too."""
     consumers: tuple[str, ...] = ()
     if evaluates:
         consumers = substituted(declaration, shardings, world=mesh.world, reads_ahead=reads_ahead)
@@ -200,12 +202,12 @@ def _open_bags(
 def _check_sequences(
     declaration: Declaration, mesh: Mesh, consumers: Sequence[str], reads_ahead: int
 ) -> None:
-    """Raise ConfigError where a consumer of a sequence cannot be evaluated where its rows are."""
+    """Check that consumers of sequences can be evaluated on the ranks of their rows; else raise ConfigError."""
     for name, consumer in declaration.consumers.items():
         if not consumer.interaction.sequences or name in consumers:
             continue
         why = barred(declaration, name, world=mesh.world, reads_ahead=reads_ahead)
-        by_name = {each.name: declaration.features[each.feature] for each in declaration.fields}
+        by_name = {field.name: declaration.features[field.feature] for field in declaration.fields}
         feature = by_name[consumer.features[-1]]
         raise ConfigError(
             f"feature {feature.name!r} of table {feature.table!r}: got exchange substitute for a sequence that "
@@ -216,7 +218,7 @@ def _check_sequences(
 def _attention(
     layout: BagLayout, mesh: Mesh, shardings: Sequence[Sharding]
 ) -> dict[str, RemoteAttention]:
-    """Return attention by consumer of a sequence that owners evaluate."""
+    """Return attention by consumer, for consumers of sequences that owners evaluate."""
     declaration, attention = layout.declaration, {}
     for name, (query, sequence) in layout.evaluated.attended.items():
         interaction = declaration.consumers[name].interaction
@@ -236,15 +238,15 @@ def _open_towers(
     num_towers: int | None,
     reads_ahead: int,
 ) -> BagsExchange:
-    """Open bags that leave a tower from one rank of it for each sample. Where the inner hop's reply is rows, they are
-    pooled there, too. Raises ConfigError for towers that this world does not have."""
+    """Open an exchange of bags by towers: one rank of a tower sends a sample's values. Where the inner hop's reply is
+    rows, that rank pools them, too. Raises ConfigError for towers that this world does not have."""
     towers = tower_ranks(mesh.world, num_towers or mesh.world.num_hosts)
     size, own = len(towers[0]), mesh.rank // len(towers[0])
     sends_rows = hops[1].reply == "rows"
     pooled_on = shardings
     if sends_rows:
         _check_in_towers(declaration, shardings, towers)
-        pooled_on = _on_peers(mesh.rank, shardings, towers)
+        pooled_on = _shardings_on_peers(mesh.rank, shardings, towers)
     consumers = evaluated_in_towers(
         declaration, pooled_on, mesh.world, num_towers=len(towers), reads_ahead=reads_ahead
     )
@@ -252,7 +254,8 @@ def _open_towers(
     layout = lay_out_bags(declaration, pooled_on, mesh.num_ranks, evaluated)
     by_field = towers_of_fields(declaration, pooled_on, towers)
     inside = [
-        only(layout.fields.columns, _in_tower(by_field, tower)) for tower in range(len(towers))
+        only(layout.fields.columns, _fields_in_tower(by_field, tower))
+        for tower in range(len(towers))
     ]
     carried = [
         only(
@@ -266,8 +269,10 @@ def _open_towers(
     inner, tower = [], None
     if sends_rows:
         tower = RowsExchange(
-            layout.sums(mesh.rank), tower_mesh(mesh, size, TOWER_THREADS), _inside(mesh.rank, shardings, towers)
-        )  # fmt: skip
+            layout.sums(mesh.rank),
+            tower_mesh(mesh, size, TOWER_THREADS),
+            _shardings_in_tower(mesh.rank, shardings, towers),
+        )
     else:
         messages = [layout.pooled(rank) for rank in range(mesh.num_ranks)]
         inner = [TowerTransport(mesh, size, messages, inside[own], dtype)]
@@ -299,15 +304,15 @@ def _open_towers(
     )
 
 
-def _in_tower(by_field: Sequence[int | None], tower: int) -> list[int]:
-    """Return the fields whose rows are all in that tower."""
+def _fields_in_tower(by_field: Sequence[int | None], tower: int) -> list[int]:
+    """Return the fields whose rows are all in this tower."""
     return [i for i, home in enumerate(by_field) if home == tower]
 
 
 def _check_in_towers(
     declaration: Declaration, shardings: Sequence[Sharding], towers: Sequence[Sequence[int]]
 ) -> None:
-    """Raise ConfigError for looked-up rows that are not all in one tower."""
+    """Check that the rows of each looked-up table are in one tower; else raise ConfigError."""
     for feature in declaration.features:
         sharding = shardings[declaration.table_of(feature)]
         if tower_of(sharding, towers) is None and feature.pooling != "sequence":
@@ -318,24 +323,24 @@ def _check_in_towers(
             )
 
 
-def _on_peers(
+def _shardings_on_peers(
     rank: int, shardings: Sequence[Sharding], towers: Sequence[Sequence[int]]
 ) -> list[Sharding]:
-    """Return shardings as this rank's samples see them: a table is on the peer in its tower."""
+    """Return shardings for this rank's samples: each table is on this rank's peer in the table's tower."""
     size = len(towers[0])
     return [
         table_wise((tower_of(sharding, towers) or 0) * size + rank % size) for sharding in shardings
     ]
 
 
-def _inside(
+def _shardings_in_tower(
     rank: int, shardings: Sequence[Sharding], towers: Sequence[Sequence[int]]
 ) -> list[Sharding]:
-    """Return shardings in the small world of this rank's tower; of tables of other towers any."""
+    """Return shardings in the small world of this rank's tower; arbitrary ones for tables of other towers."""
     size = len(towers[0])
     first = rank // size * size
     return [
-        replace(sharding, ranks=tuple(each - first for each in sharding.ranks))
+        replace(sharding, ranks=tuple(member - first for member in sharding.ranks))
         if tower_of(sharding, towers) == first // size
         else table_wise(0)
         for sharding in shardings

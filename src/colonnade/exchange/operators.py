@@ -1,16 +1,16 @@
 """Operators of the model that an exchange evaluates on the way from the rows to the samples.
 
-Weights of such an operator are dense parameters, the same on every rank that evaluates it. What a rank evaluates is for
-samples of other ranks, too, so its part of their gradient is that of the global batch; it is added to their `.grad`
-there when gradients are pushed. The sum over these ranks, or over all, is then what one rank would have, as it is for
-every other dense parameter.
+Weights of such an operator are dense parameters, the same on every rank that evaluates it. A rank evaluates it for
+samples of other ranks, too, so the gradient that it computes is its part of the global batch's; it is added to the
+weights' `.grad` on that rank when gradients are pushed. Summed over these ranks, or over all, it is then the gradient
+that a world of one would compute, as for every other dense parameter.
 
-Target attention goes over rows that stay where they are: queries are sent to the ranks that have rows of the sequence,
-and what each makes of its rows is merged where the samples are. Nothing of it is rounded: a logarithm of sums in 16
-bits would change a row's weight by several percent.
+Target attention leaves rows on their owners: queries are sent to the ranks that have rows of the sequence, and their
+results are merged on the samples' ranks. None of them is rounded by a codec: a logarithm of sums in 16 bits would
+change a row's weight by several percent.
 
-Legend: B samples of this rank, G of all ranks, R samples that something is evaluated for or, of attention, ranks that
-have rows of the sequence; W columns of fields, P of what is sent; D dim, E rows of a sequence on this rank.
+Legend: B samples of this rank, G of all ranks, R samples that an operator is evaluated for or, in attention, ranks that
+have rows of the sequence; W columns of fields, P columns that are sent; D dim, E rows of a sequence on this rank.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ NUM_TRIED = 3
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """One consumer and one batch, as evaluated here."""
+    """Partial result of one consumer for one batch."""
 
     fields: tuple[int, ...]
-    """Those that it was evaluated of."""
+    """Fields that it was evaluated of."""
     values: Tensor  # (R, W) of them side by side, a leaf
     result: Tensor  # (R, P)
 
 
 Partials = Mapping[str, Partial]
-"""By consumer."""
+"""Partial results by consumer."""
 
 
 class Operators:
@@ -63,8 +63,8 @@ class Operators:
         evaluators: str,
         inside: Inside | None = None,
     ) -> None:
-        """consumers: names of all; taken_by: fields of those whose pooled values are taken (the others attend to
-        sequences: `attention.py`). evaluators: who evaluates them, for messages."""
+        """Take consumers by name. taken_by: fields of the consumers of pooled values; the others attend to sequences
+        (`RemoteAttention`). evaluators: the ranks that evaluate them, in words, for messages."""
         self.declaration, self.taken_by = declaration, taken_by
         self.consumers = tuple(consumers)
         self.evaluators, self.inside = evaluators, inside
@@ -74,34 +74,38 @@ class Operators:
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """Parameters that are trained, each once."""
-        return tuple(dict.fromkeys(p for module in self.modules for p in _trained(module)))
+        return tuple(
+            dict.fromkeys(p for module in self.modules for p in _trained_parameters(module))
+        )
 
     def versions(self) -> list[int]:
-        """Return versions of the parameters, which change when these do."""
+        """Return versions of the parameters, which change when the parameters do."""
         return [parameter._version for parameter in self.parameters]
 
     def try_once(self) -> None:
-        """Evaluate all on a few samples of zeros, on every rank before anything is sent: each has all weights, but the
-        ranks that evaluate an operator are some of them, and what fails there would look like a lost peer to others.
-        Raises ConfigError, on every rank, for an operator that returns another shape than it declared."""
+        """Evaluate all operators on a few samples of zeros, on every rank before anything is sent.
+
+        Every rank has all weights, but only some ranks evaluate an operator, and its failure would look like a lost
+        peer to the others. Raises ConfigError, on every rank, for an operator whose result does not have the declared
+        shape."""
         if self._are_tried:
             return
         for name, fields in self.taken_by.items():
             interaction = self.declaration.consumers[name].interaction
             dims = [self.declaration.fields[i].dim for i in fields]
             values = torch.zeros(NUM_TRIED, sum(dims), dtype=self.declaration.compute_dtype)
-            modes = [(each, each.training) for each in interaction.modules()]
-            for each in interaction.modules():
+            modes = [(module, module.training) for module in interaction.modules()]
+            for module in interaction.modules():
                 # Nothing is counted. Dropout may change its input in place, in training alone.
-                each.training = isinstance(each, _DropoutNd)
+                module.training = isinstance(module, _DropoutNd)
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
                     if interaction.one_width:
                         values = values.unflatten(1, (len(fields), -1))
                     self._check(name, interaction.partial_of(values, range(len(fields))), NUM_TRIED)
             finally:
-                for each, is_training in modes:
-                    each.training = is_training
+                for module, is_training in modes:
+                    module.training = is_training
         self._are_tried = True
 
     def messages(
@@ -111,8 +115,8 @@ class Operators:
         sent: Columns,
         record: list[Partials] | None,
     ) -> Iterator[Tensor]:
-        """Yield for blocks (R, all of `columns`) what is sent instead, (R, P): values and partials side by side; read
-        only. record: where what was evaluated is added for `gradients`; None: nothing is trained."""
+        """Yield, for each block (R, all of `columns`), the message (R, P) to send instead: values and partials side by
+        side; read only. record: list that partials are appended to, for `gradients`; None: nothing is trained."""
         for block in blocks:
             partials = self.evaluate(block, columns, record is not None)
             if record is not None:
@@ -130,7 +134,7 @@ class Operators:
     def side_by_side(
         self, pooled: Tensor, columns: Columns, sent: Columns, partials: Partials
     ) -> Tensor:
-        """Return (R, P) as it is sent: values and partials side by side; read only."""
+        """Return the message (R, P): values and partials side by side; read only."""
         values = tuple((key, columns.starts[key]) for key in sent.dims if isinstance(key, int))
         results = [
             (partials[key].result.detach(), ((key, 0),))
@@ -146,15 +150,15 @@ class Operators:
         columns: Columns,
         record: Sequence[Partials],
     ) -> Iterator[Tensor]:
-        """Yield for gradients (R, P) of what was sent those (R, W) of pooled fields, the last turn first; read only.
-        Gradients of weights are added to theirs."""
+        """Yield gradients (R, W) of pooled fields from gradients (R, P) of messages, the last chunk first; read only.
+        Gradients of weights are added to their `.grad`."""
         for received, partials in zip(blocks, reversed(record), strict=True):
             yield self._gradient(partials, received, sent, columns)
 
     def check_weights(self, versions: Sequence[list[int] | None]) -> None:
-        """Check weights before gradients are pushed, and give each parameter a gradient. versions: by batch, those it
-        used. Raises RuntimeError, on the ranks where a weight has changed since; others wait for these, as for any rank
-        that raises."""
+        """Check weights before gradients are pushed, and give each parameter a gradient. versions: versions that each
+        batch used. Raises RuntimeError on the ranks where a weight has changed since; the others wait for these, as for
+        any rank that raises."""
         now = self.versions()
         if any(used not in (None, now) for used in versions):
             raise RuntimeError(
@@ -169,12 +173,12 @@ class Operators:
     def _evaluate(
         self, name: str, numbers: Sequence[int], pooled: Tensor, columns: Columns, is_trained: bool
     ) -> Partial:
-        """Evaluate a consumer of those of its fields."""
+        """Evaluate a consumer on some of its fields. numbers: indices into its `taken_by`."""
         taken = tuple(self.taken_by[name][n] for n in numbers)
         interaction = self.declaration.consumers[name].interaction
         places = tuple((i, columns.starts[i]) for i in taken)
         values = placed([(pooled, places)], {i: columns.dims[i] for i in taken}).detach()
-        if not len(pooled):  # a module need not know what to make of no samples
+        if not len(pooled):  # a module need not accept zero samples
             width = result_width(self.declaration, name) or 0
             return Partial(taken, values, pooled.new_zeros(0, width))
         with torch.set_grad_enabled(is_trained):
@@ -193,7 +197,7 @@ class Operators:
             # A result needs no gradient where neither its values nor its weights are trained.
             if key not in sent.dims or not partial.result.requires_grad:
                 continue
-            parameters = _trained(self.declaration.consumers[key].interaction)
+            parameters = _trained_parameters(self.declaration.consumers[key].interaction)
             gradient, *of_weights = torch.autograd.grad(
                 partial.result, [partial.values, *parameters], received[:, sent.of(key)],
                 retain_graph=True, allow_unused=True,
@@ -215,8 +219,8 @@ class Operators:
             )
 
 
-def _trained(interaction: nn.Module) -> list[nn.Parameter]:
-    return [each for each in interaction.parameters() if each.requires_grad]
+def _trained_parameters(interaction: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in interaction.parameters() if parameter.requires_grad]
 
 
 @torch.no_grad()
@@ -227,9 +231,11 @@ def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """One batch, as evaluated here."""
+    """Attention of one consumer for one batch, as this rank computed it."""
 
-    queries: Tensor  # (G, D), a leaf; of no samples where no rows of the sequence can be
+    queries: (
+        Tensor  # (G, D), a leaf; without samples on ranks that cannot have rows of the sequence
+    )
     rows: Tensor  # (E, D), a leaf
     result: Tensor  # (G, P)
     stats: Tensor  # (R, B, P), a leaf
@@ -245,12 +251,12 @@ class RemoteAttention:
     ranks: tuple[int, ...]
     """Ranks that may have rows of its sequence."""
     query: int
-    """Its fields: indices into Declaration.fields."""
+    """Field of its query, an index into Declaration.fields; `sequence`: of its sequence."""
     sequence: int
 
     @property
     def has_rows(self) -> bool:
-        """Whether this rank may have some."""
+        """Whether this rank may have rows of the sequence."""
         return self.mesh.rank in self.ranks
 
     def fetch(
@@ -262,7 +268,7 @@ class RemoteAttention:
         tag: str,
         is_trained: bool,
     ) -> Attended:
-        """Collective: attend to the rows of all ranks. sizes: samples by rank; tag: what bytes are counted as."""
+        """Attend to the rows of all ranks. Collective. sizes: samples by rank; tag: what bytes are counted as."""
         size, dim = query.shape
         queries = self._to_owners("fetch", query.repeat(len(self.ranks), 1, 1), sizes, tag)
         with torch.set_grad_enabled(is_trained):
@@ -279,7 +285,7 @@ class RemoteAttention:
     def push(
         self, attended: Attended, gradient: Tensor, sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Collective: return gradients of this rank's queries (B, D) and of rows here (E, D); gradient: (B, P)."""
+        """Return gradients of this rank's queries (B, D) and rows (E, D). Collective. gradient: (B, P)."""
         (of_stats,) = torch.autograd.grad(
             attended.merged, attended.stats, gradient, retain_graph=True
         )
@@ -291,17 +297,17 @@ class RemoteAttention:
         return sum_in_order(by_rank.flatten(1)[None]).view(by_rank.shape[1:]), of_rows
 
     def _to_owners(self, group: str, blocks: Tensor, sizes: Sequence[int], tag: str) -> Tensor:
-        """Send (R, B, n) of this rank's samples; return (G, n) of all samples, or (0, n) where no rows can be."""
+        """Send (R, B, n) of this rank's samples; return (G, n) of all samples, or (0, n) on ranks without rows."""
         _, size, width = blocks.shape
         send = [size * width * (rank in self.ranks) for rank in range(self.mesh.num_ranks)]
-        receive = [each * width * self.has_rows for each in sizes]
+        receive = [num_samples * width * self.has_rows for num_samples in sizes]
         received, _ = self.mesh.all_to_all(group, blocks.reshape(-1), send, receive, counts_as=tag)
         return received.view(sum(sizes) if self.has_rows else 0, width)
 
     def _to_samples(self, group: str, values: Tensor, sizes: Sequence[int], tag: str) -> Tensor:
-        """Send values (G, n), or (0, n) where no rows can be; return (R, B, n) of this rank's samples."""
+        """Send values (G, n), or (0, n) on ranks without rows; return (R, B, n) of this rank's samples."""
         width, size = values.shape[1], sizes[self.mesh.rank]
-        send = [each * width * self.has_rows for each in sizes]
+        send = [num_samples * width * self.has_rows for num_samples in sizes]
         receive = [size * width * (rank in self.ranks) for rank in range(self.mesh.num_ranks)]
         received, _ = self.mesh.all_to_all(group, values.reshape(-1), send, receive, counts_as=tag)
         return received.view(len(self.ranks), size, width)

@@ -1,4 +1,4 @@
-"""What ranks had read ahead, as commits hold it: a run may go on with other exchanges, for rows tell what sums will be.
+"""Prefetched values as commits hold them. A run may continue with other exchanges if rows are held, not sums.
 
 Legend: T tables, U rows held, D a table's width.
 """
@@ -15,24 +15,26 @@ from colonnade.errors import CheckpointError
 
 Held = Mapping[str, Tensor]
 TABLES = "of_tables"
-"""Key of what was held of some tables only: their numbers."""
+"""Key of the numbers of the tables whose values are held, where these are not all tables."""
 
 
 def tables_held(held: Sequence[Held], num_tables: int) -> set[int]:
-    """Return the numbers of the tables whose rows were read; every rank reads those of the same ones."""
+    """Return the numbers of the tables whose values are held; they are the same on every rank."""
     if not held or TABLES not in held[0]:
         return set(range(num_tables))
     return set(held[0][TABLES].tolist())
 
 
 def held_rows(held: Sequence[Held]) -> list[Held]:
-    """Return those of all ranks' reads that are rows, whichever exchanges read them: each ids (U,), table_offsets
+    """Return the rows among all ranks' held values, whichever exchanges read them, as dicts of ids (U,), table_offsets
     (T + 1,) and values, table by table."""
     parts: list[Held] = []
-    for each in held:
-        ends = [key for key in each if key.rpartition(".")[2] == "table_offsets"]
+    for rank_values in held:
+        ends = [key for key in rank_values if key.rpartition(".")[2] == "table_offsets"]
         for prefix in (key.removesuffix("table_offsets") for key in ends):
-            parts.append({name: each[prefix + name] for name in ("ids", "table_offsets", "values")})
+            parts.append(
+                {name: rank_values[prefix + name] for name in ("ids", "table_offsets", "values")}
+            )
     return parts
 
 
@@ -55,7 +57,7 @@ def gather_held_values(parts: Sequence[Held], widths: np.ndarray, t: int, wanted
 
 
 def other_exchange() -> CheckpointError:
-    """Return the error of what cannot be restored."""
+    """Return the error for held values that cannot be restored."""
     return CheckpointError(
         "the commit holds what another exchange had read ahead, and sums do not say what rows were; go on with the "
         "exchanges of the commit (plan.exchange and plan.tables as they were), or from a commit of a run without "

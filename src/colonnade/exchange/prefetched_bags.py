@@ -1,5 +1,4 @@
-"""What ranks had read ahead of exchanges of bags, as commits hold it: sums by sample, what waits in a tower, or what
-owners evaluated operators of.
+"""Prefetched values of exchanges of bags as commits hold them: sums by sample, sums in a tower, or operators' inputs.
 
 Legend: B samples of this rank, G of all ranks, M of a rank's peers, W columns.
 """
@@ -24,7 +23,7 @@ from colonnade.wire.transport import WorldTransport, together
 
 
 def hold_sums(total: Tensor, layout: BagLayout) -> dict[str, Tensor]:
-    """Return sums (B, W) and whose they are."""
+    """Return sums (B, W), and the names and dims of their fields."""
     dims = torch.tensor([layout.declaration.fields[i].dim for i in layout.fields.order])
     return {"sums": total, "fields": encode_names(_names(layout)), "field_dims": dims}
 
@@ -32,14 +31,14 @@ def hold_sums(total: Tensor, layout: BagLayout) -> dict[str, Tensor]:
 def restore_sums(
     lookup: BagsLookup, layout: BagLayout, rank: int, widths: np.ndarray, held: Sequence[Held]
 ) -> Tensor:
-    """Return this rank's sums (B, W): its samples of what all ranks of some world held for this step's global batch,
-    whose blocks are in rank order in every world; or sums of the rows that another exchange held. widths: by table.
-    Raises CheckpointError where neither is held."""
+    """Return this rank's sums (B, W): its samples' part of the sums that all ranks of some world held for this step's
+    global batch, whose blocks are in rank order in every world; or sums of the rows that another exchange held.
+    widths: by table. Raises CheckpointError where neither is held."""
     sizes, names = lookup.sizes, _names(layout)
     first = sum(sizes[:rank])
     if has_sums(held, names):
         every = gather_held_sums(held, names, layout.arriving, sum(sizes))
-    elif any("gathered" in each for each in held):
+    elif any("gathered" in rank_values for rank_values in held):
         every = gather_held_columns(held, names, layout.fields.columns, sizes)
     else:
         return _sums_of_rows(lookup, layout, widths, held_rows(held))
@@ -74,19 +73,20 @@ def _sums_of_rows(
 def has_sums(held: Sequence[Held], names: Collection[str]) -> bool:
     """Return whether every rank held sums of all these fields."""
     return bool(held) and all(
-        set(names) <= {name for fields, _ in _sums_in(each) for name in fields} for each in held
+        set(names) <= {name for fields, _ in _sums_in(rank_values) for name in fields}
+        for rank_values in held
     )
 
 
 def gather_held_sums(
     held: Sequence[Held], names: Sequence[str], columns: Columns, num_samples: int
 ) -> Tensor:
-    """Return (G, W) of these columns, called `names`, from what each rank held of its samples. Raises CheckpointError
+    """Return the sums (G, W) of these columns, called `names`, joined from all ranks' samples. Raises CheckpointError
     for another number of samples, or another width."""
     blocks = []
-    for each in held:
+    for rank_values in held:
         by_name = {
-            name: part for fields, parts in _sums_in(each) for name, part in zip(fields, parts, strict=False)
+            name: part for fields, parts in _sums_in(rank_values) for name, part in zip(fields, parts, strict=False)
         }  # fmt: skip
         if set(names) <= set(by_name):
             blocks.append(torch.cat([by_name[name] for name in names], 1))
@@ -100,7 +100,7 @@ def gather_held_sums(
 
 
 def _sums_in(held: Held) -> Iterator[tuple[list[str], Sequence[Tensor]]]:
-    """Yield (fields, sums of each) of each exchange that held some."""
+    """Yield (names of fields, sums by field) of each exchange that held sums."""
     for key in held:
         prefix, _, last = key.rpartition(".")
         if last != "sums":
@@ -108,18 +108,18 @@ def _sums_in(held: Held) -> Iterator[tuple[list[str], Sequence[Tensor]]]:
         start = f"{prefix}." if prefix else ""
         fields, sums = decode_names(held[f"{start}fields"]), held[key]
         dims = held.get(f"{start}field_dims")
-        # Commits of before have no dims, and all fields of one.
+        # Older commits have no dims; all their fields have the same.
         sizes = [sums.shape[1] // len(fields)] * len(fields) if dims is None else dims.tolist()
         yield fields, sums.split(sizes, 1)
 
 
-# ---- what waits inside a tower
+# ---- sums gathered inside a tower
 
 
 def hold_gathered(
     lookup: BagsLookup, layout: BagLayout, columns: Columns, peers: Sequence[int]
 ) -> dict[str, Tensor]:
-    """Return what is gathered here (M, W), of which fields, and the places of its samples in the global batch."""
+    """Return the sums gathered on this rank (M, W), their fields, and their samples' indices in the global batch."""
     gathered, names = (
         lookup.evaluation.gathered,
         dict(zip(layout.fields.order, _names(layout), strict=True)),
@@ -140,12 +140,12 @@ def restore_gathered(
     peers: Sequence[int],
     held: Sequence[Held],
 ) -> Tensor:
-    """Return (M, W) of `columns`, of this rank's peers' samples. Raises CheckpointError where other things than sums
-    were held."""
+    """Return sums (M, W) of `columns` for this rank's peers' samples. Raises CheckpointError where something else than
+    sums was held."""
     sizes, names, whole = lookup.sizes, _names(layout), layout.fields.columns
     if has_sums(held, names):
         every = gather_held_sums(held, names, whole, sum(sizes))
-    elif all("gathered" in each for each in held):
+    elif all("gathered" in rank_values for rank_values in held):
         every = gather_held_columns(held, names, whole, sizes)
     else:
         raise other_exchange()
@@ -154,7 +154,7 @@ def restore_gathered(
 
 
 def _samples_of(ranks: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Return the places of these ranks' samples in the global batch, (M,) int64."""
+    """Return the indices of these ranks' samples in the global batch, (M,) int64."""
     ends = list(accumulate(sizes))
     return torch.cat([torch.arange(ends[rank] - sizes[rank], ends[rank]) for rank in ranks])
 
@@ -162,29 +162,30 @@ def _samples_of(ranks: Sequence[int], sizes: Sequence[int]) -> Tensor:
 def gather_held_columns(
     held: Sequence[Held], names: Sequence[str], columns: Columns, sizes: Sequence[int]
 ) -> Tensor:
-    """Return (G, W) of all ranks' samples and `columns`, called `names`, from what ranks of towers had gathered,
-    each of some samples and its tower's fields. sizes: samples by rank. Raises CheckpointError where one is missing."""
+    """Return the sums (G, W) of all ranks' samples and `columns`, called `names`, joined from ranks of towers: each had
+    gathered some samples of its tower's fields. sizes: samples by rank. Raises CheckpointError where a sum is
+    missing."""
     places = dict(zip(names, columns.dims, strict=True))
     every = torch.full((sum(sizes), columns.width), float("nan"), dtype=held[0]["gathered"].dtype)
-    for each in held:
-        first, fields = 0, decode_names(each["gathered fields"])
-        if not set(fields) <= set(names) or len(every) != int(each["of samples"]):
+    for rank_values in held:
+        first, fields = 0, decode_names(rank_values["gathered fields"])
+        if not set(fields) <= set(names) or len(every) != int(rank_values["of samples"]):
             raise other_exchange()
         for name in fields:
             into = columns.of(places[name])
             width = into.stop - into.start
-            every[each["samples"], into] = each["gathered"][:, first : first + width]
+            every[rank_values["samples"], into] = rank_values["gathered"][:, first : first + width]
             first += width
-    if sum(each["gathered"].numel() for each in held) != every.numel():
+    if sum(rank_values["gathered"].numel() for rank_values in held) != every.numel():
         raise other_exchange()
     return every
 
 
-# ---- what owners evaluated operators of
+# ---- inputs of operators that owners evaluate
 
 
 def hold_pooled(lookup: BagsLookup, layout: BagLayout, rank: int) -> dict[str, Tensor]:
-    """Return what partials were evaluated of here, (G, dim) by field: rows may be others when their gradients come."""
+    """Return the inputs of this rank's partials, (G, dim) by field: rows may have changed when gradients arrive."""
     pooled, columns = lookup.evaluation.pooled, layout.pooled(rank)
     assert pooled is not None
     return {
@@ -200,10 +201,10 @@ def restore_pooled(
     last_hop: LastHop,
     held: Sequence[Held],
 ) -> None:
-    """Take what owners held instead of a fetch; each field is added over the ranks that had rows of it. Raises
-    CheckpointError for what another exchange held, or another cut."""
-    sizes, whole, kept = lookup.sizes, layout.fields.columns, lookup.evaluation
-    is_alike = [set(each) for each in held] == [
+    """Restore, instead of a fetch, the inputs that owners held; each field is summed over the ranks that had rows of
+    it. Raises CheckpointError for values of another exchange, or of other consumers."""
+    sizes, whole, evaluation = lookup.sizes, layout.fields.columns, lookup.evaluation
+    is_alike = [set(rank_values) for rank_values in held] == [
         {_pooled_name(layout, i) for i in share.order} for share in layout.shares
     ]
     if is_alike and isinstance(last_hop.transport, WorldTransport):
@@ -212,7 +213,7 @@ def restore_pooled(
     every = torch.zeros(sum(sizes), whole.width, dtype=layout.declaration.compute_dtype)
     for i in layout.fields.order:
         name = _pooled_name(layout, i)
-        if not (parts := [each[name] for each in held if name in each]):
+        if not (parts := [rank_values[name] for rank_values in held if name in rank_values]):
             raise CheckpointError(
                 "the commit holds what another exchange had read ahead, or owners that evaluated other consumers; "
                 "go on with the exchanges and the number of ranks of the commit, or from a commit without staleness"
@@ -225,13 +226,13 @@ def restore_pooled(
     # A sample's bag of a field is on one rank, or the operator is linear: whole fields give the same gradients.
     columns = layout.pooled(rank)
     pooled = torch.cat([every[:, whole.of(i)] for i in columns.dims] or [every[:, :0]], dim=1)
-    kept.partials = [operators.evaluate(pooled, columns, True)]
-    pooled = pooled.clone()  # partials may look into it
+    evaluation.partials = [operators.evaluate(pooled, columns, True)]
+    pooled = pooled.clone()  # partials may share its memory
     for i in layout.shares[rank].order:
         owners = [r for r, share in enumerate(layout.shares) if i in share.order]
         if owners[0] != rank:
             pooled[:, columns.of(i)] = 0.0  # held once
-    kept.pooled = pooled
+    evaluation.pooled = pooled
 
 
 def _restore_alike(
@@ -242,17 +243,17 @@ def _restore_alike(
     transport: WorldTransport,
     held: Sequence[Held],
 ) -> None:
-    """In the world that held it: every owner's message as it was, to the bit."""
-    sizes, kept = lookup.sizes, lookup.evaluation
+    """Restore in a world laid out like the one that held the values: every owner's message has the same bits."""
+    sizes, evaluation = lookup.sizes, lookup.evaluation
     first = sum(sizes[:rank])
     blocks: list[list[Tensor]] = [[] for _ in transport.routes]
-    for owner, (each, share) in enumerate(zip(held, layout.shares, strict=True)):
-        parts = [each[_pooled_name(layout, i)] for i in share.order]
+    for owner, (rank_values, share) in enumerate(zip(held, layout.shares, strict=True)):
+        parts = [rank_values[_pooled_name(layout, i)] for i in share.order]
         none = torch.zeros(sum(sizes), 0, dtype=layout.declaration.compute_dtype)
         pooled, columns = torch.cat([none, *parts], dim=1), share.columns
         partials = operators.evaluate(pooled, columns, owner == rank)
         if owner == rank:
-            kept.pooled, kept.partials = pooled, [partials]
+            evaluation.pooled, evaluation.partials = pooled, [partials]
         for route, received in zip(transport.routes, blocks, strict=True):
             sent = operators.side_by_side(pooled, columns, route.columns_of(owner), partials)
             received.append(sent[first : first + sizes[rank]])
@@ -264,24 +265,26 @@ def _restore_alike(
 
 
 def _names(layout: BagLayout) -> list[str]:
-    """Return what the sums of fields are called, in their order."""
+    """Return the keys of the fields' sums, in order of the fields."""
     averaged = layout.evaluated.averaged
     fields = [layout.declaration.fields[i] for i in layout.fields.order]
-    return [f"averaged {each.name}" if each.feature in averaged else each.name for each in fields]
+    return [
+        f"averaged {field.name}" if field.feature in averaged else field.name for field in fields
+    ]
 
 
 def _pooled_name(layout: BagLayout, i: int) -> str:
-    """Return what a field is called that owners pooled."""
+    """Return the key of a field that owners pooled."""
     field = layout.declaration.fields[i]
     is_averaged = field.feature in layout.evaluated.averaged
     return f"{'averaged' if is_averaged else 'pooled'} {field.name}"
 
 
 def encode_names(fields: Iterable[str]) -> Tensor:
-    """Return names of fields side by side as uint8."""
+    """Return names of fields as one uint8 tensor."""
     return torch.tensor(list(", ".join(fields).encode()), dtype=torch.uint8)
 
 
 def decode_names(names: Tensor) -> list[str]:
-    """Return what `encode_names` was given."""
+    """Return the names that `encode_names` encoded."""
     return bytes(names.numpy()).decode().split(", ")

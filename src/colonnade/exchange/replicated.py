@@ -1,10 +1,9 @@
-"""`replicated`: every rank has every row, so lookups read this rank's own; each rank's sums of gradients per row go to
-all ranks, which apply them in rank order.
+"""Exchange `replicated`: every rank has every row, reads its own, and sends its sums of gradients per row to all ranks.
 
-Ahead of a step, ids are sent, so that each rank has the rows at hand that any rank's batch will change. No value is.
-The sums are those of `rows`, in the same order: its bits, whatever the sharding.
+All ranks apply the sums in rank order. Before a step only ids are sent, so that each rank pins the rows that any rank's
+batch will change. The sums are those of `rows`, in the same order, so results have the same bits for any sharding.
 
-Legend: T tables, N ranks, U unique rows of this rank, O rows that some rank asked for.
+Legend: T tables, N ranks, U unique rows of this rank, O rows that some rank requested.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from colonnade.wire.packing import pack_requests, unpack_requests
 
 
 class ReplicatedExchange:
-    """One rank's side, in a world of several.
+    """Exchange of replicated rows on one rank, in a world of several.
 
-    A lookup's owned rows are those of all ranks' batches; of its messages, `wanted` is this rank's unique rows as one
-    block, `served` all ranks' as they come here.
+    A lookup's owned rows are those of all ranks' batches. In its messages, `wanted` is this rank's unique rows as one
+    block, and `served` is all ranks' rows as they arrive.
     """
 
     operators = cancel = after_update = None
@@ -63,7 +62,7 @@ class ReplicatedExchange:
         owner = self.owner
         lookups, plan, codes = self.rows.plan_batch(batch)
         message = np.empty(0, np.uint8)
-        if purpose != "evaluate":  # nobody needs the rows that others only read
+        if purpose != "evaluate":  # no rank needs the rows that others only read
             offsets = np.asarray(plan.block_offsets)
             (message,) = pack_requests(
                 torch.as_tensor(plan.unique_ids), offsets[None, :-1], offsets[None, 1:], owner.table_rows,
@@ -89,12 +88,12 @@ class ReplicatedExchange:
         return RowsLookup(batch, request.lookups, plan, owned, owner_plan, messages=messages)
 
     def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
-        """Local, any thread: find the slot of each of this rank's unique rows."""
+        """Find the slot of each of this rank's unique rows. Local, any thread."""
         assert isinstance(lookup, RowsLookup)
         lookup.pinned = PinnedRows(lookup.slots, self._of_unique(lookup, lookup.slots))
 
     def fetch(self, lookup: RowsLookup, source: RowSource) -> None:
-        """Not collective: the rows are on this rank."""
+        """Read rows of this rank. Not collective."""
         kernels, codec = self.owner.kernels(source.views), self.rows.codec
         unique_rows = lookup.slots_of(source)
         if unique_rows is None:
@@ -109,7 +108,7 @@ class ReplicatedExchange:
         layout = row_layout(counts, self.owner.widths)
         requests = list_requests(torch.as_tensor(lookup.plan.unique_ids), counts)
         values = kernels.message(source, unique_rows, layout, requests)
-        if not is_exact:  # as if it were sent: what is read must not depend on the sharding
+        if not is_exact:  # as if they were sent: values must not depend on the sharding
             codec.decode_values(codec.encode_values(values, layout), layout, values)
         index = layout.rank_major(self.owner.widths)
         lookup.reads = self.rows.receive(lookup, values, index)
@@ -117,21 +116,21 @@ class ReplicatedExchange:
     def begin_push(
         self, lookup: RowsLookup, gradients: list[Tensor] | None, step: int, number: int
     ) -> Callable[[], RowGradients]:
-        """See the contract: this rank's sums of all its rows go to every rank."""
+        """Implement the contract: send this rank's sums of all its rows to every rank."""
         if gradients is None:
             gradients = self.owner.native.zeros(lookup.lookups)
         sums = self.rows.sum_rows(lookup, gradients)
         return self.rows.send_sums(lookup, sums, step, number, to_all=True)
 
     def _own_counts(self, plan: Any) -> np.ndarray:
-        """Return this rank's unique rows by rank and table, (N, T), as if each had been asked of itself."""
+        """Return counts of this rank's unique rows by rank and table, (N, T), as if it requested all from itself."""
         counts = np.zeros((self.mesh.num_ranks, len(self.owner.widths)), dtype=np.int64)
         counts[self.mesh.rank] = np.diff(np.asarray(plan.block_offsets))
         return counts
 
     def _of_unique(self, lookup: RowsLookup, rows: Tensor) -> Tensor:
-        """Pick from `rows` (O,) int32 of all that ranks asked for those of this rank's unique rows, (U,)."""
-        if lookup.messages is None:  # of an evaluation, whose owned rows are this rank's
+        """Return the part (U,) of `rows` (O,) int32, of all requested rows, for this rank's unique rows."""
+        if lookup.messages is None:  # an evaluation, whose owned rows are this rank's
             return rows
         first = int(lookup.messages.served.counts[: self.mesh.rank].sum())
         inverse = torch.as_tensor(lookup.owner_plan.inverse)

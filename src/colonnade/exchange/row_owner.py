@@ -1,6 +1,6 @@
-"""Owner's side of an exchange: what is computed where rows are stored, whatever is sent.
+"""Owner's side of an exchange: computation on the rank that stores the rows, whatever is sent.
 
-Legend: T tables, O rows this rank owns and some rank asked for.
+Legend: T tables, O rows this rank owns and some rank requested.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class RowOwner:
     def __init__(
         self, declaration: Declaration, consumption: Consumption, outputs: Sequence[Output], mesh: Mesh
     ) -> None:  # fmt: skip
-        """Take what the kernels pool: all that was declared, or what this rank has rows of."""
+        """Take the tables and features that the kernels pool: all declared ones, or those that this rank has rows
+        of."""
         self.declaration, self.consumption = declaration, consumption
         self.widths = declaration.widths
         self.table_rows = torch.tensor([t.rows or 0 for t in declaration.tables])
@@ -46,11 +47,11 @@ class RowOwner:
         self.on_device = DeviceKernels(*declared, self.native)
 
     def kernels(self, views: Sequence[RowView]) -> Kernels:
-        """Return those for rows that are stored there."""
+        """Return the kernels for rows in these views' memory."""
         return self.native if views[0].rows is None else self.on_device
 
     def kernels_of(self, pushed: RowGradients) -> Kernels:
-        """Return those that made these gradients."""
+        """Return the kernels that computed these gradients."""
         return self.on_device if isinstance(pushed.source, Sums) else self.native
 
     def update(
@@ -75,7 +76,8 @@ class RowOwner:
         return soonest_use(collect_codes(batch, self.declaration, self.consumption), plan)
 
     def merge(self, lookups: Sequence[PartLookup], pushed: Sequence[RowGradients]) -> RowGradients:
-        """Return several batches as one application: each is summed per row, then they are, in order."""
+        """Merge gradients of several batches into one application: each batch is summed per row, then batches in
+        order."""
         if len(pushed) == 1:
             return pushed[0]
         counts = np.stack([np.diff(lookup.owned.offsets.numpy()) for lookup in lookups])
@@ -87,7 +89,7 @@ class RowOwner:
 
 
 def owned_rows(plan: _native.Plan, next_use: Tensor | None = None) -> OwnedRows:
-    """Return the rows that a plan of one owner lists."""
+    """Return the rows of a plan with one owner."""
     return OwnedRows(
         torch.as_tensor(plan.unique_ids), torch.as_tensor(plan.block_offsets), next_use
     )
@@ -104,7 +106,8 @@ def list_requests(ids: Tensor, counts: np.ndarray) -> _native.Lookups:
 
 @lru_cache(maxsize=64)
 def _features_of(num_sources: int, num_tables: int) -> tuple[Tensor, Tensor]:
-    """Return the table and pooling of each, the same in every step; read only."""
+    """Return the table and pooling of each (source, table); cached, because they are the same in every step. Read
+    only."""
     tables = torch.arange(num_tables, dtype=torch.int32).repeat(num_sources)
     return tables, torch.full((num_sources * num_tables,), 2, dtype=torch.uint8)
 
@@ -122,6 +125,6 @@ def soonest_use(codes: np.ndarray, plan: _native.Plan) -> Tensor:
     starts = np.asarray(plan.segment_offsets)[:-1]
     if not len(starts):
         return torch.empty(0, dtype=torch.uint8)
-    # One less: 0 (unknown) becomes the farthest, for another lookup of the row may know.
+    # One less: 0 (unknown) becomes the farthest, because another lookup of the row may be known.
     by_lookup = codes[np.asarray(plan.entries)] - np.uint8(1)
     return torch.from_numpy(np.minimum.reduceat(by_lookup, starts) + np.uint8(1))

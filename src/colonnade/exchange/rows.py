@@ -1,11 +1,11 @@
-"""`rows`: unique rows are sent to the ranks that look them up; gradients are summed per row before they are sent back.
+"""Exchange `rows`: unique rows are sent to the ranks that look them up, and one summed gradient per row back.
 
-Per rank and step: ids of its unique rows out (and when they are needed next, where a reader says it), their
+Per rank and step: ids of its unique rows out (and when they are needed next, where a reader gives this), their
 values in, one summed gradient per row out. In a world of one, synchronous, nothing is copied: lookups read the
 owner's rows in place.
 
 Legend: B samples, T tables, N ranks, E lookups, U unique rows of this rank, O rows it owns,
-P rows other ranks (and this one) asked it for.
+P rows that other ranks (and this one) requested from it.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ class RowMessages:
     """Layouts of a batch's messages of rows."""
 
     wanted: RowLayout  # this rank's unique rows, by owner
-    served: RowLayout  # rows asked of this rank, by requester
+    served: RowLayout  # rows requested from this rank, by requester
     wanted_index: Tensor  # (U,) int32 element of each unique row
-    served_index: Tensor  # (P,) int32 element of each row asked of this rank
+    served_index: Tensor  # (P,) int32 element of each row requested from this rank
     requests: (
         _native.Lookups
-    )  # what all ranks asked this one for: a one-hot feature per (rank, table)
+    )  # all ranks' requests to this one: a one-hot feature per (rank, table)
 
 
 @dataclass(slots=True)
 class FetchedRows:
-    """Where `pooled` reads the row of each lookup."""
+    """Addresses that `pooled` reads the row of each lookup from."""
 
     kernels: Kernels
     placed: Any  # the kernels' own
     keep: Any  # what must live as long
     arrival: Callable[[], None] | None = None  # to wait for first
     index: Tensor | None = None
-    """(U,) int32, where rows were copied: the element of `keep` that each unique row begins with."""
+    """Element of `keep` that each unique row begins with, (U,) int32, where rows were copied."""
 
     def wait(self) -> None:
         """Wait until the rows have arrived."""
@@ -79,14 +79,14 @@ class FetchedRows:
 
 @dataclass(slots=True)
 class RowsLookup(PartLookup):
-    """One batch whose rows are sent to where they are looked up."""
+    """Lookup of one batch whose rows are sent to the ranks that look them up."""
 
     messages: RowMessages | None = None  # None in a world of one, until something is copied
     reads: FetchedRows | None = None
 
 
 class RowsExchange:
-    """One rank's side of an exchange of unique rows."""
+    """Exchange of unique rows on one rank."""
 
     operators = None
     counts_norm = True
@@ -99,7 +99,7 @@ class RowsExchange:
         shardings: Sequence[Sharding] | None = None,
         coding: Coding = AS_IT_IS,
     ) -> None:
-        """shardings: by table, where rows are not sharded over all ranks."""
+        """Take shardings by table; default row-wise over all ranks."""
         self.declaration, self.mesh = declaration, mesh
         self.num_ranks = mesh.num_ranks
         everywhere = row_wise_in(mesh.world)
@@ -149,7 +149,7 @@ class RowsExchange:
         return RowsLookup(batch, request.lookups, plan, owned, owner_plan, messages=messages)
 
     def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
-        """Local, any thread: find the slot of each request, and the order in which the update finds rows quickly."""
+        """Find the slot of each request, and the order of rows in memory for the update. Local, any thread."""
         slots, plan = lookup.slots, lookup.owner_plan
         by_page = None
         if views[0].rows is None:
@@ -189,8 +189,8 @@ class RowsExchange:
     def _send(
         self, send: Tensor, messages: RowMessages, into: Tensor, tag: str
     ) -> Callable[[], None]:
-        """Collective: send rows, laid out as served, and receive others into `into`, laid out as wanted. Return what
-        waits for them."""
+        """Send rows, laid out as served, and receive others into `into`, laid out as wanted. Collective. Return a
+        function that waits for them."""
         codec, served, wanted = self.codec, messages.served, messages.wanted
         if codec.values.name == "exact":
             _, call = self.mesh.all_to_all(
@@ -217,7 +217,7 @@ class RowsExchange:
         index: Tensor,
         arrival: Callable[[], None] | None = None,
     ) -> FetchedRows:
-        """Return rows as one block of values: index (U,) int32, the element that each begins with."""
+        """Return rows that are one block of values. index: (U,) int32, the element that each row begins with."""
         native = self.owner.native
         view = RowView(values.data_ptr(), native.itemsize, 1, native.dtype)
         by_lookup = gather(index, lookup.plan.inverse)
@@ -262,8 +262,8 @@ class RowsExchange:
         *,
         to_all: bool = False,
     ) -> Callable[[], RowGradients]:
-        """Collective: send sums of rows to their owners, or all of them to every rank; what it returns waits for those
-        that come here."""
+        """Send sums of rows to their owners, or all of them to every rank. Collective. Return a function that waits for
+        the sums sent to this rank."""
         codec, dtype, messages = self.codec, sums.dtype, lookup.messages
         assert messages is not None
         wanted, served = messages.wanted, messages.served
@@ -272,7 +272,9 @@ class RowsExchange:
         if not is_exact:
             draws = codec.draws(lookup.plan, self.deal.blocks(lookup.plan), step, number)
             sums = codec.encode_gradients(sums, wanted, draws)
-            sizes, sizes_in = (codec.rank_bytes(codec.gradients, each, dtype) for each in (wanted, served))  # fmt: skip
+            sizes, sizes_in = (
+                codec.rank_bytes(codec.gradients, layout, dtype) for layout in (wanted, served)
+            )
         if to_all:
             sizes, sums = [len(sums)] * self.num_ranks, sums.repeat(self.num_ranks)
         data, call = self.mesh.all_to_all("push", sums, sizes, sizes_in, wait=False)
@@ -295,7 +297,7 @@ class RowsExchange:
     def prefetched(self, lookup: RowsLookup) -> dict[str, Tensor]:
         """Return ids (U,), table_offsets (T + 1,) and values, table by table, of a fetched batch."""
         reads = lookup.reads
-        assert reads is not None and reads.index is not None  # values that wait were copied
+        assert reads is not None and reads.index is not None  # values read ahead were copied
         reads.wait()
         offsets = self.table_offsets(lookup)
         width = torch.from_numpy(self.owner.widths).repeat_interleave(offsets.diff())
@@ -325,7 +327,8 @@ class RowsExchange:
         return self.deal.table_offsets(lookup.plan)
 
     def lay_out(self, wanted: np.ndarray, served: np.ndarray, ids: Tensor) -> RowMessages:
-        """Lay messages out: wanted (N, T) rows of each owner, served (N, T) rows for each rank, whose ids these are."""
+        """Lay messages out: wanted (N, T) rows of each owner, served (N, T) rows for each rank. ids: of the served
+        rows."""
         widths = self.owner.widths
         coming, going = row_layout(wanted, widths), row_layout(served, widths)
         return RowMessages(
@@ -342,7 +345,7 @@ class RowsExchange:
 def received_gradients(
     lookup: PartLookup, received: Tensor, messages: RowMessages, owner: RowOwner
 ) -> RowGradients:
-    """Return sums that came from all ranks, laid out as served, as gradients of the owned rows."""
+    """Return sums received from all ranks, laid out as served, as gradients of the owned rows."""
     plan = lookup.owner_plan
     source = _native.RowGradients(received.data_ptr(), messages.served_index, owner.native.compute)
     pinned = lookup.pinned
@@ -353,6 +356,6 @@ def received_gradients(
 
 
 def _wait_for(call: Call | None, keep: Tensor) -> None:
-    """Wait for a call whose message `keep` is."""
+    """Wait for a call. keep: its message, which must live until then."""
     if call is not None:
         call.wait()

@@ -1,17 +1,17 @@
 """Exchange contract: how values get from the ranks that own rows to the samples that need them, and gradients back.
 
-Who calls when, per training step t (every rank, in this order; one issuing thread per method):
+Calls per training step t (every rank, in this order; one issuing thread per method):
 
     send_ids      lookahead thread   ids of batch t are sent to their owners
     fetch         training thread    values are sent back (k steps before use under bounded staleness; a table's own k)
     values        training thread    inside forward
-    begin_push    training thread    around RowOptimizer.step: applied once every rank agreed that all is finite, or,
-                                     where reads are early by two steps or more, after the next step, before reads that
-                                     see it
-    drop          any                instead of a push: evaluation, cancelled batches
+    begin_push    training thread    in RowOptimizer.step: applied once every rank agrees that all gradients are finite
+                                     or, where reads are two or more steps ahead, after the next step, before reads that
+                                     must see it
+    drop          any                instead of a push: evaluated and cancelled batches
 
 Legend: B samples, F features, T tables, E lookups of this rank, U unique rows of this rank,
-O unique rows this rank owns and some rank asked for, N ranks.
+O unique rows this rank owns and some rank requested, N ranks.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from colonnade.store.contract import RowView
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """`bitwise`: equals the reference bit for bit. `reassociated`: sums in another order.
-    `lossy`: within `max_error`, relative to the largest value."""
+    """Exactness of an exchange's values. `bitwise`: equal to the reference bit for bit. `reassociated`: sums in another
+    order. `lossy`: within `max_error`, relative to the largest value."""
 
     kind: Literal["bitwise", "reassociated", "lossy"]
     max_error: float = 0.0
@@ -51,7 +51,7 @@ class RowSource:
     views: Sequence[RowView]  # by table
     rows: Tensor  # (O,) int32: row number in its table's view, in the order of `OwnedRows.ids`
     in_place: bool  # the rows stay where they are and unchanged until `values`
-    keep: Any = None  # whatever must stay alive with the addresses
+    keep: Any = None  # objects that must live as long as the addresses are used
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class BatchInfo:
 
 @dataclass(frozen=True, slots=True)
 class LookupRequest:
-    """One batch's checked lookups on this rank, before anything is sent."""
+    """Request of one batch on this rank, checked, before anything is sent."""
 
-    messages: Sequence[np.ndarray]  # by rank, uint8: what it is asked for (world of one: [])
+    messages: Sequence[np.ndarray]  # by rank, uint8: the request to it (world of one: [])
     lookups: Lookups
     plan: _native.Plan | None  # of `lookups`, where this rank needs one
     codes: Any = None  # `Batch.next_use` by lookup or unique row
@@ -91,8 +91,8 @@ class OwnedRows:
 
 @dataclass(frozen=True, slots=True)
 class ByPage:
-    """Pinned rows in the order in which they lie in memory, table by table, and the requests for each. That order
-    depends on which rows are resident: only what comes out the same in any order may follow it."""
+    """Pinned rows in order of memory, table by table, and the requests for each. This order depends on which rows are
+    resident, so use it only where results do not depend on the order."""
 
     slots: Tensor  # (O,) int32
     segment_offsets: Tensor  # (O + 1,) int32
@@ -110,10 +110,10 @@ class PinnedRows:
 
 @dataclass(slots=True)
 class PartLookup:
-    """One batch in one exchange of a plan."""
+    """Lookup of one batch in one exchange of a plan."""
 
     batch: BatchInfo
-    lookups: Lookups  # that this rank pools: its samples', or where bags are sent, all ranks'
+    lookups: Lookups  # that this rank pools: of its samples or, where bags are sent, of all ranks'
     plan: _native.Plan  # of `lookups`
     owned: OwnedRows
     owner_plan: _native.Plan  # groups all ranks' requests for owned rows by row
@@ -122,19 +122,19 @@ class PartLookup:
 
     @property
     def slots(self) -> Tensor:
-        """(O,) int32 of the pinned rows."""
+        """Slots of the pinned rows, (O,) int32."""
         assert self.pinned is not None
         return self.pinned.slots
 
     def slots_of(self, source: RowSource) -> Tensor | None:
-        """Return the slot of each request where that is known: the source's rows are the pinned ones."""
+        """Return the slot of each request if it is known: if the source's rows are the pinned ones."""
         pinned = self.pinned
         return pinned.by_request if pinned is not None and source.rows is pinned.slots else None
 
 
 @dataclass(slots=True)
 class RecordedGradients:
-    """Gradients that backward gave for the outputs of one batch. Kept as they are, not copied."""
+    """Gradients that backward recorded for the outputs of one batch. References, not copies."""
 
     backwards: list[list[Tensor]] = field(default_factory=list)  # by backward, by output
     versions: list[list[int]] = field(default_factory=list)  # of these tensors when recorded
@@ -145,7 +145,7 @@ class RecordedGradients:
         self.versions.append([gradient._version for gradient in gradients])
 
     def check(self) -> None:
-        """Raise RuntimeError where a recorded tensor was changed in place."""
+        """Check that no recorded tensor was changed in place; else raise RuntimeError."""
         for gradients, versions in zip(self.backwards, self.versions, strict=True):
             if [gradient._version for gradient in gradients] != versions:
                 raise RuntimeError(
@@ -154,10 +154,10 @@ class RecordedGradients:
                 )
 
     def sum(self, dtype: torch.dtype) -> list[Tensor] | None:
-        """Return the sums over backwards, by output; several are added in `dtype`. None: there was no backward."""
+        """Return the sums over backwards by output, added in `dtype` if there are several; None without a backward."""
         if len(self.backwards) < 2:
             return self.backwards[0] if self.backwards else None
-        wide = [[part.to(dtype) for part in each] for each in self.backwards]
+        wide = [[part.to(dtype) for part in backward] for backward in self.backwards]
         return [sum(parts[1:], parts[0]) for parts in zip(*wide, strict=True)]
 
     def clear(self) -> None:
@@ -172,11 +172,11 @@ def _wait_for_nothing() -> None:
 
 @dataclass(slots=True)
 class LookupContext:
-    """One batch in flight, from its ids' way to the owners to the update of its rows."""
+    """Context of one batch in flight, from sending its ids to the update of its rows."""
 
     batch: BatchInfo
     parts: Sequence[PartLookup]  # by exchange of the plan
-    owned: OwnedRows  # by all of them
+    owned: OwnedRows  # of all parts
     hot: Dealt | None = None  # which lookups are of hot rows, where a table has some
     sequence_offsets: Mapping[str, Tensor] = field(default_factory=dict)  # by attended field
     pinned: PinnedRows | None = None
@@ -185,23 +185,23 @@ class LookupContext:
     )
     gradients: RecordedGradients = field(default_factory=RecordedGradients)
     updates_seen: dict[int, int] = field(default_factory=dict)
-    """By staleness bound: updates applied when its tables were fetched; nothing of what a commit held."""
+    """Number of updates applied when tables were fetched, by staleness bound; without values restored from a commit."""
     steps_left: int = 0  # before its use, when it is fetched or restored
     is_done: bool = False  # its gradients were pushed, or it was dropped
 
     def missed(self, step: int) -> list[int]:
-        """Return by staleness bound how many updates before `step` its reads did not see."""
-        return [step - seen for seen in self.updates_seen.values()]
+        """Return the number of updates before `step` that its reads did not see, one for each staleness bound."""
+        return [step - num_seen for num_seen in self.updates_seen.values()]
 
     @property
     def slots_to_release(self) -> Tensor:
-        """Pinned slots (O,), in the order of memory where that is known."""
+        """Pinned slots (O,), in order of memory if that is known."""
         assert self.pinned is not None
         pinned = self.parts[0].pinned if len(self.parts) == 1 else None
         return pinned.by_page.slots if pinned and pinned.by_page else self.pinned.slots
 
     def finish(self) -> None:
-        """Let no backward reach it, and forget its slots: it was applied or dropped."""
+        """Refuse further backwards and forget the slots, after the batch was applied or dropped."""
         self.is_done = True
         self.pinned = None
         for part in self.parts:
@@ -210,8 +210,8 @@ class LookupContext:
 
 @dataclass(frozen=True, slots=True)
 class RowGradients:
-    """What an owner applies: per owned row (O,), a segment of entries into `source`, to be summed in order; or, of
-    rows on a device, sums (device_kernels.Sums) without segments."""
+    """Gradients that an owner applies: per owned row (O,), a segment of entries into `source`, to be summed in order;
+    or, for rows on a device, sums (device_kernels.Sums) without segments."""
 
     slots: Tensor  # (O,) int32
     offsets: Tensor  # (T + 1,) int64
@@ -242,12 +242,12 @@ class Pushed:
     """Gradients on their way to their owners."""
 
     finish: Callable[[], RowGradients | None] | None
-    """Of `Exchange.begin_push`; None: they have arrived."""
+    """Result of `Exchange.begin_push`, which waits for them; None: they have arrived."""
     num_backwards: int
     gradients: RowGradients | None = None
 
     def arrive(self) -> RowGradients | None:
-        """Collective: wait for them."""
+        """Wait for the gradients, and return them. Collective."""
         if self.finish is not None:
             self.gradients, self.finish = self.finish(), None
         return self.gradients
@@ -255,52 +255,55 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """Consumers that the ranks of one tower alone evaluate."""
+    """Consumers that only the ranks of one tower evaluate."""
 
     size: int
-    """Ranks of a tower, neighbours."""
+    """Number of ranks of a tower, which are neighbours."""
     tower_of: Mapping[str, int]
-    """By name."""
+    """Number of the tower that evaluates a consumer, by its name."""
 
 
 Lookup = TypeVar("Lookup", bound=PartLookup)
 
 
 class ExchangePart(Protocol[Lookup]):
-    """One exchange of a plan, on one rank, for the tables that it is chosen for. Methods are collective in a world of
-    several unless they say otherwise; `Exchange` calls them on every rank in one order."""
+    """Part of a plan's exchange, on one rank, for the tables that use it. Methods are collective in a world of several
+    unless they are called local; `Exchange` calls them on every rank in one order."""
 
     declaration: Declaration
-    """The features of these tables."""
+    """Declaration of these tables and their features."""
     outputs: tuple[Output, ...]
     exactness: Exactness
     owner: Any  # exchange.row_owner.RowOwner
     operators: Any  # exchange.operators.Operators, where some consumers are evaluated on the way; else None
     counts_norm: bool
-    """Whether this rank's sums count towards the gradient norm: once where all ranks have the same."""
+    """Whether this rank's sums count towards the gradient norm; on one rank only where all ranks have the same sums."""
 
     @property
     def cancel(self) -> Callable[[LookupRequest], None] | None:
-        """Local: undo what the newest request decided; it will not be used, served or not. None: nothing to undo."""
+        """Function that undoes the decisions of the newest request, which will not be used. Local. None: nothing to
+        undo."""
 
     @property
     def after_update(self) -> Callable[[Tensor, Tensor], None] | None:
-        """Local: called with optimizers and settings (`_native.update`) once owned rows were updated. None: nothing."""
+        """Function called with optimizers and settings (`_native.update`) after owned rows were updated. Local. None:
+        no call."""
 
     def build_requests(self, batch: Batch, purpose: str) -> LookupRequest:
-        """Local: check a batch; everything that can be wrong with it is noticed here. Raises IdRangeError, DataError,
-        NonFiniteError."""
+        """Check a batch, and build its requests. Local. Every error of a batch is raised by this method: IdRangeError,
+        DataError, NonFiniteError."""
         ...
 
     def serve_requests(
         self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
     ) -> Lookup:
-        """Local, but collective inside a tower where rows are requested once a tower. received: by rank, what its
-        `build_requests` made for this one (world of one: []). Raises WorldError for any other message."""
+        """Serve all ranks' requests: plan the owned rows that they need. Local, but collective inside a tower where
+        rows are requested once a tower. received: by rank, the message of its `build_requests` to this one (world of
+        one: []). Raises WorldError for any other message."""
         ...
 
     def resolve_slots(self, lookup: Lookup, views: Sequence[RowView]) -> None:
-        """Local, any thread: prepare what `fetch` and the update can use, once `lookup.pinned` is set."""
+        """Find the slots that `fetch` and the update use, once `lookup.pinned` is set. Local, any thread."""
         ...
 
     def fetch(self, lookup: Lookup, source: RowSource) -> None:
@@ -308,31 +311,31 @@ class ExchangePart(Protocol[Lookup]):
         ...
 
     def pooled(self, lookup: Lookup, into: Mapping[int, Tensor] = ...) -> list[Tensor]:
-        """Return one tensor per output, of what was fetched. into: by output that other exchanges have fields of, too,
-        the tensor to write this one's fields into. Collective where a tower's values leave it when they are used."""
+        """Return one tensor per output from the fetched values. into: tensors to write this part's fields into, by
+        output that other parts have fields of, too. Collective where a tower sends its values when they are used."""
         ...
 
     def begin_push(
         self, lookup: Lookup, gradients: list[Tensor] | None, step: int, number: int
     ) -> Callable[[], RowGradients]:
-        """Begin to send gradients (by output; None: zeros) to the rows' owners; what it returns ends that, collective,
-        too, and may be called after the next push has begun. step: updates made before, number: of the batch in its
-        step, which codecs draw their random bits from."""
+        """Begin to send gradients (by output; None: zeros) to the rows' owners. Call the result, which is collective
+        too, to wait for the gradients of owned rows, even after the next push has begun. step: updates made before;
+        number: of the batch in its step; both seed the codecs' random bits."""
         ...
 
     def drop(self, lookup: Lookup) -> None:
-        """Give a batch up: wait for what is on its way, forget it."""
+        """Drop a batch: wait for its pending transfers, and forget them."""
         ...
 
     def prefetched(self, lookup: Lookup) -> dict[str, Tensor]:
-        """Return what was fetched, for a commit: `restore` takes it in any world."""
+        """Return the fetched values for a commit; `restore` accepts them in any world."""
         ...
 
     def restore(self, lookup: Lookup, held: Sequence[Mapping[str, Tensor]]) -> None:
-        """Take instead of a `fetch` what all ranks of some world held for this step's global batch. Raises
-        CheckpointError."""
+        """Restore, instead of a `fetch`, the values that all ranks of some world held for this step's global batch.
+        Raises CheckpointError."""
         ...
 
     def has_values(self, lookup: Lookup) -> bool:
-        """Local: whether it was fetched or restored."""
+        """Return whether the batch was fetched or restored. Local."""
         ...

@@ -1,4 +1,4 @@
-"""Exchanges as values: the hops that a batch's ids, values and gradients go over.
+"""Hops of each exchange, over which a batch's ids, values and gradients are sent.
 
 Hops are listed from the samples to the rows. Ids go forward over them, values come back in reverse order, gradients go
 forward again; `Exchange` runs every table's hops, so that a new exchange is a new row of `EXCHANGES`.
@@ -12,15 +12,15 @@ from typing import Literal, cast
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One leg between the samples' ranks and the rows' owners."""
+    """Hop between the samples' ranks and the rows' owners."""
 
     request: Literal["unique_ids", "lookups"]
-    """What goes forward: each row's id once, or every lookup of a bag."""
+    """Ids sent forward: each row's id once, or every lookup of a bag."""
     reply: Literal["rows", "bags", "partials", "nothing"]
-    """What comes back: rows, pooled bags, or what operators of the model make of bags before they are sent; "nothing":
-    every rank has the rows."""
+    """Values sent in reply: rows, pooled bags, or results of the model's operators on bags; "nothing": every rank has
+    the rows."""
     group: Literal["world", "tower", "peers"]
-    """Ranks that it is between: all, those of a tower, or those of one number in each tower."""
+    """Ranks that exchange messages: all, those of a tower, or those of the same local rank in each tower."""
 
 
 EXCHANGES: dict[str, tuple[Hop, ...]] = {
@@ -31,12 +31,12 @@ EXCHANGES: dict[str, tuple[Hop, ...]] = {
     "towers": (Hop("lookups", "partials", "peers"), Hop("lookups", "bags", "tower")),
     "tower_rows": (Hop("lookups", "partials", "peers"), Hop("unique_ids", "rows", "tower")),
 }
-"""By the name that settings have."""
+"""Hops by an exchange's name in settings."""
 
 BY_TOWERS = cast(
     tuple[Literal["towers", "tower_rows"], ...],
     tuple(name for name, hops in EXCHANGES.items() if hops[0].group == "peers"),
 )
-"""Exchanges whose samples' values cross between towers alone."""
+"""Exchanges whose values are sent between peers of towers in the last hop."""
 EVALUATING = tuple(name for name, hops in EXCHANGES.items() if hops[0].reply == "partials")
 """Exchanges that may evaluate consumers before values are sent."""

@@ -1,4 +1,4 @@
-"""From pooled tensors to what a model sees; on the way back, gradients are recorded on the context and nothing else."""
+"""Outputs of a model from pooled tensors; their backward only records gradients on the context."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Pools(Protocol):
-    """Exchange, as far as forward needs it."""
+    """Part of an exchange's interface that forward uses."""
 
     def pooled(self, context: LookupContext) -> list[Tensor]:
         """Return one tensor per output."""
@@ -25,7 +25,7 @@ class Pools(Protocol):
 
 
 class _Pool(torch.autograd.Function):
-    """Forward pools; backward only records gradients on the context: rows change in RowOptimizer.step."""
+    """Autograd function that pools; its backward only records gradients: rows change in RowOptimizer.step."""
 
     @staticmethod
     def forward(ctx, exchange: Pools, context: LookupContext, handle: Tensor):
@@ -55,7 +55,7 @@ def build_outputs(
     device: torch.device,
     dense: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Return what a model sees of the outputs, by name. dense: (B, n) of the batch."""
+    """Return the model's outputs by name, from one tensor per output. dense: (B, n) of the batch."""
     by_name = {}
     for output, pooled in zip(outputs, tensors, strict=True):
         tensor = pooled.to(device)  # once, before the consumers that share it
@@ -72,13 +72,13 @@ def build_outputs(
 
 
 def combine(name: str, consumer: Consumer, stats: Tensor, dense: Tensor | None) -> Tensor:
-    """stats (B, P): merged. Raises as `evaluate`."""
+    """Compute a consumer's output from its merged partials, stats (B, P). Raises as `evaluate`."""
     return consumer.interaction.combine(stats, *_dense(name, consumer, dense, stats))
 
 
 def evaluate(name: str, consumer: Consumer, pooled: Tensor, dense: Tensor | None) -> Tensor:
-    """pooled (B, sum of dims): the consumer's fields side by side. Raises DataError for dense columns that are not as
-    many as it takes."""
+    """Compute a consumer's output from its fields side by side, pooled (B, sum of dims). Raises DataError for another
+    number of dense columns than it takes."""
     interaction, num_fields = consumer.interaction, len(consumer.features)
     dim = pooled.shape[1] // max(1, num_fields)
     if interaction.width(dim) is None:
@@ -91,7 +91,7 @@ def evaluate(name: str, consumer: Consumer, pooled: Tensor, dense: Tensor | None
 
 
 def _dense(name: str, consumer: Consumer, dense: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
-    """The batch's dense columns, of dtype and device of `like`, for an operator that takes some."""
+    """Return the batch's dense columns, of dtype and device of `like`, for an operator that takes them; else ()."""
     if not (wanted := consumer.interaction.num_dense):
         return ()
     shape = None if dense is None else tuple(dense.shape)
@@ -104,7 +104,7 @@ def _dense(name: str, consumer: Consumer, dense: Tensor | None, like: Tensor) ->
 
 
 def all_finite(values: Tensor) -> bool:
-    """Of a gradient, wherever it lies."""
+    """Return whether all values of a gradient are finite, on any device."""
     dtype = str(values.dtype).removeprefix("torch.")
     if dtype not in ("float32", "float64") or values.device.type != "cpu":
         return bool(torch.isfinite(values).all())

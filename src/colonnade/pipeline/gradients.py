@@ -1,13 +1,15 @@
-"""Gradients of a step: recorded by backward, sent to the rows' owners, then taken back or applied; and updates under
-way, whose gradients travel while the next step computes, applied before the read that sees them.
+"""Gradients of a step: recorded by backward, sent to the rows' owners, then applied or dropped.
+
+An update is pending while its gradients are sent, as the next step computes. It is applied before the first read that
+must see it.
 
     synchronous, bounded(1)   step t pushes, waits, applies; the next read sees it
-    bounded(k), k >= 2        step t begins to push; step t+1 computes; then t is applied, and what sees updates <= t
-                              and no other is read, for step t+1+k: these values travel while step t+2 computes
+    bounded(k), k >= 2        step t begins to push; step t+1 computes; then t is applied, and values that see updates
+                              <= t and no other are read for step t+1+k; they are sent while step t+2 computes
 
-Which updates a read sees is the bound's alone (PERSIA, Lian et al. 2021, hides pushes likewise, and bounds what reads
-miss from above). As many rows are pinned either way: the line of batches that were read is one shorter while an update
-is under way.
+Only the bound decides which updates a read sees. (PERSIA, Lian et al. 2021, hides pushes in the same way, and bounds
+from above how many updates a read misses.) The number of pinned rows is the same in all cases: while an update is
+pending, the delay line of fetched batches is one shorter.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from colonnade.store.policies import RowPolicy, RowRetention
 
 
 class StepGradients:
-    """Batches since the last step, and what backward gave for them. Training thread."""
+    """Batches since the last step, and the gradients that backward recorded for them. Training thread only."""
 
     def __init__(
         self,
@@ -41,7 +43,8 @@ class StepGradients:
         *,
         may_arrive_late: bool,
     ) -> None:
-        """drop: gives a batch up. may_arrive_late: `collect` need not wait for gradients to arrive at owners."""
+        """Begin without any batch. drop: drops a batch. may_arrive_late: `collect` need not wait until gradients have
+        arrived at the owners."""
         self.exchange, self.mesh = exchange, mesh
         self.contexts: list[LookupContext] = []
         self.pushed: Pushed | None = None
@@ -58,15 +61,15 @@ class StepGradients:
         return True
 
     def has_recorded(self) -> list[float]:
-        """Return by batch 1 where it has had a backward on this rank, else 0."""
+        """Return, by batch, 1 if it had a backward on this rank, else 0."""
         return [float(bool(context.gradients.backwards)) for context in self.contexts]
 
     def collect(self, step: int) -> Pushed:
-        """Collective: send what backward recorded since the last step to the rows' owners. It has arrived there, unless
-        it may arrive late. Completes the gradients of `exchange.pushed_parameters`.
+        """Send the gradients that backward recorded since the last step to the rows' owners. Collective.
 
-        Once per step: an update then applies it. step: updates made before. Raises RuntimeError if a backward came in
-        between, or a gradient was changed in place.
+        They have arrived when it returns, unless `may_arrive_late`. Completes the gradients of
+        `exchange.pushed_parameters`. Sends once per step; an update then applies them. step: updates made before.
+        Raises RuntimeError if backward was called after the first call, or a gradient was changed in place.
         """
         num_backwards = 0
         for context in self.contexts:
@@ -84,7 +87,7 @@ class StepGradients:
         return self.pushed
 
     def squared_norm(self, step: int) -> float:
-        """Collective: return the sum of squares of all rows' summed gradients, over all ranks. step: as `collect`."""
+        """Return the sum of squares of all rows' summed gradients, over all ranks. Collective. step: as `collect`."""
         pushed, square = self.collect(step), 0.0
         if (gradients := pushed.arrive()) is not None:
             pushed.gradients, square = self.exchange.squared_norm(gradients)
@@ -92,26 +95,26 @@ class StepGradients:
         return float(self.mesh.all_reduce("push", total, counts_as="control"))
 
     def hand_over(self, step: int) -> tuple[Pushed, list[LookupContext]]:
-        """Collective: return what `collect` does, and the batches it is of; the next step begins without any."""
+        """Return the pushed gradients of `collect` and their batches; the next step begins without any. Collective."""
         pushed, contexts = self.collect(step), self.contexts
         self.contexts, self.pushed = [], None
         return pushed, contexts
 
     def take_back(self) -> None:
-        """Collective: do not apply what `collect` sent since the last step."""
+        """Discard the gradients that `collect` sent since the last step. Collective."""
         pushed, self.pushed = self.pushed, None
         if pushed is not None:
             pushed.arrive()
 
     def clear(self) -> None:
-        """Collective: forget recorded gradients; the batches stay."""
+        """Forget recorded gradients; keep the batches. Collective."""
         self.take_back()
         for context in self.contexts:
             context.gradients.clear()
 
     def drop_unused(self, is_used: Sequence[float]) -> None:
-        """Collective: drop the batches since the last step that no rank had a gradient for. is_used: by batch, how many
-        ranks had."""
+        """Drop the batches since the last step that no rank recorded a gradient for. Collective. is_used: by batch, the
+        number of ranks that recorded one."""
         if self.pushed is not None:
             self.take_back()
         if all(is_used):
@@ -124,33 +127,33 @@ class StepGradients:
                 self._drop(context)
 
     def forget(self) -> None:
-        """Collective: drop every batch since the last step without applying it."""
+        """Drop every batch since the last step without applying it. Collective."""
         self.drop_unused([0.0] * len(self.contexts))
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a step pushed, and how it is applied."""
+    """Pushed gradients of a step, and how they are applied."""
 
     step: int
-    """Updates before it."""
+    """Number of updates before it."""
     pushed: Pushed
     contexts: Sequence[LookupContext]
     optimizers: Tensor  # (P,) int32
-    settings: Tensor  # (P, 16) float64, its own
+    settings: Tensor  # (P, 16) float64, a copy of the update's own
 
 
 class Reader(Protocol):
-    """Who reads what landed updates changed (`data.lookahead`)."""
+    """Reader of rows that updates change (`pipeline.lookahead`)."""
 
     def catch_up(self) -> None:
-        """Collective: reads are made that were put off until updates had landed."""
+        """Make the reads that were postponed until updates were applied. Collective."""
         ...
 
 
 class Updates:
-    """Those of one collection, each applied once, in order. Training thread alone; collective where some are under
-    way."""
+    """Pending updates of one collection, each applied once, in order. Training thread only; methods are collective
+    while an update is pending."""
 
     def __init__(
         self,
@@ -159,22 +162,22 @@ class Updates:
         policies: Mapping[int, RowPolicy],
         missed: Counter[int],
     ) -> None:
-        """missed: counts updates that reads missed, once each batch was applied."""
+        """Begin without a pending update. missed: counts, by applied batch, the updates that its reads missed."""
         self.exchange, self.store, self.policies, self.missed = exchange, store, policies, missed
         self.underway: deque[Update] = deque()  # oldest first
         self._reader: Callable[[], Reader | None] = lambda: None
 
     def __len__(self) -> int:
-        """Of those under way."""
+        """Return the number of pending updates."""
         return len(self.underway)
 
     def read_by(self, reader: Reader) -> None:
-        """From here on."""
+        """Set the reader that catches up before updates are applied out of its turn."""
         self._reader = weakref.ref(reader)
 
     def make(self, update: Update) -> None:
-        """Apply it after all others: now, where its gradients have arrived, else in `land`. No backward may reach its
-        batches any more."""
+        """Apply an update after all earlier ones: now if its gradients have arrived, else in `land`. Its batches accept
+        no further backward."""
         if update.pushed.finish is None:
             if self.underway:
                 self.settle()
@@ -185,21 +188,21 @@ class Updates:
             context.is_done = True
 
     def land(self, count: int) -> int:
-        """Apply the oldest that are under way. Returns how many are left."""
+        """Apply the `count` oldest pending updates. Returns the number of those that are still pending."""
         for _ in range(count):
             self._apply(self.underway.popleft())
         return len(self.underway)
 
     def settle(self) -> None:
-        """None is under way any more, and reads were made that must not see the newest: for whoever looks at rows
-        beside the reader."""
+        """Apply every pending update, after the reads that must not see the newest one. Called before anything but the
+        reader reads or changes rows."""
         if self.underway:
             if (reader := self._reader()) is not None:
                 reader.catch_up()
             self.land(len(self.underway))
 
     def _apply(self, update: Update) -> None:
-        """Wait for its gradients, sum and update, release the rows."""
+        """Wait for an update's gradients, sum and apply them, release the rows."""
         contexts, pushed = update.contexts, update.pushed
         gradients = pushed.gradients if pushed.finish is None else pushed.arrive()
         if gradients is not None:
@@ -208,19 +211,21 @@ class Updates:
             self.store.before_update(gradients.slots, gradients.offsets)
             self.exchange.update(self.store, gradients, update.optimizers, update.settings)
         for t, policy in self.policies.items():
-            self._ask(policy, t, contexts, update.step)
+            self._apply_policy(policy, t, contexts, update.step)
         for context in contexts:
             self.store.release(context.slots_to_release, context.owned.offsets, dirty=True)
             context.finish()
             self.missed.update(context.missed(update.step))
 
-    def _ask(self, policy: RowPolicy, t: int, contexts: Sequence[LookupContext], step: int) -> None:
-        """The policy hears of the rows of table t that were just updated here, and names those to forget."""
+    def _apply_policy(
+        self, policy: RowPolicy, t: int, contexts: Sequence[LookupContext], step: int
+    ) -> None:
+        """Pass the rows of table t that were just updated on this rank to the policy, and delete those it forgets."""
         updated, where = unique_owned(contexts, t)
         clocks = self.store.clocks(t, where)
         if isinstance(policy, RowRetention) and policy.reads_norms:
             norms = self.exchange.squared_norms(self.store.views()[t], where)
-            left = policy.forget(updated, clocks, step, norms)
+            forgotten_ids = policy.forget(updated, clocks, step, norms)
         else:
-            left = policy.forget(updated, clocks, step)
-        self.store.delete(t, left.unique())
+            forgotten_ids = policy.forget(updated, clocks, step)
+        self.store.delete(t, forgotten_ids.unique())

@@ -2,12 +2,12 @@
 
     reader -> prepare (thread, `depth` batches ahead) -> fetch (training thread) -> delay line -> training
 
-The delay line is the whole of bounded staleness: a batch is fetched when it enters and used when it
-leaves, so many updates later. Where tables have several bounds, each fetches what is due by then, whenever the batch
-has come so far.
+The delay line is all that bounded staleness needs: a batch is fetched when it enters the line and used when it leaves
+it, a fixed number of updates later. Where tables have several bounds, a batch's rows of each table are fetched when the
+batch is that many updates before its use.
 
-Where an update is still under way when a batch is handed out, what would be read now, and sees that update, is read
-later: at the next `next()`, once it has landed. The line is as much shorter meanwhile. Reads see what they always do.
+If an update is still pending when a batch is returned, reads that must see that update are postponed to the next
+`next()`, when it is applied. The line is one shorter meanwhile. Reads see the same updates either way.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from colonnade.batch import Batch
 from colonnade.lookup.contract import LookupContext
 from colonnade.pipeline.prepared_batches import Held, PreparedBatch, PreparedBatches, Window
 
-LATE = 2  # steps: reads that are so early leave an update one to travel in, and their own values another
+LATE = 2  # steps: reads this early leave one step to send an update in, and another to send their own values in
 
 
 class Lookahead(Iterator[Batch]):
-    """`next()` is the moment of reading: everything applied before it is visible to the batch that is fetched.
+    """Iterator that prepares and fetches batches ahead of training. `next()` is the moment of reading: everything
+    applied before it is visible to the batch that is fetched.
 
-    An error while reading or preparing a batch is raised when that batch's turn comes.
-    Where reads are late, one is open at a time: updates land, and evaluations settle, for a collection's newest.
-    With `depth` 0 there is no thread: each batch is prepared when it is asked for. `depth` changes only where
-    `is_alone`: every rank's thread must prepare as many batches as the others' before it stops.
+    An error while reading or preparing a batch is raised by the `next()` that would return that batch.
+    Where bounds are `LATE` or more, only one lookahead of a collection is open at a time: updates are applied for the
+    newest. With `depth` 0 there is no thread: each batch is prepared by `next()`. `depth` changes only where
+    `is_alone`, because every rank's thread must prepare the same number of batches before it stops.
     """
 
     def __init__(
@@ -47,10 +48,13 @@ class Lookahead(Iterator[Batch]):
         land: Callable[[int], int] = lambda count: 0,
         is_in_order: bool = False,
     ) -> None:
-        """fetch(context, steps before its use). bounds: ascending, in steps; all that tables have, of which the last is
-        when a batch enters the line. land(count): applies the oldest updates that are under way, and says how many are
-        left; none is where a bound is less than `LATE`. is_in_order: `fetch` refuses a batch after one that nobody
-        used. held: what commits hold of the first batches."""
+        """Prepare nothing yet: the thread starts at the first `next()`.
+
+        fetch(context, steps before its use). bounds: staleness bounds of the tables, in steps, ascending; a batch
+        enters the line that many steps before its use as the last one says. land(count): applies the oldest pending
+        updates and returns the number still pending, which is 0 where a bound is less than `LATE`. is_in_order:
+        `fetch` refuses a batch after one that was not used. held: prefetched values of the first batches, from a
+        commit."""
         self._prepared = PreparedBatches(
             iter(batches), prepare, drop, window, depth, held, is_alone
         )
@@ -61,68 +65,73 @@ class Lookahead(Iterator[Batch]):
         self._bounds = tuple(bounds)
         self._bound = bounds[-1]
         self._line: deque[PreparedBatch] = deque()  # fetched, oldest first
-        self._handed: PreparedBatch | None = None
-        self._owed = 0  # updates that were under way when a batch was handed out before the reads that see them
+        self._current: PreparedBatch | None = None
+        self._postponed = (
+            0  # updates that were pending when a batch was returned before the reads that see them
+        )
 
     @property
     def depth(self) -> int:
-        """Batches that are prepared ahead, as it is now."""
+        """Number of batches that are prepared ahead now."""
         return self._prepared.depth
 
     @property
     def fetched(self) -> tuple[PreparedBatch, ...]:
-        """Read but not yet used, oldest first: what a commit has to store under bounded staleness. Collective where
-        reads were put off."""
+        """Fetched and unused batches, oldest first: a commit stores them under bounded staleness. Collective where
+        reads were postponed."""
         self.catch_up()
         return tuple(self._line)
 
     def __next__(self) -> PreparedBatch:
         unused = (
-            self._handed if self._handed is not None and self._handed.context is not None else None
+            self._current
+            if self._current is not None and self._current.context is not None
+            else None
         )
-        self._handed = None
+        self._current = None
         if unused is not None and not self._is_in_order:
             self._prepared.give_back(unused)
             unused = None
         try:
-            self._read_due()
+            self._read_or_postpone()
         finally:
-            # Not before: whether the thread has prepared the next one already is another matter on each rank.
+            # Not before: whether the thread has already prepared the next one differs between ranks.
             if unused is not None:
                 self._prepared.give_back(unused)
         if not self._line:
             raise StopIteration
-        self._handed = self._line.popleft()
-        return self._handed
+        self._current = self._line.popleft()
+        return self._current
 
-    def _read_due(self) -> None:
-        """Make the reads of this call, or put them off until an update has landed."""
+    def _read_or_postpone(self) -> None:
+        """Make the reads of this call, or postpone them until an update is applied."""
         if self._bound >= LATE:
             self.catch_up()
             if self._line:
-                self._owed = self._land(0)
-            if self._owed:
+                self._postponed = self._land(0)
+            if self._postponed:
                 return
             self._land(self._land(0))
         self._read()
 
     def catch_up(self) -> None:
-        """Collective, training thread: what the newest `next()` put off, before anything that sees newer updates."""
-        owed, self._owed = self._owed, 0
-        if owed:
-            self._land(owed)
+        """Make the reads that the newest `next()` postponed, before any that see newer updates. Collective, training
+        thread."""
+        postponed, self._postponed = self._postponed, 0
+        if postponed:
+            self._land(postponed)
             self._read(1)
 
     def _read(self, gone: int = 0) -> None:
-        """All that is due. gone: batches that have left the line since it was."""
+        """Fetch every batch and table whose bound is reached. gone: batches that have left the line since then."""
         while not self._prepared.is_exhausted and len(self._line) + gone <= self._bound:
-            self._enter(gone)
+            self._fetch_next(gone)
         for steps in self._bounds[:-1]:
             if len(self._line) + gone > steps:
                 self._fetch(self._line[steps - gone].unused, steps)
 
-    def _enter(self, gone: int) -> None:
-        """The next batch is read, and waits in the line."""
+    def _fetch_next(self, gone: int) -> None:
+        """Fetch the next prepared batch, and add it to the line."""
         batch = self._prepared.take()
         if batch is None:
             return
@@ -144,13 +153,13 @@ class Lookahead(Iterator[Batch]):
         self.close()
 
     def close(self) -> None:
-        """Stop the thread and give back what was prepared and not used. Safe to call twice. Reads that the newest
-        `next()` put off until an update had landed are not made: such a lookahead has taken one batch fewer from its
-        source than one without an update under way."""
-        self._owed = 0
+        """Stop the thread and give back batches that were prepared and not used. Safe to call twice. Reads that the
+        newest `next()` postponed are not made: such a lookahead has taken one batch fewer from its source than one
+        without a pending update."""
+        self._postponed = 0
         self._prepared.stop()
-        if self._handed is not None and self._handed.context is not None:
-            self._prepared.give_back(self._handed)
+        if self._current is not None and self._current.context is not None:
+            self._prepared.give_back(self._current)
         for batch in self._line:
             self._prepared.give_back(batch)
         self._line.clear()

@@ -1,4 +1,4 @@
-"""Opening of a collection's rows as a plan lays them out: exchange, store and policies."""
+"""Opening of a collection's rows as planned: exchange, store and policies."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from colonnade.topology.sharding import Shard
 
 @dataclass(frozen=True, slots=True)
 class OpenRows:
-    """Rows of a collection on this rank, and how they are reached."""
+    """Rows of an open collection on this rank: the store that has them and the exchange that reads them."""
 
     plan: Plan
     mesh: Mesh
     views: Slices
     shards: tuple[Shard, ...]
-    """By table as it is laid out: what this rank has of it."""
+    """Shard of this rank, by table as it is laid out."""
     exchange: Exchange
     store: DramStore | HbmStore
     policies: Mapping[int, RowPolicy]
-    """By table as it is laid out: who decides which rows are forgotten."""
+    """Policies that decide which rows are forgotten, by table as it is laid out."""
     cached: CachedExchange | None
-    """Part of the exchange that keeps copies of rows."""
+    """Part of the exchange that caches rows; None if no table has a cache."""
     bounds: tuple[int, ...]
-    """Steps that reads of some table are ahead, ascending."""
+    """Staleness bounds of the tables: steps between a read and its use, ascending."""
 
     @property
     def reads_ahead(self) -> int:
-        """Steps that the earliest reads are ahead."""
+        """Number of steps between the earliest read of a batch and its use."""
         return self.bounds[-1]
 
     def slices_of(self, table: str) -> tuple[int, ...]:
-        """Return the numbers of a declared table's slices among all that are laid out, from the left."""
+        """Return the numbers of a declared table's slices among all tables as laid out, from the left."""
         return self.views.of_table[self.views.declared.table_number(table)]
 
 
@@ -61,25 +61,27 @@ def open_rows(
     backings: Sequence[Backing],
     policies: Mapping[str, RowPolicy],
 ) -> OpenRows:
-    """Collective: lay rows out as planned. device: of the collection, for rows and copies in its memory; backings: by
-    table, for rows that memory has no room for; policies: by table, instead of its own admission and eviction. Raises
-    ConfigError for what cannot work in this world."""
+    """Lay rows out as planned. Collective.
+
+    device: the collection's, for rows and copies in its memory; backings: by table, for rows that memory has no room
+    for; policies: by table, instead of its own admission and eviction. Raises ConfigError for a plan that cannot work
+    in this world."""
     is_read = [declaration.is_read(table) for table in declaration.tables]
     _, late = of_tables(plan.bounds, is_read)
-    names = [each.exchange for each in plan.tables]
+    names = [table_plan.exchange for table_plan in plan.tables]
     views = slices_of(declaration, plan.shardings, names, late)
     laid = views.laid
-    shards = tuple(each.sharding.shard_of(mesh.rank) for each in laid)
+    shards = tuple(laid_table.sharding.shard_of(mesh.rank) for laid_table in laid)
     exchange = open_exchange(
         views.declaration,
         mesh,
-        exchanges=[names[each.number] for each in laid],
-        shardings=[each.sharding for each in laid],
+        exchanges=[names[laid_table.number] for laid_table in laid],
+        shardings=[laid_table.sharding for laid_table in laid],
         codecs=plan.codecs,
         seed=seed,
-        reads_ahead=[late[each.number] for each in laid],
+        reads_ahead=[late[laid_table.number] for laid_table in laid],
         towers=plan.towers,
-        caches=[plan.tables[each.number].cache for each in laid],
+        caches=[plan.tables[laid_table.number].cache for laid_table in laid],
         copies_on=device if plan.cache_tier == "hbm" else None,
     )
     memory, store = _open_store(views, plan, shards, seed, device, backings)
@@ -105,13 +107,15 @@ def _open_store(
     device: torch.device,
     backings: Sequence[Backing],
 ) -> tuple[DramStore, DramStore | HbmStore]:
-    """Make room for this rank's rows: in memory and mapped memory, and in its device's above these. Return the store in
-    memory, and the topmost."""
+    """Make room for this rank's rows in memory, mapped memory and, above these, device memory. Return the store in
+    memory, and the topmost one."""
     planned, laid = plan.tables, views.laid
-    tiers = ["dram" if each.is_hot else planned[each.number].tier for each in laid]
+    tiers = [
+        "dram" if laid_table.is_hot else planned[laid_table.number].tier for laid_table in laid
+    ]
     memory = open_dram(
-        [each.stored for each in laid],
-        [each.room(planned[each.number].capacity_rows) for each in laid],
+        [laid_table.stored for laid_table in laid],
+        [laid_table.room(planned[laid_table.number].capacity_rows) for laid_table in laid],
         seed=seed,
         shards=shards,
         backings=backings,
@@ -122,8 +126,8 @@ def _open_store(
     if plan.hbm_bytes is None:
         return memory, memory
     slots = [
-        0 if shard.place is None else each.room(planned[each.number].hbm_rows)
-        for shard, each in zip(shards, laid, strict=True)
+        0 if shard.place is None else laid_table.room(planned[laid_table.number].hbm_rows)
+        for shard, laid_table in zip(shards, laid, strict=True)
     ]
     return memory, open_hbm(memory, slots, device, seed=seed)
 
@@ -135,8 +139,8 @@ def _open_policies(
     cached: CachedExchange | None,
     by_hand: Mapping[str, RowPolicy],
 ) -> dict[int, RowPolicy]:
-    """Open what each table's admission and eviction ask for. by_hand: by table, instead of these."""
-    tables = [each.table for each in views.laid]
+    """Open the policies of each table's admission and eviction. by_hand: policies by table, instead of these."""
+    tables = [laid_table.table for laid_table in views.laid]
     declared = open_policies(tables, shards, seed=seed)
     number_of = views.declared.table_number
     overrides = {views.of_table[number_of(name)]: policy for name, policy in by_hand.items()}

@@ -26,25 +26,26 @@ from colonnade.store.contract import RowView
 
 @dataclass(slots=True)
 class StepCounter:
-    """Number of updates of a collection, those under way included."""
+    """Number of updates of a collection, pending ones included."""
 
     value: int = 0
 
 
 class Pipeline:
-    """Batches in flight of an open collection. Methods are collective; `prepare` is called by any one thread, all
-    others by the training thread."""
+    """Pipeline of an open collection's batches in flight. Methods are collective; `prepare` is called by any one
+    thread, all others by the training thread."""
 
     def __init__(self, rows: OpenRows, steps: StepCounter) -> None:
         self.rows, self.steps = rows, steps
         self.exchange, self.store, self.views = rows.exchange, rows.store, rows.views
         self.reads_ahead = rows.reads_ahead
-        # Batches, by updates that reads missed: a read for each bound of tables; without what a commit held.
+        # Batches, by updates that reads missed: a read for each bound of tables; without values from a commit.
         self.missed: Counter[int] = Counter()
         self.updates = Updates(self.exchange, self.store, rows.policies, self.missed)
         waits = bool(rows.cached or rows.policies or self.exchange.pushed_parameters)
         may_be_late = rows.bounds[0] >= LATE and rows.mesh.num_ranks > 1
-        # Agreed, for ranks have policies only of tables whose rows they have, and all must call in one order.
+        # Agreed between ranks, because a rank has policies only for tables whose rows it has, and all ranks must make
+        # their calls in one order.
         may_arrive_late = may_be_late and bool(rows.mesh.least(int(not waits)))
         self.gradients = StepGradients(
             self.exchange, rows.mesh, self.drop, may_arrive_late=may_arrive_late
@@ -60,8 +61,8 @@ class Pipeline:
     def lookahead(
         self, batches: Iterable[Batch], held: Sequence[tuple[int, Sequence[Mapping[str, Tensor]]]]
     ) -> Lookahead:
-        """See `EmbeddingCollection.lookahead`. held: for each of the first batches, steps until its use and what all
-        ranks had fetched of it."""
+        """Implement `EmbeddingCollection.lookahead`. held: for each of the first batches, steps until its use and the
+        values that all ranks had fetched for it."""
         self.updates.settle()
         rows = self.rows
         lookahead = Lookahead(
@@ -87,9 +88,11 @@ class Pipeline:
         *,
         purpose: str = "route",
     ) -> LookupContext:
-        """Send a batch's ids; owners make its rows resident and pin them. held: as of `lookahead`. While a lookahead
-        closes, rows that have no room are left out: the context is good for `drop` alone. Raises BudgetExceeded where
-        memory has no room for the rows, IdRangeError and DataError for a batch that cannot be looked up."""
+        """Send a batch's ids; owners make its rows resident and pin them. held: as in `lookahead`.
+
+        While a lookahead closes, rows that have no room are skipped, and the context can only be dropped. Raises
+        BudgetExceeded where memory has no room for the rows, IdRangeError and DataError for a batch that cannot be
+        looked up."""
         context = self._send_ids(batch, purpose)
         try:
             if self._pin(context) and held is not None:
@@ -142,19 +145,20 @@ class Pipeline:
         return context
 
     def fetch(self, context: LookupContext, steps_left: int = 0) -> None:
-        """Read rows that are due so many steps before their use, as they are now."""
+        """Read, as they are now, rows of the parts to fetch `steps_left` steps before use:
+        `Exchange.find_due_parts`."""
         context.steps_left = steps_left
-        if not (due := self.exchange.due(context)):
+        if not (part_numbers := self.exchange.find_due_parts(context)):
             return
         assert context.pinned is not None
         context.wait_for_rows()
         in_place = not self.reads_ahead
         source = RowSource(self.store.views(), context.pinned.slots, in_place)
         num_applied = self.steps.value - len(self.updates.underway)
-        self.exchange.fetch(context, due, source, num_applied)
+        self.exchange.fetch(context, part_numbers, source, num_applied)
 
     def read(self, batch: Batch) -> LookupContext:
-        """Fetch a batch for evaluation: it sees every update and leaves no trace; any number of training batches may be
+        """Fetch a batch for evaluation: it sees every update and changes nothing; any number of training batches may be
         in flight."""
         self.updates.settle()
         context = self._send_ids(batch, "evaluate")
@@ -165,15 +169,17 @@ class Pipeline:
         ]
         numbers = [torch.arange(len(rows), dtype=torch.int32) for rows in values]
         source = RowSource(views, torch.cat(numbers), True, values)
-        self.exchange.fetch(context, self.exchange.due(context), source, self.steps.value)
+        self.exchange.fetch(
+            context, self.exchange.find_due_parts(context), source, self.steps.value
+        )
         return context
 
     def _send_ids(self, batch: Batch, purpose: str) -> LookupContext:
-        """Send a batch's ids, by the tables as they are laid out."""
+        """Send a batch's ids to the owners of the tables as they are laid out."""
         views = self.views
         rows, hot = batch, None
         if views.is_hashed:
-            rows = views.looked_up(batch)
+            rows = views.prepare_ids(batch)
         if views.hot:
             hot = views.split_hot(rows)
             rows = hot.batch
@@ -187,11 +193,11 @@ class Pipeline:
     def values(
         self, context: LookupContext, handle: Tensor, device: torch.device
     ) -> dict[str, Tensor]:
-        """Return what the model declared, of a batch that was fetched: see `Exchange.values`."""
+        """Return the declared outputs of a batch that was fetched: see `Exchange.values`."""
         values = self.exchange.values(context, handle, device)
         if self.views.merges_nothing:
             return values
-        return self.views.seen(
+        return self.views.merge_outputs(
             values,
             context.sequence_offsets,
             context.hot,
@@ -200,15 +206,15 @@ class Pipeline:
         )
 
     def collect(self) -> Pushed:
-        """Send what backward recorded since the last step: see `StepGradients.collect`."""
+        """Send the gradients that backward recorded since the last step: see `StepGradients.collect`."""
         return self.gradients.collect(self.steps.value)
 
     def push(self, optimizers: Tensor, settings: Tensor) -> None:
-        """Send what backward recorded to the rows' owners, apply it once, release the rows.
+        """Send recorded gradients to the rows' owners, apply them once, release the rows.
 
-        Where reads are `LATE` steps early or more it only begins (`gradients.py`), unless gradients were waited for
-        (clipping), or a policy or a cache must hear of each update. optimizers (P,) int32, settings (P, 16)
-        float64 by declared part: see `_native.update`."""
+        Where rows are read `LATE` or more steps ahead, the push only begins (`gradients.py`), unless gradients were
+        waited for (clipping), or a policy or a cache needs each update at once. optimizers (P,) int32, settings
+        (P, 16) float64 by declared part: see `_native.update`."""
         step = self.steps.value
         pushed, contexts = self.gradients.hand_over(step)
         if self.views.is_cut:
@@ -217,12 +223,12 @@ class Pipeline:
         self.steps.value += 1
 
     def drop(self, context: LookupContext) -> None:
-        """Give a prepared batch up: nothing of it is applied, its rows are unpinned."""
+        """Drop a prepared batch: unpin its rows and apply nothing."""
         self.exchange.drop(context)
         pinned = context.pinned
         context.finish()
         if pinned is not None:
             try:
-                context.wait_for_rows()  # they may still be on their way into their slots
+                context.wait_for_rows()  # reads into their slots may still be running
             finally:
                 self.store.release(pinned.slots, context.owned.offsets, dirty=False)

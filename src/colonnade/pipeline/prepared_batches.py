@@ -1,7 +1,7 @@
 """Batches prepared ahead by a thread: their ids are sent and their rows pinned while earlier ones compute.
 
-How far ahead: as deep as told, or, with depth "auto", deeper while training waits for reads that were asked for as
-early as the depth allows. Whatever the depth, a window whose rows do not fit memory becomes shallower.
+The depth is a fixed number of batches or, with depth "auto", grows while training waits for reads that were requested
+as early as the depth allows. At any depth, a window whose rows do not fit memory becomes shallower.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from colonnade.data.processes import kill_readers
 from colonnade.lookup.contract import LookupContext
 
 SHALLOW, DEEPEST = 2, 64
-STALLED = 0.02  # of the time: worth looking further ahead
-CROWDED = 0.5  # of a table's slots in a window: what is not in it should keep the rest
+STALLED = 0.02  # part of the time above which a deeper window is worth it
+CROWDED = 0.5  # part of a table's slots that a window may pin; the rest is for rows outside it
 LOOKED_AT = 16  # batches between two decisions
-PATIENCE = 2.0  # seconds, with processes that read what nobody wants any more
+PATIENCE = 2.0  # seconds to wait for reader processes whose batches are no longer needed
 
 Held = tuple[int, Sequence[Mapping[str, Tensor]]]
-"""Steps until a batch's use, and what all ranks had fetched of it: of a commit under bounded staleness."""
+"""Steps until a batch's use, and the values that all ranks had fetched for it: from a commit with bounded staleness."""
 
 
 @dataclass(slots=True)
 class PreparedBatch(Batch):
-    """Batch of a lookahead: its ids were sent, its rows are pinned. It is used once."""
+    """Batch of a lookahead, to be used once: its ids were sent, its rows are pinned."""
 
     context: LookupContext | None = field(default=None, repr=False)
 
@@ -48,7 +48,7 @@ class PreparedBatch(Batch):
         return self.context
 
     def take_context(self) -> LookupContext | None:
-        """Return the context for the batch's only use; None where it was used."""
+        """Return the context for the batch's only use; None if it was used already."""
         context, self.context = self.context, None
         return context
 
@@ -60,11 +60,11 @@ class PreparedBatch(Batch):
 
 
 register_batch(PreparedBatch)
-VALUES = attrgetter(*(each.name for each in fields(Batch)))
+VALUES = attrgetter(*(batch_field.name for batch_field in fields(Batch)))
 
 
 def next_depth(depth: int, *, stalled: float, window: float) -> int:
-    """How many batches "auto" looks ahead from here on: pure.
+    """Return how many batches "auto" looks ahead next. Pure.
 
     stalled: the part of the time that training waited for reads of batches that had been prepared in time.
     window: the largest part of any table's slots that the batches in flight have pinned.
@@ -76,15 +76,17 @@ def next_depth(depth: int, *, stalled: float, window: float) -> int:
 
 @dataclass(slots=True)
 class Window:
-    """What the lookahead and the store tell each other."""
+    """Signals between the lookahead's thread, training and the store."""
 
-    stall_seconds: Callable[[], float]  # that fetches waited for reads, since the store opened
-    share: Callable[[], float]  # of the slots of the fullest table that are pinned
+    stall_seconds: Callable[
+        [], float
+    ]  # seconds that fetches waited for reads, since the store opened
+    share: Callable[[], float]  # part of the fullest table's slots that is pinned
     starved: (
         threading.Event
     )  # training waits for the next batch: nothing will be released meanwhile
     crowded: threading.Event  # the next batch does not fit beside those in flight
-    closing: threading.Event  # batches that are prepared from here on will be dropped
+    closing: threading.Event  # batches that are prepared from now on will be dropped
 
 
 class PreparedBatches:
@@ -108,17 +110,17 @@ class PreparedBatches:
         self._window = window
         self.depth = SHALLOW if depth == "auto" else depth
         self.deepens = depth == "auto" and is_alone
-        """Whether it looks further ahead while training waits for reads: `count_stall` tells it."""
+        """Whether the depth grows while training waits for reads, which `count_stall` counts."""
         self._is_alone = is_alone
-        self._surplus = 0  # permits to keep back: the window has become shallower
+        self._surplus = 0  # permits to withhold, because the window has become shallower
         self._has_warned = depth == "auto"  # its own choice: nothing to warn of
         self._taken, self._since, self._stalled = 0, time.perf_counter(), 0.0
         self._was_late = True
         self.is_exhausted = False
-        """No batch comes any more: the last one was taken, one failed, or it was stopped."""
+        """Whether no batch follows: the last one was taken, one failed, or the thread was stopped."""
         self._ready: queue.Queue = queue.Queue()
         # First in, first out: every rank's thread prepares exactly the batches it has a permit for before
-        # it sees the stop, so no rank waits in `prepare` for one that has already left.
+        # it sees the stop, so no rank waits in `prepare` for one that has already stopped.
         self._permits: queue.Queue[bool] = queue.Queue()
         self._thread: threading.Thread | None = None
 
@@ -149,12 +151,12 @@ class PreparedBatches:
         return item
 
     def count_stall(self, seconds: float) -> None:
-        """Count the seconds that training waited for reads of the batch that was taken last, if it came in time."""
+        """Count the seconds that training waited for reads of the batch taken last, if that was prepared in time."""
         if not self._was_late:
             self._stalled += seconds
 
     def give_back(self, batch: PreparedBatch) -> None:
-        """Drop a batch that nobody will use."""
+        """Drop a batch that will not be used."""
         if (context := batch.take_context()) is not None:
             self._drop(context)
 
@@ -164,10 +166,10 @@ class PreparedBatches:
         self._permits.put(False)
 
     def join(self) -> None:
-        """Wait for the thread, which has been told to stop, and give back what it made ready. After PATIENCE seconds
-        processes that it waits for are killed: one that is stopped would never answer."""
+        """Wait for the thread, after `stop`, and give back the batches it prepared. After PATIENCE seconds the reader
+        processes that it waits for are killed: a suspended one would never answer."""
         start = time.monotonic()
-        self._window.closing.set()  # the thread may wait for room for a batch that has not enough
+        self._window.closing.set()  # the thread may be waiting for room for a batch
         while self._thread is not None and self._thread.is_alive():
             self._drain()
             self._thread.join(0.01)
@@ -185,19 +187,19 @@ class PreparedBatches:
             name="lookahead",
             daemon=True,
         )
-        # The thread does not hold this object: left behind without `stop`, it stops the thread.
+        # The thread has no reference to this object: collected without `stop`, it stops the thread.
         weakref.finalize(self, self._permits.put, False)
         self._thread.start()
 
     def _drain(self) -> None:
-        """Give back what is ready."""
+        """Give back the batches that are ready."""
         while not self._ready.empty():
             item = self._ready.get()
             if isinstance(item, PreparedBatch):
                 self.give_back(item)
 
     def _adapt(self) -> None:
-        """More permits, or fewer."""
+        """Adapt the depth: add permits while training stalls, withhold some while memory is short."""
         if self._window.crowded.is_set():
             self._window.crowded.clear()
             self._shrink(max(1, self._ready.qsize()))
@@ -213,7 +215,7 @@ class PreparedBatches:
         self._taken, self._since, self._stalled = 0, now, 0.0
 
     def _shrink(self, depth: int) -> None:
-        """Batches in flight have pinned so much that the next one waits for their end: `depth` is what fits."""
+        """Lower the depth to `depth`, which fits: the next batch waits for pinned rows of those in flight."""
         if depth >= self.depth:
             return
         if not self._has_warned:
@@ -237,13 +239,13 @@ def _run(
     ready: queue.Queue,
     window: Window,
 ) -> None:
-    """Run the thread: one batch per permit; None after the last one, or the error."""
+    """Prepare one batch per permit and put it in `ready`; None after the last one, or the error. Thread's target."""
     # Its work is hidden behind training's, which should get the processors.
     _native.limit_threads_here(max(1, _native.num_threads() // 4))
     try:
         while permits.get():
             batch = prepare_next()
-            # Training may be slow to wake and say so itself: the batch after this may wait for this one's rows.
+            # Cleared here too, because training may be slow to wake: the next batch may wait for this one's rows.
             window.starved.clear()
             ready.put(batch)
             if batch is None:
@@ -257,7 +259,7 @@ def _prepare_next(
     prepare: Callable[[Batch, Held | None], LookupContext],
     held: Iterator[Held | None],
 ) -> PreparedBatch | None:
-    """Prepare the next batch; None after the last one. It is one of its own: the caller may hand the same one twice."""
+    """Prepare a copy of the next batch, because a source may yield the same one twice. None after the last one."""
     batch = next(batches, None)
     if batch is None:
         return None
@@ -267,5 +269,5 @@ def _prepare_next(
 
 
 def as_prepared(batch: Batch) -> PreparedBatch:
-    """Return a copy that can have a context."""
+    """Return a copy of the batch that can have a context."""
     return PreparedBatch(*VALUES(batch))

@@ -1,4 +1,4 @@
-"""Rows of an open collection by table and id: read, list, delete, adopt; and lookups in exported ones.
+"""Access to rows of an open collection by table and id: read, list, delete, adopt; and lookups in exported rows.
 
 Legend: N ids.
 """
@@ -27,7 +27,7 @@ PACKED = torch.contiguous_format
 
 
 def read_weights(rows: OpenRows, table: str, ids: Tensor) -> Tensor:
-    """Implement `EmbeddingCollection.rows`: collective, with the same ids (N,) on every rank."""
+    """Implement `EmbeddingCollection.rows`. Collective, with the same ids (N,) on every rank."""
     declared = rows.views.declared
     number = declared.table_number(table)
     slices = rows.views.of_table[number]
@@ -43,7 +43,7 @@ def read_weights(rows: OpenRows, table: str, ids: Tensor) -> Tensor:
         laid, shard = rows.views.laid[t], rows.shards[t]
         is_owned = shard.owns(unique, num_rows)
         if rows.mesh.rank not in laid.sharding.holders:
-            is_owned[:] = False  # another's copy of a replicated row
+            is_owned[:] = False  # a replicated row that another rank returns
         num_owned = int(is_owned.sum())
         offsets = torch.tensor([0] * (t + 1) + [num_owned] * (len(rows.shards) - t))
         own = rows.store.read(unique[is_owned].contiguous(), offsets)[t].to(compute)
@@ -67,7 +67,7 @@ def scan_rows(rows: OpenRows, table: str) -> Iterator[Rows]:
     for t in rows.slices_of(table):
         kind = rows.views.laid[t].table
         for ids, records in rows.store.scan(t):
-            # Copied even where one row is contiguous already: its clock may lie at any byte.
+            # Copied even where one row is contiguous already: its clock may begin at any byte.
             weights = records[:, : kind.width * kind.itemsize].clone(memory_format=PACKED)
             clocks = records[:, -CLOCK_BYTES:].clone(memory_format=PACKED)
             yield Rows(
@@ -78,8 +78,8 @@ def scan_rows(rows: OpenRows, table: str) -> Iterator[Rows]:
 
 
 def adopt_rows(rows: OpenRows, t: int, ids: Tensor, records: Tensor, step: int) -> None:
-    """Admit rows of slice t that were loaded from elsewhere, between steps; others may be evicted for them. ids (N,)
-    unique; records (N, record_bytes) uint8; step: updates made before."""
+    """Admit rows of slice t that were loaded from a commit or an import, between steps; others may be evicted for them.
+    ids (N,) unique; records (N, record_bytes) uint8; step: updates made before."""
     policy = rows.policies.get(t)
     if not isinstance(policy, RowRetention):
         return
@@ -92,8 +92,8 @@ def adopt_rows(rows: OpenRows, t: int, ids: Tensor, records: Tensor, step: int) 
 
 
 class MappedLookup:
-    """Reader of a declaration's features in mapped rows, which nobody changes, in a world of one: no plan of a batch,
-    nothing pinned, no graph."""
+    """Reader of a declaration's features in mapped, read-only rows, in a world of one. It plans no batch, pins nothing
+    and builds no graph."""
 
     def __init__(self, declaration: Declaration, rows: MappedRows) -> None:
         self.declaration, self.rows = declaration, rows
@@ -102,13 +102,13 @@ class MappedLookup:
         self.kernels = NativeKernels(declaration, self.consumption, self.outputs, 1)
 
     def read(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
-        """Return what `Exchange.values` would. Raises IdRangeError, DataError as training does, CorruptionError and
-        StorageError where a file of rows is damaged."""
+        """Return the same outputs as `Exchange.values`. Raises IdRangeError and DataError as training does, and
+        CorruptionError and StorageError where a file of rows is damaged."""
         lookups = collect(batch, self.declaration, self.consumption)
         try:
             slots = self.rows.find(lookups.ids, lookups.feature_offsets, self.consumption.tables)
         except IndexError:
-            try:  # which feature and lookup it is
+            try:  # to find which feature and lookup it is
                 one_owner = torch.ones(len(self.table_rows), dtype=torch.int64)
                 _native.make_plan(lookups.native, self.table_rows, one_owner)
             except IndexError as error:

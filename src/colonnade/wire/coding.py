@@ -1,4 +1,4 @@
-"""The codecs of one run's exchanges, and where their random bits begin."""
+"""Codecs of a run's exchanges, and the seeds of their random bits."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from colonnade.store.dram import table_seed
 from colonnade.wire.codec import CODECS, EXACT, Block, Codec, Codecs, Draw, decode, encode
 
 NARROWING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
-"""What values lose once more where rows are kept in 16 bits."""
+"""Additional relative error of values where rows have 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
+    """Codecs of a run, and the seed of their random bits."""
+
     codecs: Codecs = EXACT
     run_seed: int = 0
 
     def seed(self, name: str, rank: int, number: int) -> int:
-        """Of gradients: a table's or a field's, from this rank, of the `number`-th batch of a step. Ranks differ, so
-        that what they round of the same row does not add up."""
+        """Return the seed for gradients of a table or field `name`, from this rank, of the `number`-th batch of a step.
+        It differs between ranks, so that their rounding errors in one row do not add up."""
         return table_seed(self.run_seed, f"{name}/gradients/{rank}/{number}")
 
     def exactness(self, exact: Exactness, dtype: torch.dtype, num_ranks: int) -> Exactness:
-        """Of an exchange whose sums are `exact`, for rows of this dtype."""
+        """Return the exactness of an exchange whose sums are `exact` without codecs, for rows of this dtype."""
         if self.codecs.is_exact or num_ranks == 1:
             return exact
         values = CODECS[self.codecs.values].nearest_error
@@ -48,7 +50,7 @@ class RowCodec:
     """Codecs of the rows of a declaration's tables, and of their gradients."""
 
     def __init__(self, declaration: Declaration, rank: int, coding: Coding) -> None:
-        """rank: whose gradients are rounded; `coding` makes their random bits."""
+        """Take the rank whose gradients are rounded, with random bits of `coding`."""
         self.values = CODECS[coding.codecs.values]
         self.gradients = CODECS[coding.codecs.gradients]
         self.coding, self.rank = coding, rank
@@ -60,7 +62,7 @@ class RowCodec:
         return encode(self.values, elements, self._blocks(layout))
 
     def decode_values(self, data: Tensor, layout: RowLayout, out: Tensor) -> None:
-        """Write what `encode_values` gave to `out`, rounded to its dtype."""
+        """Decode the result of `encode_values` into `out`, rounded to its dtype."""
         decode(self.values, data, self._blocks(layout), out)
 
     def encode_gradients(
@@ -70,19 +72,19 @@ class RowCodec:
         return encode(self.gradients, elements, self._blocks(layout), draws)
 
     def decode_gradients(self, data: Tensor, layout: RowLayout, dtype: torch.dtype) -> Tensor:
-        """Return what `encode_gradients` gave, as elements of `dtype`."""
+        """Decode the result of `encode_gradients` to elements of `dtype`."""
         elements = empty(layout.num_elements, dtype=dtype)
         decode(self.gradients, data, self._blocks(layout), elements)
         return elements
 
     def rank_bytes(self, codec: Codec, layout: RowLayout, dtype: torch.dtype) -> list[int]:
-        """Return the bytes to or from each rank, of elements of `dtype`."""
+        """Return the number of bytes to or from each rank, for elements of `dtype`."""
         widths = [codec.row_bytes(dims, dtype) for dims in self.dims]
         return (layout.counts @ np.array(widths)).tolist()
 
     def draws(self, plan: _native.Plan, blocks: np.ndarray, step: int, number: int) -> list[Draw]:
-        """Return the draws of a plan's unique rows, rank by rank, table by table. blocks: `OwnerMap.blocks` of it;
-        step, number: see `ExchangePart.begin_push`."""
+        """Return the random draws of a plan's unique rows, rank by rank, table by table. blocks: `OwnerMap.blocks` of
+        it; step, number: see `ExchangePart.begin_push`."""
         borders, unique = blocks.tolist(), torch.as_tensor(plan.unique_ids)
         num_tables = len(self.names)
         num_ranks = (len(borders) - 1) // num_tables

@@ -1,8 +1,7 @@
-"""How a batch's lookups come to the owners of their rows: each rank sends each one letter, with what every exchange of
-a plan asks.
+"""Distribution of a batch's ids to the owners of their rows: one message from each rank to each rank.
 
     8 bytes           float64: the sum of the sender's sample weights
-    E messages        one of each exchange, of the sizes that were told: see `packing` and `bags`
+    E messages        one of each exchange of a plan, whose sizes are sent before it: see `packing` and `bags`
 
 Legend: N ranks, E exchanges of a plan.
 """
@@ -23,54 +22,56 @@ WEIGHT = struct.Struct("<d")
 SAMPLES = struct.Struct("<I")
 """Number of samples of the sender's batch, which `tower_rows` sends inside a tower."""
 SIZE_BYTES = 4
-"""Of a message, told before it."""
+"""Size of a message's size, which is sent before it."""
 
 
 def exchange_messages(
     messages: Sequence[Sequence[np.ndarray]], mesh: Mesh, weight: float, purpose: str
 ) -> tuple[list[list[np.ndarray]], float]:
-    """messages: by exchange, by rank they are for. Returns them by exchange, by rank they are from, and the weight of
-    all samples. Raises WorldError for what no rank sends."""
-    sizes = np.array([[len(each) for each in by_rank] for by_rank in messages], np.int32).T
+    """Send messages, by exchange and receiver, and return those received, by exchange and sender, and the sum of all
+    ranks' weights. Collective. Raises WorldError for sizes that no rank sends."""
+    sizes = np.array([[len(message) for message in by_rank] for by_rank in messages], np.int32).T
     head = np.frombuffer(WEIGHT.pack(weight), np.uint8)
     parts = [part for by_rank in zip(*messages, strict=True) for part in (head, *by_rank)]
     one, counts_as = [1] * mesh.num_ranks, counted(purpose, "route")
-    told, _ = mesh.all_to_all(
+    raw_sizes, _ = mesh.all_to_all(
         purpose, torch.from_numpy(np.ascontiguousarray(sizes)), one, one, counts_as=counts_as
     )
-    theirs = _checked(told.numpy())
+    received_sizes = _check_sizes(raw_sizes.numpy())
     data, _ = mesh.all_to_all(
-        purpose, torch.from_numpy(np.concatenate(parts)), _lengths(sizes), _lengths(theirs),
+        purpose, torch.from_numpy(np.concatenate(parts)), _lengths(sizes), _lengths(received_sizes),
         counts_as=counts_as,
     )  # fmt: skip
     received = data.numpy()
-    found: list[list[np.ndarray]] = [[] for _ in messages]
+    received_messages: list[list[np.ndarray]] = [[] for _ in messages]
     at, total = 0, 0.0
-    for by_exchange in theirs.tolist():
+    for by_exchange in received_sizes.tolist():
         total += WEIGHT.unpack_from(received.data, at)[0]
         at += WEIGHT.size
         for i, size in enumerate(by_exchange):
-            found[i].append(received[at : at + size].copy())  # begins at a multiple of 8 bytes
+            received_messages[i].append(
+                received[at : at + size].copy()
+            )  # begins at a multiple of 8 bytes
             at += size
-    return found, total
+    return received_messages, total
 
 
 def _lengths(sizes: NDArray[np.int32]) -> list[int]:
-    """Return the bytes for each rank, headers included, from those of its messages: sizes (N, E)."""
+    """Return the number of bytes for each rank, header included, from the sizes (N, E) of its messages."""
     return (WEIGHT.size + sizes.sum(1, dtype=np.int64)).tolist()
 
 
-def _checked(sizes: NDArray[np.int32]) -> NDArray[np.int32]:
+def _check_sizes(sizes: NDArray[np.int32]) -> NDArray[np.int32]:
     """Check the sizes (N, E) of the messages from each rank. Raises WorldError for negative ones."""
     if (sizes < 0).any():
         rank = int((sizes < 0).any(1).argmax())
         raise WorldError(
-            f"rank {rank} told sizes {sizes[rank].tolist()} of its messages, wanted 0 or more; all ranks must run one "
+            f"rank {rank} sent sizes {sizes[rank].tolist()} of its messages, wanted 0 or more; all ranks must run one "
             "version of Colonnade"
         )
     return sizes
 
 
 def counted(purpose: str, during: str) -> str:
-    """What bytes on the group of `purpose` count as: evaluation's as such, training's as what they are for."""
+    """Return the traffic tag of bytes on the group of `purpose`: "evaluate" in evaluation, else `during`."""
     return "evaluate" if purpose == "evaluate" else during

@@ -1,17 +1,17 @@
-"""Transports by tower (SPTT of DMT, Luo et al. 2024): inside a tower to one rank of it, and from there to its peers.
+"""Transports by tower (SPTT of DMT, Luo et al. 2024): inside a tower to one of its ranks, and from it to its peers.
 
 Rank l of a tower gets, from every rank of it, all columns of the tower for the samples of its peers: the ranks l of all
 towers (`TowerTransport`). Parts of rows that were split inside the tower are added there, in the order of the ranks.
-What it then sends each peer is one message: those columns, or what an operator made of them (`PeerTransport`).
-Gradients go the same way back. So a rank exchanges slow messages with as many others as there are other towers, each as
-large as all of a tower's columns.
+It then sends each peer one message: those columns, or an operator's results on them (`PeerTransport`). Gradients take
+the same way back. So a rank exchanges slow messages with one rank of every other tower, each as large as all of a
+tower's columns.
 
-A rank serves its peers in two turns: those of the other towers first, itself last. So what it has for itself moves
-inside the tower, and is computed, while the slow messages travel; on the way back the turns change places. This costs
-a second message inside the tower, and none between towers.
+A rank serves its peers in two chunks (class `Turn`): peers of the other towers first, itself last. So its own samples'
+values are sent inside the tower, and computed on, while the slow messages are sent; gradients use the reverse order.
+This costs a second message inside the tower, and none between towers.
 
-Legend: T towers of S ranks, B samples of this rank, G of all ranks, M of its peers, m of those of a turn, P columns of
-this rank, W of its tower, Y of what leaves the tower.
+Legend: T towers of S ranks, B samples of this rank, G of all ranks, M of its peers, m of the peers of a chunk, P
+columns of this rank, W of its tower, Y sent by the tower.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from colonnade.wire.transport import (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Towers whose peers a rank serves at once."""
+    """Chunk of a rank's peers: those of some towers, which it serves at once."""
 
     towers: tuple[int, ...]
     ranks: tuple[int, ...]
     """Ranks of these towers, local rank after local rank: the order of their samples inside this tower."""
     counts: tuple[int, ...]
-    """By local rank: samples of the ranks of that number in these towers."""
+    """Samples of these towers' ranks by local rank."""
     num_samples: int
-    """m: samples of this rank's peers in these towers."""
+    """Number m of samples of this rank's peers in these towers."""
     rows: slice | None
-    """Rows of a block (G, ..) that are these ranks' samples, where they are side by side."""
+    """Rows of a block (G, ..) that are these ranks' samples, where they are contiguous."""
 
 
 @lru_cache(maxsize=64)
 def turns_of(rank: int, size: int, sizes: tuple[int, ...]) -> tuple[Turn, ...]:
-    """Return the turns of a rank of a tower of `size` ranks, its own tower's last. sizes: samples by rank. Batches of
-    one run are mostly of the same sizes."""
+    """Return the chunks of a rank of a tower of `size` ranks, its own tower's last. sizes: samples by rank. Cached,
+    because batches of one run mostly have the same sizes."""
     own, local_rank = divmod(rank, size)
     others = tuple(tower for tower in range(len(sizes) // size) if tower != own)
     ends = [0, *accumulate(sizes)]
@@ -80,7 +80,7 @@ def peers_of(rank: int, size: int, num_ranks: int) -> list[int]:
 
 
 class TowerTransport:
-    """Inner hop of fields whose rows are all in one tower, exact: what its ranks pooled comes together."""
+    """Transport of the inner hop: sums of fields whose rows are all in one tower are gathered inside it, exactly."""
 
     roundings = 0
 
@@ -92,7 +92,8 @@ class TowerTransport:
         inside: Columns,
         dtype: torch.dtype,
     ) -> None:
-        """Collective. size: S. messages: by rank of the world, what it pools; inside: all columns of this tower."""
+        """Open the transport's groups. Collective. size: S. messages: columns that each rank of the world pools;
+        inside: all columns of this tower."""
         self.mesh, self.size, self.inside, self.dtype = mesh, size, inside, dtype
         self.columns = messages[mesh.rank]
         first = mesh.rank // size * size
@@ -104,7 +105,7 @@ class TowerTransport:
         open_scopes(mesh, size)
 
     def send(self, blocks: Iterable[Tensor], sizes: Sequence[int], tag: str) -> PendingTransfer:
-        """Send block (G, P): to each local rank the samples of its peers."""
+        """Send block (G, P): the samples of each local rank's peers to that rank."""
         (block,) = blocks
         width, rows, parts = self.columns.width, block.split(list(sizes)), []
         for turn in turns_of(self.mesh.rank, self.size, tuple(sizes)):
@@ -117,15 +118,15 @@ class TowerTransport:
                 received, call = self.mesh.all_to_all(
                     "fetch", received,
                     [n * width for n in turn.counts],
-                    [turn.num_samples * each for each in self.widths], scope=self.scope, wait=False, counts_as=tag,
+                    [turn.num_samples * w for w in self.widths], scope=self.scope, wait=False, counts_as=tag,
                     into=empty(turn.num_samples * self.width, dtype=self.dtype),
                 )  # fmt: skip
             parts.append(PendingTransfer(received, call, send))
         return together(parts)
 
     def receive(self, pending: PendingTransfer, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """Yield (m, W), contiguous: all columns of the tower, peer after peer. That of the next turn may still be on
-        its way when one is yielded."""
+        """Yield all columns of the tower by chunk, (m, W), contiguous, peer by peer. The next chunk may still be
+        pending when one is yielded."""
         turns = turns_of(self.mesh.rank, self.size, tuple(sizes))
         for turn, transfer in zip(turns, pending.parts, strict=True):
             transfer.wait()
@@ -136,15 +137,17 @@ class TowerTransport:
             yield total
 
     def send_back(self, gradients: Iterable[Tensor], sizes: Sequence[int]) -> PendingTransfer:
-        """Send (m, W) of the tower's columns, the last turn first, to the ranks that pooled them."""
+        """Send gradients (m, W) of the tower's columns, the last chunk first, to the ranks that pooled them."""
         width, parts = self.columns.width, []
         total = empty(sum(sizes), width, dtype=self.dtype)
         turns = turns_of(self.mesh.rank, self.size, tuple(sizes))
         for turn, gradient in zip(reversed(turns), gradients, strict=True):
             send = empty(turn.num_samples * self.width, dtype=self.dtype)
-            lengths = [turn.num_samples * each for each in self.widths]
-            for part, each, runs in zip(send.split(lengths), self.widths, self.runs, strict=True):
-                take_runs(gradient, part.view(turn.num_samples, each), runs)
+            lengths = [turn.num_samples * member_width for member_width in self.widths]
+            for part, member_width, runs in zip(
+                send.split(lengths), self.widths, self.runs, strict=True
+            ):
+                take_runs(gradient, part.view(turn.num_samples, member_width), runs)
             received, call = send, None
             if self.size > 1:
                 received, call = self.mesh.all_to_all(
@@ -156,7 +159,7 @@ class TowerTransport:
         return PendingTransfer(total, parts=parts)
 
     def receive_back(self, pending: PendingTransfer, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """Yield one block (G, P): gradients of what this rank had pooled."""
+        """Yield gradients of the columns that this rank had pooled, as one block (G, P)."""
         total, width = pending.received, self.columns.width
         rows = total.split(list(sizes))
         turns = turns_of(self.mesh.rank, self.size, tuple(sizes))
@@ -171,8 +174,8 @@ class TowerTransport:
 
 
 class PeerTransport:
-    """Last hop of what leaves towers: from the rank that has all columns of a tower for a sample to the sample's rank.
-    Codecs apply here."""
+    """Transport of the last hop between towers: from the rank that has all of a tower's columns for a sample to the
+    sample's rank. Codecs apply to this hop."""
 
     roundings = 1
 
@@ -185,7 +188,8 @@ class PeerTransport:
         coding: Coding,
         dtype: torch.dtype,
     ) -> None:
-        """Collective. size: S. carried: by tower, what leaves it; whole: all columns at the samples' ranks."""
+        """Open the transport's groups. Collective. size: S. carried: columns that each tower sends; whole: all columns
+        at the samples' ranks."""
         self.mesh, self.size, self.coding, self.dtype = mesh, size, coding, dtype
         self.tower = mesh.rank // size
         self.carried = carried
@@ -196,13 +200,13 @@ class PeerTransport:
         open_scopes(mesh, size)
 
     def split(self, block: Tensor, sizes: Sequence[int]) -> Iterable[Tensor]:
-        """Cut block (M, W), whose samples are in the order of `peers_of`; of a tower without fields it may have any
-        rows, of no columns."""
+        """Split block (M, W), whose samples are in the order of `peers_of`, by chunk. A tower without fields may pass
+        any number of rows without columns."""
         counts = [turn.num_samples for turn in self._turns(sizes)]
         return block[: sum(counts)].split(counts)
 
     def send(self, blocks: Iterable[Tensor], sizes: Sequence[int], tag: str) -> PendingTransfer:
-        """Send (m, Y) for each turn, contiguous: what leaves the tower, for its peers' samples."""
+        """Send the tower's columns for its peers' samples: (m, Y) for each chunk, contiguous."""
         codec, parts = CODECS[self.coding.codecs.values], []
         for turn, block in zip(self._turns(sizes), blocks, strict=True):
             served, wanted = self._served(turn, sizes), self._wanted(turn, sizes)
@@ -219,7 +223,7 @@ class PeerTransport:
 
     def add(self, pending: PendingTransfer, total: Tensor) -> None:
         size = len(total)
-        # Turns are the same whatever the sizes: towers are told from the order of the parts.
+        # Chunks have the same towers whatever the sizes, so the order of the parts gives their towers.
         others = tuple(tower for tower in range(len(self.carried)) if tower != self.tower)
         every_turn = [towers for towers in (others, (self.tower,)) if towers]
         for towers, part in zip(every_turn, pending.parts, strict=True):
@@ -230,7 +234,7 @@ class PeerTransport:
     def send_back_total(
         self, total: Tensor, sizes: Sequence[int], step: int, number: int
     ) -> PendingTransfer:
-        """Send total (B, all columns): gradients."""
+        """Send gradients: total (B, all columns)."""
         codec, size = CODECS[self.coding.codecs.gradients], len(total)
         samples, rank, parts = torch.arange(size), self.mesh.rank, []
         for turn in self._turns(sizes):
@@ -254,8 +258,8 @@ class PeerTransport:
         return together(parts)
 
     def receive_back(self, pending: PendingTransfer, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """Yield (m, Y) of what left this tower, the last turn first. That of the one before may still be on its way
-        when one is yielded."""
+        """Yield gradients (m, Y) of the columns that this tower sent, the last chunk first. The chunk before may still
+        be pending when one is yielded."""
         width = self.widths[self.tower]
         for turn, part in zip(reversed(self._turns(sizes)), reversed(pending.parts), strict=True):
             part.wait()
@@ -265,16 +269,16 @@ class PeerTransport:
         return turns_of(self.mesh.rank, self.size, tuple(sizes))
 
     def _served(self, turn: Turn, sizes: Sequence[int]) -> list[Block]:
-        """Return by peer in those towers: of its samples, what leaves this tower."""
+        """Return by peer in the chunk's towers the block of its samples that this tower sends."""
         local_rank, dims = self.mesh.rank % self.size, self.dims[self.tower]
         return [Block(sizes[tower * self.size + local_rank], dims) for tower in turn.towers]
 
     def _wanted(self, turn: Turn, sizes: Sequence[int]) -> list[Block]:
-        """Return by tower: of this rank's samples, what leaves it."""
+        """Return by tower of the chunk the block of this rank's samples that it sends."""
         return [Block(sizes[self.mesh.rank], self.dims[tower]) for tower in turn.towers]
 
     def _lengths(self, codec: Codec, turn: Turn, blocks: Sequence[Block]) -> list[int]:
-        """Return by peer of any tower: bytes of blocks that go to those towers' or come from there."""
+        """Return by peer of every tower the bytes of its block; 0 for peers outside the chunk."""
         lengths = [0] * len(self.carried)
         for tower, block in zip(turn.towers, blocks, strict=True):
             lengths[tower] = block.bytes_of(codec, self.dtype)

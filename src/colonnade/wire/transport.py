@@ -1,15 +1,14 @@
-"""Transports of pooled values to the samples' ranks, and of gradients back: direct, added up inside a host, or by way
-of one rank of a tower (SPTT of DMT, Luo et al. 2024).
+"""Transports of pooled values to the samples' ranks, and of gradients back.
 
-Values go hop by hop, a block for each turn; a hop's transport sends blocks and yields those that arrive, and takes
-gradients back the same way. The last hop's adds what arrives to the samples' columns.
+Values are sent directly, summed inside a host first, or relayed through one rank per tower (SPTT of DMT, Luo et al.
+2024; see `tower_transport.py`). They go hop by hop, in chunks; a hop's transport sends blocks and yields those that
+arrive, and sends gradients back in the reverse direction. The last hop's transport adds what arrives to the samples'
+columns.
 
-Columns that every rank sends (those of tables whose rows lie on all of them, and partials of operators whose fields do)
-are sums over ranks. Where there are several hosts of several ranks, the ranks of a host add them up first, so that a
-host sends another one block for each of its ranks' samples, not as many as it has ranks; the bytes over an uplink fall
-by the ranks of a host, and what travels inside a host grows by as much.
-
-By tower: `tower_transport.py`.
+Columns that every rank sends (of tables with rows on all ranks, and partials of operators of such fields) are sums over
+ranks. Where there are several hosts of several ranks, the ranks of a host sum them first, so that a host sends one
+block for each sample of another host, not one per rank. Bytes between hosts fall by a factor of the number of ranks of
+a host; bytes inside a host grow by the same factor.
 
 Legend: N ranks, H hosts, L ranks of a host, B samples of this rank, G of all, P columns of this rank or route, W of
 all.
@@ -38,13 +37,13 @@ NOTHING = torch.empty(0)
 
 @dataclass(slots=True)
 class PendingTransfer:
-    """A message to this rank, or several side by side, on its way."""
+    """Pending message to this rank, or several of them."""
 
     received: Tensor  # flat, sender after sender
     call: Call | None = None
     keep: Any = None  # what must live until it has arrived
-    decode: Callable[[], None] | None = None  # once it has
-    parts: Sequence[PendingTransfer] = ()  # where it is several
+    decode: Callable[[], None] | None = None  # called once it has
+    parts: Sequence[PendingTransfer] = ()  # the messages, where there are several
 
     def wait(self) -> None:
         """Wait until it has arrived, and decode it."""
@@ -59,18 +58,19 @@ class PendingTransfer:
 
 
 class LastTransport(Protocol):
-    """Transport of the hop that ends at the samples' ranks, and of gradients from there. Methods but `add` are
+    """Transport of the hop that ends at the samples' ranks, and of gradients from them. Methods except `add` are
     collective, in one order on all ranks. sizes: samples by rank; tag: what the bytes are counted as."""
 
     roundings: int
-    """By a codec, of a value on its way over this hop."""
+    """Number of times that a codec rounds a value on this hop."""
 
     def send(self, blocks: Iterable[Tensor], sizes: Sequence[int], tag: str) -> PendingTransfer:
-        """Send a block for each turn; one is taken from `blocks` when that before it has left."""
+        """Send a block for each chunk; the next one is taken from `blocks` once the previous one was sent."""
         ...
 
     def add(self, pending: PendingTransfer, total: Tensor) -> None:
-        """Local: write its columns of total (B, W), which hold nothing yet: sums over senders, in a fixed order."""
+        """Write sums over senders to this transport's columns of total (B, W), in a fixed order. Local. The columns
+        need not be initialised."""
         ...
 
     def send_back_total(
@@ -80,27 +80,27 @@ class LastTransport(Protocol):
         ...
 
     def receive_back(self, pending: PendingTransfer, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """Yield gradients of what this rank had sent, the last turn first."""
+        """Yield gradients of the blocks that this rank had sent, the last chunk first."""
         ...
 
 
 def arriving(
     codec: Codec, data: Tensor, blocks: Sequence[Block], dtype: torch.dtype
 ) -> tuple[Tensor, Callable[[], None] | None]:
-    """data: a message of these blocks, maybe under way -> (its elements, flat; what to do once it has come, before they
-    are read). What is not coded is read where it lies."""
+    """Return the elements (flat) of a message of these blocks, and the function to call once it has arrived, before
+    they are read. data: the message, which may be pending. Without a codec the elements are a view of it."""
     if codec.name == "exact":
         return data.view(dtype), None
-    found = empty(sum(elements(blocks)), dtype=dtype)
-    return found, partial(decode, codec, data, blocks, found)
+    values = empty(sum(elements(blocks)), dtype=dtype)
+    return values, partial(decode, codec, data, blocks, values)
 
 
 def arrived(codec: Codec, data: Tensor, blocks: Sequence[Block], dtype: torch.dtype) -> Tensor:
-    """The same of one that has come."""
-    found, finish = arriving(codec, data, blocks, dtype)
+    """Return the elements (flat) of a message that has arrived."""
+    values, finish = arriving(codec, data, blocks, dtype)
     if finish is not None:
         finish()
-    return found
+    return values
 
 
 class LocalTransport:
@@ -134,7 +134,8 @@ class LocalTransport:
 
 
 class WorldTransport:
-    """Transport from every rank to every other: each column by the route that suits who sends it."""
+    """Transport from every rank to every other: columns that all ranks send are summed by hosts, others sent
+    directly."""
 
     def __init__(
         self,
@@ -144,14 +145,14 @@ class WorldTransport:
         coding: Coding,
         dtype: torch.dtype,
     ) -> None:
-        """messages: what each rank sends; whole: all columns at the samples' ranks."""
+        """Open the routes of the columns that each rank sends (messages). whole: all columns at the samples' ranks."""
         self.dtype, self.sent = dtype, messages[mesh.rank]
         self.routes = _open_routes(mesh, messages, whole, coding, dtype)
         self.roundings = max((route.roundings for route in self.routes), default=1)
-        self.runs = [runs_of([each.columns.starts.items()], self.sent)[0] for each in self.routes]
+        self.runs = [runs_of([route.columns.starts.items()], self.sent)[0] for route in self.routes]
 
     def send(self, blocks: Iterable[Tensor], sizes: Sequence[int], tag: str) -> PendingTransfer:
-        """See the contract: one block (G, P)."""
+        """Implement the contract for one block (G, P)."""
         (block,) = blocks
         parts = []
         for route, runs in zip(self.routes, self.runs, strict=True):
@@ -173,7 +174,7 @@ class WorldTransport:
         return together([route.push(total, sizes, step, number) for route in self.routes])
 
     def receive_back(self, pending: PendingTransfer, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """See the contract: one block (G, P)."""
+        """Implement the contract: yield one block (G, P)."""
         num_samples = sum(sizes)
         received = empty(num_samples, self.sent.width, dtype=self.dtype)
         for route, part, runs in zip(self.routes, pending.parts, self.runs, strict=True):
@@ -190,7 +191,7 @@ class WorldTransport:
 def _open_routes(
     mesh: Mesh, messages: Sequence[Columns], whole: Columns, coding: Coding, dtype: torch.dtype
 ) -> list[DirectRoute | HostRoute]:
-    """Open routes for all columns: the same on every rank. Columns that every rank sends are added up by hosts."""
+    """Open routes for all columns, the same on every rank. Columns that every rank sends are summed by hosts."""
     world, common = mesh.world, set[Any]()
     if world.num_hosts > 1 and world.ranks_per_host > 1:
         common = set.intersection(*(set(message.dims) for message in messages))
@@ -204,7 +205,7 @@ def _open_routes(
 
 
 class DirectRoute:
-    """Way of every rank's columns to every other rank."""
+    """Route of every rank's columns directly to every other rank."""
 
     roundings = 1
 
@@ -230,26 +231,26 @@ class DirectRoute:
 
     def fetch(self, block: Tensor, sizes: Sequence[int], tag: str) -> PendingTransfer:
         codec = CODECS[self.coding.codecs.values]
-        theirs, mine = self._served(sizes), self._asked(sizes)
-        coded = encode(codec, block.view(-1), theirs)
+        served, wanted = self._served(sizes), self._wanted(sizes)
+        coded = encode(codec, block.view(-1), served)
         data, call = self.mesh.all_to_all(
-            "fetch", coded, [each.bytes_of(codec, self.dtype) for each in theirs],
-            [each.bytes_of(codec, self.dtype) for each in mine], wait=False, counts_as=tag,
+            "fetch", coded, [message_block.bytes_of(codec, self.dtype) for message_block in served],
+            [message_block.bytes_of(codec, self.dtype) for message_block in wanted], wait=False, counts_as=tag,
         )  # fmt: skip
-        received, finish = arriving(codec, data, mine, self.dtype)
+        received, finish = arriving(codec, data, wanted, self.dtype)
         return PendingTransfer(received, call, coded, finish)
 
-    def add(self, flight: PendingTransfer, total: Tensor) -> None:
-        parts = flight.received.split([len(total) * width for width in self.widths])
+    def add(self, pending: PendingTransfer, total: Tensor) -> None:
+        parts = pending.received.split([len(total) * width for width in self.widths])
         for part, width, runs in zip(parts, self.widths, self.blocks, strict=True):
             add_runs(part.view(len(total), width), total, runs)
 
     def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> PendingTransfer:
         codec, size = CODECS[self.coding.codecs.gradients], len(total)
-        theirs, mine = self._served(sizes), self._asked(sizes)
-        send = self.mesh.room(sum(elements(mine)), self.dtype)
+        served, wanted = self._served(sizes), self._wanted(sizes)
+        send = self.mesh.room(sum(elements(wanted)), self.dtype)
         for part, width, runs in zip(
-            send.split(elements(mine)), self.widths, self.blocks, strict=True
+            send.split(elements(wanted)), self.widths, self.blocks, strict=True
         ):
             take_runs(total, part.view(size, width), runs)
         samples, rank = torch.arange(size), self.mesh.rank
@@ -257,27 +258,27 @@ class DirectRoute:
             Draw(samples, self.coding.seed(f"pooled by {owner}", rank, number), step)
             for owner in range(self.mesh.num_ranks)
         ]
-        coded = encode(codec, send, mine, draws)
+        coded = encode(codec, send, wanted, draws)
         data, call = self.mesh.all_to_all(
-            "push", coded, [each.bytes_of(codec, self.dtype) for each in mine],
-            [each.bytes_of(codec, self.dtype) for each in theirs], wait=False,
+            "push", coded, [message_block.bytes_of(codec, self.dtype) for message_block in wanted],
+            [message_block.bytes_of(codec, self.dtype) for message_block in served], wait=False,
         )  # fmt: skip
-        received, finish = arriving(codec, data, theirs, self.dtype)
+        received, finish = arriving(codec, data, served, self.dtype)
         return PendingTransfer(received, call, coded, finish)
 
     def _served(self, sizes: Sequence[int]) -> list[Block]:
-        """By rank: of its samples, what lies here."""
+        """Return by rank the block of its samples that this rank has."""
         return [Block(size, self.dims[self.mesh.rank]) for size in sizes]
 
-    def _asked(self, sizes: Sequence[int]) -> list[Block]:
-        """By rank: of this rank's samples, what lies there."""
+    def _wanted(self, sizes: Sequence[int]) -> list[Block]:
+        """Return by rank the block of this rank's samples that it has."""
         return [Block(sizes[self.mesh.rank], dims) for dims in self.dims]
 
 
 class HostRoute:
-    """Columns that all ranks send. Rank l of a host adds up what its host has for the samples of the ranks l of all
-    hosts, and sends it to them; gradients go the same way back. Codecs apply to shares, and to a host's sum of what
-    was decoded: values are rounded twice."""
+    """Route of columns that all ranks send, summed by hosts. Rank l of a host sums its host's blocks for the samples of
+    the ranks l of all hosts, and sends them the sums; gradients take the same route back. Codecs apply to the blocks
+    inside a host and to the sums between hosts, so values are rounded twice."""
 
     roundings = 2
 
@@ -291,7 +292,7 @@ class HostRoute:
 
     @property
     def alike(self) -> list[list[int]]:
-        """(L, H): ranks of the same number in their hosts, who add up for each other."""
+        """Ranks with the same local rank, which sum for each other, by local rank, (L, H)."""
         local, every = self.mesh.world.ranks_per_host, range(self.mesh.num_ranks)
         return [list(every[number::local]) for number in range(local)]
 
@@ -305,35 +306,35 @@ class HostRoute:
         return PendingTransfer(torch.cat([sum_in_order(of_host) for of_host in hosts]), None)
 
     def fetch(self, block: Tensor, sizes: Sequence[int], tag: str) -> PendingTransfer:
-        """Inside the host before it returns; between hosts sums may still travel."""
+        """Sum inside the host, and begin to send sums between hosts."""
         codec, local = CODECS[self.coding.codecs.values], self.mesh.world.ranks_per_host
         blocks = block.split(list(sizes))
-        send = torch.cat([blocks[rank] for some in self.alike for rank in some])
-        mine = [sizes[rank] for rank in self.alike[self.mesh.rank % local]]
-        there = [Block(sum(sizes[rank] for rank in some), self.dims) for some in self.alike]
-        here = [Block(sum(mine), self.dims)] * local
+        send = torch.cat([blocks[rank] for ranks in self.alike for rank in ranks])
+        own_sizes = [sizes[rank] for rank in self.alike[self.mesh.rank % local]]
+        sent_blocks = [Block(sum(sizes[rank] for rank in ranks), self.dims) for ranks in self.alike]
+        received_blocks = [Block(sum(own_sizes), self.dims)] * local
         data, _ = self.mesh.all_to_all(
-            "fetch", encode(codec, send.view(-1), there), self._lengths(codec, there),
-            self._lengths(codec, here), scope=self.mesh.in_host, counts_as=tag,
+            "fetch", encode(codec, send.view(-1), sent_blocks), self._lengths(codec, sent_blocks),
+            self._lengths(codec, received_blocks), scope=self.mesh.in_host, counts_as=tag,
         )  # fmt: skip
-        received = arrived(codec, data, here, self.dtype)
+        received = arrived(codec, data, received_blocks, self.dtype)
         of_host = sum_in_order(received.view(1, local, -1))
-        theirs, ours = [Block(n, self.dims) for n in mine], self._asked(sizes)
-        coded = encode(codec, of_host, theirs)
+        served, wanted = [Block(n, self.dims) for n in own_sizes], self._wanted(sizes)
+        coded = encode(codec, of_host, served)
         data, call = self.mesh.all_to_all(
-            "fetch", coded, self._lengths(codec, theirs), self._lengths(codec, ours),
+            "fetch", coded, self._lengths(codec, served), self._lengths(codec, wanted),
             scope=self.mesh.over_hosts, wait=False, counts_as=tag,
         )  # fmt: skip
-        received, finish = arriving(codec, data, ours, self.dtype)
+        received, finish = arriving(codec, data, wanted, self.dtype)
         return PendingTransfer(received, call, coded, finish)
 
-    def add(self, flight: PendingTransfer, total: Tensor) -> None:
-        parts = flight.received.view(len(self.blocks), len(total), self.columns.width)
+    def add(self, pending: PendingTransfer, total: Tensor) -> None:
+        parts = pending.received.view(len(self.blocks), len(total), self.columns.width)
         for part, runs in zip(parts, self.blocks, strict=True):
             add_runs(part, total, runs)
 
     def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> PendingTransfer:
-        """Has come when it returns."""
+        """Send gradients between hosts, then inside; they have arrived when it returns."""
         codec, world, rank = CODECS[self.coding.codecs.gradients], self.mesh.world, self.mesh.rank
         block = empty(len(total), self.columns.width, dtype=self.dtype)
         take_runs(total, block, self.blocks[0])
@@ -343,7 +344,7 @@ class HostRoute:
         data = encode(codec, block.view(-1), [every[rank]], draws)
         lengths = self._lengths(codec, every)
         local, hosts = world.ranks_per_host, world.num_hosts
-        of_alike = [[lengths[r] for r in some] for some in self.alike]
+        of_alike = [[lengths[r] for r in ranks] for ranks in self.alike]
         received, _ = self.mesh.all_to_all(
             "push", data.repeat(hosts), [len(data)] * hosts, of_alike[rank % local],
             scope=self.mesh.over_hosts,
@@ -355,74 +356,74 @@ class HostRoute:
             list(map(sum, of_alike)),
             scope=self.mesh.in_host,
         )
-        # Rank l of the host after the other, of each what it got from host after host: back into rank order.
+        # Received local rank by local rank and, from each, host by host: reorder by rank.
         starts = dict(
-            zip([r for some in self.alike for r in some],
-                accumulate((n for some in of_alike for n in some), initial=0), strict=False)
+            zip([r for ranks in self.alike for r in ranks],
+                accumulate((n for counts in of_alike for n in counts), initial=0), strict=False)
         )  # fmt: skip
         data = torch.cat([received[starts[r] : starts[r] + n] for r, n in enumerate(lengths)])
         return PendingTransfer(arrived(codec, data, every, self.dtype), None)
 
     def _lengths(self, codec: Codec, blocks: Iterable[Block]) -> list[int]:
-        return [each.bytes_of(codec, self.dtype) for each in blocks]
+        return [block.bytes_of(codec, self.dtype) for block in blocks]
 
-    def _asked(self, sizes: Sequence[int]) -> list[Block]:
-        """By host: of this rank's samples."""
+    def _wanted(self, sizes: Sequence[int]) -> list[Block]:
+        """Return by host the block of this rank's samples."""
         return [Block(sizes[self.mesh.rank], self.dims)] * len(self.blocks)
 
 
 def together(parts: Sequence[PendingTransfer]) -> PendingTransfer:
-    """Return several as one."""
+    """Return several pending messages as one."""
     return PendingTransfer(NOTHING, parts=parts)
 
 
 def only(columns: Columns, keys: Iterable[Any]) -> Columns:
-    """Those of them, in order."""
+    """Return the columns with these keys, in their order."""
     wanted = set(keys)
     return Columns({key: dim for key, dim in columns.dims.items() if key in wanted})
 
 
 def elements(blocks: Iterable[Block]) -> list[int]:
-    """Of each."""
+    """Return the number of elements of each block."""
     return [block.rows * sum(block.dims) for block in blocks]
 
 
 Places = tuple[tuple[Key, int], ...]
-"""Of what lies in a block: its first column there."""
+"""Keys of a block's columns, and the first column of each."""
 
 
 @lru_cache(maxsize=256)
-def _placing(blocks: tuple[Places, ...], dims: Places) -> tuple[list[list[Run]], int]:
-    """Of `placed`: by block its runs, and how many columns of the whole they fill. Known from one step to the next, for
-    to find it takes as long as a copy of a megabyte."""
+def _plan_placement(blocks: tuple[Places, ...], dims: Places) -> tuple[list[list[Run]], int]:
+    """Return by block its runs, and the number of columns of the whole that they fill, for `placed`. Cached between
+    steps, because computing it takes as long as a copy of a megabyte."""
     every = runs_of(blocks, Columns(dict(dims)))
     return every, sum(run.width for runs in every for run in runs if run.is_first)
 
 
 def placed(blocks: Sequence[tuple[Tensor, Places]], dims: Mapping[Key, int]) -> Tensor:
-    """(R, W), contiguous, of columns of these dims: what lies in blocks (R, any) of one dtype; the sum of what lies in
-    several, in their order, and 0 of what lies in none. Read only: it is a block itself where that is the whole."""
-    every, filled = _placing(tuple([places for _, places in blocks]), tuple(dims.items()))
+    """Return columns of these dims from blocks (R, any) of one dtype: (R, W), contiguous. Columns in several blocks are
+    summed, in order of the blocks; columns in none are 0. Read only: it is a block itself where that is the whole."""
+    every, filled = _plan_placement(tuple([places for _, places in blocks]), tuple(dims.items()))
     width, num_rows = sum(dims.values()), len(blocks[0][0])
     taken = [(block, runs) for (block, _), runs in zip(blocks, every, strict=True) if runs]
     if len(taken) == 1 and len(taken[0][1]) == 1 and filled == width == taken[0][0].shape[1]:
         return taken[0][0].contiguous()
-    found = empty(num_rows, width, dtype=blocks[0][0].dtype)
+    result = empty(num_rows, width, dtype=blocks[0][0].dtype)
     if filled < width:
-        found.zero_()
+        result.zero_()
     for block, runs in taken:
-        add_runs(block, found, runs)
-    return found
+        add_runs(block, result, runs)
+    return result
 
 
 def add_runs(block: Tensor, total: Tensor, runs: Sequence[Run]) -> None:
-    """Columns of the block, to where they lie in the total; what comes first there is copied."""
+    """Add columns of the block to their columns of the total; the first block of a column is copied instead."""
     for run in runs:
-        there, here = total[:, run.columns_there], block[:, run.columns_here]
-        there.copy_(here) if run.is_first else there.add_(here)
+        target, source = total[:, run.columns_there], block[:, run.columns_here]
+        target.copy_(source) if run.is_first else target.add_(source)
 
 
 def take_runs(total: Tensor, block: Tensor, runs: Sequence[Run]) -> None:
-    """The other way."""
+    """Copy columns of the block from their columns of the total."""
     for run in runs:
         block[:, run.columns_here] = total[:, run.columns_there]
