@@ -24,5 +24,5 @@ class Told:
 
 def test_sizes_that_are_none_are_refused():
     messages = [[np.zeros(3, np.uint8)] * 2, [np.zeros(0, np.uint8)] * 2]
-    with pytest.raises(WorldError, match=r"rank 1 told sizes \[3, -1\] of its messages"):
+    with pytest.raises(WorldError, match=r"rank 1 sent sizes \[3, -1\] of its messages"):
         exchange_messages(messages, Told([[3, 0], [3, -1]]), 2.0, "route")
