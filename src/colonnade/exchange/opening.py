@@ -44,10 +44,12 @@ from colonnade.wire.codec import EXACT, Codecs
 from colonnade.wire.coding import Coding
 from colonnade.wire.owner_map import deal
 from colonnade.wire.tower_transport import PeerTransport, TowerTransport, peers_of
-from colonnade.wire.transport import LocalTransport, WorldTransport, only
+from colonnade.wire.transport import LastTransport, LocalTransport, WorldTransport, only
 
 TOWER_THREADS = ("lookahead", TRAINING)
 """Threads that issue the calls of a tower's small world."""
+TRANSPORTS = {"direct": WorldTransport}
+"""By `Hop.transport`: how blocks go between all ranks of a world of several."""
 
 
 def implied_exchange(sharding: Sharding, name: str) -> str:
@@ -155,19 +157,19 @@ def open_part(
         return RowsExchange(declaration, mesh, shardings, coding)
     if first.group == "peers" and mesh.num_ranks > 1:
         return _open_towers(hops, declaration, mesh, shardings, coding, num_towers, reads_ahead)
-    operators_at_owners = first.reply == "partials" and first.group == "world"
-    return _open_bags(operators_at_owners, declaration, mesh, shardings, coding, reads_ahead)
+    return _open_bags(first, declaration, mesh, shardings, coding, reads_ahead)
 
 
 def _open_bags(
-    evaluates: bool,
+    hop: Hop,
     declaration: Declaration,
     mesh: Mesh,
     shardings: Sequence[Sharding],
     coding: Coding,
     reads_ahead: int,
 ) -> BagsExchange:
-    """Open an exchange of bags that owners pool. evaluates: whether owners evaluate operators, too."""
+    """Open an exchange of bags that owners pool and, where the hop replies with partials, evaluate operators of."""
+    evaluates = hop.reply == "partials" and hop.group == "world"
     consumers: tuple[str, ...] = ()
     if evaluates:
         consumers = substituted(declaration, shardings, world=mesh.world, reads_ahead=reads_ahead)
@@ -176,11 +178,11 @@ def _open_bags(
     layout = lay_out_bags(declaration, shardings, mesh.num_ranks, evaluated)
     messages = [layout.from_owner(rank) for rank in range(mesh.num_ranks)]
     sent, dtype = messages[mesh.rank], declaration.compute_dtype
-    transport: LocalTransport | WorldTransport
+    transport: LastTransport
     if mesh.num_ranks == 1:
         transport = LocalTransport(sent, layout.arriving, dtype)
     else:
-        transport = WorldTransport(mesh, messages, layout.arriving, coding, dtype)
+        transport = TRANSPORTS[hop.transport](mesh, messages, layout.arriving, coding, dtype)
     operators = None
     if evaluates:
         operators = Operators(

@@ -17,7 +17,7 @@ from colonnade.exchange.bag_layout import BagLayout, BagReads, BagsLookup, LastH
 from colonnade.exchange.operators import Operators
 from colonnade.exchange.prefetched import Held, gather_held_values, held_rows, other_exchange
 from colonnade.lookup.fields import Columns
-from colonnade.wire.transport import WorldTransport, together
+from colonnade.wire.transport import DirectRoute, HostRoute, together
 
 # ---- sums of bags, by sample
 
@@ -207,8 +207,8 @@ def restore_pooled(
     is_alike = [set(rank_values) for rank_values in held] == [
         {_pooled_name(layout, i) for i in share.order} for share in layout.shares
     ]
-    if is_alike and isinstance(last_hop.transport, WorldTransport):
-        _restore_alike(lookup, layout, rank, operators, last_hop.transport, held)
+    if is_alike and last_hop.transport.routes:
+        _restore_alike(lookup, layout, rank, operators, last_hop.transport.routes, held)
         return
     every = torch.zeros(sum(sizes), whole.width, dtype=layout.declaration.compute_dtype)
     for i in layout.fields.order:
@@ -240,13 +240,13 @@ def _restore_alike(
     layout: BagLayout,
     rank: int,
     operators: Operators,
-    transport: WorldTransport,
+    routes: Sequence[DirectRoute | HostRoute],
     held: Sequence[Held],
 ) -> None:
     """Restore in a world laid out like the one that held the values: every owner's message has the same bits."""
     sizes, evaluation = lookup.sizes, lookup.evaluation
     first = sum(sizes[:rank])
-    blocks: list[list[Tensor]] = [[] for _ in transport.routes]
+    blocks: list[list[Tensor]] = [[] for _ in routes]
     for owner, (rank_values, share) in enumerate(zip(held, layout.shares, strict=True)):
         parts = [rank_values[_pooled_name(layout, i)] for i in share.order]
         none = torch.zeros(sum(sizes), 0, dtype=layout.declaration.compute_dtype)
@@ -254,10 +254,10 @@ def _restore_alike(
         partials = operators.evaluate(pooled, columns, owner == rank)
         if owner == rank:
             evaluation.pooled, evaluation.partials = pooled, [partials]
-        for route, received in zip(transport.routes, blocks, strict=True):
+        for route, received in zip(routes, blocks, strict=True):
             sent = operators.side_by_side(pooled, columns, route.columns_of(owner), partials)
             received.append(sent[first : first + sizes[rank]])
-    arrived = [route.arrived(of) for route, of in zip(transport.routes, blocks, strict=True)]
+    arrived = [route.arrived(of) for route, of in zip(routes, blocks, strict=True)]
     lookup.reads = BagReads(together(arrived))
 
 

@@ -20,7 +20,10 @@ class Hop:
     """Values sent in reply: rows, pooled bags, or results of the model's operators on bags; "nothing": every rank has
     the rows."""
     group: Literal["world", "tower", "peers"]
-    """Ranks that exchange messages: all, those of a tower, or those of the same local rank in each tower."""
+    """Ranks that it is between: all, those of a tower, or those of one number in each tower."""
+    transport: str = "direct"
+    """How bags and partials go between all ranks: a key of `exchange.opening.TRANSPORTS`. Inside a tower and between
+    peers there is one way each (`wire/tower_transport.py`)."""
 
 
 EXCHANGES: dict[str, tuple[Hop, ...]] = {

@@ -31,6 +31,8 @@ from colonnade.ops.memory import empty
 from colonnade.wire.codec import CODECS, Block, Codec, Draw, encode
 from colonnade.wire.coding import Coding
 from colonnade.wire.transport import (
+    DirectRoute,
+    HostRoute,
     PendingTransfer,
     add_runs,
     arriving,
@@ -178,6 +180,7 @@ class PeerTransport:
     sample's rank. Codecs apply to this hop."""
 
     roundings = 1
+    routes: tuple[DirectRoute | HostRoute, ...] = ()
 
     def __init__(
         self,

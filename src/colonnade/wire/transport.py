@@ -59,8 +59,14 @@ class PendingTransfer:
 
 class LastTransport(Protocol):
     """Transport of the hop that ends at the samples' ranks, and of gradients from them. Methods except `add` are
-    collective, in one order on all ranks. sizes: samples by rank; tag: what the bytes are counted as."""
+    collective, in one order on all ranks. sizes: samples by rank; tag: what the bytes are counted as.
 
+    A message may be on its way when a method returns: a `PendingTransfer` holds its call, and in `decode` what is to
+    be done once it has arrived. Callers of `add` have waited before; `receive_back` waits itself.
+    """
+
+    routes: tuple[DirectRoute | HostRoute, ...]
+    """Ways that columns take between all ranks, which can take messages that a commit held; (): it has none."""
     roundings: int
     """Number of times that a codec rounds a value on this hop."""
 
@@ -107,6 +113,7 @@ class LocalTransport:
     """Transport of a world of one: values are on their samples' rank."""
 
     roundings = 1
+    routes: tuple[DirectRoute | HostRoute, ...] = ()
 
     def __init__(self, sent: Columns, whole: Columns, dtype: torch.dtype) -> None:
         self.sent, self.dtype = sent, dtype
@@ -147,7 +154,7 @@ class WorldTransport:
     ) -> None:
         """Open the routes of the columns that each rank sends (messages). whole: all columns at the samples' ranks."""
         self.dtype, self.sent = dtype, messages[mesh.rank]
-        self.routes = _open_routes(mesh, messages, whole, coding, dtype)
+        self.routes = tuple(_open_routes(mesh, messages, whole, coding, dtype))
         self.roundings = max((route.roundings for route in self.routes), default=1)
         self.runs = [runs_of([route.columns.starts.items()], self.sent)[0] for route in self.routes]
 
