@@ -22,7 +22,7 @@ from colonnade.comm.mesh import Mesh
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.lookup.layout import Declaration
 from colonnade.lookup.views import Slices
-from colonnade.pipeline.pipeline import Pipeline
+from colonnade.pipeline.pipeline import Pipeline, StepCounter
 from colonnade.plan.plan import Plan
 from colonnade.retention import CountMinAdmission
 from colonnade.store.dram import DramStore
@@ -512,6 +512,7 @@ class StatefulRows(nn.Module):
         state = {name: self.__dict__[name] for name in self._closed_names}
         return {
             **state,
+            "steps": StepCounter(self.step),  # a copy counts its own
             "_opened": False,
             "_waiting": waiting,
             "_plan": self.plan,

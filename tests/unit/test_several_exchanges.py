@@ -22,6 +22,7 @@ from colonnade import (
     build_plan,
 )
 from colonnade.comm.mesh import Call
+from colonnade.topology.sharding import table_wise
 
 SAMPLES, DIM = 6, 4
 EXCHANGES = {"a": "rows", "b": "pooled", "c": "rows", "d": "pooled"}
@@ -29,7 +30,7 @@ TAKEN = {"some": ("a", "b", "c"), "others": ("c", "b"), "same": ("a", "b", "c")}
 """By consumer; d is nobody's."""
 
 
-def opened(mesh: Mesh = Mesh(), **settings) -> EmbeddingCollection:  # noqa: B008
+def opened(mesh: Mesh = Mesh(), homes=None, **settings) -> EmbeddingCollection:  # noqa: B008
     tables = [
         Table(name, DIM, rows=20, optimizer=SGD(lr=0.5), initializer=Uniform(scale=1.0))
         for name in EXCHANGES
@@ -40,7 +41,7 @@ def opened(mesh: Mesh = Mesh(), **settings) -> EmbeddingCollection:  # noqa: B00
     plan = build_plan(
         collection.tables,
         mesh.num_ranks,
-        PlanConfig(**settings, tables=by_table(exchange=EXCHANGES)),
+        PlanConfig(**settings, tables=by_table(exchange=EXCHANGES, sharding=homes)),
     )
     return collection.open(plan, mesh)
 
@@ -110,6 +111,23 @@ def test_a_batch_that_is_given_up_leaves_no_gradient():
     assert len(context.gradients.backwards) == 1
     collection.forget()
     assert not context.gradients.backwards
+
+
+def next_uses(mesh: Mesh) -> list[int]:
+    """Codes of this rank's rows, where it has none of the tables of one exchange."""
+    homes = {"a": table_wise(0), "c": table_wise(0)}
+    collection = opened(mesh, homes)
+    batch = batch_of(mesh.rank)
+    batch.next_use = {name: torch.full((SAMPLES,), 7, dtype=torch.uint8) for name in EXCHANGES}
+    context = collection.pipeline.prepare(batch)
+    collection.pipeline.drop(context)
+    assert len(context.owned.next_use) == len(context.owned.ids)
+    return context.owned.next_use.tolist()
+
+
+def test_a_rank_without_rows_of_one_exchange_knows_next_uses_of_the_others():
+    for codes in run_ranks(2, next_uses):
+        assert codes and set(codes) == {7}
 
 
 def pushed(mesh: Mesh) -> list[str]:

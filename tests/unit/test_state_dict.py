@@ -325,3 +325,11 @@ def test_several_ranks_are_refused():
     loop.collection.mesh = Mesh(World(ranks_per_host=2))
     with pytest.raises(CheckpointError, match="rows on 2 ranks, wanted all rows in this process"):
         loop.model.state_dict()
+
+
+def test_a_shallow_copy_counts_steps_of_its_own():
+    loop = Loop()
+    loop.train(0, 2)
+    twin = copy.copy(loop.collection)
+    loop.train(2, 3)
+    assert (twin.step, loop.collection.step) == (2, 3)

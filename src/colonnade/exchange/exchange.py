@@ -365,8 +365,16 @@ class Exchange:
         owned = [lookup.owned for lookup in lookups]
         offsets = [rows.offsets for rows in owned]
         ids = self._join([rows.ids for rows in owned], offsets)
-        codes = [rows.next_use for rows in owned if rows.next_use is not None]
-        next_use = self._join(codes, offsets) if codes else None
+        next_use = None
+        if any(rows.next_use is not None for rows in owned):
+            # A part whose requests came without codes, as of no rows, knows nothing: 0.
+            codes = [
+                torch.zeros(len(rows.ids), dtype=torch.uint8)
+                if rows.next_use is None
+                else rows.next_use
+                for rows in owned
+            ]
+            next_use = self._join(codes, offsets)
         return OwnedRows(ids, torch.stack(offsets).sum(0), next_use)
 
     def _join_gradients(self, pushed: Sequence[RowGradients]) -> RowGradients:
