@@ -115,7 +115,7 @@ def test_a_batch_that_is_given_up_leaves_no_gradient():
 
 def next_uses(mesh: Mesh) -> list[int]:
     """Codes of this rank's rows, where it has none of the tables of one exchange."""
-    homes = {"a": table_wise(0), "c": table_wise(0)}
+    homes = {"b": table_wise(0), "d": table_wise(0)}
     collection = opened(mesh, homes)
     batch = batch_of(mesh.rank)
     batch.next_use = {name: torch.full((SAMPLES,), 7, dtype=torch.uint8) for name in EXCHANGES}
