@@ -28,9 +28,10 @@ class Lookahead(Iterator[Batch]):
     applied before it is visible to the batch that is fetched.
 
     An error while reading or preparing a batch is raised by the `next()` that would return that batch.
-    Where bounds are `LATE` or more, only one lookahead of a collection is open at a time: updates are applied for the
-    newest. With `depth` 0 there is no thread: each batch is prepared by `next()`. `depth` changes only where
-    `is_alone`, because every rank's thread must prepare the same number of batches before it stops.
+    Where several ranks train, or bounds are `LATE` or more, only one lookahead of a collection is open at a time: two
+    threads would send ids in no common order, and updates are applied for the newest. With `depth` 0 there is no
+    thread: each batch is prepared by `next()`. `depth` changes only where `is_alone`, because every rank's thread must
+    prepare the same number of batches before it stops.
     """
 
     def __init__(
