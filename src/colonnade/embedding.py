@@ -194,6 +194,7 @@ class EmbeddingCollection(StatefulRows):
         servers = self.mesh.world.servers
         self.plan = plan or build_plan(self.tables, self.mesh.world)
         self.plan.check_world(self.mesh.num_ranks, servers)
+        self.plan.check_tables([table.name for table in self.tables])
         if self.plan.needs_backing and not backings:
             raise ConfigError(
                 "the memory budget does not hold every row, and there is nowhere to put the rest; "

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colonnade import Feature, Mesh, Plan, PlanConfig, Table, build_plan
+from colonnade import EmbeddingCollection, Feature, Mesh, Plan, PlanConfig, Table, build_plan
 from colonnade.errors import ConfigError
 from colonnade.exchange import open_exchange
 from colonnade.lookup.layout import declare
@@ -188,3 +188,11 @@ def test_shardings_that_this_world_cannot_use():
     ):
         with pytest.raises(ConfigError, match=message):
             open_exchange(declaration, mesh, exchanges=[exchange], shardings=[sharding])
+
+
+def test_a_plan_of_other_tables_is_refused():
+    tables = [Table("a", 4, rows=10), Table("b", 4, rows=10)]
+    plan = build_plan(tables[::-1])
+    collection = EmbeddingCollection(tables, [Feature("a", "a"), Feature("b", "b")])
+    with pytest.raises(ConfigError, match="the plan is for tables b, a, this collection has a, b"):
+        collection.open(plan)

@@ -141,6 +141,14 @@ class Plan:
                 "this world"
             )
 
+    def check_tables(self, names: Sequence[str]) -> None:
+        """Raise ConfigError where it is for other tables, or for these in another order."""
+        if (planned := [table.name for table in self.tables]) != list(names):
+            raise ConfigError(
+                f"the plan is for tables {', '.join(planned)}, this collection has {', '.join(names)}; build the plan "
+                "from the collection's tables"
+            )
+
     @property
     def needs_backing(self) -> bool:
         return not all(table.fits for table in self.tables)
