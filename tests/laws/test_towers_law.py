@@ -115,7 +115,12 @@ def over_hosts(towers, num_ranks=NUM_RANKS):
     }  # fmt: skip
 
 
-PLACES = {"whole": whole, "split": split, "cut": cut, "over hosts": over_hosts}
+def partly(towers, num_ranks=NUM_RANKS):
+    """Some in the first tower, the others on all ranks, and so in no tower."""
+    return split(towers, num_ranks) | {"item": row_wise(num_ranks), "wide": row_wise(num_ranks)}
+
+
+PLACES = {"whole": whole, "split": split, "cut": cut, "over hosts": over_hosts, "partly": partly}
 
 
 def train(mesh, consumers, exchange="pooled", places=None, towers=None, staleness=0, codecs=None):
@@ -200,6 +205,7 @@ RUNS = {
 OTHERS = {
     "mixed": (MODULES, {"exchange": "mixed", "places": "split", "towers": 2}),
     "late": (MODULES, {"places": "split", "towers": 2, "staleness": 2}),
+    "late beside": (MODULES, {"places": "partly", "towers": 2, "staleness": 2}),
     "across": (ACROSS, {"places": "split", "towers": 2}),
     "sums": (SUMS, {"places": "split", "towers": 2}),
 }  # fmt: skip
@@ -315,6 +321,7 @@ def test_who_is_evaluated_inside(everyone):
             assert inside == wanted, name
         assert rank["mixed"][2] == ("first",)
         assert rank["late"][2] == ("first", "second") and rank["across"][2] == ()
+        assert rank["late beside"][2] == ("first",)
         assert rank["sums"][2] == ("fm",)
         for name in ROWS:
             wanted = {"rows": (), "rows' sums": ("fm",)}.get(name[0], ("first", "second"))

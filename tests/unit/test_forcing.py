@@ -76,7 +76,7 @@ def test_what_is_said_is_planned():
 
 
 def test_a_settled_plan_leaves_nothing_open():
-    """What a sample is to decide is row-wise until then; in a world of one rank nothing travels."""
+    """A table that a sample decides on is row-wise until then; in a world of one rank nothing is sent."""
     config = build_config({"plan": {"exchange": "pooled", "sharding": "table_wise"}}).plan
     with pytest.raises(
         ConfigError, match=r"'a'.* only a sample can decide.* set plan\.tables\.a\.sharding"

@@ -137,17 +137,17 @@ def in_sight(
     most = max(windows)
 
     def next_known() -> tuple[Batch, Seen]:
-        batch, seen = waiting.popleft()
-        seen.told = [None if sight is None else sight.next() for sight in sights]
-        return batch, seen
+        batch, facts = waiting.popleft()
+        facts.told = [None if sight is None else sight.next() for sight in sights]
+        return batch, facts
 
     for batch in batches:
         own = copy.copy(batch)  # the caller may hand the same one twice
-        seen = see(own)
-        for sight, (_, ids) in zip(sights, seen.rows, strict=True):
+        facts = see(own)
+        for sight, (_, ids) in zip(sights, facts.rows, strict=True):
             if sight is not None:
                 sight.see(ids)
-        waiting.append((own, seen))
+        waiting.append((own, facts))
         if len(waiting) > most:
             yield next_known()
     while waiting:

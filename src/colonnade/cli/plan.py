@@ -133,11 +133,11 @@ def plan(
             )
         _simulate(chosen, run, topology, simulate, host or HOST, sample, as_json)
         return
-    found, tables = plan_run(chosen, run, topology, lookups=sample, table=table)
+    choice, tables = plan_run(chosen, run, topology, lookups=sample, table=table)
     if as_json:
-        print(json.dumps(as_values(found, tables), indent=2))
+        print(json.dumps(as_values(choice, tables), indent=2))
     else:
-        show(found, tables, target, table)
+        show(choice, tables, target, table)
 
 
 def _simulate(

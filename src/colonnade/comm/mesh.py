@@ -125,8 +125,8 @@ class Mesh:
     """Mesh of a world's ranks, as one rank sees it: collectives among all ranks or in a scope.
 
     `groups` is empty in a world of one rank; every collective is then the identity. `purpose` says what a call is for,
-    and so which thread issues it; `counts_as`, if given, what its bytes are counted as; `scope`, the ranks that it is
-    made among.
+    and so which thread issues it; `counts_as` what its bytes are counted as, by default its purpose; `scope` the ranks
+    that it is made among.
 
     Every collective raises PeerLost, naming the rank, if one is lost or does not join the call within the timeout;
     after that no call can be made, on any thread.

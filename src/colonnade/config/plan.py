@@ -203,7 +203,7 @@ class TablePlanConfig(Section):
     """Of one table; what is left out is as plan.sharding and plan.exchange say."""
 
     sharding: TableSharding = None
-    """Which ranks have its rows; in Python, a `Sharding` too."""
+    """Ranks that have its rows, by kind; in Python, a `Sharding` too."""
     exchange: ExchangeChoice | None = None
     """What of it travels between ranks; leave it out for a replicated table, of which only gradients travel."""
     ranks: list[Annotated[int, Field(ge=0)]] | None = None

@@ -15,7 +15,7 @@ from colonnade.errors import ConfigError
 
 
 class Expected(str):
-    """What a field should hold, for its message: `lr: Annotated[float, Limits(gt=0), Expected("more than 0")]`."""
+    """Words for what a field should hold: `lr: Annotated[float, Limits(gt=0), Expected("more than 0")]`."""
 
 
 NonNegative = Annotated[
@@ -31,7 +31,7 @@ WORDS = {
     "list": "wanted a list",
     "tuple": "wanted a list",
 }
-"""What a value of the wrong type should have been, by how the kind of pydantic's error begins."""
+"""Words for the type that a value should have, by how the kind of pydantic's error begins."""
 
 
 def validate_fields(value: Any, subject: str | None = None, *, strict: bool | None = True) -> None:

@@ -59,6 +59,7 @@ from colonnade.lookup.contract import (
 )
 from colonnade.lookup.kernels import NOWHERE
 from colonnade.lookup.layout import collect_codes, consumption, explain_range, outputs
+from colonnade.lookup.outputs import CPU
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
 from colonnade.wire import bags
@@ -67,8 +68,6 @@ from colonnade.wire.id_distribution import SAMPLES, counted, exchange_messages
 from colonnade.wire.owner_map import Deal
 from colonnade.wire.tower_transport import PeerTransport, TowerTransport
 from colonnade.wire.transport import PendingTransfer
-
-CPU = torch.device("cpu")
 
 
 class BagsExchange:

@@ -49,7 +49,7 @@ from colonnade.wire.transport import LastTransport, LocalTransport, WorldTranspo
 TOWER_THREADS = ("lookahead", TRAINING)
 """Threads that issue the calls of a tower's small world."""
 TRANSPORTS = {"direct": WorldTransport}
-"""By `Hop.transport`: how blocks go between all ranks of a world of several."""
+"""Transports of blocks between all ranks of a world of several, by `Hop.transport`."""
 
 
 def implied_exchange(sharding: Sharding, name: str) -> str:

@@ -210,8 +210,6 @@ def barred_in_towers(
     for field in consumer.features:
         if of_field[field] is None:
             return f"rows of {field} do not all lie in one tower"
-    if reads_ahead and (beside := [each for each, tower in of_field.items() if tower is None]):
-        return f"rows are read ahead, and those of {beside[0]} do not all lie in one tower"
     first, *others = consumer.features
     for field in others:
         if of_field[field] != of_field[first]:

@@ -22,8 +22,8 @@ class Hop:
     group: Literal["world", "tower", "peers"]
     """Ranks that it is between: all, those of a tower, or those of one number in each tower."""
     transport: str = "direct"
-    """How bags and partials go between all ranks: a key of `exchange.opening.TRANSPORTS`. Inside a tower and between
-    peers there is one way each (`wire/tower_transport.py`)."""
+    """Transport of bags and partials between all ranks, a key of `exchange.opening.TRANSPORTS`. Inside a tower and
+    between peers there is one each (`wire/tower_transport.py`)."""
 
 
 EXCHANGES: dict[str, tuple[Hop, ...]] = {

@@ -62,24 +62,24 @@ class Kernels(Protocol):
         requests: Any,
         into: Tensor | None = None,
     ) -> Tensor:
-        """Whole rows as they travel: index (P,) int32, the slots of what `requests` asks for, rank by rank, table by
-        table. into: on the CPU, what they are written to."""
+        """Return whole rows as they are sent: index (P,) int32, the slots of what `requests` asks for, rank by rank,
+        table by table. into: on the CPU, what they are written to."""
         ...
 
     def of_outputs(self, lookup: PartLookup, gradients: list[Tensor]) -> RowGradients:
-        """What backward gave, shaped as `pool`'s result: gradients of its pinned rows, in a world of one. Borrows
-        them."""
+        """Return gradients of a lookup's pinned rows, in a world of one, from those of its outputs, shaped as `pool`'s
+        result. Borrows them."""
         ...
 
     def row_sums(self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]) -> Any:
-        """What backward gave, added up by row of the lookup's plan: offsets (T + 1,) of these rows by table. As
-        `cache.copies.Copies` of the rows that were pooled takes it."""
+        """Sum gradients of a lookup's outputs by row of its plan, as `cache.copies.Copies` of the pooled rows takes
+        them. offsets (T + 1,): of these rows by table."""
         ...
 
     def of_sums(
         self, slots: np.ndarray, counts: np.ndarray, sums: Any, chosen: np.ndarray
     ) -> RowGradients:
-        """Such sums as gradients of rows in `slots` (n,), table by table: counts (T,). Of tables that are not `chosen`
+        """Return such sums as gradients of rows in `slots` (n,), table by table: counts (T,). Of tables not `chosen`
         (T,) bool there are none. Borrows them."""
         ...
 

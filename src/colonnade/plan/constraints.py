@@ -295,9 +295,9 @@ def towered(
         return config
     count = num_towers(config, partition, world)
     config = config.model_copy(update={"towers": count})
-    named = {name: own for name, own in config.tables.items() if own.kind not in (None, "auto")}
+    by_kind = {name: own for name, own in config.tables.items() if own.kind not in (None, "auto")}
     ranks = tower_ranks(world, count)
-    for name, own in named.items():
+    for name, own in by_kind.items():
         if own.kind != "host_wise" or _exchange(config, name) not in BY_TOWERS:
             continue
         sharding = own.sharding
@@ -310,13 +310,13 @@ def towered(
                 f"plan.tables.{name}: got ranks {list(sharding.ranks)}, wanted ranks of one tower, such as "
                 f"{list(ranks[0])}"
             )
-    free = [each for each in by_towers if each.name not in named]
+    free = [table for table in by_towers if table.name not in by_kind]
     if not free or config.sharding in ("grid", "replicated"):
         return config
     kinds: dict[str, Kind] = {}
     if config.sharding != "auto":
-        kinds = dict.fromkeys([each.name for each in free], config.sharding)
-    names = {each.name for each in free}
+        kinds = dict.fromkeys([table.name for table in free], config.sharding)
+    names = {table.name for table in free}
     towers: Partition | int = count if partition is None else partition
     laid = in_towers(tables, features, towers, world, kinds)
     placed = {}

@@ -76,7 +76,7 @@ DEEP = 8
 class TablePlan:
     name: str
     sharding: Sharding
-    """Which ranks have its rows."""
+    """Ranks that have its rows."""
     capacity_rows: int
     """Rows of the table that may be in the memory of each rank that has some at once: what the fullest has room for."""
     fits: bool
