@@ -18,8 +18,10 @@ SOURCE = ROOT / "src" / "colonnade"
 
 # A folder or file may import from lower levels only; those of one level may not import each other.
 LEVELS = [
-    {"errors", "_native", "config.section", "sizes", "processors", "terminal"},
+    {"errors", "_native", "sizes", "processors", "terminal"},
     {"config.validation"},
+    {"config.problems"},
+    {"config.section"},
     {"formats", "retention", "staleness", "batch", "optimizers", "ops"},
     {"topology"},
     {"config"},

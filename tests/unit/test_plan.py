@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -196,3 +198,26 @@ def test_a_plan_of_other_tables_is_refused():
     collection = EmbeddingCollection(tables, [Feature("a", "a"), Feature("b", "b")])
     with pytest.raises(ConfigError, match="the plan is for tables b, a, this collection has a, b"):
         collection.open(plan)
+
+
+def test_plans_and_settings_that_name_nothing():
+    tables = [Table("a", 4, rows=10)]
+    plan = build_plan(tables, 2, PlanConfig())
+    for old, new, message in (
+        ('"exchange": "rows"', '"exchange": "row"', "got exchange 'row', wanted one of rows, "),
+        ('"staleness_steps": null', '"staleness_steps": "-1"', "got staleness_steps='-1', wanted"),
+        ('"kind": "row_wise"', '"kind": "foo"', "got kind 'foo', wanted one of row_wise"),
+    ):
+        text = plan.to_json().replace(old, new)
+        assert text != plan.to_json()
+        with pytest.raises(ConfigError, match=message):
+            Plan.from_json(text)
+    for settings, message in (
+        ({"exchnge": "rows"}, "unknown setting 'exchnge'; did you mean exchange?"),
+        ({"tables": {"a": {"exchnge": "rows"}}}, "did you mean tables.a.exchange?"),
+        ({"exchange": "row"}, "exchange: got 'row', did you mean rows?"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            PlanConfig(**settings)
+    with pytest.raises(ConfigError, match="got 3 towers on 4 ranks"):
+        build_plan(tables, 4, PlanConfig(towers=3))

@@ -6,11 +6,9 @@ An unknown key is an error that names the nearest known one. `RunConfig` is also
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, PlainValidator, ValidationError, model_validator
@@ -23,9 +21,9 @@ from colonnade.config.plan import (
     TablePlanConfig,
     refusal,
 )
+from colonnade.config.problems import explain_errors, explain_unknown
 from colonnade.config.retention import AdmissionConfig, EvictionConfig, OpenTableConfig
 from colonnade.config.section import Section
-from colonnade.config.validation import describe_problem
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.formats import check_stamp, parse_yaml, read_text, stamp
 
@@ -360,7 +358,7 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(settings)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from None
+        raise ConfigError(explain_errors(error, RunConfig)) from None
 
 
 def load_config(path: str | Path) -> RunConfig:
@@ -394,71 +392,13 @@ def override(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
             if sections[: depth + 1] == ["plan", "cache"] and place[section] is None:
                 place[section] = CacheConfig().model_dump()
             if not isinstance(place.get(section), dict):
-                raise ConfigError(_unknown(".".join(sections[: depth + 1]), place, name))
+                raise ConfigError(explain_unknown(".".join(sections[: depth + 1]), place, name))
             place = place[section]
         if key not in place and sections not in OPEN_SECTIONS:
-            raise ConfigError(_unknown(name, place, name))
+            raise ConfigError(explain_unknown(name, place, name))
         place[key] = value
     return build_config(values)
 
 
 def dump_config(config: RunConfig) -> str:
     return yaml.safe_dump({**stamp(FORMAT), **config.model_dump()}, sort_keys=False)
-
-
-def _explain(problem: Any) -> str:
-    where = [str(part) for part in problem["loc"]]
-    name = ".".join(where)
-    if problem["type"] == "extra_forbidden":
-        section: Any = RunConfig
-        for part in where[:-1]:
-            is_by_name = get_origin(section) is dict
-            section = _section(
-                get_args(section)[1] if is_by_name else section.model_fields[part].annotation
-            )
-        return _unknown(name, section.model_fields, name)
-    if problem["type"] in ("model_type", "dict_type"):
-        return f"{name}: got {_excerpt(problem['input'])}, wanted settings of it by name, such as {name}.NAME=VALUE"
-    if (wanted := describe_problem(problem)) != problem["msg"]:
-        return f"{name}: got {_excerpt(problem['input'])}, {wanted}"
-    said = problem["msg"].removeprefix("Value error, ")
-    if not name or said.startswith("unknown setting"):  # a check of several settings together
-        return said
-    return (
-        f"{name}: {said}"
-        if said.startswith("got ")
-        else f"{name}: got {_excerpt(problem['input'])}: {said}"
-    )
-
-
-def _excerpt(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]} ... ({len(text):,} characters)"
-
-
-def _unknown(name: str, known: Mapping[str, Any], path: str) -> str:
-    key = name.split(".")[-1]
-    prefix = name[: len(name) - len(key)]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    inner = {
-        inside: f"{section}.{inside}"
-        for section, value in known.items()
-        for inside in (value if isinstance(value, Mapping) else _fields(value))
-    }
-    if not near and (inside := difflib.get_close_matches(key, inner, n=1, cutoff=0.7)):
-        near = [inner[inside[0]]]
-    hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(known)}"
-    return f"unknown setting {path!r}; {hint}"
-
-
-def _fields(field: Any) -> Mapping[str, Any]:
-    """Of a field that is a section: its settings."""
-    return getattr(_section(getattr(field, "annotation", None)), "model_fields", {})
-
-
-def _section(annotation: Any) -> Any:
-    """Of a section that may be left out, `X | None`: X. Of others what they are."""
-    if get_origin(annotation) not in (Union, UnionType):
-        return annotation
-    given = [each for each in get_args(annotation) if each is not NoneType]
-    return given[0] if len(given) == 1 else annotation

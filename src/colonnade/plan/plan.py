@@ -15,6 +15,7 @@ from colonnade.config.plan import CacheTier, MemoryConfig, PlanConfig
 from colonnade.errors import ConfigError
 from colonnade.exchange.cached import TableCache
 from colonnade.formats import read_stamped, stamp
+from colonnade.lookup.hops import EXCHANGES
 from colonnade.plan.caching import caches_of, check_caches
 from colonnade.plan.constraints import settle_tables
 from colonnade.plan.cost.memory import Tier
@@ -31,6 +32,7 @@ from colonnade.store.budget import (
 from colonnade.store.table_shards import Laid, lay_out
 from colonnade.table import Table, check_slices
 from colonnade.topology.sharding import HotRows, Shard, Sharding, distinct_loads, share
+from colonnade.topology.towers import tower_ranks
 from colonnade.topology.world import World
 from colonnade.wire.codec import EXACT, Codecs
 
@@ -93,6 +95,17 @@ class TablePlan:
     """How late its reads are; None: as the plan says."""
     cache: TableCache | None = None
     """Copies that each rank keeps, of exchange "cached"."""
+
+    def __post_init__(self) -> None:
+        if self.exchange not in (*EXCHANGES, "cached"):
+            raise ConfigError(
+                f"table {self.name!r}: got exchange {self.exchange!r}, wanted one of {', '.join(EXCHANGES)}, cached"
+            )
+        late = self.staleness_steps
+        if late is not None and (not isinstance(late, int) or isinstance(late, bool) or late < 0):
+            raise ConfigError(
+                f"table {self.name!r}: got staleness_steps={late!r}, wanted a number of steps, 0 or more, or None"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,6 +244,8 @@ def build_plan(
         raise ConfigError(
             f"plan.towers: got {config.towers!r}, wanted a number of towers, with shardings inside them (`in_towers`)"
         )
+    if isinstance(config.towers, int) and world.num_ranks > 1:
+        tower_ranks(world, config.towers)  # refuses towers that would differ in size
     caches = caches_of(config.cache, tables)
     if world.num_ranks == 1:  # settings are checked all the same
         caches = {}

@@ -125,6 +125,8 @@ class Sharding:
     """Rows that lie on every rank; the kind says who owns the others."""
 
     def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"sharding: got kind {self.kind!r}, wanted one of {', '.join(KINDS)}")
         if not self.ranks or list(self.ranks) != sorted(set(self.ranks)) or self.ranks[0] < 0:
             raise ConfigError(
                 f"sharding {self.kind}: got ranks {list(self.ranks)}, wanted at least one, each once, ascending"

@@ -1,0 +1,78 @@
+"""Messages for settings that pydantic refuses: got, wanted, and the nearest known name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from colonnade.config.validation import describe_problem
+
+
+def explain_errors(error: ValidationError, section: type[BaseModel]) -> str:
+    """Return one line for each problem. section: whose values were validated."""
+    return "\n".join(_explain(problem, section) for problem in error.errors())
+
+
+def _explain(problem: Any, section: Any) -> str:
+    path = [str(part) for part in problem["loc"]]
+    name = ".".join(path)
+    if problem["type"] == "extra_forbidden":
+        for part in path[:-1]:
+            is_by_name = get_origin(section) is dict
+            section = _section(
+                get_args(section)[1] if is_by_name else section.model_fields[part].annotation
+            )
+        return explain_unknown(name, section.model_fields, name)
+    if problem["type"] in ("model_type", "dict_type"):
+        return f"{name}: got {_excerpt(problem['input'])}, wanted settings of it by name, such as {name}.NAME=VALUE"
+    if (wanted := describe_problem(problem)) != problem["msg"]:
+        return f"{name}: got {_excerpt(problem['input'])}, {wanted}"
+    message = problem["msg"].removeprefix("Value error, ")
+    if not name or message.startswith("unknown setting"):  # a check of several settings together
+        return message
+    return (
+        f"{name}: {message}"
+        if message.startswith("got ")
+        else f"{name}: got {_excerpt(problem['input'])}: {message}"
+    )
+
+
+def explain_unknown(name: str, known: Mapping[str, Any], path: str) -> str:
+    """Say that no setting has this name, and name the nearest one of its section, or all.
+
+    known: fields of the section, or its values, by name. path: the name as it was typed.
+    """
+    key = name.split(".")[-1]
+    prefix = name[: len(name) - len(key)]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    inner = {
+        inside: f"{section}.{inside}"
+        for section, value in known.items()
+        for inside in (value if isinstance(value, Mapping) else _fields(value))
+    }
+    if not near and (inside := difflib.get_close_matches(key, inner, n=1, cutoff=0.7)):
+        near = [inner[inside[0]]]
+    hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(known)}"
+    return f"unknown setting {path!r}; {hint}"
+
+
+def _excerpt(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]} ... ({len(text):,} characters)"
+
+
+def _fields(field: Any) -> Mapping[str, Any]:
+    """Return the settings of a field that is a section; of another field, none."""
+    return getattr(_section(getattr(field, "annotation", None)), "model_fields", {})
+
+
+def _section(annotation: Any) -> Any:
+    """Return X of a section that may be left out, `X | None`; any other annotation as it is."""
+    if get_origin(annotation) not in (Union, UnionType):
+        return annotation
+    kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
+    return kinds[0] if len(kinds) == 1 else annotation
