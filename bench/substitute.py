@@ -47,8 +47,8 @@ COLONNADE: dict[str, dict[str, Any]] = {
     "rows table-wise": {"exchange": "rows", "sharding": "table_wise"},
     "pooled row-wise": {"exchange": "pooled", "sharding": "row_wise"},
     "pooled table-wise": {"exchange": "pooled", "sharding": "table_wise"},
-    "substitute row-wise": {"exchange": "substitute", "sharding": "row_wise"},
-    "substitute table-wise": {"exchange": "substitute", "sharding": "table_wise"},
+    "substitute row-wise": {"exchange": "partials", "sharding": "row_wise"},
+    "substitute table-wise": {"exchange": "partials", "sharding": "table_wise"},
 }
 
 

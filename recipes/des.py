@@ -25,7 +25,7 @@ def train(mesh: colonnade.Mesh) -> colonnade.Fitted:
     model = DeepFM(tables, features, num_dense=len(schema.dense), top=(32, 16))
     ranks = {table.name: t % mesh.num_ranks for t, table in enumerate(tables)}
     whole = {name: {"sharding": "table_wise", "ranks": [rank]} for name, rank in ranks.items()}
-    config = colonnade.PlanConfig(exchange="substitute", tables=whole)
+    config = colonnade.PlanConfig(exchange="partials", tables=whole)
     model.embeddings.open(colonnade.build_plan(tables, mesh.world, config), mesh)
     return colonnade.fit(model, data, mesh=mesh, epochs=1, batch_size=500, quiet=True)
 

@@ -25,7 +25,7 @@ RANKS = (16, 64, 256)
 RANKS_PER_HOST = 8
 UPLINK = 1.25e9
 """Bytes per second: 10 Gbit/s."""
-EXCHANGES = ("rows", "pooled", "substitute")
+EXCHANGES = ("rows", "pooled", "partials")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def scores(mesh: Mesh, kind: str) -> list[float]:
         plan = build_plan(
             collection.tables,
             mesh.num_ranks,
-            PlanConfig(exchange="substitute", tables=whole),
+            PlanConfig(exchange="partials", tables=whole),
         )
         collection.open(plan, mesh)
     else:

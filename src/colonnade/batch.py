@@ -55,8 +55,8 @@ class Batch:
     position: Any = None  # data.contract.Position of this batch in its source
     state: Any = None  # of its source after this batch, if the source has one: Position.state
     # By feature name, (E,) uint8 by lookup: how many batches from now the id is next looked up. 0: unknown; 255: never
-    # again; else code c: 2^((c - 1) / 8) batches at most. `data.next_use` computes them; eviction from memory uses
-    # them, in a world of one rank.
+    # again; else code c: 2^((c - 1) / 8) batches at most. Computed by `data.next_use_hints`, used by eviction from
+    # memory in a world of one rank.
     next_use: Mapping[str, Tensor] | None = None
     ends_epoch: bool = False  # the last one of its epoch
     world_weight: float = 0.0

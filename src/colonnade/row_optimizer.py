@@ -114,7 +114,7 @@ class RowOptimizer(Optimizer):
         self.collection.ensure_open()
         if self.collection.exchange.pushed_parameters:
             raise ConfigError(
-                "scaled_step: got exchange substitute, which adds gradients of dense weights when rows are pushed,"
+                "scaled_step: got exchange partials, which adds gradients of dense weights when rows are pushed,"
                 " after they were divided by the scale; choose pooled, or train in bfloat16 without a scale"
             )
         if scaler.is_enabled() and self.collection.cached:

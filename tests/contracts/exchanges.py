@@ -61,7 +61,7 @@ CHOICES = {
     "rows": Choice(),
     "pooled": Choice(dict.fromkeys(ALL, "pooled"), has_sequence=False),
     # Consumers of values alone have no partials.
-    "substitute": Choice(dict.fromkeys(ALL, "substitute"), has_sequence=False),
+    "partials": Choice(dict.fromkeys(ALL, "partials"), has_sequence=False),
     # All ranks are one tower; beside sequences, which have rows.
     "towers": Choice(
         dict.fromkeys(ALL, "towers"),

@@ -133,7 +133,7 @@ def with_and_without(mesh, names):
     ids=["four", "all"],
 )
 def test_every_exchange_gives_the_same_bits(names):
-    """Four of the choices have every exchange and every sharding among them, but `substitute`, which sends what
+    """Four of the choices have every exchange and every sharding among them, but `partials`, which sends what
     `towers` does."""
     for found, lanes in run_ranks(3, with_and_without, names, fresh=True):
         assert {"fetch", "push"} <= set(lanes)

@@ -46,7 +46,7 @@ CONFIG = {
 def opened(config: RunConfig) -> Splits:
     """The data; of open tables where rows are to be evicted."""
     data = open_source("synthetic", **config.data.options)
-    if config.rows.eviction.max_rows or config.rows.eviction.age_steps:
+    if config.embedding.eviction.max_rows or config.embedding.eviction.age_steps:
         whole = data.train.schema
         columns = tuple(replace(column, cardinality=None) for column in whole.categorical)
         schema = replace(whole, categorical=columns)

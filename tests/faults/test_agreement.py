@@ -52,7 +52,7 @@ def started_differently(mesh, place) -> list[str]:
     """What this rank hears in each case; rank 2 is the other one."""
     other, folder = mesh.rank == 2, Path(place) / f"run-{mesh.rank}"
     found = []
-    config = override(SETTINGS, {"train.batch_size": 200, "rows.lr": 0.5} if other else {})
+    config = override(SETTINGS, {"train.batch_size": 200, "embedding.lr": 0.5} if other else {})
     found.append(refused(mesh, folder, config))
 
     data = open_source("synthetic", **SETTINGS.data.options)
@@ -86,7 +86,7 @@ def test_every_rank_names_the_difference_and_the_ranks(tmp_path):
     told = run_ranks(3, started_differently, str(tmp_path))
     assert told[0] == told[1] == told[2]
     settings, samples, schema, optimizer, loss, parts, model, epochs = told[0]
-    assert "rank 2 has rows.lr=0.5, ranks 0, 1 have 0.02" in settings
+    assert "rank 2 has embedding.lr=0.5, ranks 0, 1 have 0.02" in settings
     assert "rank 2 has train.batch_size=200, ranks 0, 1 have 100" in settings
     assert "rank 2 has samples.train=1400, ranks 0, 1 have 1500" in samples
     assert ".cardinality=9, ranks 0, 1 have 3000" in schema

@@ -16,7 +16,7 @@ from colonnade.errors import CorruptionError
 from colonnade.store.durable import with_trailer
 
 SETTINGS = (
-    "train.batch_size=150", "train.commit_steps=1", "rows.eviction.max_rows=50", "model.name=lr", "train.epochs=2",
+    "train.batch_size=150", "train.commit_steps=1", "embedding.eviction.max_rows=50", "model.name=lr", "train.epochs=2",
 )  # fmt: skip
 DAMAGES = {
     "empty": b"",

@@ -93,7 +93,7 @@ class Case:
         return {}
 
 
-ALL = dict.fromkeys(NAMES, "substitute")
+ALL = dict.fromkeys(NAMES, "partials")
 CASES = {
     "rows": Case({}),
     "rows and pooled": Case({"user": "pooled"}, "table_wise"),
@@ -101,12 +101,10 @@ CASES = {
     "split": Case(ALL, at_owners=ATTENDING),
     "whole": Case(ALL, "table_wise", ATTENDING),
     "on some": Case(ALL, "host_wise", ATTENDING),
-    "beside hot": Case(
-        {"item": "substitute", "user": "substitute"}, "hot", ("likes", "again", "who")
-    ),
-    "one alone": Case({"item": "substitute"}, at_owners=("likes",), consumers=("likes", "where")),
+    "beside hot": Case({"item": "partials", "user": "partials"}, "hot", ("likes", "again", "who")),
+    "one alone": Case({"item": "partials"}, at_owners=("likes",), consumers=("likes", "where")),
     "a query of its own": Case(
-        {"item": "substitute", "user": "substitute"}, "table_wise", ("who",), ("who", "where")
+        {"item": "partials", "user": "partials"}, "table_wise", ("who",), ("who", "where")
     ),
 }
 
@@ -332,7 +330,7 @@ def wide_collection() -> EmbeddingCollection:
 def forced(kind: str, num_ranks: int) -> dict[str, Forced]:
     ranks = {"item": (0,), "user": (num_ranks - 1,)}
     return {
-        name: Forced(kind, "substitute", ranks[name] if kind == "table_wise" else None)
+        name: Forced(kind, "partials", ranks[name] if kind == "table_wise" else None)
         for name in ranks
     }
 
@@ -347,9 +345,9 @@ def counted(mesh):
             WIDE,
             n,
             PlanConfig(
-                wire=asdict(codecs),
+                codec=asdict(codecs),
                 tables=by_table(
-                    exchange=dict.fromkeys(("item", "user"), "substitute"),
+                    exchange=dict.fromkeys(("item", "user"), "partials"),
                     sharding=whole if kind == "table_wise" else {},
                 ),
             ),
@@ -392,10 +390,10 @@ def test_a_sequence_of_which_something_else_is_taken_cannot_stay():
     sampled = profile(WIDE, declaration.features, [many(0, 500)])
     loads = table_loads(WIDE, declaration.features, sampled, world, batch_size=500)
     model = model_load(declaration, loads, world=world)
-    both = dict.fromkeys(("item", "user"), Forced(exchange="substitute"))
-    assert set(choose(loads, world, forced=both, model=model).exchanges.values()) == {"substitute"}
+    both = dict.fromkeys(("item", "user"), Forced(exchange="partials"))
+    assert set(choose(loads, world, forced=both, model=model).exchanges.values()) == {"partials"}
     one = {"item": both["item"], "user": Forced(exchange="rows")}
-    with pytest.raises(ConfigError, match=r"'item': got exchange substitute for 'history'"):
+    with pytest.raises(ConfigError, match=r"'item': got exchange partials for 'history'"):
         choose(loads, world, forced=one, model=model)
     stale = model_load(declaration, loads, world=world, reads_ahead=1)
     with pytest.raises(ConfigError, match="a feature reads it as a sequence"):

@@ -129,7 +129,7 @@ def counted(mesh, case, hot):
         TABLES,
         mesh.num_ranks,
         PlanConfig(
-            wire=asdict(codecs),
+            codec=asdict(codecs),
             tables=by_table(sharding=shardings_of(forced), exchange=exchanges, replicated_rows=hot),
         ),
     )

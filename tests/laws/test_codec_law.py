@@ -56,7 +56,7 @@ def train(mesh, codecs, exchange, sharding):
     plan = build_plan(
         tables,
         mesh.num_ranks,
-        PlanConfig(exchange=exchange, wire=asdict(codecs), tables=by_table(sharding=shardings)),
+        PlanConfig(exchange=exchange, codec=asdict(codecs), tables=by_table(sharding=shardings)),
     )
     collection.open(plan, mesh)
     rows, seen = RowOptimizer(collection), []
@@ -78,7 +78,7 @@ def all_cases(mesh):
     found = {}
     for name in ("exact", *NAMES):
         codecs = Codecs(name, name)
-        for exchange in ("rows", "pooled", "substitute"):
+        for exchange in ("rows", "pooled", "partials"):
             found[name, exchange] = train(mesh, codecs, exchange, row_wise(NUM_RANKS))
         found[name, "again"] = train(mesh, codecs, "rows", row_wise(NUM_RANKS))
         found[name, "one"] = train(mesh, codecs, "rows", table_wise(1))
@@ -92,7 +92,7 @@ def everyone():
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("exchange", ["rows", "pooled", "substitute"])
+@pytest.mark.parametrize("exchange", ["rows", "pooled", "partials"])
 def test_no_further_off_than_declared(everyone, name, exchange):
     exactness = everyone[0][name, exchange][1]
     codec = CODECS[name]
@@ -134,7 +134,7 @@ def test_the_same_bits_every_time_and_however_rows_are_dealt(everyone, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_shrink_as_told(everyone, name):
     codec = CODECS[name]
-    for exchange in ("rows", "pooled", "substitute"):
+    for exchange in ("rows", "pooled", "partials"):
         for results in everyone:
             exact, coded = results["exact", exchange][2], results[name, exchange][2]
             for purpose in ("fetch", "push"):

@@ -312,7 +312,7 @@ def runs(mesh, folder):
     ):  # fmt: skip
         for stop in stops:
             mesh.traffic.sent_bytes.clear()
-            given = {"plan.wire.dense": "int8", "train.max_steps": stop, "train.accumulate": parts}
+            given = {"plan.codec.dense": "int8", "train.max_steps": stop, "train.accumulate": parts}
             run = open_run(override(build_config(CONFIG), given), mesh, folder / name)
             run.train()
             dense = dense_weights(run.trainer.model)
@@ -335,7 +335,7 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(tmp_path):
         for name in whole:
             torch.testing.assert_close(parts[name], whole[name], rtol=0.05, atol=0.005)
             assert torch.equal(parts[name], all_found[0][3][0][name])
-    config = override(build_config(CONFIG), {"plan.wire.dense": "int8", "train.max_steps": 8})
+    config = override(build_config(CONFIG), {"plan.codec.dense": "int8", "train.max_steps": 8})
     run = open_run(config, Mesh(), tmp_path / "twice")
     lost = lost_by_parameter([found[2][1] for found in all_found])
     owed = run.trainer.dense.state()["buckets"][0]

@@ -207,7 +207,7 @@ def hot_and_bytes(mesh):
     return in_and_out(mesh), [zipf_bytes(mesh, num_hot) for num_hot in (0, 1000)], [
         three_steps(mesh), three_steps(mesh, tables=hot),
         three_steps(mesh, tables=hot, exchange="pooled"),
-        three_steps(mesh, tables=hot, wire={"values": "bf16", "gradients": "fp16"}),
+        three_steps(mesh, tables=hot, codec={"values": "bf16", "gradients": "fp16"}),
     ]  # fmt: skip
 
 

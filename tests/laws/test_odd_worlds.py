@@ -53,9 +53,9 @@ def plans(num_ranks):
     last = table_wise(num_ranks - 1)
     everywhere = dict.fromkeys(POOLED, replicated(num_ranks))
     return {
-        "rows": {},
+        "embedding": {},
         "pooled": {"exchanges": POOLED},
-        "substitute": {"exchanges": dict.fromkeys(POOLED, "substitute")},
+        "partials": {"exchanges": dict.fromkeys(POOLED, "partials")},
         "towers": {"exchanges": dict.fromkeys(POOLED, "towers")},
         "tower_rows": {"exchanges": dict.fromkeys(POOLED, "tower_rows")},
         "one rank": {"shardings": dict.fromkeys(POOLED, last)},

@@ -14,15 +14,15 @@ VARIANTS = {
     "plain": {},
     "tiered": {"plan.memory.dram": 60_000},
     "stale": {"plan.staleness_steps": 2, "plan.memory.dram": 90_000},
-    "sgd": {"rows.optimizer": "sgd", "rows.lr": 0.5, "plan.lookahead": 0},
+    "sgd": {"embedding.optimizer": "sgd", "embedding.lr": 0.5, "plan.lookahead": 0},
     "open": {
         "plan.memory.dram": 60_000,
-        "rows.admission.updates": 2,
-        "rows.admission.expected_ids": 2000,
-        "rows.admission.halve_steps": 9,
-        "rows.eviction.max_rows": 150,
-        "rows.eviction.by": "frequency",
-        "rows.eviction.halve_steps": 7,
+        "embedding.admission.updates": 2,
+        "embedding.admission.expected_ids": 2000,
+        "embedding.admission.halve_steps": 9,
+        "embedding.eviction.max_rows": 150,
+        "embedding.eviction.by": "frequency",
+        "embedding.eviction.halve_steps": 7,
     },
     "decisions": {
         "train.accumulate": 4,
@@ -30,9 +30,9 @@ VARIANTS = {
         "train.patience": 3,
         "train.min_delta": 0.02,
         "train.keep_commits": 1,
-        "rows.clip_norm": 0.05,
-        "rows.schedule.name": "linear",
-        "rows.schedule.warmup_steps": 5,
+        "embedding.clip_norm": 0.05,
+        "embedding.schedule.name": "linear",
+        "embedding.schedule.warmup_steps": 5,
         "dense.schedule.name": "cosine",
     },
 }
@@ -47,10 +47,10 @@ OF_TWO = {
     },
     "pooled": {
         "plan.exchange": "pooled", "plan.staleness_steps": 1, "plan.memory.dram": 90_000,
-        "plan.tables": {"C1": {"sharding": "table_wise"}}, "plan.wire.dense": "int8",
+        "plan.tables": {"C1": {"sharding": "table_wise"}}, "plan.codec.dense": "int8",
     },
-    "substitute": {
-        "model.name": "nfm", "model.bottom": None, "plan.exchange": "substitute",
+    "partials": {
+        "model.name": "nfm", "model.bottom": None, "plan.exchange": "partials",
         "plan.staleness_steps": 1, "plan.memory.dram": 120_000,
     },
     "towers": {
@@ -111,7 +111,7 @@ def test_killed_at_random_moments(undisturbed, variant, tmp_path):
     [
         pytest.param("tiered", 201, marks=pytest.mark.slow),
         pytest.param("pooled", 150, marks=pytest.mark.slow),
-        ("substitute", 150),
+        ("partials", 150),
         pytest.param("towers", 150, marks=pytest.mark.slow),
         pytest.param("cached", 150, marks=pytest.mark.slow),
         pytest.param("stale", 90, marks=pytest.mark.slow),

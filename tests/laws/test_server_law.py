@@ -60,7 +60,7 @@ BASE = {"epochs": 1, "batch_size": 50, "evaluate_steps": 5, "dense_lr": 0.05, "q
 """600 samples: 12 batches, the last of an epoch as full as the others."""
 LONG = {"epochs": 2, "evaluate_steps": 9}
 CASES = {
-    "rows": {},
+    "embedding": {},
     "uneven, ahead": {
         "batch_size": 47,
         "epochs": 2,
@@ -71,10 +71,10 @@ CASES = {
     "uneven": {"batch_size": 47, "epochs": 2, "max_steps": 16},
     "ahead": {"staleness_steps": 2, "lookahead": 3},
     "pooled": {"exchange": "pooled"},
-    "substitute": {"exchange": "substitute"},
+    "partials": {"exchange": "partials"},
     "towers": {"exchange": "towers"},
     "tower_rows": {"exchange": "tower_rows"},
-    "coded": {"wire": {"dense": "int8"}},
+    "coded": {"codec": {"dense": "int8"}},
     "own data": {"epochs": 2, "evaluate_steps": 0},
     "decisions": {
         **LONG,
@@ -148,7 +148,7 @@ def test_two_trainers_and_a_server_train_what_two_ranks_train(name):
     one, two, server = with_a_server(name)
     wanted = run_ranks(2, trained, name, 0)[0]
     # Norms and pooled sums are added up owner by owner.
-    is_exact = name not in ("pooled", "substitute", "towers", "tower_rows", "decisions")
+    is_exact = name not in ("pooled", "partials", "towers", "tower_rows", "decisions")
     exact = {"rtol": 0, "atol": 0} if is_exact else {"rtol": 1e-11, "atol": 1e-13}
     for found in (one, two, server):
         torch.testing.assert_close(found["rows"], wanted["rows"], **exact)
@@ -215,7 +215,7 @@ TIERED = {
     "plan.memory.dram": 30_000,
     "plan.staleness_steps": 1,
     "train.evaluate_steps": 6,
-    "data.next_use": True,
+    "data.next_use_hints": True,
 }
 
 
@@ -369,7 +369,7 @@ def test_nan_and_a_wish_to_stop_are_heard_by_all():
 WORLD = World(num_hosts=2, ranks_per_host=2, servers_per_host=1)
 DEALT = Forced("row_wise", "rows")
 FORCED = {
-    "rows": {},
+    "embedding": {},
     "rows of some on one server": {
         "big": Forced("table_wise", "rows", (1,)), "small": Forced("table_wise", "rows", (3,)),
     },

@@ -236,7 +236,7 @@ def test_a_configuration_stacks_open_tables():
         ({"rows": 0}, "rows"),
     ):
         with pytest.raises(ConfigError, match=said):
-            build_config({"rows": {"tables": {"b": wrong}}})
+            build_config({"embedding": {"tables": {"b": wrong}}})
 
 
 def test_a_run_is_planned_committed_exported_and_predicts(tmp_path):
@@ -250,7 +250,7 @@ def test_a_run_is_planned_committed_exported_and_predicts(tmp_path):
         {
             "data": {"name": "csv", "path": str(tmp_path / "clicks.csv"), "options": options},
             "model": {"name": "deepfm", "dim": 4},
-            "rows": {"tables": {"words": {"rows": 40}, "user": {"rows": 11, "hashes": 1}}},
+            "embedding": {"tables": {"words": {"rows": 40}, "user": {"rows": 11, "hashes": 1}}},
             "plan": {"placement": "profiled", "memory": {"dram": 40_000}},
             "train": {"batch_size": 24, "threads": 1},
         }
@@ -268,8 +268,8 @@ def test_a_run_is_planned_committed_exported_and_predicts(tmp_path):
         with Predictor.open(place) as predictor:
             assert torch.equal(predictor(batch), wanted)
     with pytest.raises(CheckpointError, match="hashes"):
-        open_run(override(config, {"rows.tables.words.hashes": 3}), Mesh(), folder)
-    other = override(config, {"rows.tables.words.rows": 41, "train.warm_start": str(folder)})
+        open_run(override(config, {"embedding.tables.words.hashes": 3}), Mesh(), folder)
+    other = override(config, {"embedding.tables.words.rows": 41, "train.warm_start": str(folder)})
     with pytest.raises(
         CheckpointError, match="words has 2 hashes into 40 rows there, 2 hashes into 41"
     ):

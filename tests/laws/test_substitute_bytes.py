@@ -1,4 +1,4 @@
-"""Payload under `substitute` that is foretold from a profile equals what is counted on other batches, within 2 %:
+"""Payload under `partials` that is foretold from a profile equals what is counted on other batches, within 2 %:
 partials of tables whole and split, beside values, weights, codecs and other exchanges; and the cut that the formulas go
 by is the one that an exchange makes."""
 
@@ -31,7 +31,7 @@ from colonnade import (
     build_plan,
 )
 from colonnade.comm.traffic import Traffic
-from colonnade.exchange.operator_cut import substituted
+from colonnade.exchange.operator_cut import remote_consumers
 from colonnade.lookup.layout import declare
 from colonnade.plan.cost.consumers import evaluated_at_owners, model_load
 from colonnade.plan.cost.partials import Partials
@@ -76,16 +76,16 @@ BESIDE = {
 }
 
 
-def dealt(num_ranks, exchange="substitute"):
+def dealt(num_ranks, exchange="partials"):
     return {name: Forced("table_wise", exchange, (t % num_ranks,)) for t, name in enumerate(NAMES)}
 
 
-def all_over(num_ranks, exchange="substitute"):
+def all_over(num_ranks, exchange="partials"):
     return dict.fromkeys(NAMES, Forced("row_wise", exchange))
 
 
 def on_one(num_ranks):
-    first = dict.fromkeys(NAMES[:5], Forced("table_wise", "substitute", (1,)))
+    first = dict.fromkeys(NAMES[:5], Forced("table_wise", "partials", (1,)))
     return {**all_over(num_ranks, "pooled"), **first}
 
 
@@ -100,7 +100,7 @@ def mixed(num_ranks):
 
 def half_split(num_ranks):
     """Whose partials are, attributed to tables on different ranks."""
-    return {**dealt(num_ranks), **dict.fromkeys(NAMES[:3], Forced("row_wise", "substitute"))}
+    return {**dealt(num_ranks), **dict.fromkeys(NAMES[:3], Forced("row_wise", "partials"))}
 
 
 CASES = {
@@ -160,7 +160,7 @@ def counted(mesh, cases):
             TABLES,
             n,
             PlanConfig(
-                wire=asdict(codecs),
+                codec=asdict(codecs),
                 tables=by_table(
                     sharding={name: sharding_of(said, n) for name, said in forced.items()},
                     exchange={name: said.exchange for name, said in forced.items()},
@@ -284,7 +284,7 @@ def test_the_cut_of_numbers_is_the_exchanges():
         for t, sharding in enumerate(shardings):
             owners[t, list(sharding.ranks)] = 1.0
         found = [partials.model.consumers[c].name for c in partials.cut(owners)]
-        assert tuple(found) == substituted(declaration, shardings)
+        assert tuple(found) == remote_consumers(declaration, shardings)
         joint = partials.joint(owners)
         shares = [partials.shares(joint, owners, t) for t in range(len(tables))]
         assert joint.lone is None

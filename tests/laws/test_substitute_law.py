@@ -29,7 +29,7 @@ from colonnade import (
     World,
     build_plan,
 )
-from colonnade.exchange.operator_cut import barred, floats, substituted
+from colonnade.exchange.operator_cut import barred, floats, remote_consumers
 from colonnade.lookup.layout import declare
 from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
 
@@ -45,7 +45,7 @@ class Case:
     """Of all tables' shardings."""
     wanted: tuple[str, ...]
     """Consumers that are evaluated at the owners; of those with weights, on several ranks."""
-    exchanges: dict[str, str] = field(default_factory=lambda: dict.fromkeys(TABLES, "substitute"))
+    exchanges: dict[str, str] = field(default_factory=lambda: dict.fromkeys(TABLES, "partials"))
     cut: tuple[str, ...] = ()
     """Tables whose rows are cut by columns."""
     hot: dict[str, list[int]] = field(default_factory=dict)
@@ -85,13 +85,13 @@ CASES = {
         {"fm": (FM(), ("user.deep", "item", "seen")), "all": (FM(), FIELDS), **WIDE},
         "table_wise",
         (),
-        {"user": "substitute", "item": "substitute", "wide": "substitute"},
+        {"user": "partials", "item": "partials", "wide": "partials"},
     ),
     "beside rows, apart": Case(
         {"fm": (FM(), ("user.deep", "item", "seen")), "tagged": (Sum(), ("tags",)), **WIDE},
         "table_wise",
         ("fm",),
-        {"user": "substitute", "item": "substitute", "wide": "pooled"},
+        {"user": "partials", "item": "partials", "wide": "pooled"},
     ),
     "over hot rows": Case(
         {"fm": (FM(), FIELDS), **WIDE}, "table_wise", ("fm",), hot={"tag": [4, 0, 1]}
@@ -127,7 +127,7 @@ CASES = {
         },
         "row_wise",
         ("first",),
-        {"item": "substitute", "wide": "substitute", "user": "pooled"},
+        {"item": "partials", "wide": "partials", "user": "pooled"},
     ),
     "weights, cross layers, whole tables": Case(
         {
@@ -275,7 +275,7 @@ def step_too_late(mesh) -> None:
     """The dense optimizer steps before the rows': every rank is told."""
     consumers = {"first": (FieldsLinear((5, 5), 1), ("user.deep", "item"))}
     collection = EmbeddingCollection(tables("float64"), our_features(), consumers=consumers)
-    exchanges = {"user": "substitute", "item": "substitute"}
+    exchanges = {"user": "partials", "item": "partials"}
     shardings = {name: table_wise(0) for name in exchanges}  # of other ranks none has the fields
     plan = build_plan(
         collection.tables,
@@ -354,7 +354,7 @@ def test_the_cut_is_the_least_of_all():
 
     def cut(consumers):
         declaration = declare(declared, fields, consumers)
-        return substituted(declaration, shardings), declaration
+        return remote_consumers(declaration, shardings), declaration
 
     assert cut({"fm": (FM(), "abcd")})[0] == ("fm",)  # 9 < 32
     assert cut({"fm": (FM(), "a")})[0] == ()  # 9 > 8
@@ -430,7 +430,7 @@ def test_what_owners_cannot_evaluate():
     whole = [table_wise(rank) for rank in range(4)]
 
     def found(**given):
-        names = substituted(declaration, [row_wise(4)] * 4, **given)
+        names = remote_consumers(declaration, [row_wise(4)] * 4, **given)
         why = {name: barred(declaration, name, **given) for name in consumers}
         assert set(names) == {name for name, each in why.items() if each is None}
         return why
@@ -439,7 +439,7 @@ def test_what_owners_cannot_evaluate():
         "deep": None,
         "beside": "nothing smaller than its fields' values stands for them in Concat",
     }
-    assert substituted(declaration, whole) == ("deep",)
+    assert remote_consumers(declaration, whole) == ("deep",)
     assert "read ahead" in found(reads_ahead=2)["deep"]
     assert "one rank" in found(world=World())["deep"]
     assert "servers" in found(world=World(ranks_per_host=4, servers_per_host=1))["deep"]

@@ -139,9 +139,7 @@ def trained(mesh, name):
     plan = build_plan(
         tables,
         mesh.num_ranks,
-        PlanConfig(
-            tables=by_table(exchange=dict.fromkeys(NAMES, "substitute"), sharding=shardings)
-        ),
+        PlanConfig(tables=by_table(exchange=dict.fromkeys(NAMES, "partials"), sharding=shardings)),
     )
     model.embeddings.open(plan, mesh)
     chosen = at_owners(model.embeddings)

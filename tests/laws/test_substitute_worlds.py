@@ -1,4 +1,4 @@
-"""`substitute` beside everything else a plan says: tiers, staleness, admission and eviction at the owners, servers,
+"""`partials` beside everything else a plan says: tiers, staleness, admission and eviction at the owners, servers,
 codecs, and whole runs by configuration. N ranks train what one rank trains, and remember the rows that it remembers."""
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def train(mesh, *, stays=None, is_whole=False, folder=None, codecs=EXACT, **sett
         collection.tables,
         mesh.world,
         PlanConfig(
-            exchange="substitute",
-            wire=asdict(codecs),
+            exchange="partials",
+            codec=asdict(codecs),
             **settings,
             tables=by_table(sharding=shardings),
         ),
@@ -195,7 +195,7 @@ def test_trainers_with_a_server_train_what_one_rank_does(alone):
         check([each[i] for each in trainers], alone[name], f"with a server: {name}")
 
 
-NFM = {"model.name": "nfm", "model.bottom": None, "plan.exchange": "substitute"}
+NFM = {"model.name": "nfm", "model.bottom": None, "plan.exchange": "partials"}
 
 
 def config_of(**settings):
@@ -232,7 +232,7 @@ def test_runs_by_configuration_are_evaluated_and_go_on_in_another_world(tmp_path
     wanted = run_until(Mesh(), tmp_path / "alone", 10, {})
     again = run_until(Mesh(), tmp_path / "half", 10, {})  # 5 steps of a rank after 5 of two
     for whole, half, scores in everyone:
-        assert whole[0] == {"substitute"} and whole[1] == 10 and half[1] == 5
+        assert whole[0] == {"partials"} and whole[1] == 10 and half[1] == 5
         assert whole[2] == pytest.approx(wanted[2], rel=1e-3)
         assert scores["auc"] == pytest.approx(whole[2]["test_auc"], rel=1e-6)
     assert again[0] == {"rows"} and again[1] == 5
@@ -271,6 +271,6 @@ def refusals(mesh):
 
 def test_bags_that_are_split_are_refused_before_the_first_batch():
     for split, whole, sums in run_ranks(2, refusals):
-        assert "table 'C1': got exchange=substitute with sharding=row_wise" in split
+        assert "table 'C1': got exchange=partials with sharding=row_wise" in split
         assert "plan.tables.C1.sharding=table_wise" in split
         assert whole == sums == ""

@@ -130,7 +130,7 @@ def counted(mesh, cases):
             TABLES,
             NUM_RANKS,
             PlanConfig(
-                wire=asdict(codecs),
+                codec=asdict(codecs),
                 towers=towers,
                 staleness_steps=int(case == LATE),
                 tables=by_table(sharding=place(towers), exchange=exchanges),

@@ -102,7 +102,7 @@ class Beside(nn.Module):
 def beside(mesh):
     model = Beside().double()
     if mesh.num_ranks > 1:
-        exchanges = dict.fromkeys("adbe", "towers") | {"c": "substitute"}
+        exchanges = dict.fromkeys("adbe", "towers") | {"c": "partials"}
         shardings = {name: table_wise(rank) for rank, name in enumerate("adbe")}
         plan = build_plan(
             declared()[0],

@@ -146,7 +146,7 @@ def train(mesh, consumers, exchange="pooled", places=None, towers=None, stalenes
         PlanConfig(
             staleness_steps=staleness,
             towers=None if mesh.num_ranks == 1 else towers,
-            wire=asdict(codecs or Codecs()),
+            codec=asdict(codecs or Codecs()),
             tables=by_table(exchange=exchanges, sharding=shardings),
         ),
     )

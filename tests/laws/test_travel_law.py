@@ -27,7 +27,7 @@ MIXED = Case(  # sums that all ranks have a share of beside fields that lie on o
     {"sums": (Sum(), ("seen", "tags", "item")), "deep": (Concat(), ("user.deep",)), **WIDE},
     "row_wise",
     ("sums",),
-    {"user": "pooled", "item": "substitute", "tag": "substitute", "wide": "substitute"},
+    {"user": "pooled", "item": "partials", "tag": "partials", "wide": "partials"},
 )
 LAWS = {
     "whole tables": (CASES["whole tables"], 0),
@@ -63,7 +63,7 @@ def test_equals_one_rank():
 
 SIZE = 24
 """Samples of all ranks."""
-COUNTED = {("substitute", "exact"): 8, ("pooled", "exact"): 8, ("substitute", "bf16"): 2}
+COUNTED = {("partials", "exact"): 8, ("pooled", "exact"): 8, ("partials", "bf16"): 2}
 """Exchange and codec: bytes of a float that crosses."""
 
 
@@ -77,7 +77,7 @@ def one_step(mesh, exchange, codec):
             collection.tables,
             mesh.num_ranks,
             PlanConfig(
-                wire={"values": codec, "gradients": codec},
+                codec={"values": codec, "gradients": codec},
                 tables=by_table(exchange=dict.fromkeys(case.exchanges, exchange)),
             ),
         ),
@@ -113,7 +113,7 @@ def test_bytes_between_hosts_are_those_of_the_formula():
         assert ((found - exact).abs() <= limit * HOSTS * largest).all(), what
 
 
-@pytest.mark.parametrize("exchange", ["pooled", "substitute"])
+@pytest.mark.parametrize("exchange", ["pooled", "partials"])
 def test_one_host_or_one_rank_each_has_nothing_to_add_first(exchange):
     for ranks_per_host in (1, 2):
         found = run_ranks(2, one_step, exchange, "exact", ranks_per_host=ranks_per_host)
@@ -122,5 +122,5 @@ def test_one_host_or_one_rank_each_has_nothing_to_add_first(exchange):
 
 
 def test_partials_are_narrower_than_values():
-    substitute, pooled, _ = steps(Mesh())
-    assert substitute[2] < pooled[2]
+    partials, pooled, _ = steps(Mesh())
+    assert partials[2] < pooled[2]

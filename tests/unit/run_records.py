@@ -32,7 +32,7 @@ def write_run(
     config = {
         "data": {"name": "synthetic", "path": None, "options": {"seed": 1}},
         "model": {"name": name, "dim": 16, "top": [128, 64]},
-        "rows": {"optimizer": "adagrad", "lr": lr, "eps": None},
+        "embedding": {"optimizer": "adagrad", "lr": lr, "eps": None},
         "plan": {"memory": {"dram": 64 << 20}},
         "train": {"batch_size": 4096, "epochs": evaluations},
     }

@@ -105,7 +105,7 @@ def test_data_that_a_model_cannot_take_is_refused():
 def test_first_order_weights_have_their_own_optimizer():
     rows = {"optimizer": "adam", "lr": 0.01, "betas": (0.8, 0.9)}
     wide = {"optimizer": "ftrl", "lr": 0.1, "l1": 0.5}
-    config = build_config({"model": {"name": "deepfm"}, "rows": {**rows, "wide": wide}})
+    config = build_config({"model": {"name": "deepfm"}, "embedding": {**rows, "wide": wide}})
     table = build_tables(SCHEMA, config)[0][0]
     assert dict(table.dim) == {"deep": 16, "wide": 2}
     assert table.optimizer["deep"] == Adam(lr=0.01, betas=(0.8, 0.9))
@@ -114,7 +114,9 @@ def test_first_order_weights_have_their_own_optimizer():
 
 
 def test_first_order_weights_train_as_the_rows_otherwise():
-    config = build_config({"model": {"name": "fm"}, "rows": {"eps": 1e-3, "wide": {"lr": 0.5}}})
+    config = build_config(
+        {"model": {"name": "fm"}, "embedding": {"eps": 1e-3, "wide": {"lr": 0.5}}}
+    )
     table = build_tables(SCHEMA, config)[0][0]
     assert table.optimizer["deep"] == RowWiseAdagrad(lr=0.02, eps=1e-3)
     assert table.optimizer["wide"] == RowWiseAdagrad(lr=0.5, eps=1e-3)
@@ -122,8 +124,8 @@ def test_first_order_weights_train_as_the_rows_otherwise():
 
 def test_a_setting_the_wide_optimizer_does_not_have_is_refused():
     wide = {"optimizer": "ftrl", "momentum": 0.5}
-    with pytest.raises(ConfigError, match=r"rows\.wide\.momentum"):
-        build_model(SCHEMA, build_config({"model": {"name": "fm"}, "rows": {"wide": wide}}))
+    with pytest.raises(ConfigError, match=r"embedding\.wide\.momentum"):
+        build_model(SCHEMA, build_config({"model": {"name": "fm"}, "embedding": {"wide": wide}}))
 
 
 def test_a_table_has_an_optimizer_a_rate_and_first_values_of_its_own():
@@ -138,7 +140,7 @@ def test_a_table_has_an_optimizer_a_rate_and_first_values_of_its_own():
     assert [table.optimizer["deep"] for table in (user, tags, item)] == list(every)
     assert [t.initializer["deep"].scale for t in (user, tags, item)] == [0.125, 0.0, 0.5]
     assert {t.optimizer["wide"].lr for t in (user, tags, item)} == {2.0}
-    config = override(config, {"model.name": "lr", "rows.by_table.user.lr": 3.0})
+    config = override(config, {"model.name": "lr", "embedding.by_table.user.lr": 3.0})
     user, tags, item = build_tables(SCHEMA, config)[0]
     assert user.optimizer == RowWiseAdagrad(lr=3.0, eps=1e-3) and item.initializer.scale == 0.5
 
@@ -156,20 +158,25 @@ def test_a_table_has_bounds_of_its_own():
     [
         (
             {"items": {"lr": 1.0}},
-            "rows.by_table.items: this data has no table of that name; it has",
+            "embedding.by_table.items: this data has no table of that name; it has",
         ),
-        ({"item": {"momentum": 0.5}}, "rows.by_table.item.momentum: rowwise_adagrad has no such"),
+        (
+            {"item": {"momentum": 0.5}},
+            "embedding.by_table.item.momentum: rowwise_adagrad has no such",
+        ),
     ],
 )
 def test_what_a_table_cannot_have_of_its_own_is_refused(by_table, words):
     with pytest.raises(ConfigError, match=words):
-        build_tables(SCHEMA, build_config({"rows": {"by_table": by_table}}))
+        build_tables(SCHEMA, build_config({"embedding": {"by_table": by_table}}))
 
 
 def test_relations_of_rotate_begin_anywhere_on_the_circle():
     columns = [Column(name, 9, table="entity") for name in ("head", "tail")]
     columns += [Column("relation", 4), Column("candidate", 9, "sequence", table="entity")]
-    config = build_config({"model": {"name": "rotate", "dim": 4}, "rows": {"init_scale": 0.01}})
+    config = build_config(
+        {"model": {"name": "rotate", "dim": 4}, "embedding": {"init_scale": 0.01}}
+    )
     model = build_model(Schema((), tuple(columns), labels=()), config)
     starts = {table.name: table.initializer.scale for table in model.embeddings.tables}
     assert starts == {"entity": 0.01, "relation": 1.0} and model.relation_range == 1.0

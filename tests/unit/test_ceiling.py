@@ -42,7 +42,7 @@ def test_the_ceiling_is_reached(label_model):
     values = {
         "data": {"options": options},
         "model": {"dim": 8, "bottom": bottom, "top": top, "keep_fields": True},
-        "rows": {"lr": 0.05, "initial_accumulator": 1e-6, "init_scale": 0.01},
+        "embedding": {"lr": 0.05, "initial_accumulator": 1e-6, "init_scale": 0.01},
         "dense": {"lr": 3e-3},
         "train": {"batch_size": batch_size, "threads": 1},
     }

@@ -57,7 +57,7 @@ def load_of(
 def counted_by_hand(load, sharding: Sharding, exchange, world):
     """(bytes out of each rank inside its host, out of each host, and into both), rank by rank and pair by pair."""
     n, size = world.num_ranks, world.ranks_per_host
-    exchange = "pooled" if exchange == "substitute" else exchange  # where no consumer is known
+    exchange = "pooled" if exchange == "partials" else exchange  # where no consumer is known
     if exchange in BY_TOWERS and is_inside(sharding, world):
         return counted_by_towers(load, sharding, world, exchange == "tower_rows")
     exchange = "pooled" if exchange in BY_TOWERS else exchange
@@ -311,11 +311,11 @@ def test_planning_and_packing_of_lookups_count_where_they_were_measured():
             - getattr(work(load, exchange, 1, 4, blind), who)
             for who in ("asker", "owner")
         )
-        for exchange in ("rows", "pooled", "substitute")
+        for exchange in ("rows", "pooled", "partials")
     }
     assert more["rows"] == pytest.approx((load.lookups / 1e7, 4 * load.unique_rank / 1e7))
     assert more["pooled"] == pytest.approx((load.lookups / 1e7, 4 * load.lookups * 2e-7))
-    assert more["substitute"] == pytest.approx(more["pooled"])
+    assert more["partials"] == pytest.approx(more["pooled"])
     assert alone(load, seeing) - alone(load, blind) == pytest.approx(load.lookups / 1e7)
 
 

@@ -1,4 +1,4 @@
-"""`substitute` is chosen where the formulas of Distributed Equivalent Substitution say that it wins, and nowhere else;
+"""`partials` is chosen where the formulas of Distributed Equivalent Substitution say that it wins, and nowhere else;
 a plan says of each consumer why."""
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Case:
         return {
             "rows": others * self.unique * self.hot * values,
             "pooled": others * values,
-            "substitute": (n - 1) * partial + others * left if partial else float("inf"),
+            "partials": (n - 1) * partial + others * left if partial else float("inf"),
         }
 
 
@@ -116,27 +116,27 @@ def low_rank(tables: int, dim: int, rank: int) -> int:
 
 
 CASES = {
-    "LR + FM, few ranks": Case(4, 39, 1, 16, (17,), "substitute"),
-    "LR + FM, many ids": Case(8, 40, 5, 8, (9,), "substitute", unique=0.3),
+    "LR + FM, few ranks": Case(4, 39, 1, 16, (17,), "partials"),
+    "LR + FM, many ids": Case(8, 40, 5, 8, (9,), "partials", unique=0.3),
     "LR + FM, too many ranks, one id": Case(48, 39, 1, 16, (17,), "rows"),
     "LR + FM, too many ranks, many ids": Case(48, 39, 10, 16, (17,), "pooled"),
     "FM against rows that are often the same": Case(8, 39, 1, 16, (17,), "rows", unique=0.01),
-    "LR": Case(8, 26, 1, 1, (1,), "substitute", has_linear=False, unique=0.95),
+    "LR": Case(8, 26, 1, 1, (1,), "partials", has_linear=False, unique=0.95),
     "LR, more ranks than fields": Case(32, 26, 4, 1, (1,), "pooled", has_linear=False),
-    "NFM, few ranks": Case(4, 26, 4, 16, (32,), "substitute"),
+    "NFM, few ranks": Case(4, 26, 4, 16, (32,), "partials"),
     "NFM, its vectors lose": Case(16, 26, 4, 16, (32,), "pooled", has_linear=False),
-    "cross network": Case(16, 30, 2, 8, (4,), "substitute", unique=0.9),
-    "first layer, narrow": Case(4, 39, 4, 32, (256,), "substitute", has_linear=False),
+    "cross network": Case(16, 30, 2, 8, (4,), "partials", unique=0.9),
+    "first layer, narrow": Case(4, 39, 4, 32, (256,), "partials", has_linear=False),
     "first layer, wide": Case(4, 39, 4, 16, (400,), "pooled", has_linear=False),
     "FM beside a deep network": Case(4, 39, 4, 16, (17, None), "pooled", has_linear=False),
-    "DeepFM: its linear part alone": Case(4, 40, 4, 4, (5, None), "substitute"),
+    "DeepFM: its linear part alone": Case(4, 40, 4, 4, (5, None), "partials"),
     "cross layers of low rank, and a first layer": Case(
-        3, 39, 4, 32, (low_rank(39, 32, 8), 128), "substitute", has_linear=False
+        3, 39, 4, 32, (low_rank(39, 32, 8), 128), "partials", has_linear=False
     ),
     "cross layers of a rank too high": Case(
         3, 39, 4, 32, (low_rank(39, 32, 16), 128), "pooled", has_linear=False
     ),
-    "two operators together": Case(4, 39, 4, 16, (17, 32), "substitute"),
+    "two operators together": Case(4, 39, 4, 16, (17, 32), "partials"),
 }
 TYPICAL = {
     "LR + FM, few ranks",
@@ -161,16 +161,16 @@ def test_chosen_as_the_formulas_say(name):
     taken = [exchange for exchange in choice.exchanges.values()]
     assert set(taken) == {case.wanted}, choice.exchanges
     kinds = {each.chosen.sharding.kind for each in choice.tables}
-    is_whole = case.hot > 1 and case.wanted == "substitute" and case.widths != (case.dim,)
+    is_whole = case.hot > 1 and case.wanted == "partials" and case.widths != (case.dim,)
     assert not is_whole or kinds == {"table_wise"}  # a bag on one rank
     sent = sum(choice.sent[p, "remote"] for p in ("fetch", "push"))
     assert sent == pytest.approx(2 * 4 * case.samples * volumes[case.wanted], rel=0.12)
     # No other exchange of all tables would make a shorter step.
-    for exchange in {"rows", "pooled", "substitute"} - {case.wanted}:
+    for exchange in {"rows", "pooled", "partials"} - {case.wanted}:
         forced = {load.name: Forced(None, exchange) for load in loads}
         other = choose(loads, case.world, forced=forced, model=model)
         assert choice.seconds.step <= other.seconds.step * 1.001, exchange
-    assert any(each.is_partial for each in choice.consumers) == (case.wanted == "substitute")
+    assert any(each.is_partial for each in choice.consumers) == (case.wanted == "partials")
 
 
 def test_bags_too_many_for_one_rank_are_dealt_by_rows():
@@ -187,7 +187,7 @@ def test_bags_too_many_for_one_rank_are_dealt_by_rows():
 
 def small(num_ranks=2):
     """Three tables of one world, one of them with bags: all choices can be tried."""
-    case = Case(num_ranks, 3, 1, 8, (9,), "substitute", unique=0.9, samples=100)
+    case = Case(num_ranks, 3, 1, 8, (9,), "partials", unique=0.9, samples=100)
     loads, model = case.loads(), case.model()
     loads[2] = replace(load_of("t2", 400, case.world, samples=100, hot=3, width=9))
     fields = [replace(field, has_bags=field.table == 2, added_bytes=0.0) for field in model.fields]
@@ -201,13 +201,13 @@ def test_the_search_finds_what_trying_all_finds(num_ranks):
     search = Search(loads, world, Memory(), (), {}, OPTIONS, False, model, 1)
     places: list[Sharding] = [row_wise(num_ranks), *map(table_wise, range(num_ranks))]
     best, evaluated = float("inf"), False
-    for exchanges in itertools.product(("rows", "pooled", "substitute"), repeat=3):
+    for exchanges in itertools.product(("rows", "pooled", "partials"), repeat=3):
         for shardings in itertools.product(places, repeat=3):
             state = search.empty()
             for t in range(3):
                 search.add(state, t, exchanges[t], shardings[t])
             if state.joint is not None and state.joint.split is not None:
-                assert "substitute" in exchanges
+                assert "partials" in exchanges
                 continue
             if search.seconds(state).step < best:
                 best = search.seconds(state).step
@@ -219,7 +219,7 @@ def test_the_search_finds_what_trying_all_finds(num_ranks):
 def test_a_split_bag_is_refused_with_what_to_do():
     world, loads, model = small()
     model = replace(model, consumers=model.consumers[:1])
-    forced = {load.name: Forced("row_wise", "substitute") for load in loads}
+    forced = {load.name: Forced("row_wise", "partials") for load in loads}
     wide = replace(model, consumers=(replace(model.consumers[0], width=2),))
     with pytest.raises(ConfigError, match=r"'f2' has bags.*plan.tables.t2.sharding=table_wise"):
         choose(loads, world, forced=forced, model=wide)
@@ -233,7 +233,7 @@ def test_who_takes_a_table_that_is_cut_falls_back_alone():
         consumer(name, some, 1 if name == "linear" else 17) for name, some in groups.items()
     )
     model = replace(case.model(), consumers=consumers)
-    forced = {f"t{t}": Forced(None, "substitute") for t in range(1, 39)}
+    forced = {f"t{t}": Forced(None, "partials") for t in range(1, 39)}
     forced["t0"] = Forced("column_wise", "pooled")
     loads = [replace(load, may_be_cut=True) for load in case.loads()]
     a, b, linear = choose(loads, case.world, model=model, forced=forced).consumers
@@ -251,6 +251,6 @@ def test_reasons_in_words():
     case = CASES["LR + FM, too many ranks, many ids"]
     fm, linear = choose(case.loads(), case.world, model=case.model()).consumers
     assert fm.why.startswith("its tables are under pooled") and not linear.is_partial
-    forced = {f"t{t}": Forced("table_wise", "substitute") for t in range(39)}
+    forced = {f"t{t}": Forced("table_wise", "partials") for t in range(39)}
     fm, linear = choose(case.loads(), case.world, model=case.model(), forced=forced).consumers
     assert fm.why == "costs more: 663 floats, not 624" and fm.partial_floats == 39 * 17

@@ -37,7 +37,7 @@ SMALL = [
         (["train", "--set", "epochs"], "name=value"),
         (["train", "--set", "=3"], "name=value"),
         (["train", "--set", "model.bottom=[-3]"], "model.bottom"),
-        (["train", "--set", "rows.lr=inf"], "rows.lr"),
+        (["train", "--set", "embedding.lr=inf"], "embedding.lr"),
         (["train", "--set", "train.seed=99999999999999999999999"], "train.seed"),
         (["train", "--set", "plan.memory.dram=3XB"], "wanted a size"),
         (["train", "--set", "data.options.num_train=abc"], "num_train"),
@@ -107,7 +107,7 @@ def test_short_options_are_settings_and_set_wins(monkeypatch):
     (config,) = built
     assert config.model.name == "deepfm" and config.train.epochs == 3
     assert config.train.batch_size == 64 and config.train.seed == 7
-    assert (config.rows.lr, config.dense.lr) == (0.25, 0.5)
+    assert (config.embedding.lr, config.dense.lr) == (0.25, 0.5)
     assert config.plan.memory.dram == 2**20
 
 
@@ -126,7 +126,7 @@ def test_settings_fit_80_columns_and_are_filtered_by_words(colonnade, monkeypatc
     assert max(map(len, everything.splitlines())) <= 80
     assert "train.keep_commits = 2" in everything
     _, some, _ = colonnade("settings", "learning rate")
-    assert "rows.lr = 0.02" in some and "train.batch_size" not in some
+    assert "embedding.lr = 0.02" in some and "train.batch_size" not in some
 
 
 def test_every_option_of_data_is_described(colonnade):
@@ -371,10 +371,10 @@ def test_from_a_run_to_scores_and_pages(colonnade, tmp_path):
     status, said, _ = colonnade("report", folder)
     assert status == 0 and "<title>run" in (tmp_path / "run" / "report.html").read_text()
     second = str(tmp_path / "second")
-    assert colonnade("train", "--run", second, *SMALL, "--set", "rows.lr=0.05")[0] == 0
+    assert colonnade("train", "--run", second, *SMALL, "--set", "embedding.lr=0.05")[0] == 0
     page = tmp_path / "page.html"
     status, said, _ = colonnade("compare", folder, second, "--output", str(page))
-    assert status == 0 and "rows.lr" in said and "model.dim" not in said and page.exists()
+    assert status == 0 and "embedding.lr" in said and "model.dim" not in said and page.exists()
 
 
 def test_outputs_that_cannot_be_written_are_one_line(colonnade, tmp_path):

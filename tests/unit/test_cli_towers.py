@@ -29,7 +29,7 @@ SETTINGS = {
         "num_train": 20_000, "num_test": 1000, "cardinalities": [8] * 9, "exponent": 0.0,
         "label_model": "pairs", "signal": 8.0, "groups": GROUPS,
     },
-    "model.name": "fm", "model.dim": 6, "rows.optimizer": "adagrad", "rows.lr": 0.1,
+    "model.name": "fm", "model.dim": 6, "embedding.optimizer": "adagrad", "embedding.lr": 0.1,
     "train.batch_size": 128, "train.epochs": 1,
 }  # fmt: skip
 

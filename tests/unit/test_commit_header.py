@@ -23,7 +23,7 @@ SETTINGS = (
     "train.commit_steps=4",
     "train.epochs=1",
     "data.options.validation_fraction=0",
-    "rows.eviction.max_rows=50",
+    "embedding.eviction.max_rows=50",
     "model.top=[8]",
 )
 

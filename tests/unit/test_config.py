@@ -30,16 +30,7 @@ from colonnade.sizes import Place, parse_bytes, parse_place
         ({"plan": {"memory": {"dram": "2 potatoes"}}}, ["plan.memory.dram", "2 potatoes", "GiB"]),
         ({"model": {"name": "transformer"}}, ["model.name", "dlrm"]),
         ({"train": 3}, ["train", "3"]),
-        ({"plan": {"dram": "2GiB"}}, ["plan.dram", "it is now plan.memory.dram"]),
-        (
-            {"plan": {"rows_ahead": True}},
-            ["plan.rows_ahead", "it was removed", "plan.staleness_steps=1"],
-        ),
-        ({"plan": {"route": "auto"}}, ["plan.route", "it was removed", "leave it out"]),
-        (
-            {"plan": {"staleness_by_step": {8: 0}}},
-            ["'plan.staleness_by_step'; it was removed", "go on from its commit with another"],
-        ),
+        ({"plan": {"dram": "2GiB"}}, ["plan.dram", "did you mean plan.memory.dram"]),
         ({"plan": {"dramm": "2GiB"}}, ["plan.dramm", "did you mean plan.memory.dram"]),
         ({"plan": {"memory": {"drm": 3}}}, ["plan.memory.drm", "did you mean plan.memory.dram"]),
         ({"plan": {"memory": {"ssd": "/a:0"}}}, ["plan.memory.ssd", "/a:0", "at least 1 byte"]),
@@ -97,15 +88,20 @@ def test_settings_by_table_and_sections_that_may_be_left_out_name_the_nearest_to
             {"plan": {"cache": {"tables": {"C1": {"siez": 3}}}}},
             "did you mean plan.cache.tables.C1.size?",
         ),
-        ({"rows": {"tables": {"C1": {"hash": 3}}}}, "did you mean rows.tables.C1.hashes?"),
+        (
+            {"embedding": {"tables": {"C1": {"hash": 3}}}},
+            "did you mean embedding.tables.C1.hashes?",
+        ),
         ({"plan": {"cache": 10}}, "plan.cache: got 10, wanted settings of it by name"),
         ({"plan": {"tables": {"C1": 2}}}, "plan.tables.C1: got 2, wanted settings of it"),
     ):
         with pytest.raises(ConfigError) as error:
             build_config(values)
         assert said in str(error.value)
-    config = override(build_config({}), {"rows.tables.C1.hashes": 3, "rows.tables.C1.rows": 50})
-    assert config.rows.tables["C1"].hashes == 3
+    config = override(
+        build_config({}), {"embedding.tables.C1.hashes": 3, "embedding.tables.C1.rows": 50}
+    )
+    assert config.embedding.tables["C1"].hashes == 3
     with pytest.raises(ConfigError, match=r"plan\.cache\.tables\.C1: got 3, wanted settings"):
         override(build_config({}), {"plan.cache.tables.C1": 3})
 
@@ -161,10 +157,3 @@ def test_sizes(number, unit):
 def test_no_sizes(text):
     with pytest.raises(ValueError, match="wanted a size such as 512MiB"):
         parse_bytes(text)
-
-
-def test_files_that_hold_the_old_default_of_a_removed_setting_are_read():
-    old = {"plan": {"rows_ahead": False, "route": "straight", "lookahead": 3}}
-    assert build_config(old) == build_config({"plan": {"lookahead": 3}})
-    with pytest.raises(ConfigError, match=r"'plan\.route'; it was removed"):
-        override(build_config({}), {"plan.route": "straight"})

@@ -16,10 +16,10 @@ from colonnade.data.tabular.hashing import (
     MISSING_ID,
     SLICE,
     _mix,
+    add_namespace,
     cross_ids,
     hash_text,
     hash_texts,
-    ids_apart,
     rows_of,
 )
 from colonnade.errors import ConfigError
@@ -87,7 +87,7 @@ def test_a_cross_is_the_stream_key_of_its_parts(rows):
 def test_a_thousand_fields_of_one_table_stay_apart():
     """PERSIA's prefixes had eight bits: more than 255 groups shared ids without a word."""
     numbers = np.array([0, 1, 2, -1, 2**63 - 1, MISSING_ID, *range(10, 104)])
-    every = [ids_apart(numbers, f"field {i}") for i in range(1000)]
+    every = [add_namespace(numbers, f"field {i}") for i in range(1000)]
     assert len(np.unique(np.concatenate(every))) == 1000 * len(numbers)
     key = hash_text(b"field 7")
     assert every[7].tolist() == [_signed(_mix((i ^ key) & MASK)) for i in numbers.tolist()]
@@ -101,7 +101,7 @@ def test_fields_of_one_table_share_rows_or_keep_apart():
     words = pa.array(["a", "b", None, "a"])
     for rows in (None, 1000):
         plain, ours, theirs = (
-            encode_ids(Category(name, table="words", apart=apart, rows=rows), words).tolist()
+            encode_ids(Category(name, table="words", namespace=apart, rows=rows), words).tolist()
             for name, apart in (("x", False), ("x", True), ("y", True))
         )
         assert plain == encode_ids(Category("y", table="words", rows=rows), words).tolist()
@@ -109,14 +109,14 @@ def test_fields_of_one_table_share_rows_or_keep_apart():
         for ids in (plain, ours, theirs):
             assert len({*ids}) == 3
     listed = pa.array([["a", "b"], ["a"]])
-    of_bag = encode_several(Bag("x", table="words", apart=True), listed).values
+    of_bag = encode_several(Bag("x", table="words", namespace=True), listed).values
     assert of_bag.tolist() == [*ours_of("a", "b"), *ours_of("a")]
     for numbered in ({"cardinality": 5}, {"vocabulary": ("a",)}):
         with pytest.raises(ConfigError, match="apart"):
-            Category("x", apart=True, **numbered)
-    field = Category("x", table="words", apart=True)
+            Category("x", namespace=True, **numbered)
+    field = Category("x", table="words", namespace=True)
     assert field_from_dict("x", field_to_dict(field)) == field
 
 
 def ours_of(*words):
-    return ids_apart(hash_texts(pa.array(words)), "x").tolist()
+    return add_namespace(hash_texts(pa.array(words)), "x").tolist()

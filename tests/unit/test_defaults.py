@@ -110,7 +110,8 @@ def test_a_run_keeps_what_was_chosen_for_it_when_its_data_change(tmp_path):
 @pytest.mark.parametrize(
     "given", [
         {"train.batch_size": 100}, {"train.epochs": 2}, {"train.patience": 0}, {"train.patience": 1},
-        {"train.monitor": "auc"}, {"dense.lr": 0.5}, {"dense.weight_decay": 0.0}, {"rows.initial_accumulator": 0.0},
+        {"train.monitor": "auc"}, {"dense.lr": 0.5}, {"dense.weight_decay": 0.0},
+        {"embedding.initial_accumulator": 0.0},
         {"data.options.validation_fraction": 0.3}, {"data.options.shuffle_window": 0},
     ],
 )  # fmt: skip

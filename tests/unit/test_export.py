@@ -40,7 +40,7 @@ def train(mesh, folder, settings):
     [
         ({}, 1),
         ({"plan.memory.dram": 90_000}, 2),
-        ({"rows.dtype": "bfloat16", "rows.master": True}, 1),
+        ({"embedding.dtype": "bfloat16", "embedding.master": True}, 1),
     ],
 )
 def test_exported_rows_are_the_runs(settings, num_ranks, tmp_path):

@@ -41,7 +41,7 @@ from colonnade.store.durable import read_verified, write_durably
 from colonnade.train.trainer import word as due_word
 
 STEPS = {"train.epochs": 1, "train.commit_steps": 4, "train.keep_commits": 20}
-OPEN = {"rows.eviction.max_rows": 300, "rows.eviction.by": "recency"}
+OPEN = {"embedding.eviction.max_rows": 300, "embedding.eviction.by": "recency"}
 
 
 def train(mesh, folder: Path, published: Path, settings: dict) -> int | None:
@@ -129,7 +129,7 @@ def test_every_commit_has_the_bits_of_its_export(settings, least, snapshots, tmp
     if least > 1:
         sent = [read_change(live, number) for number in range(1, word.number + 1)]
         assert not [change for change in sent if not sum(len(t.ids) for t in change.tables)]
-        assert bool(settings.get("rows.eviction.max_rows")) == any(
+        assert bool(settings.get("embedding.eviction.max_rows")) == any(
             len(table.gone) for change in sent for table in change.tables
         )
 
@@ -140,7 +140,7 @@ def test_of_several_ranks_whatever_their_shardings_and_number(tmp_path):
     folder, published = tmp_path / "run", tmp_path / "published"
     samples = batches({})
     shardings = {
-        "rows.optimizer": "adagrad",
+        "embedding.optimizer": "adagrad",
         "plan.tables": {
             "C1": {"sharding": "column_wise"},
             "C2": {"sharding": "replicated"},
@@ -152,7 +152,7 @@ def test_of_several_ranks_whatever_their_shardings_and_number(tmp_path):
     with Predictor.open(published) as predictor:
         assert predictor.step == step and read_word(published).bases[-1].number == 0
         assert equal(scores(predictor, samples), wanted(folder, step, samples, tmp_path / "one"))
-        assert train(Mesh(), folder, published, {"rows.optimizer": "adagrad"}) == step
+        assert train(Mesh(), folder, published, {"embedding.optimizer": "adagrad"}) == step
         assert predictor.refresh() > 1  # a base, and changes after it
         step = committed_steps(folder)[-1]
         assert predictor.step == step and read_word(published).bases[-1].number > 0

@@ -59,7 +59,7 @@ def test_a_table_s_own_word_counts_more():
 @pytest.mark.parametrize(
     "plan, is_open",
     [({"exchange": "auto"}, True), ({"sharding": "table_wise"}, True), ({"sharding": "replicated"}, False),
-     ({"sharding": "host_wise"}, True), ({"exchange": "pooled"}, False), ({"exchange": "substitute"}, False),
+     ({"sharding": "host_wise"}, True), ({"exchange": "pooled"}, False), ({"exchange": "partials"}, False),
      ({"tables": {"a": {"sharding": "host_wise", "ranks": [2, 3]}}}, False)],
 )  # fmt: skip
 def test_what_is_left_open_is_chosen_from_a_profile(plan, is_open):
@@ -117,12 +117,11 @@ def test_a_file_holds_what_python_gives():
         ({"tables": {"a": {"sharding": "host_wise", "ranks": [1, 1]}}}, "each once"),
         ({"tables": {"a": {"exchange": "pooled", "sharding": "replicated"}}}, "leave exchange out"),
         ({"sharding": "replicated", "tables": {"b": {"exchange": "rows"}}}, "leave exchange out"),
-        ({"exchange": "replicated"}, "was removed; set sharding=replicated"),
-        ({"tables": {"a": {"exchange": "replicated"}}}, "was removed; set sharding=replicated"),
+        ({"exchange": "replicated"}, "got 'replicated', choose from rows, pooled"),
         ({"tables": {"a": {"sharding": "grid", "ranks": [0, 1]}}}, "got 1 of 2 hosts, wanted two or more"),
         ({"tables": {"a": {"sharding": "grid", "ranks": [0, 1, 2]}}}, "all ranks of two or more hosts"),
         ({"tables": {"a": {"sharding": "column_wise", "ranks": [0, 4]}}}, "this world has ranks 0 .. 3"),
-        ({"exchange": "substitute", "sharding": "column_wise"}, "evaluated on whole rows, wanted table_wise"),
+        ({"exchange": "partials", "sharding": "column_wise"}, "evaluated on whole rows, wanted table_wise"),
         ({"exchange": "row"}, "plan.exchange"),
         ({"tables": {"a": {"exchnage": "rows"}}}, "did you mean plan.tables.a.exchange"),
     ],

@@ -46,11 +46,11 @@ def train(folder, settings):
     [
         {"plan.memory.dram": 60_000},
         {
-            "rows.eviction.max_rows": 150,
-            "rows.admission.probability": 0.5,
+            "embedding.eviction.max_rows": 150,
+            "embedding.admission.probability": 0.5,
             "plan.memory.dram": 90_000,
         },
-        pytest.param({"train.accumulate": 4, "rows.clip_norm": 0.05}, marks=pytest.mark.slow),
+        pytest.param({"train.accumulate": 4, "embedding.clip_norm": 0.05}, marks=pytest.mark.slow),
     ],
     ids=["files", "come and go", "micro-batches"],
 )

@@ -23,8 +23,8 @@ from colonnade.train.loss_scale import LossScale, loss_scale
 from colonnade.train.metrics_file import FILE_NAME, read_lines
 
 SHORT = {"train.epochs": 1, "train.max_steps": 9, "train.commit_steps": 0}
-CLIPPED = {"train.accumulate": 4, "rows.clip_norm": 0.02, "dense.clip_norm": 0.05}
-ROLES = {"plan.servers": 1, "plan.staleness_steps": 2, "plan.wire.dense": "bf16"}
+CLIPPED = {"train.accumulate": 4, "embedding.clip_norm": 0.02, "dense.clip_norm": 0.05}
+ROLES = {"plan.servers": 1, "plan.staleness_steps": 2, "plan.codec.dense": "bf16"}
 
 
 def train(mesh, folder, said):

@@ -167,7 +167,7 @@ def run_on(mesh, folder, changes):
 
 
 def test_the_setting_raises_hits_and_changes_no_bit(tmp_path):
-    hinted = {"data.next_use": True}
+    hinted = {"data.next_use_hints": True}
     hits, rows, _ = run_on(Mesh(), tmp_path / "plain", {})
     more, same, _ = run_on(Mesh(), tmp_path / "hinted", hinted)
     assert same == rows and more > hits
@@ -181,7 +181,7 @@ def test_hints_travel_to_the_owners(tmp_path):
     """Two ranks: what one of them looks up next the other one's rows hear of."""
     changes = {"plan.memory.dram": 14_000}
     plain = run_ranks(2, run_on, tmp_path / "plain", changes)
-    hinted = run_ranks(2, run_on, tmp_path / "hinted", {**changes, "data.next_use": True})
+    hinted = run_ranks(2, run_on, tmp_path / "hinted", {**changes, "data.next_use_hints": True})
     for one, other in zip(plain, hinted, strict=True):
         assert one[1] == other[1] and other[0] > one[0]
         key = ("route", "local")
@@ -207,10 +207,11 @@ def test_ranks_parts_are_told_as_the_whole_batch_is(num_ranks):
 def test_data_whose_order_nobody_knows_is_refused():
     own = open_batches(lambda epoch: list(Listed().batches(4)), SCHEMA)
     with pytest.raises(
-        ConfigError, match=r"a data set of your own that yields batches.*Leave data\.next_use out"
+        ConfigError,
+        match=r"a data set of your own that yields batches.*Leave data\.next_use_hints out",
     ):
         with_next_use(own)
-    config = override(RunConfig(), {"data.next_use": True})
+    config = override(RunConfig(), {"data.next_use_hints": True})
     with pytest.raises(ConfigError, match="a data set of your own that yields batches"):
         colonnade.fit(
             Net(), Splits(train=open_batches([], splits(9).train.schema)), config=config, quiet=True

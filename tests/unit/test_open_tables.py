@@ -646,8 +646,8 @@ def test_tables_of_a_model_built_by_name():
     assert a.eviction == MaxRowsEviction(rows=500, by="frequency", halve_steps=9)
     assert b.admission is None and b.eviction == AgeEviction(steps=4)
     assert c.admission is None and c.eviction is None
-    with pytest.raises(ConfigError, match=r"rows\.tables\.c: .* it has a, b, d"):
-        build_tables(schema, build_config({"rows": {"tables": {"c": {}}}}))
+    with pytest.raises(ConfigError, match=r"embedding\.tables\.c: .* it has a, b, d"):
+        build_tables(schema, build_config({"embedding": {"tables": {"c": {}}}}))
     closed = Schema(dense=(), categorical=(columns[2],), labels=("y",))
-    with pytest.raises(ConfigError, match=r"rows\.eviction: this data has no open table"):
-        build_tables(closed, build_config({"rows": {"eviction": {"max_rows": 5}}}))
+    with pytest.raises(ConfigError, match=r"embedding\.eviction: this data has no open table"):
+        build_tables(closed, build_config({"embedding": {"eviction": {"max_rows": 5}}}))

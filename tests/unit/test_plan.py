@@ -56,7 +56,7 @@ def test_plans_round_trip(tables, budget, mapped, num_ranks, staleness):
             memory={"dram": budget, "mapped": mapped, "ssd": ["/a", "/b:5"]},
             staleness_steps=staleness,
             write_budget="7MB",
-            wire={"values": "bf16", "gradients": "int8", "dense": "fp16"},
+            codec={"values": "bf16", "gradients": "int8", "dense": "fp16"},
         ),
     )
     assert plan.ssd == (Place("/a"), Place("/b", 5)) and plan.write_budget == 7_000_000
@@ -128,8 +128,8 @@ def test_small_tables_stay_whole():
     ("settings", "words"),
     [
         ({"exchange": "rowz"}, "rowz"),
-        ({"wire": {"values": "int9"}}, "int9"),
-        ({"wire": {"dense": "int7"}}, "int7"),
+        ({"codec": {"values": "int9"}}, "int9"),
+        ({"codec": {"dense": "int7"}}, "int7"),
         ({"memory": {"dram": 0}}, "got 0, wanted a size of at least 1 byte"),
         ({"memory": {"dram": 43}}, r"plan\.memory\.dram: got 43 bytes, wanted at least 44"),
         ({"memory": {"dram": 60, "tables": {"t": 61}}}, "raise dram, or give them less"),

@@ -341,7 +341,7 @@ def test_plan_advises_no_modules_beside_those_of_the_model(capsys, tmp_path, mon
 def test_plan_says_of_each_consumer_what_travels(capsys, tmp_path, monkeypatch, quick):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    model = ["model.name=deepfm", "model.bottom=none", "model.dim=4", "plan.exchange=substitute"]
+    model = ["model.name=deepfm", "model.bottom=none", "model.dim=4", "plan.exchange=partials"]
     command = ["plan", *SETTINGS, "--world", "16x1", "--uplink", "1Gbit"]
     assert app.run([*command, *(word for each in model for word in ("--set", each))]) == 0
     said = capsys.readouterr().out

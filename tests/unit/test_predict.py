@@ -76,7 +76,14 @@ def folder(tmp_path_factory) -> Path:
         ({"model.name": "dcnv2", "model.bottom": None}, 1),
         ({"model.name": "lr", "model.bottom": None, "model.top": None, "model.dim": None}, 1),
         ({"plan.memory.dram": 90_000}, 2),
-        ({"rows.dtype": "bfloat16", "rows.master": True, "rows.optimizer": "adam"}, 1),
+        (
+            {
+                "embedding.dtype": "bfloat16",
+                "embedding.master": True,
+                "embedding.optimizer": "adam",
+            },
+            1,
+        ),
     ],
 )
 def test_predictions_are_evaluations_to_the_bit(settings, num_ranks, tmp_path):

@@ -215,7 +215,7 @@ def test_comparison_shows_only_what_differs_and_marks_the_best(tmp_path):
     two = write_run(tmp_path / "b" / "run", lr=0.2, loss=0.5, steps=800, evaluations=2)
     runs = [read_run(one), read_run(two)]
     assert names_of(runs) == ["a/run", "b/run"]
-    assert {line.name for line in different_settings(runs)} == {"rows.lr", "train.epochs"}
+    assert {line.name for line in different_settings(runs)} == {"embedding.lr", "train.epochs"}
     assert different_settings([runs[0], runs[0]]) == []
     lines = {line.name: line for line in figure_lines(runs)}
     assert lines["steps"].values == ("400", "800")

@@ -78,9 +78,9 @@ SHORT = {**CONFIG, "data": {"name": "synthetic", "options": DATA}}
 SMALL = {"plan.memory.dram": 60_000, "train.commit_steps": 3}
 OPEN = {
     **SMALL,
-    "rows.admission.updates": 2,
-    "rows.admission.expected_ids": 2000,
-    "rows.eviction.age_steps": 4,
+    "embedding.admission.updates": 2,
+    "embedding.admission.expected_ids": 2000,
+    "embedding.eviction.age_steps": 4,
 }
 
 
@@ -172,9 +172,9 @@ def test_going_back_gives_up_what_lies_where_rows_are_to_go(tmp_path):
         assert each.problem == ""
 
 
-ADAM = {**SMALL, "rows.optimizer": "adam", "model.dim": 7, "model.bottom": [7]}
+ADAM = {**SMALL, "embedding.optimizer": "adam", "model.dim": 7, "model.bottom": [7]}
 """Two numbers of state for each column; 7 columns are cut into 3 and 4."""
-LEAVES = {**OPEN, "rows.optimizer": "adagrad"}
+LEAVES = {**OPEN, "embedding.optimizer": "adagrad"}
 
 
 def cut_and_joined(mesh, folder):

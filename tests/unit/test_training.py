@@ -331,7 +331,7 @@ SCHEDULES = {
     "config": {
         "config": build_config(
             {
-                "rows": {"schedule": {"name": "linear", "warmup_steps": 3}},
+                "embedding": {"schedule": {"name": "linear", "warmup_steps": 3}},
                 "dense": {"schedule": {"name": "cosine", "final": 0.1}},
             }
         )

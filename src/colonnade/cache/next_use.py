@@ -302,7 +302,7 @@ def with_next_use(source: Source, *, epochs: int = 1) -> NextUseSource:
         raise ConfigError(
             "got next-use hints for a data set of your own that yields batches: they need an epoch to be read once "
             "before it is trained on, in the same order, which only files, tensors and generators promise. Leave "
-            "data.next_use out, or give each batch's next_use yourself"
+            "data.next_use_hints out, or give each batch's next_use yourself"
         )
     return NextUseSource(source, epochs)
 

@@ -124,8 +124,6 @@ NO_COPIES = (
     "plan.cache is not foretold: bytes and seconds are of a run without it. What it saves follows from the order of "
     "batches: train some steps with it and look at `cache` and `sent` of the record, or the report"
 )
-SHORT = {"substitute": "partials"}
-"""Words for exchanges, where their names are too long for 80 columns."""
 
 
 def show(
@@ -343,7 +341,7 @@ def _show_advice(console: Console, found: Planned) -> None:
 def _words(cost: Cost, found: Planned) -> str:
     if cost.exchange == "replicated":
         return "copies"
-    return f"{SHORT.get(cost.exchange, cost.exchange)}, {_place(cost.sharding, found)}"
+    return f"{cost.exchange}, {_place(cost.sharding, found)}"
 
 
 def _place(sharding: Sharding, found: Planned) -> str:
@@ -367,7 +365,7 @@ def _kind_words(cost: Cost) -> str:
     kinds = {
         "table_wise": "a rank", "host_wise": "a host", "column_wise": "columns", "grid": "a grid"
     }  # fmt: skip
-    return f"{SHORT.get(cost.exchange, cost.exchange)}, {kinds.get(cost.sharding.kind, 'all')}"
+    return f"{cost.exchange}, {kinds.get(cost.sharding.kind, 'all')}"
 
 
 def _more(seconds: float) -> str:

@@ -69,7 +69,7 @@ def train(
     lr: Annotated[
         float | None,
         typer.Option(
-            help="Learning rate of rows and of the dense network: rows.lr and dense.lr.",
+            help="Learning rate of rows and of the dense network: embedding.lr and dense.lr.",
             rich_help_panel=SHORT,
         ),
     ] = None,
@@ -103,7 +103,7 @@ def train(
         "model.name": model,
         "train.epochs": epochs,
         "train.batch_size": batch_size,
-        "rows.lr": lr,
+        "embedding.lr": lr,
         "dense.lr": lr,
         "train.seed": seed,
         "plan.memory.dram": dram,
@@ -160,7 +160,7 @@ def choose_config(
         chosen = load_config(config)
     else:
         chosen = preset(data or "synthetic", settings.get("model.name"))
-    if config is None and "rows.optimizer" in settings:
+    if config is None and "embedding.optimizer" in settings:
         # What suits the data set's own optimizer is not for another one.
         settings = {f"rows.{name}": None for name in OPTIMIZER_SETTINGS} | settings
     if path is not None:

@@ -16,37 +16,12 @@ from colonnade.sizes import Place, Said, absolute, parse_bytes, parse_place, pos
 if TYPE_CHECKING:
     from colonnade.topology.sharding import Sharding
 
-RENAMED = {"plan.dram": "plan.memory.dram"}
-REMOVED: Mapping[str, tuple[Any, str]] = {
-    "plan.rows_ahead": (False, "use plan.staleness_steps=1, which reads all rows a step early"),
-    "plan.route": ("straight", "leave it out; ids go straight to the ranks that own rows"),
-    "plan.staleness_by_step": (
-        {},
-        "bounds are fixed for a run: stop it with train.max_steps and go on from its commit with another "
-        "plan.staleness_steps or plan.cache.staleness",
-    ),
-}
-"""Removed settings by name: the old default, which older files may hold, and what to use instead of any other value."""
-
-
-def refusal(name: str) -> str | None:
-    """Say what became of a setting that is no more; None of any other name."""
-    if name in RENAMED:
-        return f"unknown setting {name!r}; it is now {RENAMED[name]}"
-    if name in REMOVED:
-        return f"unknown setting {name!r}; it was removed: {REMOVED[name][1]}"
-    return None
-
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _staleness(value: Any) -> Any:
-    if value == "unbounded":
-        raise ValueError(
-            "got 'unbounded', which was removed; give the number of steps that reads are late, such as 16"
-        )
     if not _is_count(value):
         raise ValueError(f"got {value!r}, wanted a number of steps, 0 or more")
     return value
@@ -127,7 +102,7 @@ class MemoryConfig(Section):
         return self
 
 
-class WireConfig(Section):
+class CodecConfig(Section):
     """Anything but exact trades accuracy for bytes between ranks; a run on one rank is always exact."""
 
     values: CodecChoice = "exact"
@@ -139,7 +114,7 @@ class WireConfig(Section):
     rounding took."""
 
 
-ExchangeChoice = Literal["rows", "pooled", "substitute", "towers", "tower_rows", "auto"]
+ExchangeChoice = Literal["rows", "pooled", "partials", "towers", "tower_rows", "auto"]
 ShardingChoice = Literal[
     "row_wise", "host_wise", "table_wise", "column_wise", "grid", "replicated", "auto"
 ]
@@ -193,12 +168,6 @@ else:  # what people type; code may give a Sharding, or ids, too
     ]
 
 
-def _refuse_replicated_exchange(values: Any) -> None:
-    """Refuse the removed exchange `replicated`. Raises ValueError."""
-    if isinstance(values, Mapping) and values.get("exchange") == "replicated":
-        raise ValueError("got exchange=replicated, which was removed; set sharding=replicated")
-
-
 class TablePlanConfig(Section):
     """Of one table; what is left out is as plan.sharding and plan.exchange say."""
 
@@ -220,16 +189,6 @@ class TablePlanConfig(Section):
         """Kind of its sharding."""
         sharding = self.sharding
         return sharding if sharding is None or isinstance(sharding, str) else sharding.kind
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_old_names(cls, values: Any) -> Any:
-        _refuse_replicated_exchange(values)
-        if isinstance(values, Mapping) and "hot_rows" in values:
-            if values["hot_rows"]:
-                raise ValueError("unknown setting 'hot_rows'; it is now replicated_rows")
-            values = {name: value for name, value in values.items() if name != "hot_rows"}
-        return values
 
     @model_validator(mode="after")
     def _check(self) -> TablePlanConfig:
@@ -289,10 +248,6 @@ def _cache_size(value: Any) -> CacheSize:
 
 
 def _cache_staleness(value: Any) -> Any:
-    if value == "exact":
-        raise ValueError(
-            "got 'exact', which was removed; use 0, whose reads miss no update either, or leave plan.cache out"
-        )
     if value is not None and not (_is_count(value) and value < 2**31 - 1):
         raise ValueError(f"got {value!r}, wanted a number of batches, 0 .. {2**31 - 2}")
     return value
@@ -360,13 +315,13 @@ class PlanConfig(Section):
     """0: synchronous. k: every read misses exactly the newest k updates of rows."""
     exchange: ExchangeChoice = "rows"
     """What travels between ranks: rows, what owners pool of them (pooled), partials of the model's first operators
-    where those are less (substitute), what owners pool by way of a rank of their tower (towers), what such a rank pools
+    where those are less (partials), what owners pool by way of a rank of their tower (towers), what such a rank pools
     of rows that come to it (tower_rows); auto: the fastest by prediction, by towers only for a model's tower modules.
     Of replicated tables only gradients travel, whatever this says."""
     sharding: ShardingChoice = "row_wise"
     """Which ranks have a table's rows: all, one host's, one, some columns on each (of hosts: grid), each a copy; auto:
     as is foretold to be fastest."""
-    wire: WireConfig = WireConfig()
+    codec: CodecConfig = CodecConfig()
     """What rows and gradients look like while they travel."""
     towers: Annotated[int, Field(ge=1)] | str | None = None
     """For exchanges towers and tower_rows: how many groups of neighbouring ranks, over which tables are dealt, or a
@@ -398,20 +353,3 @@ class PlanConfig(Section):
                 "have no rows then: leave one of them out"
             )
         return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_old_names(cls, values: Any) -> Any:
-        _refuse_replicated_exchange(values)
-        if not isinstance(values, Mapping):
-            return values
-        idle = {name for name in values if _did_nothing(f"plan.{name}", values[name])}
-        for name in values.keys() - idle:
-            if (message := refusal(f"plan.{name}")) is not None:
-                raise ValueError(message)
-        return {name: value for name, value in values.items() if name not in idle}
-
-
-def _did_nothing(name: str, value: Any) -> bool:
-    """Return whether a removed setting has its old default."""
-    return name in REMOVED and value == REMOVED[name][0]

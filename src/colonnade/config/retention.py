@@ -58,7 +58,7 @@ class EvictionConfig(Section):
 
 
 class OpenTableConfig(Section):
-    """One open table's own settings, instead of rows.admission and rows.eviction."""
+    """One open table's own settings, instead of embedding.admission and embedding.eviction."""
 
     admission: AdmissionConfig = AdmissionConfig()
     eviction: EvictionConfig = EvictionConfig()

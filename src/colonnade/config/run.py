@@ -19,7 +19,6 @@ from colonnade.config.plan import (
     PlanConfig,
     TableCacheConfig,
     TablePlanConfig,
-    refusal,
 )
 from colonnade.config.problems import explain_errors, explain_unknown
 from colonnade.config.retention import AdmissionConfig, EvictionConfig, OpenTableConfig
@@ -41,7 +40,7 @@ class DataConfig(Section):
     """What the source itself takes, by name (colonnade.data documents each)."""
     readers: int = Field(0, ge=0)
     """Processes per rank that read training batches ahead; 0: the lookahead's thread reads them."""
-    next_use: bool = False
+    next_use_hints: bool = False
     """Read each epoch once before training on it: rows needed soonest stay in memory; fewer reads, the same bits."""
 
 
@@ -110,7 +109,7 @@ class WideConfig(RowOptimizerConfig):
     """New weights are uniform in +-init_scale."""
 
 
-class OwnRowsConfig(RowOptimizerConfig):
+class TableEmbeddingConfig(RowOptimizerConfig):
     """How one table's rows start and are updated. Without an optimizer of their own, they train as all rows do."""
 
     optimizer: RowOptimizerName | None = None
@@ -125,7 +124,7 @@ class OwnRowsConfig(RowOptimizerConfig):
     """Updated weights are clamped to +-this; default: as all rows."""
 
 
-class RowsConfig(RowOptimizerConfig):
+class EmbeddingConfig(RowOptimizerConfig):
     optimizer: RowOptimizerName = "rowwise_adagrad"
     """The rows' optimizer."""
     lr: float = Field(0.02, ge=0)
@@ -140,7 +139,7 @@ class RowsConfig(RowOptimizerConfig):
     """Updated rows longer than this are shrunk to it."""
     weight_bound: float | None = Field(None, gt=0)
     """Updated weights of rows are clamped to +-this."""
-    by_table: dict[str, OwnRowsConfig] = {}
+    by_table: dict[str, TableEmbeddingConfig] = {}
     """By name: tables whose rows have an optimizer, a learning rate, first values or bounds of their own."""
     wide: WideConfig = WideConfig()
     """First-order weights, where the model has them."""
@@ -278,7 +277,7 @@ class TrainConfig(Section):
 class RunConfig(Section):
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
-    rows: RowsConfig = RowsConfig()
+    embedding: EmbeddingConfig = EmbeddingConfig()
     dense: DenseConfig = DenseConfig()
     plan: PlanConfig = PlanConfig()
     train: TrainConfig = TrainConfig()
@@ -335,15 +334,15 @@ OPEN_SECTIONS = (
     ["plan", "memory", "tables"],
     ["plan", "tables"],
     ["plan", "cache", "tables"],
-    ["rows", "tables"],
-    ["rows", "by_table"],
+    ["embedding", "tables"],
+    ["embedding", "by_table"],
 )
 """Whose keys are the user's."""
 BY_NAME: Mapping[str, type[Section]] = {
     "plan.tables": TablePlanConfig,
     "plan.cache.tables": TableCacheConfig,
-    "rows.tables": OpenTableConfig,
-    "rows.by_table": OwnRowsConfig,
+    "embedding.tables": OpenTableConfig,
+    "embedding.by_table": TableEmbeddingConfig,
 }
 """Sections by a table's name: what one is that has not been named before."""
 
@@ -383,8 +382,6 @@ def override(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     values = config.model_dump()
     for name, value in settings.items():
         *sections, key = name.split(".")
-        if (message := refusal(name)) is not None:
-            raise ConfigError(message)
         place = values
         for depth, section in enumerate(sections):
             if named := BY_NAME.get(".".join(sections[:depth])):

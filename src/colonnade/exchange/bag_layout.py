@@ -168,7 +168,7 @@ def lay_out_bags(
         if output.is_sequence:
             feature = declaration.features[declaration.fields[output.fields[0]].feature]
             raise ConfigError(
-                f"feature {feature.name!r} of table {feature.table!r}: got exchange pooled, substitute, "
+                f"feature {feature.name!r} of table {feature.table!r}: got exchange pooled, partials, "
                 "towers or tower_rows for a sequence, whose rows reach the model one by one; give this table "
                 "exchange rows"
             )

@@ -3,7 +3,7 @@
 Sums, or results of operators on them, are sent to the samples' ranks hop by hop; gradients take the same hops back.
 
     pooled      owners' sums to the samples' ranks
-    substitute  owners evaluate the model's first operators on the rows they have; partial results are sent, which the
+    partials    owners evaluate the model's first operators on the rows they have; partial results are sent, which the
                 samples' ranks add up and combine (DES, Rong et al. 2020)
     towers      sums to one rank of the owners' tower, which evaluates operators of fields that the tower has whole;
                 the results are sent between towers once (DMT, Luo et al. 2024)

@@ -27,7 +27,7 @@ from colonnade.exchange.operator_cut import (
     barred,
     evaluated_in_towers,
     part_of,
-    substituted,
+    remote_consumers,
     tower_of,
     towers_of_fields,
 )
@@ -172,7 +172,9 @@ def _open_bags(
     evaluates = hop.reply == "partials" and hop.group == "world"
     consumers: tuple[str, ...] = ()
     if evaluates:
-        consumers = substituted(declaration, shardings, world=mesh.world, reads_ahead=reads_ahead)
+        consumers = remote_consumers(
+            declaration, shardings, world=mesh.world, reads_ahead=reads_ahead
+        )
         _check_sequences(declaration, mesh, consumers, reads_ahead)
     evaluated = evaluated_fields(declaration, shardings, consumers, has_whole_bags=False)
     layout = lay_out_bags(declaration, shardings, mesh.num_ranks, evaluated)
@@ -212,7 +214,7 @@ def _check_sequences(
         by_name = {field.name: declaration.features[field.feature] for field in declaration.fields}
         feature = by_name[consumer.features[-1]]
         raise ConfigError(
-            f"feature {feature.name!r} of table {feature.table!r}: got exchange substitute for a sequence that "
+            f"feature {feature.name!r} of table {feature.table!r}: got exchange partials for a sequence that "
             f"consumer {name!r} takes, but {why}; give this table exchange rows"
         )
 

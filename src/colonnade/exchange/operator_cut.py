@@ -24,7 +24,7 @@ MOST_CONSUMERS = 12
 """Of those that have partials: beyond, sets are not tried one by one but grown."""
 
 
-def substituted(
+def remote_consumers(
     declaration: Declaration,
     shardings: Sequence[Sharding],
     *,
@@ -54,7 +54,7 @@ def substituted(
 def barred(
     declaration: Declaration, name: str, *, world: World | None = None, reads_ahead: int = 0
 ) -> str | None:
-    """Why owners cannot evaluate a consumer, wherever its tables lie and whatever it would save. As `substituted`."""
+    """Say why owners cannot evaluate a consumer, wherever its tables are and whatever it would save; None: they can."""
     interaction = declaration.consumers[name].interaction
     if partial_width(declaration, name) is None:
         kind = type(interaction).__name__

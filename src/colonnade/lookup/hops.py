@@ -30,7 +30,7 @@ EXCHANGES: dict[str, tuple[Hop, ...]] = {
     "rows": (Hop("unique_ids", "rows", "world"),),
     "replicated": (Hop("unique_ids", "nothing", "world"),),
     "pooled": (Hop("lookups", "bags", "world"),),
-    "substitute": (Hop("lookups", "partials", "world"),),
+    "partials": (Hop("lookups", "partials", "world"),),
     "towers": (Hop("lookups", "partials", "peers"), Hop("lookups", "bags", "tower")),
     "tower_rows": (Hop("lookups", "partials", "peers"), Hop("unique_ids", "rows", "tower")),
 }

@@ -367,12 +367,12 @@ def slices_of(
         interaction = consumer.interaction
         if not all(whole[t] for t in tables):
             adds_up = interaction.merge == "sum" and not interaction.sequences
-            if adds_up and exchange == "substitute" and not isinstance(interaction, Concat):
+            if adds_up and exchange == "partials" and not isinstance(interaction, Concat):
                 split[name] = tuple(n for n, t in enumerate(tables) if whole[t])
             continue
         # Rows of hashed tables are added up by `merge_outputs`, so owners cannot attend to them.
         is_hashed = any(declared.tables[t].hashes is not None for t in tables)
-        is_attended = exchange == "substitute" and not is_hashed
+        is_attended = exchange == "partials" and not is_hashed
         if is_attended if interaction.sequences else exchange in EVALUATING:
             exchanged.add(name)
     return Slices(declared, laid, frozenset(exchanged), split)

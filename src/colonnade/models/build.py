@@ -14,9 +14,9 @@ from colonnade.config.model import ModelConfig
 from colonnade.config.retention import AdmissionConfig, EvictionConfig, OpenTableConfig
 from colonnade.config.run import (
     OPTIMIZER_SETTINGS,
-    OwnRowsConfig,
-    RowsConfig,
+    EmbeddingConfig,
     RunConfig,
+    TableEmbeddingConfig,
     WideConfig,
     override,
 )
@@ -170,20 +170,20 @@ def model_settings(config: RunConfig) -> dict[str, Any]:
 
 def build_row_optimizer(config: RunConfig, table: str | None = None) -> SparseOptimizer:
     """Of all rows, or of a table's. Raises ConfigError for a setting that the chosen optimizer does not have."""
-    rows = config.rows
+    rows = config.embedding
     if table in rows.by_table:
-        return _own_optimizer(f"rows.by_table.{table}", rows.by_table[table], rows)
+        return _own_optimizer(f"embedding.by_table.{table}", rows.by_table[table], rows)
     given = {name: getattr(rows, name) for name in OPTIMIZER_SETTINGS}
     return _optimizer("rows", rows.optimizer, rows.lr, given)
 
 
 def build_wide_optimizer(config: RunConfig) -> SparseOptimizer:
     """Of first-order weights. Raises ConfigError as `build_row_optimizer` does."""
-    return _own_optimizer("rows.wide", config.rows.wide, config.rows)
+    return _own_optimizer("embedding.wide", config.embedding.wide, config.embedding)
 
 
 def _own_optimizer(
-    section: str, own: WideConfig | OwnRowsConfig, rows: RowsConfig
+    section: str, own: WideConfig | TableEmbeddingConfig, rows: EmbeddingConfig
 ) -> SparseOptimizer:
     given = {name: getattr(own, name) for name in OPTIMIZER_SETTINGS}
     lr = rows.lr if own.lr is None else own.lr
@@ -216,17 +216,17 @@ def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[F
     first: dict[str, Column] = {}
     for column in schema.categorical:
         first.setdefault(column.table, column)
-    if unknown := sorted(set(config.rows.by_table) - set(first)):
+    if unknown := sorted(set(config.embedding.by_table) - set(first)):
         raise ConfigError(
-            f"rows.by_table.{unknown[0]}: this data has no table of that name; it has {', '.join(first)}"
+            f"embedding.by_table.{unknown[0]}: this data has no table of that name; it has {', '.join(first)}"
         )
     retention = build_retention(first.values(), config)
     tables = [
         Table(
             column.table,
-            dtype=config.rows.dtype,
-            master=config.rows.master,
-            **_bounds(column.table, config.rows),
+            dtype=config.embedding.dtype,
+            master=config.embedding.master,
+            **_bounds(column.table, config.embedding),
             **retention[column.table],
             **_row_kind(kind, column.table, len(schema.labels), config),
         )
@@ -239,9 +239,9 @@ def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[F
     return tables, features
 
 
-def _bounds(table: str, rows: RowsConfig) -> dict[str, Any]:
+def _bounds(table: str, rows: EmbeddingConfig) -> dict[str, Any]:
     """max_norm and weight_bound of `Table`: the table's own, or those of all rows."""
-    own = rows.by_table.get(table, OwnRowsConfig())
+    own = rows.by_table.get(table, TableEmbeddingConfig())
     return {
         name: getattr(rows if getattr(own, name) is None else own, name)
         for name in ("max_norm", "weight_bound")
@@ -251,7 +251,7 @@ def _bounds(table: str, rows: RowsConfig) -> dict[str, Any]:
 def build_retention(columns: Iterable[Column], config: RunConfig) -> dict[str, dict[str, Any]]:
     """By table: admission and eviction of `Table`, or rows and hashes. Raises ConfigError where the settings name no
     open table."""
-    rows, open_tables = config.rows, []
+    rows, open_tables = config.embedding, []
     found: dict[str, dict[str, Any]] = {}
     for column in columns:
         found[column.table] = {"rows": column.cardinality}
@@ -268,7 +268,7 @@ def build_retention(columns: Iterable[Column], config: RunConfig) -> dict[str, d
             }
     if unknown := sorted(set(rows.tables) - set(open_tables)):
         raise ConfigError(
-            f"rows.tables.{unknown[0]}: this data has no open table of that name; it has "
+            f"embedding.tables.{unknown[0]}: this data has no open table of that name; it has "
             f"{', '.join(sorted(open_tables)) or 'none: each of its columns says how many ids there are'}"
         )
     for name, setting in (
@@ -309,8 +309,8 @@ def _eviction(config: EvictionConfig) -> Eviction | None:
 
 def _row_kind(kind: Kind, table: str, tasks: int, config: RunConfig) -> dict[str, Any]:
     """What a table's rows are: dim, optimizer and initializer of `Table`. Raises ConfigError."""
-    scale, wide_scale = config.rows.init_scale, Uniform(scale=config.rows.wide.init_scale)
-    own = config.rows.by_table.get(table, OwnRowsConfig()).init_scale
+    scale, wide_scale = config.embedding.init_scale, Uniform(scale=config.embedding.wide.init_scale)
+    own = config.embedding.by_table.get(table, TableEmbeddingConfig()).init_scale
     dim, optimizer = config.model.dim or DEFAULT_DIM, build_row_optimizer(config, table)
     if kind.rows == "weights":
         initializer = Uniform(scale=(scale or 0.0) if own is None else own)

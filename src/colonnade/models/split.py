@@ -36,7 +36,7 @@ class SplitModel(nn.Module):
     objective: Any = None
     """What the model learns (`train.objective.Objective`), where that is not its labels."""
     init_scales: Mapping[str, float] = {}
-    """By table: new rows are uniform in +- this, whatever `rows.init_scale` says."""
+    """By table: new rows are uniform in +- this, whatever `embedding.init_scale` says."""
 
     @classmethod
     def row_width(cls, table: str, dim: int, settings: Mapping[str, Any]) -> float:

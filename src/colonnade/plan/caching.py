@@ -108,9 +108,9 @@ def check_caches(
             "copies are of rows that lie in their owners' memory: set plan.cache.tier=hbm to have the copies on the "
             "device, and leave memory.hbm out",
         ),
-        "wire.values": (config.wire.values, EXACT.values, "copies are of rows as they are: leave it exact"),
-        "wire.gradients": (
-            config.wire.gradients, EXACT.gradients, "they are gathered as they are: leave it exact",
+        "codec.values": (config.codec.values, EXACT.values, "copies are of rows as they are: leave it exact"),
+        "codec.gradients": (
+            config.codec.gradients, EXACT.gradients, "they are gathered as they are: leave it exact",
         ),
         "servers": (tuple(servers), (), "leave servers out"),
     }  # fmt: skip

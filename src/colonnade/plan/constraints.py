@@ -70,9 +70,9 @@ def _forced(config: PlanConfig, name: str, world: World) -> Forced:
             )
         return Forced(kind)
     # A Sharding value may cut rows all the same: their values travel then, and no operator is evaluated at owners.
-    if exchange == "substitute" and kind in CUT and not isinstance(own.sharding, Sharding):
+    if exchange == "partials" and kind in CUT and not isinstance(own.sharding, Sharding):
         raise ConfigError(
-            f"table {name!r}: got exchange=substitute with sharding={kind}; operators are evaluated on whole rows, "
+            f"table {name!r}: got exchange=partials with sharding={kind}; operators are evaluated on whole rows, "
             "wanted table_wise, row_wise or host_wise, or exchange pooled"
         )
     return Forced(None if kind == "auto" else kind, None if exchange == "auto" else exchange, ranks)

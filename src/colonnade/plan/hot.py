@@ -79,7 +79,7 @@ def sides_of(
     take no field of such a table are as they were."""
     tables = declared.tables
     two = with_hot(tables, [row_wise(2)] * len(tables), hot, 2)  # whoever owns the cold ones
-    slices = slices_of(declared, two, ["substitute"] * len(tables))  # or whatever else evaluates
+    slices = slices_of(declared, two, ["partials"] * len(tables))  # or whatever else evaluates
     dealt = (deal(batch, declared, slices.hot).batch for batch in batches)
     sides = slices.declaration
     known = {name: each for name, each in sides.consumers.items() if name in declared.consumers}

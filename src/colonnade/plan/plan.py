@@ -289,7 +289,7 @@ def _assemble(
     caches: Mapping[str, TableCache],
     capacities: Sequence[_Capacity],
 ) -> Plan:
-    memory, wire, planned = config.memory, config.wire, []
+    memory, codec, planned = config.memory, config.codec, []
     rest = "ssd" if memory.ssd else "run folder"
     for table, sharding, exchange, capacity in zip(
         tables, shardings, exchanges, capacities, strict=True
@@ -307,7 +307,7 @@ def _assemble(
         num_ranks=world.num_ranks, dram_bytes=memory.dram, lookahead=config.lookahead,
         staleness_steps=config.staleness_steps, tables=tuple(planned), mapped=memory.mapped_place,
         ssd=memory.ssd_places, write_budget=config.write_budget, hbm_bytes=memory.hbm,
-        codecs=Codecs(wire.values, wire.gradients, wire.dense), servers=world.servers,
+        codecs=Codecs(codec.values, codec.gradients, codec.dense), servers=world.servers,
         towers=config.towers if isinstance(config.towers, int) and world.num_ranks > 1 else None,
         cache_tier="dram" if config.cache is None else config.cache.tier,
     )  # fmt: skip

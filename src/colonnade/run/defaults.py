@@ -27,7 +27,7 @@ from colonnade.train.objective import Objective
 
 TABLES = {
     "model": {"name": "deepfm", "dim": 16},
-    "rows": {"lr": 0.05, "init_scale": 0.01},
+    "embedding": {"lr": 0.05, "init_scale": 0.01},
 }
 """For files of which nothing is known but their schema: run/defaults.py chooses the rest by their size."""
 
@@ -210,15 +210,17 @@ def fill_in(config: RunConfig, wanted: Training, data: Splits) -> dict[str, Any]
     if config.dense.weight_decay is None:
         chosen["dense.weight_decay"] = wanted.dense_weight_decay
     batch_size = chosen.get("train.batch_size") or train.samples_per_step
-    rows, has = config.rows, KINDS[config.model.name].rows
+    rows, has = config.embedding, KINDS[config.model.name].rows
     if rows.initial_accumulator is None and rows.optimizer in ACCUMULATORS:
         prior = wanted.wide_prior if has == "weights" else wanted.prior
-        chosen["rows.initial_accumulator"] = choose_accumulator(prior, batch_size)
+        chosen["embedding.initial_accumulator"] = choose_accumulator(prior, batch_size)
     is_wide = (
         has == "vector and weights" and (rows.wide.optimizer or rows.optimizer) in ACCUMULATORS
     )
     if is_wide and rows.wide.initial_accumulator is None:
-        chosen["rows.wide.initial_accumulator"] = choose_accumulator(wanted.wide_prior, batch_size)
+        chosen["embedding.wide.initial_accumulator"] = choose_accumulator(
+            wanted.wide_prior, batch_size
+        )
     return chosen
 
 
@@ -260,8 +262,8 @@ def _with_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
     for name in (
         "dense.lr",
         "dense.weight_decay",
-        "rows.initial_accumulator",
-        "rows.wide.initial_accumulator",
+        "embedding.initial_accumulator",
+        "embedding.wide.initial_accumulator",
     ):
         if _setting(config, name) is None:
             settings[name] = _setting(recorded, name)

@@ -20,7 +20,7 @@ from colonnade.checkpoint.states import load_state
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.process_groups import open_mesh
 from colonnade.config.plan import PlanConfig
-from colonnade.config.run import DenseConfig, RowsConfig, RunConfig, TrainConfig, override
+from colonnade.config.run import DenseConfig, EmbeddingConfig, RunConfig, TrainConfig, override
 from colonnade.data.batches import batches_of
 from colonnade.data.contract import Source, Splits
 from colonnade.errors import ConfigError, DataError
@@ -106,7 +106,7 @@ def fit(
     if isinstance(dense_schedule, Mapping):
         chosen["dense.schedule"], dense_schedule = dict(dense_schedule), None
     if isinstance(row_schedule, Mapping):
-        chosen["rows.schedule"], row_schedule = dict(row_schedule), None
+        chosen["embedding.schedule"], row_schedule = dict(row_schedule), None
     wanted = override(config or RunConfig(), chosen)
     mesh = mesh or open_mesh(timeout=timedelta(seconds=wanted.train.timeout))
     agree_on_config(wanted, mesh)
@@ -220,7 +220,7 @@ def _dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name in settings:
         if name in known:
             continue
-        if name.removeprefix("rows_") in RowsConfig.model_fields:
+        if name.removeprefix("rows_") in EmbeddingConfig.model_fields:
             raise ConfigError(
                 f"fit: got {name}, which the model's tables hold; write Table(..., optimizer=Adagrad(lr=0.05))"
             )

@@ -118,7 +118,7 @@ def choose_for(
         model=model_load(
             sides,
             loads,
-            codecs=Codecs(config.plan.wire.values, config.plan.wire.gradients),
+            codecs=Codecs(config.plan.codec.values, config.plan.codec.gradients),
             bags=bags,
             world=world,
             reads_ahead=int(config.plan.is_late),

@@ -236,13 +236,13 @@ def prepare(
         model, collection, data, config, mesh, folder, objective, read_only,
         dense_optimizer or partial(_dense_optimizer, config=config), console, disk or Disk(),
     )  # fmt: skip
-    rows = RowOptimizer(collection, clip_value=config.rows.clip_value)
+    rows = RowOptimizer(collection, clip_value=config.embedding.clip_value)
     optimizer = opening.make_optimizer(opening.parameters or [nn.Parameter(torch.empty(0))])
     run_steps = total_steps(config, data)
     if console is not None and not read_only:
         warn_of_few_steps(config, run_steps, console)
     schedules = [
-        row_schedule(rows) if row_schedule else build_schedule(rows, config.rows.schedule, run_steps),
+        row_schedule(rows) if row_schedule else build_schedule(rows, config.embedding.schedule, run_steps),
         dense_schedule(optimizer) if dense_schedule else build_schedule(optimizer, config.dense.schedule, run_steps),
     ]  # fmt: skip
     plan, device = _make_plan(opening, optimizer)
@@ -318,7 +318,7 @@ def _prepare_training(
 ) -> None:
     """Check the data; move the network to its device, which servers do not need. Raises before anything is opened."""
     check_data(data, config, objective)
-    if config.data.next_use:
+    if config.data.next_use_hints:
         splits_with_next_use(data, config.train.num_epochs)
     if not mesh.is_server:
         move_network(model, config.train.device, mesh)
@@ -421,7 +421,7 @@ def _build_trainer(
         opening.collection, opening.config, opening.mesh, opening.console,
     )  # fmt: skip
     exchange, data, part = collection.exchange, opening.data, part_of(mesh)
-    if config.data.next_use and not opening.read_only:
+    if config.data.next_use_hints and not opening.read_only:
         data = splits_with_next_use(data, config.train.num_epochs)
     trainer = Trainer(
         opening.model,
@@ -589,7 +589,8 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
     if not path.read_bytes().strip():
         raise CheckpointError(f"{path} is empty, wanted the run's settings; restore it from a copy")
     fixed = (
-        "model.", "rows.optimizer", "rows.wide.optimizer", "rows.admission", "rows.eviction", "rows.tables",
+        "model.", "embedding.optimizer", "embedding.wide.optimizer", 
+        "embedding.admission", "embedding.eviction", "embedding.tables",
         "dense.optimizer", "data.name", "data.options", "train.seed", "train.progressive",
     )  # fmt: skip
     free = ["model.compile", "data.options.threads"]
@@ -598,7 +599,7 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
         free.append("model.towers")  # they only say where rows lie
     for name in [*now, *before]:
         is_fixed = name.startswith((*fixed, "train.batch_size")) and name not in free
-        is_fixed |= name.startswith("rows.by_table.") and name.endswith(".optimizer")
+        is_fixed |= name.startswith("embedding.by_table.") and name.endswith(".optimizer")
         if is_fixed and before.get(name) != now.get(name):
             anew = "tower" in name and (
                 f". Modules of other towers start anew; train.warm_start={folder} takes what agrees to another folder"
@@ -621,7 +622,7 @@ def _schedule(config: RunConfig) -> Schedule:
         patience=train.patience or 0,
         min_delta=train.min_delta,
         progressive=train.progressive,
-        rows_clip_norm=config.rows.clip_norm,
+        rows_clip_norm=config.embedding.clip_norm,
         dense_clip_norm=config.dense.clip_norm,
         commit_steps=train.commit_steps,
         commit_seconds=train.commit_seconds,

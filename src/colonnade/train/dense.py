@@ -4,7 +4,7 @@ DDP rebuilds its buckets after the first step, which changes the order of sums a
 after a restart; these are laid out once, in reverse order of the parameters, and sums keep the order of
 `comm/collectives.py`, so bits depend neither on when a bucket leaves nor on how it travels. The ranks' word that
 all is finite, and that somebody asked to stop, and their parts of the loss, ride at the end of the last. Where
-gradients are coded (`plan.wire.dense`), that word has a bucket of its own, which is not; and where the last one would
+gradients are coded (`plan.codec.dense`), that word has a bucket of its own, which is not; and where the last one would
 take long between hosts, for with that word it could not leave before backward ends.
 
 Parameters that the ranks of one tower alone use (`TowerWeights`) have buckets of their own, summed inside the tower,

@@ -29,7 +29,12 @@ PRESET = {
         "loss": "softmax",
         "reciprocal": True,
     },
-    "rows": {"optimizer": "adam", "lr": 0.005, "init_scale": 0.05, "schedule": {"name": "linear"}},
+    "embedding": {
+        "optimizer": "adam",
+        "lr": 0.005,
+        "init_scale": 0.05,
+        "schedule": {"name": "linear"},
+    },
     "train": {"batch_size": 1024, "epochs": 10, "patience": 3},
 }
 PRODUCTS = {"model.dim": 256, "model.loss": "softmax", "train.batch_size": 512, "train.epochs": 30}
@@ -44,7 +49,7 @@ MODEL_PRESETS = {
         "model.reciprocal": True,
         "model.center": 0.3,
         "model.penalty": 0.3,
-        "rows.lr": 0.015,
+        "embedding.lr": 0.015,
         "train.batch_size": 512,
         "train.epochs": 16,
     },

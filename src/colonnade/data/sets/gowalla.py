@@ -38,7 +38,7 @@ WIDEST = len(str(LIMIT))
 PRESET = {
     "data": {"options": {"max_history": 100, "max_pairs": 20}},
     "model": {"name": "two_tower", "dim": 64, "temperature": 0.1},
-    "rows": {"optimizer": "adam", "lr": 0.005, "init_scale": 0.05},
+    "embedding": {"optimizer": "adam", "lr": 0.005, "init_scale": 0.05},
     "dense": {"lr": 1e-3},
     "train": {"batch_size": 2048, "epochs": 15, "patience": 3},
 }
@@ -47,8 +47,8 @@ MODEL_PRESETS = {
         "data.options": {"samples": "neighbours"},
         "model.dim": 64,
         "model.temperature": 0.1,
-        "rows.lr": 0.005,
-        "rows.init_scale": 0.1,
+        "embedding.lr": 0.005,
+        "embedding.init_scale": 0.1,
         "dense.lr": 2e-3,
         "train.batch_size": 2048,
         "train.epochs": 10,

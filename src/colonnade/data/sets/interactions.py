@@ -26,7 +26,7 @@ SPLIT_KEY = stream_key(0, 20)
 SEQUENCE_SETTINGS = {
     "data.options": {"samples": "sequences", "max_history": 50, "negatives": 16},
     "model.dim": 64,
-    "rows.lr": 0.005,
+    "embedding.lr": 0.005,
     "model.blocks": 1,
     "model.max_length": 50,
     "model.positions": False,

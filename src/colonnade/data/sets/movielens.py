@@ -34,7 +34,7 @@ RATING_COLUMNS = ("user_id", "movie_id", "rating")
 
 PRESET = {
     "model": {"name": "dlrm", "dim": 16, "top": [128, 64], "keep_fields": True},
-    "rows": {"lr": 0.1, "initial_accumulator": 1e-6, "init_scale": 0.01},
+    "embedding": {"lr": 0.1, "initial_accumulator": 1e-6, "init_scale": 0.01},
     "dense": {"lr": 2e-3},
     "train": {"batch_size": 4096, "epochs": 5, "patience": 2},
 }

@@ -39,7 +39,7 @@ PRESET = {
         "item_columns": ["item", "year", "genres"],
         "temperature": 0.15,
     },
-    "rows": {"optimizer": "adam", "lr": 0.003, "init_scale": 0.05},
+    "embedding": {"optimizer": "adam", "lr": 0.003, "init_scale": 0.05},
     "dense": {"lr": 1e-3},
     "train": {"batch_size": 1024, "epochs": 20, "patience": 3},
 }

@@ -24,7 +24,7 @@ STREAM = 30
 
 PRESET = {
     "model": {"name": "graphsage", "dim": 32, "temperature": 0.1},
-    "rows": {"optimizer": "adam", "lr": 0.005, "init_scale": 0.1},
+    "embedding": {"optimizer": "adam", "lr": 0.005, "init_scale": 0.1},
     "dense": {"lr": 2e-3},
     "train": {"batch_size": 1024, "epochs": 10, "patience": 3},
 }

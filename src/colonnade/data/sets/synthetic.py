@@ -312,7 +312,7 @@ MAX_ROWS = 1 << 26
 
 PRESET = {
     "model": {"name": "dlrm", "dim": 16, "keep_fields": True},
-    "rows": {"lr": 0.1, "initial_accumulator": 1e-6, "init_scale": 0.01},
+    "embedding": {"lr": 0.1, "initial_accumulator": 1e-6, "init_scale": 0.01},
     "dense": {"lr": 2e-3},
     "train": {"batch_size": 4096, "epochs": 1},
 }

@@ -32,9 +32,9 @@ from colonnade.data.tabular.fields import (
 from colonnade.data.tabular.hashing import (
     MAX_TEXT_BYTES,
     MISSING_ID,
+    add_namespace,
     cross_ids,
     hash_texts,
-    ids_apart,
     rows_of,
     text_buffers,
 )
@@ -241,8 +241,8 @@ def encode_ids(field: Category | Bag | Sequence, array: pa.Array) -> Longs:
         missing_id = MISSING_ID
     if missing is not None:
         ids[missing] = missing_id
-    if field.apart:
-        ids = ids_apart(ids, field.name)
+    if field.namespace:
+        ids = add_namespace(ids, field.name)
     return ids if field.rows is None else rows_of(ids, field.rows)
 
 

@@ -94,14 +94,14 @@ class _Ids(Field):
     """What a missing value is: a row of its own, or an error."""
     table: Name = ""
     """Fields of one table share rows; default: a table of the field's own."""
-    apart: Annotated[bool, Strict()] = False
-    """In a table of several fields, its ids are its own: hashed with its name, the missing one too."""
+    namespace: Annotated[bool, Strict()] = False
+    """Whether its ids are hashed with its name, the missing one too, so that fields of one table share no id."""
 
     def _check(self) -> None:
         object.__setattr__(self, "table", self.table or self.name)
-        if self.apart and (self.cardinality is not None or self.vocabulary is not None):
+        if self.namespace and (self.cardinality is not None or self.vocabulary is not None):
             raise self._refusal(
-                "apart",
+                "namespace",
                 "It hashes ids, which a cardinality or a vocabulary numbers; give the field a table of its own, or "
                 "leave these out",
             )

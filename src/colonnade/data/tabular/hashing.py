@@ -108,7 +108,7 @@ def rows_of(ids: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
     return words.view(np.int64)
 
 
-def ids_apart(ids: NDArray[np.int64], name: str) -> NDArray[np.int64]:
+def add_namespace(ids: NDArray[np.int64], name: str) -> NDArray[np.int64]:
     """(S,) of a field's ids, others: mix64(id ^ hash_text(name)). Different ids of a field stay different; those of
     two fields meet by chance alone, one pair in 2^64, however many fields there are."""
     key = np.uint64(hash_text(name.encode()) & MASK)

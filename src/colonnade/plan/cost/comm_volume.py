@@ -95,12 +95,12 @@ def ids_bytes(
     return 1 + min(listed, distinct)
 
 
-ExchangeName = Literal["rows", "pooled", "substitute", "towers", "tower_rows", "replicated"]
+ExchangeName = Literal["rows", "pooled", "partials", "towers", "tower_rows", "replicated"]
 PURPOSES = ("route", "fetch", "push")
 CALLS = {
     "rows": (0, 1, 1),
     "pooled": (0, 1, 1),
-    "substitute": (0, 1, 1),
+    "partials": (0, 1, 1),
     "towers": (0, 1, 1),
     "tower_rows": (2, 1, 1),
     "replicated": (0, 0, 1),
@@ -115,14 +115,14 @@ SHARED_BYTES = float(WEIGHT.size)
 FIXED_BYTES = {
     "rows": float(SIZE_BYTES + FLAG_BYTES),
     "pooled": float(HEAD_BYTES),
-    "substitute": float(HEAD_BYTES),
+    "partials": float(HEAD_BYTES),
     "towers": float(HEAD_BYTES),
     "tower_rows": float(SIZE_BYTES + SAMPLES.size),
     "replicated": float(SIZE_BYTES + FLAG_BYTES),
 }
 """From each rank to each other, of an exchange that any table uses."""
 TABLE_BYTES = {
-    "rows": 1.0, "pooled": 0.0, "substitute": 0.0, "towers": 0.0, "tower_rows": 0.0, "replicated": 1.0,
+    "rows": 1.0, "pooled": 0.0, "partials": 0.0, "towers": 0.0, "tower_rows": 0.0, "replicated": 1.0,
 }  # fmt: skip
 """From each rank to each other, of each table: that no ids of it follow."""
 MATES_BYTES = SHARED_BYTES + FIXED_BYTES["rows"]
@@ -201,7 +201,7 @@ def pair(
             ids - TABLE_BYTES["rows"], each * load.row_bytes, each * load.width * load.weight_bytes
         )
         return replace(peer, of_rows=of_rows)
-    # Every owner sends a block of all bags, and is sent one: 0 where it has no row of a bag. Under `substitute` what
+    # Every owner sends a block of all bags, and is sent one: 0 where it has no row of a bag. Under `partials` what
     # travels so is known of all its tables together (plan/cost/partials.py).
     route = ids_bytes(
         load.lookups / n, unique / n, load.vocabulary, n,
@@ -210,7 +210,7 @@ def pair(
     for column in load.columns:
         route += lengths_bytes(column.longest, column.lookups, load.samples, n)
         route += column.lookups * load.weight_bytes / n if column.is_weighted else 0.0
-    if exchange == "substitute":
+    if exchange == "partials":
         return Pair(route, 0.0, 0.0)
     if exchange == "towers":
         inside = load.bags * load.width * load.weight_bytes / slices  # never coded
@@ -251,7 +251,7 @@ def work(
         asker += load.lookups * (2 * gather + planned + packed / 2) * slices
         asker += 2 * load.bags * gather * slices
         return Work(asker, tower_size * unique_peers / n * (2 * gather + planned) + updates)
-    if exchange != "substitute":
+    if exchange != "partials":
         asker += (n + 1) * load.bags * gather * slices
     heard = num_ranks * load.lookups / n
     return Work(asker, heard * (2 * gather + planned + packed / 2) + updates)

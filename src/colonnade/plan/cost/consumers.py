@@ -1,4 +1,4 @@
-"""What a model's first operators take of its tables, as numbers: what the choice of `substitute` goes by. Pure."""
+"""What a model's first operators take of its tables, as numbers: what the choice of `partials` goes by. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from colonnade.exchange.operator_cut import (
     never_in_towers,
     part_of,
     partial_width,
+    remote_consumers,
     result_width,
-    substituted,
 )
 from colonnade.interaction import Concat, SomeFields
 from colonnade.lookup.layout import Declaration, Field, queries_of
@@ -231,17 +231,15 @@ def evaluated_at_owners(
     reads_ahead: int = 0,
 ) -> tuple[str, ...]:
     """Names of the consumers whose partials travel; by table: `shardings`, `exchanges`. `world`, `reads_ahead`: as
-    `substitution.substituted`."""
+    `substitution.remote_consumers`."""
     slices = slices_of(declaration, shardings, exchanges)
     names = [exchanges[each.number] for each in slices.laid]
     tables = {
-        each.table.name
-        for each, name in zip(slices.laid, names, strict=True)
-        if name == "substitute"
+        each.table.name for each, name in zip(slices.laid, names, strict=True) if name == "partials"
     }
-    mine = part_of(slices.declaration, tables, "substitute")
+    mine = part_of(slices.declaration, tables, "partials")
     of_laid = [each.sharding for each in slices.laid]
-    return substituted(mine, of_laid, world=world, reads_ahead=reads_ahead)
+    return remote_consumers(mine, of_laid, world=world, reads_ahead=reads_ahead)
 
 
 def check_bags(
@@ -269,7 +267,7 @@ def check_bags(
 def split_bag(table: str, kind: str, feature: str, consumer: str) -> ConfigError:
     """To be raised."""
     return ConfigError(
-        f"table {table!r}: got exchange=substitute with sharding={kind}, but feature {feature!r} has bags of ids, and "
+        f"table {table!r}: got exchange=partials with sharding={kind}, but feature {feature!r} has bags of ids, and "
         f"consumer {consumer!r}, which is evaluated where rows lie, needs a sample's whole bag on one rank; set "
         f"plan.tables.{table}.sharding=table_wise (plan.sharding=auto finds a rank for it), or "
         f"plan.tables.{table}.exchange=pooled"

@@ -1,7 +1,7 @@
-"""What tables under `substitute` cost together: partials belong to consumers, not to tables.
+"""What tables under `partials` cost together: partials belong to consumers, not to tables.
 
 The cut is that of `exchange/operator_cut.py`, on numbers alone: a consumer whose fields' tables are all under
-`substitute`, none of them cut by columns, may have its partial travel, from every rank that has rows of one of them;
+`partials`, none of them cut by columns, may have its partial travel, from every rank that has rows of one of them;
 all other fields travel as under `pooled`. Where a consumer takes a sequence, partials come from where its rows lie, and
 queries go there before. A partial's bytes are the tables' that have rows on the rank which sends it, by the widths of
 the fields it stands for there: exact where all tables lie on the same ranks, and the truth in sum wherever they lie.
@@ -35,7 +35,7 @@ WIDTH = 16
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """Of all tables under `substitute`, per sample."""
+    """Of all tables under `partials`, per sample."""
 
     consumers: tuple[int, ...]
     """Whose partials travel."""
@@ -74,7 +74,7 @@ class Share:
 
 class Partials:
     """Of one model. owners (T, N) of the methods: the part of a table's columns that a rank has rows of; 0 all over for
-    tables that are not under `substitute`."""
+    tables that are not under `partials`."""
 
     def __init__(self, model: ModelLoad, num_tables: int, *, adds_in_host: bool = False) -> None:
         self.model, self.num_tables, self.adds_in_host = model, num_tables, adds_in_host
@@ -120,7 +120,7 @@ class Partials:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Tables that `substitute` may pay for together: those of each consumer that is able, and of all of them."""
+        """Tables that `partials` may pay for together: those of each consumer that is able, and of all of them."""
         each = [self.tables_of(consumer) for consumer in self.model.able]
         every = tuple(sorted({t for tables in each for t in tables}))
         return tuple(dict.fromkeys([*each, every])) if every else ()
@@ -292,7 +292,7 @@ def check_joint(
     loads: Sequence[TableLoad],
     chosen: Sequence[tuple[str, Sharding]],
 ) -> None:
-    """chosen: by table. Raises ConfigError for what tables under `substitute` cannot be."""
+    """chosen: by table. Raises ConfigError for what tables under `partials` cannot be."""
     if joint is None:
         return
     if joint.split is not None:
@@ -303,8 +303,8 @@ def check_joint(
     if joint.lone is not None:
         field = model.fields[joint.lone]
         raise ConfigError(
-            f"table {loads[field.table].name!r}: got exchange substitute for {field.name!r}, a sequence whose rows "
+            f"table {loads[field.table].name!r}: got exchange partials for {field.name!r}, a sequence whose rows "
             "would have to travel one by one: what takes it is evaluated where they lie only if the tables of its "
-            "queries are under substitute, too, and none of them is cut by columns; set their exchange as well, or "
+            "queries are under partials, too, and none of them is cut by columns; set their exchange as well, or "
             "this one's to rows"
         )

@@ -31,7 +31,7 @@ def choose(
 ) -> Choice:
     """The fastest of `options` for each table, as far as `forced` (by name) leaves one. `rates`: how fast rows are
     gathered and updated and lookups planned and packed, where that was measured; `is_fetched_ahead`: staleness allows
-    it; `model`: what takes the tables' fields, without which `substitute` is not considered; `towers`: how many,
+    it; `model`: what takes the tables' fields, without which `partials` is not considered; `towers`: how many,
     default one for each host. Raises ConfigError where what is forced cannot be."""
     search = Search(
         loads, world, memory or Memory(), rates, forced or {}, options, is_fetched_ahead, model,

@@ -24,16 +24,16 @@ OPTIONS: tuple[Option, ...] = (
     ("pooled", "column_wise"),
     ("rows", "grid"),
     ("pooled", "grid"),
-    ("substitute", "row_wise"),
-    ("substitute", "host_wise"),
-    ("substitute", "table_wise"),
+    ("partials", "row_wise"),
+    ("partials", "host_wise"),
+    ("partials", "table_wise"),
     ("towers", "table_wise"),
     ("tower_rows", "table_wise"),
     ("replicated", "replicated"),
 )
 """Pairs of exchange and sharding that the search tries, those by towers only for a model's tower modules. Settings may
 lay tables out in towers otherwise."""
-BY_OWNERS = ("pooled", "substitute", *BY_TOWERS)
+BY_OWNERS = ("pooled", "partials", *BY_TOWERS)
 """Exchanges under which bags are pooled before they come to the samples."""
 
 

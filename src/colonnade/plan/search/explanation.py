@@ -39,7 +39,7 @@ def consumer_choices(
     table: `exchanges`, `names`; later: by how many seconds a step is longer where partials travel, if it is known;
     inside: consumers that are evaluated inside a tower, and which."""
     model, inside = partials.model, inside or {}
-    under = [exchange == "substitute" for exchange in exchanges]
+    under = [exchange == "partials" for exchange in exchanges]
     mine = owners * [[float(each)] for each in under]
     are_cut = is_cut(owners)
     some = partials.cut(mine)
@@ -145,7 +145,7 @@ def explained(search: Search, state: State, later: float | None) -> Choice:
         for exchange, kind in OPTIONS:
             if (exchange, kind) == mine.option or not _has(search, t, exchange, kind):
                 continue
-            if exchange == "substitute" and not _is_shown(search, t):
+            if exchange == "partials" and not _is_shown(search, t):
                 continue
             if exchange in BY_TOWERS:  # of single tables that says nothing
                 continue
@@ -196,7 +196,7 @@ def _has(search: Search, t: int, exchange: ExchangeName, kind: Kind) -> bool:
 
 
 def _is_shown(search: Search, t: int) -> bool:
-    """Whether it is of use to say what the table would cost under `substitute`, all others staying as they are."""
+    """Whether it is of use to say what the table would cost under `partials`, all others staying as they are."""
     return search.is_known and t in search.grouped and not search.are_held
 
 
@@ -243,7 +243,7 @@ def cost(
             for link, count in ids.items():
                 sent["route", link] += asked * count
     seconds = search.mean_seconds(t, exchange, sharding)
-    if exchange == "substitute":
+    if exchange == "partials":
         seconds += _share_of(search, state, t, sharding, sent)
     for link, count in search.paths.asked_of_all.by_link.items():
         sent["route", link] += TABLE_BYTES[exchange] * sharding.slices * count
@@ -267,11 +267,11 @@ def _share_of(
 ) -> float:
     """Into `sent`: bytes of values, partials and gradients that are this table's, were it so beside all others.
     Returns seconds of links, as `mean_seconds`."""
-    search.add(state, t, "substitute", sharding)
+    search.add(state, t, "partials", sharding)
     joint, world = state.joint, search.world
     assert joint is not None
     shares = search.partials.shares(joint, state.owners, t)
-    search.add(state, t, "substitute", sharding, -1.0)
+    search.add(state, t, "partials", sharding, -1.0)
     far = world.num_trainers - world.trainers_per_host
     near = world.trainers_per_host - (not world.has_servers)
     here, there = blocks_added(world)

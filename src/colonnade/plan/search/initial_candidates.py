@@ -25,7 +25,7 @@ def beginnings(search: Search) -> Iterator[State]:
     search.scale = search.seconds(first).step
     yield first
     names = {exchange for options in search.possible for exchange, _ in options}
-    names -= {"substitute"}
+    names -= {"partials"}
     alone: list[set[ExchangeName]] = [{name} for name in sorted(names)]
     pairs: list[set[ExchangeName]] = [{"rows", "pooled"}, {"rows", "replicated"}]
     for some in (*alone, *pairs, names):
@@ -52,12 +52,12 @@ def _together(
     kind: Kind,
     others: Collection[str],
 ) -> Option:
-    """A table of the group under `substitute`, as that kind of sharding where it may be."""
-    mine = [each for each in options if each[0] == "substitute"]
+    """A table of the group under `partials`, as that kind of sharding where it may be."""
+    mine = [each for each in options if each[0] == "partials"]
     if t not in group or not mine:
         return _balanced(search, t, options, others)
-    if ("substitute", kind) in mine:
-        return "substitute", kind
+    if ("partials", kind) in mine:
+        return "partials", kind
     return mine[-1]
 
 
@@ -90,4 +90,4 @@ def _balanced(search: Search, t: int, options: Sequence[Option], some: Collectio
 
 def _alone(exchange: ExchangeName) -> ExchangeName:
     """What a table costs at most by itself, whatever others do."""
-    return "pooled" if exchange == "substitute" else exchange
+    return "pooled" if exchange == "partials" else exchange

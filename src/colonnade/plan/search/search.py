@@ -71,7 +71,7 @@ TRIED = 4
 MANY = 10_000
 """Tables times ranks beyond which only the two best beginnings are gone on from."""
 FEW = 150
-"""The same beyond which tables under `substitute` stay as they began: each move asks for the cost of all of them."""
+"""The same beyond which tables under `partials` stay as they began: each move asks for the cost of all of them."""
 TIE = 0.01
 """Weight of what is not the bottleneck: of two choices as fast, the one that leaves more room."""
 
@@ -85,7 +85,7 @@ class State:
     in_use: Floats  # (N,) bytes of the rows of one step
     users: dict[str, int] = field(default_factory=dict)  # tables by exchange
     owners: Floats = field(default_factory=lambda: np.zeros((0, 0)))  # (T, N) of `Partials`
-    joint: Joint | None = None  # of the tables under `substitute`
+    joint: Joint | None = None  # of the tables under `partials`
     burden: tuple[Floats, Floats] | None = None  # its seconds, as they were added
     narrowed: Narrowed = field(
         default_factory=Narrowed
@@ -156,7 +156,7 @@ class Search:
 
     def _has_exchange(self, t: int, exchange: ExchangeName, kind: Kind, forced: Forced) -> bool:
         """Tell whether a table of this kind of sharding may have this exchange, or is forced to."""
-        if exchange == "substitute":
+        if exchange == "partials":
             if forced.exchange != exchange and t not in self.grouped:
                 return False
             if not forced.kind and kind != "table_wise" and t in self.whole:
@@ -178,7 +178,7 @@ class Search:
     def may_pool(self, t: int, exchange: ExchangeName) -> bool:
         """Whether owners can serve a table so: rows of sequences travel one by one, or not at all."""
         load = self.loads[t]
-        is_attended = exchange == "substitute" and t in self.partials.attended
+        is_attended = exchange == "partials" and t in self.partials.attended
         return exchange not in BY_OWNERS or (
             len(load.columns) > 0 and (load.is_pooled or is_attended)
         )
@@ -242,17 +242,17 @@ class Search:
         in_use = min(load.unique_world, load.rows) * load.slot_bytes
         state.in_use[owners] += sign * in_use / share
         state.users[exchange] = state.users.get(exchange, 0) + int(sign)
-        if exchange == "substitute":
+        if exchange == "partials":
             state.owners[t, owners] = 1 / sharding.slices if sign > 0 else 0.0
             self._join(state)
 
     def _join(self, state: State) -> None:
-        """In place: what the tables under `substitute` cost together, as they are now."""
+        """In place: what the tables under `partials` cost together, as they are now."""
         if state.burden is not None:
             state.links -= state.burden[0]
             state.processor -= state.burden[1]
         state.joint = state.burden = None
-        if state.users.get("substitute"):
+        if state.users.get("partials"):
             state.joint = self.partials.joint(state.owners)
             state.burden = burden(state.joint, state.owners, self.samples, self.paths, self.rates)
             state.links += state.burden[0]
@@ -385,13 +385,13 @@ class Search:
             for t in self.order():
                 exchange, sharding = state.chosen[t]
                 now = self.objective(state)
-                if self.are_held and exchange == "substitute":
+                if self.are_held and exchange == "partials":
                     continue
                 before_joint = state.joint
                 self.add(state, t, exchange, sharding, -1.0)
                 best, least = (exchange, sharding), now * (1 - 1e-6)
                 for other, kind in self.possible[t]:
-                    if other == "substitute" and (self.are_held or before_joint is None):
+                    if other == "partials" and (self.are_held or before_joint is None):
                         continue  # alone it saves nothing
                     for place in self.shardings(state, t, kind):
                         found = self.with_(state, t, other, place)
