@@ -31,7 +31,7 @@ def train(mesh: colonnade.Mesh, staleness: int) -> tuple[colonnade.Fitted, dict]
 if __name__ == "__main__":
     mesh = colonnade.open_mesh()
     result, counts = train(mesh, int([*sys.argv, 100][1]))
-    sent = sum(mesh.traffic.bytes_of(purpose) for purpose in ("route", "fetch", "push"))
+    sent = sum(mesh.traffic.bytes_of(channel) for channel in ("route", "fetch", "push"))
     auc, steps = result.metrics["test_auc"], result.outcome.steps
     if mesh.rank == 0:
         print(f"test_auc {auc:.4f}  bytes a step {sent // steps:,}")

@@ -2,7 +2,7 @@
 
     python recipes/hundred_trillion.py [FOLDER]
 
-Trains a few steps within a memory budget, commits, and goes on from there; says what memory and disk that took.
+Trains a few steps within a memory budget, checkpoints, and goes on from there; says what memory and disk that took.
 """
 
 import sys

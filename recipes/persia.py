@@ -29,7 +29,7 @@ if __name__ == "__main__":
     model = build(data.train.schema)
     found = colonnade.fit(
         model, data, run=folder, mesh=mesh, servers=1, batch_size=256, epochs=1,
-        publish=str(folder / "published"), commit_seconds=1.0, quiet=True, **late,
+        publish=str(folder / "published"), checkpoint_seconds=1.0, quiet=True, **late,
     )  # fmt: skip
     if mesh.rank == 0:
         print("  ".join(f"{name} {value:.4f}" for name, value in found.metrics.items()))

@@ -20,7 +20,7 @@ COMMON = {
     "data.options": "{num_train: 3000, num_test: 200, cardinalities: [50, 900, 7, 3000], seed: 3}",
     "model.dim": "8", "model.bottom": "[16]", "model.top": "[16]", "dense.lr": "0.01",
     "train.batch_size": "100", "train.epochs": "1", "train.threads": "1", "train.seed": "5",
-    "train.commit_steps": "11",
+    "train.checkpoint_steps": "11",
 }  # fmt: skip
 FILES = {"plan.memory.dram": "150KB"}
 SETTINGS: dict[str, tuple[int, dict[str, str]]] = {
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def digest(folder: Path, num_ranks: int, settings: dict[str, str]) -> str:
-    """Train, export the last commit and hash its rows and dense weights."""
+    """Train, export the last checkpoint and hash its rows and dense weights."""
     sets = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
     run, exported = str(folder / "run"), folder / "exported"
     colonnade("train", "--data", "synthetic", "--run", run, "--ranks", str(num_ranks), *sets)

@@ -180,10 +180,10 @@ class EmbeddingCollection(StatefulRows):
         """Lay the rows out as planned. Collective; call it once, before the first batch.
 
         `folder`: an empty one, for rows that memory has no room for; `save` saves there.
-        `backings`: instead, one per table, for rows that memory has no room for and for commits.
+        `backings`: instead, one per table, for rows that memory has no room for and for checkpoints.
         `policies`: by table, policies that decide after each update which rows are forgotten, instead of the table's
-        own admission and eviction. Commits do not hold their state.
-        `step`: step of the commit in the backings. Raises CheckpointError where a loaded state_dict has other rows.
+        own admission and eviction. Checkpoints do not hold their state.
+        `step`: step of the checkpoint in the backings. Raises CheckpointError where a loaded state_dict has other rows.
         """
         if self._opened:
             raise ConfigError("this collection is open already; build a new one to change its plan")
@@ -264,7 +264,7 @@ class EmbeddingCollection(StatefulRows):
         are resident.
 
         A thread prepares `plan.lookahead` batches ahead; a batch's values are read exactly as many updates before its
-        use as the plan's staleness. Close the iterator to stop early. held: from a commit, for each of the first
+        use as the plan's staleness. Close the iterator to stop early. held: from a checkpoint, for each of the first
         batches, steps until its use and the values that every rank had read for it.
         """
         self.ensure_open()

@@ -9,7 +9,7 @@ ColonnadeError
 +-- StorageError         bytes at rest: full disk, torn or flipped record, wrong table  (OSError)
 |   +-- CorruptionError  a checksum does not match; names file and record
 |   +-- StoreLocked      another run has this store open
-+-- CheckpointError      a commit that does not belong to this model, version or world
++-- CheckpointError      a checkpoint that does not belong to this model, version or world
 +-- NonFiniteError       NaN or inf in input, loss, gradient or exported weights
 +-- WorldError           ranks disagree
     +-- PeerLost         another rank ended or hangs
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 
 class ColonnadeError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base of everything this package raises on channel."""
 
 
 class ConfigError(ColonnadeError, ValueError):
@@ -55,7 +55,7 @@ class StoreLocked(StorageError):
 
 
 class CheckpointError(ColonnadeError):
-    """A commit that does not belong to this model, version or world."""
+    """A checkpoint that does not belong to this model, version or world."""
 
 
 class NonFiniteError(ColonnadeError, ArithmeticError):

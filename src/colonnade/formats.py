@@ -18,7 +18,7 @@ import yaml
 from colonnade.errors import CheckpointError, CorruptionError
 
 VERSIONS = {
-    "colonnade commit": 3,
+    "colonnade checkpoint": 3,
     "colonnade state": 1,
     "colonnade store manifest": 2,
     "colonnade stripe": 1,

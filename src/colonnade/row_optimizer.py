@@ -225,7 +225,7 @@ class RowOptimizer(Optimizer):
         between steps.
 
         Each changed row gets one update with the current settings, and is restored at exit. Inside, evaluate, read rows
-        or commit. Yields by slice the changed rows as they were before; none where there is no cache."""
+        or checkpoint. Yields by slice the changed rows as they were before; none where there is no cache."""
         self.collection.ensure_open()
         self.collection.pipeline.updates.settle()
         cached = self.collection.cached
@@ -267,7 +267,7 @@ class RowOptimizer(Optimizer):
         mesh = self.collection.mesh
         if mesh.num_ranks == 1:
             return votes
-        return mesh.all_reduce("push", torch.tensor(votes), counts_as="control").tolist()
+        return mesh.all_reduce("push", torch.tensor(votes), traffic_tag="control").tolist()
 
     def _refuse(self, what: str) -> NoReturn:
         self.zero_grad()

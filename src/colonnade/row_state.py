@@ -260,11 +260,11 @@ class StatefulRows(nn.Module):
         order += ["counters", "counted_to"] if sketch else []
         return columns + [f"retention_{name}" for name in order]
 
-    def _collect_rows(self, purpose: str) -> dict[str, Any]:
+    def _collect_rows(self, channel: str) -> dict[str, Any]:
         """Copy weights, clocks and the memory of admission and eviction, by table."""
         self._ensure_received()
         if self.is_open:
-            self._check_in_memory(purpose)
+            self._check_in_memory(channel)
             self.pipeline.updates.settle()
         tables = {}
         for t, table in enumerate(self.declaration.tables):
@@ -476,9 +476,9 @@ class StatefulRows(nn.Module):
         if len(ids):
             self.store.put(t, ids.contiguous(), records)
 
-    def _check_in_memory(self, purpose: str) -> None:
+    def _check_in_memory(self, channel: str) -> None:
         """Raise CheckpointError unless every row is in this process's memory, and below `max_state_dict_bytes`."""
-        _check_plan(purpose, self.plan, self.mesh)
+        _check_plan(channel, self.plan, self.mesh)
         backings = self.store.backings
         size = sum(
             max(self.store.num_rows(t), len(backings[t]) if backings else 0) * table.record_bytes
@@ -486,7 +486,7 @@ class StatefulRows(nn.Module):
         )
         if size > self.max_state_dict_bytes:
             raise CheckpointError(
-                f"{purpose}: got {size:,} bytes of rows, wanted at most collection.max_state_dict_bytes = "
+                f"{channel}: got {size:,} bytes of rows, wanted at most collection.max_state_dict_bytes = "
                 f"{self.max_state_dict_bytes:,}; {OTHER_WAY}"
             )
 
@@ -525,7 +525,7 @@ class StatefulRows(nn.Module):
             self.open(plan)
 
 
-def _check_plan(purpose: str, plan: Plan, mesh: Mesh) -> None:
+def _check_plan(channel: str, plan: Plan, mesh: Mesh) -> None:
     """Raise CheckpointError unless the plan keeps every row in this process's memory."""
     if mesh.num_ranks > 1:
         problem = f"rows on {mesh.num_ranks} ranks"
@@ -534,7 +534,7 @@ def _check_plan(purpose: str, plan: Plan, mesh: Mesh) -> None:
     else:
         return
     raise CheckpointError(
-        f"{purpose}: got {problem}, wanted all rows in this process's memory; {OTHER_WAY}"
+        f"{channel}: got {problem}, wanted all rows in this process's memory; {OTHER_WAY}"
     )
 
 

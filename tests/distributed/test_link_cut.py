@@ -11,7 +11,7 @@ import pytest
 from hosts_here import PATHS, ROOT, need_hosts, open_hosts, torchrun
 from small_run import digest
 
-from colonnade.checkpoint.header import committed_steps
+from colonnade.checkpoint.header import list_checkpoints
 
 SCRIPT = ROOT / "tests" / "faults" / "small_run.py"
 SETTINGS = {"plan.staleness_steps": 1, "plan.memory.dram": 90_000, "train.epochs": 2}
@@ -22,7 +22,8 @@ LIMIT_SECONDS = 5
 
 
 def run(folder: Path, *, cut_after: int | None) -> str:
-    """Two hosts of one rank train; after that commit the second host's link goes down, until both ranks have noticed.
+    """Two hosts of one rank train; after that checkpoint the second host's link goes down, until both ranks have
+    noticed.
     What all said."""
     logs = folder.parent / f"{folder.name}-logs"
     logs.mkdir()
@@ -31,7 +32,7 @@ def run(folder: Path, *, cut_after: int | None) -> str:
         env = {**PATHS, "LIMIT": str(LIMIT_SECONDS)}
         job = torchrun(hosts, 1, script, folder=logs, env=env, max_restarts=3)
         if cut_after is not None:
-            wait_for(lambda: committed_steps(folder)[-1:] >= [cut_after], job)
+            wait_for(lambda: list_checkpoints(folder)[-1:] >= [cut_after], job)
             hosts.cut(1)
             wait_for(lambda: all("lost" in log.read_text() for log in job.logs), job)
             hosts.mend(1)
@@ -55,4 +56,4 @@ def test_a_link_is_cut(tmp_path):
     said = run(tmp_path / "cut", cut_after=8)
     assert digest(tmp_path / "cut") == digest(tmp_path / "whole")
     again = [int(step) for step in re.findall(r"^started at (\d+)$", said, re.MULTILINE)]
-    assert len(again) >= 2 and min(again) >= 8, "both ranks go on from a commit"
+    assert len(again) >= 2 and min(again) >= 8, "both ranks go on from a checkpoint"

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from colonnade.comm.mesh import ALL, PURPOSES, THREADS, TRAINING, Scope, thread_of
+from colonnade.comm.mesh import ALL, CHANNELS, THREADS, TRAINING, Scope, thread_of
 from colonnade.comm.process_groups import open_scopes, with_servers
 
 
@@ -50,24 +50,24 @@ def on_two_hosts(mesh):
 def calls_overlap(mesh):
     """Threads begin in another order on each rank; each keeps its own order."""
     by_thread = defaultdict(list)
-    for number, purpose in enumerate(PURPOSES):
-        by_thread[thread_of(purpose)].append((number, purpose))
+    for number, channel in enumerate(CHANNELS):
+        by_thread[thread_of(channel)].append((number, channel))
     errors = []
 
-    def call(purposes):
+    def call(channels):
         try:
             for _ in range(3):
-                for number, purpose in purposes:
+                for number, channel in channels:
                     values = torch.full((100_003,), float(number + mesh.rank))
-                    mesh.all_reduce(purpose, values)
+                    mesh.all_reduce(channel, values)
                     num = mesh.num_ranks
-                    assert (values == number * num + num * (num - 1) / 2).all(), purpose
+                    assert (values == number * num + num * (num - 1) / 2).all(), channel
         except BaseException as error:
             errors.append(error)
 
     orders = list(by_thread.values())
     order = orders[mesh.rank % len(orders) :] + orders[: mesh.rank % len(orders)]
-    workers = [threading.Thread(target=call, args=(purposes,)) for purposes in order]
+    workers = [threading.Thread(target=call, args=(channels,)) for channels in order]
     for worker in workers:
         worker.start()
     for worker in workers:

@@ -1,5 +1,5 @@
 """Messages between ranks of one host through memory that they share: the same bits as through gloo, whatever the sizes,
-purposes and order; who cannot read it; who is killed meanwhile."""
+channels and order; who cannot read it; who is killed meanwhile."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rows_of(num_ranks, call):
     return torch.tensor(SIZES)[which]
 
 
-def call_of(mesh, purpose, call, in_room):
+def call_of(mesh, channel, call, in_room):
     rows, rank = rows_of(mesh.num_ranks, call), mesh.rank
     blocks = [message(rank, r, call, int(n)) for r, n in enumerate(rows[rank])]
     send = torch.cat(blocks)
@@ -48,20 +48,20 @@ def call_of(mesh, purpose, call, in_room):
         room = mesh.room(send.numel(), send.dtype).view(send.shape)
         send = room.copy_(send)
     theirs = rows[:, rank].tolist()
-    return mesh.all_to_all(purpose, send, rows[rank].tolist(), theirs, wait=False), theirs
+    return mesh.all_to_all(channel, send, rows[rank].tolist(), theirs, wait=False), theirs
 
 
-def check_calls(mesh, purpose, num_calls):
+def check_calls(mesh, channel, num_calls):
     """Up to three under way at once, which end in another order than they began in."""
     under_way = []
     for number in range(num_calls):
-        under_way.append((number, call_of(mesh, purpose, number, in_room=number % 3 != 0)))
+        under_way.append((number, call_of(mesh, channel, number, in_room=number % 3 != 0)))
         if len(under_way) == 3 or number == num_calls - 1:
             for call, ((received, work), theirs) in reversed(under_way):
                 work.wait()
                 blocks = received.split(theirs)
                 for sender, (block, n) in enumerate(zip(blocks, theirs, strict=True)):
-                    assert torch.equal(block, message(sender, mesh.rank, call, n)), (purpose, call)
+                    assert torch.equal(block, message(sender, mesh.rank, call, n)), (channel, call)
             under_way.clear()
 
 
@@ -69,14 +69,14 @@ def all_purposes(mesh, least):
     mates_module.LEAST_BYTES = least
     errors = []
 
-    def run(purpose):
+    def run(channel):
         try:
-            check_calls(mesh, purpose, 40)
+            check_calls(mesh, channel, 40)
         except BaseException as error:
             errors.append(error)
 
     threads = [
-        threading.Thread(target=run, args=[p]) for p in ("fetch", "commit", "route", "dense")
+        threading.Thread(target=run, args=[p]) for p in ("fetch", "checkpoint", "route", "dense")
     ]
     for thread in threads:
         thread.start()
@@ -85,13 +85,13 @@ def all_purposes(mesh, least):
     if errors:
         raise errors[0]
     lanes = {} if mesh.mates is None else mesh.mates.lanes
-    return {purpose: lane.num_held for purpose, lane in lanes.items()}
+    return {channel: lane.num_held for channel, lane in lanes.items()}
 
 
 @pytest.mark.parametrize("num_ranks, least", [(2, 1), (3, 1), (3, 20_000)])
 def test_odd_sizes_on_many_threads(num_ranks, least):
     for held in run_ranks(num_ranks, all_purposes, least, fresh=True):
-        assert set(held) == {"fetch", "commit", "route", "dense"}
+        assert set(held) == {"fetch", "checkpoint", "route", "dense"}
         assert max(held.values()) <= 4  # of the last calls, three at once
 
 

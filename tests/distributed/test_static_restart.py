@@ -14,7 +14,7 @@ from small_run import digest
 from test_link_cut import wait_for
 from test_restart import SETTINGS, undisturbed  # noqa: F401
 
-from colonnade.checkpoint.header import committed_steps
+from colonnade.checkpoint.header import list_checkpoints
 
 SCRIPT = ROOT / "tests" / "faults" / "small_run.py"
 
@@ -46,7 +46,7 @@ def test_a_lost_host_is_waited_for_as_long_as_ranks_wait(limit, undisturbed, tmp
         script = [str(SCRIPT), str(folder), json.dumps(SETTINGS)]
         env = {**PATHS, "LIMIT": str(limit)}
         job = torchrun(hosts, 1, script, folder=tmp_path, env=env, max_restarts=1)
-        wait_for(lambda: committed_steps(folder), job)
+        wait_for(lambda: list_checkpoints(folder), job)
         lost = ["ip", "netns", "pids", hosts.hosts[1].namespace]
         for pid in subprocess.run(lost, capture_output=True, check=True).stdout.split():
             os.kill(int(pid), signal.SIGKILL)

@@ -1,7 +1,7 @@
 """A small real run in a process of its own, that can be killed; and what it left, as one digest.
 
 python small_run.py FOLDER SETTINGS_JSON [KILL_AT]     KILL_AT: SIGKILL before that change of the disk
-FAULT="rank 1 SIGKILL push 9" does so before that rank's 9th call of that purpose, once (FOLDER/fault); purposes
+FAULT="rank 1 SIGKILL push 9" does so before that rank's 9th call of that channel, once (FOLDER/fault); channels
 "start" and "end" are before the world is joined and after training. "reader 1 ..." does so to that rank's reader.
 "rank 1 0.3x8 push 9" instead makes that call and the seven after it 0.3 seconds late: slow, and not stopped.
 """
@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 
 from colonnade import close_mesh, open_mesh
-from colonnade.checkpoint.commits import load_state
-from colonnade.checkpoint.header import committed_steps, read_header
+from colonnade.checkpoint.checkpoints import load_state
+from colonnade.checkpoint.header import list_checkpoints, read_header
 from colonnade.checkpoint.stores import open_recorded_stores
 from colonnade.comm.peer_status import Presence
 from colonnade.config.run import RunConfig, build_config, override
@@ -39,7 +39,7 @@ CONFIG = {
         "options": {"num_train": 1500, "num_test": 200, "cardinalities": [50, 900, 7, 3000]},
     },
     "model": {"dim": 4, "bottom": [8], "top": [8]},
-    "train": {"batch_size": 100, "epochs": 2, "commit_steps": 4, "threads": 1},
+    "train": {"batch_size": 100, "epochs": 2, "checkpoint_steps": 4, "threads": 1},
 }
 
 
@@ -70,10 +70,10 @@ class KillingDisk(Disk):
 
 
 def digest(folder: Path, step: int | None = None) -> str:
-    """Of everything a commit (the newest) holds: rows with optimizer state and clock, dense state, position."""
+    """Of everything a checkpoint (the newest) holds: rows with optimizer state and clock, dense state, position."""
     config = load_run_config(folder)
     tables = build_model(opened(config).train.schema, config).embeddings.tables
-    step = committed_steps(folder)[-1] if step is None else step
+    step = list_checkpoints(folder)[-1] if step is None else step
     header = read_header(folder, step)
     run = header["run"]
     found = hashlib.sha256(str(step).encode())
@@ -88,7 +88,7 @@ def digest(folder: Path, step: int | None = None) -> str:
     for name in sorted(rows):
         for row_id, record in sorted(rows[name]):
             found.update(f"{name}/{row_id}/".encode() + record)
-    for path in sorted((folder / "commits" / f"{step:012d}").glob("retention-*")):
+    for path in sorted((folder / "checkpoints" / f"{step:012d}").glob("retention-*")):
         for name, parts in load_state(path, run).items():
             remembered = {what: torch.cat(of) for what, of in parts.items() if of}
             if "ids" in remembered:  # rows are in no order
@@ -97,7 +97,7 @@ def digest(folder: Path, step: int | None = None) -> str:
                 remembered |= {what: remembered[what][order] for what in columns}
             for what, values in sorted(remembered.items()):
                 found.update(f"{path.name}/{name}/{what}/".encode() + values.numpy().tobytes())
-    state = load_state(folder / "commits" / f"{step:012d}" / "dense", run)
+    state = load_state(folder / "checkpoints" / f"{step:012d}" / "dense", run)
     for name, value in sorted(state["model"].items()):
         found.update(name.encode() + value.numpy().tobytes())
     for what in ("position", "best", "days"):
@@ -105,10 +105,10 @@ def digest(folder: Path, step: int | None = None) -> str:
     return found.hexdigest()
 
 
-def fail(folder: Path, purpose: str, number: int = 0) -> None:
+def fail(folder: Path, channel: str, number: int = 0) -> None:
     """What FAULT says; of signals, once."""
     who, rank, what, *where, first = (os.environ.get("FAULT") or "- - - -").split()
-    if (rank, " ".join(where)) != (os.environ["RANK"], purpose):
+    if (rank, " ".join(where)) != (os.environ["RANK"], channel):
         return
     seconds, _, calls = what.partition("x")
     if not 0 <= number - int(first) < int(calls or 1):
@@ -131,9 +131,9 @@ def main(folder: str, settings: str, kill_at: str = "0") -> None:
     fail(Path(folder), "start")
     enter = Presence.enter
 
-    def enter_or_fail(presence: Presence, purpose: str) -> None:
-        fail(Path(folder), purpose, presence._calls.get(purpose, 0))
-        enter(presence, purpose)
+    def enter_or_fail(presence: Presence, channel: str) -> None:
+        fail(Path(folder), channel, presence._calls.get(channel, 0))
+        enter(presence, channel)
 
     Presence.enter = enter_or_fail  # type: ignore[method-assign]
     mesh = open_mesh(timeout=timedelta(seconds=float(os.environ.get("LIMIT", "60"))))

@@ -16,7 +16,8 @@ from colonnade.errors import CorruptionError
 from colonnade.store.durable import with_trailer
 
 SETTINGS = (
-    "train.batch_size=150", "train.commit_steps=1", "embedding.eviction.max_rows=50", "model.name=lr", "train.epochs=2",
+    "train.batch_size=150", "train.checkpoint_steps=1", "embedding.eviction.max_rows=50", "model.name=lr",
+    "train.epochs=2",
 )  # fmt: skip
 DAMAGES = {
     "empty": b"",
@@ -27,13 +28,13 @@ DAMAGES = {
     "wrong": b'{"train": 5, "data": [], "step": "x", "tables": 3, "model": 7, "kind": {}, "segments": 5}',
 }
 FILES = (
-    "config.yaml", "plan.json", "summary.json", "machine.json", "metrics.jsonl", "commits/000000000002.json",
-    "commits/000000000002/dense", "commits/000000000002/rank-0", "commits/000000000002/retention-0",
+    "config.yaml", "plan.json", "summary.json", "machine.json", "metrics.jsonl", "checkpoints/000000000002.json",
+    "checkpoints/000000000002/dense", "checkpoints/000000000002/rank-0", "checkpoints/000000000002/retention-0",
     "rows/0-of-1/000/manifest-2.json", "rows/0-of-1/000/live-2.bits", "rows/0-of-1/000/segment-*.rows",
     "rows/0-of-1/000/segment-*.keys",
 )  # fmt: skip
 TELLING = {
-    ("config.yaml", "deep"), ("commits/000000000002.json", "wrong"),
+    ("config.yaml", "deep"), ("checkpoints/000000000002.json", "wrong"),
     ("rows/0-of-1/000/manifest-2.json", "stamped"), ("rows/0-of-1/000/manifest-2.json", "wrong"),
 }  # fmt: skip
 """Damages that look like what the file should hold, or that its parser may not survive."""
@@ -94,7 +95,7 @@ def test_no_verb_raises(file, damage, trained, tmp_path, capsys):
         "deep",
     ):  # a second each; all verbs read it by one function
         verbs = {"inspect": ()}
-    whole_rows = "rows/" in file or "commits/" in file
+    whole_rows = "rows/" in file or "checkpoints/" in file
     for is_checked in (False, True) if not file.endswith(UNCHECKED) else (False,):
         folder = tmp_path / f"run-{is_checked}"
         shutil.copytree(trained / "run", folder)
@@ -121,7 +122,7 @@ def test_a_pickle_in_a_state_file_is_refused_and_not_run(trained, tmp_path, caps
     state = state_folder(folder, 2) / "dense"
     state.write_bytes(with_trailer(pickle))
     assert run("verify", folder) == 2
-    assert "dense is not what this run committed there" in capsys.readouterr().out
+    assert "dense is not what this run saved there" in capsys.readouterr().out
     with pytest.raises(CorruptionError, match="holds more than tensors") as caught:
         load_state(state, "any run")
     assert "weights_only" not in str(caught.value) and not (tmp_path / "evil").exists()

@@ -1,4 +1,4 @@
-"""A commit that takes long says what for, and a second signal ends the process in bounded time."""
+"""A checkpoint that takes long says what for, and a second signal ends the process in bounded time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ranks import start_child
 from rich.console import Console
 from small_run import CONFIG
 
-from colonnade.checkpoint import commits
-from colonnade.checkpoint.commits import slow_words
-from colonnade.checkpoint.header import committed_steps
+from colonnade.checkpoint import checkpoints
+from colonnade.checkpoint.checkpoints import slow_words
+from colonnade.checkpoint.header import list_checkpoints
 from colonnade.cli import ranks
 from colonnade.comm.mesh import Mesh
 from colonnade.config import plan as plan_config
@@ -26,10 +26,11 @@ from colonnade.store.writer import LogWriter
 
 
 def train_slowly(folder):
-    """Train with a commit that would take for ever; do what the command does, in a process that was forked for it."""
+    """Train with a checkpoint that would take for ever; do what the command does, in a process that was forked for
+    it."""
     sys.stdout.reconfigure(line_buffering=True)
     plan_config.LEAST_RATE = 1
-    commits.SLOW_SECONDS, interrupt.REPEAT_SECONDS = 0.3, 0.0
+    checkpoints.SLOW_SECONDS, interrupt.REPEAT_SECONDS = 0.3, 0.0
     slow = override(build_config(CONFIG), {"plan.write_budget": 1, "train.max_steps": 3})
     ranks.train(slow, Path(folder), 1, Console(width=400))
 
@@ -37,15 +38,15 @@ def train_slowly(folder):
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
-def test_a_second_signal_ends_a_commit_that_would_take_for_ever(number, tmp_path):
+def test_a_second_signal_ends_a_checkpoint_that_would_take_for_ever(number, tmp_path):
     child = start_child(tmp_path / "output", os.environ, train_slowly, str(tmp_path / "run"))
     try:
-        while "waiting for a commit" not in child.said():
+        while "waiting for a checkpoint" not in child.said():
             assert child.code is None, child.said()
             time.sleep(0.05)
         child.send(number)
         time.sleep(0.5)
-        assert child.code is None  # the first asks for a commit, which is under way
+        assert child.code is None  # the first asks for a checkpoint, which is under way
         began = time.monotonic()
         child.send(number)
         child.wait(30)
@@ -54,15 +55,15 @@ def test_a_second_signal_ends_a_commit_that_would_take_for_ever(number, tmp_path
         child.kill()
     assert time.monotonic() - began < 15
     assert "bytes of rows wait in memory to be written, at plan.write_budget of 1 " in child.said()
-    assert child.said().count("waiting for a commit") == 1
+    assert child.said().count("waiting for a checkpoint") == 1
     assert code not in (None, 0, -signal.SIGKILL)
-    assert committed_steps(tmp_path / "run") == []
+    assert list_checkpoints(tmp_path / "run") == []
     run = open_run(build_config(CONFIG), Mesh(), tmp_path / "run")  # nothing torn, nobody's lock
     assert run.resumed_at is None
     run.close()
 
 
-def test_what_a_slow_commit_waits_for():
+def test_what_a_slow_checkpoint_waits_for():
     writer = LogWriter(bytes_per_second=2_000_000)
     assert "0 bytes" in slow_words([writer]) and "budget" not in slow_words([writer])
     source = type("Source", (), {"pending_bytes": 50_000_000, "has_work": False})()
@@ -71,4 +72,4 @@ def test_what_a_slow_commit_waits_for():
     writer._budget.bytes_per_second = None
     assert "as fast as the disk" in slow_words([writer])
     writer.remove(source)
-    assert commits.SLOW_SECONDS == 10
+    assert checkpoints.SLOW_SECONDS == 10

@@ -1,4 +1,4 @@
-"""A commit that is not whole, of several runs, or not seen by all ranks is refused everywhere, by name."""
+"""A checkpoint that is not whole, of several runs, or not seen by all ranks is refused everywhere, by name."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def dealt_by_table(mesh, folder):
 def test_tables_of_several_ranks_in_folders_of_one_name_are_missed(tmp_path):
     for owners, said in run_ranks(2, dealt_by_table, str(tmp_path / "run")):
         assert owners == {(0,), (1,)}
-        assert all("rows/0-of-1 is not what this run committed there" in each for each in said)
+        assert all("rows/0-of-1 is not what this run saved there" in each for each in said)
 
 
 def lose_rank(place, other):
@@ -87,7 +87,7 @@ def of_another_run(place, other):
 
 
 def lose_state(place, other):
-    (place / "commits" / f"{4:012d}" / "rank-1").unlink()
+    (place / "checkpoints" / f"{4:012d}" / "rank-1").unlink()
 
 
 def lose_table(place, other):
@@ -98,18 +98,18 @@ def test_partial_sets_are_refused_on_every_rank(tmp_path):
     told = run_ranks(2, trained, str(tmp_path / "whole"), str(tmp_path / "other"))
     assert told[0][0][:-1] == told[1][0][:-1]
     lost, swapped, mixed, stateless, tableless, blind = told[0][0]
-    assert "the commit of step 4 is not whole: rows/1-of-2 is missing" in lost
-    assert "rows/0-of-2 is not what this run committed there" in swapped
-    assert "rows/1-of-2 is not what this run committed there" in swapped
-    assert "rows/0-of-2 is not what this run committed there" in mixed and "1-of-2" not in mixed
-    assert f"commits/{4:012d}/rank-1 is missing" in stateless
-    assert "rows/1-of-2 is not what this run committed there" in tableless
+    assert "the checkpoint of step 4 is not whole: rows/1-of-2 is missing" in lost
+    assert "rows/0-of-2 is not what this run saved there" in swapped
+    assert "rows/1-of-2 is not what this run saved there" in swapped
+    assert "rows/0-of-2 is not what this run saved there" in mixed and "1-of-2" not in mixed
+    assert f"checkpoints/{4:012d}/rank-1 is missing" in stateless
+    assert "rows/1-of-2 is not what this run saved there" in tableless
     assert "rank 1 on " in blind and "cannot see the run folder of rank 0" in blind
     assert [files for _, files in told] == [[], []]
     # Another number of ranks reads all of them: it refuses the same.
     with pytest.raises(CheckpointError, match="rows/1-of-2 is missing"):
         open_run(SETTINGS, Mesh(), tmp_path / "lose_rank")
-    with pytest.raises(CheckpointError, match="not what this run committed"):
+    with pytest.raises(CheckpointError, match="not what this run saved"):
         open_run(SETTINGS, Mesh(), tmp_path / "of_another_run")
     run = open_run(SETTINGS, Mesh(), tmp_path / "whole")
     assert run.resumed_at == 4

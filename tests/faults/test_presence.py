@@ -26,10 +26,10 @@ PEER = Peer("node", "one", 4711, 1, "1.0", "2.0", "x86_64")
 FINE = Heard(PEER, 0.3, calls={"dense": 58}, waiting={"dense": 3.0}, step=57)
 
 
-def blamed(purpose="dense", number=58, **ranks) -> tuple[tuple[int, ...], str]:
+def blamed(channel="dense", number=58, **ranks) -> tuple[tuple[int, ...], str]:
     heard = {number: FINE for number in range(1, 4)}
     heard |= {int(name[1:]): replace(FINE, **said) for name, said in ranks.items()}
-    found = verdict(heard, purpose, number)
+    found = verdict(heard, channel, number)
     return found.ranks, found.why
 
 

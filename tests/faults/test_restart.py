@@ -1,4 +1,4 @@
-"""torchrun starts a run again whose rank was lost: it goes on from the newest commit, to the same bits."""
+"""torchrun starts a run again whose rank was lost: it goes on from the newest checkpoint, to the same bits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PHASES = [
     "push 8",
     "dense 12",
     "evaluate 4",
-    "commit 6",
+    "checkpoint 6",
     "end 0",
 ]
 

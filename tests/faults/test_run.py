@@ -15,7 +15,7 @@ from ranks import run_ranks
 from small_run import CONFIG, digest
 
 from colonnade import Mesh, dense_state_dict
-from colonnade.checkpoint.header import committed_steps
+from colonnade.checkpoint.header import list_checkpoints
 from colonnade.config.run import build_config, override
 from colonnade.data import Splits, open_source
 from colonnade.errors import (
@@ -122,13 +122,13 @@ def straight(tmp_path_factory):
 
 
 @pytest.mark.parametrize("changes", [7, 17, 24, 40])
-def test_full_disk_during_a_commit(changes, straight, tmp_path):
+def test_full_disk_during_a_checkpoint(changes, straight, tmp_path):
     folder = tmp_path / "run"
     run = open_run(config(), Mesh(), folder, disk=FullDisk(changes + 2))
     with pytest.raises(StorageError, match=r"No space left|[Ff]ree space"):
         run.train()
     run.close()
-    steps = committed_steps(folder)
+    steps = list_checkpoints(folder)
     again = open_run(config(), Mesh(), folder)
     assert again.resumed_at == (steps[-1] if steps else None)
     again.train()
@@ -180,9 +180,9 @@ def test_a_flipped_byte_is_found_and_named(finished, victim):
         "keys": "rows/0-of-1/003/segment-*.keys",
         "live": "rows/0-of-1/003/live-15.bits",
         "manifest": "rows/0-of-1/003/manifest-*.json",
-        "dense": "commits/*15/dense",
-        "rank-0": "commits/*15/rank-0",
-        "json": "commits/*15.json",
+        "dense": "checkpoints/*15/dense",
+        "rank-0": "checkpoints/*15/rank-0",
+        "json": "checkpoints/*15.json",
     }
     path = sorted(finished.glob(patterns[victim]))[-1]
     if victim == "keys":
@@ -202,7 +202,7 @@ def test_a_flipped_byte_of_a_row_is_found_and_named(finished):
     data[-20] ^= 4
     path.write_bytes(bytes(data))
     run = open_run(config(), Mesh(), finished)
-    backing = run.commits.backings[3]
+    backing = run.checkpoints.backings[3]
     with pytest.raises(CorruptionError, match=f"{path.name}: record "):
         backing.verify()
     with pytest.raises(CorruptionError, match=f"{path.name}: record "):
@@ -219,9 +219,9 @@ def go_on_with_two(mesh, folder):
     return resumed
 
 
-def test_a_commit_of_one_rank_goes_on_with_two(finished):
+def test_a_checkpoint_of_one_rank_goes_on_with_two(finished):
     assert run_ranks(2, go_on_with_two, finished) == [15, 15]
-    assert committed_steps(finished)[-1] == 30
+    assert list_checkpoints(finished)[-1] == 30
     back = open_run(config(), Mesh(), finished)
     assert back.resumed_at == 30
     back.close()
@@ -231,7 +231,7 @@ def test_a_commit_of_one_rank_goes_on_with_two(finished):
     ("ranks", "way"),
     [(1, "forked"), (2, "forked"), *(pytest.param(n, "started", marks=pytest.mark.slow) for n in (1, 2))],
 )  # fmt: skip
-def test_ctrl_c_commits_and_ends(ranks, way, tmp_path):
+def test_ctrl_c_checkpoints_and_ends(ranks, way, tmp_path):
     words = [
         "train", "--run", str(tmp_path / "run"), "--ranks", str(ranks), "--set", "data.options.num_train=4000000",
         "--set", "train.epochs=9", "--set", "train.batch_size=512",
@@ -249,4 +249,4 @@ def test_ctrl_c_commits_and_ends(ranks, way, tmp_path):
     output = child.said()
     assert child.code == 0, output
     assert "stopped as asked" in output and "Traceback" not in output, output
-    assert committed_steps(tmp_path / "run")
+    assert list_checkpoints(tmp_path / "run")

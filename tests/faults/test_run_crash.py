@@ -1,4 +1,4 @@
-"""A whole run's writes and syncs, cut at every point: the newest commit that can be seen is whole.
+"""A whole run's writes and syncs, cut at every point: the newest checkpoint that can be seen is whole.
 
 What a power cut may leave is checked at both ends: everything written so far, and only what was synced
 (names since their directory was synced are lost too). `test_store_crash.py` looks at torn writes.
@@ -15,7 +15,7 @@ import pytest
 from small_run import CONFIG, digest
 
 from colonnade import Mesh
-from colonnade.checkpoint.header import committed_steps
+from colonnade.checkpoint.header import list_checkpoints
 from colonnade.config.run import build_config, override
 from colonnade.run.run import open_run
 from colonnade.store.disk import Change, Disk
@@ -77,22 +77,22 @@ class Tree:
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
-    """The trace of a run that keeps all its commits, and the digest of each commit."""
+    """The trace of a run that keeps all its checkpoints, and the digest of each checkpoint."""
     folder = tmp_path_factory.mktemp("traced")
     disk = Traced()
-    settings = {"plan.memory.dram": 90_000, "plan.staleness_steps": 1, "train.keep_commits": 2}
+    settings = {"plan.memory.dram": 90_000, "plan.staleness_steps": 1, "train.keep_checkpoints": 2}
     config = override(build_config(CONFIG), settings)
     run = open_run(config, Mesh(), folder, disk=disk)
     digests: dict[int, str] = {}
-    write = run.commits.make_durable
+    write = run.checkpoints.make_durable
 
     def write_and_digest(
         collection, captured, say
-    ):  # on the commit's thread: training goes on meanwhile
+    ):  # on the checkpoint's thread: training goes on meanwhile
         write(collection, captured, say)
         digests[captured.step] = digest(folder)
 
-    run.commits.make_durable = write_and_digest
+    run.checkpoints.make_durable = write_and_digest
     run.train()
     run.close()
     return folder, disk.changes, digests
@@ -100,27 +100,27 @@ def traced(tmp_path_factory):
 
 @pytest.mark.parametrize("stride", [97, pytest.param(1, marks=pytest.mark.slow)])
 def test_cut_at_every_point(traced, stride, tmp_path):
-    """By default at some points, and right after each commit becomes durable, whose name is then the newest."""
+    """By default at some points, and right after each checkpoint becomes durable, whose name is then the newest."""
     origin, changes, digests = traced
     tree, newest_certain, num_seen = Tree(), -1, 0
     for number, change in enumerate(changes):
         tree.apply(change)
-        is_commit = change.verb == "sync_dir" and change.path == origin / "commits"
-        if is_commit:
+        is_checkpoint = change.verb == "sync_dir" and change.path == origin / "checkpoints"
+        if is_checkpoint:
             durable = tree.synced_names[change.path]
             before, newest_certain = (
                 newest_certain,
                 max([int(p.stem) for p in durable if p.suffix == ".json"], default=-1),
             )
-            is_commit = newest_certain > before
-        if number % stride and not is_commit and number != len(changes) - 1:
+            is_checkpoint = newest_certain > before
+        if number % stride and not is_checkpoint and number != len(changes) - 1:
             continue
         for only_synced in (False, True):
             place = tmp_path / f"{number}-{only_synced}"
             place.mkdir()
             tree.lay_out(origin, place, only_synced=only_synced)
             shutil.copy(origin / "config.yaml", place)
-            steps = committed_steps(place)
+            steps = list_checkpoints(place)
             if steps:
                 num_seen += 1
                 assert digest(place) == digests[steps[-1]]

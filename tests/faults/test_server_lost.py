@@ -25,14 +25,14 @@ PHASES = [
     "route 9",
     "fetch 7",
     "push 16",
-    "commit 6",
+    "checkpoint 6",
     "evaluate 4",
     "end 0",
 ]
 SLOW = [
     *[f"rank 2 0.3x8 {phase}" for phase in PHASES[1:-1]],
     *[f"rank 1 0.3x8 {phase}" for phase in ("route 9", "fetch 7", "push 8", "trainers dense 6")],
-    "rank 0 0.3x8 commit 6",
+    "rank 0 0.3x8 checkpoint 6",
     "rank 0 0.3x8 evaluate 4",
     "rank 2 4x1 push 16",
     "rank 1 4x1 fetch 7",

@@ -1,5 +1,5 @@
 """A rank of one tower is killed, which alone trained the tower's module: torchrun starts the world again, and it goes
-on from the newest commit, to the same bits."""
+on from the newest checkpoint, to the same bits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_a_rank_of_one_tower_is_killed(ranks, exchange, tmp_path):
 
 
 def is_read_on_one_process(run, place):
-    """What the towers' ranks found in their evaluation is what one process finds in the commit; it exports, predicts
+    """What the towers' ranks found in their evaluation is what one process finds in the checkpoint; it exports,
+    predicts
     and looks for other towers, too."""
 
     def colonnade(*arguments):

@@ -38,7 +38,7 @@ def whole(tmp_path_factory) -> Path:
     """A folder with RUN, an export of it and a publication. All tables have one shape, and files of one length."""
     place = tmp_path_factory.mktemp("whole")
     settings = {
-        "train.epochs": 1, "train.max_steps": 8, "train.commit_steps": 4, "train.publish": str(place / "published"),
+        "train.epochs": 1, "train.max_steps": 8, "train.checkpoint_steps": 4, "train.publish": str(place / "published"),
         "data.options.cardinalities": [40, 40, 40],
     }  # fmt: skip
     config = override(build_config(CONFIG), settings)
@@ -289,7 +289,7 @@ def test_nan_weights_are_not_exported(whole, tmp_path):
     records = fresh_records(table, torch.full((1, table.width), torch.nan))
     put_records(collection, 1, torch.tensor([7]), records)
     collection.step += 1
-    run.commits.write(run.trainer, ())
+    run.checkpoints.write(run.trainer, ())
     run.close()
     with pytest.raises(
         NonFiniteError, match=rf"table '{table.name}': got NaN or inf in the row of id 7"

@@ -64,25 +64,25 @@ class Simulated(Mesh):
 
     def all_to_all(
         self,
-        purpose,
+        channel,
         send,
         send_rows,
         receive_rows,
         *,
         scope=ALL,
         wait=True,
-        counts_as=None,
+        traffic_tag=None,
         into=None,
     ):
         members = scope.members(self.rank, self.num_ranks)
         if 1 < len(members) < self.num_ranks:
-            assert self.group(thread_of(purpose), scope) == scope, (
-                f"{purpose}: a group that nobody opened"
+            assert self.group(thread_of(channel), scope) == scope, (
+                f"{channel}: a group that nobody opened"
             )
         width = send.element_size() * (send[0].numel() if send.dim() > 1 and len(send) else 1)
         for peer, rows in zip(members, send_rows, strict=True):
-            self._count(counts_as or purpose, peer, width * rows)
-        group = purpose, scope, members[0]
+            self._count(traffic_tag or channel, peer, width * rows)
+        group = channel, scope, members[0]
         heard = self.office.swap(group, self.rank, members, send.split(list(send_rows)))
         assert [len(each) for each in heard] == list(receive_rows)
         received = torch.cat(heard)
@@ -90,12 +90,12 @@ class Simulated(Mesh):
             received = into.copy_(received)
         return received, None if wait else Done()
 
-    def all_gather(self, purpose, values):
+    def all_gather(self, channel, values):
         members = range(self.num_ranks)
-        return self.office.swap((purpose, members[0]), self.rank, members, [values] * len(members))
+        return self.office.swap((channel, members[0]), self.rank, members, [values] * len(members))
 
-    def all_reduce(self, purpose, values, *, counts_as=None):
-        return values.copy_(torch.stack(self.all_gather(purpose, values)).sum(0))
+    def all_reduce(self, channel, values, *, traffic_tag=None):
+        return values.copy_(torch.stack(self.all_gather(channel, values)).sum(0))
 
 
 def run_simulated(world: World, function: Callable[..., Any], *arguments: Any) -> list[Any]:

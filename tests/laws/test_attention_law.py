@@ -336,7 +336,7 @@ def forced(kind: str, num_ranks: int) -> dict[str, Forced]:
 
 
 def counted(mesh):
-    """By case: bytes by (purpose, link), this rank's of all steps."""
+    """By case: bytes by (channel, link), this rank's of all steps."""
     found, n = {}, mesh.num_ranks
     for case, (kind, codecs) in SENT.items():
         alone, collection = replace(mesh, traffic=Traffic()), wide_collection()

@@ -1,4 +1,4 @@
-"""Payload that is foretold from a profile equals what is counted on other batches, within 2 %, by purpose: under every
+"""Payload that is foretold from a profile equals what is counted on other batches, within 2 %, by channel: under every
 exchange and sharding, with codecs, with bags and weights, wherever popular ids lie."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from colonnade import (
     build_plan,
 )
 from colonnade.comm.traffic import Traffic
-from colonnade.plan.cost.comm_volume import PURPOSES
+from colonnade.plan.cost.comm_volume import CHANNELS
 from colonnade.plan.cost.table_stats import table_loads
 from colonnade.plan.hot import popular, sides_of
 from colonnade.plan.measure.profile import profile
@@ -120,7 +120,7 @@ def hot_of(case):
 
 
 def counted(mesh, case, hot):
-    """Return bytes by (purpose, link), this rank's of all steps."""
+    """Return bytes by (channel, link), this rank's of all steps."""
     forced, codecs, order = FORCED[case]
     alone = replace(mesh, traffic=Traffic())
     collection = EmbeddingCollection(TABLES, FEATURES)
@@ -168,10 +168,10 @@ def test_what_a_choice_foretells_is_counted(profiles, case):
         tables, features, seen, world, batch_size=SIZE, last_batch=100, codecs=codecs
     )
     choice = choose(loads, world, forced=forced)
-    for purpose in PURPOSES:
-        sent = sum(each.get((purpose, "local"), 0) for each in everyone) / (RANKS * STEPS)
-        assert choice.sent[purpose, "local"] == pytest.approx(sent, rel=0.02), purpose
-        assert choice.sent[purpose, "remote"] == 0
+    for channel in CHANNELS:
+        sent = sum(each.get((channel, "local"), 0) for each in everyone) / (RANKS * STEPS)
+        assert choice.sent[channel, "local"] == pytest.approx(sent, rel=0.02), channel
+        assert choice.sent[channel, "remote"] == 0
 
 
 def test_one_rank_sends_nothing():

@@ -28,10 +28,10 @@ def calls_of(mesh: Mesh, staleness: int) -> list[str]:
     """Train some steps where one rank alone has a table that forgets; return the training thread's calls."""
     calls, begin = [], Mesh._begin
 
-    def record(self, purpose, start, *scope):
-        if thread_of(purpose) == TRAINING:
-            calls.append(self.called + self.label(purpose, *scope))
-        return begin(self, purpose, start, *scope)
+    def record(self, channel, start, *scope):
+        if thread_of(channel) == TRAINING:
+            calls.append(self.called + self.label(channel, *scope))
+        return begin(self, channel, start, *scope)
 
     shardings = {"kept": table_wise(1), "whole": table_wise(0)}
     plan = build_plan(

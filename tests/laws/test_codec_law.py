@@ -137,7 +137,7 @@ def test_bytes_shrink_as_told(everyone, name):
     for exchange in ("rows", "pooled", "partials"):
         for results in everyone:
             exact, coded = results["exact", exchange][2], results[name, exchange][2]
-            for purpose in ("fetch", "push"):
+            for channel in ("fetch", "push"):
                 least = codec.row_bytes([DIM], torch.float32) / (4 * DIM)
                 most = codec.row_bytes([4], torch.float32) / 16
-                assert least <= coded[purpose] / exact[purpose] <= most
+                assert least <= coded[channel] / exact[channel] <= most

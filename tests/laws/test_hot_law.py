@@ -159,7 +159,7 @@ def in_and_out(mesh):
 
 
 def zipf_bytes(mesh, num_hot):
-    """Bytes that this rank sends by purpose, of three steps whose ids follow Zipf's law."""
+    """Bytes that this rank sends by channel, of three steps whose ids follow Zipf's law."""
     alone = replace(mesh, traffic=Traffic())
     table = Table("item", 64, rows=20_000, optimizer=SGD(lr=0.1))
     collection = EmbeddingCollection([table], [Feature("item", "item")])
@@ -178,7 +178,7 @@ def zipf_bytes(mesh, num_hot):
         collection(Batch(1024, torch.zeros(1024, 0), {"item": Ids(ids)}))["item"].sum().backward()
         rows.step()
     sent = alone.traffic.sent_bytes
-    return {purpose: sent[purpose, "local"] for purpose in ("fetch", "push")}
+    return {channel: sent[channel, "local"] for channel in ("fetch", "push")}
 
 
 def three_steps(mesh, **settings):

@@ -64,10 +64,10 @@ DEFECTS = {
         HERE + "test_evaluation_changes_no_setting_and_no_bit",
         OPEN + "test_evaluation_leaves_no_trace",
     ),
-    "8 a commit beside another fails, and takes room for rows that are not there": (
-        HERE + "test_a_commit_takes_what_its_rows_take",
+    "8 a checkpoint beside another fails, and takes room for rows that are not there": (
+        HERE + "test_a_checkpoint_takes_what_its_rows_take",
     ),
-    "9 other ranks than those of the commit panic": (
+    "9 other ranks than those of the checkpoint panic": (
         "unit/test_resharding.py::test_changing",
         OPEN + "test_on_two_ranks_and_on_one_after_two",
     ),
@@ -189,12 +189,12 @@ def test_evaluation_changes_no_setting_and_no_bit():
     assert "validation_auc" in found.metrics
 
 
-def test_a_commit_takes_what_its_rows_take(tmp_path):
-    """Of ten rows in a table that may have a billion; and the second commit lies beside the first."""
+def test_a_checkpoint_takes_what_its_rows_take(tmp_path):
+    """Of ten rows in a table that may have a billion; and the second checkpoint lies beside the first."""
     net = Net()
     kinds = [Table("user", 4), Table("film", 4, eviction=MaxRowsEviction(rows=10**9))]
     net.inner["rows"] = EmbeddingCollection(kinds, net.collection.declaration.features)
-    _, found = fitted(tmp_path, net=net, max_steps=4, commit_steps=2, keep_commits=2)
+    _, found = fitted(tmp_path, net=net, max_steps=4, checkpoint_steps=2, keep_checkpoints=2)
     size = sum(each.stat().st_size for each in tmp_path.rglob("*") if each.is_file())
     rows = sum(len(trained_ids(net.collection, name)) for name in ("user", "film"))
     assert found.outcome.steps == 4 and rows <= 100
@@ -233,7 +233,7 @@ def test_a_bound_beyond_the_epoch(tmp_path):
 
 
 def test_a_table_evicted_to_empty_goes_on(tmp_path):
-    """Every row leaves, in memory and in the commit; the run goes on, and is exported."""
+    """Every row leaves, in memory and in the checkpoint; the run goes on, and is exported."""
     kind = table(eviction=AgeEviction(steps=2))
     collection, rows = opened(kind)
     births = collection.rows("item", torch.arange(5))

@@ -118,7 +118,8 @@ def hold(mesh, choice: Choice = MIXED):
 
 
 def restored(choice: Choice, held, step: int = 3):
-    """Values of the same batch in a world of one, where nothing is fetched; and what a second commit holds of it."""
+    """Values of the same batch in a world of one, where nothing is fetched; and what a second checkpoint holds of
+    it."""
     collection = open_collection(Mesh(), choice, "float64", staleness_steps=1)
     batch = global_batch(step, 11)
     ticket = collection.pipeline.prepare(batch, (0, held))  # no step is left before it

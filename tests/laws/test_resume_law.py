@@ -1,4 +1,4 @@
-"""Kill anything at any instruction: the run goes on from its newest commit to the same bits."""
+"""Kill anything at any instruction: the run goes on from its newest checkpoint to the same bits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VARIANTS = {
         "train.evaluate_steps": 3,
         "train.patience": 3,
         "train.min_delta": 0.02,
-        "train.keep_commits": 1,
+        "train.keep_checkpoints": 1,
         "embedding.clip_norm": 0.05,
         "embedding.schedule.name": "linear",
         "embedding.schedule.warmup_steps": 5,

@@ -429,7 +429,7 @@ def test_gathered_gradients_are_one_step_of_their_sum():
 CONFIG = {
     "data": {"name": "synthetic", "options": {"num_train": 900, "num_test": 60, "cardinalities": [50, 900]}},
     "model": {"dim": 4, "bottom": [8], "top": [8]},
-    "train": {"batch_size": 60, "epochs": 1, "commit_steps": 7, "threads": 1},
+    "train": {"batch_size": 60, "epochs": 1, "checkpoint_steps": 7, "threads": 1},
     "plan": {"cache": {"size": "20%", "staleness": 9, "tables": {"C1": {"policy": "lfu"}}}},
 }  # fmt: skip
 
@@ -452,7 +452,7 @@ def run_on(mesh, folder, epochs, staleness):
         run.close()
 
 
-def test_commits_have_all_that_waits_and_go_on_with_other_bounds(tmp_path):
+def test_checkpoints_have_all_that_waits_and_go_on_with_other_bounds(tmp_path):
     every, held, metrics, number = run_ranks(2, run_on, tmp_path / "run", 1, 9)[0]
     assert number == 15
     assert not torch.equal(every[0], held)  # something waited

@@ -14,7 +14,7 @@ import torch
 from plans import by_table
 from ranks import run_ranks
 from small_run import CONFIG, digest, opened
-from test_byte_law import FEATURES, PURPOSES, SIZE, STEPS, TABLES, batch_of
+from test_byte_law import CHANNELS, FEATURES, SIZE, STEPS, TABLES, batch_of
 from test_run import poisoned
 
 from colonnade import (
@@ -382,7 +382,7 @@ def sharding_of(said: Forced) -> Sharding:
 
 
 def counted(mesh):
-    """By case: bytes by (purpose, link), this rank's of all steps, in a loop of one's own."""
+    """By case: bytes by (channel, link), this rank's of all steps, in a loop of one's own."""
     found = {}
     for case, forced in FORCED.items():
         alone = replace(with_servers(mesh, 1), traffic=Traffic())
@@ -414,10 +414,10 @@ def test_bytes_are_foretold_for_trainers_and_servers():
     for case, said in FORCED.items():
         forced = {table.name: said.get(table.name, DEALT) for table in TABLES}
         choice = choose(loads, WORLD, forced=forced)
-        for purpose in PURPOSES:
+        for channel in CHANNELS:
             for link in ("local", "remote"):
-                sent = sum(each[case].get((purpose, link), 0) for each in everyone) / (4 * STEPS)
-                assert choice.sent[purpose, link] == pytest.approx(sent, rel=0.02), (case, purpose)
+                sent = sum(each[case].get((channel, link), 0) for each in everyone) / (4 * STEPS)
+                assert choice.sent[channel, link] == pytest.approx(sent, rel=0.02), (case, channel)
 
 
 def test_tables_are_chosen_places_on_servers_alone():

@@ -239,7 +239,7 @@ def test_a_configuration_stacks_open_tables():
             build_config({"embedding": {"tables": {"b": wrong}}})
 
 
-def test_a_run_is_planned_committed_exported_and_predicts(tmp_path):
+def test_a_run_is_planned_checkpointed_exported_and_predicts(tmp_path):
     """From a file, with memory for a part of the rows: predictions have evaluation's bits; other hashes are refused."""
     words = ["|".join(f"w{(7 * i + j * j) % 113}" for j in range(i % 4)) for i in range(240)]
     lines = [f"{i % 2},u{i % 17},{word}" for i, word in enumerate(words)]

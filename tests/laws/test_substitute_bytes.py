@@ -150,7 +150,7 @@ def collection_of(consumers):
 
 
 def counted(mesh, cases):
-    """By case: bytes by (purpose, link), this rank's of all steps; and the consumers whose partials travelled."""
+    """By case: bytes by (channel, link), this rank's of all steps; and the consumers whose partials travelled."""
     found, n = {}, mesh.num_ranks
     for case in cases:
         consumers, says, codecs, _ = CASES[case]

@@ -114,7 +114,7 @@ def train(mesh, *, stays=None, is_whole=False, folder=None, codecs=EXACT, **sett
             given.append(whole[:0] if mesh.is_server else whole[first:last])
         torch.autograd.backward(list(found.values()), given)
         rows.step()
-    sent = {purpose: mesh.traffic.bytes_of(purpose) for purpose in ("fetch", "push")}
+    sent = {channel: mesh.traffic.bytes_of(channel) for channel in ("fetch", "push")}
     kept = collection.policies  # rows that nobody has trained may lie in memory, too
     counts = torch.tensor(
         [len(kept[t]) if t in kept else collection.store.num_rows(t) for t in (1, 3)]

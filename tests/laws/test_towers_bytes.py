@@ -1,4 +1,4 @@
-"""Payload by towers that is foretold from a profile equals what is counted, within 2 %, by purpose and link; a rank
+"""Payload by towers that is foretold from a profile equals what is counted, within 2 %, by channel and link; a rank
 sends slow messages to as many ranks as there are other towers."""
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def check_foretold(everyone, cases):
 
 def test_slow_messages_are_as_many_as_other_towers(everyone):
     for rank in everyone:
-        for purpose in ("fetch", "push"):
-            count = {case: rank[case][1].get((purpose, "remote"), 0) / STEPS for case in BAGS}
+        for channel in ("fetch", "push"):
+            count = {case: rank[case][1].get((channel, "remote"), 0) / STEPS for case in BAGS}
             assert count["whole"] == count["split"] == count["cut"] == count["coded"] == 1
             assert count["flat"] <= 2  # from each rank that has a table, and to it
         assert rank["whole"][0]["fetch", "remote"] > 0

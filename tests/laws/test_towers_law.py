@@ -331,9 +331,9 @@ def test_who_is_evaluated_inside(everyone):
 
 def test_as_much_leaves_a_tower_whatever_came_together_in_it(everyone):
     for rank in everyone:
-        for purpose in ("fetch", "push"):
+        for channel in ("fetch", "push"):
             rows, bags = (
-                rank[name][3][0][purpose, "remote"]
+                rank[name][3][0][channel, "remote"]
                 for name in (("rows", "whole", 2), ("values", "whole", 2))
             )
             assert rows == bags > 0
@@ -363,10 +363,10 @@ def test_codecs_round_between_towers_alone(everyone):
         ].items():  # later steps read rows that rounded gradients trained
             off = (coded[0][0][name] - value).abs()
             assert (off <= 2**-8 * value.abs()).all() and off.any(), name
-        for purpose in ("fetch", "push"):
+        for channel in ("fetch", "push"):
             sent, whole = coded[3][0], exact[3][0]
-            assert sent[purpose, "local"] == whole[purpose, "local"] > 0
-            assert sent[purpose, "remote"] * 4 == whole[purpose, "remote"]
+            assert sent[channel, "local"] == whole[channel, "local"] > 0
+            assert sent[channel, "remote"] * 4 == whole[channel, "remote"]
 
 
 class Wrong(Tower):

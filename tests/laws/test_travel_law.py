@@ -104,9 +104,9 @@ def test_bytes_between_hosts_are_those_of_the_formula():
     exact = torch.cat([rank[0][1]["sums"] for rank in everyone])
     for number, (what, item) in enumerate(COUNTED.items()):
         payload = SIZE * everyone[0][number][2] * item  # of all ranks' samples, to one other host
-        for purpose in ("fetch", "push"):
-            sent = sum(rank[number][0].get((purpose, "remote"), 0) for rank in everyone)
-            assert sent == (HOSTS - 1) * payload, f"{what}, {purpose}"
+        for channel in ("fetch", "push"):
+            sent = sum(rank[number][0].get((channel, "remote"), 0) for rank in everyone)
+            assert sent == (HOSTS - 1) * payload, f"{what}, {channel}"
         found = torch.cat([rank[number][1]["sums"] for rank in everyone])
         limit = 2**-8 if item == 2 else 1e-10
         largest = exact.abs().amax(1, keepdim=True)

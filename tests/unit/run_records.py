@@ -109,8 +109,8 @@ def write_run(
             )
         if ranks > 1:
             by_link = {"local": 10**6, "remote": 10**7}
-            sent = {purpose: by_link for purpose in ("route", "fetch", "push", "dense")}
-            messages = {purpose: {"local": 20, "remote": 40} for purpose in sent}
+            sent = {channel: by_link for channel in ("route", "fetch", "push", "dense")}
+            messages = {channel: {"local": 20, "remote": 40} for channel in sent}
             lines.append({**at, "kind": "sent", "bytes": sent, "messages": messages})
         if step % (10 * every) == every:
             lines.append(

@@ -179,7 +179,7 @@ def test_marks_are_undone_newest_first(rows):
         assert all(np.array_equal(changes.of(t), wanted[t]) for t in range(2))
 
 
-def test_copies_of_commits_go_on_in_a_world_like_theirs_alone():
+def test_copies_of_checkpoints_go_on_in_a_world_like_theirs_alone():
     """As many ranks, the same tables and policies, copies that outlast their batch there and here."""
     directory = Directory(4, 1, 1, "lfu")
     here = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""collection.save and collection.load: folders of a training loop of one's own, in the files of a run's commits."""
+"""collection.save and collection.load: folders of a training loop of one's own, in the files of a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from scenario import STAYS, Net, all_rows, global_batch, loss_of, share_of
 
 import colonnade
 from colonnade import Mesh, PlanConfig, RowOptimizer, build_plan
-from colonnade.checkpoint.commits import committed_steps
-from colonnade.checkpoint.completeness import verify_commit
+from colonnade.checkpoint.checkpoints import list_checkpoints
+from colonnade.checkpoint.completeness import verify_checkpoint
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, CorruptionError
 from colonnade.exchange.cached import TableCache
 from colonnade.staleness import row_clock
@@ -47,9 +47,9 @@ def test_training_goes_on_to_the_same_bits(stays, tmp_path):
     assert again.train(6, 9) == losses
     assert_same_state(again, loop)
     again.collection.save(tmp_path, 9)  # goes on from what was loaded
-    assert committed_steps(tmp_path) == [6, 9]
+    assert list_checkpoints(tmp_path) == [6, 9]
     assert_same_state(loaded(tmp_path, dense_of(again), stays=stays), loop)
-    assert len(list(verify_commit(tmp_path, 9))) > 8
+    assert len(list(verify_checkpoint(tmp_path, 9))) > 8
 
 
 def test_a_save_writes_what_has_changed(tmp_path):
@@ -129,7 +129,7 @@ def test_a_folder_of_others_is_left_alone(tmp_path):
         Loop().collection.open(folder=tmp_path / "two")
     with pytest.raises(ConfigError, match="is open already; load instead of open"):
         loop.collection.load(tmp_path / "two")
-    with pytest.raises(CheckpointError, match="holds no commit"):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
         Loop().collection.load(tmp_path / "nothing")
     assert_same_state(loaded(tmp_path / "two", dense_of(loop)), loop)
 
@@ -153,13 +153,13 @@ def test_a_save_that_fails_is_made_up_for(tmp_path, monkeypatch):
     loop.train(0, 2)
     loop.collection.save(tmp_path, 2)
     loop.train(2, 3)
-    from colonnade.checkpoint import commits
+    from colonnade.checkpoint import checkpoints
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(commits, "write_durably", full)
+        patched.setattr(checkpoints, "write_durably", full)
         with pytest.raises(ColonnadeError, match="No space left"):
             loop.collection.save(tmp_path, 3)
     dense = dense_of(loop)

@@ -73,10 +73,10 @@ def counted_by_hand(load, sharding: Sharding, exchange, world):
     for owner, asker in hops:
         if asker == owner:
             continue
-        for purpose, source, target, bytes_ in (
+        for channel, source, target, bytes_ in (
             ("fetch", owner, asker, costs.fetch), ("push", asker, owner, costs.push),
         ):  # fmt: skip
-            ranks, hosts = found[purpose]
+            ranks, hosts = found[channel]
             if source // size == target // size:
                 ranks[0, source] += bytes_
                 ranks[1, target] += bytes_
@@ -108,8 +108,8 @@ def counted_by_towers(load, sharding: Sharding, world, of_rows):
             hops += [(owner, there, rows / len(sharding.ranks)) for owner in each.ranks]
         hops += [(there, asker, bag)]
     for source, target, size_of in hops:
-        for purpose, one, other in (("fetch", source, target), ("push", target, source)):
-            ranks, hosts = found[purpose]
+        for channel, one, other in (("fetch", source, target), ("push", target, source)):
+            ranks, hosts = found[channel]
             if one // size != other // size:
                 hosts[0, one // size] += size_of
                 hosts[1, other // size] += size_of
@@ -139,19 +139,19 @@ def test_seconds_are_those_of_the_busiest_link(world, option):
     choice = choose([load], world, forced={"t": Forced(kind, exchange)})
     (table,) = choice.tables
     assert table.chosen.option == option and table.is_forced
-    for purpose, (ranks, hosts) in counted_by_hand(
+    for channel, (ranks, hosts) in counted_by_hand(
         load, table.chosen.sharding, exchange, world
     ).items():
         wanted = max(
             ranks.max() / world.local_bytes_per_second, hosts.max() / world.remote_bytes_per_second
         )
-        if exchange != "replicated" or purpose == "push":
+        if exchange != "replicated" or channel == "push":
             by_towers = call_seconds(world, world.num_hosts)
             wanted += by_towers if exchange in BY_TOWERS else world.call_seconds
-        assert getattr(choice.seconds, purpose) == pytest.approx(wanted)
+        assert getattr(choice.seconds, channel) == pytest.approx(wanted)
         sent = table.chosen.sent
-        assert sent[purpose, "local"] == pytest.approx(ranks[0].sum() / world.num_ranks)
-        assert sent[purpose, "remote"] == pytest.approx(hosts[0].sum() / world.num_ranks)
+        assert sent[channel, "local"] == pytest.approx(ranks[0].sum() / world.num_ranks)
+        assert sent[channel, "remote"] == pytest.approx(hosts[0].sum() / world.num_ranks)
 
 
 def test_every_owner_sends_a_block_of_all_bags():
@@ -365,8 +365,8 @@ def test_messages_take_a_processor_s_time():
     free, busy = (choose(loads, world, forced=forced) for world in (TWO_BY_TWO, costly))
     assert free.seconds.processor == 0.0
     ids, values, gradients = (
-        sum(busy.sent[purpose, link] for link in ("local", "remote"))
-        for purpose in ("route", "fetch", "push")
+        sum(busy.sent[channel, link] for link in ("local", "remote"))
+        for channel in ("route", "fetch", "push")
     )
     # All that a rank sends, others get: as owner and as asker; 4 all-to-alls with 3 others.
     headers = 3 * (SHARED_BYTES + FIXED_BYTES["rows"] + TABLE_BYTES["rows"])

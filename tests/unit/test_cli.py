@@ -65,7 +65,7 @@ SMALL = [
         (["inspect", "nowhere"], "nowhere"),
         (["inspect", "."], "neither a run folder"),
         (["verify", "nowhere"], "nowhere does not exist; name the folder of a run"),
-        (["verify", "."], "got a folder without commits/"),
+        (["verify", "."], "got a folder without checkpoints/"),
         (["export", "nowhere", "out"], "nowhere"),
         (["export", "nowhere", "out", "--at", "soon"], "nowhere"),
         (["predict", "nowhere"], "--output"),
@@ -79,7 +79,7 @@ SMALL = [
         (["settings", "data.options.cvs"], "did you mean csv?"),
         (["train", "--max-steps", "3"], "did you mean --set train.max_steps=VALUE?"),
         (["train", "--train.epochs=3"], "did you mean --set train.epochs=VALUE?"),
-        (["train", "--keep-commit", "3"], "did you mean --set train.keep_commits=VALUE?"),
+        (["train", "--keep-checkpoint", "3"], "did you mean --set train.keep_checkpoints=VALUE?"),
         (["train", "--weight-decay", "3"], "--set dense.weight_decay=VALUE"),
         (["train", "--batchsize", "3"], "did you mean --batch-size?"),
         (["train", "--lr", "fast"], "--lr"),
@@ -124,7 +124,7 @@ def test_settings_fit_80_columns_and_are_filtered_by_words(colonnade, monkeypatc
     monkeypatch.setenv("COLUMNS", "80")
     _, everything, _ = colonnade("settings")
     assert max(map(len, everything.splitlines())) <= 80
-    assert "train.keep_commits = 2" in everything
+    assert "train.keep_checkpoints = 2" in everything
     _, some, _ = colonnade("settings", "learning rate")
     assert "embedding.lr = 0.02" in some and "train.batch_size" not in some
 
@@ -154,7 +154,7 @@ def test_an_outcome_begins_with_the_metric_and_fits_80_columns(colonnade, monkey
 def test_a_run_its_evaluation_and_going_back(colonnade, tmp_path):
     folder = str(tmp_path / "run")
     status, first, said = colonnade(
-        "train", "--run", folder, *SMALL, "--set", "train.commit_steps=2"
+        "train", "--run", folder, *SMALL, "--set", "train.checkpoint_steps=2"
     )
     assert status == 0, said
     for words in ("where rows came from", "where the time went", "test auc", "run folder"):
@@ -171,9 +171,9 @@ def test_a_run_its_evaluation_and_going_back(colonnade, tmp_path):
     status, evaluated, _ = colonnade("evaluate", folder)
     assert f"auc: {summary['metrics']['test_auc']:.4f}" in evaluated
     status, _, said = colonnade("evaluate", folder, "--at", "3")
-    assert status == 2 and "has no commit of step 3" in said
+    assert status == 2 and "has no checkpoint of step 3" in said
     status, _, said = colonnade("evaluate", folder, "--at", "9" * 5000)
-    assert status == 2 and "has no commit of step 999" in said and len(said) < 500
+    assert status == 2 and "has no checkpoint of step 999" in said and len(said) < 500
     status, back, _ = colonnade("evaluate", folder, "--at", "4")
     assert status == 0 and "step 4" in back
 
@@ -273,7 +273,7 @@ def test_ctrl_c_while_importing_is_no_traceback(seconds, tmp_path):
     child.send_signal(signal.SIGINT)
     _, said = child.communicate(timeout=60)
     assert "Traceback" not in said, said
-    assert child.returncode in (0, 130)  # 0: training had begun, and was committed
+    assert child.returncode in (0, 130)  # 0: training had begun, and was saved
 
 
 def test_ctrl_c_in_an_import_ends_the_process_there(tmp_path):
@@ -315,7 +315,7 @@ def test_verify_names_what_is_damaged(colonnade, tmp_path):
     assert status == 0 and "step 6: whole; " in said and err == ""
     rows = sorted((tmp_path / "disk").rglob("segment-*.rows"))[3]
     keys = sorted((tmp_path / "disk").rglob("segment-*.keys"))[5]
-    state = folder / "commits" / "000000000006" / "rank-0"
+    state = folder / "checkpoints" / "000000000006" / "rank-0"
     for path in (rows, keys, state):
         data = bytearray(path.read_bytes())
         data[-20] ^= 4
@@ -329,16 +329,16 @@ def test_verify_names_what_is_damaged(colonnade, tmp_path):
         assert str(path) in damaged, path
 
 
-def test_a_state_of_another_commit_is_no_part_of_this_one(colonnade, tmp_path):
+def test_a_state_of_another_checkpoint_is_no_part_of_this_one(colonnade, tmp_path):
     folder = tmp_path / "run"
     arguments = ("train", "--run", str(folder), *SMALL)
-    assert colonnade(*arguments, "--set", "train.commit_steps=4")[0] == 0
-    older, newer = (folder / "commits" / f"{step:012d}" / "dense" for step in (4, 6))
+    assert colonnade(*arguments, "--set", "train.checkpoint_steps=4")[0] == 0
+    older, newer = (folder / "checkpoints" / f"{step:012d}" / "dense" for step in (4, 6))
     newer.write_bytes(older.read_bytes())
     status, said, err = colonnade("verify", str(folder))
-    assert status == 2 and "dense is not what this run committed there" in said
+    assert status == 2 and "dense is not what this run saved there" in said
     status, _, err = colonnade("evaluate", str(folder))
-    assert status == 2 and "dense is not what this run committed there" in err
+    assert status == 2 and "dense is not what this run saved there" in err
 
 
 def test_verify_finds_directories_that_moved(colonnade, tmp_path):
@@ -357,7 +357,7 @@ def test_from_a_run_to_scores_and_pages(colonnade, tmp_path):
     assert colonnade("train", "--run", folder, *SMALL)[0] == 0
     status, said, _ = colonnade("export", folder, str(out))
     assert status == 0 and "26 tables" in said
-    for place in (folder, str(out), str(tmp_path / "run" / "commits" / "000000000006.json")):
+    for place in (folder, str(out), str(tmp_path / "run" / "checkpoints" / "000000000006.json")):
         status, said, err = colonnade("inspect", place)
         assert status == 0 and "C26" in said and err == ""
     test = ("--part", "test", "--output")
@@ -404,13 +404,13 @@ def test_names_are_there_when_asked_for():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_commit_may_be_named(colonnade, tmp_path):
+def test_a_checkpoint_may_be_named(colonnade, tmp_path):
     folder = str(tmp_path / "run")
-    assert colonnade("train", "--run", folder, *SMALL, "--set", "train.commit_steps=4")[0] == 0
+    assert colonnade("train", "--run", folder, *SMALL, "--set", "train.checkpoint_steps=4")[0] == 0
     for at, step in (("last", 6), ("4", 4), ("6", 6)):
         status, said, _ = colonnade("evaluate", folder, "--at", at)
         assert status == 0 and f"step {step} (" in said and "test:" in said
-    for at, words in (("best", "no commit is known to be the best"), ("5", "it has [4, 6]")):
+    for at, words in (("best", "no checkpoint is known to be the best"), ("5", "it has [4, 6]")):
         status, _, said = colonnade("evaluate", folder, "--at", at)
         assert status == 2 and words in said and said.count("\n") == 1
 
@@ -421,7 +421,7 @@ def test_lists_are_written_with_or_without_quotes():
         assert parse_settings([f"model.item_columns={text}"]) == wanted
 
 
-def test_a_run_that_never_committed_may_be_tried_again_with_other_settings(colonnade, tmp_path):
+def test_a_run_that_never_checkpointed_may_be_tried_again_with_other_settings(colonnade, tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("label,x,u\n" + "1,2,a\n0,3,b\n" * 20 + "1,oops,a\n")
     schema = tmp_path / "s.yaml"
@@ -458,7 +458,7 @@ def test_the_demo_on_two_ranks_of_torchrun(tmp_path):
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_a_rank_whose_launcher_is_killed_commits_only_where_nobody_starts_it_again():
+def test_a_rank_whose_launcher_is_killed_checkpoints_only_where_nobody_starts_it_again():
     assert (
         death_signal({})
         == death_signal({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})

@@ -167,6 +167,6 @@ def test_refusals(trained, colonnade, arguments, words):
     assert not (trained / "towers.json").exists()
 
 
-def test_a_run_without_a_commit(tmp_path, colonnade):
+def test_a_run_without_a_checkpoint(tmp_path, colonnade):
     status, _, said = colonnade("towers", tmp_path / "none", "--towers", 2)
     assert status == 2 and "none" in said

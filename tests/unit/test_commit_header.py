@@ -1,4 +1,5 @@
-"""One judge of a commit: what is missing or another commit's is refused by every verb, and nobody scores with it."""
+"""One judge of a checkpoint: what is missing or another checkpoint's is refused by every verb, and nobody scores with
+it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from colonnade.checkpoint.completeness import read_commit
+from colonnade.checkpoint.completeness import read_checkpoint
 from colonnade.checkpoint.header import header_path, read_header, state_folder
 from colonnade.cli import main
 from colonnade.errors import CheckpointError, CorruptionError
@@ -20,7 +21,7 @@ from colonnade.store.durable import read_verified, with_trailer
 
 SETTINGS = (
     "train.batch_size=500",
-    "train.commit_steps=4",
+    "train.checkpoint_steps=4",
     "train.epochs=1",
     "data.options.validation_fraction=0",
     "embedding.eviction.max_rows=50",
@@ -43,7 +44,7 @@ def run(monkeypatch, capsys, *arguments: object) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run folder with commits of steps 4 and 6 and retention files, and its data."""
+    """A run folder with checkpoints of steps 4 and 6 and retention files, and its data."""
     place = tmp_path_factory.mktemp("trained")
     draw = random.Random(1)
     lines = [
@@ -96,8 +97,8 @@ def swap_manifest(folder):
 DAMAGES = {
     remove_retention: "retention-0 is missing",
     swap_header: "got the header of step 4, wanted that of step 6",
-    swap_retention: "retention-0 is not what this run committed there",
-    swap_manifest: "not what this run committed there",
+    swap_retention: "retention-0 is not what this run saved there",
+    swap_manifest: "not what this run saved there",
 }
 
 
@@ -131,7 +132,7 @@ def test_every_verb_refuses(damage, trained, folder, tmp_path, monkeypatch, caps
 def test_a_publication_and_a_warm_start_refuse(damage, folder, tmp_path):
     damage(folder)
     with pytest.raises((CheckpointError, CorruptionError), match=DAMAGES[damage]):
-        read_commit(folder, 6)
+        read_checkpoint(folder, 6)
     lines: list[str] = []
     publication = Publication(folder, tmp_path / "published", Disk())
     publication.send(6, [6], lines.append)
@@ -152,7 +153,7 @@ CHANGES = {
     "a path as rows": ({"rows": {"../../evil": []}}, "rows"),
     "older version": (
         {"version": 2},
-        "version 2, this Colonnade reads 'colonnade commit' version 3",
+        "version 2, this Colonnade reads 'colonnade checkpoint' version 3",
     ),
 }
 

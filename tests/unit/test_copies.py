@@ -147,7 +147,7 @@ def test_records_of_all_tables_travel_in_one_message(seed, device):
 
 
 @pytest.mark.parametrize("device", PLACES)
-def test_a_commit_has_no_sums_where_nothing_waits(device):
+def test_a_checkpoint_has_no_sums_where_nothing_waits(device):
     copies = opened(TABLES, device)
     copies.grow(0, 4)
     copies.pending[0][:] = 7  # as memory may be before anything was written there

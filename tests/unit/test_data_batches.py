@@ -202,7 +202,7 @@ def test_data_sets_that_cannot_work_are_refused():
         list(open_batches(Stream(), SCHEMA).batches(6, start=Position(0, 11)))
     with pytest.raises(DataError, match="a Stream has no load_state_dict"):
         list(open_batches(Stream(), SCHEMA).batches(6, start=Position(0, 1, {"at": 1})))
-    with pytest.raises(DataError, match=r"batch 0: got a state_dict\(\) that cannot be committed"):
+    with pytest.raises(DataError, match=r"batch 0: got a state_dict\(\) that cannot be saved"):
         list(open_batches(Stateless(), SCHEMA).batches(6))
     with pytest.raises(ConfigError, match=r"readers=2 for a data set of your own.*num_workers"):
         read_ahead(Splits(open_batches(Stream(), SCHEMA)), 2)
@@ -281,4 +281,4 @@ def test_ranks_may_end_at_different_times(tmp_path, kind):
 
 def test_alone_nothing_is_added():
     batches = [make_batch(0), make_batch(1)]
-    assert list(until_all_end(iter(batches), SCHEMA, Mesh(), purpose="route")) == batches
+    assert list(until_all_end(iter(batches), SCHEMA, Mesh(), channel="route")) == batches

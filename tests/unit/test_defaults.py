@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from colonnade import Mesh
-from colonnade.checkpoint.header import committed_steps, resolve
+from colonnade.checkpoint.header import list_checkpoints, resolve
 from colonnade.config.run import RunConfig, override
 from colonnade.data import Splits, TensorSource, open_source
 from colonnade.data.tensors import Columns
@@ -104,7 +104,7 @@ def test_a_run_keeps_what_was_chosen_for_it_when_its_data_change(tmp_path):
     recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     more = {"train.max_steps": 5, "data.options.schema": recorded["data"]["options"]["schema"]}
     _, printed = train(override(config, more), tmp_path / "run")
-    assert "chosen" not in printed and committed_steps(tmp_path / "run")[-1] == 5
+    assert "chosen" not in printed and list_checkpoints(tmp_path / "run")[-1] == 5
 
 
 @pytest.mark.parametrize(

@@ -397,7 +397,7 @@ def test_a_gradient_that_comes_too_late_is_told(monkeypatch):
     """A parameter that gets a second gradient after its bucket has left: never summed wrongly."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 8)
     monkeypatch.setattr(dense_module, "sum_over_ranks", lambda mesh, values, way: None)
-    monkeypatch.setattr(Mesh, "broadcast", lambda mesh, purpose, values, **_: values)
+    monkeypatch.setattr(Mesh, "broadcast", lambda mesh, channel, values, **_: values)
     model = Odd()
     dense = attached(model, Mesh(World(ranks_per_host=2)))
     step_of(model, dense, 0, 0, parts=1, is_overlapped=True)

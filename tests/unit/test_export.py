@@ -1,4 +1,4 @@
-"""An exported commit: what other programs read equals what the run holds."""
+"""An exported checkpoint: what other programs read equals what the run holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from small_run import CONFIG
 
 from colonnade import Mesh
-from colonnade.checkpoint.header import committed_steps
+from colonnade.checkpoint.header import list_checkpoints
 from colonnade.config.run import build_config, override
 from colonnade.errors import CheckpointError, ConfigError, StorageError
 from colonnade.publish.export import export_run
@@ -66,14 +66,14 @@ def test_exported_rows_are_the_runs(settings, num_ranks, tmp_path):
 
 def test_an_older_step_and_what_is_not_there(tmp_path):
     folder = tmp_path / "run"
-    train(Mesh(), folder, {"train.keep_commits": 3})
-    steps = committed_steps(folder)
+    train(Mesh(), folder, {"train.keep_checkpoints": 3})
+    steps = list_checkpoints(folder)
     assert export_run(folder, tmp_path / "old", at=steps[0])["step"] == steps[0]
     with pytest.raises(ConfigError, match="exists"):
         export_run(folder, tmp_path / "old")
-    with pytest.raises(CheckpointError, match="no commit of step 7"):
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
         export_run(folder, tmp_path / "new", at=7)
-    with pytest.raises(CheckpointError, match="holds no commit"):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
         export_run(tmp_path / "nothing", tmp_path / "new")
     assert {path.name for path in tmp_path.iterdir()} == {"run", "old"}
 
@@ -82,7 +82,7 @@ def test_nothing_is_left_of_an_export_that_fails(tmp_path):
     folder = tmp_path / "run"
     train(Mesh(), folder, {})
     place = folder / "rows" / "0-of-1" / "003"
-    victim = next(files_of(place, describe(place, committed_steps(folder)[-1]))).path
+    victim = next(files_of(place, describe(place, list_checkpoints(folder)[-1]))).path
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(bytes(data))

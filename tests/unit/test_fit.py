@@ -15,7 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import colonnade
 from colonnade import Mesh, RowOptimizer
-from colonnade.checkpoint.header import committed_steps
+from colonnade.checkpoint.header import list_checkpoints
 from colonnade.config.run import build_config
 from colonnade.data import Splits, open_source
 from colonnade.errors import CheckpointError, ConfigError, DataError, WorldError
@@ -63,7 +63,7 @@ def test_fit_trains_what_open_run_trains():
         assert torch.equal(one, other)
 
 
-def test_a_run_goes_on_to_the_same_bits_and_its_commits_can_be_read(tmp_path):
+def test_a_run_goes_on_to_the_same_bits_and_its_checkpoints_can_be_read(tmp_path):
     settings = {"batch_size": 50, "quiet": True, "run": tmp_path / "run"}
     colonnade.fit(Net(), splits(), epochs=1, **settings)
     model = Net()
@@ -94,7 +94,7 @@ def test_a_finished_run_gives_what_it_recorded_and_its_weights(tmp_path):
 
 
 def test_a_run_killed_before_its_summary_gets_the_same_one(tmp_path):
-    """Between the last commit and the summary: the commit knows what the call that made it had done."""
+    """Between the last checkpoint and the summary: the checkpoint knows what the call that made it had done."""
     settings = {"batch_size": 50, "epochs": 2, "quiet": True, "run": tmp_path / "run"}
     first = colonnade.fit(Net(), splits(), **settings)
     path = tmp_path / "run" / "summary.json"
@@ -152,7 +152,7 @@ def test_two_ranks_train_what_one_trains(tmp_path):
         for name, value in rows.items():
             torch.testing.assert_close(value, wanted[1][name], rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(dense["weight"], wanted[2]["weight"], rtol=1e-9, atol=1e-12)
-    read = Net("float64", seed=5)  # and one process reads what two have committed
+    read = Net("float64", seed=5)  # and one process reads what two have saved
     assert colonnade.load_run(read, tmp_path / "two") == 24
     torch.testing.assert_close(rows_of(read), rows)
     colonnade.fetch_run(f"file://{tmp_path}/two-mirror", tmp_path / "fetched")
@@ -170,7 +170,7 @@ def test_ranks_with_other_models_are_refused():
     run_ranks(2, of_another_width)
 
 
-def test_ctrl_c_commits_and_the_same_call_goes_on(tmp_path):
+def test_ctrl_c_checkpoints_and_the_same_call_goes_on(tmp_path):
     def interrupted(output, batch):
         signal.raise_signal(signal.SIGINT)
         return output[:, 0] ** 2
@@ -249,7 +249,7 @@ def test_what_cannot_work_is_said(tmp_path):
         colonnade.fit(Net(), Splits(train=source(50)), patience=2, quiet=True)
     folder = tmp_path / "run"
     colonnade.fit(Net(), source(50), run=folder, batch_size=50, quiet=True)
-    assert committed_steps(folder) == [1]
+    assert list_checkpoints(folder) == [1]
     with pytest.raises(ConfigError, match=r"colonnade\.load_run"):
         open_run(build_config({"data": {"name": "own"}}), Mesh(), folder)
     with pytest.raises(CheckpointError, match="another model"):
@@ -258,7 +258,7 @@ def test_what_cannot_work_is_said(tmp_path):
 
 @pytest.mark.parametrize(("then", "now"), [(4, 2), (3, 0)])
 def test_a_smaller_bound_goes_on_to_the_same_bits_too(then, now, tmp_path):
-    """What was read further ahead than this run reads is read anew: its own commits could not hold it."""
+    """What was read further ahead than this run reads is read anew: its own checkpoints could not hold it."""
     models = []
     settings = {"batch_size": 100, "lookahead": 4, "threads": 1, "quiet": True}
     first = tmp_path / "first"

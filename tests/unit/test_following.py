@@ -20,7 +20,7 @@ from safetensors.torch import save
 from small_run import CONFIG, opened
 
 from colonnade import Mesh, Predictor
-from colonnade.checkpoint.header import committed_steps
+from colonnade.checkpoint.header import list_checkpoints
 from colonnade.config.run import build_config, override
 from colonnade.errors import (
     CheckpointError,
@@ -40,7 +40,7 @@ from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
 from colonnade.train.trainer import word as due_word
 
-STEPS = {"train.epochs": 1, "train.commit_steps": 4, "train.keep_commits": 20}
+STEPS = {"train.epochs": 1, "train.checkpoint_steps": 4, "train.keep_checkpoints": 20}
 OPEN = {"embedding.eviction.max_rows": 300, "embedding.eviction.by": "recency"}
 
 
@@ -76,7 +76,7 @@ def wanted(folder: Path, step: int, samples: list, place: Path) -> list[torch.Te
 
 @pytest.fixture
 def snapshots(monkeypatch):
-    """The publication as it was after each commit, by step."""
+    """The publication as it was after each checkpoint, by step."""
     found: dict[int, dict[str, bytes]] = {}
     send = publication.Publication.send
 
@@ -106,13 +106,16 @@ def lay(files: dict[str, bytes], folder: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{}, OPEN], ids=["vocabulary", "evicting"])
 @pytest.mark.parametrize("least", [1, 1 << 30], ids=["bases", "changes"])
-def test_every_commit_has_the_bits_of_its_export(settings, least, snapshots, tmp_path, monkeypatch):
-    """Newborn rows, rows that were evicted, one that comes back; predictors that look at each commit, at some, late."""
+def test_every_checkpoint_has_the_bits_of_its_export(
+    settings, least, snapshots, tmp_path, monkeypatch
+):
+    """Newborn rows, rows that were evicted, one that comes back; predictors that look at each checkpoint, at some,
+    late."""
     monkeypatch.setattr(publication, "LEAST_BYTES", least)
     settings = {**settings, "plan.memory.dram": 120_000} if not settings else settings
     folder, live, samples = tmp_path / "run", tmp_path / "live", batches(settings)
     train(Mesh(), folder, tmp_path / "published", settings)
-    steps = committed_steps(folder)
+    steps = list_checkpoints(folder)
     assert sorted(snapshots) == steps and len(steps) == 4
     lay(snapshots[steps[0]], live)
     with Predictor.open(live) as every, Predictor.open(live) as some:
@@ -148,13 +151,13 @@ def test_of_several_ranks_whatever_their_shardings_and_number(tmp_path):
         },
     }
     run_ranks(2, train, folder, published, {**shardings, "train.max_steps": 9})
-    step = committed_steps(folder)[-1]
+    step = list_checkpoints(folder)[-1]
     with Predictor.open(published) as predictor:
         assert predictor.step == step and read_word(published).bases[-1].number == 0
         assert equal(scores(predictor, samples), wanted(folder, step, samples, tmp_path / "one"))
         assert train(Mesh(), folder, published, {"embedding.optimizer": "adagrad"}) == step
         assert predictor.refresh() > 1  # a base, and changes after it
-        step = committed_steps(folder)[-1]
+        step = list_checkpoints(folder)[-1]
         assert predictor.step == step and read_word(published).bases[-1].number > 0
         assert equal(scores(predictor, samples), wanted(folder, step, samples, tmp_path / "two"))
 
@@ -162,7 +165,7 @@ def test_of_several_ranks_whatever_their_shardings_and_number(tmp_path):
 def test_goes_on_where_it_was_and_names_what_is_wrong(snapshots, tmp_path):
     folder, live, samples = tmp_path / "run", tmp_path / "live", batches({})
     train(Mesh(), folder, tmp_path / "published", {})
-    first, second, third, last = committed_steps(folder)
+    first, second, third, last = list_checkpoints(folder)
     lay(snapshots[first], live)
     with Predictor.open(live) as predictor:
         before = scores(predictor, samples)
@@ -211,7 +214,8 @@ def test_two_models_are_not_mixed_up(tmp_path):
 
 
 def test_a_run_that_went_back_is_followed(tmp_path):
-    """Commits that were given up and made anew under other settings: what was published of them is taken back whole."""
+    """Checkpoints that were given up and made anew under other settings: what was published of them is taken back
+    whole."""
     folder, published, samples = tmp_path / "run", tmp_path / "published", batches({})
     train(Mesh(), folder, published, {})
     config = override(
@@ -233,10 +237,10 @@ def test_a_run_that_went_back_is_followed(tmp_path):
 
 
 def test_a_publication_that_was_removed_and_overtook_its_followers(tmp_path):
-    """Numbers begin anew with the folder, so a change of the number that comes next may be of other commits."""
+    """Numbers begin anew with the folder, so a change of the number that comes next may be of other checkpoints."""
     folder, published, samples = tmp_path / "run", tmp_path / "published", batches({})
     train(Mesh(), folder, tmp_path / "unused", {})
-    steps = committed_steps(folder)
+    steps = list_checkpoints(folder)
     writer = publication.Publication(folder, published, Disk())
     for step in steps[:2]:
         writer.send(step, steps, print)
@@ -256,7 +260,7 @@ def test_a_disk_with_room_for_changes_only(tmp_path, monkeypatch):
     monkeypatch.setattr(publication, "LEAST_BYTES", 1)
     folder, published, samples = tmp_path / "run", tmp_path / "published", batches({})
     train(Mesh(), folder, tmp_path / "unused", {})
-    steps = committed_steps(folder)
+    steps = list_checkpoints(folder)
     writer = publication.Publication(folder, published, Disk())
     writer.send(steps[0], steps, print)
     whole = read_word(published).bases[0].num_bytes
@@ -301,11 +305,11 @@ class DyingDisk(Disk):
 
 @pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_writer_that_dies_at_any_change_is_made_up_for(stride, tmp_path, monkeypatch):
-    """What can be seen is one whole commit, at every moment; the next writer publishes what was left out."""
+    """What can be seen is one whole checkpoint, at every moment; the next writer publishes what was left out."""
     monkeypatch.setattr(publication, "LEAST_BYTES", 8000)  # two changes and a base are cut
     folder, samples = tmp_path / "run", batches({})[:3]
     train(Mesh(), folder, tmp_path / "unused", {"train.max_steps": 12})
-    steps = committed_steps(folder)
+    steps = list_checkpoints(folder)
     dies_at, survived = 1 - stride, False
     while not survived:
         dies_at += stride
@@ -360,7 +364,7 @@ def test_a_url_is_followed_as_a_folder_is(tmp_path, monkeypatch):
         place.files.pipe_file(word, content[:-3])
         with pytest.raises(CorruptionError, match=WORD):
             predictor.refresh()
-        carriage.carry(carriage.place_of(folder / "published"), place)  # as at the next commit
+        carriage.carry(carriage.place_of(folder / "published"), place)  # as at the next checkpoint
         assert place.files.cat_file(word) == content
         (copy / WORD).write_bytes(content[:-3])
         assert predictor.refresh() == 0 and (copy / WORD).read_bytes() == content
@@ -382,7 +386,7 @@ def test_a_url_is_followed_as_a_folder_is(tmp_path, monkeypatch):
 def test_a_killed_run_goes_on_publishing(tmp_path):
     """SIGKILL of the whole process before a change of the disk."""
     samples = batches({})
-    settings = {**STEPS, "train.keep_commits": 2, "train.max_steps": 12}
+    settings = {**STEPS, "train.keep_checkpoints": 2, "train.max_steps": 12}
     small_run = Path(__file__).parents[1] / "faults" / "small_run.py"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RANK": "0"}
     folder, published = tmp_path / "run", tmp_path / "published"
@@ -400,12 +404,12 @@ def test_a_killed_run_goes_on_publishing(tmp_path):
 
 
 def test_follows_by_itself_while_the_run_goes_on(tmp_path, monkeypatch):
-    """Within a second or so of a commit by the clock, in a thread, with calls in another."""
+    """Within a second or so of a checkpoint by the clock, in a thread, with calls in another."""
     folder, published, samples = tmp_path / "run", tmp_path / "published", batches({})
     train(Mesh(), folder, published, {"train.max_steps": 4})
     with Predictor.open(published) as predictor:
         predictor.follow(0.02)
-        clock = {"train.commit_steps": 0, "train.commit_seconds": 0.05, "train.epochs": 8}
+        clock = {"train.checkpoint_steps": 0, "train.checkpoint_seconds": 0.05, "train.epochs": 8}
         trained = threading.Thread(target=train, args=(Mesh(), folder, published, clock))
         trained.start()
         seen = {4}
@@ -415,7 +419,7 @@ def test_follows_by_itself_while_the_run_goes_on(tmp_path, monkeypatch):
         trained.join()
         deadline = time.monotonic() + 10
         while (
-            predictor.step < (step := committed_steps(folder)[-1]) and time.monotonic() < deadline
+            predictor.step < (step := list_checkpoints(folder)[-1]) and time.monotonic() < deadline
         ):
             time.sleep(0.02)
         assert predictor.problem is None and len(seen) > 2
@@ -460,7 +464,7 @@ def test_no_damage_ends_a_follower(snapshots, tmp_path, monkeypatch):
     """Named, counted and tried again; it goes on when the publication is right again."""
     folder, live = tmp_path / "run", tmp_path / "live"
     train(Mesh(), folder, tmp_path / "published", {"train.max_steps": 12})
-    steps = committed_steps(folder)
+    steps = list_checkpoints(folder)
     lay(snapshots[steps[0]], live)
     with Predictor.open(live) as predictor:
         predictor.follow(0.01)

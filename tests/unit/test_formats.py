@@ -15,8 +15,8 @@ import torch
 from make_formats import FOLDER, Net, splits
 
 import colonnade
-from colonnade.checkpoint.completeness import verify_commit
-from colonnade.checkpoint.header import committed_steps, read_header
+from colonnade.checkpoint.completeness import verify_checkpoint
+from colonnade.checkpoint.header import list_checkpoints, read_header
 from colonnade.checkpoint.states import load_state
 from colonnade.config.run import load_config
 from colonnade.data.tabular.declaration import load_declaration
@@ -64,8 +64,8 @@ def read_segment(path: Path) -> object:
 
 # By format: a file of the fixture folder, and who reads it.
 KINDS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "colonnade commit": (f"run/commits/{STEP:012d}.json", lambda p: read_header(p.parents[1], STEP)),
-    "colonnade state": (f"run/commits/{STEP:012d}/dense", read_state),
+    "colonnade checkpoint": (f"run/checkpoints/{STEP:012d}.json", lambda p: read_header(p.parents[1], STEP)),
+    "colonnade state": (f"run/checkpoints/{STEP:012d}/dense", read_state),
     "colonnade store manifest": (f"{ROWS}/manifest-4.json", lambda p: manifest.describe(p.parent, STEP)),
     "colonnade stripe": ("stripe/stripe.json", lambda p: stripes._mark(p.parent)),
     "colonnade segment": (f"{ROWS}/segment-00000002.rows", read_segment),
@@ -144,12 +144,12 @@ def test_other_versions_are_refused(name, by, folder):
 
 def test_a_run_of_before_goes_on(folder):
     run = folder / "run"
-    assert committed_steps(run) == [STEP]
-    assert [file.problem for file in verify_commit(run, STEP) if file.problem] == []
+    assert list_checkpoints(run) == [STEP]
+    assert [file.problem for file in verify_checkpoint(run, STEP) if file.problem] == []
     assert all(not file.problem for file in verify_store(folder / ROWS, STEP))
     model = Net()
     assert colonnade.load_run(model, run) == STEP
-    settings = {"batch_size": 20, "keep_commits": 1, "quiet": True, "threads": 1}
+    settings = {"batch_size": 20, "keep_checkpoints": 1, "quiet": True, "threads": 1}
     again = colonnade.fit(Net(), splits(), run=run, epochs=2, **settings)
     assert again.resumed_at == STEP and again.outcome.steps == 4  # as recorded
     more = colonnade.fit(Net(), splits(), run=run, epochs=3, **settings)

@@ -1,4 +1,4 @@
-"""Whole runs with rows in device memory: commits, resuming, decisions, what they write down and what they refuse.
+"""Whole runs with rows in device memory: checkpoints, resuming, decisions, what they write down and what they refuse.
 
 On "cpu" the device is the processor's own memory, which only a test may ask for: the network stays where it is.
 """
@@ -20,7 +20,7 @@ from colonnade.report.pages import run_page
 from colonnade.report.reading import read_run
 from colonnade.run import run as runs
 
-HBM = {"train.device": "cuda", "plan.memory.hbm": 16_000, "train.commit_steps": 10}
+HBM = {"train.device": "cuda", "plan.memory.hbm": 16_000, "train.checkpoint_steps": 10}
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from colonnade.train import loss_scale as module
 from colonnade.train.loss_scale import LossScale, loss_scale
 from colonnade.train.metrics_file import FILE_NAME, read_lines
 
-SHORT = {"train.epochs": 1, "train.max_steps": 9, "train.commit_steps": 0}
+SHORT = {"train.epochs": 1, "train.max_steps": 9, "train.checkpoint_steps": 0}
 CLIPPED = {"train.accumulate": 4, "embedding.clip_norm": 0.02, "dense.clip_norm": 0.05}
 ROLES = {"plan.servers": 1, "plan.staleness_steps": 2, "plan.codec.dense": "bf16"}
 

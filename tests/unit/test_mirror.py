@@ -1,4 +1,4 @@
-"""Commits copied by URL: a bare machine goes on from the copy to the same bits; a failing place harms nothing."""
+"""Checkpoints copied by URL: a bare machine goes on from the copy to the same bits; a failing place harms nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from own_model import Net, assert_same, splits
 
 import colonnade
-from colonnade.checkpoint.header import committed_steps
+from colonnade.checkpoint.header import list_checkpoints
 from colonnade.errors import CheckpointError, ConfigError, StorageError
 from colonnade.publish.mirror import mirrored_steps, open_url
 from colonnade.store import manifest as manifests
@@ -47,37 +47,37 @@ def test_a_bare_machine_goes_on_to_the_same_bits(url, tmp_path):
     colonnade.fit(straight, splits(), run=tmp_path / "straight", epochs=3, **FAST)
     settings = {"run": tmp_path / "run", "mirror": url, **FAST}
     colonnade.fit(Net(), splits(), epochs=2, **settings)
-    assert mirrored_steps(*open_url(url)) == committed_steps(tmp_path / "run")
+    assert mirrored_steps(*open_url(url)) == list_checkpoints(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
     model = Net()
     found = colonnade.fit(model, splits(), epochs=3, **settings)
     assert found.resumed_at == 24 and found.outcome.steps == 12
     assert_same(straight, model)
-    assert mirrored_steps(*open_url(url)) == committed_steps(tmp_path / "run")
+    assert mirrored_steps(*open_url(url)) == list_checkpoints(tmp_path / "run")
 
 
 def test_what_is_kept_there_is_what_is_kept_here(url, tmp_path):
-    settings = {"run": tmp_path / "run", "mirror": url, "keep_commits": 1, **FAST}
-    colonnade.fit(Net(), splits(), epochs=4, commit_steps=3, **settings)
+    settings = {"run": tmp_path / "run", "mirror": url, "keep_checkpoints": 1, **FAST}
+    colonnade.fit(Net(), splits(), epochs=4, checkpoint_steps=3, **settings)
     files, root = open_url(url)
-    steps = committed_steps(tmp_path / "run")
+    steps = list_checkpoints(tmp_path / "run")
     assert mirrored_steps(files, root) == steps and steps[-1] == 48
-    # Not just any file: collection may be writing what the next commit names.
+    # Not just any file: collection may be writing what the next checkpoint names.
     local = sorted(
         file.path.name
         for place in (tmp_path / "run" / "rows" / "0-of-1").iterdir()
-        for step in manifests.committed_steps(place)
+        for step in manifests.list_checkpoints(place)
         for file in manifests.files_of(place, manifests.describe(place, step))
     )
     copied = sorted(path.split("/")[-1].rsplit("-", 1)[0] for path in files.find(f"{root}/rows"))
     assert copied == local
-    # Any commit there can be had.
+    # Any checkpoint there can be had.
     fetched = tmp_path / "fetched"
     assert colonnade.fetch_run(url, fetched, at=steps[0]) == steps[0]
     assert colonnade.load_run(Net(), fetched) == steps[0]
-    with pytest.raises(CheckpointError, match="holds commits already"):
+    with pytest.raises(CheckpointError, match="holds checkpoints already"):
         colonnade.fetch_run(url, fetched)
-    with pytest.raises(CheckpointError, match="holds no commit of step 5"):
+    with pytest.raises(CheckpointError, match="holds no checkpoint of step 5"):
         colonnade.fetch_run(url, tmp_path / "other", at=5)
 
 
@@ -96,7 +96,7 @@ def test_a_place_that_fails_for_a_while(failing, what, tmp_path, capsys):
     settings["quiet"] = False
     colonnade.fit(Net(), splits(), epochs=2, **settings)
     said = " ".join(capsys.readouterr().out.split())
-    assert "could not copy the commit of step 12: 503 Slow Down" in said
+    assert "could not copy the checkpoint of step 12: 503 Slow Down" in said
     assert mirrored_steps(*open_url("failing://b/run")) == [12, 24]  # made up for
     assert colonnade.fetch_run("failing://b/run", tmp_path / "fetched") == 24
 
@@ -104,7 +104,9 @@ def test_a_place_that_fails_for_a_while(failing, what, tmp_path, capsys):
 def test_a_place_that_always_fails(failing, tmp_path):
     failing.what, failing.times = "", 10**9
     settings = {"run": tmp_path / "run", "mirror": "failing://b/run", **FAST}
-    with pytest.raises(StorageError, match=r"failing://b/run: .*503 Slow Down.*commits are intact"):
+    with pytest.raises(
+        StorageError, match=r"failing://b/run: .*503 Slow Down.*checkpoints are intact"
+    ):
         colonnade.fit(Net(), splits(), epochs=1, **settings)
     assert colonnade.load_run(Net(), tmp_path / "run") == 12
     assert mirrored_steps(*open_url("failing://b/run")) == []
@@ -120,7 +122,7 @@ def test_a_copy_cut_short_is_found(tmp_path):
     colonnade.fetch_run(url, fetched)
     with pytest.raises(StorageError, match=r"segment-\d+\.rows"):
         colonnade.load_run(Net(), fetched)
-    # The next commit's copy repairs it, because its size gives it away.
+    # The next checkpoint's copy repairs it, because its size gives it away.
     colonnade.fit(Net(), splits(), run=tmp_path / "run", mirror=url, epochs=2, **FAST)
     assert victim.read_bytes() == whole
     colonnade.fetch_run(url, tmp_path / "again")
@@ -132,6 +134,6 @@ def test_urls_that_nobody_speaks(tmp_path):
         colonnade.fit(
             Net(), splits(), run=tmp_path / "run", mirror="nonsense://x", epochs=1, **FAST
         )
-    with pytest.raises(CheckpointError, match="holds no commit"):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
         colonnade.fetch_run("memory://nothing/here", tmp_path / "new")
-    assert not (tmp_path / "run" / "commits").exists()
+    assert not (tmp_path / "run" / "checkpoints").exists()

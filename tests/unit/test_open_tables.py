@@ -1,4 +1,4 @@
-"""Admission and eviction of open tables: what stays, what it costs, and that a commit holds what is remembered."""
+"""Admission and eviction of open tables: what stays, what it costs, and that a checkpoint holds what is remembered."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ def test_rows_leave_the_disk_too(tmp_path):
     assert len(store) == 15
 
 
-def test_a_table_without_an_age_is_named_as_commits_of_before_name_it():
+def test_a_table_without_an_age_is_named_as_checkpoints_of_before_name_it():
     one, other = MaxRowsEviction(rows=5), MaxRowsEviction(rows=5, age_steps=3)
     before = "MaxRowsEviction(rows=5, by='recency', halve_steps=None)"
     assert retention_words(None, one) == {"eviction": before}
@@ -456,7 +456,7 @@ def test_memory_for_each_row_is_what_the_documents_say():
             assert asked.num_bytes <= 31.5 * len(asked)
 
 
-# Commits
+# Checkpoints
 
 STAYS = {
     "counted": {
@@ -495,7 +495,7 @@ def content(model):
 
 
 def fitted(model, folder, max_steps, **changes):
-    settings_of = {"batch_size": 10, "epochs": 9, "quiet": True, "commit_steps": 4, **changes}
+    settings_of = {"batch_size": 10, "epochs": 9, "quiet": True, "checkpoint_steps": 4, **changes}
     return colonnade.fit(model, splits(150), run=folder, max_steps=max_steps, **settings_of)
 
 

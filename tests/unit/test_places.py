@@ -13,7 +13,7 @@ from own_model import Net, columns
 from rich.console import Console
 
 from colonnade import fit, load_run
-from colonnade.checkpoint.commits import (
+from colonnade.checkpoint.checkpoints import (
     Commits,
     lost_words,
     open_commits,

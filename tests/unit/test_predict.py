@@ -263,9 +263,9 @@ def test_a_run_is_exported_once_and_again_when_it_has_changed(folder, tmp_path):
     assert Predictor.open(folder).folder == first
     assert {path: path.stat().st_mtime_ns for path in first.iterdir()} == stamps
     assert [p.name for p in (folder / "serving").iterdir()] == [first.name]
-    with pytest.raises(CheckpointError, match="no commit of step 7"):
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
         Predictor.open(folder, at=7)
-    with pytest.raises(ConfigError, match="holds one commit"):
+    with pytest.raises(ConfigError, match="holds one checkpoint"):
         Predictor.open(first, at=3)
     with pytest.raises(CheckpointError, match="no folder"):
         Predictor.open(tmp_path / "nowhere")

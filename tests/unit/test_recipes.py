@@ -84,7 +84,8 @@ def test_persia_trains_late_beside_a_server_and_is_followed(run, tmp_path):
 
 
 def test_100_trillion_parameters_train_here(run, tmp_path):
-    """Memory and files follow the rows that were trained: at rest 16 bytes beside a record at most, of two commits."""
+    """Memory and files follow the rows that were trained: at rest 16 bytes beside a record at most, of two
+    checkpoints."""
     said = run("hundred_trillion.py", str(tmp_path / "run")).splitlines()
     assert [line.split(": ")[0] for line in said] == [
         "100,000,000,000,000 parameters, step 16, from None",

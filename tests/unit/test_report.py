@@ -324,7 +324,7 @@ def test_the_last_batch_of_an_epoch_does_not_count_as_a_typical_one(tmp_path):
     assert tables_of(read_run(folder))[0].lookups == 4096
 
 
-def test_tiers_are_left_out_where_files_hold_commits_alone(tmp_path):
+def test_tiers_are_left_out_where_files_hold_checkpoints_alone(tmp_path):
     folder = write_run(tmp_path / "run")
     kept = [
         line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"rows"' not in line

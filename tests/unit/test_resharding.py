@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from small_run import CONFIG, digest, opened
 
 from colonnade import Mesh
-from colonnade.checkpoint.completeness import verify_commit
-from colonnade.checkpoint.header import committed_steps, read_header
+from colonnade.checkpoint.completeness import verify_checkpoint
+from colonnade.checkpoint.header import list_checkpoints, read_header
 from colonnade.checkpoint.stores import homes
 from colonnade.config.plan import PlanConfig
 from colonnade.config.run import build_config, override
@@ -75,7 +75,7 @@ def hot(sharding, num_ranks, ids):
 
 DATA = {"num_train": 500, "num_test": 100, "cardinalities": [50, 900, 7, 3000]}
 SHORT = {**CONFIG, "data": {"name": "synthetic", "options": DATA}}
-SMALL = {"plan.memory.dram": 60_000, "train.commit_steps": 3}
+SMALL = {"plan.memory.dram": 60_000, "train.checkpoint_steps": 3}
 OPEN = {
     **SMALL,
     "embedding.admission.updates": 2,
@@ -97,7 +97,7 @@ def go_on(mesh, folder, kind, epochs, settings=None, **arguments):
         run = runs.open_run(config, mesh, Path(folder), data=opened(config), **arguments)
     finally:
         runs.settle_plan = before
-    with_rows = [isinstance(each, LogBacking) for each in run.commits.backings]
+    with_rows = [isinstance(each, LogBacking) for each in run.checkpoints.backings]
     if arguments.get("read_only"):
         found = run.trainer.evaluate(run.trainer.data.test)
     else:
@@ -129,15 +129,15 @@ def test_changing(tmp_path):
     run_ranks(2, two_ranks, tmp_path)
     assert digest(tmp_path / "changing") == digest(tmp_path / "same")
     found = set()
-    for name in ("changing", "same"):  # what commits no longer need is gone
+    for name in ("changing", "same"):  # what checkpoints no longer need is gone
         folder = tmp_path / name
-        kept = [read_header(folder, step) for step in committed_steps(folder)]
+        kept = [read_header(folder, step) for step in list_checkpoints(folder)]
         wanted = {str(home.path) for header in kept for home in homes(header)}
         places = [path.relative_to(folder / "rows") for path in (folder / "rows").glob("*/*")]
         assert {str(path) for path in places} == wanted
         found |= wanted
-        for step in committed_steps(folder):
-            assert all(each.problem == "" for each in verify_commit(folder, step))
+        for step in list_checkpoints(folder):
+            assert all(each.problem == "" for each in verify_checkpoint(folder, step))
     assert "copy-1/003" in found and "1-of-2/003" in found
     run_ranks(3, three_ranks, tmp_path)
     assert digest(tmp_path / "changing") == digest(tmp_path / "same")
@@ -156,19 +156,21 @@ def test_changing_open_tables(tmp_path):
 
 
 def test_going_back_gives_up_what_lies_where_rows_are_to_go(tmp_path):
-    """The commit of another sharding that was kept so far ends; one that is not in the way stays."""
+    """The checkpoint of another sharding that was kept so far ends; one that is not in the way stays."""
     go_on(Mesh(), tmp_path, "row_wise", 1)
-    assert committed_steps(tmp_path) == [3, 5]
-    go_on(Mesh(), tmp_path, "replicated", 1)  # nothing is trained, nothing is committed
-    assert committed_steps(tmp_path) == [3, 5]
-    go_on(Mesh(), tmp_path, "replicated", 1, {**SMALL, "train.epochs": 2, "train.commit_steps": 5})
-    go_on(Mesh(), tmp_path, "replicated", 2, {**SMALL, "train.commit_steps": 5})
-    assert committed_steps(tmp_path) == [5, 10]
+    assert list_checkpoints(tmp_path) == [3, 5]
+    go_on(Mesh(), tmp_path, "replicated", 1)  # nothing is trained, nothing is saved
+    assert list_checkpoints(tmp_path) == [3, 5]
+    go_on(
+        Mesh(), tmp_path, "replicated", 1, {**SMALL, "train.epochs": 2, "train.checkpoint_steps": 5}
+    )
+    go_on(Mesh(), tmp_path, "replicated", 2, {**SMALL, "train.checkpoint_steps": 5})
+    assert list_checkpoints(tmp_path) == [5, 10]
     assert {h.path.parts[0] for h in homes(read_header(tmp_path, 5))} == {"0-of-1"}
     assert {h.path.parts[0] for h in homes(read_header(tmp_path, 10))} == {"copy-0"}
-    go_on(Mesh(), tmp_path, "row_wise", 3, {**SMALL, "train.keep_commits": 3})
-    assert 5 not in committed_steps(tmp_path)  # it was in the way
-    for each in verify_commit(tmp_path, 10):
+    go_on(Mesh(), tmp_path, "row_wise", 3, {**SMALL, "train.keep_checkpoints": 3})
+    assert 5 not in list_checkpoints(tmp_path)  # it was in the way
+    for each in verify_checkpoint(tmp_path, 10):
         assert each.problem == ""
 
 
@@ -196,7 +198,7 @@ def on_a_grid(mesh, folder):
 
 
 def as_exported(folder, place):
-    """Ids and weights of an export by file; the header also names the run's commit."""
+    """Ids and weights of an export by file; the header also names the run's checkpoint."""
     export_run(folder, place)
     return {
         path.name: {name: values.numpy().tobytes() for name, values in load_file(path).items()}
@@ -205,11 +207,11 @@ def as_exported(folder, place):
 
 
 def check_cut(folder):
-    """All that a commit of slices holds is read, whole and as it was written."""
+    """All that a checkpoint of slices holds is read, whole and as it was written."""
     changing, same = folder / "changing", folder / "same"
     assert digest(changing) == digest(same)
-    step = committed_steps(changing)[-1]
-    verified = list(verify_commit(changing, step))
+    step = list_checkpoints(changing)[-1]
+    verified = list(verify_checkpoint(changing, step))
     assert all(each.problem == "" for each in verified)
     assert {len(home.path.name) for home in homes(read_header(changing, step))} >= {len("000-0-3")}
     assert as_exported(changing, folder / f"out-{step}") == as_exported(
@@ -258,11 +260,11 @@ def hot_on_three(mesh, folder):
 
 
 def check_hot(folder):
-    """All that a commit of hot and cold rows holds is read, as it was written, and by one rank."""
+    """All that a checkpoint of hot and cold rows holds is read, as it was written, and by one rank."""
     changing, same = folder / "changing", folder / "same"
     assert digest(changing) == digest(same)
-    step = committed_steps(changing)[-1]
-    assert all(each.problem == "" for each in verify_commit(changing, step))
+    step = list_checkpoints(changing)[-1]
+    assert all(each.problem == "" for each in verify_checkpoint(changing, step))
     assert as_exported(changing, folder / f"out-{step}") == as_exported(same, folder / f"old-{step}")  # fmt: skip
     seen = go_on(Mesh(), changing, "hot", 5, ADAM, read_only=True)
     assert seen[0] == go_on(Mesh(), same, "row_wise", 5, ADAM, read_only=True)[0]

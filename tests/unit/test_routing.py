@@ -18,7 +18,7 @@ class Told:
     def __init__(self, sizes):
         self.sizes = torch.tensor(sizes, dtype=torch.int32)
 
-    def all_to_all(self, purpose, send, send_rows, receive_rows, *, counts_as):
+    def all_to_all(self, channel, send, send_rows, receive_rows, *, traffic_tag):
         return self.sizes, None
 
 

@@ -139,12 +139,12 @@ def pushed(mesh: Mesh) -> list[str]:
     begins, waits = Mesh._begin, Call.wait
     with pytest.MonkeyPatch.context() as patch:
 
-        def begin(self, purpose, start, *scope):
-            said.append(f"{purpose} begins")
-            return begins(self, purpose, start, *scope)
+        def begin(self, channel, start, *scope):
+            said.append(f"{channel} begins")
+            return begins(self, channel, start, *scope)
 
         def wait(self):
-            said.append(f"{self.purpose} is waited for")
+            said.append(f"{self.channel} is waited for")
             return waits(self)
 
         patch.setattr(Mesh, "_begin", begin)

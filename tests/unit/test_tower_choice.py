@@ -75,9 +75,9 @@ def test_rows_come_together_in_towers_where_many_samples_share_them():
     forced = {name: Forced("table_wise", "towers", ranks) for name, ranks in names.items()}
     bags = choose(popular, world, model=model, forced=forced)
     assert choice.seconds.step < bags.seconds.step
-    for purpose in ("fetch", "push"):
-        assert choice.sent[purpose, "remote"] == pytest.approx(bags.sent[purpose, "remote"])
-        assert choice.sent[purpose, "local"] < bags.sent[purpose, "local"]
+    for channel in ("fetch", "push"):
+        assert choice.sent[channel, "remote"] == pytest.approx(bags.sent[channel, "remote"])
+        assert choice.sent[channel, "local"] < bags.sent[channel, "local"]
 
 
 def test_what_a_person_says_of_one_table_keeps_its_module_flat(loads):
@@ -135,9 +135,9 @@ def test_processors_move_what_is_sent_and_what_is_got(hosts, num_towers, ratio):
 
     choice = found(1e-9)
     moved = (choice.seconds.processor - found(0.0).seconds.processor) / 1e-9
-    sent = {purpose: 0.0 for purpose in ("route", "fetch", "push")}
-    for (purpose, _), each in choice.sent.items():
-        sent[purpose] += each
+    sent = {channel: 0.0 for channel in ("route", "fetch", "push")}
+    for (channel, _), each in choice.sent.items():
+        sent[channel] += each
     headers = (world.num_ranks - 1) * (SHARED_BYTES + FIXED_BYTES["towers"])
     assert moved == pytest.approx(2 * (sum(sent.values()) - headers), rel=1e-9)
     assert sent["fetch"] > sent["route"] > 0

@@ -295,7 +295,7 @@ def test_what_modules_save_is_said():
     )
 
 
-BASE = build_config({**CONFIG, "train": {**CONFIG["train"], "max_steps": 4, "commit_steps": 2}})
+BASE = build_config({**CONFIG, "train": {**CONFIG["train"], "max_steps": 4, "checkpoint_steps": 2}})
 TOWERED = {"model.towers": [["C3", "C1"], ["C2", "C4"]], "model.tower_dim": 2}
 OTHERWISE = {**TOWERED, "model.towers": [["C3", "C1"], ["C4", "C2"]]}
 
@@ -325,7 +325,7 @@ def test_a_towered_run_is_evaluated_exported_predicted_and_inspected(towered, tm
     with colonnade.Predictor.open(tmp_path / "out") as predictor:
         for each, said in zip(batches, wanted, strict=True):
             assert torch.equal(predictor(each), said)
-    told = CliRunner().invoke(app, ["inspect", str(towered / "commits" / f"{4:012d}.json")])
+    told = CliRunner().invoke(app, ["inspect", str(towered / "checkpoints" / f"{4:012d}.json")])
     assert told.exit_code == 0 and "DLRMTower" in told.output and "2.00" in told.output
 
 
@@ -341,8 +341,8 @@ def test_without_modules_another_partition_goes_on(tmp_path):
     assert trained(tmp_path, {"model.towers": 3, "train.max_steps": 5})[0].steps == 1
 
 
-def test_a_commit_of_other_towers_is_refused(tmp_path):
-    """Where the model came from Python: the commit itself knows."""
+def test_a_checkpoint_of_other_towers_is_refused(tmp_path):
+    """Where the model came from Python: the checkpoint itself knows."""
 
     def fitted(towers, dim):
         data = colonnade.data.open_source("synthetic", **CONFIG["data"]["options"])

@@ -51,8 +51,8 @@ def all_calls(mesh):
     rows = torch.zeros(6, 5, dtype=torch.float32)
     mesh.all_to_all("fetch", rows, [1, 2, 3], [mesh.rank + 1] * 3)
     mesh.all_reduce("dense", torch.zeros(100))
-    mesh.all_reduce("push", torch.zeros(3, dtype=torch.float64), counts_as="control")
-    mesh.all_gather_bytes("commit", bytes(10 * mesh.rank))
+    mesh.all_reduce("push", torch.zeros(3, dtype=torch.float64), traffic_tag="control")
+    mesh.all_gather_bytes("checkpoint", bytes(10 * mesh.rank))
     mesh.broadcast("control", torch.zeros(4, dtype=torch.uint8))
     return dict(mesh.traffic.sent_bytes)
 
@@ -61,7 +61,7 @@ def test_every_call_is_counted_as_what_it_is_for():
     everyone = run_ranks(3, all_calls)
     for rank, sent in enumerate(everyone):
         assert sent["fetch", "remote"] == 20 * (6 - rank - 1)
-        assert sent["commit", "remote"] == 2 * 8 + 2 * 20  # lengths, then padded texts
+        assert sent["checkpoint", "remote"] == 2 * 8 + 2 * 20  # lengths, then padded texts
         assert ("push", "remote") not in sent
     assert sum(sent["dense", "remote"] for sent in everyone) == 2 * 2 * 400
     assert sum(sent["control", "remote"] for sent in everyone) == 2 * 2 * 24 + 2 * 4

@@ -1,4 +1,4 @@
-"""What a run decides while it trains: when to evaluate and stop, which commit is best, how large a step is."""
+"""What a run decides while it trains: when to evaluate and stop, which checkpoint is best, how large a step is."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR,
 
 import colonnade
 from colonnade import Mesh
-from colonnade.checkpoint.commits import kept_steps
-from colonnade.checkpoint.header import committed_steps, describe_choice, resolve
+from colonnade.checkpoint.checkpoints import kept_steps
+from colonnade.checkpoint.header import describe_choice, list_checkpoints, resolve
 from colonnade.config.run import ScheduleConfig, build_config
 from colonnade.data import Splits
 from colonnade.errors import CheckpointError, ConfigError, NonFiniteError
@@ -58,14 +58,14 @@ def validated():
 def test_early_stopping_names_the_best_step(tmp_path):
     script = Scripted([0.5, 0.6, 0.7, 0.7, 0.65, 0.69, 0.9])
     found = colonnade.fit(
-        Net(), validated(), objective=script, run=tmp_path, epochs=9, patience=3, keep_commits=2, **FAST
+        Net(), validated(), objective=script, run=tmp_path, epochs=9, patience=3, keep_checkpoints=2, **FAST
     )  # fmt: skip
     assert found.outcome.stopped_early and found.outcome.best_step == 36
     assert found.outcome.steps == 72 and script.heard == 6
     assert found.metrics["validation_auc"] == 0.7
-    assert committed_steps(tmp_path) == [36, 60, 72]  # the best beside the newest two
+    assert list_checkpoints(tmp_path) == [36, 60, 72]  # the best beside the newest two
     assert [resolve(tmp_path, at) for at in ("best", "last", "60", None)] == [36, 72, 60, 36]
-    with pytest.raises(CheckpointError, match=r"no commit of step 12; it has \[36, 60, 72\]"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 12; it has \[36, 60, 72\]"):
         resolve(tmp_path, 12)
 
 
@@ -171,7 +171,7 @@ def test_the_best_is_the_first_maximum(scores, cut):
     best = Best("auc")
     for step, score in enumerate(scores):
         best.hear({"auc": score}, step)
-        if step % cut == 0:  # a commit and a resume in between change nothing
+        if step % cut == 0:  # a checkpoint and a resume in between change nothing
             state, best = best.state(), Best("auc")
             best.restore(state)
     known = [score for score in scores if not math.isnan(score)]
@@ -186,15 +186,15 @@ def test_evaluations_between_epochs(tmp_path):
     )
     assert script.heard == 3  # steps 5, 10 and the epoch's end, 12
     assert found.outcome.best_step == 10
-    assert committed_steps(tmp_path) == [10, 12]  # 5 was best once, and is neither now
+    assert list_checkpoints(tmp_path) == [10, 12]  # 5 was best once, and is neither now
 
 
-def test_kept_commits_are_pruned_with_their_rows(tmp_path):
+def test_kept_checkpoints_are_pruned_with_their_rows(tmp_path):
     script = Scripted([0.9, 0.1, 0.2, 0.3])
     colonnade.fit(
-        Net(), validated(), objective=script, run=tmp_path, epochs=4, keep_commits=1, **FAST
+        Net(), validated(), objective=script, run=tmp_path, epochs=4, keep_checkpoints=1, **FAST
     )
-    assert committed_steps(tmp_path) == kept_steps(tmp_path, 1) == [12, 48]
+    assert list_checkpoints(tmp_path) == kept_steps(tmp_path, 1) == [12, 48]
     manifests = sorted(path.name for path in (tmp_path / "rows").rglob("manifest-*"))
     assert manifests == 2 * ["manifest-12.json"] + 2 * ["manifest-48.json"]
     assert colonnade.load_run(Net(), tmp_path, at="best") == 12

@@ -118,7 +118,7 @@ def test_what_differs_is_refused_unless_it_is_listed(tmp_path):
         open_run(settings_of(model__dim=8, **wide), Mesh(), tmp_path / "new3")
     with pytest.raises(ConfigError, match="'typo' is no table or dense parameter"):
         open_run(settings_of(**wide, train__warm_start_skip=["typo"]), Mesh(), tmp_path / "new4")
-    with pytest.raises(CheckpointError, match="holds no commit"):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
         open_run(settings_of(train__warm_start=str(tmp_path / "none")), Mesh(), tmp_path / "new5")
     assert {path.name for path in tmp_path.iterdir()} == {"old", "new2"}  # nothing half-written
 
@@ -153,7 +153,7 @@ def test_other_dtypes_are_converted(old, tmp_path):
     model, folder = old
     other = Net("float64", seed=3)
     data = Splits(train=source(100))
-    with pytest.raises(CheckpointError, match="holds no commit"):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
         start_from(tmp_path / "nothing", Net(), data, tmp_path / "x")
     start_from(folder, other, data, tmp_path / "new")
     torch.testing.assert_close(rows_of(other)["film"], rows_of(model)["film"].double())

@@ -1,4 +1,5 @@
-"""No step does much more than the others: while rows leave, while segments are rewritten, while a commit is written."""
+"""No step does much more than the others: while rows leave, while segments are rewritten, while a checkpoint is
+written."""
 
 from __future__ import annotations
 
@@ -110,7 +111,7 @@ def learn(tiered: Tiered, batch: Batch) -> None:
 class Work:
     """Of one step, done by the threads that train: nothing here depends on how fast anything is."""
 
-    touched: int  # rows used, evicted, saved for a commit
+    touched: int  # rows used, evicted, saved for a checkpoint
     appended: int  # rows
     looked: int  # slots looked at to choose who leaves
     remembered: int  # rows that admission and eviction touched
@@ -134,7 +135,7 @@ def counted(tiered: Tiered) -> dict:
     }
 
 
-@pytest.mark.parametrize("case", ["eviction", "collection", "commit"])
+@pytest.mark.parametrize("case", ["eviction", "collection", "checkpoint"])
 def test_a_step_is_bounded_work(case, tmp_path):
     """Counted, not timed: the worst step's rows at most thrice the median's, and no wait for the writer."""
     tiered = opened(tmp_path)
@@ -144,20 +145,20 @@ def test_a_step_is_bounded_work(case, tmp_path):
             for log in tiered.logs:
                 log.collect_piece()
         before = counted(tiered)
-        if case == "commit" and step % 10 == 5:
+        if case == "checkpoint" and step % 10 == 5:
             tiered.store.begin_commit()
             begun.append(counted(tiered)["appended"] - before["appended"])
         learn(tiered, batch)
         works.append(Work.between(before, counted(tiered)))
-        if case == "commit" and step % 10 == 8:
+        if case == "checkpoint" and step % 10 == 8:
             tiered.store.finish_commit(step)
     works = works[40:]
     evicted = tiered.store.sources.evicted_clean + tiered.store.sources.evicted_dirty
     assert evicted > 90 * UNIQUE / 4  # steadily
     if case == "collection":
         assert sum(log.counts()["rows_rewritten"] for log in tiered.logs) > ROWS
-    if case == "commit":
-        assert len(begun) == 13 and not any(begun)  # nothing is copied when a commit begins
+    if case == "checkpoint":
+        assert len(begun) == 13 and not any(begun)  # nothing is copied when a checkpoint begins
         # A step saves no more than its own rows.
         assert max(work.appended for work in works) <= 2 * 2 * UNIQUE
     for what in ("touched", "looked", "remembered"):
@@ -179,8 +180,8 @@ class StuckDisk(Disk):
         return action()
 
 
-def test_a_commit_on_a_slow_disk_keeps_no_step_waiting(tmp_path):
-    """A commit fills half of what may wait to be written, and waits; training goes on in the other half."""
+def test_a_checkpoint_on_a_slow_disk_keeps_no_step_waiting(tmp_path):
+    """A checkpoint fills half of what may wait to be written, and waits; training goes on in the other half."""
     disk, pending = StuckDisk(), 1 << 19
     tiered = opened(tmp_path, slots=3 * SLOTS, disk=disk, pending=pending, chunk_bytes=1 << 14)
     writer = tiered.logs[0].writer
@@ -213,7 +214,7 @@ def test_a_commit_on_a_slow_disk_keeps_no_step_waiting(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["eviction", "collection", "commit"])
+@pytest.mark.parametrize("case", ["eviction", "collection", "checkpoint"])
 def test_the_worst_step_is_at_most_thrice_the_median(case, tmp_path):
     """The best of three runs: a machine that does something else now and then makes some step slow."""
     found = []
@@ -231,7 +232,7 @@ def test_the_worst_step_is_at_most_thrice_the_median(case, tmp_path):
         seconds, writing, last = [], None, time.perf_counter()
         for step, batch in enumerate(ready):
             learn(tiered, batch)
-            if case == "commit" and step % 40 == 20:
+            if case == "checkpoint" and step % 40 == 20:
                 if writing is not None:
                     writing.join()
                 tiered.store.begin_commit()

@@ -137,7 +137,9 @@ class Copies(ABC):
         """Return all that these slots hold, on the CPU. `load` takes it, in memory or on a device."""
         ticks = torch.from_numpy(self.ticks[t][slots])
         pending = self.waiting_of(t, slots)
-        pending[ticks == 0] = 0  # it was never written: commits of one training have the same bytes
+        pending[ticks == 0] = (
+            0  # it was never written: checkpoints of one training have the same bytes
+        )
         return {
             "ids": torch.from_numpy(self.ids[t][slots]),
             "records": self.records(t, slots),

@@ -227,7 +227,7 @@ class Directory:
         except OverflowError:
             raise ColonnadeError(
                 f"plan.cache: got more than {self.number:,} batches, wanted as many at most, counted from the run's "
-                "last start; start it again: it goes on from its newest commit, and counts from less"
+                "last start; start it again: it goes on from its newest checkpoint, and counts from less"
             ) from None
         return Decision(
             done.number, done.slots, done.asked, done.ages, done.ticks, done.pushed, done.leaving,

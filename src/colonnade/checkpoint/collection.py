@@ -1,4 +1,4 @@
-"""Checkpoints of a collection alone, for a training loop of one's own: the files of a run's commits.
+"""Checkpoints of a collection alone, for a training loop of one's own: the files of a run's checkpoints.
 
     collection.save(folder, step)    collection.load(folder)
 
@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from colonnade.checkpoint.commits import Commits, open_commits
+from colonnade.checkpoint.checkpoints import Checkpoints, open_checkpoints
 from colonnade.checkpoint.completeness import check_shared
 from colonnade.checkpoint.fingerprint import check_model, dense_weights, load_dense
-from colonnade.checkpoint.header import committed_steps, read_header, resolve
+from colonnade.checkpoint.header import list_checkpoints, read_header, resolve
 from colonnade.checkpoint.snapshot import (
     Captured,
     header_of,
@@ -52,7 +52,7 @@ class Checkpoint:
     """Name of all saves of one folder, whichever folder they are moved to."""
     step: int | None
     """None: rows rest in the folder, and nothing was saved yet."""
-    commits: Commits | None
+    checkpoints: Checkpoints | None
     """Open stores, where rows rest in the folder."""
 
 
@@ -66,15 +66,15 @@ def open_in(
     """Collective: open an empty collection whose rows rest in a folder where memory has no room for them."""
     mesh = mesh or Mesh()
     check_shared(folder, mesh)
-    if steps := committed_steps(folder):
+    if steps := list_checkpoints(folder):
         raise CheckpointError(
             f"{folder}: got a folder with saves of steps {steps}, wanted an empty one; collection.load(folder) goes on "
             "from them"
         )
     plan = plan or build_plan(collection.tables, mesh.world)
-    commits = _open_stores(collection, folder, plan, mesh, None)
-    collection.open(plan, mesh, backings=commits.backings, policies=policies)
-    collection.checkpoint = Checkpoint(folder.resolve(), commits.run, None, commits)
+    checkpoints = _open_stores(collection, folder, plan, mesh, None)
+    collection.open(plan, mesh, backings=checkpoints.backings, policies=policies)
+    collection.checkpoint = Checkpoint(folder.resolve(), checkpoints.run, None, checkpoints)
     return collection
 
 
@@ -92,13 +92,13 @@ def save(
         )
     before: Checkpoint | None = collection.checkpoint
     _check_folder(collection, folder, step, before)
-    commits = before.commits if before is not None else None
-    if commits is not None:
-        _commit(collection, commits, step, optimizer)
-        run = commits.run
+    checkpoints = before.checkpoints if before is not None else None
+    if checkpoints is not None:
+        _save_checkpoint(collection, checkpoints, step, optimizer)
+        run = checkpoints.run
     else:
         run = _save_memory(collection, folder, step, optimizer)
-    collection.checkpoint = Checkpoint(folder.resolve(), run, step, commits)
+    collection.checkpoint = Checkpoint(folder.resolve(), run, step, checkpoints)
 
 
 def _save_memory(
@@ -110,17 +110,17 @@ def _save_memory(
     if before is None or before.folder != folder.resolve():
         memory.mark_dirty()
         memory.deleted = [[] for _ in memory.tables]
-    commits = _open_stores(collection, folder, collection.plan, collection.mesh, None)
+    checkpoints = _open_stores(collection, folder, collection.plan, collection.mesh, None)
     try:
-        with _attached(memory, commits.backings):
-            _commit(collection, commits, step, optimizer)
+        with _attached(memory, checkpoints.backings):
+            _save_checkpoint(collection, checkpoints, step, optimizer)
     except BaseException:
-        memory.mark_dirty()  # what was written and not committed is lost
+        memory.mark_dirty()  # what was written and not saved is lost
         raise
     finally:
-        commits.close()
+        checkpoints.close()
     memory.deleted = [[] for _ in memory.tables]
-    return commits.run
+    return checkpoints.run
 
 
 def load(
@@ -140,7 +140,7 @@ def load(
     plan = plan or build_plan(collection.tables, mesh.world)
     step = resolve(folder, step)
     header = read_header(folder, step)
-    place = folder / "commits" / f"{step:012d}"
+    place = folder / "checkpoints" / f"{step:012d}"
     state = load_state(place / "dense", header["run"])
     if "seed" not in state:
         raise CheckpointError(
@@ -149,19 +149,19 @@ def load(
     check_model(folder, header, collection.declaration, collection)
     collection.seed = state["seed"]
     if plan.needs_backing:
-        commits = _open_stores(collection, folder, plan, mesh, step)
-        collection.open(plan, mesh, backings=commits.backings)
-        collection.checkpoint = Checkpoint(folder.resolve(), commits.run, step, commits)
+        checkpoints = _open_stores(collection, folder, plan, mesh, step)
+        collection.open(plan, mesh, backings=checkpoints.backings)
+        collection.checkpoint = Checkpoint(folder.resolve(), checkpoints.run, step, checkpoints)
     else:
-        commits, _ = open_commits(
+        checkpoints, _ = open_checkpoints(
             folder, collection.tables, mesh, read_only=True, at=step, shardings=plan.shardings
         )
         collection.open(plan, mesh)
         try:
-            _copy_rows(collection, commits)
+            _copy_rows(collection, checkpoints)
         finally:
-            commits.close()
-        collection.checkpoint = Checkpoint(folder.resolve(), commits.run, step, None)
+            checkpoints.close()
+        collection.checkpoint = Checkpoint(folder.resolve(), checkpoints.run, step, None)
     collection.step = state["updates"]
     load_dense(collection, state["model"])
     restore_retentions(collection, place, header)
@@ -176,17 +176,18 @@ def _check_folder(
     collection: EmbeddingCollection, folder: Path, step: int, before: Checkpoint | None
 ) -> None:
     """Collective. Raise CheckpointError unless this collection may save this step there."""
-    if (before is None or before.commits is None) and collection.store.backings:
+    if (before is None or before.checkpoints is None) and collection.store.backings:
         raise CheckpointError(
-            "save: got a collection whose rows rest in a run folder, which commits them itself (colonnade.fit); use "
-            "that folder's commits"
+            "save: got a collection whose rows rest in a run folder, which checkpoints them itself "
+            "(colonnade.fit); use "
+            "that folder's checkpoints"
         )
-    if before is not None and before.commits is not None and before.folder != folder.resolve():
+    if before is not None and before.checkpoints is not None and before.folder != folder.resolve():
         raise CheckpointError(
             f"save: got {folder}, and rows rest in {before.folder}; save there, and copy that folder afterwards"
         )
     check_shared(folder, collection.mesh)
-    steps = committed_steps(folder)
+    steps = list_checkpoints(folder)
     if steps:
         newest = steps[-1]
         is_own = (
@@ -209,8 +210,8 @@ def _check_folder(
 
 def _open_stores(
     collection: EmbeddingCollection, folder: Path, plan: Plan, mesh: Mesh, step: int | None
-) -> Commits:
-    commits, _ = open_commits(
+) -> Checkpoints:
+    checkpoints, _ = open_checkpoints(
         folder,
         collection.tables,
         mesh,
@@ -220,7 +221,7 @@ def _open_stores(
         places=plan.ssd,
         write_budget=plan.write_budget,
     )
-    return commits
+    return checkpoints
 
 
 @contextmanager
@@ -236,19 +237,22 @@ def _attached(memory: DramStore, backings: Sequence[Any]) -> Iterator[None]:
         memory.attach(())
 
 
-def _commit(
-    collection: EmbeddingCollection, commits: Commits, step: int, optimizer: RowOptimizer | None
+def _save_checkpoint(
+    collection: EmbeddingCollection,
+    checkpoints: Checkpoints,
+    step: int,
+    optimizer: RowOptimizer | None,
 ) -> None:
     """Collective: capture this moment and write it."""
     if optimizer is not None:
         with optimizer.settled():
-            captured = _capture(collection, commits.run, step, optimizer)
+            captured = _capture(collection, checkpoints.run, step, optimizer)
             collection.store.begin_commit()
     else:
         collection.pipeline.updates.settle()
-        captured = _capture(collection, commits.run, step, None)
+        captured = _capture(collection, checkpoints.run, step, None)
         collection.store.begin_commit()
-    commits.make_durable(collection, captured, lambda _: None)
+    checkpoints.make_durable(collection, captured, lambda _: None)
 
 
 def _capture(
@@ -271,10 +275,10 @@ def _capture(
     return Captured(step, rank_state, dense_state if is_first else None, remembered, header)
 
 
-def _copy_rows(collection: EmbeddingCollection, commits: Commits) -> None:
-    """Put the rows of a commit that this rank owns into memory."""
+def _copy_rows(collection: EmbeddingCollection, checkpoints: Checkpoints) -> None:
+    """Put the rows of a checkpoint that this rank owns into memory."""
     store = collection.store
-    for t, source in enumerate(commits.backings):
+    for t, source in enumerate(checkpoints.backings):
         table = collection.slices.laid[t].table
         rows = max(1, RUN_BYTES // table.record_bytes)
         for batch in source.scan():

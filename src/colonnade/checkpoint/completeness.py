@@ -1,12 +1,12 @@
-"""Completeness of a commit: whether all that it names is there, of one run, seen by every rank, and undamaged.
+"""Completeness of a checkpoint: whether all that it names is there, of one run, seen by every rank, and undamaged.
 
-A commit's header holds a digest of what every rank's manifests said, by the folder of its rows ("1-of-2"), and the
+A checkpoint's header holds a digest of what every rank's manifests said, by the folder of its rows ("1-of-2"), and the
 checksum of each state file. Manifests name segments by checksums, and each store by an id of its own: so a file that is
-missing, or is another commit's, run's or rank's, is found without reading a row.
+missing, or is another checkpoint's, run's or rank's, is found without reading a row.
 
 `find_problems` is the one judge: resume, predict, evaluate, export, publish, warm start and verify all ask it.
 
-`verify_commit` reads every byte. State files are not parsed, nor torch imported: that a file is the one committed
+`verify_checkpoint` reads every byte. State files are not parsed, nor torch imported: that a file is the one saved
 there, its checksum in the header says.
 """
 
@@ -37,7 +37,8 @@ SEEN_SECONDS = 10.0  # that a file of another host may take to be seen: network 
 def describe_files(
     folder: Path, stores: Iterable[Path], step: int, states: Sequence[str], mesh: Mesh
 ) -> dict[str, Any]:
-    """Collective, on the purpose `commit`, when every rank's stores and state files are written: what the header says
+    """Collective, on the channel `checkpoint`, when every rank's stores and state files are written: what the header
+    says
     of them. By folder of rows, for each rank with tables in it, these tables' folders and a digest of their manifests;
     by name, the checksums of the ranks' state files (`states`: this rank's)."""
     tables: dict[str, list[str]] = {}
@@ -53,7 +54,7 @@ def describe_files(
     }
     rows: dict[str, list[list[str]]] = {}
     checksums: dict[str, str] = {}
-    for text in mesh.all_gather_bytes("commit", json.dumps(mine).encode()):
+    for text in mesh.all_gather_bytes("checkpoint", json.dumps(mine).encode()):
         of_rank = json.loads(text)
         checksums |= of_rank["states"]
         for home, mark in of_rank["rows"].items():
@@ -61,16 +62,16 @@ def describe_files(
     return {"rows": rows, "states": checksums}
 
 
-def read_commit(folder: Path, step: int) -> dict[str, Any]:
-    """Read a commit's header and check that all it names is present. Raises CheckpointError, CorruptionError."""
+def read_checkpoint(folder: Path, step: int) -> dict[str, Any]:
+    """Read a checkpoint's header and check that all it names is present. Raises CheckpointError, CorruptionError."""
     header = read_header(folder, step)
     _refuse(folder, step, [text for _, text in find_problems(folder, header)])
     return header
 
 
 def check_whole(folder: Path, step: int | None, mesh: Mesh) -> None:
-    """Collective `read_commit`: raises CheckpointError on every rank, naming what is missing, or not what was
-    committed; nothing to check of a new run (None). Each rank looks at some of the files."""
+    """Collective `read_checkpoint`: raises CheckpointError on every rank, naming what is missing, or not what was
+    saved; nothing to check of a new run (None). Each rank looks at some of the files."""
     problems: list[str] = []
     if step is not None:
         try:
@@ -87,18 +88,19 @@ def check_whole(folder: Path, step: int | None, mesh: Mesh) -> None:
 def find_problems(
     folder: Path, header: Mapping[str, Any], share: slice = slice(None)
 ) -> Iterator[tuple[Path, str]]:
-    """Files and folders that a commit names and that are missing or not the commit's, with what is wrong. share: of all
+    """Files and folders that a checkpoint names and that are missing or not the checkpoint's, with what is wrong.
+    share: of all
     that it names, what to look at. Reads manifests and the last lines of state files."""
     step = header["step"]
     for name, checksum in list(header["states"].items())[share]:
         path = state_folder(folder, step) / name
-        shown = f"commits/{path.parent.name}/{name}"
+        shown = f"checkpoints/{path.parent.name}/{name}"
         if not path.is_file():
             yield path, f"{shown} is missing"
         elif checksum_of(path) != checksum:
             yield (
                 path,
-                f"{shown} is not what this run committed there: of another commit, or cut short",
+                f"{shown} is not what this run saved there: of another checkpoint, or cut short",
             )
     marks = [(name, mark) for name, of in header["rows"].items() for mark in of]
     for name, (*tables, digest) in marks[share]:
@@ -106,10 +108,10 @@ def find_problems(
         if not rows.is_dir():
             yield rows, f"rows/{name} is missing"
         elif not any(rows.glob(f"*/{file_name(step)}")):
-            yield rows, f"rows/{name} has no commit of step {step}"
+            yield rows, f"rows/{name} has no checkpoint of step {step}"
         elif _digest(rows, tables, step) != digest:
             yield rows, _damaged(rows, tables, step) or (
-                f"rows/{name} is not what this run committed there: of another run or rank, or cut short"
+                f"rows/{name} is not what this run saved there: of another run or rank, or cut short"
             )  # fmt: skip
 
 
@@ -117,7 +119,7 @@ def _refuse(folder: Path, step: int | None, problems: Iterable[str]) -> None:
     if texts := list(problems):
         left = f" (and {len(texts) - SHOWN} more)" if len(texts) > SHOWN else ""
         raise CheckpointError(
-            f"{folder}: the commit of step {step} is not whole: {'; '.join(texts[:SHOWN])}{left}. "
+            f"{folder}: the checkpoint of step {step} is not whole: {'; '.join(texts[:SHOWN])}{left}. "
             f"{REMEDY[:1].upper()}{REMEDY[1:]}"
         )
 
@@ -177,12 +179,13 @@ def _digest(rows: Path, tables: Sequence[str], step: int) -> str:
     return found.hexdigest()
 
 
-def verify_commit(folder: Path, step: int, places: Sequence[Path] = ()) -> Iterator[Verified]:
-    """Files as they are read: the commit's header, each rank's state, the dense network, then every rank's rows; last,
-    what is whole by itself and not this commit's.
+def verify_checkpoint(folder: Path, step: int, places: Sequence[Path] = ()) -> Iterator[Verified]:
+    """Files as they are read: the checkpoint's header, each rank's state, the dense network, then every rank's rows;
+    last,
+    what is whole by itself and not this checkpoint's.
 
     places: where directories of `plan.memory.ssd` lie now, if they moved. Raises CheckpointError, CorruptionError
-    where the header of the commit itself cannot be read, which names all others.
+    where the header of the checkpoint itself cannot be read, which names all others.
     """
     damaged: list[Path] = []
     header = read_header(folder, step)

@@ -1,4 +1,4 @@
-"""Contracts of commits: what they keep of a trainer, and who takes each one elsewhere."""
+"""Contracts of checkpoints: what they keep of a trainer, and who takes each one elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TrainerState(Protocol):
-    """State of a trainer that a commit keeps, and that `restore` puts back. One on each rank."""
+    """State of a trainer that a checkpoint keeps, and that `restore` puts back. One on each rank."""
 
     model: torch.nn.Module
     collection: EmbeddingCollection
@@ -49,12 +49,12 @@ class TrainerState(Protocol):
 
 
 class Destination(Protocol):
-    """Rank 0 has it; its commit thread calls it, training thread opens and closes it."""
+    """Rank 0 has it; its checkpoint thread calls it, training thread opens and closes it."""
 
     def send(self, step: int, kept: Sequence[int], say: Callable[[str], None]) -> None:
-        """The commit of `step`, the newest of those `kept`, is there: take it. Says what fails, raises nothing."""
+        """The checkpoint of `step`, the newest of those `kept`, is there: take it. Says what fails, raises nothing."""
         ...
 
     def close(self) -> None:
-        """Raises StorageError if the newest commit was not taken."""
+        """Raises StorageError if the newest checkpoint was not taken."""
         ...

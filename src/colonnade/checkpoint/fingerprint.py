@@ -1,4 +1,4 @@
-"""Whether a commit belongs to a model: what must agree, as plain JSON, so that a difference can be named."""
+"""Whether a checkpoint belongs to a model: what must agree, as plain JSON, so that a difference can be named."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from colonnade.table import Table, TableSide
 def check_model(
     folder: Path, header: Mapping[str, Any], declaration: Declaration, model: torch.nn.Module
 ) -> None:
-    """Raises CheckpointError, naming the first difference, unless the commit is of such a model."""
+    """Raises CheckpointError, naming the first difference, unless the checkpoint is of such a model."""
     wanted = fingerprint(declaration, model)
     theirs, ours = (each.get("towers", {}) for each in (header["model"], wanted))
     if theirs != ours:
         raise CheckpointError(
-            f"{folder} was committed with other towers: {difference(theirs, ours)}. A tower's module belongs to its "
+            f"{folder} was saved with other towers: {difference(theirs, ours)}. A tower's module belongs to its "
             "features, so another partition or module starts it anew: go on with the same, or take rows and whatever "
             f"else agrees to a new run with train.warm_start={folder}"
         )
     if header["model"] != wanted:
         raise CheckpointError(
-            f"{folder} was committed by another model: {difference(header['model'], wanted)}. "
+            f"{folder} was saved by another model: {difference(header['model'], wanted)}. "
             "Train the same model, or give this run another folder"
         )
 
 
 def fingerprint(declaration: Declaration, model: torch.nn.Module) -> dict[str, Any]:
-    """What must agree for a commit to belong to a model; plain JSON, so that a difference can be named."""
+    """What must agree for a checkpoint to belong to a model; plain JSON, so that a difference can be named."""
     towers = tower_words(declaration)
     return {
         **({"towers": towers} if towers else {}),
@@ -94,7 +94,7 @@ def identity_of(table: Table) -> str:
 
 
 def identity_words(table: str, dims: Mapping[str, int], optimizers: str, dtype: str) -> str:
-    """`identity_of`, as a commit's word has it; dims by part."""
+    """`identity_of`, as a checkpoint's word has it; dims by part."""
     words = "+".join(f"{part}:{dim}" if part else f"{dim}" for part, dim in dims.items())
     return f"{table}/{words}/{optimizers}/{dtype}"
 

@@ -1,4 +1,5 @@
-"""Header of a commit: `commits/<step>.json`, written last, which names everything that the commit consists of."""
+"""Header of a checkpoint: `checkpoints/<step>.json`, written last, which names everything that the checkpoint
+consists of."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from colonnade.formats import check_stamp, parse_object
 from colonnade.store.durable import read_verified
 from colonnade.store.untrusted import FileName
 
-FORMAT = "colonnade commit"
+FORMAT = "colonnade checkpoint"
 MAX_DIGITS = 20
 """Number of digits that no step has."""
-REMEDY = "restore it from a copy, or go back to an older commit (--at STEP)"
+REMEDY = "restore it from a copy, or go back to an older checkpoint (--at STEP)"
 
 Count = Annotated[int, Field(ge=0)]
 StateName = Annotated[str, Field(pattern=r"^(dense|(rank|retention)-\d+)$")]
@@ -58,28 +59,28 @@ _HEADER = TypeAdapter(_Header)
 
 
 def header_path(folder: Path, step: int) -> Path:
-    return folder / "commits" / f"{step:012d}.json"
+    return folder / "checkpoints" / f"{step:012d}.json"
 
 
 def state_folder(folder: Path, step: int) -> Path:
-    """Return the folder of a commit's state files."""
-    return folder / "commits" / f"{step:012d}"
+    """Return the folder of a checkpoint's state files."""
+    return folder / "checkpoints" / f"{step:012d}"
 
 
-def committed_steps(folder: Path) -> list[int]:
-    """List the steps that every rank has committed, ascending."""
-    paths = (folder / "commits").glob("*.json")
+def list_checkpoints(folder: Path) -> list[int]:
+    """List the steps that every rank has saved, ascending."""
+    paths = (folder / "checkpoints").glob("*.json")
     return sorted(int(path.stem) for path in paths if path.stem.isdecimal())
 
 
 def read_header(folder: Path, step: int) -> dict[str, Any]:
-    """Read the header of a commit. `wholeness.read_commit` also checks that all it names is present.
+    """Read the header of a checkpoint. `wholeness.read_checkpoint` also checks that all it names is present.
 
     Raises CheckpointError (absent, another version), CorruptionError (altered, another step's, not a header).
     """
     path = header_path(folder, step)
     if not path.exists():
-        raise CheckpointError(f"{folder} has no commit of step {step}")
+        raise CheckpointError(f"{folder} has no checkpoint of step {step}")
     return parse_header(path, read_verified(path))
 
 
@@ -93,12 +94,12 @@ def parse_header(path: Path, content: bytes) -> dict[str, Any]:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise CorruptionError(
-            f"{path}: got a commit's header with a bad {where}: {first['msg']}; {REMEDY}"
+            f"{path}: got a checkpoint's header with a bad {where}: {first['msg']}; {REMEDY}"
         ) from None
     if header["step"] != int(path.stem):
         raise CorruptionError(
             f"{path}: got the header of step {header['step']:,}, wanted that of step {int(path.stem):,}: the file is "
-            f"another commit's; {REMEDY}"
+            f"another checkpoint's; {REMEDY}"
         )
     _check_ranks(path, header)
     return header
@@ -117,15 +118,15 @@ def _check_ranks(path: Path, header: Mapping[str, Any]) -> None:
 
 
 def resolve(folder: Path, at: int | str | None) -> int:
-    """Find the committed step that `at` means: a step, "last", "best" (by the validation part), or None: the best where
-    a validation part chose one that is still committed, else the last.
+    """Find the saved step that `at` means: a step, "last", "best" (by the validation part), or None: the best where
+    a validation part chose one that is still saved, else the last.
 
-    Raises CheckpointError where there is no such commit, naming those there are.
+    Raises CheckpointError where there is no such checkpoint, naming those there are.
     """
-    steps = committed_steps(folder)
+    steps = list_checkpoints(folder)
     if not steps:
         raise CheckpointError(
-            f"{folder} holds no commit; name the folder of a run (`colonnade train --run`), or one that "
+            f"{folder} holds no checkpoint; name the folder of a run (`colonnade train --run`), or one that "
             "`collection.save` wrote"
         )
     if at == "last":
@@ -137,7 +138,7 @@ def resolve(folder: Path, at: int | str | None) -> int:
         best = read_header(folder, steps[-1]).get("best_step")
         if best is None:
             raise CheckpointError(
-                f"{folder}: no commit is known to be the best: the data had no validation part, or it was "
+                f"{folder}: no checkpoint is known to be the best: the data had no validation part, or it was "
                 "not evaluated yet. Ask for the last"
             )
         at = best
@@ -145,18 +146,18 @@ def resolve(folder: Path, at: int | str | None) -> int:
         at = int(at)
     if at not in steps:
         raise CheckpointError(
-            f"{folder} has no commit of step {at!s:.{MAX_DIGITS}}; it has {steps}, also called best and last"
+            f"{folder} has no checkpoint of step {at!s:.{MAX_DIGITS}}; it has {steps}, also called best and last"
         )
     return int(at)
 
 
 def describe_choice(folder: Path, step: int) -> str:
-    """Say how a committed step came to be taken: "best of validation auc", "last; no validation part", ..."""
-    steps = committed_steps(folder)
+    """Say how a saved step came to be taken: "best of validation auc", "last; no validation part", ..."""
+    steps = list_checkpoints(folder)
     header = read_header(folder, steps[-1])
     best = header.get("best_step")
     if step == best:
         return f"best of {header.get('monitor', 'validation').replace('_', ' ')}"
     if step != steps[-1]:
-        return "an earlier commit"
+        return "an earlier checkpoint"
     return "last; no validation part" if best is None else f"last; step {best} was best"

@@ -106,7 +106,7 @@ def capture(
 def header_of(
     collection: EmbeddingCollection, model: torch.nn.Module, run: str, step: int
 ) -> dict[str, Any]:
-    """Say what a commit of this step holds, whose it is and which model it fits."""
+    """Say what a checkpoint of this step holds, whose it is and which model it fits."""
     return {
         **stamp(FORMAT),
         "colonnade": __version__,

@@ -58,7 +58,7 @@ class Home:
 
 
 def shardings_of(header: Mapping[str, Any]) -> list[Sharding]:
-    """Of a commit, by table. Before there were others, rows were dealt to all ranks."""
+    """Of a checkpoint, by table. Before there were others, rows were dealt to all ranks."""
     said, num_ranks = header.get("shardings", {}), header["num_ranks"]
     return [
         sharding_from(said[name]) if name in said else row_wise(num_ranks)
@@ -67,7 +67,7 @@ def shardings_of(header: Mapping[str, Any]) -> list[Sharding]:
 
 
 def homes(header: Mapping[str, Any]) -> Iterator[Home]:
-    """All that a commit has, copies of replicated tables included."""
+    """All that a checkpoint has, copies of replicated tables included."""
     for number, (name, of_table, sharding) in enumerate(
         zip(
             header["model"]["tables"],
@@ -86,7 +86,8 @@ def homes(header: Mapping[str, Any]) -> Iterator[Home]:
 def holders(
     header: Mapping[str, Any], number: int
 ) -> list[tuple[tuple[int, int] | None, list[Path]]]:
-    """The folders, inside `rows`, that have all of table `number`'s rows of a commit between them, each row once; of a
+    """The folders, inside `rows`, that have all of table `number`'s rows of a checkpoint between them, each row once;
+    of a
     table cut by columns, for each slice with its columns."""
     of_table = list(header["model"]["tables"].values())[number]
     found = []
@@ -106,7 +107,7 @@ def home(sharding: Sharding, rank: int, label: str) -> Path | None:
 def _slices(
     sharding: Sharding, of_table: Mapping[str, Any]
 ) -> list[tuple[Sharding, tuple[int, int] | None]]:
-    """A table of a commit as it was laid out: shardings, and columns where rows were cut."""
+    """A table of a checkpoint as it was laid out: shardings, and columns where rows were cut."""
     if sharding.has_hot:
         return [(sharding.of_cold, None), (sharding.of_hot, None)]
     if sharding.slices == 1:
@@ -129,7 +130,8 @@ def _name(table: str, sharding: Sharding, columns: tuple[int, int] | None) -> st
 def open_recorded_stores(
     folder: Path, header: dict[str, Any], number: int
 ) -> Sequence[LogBacking | Joined]:
-    """Table `number`'s stores of a commit that have all its rows between them, each once and whole, read-only, as their
+    """Table `number`'s stores of a checkpoint that have all its rows between them, each once and whole, read-only, as
+    their
     manifests describe them: nothing needs to be known of the model."""
     name, of_table = list(header["model"]["tables"].items())[number]
     sharding, slices = shardings_of(header)[number], []
@@ -197,7 +199,7 @@ def open_stores(
     write_budget: int | None = None,
     fresh: Collection[int] = (),
 ) -> Stores:
-    """One rank's stores, by table or slice (`lay_out`), as committed at `step`; None: empty. They share reader,
+    """One rank's stores, by table or slice (`lay_out`), as saved at `step`; None: empty. They share reader,
     writer and collector.
 
     shardings: by table; where they give this rank no rows, there is no file. `outside`: directories of this run's that
@@ -277,7 +279,8 @@ def _open_source(
     disk: Disk,
     step: int,
 ) -> Shards | Joined | Rejoined | Sliced:
-    """All rows of a table or slice, and maybe others of the table, out of the stores of a commit whose tables may have
+    """All rows of a table or slice, and maybe others of the table, out of the stores of a checkpoint whose tables may
+    have
     been cut otherwise."""
     had = [each for each in then if each.number == wanted.number]
     for each in had:
@@ -303,7 +306,8 @@ def open_shards(
     disk: Disk,
     step: int,
 ) -> list[Shards | Joined | Rejoined | Sliced | AbsentRows]:
-    """What a rank needs to read a commit of other shardings in place: of each table or slice it has rows of now, all
+    """What a rank needs to read a checkpoint of other shardings in place: of each table or slice it has rows of now,
+    all
     that were there then."""
     return [
         AbsentRows(each.table.name, each.table.record_bytes)
@@ -324,7 +328,7 @@ def adopt(
     stores: Stores,
     fresh: Collection[int],
 ) -> None:
-    """Copy the rows that this rank has now out of the stores of those that had them, and commit them as of `step`.
+    """Copy the rows that this rank has now out of the stores of those that had them, and checkpoint them as of `step`.
     fresh: the tables or slices, of `now`, whose rows it has none of yet."""
     for t in fresh:
         shard, target = now[t].sharding.shard_of(rank), stores[t]

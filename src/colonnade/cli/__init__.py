@@ -7,7 +7,7 @@ import signal
 import sys
 from types import FrameType
 
-STOPPED = "stopped; the newest commit is as it was"
+STOPPED = "stopped; the newest checkpoint is as it was"
 
 
 def end_in_an_import(_: int, frame: FrameType | None) -> None:

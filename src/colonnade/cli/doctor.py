@@ -43,7 +43,7 @@ def findings(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("native path", facts["isa"], _NATIVE_PATHS.get(facts["isa"], "")),
         ("memory", _memory(facts), _memory_follows(facts)),
         ("huge pages", pages or "cannot tell", pages_follow),
-        ("disk", _disk(facts), "rows beyond memory and commits rest here" + _rotates(facts)),
+        ("disk", _disk(facts), "rows beyond memory and checkpoints rest here" + _rotates(facts)),
         ("io_uring", facts["io_uring"], _IO_URING[facts["io_uring"] == "yes"]),
         ("GPU", ", ".join(gpus) or "none", _GPU[bool(gpus)]),
         ("ranks", "gloo", _RANKS),

@@ -1,4 +1,4 @@
-"""`colonnade evaluate`: score a run's best commit, or another."""
+"""`colonnade evaluate`: score a run's best checkpoint, or another."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ EXAMPLES = (
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="Run folder with at least one commit.")],
+    run: Annotated[Path, typer.Argument(help="Run folder with at least one checkpoint.")],
     at: Annotated[
         str | None,
         typer.Option(
-            help="A committed step, best or last; default: best where a validation part chose one, else last."
+            help="A saved step, best or last; default: best where a validation part chose one, else last."
         ),
     ] = None,
     part: Annotated[
@@ -30,7 +30,7 @@ def evaluate(
         ),
     ] = None,
 ) -> None:
-    """AUC and log loss of a run's commit, made by any number of ranks; changes nothing in the folder."""
+    """AUC and log loss of a run's checkpoint, made by any number of ranks; changes nothing in the folder."""
     from colonnade.checkpoint.header import describe_choice, resolve
     from colonnade.comm.mesh import Mesh
     from colonnade.run.run import load_run_config, open_run

@@ -1,4 +1,4 @@
-"""`colonnade export`: a commit as files that other programs read."""
+"""`colonnade export`: a checkpoint as files that other programs read."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ EXAMPLES = (
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="Run folder with at least one commit.")],
+    run: Annotated[Path, typer.Argument(help="Run folder with at least one checkpoint.")],
     destination: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
     at: Annotated[
         str | None,
         typer.Option(
-            help="A committed step, best or last; default: best where a validation part chose one, else last."
+            help="A saved step, best or last; default: best where a validation part chose one, else last."
         ),
     ] = None,
 ) -> None:

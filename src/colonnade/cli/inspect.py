@@ -1,4 +1,4 @@
-"""`colonnade inspect`: what a run folder, an export, a commit or a data file holds."""
+"""`colonnade inspect`: what a run folder, an export, a checkpoint or a data file holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from colonnade.terminal import say
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade inspect runs/mine\n\n  colonnade inspect served\n\n"
-    "  colonnade inspect runs/mine/commits/000000002000.json\n\n  colonnade inspect clicks.parquet\n\n"
+    "  colonnade inspect runs/mine/checkpoints/000000002000.json\n\n  colonnade inspect clicks.parquet\n\n"
     "  colonnade inspect ratings.dat --data csv --delimiter : --names user,item,label"
 )
 MAX_LINES = 30
@@ -28,7 +28,7 @@ def inspect(
     path: Annotated[
         Path,
         typer.Argument(
-            help="Run folder, exported folder, commit (.json), or data as --path takes it."
+            help="Run folder, exported folder, checkpoint (.json), or data as --path takes it."
         ),
     ],
     data: Annotated[
@@ -57,7 +57,7 @@ def inspect(
     if path.is_dir():
         if (path / "model.json").is_file():
             _export(path)
-        elif (path / "config.yaml").is_file() or (path / "commits").is_dir():
+        elif (path / "config.yaml").is_file() or (path / "checkpoints").is_dir():
             _run(path)
         else:
             raise CheckpointError(
@@ -65,7 +65,7 @@ def inspect(
                 "give one of these, a file, or a folder of data files with --data"
             )
     elif path.suffix == ".json":
-        _commit(path)
+        _save_checkpoint(path)
     elif path.suffix == ".safetensors":
         _safetensors(path)
     else:
@@ -84,7 +84,7 @@ def _run(path: Path) -> None:
             "model": f"{model.get('name', '-')}, dim {model.get('dim', '-')}",
             "data": data.get("name", "-"),
             "status": f"{run.status}, step {run.step:,}, {seconds_words(run.seconds or None)}",
-            "commits": ", ".join(f"{step:,}" for step in run.commits) or "none",
+            "checkpoints": ", ".join(f"{step:,}" for step in run.checkpoints) or "none",
             "on disk": bytes_words(_size(path)),
         }
     )
@@ -96,24 +96,24 @@ def _run(path: Path) -> None:
         for t in tables_of(run)
     ]  # fmt: skip
     _table(("table (rank 0)", "rows in memory", "rows in files", "memory", "files"), rows)
-    if run.commits:
-        newest = path / "commits" / f"{run.commits[-1]:012d}.json"
-        say(f"newest commit: colonnade inspect {newest}")
+    if run.checkpoints:
+        newest = path / "checkpoints" / f"{run.checkpoints[-1]:012d}.json"
+        say(f"newest checkpoint: colonnade inspect {newest}")
 
 
-def _commit(path: Path) -> None:
+def _save_checkpoint(path: Path) -> None:
     from colonnade.checkpoint.header import read_header
     from colonnade.checkpoint.stores import shardings_of
 
-    if not path.stem.isdecimal() or path.parent.name != "commits":
+    if not path.stem.isdecimal() or path.parent.name != "checkpoints":
         raise ConfigError(
-            f"{path} is no commit of a run (RUN/commits/STEP.json); give the run folder"
+            f"{path} is no checkpoint of a run (RUN/checkpoints/STEP.json); give the run folder"
         )
     header = read_header(path.parent.parent, int(path.stem))
     model = header["model"]
     _facts(
         {
-            "commit of step": f"{header['step']:,}",
+            "checkpoint of step": f"{header['step']:,}",
             "ranks": header["num_ranks"],
             "written by": f"colonnade {header.get('colonnade', '-')}",
             "dense weights": f"{sum(_product(s) for s in model['dense'].values()):,} in {len(model['dense'])} tensors",

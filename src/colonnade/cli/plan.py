@@ -221,7 +221,7 @@ def as_values(found: Planned, tables: Sequence[Table]) -> dict[str, Any]:
         return {
             "exchange": each.exchange,
             "sharding": asdict(each.sharding),
-            "sent": {f"{purpose} {link}": size for (purpose, link), size in each.sent.items()},
+            "sent": {f"{channel} {link}": size for (channel, link), size in each.sent.items()},
             "seconds": each.seconds,
             "more_seconds": each.more,
         }

@@ -242,8 +242,8 @@ def _show_choices(console: Console, found: Planned, table: TableChoice) -> None:
     grid = _grid(columns, ("choice",))
     for cost in (table.chosen, *table.others):
         by_purpose = [
-            bytes_words(cost.sent[purpose, "local"] + cost.sent[purpose, "remote"])
-            for purpose in ("route", "fetch", "push")
+            bytes_words(cost.sent[channel, "local"] + cost.sent[channel, "remote"])
+            for channel in ("route", "fetch", "push")
         ]
         grid.add_row(
             _words(cost, found), *by_purpose, bytes_words(cost.bytes_over("local")),

@@ -13,7 +13,7 @@ from colonnade.terminal import say
 
 EXAMPLES = (
     "Scores are probabilities, one column per label, in the order of the input; the output appears when it is whole. "
-    "A run folder's commit is exported to RUN/serving first, once; rows are then read in place.\n\n"
+    "A run folder's checkpoint is exported to RUN/serving first, once; rows are then read in place.\n\n"
     "[bold]Examples[/bold]\n\n"
     "  colonnade predict runs/mine --path tomorrow.txt --output scores.parquet\n\n"
     "  colonnade predict served --part test --output scores.csv\n\n"
@@ -24,7 +24,7 @@ EXAMPLES = (
 AtOption = Annotated[
     str | None,
     typer.Option(
-        help="A committed step, best or last; default: best where a validation part chose one, else last."
+        help="A saved step, best or last; default: best where a validation part chose one, else last."
     ),
 ]
 
@@ -56,7 +56,7 @@ def predict(
         typer.Option(min=1, help="Samples scored at a time; default: that of training."),
     ] = None,
 ) -> None:
-    """Score files: same bits as evaluation of the same commit, with rows mapped read-only and no training state."""
+    """Score files: same bits as evaluation of the same checkpoint, with rows mapped read-only and no training state."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -99,7 +99,7 @@ def predict(
                 file.add(batch, scores)
                 bars.update(task, completed=file.num_samples)
         seconds = time.perf_counter() - started
-        is_run = (model / "commits").is_dir()
+        is_run = (model / "checkpoints").is_dir()
         chosen = f" ({describe_choice(model, predictor.step)})" if is_run else ""
         say(
             f"step {predictor.step}{chosen}: {file.num_samples:,} samples scored, "

@@ -59,7 +59,7 @@ def run_ranks(
 
     `files`: paths of memory files that the ranks inherit. Returns the status of the ranks that failed first, by rank;
     the others are then ended. Returns None if SIGINT or SIGTERM came: the first is passed on to the ranks, which then
-    commit and end; the next one ends them at once.
+    checkpoint and end; the next one ends them at once.
     """
     from colonnade.comm.rendezvous import HEARTBEATS, STORE  # imports torch
 
@@ -177,7 +177,7 @@ def train(
         if failures:
             ended = ", ".join(f"rank {r} with status {code}" for r, code in failures.items())
             raise WorldError(
-                f"a rank failed ({ended}); its own words are above. The run goes on from its newest commit: "
+                f"a rank failed ({ended}); its own words are above. The run goes on from its newest checkpoint: "
                 f"train again with --run {folder}"
             )
         text = Path(summary).read_text(encoding="utf-8")
@@ -214,7 +214,7 @@ def is_under_torchrun() -> bool:
 
 
 def rank(config: Path, folder: Path, summary: Path, at: int, launcher: int) -> None:
-    """Train as one of the ranks that process `launcher` started; `at` -1: the newest commit."""
+    """Train as one of the ranks that process `launcher` started; `at` -1: the newest checkpoint."""
     _die_with_parent()
     if os.getppid() != launcher:  # it was killed before that call
         os._exit(3)
@@ -259,7 +259,8 @@ def _die_with_parent() -> None:
 
 
 def death_signal(environment: Mapping[str, str]) -> int:
-    """On one host SIGTERM: the run commits and ends, for nothing would start it again. On several a launcher that is
+    """On one host SIGTERM: the run checkpoints and ends, for nothing would start it again. On several a launcher that
+    is
     gone is a host that is lost: SIGKILL, so that the others' launchers start anew, and wait for it."""
     ranks = int(environment.get("WORLD_SIZE", "1"))
     is_alone = ranks == int(environment.get("LOCAL_WORLD_SIZE", ranks))

@@ -117,9 +117,7 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
     if summary["stopped_early"]:
         console.print("stopped early: it no longer got better (train.patience)")
     if summary["stopped"]:
-        console.print(
-            "stopped as asked; everything is committed, the same command goes on from here"
-        )
+        console.print("stopped as asked; everything is saved, the same command goes on from here")
     seconds = summary["seconds"] or 1e-9
     console.print(
         f"{summary['steps']:,} steps in {seconds:,.1f} s, {summary['samples_per_second']:,.0f} samples/s while training"

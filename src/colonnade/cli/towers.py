@@ -24,7 +24,7 @@ EXAMPLES = (
 
 
 def towers(
-    run: Annotated[Path, typer.Argument(help="Run folder with at least one commit.")],
+    run: Annotated[Path, typer.Argument(help="Run folder with at least one checkpoint.")],
     num: Annotated[
         int | None, typer.Option("--towers", min=1, help="How many: as a rule one for each host.")
     ] = None,
@@ -45,7 +45,7 @@ def towers(
         int, typer.Option(min=1, help="Batches of the run's data to probe with.")
     ] = 8,
     part: Annotated[str, typer.Option(help="train, validation or test.")] = "train",
-    at: Annotated[str | None, typer.Option(help="best, last or a committed step.")] = None,
+    at: Annotated[str | None, typer.Option(help="best, last or a saved step.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the clustering's starts.")] = 0,
     predict: Annotated[
         list[str] | None,
@@ -114,7 +114,7 @@ def _partition(
     opened = open_run(config, Mesh(), run, read_only=True, at=at)
     try:
         if opened.resumed_at is None:
-            raise CheckpointError(f"{run} holds no commit yet; train it first")
+            raise CheckpointError(f"{run} holds no checkpoint yet; train it first")
         source = getattr(opened.trainer.data, part)
         if source is None:
             raise ConfigError(f"this data set has no {part} part; choose another with --part")
@@ -204,7 +204,7 @@ def _predict(
 ) -> None:
     from rich.table import Table as Grid
 
-    from colonnade.checkpoint.header import committed_steps, read_header
+    from colonnade.checkpoint.header import list_checkpoints, read_header
     from colonnade.plan.measure.links import planned_world
     from colonnade.plan.towers.forecast import PAPER, RATIOS, forecast
     from colonnade.report.words import seconds_words
@@ -213,9 +213,9 @@ def _predict(
 
     seconds = None if latency is None else latency * 1e-6
     worlds = [planned_world(each, uplink=uplink, local=local, latency=seconds) for each in shapes]
-    steps = committed_steps(run)
+    steps = list_checkpoints(run)
     if not steps:
-        raise CheckpointError(f"{run} holds no commit yet; train it first")
+        raise CheckpointError(f"{run} holds no checkpoint yet; train it first")
     model = read_header(run, max(steps))["model"]
     tables, features = model["tables"], model["features"]
     widths = {name: each["dim"] for name, each in tables.items()}

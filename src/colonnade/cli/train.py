@@ -50,7 +50,7 @@ def train(
     run: Annotated[
         Path | None,
         typer.Option(
-            help="Run folder. One that holds commits is resumed. Default: runs/<data>-<time>."
+            help="Run folder. One that holds checkpoints is resumed. Default: runs/<data>-<time>."
         ),
     ] = None,
     model: Annotated[
@@ -81,7 +81,7 @@ def train(
         typer.Option(min=1, help="Processes on this machine; no port is open to other machines."),
     ] = 1,
     at: Annotated[
-        int | None, typer.Option(help="Go back to this committed step of the run folder first.")
+        int | None, typer.Option(help="Go back to this saved step of the run folder first.")
     ] = None,
     dram: Annotated[
         str | None,
@@ -98,7 +98,7 @@ def train(
         ),
     ] = None,
 ) -> None:
-    """Train, evaluate after every epoch, commit to the run folder; Ctrl-C commits and ends cleanly."""
+    """Train, evaluate after every epoch, checkpoint to the run folder; Ctrl-C checkpoints and ends cleanly."""
     short = {
         "model.name": model,
         "train.epochs": epochs,

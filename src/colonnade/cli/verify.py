@@ -1,4 +1,4 @@
-"""`colonnade verify`: is every byte of a run's commit, an export or a publication as it was written?"""
+"""`colonnade verify`: is every byte of a run's checkpoint, an export or a publication as it was written?"""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def verify(
     run: Annotated[
         Path,
         typer.Argument(
-            help="Run folder with at least one commit, an exported folder or a publication (train.publish)."
+            help="Run folder with at least one checkpoint, an exported folder or a publication (train.publish)."
         ),
     ],
     at: Annotated[
-        str | None, typer.Option(help="best, last or a committed step; default: last.")
+        str | None, typer.Option(help="best, last or a saved step; default: last.")
     ] = None,
     directory: Annotated[
         list[Path] | None,
@@ -37,9 +37,9 @@ def verify(
         ),
     ] = None,
 ) -> None:
-    """Read a commit, an export or a publication whole, rows included, and name every file that is not as it was
+    """Read a checkpoint, an export or a publication whole, rows included, and name every file that is not as it was
     written. Changes nothing."""
-    from colonnade.checkpoint.completeness import verify_commit
+    from colonnade.checkpoint.completeness import verify_checkpoint
     from colonnade.checkpoint.header import resolve
     from colonnade.publish.exported import MODEL, verify_export
     from colonnade.report.words import bytes_words
@@ -48,21 +48,21 @@ def verify(
     if is_export or _is_publication(run):
         if at is not None or directory:
             raise ConfigError(
-                f"{run} holds one commit and no stores; leave --at and --directory out"
+                f"{run} holds one checkpoint and no stores; leave --at and --directory out"
             )
         subject, remedy = str(run), "Restore them from a copy, or export the run again"
         files = verify_export(run) if is_export else _publication_files(run)
-    elif not (run / "commits").is_dir():
+    elif not (run / "checkpoints").is_dir():
         raise ConfigError(
-            f"{run}: got a folder without commits/ (a run), {MODEL} (an export) or published.json (a publication), "
+            f"{run}: got a folder without checkpoints/ (a run), {MODEL} (an export) or published.json (a publication), "
             "wanted one of them; name its folder"
             if run.exists()
             else f"{run} does not exist; name the folder of a run, an export or a publication"
         )
     else:
         step = resolve(run, at or "last")
-        subject, files = f"{run}, step {step}", verify_commit(run, step, directory or ())
-        remedy = "Restore them from a copy, or go back to an older commit (--at STEP)"
+        subject, files = f"{run}, step {step}", verify_checkpoint(run, step, directory or ())
+        remedy = "Restore them from a copy, or go back to an older checkpoint (--at STEP)"
     num_files = num_bytes = 0
     damaged: list[Path] = []
     for file in files:
@@ -82,7 +82,7 @@ def verify(
 
 
 def _is_publication(folder: Path) -> bool:
-    if (folder / "commits").is_dir():
+    if (folder / "checkpoints").is_dir():
         return False  # a run: it starts without torch, which the other module imports
     from colonnade.publish.deltas import WORD
 

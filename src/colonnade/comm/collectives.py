@@ -23,14 +23,14 @@ from colonnade.topology.world import World
 
 
 def announced(mesh: Mesh, mine: bool) -> bool:
-    """Collective where there are servers, on the purpose "evaluate": whether the trainers read once more, or (all of
+    """Collective where there are servers, on the channel "evaluate": whether the trainers read once more, or (all of
     them `mine` False) have read all. A server, which only listens, says False."""
     if not mesh.world.has_servers:
         return mine
     return bool(mesh.all_reduce("evaluate", torch.tensor(float(mine))))
 
 
-def gather(mesh: Mesh, values: Tensor, purpose: str = "gather") -> Tensor:
+def gather(mesh: Mesh, values: Tensor, channel: str = "gather") -> Tensor:
     """Collective, and its backward too: (m, ...) of every rank -> (M, ...) in rank order; m may differ, and be 0.
 
     A rank's rows receive the sum of all ranks' gradients, whose order is fixed. Every rank must take part in the
@@ -38,18 +38,18 @@ def gather(mesh: Mesh, values: Tensor, purpose: str = "gather") -> Tensor:
     """
     if mesh.num_ranks == 1:
         return values
-    counts = [int(n) for n in mesh.all_gather(purpose, torch.tensor(len(values)))]
-    return _Gather.apply(values, mesh, counts, purpose)
+    counts = [int(n) for n in mesh.all_gather(channel, torch.tensor(len(values)))]
+    return _Gather.apply(values, mesh, counts, channel)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, mesh: Mesh, counts: list[int], purpose: str) -> Tensor:
-        ctx.mesh, ctx.counts, ctx.purpose = mesh, counts, purpose
+    def forward(ctx: Any, values: Tensor, mesh: Mesh, counts: list[int], channel: str) -> Tensor:
+        ctx.mesh, ctx.counts, ctx.channel = mesh, counts, channel
         # gloo gathers blocks of one size, and on the CPU.
         padded = torch.zeros(max(counts), *values.shape[1:], dtype=values.dtype)
         padded[: len(values)] = values
-        blocks = mesh.all_gather(purpose, padded)
+        blocks = mesh.all_gather(channel, padded)
         rows = [block[:count] for block, count in zip(blocks, counts, strict=True)]
         return torch.cat(rows).to(values.device)
 
@@ -57,7 +57,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor):  # type: ignore[override]
         (gradient,) = gradients
         total = gradient.to("cpu", copy=True).contiguous()
-        ctx.mesh.all_reduce(ctx.purpose, total)
+        ctx.mesh.all_reduce(ctx.channel, total)
         begin = sum(ctx.counts[: ctx.mesh.rank])
         mine = total[begin : begin + ctx.counts[ctx.mesh.rank]]
         return mine.to(gradient.device), None, None, None

@@ -2,7 +2,7 @@
 
 A group must see the same calls in the same order on every rank, so each thread that issues calls has its own groups
 (`THREADS`): ids of later batches are sent while rows, gradients and dense gradients of earlier ones are, and while a
-commit is written. A call is made among all ranks, or in a `Scope`: the ranks of a block of neighbours (a host, a
+checkpoint is written. A call is made among all ranks, or in a `Scope`: the ranks of a block of neighbours (a host, a
 tower), or those of the same number in each block. Scopes other than hosts' are opened by their users (`open_scopes`).
 
 Between ranks of one host large messages are passed in shared memory (`shm.py`), in calls of this mesh whose ranks are
@@ -39,15 +39,15 @@ from colonnade.comm.traffic import (
 from colonnade.ops.memory import empty
 from colonnade.topology.world import World
 
-PURPOSES = ("route", "fetch", "push", "dense", "gather", "evaluate", "commit", "control")
-THREADS = {"route": "lookahead", "dense": "dense", "commit": "commit"}
-"""Threads that issue calls, by purpose; the training thread issues those of all other purposes."""
+CHANNELS = ("route", "fetch", "push", "dense", "gather", "evaluate", "checkpoint", "control")
+THREADS = {"route": "lookahead", "dense": "dense", "checkpoint": "checkpoint"}
+"""Threads that issue calls, by channel; the training thread issues those of all other channels."""
 TRAINING = "training"
 
 
-def thread_of(purpose: str) -> str:
-    """Return the name of the thread that issues the calls of a purpose."""
-    return THREADS.get(purpose, TRAINING)
+def thread_of(channel: str) -> str:
+    """Return the name of the thread that issues the calls of a channel."""
+    return THREADS.get(channel, TRAINING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Call:
     """Pending collective."""
 
     presence: Presence
-    purpose: str
+    channel: str
     work: dist.Work
     post: Post | None = None
     """Messages to this rank in the shared memory of other ranks of its host, until they were read."""
@@ -95,14 +95,14 @@ class Call:
         """Wait until the call is done. One thread at a time. Raises PeerLost."""
         begin_waiting()
         try:
-            self.presence.wait(self.purpose, self.work)
+            self.presence.wait(self.channel, self.work)
             post, self.post = self.post, None
             if post is not None:
                 post.arrive()
         except OSError:  # a rank of this host was lost with its shared memory
-            raise self.presence.lose(self.purpose, None) from None
+            raise self.presence.lose(self.channel, None) from None
         finally:
-            end_waiting(self.purpose)
+            end_waiting(self.channel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,9 @@ class Reach:
 class Mesh:
     """Mesh of a world's ranks, as one rank sees it: collectives among all ranks or in a scope.
 
-    `groups` is empty in a world of one rank; every collective is then the identity. `purpose` says what a call is for,
-    and so which thread issues it; `counts_as` what its bytes are counted as, by default its purpose; `scope` the ranks
+    `groups` is empty in a world of one rank; every collective is then the identity. `channel` says what a call is for,
+    and so which thread issues it; `traffic_tag` what its bytes are counted as, by default its channel; `scope` the
+    ranks
     that it is made among.
 
     Every collective raises PeerLost, naming the rank, if one is lost or does not join the call within the timeout;
@@ -143,7 +144,7 @@ class Mesh:
     crew: Mesh | None = None
     """Mesh `trainers`, where some ranks are servers; else None."""
     called: str = ""
-    """Prefix of its calls' purposes in messages: "trainers " for a `crew`."""
+    """Prefix of its calls' channels in messages: "trainers " for a `crew`."""
     mates: Mates | None = None
     """Shared memory of the ranks of this host; None: every message is sent by torch.distributed."""
     num_ranks: int = field(init=False)
@@ -187,14 +188,14 @@ class Mesh:
 
     def all_to_all(
         self,
-        purpose: str,
+        channel: str,
         send: Tensor,  # (sum of send_rows, ...): block r goes to rank r
         send_rows: Sequence[int],
         receive_rows: Sequence[int],
         *,
         scope: Scope = ALL,
         wait: bool = True,
-        counts_as: str | None = None,
+        traffic_tag: str | None = None,
         into: Tensor | None = None,  # what is received
     ) -> tuple[Tensor, Call | None]:
         """Send blocks of variable size to every rank, and receive one from each. Collective.
@@ -206,18 +207,18 @@ class Mesh:
         width = send.element_size() * math.prod(send.shape[1:])
         reach = self._reaches.get(scope) or self._reach(scope)
         sent, got = [width * rows for rows in send_rows], [width * rows for rows in receive_rows]
-        self.traffic.count(counts_as or purpose, reach.links, sent)
+        self.traffic.count(traffic_tag or channel, reach.links, sent)
         received = into
         if received is None:
             received = send.new_empty((sum(receive_rows), *send.shape[1:]))
         post = None
         if self.mates is not None and reach.is_one_host:
-            name = purpose + reach.suffix
+            name = channel + reach.suffix
             post = self.mates.post(name, reach.members, send, sent, received, got)
         arguments = (received, send, list(receive_rows), list(send_rows))
         if post is not None:
             arguments = (post.got, post.send, list(post.got_bytes), list(post.send_bytes))
-        call = self._begin(purpose, partial(dist.all_to_all_single, *arguments), scope)
+        call = self._begin(channel, partial(dist.all_to_all_single, *arguments), scope)
         call.post = post
         if not wait:
             return received, call
@@ -232,77 +233,77 @@ class Mesh:
             return empty(num_elements, dtype=dtype)
         return self.mates.room(num_elements, dtype)
 
-    def all_reduce(self, purpose: str, values: Tensor, *, counts_as: str | None = None) -> Tensor:
+    def all_reduce(self, channel: str, values: Tensor, *, traffic_tag: str | None = None) -> Tensor:
         """Sum over ranks in place, to the same bits on every rank. Collective."""
         if self.num_ranks > 1:
             if values.numel():
                 sent = ring_sum(values.nbytes, values.element_size(), self.rank, self.num_ranks)
-                self._count(counts_as or purpose, (self.rank - 1) % self.num_ranks, *sent)
-            self._begin(purpose, partial(dist.all_reduce, values)).wait()
+                self._count(traffic_tag or channel, (self.rank - 1) % self.num_ranks, *sent)
+            self._begin(channel, partial(dist.all_reduce, values)).wait()
         return values
 
-    def all_gather(self, purpose: str, values: Tensor) -> list[Tensor]:
+    def all_gather(self, channel: str, values: Tensor) -> list[Tensor]:
         """Return every rank's tensor, in rank order; shapes must agree. Collective."""
         if self.num_ranks == 1:
             return [values]
         others, after = self.num_ranks - 1, (self.rank + 1) % self.num_ranks
-        self._count(purpose, after, others * values.nbytes, others)  # a ring: one block a round
+        self._count(channel, after, others * values.nbytes, others)  # a ring: one block a round
         out = [torch.empty_like(values) for _ in range(self.num_ranks)]
-        self._begin(purpose, partial(dist.all_gather, out, values)).wait()
+        self._begin(channel, partial(dist.all_gather, out, values)).wait()
         return out
 
-    def all_gather_bytes(self, purpose: str, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, channel: str, data: bytes) -> list[bytes]:
         """Return every rank's byte string, in rank order; lengths may differ. Collective."""
         if self.num_ranks == 1:
             return [data]
-        sizes = [int(n) for n in self.all_gather(purpose, torch.tensor(len(data)))]
+        sizes = [int(n) for n in self.all_gather(channel, torch.tensor(len(data)))]
         padded = torch.zeros(max(1, max(sizes)), dtype=torch.uint8)
         if data:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return [
             bytes(block[:size].numpy())
-            for block, size in zip(self.all_gather(purpose, padded), sizes, strict=True)
+            for block, size in zip(self.all_gather(channel, padded), sizes, strict=True)
         ]
 
-    def broadcast(self, purpose: str, values: Tensor, *, counts_as: str | None = None) -> Tensor:
+    def broadcast(self, channel: str, values: Tensor, *, traffic_tag: str | None = None) -> Tensor:
         """Copy rank 0's tensor to every rank, in place. Collective."""
         if self.num_ranks > 1:
             for peer in tree_children(self.rank, self.num_ranks):
-                self._count(counts_as or purpose, peer, values.nbytes)
-            self._begin(purpose, partial(dist.broadcast, values, group_src=0)).wait()
+                self._count(traffic_tag or channel, peer, values.nbytes)
+            self._begin(channel, partial(dist.broadcast, values, group_src=0)).wait()
         return values
 
-    def least(self, count: int, purpose: str = "control") -> int:
+    def least(self, count: int, channel: str = "control") -> int:
         """Return the smallest count of all ranks. Collective."""
-        return min(int(value) for value in self.all_gather(purpose, torch.tensor(count)))
+        return min(int(value) for value in self.all_gather(channel, torch.tensor(count)))
 
-    def barrier(self, purpose: str = "control") -> None:
+    def barrier(self, channel: str = "control") -> None:
         """Wait until every rank has called this. Collective."""
-        self.all_gather(purpose, torch.zeros(1))
+        self.all_gather(channel, torch.zeros(1))
 
-    def label(self, purpose: str, scope: Scope = ALL) -> str:
-        """Return the name of a call for messages: its purpose, and the ranks that it is made among."""
-        return purpose + self._reach(scope).suffix
+    def label(self, channel: str, scope: Scope = ALL) -> str:
+        """Return the name of a call for messages: its channel, and the ranks that it is made among."""
+        return channel + self._reach(scope).suffix
 
     def _reach(self, scope: Scope) -> Reach:
         """Return this rank's members and links in a scope, cached in `_reaches`."""
         return self._reaches.setdefault(scope, _find_reach(self.world, self.rank, scope))
 
-    def _count(self, purpose: str, peer: int, num_bytes: int, messages: int = 1) -> None:
+    def _count(self, channel: str, peer: int, num_bytes: int, messages: int = 1) -> None:
         links = [self._reach(ALL).links[peer]]
-        self.traffic.count(purpose, links, [num_bytes], messages)
+        self.traffic.count(channel, links, [num_bytes], messages)
 
     def group(self, thread: str, scope: Scope = ALL) -> dist.ProcessGroup:
         """Return the group on which a thread makes its calls in a scope."""
         return self.groups[thread, self._reach(scope).groups]
 
-    def _begin(self, purpose: str, start: Callable[..., Any], scope: Scope = ALL) -> Call:
+    def _begin(self, channel: str, start: Callable[..., Any], scope: Scope = ALL) -> Call:
         """Begin a call of torch.distributed. Raises PeerLost."""
         assert self.presence is not None
         reach = self._reaches.get(scope) or self._reach(scope)
-        name = self.called + purpose + reach.suffix
+        name = self.called + channel + reach.suffix
         self.presence.enter(name)
-        group = self.groups[THREADS.get(purpose, TRAINING), reach.groups]
+        group = self.groups[THREADS.get(channel, TRAINING), reach.groups]
         try:
             return Call(self.presence, name, start(group=group, async_op=True))
         except RuntimeError as error:

@@ -34,8 +34,8 @@ LINGER_SECONDS = (
 LEAVE_SECONDS = 5.0  # a thread of a rank that failed waits so long for the others
 LOOK = timedelta(seconds=0.5)  # between two looks at whether waiting makes sense
 PATIENCE = 12
-"""Times `timeout` that a commit or a start may take others longer than this rank: a disk, a download, a plan."""
-PATIENT = ("commit", "control")
+"""Times `timeout` that a checkpoint or a start may take others longer than this rank: a disk, a download, a plan."""
+PATIENT = ("checkpoint", "control")
 LONGEST_WORDS = 2000  # characters of an error that are told to others
 
 
@@ -50,9 +50,9 @@ class Heard:
     """Of its process, where it can be seen: "gone", "stopped", "running"; "": it cannot."""
     step: int = 0
     calls: Mapping[str, int] | None = None
-    """Made so far, by purpose."""
+    """Made so far, by channel."""
     waiting: Mapping[str, float] | None = None
-    """Seconds, by the purpose of the call it is in."""
+    """Seconds, by the channel of the call it is in."""
     idle: float = 0.0
     """Seconds since its last call."""
     left: str = ""
@@ -72,9 +72,9 @@ class Verdict:
 
 
 def verdict(
-    heard: Mapping[int, Heard], purpose: str, number: int, only: Collection[int] | None = None
+    heard: Mapping[int, Heard], channel: str, number: int, only: Collection[int] | None = None
 ) -> Verdict:
-    """Who is to blame for call `number` of `purpose`, which does not end, of all other ranks. Pure. `only`: ranks that
+    """Who is to blame for call `number` of `channel`, which does not end, of all other ranks. Pure. `only`: ranks that
     take part in it, where not all do; another one that is lost may still be why one of them does not come.
 
     A rank that stopped because of another one is not the cause."""
@@ -89,7 +89,7 @@ def verdict(
     behind = {
         r: "has not come, though it is alive"
         for r, h in heard.items()
-        if h.calls is not None and h.calls.get(purpose, 0) < number
+        if h.calls is not None and h.calls.get(channel, 0) < number
         if only is None or r in only
     }
     followed = {r for r, h in heard.items() if h.follows}
@@ -146,7 +146,7 @@ class Presence:
         self.step = 0
         self.lost = ""  # why no call is made any more
         self.lost_ranks: tuple[int, ...] = ()
-        self.only: dict[str, Collection[int]] = {}  # who takes part, by purpose, where not all do
+        self.only: dict[str, Collection[int]] = {}  # who takes part, by channel, where not all do
         self._calls: dict[str, int] = {}
         self._waiting: dict[str, float] = {}
         self._idle = time.monotonic()
@@ -179,16 +179,16 @@ class Presence:
         """This rank has said that it ends."""
         return self._over.is_set()
 
-    def enter(self, purpose: str) -> None:
+    def enter(self, channel: str) -> None:
         """A call begins. Raises PeerLost where an earlier one has shown that it would not end."""
         if self.lost:
             raise PeerLost(self.lost)
-        self._calls[purpose] = self._calls.get(purpose, 0) + 1
+        self._calls[channel] = self._calls.get(channel, 0) + 1
 
-    def wait(self, purpose: str, work: dist.Work) -> None:
+    def wait(self, channel: str, work: dist.Work) -> None:
         """Until the call is done. Raises PeerLost: its end cannot be waited for."""
-        began = self._waiting[purpose] = time.monotonic()
-        limit = self.timeout * (PATIENCE if purpose in PATIENT else 1)
+        began = self._waiting[channel] = time.monotonic()
+        limit = self.timeout * (PATIENCE if channel in PATIENT else 1)
         is_over = False
         try:
             while True:
@@ -197,7 +197,7 @@ class Presence:
                     return
                 except RuntimeError as error:
                     if is_over:
-                        raise self.lose(purpose, error) from None
+                        raise self.lose(channel, error) from None
                     # Its end may have come right after the look: then it is asked once more.
                     is_over = work.is_completed()
                 if is_over:
@@ -206,23 +206,23 @@ class Presence:
                 if self.lost:
                     raise PeerLost(self.lost)
                 if now - began > limit:
-                    raise self.lose(purpose, None)
+                    raise self.lose(channel, None)
                 if self._left and now - max(began, self._left_at) > LEAVE_SECONDS:
                     self.lost = f"rank {self.rank} stopped: {self._left}"
                     raise PeerLost(self.lost)
         finally:
-            self._waiting.pop(purpose, None)
+            self._waiting.pop(channel, None)
             self._idle = time.monotonic()
 
-    def lose(self, purpose: str, error: BaseException | None) -> PeerLost:
+    def lose(self, channel: str, error: BaseException | None) -> PeerLost:
         """The call has failed, or took too long: whose fault it is. No call is made from here on."""
-        waited = time.monotonic() - self._waiting.get(purpose, time.monotonic())
+        waited = time.monotonic() - self._waiting.get(channel, time.monotonic())
         with self._losing:
             if self.lost:
                 return PeerLost(self.lost)
-            number = self._calls.get(purpose, 0)
+            number = self._calls.get(channel, 0)
             self._answered.clear()
-            self._asked = purpose, number
+            self._asked = channel, number
             self._wake.set()
             if self._answers():
                 self.lost_ranks, why = self._answer.ranks, self._answer.why
@@ -232,8 +232,9 @@ class Presence:
             whom = rank_words(self.lost_ranks) if self.lost_ranks else "a peer"
             heard = f" (gloo: {_plain(first_line(error))})" if error is not None else ""
             lost = (
-                f"rank {self.rank} of {len(self.peers)} lost {whom} in {purpose!r} (call {number}, step {self.step}, "
-                f"after {waited:.0f} s): {why}. The run goes on from its newest commit: start it again, which torchrun "
+                f"rank {self.rank} of {len(self.peers)} lost {whom} in {channel!r} (call {number}, step {self.step}, "
+                f"after {waited:.0f} s): {why}. The run goes on from its newest checkpoint: start it again, "
+                f"which torchrun "
                 f"--max-restarts does{heard}"
             )
             self._follows = True
@@ -292,7 +293,7 @@ class Presence:
             "beat": self._beats,
             "step": self.step,
             "calls": dict(self._calls),
-            "waiting": {purpose: now - began for purpose, began in list(self._waiting.items())},
+            "waiting": {channel: now - began for channel, began in list(self._waiting.items())},
             "idle": now - self._idle,
             "left": self._left,
             "follows": self._follows,
@@ -311,13 +312,13 @@ class Presence:
             if before is None or before[0] != line["beat"]:
                 self._seen[rank] = line["beat"], now, line
 
-    def _judge(self, purpose: str, number: int) -> Verdict:
+    def _judge(self, channel: str, number: int) -> Verdict:
         """Looks until somebody is to blame, or everybody was heard twice."""
         began = time.monotonic()
         while True:
             self._look()
             heard = {r: self._heard(r, began) for r in range(len(self.peers)) if r != self.rank}
-            found = verdict(heard, purpose, number, self.only.get(purpose))
+            found = verdict(heard, channel, number, self.only.get(channel))
             if found.is_certain or time.monotonic() - began > VERDICT_SECONDS + 0.5:
                 return found
             self._over.wait(0.2)

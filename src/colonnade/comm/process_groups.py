@@ -1,7 +1,7 @@
 """Process groups of a world: joined, made for hosts, towers and servers, and left.
 
 torch gives every gloo group a thread that watches its sockets, which costs a process about 1 ms of processor a second.
-So there is one group for each thread that issues calls (`mesh.THREADS`) and scope, not one for each purpose.
+So there is one group for each thread that issues calls (`mesh.THREADS`) and scope, not one for each channel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from colonnade.comm.heartbeat import FileHeartbeats, Heartbeats, StoreHeartbeats
-from colonnade.comm.mesh import ALL, PURPOSES, THREADS, TRAINING, Mesh, Scope
+from colonnade.comm.mesh import ALL, CHANNELS, THREADS, TRAINING, Mesh, Scope
 from colonnade.comm.peer_status import PATIENCE, Presence, words_of
 from colonnade.comm.rendezvous import HEARTBEATS, connect, meet, myself, serves_store
 from colonnade.comm.shm import Mates, OthersRooms, Rooms, readable
@@ -176,8 +176,8 @@ def open_scopes(mesh: Mesh, size: int) -> None:
     make_groups(mesh.groups, [TRAINING], scopes, every, mesh.rank, _timeout(mesh))
     for scope in small:
         members = frozenset(scope.members(mesh.rank, mesh.num_ranks))
-        for purpose in PURPOSES:
-            mesh.presence.only[mesh.label(purpose, scope)] = members
+        for channel in CHANNELS:
+            mesh.presence.only[mesh.label(channel, scope)] = members
 
 
 def tower_mesh(mesh: Mesh, size: int, threads: Sequence[str] = ("dense",)) -> Mesh:
@@ -209,9 +209,9 @@ def tower_mesh(mesh: Mesh, size: int, threads: Sequence[str] = ("dense",)) -> Me
 def _restrict(mesh: Mesh, ranks: Sequence[int]) -> None:
     """Let no other rank be blamed for a call on this mesh."""
     assert mesh.presence is not None
-    for purpose in PURPOSES:
+    for channel in CHANNELS:
         for scope in (ALL, mesh.in_host, mesh.over_hosts):
-            mesh.presence.only[mesh.called + mesh.label(purpose, scope)] = frozenset(ranks)
+            mesh.presence.only[mesh.called + mesh.label(channel, scope)] = frozenset(ranks)
 
 
 def with_servers(mesh: Mesh, per_host: int) -> Mesh:

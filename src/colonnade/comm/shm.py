@@ -6,10 +6,10 @@ folder is needed, /dev/shm's size does not count, and what is left of a killed p
     sender                                       receiver
     has its message in a room (`Rooms`)
     ticket: file, place in it, what was read ->  maps the room once, and copies its part out of it
-    keeps the room                           <-  a later ticket of the same purpose: what was read
+    keeps the room                           <-  a later ticket of the same channel: what was read
 
 Nothing but messages is shared: that one is written, and that it has been read, is told through torch.distributed, so
-memory is as ordered as its calls are, on any processor. A purpose so keeps the rooms of its last two calls or so.
+memory is as ordered as its calls are, on any processor. A channel so keeps the rooms of its last two calls or so.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def by_ticket(sent: Sequence[int], got: Sequence[int], me: int) -> list[bool]:
 
 
 class Lane:
-    """One purpose's messages, numbered mate by mate, as its calls begin in one order on all ranks. They may end in any
+    """One channel's messages, numbered mate by mate, as its calls begin in one order on all ranks. They may end in any
     order, on any thread."""
 
     def __init__(self) -> None:
@@ -240,7 +240,7 @@ class Mates:
 
     def post(
         self,
-        purpose: str,
+        channel: str,
         members: Sequence[int],
         send: Tensor,
         sent: Sequence[int],
@@ -260,7 +260,7 @@ class Mates:
         else:
             room = send
         file, begin = self.rooms.file_of(room), room.untyped_storage().data_ptr()
-        lane = self.lanes.setdefault(purpose, Lane())
+        lane = self.lanes.setdefault(channel, Lane())
         numbers = lane.begin(room, [m for m, by in zip(members, tickets, strict=True) if by])
         out = [TICKET.size if by else size for by, size in zip(tickets, sent, strict=True)]
         back = [TICKET.size if by else size for by, size in zip(tickets, got, strict=True)]

@@ -1,4 +1,4 @@
-"""Traffic of a rank, bytes and messages by purpose and link, and the time that its threads wait for other ranks.
+"""Traffic of a rank, bytes and messages by channel and link, and the time that its threads wait for other ranks.
 
 Traffic is counted where `Mesh` calls torch.distributed, each byte once, on the rank that sends it. All-to-alls go
 directly to their receivers. Sums, gathers and broadcasts are counted along gloo's rings and trees, so bytes that a rank
@@ -32,16 +32,16 @@ def link(world: World, rank: int, peer: int) -> Link:
 
 @dataclass(slots=True)
 class Traffic:
-    """Payload this rank sent to other ranks, by (purpose, link). Messages to itself are not counted."""
+    """Payload this rank sent to other ranks, by (channel, link). Messages to itself are not counted."""
 
     sent_bytes: Counter[tuple[str, Link]] = field(default_factory=Counter)
     messages: Counter[tuple[str, Link]] = field(default_factory=Counter)
     _counting: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
-    """Lock of the counts, because two threads send rows of one purpose."""
+    """Lock of the counts, because two threads send rows of one channel."""
 
     def count(
         self,
-        purpose: str,
+        channel: str,
         links: Sequence[Link | None],
         num_bytes: Sequence[int],
         messages: int = 1,
@@ -51,22 +51,22 @@ class Traffic:
         with self._counting:
             for link, count in zip(links, num_bytes, strict=True):
                 if count and link is not None:
-                    self.sent_bytes[purpose, link] += count
-                    self.messages[purpose, link] += messages
+                    self.sent_bytes[channel, link] += count
+                    self.messages[channel, link] += messages
 
-    def bytes_of(self, purpose: str) -> int:
-        return sum(self.sent_bytes[purpose, link] for link in LINKS)
+    def bytes_of(self, channel: str) -> int:
+        return sum(self.sent_bytes[channel, link] for link in LINKS)
 
     def plain(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return the counts as a new dict {"bytes" or "messages": {purpose: {link: number}}}."""
+        """Return the counts as a new dict {"bytes" or "messages": {channel: {link: number}}}."""
         return {"bytes": _nested(self.sent_bytes), "messages": _nested(self.messages)}
 
 
 def _nested(counts: Counter[tuple[str, Link]]) -> dict[str, dict[str, int]]:
     by_purpose: dict[str, dict[str, int]] = defaultdict(dict)
     # At once: another thread may be counting.
-    for (purpose, link), number in dict(counts).items():
-        by_purpose[purpose][link] = number
+    for (channel, link), number in dict(counts).items():
+        by_purpose[channel][link] = number
     return dict(by_purpose)
 
 
@@ -114,23 +114,23 @@ def begin_waiting() -> None:
     _of_thread.depth += 1
 
 
-def end_waiting(purpose: str) -> None:
+def end_waiting(channel: str) -> None:
     """End the wait that began last."""
     _of_thread.depth -= 1
     if not _of_thread.depth:
-        _of_thread.seconds[purpose] += time.perf_counter() - _of_thread.since
+        _of_thread.seconds[channel] += time.perf_counter() - _of_thread.since
 
 
 @contextmanager
-def waiting(purpose: str) -> Iterator[None]:
+def waiting(channel: str) -> Iterator[None]:
     """Count the time inside this context as a wait of this thread."""
     begin_waiting()
     try:
         yield
     finally:
-        end_waiting(purpose)
+        end_waiting(channel)
 
 
 def waited() -> Mapping[str, float]:
-    """Return this thread's seconds of waiting by purpose, a mapping that continues to count."""
+    """Return this thread's seconds of waiting by channel, a mapping that continues to count."""
     return _of_thread.seconds

@@ -34,7 +34,7 @@ def _lookahead(value: Any) -> Any:
 
 
 LEAST_RATE = 2**20
-"""Bytes per second below which a run would seem to hang: a commit waits for what is not written."""
+"""Bytes per second below which a run would seem to hang: a checkpoint waits for what is not written."""
 
 
 def _rate(value: Any) -> Any:

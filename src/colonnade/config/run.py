@@ -214,18 +214,19 @@ class TrainConfig(Section):
     """A value of the monitor is better only if it is so by more than this."""
     progressive: bool = False
     """Epoch e trains on day e of the data set's days, and is tested on the next day before training on it."""
-    commit_steps: int = Field(0, ge=0)
-    """Steps between commits; 0: at the end of each epoch, and at each best score."""
-    commit_seconds: float = Field(0.0, ge=0)
-    """Seconds between commits, beside those by steps; 0: none by the clock."""
-    keep_commits: int = Field(2, ge=1)
-    """Newest commits kept, beside the best."""
+    checkpoint_steps: int = Field(0, ge=0)
+    """Steps between checkpoints; 0: at the end of each epoch, and at each best score."""
+    checkpoint_seconds: float = Field(0.0, ge=0)
+    """Seconds between checkpoints, beside those by steps; 0: none by the clock."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Newest checkpoints kept, beside the best."""
     mirror: str | None = None
-    """URL (s3://, gs://, file:// ...) that commits are copied to; a run folder without commits is fetched from it."""
+    """URL (s3://, gs://, file:// ...) that checkpoints are copied to; a run folder without checkpoints is fetched
+    from it."""
     publish: str | None = None
-    """Folder or URL that commits are published to, as what changed since the one before, for predictors."""
+    """Folder or URL that checkpoints are published to, as what changed since the one before, for predictors."""
     publish_at: Literal["best", "last"] = "best"
-    """Which commits are published where a validation part chooses: the best so far, or each (last)."""
+    """Which checkpoints are published where a validation part chooses: the best so far, or each (last)."""
     warm_start: str | None = None
     """Run folder, or FOLDER@best, @last or @step, whose weights a new run starts from where names and widths agree."""
     warm_start_skip: list[str] = []
@@ -242,7 +243,8 @@ class TrainConfig(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the dense network computes, with plan.memory.hbm rows too. cuda: ranks of a host share its GPUs in turn."""
     timeout: float = Field(300.0, gt=0)
-    """Seconds that a rank which does not come is waited for before it is lost; for commits and starts 12 times that."""
+    """Seconds that a rank which does not come is waited for before it is lost; for checkpoints and starts 12 times
+    that."""
     threads: int = Field(0, ge=0)
     """Threads per rank, torch's and Colonnade's; 0: OMP_NUM_THREADS, which torchrun sets to 1 if nobody did, else the
     machine's usable processors (affinity and control groups' quotas) shared among its ranks."""

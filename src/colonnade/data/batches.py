@@ -10,7 +10,7 @@ So it is only as repeatable as the data set is; what changes with the epoch is b
 Going on in the middle of an epoch:
 
     map-style                               batch t is data[t]: at no cost
-    has state_dict and load_state_dict      its state is committed with each rank and given back (torchdata's
+    has state_dict and load_state_dict      its state is saved with each rank and given back (torchdata's
                                             StatefulDataLoader; a data set that counts what it has yielded)
     anything else                           the batches before are read again and dropped: as slow as reading them
 """
@@ -142,7 +142,7 @@ def _from(made: Batches, step: int, state: Any, name: str) -> Iterator[Batch]:
         return _skipping(iter(made), step, name)
     if not isinstance(made, Stateful):
         raise DataError(
-            f"{name}: the run was committed with a state of the data set, and a {type(made).__name__} has no "
+            f"{name}: the run was saved with a state of the data set, and a {type(made).__name__} has no "
             "load_state_dict to take it back; go on with the data set it was started with"
         )
     made.load_state_dict(copy.deepcopy(state))
@@ -160,7 +160,7 @@ def _skipping(batches: Iterator[Batch], count: int, name: str) -> Iterator[Batch
 
 
 def _kept(state: dict[str, Any], where: str) -> dict[str, Any]:
-    """A copy that a commit can store and a resumed run read without running code from the file."""
+    """A copy that a checkpoint can store and a resumed run read without running code from the file."""
     buffer = io.BytesIO()
     try:
         torch.save(state, buffer)
@@ -168,7 +168,7 @@ def _kept(state: dict[str, Any], where: str) -> dict[str, Any]:
         return torch.load(buffer, weights_only=True)
     except Exception as error:
         raise DataError(
-            f"{where}: got a state_dict() that cannot be committed ({str(error).splitlines()[0]}), wanted plain "
+            f"{where}: got a state_dict() that cannot be saved ({str(error).splitlines()[0]}), wanted plain "
             "values and tensors in it"
         ) from None
 
@@ -262,10 +262,10 @@ def _words(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def batches_of(
-    source: Source, batch_size: int, mesh: Mesh, *, purpose: str, start: Position = START
+    source: Source, batch_size: int, mesh: Mesh, *, channel: str, start: Position = START
 ) -> Iterator[Batch]:
     """This rank's batches, as many as every other rank's; a server's are empty. Collective, once a batch, on the mesh's
-    group `purpose`, where nobody knows how many samples the source has; to be read in the thread that uses that
+    group `channel`, where nobody knows how many samples the source has; to be read in the thread that uses that
     group."""
     known, trainers = source.num_samples, mesh.trainers
     if not mesh.is_server:
@@ -275,11 +275,11 @@ def batches_of(
     else:
         left = 0 if known is None else num_steps(known, batch_size) - start.step
         read = (no_samples(source.schema) for _ in range(left))
-    return read if known is not None else until_all_end(read, source.schema, mesh, purpose=purpose)
+    return read if known is not None else until_all_end(read, source.schema, mesh, channel=channel)
 
 
 def until_all_end(
-    batches: Iterator[Batch], schema: Schema, mesh: Mesh, *, purpose: str
+    batches: Iterator[Batch], schema: Schema, mesh: Mesh, *, channel: str
 ) -> Iterator[Batch]:
     """Collective, once a batch and in the thread that reads: a rank that has no batch left yields empty ones until no
     rank has any. In a world of one rank, the batches themselves."""
@@ -292,7 +292,7 @@ def until_all_end(
         batch = None if is_over else next(batches, None)
         is_over = batch is None
         left = torch.tensor(0 if is_over else 1)
-        if not int(mesh.all_reduce(purpose, left)):
+        if not int(mesh.all_reduce(channel, left)):
             return
         if batch is None:
             yield no_samples(schema, last)

@@ -95,7 +95,7 @@ class BagsExchange:
         """Take the hops that values are sent over: the inner ones in this order, then the last, before which
         `operators` are evaluated.
 
-        owner_map: ranks that pool each table's lookups. attention: by consumer of a sequence. keeps_pooled: commits
+        owner_map: ranks that pool each table's lookups. attention: by consumer of a sequence. keeps_pooled: checkpoints
         hold the operators' inputs; waits_in_tower: values are stored before the last hop until they are used. tower:
         exchange inside the tower, for rows that this rank pools for `peers`."""
         self.layout, self.owner_map, self.mesh = layout, owner_map, mesh
@@ -119,7 +119,7 @@ class BagsExchange:
 
     # ---- ids
 
-    def build_requests(self, batch: Batch, purpose: str) -> LookupRequest:
+    def build_requests(self, batch: Batch, channel: str) -> LookupRequest:
         layout, owner = self.layout, self.owner
         lookups = collect_bags(batch, layout)
         codes = None
@@ -175,7 +175,7 @@ class BagsExchange:
         messages: list[np.ndarray] = []
         if tower.num_ranks > 1:
             requests = tower.pack(plan, codes)
-            (messages,), _ = exchange_messages([requests], tower.mesh, 0.0, batch.purpose)
+            (messages,), _ = exchange_messages([requests], tower.mesh, 0.0, batch.channel)
         inner = tower.serve_requests(
             LookupRequest(messages, joined.lookups, plan, codes),
             messages,
@@ -247,7 +247,7 @@ class BagsExchange:
 
     def _send(self, lookup: BagsLookup, block: Tensor) -> None:
         """Send this rank's block of sums over all hops, or only up to the last one where values wait for their use."""
-        sizes, tag = lookup.sizes, counted(lookup.batch.purpose, "fetch")
+        sizes, tag = lookup.sizes, counted(lookup.batch.channel, "fetch")
         blocks: Iterable[Tensor] = [block]
         if isinstance(self.last_hop.transport, PeerTransport) and not self.inner_hops:
             blocks = self.last_hop.transport.split(block, sizes)
@@ -260,7 +260,7 @@ class BagsExchange:
 
     def _send_last(self, lookup: BagsLookup, blocks: Iterable[Tensor]) -> None:
         """Evaluate operators, and send their results over the last hop."""
-        last, tag = self.last_hop, counted(lookup.batch.purpose, "fetch")
+        last, tag = self.last_hop, counted(lookup.batch.channel, "fetch")
         if self.operators is not None:
             lookup.evaluation.partials = []
             record = None if lookup.batch.is_evaluated else lookup.evaluation.partials
@@ -270,7 +270,7 @@ class BagsExchange:
     def _attend(self, lookup: BagsLookup) -> None:
         """Attend to sequences on the ranks of their rows. Collective; waits for the queries, which are sent there."""
         sizes, evaluation = lookup.sizes, lookup.evaluation
-        tag, is_trained = counted(lookup.batch.purpose, "fetch"), not lookup.batch.is_evaluated
+        tag, is_trained = counted(lookup.batch.channel, "fetch"), not lookup.batch.is_evaluated
         total, arriving = self.total(lookup), self.layout.arriving
         evaluation.attended = {}
         for name, attention in self.attention.items():
@@ -410,7 +410,7 @@ class BagsExchange:
         if self.tower is not None and lookup.inner is not None:
             self.tower.drop(lookup.inner)
 
-    # ---- commits
+    # ---- checkpoints
 
     def has_values(self, lookup: BagsLookup) -> bool:
         return lookup.reads is not None or lookup.evaluation.gathered is not None

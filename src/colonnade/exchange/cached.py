@@ -229,11 +229,11 @@ class CachedExchange:
         """Number of batches after the current one that are read before its ids are sent."""
         return max(self.windows)
 
-    def build_requests(self, batch: Batch, purpose: str) -> LookupRequest:
-        if purpose == "evaluate":
-            return self.rows.build_requests(batch, purpose)
+    def build_requests(self, batch: Batch, channel: str) -> LookupRequest:
+        if channel == "evaluate":
+            return self.rows.build_requests(batch, channel)
         preview = None
-        if purpose == "route":  # by a lookahead
+        if channel == "route":  # by a lookahead
             preview, self._preview = self._preview, None
         lookups, plan, codes = self.rows.plan_batch(batch) if preview is None else preview.planned
         with self._lock:
@@ -338,7 +338,7 @@ class CachedExchange:
             transfer.marked = self.mark(transfer.serving.plan, transfer.number)
         transfer.sent, transfer.fresh = served.wanted | changed, transfer.named.wanted.copy()
         if any(self.is_kept):
-            self._exchange_marks(transfer, changed, batch.purpose)
+            self._exchange_marks(transfer, changed, batch.channel)
         codes = requests.codes
         owned = owned_rows(
             owner_plan, None if codes is None else soonest_use(codes.numpy(), owner_plan)
@@ -359,14 +359,14 @@ class CachedExchange:
         changed[rows] = since | (ages >= FAR)
         return changed
 
-    def _exchange_marks(self, transfer: CacheTransfer, changed: np.ndarray, purpose: str) -> None:
+    def _exchange_marks(self, transfer: CacheTransfer, changed: np.ndarray, channel: str) -> None:
         """Send each rank that renews a copy a bit: whether the row will be sent. Collective."""
         assert transfer.serving is not None and transfer.fresh is not None
         requested, served = transfer.named, transfer.serving.named
         bits, sizes = pack_marks(changed[served.renewed], served.counted(served.renewed).sum(1))
         asking = requested.counted(requested.renewed).sum(1)
         received_bits, _ = self.mesh.all_to_all(
-            purpose, bits, sizes, mark_bytes(asking), counts_as="route"
+            channel, bits, sizes, mark_bytes(asking), traffic_tag="route"
         )
         transfer.fresh[requested.renewed] = unpack_marks(received_bits, asking)
 
@@ -414,7 +414,7 @@ class CachedExchange:
             placed[torch.from_numpy(sent)], going.counts.ravel(), self.record_widths, message
         )
         received, _ = self.mesh.all_to_all(
-            "fetch", message, going.rank_elements, coming.rank_elements, counts_as="fetch"
+            "fetch", message, going.rank_elements, coming.rank_elements, traffic_tag="fetch"
         )
         for t, num_slots in enumerate(transfer.num_slots):
             self.copies.grow(t, num_slots)
@@ -458,12 +458,12 @@ class CachedExchange:
         return partial(self.pushed, "push", send, going, serving, placed)
 
     def pushed(
-        self, purpose: str, send: Tensor, going: RowLayout, serving: Serving, placed: Tensor
+        self, channel: str, send: Tensor, going: RowLayout, serving: Serving, placed: Tensor
     ) -> RowGradients:
         """Send sums to the owners, and return those received for this rank's rows. Collective. placed: slots of the
         rows of received sums, in their order."""
         coming = row_layout(serving.named.counted(serving.named.written), self.widths)
-        received, _ = self.mesh.all_to_all(purpose, send, going.rank_elements, coming.rank_elements)
+        received, _ = self.mesh.all_to_all(channel, send, going.rank_elements, coming.rank_elements)
         plan = serving.plan
         entries = torch.as_tensor(plan.entries)
         firsts = entries[torch.as_tensor(plan.segment_offsets)[:-1].long()].long()

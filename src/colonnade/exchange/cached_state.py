@@ -1,10 +1,11 @@
-"""State of a row cache between steps: temporary flush of pending gradients to owners' rows, and what commits hold.
+"""State of a row cache between steps: temporary flush of pending gradients to owners' rows, and what checkpoints hold.
 
 `settled` is called between steps, on the training thread, with any number of batches in flight. Gradients pending at
 copies are sent and applied, one update of each row; at exit the rows are restored. Copies and directories do not
 change. Where a run continues with lower bounds, some pending gradients are flushed permanently.
 
-A commit is made inside `settled`, so its rows contain all updates, and other worlds need nothing else from it. A run
+A checkpoint is made inside `settled`, so its rows contain all updates, and other worlds need nothing else from it. A
+run
 that continues in the same world restores the rows as they were before `settled`, and loads the copies.
 
 Legend: T tables, N ranks, O rows of this rank that are changed temporarily.
@@ -98,7 +99,7 @@ def settled(
 
 
 def apply_planned_bounds(exchange: CachedExchange) -> None:
-    """Continue with a commit's copies under the bounds of this run's plan. Collective, before a lookahead.
+    """Continue with a checkpoint's copies under the bounds of this run's plan. Collective, before a lookahead.
 
     Gradients pending at copies beyond the planned write bounds are sent to their owners, as one update of each row. A
     copy that is too old for the planned read bound is requested at its next use. Raises BudgetExceeded as `_hand_over`.
@@ -217,7 +218,8 @@ TOGETHER = 4096  # rows that are restored at once
 
 
 def state(exchange: CachedExchange, before: Sequence[Before]) -> dict[str, Any]:
-    """Return the cache's state for a commit, between steps: as of the newest step, without batches in flight. It has
+    """Return the cache's state for a checkpoint, between steps: as of the newest step, without batches in flight. It
+    has
     plain values and tensors."""
     tables = {}
     directories, changes = exchange.decided()
@@ -238,7 +240,8 @@ def state(exchange: CachedExchange, before: Sequence[Before]) -> dict[str, Any]:
 
 
 def is_taken_up(exchange: CachedExchange, states: Sequence[Mapping[str, Any] | None]) -> bool:
-    """Return whether a commit's copies can be loaded: the world is like this one, and no table's cache, cache policy,
+    """Return whether a checkpoint's copies can be loaded: the world is like this one, and no table's cache, cache
+    policy,
     or whether copies outlast their batch has changed. Bounds and sizes may have changed; but where a size is lower by
     more than `cache.copies.SPARE` rows there may be no room for the copies."""
     own_policies = {
@@ -248,7 +251,7 @@ def is_taken_up(exchange: CachedExchange, states: Sequence[Mapping[str, Any] | N
         )
     }
     saved_policies = [
-        # Older commits have neither this flag nor the bounds of their directories.
+        # Older checkpoints have neither this flag nor the bounds of their directories.
         state
         and {name: (table["policy"], table.get("kept")) for name, table in state["tables"].items()}
         for state in states
@@ -270,9 +273,10 @@ def _has_room(exchange: CachedExchange, state: Mapping[str, Any]) -> bool:
 
 
 def load(exchange: CachedExchange, state: Mapping[str, Any]) -> None:
-    """Load a commit's state before the first batch. The store has the rows of the commit.
+    """Load a checkpoint's state before the first batch. The store has the rows of the checkpoint.
 
-    Bounds are those of the commit until training begins (`apply_planned_bounds`). Batch numbers continue, from a lower
+    Bounds are those of the checkpoint until training begins (`apply_planned_bounds`). Batch numbers continue, from a
+    lower
     one where they would overflow; all ranks have the same number.
     """
     shift = surplus(state["number"])

@@ -127,19 +127,19 @@ class Exchange:
 
     # ---- ids
 
-    def send_ids(self, batch: Batch, purpose: str = "route") -> LookupContext:
-        """Send a batch's ids to the owners of their rows, on `purpose`'s group. Collective. Raises IdRangeError and
+    def send_ids(self, batch: Batch, channel: str = "route") -> LookupContext:
+        """Send a batch's ids to the owners of their rows, on `channel`'s group. Collective. Raises IdRangeError and
         DataError before anything is sent; after any error, no request of this rank remains."""
         requests = []
         try:
             for part in self.parts:
-                requests.append(part.build_requests(batch, purpose))
+                requests.append(part.build_requests(batch, channel))
             weight = float(batch.size if batch.sample_weight is None else batch.sample_weight.sum())
             received: list[list[np.ndarray]] = [[]] * len(requests)
             if self.mesh.num_ranks > 1:
                 messages = [request.messages for request in requests]
-                received, weight = exchange_messages(messages, self.mesh, weight, purpose)
-            info = BatchInfo(batch.size, weight, purpose, batch.dense)
+                received, weight = exchange_messages(messages, self.mesh, weight, channel)
+            info = BatchInfo(batch.size, weight, channel, batch.dense)
             lookups = [
                 part.serve_requests(request, answers, info)
                 for part, request, answers in zip(self.parts, requests, received, strict=True)
@@ -290,10 +290,10 @@ class Exchange:
             part.drop(lookup)
         context.gradients.clear()
 
-    # ---- commits
+    # ---- checkpoints
 
     def prefetched(self, context: LookupContext) -> dict[str, Tensor]:
-        """Return the values that a batch has fetched, for a commit. With several parts, keys begin with the part's
+        """Return the values that a batch has fetched, for a checkpoint. With several parts, keys begin with the part's
         name, and `TABLES` lists the tables that were fetched."""
         if len(self.parts) == 1:
             return self.parts[0].prefetched(context.parts[0])

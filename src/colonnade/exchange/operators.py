@@ -301,7 +301,9 @@ class RemoteAttention:
         _, size, width = blocks.shape
         send = [size * width * (rank in self.ranks) for rank in range(self.mesh.num_ranks)]
         receive = [num_samples * width * self.has_rows for num_samples in sizes]
-        received, _ = self.mesh.all_to_all(group, blocks.reshape(-1), send, receive, counts_as=tag)
+        received, _ = self.mesh.all_to_all(
+            group, blocks.reshape(-1), send, receive, traffic_tag=tag
+        )
         return received.view(sum(sizes) if self.has_rows else 0, width)
 
     def _to_samples(self, group: str, values: Tensor, sizes: Sequence[int], tag: str) -> Tensor:
@@ -309,5 +311,7 @@ class RemoteAttention:
         width, size = values.shape[1], sizes[self.mesh.rank]
         send = [num_samples * width * self.has_rows for num_samples in sizes]
         receive = [size * width * (rank in self.ranks) for rank in range(self.mesh.num_ranks)]
-        received, _ = self.mesh.all_to_all(group, values.reshape(-1), send, receive, counts_as=tag)
+        received, _ = self.mesh.all_to_all(
+            group, values.reshape(-1), send, receive, traffic_tag=tag
+        )
         return received.view(len(self.ranks), size, width)

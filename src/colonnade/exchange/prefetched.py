@@ -1,4 +1,4 @@
-"""Prefetched values as commits hold them. A run may continue with other exchanges if rows are held, not sums.
+"""Prefetched values as checkpoints hold them. A run may continue with other exchanges if rows are held, not sums.
 
 Legend: T tables, U rows held, D a table's width.
 """
@@ -59,7 +59,8 @@ def gather_held_values(parts: Sequence[Held], widths: np.ndarray, t: int, wanted
 def other_exchange() -> CheckpointError:
     """Return the error for held values that cannot be restored."""
     return CheckpointError(
-        "the commit holds what another exchange had read ahead, and sums do not say what rows were; go on with the "
-        "exchanges of the commit (plan.exchange and plan.tables as they were), or from a commit of a run without "
+        "the checkpoint holds what another exchange had read ahead, and sums do not say what rows were; go on with the "
+        "exchanges of the checkpoint (plan.exchange and plan.tables as they were), or from a checkpoint of a "
+        "run without "
         "staleness"
     )

@@ -1,4 +1,5 @@
-"""Prefetched values of exchanges of bags as commits hold them: sums by sample, sums in a tower, or operators' inputs.
+"""Prefetched values of exchanges of bags as checkpoints hold them: sums by sample, sums in a tower, or operators'
+inputs.
 
 Legend: B samples of this rank, G of all ranks, M of a rank's peers, W columns.
 """
@@ -93,8 +94,8 @@ def gather_held_sums(
     sums = torch.cat(blocks) if len(blocks) == len(held) else torch.empty(0, 0)
     if sums.shape != (num_samples, columns.width):
         raise CheckpointError(
-            f"the commit holds sums of shape {tuple(sums.shape)} that were read ahead, this batch wants "
-            f"{(num_samples, columns.width)}; go on with the data, model and batch size of the commit"
+            f"the checkpoint holds sums of shape {tuple(sums.shape)} that were read ahead, this batch wants "
+            f"{(num_samples, columns.width)}; go on with the data, model and batch size of the checkpoint"
         )
     return sums
 
@@ -108,7 +109,7 @@ def _sums_in(held: Held) -> Iterator[tuple[list[str], Sequence[Tensor]]]:
         start = f"{prefix}." if prefix else ""
         fields, sums = decode_names(held[f"{start}fields"]), held[key]
         dims = held.get(f"{start}field_dims")
-        # Older commits have no dims; all their fields have the same.
+        # Older checkpoints have no dims; all their fields have the same.
         sizes = [sums.shape[1] // len(fields)] * len(fields) if dims is None else dims.tolist()
         yield fields, sums.split(sizes, 1)
 
@@ -215,8 +216,9 @@ def restore_pooled(
         name = _pooled_name(layout, i)
         if not (parts := [rank_values[name] for rank_values in held if name in rank_values]):
             raise CheckpointError(
-                "the commit holds what another exchange had read ahead, or owners that evaluated other consumers; "
-                "go on with the exchanges and the number of ranks of the commit, or from a commit without staleness"
+                "the checkpoint holds what another exchange had read ahead, or owners that evaluated other consumers; "
+                "go on with the exchanges and the number of ranks of the checkpoint, or from a checkpoint "
+                "without staleness"
             )
         every[:, whole.of(i)] = sum(parts[1:], parts[0])
     first = sum(sizes[:rank])

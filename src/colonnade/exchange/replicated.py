@@ -58,11 +58,11 @@ class ReplicatedExchange:
         )
         self.prefetched, self.restore = self.rows.prefetched, self.rows.restore
 
-    def build_requests(self, batch: Batch, purpose: str) -> LookupRequest:
+    def build_requests(self, batch: Batch, channel: str) -> LookupRequest:
         owner = self.owner
         lookups, plan, codes = self.rows.plan_batch(batch)
         message = np.empty(0, np.uint8)
-        if purpose != "evaluate":  # no rank needs the rows that others only read
+        if channel != "evaluate":  # no rank needs the rows that others only read
             offsets = np.asarray(plan.block_offsets)
             (message,) = pack_requests(
                 torch.as_tensor(plan.unique_ids), offsets[None, :-1], offsets[None, 1:], owner.table_rows,

@@ -109,7 +109,7 @@ class RowsExchange:
         self.codec = RowCodec(declaration, mesh.rank, coding)
         self.exactness = coding.exactness(BITWISE, declaration.dtype, self.num_ranks)
 
-    def build_requests(self, batch: Batch, purpose: str) -> LookupRequest:
+    def build_requests(self, batch: Batch, channel: str) -> LookupRequest:
         lookups, plan, codes = self.plan_batch(batch)
         messages = self.pack(plan, codes) if self.num_ranks > 1 else []
         return LookupRequest(messages, lookups, plan, codes)
@@ -182,7 +182,7 @@ class RowsExchange:
             lookup.reads = self.receive(lookup, send, messages.wanted_index)
             return
         values = empty(messages.wanted.num_elements, dtype=self.declaration.dtype)
-        tag = counted(lookup.batch.purpose, "fetch")
+        tag = counted(lookup.batch.channel, "fetch")
         arrival = self._send(send, messages, values, tag)
         lookup.reads = self.receive(lookup, values, messages.wanted_index, arrival)
 
@@ -195,13 +195,13 @@ class RowsExchange:
         if codec.values.name == "exact":
             _, call = self.mesh.all_to_all(
                 "fetch", send, served.rank_elements, wanted.rank_elements, wait=False,
-                counts_as=tag, into=into,
+                traffic_tag=tag, into=into,
             )  # fmt: skip
             return partial(_wait_for, call, send)
         coded = codec.encode_values(send, served)
         data, call = self.mesh.all_to_all(
             "fetch", coded, codec.rank_bytes(codec.values, served, send.dtype),
-            codec.rank_bytes(codec.values, wanted, send.dtype), wait=False, counts_as=tag,
+            codec.rank_bytes(codec.values, wanted, send.dtype), wait=False, traffic_tag=tag,
         )  # fmt: skip
 
         def decode() -> None:

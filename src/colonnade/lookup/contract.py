@@ -60,13 +60,13 @@ class BatchInfo:
 
     size: int  # B
     weight: float  # sum of sample weights over all ranks' batches
-    purpose: str = "route"  # group that its ids were sent on
+    channel: str = "route"  # group that its ids were sent on
     dense: Tensor | None = None  # (B, n), for operators that take such columns
 
     @property
     def is_evaluated(self) -> bool:
         """Whether nothing is trained on it."""
-        return self.purpose == "evaluate"
+        return self.channel == "evaluate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,8 @@ class LookupContext:
     )
     gradients: RecordedGradients = field(default_factory=RecordedGradients)
     updates_seen: dict[int, int] = field(default_factory=dict)
-    """Number of updates applied when tables were fetched, by staleness bound; without values restored from a commit."""
+    """Number of updates applied when tables were fetched, by staleness bound; without values restored from a
+    checkpoint."""
     steps_left: int = 0  # before its use, when it is fetched or restored
     is_done: bool = False  # its gradients were pushed, or it was dropped
 
@@ -289,7 +290,7 @@ class ExchangePart(Protocol[Lookup]):
         """Function called with optimizers and settings (`_native.update`) after owned rows were updated. Local. None:
         no call."""
 
-    def build_requests(self, batch: Batch, purpose: str) -> LookupRequest:
+    def build_requests(self, batch: Batch, channel: str) -> LookupRequest:
         """Check a batch, and build its requests. Local. Every error of a batch is raised by this method: IdRangeError,
         DataError, NonFiniteError."""
         ...
@@ -328,7 +329,7 @@ class ExchangePart(Protocol[Lookup]):
         ...
 
     def prefetched(self, lookup: Lookup) -> dict[str, Tensor]:
-        """Return the fetched values for a commit; `restore` accepts them in any world."""
+        """Return the fetched values for a checkpoint; `restore` accepts them in any world."""
         ...
 
     def restore(self, lookup: Lookup, held: Sequence[Mapping[str, Tensor]]) -> None:

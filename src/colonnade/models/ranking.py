@@ -45,7 +45,7 @@ def average_metrics(
     The means of no queries are NaN. Call it inside `evaluation_mode(model)`.
     """
     rows = []
-    for batch in batches_of(source, batch_size, mesh, purpose="evaluate"):
+    for batch in batches_of(source, batch_size, mesh, channel="evaluate"):
         values = measure(batch)
         rows.append(torch.stack([values[name].cpu().double() for name in names], 1))
     table = torch.cat(rows) if rows else torch.empty(0, len(names), dtype=torch.float64)

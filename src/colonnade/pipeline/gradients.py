@@ -92,7 +92,7 @@ class StepGradients:
         if (gradients := pushed.arrive()) is not None:
             pushed.gradients, square = self.exchange.squared_norm(gradients)
         total = torch.tensor([square], dtype=torch.float64)
-        return float(self.mesh.all_reduce("push", total, counts_as="control"))
+        return float(self.mesh.all_reduce("push", total, traffic_tag="control"))
 
     def hand_over(self, step: int) -> tuple[Pushed, list[LookupContext]]:
         """Return the pushed gradients of `collect` and their batches; the next step begins without any. Collective."""

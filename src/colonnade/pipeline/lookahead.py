@@ -55,7 +55,7 @@ class Lookahead(Iterator[Batch]):
         enters the line that many steps before its use as the last one says. land(count): applies the oldest pending
         updates and returns the number still pending, which is 0 where a bound is less than `LATE`. is_in_order:
         `fetch` refuses a batch after one that was not used. held: prefetched values of the first batches, from a
-        commit."""
+        checkpoint."""
         self._prepared = PreparedBatches(
             iter(batches), prepare, drop, window, depth, held, is_alone
         )
@@ -78,7 +78,7 @@ class Lookahead(Iterator[Batch]):
 
     @property
     def fetched(self) -> tuple[PreparedBatch, ...]:
-        """Fetched and unused batches, oldest first: a commit stores them under bounded staleness. Collective where
+        """Fetched and unused batches, oldest first: a checkpoint stores them under bounded staleness. Collective where
         reads were postponed."""
         self.catch_up()
         return tuple(self._line)

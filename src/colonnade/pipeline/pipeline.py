@@ -39,7 +39,7 @@ class Pipeline:
         self.rows, self.steps = rows, steps
         self.exchange, self.store, self.views = rows.exchange, rows.store, rows.views
         self.reads_ahead = rows.reads_ahead
-        # Batches, by updates that reads missed: a read for each bound of tables; without values from a commit.
+        # Batches, by updates that reads missed: a read for each bound of tables; without values from a checkpoint.
         self.missed: Counter[int] = Counter()
         self.updates = Updates(self.exchange, self.store, rows.policies, self.missed)
         waits = bool(rows.cached or rows.policies or self.exchange.pushed_parameters)
@@ -86,14 +86,14 @@ class Pipeline:
         batch: Batch,
         held: tuple[int, Sequence[Mapping[str, Tensor]]] | None = None,
         *,
-        purpose: str = "route",
+        channel: str = "route",
     ) -> LookupContext:
         """Send a batch's ids; owners make its rows resident and pin them. held: as in `lookahead`.
 
         While a lookahead closes, rows that have no room are skipped, and the context can only be dropped. Raises
         BudgetExceeded where memory has no room for the rows, IdRangeError and DataError for a batch that cannot be
         looked up."""
-        context = self._send_ids(batch, purpose)
+        context = self._send_ids(batch, channel)
         try:
             if self._pin(context) and held is not None:
                 context.steps_left, fetched = held
@@ -136,7 +136,7 @@ class Pipeline:
                 "bounded staleness reads ahead: iterate over collection.lookahead(batches)"
             )
         # Not on the group of the lookahead's thread, whose order of calls must stay its own.
-        context = self.prepare(batch, purpose="control")
+        context = self.prepare(batch, channel="control")
         try:
             self.fetch(context)
         except BaseException:  # nobody else has it to give up
@@ -174,7 +174,7 @@ class Pipeline:
         )
         return context
 
-    def _send_ids(self, batch: Batch, purpose: str) -> LookupContext:
+    def _send_ids(self, batch: Batch, channel: str) -> LookupContext:
         """Send a batch's ids to the owners of the tables as they are laid out."""
         views = self.views
         rows, hot = batch, None
@@ -183,7 +183,7 @@ class Pipeline:
         if views.hot:
             hot = views.split_hot(rows)
             rows = hot.batch
-        context = self.exchange.send_ids(rows, purpose)
+        context = self.exchange.send_ids(rows, channel)
         context.hot = hot
         if views.attending:
             context.sequence_offsets = views.offsets_of(batch)

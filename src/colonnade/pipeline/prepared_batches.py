@@ -32,7 +32,8 @@ LOOKED_AT = 16  # batches between two decisions
 PATIENCE = 2.0  # seconds to wait for reader processes whose batches are no longer needed
 
 Held = tuple[int, Sequence[Mapping[str, Tensor]]]
-"""Steps until a batch's use, and the values that all ranks had fetched for it: from a commit with bounded staleness."""
+"""Steps until a batch's use, and the values that all ranks had fetched for it: from a checkpoint with bounded
+staleness."""
 
 
 @dataclass(slots=True)

@@ -78,7 +78,8 @@ def scan_rows(rows: OpenRows, table: str) -> Iterator[Rows]:
 
 
 def adopt_rows(rows: OpenRows, t: int, ids: Tensor, records: Tensor, step: int) -> None:
-    """Admit rows of slice t that were loaded from a commit or an import, between steps; others may be evicted for them.
+    """Admit rows of slice t that were loaded from a checkpoint or an import, between steps; others may be evicted for
+    them.
     ids (N,) unique; records (N, record_bytes) uint8; step: updates made before."""
     policy = rows.policies.get(t)
     if not isinstance(policy, RowRetention):

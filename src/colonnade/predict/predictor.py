@@ -3,7 +3,7 @@
     predictor = Predictor.open("runs/mine")          # or a folder that `colonnade export` wrote
     probabilities = predictor(batch)                 # (B, T)
     predictor = Predictor.open("published")          # a folder that a run publishes to (train.publish)
-    predictor.follow()                               # takes each commit as it comes, between two batches
+    predictor.follow()                               # takes each checkpoint as it comes, between two batches
 
 Legend: B samples, T tasks.
 """
@@ -53,7 +53,8 @@ T = TypeVar("T")
 class Predictor:
     """Scores batches: no training state, no graph; rows are mapped from files, which processes share.
 
-    Gives the bits that `colonnade evaluate` scores of the same commit, for the same batches. Any thread may call it;
+    Gives the bits that `colonnade evaluate` scores of the same checkpoint, for the same batches. Any thread may call
+    it;
     calls wait for one another. `model` is the network itself, for a retrieval model's queries and items.
     """
 
@@ -75,7 +76,7 @@ class Predictor:
         """Of `follow`: how many looks at the publication failed, since the predictor was opened."""
         self._is_full = is_full
         self._failure: BaseException | None = None  # of the newest look
-        self._torn: BaseException | None = None  # why rows and weights are of no one commit
+        self._torn: BaseException | None = None  # why rows and weights are of no one checkpoint
         self._following: Following | None = None
         self._lock = threading.Lock()  # of rows and weights
         self._turn = threading.Lock()  # of `refresh`
@@ -92,14 +93,16 @@ class Predictor:
         copy: str | Path | None = None,
         verify: Literal["lazy", "full"] = "lazy",
     ) -> Predictor:
-        """Open an exported folder, or a run folder: its commit (step `at`, "best", "last"; None: the best where a
+        """Open an exported folder, or a run folder: its checkpoint (step `at`, "best", "last"; None: the best where a
         validation part chose one, else the last) is then exported first, once,
-        to RUN/serving. Of a folder that a run publishes to, the newest commit there. Of a URL that a run publishes to,
+        to RUN/serving. Of a folder that a run publishes to, the newest checkpoint there. Of a URL that a run
+        publishes to,
         the same: `copy` is a folder of this host that it is brought to, which other predictors may follow as it is.
 
         `model`: the network, not yet used, where it is your own; default: built from the run's configuration.
         `verify`: "full" reads every byte before anything is scored; "lazy" checks lengths, ids and dense weights now,
-        rows at their first use and, in a thread, the others. Raises CheckpointError where there is no such commit or it
+        rows at their first use and, in a thread, the others. Raises CheckpointError where there is no such checkpoint
+        or it
         is another model's, CorruptionError for files that are not as they were written, StorageError for files that
         cannot be read.
         """
@@ -133,7 +136,7 @@ class Predictor:
         if (path / WORD).exists():
             if at is not None:
                 raise ConfigError(
-                    f"{path} is a publication and holds the newest commit; leave --at out"
+                    f"{path} is a publication and holds the newest checkpoint; leave --at out"
                 )
             folder, word = newest_base(path)
             following = Following(path, word.run, word.bases[-1], source)
@@ -184,7 +187,8 @@ class Predictor:
         with self._lock:
             if self._torn is not None:
                 raise StorageError(
-                    f"{self.folder}: got a commit that was taken in part only ({self._torn}), so nothing is scored; "
+                    f"{self.folder}: got a checkpoint that was taken in part only ({self._torn}), so nothing "
+                    f"is scored; "
                     "it is taken again, or open the predictor anew"
                 )
             return predict(self.model, batch)
@@ -200,11 +204,12 @@ class Predictor:
             ahead.close()
 
     def refresh(self) -> int:
-        """Take what was published since: returns how many commits further on the predictor is now, less than none where
+        """Take what was published since: returns how many checkpoints further on the predictor is now, less than none
+        where
         the publication began anew. Each is taken whole, rows and dense weights, between two batches, in order, once.
 
         Raises ConfigError where the predictor was not opened on a publication; StorageError, CorruptionError,
-        CheckpointError naming what is torn, missing or another model's. The predictor then stays at the last commit
+        CheckpointError naming what is torn, missing or another model's. The predictor then stays at the last checkpoint
         that was whole.
         """
         following = self._following

@@ -1,6 +1,7 @@
 """Delivery of publications: uploaded to another place by URL, followed by predictors; and a run's destinations.
 
-What the word names travels first and the word last, so whoever follows the other place finds one whole commit at every
+What the word names travels first and the word last, so whoever follows the other place finds one whole checkpoint at
+every
 moment; then goes what the word names no longer. A base's files are compared with the checksums of its model.json on
 their way. Where the word itself is torn or was removed, which tells nobody anything, what lies there is read and
 carried again unless it is right: unless bases lie there of which the source has none, which another run may have
@@ -21,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from colonnade import _native
-from colonnade.checkpoint.commits import Commits
+from colonnade.checkpoint.checkpoints import Checkpoints
 from colonnade.checkpoint.contract import Destination
 from colonnade.config.run import TrainConfig
 from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, StorageError
@@ -133,7 +134,7 @@ def carry(source: Place, target: Place) -> None:
 
 
 def check_target(url: str, run: str) -> None:
-    """Raises ConfigError where another run publishes there. A place that cannot be read now is not refused: commits
+    """Raises ConfigError where another run publishes there. A place that cannot be read now is not refused: checkpoints
     are carried when it can be."""
     place = place_of(url)
     with (
@@ -198,7 +199,7 @@ def _copy(source: Place, target: Place, name: str, checksums: FileChecksums | No
 
 
 def _may_own(place: Place, said: Published) -> bool:
-    """By the bases there, whose names tell commits of one run from those of every other."""
+    """By the bases there, whose names tell checkpoints of one run from those of every other."""
     bases = {name for name in _names(place) if name.startswith("base-")}
     return not bases or any(base.folder in bases for base in said.bases)
 
@@ -225,7 +226,7 @@ PUBLISHED = "published"
 
 @dataclass
 class Carried:
-    """Rank 0's publication at a URL: one in the run folder, and its copy there after each commit."""
+    """Rank 0's publication at a URL: one in the run folder, and its copy there after each checkpoint."""
 
     here: Publication
     url: str
@@ -238,25 +239,26 @@ class Carried:
             carry(place_of(self.here.folder), place_of(self.url))
         except (ColonnadeError, OSError) as error:
             self.here.problem = error
-            say(f"{error}. Training goes on; the next commit makes it up")
+            say(f"{error}. Training goes on; the next checkpoint makes it up")
 
     def close(self) -> None:
         self.here.close()
 
 
 def open_destinations(
-    config: TrainConfig, folder: Path, commits: Commits, step: int | None, disk: Disk
+    config: TrainConfig, folder: Path, checkpoints: Checkpoints, step: int | None, disk: Disk
 ) -> list[Destination]:
-    """Every rank; only rank 0 gets any. A commit that was made and not published, because the run was killed between
+    """Every rank; only rank 0 gets any. A checkpoint that was made and not published, because the run was killed
+    between
     the two, is published now. Raises ConfigError for a publication that is another run's."""
     at_url = config.publish is not None and is_url(config.publish)
     publishes = None if config.publish is None else Path(config.publish)
     publishes = folder / PUBLISHED if at_url else publishes
     if publishes is not None and (word := read_word(publishes)) is not None:
-        check_owner(publishes, word, commits.run)
+        check_owner(publishes, word, checkpoints.run)
     if at_url:
-        check_target(str(config.publish), commits.run)
-    if commits.mesh.rank:
+        check_target(str(config.publish), checkpoints.run)
+    if checkpoints.mesh.rank:
         return []
     found: list[Destination] = []
     if config.mirror is not None:
@@ -310,8 +312,9 @@ class Following:
         path = f"{self.folder}: change {self.number + 1}"
         if (header.run, header.number, header.before) != (self.run, self.number + 1, self.tag):
             raise CheckpointError(
-                f"{path}: got one of run {header.run} that applies to commit {header.before}, wanted run {self.run} "
-                f"and commit {self.tag}: it is another publication's. Publish to a folder of its own"
+                f"{path}: got one of run {header.run} that applies to checkpoint {header.before}, wanted run "
+                f"{self.run} "
+                f"and checkpoint {self.tag}: it is another publication's. Publish to a folder of its own"
             )
         got = [(len(c.ids), tuple(c.weights.shape), str(c.weights.dtype)) for c in change.tables]
         wanted = [

@@ -1,13 +1,14 @@
-"""Publication of a run for predictors: a folder with one base and what each later commit changed of it, written and
+"""Publication of a run for predictors: a folder with one base and what each later checkpoint changed of it, written and
 followed.
 
 PUBLISHED/published.json                   the word: written last, each time; what it does not name is not there
-PUBLISHED/base-<number>-<tag>/             an export (export.py) of the commit that change <number> led to
-PUBLISHED/change-<number>                  rows and dense weights that one commit has and the one before has not
+PUBLISHED/base-<number>-<tag>/             an export (export.py) of the checkpoint that change <number> led to
+PUBLISHED/change-<number>                  rows and dense weights that one checkpoint has and the one before has not
 
 A change is a checked file (store/durable.py) of safetensors: `rows/<table>/ids` (N,) int64, `rows/<table>/weights`
-(N, width), `rows/<table>/gone` (G,) int64, `dense/<name>`; its metadata names the commits between which it leads. Only
-what was committed is published, so a run that is killed and goes on never takes anything back, and nothing is told
+(N, width), `rows/<table>/gone` (G,) int64, `dense/<name>`; its metadata names the checkpoints between which it leads.
+Only
+what was saved is published, so a run that is killed and goes on never takes anything back, and nothing is told
 twice. Legend: N rows that changed, G rows that are gone.
 """
 
@@ -55,7 +56,7 @@ OLD_BASES = 1  # that stay beside the newest: somebody may be reading one
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A whole export, and the number of the change that led to its commit."""
+    """A whole export, and the number of the change that led to its checkpoint."""
 
     __pydantic_config__ = STRICT
 
@@ -76,7 +77,7 @@ class Published:
     """Of the newest change, or base."""
     step: Count
     tag: str
-    """Of the newest commit."""
+    """Of the newest checkpoint."""
     bases: tuple[Base, ...]
     """Ascending numbers; the last is the newest."""
     change_bytes: Count
@@ -85,14 +86,14 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class ChangeHeader:
-    """Commits between which a change leads, as its file says."""
+    """Checkpoints between which a change leads, as its file says."""
 
     __pydantic_config__ = STRICT
 
     run: str
     number: Count
     before: str
-    """Tag of the commit it applies to."""
+    """Tag of the checkpoint it applies to."""
     tag: str
     step: Count
 
@@ -108,7 +109,7 @@ class TableChange:
 
 @dataclass(frozen=True, slots=True)
 class ChangeSet:
-    """From one commit to a later one."""
+    """From one checkpoint to a later one."""
 
     header: ChangeHeader
     tables: tuple[TableChange, ...]
@@ -116,18 +117,19 @@ class ChangeSet:
 
 
 class Publication:
-    """Rank 0's writer. A failure is said and made up for at the next commit; the run's commits do not depend on it."""
+    """Rank 0's writer. A failure is said and made up for at the next checkpoint; the run's checkpoints do not depend
+    on it."""
 
     def __init__(
         self, run_folder: Path, folder: Path, disk: Disk, *, only_best: bool = True
     ) -> None:
-        """only_best: where a validation part chooses, commits that are not the best so far are left out."""
+        """only_best: where a validation part chooses, checkpoints that are not the best so far are left out."""
         self.run_folder, self.folder, self.disk = run_folder, folder, disk
         self.only_best = only_best
-        self.problem: ColonnadeError | OSError | None = None  # of the newest commit
+        self.problem: ColonnadeError | OSError | None = None  # of the newest checkpoint
 
     def send(self, step: int, kept: Sequence[int], say: Callable[[str], None]) -> None:
-        """Publish the commit of `step`, which is there, as the one that was published last may still be."""
+        """Publish the checkpoint of `step`, which is there, as the one that was published last may still be."""
         try:
             header = read_header(self.run_folder, step)
             best = header.get("best_step")
@@ -138,11 +140,12 @@ class Publication:
         except (ColonnadeError, OSError) as error:
             self.problem = error
             say(
-                f"{self.folder}: could not publish step {step}: {error}. Training goes on; the next commit makes it up"
+                f"{self.folder}: could not publish step {step}: {error}. Training goes on; the next "
+                f"checkpoint makes it up"
             )
 
     def close(self) -> None:
-        """Raises StorageError if the newest commit was not published."""
+        """Raises StorageError if the newest checkpoint was not published."""
         if self.problem is not None:
             raise self.problem
 
@@ -198,10 +201,12 @@ class Publication:
 def change_bytes(
     run_folder: Path, word: Published, step: int, header: Mapping[str, Any], number: int, tag: str
 ) -> bytes:
-    """A change's file: from the commit that the word names to that of `step`. Raises Incomparable, CheckpointError
+    """A change's file: from the checkpoint that the word names to that of `step`. Raises Incomparable, CheckpointError
     where nothing tells what changed between the two, NonFiniteError for weights that are NaN or inf."""
     if word.step >= step or tag_of(run_folder, word.step) != word.tag:
-        raise CheckpointError(f"{run_folder} has no commit of step {word.step} as it was published")
+        raise CheckpointError(
+            f"{run_folder} has no checkpoint of step {word.step} as it was published"
+        )
     earlier = read_header(run_folder, word.step)
     for name in ("shardings", "num_ranks", "model"):
         if earlier.get(name) != header.get(name):
@@ -212,7 +217,7 @@ def change_bytes(
         check_rows(list(header["model"]["tables"])[t], change.ids, change.weights)
         tensors[f"rows/{t}/ids"], tensors[f"rows/{t}/gone"] = change.ids, change.gone
         tensors[f"rows/{t}/weights"] = change.weights
-    place = run_folder / "commits" / f"{step:012d}" / "dense"
+    place = run_folder / "checkpoints" / f"{step:012d}" / "dense"
     dense = load_state(place, header["run"])["model"]
     check_dense(dense)
     for name, value in dense.items():
@@ -347,12 +352,13 @@ def _whole(path: Path) -> bytes:
 
 
 def tag_of(run_folder: Path, step: int) -> str:
-    """What tells a commit from every other, of this run or of another one. Raises CheckpointError where it is gone."""
+    """What tells a checkpoint from every other, of this run or of another one. Raises CheckpointError where it is
+    gone."""
     return hashlib.blake2b(_content(run_folder, step), digest_size=8).hexdigest()
 
 
 def _content(run_folder: Path, step: int) -> bytes:
     path = header_path(run_folder, step)
     if not path.exists():
-        raise CheckpointError(f"{run_folder} has no commit of step {step}")
+        raise CheckpointError(f"{run_folder} has no checkpoint of step {step}")
     return read_verified(path)

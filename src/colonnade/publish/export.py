@@ -1,4 +1,4 @@
-"""Export of a commit as files that other programs read: model.json, the dense weights and every table's rows in
+"""Export of a checkpoint as files that other programs read: model.json, the dense weights and every table's rows in
 safetensors.
 
 DESTINATION/model.json                    config, schema of the data, tables, features; checksums of all files
@@ -7,7 +7,8 @@ DESTINATION/rows-<table number>.safetensors   ids (N,) int64 ascending; weights 
 
 Rows that were never trained are not there: their value follows from the seed (`Table`). Legend: N trained rows.
 
-run/serving/<step>-<tag>-v<version>/     an export for predictors, written once; the tag tells commits of one step apart
+run/serving/<step>-<tag>-v<version>/     an export for predictors, written once; the tag tells checkpoints of one step
+apart
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from colonnade import __version__
-from colonnade.checkpoint.completeness import read_commit
-from colonnade.checkpoint.header import committed_steps, resolve
+from colonnade.checkpoint.completeness import read_checkpoint
+from colonnade.checkpoint.header import list_checkpoints, resolve
 from colonnade.checkpoint.states import load_state
 from colonnade.checkpoint.stores import open_recorded_stores
 from colonnade.config.run import load_config
@@ -43,17 +44,19 @@ from colonnade.store.row_file import DTYPES
 from colonnade.store.table_shards import Joined
 from colonnade.table import ITEM_BYTES
 
-GO_BACK = "Export an older commit (--at STEP), and train on from there with a smaller learning rate"
+GO_BACK = (
+    "Export an older checkpoint (--at STEP), and train on from there with a smaller learning rate"
+)
 
 
 def export_run(
     run_folder: Path | str, destination: Path | str, *, at: int | str | None = None
 ) -> dict[str, Any]:
-    """Write a commit of a run, made by any number of ranks, to a new folder; returns what model.json says.
+    """Write a checkpoint of a run, made by any number of ranks, to a new folder; returns what model.json says.
 
-    `at`: a committed step, "best", "last" or None: the best where a validation part chose one, else the last.
+    `at`: a saved step, "best", "last" or None: the best where a validation part chose one, else the last.
     Needs neither the data nor the model's code, and memory for the ids of one table (16 bytes per row), not for its
-    weights. All or nothing: the folder appears when it is whole. Raises CheckpointError without such a commit,
+    weights. All or nothing: the folder appears when it is whole. Raises CheckpointError without such a checkpoint,
     ConfigError where the destination exists, NonFiniteError for NaN or inf among the weights, StorageError for a disk
     that fails.
     """
@@ -80,7 +83,7 @@ def export_run(
 
 
 def _write(run_folder: Path, step: int, place: Path) -> dict[str, Any]:
-    header = read_commit(run_folder, step)
+    header = read_checkpoint(run_folder, step)
     config = run_folder / "config.yaml"
     model: dict[str, Any] = {
         "colonnade": __version__,
@@ -103,10 +106,12 @@ def _write(run_folder: Path, step: int, place: Path) -> dict[str, Any]:
             for store in stores:
                 store.close()
         model["tables"].append(table)
-    dense = load_state(run_folder / "commits" / f"{step:012d}" / "dense", header["run"])["model"]
+    dense = load_state(run_folder / "checkpoints" / f"{step:012d}" / "dense", header["run"])[
+        "model"
+    ]
     check_dense(dense)
     # Not safetensors' own file: only its owner may read that, and a full disk is no OSError there.
-    said = {"format": "pt", "commit": f"{header['run']}@{step}"}
+    said = {"format": "pt", "checkpoint": f"{header['run']}@{step}"}
     content = save({k: v.contiguous().clone() for k, v in dense.items()}, metadata=said)
     (place / DENSE).write_bytes(content)
     names = [DENSE, *(table["file"] for table in model["tables"])]
@@ -170,7 +175,7 @@ def write_rows(
     ids.sort()
     shapes = {"ids": ("I64", [len(ids)]), "weights": (DTYPES[dtype], [len(ids), width])}
     # So that no two tables' files begin alike: one in the other's place is noticed when it is opened.
-    said = {"format": "pt", "table": table["name"], "commit": f"{run}@{step}"}
+    said = {"format": "pt", "table": table["name"], "checkpoint": f"{run}@{step}"}
     begin = _write_header(path, said, shapes, [ids.nbytes, len(ids) * row_bytes])
     if not len(ids):
         return 0
@@ -228,27 +233,29 @@ ABANDONED_SECONDS = 3600.0
 
 
 def exported(path: Path, *, at: int | str | None = None) -> Path:
-    """`path` itself if it is an exported model; of a run folder the export of a commit, made now if there is none.
+    """`path` itself if it is an exported model; of a run folder the export of a checkpoint, made now if there is none.
 
-    Raises CheckpointError where it is neither, or has no such commit.
+    Raises CheckpointError where it is neither, or has no such checkpoint.
     """
     if (path / MODEL).exists():
         if at is not None:
             raise ConfigError(
-                f"{path} is an exported model and holds one commit; leave --at out, or give the run folder"
+                f"{path} is an exported model and holds one checkpoint; leave --at out, or give the run folder"
             )
         return path
     if not path.is_dir():
         raise CheckpointError(
             f"{path} is no folder; give a run folder or one that `colonnade export` wrote"
         )
-    if not (path / "commits").is_dir():
+    if not (path / "checkpoints").is_dir():
         raise CheckpointError(
-            f"{path} is neither a run folder with a commit nor an exported model; "
+            f"{path} is neither a run folder with a checkpoint nor an exported model; "
             "train first, or give another folder"
         )
     step = resolve(path, at)
-    read_commit(path, step)  # an export made before the commit was damaged does not speak for it
+    read_checkpoint(
+        path, step
+    )  # an export made before the checkpoint was damaged does not speak for it
     destination = path / FOLDER / _name(path, step)
     if destination.is_dir():
         return destination
@@ -262,14 +269,14 @@ def exported(path: Path, *, at: int | str | None = None) -> Path:
 
 
 def _name(path: Path, step: int) -> str:
-    """A run that went back and trained again commits the same step anew."""
-    tag = (path / "commits" / f"{step:012d}.json").stat().st_mtime_ns
+    """A run that went back and trained again checkpoints the same step anew."""
+    tag = (path / "checkpoints" / f"{step:012d}.json").stat().st_mtime_ns
     return f"{step}-{tag:x}-v{VERSIONS[FORMAT]}"
 
 
 def _drop_old(path: Path) -> None:
-    """Exports of commits that are no more, and what killed ones left behind. Who has mapped one keeps it."""
-    current = {_name(path, step) for step in committed_steps(path)}
+    """Exports of checkpoints that are no more, and what killed ones left behind. Who has mapped one keeps it."""
+    current = {_name(path, step) for step in list_checkpoints(path)}
     for place in (path / FOLDER).iterdir():
         is_left = _is_abandoned(place) if place.name.startswith(".") else place.name not in current
         if place.is_dir() and is_left:

@@ -1,12 +1,12 @@
-"""Commits copied to where machines come and go: any place fsspec reaches, by URL.
+"""Checkpoints copied to where machines come and go: any place fsspec reaches, by URL.
 
-A run trains on local files, which can be locked, renamed and read at random; each commit is then copied, and a
+A run trains on local files, which can be locked, renamed and read at random; each checkpoint is then copied, and a
 bare machine fetches the newest copy before it opens the folder. (Alternative dropped: stores on an object store
 itself, which has no rename, no lock and no cheap small read.)
 
-URL/commits/<step>.json                    written last: from here on the copy counts
-URL/commits/<step>/files/<path>            small files by their path in the run folder
-URL/rows/<home>/<table>/<segment or key file>-<content>    never changed, shared by commits
+URL/checkpoints/<step>.json                    written last: from here on the copy counts
+URL/checkpoints/<step>/files/<path>            small files by their path in the run folder
+URL/rows/<home>/<table>/<segment or key file>-<content>    never changed, shared by checkpoints
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ from colonnade.store.manifest import (
 )
 from colonnade.store.untrusted import check_file_name
 
-BESIDE = ("config.yaml", "plan.json", "metrics.jsonl")  # of the run, not of a commit
+BESIDE = ("config.yaml", "plan.json", "metrics.jsonl")  # of the run, not of a checkpoint
 
 
 class Mirror:
-    """Rank 0's copier. A failure is said and tried again at the next commit; local commits do not depend on it."""
+    """Rank 0's copier. A failure is said and tried again at the next checkpoint; local checkpoints do not depend on
+    it."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self.folder, self.url = folder, url
-        self.problem: StorageError | None = None  # of the newest commit
+        self.problem: StorageError | None = None  # of the newest checkpoint
 
     def send(self, step: int, kept: Sequence[int], say: Callable[[str], None]) -> None:
-        """Make the URL hold the commits `kept`, the newest being `step`: copy what is not there, each header after
-        its files; then remove other commits, headers first."""
+        """Make the URL hold the checkpoints `kept`, the newest being `step`: copy what is not there, each header after
+        its files; then remove other checkpoints, headers first."""
         try:
             files, root = open_url(self.url)
-            with explained(self.url, f"copy the commit of step {step}"):
+            with explained(self.url, f"copy the checkpoint of step {step}"):
                 there = mirrored_steps(files, root)
                 sizes = _sizes(files, f"{root}/rows")
                 for each in kept:
@@ -60,17 +61,17 @@ class Mirror:
             self.problem = None
         except StorageError as error:
             self.problem = error
-            say(f"{error}. Training goes on; the next commit is copied again")
+            say(f"{error}. Training goes on; the next checkpoint is copied again")
 
     def close(self) -> None:
-        """Raises StorageError if the newest commit is not at the URL: it is only in the run folder."""
+        """Raises StorageError if the newest checkpoint is not at the URL: it is only in the run folder."""
         if self.problem is not None:
             raise self.problem
 
     def _copy(self, files: Any, root: str, step: int, is_new: bool, sizes: dict[str, int]) -> None:
-        place = f"{root}/commits/{step:012d}"
+        place = f"{root}/checkpoints/{step:012d}"
         header = read_header(self.folder, step)
-        small = [p for p in (self.folder / "commits" / f"{step:012d}").iterdir() if p.is_file()]
+        small = [p for p in (self.folder / "checkpoints" / f"{step:012d}").iterdir() if p.is_file()]
         small += [self.folder / name for name in BESIDE if (self.folder / name).exists()]
         for shard in _shards(self.folder, header):
             small += shard.small
@@ -84,48 +85,51 @@ class Mirror:
         if is_new:
             for path in small:
                 _put(files, path, f"{place}/files/{_relative(self.folder, path)}")
-            _put(files, self.folder / "commits" / f"{step:012d}.json", f"{place}.part")
+            _put(files, self.folder / "checkpoints" / f"{step:012d}.json", f"{place}.part")
             files.mv(f"{place}.part", f"{place}.json")  # there whole, wherever puts are not
 
 
 def fetch_run(url: str, folder: Path | str, *, at: int | None = None) -> int:
-    """Copy a commit (the newest, or step `at`), and the best that it knows of, from a mirror into `folder`, which
+    """Copy a checkpoint (the newest, or step `at`), and the best that it knows of, from a mirror into `folder`, which
     must hold none; returns its step.
 
-    The folder's commit counts when the last file is there; a fetch cut short is simply done again. Raises
-    CheckpointError where there is no such commit, StorageError where the URL cannot be read.
+    The folder's checkpoint counts when the last file is there; a fetch cut short is simply done again. Raises
+    CheckpointError where there is no such checkpoint, StorageError where the URL cannot be read.
     """
     folder = Path(folder)
-    if any((folder / "commits").glob("*.json")):
-        raise CheckpointError(f"{folder} holds commits already; fetch into another folder")
+    if any((folder / "checkpoints").glob("*.json")):
+        raise CheckpointError(f"{folder} holds checkpoints already; fetch into another folder")
     files, root = open_url(url)
     with explained(url, "read"):
         steps = mirrored_steps(files, root)
         step = (steps[-1] if steps else None) if at is None else at
         if step not in steps:
-            raise CheckpointError(f"{url} holds no commit of step {step}; it has {steps or 'none'}")
+            raise CheckpointError(
+                f"{url} holds no checkpoint of step {step}; it has {steps or 'none'}"
+            )
         assert step is not None
         there: set[Path] = set()
-        header = _fetch_commit(files, root, folder, step, there)
+        header = _fetch_checkpoint(files, root, folder, step, there)
         best = header.get("best_step")
         if best is not None and best != step and best in steps:
-            _fetch_commit(files, root, folder, best, there)
+            _fetch_checkpoint(files, root, folder, best, there)
     return step
 
 
-def _fetch_commit(
+def _fetch_checkpoint(
     files: Any, root: str, folder: Path, step: int, there: set[Path]
 ) -> dict[str, Any]:
-    """One commit's files, its header last; returns the header. `there`: segments that a newer commit brought."""
+    """One checkpoint's files, its header last; returns the header. `there`: segments that a newer checkpoint
+    brought."""
     disk = Disk()
-    small = f"{root}/commits/{step:012d}/files"
+    small = f"{root}/checkpoints/{step:012d}/files"
     for path in files.find(small):
         name = _inside(small, path)
         for part in name.split("/"):
             check_file_name(part, path)
         _get(disk, files, path, folder / name)
-    local_header = folder / "commits" / f"{step:012d}.json"
-    header_bytes = files.cat_file(f"{root}/commits/{step:012d}.json")
+    local_header = folder / "checkpoints" / f"{step:012d}.json"
+    header_bytes = files.cat_file(f"{root}/checkpoints/{step:012d}.json")
     # Under another name first: the rows it speaks of are not there yet.
     waiting = local_header.with_suffix(".fetched")
     disk.make_dir(waiting.parent)
@@ -155,9 +159,9 @@ def open_url(url: str) -> tuple[Any, str]:
 
 def mirrored_steps(files: Any, root: str) -> list[int]:
     """Steps whose copy is whole, ascending."""
-    if not files.exists(f"{root}/commits"):
+    if not files.exists(f"{root}/checkpoints"):
         return []
-    names = [PurePosixPath(path) for path in files.ls(f"{root}/commits", detail=False)]
+    names = [PurePosixPath(path) for path in files.ls(f"{root}/checkpoints", detail=False)]
     return sorted(int(p.stem) for p in names if p.suffix == ".json" and p.stem.isdigit())
 
 
@@ -174,9 +178,9 @@ def _forget(files: Any, root: str, kept: Sequence[int]) -> None:
     steps = mirrored_steps(files, root)
     for step in steps:
         if step not in kept:
-            files.rm(f"{root}/commits/{step:012d}.json")
+            files.rm(f"{root}/checkpoints/{step:012d}.json")
     used = set()
-    for path in list(files.ls(f"{root}/commits", detail=False)):
+    for path in list(files.ls(f"{root}/checkpoints", detail=False)):
         name = PurePosixPath(path).name
         if name.isdigit() and int(name) not in kept:
             files.rm(path, recursive=True)
@@ -195,7 +199,7 @@ def _forget(files: Any, root: str, kept: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """One store's part of a commit: its directory, its manifest and bitmaps, its segments and key lists."""
+    """One store's part of a checkpoint: its directory, its manifest and bitmaps, its segments and key lists."""
 
     place: Path
     small: list[Path]
@@ -241,7 +245,9 @@ def _content(data: bytes) -> bytes:
 @contextmanager
 def explained(url: str, what: str) -> Iterator[None]:
     """Turn whatever a file system raises into one StorageError that names the URL."""
-    with storage_errors(f"{url}: could not {what}", ". The run folder's own commits are intact"):
+    with storage_errors(
+        f"{url}: could not {what}", ". The run folder's own checkpoints are intact"
+    ):
         yield
 
 

@@ -94,7 +94,7 @@ def load_export(model: nn.Module, collection: EmbeddingCollection, folder: Path 
 
     Everything must be there, fit and be as it was written, which is checked first, else CheckpointError,
     CorruptionError or StorageError with nothing changed, or ConfigError as `load_rows`; to take what agrees of another
-    model, warm-start a run from its commits instead.
+    model, warm-start a run from its checkpoints instead.
     """
     collection.ensure_open()
     folder = Path(folder)

@@ -52,7 +52,7 @@ PHASE_ORDER = (
     "exchange: samples",
     "exchange: other",
     "evaluate",
-    "commit",
+    "checkpoint",
 )
 PER_STEP = PHASE_ORDER[:-2]
 UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"))
@@ -154,7 +154,9 @@ def throughput(run: RunRecord) -> Figure | None:
     steps, values = thinned(points)
     middle = statistics.median(value for _, value in points)
     data = [curve(steps, values, "samples/s", COLORS[2])]
-    note = f"Over all ranks, evaluation and commits aside. Median {count_words(middle)} samples/s."
+    note = (
+        f"Over all ranks, evaluation and checkpoints aside. Median {count_words(middle)} samples/s."
+    )
     return chart("Throughput", note, data, y="samples per second", from_zero=True)
 
 
@@ -199,7 +201,7 @@ def phases_over_time(run: RunRecord) -> Figure | None:
         data.append(area(steps, values, name, COLORS[number % len(COLORS)], unit=" ms"))
     return chart(
         "Phases of a step over time",
-        "Stacked: together they are the time of a step, evaluation and commits aside.",
+        "Stacked: together they are the time of a step, evaluation and checkpoints aside.",
         data,
         y="milliseconds a step",
         from_zero=True,

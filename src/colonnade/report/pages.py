@@ -245,8 +245,8 @@ def headline(run: RunRecord) -> list[tuple[str, str, str]]:
         found.append(
             ("memory for rows", bytes_words(run.summary["resident_bytes"]), "a rank, with index")
         )
-    if run.commits:
-        found.append(("newest commit", f"{run.commits[-1]:,}", "step"))
+    if run.checkpoints:
+        found.append(("newest checkpoint", f"{run.checkpoints[-1]:,}", "step"))
     return found
 
 
@@ -276,8 +276,8 @@ def _lead(run: RunRecord) -> str:
         words += f", from {_when(times[0])} to {_when(times[-1])}"
     ends = {
         "under way": "Still going when this was written.",
-        "ended early": "It ended without a word: it goes on from its newest commit if trained again.",
-        "stopped": "It was asked to stop; the same command goes on from its newest commit.",
+        "ended early": "It ended without a word: it goes on from its newest checkpoint if trained again.",
+        "stopped": "It was asked to stop; the same command goes on from its newest checkpoint.",
         "not begun": "Nothing is recorded yet.",
     }
     return f"{words}. {ends.get(run.status, '')}".strip()
@@ -312,7 +312,7 @@ def _evaluation_table(run: RunRecord) -> NumberTable | None:
 
 
 def _tier_table(run: RunRecord) -> NumberTable | None:
-    """Return None if all rows are in memory and files hold commits alone, or the record has no counts."""
+    """Return None if all rows are in memory and files hold checkpoints alone, or the record has no counts."""
     counts = tiers.totals(run)
     if not tiers.has_rows_below_memory(counts, sums_of(run, "rows").get("evicted", 0)):
         return None
@@ -335,7 +335,7 @@ def _missed_table(run: RunRecord) -> NumberTable | None:
         columns=["updates missed", "reads", "share"],
         rows=[[f"{n:,}", f"{counts[n]:,.0f}", f"{counts[n] / total:.1%}"] for n in sorted(counts)],
         title="How late reads of rows were",
-        note="One read for each step and bound of tables; those that a commit held are not counted.",
+        note="One read for each step and bound of tables; those that a checkpoint held are not counted.",
     )
 
 

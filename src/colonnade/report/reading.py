@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from colonnade.checkpoint.header import committed_steps
+from colonnade.checkpoint.header import list_checkpoints
 from colonnade.errors import CheckpointError
 from colonnade.formats import check_stamp, parse_yaml, read_text, stamp
 from colonnade.report.words import metric_words
@@ -69,7 +69,7 @@ def tiers(values: Any) -> dict[str, dict[str, Any]]:
 
 
 def sent(line: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Bytes and messages, by purpose and link. Older records have bytes by purpose alone."""
+    """Bytes and messages, by channel and link. Older records have bytes by channel alone."""
     if "bytes" in line:
         return {what: sizes(line.get(what)) for what in ("bytes", "messages")}
     by_purpose = {n: v for n, v in numbers(line).items() if n not in ("step", "time")}
@@ -144,7 +144,7 @@ class RunRecord:
     summary: dict[str, Any]
     """Empty unless the newest training call of this folder came to its end."""
     lines: tuple[dict[str, Any], ...]
-    commits: tuple[int, ...]
+    checkpoints: tuple[int, ...]
 
     @property
     def name(self) -> str:
@@ -203,7 +203,7 @@ def read_run(folder: Path) -> RunRecord:
         sound_facts(_load(folder / "machine.json", "colonnade machine")),
         summary,
         tuple(lines),
-        tuple(committed_steps(folder)),
+        tuple(list_checkpoints(folder)),
     )
 
 

@@ -46,7 +46,7 @@ def tier_words(counts: TierCounts) -> list[str]:
 
 
 def has_rows_below_memory(counts: Mapping[str, TierCounts], evicted: float) -> bool:
-    """Return whether rows moved between tiers: false where files hold nothing but commits."""
+    """Return whether rows moved between tiers: false where files hold nothing but checkpoints."""
     names, tiers = list(counts), list(counts.values())
     if len(names) < 2:
         return False
@@ -137,7 +137,7 @@ def _bytes(lines: list[dict]) -> Figure | None:
                 data.append(curve(*thinned(points), f"{name} {words}", color))
     if not data:
         return None
-    note = "Whole pages read; frames, moved rows and commits written."
+    note = "Whole pages read; frames, moved rows and checkpoints written."
     return chart("Bytes to and from below", note, data, y="MiB/s", from_zero=True)
 
 
@@ -151,7 +151,8 @@ def _waiting(lines: list[dict]) -> Figure | None:
         return None
     total = sum(each.get("seconds") or 0.0 for each in lines)
     waited = sum(each.get("waited") or 0.0 for each in lines)
-    note = f"Of the training thread's time, evaluation and commits included: {waited / max(total, 1e-9):.1%} in all."
+    share = waited / max(total, 1e-9)
+    note = f"Share of the training thread's time, evaluation and checkpoints included: {share:.1%} in all."
     data = [curve(*thinned(points), "waited", COLORS[1])]
     return chart("Time spent waiting for rows", note, data, y="percent of time", from_zero=True)
 
@@ -170,7 +171,7 @@ def _amplification(lines: list[dict]) -> Figure | None:
             data.append(curve(*thinned(ratios), name, COLORS[number % len(COLORS)]))
     if not data:
         return None
-    note = "Bytes written so far, for each byte of a row that came from memory: frames, garbage collection, commits."
+    note = "Bytes written so far, for each byte of a row that came from memory: frames, compaction, checkpoints."
     return chart("Write amplification", note, data, y="times", from_zero=True)
 
 

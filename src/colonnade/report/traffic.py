@@ -1,4 +1,4 @@
-"""What rank 0 of a run sent: a table and a chart of bytes per step, by purpose and link."""
+"""What rank 0 of a run sent: a table and a chart of bytes per step, by channel and link."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from colonnade.report.words import bytes_words, count_words
 
 LINK_WORDS = {"local": "same host", "remote": "other hosts", "": "any link"}
 """A record of a version that did not tell links apart has ""."""
-COLUMNS = ("purpose", "link", "bytes a step", "messages a step", "bytes in all")
+COLUMNS = ("channel", "link", "bytes a step", "messages a step", "bytes in all")
 MIB = 2**20
 
 Key = tuple[str, str]
 
 
 def totals(run: RunRecord, what: str = "bytes") -> dict[Key, float]:
-    """By (purpose, link): "bytes" or "messages" over the lines of the run."""
+    """By (channel, link): "bytes" or "messages" over the lines of the run."""
     found: dict[Key, float] = {}
     for line in run.of_kind("sent"):
         for key, number in flat(line[what]).items():
@@ -27,7 +27,7 @@ def totals(run: RunRecord, what: str = "bytes") -> dict[Key, float]:
 
 
 def flat(counts: Mapping[str, Mapping[str, Any]]) -> dict[Key, float]:
-    return {(purpose, link): n for purpose, by in counts.items() for link, n in by.items()}
+    return {(channel, link): n for channel, by in counts.items() for link, n in by.items()}
 
 
 def table_lines(
@@ -44,11 +44,11 @@ def table_lines(
     return lines
 
 
-def _line(purpose: str, link: str, size: float, messages: float | None, steps: float) -> list[str]:
+def _line(channel: str, link: str, size: float, messages: float | None, steps: float) -> list[str]:
     per_step = max(steps, 1.0)
     rate = None if messages is None else messages / per_step
     words = LINK_WORDS.get(link, link)
-    return [purpose, words, bytes_words(size / per_step), count_words(rate), bytes_words(size)]
+    return [channel, words, bytes_words(size / per_step), count_words(rate), bytes_words(size)]
 
 
 def steps_of(run: RunRecord) -> float:
@@ -64,13 +64,13 @@ def sent_bytes(run: RunRecord) -> Figure | None:
     if not keys:
         return None
     data = []
-    for number, (purpose, link) in enumerate(keys):
+    for number, (channel, link) in enumerate(keys):
         points = [
-            (line["step"], line["bytes"].get(purpose, {}).get(link, 0) / MIB / span)
+            (line["step"], line["bytes"].get(channel, {}).get(link, 0) / MIB / span)
             for line, span in zip(lines, steps_between(lines), strict=True)
             if span
         ]
-        name = f"{purpose}, {LINK_WORDS.get(link, link)}"
+        name = f"{channel}, {LINK_WORDS.get(link, link)}"
         data.append(area(*thinned(points), name, COLORS[number % len(COLORS)], unit=" MiB"))
     by_link: dict[str, float] = {}
     for (_, link), size in totals(run).items():

@@ -27,7 +27,7 @@ Facts = Mapping[str, Any]
 
 
 def agree(mesh: Mesh, facts: Facts, advice: str) -> None:
-    """Collective, on the purpose `control`. Raises WorldError on every rank where any has other facts; `advice` says
+    """Collective, on the channel `control`. Raises WorldError on every rank where any has other facts; `advice` says
     what to do."""
     if mesh.num_ranks == 1:
         return

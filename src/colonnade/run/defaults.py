@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from colonnade.checkpoint.header import committed_steps
+from colonnade.checkpoint.header import list_checkpoints
 from colonnade.config.run import RunConfig, build_config, load_config, override
 from colonnade.data import SOURCES, Source, Splits, open_source
 from colonnade.errors import ConfigError
@@ -136,11 +136,11 @@ def open_data(config: RunConfig, folder: Path | None) -> tuple[RunConfig, Splits
     """Open the data of `config`, with settings that suit its size wherever none was given.
 
     Returns the configuration with all of them, the data, and a line that says what was chosen ("": nothing was). A
-    folder with commits goes on with what it was trained with.
+    folder with checkpoints goes on with what it was trained with.
     """
     if config.data.name not in FILES:
         return config, open_source(config.data.name, config.data.path, **config.data.options), ""
-    if folder is not None and committed_steps(folder):
+    if folder is not None and list_checkpoints(folder):
         config = _with_recorded(config, load_config(folder / "config.yaml"))
         return config, _open(config), ""
     config, held_out = _with_default_order(config), 0.0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.batch import Batch
-from colonnade.checkpoint.commits import open_commits
+from colonnade.checkpoint.checkpoints import open_checkpoints
 from colonnade.checkpoint.fingerprint import check_model, load_dense
 from colonnade.checkpoint.header import read_header, resolve
 from colonnade.checkpoint.states import load_state
@@ -56,7 +56,7 @@ class Fitted:
     outcome: Outcome
     run: Path | None
     resumed_at: int | None
-    """The committed step this call went on from."""
+    """The saved step this call went on from."""
 
 
 def fit(
@@ -82,7 +82,8 @@ def fit(
     model            any nn.Module with one EmbeddingCollection inside; `model(batch)` gives logits (B, labels), or
                      what its objective takes
     data             a Source (colonnade.data), or Splits with validation and test parts
-    run              folder for commits, metrics and rows beyond memory; one with commits is gone on with, to the
+    run              folder for checkpoints, metrics and rows beyond memory; one with checkpoints is gone on with, to
+    the
                      same bits. None: everything stays in this process
     objective        what is learned and scored (`Objective`); default: the model's `objective`, else binary cross
                      entropy, AUC, log loss
@@ -96,7 +97,8 @@ def fit(
                      memory.dram), of DenseConfig with dense_ (dense_lr, dense_clip_norm) and, of rows,
                      rows_clip_norm, rows_clip_value; rows' optimizers are declared with the tables
 
-    Ctrl-C commits and ends (`outcome.stopped`); the same call goes on from there. A run that is finished is opened for
+    Ctrl-C checkpoints and ends (`outcome.stopped`); the same call goes on from there. A run that is finished is
+    opened for
     reading: the model gets its weights, the result is what it recorded, and nothing is written.
     Raises ConfigError, DataError, CheckpointError before the first step, NonFiniteError, StorageError while training.
     """
@@ -130,8 +132,8 @@ def fit(
         with stop_on_signals(prepared.trainer):
             outcome = prepared.train()
     finally:
-        if prepared.commits is not None:
-            prepared.commits.end_writing()
+        if prepared.checkpoints is not None:
+            prepared.checkpoints.end_writing()
     return Fitted(dict(outcome.metrics), outcome, prepared.folder, prepared.resumed_at)
 
 
@@ -143,21 +145,21 @@ def load_run(
     mesh: Mesh | None = None,
     dram: int | str | None = None,
 ) -> int:
-    """Collective: give a model just built the dense weights and rows of a run's commit; returns its step.
+    """Collective: give a model just built the dense weights and rows of a run's checkpoint; returns its step.
 
-    `at`: a committed step, "best", "last", or None: the best where a validation part chose one, else the last. Rows
+    `at`: a saved step, "best", "last", or None: the best where a validation part chose one, else the last. Rows
     are read from the run folder, which nothing here changes; the model is put in eval mode. Raises CheckpointError
-    where the commit is another model's.
+    where the checkpoint is another model's.
     """
     folder, mesh = Path(run), mesh or open_mesh()
     collection, step = find_collection(model), resolve(folder, at)
     header = read_header(folder, step)
     check_model(folder, header, collection.declaration, model)
-    commits, _ = open_commits(folder, collection.tables, mesh, read_only=True, at=step)
+    checkpoints, _ = open_checkpoints(folder, collection.tables, mesh, read_only=True, at=step)
     config = PlanConfig.model_validate({"memory": {"dram": dram}})
     plan = build_plan(collection.tables, mesh.world, config)
-    collection.open(plan, mesh, backings=commits.backings, step=step)
-    dense = load_state(folder / "commits" / f"{step:012d}" / "dense", header["run"])
+    collection.open(plan, mesh, backings=checkpoints.backings, step=step)
+    dense = load_state(folder / "checkpoints" / f"{step:012d}" / "dense", header["run"])
     load_dense(model, dense["model"])
     model.eval()
     return step
@@ -180,7 +182,7 @@ class MeanLoss:
     ) -> dict[str, float]:
         total = torch.zeros(3, dtype=torch.float64)  # loss, weight, samples
         with evaluation_mode(model):
-            for batch in batches_of(source, batch_size, mesh, purpose="evaluate"):
+            for batch in batches_of(source, batch_size, mesh, channel="evaluate"):
                 weight = batch.sample_weight
                 here = [
                     float(self._sum(model, batch)),

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a run trains: it commits and ends, and the same call goes on from there."""
+"""Ctrl-C and SIGTERM while a run trains: it checkpoints and ends, and the same call goes on from there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ REPEAT_SECONDS = 2.0  # a terminal and torchrun may both deliver the same Ctrl-C
 
 @contextmanager
 def stop_on_signals(trainer: Trainer) -> Iterator[None]:
-    """The first signal asks all ranks to commit and end; a later one is obeyed at once. In other threads than the main
+    """The first signal asks all ranks to checkpoint and end; a later one is obeyed at once. In other threads than the
+    main
     one, which alone hears signals, nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield

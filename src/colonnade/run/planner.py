@@ -46,7 +46,8 @@ def hot_of(
     world: World,
     before: Mapping[str, Sharding],
 ) -> dict[str, Sequence[int]]:
-    """By table whose hot rows are asked for: their ids. `before`: shardings of the run's newest commit, whose ids a run
+    """By table whose hot rows are asked for: their ids. `before`: shardings of the run's newest checkpoint, whose ids
+    a run
     goes on with, as long as as many are wanted."""
     found: dict[str, Sequence[int]] = {}
     for name, said in config.tables.items():
@@ -236,6 +237,6 @@ def reduction_seconds(
 
 def by_purpose(sent: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
-    for (purpose, link), size in sent.items():
-        found.setdefault(purpose, {})[link] = size
+    for (channel, link), size in sent.items():
+        found.setdefault(channel, {})[link] = size
     return found

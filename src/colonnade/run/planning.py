@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colonnade.batch import Batch
-from colonnade.checkpoint.header import committed_steps, read_header
+from colonnade.checkpoint.header import list_checkpoints, read_header
 from colonnade.checkpoint.stores import open_stores, shardings_of
 from colonnade.comm.mesh import Mesh
 from colonnade.config.plan import MemoryConfig, PlanConfig
@@ -434,8 +434,8 @@ def plan_from_sample(
 
 
 def _recorded(folder: Path | None) -> dict[str, Sharding]:
-    """By table: of the newest commit of a run."""
-    steps = [] if folder is None else committed_steps(folder)
+    """By table: of the newest checkpoint of a run."""
+    steps = [] if folder is None else list_checkpoints(folder)
     if folder is None or not steps:
         return {}
     header = read_header(folder, steps[-1])

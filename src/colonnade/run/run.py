@@ -20,9 +20,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from colonnade import _native
 from colonnade.cache.next_use import splits_with_next_use
-from colonnade.checkpoint.commits import Commits, lost_words, open_commits, restore
+from colonnade.checkpoint.checkpoints import Checkpoints, lost_words, open_checkpoints, restore
 from colonnade.checkpoint.completeness import check_shared
-from colonnade.checkpoint.header import committed_steps, resolve
+from colonnade.checkpoint.header import list_checkpoints, resolve
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.process_groups import with_servers
 from colonnade.config.plan import MemoryConfig
@@ -95,10 +95,10 @@ class Run:
     mesh: Mesh
     trainer: Trainer
     folder: Path | None
-    commits: Commits | None
+    checkpoints: Checkpoints | None
     resumed_at: int | None
     sent: dict[str, float] = field(default_factory=dict)
-    """Bytes that a rank sent per step, the mean over ranks, by purpose: once trained."""
+    """Bytes that a rank sent per step, the mean over ranks, by channel: once trained."""
     rows: dict[str, Any] = field(default_factory=dict)
     """What the first rank that has rows says of them: once trained."""
     samples: int = 0
@@ -119,7 +119,7 @@ class Run:
         self.rows = rows_of_first_owner(self.mesh, self.trainer.collection)
         self.samples = int(self.mesh.all_reduce("control", torch.tensor(outcome.samples)))
         self.samples = complete_outcome(self.trainer, outcome, self.samples)
-        for destination in self.commits.destinations if self.commits is not None else ():
+        for destination in self.checkpoints.destinations if self.checkpoints is not None else ():
             destination.close()
         if self.folder is not None and self.mesh.rank == 0:
             text = json.dumps({**stamp("colonnade summary"), **self.summary(outcome)}, indent=2)
@@ -127,12 +127,12 @@ class Run:
         return outcome
 
     def summary(self, outcome: Outcome) -> dict[str, Any]:
-        """Plain values, once trained: metrics, time by phase and what was sent by purpose and link (this rank's), rows
+        """Plain values, once trained: metrics, time by phase and what was sent by channel and link (this rank's), rows
         by source and tier."""
         if self.final_summary is not None:
             return self.final_summary
         collection, phases = self.trainer.collection, self.trainer.phases.seconds
-        trained = outcome.seconds - phases.get("evaluate", 0.0) - phases.get("commit", 0.0)
+        trained = outcome.seconds - phases.get("evaluate", 0.0) - phases.get("checkpoint", 0.0)
         rate = self.samples / max(trained, 1e-9)
         return {
             **asdict(outcome),
@@ -149,8 +149,8 @@ class Run:
         }
 
     def close(self) -> None:
-        if self.commits is not None:
-            self.commits.close()
+        if self.checkpoints is not None:
+            self.checkpoints.close()
 
 
 def open_run(
@@ -164,7 +164,7 @@ def open_run(
     at: int | str | None = None,
     data: Splits | None = None,
 ) -> Run:
-    """Collective. A folder with commits is resumed at the newest, or at `at`: a step, "best" or "last". Raises
+    """Collective. A folder with checkpoints is resumed at the newest, or at `at`: a step, "best" or "last". Raises
     before anything is written where ranks disagree or the folder is another run's.
 
     Without a folder nothing is written, and every row must fit in memory.
@@ -247,10 +247,10 @@ def prepare(
     ]  # fmt: skip
     plan, device = _make_plan(opening, optimizer)
     plan_of_start = _plan_warm_start(opening)
-    commits, step = _open_rows(opening, plan, at)
-    trainer = _build_trainer(opening, rows, optimizer, schedules, run_steps, commits)
+    checkpoints, step = _open_rows(opening, plan, at)
+    trainer = _build_trainer(opening, rows, optimizer, schedules, run_steps, checkpoints)
     if folder is not None and step is not None:
-        with _closed_on_error(commits):
+        with _closed_on_error(checkpoints):
             restore(trainer, folder, step)
     elif plan_of_start is not None:
         warm_start(trainer, plan_of_start)
@@ -262,11 +262,11 @@ def prepare(
     if folder is not None and not read_only:
         if mesh.rank == 0:
             _write_run_files(opening, folder, device)
-        if commits is not None:
-            commits.destinations = open_destinations(
-                config.train, folder, commits, step, opening.disk
+        if checkpoints is not None:
+            checkpoints.destinations = open_destinations(
+                config.train, folder, checkpoints, step, opening.disk
             )
-    return Run(config, mesh, trainer, folder, commits, step, final_summary=final_summary)
+    return Run(config, mesh, trainer, folder, checkpoints, step, final_summary=final_summary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +340,7 @@ def _make_plan(opening: _Opening, optimizer: Optimizer) -> tuple[Plan | None, De
     if not collection.is_open:
         laid = placed_in_towers(config, collection, mesh.world)
         wanted = laid.plan
-        if opening.read_only:  # what was committed is found where it is, and nothing is written
+        if opening.read_only:  # what was saved is found where it is, and nothing is written
             memory = MemoryConfig(dram=wanted.memory.dram)
             wanted = wanted.model_copy(update={"memory": memory})
         settled = settle_plan(wanted, collection.tables, mesh.world)
@@ -359,18 +359,18 @@ def _make_plan(opening: _Opening, optimizer: Optimizer) -> tuple[Plan | None, De
     plan, device = plan_for_all(
         opening.model, collection, opening.data, laid, mesh, folder, objective=opening.objective,
         make_optimizer=opening.make_optimizer,
-        first_step=0 if folder is None else max(committed_steps(folder), default=0),
+        first_step=0 if folder is None else max(list_checkpoints(folder), default=0),
     )  # fmt: skip
     check_lookups(plan, collection, opening.data)
     return plan, device
 
 
 def _plan_warm_start(opening: _Opening) -> Taken | None:
-    """Plan what a run without commits takes from another one; None: nothing."""
+    """Plan what a run without checkpoints takes from another one; None: nothing."""
     train, folder = opening.config.train, opening.folder
     if train.warm_start is None or opening.read_only:
         return None
-    if folder is not None and committed_steps(folder):
+    if folder is not None and list_checkpoints(folder):
         return None
     return plan_warm_start(
         opening.model, opening.collection.tables, train.warm_start, train.warm_start_skip
@@ -379,18 +379,19 @@ def _plan_warm_start(opening: _Opening) -> Taken | None:
 
 def _open_rows(
     opening: _Opening, plan: Plan | None, at: int | str | None
-) -> tuple[Commits | None, int | None]:
-    """Collective: open the run folder's commits, and the rows of a collection that is not open yet.
+) -> tuple[Checkpoints | None, int | None]:
+    """Collective: open the run folder's checkpoints, and the rows of a collection that is not open yet.
 
-    Returns the commits, and the step of the one that the run goes on from; None where there is no folder or no commit.
+    Returns the checkpoints, and the step of the one that the run goes on from; None where there is no folder or no
+    checkpoint.
     """
-    folder, console, commits, step = opening.folder, opening.console, None, None
+    folder, console, checkpoints, step = opening.folder, opening.console, None, None
     if folder is not None:
-        commits, step = open_commits(
+        checkpoints, step = open_checkpoints(
             folder,
             opening.collection.tables,
             opening.mesh,
-            keep=opening.config.train.keep_commits,
+            keep=opening.config.train.keep_checkpoints,
             disk=opening.disk,
             read_only=opening.read_only,
             at=None if at is None else resolve(folder, at),
@@ -399,13 +400,13 @@ def _open_rows(
             write_budget=None if plan is None else plan.write_budget,
         )
         if step is not None and not opening.read_only and console is not None:
-            for words in lost_words(commits):
+            for words in lost_words(checkpoints):
                 console.print(words, style="yellow", highlight=False)
     if plan is not None:
-        backings = commits.backings if commits else ()
-        with _closed_on_error(commits):
+        backings = checkpoints.backings if checkpoints else ()
+        with _closed_on_error(checkpoints):
             opening.collection.open(plan, opening.mesh, backings=backings, step=step)
-    return commits, step
+    return checkpoints, step
 
 
 def _build_trainer(
@@ -414,7 +415,7 @@ def _build_trainer(
     optimizer: Optimizer,
     schedules: Sequence[LRScheduler | ReduceLROnPlateau | None],
     run_steps: int | None,
-    commits: Commits | None,
+    checkpoints: Checkpoints | None,
 ) -> Trainer:
     """Build the trainer of an open collection; print how the model's towers go together."""
     collection, config, mesh, console = (
@@ -443,7 +444,7 @@ def _build_trainer(
             part=part or "all",
             is_quiet=console is None or mesh.rank > 0,
         ),
-        commits=commits,
+        checkpoints=checkpoints,
         loss_scale=loss_scale(config.train.loss_scale),
     )  # fmt: skip
     if console is not None and (words := words_of(opening.model, collection)):
@@ -463,13 +464,13 @@ def _write_run_files(opening: _Opening, folder: Path, device: Device | None) -> 
 
 
 @contextmanager
-def _closed_on_error(commits: Commits | None) -> Iterator[None]:
+def _closed_on_error(checkpoints: Checkpoints | None) -> Iterator[None]:
     """A run that is refused leaves its folder to others."""
     try:
         yield
     except BaseException:
-        if commits is not None:
-            commits.close()
+        if checkpoints is not None:
+            checkpoints.close()
         raise
 
 
@@ -528,19 +529,21 @@ def plan_run(
 
 
 def _fetch_if_bare(folder: Path, config: RunConfig, mesh: Mesh, console: Console | None) -> None:
-    """Collective: a folder without commits gets the newest one of its mirror, if there is one."""
+    """Collective: a folder without checkpoints gets the newest one of its mirror, if there is one."""
     url = config.train.mirror
     if url is None:
         return
     problem = ""
-    if mesh.rank == 0 and not committed_steps(folder):
+    if mesh.rank == 0 and not list_checkpoints(folder):
         try:
             with explained(url, "read"):
                 steps = mirrored_steps(*open_url(url))
             if steps:
                 step = fetch_run(url, folder)
                 if console is not None:
-                    console.print(f"fetched the commit of step {step} from {url}", highlight=False)
+                    console.print(
+                        f"fetched the checkpoint of step {step} from {url}", highlight=False
+                    )
         except ColonnadeError as error:
             problem = str(error)
     if said := mesh.all_gather_bytes("control", problem.encode())[0].decode():
@@ -567,7 +570,8 @@ def set_threads(wanted: int, mesh: Mesh) -> None:
         share = max(1, usable_processors() // mesh.world.ranks_per_host)
         torch.set_num_threads(min(share, torch.get_num_threads()))
         pa.set_cpu_count(min(share, pa.cpu_count()))
-    # OpenMP keeps what torch is told for this thread alone: the lookahead's and a commit's would take OMP_NUM_THREADS.
+    # OpenMP keeps what torch is told for this thread alone: the lookahead's and a checkpoint's would take
+    # OMP_NUM_THREADS.
     _native.set_num_threads(torch.get_num_threads())
 
 
@@ -583,13 +587,13 @@ def load_run_config(folder: Path) -> RunConfig:
 def _check_same_run(folder: Path, config: RunConfig) -> None:
     """Refuse a folder of a run that cannot go on with these settings. Learning rates and the plan may change."""
     path = folder / "config.yaml"
-    if not path.exists() or not committed_steps(folder):
+    if not path.exists() or not list_checkpoints(folder):
         return
     recorded = load_config(path)
     if not path.read_bytes().strip():
         raise CheckpointError(f"{path} is empty, wanted the run's settings; restore it from a copy")
     fixed = (
-        "model.", "embedding.optimizer", "embedding.wide.optimizer", 
+        "model.", "embedding.optimizer", "embedding.wide.optimizer",
         "embedding.admission", "embedding.eviction", "embedding.tables",
         "dense.optimizer", "data.name", "data.options", "train.seed", "train.progressive",
     )  # fmt: skip
@@ -624,8 +628,8 @@ def _schedule(config: RunConfig) -> Schedule:
         progressive=train.progressive,
         rows_clip_norm=config.embedding.clip_norm,
         dense_clip_norm=config.dense.clip_norm,
-        commit_steps=train.commit_steps,
-        commit_seconds=train.commit_seconds,
+        checkpoint_steps=train.checkpoint_steps,
+        checkpoint_seconds=train.checkpoint_seconds,
         skip_non_finite=train.on_non_finite == "skip",
     )
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colonnade.checkpoint.completeness import read_commit
+from colonnade.checkpoint.completeness import read_checkpoint
 from colonnade.checkpoint.fingerprint import dense_weights, identity_of, load_dense, tower_words
-from colonnade.checkpoint.header import committed_steps, read_header, resolve, state_folder
+from colonnade.checkpoint.header import list_checkpoints, read_header, resolve, state_folder
 from colonnade.checkpoint.snapshot import parameter_names
 from colonnade.checkpoint.states import load_state
 from colonnade.checkpoint.stores import open_recorded_stores
@@ -31,7 +31,8 @@ from colonnade.train.trainer import Outcome, Trainer
 def read_final_summary(
     folder: Path, config: TrainConfig, num_epochs: int, mesh: Mesh
 ) -> dict[str, Any] | None:
-    """Collective: the summary that rank 0 reads in a run folder, if it is that of the newest commit and these settings
+    """Collective: the summary that rank 0 reads in a run folder, if it is that of the newest checkpoint and these
+    settings
     leave nothing to train; None where there is something to do, or to mend."""
     text = b""
     if mesh.rank == 0:
@@ -50,8 +51,9 @@ def outcome_of(summary: Mapping[str, Any]) -> Outcome:
 
 
 def complete_outcome(trainer: Trainer, outcome: Outcome, samples: int) -> int:
-    """Fill in the outcome of a run that was killed between its last commit and its summary, from the counts that the
-    commit holds. Returns the samples of all ranks: `samples` as it is for any other run."""
+    """Fill in the outcome of a run that was killed between its last checkpoint and its summary, from the counts that
+    the
+    checkpoint holds. Returns the samples of all ranks: `samples` as it is for any other run."""
     work = trainer.earlier_work
     if outcome.steps or not work:
         return samples
@@ -71,7 +73,7 @@ def describe_end(folder: Path, step: int) -> str:
 
 
 def _final_summary(folder: Path, config: TrainConfig, num_epochs: int) -> dict[str, Any] | None:
-    steps, path = committed_steps(folder), folder / "summary.json"
+    steps, path = list_checkpoints(folder), folder / "summary.json"
     if not steps or not path.is_file():
         return None
     summary = read_stamped(path, path.read_bytes(), "colonnade summary")
@@ -131,7 +133,7 @@ def plan_warm_start(
     """
     folder, step = parse_source(source)
     own_tables = {table.name: table for table in tables}
-    said, own = read_commit(folder, step)["model"], dense_weights(model)
+    said, own = read_checkpoint(folder, step)["model"], dense_weights(model)
     theirs = said["tables"]
     dense = _dense_state(folder, step)["model"]
     if unknown := sorted(set(skip) - {*theirs, *dense, *own_tables, *own}):
@@ -170,11 +172,11 @@ def warm_start(trainer: Trainer, taken: Taken) -> None:
 
 def _dense_state(folder: Path, step: int) -> dict[str, Any]:
     run = read_header(folder, step)["run"]
-    return load_state(folder / "commits" / f"{step:012d}" / "dense", run)
+    return load_state(folder / "checkpoints" / f"{step:012d}" / "dense", run)
 
 
 def parse_source(source: str) -> tuple[Path, int]:
-    """(folder, committed step) of "FOLDER" or "FOLDER@best|last|<step>"."""
+    """(folder, saved step) of "FOLDER" or "FOLDER@best|last|<step>"."""
     folder, at, name = source.rpartition("@")
     if at and (name in ("best", "last") or name.isdigit()):
         return Path(folder), resolve(Path(folder), name)

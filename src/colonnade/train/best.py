@@ -66,7 +66,7 @@ class Best:
         return better
 
     def state(self) -> dict[str, Any]:
-        """What a commit keeps; `monitor` and `min_delta` are the run's settings."""
+        """What a checkpoint keeps; `monitor` and `min_delta` are the run's settings."""
         return {k: v for k, v in asdict(self).items() if k not in ("monitor", "min_delta")}
 
     def restore(self, state: Mapping[str, Any]) -> None:

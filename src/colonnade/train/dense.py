@@ -152,7 +152,7 @@ class DenseGradients:
         self._error: BaseException | None = None
         self._unit = 1.0
         self._may_take_back = False
-        self._committed: Sequence[State | None] = ()
+        self._saved: Sequence[State | None] = ()
 
     def attach(self) -> None:
         """Collective. Lay the buckets out, point every parameter's gradient into them, take up what `restore` gave."""
@@ -198,8 +198,8 @@ class DenseGradients:
                 parameter.grad = self._views[number]
                 start = stop
         self._expected, self._hooks, self._may_take_back = [], [], False
-        self._take_up(self._committed)
-        self._committed = ()
+        self._take_up(self._saved)
+        self._saved = ()
         if self.mesh.num_ranks > 1:
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(
@@ -214,7 +214,7 @@ class DenseGradients:
             raise RuntimeError(
                 "got zero() in the middle of a step: some buckets of the dense gradients have left, and other ranks "
                 "wait for the others. A step that begin() has begun ends with send() and wait(); after an error in "
-                "its backward, leave the world and go on from the newest commit"
+                "its backward, leave the world and go on from the newest checkpoint"
             )
         for bucket in self.buckets:
             bucket.gradients.zero_()
@@ -327,12 +327,12 @@ class DenseGradients:
         }
 
     def restore(self, states: Sequence[State | None]) -> None:
-        """Before `attach`, on every rank: the residuals of a commit, by trainer. In the same world with the same
+        """Before `attach`, on every rank: the residuals of a checkpoint, by trainer. In the same world with the same
         buckets each rank goes on with its own. Else rank 0 adds all of them to its next gradients: nothing is lost,
-        also where sums are exact from now on. Where other parameters are trained than in the commit, residuals are
+        also where sums are exact from now on. Where other parameters are trained than in the checkpoint, residuals are
         dropped: what they belong to is not known, and they are one rounding of one step.
         """
-        self._committed = states
+        self._saved = states
 
     def _heard_by_servers(
         self, is_finite: bool, stops: bool, loss: float
@@ -344,7 +344,7 @@ class DenseGradients:
         said = torch.zeros(SIGNALS, dtype=torch.float64)
         if mesh.is_server or self.mesh.rank == 0:  # all trainers know the same
             said = torch.tensor([float(not is_finite), float(stops), loss], dtype=torch.float64)
-        unhealthy, asked, whole = mesh.all_reduce("push", said, counts_as="control").tolist()
+        unhealthy, asked, whole = mesh.all_reduce("push", said, traffic_tag="control").tolist()
         return unhealthy == 0, asked > 0, whole
 
     def reduce(
@@ -455,7 +455,7 @@ class DenseGradients:
     def _agree_on_ways(self, mesh: Mesh, buckets: Sequence[Bucket]) -> None:
         """Collective: all go rank 0's ways. A rank that has measured other links would wait in another group."""
         numbers = torch.tensor([WAYS.index(bucket.way) for bucket in buckets])
-        agreed = mesh.broadcast("dense", numbers, counts_as="control").tolist()
+        agreed = mesh.broadcast("dense", numbers, traffic_tag="control").tolist()
         for bucket, number in zip(buckets, agreed, strict=True):
             bucket.way = WAYS[number]
 
@@ -540,7 +540,7 @@ class DenseGradients:
 
 
 def _layout(state: State | None) -> list[Any]:
-    """What residuals of two commits must have in common to be of the same places."""
+    """What residuals of two checkpoints must have in common to be of the same places."""
     if state is None:
         return []
     buckets = [

@@ -1,6 +1,7 @@
 """What losses are multiplied by before backward, so that small gradients do not vanish in 16 bits, and how it changes.
 
-The rule is that of torch.amp.GradScaler. Every rank has the same number, since all hear of the same steps; a commit has
+The rule is that of torch.amp.GradScaler. Every rank has the same number, since all hear of the same steps; a
+checkpoint has
 it, and it is divided out before gradients are clipped or applied. So a power of two changes no bit of a run in which
 nothing overflows or vanishes.
 """

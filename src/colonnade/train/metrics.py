@@ -33,7 +33,7 @@ def evaluate(model: nn.Module, source: Source, batch_size: int, mesh: Mesh) -> d
     columns: list[Tensor] = []  # (B, 2 T + 1) float64: scores, labels, weight
     groups: list[Tensor] = []
     with evaluation_mode(model):
-        for batch in batches_of(source, batch_size, mesh, purpose="evaluate"):
+        for batch in batches_of(source, batch_size, mesh, channel="evaluate"):
             if batch.label is None:
                 raise DataError("the batch has no label; evaluation compares scores with labels")
             logits = model(batch)

@@ -1,4 +1,4 @@
-"""Lines of a run's metrics files: read, and cut back to a commit. Needs no torch."""
+"""Lines of a run's metrics files: read, and cut back to a checkpoint. Needs no torch."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Drop the lines after a step: those steps were not committed, and are about to happen again."""
+    """Drop the lines after a step: those steps were not saved, and are about to happen again."""
     if not path.exists():
         return
     lines = read_lines(path)
-    committed = [line for line in lines if line["step"] <= step]
+    saved = [line for line in lines if line["step"] <= step]
     text = read_text(path, "replace")
     is_whole = text.endswith("\n") or not text
-    if len(committed) < len(lines) or not is_whole:
-        text = "".join(json.dumps(line) + "\n" for line in committed)
+    if len(saved) < len(lines) or not is_whole:
+        text = "".join(json.dumps(line) + "\n" for line in saved)
         path.write_text(FIRST_LINE + text, encoding="utf-8")

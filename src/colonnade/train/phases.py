@@ -37,9 +37,9 @@ class Phases:
         finally:
             spent = time.perf_counter() - start
             if not whole:
-                for purpose, seconds in waited().items():
-                    gained = seconds - before.get(purpose, 0.0)
+                for channel, seconds in waited().items():
+                    gained = seconds - before.get(channel, 0.0)
                     if gained:
-                        self.seconds[EXPOSED.get(purpose, OTHER)] += gained
+                        self.seconds[EXPOSED.get(channel, OTHER)] += gained
                         spent -= gained
             self.seconds[name] += spent

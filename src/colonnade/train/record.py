@@ -12,7 +12,7 @@ run/metrics.jsonl      {"step", "kind", "time", ...}; what each kind holds:
                training thread spent waiting for rows, and by tier, from the top, `TierCounts`: what was added since
                then, and of held, live and lifetime bytes what there is now
     sent       what this rank sent to others since the previous such line: `bytes` of payload and `messages`, each by
-               purpose (route, fetch, push, dense, evaluate, commit, control) and link (local: to ranks of its host,
+               channel (route, fetch, push, dense, evaluate, checkpoint, control) and link (local: to ranks of its host,
                remote: to other hosts)
     missed     where reads may be late, so many batches since the previous such line, by the updates that their reads
                missed ("4"), as this rank applied them
@@ -264,12 +264,12 @@ class Counters:
         return gained if len(found) > 1 else None
 
     def sent(self) -> dict[str, dict[str, dict[str, float]]]:
-        """{"bytes" or "messages": {purpose: {link: number}}}; {} where nothing was sent."""
+        """{"bytes" or "messages": {channel: {link: number}}}; {} where nothing was sent."""
         before, self._sent = self._sent, self._watched.collection.mesh.traffic.plain()
         gained: dict[str, dict[str, dict[str, float]]] = {
             what: {
-                purpose: _gained(by_link, before.get(what, {}).get(purpose, {}))[0]
-                for purpose, by_link in by_purpose.items()
+                channel: _gained(by_link, before.get(what, {}).get(channel, {}))[0]
+                for channel, by_link in by_purpose.items()
             }
             for what, by_purpose in self._sent.items()
         }
@@ -399,20 +399,20 @@ def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, float]:
     return flat
 
 
-PREDICTED_PURPOSES = ("route", "fetch", "push")
+PREDICTED_CHANNELS = ("route", "fetch", "push")
 """Of what a plan foretells: ids, rows and their gradients."""
 
 
 def mean_sent(mesh: Mesh, steps: int) -> dict[str, float]:
-    """Collective: bytes that a rank sent per step, the mean over ranks, by purpose."""
+    """Collective: bytes that a rank sent per step, the mean over ranks, by channel."""
     if mesh.num_ranks == 1 or not steps:
         return {}
     counted = [
-        float(mesh.traffic.bytes_of(purpose)) for purpose in PREDICTED_PURPOSES
+        float(mesh.traffic.bytes_of(channel)) for channel in PREDICTED_CHANNELS
     ]  # before this sends
     told = mesh.all_gather("control", torch.tensor(counted, dtype=torch.float64))
     means = torch.stack(list(told)).mean(0) / steps
-    return dict(zip(PREDICTED_PURPOSES, means.tolist(), strict=True))
+    return dict(zip(PREDICTED_CHANNELS, means.tolist(), strict=True))
 
 
 def rows_of_first_owner(mesh: Mesh, collection: EmbeddingCollection) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def restore_schedule(
     schedule: LRScheduler, state: dict[str, Any], groups: list[dict[str, Any]], step: int
 ) -> None:
     """Go on at `step`. A schedule that is a function of the step starts from this run's learning rates; any other
-    from its `state` and the param groups' settings as they were committed (`groups`, without their parameters)."""
+    from its `state` and the param groups' settings as they were saved (`groups`, without their parameters)."""
     if isinstance(schedule, LambdaLR):
         schedule.last_epoch = step
         rates = [

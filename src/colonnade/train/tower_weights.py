@@ -1,5 +1,5 @@
 """Weights that the ranks of one tower alone use: summed inside it in each step, handed to all ranks where others need
-them (a commit, the end of a training).
+them (a checkpoint, the end of a training).
 
 Between these, ranks of other towers have what they were handed last: their optimizer leaves weights without a gradient
 alone.

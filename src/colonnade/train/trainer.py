@@ -1,4 +1,4 @@
-"""Training, on one screen: what happens in a step, and when a run evaluates, commits and stops."""
+"""Training, on one screen: what happens in a step, and when a run evaluates, checkpoints and stops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from colonnade.batch import Batch
-from colonnade.checkpoint.commits import Commits
+from colonnade.checkpoint.checkpoints import Checkpoints
 from colonnade.comm.collectives import announced
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.peer_status import telling
@@ -37,19 +37,20 @@ from colonnade.train.progress import Progress
 from colonnade.train.schedules import restore_schedule
 
 
-class CommitClock:
+class CheckpointClock:
     """Every rank has one and asks it after each step. A word between ranks costs a hop, so rank 0 also says after how
-    many steps it is to be asked again: half of those that it expects until the commit is due."""
+    many steps it is to be asked again: half of those that it expects until the checkpoint is due."""
 
     def __init__(self, mesh: Mesh, seconds: float) -> None:
-        """seconds: between commits; 0: never due."""
+        """seconds: between checkpoints; 0: never due."""
         self.mesh, self.seconds = mesh, seconds
         self._began = time.monotonic()
         self._asked = self._began
         self._left = self._every = 1  # steps until the next word; between the last two words
 
     def is_due(self, is_busy: bool) -> bool:
-        """Collective, once a step, but for most steps without a word. `is_busy`: the commit before is being written, so
+        """Collective, once a step, but for most steps without a word. `is_busy`: the checkpoint before is being
+        written, so
         another one would make training wait."""
         if not self.seconds:
             return False
@@ -66,12 +67,12 @@ class CommitClock:
         return bool(said[0])
 
     def restart(self) -> None:
-        """A commit begins, for whatever reason."""
+        """A checkpoint begins, for whatever reason."""
         self._began = time.monotonic()
 
 
 def word(since: float, pace: float, seconds: float, is_busy: bool = False) -> tuple[int, int]:
-    """Whether a commit is due, `since` seconds after the one before, and in how many steps to ask again, at `pace`
+    """Whether a checkpoint is due, `since` seconds after the one before, and in how many steps to ask again, at `pace`
     seconds a step. Pure."""
     is_due = since >= seconds and not is_busy
     left = seconds if is_due else max(seconds - since, seconds / 8)
@@ -91,8 +92,8 @@ class Schedule:
     patience: int = 0
     min_delta: float = 0.0
     progressive: bool = False
-    commit_steps: int = 0
-    commit_seconds: float = 0.0
+    checkpoint_steps: int = 0
+    checkpoint_seconds: float = 0.0
     skip_non_finite: bool = False
     rows_clip_norm: float | None = None
     dense_clip_norm: float | None = None
@@ -130,14 +131,14 @@ class Trainer:
         dense: DenseGradients,
         progress: Progress,
         lr_schedules: Sequence[LRScheduler | ReduceLROnPlateau] = (),
-        commits: Commits | None = None,
+        checkpoints: Checkpoints | None = None,
         loss_scale: LossScale | None = None,
     ) -> None:
         self.model, self.collection, self.data, self.schedule = model, collection, data, schedule
         self.objective = objective
         self.dense_optimizer, self.rows, self.dense = dense_optimizer, rows, dense
         self.lr_schedules = tuple(lr_schedules)
-        self.progress, self.commits = progress, commits
+        self.progress, self.checkpoints = progress, checkpoints
         self.loss_scale = loss_scale or LossScale()
         self.mesh = collection.mesh
         self.phases = Phases()
@@ -145,7 +146,7 @@ class Trainer:
         self.held: list[Held] = []  # reads a resumed run must use as they were
         # Outcome and start of the call of `train` under way.
         self.outcome, self.started = Outcome(), time.perf_counter()
-        # `count_work` of each rank when the commit was made that this run resumed from; empty: a new run.
+        # `count_work` of each rank when the checkpoint was made that this run resumed from; empty: a new run.
         self.earlier_work: list[Mapping[str, Any]] = []
         monitor = schedule.monitor or objective.monitor
         self.best = Best(f"validation_{monitor}", schedule.min_delta)
@@ -153,7 +154,7 @@ class Trainer:
         self.stop_asked = False
         # The step after which weights that some ranks alone train last went to all.
         self.handed_out = -1
-        self.clock = CommitClock(self.mesh, schedule.commit_seconds)
+        self.clock = CheckpointClock(self.mesh, schedule.checkpoint_seconds)
 
     def train(self) -> Outcome:
         """Collective. Goes on from `position`; returns at the end of the epochs, when scores no longer get
@@ -170,9 +171,9 @@ class Trainer:
                 self._hand_out()
         finally:
             batches.close()
-        if self.commits is not None:
-            with self.phases("commit", whole=True):
-                self.commits.finish()
+        if self.checkpoints is not None:
+            with self.phases("checkpoint", whole=True):
+                self.checkpoints.finish()
         outcome.stopped_early = self._is_patience_over() and not outcome.stopped
         outcome.best_step = self.best.step
         outcome.metrics = self.best.metrics | pooled_days(self.days)
@@ -185,13 +186,14 @@ class Trainer:
     ) -> None:
         """Put the learning rate schedules back to `step`: see `restore_schedule`.
 
-        `states`: as committed, in this order, empty where a commit has none; `groups`: param groups by "rows" and
+        `states`: as saved, in this order, empty where a checkpoint has none; `groups`: param groups by "rows" and
         "dense". Raises CheckpointError for another number of schedules.
         """
         states = states or [{}] * len(self.lr_schedules)
         if len(states) != len(self.lr_schedules):
             raise CheckpointError(
-                f"got a commit with {len(states)} learning rate schedules, wanted {len(self.lr_schedules)}, as this "
+                f"got a checkpoint with {len(states)} learning rate schedules, wanted "
+                f"{len(self.lr_schedules)}, as this "
                 "run has; give as many"
             )
         for schedule, state in zip(self.lr_schedules, states, strict=True):
@@ -199,7 +201,8 @@ class Trainer:
             restore_schedule(schedule, dict(state), groups[optimizer], step)
 
     def count_work(self) -> dict[str, Any]:
-        """Return steps, samples and seconds of this rank in the call of `train` under way, as a commit keeps them."""
+        """Return steps, samples and seconds of this rank in the call of `train` under way, as a checkpoint keeps
+        them."""
         counts = {name: getattr(self.outcome, name) for name in ("steps", "samples", "skipped")}
         seconds = time.perf_counter() - self.started
         return {**counts, "seconds": seconds, "phases": dict(self.phases.seconds)}
@@ -223,10 +226,12 @@ class Trainer:
             if batch.ends_epoch or is_last or _is_due(step, plan.evaluate_steps):
                 is_best = self._evaluate(batch.ends_epoch)
             is_over = batch.ends_epoch or is_last or stop or self._is_patience_over()
-            by_clock = self.clock.is_due(self.commits is not None and self.commits.is_writing)
-            is_due = by_clock or _is_due(step, plan.commit_steps)
+            by_clock = self.clock.is_due(
+                self.checkpoints is not None and self.checkpoints.is_writing
+            )
+            is_due = by_clock or _is_due(step, plan.checkpoint_steps)
             if is_over or is_best or is_due:
-                self.commit(batches.fetched)
+                self.checkpoint(batches.fetched)
             if stop:
                 outcome.stopped = True
                 break
@@ -309,14 +314,14 @@ class Trainer:
             self.collection(batch)
         return torch.zeros(())
 
-    def commit(self, fetched: tuple[PreparedBatch, ...]) -> None:
+    def checkpoint(self, fetched: tuple[PreparedBatch, ...]) -> None:
         """Collective. Once this is written, in the background, a run can go on from here to the same bits."""
-        if self.commits is None:
+        if self.checkpoints is None:
             return
         self.clock.restart()
-        with self.phases("commit", whole=True):
+        with self.phases("checkpoint", whole=True):
             self._hand_out()
-            self.commits.begin(
+            self.checkpoints.begin(
                 self, [self.collection.exchange.prefetched(batch.unused) for batch in fetched]
             )
 
@@ -358,7 +363,7 @@ class Trainer:
         left = self.schedule.max_steps
         if left is not None:
             # Under bounded staleness the last steps' successors are read meanwhile, as they are in a longer run: a
-            # commit holds what was read. So are those by which a cache decides.
+            # checkpoint holds what was read. So are those by which a cache decides.
             cached = self.collection.cached
             left += self.collection.opened.reads_ahead - self.collection.step
             left += 0 if cached is None else cached.window
@@ -372,7 +377,7 @@ class Trainer:
                 source,
                 self.schedule.batch_size // parts,
                 self.mesh,
-                purpose="route",
+                channel="route",
                 start=Position(position.epoch, first, position.state),
             )
             for number, batch in enumerate(_with_end(read), first):

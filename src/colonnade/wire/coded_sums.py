@@ -32,7 +32,7 @@ SIGNAL_BYTES = 24
 """Of the ranks' word on a step, which is not coded and so has a message of its own."""
 
 State = dict[str, Any]
-"""One rank's residuals as a commit holds them: `DenseGradients.state`."""
+"""One rank's residuals as a checkpoint holds them: `DenseGradients.state`."""
 
 
 @dataclass(slots=True)
@@ -122,7 +122,8 @@ def coded_size(name: str, elements: int, num_ranks: int) -> int:
 
 
 def lost_by_parameter(states: Sequence[State | None]) -> dict[int, Tensor]:
-    """Pure: all that the ranks of a commit owed the dense network, by number of the parameter, flat. `states`: by rank
+    """Pure: all that the ranks of a checkpoint owed the dense network, by number of the parameter, flat. `states`: by
+    rank
     of that world; None: it owed nothing."""
     found: dict[int, Tensor] = {}
     for rank, state in enumerate(states):

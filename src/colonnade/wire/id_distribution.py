@@ -26,21 +26,21 @@ SIZE_BYTES = 4
 
 
 def exchange_messages(
-    messages: Sequence[Sequence[np.ndarray]], mesh: Mesh, weight: float, purpose: str
+    messages: Sequence[Sequence[np.ndarray]], mesh: Mesh, weight: float, channel: str
 ) -> tuple[list[list[np.ndarray]], float]:
     """Send messages, by exchange and receiver, and return those received, by exchange and sender, and the sum of all
     ranks' weights. Collective. Raises WorldError for sizes that no rank sends."""
     sizes = np.array([[len(message) for message in by_rank] for by_rank in messages], np.int32).T
     head = np.frombuffer(WEIGHT.pack(weight), np.uint8)
     parts = [part for by_rank in zip(*messages, strict=True) for part in (head, *by_rank)]
-    one, counts_as = [1] * mesh.num_ranks, counted(purpose, "route")
+    one, traffic_tag = [1] * mesh.num_ranks, counted(channel, "route")
     raw_sizes, _ = mesh.all_to_all(
-        purpose, torch.from_numpy(np.ascontiguousarray(sizes)), one, one, counts_as=counts_as
+        channel, torch.from_numpy(np.ascontiguousarray(sizes)), one, one, traffic_tag=traffic_tag
     )
     received_sizes = _check_sizes(raw_sizes.numpy())
     data, _ = mesh.all_to_all(
-        purpose, torch.from_numpy(np.concatenate(parts)), _lengths(sizes), _lengths(received_sizes),
-        counts_as=counts_as,
+        channel, torch.from_numpy(np.concatenate(parts)), _lengths(sizes), _lengths(received_sizes),
+        traffic_tag=traffic_tag,
     )  # fmt: skip
     received = data.numpy()
     received_messages: list[list[np.ndarray]] = [[] for _ in messages]
@@ -72,6 +72,6 @@ def _check_sizes(sizes: NDArray[np.int32]) -> NDArray[np.int32]:
     return sizes
 
 
-def counted(purpose: str, during: str) -> str:
-    """Return the traffic tag of bytes on the group of `purpose`: "evaluate" in evaluation, else `during`."""
-    return "evaluate" if purpose == "evaluate" else during
+def counted(channel: str, during: str) -> str:
+    """Return the traffic tag of bytes on the group of `channel`: "evaluate" in evaluation, else `during`."""
+    return "evaluate" if channel == "evaluate" else during

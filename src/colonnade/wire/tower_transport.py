@@ -120,7 +120,7 @@ class TowerTransport:
                 received, call = self.mesh.all_to_all(
                     "fetch", received,
                     [n * width for n in turn.counts],
-                    [turn.num_samples * w for w in self.widths], scope=self.scope, wait=False, counts_as=tag,
+                    [turn.num_samples * w for w in self.widths], scope=self.scope, wait=False, traffic_tag=tag,
                     into=empty(turn.num_samples * self.width, dtype=self.dtype),
                 )  # fmt: skip
             parts.append(PendingTransfer(received, call, send))
@@ -218,7 +218,7 @@ class PeerTransport:
             if turn.towers != (self.tower,):
                 data, call = self.mesh.all_to_all(
                     "fetch", coded, self._lengths(codec, turn, served),
-                    self._lengths(codec, turn, wanted), scope=self.scope, wait=False, counts_as=tag,
+                    self._lengths(codec, turn, wanted), scope=self.scope, wait=False, traffic_tag=tag,
                 )  # fmt: skip
             received, decode = arriving(codec, data, wanted, self.dtype)
             parts.append(PendingTransfer(received, call, coded, decode))

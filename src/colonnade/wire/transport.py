@@ -66,7 +66,7 @@ class LastTransport(Protocol):
     """
 
     routes: tuple[DirectRoute | HostRoute, ...]
-    """Ways that columns take between all ranks, which can take messages that a commit held; (): it has none."""
+    """Ways that columns take between all ranks, which can take messages that a checkpoint held; (): it has none."""
     roundings: int
     """Number of times that a codec rounds a value on this hop."""
 
@@ -242,7 +242,7 @@ class DirectRoute:
         coded = encode(codec, block.view(-1), served)
         data, call = self.mesh.all_to_all(
             "fetch", coded, [message_block.bytes_of(codec, self.dtype) for message_block in served],
-            [message_block.bytes_of(codec, self.dtype) for message_block in wanted], wait=False, counts_as=tag,
+            [message_block.bytes_of(codec, self.dtype) for message_block in wanted], wait=False, traffic_tag=tag,
         )  # fmt: skip
         received, finish = arriving(codec, data, wanted, self.dtype)
         return PendingTransfer(received, call, coded, finish)
@@ -322,7 +322,7 @@ class HostRoute:
         received_blocks = [Block(sum(own_sizes), self.dims)] * local
         data, _ = self.mesh.all_to_all(
             "fetch", encode(codec, send.view(-1), sent_blocks), self._lengths(codec, sent_blocks),
-            self._lengths(codec, received_blocks), scope=self.mesh.in_host, counts_as=tag,
+            self._lengths(codec, received_blocks), scope=self.mesh.in_host, traffic_tag=tag,
         )  # fmt: skip
         received = arrived(codec, data, received_blocks, self.dtype)
         of_host = sum_in_order(received.view(1, local, -1))
@@ -330,7 +330,7 @@ class HostRoute:
         coded = encode(codec, of_host, served)
         data, call = self.mesh.all_to_all(
             "fetch", coded, self._lengths(codec, served), self._lengths(codec, wanted),
-            scope=self.mesh.over_hosts, wait=False, counts_as=tag,
+            scope=self.mesh.over_hosts, wait=False, traffic_tag=tag,
         )  # fmt: skip
         received, finish = arriving(codec, data, wanted, self.dtype)
         return PendingTransfer(received, call, coded, finish)

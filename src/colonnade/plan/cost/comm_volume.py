@@ -96,7 +96,7 @@ def ids_bytes(
 
 
 ExchangeName = Literal["rows", "pooled", "partials", "towers", "tower_rows", "replicated"]
-PURPOSES = ("route", "fetch", "push")
+CHANNELS = ("route", "fetch", "push")
 CALLS = {
     "rows": (0, 1, 1),
     "pooled": (0, 1, 1),
@@ -105,7 +105,7 @@ CALLS = {
     "tower_rows": (2, 1, 1),
     "replicated": (0, 0, 1),
 }
-"""All-to-alls of a step, by purpose, beside the two that all exchanges route with: sizes, and what is asked for."""
+"""All-to-alls of a step, by channel, beside the two that all exchanges route with: sizes, and what is asked for."""
 BESIDE_SECONDS = 2.5e-3
 """Of a rank's processor in a step, for every exchange beside the first, whatever its tables are: planning, packing,
 pooling, pushing and updating begin once more, and rows of all tables are listed anew. Measured: the tables of one

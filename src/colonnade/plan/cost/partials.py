@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
 from colonnade.exchange.operator_cut import sets
-from colonnade.plan.cost.comm_volume import PURPOSES, row_seconds
+from colonnade.plan.cost.comm_volume import CHANNELS, row_seconds
 from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad, split_bag
 from colonnade.plan.cost.paths import Paths
 from colonnade.plan.cost.table_stats import TableLoad
@@ -258,9 +258,9 @@ def is_cut(owners: Floats) -> NDArray[np.bool_]:
 def burden(
     joint: Joint, owners: Floats, samples: float, paths: Paths, rates: Sequence[RowRate]
 ) -> tuple[Floats, Floats]:
-    """For so many samples of a rank: (3, R) seconds of links by purpose, and (N,) of processors."""
+    """For so many samples of a rank: (3, R) seconds of links by channel, and (N,) of processors."""
     world, asks = paths.world, paths.asks
-    links = np.zeros((len(PURPOSES), 2 * (world.num_ranks + world.num_hosts)))
+    links = np.zeros((len(CHANNELS), 2 * (world.num_ranks + world.num_hosts)))
     links[1] = samples * paths.of(asks, joint.values)[1]
     links[2] = samples * paths.of(asks, joint.gradients)[0]
     if joint.rounds:

@@ -148,7 +148,7 @@ class LinkCosts:
     crowding: float = 1.0
     """`World.crowding`"""
     sent: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Bytes that a rank sends for rows and gradients, the mean over ranks, by purpose and link."""
+    """Bytes that a rank sends for rows and gradients, the mean over ranks, by channel and link."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -63,7 +63,7 @@ class Cost:
     exchange: ExchangeName
     sharding: Sharding
     sent: Mapping[tuple[str, str], float]
-    """Bytes that a rank sends, the mean over ranks, by (purpose, "local" or "remote")."""
+    """Bytes that a rank sends, the mean over ranks, by (channel, "local" or "remote")."""
     seconds: float
     """Of links and processors, if all of them had the same to do: the table's part of a step."""
     more: float
@@ -134,7 +134,7 @@ class Choice:
     tables: tuple[TableChoice, ...]
     seconds: Seconds
     sent: Mapping[tuple[str, str], float]
-    """Bytes that a rank sends, the mean over ranks, by (purpose, "local" or "remote"), headers included."""
+    """Bytes that a rank sends, the mean over ranks, by (channel, "local" or "remote"), headers included."""
     halved_seconds: float
     """What a step would save if values and gradients travelled as 16 bits (which is never chosen: it is not exact)."""
     consumers: tuple[ConsumerChoice, ...] = ()

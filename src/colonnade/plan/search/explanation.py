@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from colonnade.lookup.hops import BY_TOWERS
-from colonnade.plan.cost.comm_volume import MATES_BYTES, PURPOSES, TABLE_BYTES, ExchangeName
+from colonnade.plan.cost.comm_volume import CHANNELS, MATES_BYTES, TABLE_BYTES, ExchangeName
 from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad
 from colonnade.plan.cost.partials import Floats, Partials, is_cut
 from colonnade.plan.cost.paths import blocks_added
@@ -157,7 +157,7 @@ def explained(search: Search, state: State, later: float | None) -> Choice:
         search.add(state, t, *state.chosen[t])
         others.sort(key=lambda cost: cost.more)
         tables.append(TableChoice(load.name, mine, tuple(others), search.forced[t] != Forced()))
-    sent = {(p, link): 0.0 for p in PURPOSES for link in ("local", "remote")}
+    sent = {(p, link): 0.0 for p in CHANNELS for link in ("local", "remote")}
     for table in tables:
         for key, size in table.chosen.sent.items():
             sent[key] += size
@@ -213,12 +213,12 @@ def cost(
     ids = search.paths.asked_to(sharding).by_link
     for link, count in ids.items():
         sent["route", link] = bytes_.route * count
-    for purpose, size in (("fetch", bytes_.fetch), ("push", bytes_.push)):
-        sent[purpose, "local"], sent[purpose, "remote"] = size * local, size * remote
+    for channel, size in (("fetch", bytes_.fetch), ("push", bytes_.push)):
+        sent[channel, "local"], sent[channel, "remote"] = size * local, size * remote
     if exchange in BY_OWNERS and search.paths.are_added(sharding):
         near, far = blocks_added(world)
-        for purpose, size in (("fetch", bytes_.fetch), ("push", bytes_.push)):
-            sent[purpose, "local"], sent[purpose, "remote"] = size * near, size * far
+        for channel, size in (("fetch", bytes_.fetch), ("push", bytes_.push)):
+            sent[channel, "local"], sent[channel, "remote"] = size * near, size * far
     by = search.paths.by_towers(sharding) if exchange in BY_TOWERS else None
     if by is not None:
         rows = bytes_.of_rows
@@ -229,14 +229,14 @@ def cost(
                 sent["route", link] = (
                     bytes_.route * count + asked + TABLE_BYTES["rows"] * every[link]
                 )
-        for purpose, size in (("fetch", bytes_.fetch), ("push", bytes_.push)):
+        for channel, size in (("fetch", bytes_.fetch), ("push", bytes_.push)):
             for link, inside, between in (
                 ("local", by.inside.near, by.between.near), ("remote", by.inside.far, by.between.far)
             ):  # fmt: skip
-                sent[purpose, link] = bytes_.inside * inside + size * between
+                sent[channel, link] = bytes_.inside * inside + size * between
                 if rows is not None:
-                    of_rows = rows.values if purpose == "fetch" else rows.gradients
-                    sent[purpose, link] += of_rows * by.owners.by_link[link]
+                    of_rows = rows.values if channel == "fetch" else rows.gradients
+                    sent[channel, link] += of_rows * by.owners.by_link[link]
         if state.chosen[t] == (exchange, sharding):
             _narrow(search, state, t, by.between, sent)
             asked = state.narrowed.asked.get(t, 0.0) / len(owners)
@@ -256,10 +256,10 @@ def _narrow(
 ) -> None:
     """Into `sent`: what operators inside towers leave of a table's bytes between them."""
     less = state.narrowed
-    for purpose, by_table in (("fetch", less.values), ("push", less.gradients)):
+    for channel, by_table in (("fetch", less.values), ("push", less.gradients)):
         size = search.samples * by_table.get(t, 0.0)
-        sent[purpose, "local"] += size * hop.near
-        sent[purpose, "remote"] += size * hop.far
+        sent[channel, "local"] += size * hop.near
+        sent[channel, "remote"] += size * hop.far
 
 
 def _share_of(
@@ -275,12 +275,12 @@ def _share_of(
     far = world.num_trainers - world.trainers_per_host
     near = world.trainers_per_host - (not world.has_servers)
     here, there = blocks_added(world)
-    for purpose, each in zip(("fetch", "push"), shares, strict=True):
+    for channel, each in zip(("fetch", "push"), shares, strict=True):
         size = each.straight * search.samples / world.num_ranks
-        sent[purpose, "local"], sent[purpose, "remote"] = size * near, size * far
+        sent[channel, "local"], sent[channel, "remote"] = size * near, size * far
         size = each.common * search.samples
-        sent[purpose, "local"] += size * here
-        sent[purpose, "remote"] += size * there
+        sent[channel, "local"] += size * here
+        sent[channel, "remote"] += size * there
     added = joint.added.get(t, 0.0) / len(sharding.ranks)
     for link, count in search.paths.asked_to(sharding).by_link.items():
         sent["route", link] += added * count

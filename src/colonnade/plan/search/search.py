@@ -79,7 +79,7 @@ TIE = 0.01
 @dataclass(slots=True)
 class State:
     chosen: list[tuple[ExchangeName, Sharding]]
-    links: Floats  # (3, R) seconds by purpose
+    links: Floats  # (3, R) seconds by channel
     processor: Floats  # (N,) seconds
     held: Floats  # (N,) bytes of all rows
     in_use: Floats  # (N,) bytes of the rows of one step

@@ -38,7 +38,7 @@ class Affinity:
             if not np.isfinite(each).all():
                 raise DataError(
                     f"feature {name!r}: got vectors that are not finite, wanted those of a model that was trained "
-                    "without NaN; take an earlier commit with --at"
+                    "without NaN; take an earlier checkpoint with --at"
                 )
         self.num_samples += len(vectors[0]) if len(vectors) else 0
         for dim in sorted(set(dims.tolist())):

@@ -1,12 +1,12 @@
-"""Commits of a run: the one file that makes every rank's commit of a step count.
+"""Checkpoints of a run: the one file that makes every rank's checkpoint of a step count.
 
-run/rows/<home>/<table>/              each rank's stores (stores.py), committed first
-run/commits/<step>/rank-<r>           each rank's random state, held reads, residuals of coded dense gradients
-run/commits/<step>/retention-<r>      what each rank's admission and eviction remember, where there are any
-run/commits/<step>/dense              dense weights, optimizer states, position (rank 0)
-run/commits/<step>.json               header (commit_header.py), written last, by rank 0: now the step is committed
+run/rows/<home>/<table>/              each rank's stores (stores.py), saved first
+run/checkpoints/<step>/rank-<r>           each rank's random state, held reads, residuals of coded dense gradients
+run/checkpoints/<step>/retention-<r>      what each rank's admission and eviction remember, where there are any
+run/checkpoints/<step>/dense              dense weights, optimizer states, position (rank 0)
+run/checkpoints/<step>.json               header (checkpoint_header.py), written last, by rank 0: now the step is saved
 
-A commit is captured between two steps and written while training goes on: `begin`, later `finish`.
+A checkpoint is captured between two steps and written while training goes on: `begin`, later `finish`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from colonnade.checkpoint.completeness import check_whole, describe_files
 from colonnade.checkpoint.contract import Destination, TrainerState
 from colonnade.checkpoint.fingerprint import check_model, load_dense
-from colonnade.checkpoint.header import committed_steps, header_path, read_header, state_folder
+from colonnade.checkpoint.header import header_path, list_checkpoints, read_header, state_folder
 from colonnade.checkpoint.snapshot import Captured, capture, restore_retentions, settings_of
 from colonnade.checkpoint.states import dump, load_state
 from colonnade.checkpoint.stores import (
@@ -58,13 +58,13 @@ from colonnade.topology.sharding import Sharding, row_wise_in
 if TYPE_CHECKING:
     from colonnade.embedding import EmbeddingCollection
 
-JOIN_SECONDS = 0.2  # between two looks at signals while a commit is waited for
+JOIN_SECONDS = 0.2  # between two looks at signals while a checkpoint is waited for
 SLOW_SECONDS = 10.0  # from here on whoever waits is told what for
-GIVE_UP_SECONDS = 10.0  # for a commit that is given up to let go of its files
+GIVE_UP_SECONDS = 10.0  # for a checkpoint that is given up to let go of its files
 
 
-class Commits:
-    """One rank's end of a run folder's commits. `newest` and `write` are collective."""
+class Checkpoints:
+    """One rank's end of a run folder's checkpoints. `newest` and `write` are collective."""
 
     def __init__(
         self,
@@ -76,14 +76,16 @@ class Commits:
         disk: Disk,
         run: str = "",
     ) -> None:
-        """`run` names the run in its commits, wherever its folder lies."""
+        """`run` names the run in its checkpoints, wherever its folder lies."""
         self.folder, self.mesh, self.backings = folder, mesh, tuple(backings)
         self.keep, self.disk = keep, disk
         self.run = run
-        self.destinations: list[Destination] = []  # that take each commit
+        self.destinations: list[Destination] = []  # that take each checkpoint
         self.outside: list[Path] = []  # directories of this run beyond its folder
         self._writing: Thread | None = None
-        self._say: Callable[[str], None] | None = None  # of the commit under way, until it was used
+        self._say: Callable[[str], None] | None = (
+            None  # of the checkpoint under way, until it was used
+        )
         self._problem: BaseException | None = None
 
     def begin(self, trainer: TrainerState, held: Sequence[dict]) -> None:
@@ -96,7 +98,7 @@ class Commits:
         self._say = trainer.progress.say
         # Not a thread that the process must outlive: one that is given up may hang in a disk's call.
         self._writing = Thread(
-            target=self._run, args=(trainer, captured), name="commit", daemon=True
+            target=self._run, args=(trainer, captured), name="checkpoint", daemon=True
         )
         self._writing.start()
 
@@ -105,9 +107,10 @@ class Commits:
         return self._writing is not None and self._writing.is_alive()
 
     def finish(self) -> None:
-        """Collective: wait until the commit under way is there. Raises StorageError on every rank if one of them could
-        not write; the commits made before are then intact and training may go on or end. An interruption gives the
-        commit up, and the stores write nothing from then on."""
+        """Collective: wait until the checkpoint under way is there. Raises StorageError on every rank if one of them
+        could
+        not write; the checkpoints made before are then intact and training may go on or end. An interruption gives the
+        checkpoint up, and the stores write nothing from then on."""
         self._wait()
         problem, self._problem = self._problem, None
         if problem is not None:
@@ -127,7 +130,8 @@ class Commits:
     def make_durable(
         self, collection: EmbeddingCollection, captured: Captured, say: Callable[[str], None]
     ) -> None:
-        """Collective, on the purpose `commit`: write what was captured and the rows of the store's `begin_commit`."""
+        """Collective, on the channel `checkpoint`: write what was captured and the rows of the store's
+        `begin_commit`."""
         step, store = captured.step, collection.store
         place = state_folder(self.folder, step)
         problem: Exception | None = None
@@ -162,26 +166,27 @@ class Commits:
                 problem = error
         self._agree(problem, step)
         kept = kept_steps(self.folder, self.keep)
-        for destination in self.destinations:  # before older commits go: they say what changed
+        for destination in self.destinations:  # before older checkpoints go: they say what changed
             destination.send(step, kept, say)
         self._prune()
 
     def end_writing(self) -> None:
-        """Let the folder go, for other runs to open; rows can still be read as they were committed."""
+        """Let the folder go, for other runs to open; rows can still be read as they were saved."""
         self._wait()
         for backing in self.backings:
             if isinstance(backing, LogBacking):
                 backing.end_writing()
 
     def close(self) -> None:
-        """Let go of the stores; what was not committed is given up, a commit under way is not."""
+        """Let go of the stores; what was not saved is given up, a checkpoint under way is not."""
         self._wait()
         for backing in self.backings:
             backing.close()
 
     def _wait(self) -> None:
-        """Until the commit under way is over, however it ended. In the main thread, signals are heard meanwhile; what
-        they raise ends the commit in bounded time."""
+        """Until the checkpoint under way is over, however it ended. In the main thread, signals are heard meanwhile;
+        what
+        they raise ends the checkpoint in bounded time."""
         if self._writing is None:
             return
         began = time.monotonic()
@@ -206,38 +211,38 @@ class Commits:
 
     def _agree(self, problem: Exception | None, step: int) -> None:
         text = b"" if problem is None else str(problem).encode()
-        for rank, said in enumerate(self.mesh.all_gather_bytes("commit", text)):
+        for rank, said in enumerate(self.mesh.all_gather_bytes("checkpoint", text)):
             if said:
                 raise StorageError(
-                    f"commit of step {step} failed on rank {rank}: {said.decode()}"
+                    f"checkpoint of step {step} failed on rank {rank}: {said.decode()}"
                 ) from problem
 
     def _prune(self) -> None:
-        """Drop all but the newest commits and the best: first their word, then their bytes."""
+        """Drop all but the newest checkpoints and the best: first their word, then their bytes."""
         kept = kept_steps(self.folder, self.keep)
-        dropped = [step for step in committed_steps(self.folder) if step not in kept]
+        dropped = [step for step in list_checkpoints(self.folder) if step not in kept]
         # Every rank has looked before the first file goes.
-        self.mesh.barrier("commit")
+        self.mesh.barrier("checkpoint")
         if self.mesh.rank == 0:
             for step in dropped:
                 self.disk.unlink(header_path(self.folder, step))
-            # A commit's word must be gone for good before its bytes go.
-            self.disk.sync_dir(self.folder / "commits")
-        self.mesh.barrier("commit")
+            # A checkpoint's word must be gone for good before its bytes go.
+            self.disk.sync_dir(self.folder / "checkpoints")
+        self.mesh.barrier("checkpoint")
         for backing in self.backings:
             if isinstance(backing, LogBacking):
                 backing.prune([step for step in kept if step in backing.commits()])
         if self.mesh.rank == 0:
             remove_others([self.folder / "rows", *self.outside], used_homes(self.folder, kept))
-            for old in (self.folder / "commits").iterdir():
-                # Not those to come: another rank may have begun the next commit.
+            for old in (self.folder / "checkpoints").iterdir():
+                # Not those to come: another rank may have begun the next checkpoint.
                 is_over = old.name.isdigit() and int(old.name) < kept[-1]
                 if is_over and old.is_dir() and int(old.name) not in kept:
                     shutil.rmtree(old, ignore_errors=True)
 
 
 def slow_words(writers: Sequence[LogWriter]) -> str:
-    """What a commit that takes long waits for."""
+    """What a checkpoint that takes long waits for."""
     left = sum(writer.pending_bytes for writer in writers)
     budget = next((each.bytes_per_second for each in writers if each.bytes_per_second), None)
     if left == 0:
@@ -248,20 +253,21 @@ def slow_words(writers: Sequence[LogWriter]) -> str:
         seconds = left / budget
         rate = f", at plan.write_budget of {budget:,.0f} bytes per second {seconds:,.0f} s more"
     return (
-        f"waiting for a commit: {left:,} bytes of rows wait in memory to be written{rate}. A second Ctrl-C or SIGTERM "
-        "gives it up: the commit before it stays"
+        f"waiting for a checkpoint: {left:,} bytes of rows wait in memory to be written{rate}. A second "
+        f"Ctrl-C or SIGTERM "
+        "gives it up: the checkpoint before it stays"
     )
 
 
 def kept_steps(folder: Path, keep: int) -> list[int]:
-    """Of the committed steps, those that stay: the newest `keep`, and the best as each of these knew it."""
-    steps = committed_steps(folder)
+    """Of the saved steps, those that stay: the newest `keep`, and the best as each of these knew it."""
+    steps = list_checkpoints(folder)
     newest = steps[-keep:]
     best = {read_header(folder, step).get("best_step") for step in newest}
     return [step for step in steps if step in newest or step in best]
 
 
-def open_commits(
+def open_checkpoints(
     folder: Path,
     tables: Sequence[Table],
     mesh: Mesh,
@@ -273,20 +279,21 @@ def open_commits(
     at: int | None = None,
     places: Sequence[Place] = (),
     write_budget: int | None = None,
-) -> tuple[Commits, int | None]:
-    """Collective. Opens this rank's stores at the newest step all ranks committed; None: a new run.
+) -> tuple[Checkpoints, int | None]:
+    """Collective. Opens this rank's stores at the newest step all ranks saved; None: a new run.
 
-    With `at`, at that step instead; opened for writing, newer commits are then given up.
-    `shardings`: by table, default row_wise over all ranks. A commit of other shardings, of another number of ranks or
+    With `at`, at that step instead; opened for writing, newer checkpoints are then given up.
+    `shardings`: by table, default row_wise over all ranks. A checkpoint of other shardings, of another number of
+    ranks or
     not, is carried over: every rank reads the old stores of the tables whose rows it gets and keeps those it owns now,
     of a replicated table from the first copy. `places`: directories outside the run folder that take new rows, each in
     a folder named by the run; those that have rows of it already are found without being named. `write_budget`: bytes
     per second.
     """
     disk = disk or Disk()
-    steps = committed_steps(folder)
+    steps = list_checkpoints(folder)
     if at is not None and at not in steps:
-        raise CheckpointError(f"{folder} has no commit of step {at}; it has {steps or 'none'}")
+        raise CheckpointError(f"{folder} has no checkpoint of step {at}; it has {steps or 'none'}")
     if at is not None:
         if mesh.rank == 0 and not read_only:
             _give_up_newer(folder, disk, [other for other in steps if other > at])
@@ -301,13 +308,13 @@ def open_commits(
     had = wanted if step is None else shardings_of(read_header(folder, step))
     if len(had) != len(tables):
         raise CheckpointError(
-            f"{folder} was committed with {len(had)} tables, this model has {len(tables)}; build the same model"
+            f"{folder} was saved with {len(had)} tables, this model has {len(tables)}; build the same model"
         )
     then, now = lay_out(tables, had), lay_out(tables, wanted)
     fresh = to_adopt(then, now, mesh.rank)
     if read_only and fresh and step is not None:
         readers = open_shards(folder, tables, then, now, mesh.rank, disk, step)
-        return Commits(folder, mesh, readers, keep=keep, disk=disk, run=run), step
+        return Checkpoints(folder, mesh, readers, keep=keep, disk=disk, run=run), step
     outside = [replace(place, path=str(Path(place.path) / f"colonnade-{run}")) for place in places]
     if step is not None and not read_only:
         _give_up_overwritten(folder, mesh, disk, steps[:-1], now, fresh)
@@ -316,9 +323,9 @@ def open_commits(
     )
     if step is not None:
         adopt(folder, tables, then, now, mesh.rank, disk, step, backings, fresh)
-    commits = Commits(folder, mesh, backings, keep=keep, disk=disk, run=run)
-    commits.outside = [Path(place.path) for place in outside]
-    return commits, step
+    checkpoints = Checkpoints(folder, mesh, backings, keep=keep, disk=disk, run=run)
+    checkpoints.outside = [Path(place.path) for place in outside]
+    return checkpoints, step
 
 
 def _give_up_overwritten(
@@ -329,7 +336,8 @@ def _give_up_overwritten(
     now: Sequence[Laid],
     fresh: Sequence[int],
 ) -> None:
-    """Collective: older commits whose rows lie where other rows are about to, from when the world was like this before,
+    """Collective: older checkpoints whose rows lie where other rows are about to, from when the world was like this
+    before,
     end: first their word, then their bytes."""
     mine = [str(home(now[t].sharding, mesh.rank, now[t].label)) for t in fresh]
     said = mesh.all_gather_bytes("control", json.dumps(mine).encode())
@@ -338,12 +346,12 @@ def _give_up_overwritten(
         for step in older:
             if taken & used_homes(folder, [step]):
                 disk.unlink(header_path(folder, step))
-        disk.sync_dir(folder / "commits")
+        disk.sync_dir(folder / "checkpoints")
     mesh.barrier()
 
 
 def used_homes(folder: Path, steps: Sequence[int]) -> set[str]:
-    """Inside `rows`: all that these commits have."""
+    """Inside `rows`: all that these checkpoints have."""
     return {str(each.path) for step in steps for each in homes(read_header(folder, step))}
 
 
@@ -359,15 +367,15 @@ def remove_others(places: Sequence[Path], used: Collection[str]) -> None:
 
 
 def _give_up_newer(folder: Path, disk: Disk, steps: Sequence[int]) -> None:
-    """Delete the headers of these commits, which the run that goes on from an older one replaces."""
+    """Delete the headers of these checkpoints, which the run that goes on from an older one replaces."""
     for step in steps:
         disk.unlink(header_path(folder, step))
     if steps:
-        disk.sync_dir(folder / "commits")
+        disk.sync_dir(folder / "checkpoints")
 
 
 def _agree_on_run(folder: Path, step: int | None, mesh: Mesh) -> str:
-    """Collective: return the run's name as the commit of `step` has it, or a new one."""
+    """Collective: return the run's name as the checkpoint of `step` has it, or a new one."""
     run = "" if step is None else read_header(folder, step).get("run", "")
     return mesh.all_gather_bytes("control", (run or uuid.uuid4().hex).encode())[0].decode()
 
@@ -395,7 +403,7 @@ def _restore_dense(
 ) -> None:
     """Put back what all ranks have alike: dense weights, optimizer, best score, learning-rate schedules."""
     load_dense(trainer.model, dense["model"])
-    # What was learned comes from the commit; learning rates and the like are this run's configuration.
+    # What was learned comes from the checkpoint; learning rates and the like are this run's configuration.
     configured = [settings_of(group) for group in trainer.dense_optimizer.param_groups]
     trainer.dense_optimizer.load_state_dict(dense["dense_optimizer"])
     for group, settings in zip(trainer.dense_optimizer.param_groups, configured, strict=True):
@@ -417,14 +425,14 @@ def _restore_position(
 ) -> None:
     """Put back each rank's place in its data, its random state, and what rounding of dense gradients had kept.
 
-    position: (epoch, step of the epoch); ranks: state by rank of the world that committed. Raises CheckpointError.
+    position: (epoch, step of the epoch); ranks: state by rank of the world that saved. Raises CheckpointError.
     """
     sources = [state for state in ranks if not state.get("is_server")]
     mesh, own = trainer.mesh.trainers, None
     if len(sources) != mesh.num_ranks and any(state.get("source") is not None for state in sources):
         raise CheckpointError(
-            f"{folder} was committed by {len(sources)} ranks in the middle of an epoch of data sets of their own, and "
-            f"this run has {mesh.num_ranks}; go on with {len(sources)}, or from a commit at the end of an epoch"
+            f"{folder} was saved by {len(sources)} ranks in the middle of an epoch of data sets of their own, and "
+            f"this run has {mesh.num_ranks}; go on with {len(sources)}, or from a checkpoint at the end of an epoch"
         )
     if not trainer.mesh.is_server and mesh.rank < len(sources):
         own = sources[mesh.rank]
@@ -447,7 +455,7 @@ def _restore_held(
     """Put back the reads of coming batches. Raises CheckpointError where they are of tables that were cut otherwise."""
     collection = trainer.collection
     laid = collection.slices.laid
-    # No more than this run reads ahead: what is further off is not late enough, and no commit would hold it again.
+    # No more than this run reads ahead: what is further off is not late enough, and no checkpoint would hold it again.
     num_held = min(collection.opened.reads_ahead, *(len(state["held"]) for state in ranks))
     if num_held and len(collection.opened.bounds) == 1:
         # Where all tables have one bound, what was read of some alone is read anew.
@@ -455,8 +463,9 @@ def _restore_held(
     before = lay_out(collection.tables, shardings_of(header))
     if num_held and [each.label for each in before] != [each.label for each in laid]:
         raise CheckpointError(
-            f"{folder}: got a commit that holds what was read ahead of tables that were cut by columns otherwise, or "
-            "had other hot rows; go on with the shardings of the commit, or from one of a run without staleness"
+            f"{folder}: got a checkpoint that holds what was read ahead of tables that were cut by columns "
+            f"otherwise, or "
+            "had other hot rows; go on with the shardings of the checkpoint, or from one of a run without staleness"
         )
     trainer.held = [(i, [state["held"][i] for state in ranks]) for i in range(num_held)]
 
@@ -473,19 +482,20 @@ def _restore_copies(
         load(cached, copies[trainer.mesh.rank])
 
 
-def lost_words(commits: Commits) -> list[str]:
-    """Collective: what to say of older commits, kept, some of whose rows lie in a directory that is gone."""
+def lost_words(checkpoints: Checkpoints) -> list[str]:
+    """Collective: what to say of older checkpoints, kept, some of whose rows lie in a directory that is gone."""
     mine = {
         str(step): path
-        for backing in commits.backings
+        for backing in checkpoints.backings
         if isinstance(backing, LogBacking)
         for step, path in backing.lost_commits().items()
     }
     found: dict[str, str] = {}
-    for said in commits.mesh.all_gather_bytes("control", json.dumps(mine).encode()):
+    for said in checkpoints.mesh.all_gather_bytes("control", json.dumps(mine).encode()):
         found |= json.loads(said)
     return [
-        f"The commit of step {step} can no longer be opened: {path}, where rows of it lie, is not there. The newest "
-        "commit is intact; to keep the older one too, bring the directory back"
+        f"The checkpoint of step {step} can no longer be opened: {path}, where rows of it lie, is not there. "
+        f"The newest "
+        "checkpoint is intact; to keep the older one too, bring the directory back"
         for step, path in sorted(found.items(), key=lambda item: int(item[0]))
     ]
