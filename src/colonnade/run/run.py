@@ -626,7 +626,7 @@ def _schedule(config: RunConfig) -> Schedule:
         patience=train.patience or 0,
         min_delta=train.min_delta,
         progressive=train.progressive,
-        rows_clip_norm=config.embedding.clip_norm,
+        embedding_clip_norm=config.embedding.clip_norm,
         dense_clip_norm=config.dense.clip_norm,
         checkpoint_steps=train.checkpoint_steps,
         checkpoint_seconds=train.checkpoint_seconds,
