@@ -14,9 +14,9 @@ from rich.console import Console
 
 from colonnade import fit, load_run
 from colonnade.checkpoint.checkpoints import (
-    Commits,
+    Checkpoints,
     lost_words,
-    open_commits,
+    open_checkpoints,
 )
 from colonnade.checkpoint.stores import open_stores, segment_size, stripe_order
 from colonnade.comm.mesh import Mesh
@@ -226,12 +226,12 @@ def test_a_size_is_a_limit_on_all_tables_of_a_rank_together(tmp_path):
     other.close()
 
 
-def test_files_of_a_commit_count_when_it_is_opened(tmp_path):
+def test_files_of_a_checkpoint_count_when_it_is_opened(tmp_path):
     tables = [Table("one", rows=None, dim=250)]
     place = tmp_path / "rows" / "colonnade-x"
     (store,), space = open_two(tmp_path / "run", None, Place(str(place), 12 << 20), tables)
     records = torch.zeros(2000, store.record_bytes, dtype=torch.uint8)
-    for step in (1, 2):  # the first commit's segment is forgotten and kept for that commit
+    for step in (1, 2):  # the first checkpoint's segment is forgotten and kept for that checkpoint
         store.write(torch.arange(2000), records).wait()
         store.commit(step)
     store.close()
@@ -267,31 +267,33 @@ def test_a_new_segment_goes_where_there_is_room(tmp_path):
     assert segment_size([None, 80 << 20]) == 10 << 20 and segment_size([5]) == 1 << 20
 
 
-def test_an_older_commit_out_of_reach_is_said_once(tmp_path):
+def test_an_older_checkpoint_out_of_reach_is_said_once(tmp_path):
     data = open_tensors(**columns(300))
     settings = {"batch_size": 50, "lookahead": 0}
     old, new = ({"dram": "6KiB", "ssd": [str(tmp_path / name)]} for name in ("old", "new"))
     fit(Net(), data, run=tmp_path / "run", memory=old, quiet=True, **settings)
     tables = Net().collection.tables
-    # By hand what collection does in time: the newest commit has no segment in the old directory.
-    commits, step = open_commits(tmp_path / "run", tables, Mesh(), places=[Place(new["ssd"][0])])
-    for store in commits.backings:
+    # By hand what collection does in time: the newest checkpoint has no segment in the old directory.
+    checkpoints, step = open_checkpoints(
+        tmp_path / "run", tables, Mesh(), places=[Place(new["ssd"][0])]
+    )
+    for store in checkpoints.backings:
         for rows in list(store.scan()):
             store.write(rows.ids, rows.records).wait()
         store.collect()
         store.commit(step + 1)
-    assert lost_words(commits) == []
-    commits.close()
+    assert lost_words(checkpoints) == []
+    checkpoints.close()
     (tmp_path / "old").rename(tmp_path / "gone")
     stores = open_stores(
         tmp_path / "run", tables, [row_wise(1)] * len(tables), 0, UnsyncedDisk(), step + 1,
-        outside=[Place(commits.outside[0].as_posix())],
+        outside=[Place(checkpoints.outside[0].as_posix())],
     )  # fmt: skip
-    commits = Commits(tmp_path / "run", Mesh(), stores, keep=2, disk=UnsyncedDisk())
-    (said,) = lost_words(commits)
-    assert f"commit of step {step} can no longer be opened: {tmp_path / 'old'}" in said
-    assert "newest commit is intact" in said
-    commits.close()
+    checkpoints = Checkpoints(tmp_path / "run", Mesh(), stores, keep=2, disk=UnsyncedDisk())
+    (said,) = lost_words(checkpoints)
+    assert f"checkpoint of step {step} can no longer be opened: {tmp_path / 'old'}" in said
+    assert "newest checkpoint is intact" in said
+    checkpoints.close()
 
 
 def test_a_space_gives_no_byte_beyond_its_limit(tmp_path):
