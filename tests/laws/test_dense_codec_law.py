@@ -82,11 +82,11 @@ def foretold(dense):
     """Bytes of a step by link."""
     world, found = dense.mesh.world, {"local": 0.0, "remote": 0.0}
     for bucket in dense.buckets:
-        size = bucket.wire.nbytes
+        size = bucket.send_buffer.nbytes
         if bucket.coded is None:
             told = sent(choose_way(world, size), world, size)
         else:
-            coded = coded_size(dense.codec, len(bucket.wire), world.num_ranks)
+            coded = coded_size(dense.codec, len(bucket.send_buffer), world.num_ranks)
             told = sent(way_of_layout(world), world, size, coded)
         found = {link: found[link] + getattr(told, f"{link}_bytes") for link in found}
     return found
@@ -153,7 +153,7 @@ def refuses(mesh, name):
     _, said = step_of(dense, mesh.rank, 3, loss=2.0**-40 + (mesh.rank == 0))
     assert said == (True, False, 1 + mesh.num_ranks * 2.0**-40)  # to the last bit
     assert not same(dense.state(), kept)
-    dense.take_back()  # as where clipping finds that norms are no numbers
+    dense.restore_residuals()  # as where clipping finds that norms are no numbers
     assert same(dense.state(), kept)
 
 

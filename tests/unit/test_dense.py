@@ -19,7 +19,7 @@ from colonnade.comm.traffic import Traffic
 from colonnade.errors import PeerLost
 from colonnade.train import dense as buckets
 from colonnade.train import dense as dense_module
-from colonnade.train.dense import DenseGradients, bucket_layout
+from colonnade.train.dense import DenseGradients, assign_parameters_to_buckets
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SINGLE, DOUBLE, HALF = torch.float32, torch.float64, torch.bfloat16
@@ -88,14 +88,14 @@ def _as_it_was(monkeypatch):
 def test_the_layout_is_in_reverse_order_and_has_every_parameter_once():
     whole = buckets.BUCKET_BYTES // 4
     kinds = [(SINGLE, CPU), (SINGLE, CPU), (DOUBLE, CPU), (SINGLE, CPU), (SINGLE, GPU)]
-    layout = bucket_layout(kinds, [10, whole, 3, whole // 2, 5])
+    layout = assign_parameters_to_buckets(kinds, [10, whole, 3, whole // 2, 5])
     assert layout == [[4], [2], [3, 1], [0]]  # as they are full
-    layout = bucket_layout(kinds, [10, whole, 3, whole // 2, 5], late={2, 3})
+    layout = assign_parameters_to_buckets(kinds, [10, whole, 3, whole // 2, 5], late={2, 3})
     assert layout == [[4], [1], [0], [3], [2]]
     for dtype in (HALF, torch.float16):  # has no room for a loss
-        assert bucket_layout([(dtype, CPU)] * 2, [3, 4]) == [[1, 0], []]
-    assert bucket_layout([], []) == [[]]
-    many = bucket_layout([(SINGLE, CPU)] * 1000, [whole // 3] * 1000)
+        assert assign_parameters_to_buckets([(dtype, CPU)] * 2, [3, 4]) == [[1, 0], []]
+    assert assign_parameters_to_buckets([], []) == [[]]
+    many = assign_parameters_to_buckets([(SINGLE, CPU)] * 1000, [whole // 3] * 1000)
     assert [number for bucket in many for number in bucket] == list(reversed(range(1000)))
     assert {len(bucket) for bucket in many[:-1]} == {4}  # 3 x a third is a little less than all
 
@@ -107,7 +107,7 @@ def check(mesh, device):
     """Gradients of all ranks are summed, in place; signals travel with them and are no gradient."""
     model = Mixed(device)
     dense = attached(model, mesh)
-    dense.synchronise()
+    dense.broadcast_parameters()
     for step in range(
         3
     ):  # `zero` starts each step anew; the last one's buckets leave during backward
@@ -255,7 +255,7 @@ def reenters(mesh):
         _, same = step_of(other, plain, mesh.rank, step, is_overlapped=False, **options)
         for one, another in zip(mine, same, strict=True):
             assert (one is None and another is None) or torch.equal(one, another)
-    assert max(dense._expected) == 2
+    assert max(dense._num_expected) == 2
 
 
 def gradients_elsewhere(mesh):
@@ -328,7 +328,7 @@ def on_links_known_otherwise(mesh):
     assert choose_way(slow, size) != choose_way(fast, size)
     model = nn.Linear(7, 1)
     dense = attached(model, replace(mesh, world=fast if mesh.rank == 2 else slow))
-    dense.synchronise()
+    dense.broadcast_parameters()
     dense.zero()
     model(torch.ones(1, 7)).sum().backward()
     assert dense.reduce(finite=True, stop=False)[0]

@@ -38,7 +38,7 @@ from colonnade.run.run import open_run
 from colonnade.store.checksums import CheckedFile
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
-from colonnade.train.trainer import word as due_word
+from colonnade.train.trainer import plan_next_check
 
 STEPS = {"train.epochs": 1, "train.checkpoint_steps": 4, "train.keep_checkpoints": 20}
 OPEN = {"embedding.eviction.max_rows": 300, "embedding.eviction.by": "recency"}
@@ -579,8 +579,8 @@ def refused(folder):
 
 
 def test_the_clock_asks_few_times_and_is_not_late():
-    assert due_word(5.0, 0.01, 5.0) == (1, 250)
-    assert due_word(0.0, 0.01, 5.0) == (0, 250)
-    assert due_word(4.99, 0.01, 5.0) == (0, 31)
-    assert due_word(9.0, 0.01, 5.0, True) == (0, 31)
-    assert due_word(9.0, 60.0, 5.0) == (1, 1)
+    assert plan_next_check(5.0, 0.01, 5.0) == (1, 250)
+    assert plan_next_check(0.0, 0.01, 5.0) == (0, 250)
+    assert plan_next_check(4.99, 0.01, 5.0) == (0, 31)
+    assert plan_next_check(9.0, 0.01, 5.0, True) == (0, 31)
+    assert plan_next_check(9.0, 60.0, 5.0) == (1, 1)

@@ -24,9 +24,9 @@ from colonnade.report.reading import read_run, sums_of
 from colonnade.run.machine import machine_facts
 from colonnade.run.run import open_run
 from colonnade.store.tier_counts import TierCounts
-from colonnade.train.metrics_file import forget_after, read_lines
+from colonnade.train.metrics_file import drop_lines_after, read_lines
 from colonnade.train.progress import Progress, _columns
-from colonnade.train.record import Counters, Record, TiersGained
+from colonnade.train.record import Counters, Record, TierActivity
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +91,13 @@ def test_tiers_add_up_to_the_stores_own_counts(finished):
 def test_the_line_of_tiers_is_short():
     dram = TierCounts(hits=931, misses=69)
     ssd = TierCounts(hits=60, misses=9, reads=2400, read_bytes=20_000_000, written_bytes=8_000_000)
-    gained = TiersGained(2.0, 0.04, {"dram": dram, "ssd": ssd}, {"dram": 0, "ssd": 10})
-    assert gained.words() == "dram 93.1 % | ssd 1.2k reads/s 14 MB/s | wait 2 %"
+    gained = TierActivity(2.0, 0.04, {"dram": dram, "ssd": ssd}, {"dram": 0, "ssd": 10})
+    assert gained.describe() == "dram 93.1 % | ssd 1.2k reads/s 14 MB/s | wait 2 %"
     assert gained.plain()["ssd"]["lifetime_bytes"] == 10
-    idle = TiersGained(1.0, 0.0, {"dram": TierCounts(), "ssd": TierCounts()}, {"dram": 0, "ssd": 0})
-    assert idle.words() == "dram - | ssd 0 reads/s 0.0 MB/s | wait 0 %"
+    idle = TierActivity(
+        1.0, 0.0, {"dram": TierCounts(), "ssd": TierCounts()}, {"dram": 0, "ssd": 0}
+    )
+    assert idle.describe() == "dram - | ssd 0 reads/s 0.0 MB/s | wait 0 %"
 
 
 def test_no_words_of_tiers_where_all_rows_are_in_memory(tmp_path):
@@ -143,9 +145,9 @@ def test_lines_of_steps_that_happen_again_are_dropped(tmp_path):
     whole = [{"step": step, "kind": "train", "loss": 0.5} for step in (10, 20, 30)]
     path.write_text("".join(json.dumps(line) + "\n" for line in whole) + '{"step": 40, "ki')
     assert read_lines(path) == whole
-    forget_after(path, 20)
+    drop_lines_after(path, 20)
     assert read_lines(path) == whole[:2] and path.read_text().endswith("\n")
-    forget_after(tmp_path / "none", 3)
+    drop_lines_after(tmp_path / "none", 3)
     assert read_lines(tmp_path / "none") == []
 
 

@@ -13,7 +13,7 @@ from colonnade.errors import ConfigError
 from colonnade.interaction import TowerModule
 from colonnade.lookup.contract import Inside
 from colonnade.train.dense import DenseGradients
-from colonnade.train.tower_weights import TowerWeights, tower_weights
+from colonnade.train.tower_weights import TowerWeights, find_tower_weights
 from colonnade.wire.coded_sums import lost_by_parameter
 
 NUM_RANKS, STEPS, SAMPLES = 4, 4, 24
@@ -95,7 +95,7 @@ def train(mesh, size, codec="exact", states=None):
             assert (each.weight in optimizer.state) is has_it
             assert (each.weight.grad is not None) is has_it
     model.towers[own % 2].seen += 10.0
-    dense.hand_out(optimizer)
+    dense.broadcast_tower_weights(optimizer)
     kept = optimizer.state_dict()
     weights = [each.detach().clone() for each in model.parameters()]
     seen = [float(each.seen[0]) for each in model.towers]
@@ -204,13 +204,13 @@ def test_which_weights_are_a_towers_own():
     ).declaration
     inside = Inside(2, {"one": 0, "two": 1})
     adam = torch.optim.Adam([torch.zeros(1)])
-    found = tower_weights(declared, inside, 4, adam)
+    found = find_tower_weights(declared, inside, 4, adam)
     assert found is not None and found.modules == ((declared.consumers["one"].interaction,), ())
     assert len(found.parameters(0)) == 2 and found.parameters(1) == []
     for refused_by in (
-        tower_weights(declared, None, 4, adam),
-        tower_weights(declared, inside, 2, adam),  # one tower of all ranks
-        tower_weights(declared, Inside(2, {"two": 1}), 4, adam),
-        tower_weights(declared, inside, 4, torch.optim.LBFGS([torch.zeros(1)])),
+        find_tower_weights(declared, None, 4, adam),
+        find_tower_weights(declared, inside, 2, adam),  # one tower of all ranks
+        find_tower_weights(declared, Inside(2, {"two": 1}), 4, adam),
+        find_tower_weights(declared, inside, 4, torch.optim.LBFGS([torch.zeros(1)])),
     ):
         assert refused_by is None

@@ -467,7 +467,7 @@ def _restore_held(
             f"otherwise, or "
             "had other hot rows; go on with the shardings of the checkpoint, or from one of a run without staleness"
         )
-    trainer.held = [(i, [state["held"][i] for state in ranks]) for i in range(num_held)]
+    trainer.restored_reads = [(i, [state["held"][i] for state in ranks]) for i in range(num_held)]
 
 
 def _restore_copies(

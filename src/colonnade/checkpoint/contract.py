@@ -34,7 +34,7 @@ class TrainerState(Protocol):
     days: Any
     loss_scale: Any
     progress: Any
-    held: list[Held]
+    restored_reads: list[Held]
     earlier_work: Any
 
     def count_work(self) -> Mapping[str, Any]:

@@ -31,7 +31,7 @@ def stop_on_signals(trainer: Trainer) -> Iterator[None]:
         if asked_at and now - asked_at > REPEAT_SECONDS:
             raise KeyboardInterrupt
         asked_at = asked_at or now
-        trainer.stop_asked = True
+        trainer.stop_requested = True
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -167,7 +167,7 @@ class _Rehearsed:
 
     def __init__(self, trainer: Trainer, backings: Sequence[LogBacking], num_steps: int) -> None:
         self.trainer, self.backings, self.num_steps = trainer, backings, num_steps
-        self.stream = trainer.collection.lookahead(trainer._stream())
+        self.stream = trainer.collection.lookahead(trainer._read_batches())
         self.is_warm = False
 
     def next_pass(self) -> Pass:

@@ -66,12 +66,16 @@ from colonnade.table import Table
 from colonnade.terminal import Terminal
 from colonnade.topology.world import World
 from colonnade.train.dense import DenseGradients
-from colonnade.train.loss_scale import loss_scale
+from colonnade.train.loss_scale import build_loss_scale
 from colonnade.train.objective import Objective, objective_of
 from colonnade.train.progress import Progress
-from colonnade.train.record import checked, mean_sent, part_of, rows_of_first_owner
+from colonnade.train.record import (
+    compare_with_prediction,
+    gather_row_summary,
+    mean_sent_bytes,
+)
 from colonnade.train.schedules import build_schedule
-from colonnade.train.tower_weights import tower_weights
+from colonnade.train.tower_weights import find_tower_weights
 from colonnade.train.trainer import Outcome, Schedule, Trainer
 
 OWN = "own"
@@ -115,8 +119,8 @@ class Run:
             outcome = self.trainer.train()
         finally:
             self.trainer.progress.close()
-        self.sent = mean_sent(self.mesh, outcome.steps)
-        self.rows = rows_of_first_owner(self.mesh, self.trainer.collection)
+        self.sent = mean_sent_bytes(self.mesh, outcome.steps)
+        self.rows = gather_row_summary(self.mesh, self.trainer.collection)
         self.samples = int(self.mesh.all_reduce("control", torch.tensor(outcome.samples)))
         self.samples = complete_outcome(self.trainer, outcome, self.samples)
         for destination in self.checkpoints.destinations if self.checkpoints is not None else ():
@@ -140,7 +144,9 @@ class Run:
             "monitor": self.trainer.best.monitor,
             "samples": self.samples,
             "samples_per_second": rate,
-            **checked(collection.plan, rate, self.config.train.samples_per_step, self.sent),
+            **compare_with_prediction(
+                collection.plan, rate, self.config.train.samples_per_step, self.sent
+            ),
             "num_ranks": self.mesh.num_ranks,
             "num_trainers": self.mesh.world.num_trainers,
             "phases_seconds": dict(self.trainer.phases.seconds),
@@ -257,7 +263,7 @@ def prepare(
         if console is not None:
             console.print(str(plan_of_start), highlight=False)
     frozen = [p for p in model.parameters() if not p.requires_grad]
-    trainer.dense.synchronise([*frozen, *model.buffers()])
+    trainer.dense.broadcast_parameters([*frozen, *model.buffers()])
     trainer.dense.attach()
     if folder is not None and not read_only:
         if mesh.rank == 0:
@@ -421,7 +427,7 @@ def _build_trainer(
     collection, config, mesh, console = (
         opening.collection, opening.config, opening.mesh, opening.console,
     )  # fmt: skip
-    exchange, data, part = collection.exchange, opening.data, part_of(mesh)
+    exchange, data, part = collection.exchange, opening.data, record_part_of(mesh)
     if config.data.next_use_hints and not opening.read_only:
         data = splits_with_next_use(data, config.train.num_epochs)
     trainer = Trainer(
@@ -434,7 +440,7 @@ def _build_trainer(
         rows=rows,
         dense=DenseGradients(
             opening.parameters, mesh, collection.plan.codecs.dense, late=exchange.pushed_parameters,
-            towers=tower_weights(collection.declaration, exchange.inside, mesh.num_ranks, optimizer),
+            towers=find_tower_weights(collection.declaration, exchange.inside, mesh.num_ranks, optimizer),
         ),
         lr_schedules=[schedule for schedule in schedules if schedule is not None],
         progress=Progress(
@@ -445,7 +451,7 @@ def _build_trainer(
             is_quiet=console is None or mesh.rank > 0,
         ),
         checkpoints=checkpoints,
-        loss_scale=loss_scale(config.train.loss_scale),
+        loss_scale=build_loss_scale(config.train.loss_scale),
     )  # fmt: skip
     if console is not None and (words := words_of(opening.model, collection)):
         console.print(words, highlight=False)
