@@ -115,7 +115,7 @@ def measure(rounds: int, steps: int, console: Console) -> tuple[list[Measured], 
             )
             stack.callback(worker.close)
             case = Case(
-                data=folder, rows=rows, dim=16, bottom=BOTTOM, top=TOP, rows_lr=ROWS_LR,
+                data=folder, rows=rows, dim=16, bottom=BOTTOM, top=TOP, embedding_lr=ROWS_LR,
                 dense_lr=DENSE_LR, num_threads=num_threads, seed=0,
             )  # fmt: skip
             worker.send(asdict(case))

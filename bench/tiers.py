@@ -377,7 +377,7 @@ class Bench:
         return Case(
             stream=str(stream.folder), store=str(store), dim=dim, dram_bytes=budget,
             lookahead=self.extent.lookahead, hints=hints, starts_empty=starts_empty, bottom=BOTTOM, top=TOP,
-            rows_lr=ROWS_LR, num_threads=os.cpu_count() or 1, site=self.site,
+            embedding_lr=ROWS_LR, num_threads=os.cpu_count() or 1, site=self.site,
         )  # fmt: skip
 
     def keep(

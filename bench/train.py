@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runs += [(model, DIMS[0], False) for model in OTHER_MODELS]
         for model, dim, sparse_only in runs:
             case = Case(
-                data=folder, rows=rows, dim=dim, bottom=BOTTOM, top=TOP, rows_lr=ROWS_LR,
+                data=folder, rows=rows, dim=dim, bottom=BOTTOM, top=TOP, embedding_lr=ROWS_LR,
                 dense_lr=DENSE_LR, num_threads=os.cpu_count() or 1, seed=0, model=model,
                 sparse_only=sparse_only,
             )  # fmt: skip

@@ -56,7 +56,7 @@ def build(case: Case) -> tuple[Step, dict[str, str]]:
 
 
 def tables_of(case: Case, dim: int | dict[str, int], **settings: Any) -> list[Table]:
-    optimizer = RowWiseAdagrad(lr=case.rows_lr)
+    optimizer = RowWiseAdagrad(lr=case.embedding_lr)
     return [
         Table(name, dim, rows=rows, optimizer=optimizer, **settings)
         for name, rows in zip(case.names, case.rows, strict=True)

@@ -41,7 +41,7 @@ class Case:
     dim: int
     bottom: list[int]
     top: list[int]
-    rows_lr: float
+    embedding_lr: float
     dense_lr: float
     num_threads: int
     seed: int

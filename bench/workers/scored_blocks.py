@@ -30,7 +30,7 @@ def block_aucs(model: nn.Module, source: Source, mesh: Mesh) -> list[float]:
     was_training, found = model.training, []
     model.eval()
     size = block_size(source)
-    for batch in batches_of(source, size, mesh, purpose="evaluate"):
+    for batch in batches_of(source, size, mesh, channel="evaluate"):
         if batch.size == size:
             assert batch.label is not None
             found.append(round(auc(model(batch).double(), batch.label), 6))

@@ -47,7 +47,7 @@ class Case:
     """Rows are born as they are met; else every row exists, and memory holds the best of them."""
     bottom: list[int]
     top: list[int]
-    rows_lr: float
+    embedding_lr: float
     num_threads: int
     site: str = ""
     """Where a peer's own packages lie."""

@@ -51,7 +51,7 @@ class PeerTraining:
         rows, inverse = torch.unique(lookups, return_inverse=True)
         records = torch.from_numpy(self.store.get(rows.numpy()))
         look_up(records, inverse)
-        update(records, inverse, self.gradient, self.case.rows_lr)
+        update(records, inverse, self.gradient, self.case.embedding_lr)
         self.store.put(rows.numpy(), records.numpy())
 
     def settle(self) -> None:

@@ -13,7 +13,7 @@ def build(case: Case) -> tuple[Step, dict[str, str]]:
     tables = nn.ModuleList([bags_of(case, case.dim)])
     if case.model == "deepfm":
         tables.append(bags_of(case, 1))
-    rows = torch.optim.Adagrad(tables.parameters(), lr=case.rows_lr)
+    rows = torch.optim.Adagrad(tables.parameters(), lr=case.embedding_lr)
     inputs, ids, label = case.load()
     bag_starts = torch.arange(ids.shape[2])
     batches = iter(range(len(ids)))

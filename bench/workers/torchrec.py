@@ -54,7 +54,9 @@ class Model(nn.Module):
 def build(case: Case) -> tuple[Step, dict[str, str]]:
     open_world()
     model = Model(case)
-    apply_optimizer_in_backward(RowWiseAdagrad, model.embeddings.parameters(), {"lr": case.rows_lr})
+    apply_optimizer_in_backward(
+        RowWiseAdagrad, model.embeddings.parameters(), {"lr": case.embedding_lr}
+    )
     model = DistributedModelParallel(
         model, device=torch.device("cpu"), plan=plan_table_wise(model, case)
     )

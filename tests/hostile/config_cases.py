@@ -147,7 +147,7 @@ def cases() -> list[Case]:
             ("train", "run.yaml", "--run", "run"),
             ("embedding.tables.word", "no open table of that name"),
             {
-                "run.yaml": b"data: {name: synthetic}\nrows:\n  tables: {word: {eviction: {age_steps: 3}}}\n"
+                "run.yaml": b"data: {name: synthetic}\nembedding:\n  tables: {word: {eviction: {age_steps: 3}}}\n"
             },
         ),
         Case("yaml nowhere", ("train", "nowhere.yaml"), ("nowhere.yaml",)),

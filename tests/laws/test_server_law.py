@@ -81,7 +81,7 @@ CASES = {
         "accumulate": 2,
         "patience": 2,
         "min_delta": 0.01,
-        "rows_clip_norm": 0.02,
+        "embedding_clip_norm": 0.02,
         "dense_clip_norm": 0.05,
         "row_schedule": {"name": "linear", "warmup_steps": 5},
         "dense_schedule": _plateau,

@@ -225,7 +225,7 @@ def test_a_configuration_stacks_open_tables():
     columns = (Column("a"), Column("b"), Column("c", cardinality=9))
     schema = Schema(dense=(), categorical=columns, labels=("y",))
     values = {"eviction": {"max_rows": 500}, "tables": {"b": {"rows": 50, "hashes": 3}}}
-    a, b, c = build_tables(schema, build_config({"rows": values}))[0]
+    a, b, c = build_tables(schema, build_config({"embedding": values}))[0]
     assert (b.rows, b.hashes, b.eviction) == (50, 3, None)
     assert a.eviction is not None and a.rows is None and a.hashes is None
     assert (c.rows, c.hashes) == (9, None)

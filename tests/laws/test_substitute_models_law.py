@@ -80,7 +80,7 @@ RUNS = {
     "wide_deep": {"dealt": True, "wanted": ("deep", "linear"), "accumulate": 4},
     "deepfm": {"dealt": True, "wanted": ("fm", "deep", "linear"), "dense_optimizer": "adam"},
     "deepfm, whole tables": {
-        "wanted": ("fm", "deep", "linear"), "dense_clip_norm": 0.05, "rows_clip_norm": 0.05,
+        "wanted": ("fm", "deep", "linear"), "dense_clip_norm": 0.05, "embedding_clip_norm": 0.05,
     },
     "dcn": {"dealt": True, "wanted": ("first",), "dense_clip_norm": 0.1},
     "dcn, whole tables": {"wanted": ("first",), "dense_optimizer": "adam"},
@@ -89,7 +89,7 @@ RUNS = {
     "stacked dcnv2": {"dealt": True, "wanted": ("cross",), "accumulate": 3},
     "attention": {"wanted": ("likes", "first"), "accumulate": 3, "dense_clip_norm": 0.1},
     "attention, a step is skipped": {
-        "wanted": ("likes", "first"), "rows_clip_norm": 0.05, "on_non_finite": "skip",
+        "wanted": ("likes", "first"), "embedding_clip_norm": 0.05, "on_non_finite": "skip",
     },
     "dcn, a step is skipped": {"dealt": True, "wanted": ("first",), "on_non_finite": "skip"},
 }  # fmt: skip

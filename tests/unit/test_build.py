@@ -134,7 +134,7 @@ def test_a_table_has_an_optimizer_a_rate_and_first_values_of_its_own():
         "tags": {"lr": 0.25, "init_scale": 0.0},
     }
     rows = {"lr": 0.01, "eps": 1e-3, "init_scale": 0.125, "wide": {"lr": 2.0}, "by_table": by_table}
-    config = build_config({"model": {"name": "deepfm"}, "rows": rows})
+    config = build_config({"model": {"name": "deepfm"}, "embedding": rows})
     user, tags, item = build_tables(SCHEMA, config)[0]
     every = RowWiseAdagrad(lr=0.01, eps=1e-3), RowWiseAdagrad(lr=0.25, eps=1e-3), Adam(lr=0.1)
     assert [table.optimizer["deep"] for table in (user, tags, item)] == list(every)
@@ -148,7 +148,7 @@ def test_a_table_has_an_optimizer_a_rate_and_first_values_of_its_own():
 def test_a_table_has_bounds_of_its_own():
     by_table = {"item": {"max_norm": 3.0}, "tags": {"weight_bound": 0.5}}
     rows = {"max_norm": 1.0, "weight_bound": 10.0, "by_table": by_table}
-    user, tags, item = build_tables(SCHEMA, build_config({"rows": rows}))[0]
+    user, tags, item = build_tables(SCHEMA, build_config({"embedding": rows}))[0]
     assert [t.max_norm for t in (user, tags, item)] == [1.0, 1.0, 3.0]
     assert [t.weight_bound for t in (user, tags, item)] == [10.0, 0.5, 10.0]
 

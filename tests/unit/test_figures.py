@@ -24,7 +24,7 @@ def load_generator():
 
 figures = load_generator()
 needs_history = pytest.mark.skipif(
-    not figures.has_history(), reason="checkpoints cannot be looked up: a shallow clone, or no git"
+    not figures.has_history(), reason="commits cannot be looked up: a shallow clone, or no git"
 )
 
 
@@ -38,11 +38,9 @@ def test_a_page_shows_what_the_files_hold(page):
 
 @needs_history
 @pytest.mark.parametrize("path", sorted(figures.RESULTS.glob("*.json")), ids=lambda path: path.name)
-def test_a_result_file_names_a_checkpoint_of_this_history(path):
-    checkpoint = json.loads(path.read_text(encoding="utf-8"))["checkpoint"]
-    assert not figures.run_git("merge-base", "--is-ancestor", checkpoint, "HEAD").returncode, (
-        checkpoint
-    )
+def test_a_result_file_names_a_commit_of_this_history(path):
+    commit = json.loads(path.read_text(encoding="utf-8"))["commit"]
+    assert not figures.run_git("merge-base", "--is-ancestor", commit, "HEAD").returncode, commit
 
 
 @needs_history
@@ -63,14 +61,14 @@ def test_no_table_of_figures_is_typed_by_hand(page):
     assert not typed, f"give docs/figures.py a table for these: {typed[:3]}"
 
 
-TRUSTED = {"checkpoint": "0123456789ab", "machine": {"others_share": 0.05}}
+TRUSTED = {"commit": "0123456789ab", "machine": {"others_share": 0.05}}
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"checkpoint": "unknown"}, "'unknown'"),
-        ({"checkpoint": "0123456789ab-dirty"}, "dirty"),
+        ({"commit": "unknown"}, "'unknown'"),
+        ({"commit": "0123456789ab-dirty"}, "dirty"),
         ({"machine": {"others_share": 0.06}}, r"others used 0\.06"),
         ({"machine": {}}, "an unknown share"),
     ],
@@ -80,7 +78,7 @@ def test_a_file_that_cannot_be_trusted_has_a_reason(change, reason):
     assert re.search(reason, figures.find_distrust({**TRUSTED, **change}, True, True))
 
 
-def test_a_count_is_trusted_of_a_busy_machine_and_no_file_without_its_checkpoint():
+def test_a_count_is_trusted_of_a_busy_machine_and_no_file_without_its_commit():
     busy = {**TRUSTED, "machine": {"others_share": 0.9}}
     assert figures.find_distrust(busy, False, True) == ""
     assert "no ancestor" in figures.find_distrust(busy, False, False)
@@ -89,7 +87,7 @@ def test_a_count_is_trusted_of_a_busy_machine_and_no_file_without_its_checkpoint
 def test_rows_without_a_trusted_file_leave_the_page(tmp_path, monkeypatch):
     path = figures.RESULTS / "train.json"
     results = copy.deepcopy(json.loads(path.read_text(encoding="utf-8")))
-    results["checkpoint"] += "-dirty"
+    results["commit"] += "-dirty"
     (tmp_path / "train.json").write_text(json.dumps(results), encoding="utf-8")
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     for cached in (figures.read_results, figures.distrust_of):
@@ -100,4 +98,4 @@ def test_rows_without_a_trusted_file_leave_the_page(tmp_path, monkeypatch):
         monkeypatch.undo()
         for cached in (figures.read_results, figures.distrust_of):
             cached.cache_clear()
-    assert "`train.json`, its checkpoint is" in text and "92,197" not in text and "|" not in text
+    assert "`train.json`, its commit is" in text and "92,197" not in text and "|" not in text

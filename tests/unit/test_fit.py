@@ -242,7 +242,7 @@ def test_what_cannot_work_is_said(tmp_path):
     with pytest.raises(ConfigError, match="did you mean epochs"):
         colonnade.fit(Net(), source(50), epoch=3)
     with pytest.raises(ConfigError, match="which the model's tables hold"):
-        colonnade.fit(Net(), source(50), rows_lr=0.1)
+        colonnade.fit(Net(), source(50), embedding_lr=0.1)
     with pytest.raises(ConfigError, match="0 EmbeddingCollections"):
         colonnade.fit(torch.nn.Linear(2, 1), source(50), quiet=True)
     with pytest.raises(ConfigError, match="no"):

@@ -640,7 +640,7 @@ def test_tables_of_a_model_built_by_name():
             "d": {"eviction": {"age_steps": 4, "max_rows": 6}},
         },
     }
-    a, b, c, d = build_tables(schema, build_config({"rows": values}))[0]
+    a, b, c, d = build_tables(schema, build_config({"embedding": values}))[0]
     assert d.eviction == MaxRowsEviction(rows=6, age_steps=4)
     assert a.admission == CountMinAdmission(updates=3, expected_ids=1000)
     assert a.eviction == MaxRowsEviction(rows=500, by="frequency", halve_steps=9)

@@ -217,7 +217,7 @@ def test_ranks_stop_together(tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
-@pytest.mark.parametrize("clips", [{}, {"rows_clip_norm": 0.05, "dense_clip_norm": 0.1}])
+@pytest.mark.parametrize("clips", [{}, {"embedding_clip_norm": 0.05, "dense_clip_norm": 0.1}])
 def test_micro_batches_train_what_one_batch_trains(optimizer, clips):
     models = [Net("float64", OPTIMIZERS[optimizer]) for _ in range(3)]
     for model, parts in zip(models, (1, 5, 50), strict=True):
@@ -248,7 +248,7 @@ def clipped(mesh, clips):
 
 
 def test_clipping_keeps_the_world_law_and_does_something():
-    clips = {"rows_clip_norm": 0.02, "dense_clip_norm": 0.05, "rows_clip_value": 0.01}
+    clips = {"embedding_clip_norm": 0.02, "dense_clip_norm": 0.05, "embedding_clip_value": 0.01}
     rows, dense = clipped(Mesh(), clips)
     free_rows, free_dense = clipped(Mesh(), {})
     assert not torch.allclose(rows["user"], free_rows["user"])
@@ -284,13 +284,13 @@ def test_a_norm_that_overflows_is_refused_or_skipped():
     model = Net("float64", OPTIMIZERS["sgd"])
     before = rows_of(model)
     found = colonnade.fit(
-        model, source(100), loss=huge, rows_clip_norm=1.0, on_non_finite="skip", **FAST
+        model, source(100), loss=huge, embedding_clip_norm=1.0, on_non_finite="skip", **FAST
     )
     assert found.outcome.skipped == 2
     for name, value in rows_of(model).items():
         assert torch.equal(value, before[name])
     with pytest.raises(NonFiniteError):
-        colonnade.fit(Net("float64"), source(100), loss=huge, rows_clip_norm=1.0, **FAST)
+        colonnade.fit(Net("float64"), source(100), loss=huge, embedding_clip_norm=1.0, **FAST)
 
 
 # ---- learning rates

@@ -162,7 +162,7 @@ def choose_config(
         chosen = preset(data or "synthetic", settings.get("model.name"))
     if config is None and "embedding.optimizer" in settings:
         # What suits the data set's own optimizer is not for another one.
-        settings = {f"rows.{name}": None for name in OPTIMIZER_SETTINGS} | settings
+        settings = {f"embedding.{name}": None for name in OPTIMIZER_SETTINGS} | settings
     if path is not None:
         settings["data.path"] = path
     chosen = override(chosen, settings)

@@ -256,9 +256,9 @@ class CachedExchange:
         ends = self.deal.table_offsets(plan).tolist()
         slots, pushed = np.empty(len(unique), np.int64), np.empty(len(unique), bool)
         decisions = []
-        rows_by_table = rows_of(plan, ends) if preview is None else preview.rows
+        embedding_by_table = rows_of(plan, ends) if preview is None else preview.rows
         for t, (directory, (_, ids)) in enumerate(
-            zip(self.directories, rows_by_table, strict=True)
+            zip(self.directories, embedding_by_table, strict=True)
         ):
             hints = None if preview is None else preview.told[t]
             if hints is None:
@@ -268,7 +268,10 @@ class CachedExchange:
                     directory.step(ids, hints.next_uses, hints.coming, self.windows[t])
                 )
         # All tables at once: a call for each of dozens of tables takes longer than its work.
-        rows, of_rows = np.concatenate([numbers for numbers, _ in rows_by_table]), joined(decisions)
+        rows, of_rows = (
+            np.concatenate([numbers for numbers, _ in embedding_by_table]),
+            joined(decisions),
+        )
         self.counts.add(of_rows)
         self.ages += ages_of([of_rows])
         slots[rows], pushed[rows] = of_rows.slots, of_rows.pushed

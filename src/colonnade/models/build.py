@@ -174,7 +174,7 @@ def build_row_optimizer(config: RunConfig, table: str | None = None) -> SparseOp
     if table in rows.by_table:
         return _own_optimizer(f"embedding.by_table.{table}", rows.by_table[table], rows)
     given = {name: getattr(rows, name) for name in OPTIMIZER_SETTINGS}
-    return _optimizer("rows", rows.optimizer, rows.lr, given)
+    return _optimizer("embedding", rows.optimizer, rows.lr, given)
 
 
 def build_wide_optimizer(config: RunConfig) -> SparseOptimizer:
@@ -277,7 +277,7 @@ def build_retention(columns: Iterable[Column], config: RunConfig) -> dict[str, d
     ):
         if setting is not None and not open_tables:
             raise ConfigError(
-                f"rows.{name}: this data has no open table; each of its columns says how many ids there are, and all "
+                f"embedding.{name}: this data has no open table; each of its columns says how many ids there are, and all "
                 "rows have room. Leave it out"
             )  # fmt: skip
     return found

@@ -95,7 +95,7 @@ def fit(
     config           settings to start from
     settings         by name: those of TrainConfig and PlanConfig (epochs, batch_size, patience, memory ...; dram is
                      memory.dram), of DenseConfig with dense_ (dense_lr, dense_clip_norm) and, of rows,
-                     rows_clip_norm, rows_clip_value; rows' optimizers are declared with the tables
+                     embedding_clip_norm, embedding_clip_value; rows' optimizers are declared with the tables
 
     Ctrl-C checkpoints and ends (`outcome.stopped`); the same call goes on from there. A run that is finished is
     opened for
@@ -217,12 +217,12 @@ def _dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
             for name in DenseConfig.model_fields
             if name not in ("optimizer", "schedule")  # fit's own arguments
         },
-        **{f"rows_{name}": f"rows.{name}" for name in ROW_SETTINGS},
+        **{f"embedding_{name}": f"embedding.{name}" for name in ROW_SETTINGS},
     }
     for name in settings:
         if name in known:
             continue
-        if name.removeprefix("rows_") in EmbeddingConfig.model_fields:
+        if name.removeprefix("embedding_") in EmbeddingConfig.model_fields:
             raise ConfigError(
                 f"fit: got {name}, which the model's tables hold; write Table(..., optimizer=Adagrad(lr=0.05))"
             )

@@ -73,6 +73,7 @@ from colonnade.train.record import (
     compare_with_prediction,
     gather_row_summary,
     mean_sent_bytes,
+    record_part_of,
 )
 from colonnade.train.schedules import build_schedule
 from colonnade.train.tower_weights import find_tower_weights
@@ -632,7 +633,7 @@ def _schedule(config: RunConfig) -> Schedule:
         patience=train.patience or 0,
         min_delta=train.min_delta,
         progressive=train.progressive,
-        rows_clip_norm=config.embedding.clip_norm,
+        embedding_clip_norm=config.embedding.clip_norm,
         dense_clip_norm=config.dense.clip_norm,
         checkpoint_steps=train.checkpoint_steps,
         checkpoint_seconds=train.checkpoint_seconds,

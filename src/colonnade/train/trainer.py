@@ -104,7 +104,7 @@ class Schedule:
     checkpoint_steps: int = 0
     checkpoint_seconds: float = 0.0
     skip_non_finite: bool = False
-    rows_clip_norm: float | None = None
+    embedding_clip_norm: float | None = None
     dense_clip_norm: float | None = None
 
 
@@ -469,10 +469,10 @@ class Trainer:
 
         A norm that is not finite rejects the step on every rank.
         """
-        if self.schedule.rows_clip_norm is not None:
+        if self.schedule.embedding_clip_norm is not None:
             with self.phases("clip rows"):
                 try:
-                    self.rows.clip_grad_norm_(self.schedule.rows_clip_norm, agreed=True)
+                    self.rows.clip_grad_norm_(self.schedule.embedding_clip_norm, agreed=True)
                 except NonFiniteError as error:
                     self._reject_step(str(error), outcome, may_rescale=True)
                     return False
