@@ -51,16 +51,16 @@ def unit_of(step):
 
 def step_of(dense, rank, step, *, gradients=None, finite=True, loss=0.0):
     """What is applied, by parameter, and what `wait` said."""
-    unit = unit_of(step)
+    gradient_scale = unit_of(step)
     dense.zero()
-    dense.begin(unit=unit)
+    dense.begin(gradient_scale=gradient_scale)
     given = gradients or gradients_of(rank, step)
     sum(
-        (p * (g * unit).to(p.dtype)).double().sum()
+        (p * (g * gradient_scale).to(p.dtype)).double().sum()
         for p, g in zip(dense.parameters, given, strict=True)
     ).backward()
     said = dense.reduce(finite=finite, stop=False, loss=loss)
-    dense.scale(1 / unit)
+    dense.scale(1 / gradient_scale)
     return [p.grad.clone() for p in dense.parameters], said
 
 

@@ -47,7 +47,7 @@ def test_the_rule_is_that_of_torch(finite, grown_after):
         scaler.step(optimizer)
         scaler.update()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "GROWN_AFTER", grown_after)
+            patch.setattr(module, "GROWTH_INTERVAL", grown_after)
             assert mine.record_good_step() is None if is_finite else mine.lower()
         assert mine.value == scaler.get_scale()
 

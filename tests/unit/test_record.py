@@ -162,7 +162,7 @@ def batch(size: int = 8) -> Batch:
 def test_a_loss_that_is_not_finite_is_null(tmp_path):
     found = progress(tmp_path, Console(file=io.StringIO()), every=1)
     found.open(0)
-    found.step(1, float("nan"), batch(), 1)
+    found.report_step(1, float("nan"), batch(), 1)
     found.close()
     (line,) = read_lines(tmp_path / "metrics.jsonl")
     assert line["loss"] is None and line["kind"] == "train"
@@ -175,8 +175,8 @@ def test_a_file_gets_plain_lines_now_and_then(tmp_path, monkeypatch):
     found = progress(tmp_path, Console(file=text, force_terminal=False), every=10)
     found.open(0)
     for step in range(1, 101):
-        found.step(step, 0.5, batch(), 2)
-    found.epoch(100, 1, {"test_auc": 0.75, "test_num_samples": 3.0})
+        found.report_step(step, 0.5, batch(), 2)
+    found.report_evaluation(100, 1, {"test_auc": 0.75, "test_num_samples": 3.0})
     found.close()
     lines = text.getvalue().splitlines()
     assert len(lines) == 11 and "\x1b" not in text.getvalue()
@@ -191,7 +191,7 @@ def test_bars_fit_the_terminal(width, tmp_path):
     found = progress(tmp_path, console, every=1)
     found.open(0)
     for step in range(1, 50):
-        found.step(step, 0.25, batch(4096), 1)
+        found.report_step(step, 0.25, batch(4096), 1)
     shown = [found._bars.get_renderable()]
     found.close()
     with console.capture() as capture:
@@ -214,7 +214,7 @@ def test_a_step_costs_microseconds(tmp_path):
     for _ in range(5):
         started = time.perf_counter()
         for step in range(1001, 2000):
-            found.step(2 * step + 1, loss, one, 1)
+            found.report_step(2 * step + 1, loss, one, 1)
         best = min(best, (time.perf_counter() - started) / 999)
     found.close()
     assert best < 50e-6  # 1 % of a step of 5 ms; measured 2 us

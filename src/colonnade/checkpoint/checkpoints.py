@@ -95,7 +95,7 @@ class Checkpoints:
         with trainer.rows.settled() as before:
             captured = capture(trainer, held, self.run, before)
             trainer.collection.store.begin_commit()
-        self._say = trainer.progress.say
+        self._say = trainer.progress.print_line
         # Not a thread that the process must outlive: one that is given up may hang in a disk's call.
         self._writing = Thread(
             target=self._run, args=(trainer, captured), name="checkpoint", daemon=True
@@ -123,7 +123,7 @@ class Checkpoints:
 
     def _run(self, trainer: TrainerState, captured: Captured) -> None:
         try:
-            self.make_durable(trainer.collection, captured, trainer.progress.say)
+            self.make_durable(trainer.collection, captured, trainer.progress.print_line)
         except BaseException as error:
             self._problem = error
 

@@ -180,7 +180,7 @@ class DenseGradients:
         self._thread: threading.Thread | None = None
         self._is_aborted = False
         self._error: BaseException | None = None
-        self._unit = 1.0
+        self._gradient_scale = 1.0
         self._can_restore_residuals = False
         self._saved_residuals: Sequence[State | None] = ()
 
@@ -258,17 +258,17 @@ class DenseGradients:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view
 
-    def begin(self, *, unit: float = 1.0) -> None:
+    def begin(self, *, gradient_scale: float = 1.0) -> None:
         """Announce the step's last backward, on every rank: each full bucket is sent while it runs, in fixed order.
 
-        unit: divisor of gradients (`scale`) before they are applied, the same on every rank. Residuals of other steps
-        are multiplied by it, since they are in the scale of applied gradients.
+        gradient_scale: divisor of gradients (`scale`) before they are applied, the same on every rank. Residuals of
+        other steps are multiplied by it, since they are in the scale of applied gradients.
 
         The first such backward only counts the gradients that each parameter gets. (Checkpointing that re-enters
         backward adds several.) Backward raises RuntimeError if a parameter gets one more than ever before after its
         bucket was sent.
         """
-        self._unit = unit
+        self._gradient_scale = gradient_scale
         if self.mesh.num_ranks == 1:
             return
         self._num_received = [0] * len(self.parameters)
@@ -582,7 +582,7 @@ class DenseGradients:
                         return  # the process ends in the middle of a step
                 if self._is_aborted:
                     return
-                _reduce_bucket(bucket, self.mesh, self._unit)
+                _reduce_bucket(bucket, self.mesh, self._gradient_scale)
                 if bucket.tower_mesh is not None and bucket.tower_mesh.rank == 0:
                     self._add_tower_norm(bucket)
         except BaseException as error:  # raised again by `wait`
@@ -616,11 +616,11 @@ def _residual_layout(state: State | None) -> list[Any]:
     return [state["hosts"], state["local"], state["sizes"], buckets]
 
 
-def _reduce_bucket(bucket: GradientBucket, mesh: Mesh, unit: float) -> None:
+def _reduce_bucket(bucket: GradientBucket, mesh: Mesh, gradient_scale: float) -> None:
     if bucket.residual is not None:
         for event in bucket.gradient_events:
             event.synchronize()
-        bucket.gradients.add_(bucket.residual, alpha=unit)
+        bucket.gradients.add_(bucket.residual, alpha=gradient_scale)
     mesh = bucket.tower_mesh or mesh
     if mesh.num_ranks == 1:
         bucket.total = float(bucket.gradients.sum(dtype=torch.float64))
@@ -638,7 +638,7 @@ def _reduce_bucket(bucket: GradientBucket, mesh: Mesh, unit: float) -> None:
         bucket.send_buffer[
             size:
         ].zero_()  # else NaN of the last step would change the scales, which include the padding
-        bucket.coded.add(mesh, bucket.send_buffer, unit)
+        bucket.coded.add(mesh, bucket.send_buffer, gradient_scale)
     bucket.total = sum(
         float(piece.sum(dtype=torch.float64)) for piece in bucket.send_buffer.split(PIECE)
     )

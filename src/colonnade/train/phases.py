@@ -29,14 +29,14 @@ class Phases:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @contextmanager
-    def __call__(self, name: str, *, whole: bool = False) -> Iterator[None]:
-        """Time a phase. whole: waits for other ranks inside count as this phase."""
+    def __call__(self, name: str, *, include_waits: bool = False) -> Iterator[None]:
+        """Time a phase. include_waits: waits for other ranks inside count as this phase."""
         start, waited_before = time.perf_counter(), dict(waited())
         try:
             yield
         finally:
             duration = time.perf_counter() - start
-            if not whole:
+            if not include_waits:
                 for channel, seconds in waited().items():
                     waited_seconds = seconds - waited_before.get(channel, 0.0)
                     if waited_seconds:

@@ -30,8 +30,10 @@ SHOWN_METRICS = ("auc", "loss", "recall", "ndcg", "entropy")
 
 
 class Progress:
-    """Progress bar and metrics of a run. `step` costs microseconds: it reports only every `every` steps, and not more
-    often than every MIN_SECONDS."""
+    """Progress bar and metrics of a run.
+
+    `report_step` costs microseconds: it reports every `every` steps only, and at most once in MIN_SECONDS.
+    """
 
     def __init__(
         self,
@@ -52,12 +54,8 @@ class Progress:
             *_columns(console.width), console=console, disable=not self._has_bars or is_quiet
         )
         self._task = self._bars.add_task("train", total=total_steps, epoch="1", loss="-", rate="-")
-        self._num_samples, self._interval_start, self._last_line_time, self._started = (
-            0,
-            0.0,
-            0.0,
-            0.0,
-        )
+        self._num_samples = 0
+        self._interval_start = self._last_line_time = self._started = 0.0
         self._first_step = self._reported_step = self._num_lines = 0
         self._is_first = True
         self._last_step: tuple[int, float, Batch, float] | None = None
@@ -73,7 +71,7 @@ class Progress:
         self._reported_step = self._first_step = done_steps
         self._interval_start = self._last_line_time = self._started = time.perf_counter()
 
-    def step(self, step: int, loss: float, batch: Batch, num_ranks: int) -> None:
+    def report_step(self, step: int, loss: float, batch: Batch, num_ranks: int) -> None:
         """Report a step. loss: mean over the global batch."""
         self._num_samples += batch.size * num_ranks
         now = time.perf_counter()
@@ -82,9 +80,9 @@ class Progress:
             return
         if self._is_first or now - self._interval_start >= MIN_SECONDS:
             self._is_first = False
-            self._report()
+            self._flush_last_step()
 
-    def _report(self) -> None:
+    def _flush_last_step(self) -> None:
         """Show and write the values of the last step, unless that is done."""
         if self._last_step is None:
             return
@@ -95,26 +93,25 @@ class Progress:
         tiers = None if self._counters is None else self._counters.tiers()
         text = "" if tiers is None else tiers.describe()
         self._bars.text = text
-        shown_loss = loss
         epoch = str(batch.position.epoch + 1)
         self._bars.update(
-            self._task, completed=step, epoch=epoch, loss=f"{shown_loss:.4f}", rate=f"{rate:,.0f}"
+            self._task, completed=step, epoch=epoch, loss=f"{loss:.4f}", rate=f"{rate:,.0f}"
         )
         if not self._has_bars and now - self._last_line_time >= PLAIN_SECONDS:
             self._last_line_time = now
             total_text = f"/{self.total_steps}" if self.total_steps else ""
-            self.say(
-                f"step {step}{total_text}  epoch {epoch}  loss {shown_loss:.4f}  {rate:,.0f} samples/s"
+            self.print_line(
+                f"step {step}{total_text}  epoch {epoch}  loss {loss:.4f}  {rate:,.0f} samples/s"
                 f"{self._format_time_left(now, step)}{text and f'  {text}'}"
             )
         if self._record is not None:
-            self._write_step(step, {"loss": shown_loss, "samples_per_second": rate}, batch)
+            self._write_step(step, {"loss": loss, "samples_per_second": rate}, batch)
             if tiers is not None:
                 self._record.write(step, "tiers", tiers.to_dict())
 
-    def epoch(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+    def report_evaluation(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         """Report an evaluation. metrics: by part_metric, as "validation_auc"."""
-        self._report()
+        self._flush_last_step()
         self._bars.update(self._task, completed=step)
         if self._record is not None:
             self._record.write(step, "evaluate", {"epoch": epoch, **metrics})
@@ -125,15 +122,16 @@ class Progress:
             for name, value in metrics.items()
             if name.split("@")[0].endswith(SHOWN_METRICS)
         ]
-        self.say(f"epoch {epoch}: {'  '.join(shown)}" if shown else f"epoch {epoch} is over")
+        self.print_line(f"epoch {epoch}: {'  '.join(shown)}" if shown else f"epoch {epoch} is over")
         self._num_samples, self._interval_start = 0, time.perf_counter()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
+        """Print a line above the progress bar, unless output is off."""
         if not self.is_quiet:
             self._bars.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        self._report()
+        self._flush_last_step()
         self._bars.stop()
         if self._record is None:
             return

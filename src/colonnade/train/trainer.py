@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from colonnade.batch import Batch
-from colonnade.begin_checkpoint.checkpoints import Checkpoints
+from colonnade.checkpoint.checkpoints import Checkpoints
 from colonnade.comm.collectives import announced
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.peer_status import telling
@@ -62,8 +62,10 @@ class CheckpointClock:
         if self._steps_until_check:
             return False
         now = time.monotonic()
-        pace = (now - self._last_check) / self._check_interval
-        is_due_now, steps = plan_next_check(now - self._last_begin, pace, self.seconds, is_busy)
+        step_seconds = (now - self._last_check) / self._check_interval
+        is_due_now, steps = plan_next_check(
+            now - self._last_begin, step_seconds, self.seconds, is_busy
+        )
         decision = self.mesh.broadcast("control", torch.tensor([is_due_now, steps])).tolist()
         self._last_check, self._steps_until_check, self._check_interval = (
             now,
@@ -185,7 +187,7 @@ class Trainer:
         finally:
             batches.close()
         if self.checkpoints is not None:
-            with self.phases("checkpoint", whole=True):
+            with self.phases("checkpoint", include_waits=True):
                 self.checkpoints.finish()
         outcome.stopped_early = self._has_run_out_of_patience() and not outcome.stopped
         outcome.best_step = self.best.step
@@ -222,26 +224,26 @@ class Trainer:
     def _train_steps(self, batches: Lookahead, outcome: Outcome) -> None:
         """Run steps, evaluations and checkpoints until training ends."""
         while not (self._has_run_out_of_patience() or self._has_reached_max_steps()):
-            done = self.train_step(batches, outcome)
-            if done is None:
+            result = self.train_step(batches, outcome)
+            if result is None:
                 if self.position == Position() and not outcome.steps and self.schedule.epochs:
                     raise DataError(
                         "got no samples to train on, wanted a train part with some; give another data.path or other "
                         "data.options"
                     )
                 break
-            batch, stop = done
+            batch, stop = result
             self._advance_position(batch)
-            step, plan = self.collection.step, self.schedule
+            step, schedule = self.collection.step, self.schedule
             is_last = self._has_reached_max_steps()
             is_best = False
-            if batch.ends_epoch or is_last or _is_due(step, plan.evaluate_steps):
+            if batch.ends_epoch or is_last or _is_due(step, schedule.evaluate_steps):
                 is_best = self._evaluate_and_record(batch.ends_epoch)
             is_over = batch.ends_epoch or is_last or stop or self._has_run_out_of_patience()
             by_clock = self.clock.is_due(
                 self.checkpoints is not None and self.checkpoints.is_writing
             )
-            is_due = by_clock or _is_due(step, plan.checkpoint_steps)
+            is_due = by_clock or _is_due(step, schedule.checkpoint_steps)
             if is_over or is_best or is_due:
                 self.begin_checkpoint(batches.fetched)
             if stop:
@@ -257,7 +259,7 @@ class Trainer:
         num_parts = self.schedule.accumulate
         self.mesh.at(self.collection.step)
         self.dense.zero()
-        local_loss, weight, size = torch.zeros(()), 0.0, 0
+        local_loss, weight, num_samples = torch.zeros(()), 0.0, 0
         batch: Batch
         for part in range(num_parts):
             with self.phases(WAITING):
@@ -268,7 +270,7 @@ class Trainer:
             is_last = part == num_parts - 1 or batch.ends_epoch
             loss = self._run_forward_backward(batch, is_last, weight)
             local_loss = local_loss + loss if num_parts > 1 else loss
-            weight, size = weight + batch.world_weight, size + batch.size
+            weight, num_samples = weight + batch.world_weight, num_samples + batch.size
             if batch.ends_epoch:
                 break
         with self.phases("check gradients"):
@@ -310,9 +312,9 @@ class Trainer:
             if not isinstance(schedule, ReduceLROnPlateau):
                 schedule.step()
         outcome.steps += 1
-        outcome.samples += size
-        shown_batch = batch if size == batch.size else replace(batch, size=size)
-        self.progress.step(
+        outcome.samples += num_samples
+        shown_batch = batch if num_samples == batch.size else replace(batch, size=num_samples)
+        self.progress.report_step(
             self.collection.step, global_loss, shown_batch, self.mesh.trainers.num_ranks
         )
         return batch, stop
@@ -325,16 +327,18 @@ class Trainer:
         """
         if self.mesh.is_server:
             return self._serve_rows(batch)
-        scale = unit = self.loss_scale.value
+        loss_scale = gradient_scale = self.loss_scale.value
         with self.phases("forward"):
             loss = self.objective.loss(self.model, batch, self.mesh.trainers)
             if self.schedule.accumulate > 1:  # the weight of the whole step is known at its end
                 loss = loss * batch.world_weight
-                unit *= max(weight + batch.world_weight, 1e-12)
+                gradient_scale *= max(weight + batch.world_weight, 1e-12)
         with self.phases("backward"):
             if is_last:
-                self.dense.begin(unit=unit)  # buckets of dense gradients are sent while it runs
-            (loss if scale == 1 else loss * scale).backward()
+                self.dense.begin(
+                    gradient_scale=gradient_scale
+                )  # buckets of dense gradients are sent while it runs
+            (loss if loss_scale == 1 else loss * loss_scale).backward()
         return loss.detach()
 
     def _serve_rows(self, batch: Batch) -> Tensor:
@@ -348,7 +352,7 @@ class Trainer:
         if self.checkpoints is None:
             return
         self.clock.restart()
-        with self.phases("checkpoint", whole=True):
+        with self.phases("checkpoint", include_waits=True):
             self.broadcast_tower_weights()
             self.checkpoints.begin(
                 self, [self.collection.exchange.prefetched(batch.unused) for batch in fetched]
@@ -363,7 +367,7 @@ class Trainer:
     def evaluate(self, source: Source) -> dict[str, float]:
         """Compute {"auc", "log_loss", ...} over all of `source`, with every update so far. Collective."""
         metrics: dict[str, float] = {}
-        with self.phases("evaluate", whole=True):
+        with self.phases("evaluate", include_waits=True):
             # On all ranks, before servers wait for requests: pending updates may need a reply from servers.
             self.collection.pipeline.updates.settle()
             if self.mesh.is_server:
@@ -402,29 +406,29 @@ class Trainer:
             if self.schedule.progressive:
                 source = self.data.days[position.epoch]
             first = position.step * num_parts
-            read = batches_of(
+            batches = batches_of(
                 source,
                 self.schedule.batch_size // num_parts,
                 self.mesh,
                 channel="route",
                 start=Position(position.epoch, first, position.state),
             )
-            for number, batch in enumerate(_mark_last_batch(read), first):
-                if number % num_parts == 0:
+            for index, batch in enumerate(_mark_last_batch(batches), first):
+                if index % num_parts == 0:
                     if steps_left is not None and steps_left <= 0:
                         return
                     steps_left = None if steps_left is None else steps_left - 1
-                batch.position = Position(position.epoch, number // num_parts)
+                batch.position = Position(position.epoch, index // num_parts)
                 yield batch
             position = Position(position.epoch + 1, 0)
 
-    def _advance_position(self, done: Batch) -> None:
+    def _advance_position(self, last_batch: Batch) -> None:
         """Move the position past a step's last batch."""
-        position = done.position
+        position = last_batch.position
         self.position = (
             Position(position.epoch + 1, 0)
-            if done.ends_epoch
-            else Position(position.epoch, position.step + 1, done.state)
+            if last_batch.ends_epoch
+            else Position(position.epoch, position.step + 1, last_batch.state)
         )
 
     def _has_reached_max_steps(self) -> bool:
@@ -457,7 +461,7 @@ class Trainer:
             if isinstance(schedule, ReduceLROnPlateau) and self.best.monitor in metrics:
                 schedule.step(metrics[self.best.monitor])
         shown = {name: value for name, value in metrics.items() if name != "epoch"}
-        self.progress.epoch(step, self.position.epoch, shown)
+        self.progress.report_evaluation(step, self.position.epoch, shown)
         return is_best
 
     def _scale_gradients(self, factor: float) -> None:
@@ -505,7 +509,7 @@ class Trainer:
         outcome.skipped += 1
         self.collection.step += 1
         note = f"; the loss is scaled by {self.loss_scale.value:g} from here on" if is_lower else ""
-        self.progress.say(f"skipped {message}{note}")
+        self.progress.print_line(f"skipped {message}{note}")
 
 
 def average_days(days: Sequence[Mapping[str, float]]) -> dict[str, float]:
