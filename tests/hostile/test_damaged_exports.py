@@ -22,7 +22,7 @@ from colonnade.cli import main
 from colonnade.config.run import build_config, override
 from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, NonFiniteError
 from colonnade.publish.deltas import WORD
-from colonnade.publish.export import check_dense
+from colonnade.publish.export import check_dense_finite
 from colonnade.publish.exported import model_bytes
 from colonnade.publish.transfer import fresh_records, put_records
 from colonnade.run.run import open_run
@@ -278,7 +278,7 @@ def test_rows_are_checked_when_they_are_first_read(whole, tmp_path, monkeypatch)
 
 def test_nan_weights_are_not_exported(whole, tmp_path):
     with pytest.raises(NonFiniteError, match=r"top\.weight: got NaN or inf"):
-        check_dense({"top.weight": torch.tensor([1.0, torch.inf])})
+        check_dense_finite({"top.weight": torch.tensor([1.0, torch.inf])})
     config = override(
         build_config(CONFIG), {"data.options.cardinalities": [40, 40, 40], "train.max_steps": 4}
     )

@@ -26,8 +26,8 @@ from colonnade.run.defaults import (
     MODEL_PRESETS,
     PRESETS,
     choose_accumulator,
+    choose_open_settings,
     choose_training,
-    fill_in,
     open_data,
     preset,
 )
@@ -221,7 +221,9 @@ def compare(name: str, share: float, split: int, folder: Path) -> tuple[float, f
 
     data = Splits(part(rows[:num_fit], 0), part(rows[num_fit:]), part(test_rows))
     config = preset("csv")
-    config = override(config, fill_in(config, wanted, data) | QUICK | {"train.seed": split})
+    config = override(
+        config, choose_open_settings(config, wanted, data) | QUICK | {"train.seed": split}
+    )
     outcome, _ = train(config, None, data)
     auc, log_loss = logistic_regression(schema, columns, rows, test_rows)
     return outcome.metrics["test_auc"] - auc, outcome.metrics["test_log_loss"] - log_loss

@@ -286,8 +286,7 @@ class Counters:
         if not collection.opened.reads_ahead:
             return {}
         now = {
-            str(steps): float(count)
-            for steps, count in sorted(collection.pipeline.missed_updates.items())
+            str(steps): float(count) for steps, count in sorted(collection.pipeline.missed.items())
         }
         gained, self._missed = _subtract(now, self._missed)
         return {steps: count for steps, count in gained.items() if count}
