@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR,
 
 import colonnade
 from colonnade import Mesh
-from colonnade.checkpoint.checkpoints import kept_steps
+from colonnade.checkpoint.checkpoints import steps_to_keep
 from colonnade.checkpoint.header import describe_choice, list_checkpoints, resolve
 from colonnade.config.run import ScheduleConfig, build_config
 from colonnade.data import Splits
@@ -195,7 +195,7 @@ def test_kept_checkpoints_are_pruned_with_their_rows(tmp_path):
     colonnade.fit(
         Net(), validated(), objective=script, run=tmp_path, epochs=4, keep_checkpoints=1, **FAST
     )
-    assert list_checkpoints(tmp_path) == kept_steps(tmp_path, 1) == [12, 48]
+    assert list_checkpoints(tmp_path) == steps_to_keep(tmp_path, 1) == [12, 48]
     manifests = sorted(path.name for path in (tmp_path / "rows").rglob("manifest-*"))
     assert manifests == 2 * ["manifest-12.json"] + 2 * ["manifest-48.json"]
     assert colonnade.load_run(Net(), tmp_path, at="best") == 12
