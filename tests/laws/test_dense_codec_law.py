@@ -53,7 +53,7 @@ def step_of(dense, rank, step, *, gradients=None, finite=True, loss=0.0):
     """What is applied, by parameter, and what `wait` said."""
     gradient_scale = unit_of(step)
     dense.zero()
-    dense.begin(gradient_scale=gradient_scale)
+    dense.begin_last_backward(gradient_scale=gradient_scale)
     given = gradients or gradients_of(rank, step)
     sum(
         (p * (g * gradient_scale).to(p.dtype)).double().sum()
@@ -74,7 +74,7 @@ def opened(mesh, name, states=()):
     buckets.BUCKET_BYTES = BUCKET
     dense = DenseGradients(network(), mesh, name)
     dense.restore(states)
-    dense.attach()
+    dense.build_buckets()
     return dense
 
 
@@ -162,12 +162,12 @@ def loss_after(mesh, name):
     torch.manual_seed(3)
     teacher, model = (nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 1)) for _ in "12")
     dense = DenseGradients(list(model.parameters()), mesh, name)
-    dense.attach()
+    dense.build_buckets()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     inputs = torch.randn(90, 8)[mesh.rank :: mesh.num_ranks]
     for _ in range(60):
         dense.zero()
-        dense.begin()
+        dense.begin_last_backward()
         loss = ((model(inputs) - teacher(inputs).detach()) ** 2).sum() / 90
         loss.backward()
         whole = dense.reduce(finite=True, stop=False, loss=loss.detach())[2]

@@ -341,7 +341,7 @@ def retrieved(mesh, servers):
     mesh, model = with_servers(mesh, servers), retrieval.two_tower()
     trainers, collection = mesh.trainers, model.embeddings.open(mesh=mesh)
     rows, dense = RowOptimizer(collection), DenseGradients(list(model.parameters()), mesh)
-    dense.attach()
+    dense.build_buckets()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parts = 99 if mesh.is_server else trainers.num_ranks  # the first of 99 parts of 8 is empty
     made = (retrieval.share_of(retrieval.pair_batch(n, n), trainers.rank, parts) for n in (8, 2, 7))

@@ -25,7 +25,7 @@ from colonnade.run.defaults import (
     FILES,
     MODEL_PRESETS,
     PRESETS,
-    choose_accumulator,
+    choose_initial_accumulator,
     choose_open_settings,
     choose_training,
     open_data,
@@ -54,7 +54,7 @@ def test_settings_follow_the_number_of_samples(num_samples):
 def test_a_first_accumulator_does_not_depend_on_the_batch_size():
     """Gradients are of a batch's mean: the prior of an id is the same number of samples in any batch."""
     for size in (64, 4096):
-        assert math.sqrt(choose_accumulator(20, size)) * size == pytest.approx(20, rel=1e-3)
+        assert math.sqrt(choose_initial_accumulator(20, size)) * size == pytest.approx(20, rel=1e-3)
 
 
 def write_csv(path: Path, num_samples: int, seed: int = 0) -> Path:

@@ -67,7 +67,7 @@ class Odd(nn.Module):
 
 def attached(model, mesh):
     dense = DenseGradients([p for p in model.parameters() if p.requires_grad], mesh)
-    dense.attach()
+    dense.build_buckets()
     return dense
 
 
@@ -112,7 +112,7 @@ def check(mesh, device):
         3
     ):  # `zero` starts each step anew; the last one's buckets leave during backward
         dense.zero()
-        dense.begin()
+        dense.begin_last_backward()
         model(torch.full((4, 3), float(mesh.rank + step))).backward()
         time.sleep(0.1)  # whatever may leave has left
         answers = dense.reduce(
@@ -139,7 +139,7 @@ def step_of(model, dense, rank, step, *, parts, is_overlapped, **options):
     dense.zero()
     for part in range(parts):
         if is_overlapped and part == parts - 1:
-            dense.begin()
+            dense.begin_last_backward()
         model(inputs_of(rank, step, part), **options).backward()
     answer = dense.reduce(finite=True, stop=False, loss=1.0)
     return answer, [None if p.grad is None else p.grad.clone() for p in model.parameters()]
@@ -210,7 +210,7 @@ def leaves_while_backward_runs(mesh):
     for _ in range(2):  # the first is watched
         order.clear()
         dense.zero()
-        dense.begin()
+        dense.begin_last_backward()
         layers(torch.ones(2, 4)).sum().backward()
         dense.reduce(finite=True, stop=False)
         assert order == [([n], "dense") for n in (3, 2, 1, 0)]
@@ -225,13 +225,13 @@ def completed_late(mesh):
     layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5)))
     late = [layers[number].weight for number in (0, 2, 4)]
     dense = DenseGradients(list(layers.parameters()), mesh, late=late)
-    dense.attach()
+    dense.build_buckets()
     assert [bucket.numbers for bucket in dense.buckets] == [[3], [1], [4], [2], [0]]
     late[1].requires_grad_(False)  # hears nothing in backward at all
     wanted = torch.autograd.grad(layers(torch.ones(2, 4)).sum(), [late[0], late[2]])
     for step in range(3):  # the first is watched
         dense.zero()
-        dense.begin()
+        dense.begin_last_backward()
         layers(torch.ones(2, 4)).sum().backward()
         if step:
             assert dense.buckets[0].ready.wait(30) and dense.buckets[1].ready.wait(30)
@@ -264,7 +264,7 @@ def gradients_elsewhere(mesh):
     dense = attached(model, mesh)
     for is_graph in (False, True, True):
         dense.zero()
-        dense.begin()
+        dense.begin_last_backward()
         if not is_graph:
             model.zero_grad(set_to_none=True)
         (model(torch.ones(2, 3)).sum() ** 2).backward(create_graph=is_graph)
@@ -375,7 +375,7 @@ def raises_in_backward(mesh):
     try:
         for _ in range(2):
             dense.zero()
-            dense.begin()
+            dense.begin_last_backward()
             layers(torch.ones(2, 4)).sum().backward()
             dense.reduce(finite=True, stop=False)
     except ZeroDivisionError as error:

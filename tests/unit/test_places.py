@@ -18,7 +18,7 @@ from colonnade.checkpoint.checkpoints import (
     describe_lost_checkpoints,
     open_checkpoints,
 )
-from colonnade.checkpoint.stores import open_stores, choose_segment_size, order_stripes
+from colonnade.checkpoint.stores import choose_segment_size, open_stores, order_stripes
 from colonnade.comm.mesh import Mesh
 from colonnade.config.run import build_config, override
 from colonnade.data import open_tensors
@@ -274,7 +274,9 @@ def test_an_older_commit_out_of_reach_is_said_once(tmp_path):
     fit(Net(), data, run=tmp_path / "run", memory=old, quiet=True, **settings)
     tables = Net().collection.tables
     # By hand what collection does in time: the newest commit has no segment in the old directory.
-    commits, step = open_checkpoints(tmp_path / "run", tables, Mesh(), places=[Place(new["ssd"][0])])
+    commits, step = open_checkpoints(
+        tmp_path / "run", tables, Mesh(), directories=[Place(new["ssd"][0])]
+    )
     for store in commits.backings:
         for rows in list(store.scan()):
             store.write(rows.ids, rows.records).wait()
@@ -285,12 +287,12 @@ def test_an_older_commit_out_of_reach_is_said_once(tmp_path):
     (tmp_path / "old").rename(tmp_path / "gone")
     stores = open_stores(
         tmp_path / "run", tables, [row_wise(1)] * len(tables), 0, UnsyncedDisk(), step + 1,
-        outside=[Place(commits.outside[0].as_posix())],
+        directories=[Place(commits.outside_folders[0].as_posix())],
     )  # fmt: skip
     commits = Checkpoints(tmp_path / "run", Mesh(), stores, keep=2, disk=UnsyncedDisk())
     (said,) = describe_lost_checkpoints(commits)
-    assert f"commit of step {step} can no longer be opened: {tmp_path / 'old'}" in said
-    assert "newest commit is intact" in said
+    assert f"checkpoint of step {step} can no longer be opened: {tmp_path / 'old'}" in said
+    assert "newest checkpoint is intact" in said
     commits.close()
 
 

@@ -108,7 +108,7 @@ def test_no_words_of_tiers_where_all_rows_are_in_memory(tmp_path):
         None,
         console=Console(file=out),
     )
-    assert Counters(run.trainer).tiers() is None
+    assert Counters(run.trainer).collect_tiers() is None
     run.train()
     assert "dram" not in out.getvalue()
 
@@ -121,7 +121,7 @@ def test_traffic_and_tables_are_counted(finished):
     for name in batch.ids:
         assert traffic["lookups"][name] == 100
         assert 1 <= traffic["unique"][name] <= 100
-    watched = Counters(run.trainer).traffic(batch)
+    watched = Counters(run.trainer).collect_traffic(batch)
     assert watched["unique"] == {n: len(set(ids.values.tolist())) for n, ids in batch.ids.items()}
     tables = record.of_kind("tables")[-1]["tables"]
     store = run.trainer.collection.store

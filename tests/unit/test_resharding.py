@@ -213,7 +213,9 @@ def check_cut(folder):
     step = list_checkpoints(changing)[-1]
     verified = list(verify_checkpoint(changing, step))
     assert all(each.problem == "" for each in verified)
-    assert {len(home.path.name) for home in list_store_folders(read_header(changing, step))} >= {len("000-0-3")}
+    assert {len(home.path.name) for home in list_store_folders(read_header(changing, step))} >= {
+        len("000-0-3")
+    }
     assert as_exported(changing, folder / f"out-{step}") == as_exported(
         same, folder / f"old-{step}"
     )

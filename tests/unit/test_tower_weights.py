@@ -43,7 +43,7 @@ def step_of(mesh, model, dense, step, size, spoils=-1):
     inputs = INPUTS[step]
     mine = inputs[mesh.rank :: mesh.num_ranks]
     dense.zero()
-    dense.begin()
+    dense.begin_last_backward()
     (model.top(mine) ** 2).sum().backward()
     # What `push` does: each sample once, by one rank of the tower.
     tower, number = divmod(mesh.rank, size)
@@ -80,7 +80,7 @@ def train(mesh, size, codec="exact", states=None):
     late = list(model.towers.parameters())
     dense = DenseGradients(list(model.parameters()), mesh, codec, late=late, towers=towers)
     dense.restore(states or [])
-    dense.attach()
+    dense.build_buckets()
     norms = []
     for step in range(STEPS):
         assert step_of(mesh, model, dense, step, size) == (True, False, mesh.num_ranks)
@@ -111,7 +111,7 @@ def refused(mesh):
     dense = DenseGradients(
         list(model.parameters()), mesh, late=list(model.towers.parameters()), towers=given_to(model, 2)
     )  # fmt: skip
-    dense.attach()
+    dense.build_buckets()
     for spoils in (3, 0, -1):
         assert step_of(mesh, model, dense, 0, 2, spoils=spoils)[0] is (spoils < 0)
     said = ""
@@ -129,7 +129,7 @@ def sent(mesh, towers_of):
     dense = DenseGradients(
         list(model.parameters()), alone, late=list(model.towers.parameters()), towers=towers_of(model)
     )  # fmt: skip
-    dense.attach()
+    dense.build_buckets()
     before = dict(alone.traffic.sent_bytes)
     step_of(alone, model, dense, 0, 2)
     after = alone.traffic.sent_bytes

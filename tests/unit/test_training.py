@@ -264,7 +264,7 @@ def test_dense_clipping_is_torchs():
 
     one, other = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
     dense = DenseGradients(list(one.parameters()), Mesh())
-    dense.attach()
+    dense.build_buckets()
     for model in (one, other):
         torch.manual_seed(0)
         for parameter in model.parameters():

@@ -28,7 +28,12 @@ from colonnade.checkpoint.completeness import check_complete, describe_files
 from colonnade.checkpoint.contract import Destination, TrainerState
 from colonnade.checkpoint.fingerprint import check_model, load_dense
 from colonnade.checkpoint.header import header_path, list_checkpoints, read_header, state_folder
-from colonnade.checkpoint.snapshot import Snapshot, restore_retentions, settings_of, take_snapshot
+from colonnade.checkpoint.snapshot import (
+    Snapshot,
+    restore_retentions,
+    settings_without_parameters,
+    take_snapshot,
+)
 from colonnade.checkpoint.states import load_state, serialize_state
 from colonnade.checkpoint.stores import (
     copy_rows_to_new_shards,
@@ -108,7 +113,7 @@ class Checkpoints:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is being written in the background."""
+        """True while a checkpoint is written in the background."""
         return self._writing is not None and self._writing.is_alive()
 
     def finish(self) -> None:
@@ -117,7 +122,7 @@ class Checkpoints:
         Raises StorageError on every rank if any rank could not write; earlier checkpoints are then intact, and training
         may continue or end. An interruption aborts the checkpoint, and the stores write nothing from then on.
         """
-        self._wait()
+        self._wait_for_writer()
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -180,22 +185,22 @@ class Checkpoints:
             destination
         ) in self.destinations:  # before older checkpoints are deleted: deltas need them
             destination.send(step, retained, print_line)
-        self._prune()
+        self._delete_old_checkpoints()
 
     def end_writing(self) -> None:
         """Stop writing, so that other runs can open the folder. Saved rows can still be read."""
-        self._wait()
+        self._wait_for_writer()
         for backing in self.backings:
             if isinstance(backing, LogBacking):
                 backing.end_writing()
 
     def close(self) -> None:
         """Close the stores after the current checkpoint is written. Unsaved changes are lost."""
-        self._wait()
+        self._wait_for_writer()
         for backing in self.backings:
             backing.close()
 
-    def _wait(self) -> None:
+    def _wait_for_writer(self) -> None:
         """Wait until the current checkpoint ends, with or without an error.
 
         In the main thread, signals are handled meanwhile. If a handler raises, the checkpoint is aborted in bounded
@@ -231,7 +236,7 @@ class Checkpoints:
                     f"checkpoint of step {step} failed on rank {rank}: {message.decode()}"
                 ) from error
 
-    def _prune(self) -> None:
+    def _delete_old_checkpoints(self) -> None:
         """Delete all but the newest checkpoints and the best: first their headers, then their data."""
         retained = steps_to_keep(self.folder, self.keep)
         dropped = [step for step in list_checkpoints(self.folder) if step not in retained]
@@ -444,7 +449,9 @@ def _restore_dense(
     """Restore the state that is equal on all ranks: dense weights, optimizer, best score, learning rate schedules."""
     load_dense(trainer.model, dense["model"])
     # Optimizer state comes from the checkpoint, but learning rates and other settings from this run.
-    configured = [settings_of(group) for group in trainer.dense_optimizer.param_groups]
+    configured = [
+        settings_without_parameters(group) for group in trainer.dense_optimizer.param_groups
+    ]
     trainer.dense_optimizer.load_state_dict(dense["dense_optimizer"])
     for group, settings in zip(trainer.dense_optimizer.param_groups, configured, strict=True):
         group.update(settings)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from colonnade.checkpoint.checkpoints import Checkpoints, open_checkpoints
-from colonnade.checkpoint.completeness import check_shared
+from colonnade.checkpoint.completeness import check_folder_is_shared
 from colonnade.checkpoint.fingerprint import check_model, dense_weights, load_dense
 from colonnade.checkpoint.header import list_checkpoints, read_header, resolve
 from colonnade.checkpoint.snapshot import (
@@ -25,7 +25,7 @@ from colonnade.checkpoint.snapshot import (
     build_header,
     restore_retentions,
     retention_policies,
-    settings_of,
+    settings_without_parameters,
 )
 from colonnade.checkpoint.states import load_state
 from colonnade.comm.mesh import Mesh
@@ -65,7 +65,7 @@ def open_in(
 ) -> EmbeddingCollection:
     """Open an empty collection that stores rows in a folder if they do not fit in memory. Collective."""
     mesh = mesh or Mesh()
-    check_shared(folder, mesh)
+    check_folder_is_shared(folder, mesh)
     if steps := list_checkpoints(folder):
         raise CheckpointError(
             f"{folder}: got a folder with saves of steps {steps}, wanted an empty one; collection.load(folder) goes on "
@@ -190,7 +190,7 @@ def _check_folder(
         raise CheckpointError(
             f"save: got {folder}, and rows rest in {previous.folder}; save there, and copy that folder afterwards"
         )
-    check_shared(folder, collection.mesh)
+    check_folder_is_shared(folder, collection.mesh)
     steps = list_checkpoints(folder)
     if steps:
         newest = steps[-1]
@@ -267,7 +267,7 @@ def _take_snapshot(
         "model": {name: value.clone() for name, value in dense_weights(collection).items()},
         "row_groups": None
         if optimizer is None
-        else [settings_of(group) for group in optimizer.param_groups],
+        else [settings_without_parameters(group) for group in optimizer.param_groups],
         "seed": collection.seed,
         "updates": collection.step,
     }

@@ -51,7 +51,7 @@ def describe_files(
         tables.setdefault(rows_folder, []).append(table)
     own_files = {
         "rows": {
-            rows_folder: [*names, _digest(folder / "rows" / rows_folder, names, step)]
+            rows_folder: [*names, _digest_manifests(folder / "rows" / rows_folder, names, step)]
             for rows_folder, names in sorted(tables.items())
         },
         "states": {name: checksum_of(state_folder(folder, step) / name) for name in states},
@@ -124,7 +124,7 @@ def find_problems(
             yield rows, f"rows/{name} is missing"
         elif not any(rows.glob(f"*/{file_name(step)}")):
             yield rows, f"rows/{name} has no checkpoint of step {step}"
-        elif _digest(rows, tables, step) != digest:
+        elif _digest_manifests(rows, tables, step) != digest:
             yield rows, _describe_damage(rows, tables, step) or (
                 f"rows/{name} is not what this run saved there: of another run or rank, or cut short"
             )  # fmt: skip
@@ -139,7 +139,7 @@ def _raise_if_any(folder: Path, step: int | None, problems: Iterable[str]) -> No
         )
 
 
-def check_shared(folder: Path, mesh: Mesh) -> None:
+def check_folder_is_shared(folder: Path, mesh: Mesh) -> None:
     """Raise WorldError on every rank unless all see the same folder, which rank 0 creates. Collective."""
     if mesh.num_ranks == 1:
         return
@@ -188,7 +188,7 @@ def _describe_damage(rows: Path, tables: Sequence[str], step: int) -> str | None
     return None
 
 
-def _digest(rows: Path, tables: Sequence[str], step: int) -> str:
+def _digest_manifests(rows: Path, tables: Sequence[str], step: int) -> str:
     """Compute the digest of the manifests of tables in a folder of rows. A missing one counts as empty."""
     digest = hashlib.sha256()
     for table in tables:

@@ -87,16 +87,16 @@ def load_dense(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> N
     load_dense_state_dict(model, {**extra, **weights})
 
 
-def identity_of(table: Table) -> str:
+def record_identity(table: Table) -> str:
     """Return the identity of a table's records: name, dims, optimizers and dtype."""
     dims = {part.name: part.dim for part in table.parts}
     optimizers = "+".join(part.optimizer.name for part in table.parts)
     # Hot and cold rows have records of all columns; slices of columns do not.
     name = table.origin[0] if isinstance(table, TableSide) else table.name
-    return build_identity(name, dims, optimizers, describe_dtype(table))
+    return build_record_identity(name, dims, optimizers, describe_dtype(table))
 
 
-def build_identity(table: str, dims: Mapping[str, int], optimizers: str, dtype: str) -> str:
+def build_record_identity(table: str, dims: Mapping[str, int], optimizers: str, dtype: str) -> str:
     """Build the identity of records from the values in a checkpoint's header. dims: by part."""
     dims_text = "+".join(f"{part}:{dim}" if part else f"{dim}" for part, dim in dims.items())
     return f"{table}/{dims_text}/{optimizers}/{dtype}"

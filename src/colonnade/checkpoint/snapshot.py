@@ -146,7 +146,7 @@ def _collect_dense_state(trainer: TrainerState) -> dict[str, Any]:
         "dense_optimizer": trainer.dense_optimizer.state_dict(),
         "dense_optimizer_name": type(trainer.dense_optimizer).__qualname__,
         "dense_parameters": parameter_names(trainer.model, trainer.dense_optimizer),
-        "row_groups": [settings_of(group) for group in trainer.rows.param_groups],
+        "row_groups": [settings_without_parameters(group) for group in trainer.rows.param_groups],
         "lr_schedules": [schedule.state_dict() for schedule in trainer.lr_schedules],
         "position": (trainer.position.epoch, trainer.position.step),
         "best": trainer.best.state(),
@@ -161,6 +161,6 @@ def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     return [names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
 
 
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def settings_without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a param group without its parameters."""
     return {name: value for name, value in group.items() if name != "params"}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from colonnade import _native
-from colonnade.checkpoint.fingerprint import build_identity, identity_of
+from colonnade.checkpoint.fingerprint import build_record_identity, record_identity
 from colonnade.sizes import Place
 from colonnade.store.compaction import Collector
 from colonnade.store.disk import Disk
@@ -164,7 +164,7 @@ def open_recorded_stores(
         if isinstance(table_header["dim"], Mapping)
         else {"": table_header["dim"]}
     )
-    identity = build_identity(name, parts, table_header["optimizer"], table_header["dtype"])
+    identity = build_record_identity(name, parts, table_header["optimizer"], table_header["dtype"])
     column_ranges = columns_of(sum(dims), sharding.slices)
     return [
         Joined(
@@ -249,7 +249,7 @@ def open_stores(
                     folder / "rows" / path,
                     table_name=table.name,
                     record_bytes=table.record_bytes,
-                    identity=identity_of(table),
+                    identity=record_identity(table),
                     rows=table.rows,
                     num_owners=shard.num_owners,
                     place=shard.place,
@@ -291,7 +291,7 @@ def _open_saved_shard(folder: Path, table_shard: Laid, disk: Disk, step: int) ->
         opened.append(
             open_one(
                 record_bytes=table.record_bytes,
-                identity=identity_of(table),
+                identity=record_identity(table),
                 rows=table.rows,
                 num_owners=shard.num_owners,
                 place=shard.place,

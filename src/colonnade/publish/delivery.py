@@ -32,14 +32,14 @@ from colonnade.publish.deltas import (
     Delta,
     DeltaPublisher,
     TableDelta,
-    check_owner,
+    check_publication_owner,
     delta_file_name,
     parse_current,
     read_current,
     read_delta,
 )
-from colonnade.publish.exported import MODEL, parse_model
-from colonnade.publish.mirror import Mirror, open_url, storage_errors
+from colonnade.publish.exported import MODEL, parse_model_json
+from colonnade.publish.mirror import Mirror, convert_to_storage_error, open_url
 from colonnade.store.checksums import FileChecksums
 from colonnade.store.disk import Disk
 from colonnade.store.durable import checked_content
@@ -100,7 +100,9 @@ def carry(source: Place, target: Place) -> None:
     Raises CheckpointError if source publishes nothing, ConfigError if target publishes another run, CorruptionError
     (also if a torn pointer may be another run's), StorageError. The earlier publication at target then stays valid.
     """
-    with storage_errors(f"could not carry the publication at {source.root} to {target.root}"):
+    with convert_to_storage_error(
+        f"could not carry the publication at {source.root} to {target.root}"
+    ):
         for place in (source, target):
             place.files.invalidate_cache()
         source_content, target_content = source.read_current(), target.read_current()
@@ -118,7 +120,7 @@ def carry(source: Place, target: Place) -> None:
                 if not _is_same_run(target, current):
                     raise
             else:
-                check_owner(Path(target.root), target_current, current.run)
+                check_publication_owner(Path(target.root), target_current, current.run)
         _copy_base(source, target, current.bases[-1], is_known=target_current is not None)
         is_one_base = target_current is not None and target_current.bases[-1] == current.bases[-1]
         known_number = (
@@ -137,7 +139,7 @@ def carry(source: Place, target: Place) -> None:
         _delete_unneeded(target, current)
 
 
-def check_target(url: str, run: str) -> None:
+def check_url_owner(url: str, run: str) -> None:
     """Raise ConfigError if another run publishes at `url`.
 
     A location that cannot be read now is accepted: checkpoints are copied when it can be.
@@ -145,10 +147,12 @@ def check_target(url: str, run: str) -> None:
     place = place_of(url)
     with (
         suppress(StorageError, CorruptionError),
-        storage_errors(f"could not carry the publication at {place.root} to {place.root}"),
+        convert_to_storage_error(
+            f"could not carry the publication at {place.root} to {place.root}"
+        ),
     ):
         if (content := place.read_current()) is not None:
-            check_owner(Path(place.root), _parse_current_of(content, place), run)
+            check_publication_owner(Path(place.root), _parse_current_of(content, place), run)
 
 
 def _parse_current_of(content: bytes, place: Place) -> CurrentPointer:
@@ -164,7 +168,7 @@ def _copy_base(source: Place, target: Place, base: Base, *, is_known: bool) -> N
     """
     name = f"{base.folder}/{MODEL}"
     content = source.read(name)
-    export = parse_model(content, Path(source.path(name)))
+    export = parse_model_json(content, Path(source.path(name)))
     for file, checksums in export.files.items():
         path = f"{base.folder}/{file}"
         has_same_size = target.size(path) == checksums.bytes
@@ -266,9 +270,9 @@ def open_destinations(
     published_folder = None if config.publish is None else Path(config.publish)
     published_folder = folder / LOCAL_FOLDER if is_published_to_url else published_folder
     if published_folder is not None and (current := read_current(published_folder)) is not None:
-        check_owner(published_folder, current, checkpoints.run)
+        check_publication_owner(published_folder, current, checkpoints.run)
     if is_published_to_url:
-        check_target(str(config.publish), checkpoints.run)
+        check_url_owner(str(config.publish), checkpoints.run)
     if checkpoints.mesh.rank:
         return []
     destinations: list[Destination] = []
@@ -339,7 +343,7 @@ class Following:
         if (
             len(shapes) != len(tables)
             or shapes != wanted_shapes
-            or not all(map(_are_ids_inside, delta.tables, tables))
+            or not all(map(_are_ids_valid, delta.tables, tables))
             or _shapes(delta.dense) != _shapes(dense)
         ):
             raise CheckpointError(
@@ -365,7 +369,7 @@ def distrust_copy(folder: Path) -> None:
     (folder / WORD).unlink(missing_ok=True)
 
 
-def _are_ids_inside(delta: TableDelta, table: Table) -> bool:
+def _are_ids_valid(delta: TableDelta, table: Table) -> bool:
     """Return whether all ids are in the table. Ids ascend, so the first and the last decide."""
     ends = [ids[end] for ids in (delta.ids, delta.gone) if len(ids) for end in (0, -1)]
     return table.rows is None or all(0 <= int(id) < table.rows for id in ends)

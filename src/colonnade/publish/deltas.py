@@ -157,7 +157,7 @@ class DeltaPublisher:
         if current is None:
             self._write_current(self._with_base(CurrentPointer(header["run"], 0, step, tag, (), 0)))
             return
-        check_owner(self.folder, current, header["run"])
+        check_publication_owner(self.folder, current, header["run"])
         if current.tag == tag:
             return
         next_number = current.number + 1
@@ -313,7 +313,7 @@ def parse_current(content: bytes, path: Path) -> CurrentPointer:
     return current
 
 
-def check_owner(folder: Path, current: CurrentPointer, run: str) -> None:
+def check_publication_owner(folder: Path, current: CurrentPointer, run: str) -> None:
     """Raise ConfigError if the folder is another run's."""
     if current.run != run:
         raise ConfigError(

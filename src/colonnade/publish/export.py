@@ -35,7 +35,7 @@ from colonnade.checkpoint.stores import open_recorded_stores
 from colonnade.config.run import load_config
 from colonnade.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
 from colonnade.formats import VERSIONS
-from colonnade.publish.exported import DENSE, FORMAT, MODEL, model_bytes
+from colonnade.publish.exported import DENSE, FORMAT, MODEL, serialize_model_json
 from colonnade.store.checksums import compute_checksums
 from colonnade.store.contract import RowBatch
 from colonnade.store.disk import Disk, storage_error
@@ -98,7 +98,7 @@ def _write_export(run_folder: Path, step: int, folder: Path) -> dict[str, Any]:
     }
     for table_index, (name, table_header) in enumerate(header["model"]["tables"].items()):
         stores = open_recorded_stores(run_folder, header, table_index)
-        table = _describe_table(table_index, name, table_header)
+        table = _build_table_entry(table_index, name, table_header)
         try:
             table["count"] = write_rows(folder / table["file"], stores, table, header["run"], step)
         finally:
@@ -115,7 +115,7 @@ def _write_export(run_folder: Path, step: int, folder: Path) -> dict[str, Any]:
     (folder / DENSE).write_bytes(content)
     names = [DENSE, *(table["file"] for table in model["tables"])]
     model["files"] = {name: asdict(compute_checksums(folder / name)) for name in names}
-    text = model_bytes(model)
+    text = serialize_model_json(model)
     (folder / MODEL).write_bytes(text)
     return json.loads(text)
 
@@ -140,7 +140,7 @@ def check_rows_finite(table: str, ids: Tensor, weights: Tensor) -> None:
         )
 
 
-def _describe_table(number: int, name: str, table_header: dict[str, Any]) -> dict[str, Any]:
+def _build_table_entry(number: int, name: str, table_header: dict[str, Any]) -> dict[str, Any]:
     dims = (
         table_header["dim"] if isinstance(table_header["dim"], dict) else {"": table_header["dim"]}
     )

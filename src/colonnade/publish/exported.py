@@ -106,14 +106,14 @@ class Export:
         return [(table.file, self.files[table.file]) for table in self.tables]
 
 
-def model_bytes(fields: dict[str, Any]) -> bytes:
+def serialize_model_json(fields: dict[str, Any]) -> bytes:
     """Return the content of model.json, whose last field is the checksum of all bytes before it."""
     stamped_fields = {**stamp(FORMAT), **fields}
     content = json.dumps(stamped_fields, indent=2).encode().removesuffix(b"\n}")
     return content + LAST_LINES % _native.crc32c(np.frombuffer(content, np.uint8))
 
 
-def parse_model(content: bytes, path: Path) -> Export:
+def parse_model_json(content: bytes, path: Path) -> Export:
     """Parse the content of an export's model.json at `path`.
 
     Raises CheckpointError where it is another format's or version's, CorruptionError where it is damaged.
@@ -133,9 +133,9 @@ def parse_model(content: bytes, path: Path) -> Export:
 def read_export(folder: Path) -> Export:
     """Read an export's model.json; its other files are not accessed.
 
-    Raises CheckpointError, CorruptionError as `parse_model`, StorageError where it cannot be read.
+    Raises CheckpointError, CorruptionError as `parse_model_json`, StorageError where it cannot be read.
     """
-    return parse_model(read_regular(folder / MODEL), folder / MODEL)
+    return parse_model_json(read_regular(folder / MODEL), folder / MODEL)
 
 
 def check_lengths(folder: Path, export: Export) -> None:

@@ -264,14 +264,14 @@ def _strip_checksum_line(data: bytes) -> bytes:
 @contextmanager
 def name_url_in_errors(url: str, action: str) -> Iterator[None]:
     """Convert any error of a file system to one StorageError that names the URL."""
-    with storage_errors(
+    with convert_to_storage_error(
         f"{url}: could not {action}", ". The run folder's own checkpoints are intact"
     ):
         yield
 
 
 @contextmanager
-def storage_errors(failure: str, hint: str = "") -> Iterator[None]:
+def convert_to_storage_error(failure: str, hint: str = "") -> Iterator[None]:
     """Convert any error of a file system to one StorageError with `failure`, the error's text, and `hint`."""
     try:
         yield

@@ -51,7 +51,7 @@ def load_rows(
     collection.pipeline.updates.settle()
     for start in range(0, len(ids), ROWS_PER_CHUNK):
         chunk = slice(start, start + ROWS_PER_CHUNK)
-        put_records(collection, table_index, ids[chunk], fresh_records(declared, values[chunk]))
+        store_records(collection, table_index, ids[chunk], fresh_records(declared, values[chunk]))
 
 
 def to_embedding(
@@ -147,7 +147,7 @@ def load_export(model: nn.Module, collection: EmbeddingCollection, folder: Path 
             load_rows(collection, declared.name, file.read_weights(start, end), ids)
 
 
-def put_records(
+def store_records(
     collection: EmbeddingCollection, table_index: int, ids: Tensor, records: Tensor
 ) -> None:
     """Store those of these records (N, record_bytes) that this rank owns, or its slices of them, as rows of table t.

@@ -128,7 +128,7 @@ def choose_training(num_samples: int) -> Training:
     )
 
 
-def choose_accumulator(prior: float, batch_size: int) -> float:
+def choose_initial_accumulator(prior: float, batch_size: int) -> float:
     """Compute Adagrad's initial accumulator as `prior` pseudo-samples: (prior / batch_size) squared."""
     return float(f"{(prior / batch_size) ** 2:.3g}")
 
@@ -142,19 +142,21 @@ def open_data(config: RunConfig, folder: Path | None) -> tuple[RunConfig, Splits
     if config.data.name not in FILES:
         return config, open_source(config.data.name, config.data.path, **config.data.options), ""
     if folder is not None and list_checkpoints(folder):
-        config = _with_recorded(config, load_config(folder / "config.yaml"))
-        return config, _open(config), ""
-    config, held_out = _with_default_order(config), 0.0
+        config = _fill_from_recorded(config, load_config(folder / "config.yaml"))
+        return config, _open_data_source(config), ""
+    config, held_out = _with_default_shuffling(config), 0.0
     if can_hold_out := _can_hold_out(config):
         held_out = (
             LARGE_FRACTION  # right for large files, so that they are not opened and counted twice
         )
-    data = _open(_with_held_out_fraction(config, held_out))
-    num_samples = _count(data.train) + (_count(data.validation) if can_hold_out else 0)
+    data = _open_data_source(_with_held_out_fraction(config, held_out))
+    num_samples = _count_samples(data.train) + (
+        _count_samples(data.validation) if can_hold_out else 0
+    )
     suggested = choose_training(num_samples)
     if can_hold_out and suggested.validation_fraction != held_out:
         held_out = suggested.validation_fraction
-        data = _open(_with_held_out_fraction(config, held_out))
+        data = _open_data_source(_with_held_out_fraction(config, held_out))
     chosen = choose_open_settings(config, suggested, data)
     if held_out:
         chosen["data.options.validation_fraction"] = held_out
@@ -216,13 +218,13 @@ def choose_open_settings(config: RunConfig, suggested: Training, data: Splits) -
     embedding, row_kind = config.embedding, KINDS[config.model.name].rows
     if embedding.initial_accumulator is None and embedding.optimizer in ACCUMULATORS:
         prior = suggested.wide_prior if row_kind == "weights" else suggested.prior
-        chosen["embedding.initial_accumulator"] = choose_accumulator(prior, batch_size)
+        chosen["embedding.initial_accumulator"] = choose_initial_accumulator(prior, batch_size)
     is_wide = (
         row_kind == "vector and weights"
         and (embedding.wide.optimizer or embedding.optimizer) in ACCUMULATORS
     )
     if is_wide and embedding.wide.initial_accumulator is None:
-        chosen["embedding.wide.initial_accumulator"] = choose_accumulator(
+        chosen["embedding.wide.initial_accumulator"] = choose_initial_accumulator(
             suggested.wide_prior, batch_size
         )
     return chosen
@@ -244,7 +246,7 @@ def _is_scorer(config: RunConfig) -> bool:
     return issubclass(KINDS[config.model.name].model, Scorer)
 
 
-def _with_default_order(config: RunConfig) -> RunConfig:
+def _with_default_shuffling(config: RunConfig) -> RunConfig:
     if (
         config.data.name == "criteo"
         or _is_by_day(config)
@@ -254,7 +256,7 @@ def _with_default_order(config: RunConfig) -> RunConfig:
     return override(config, {"data.options.shuffle_window": SHUFFLE_WINDOW})
 
 
-def _with_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
+def _fill_from_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
     """Take the settings that `config` leaves open from a run's recorded configuration."""
     settings: dict[str, Any] = {}
     for name in ("shuffle_window", "validation_fraction"):
@@ -269,12 +271,12 @@ def _with_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
         "embedding.initial_accumulator",
         "embedding.wide.initial_accumulator",
     ):
-        if _setting(config, name) is None:
-            settings[name] = _setting(recorded, name)
+        if _get_setting(config, name) is None:
+            settings[name] = _get_setting(recorded, name)
     return override(config, settings)
 
 
-def _setting(config: RunConfig, name: str) -> Any:
+def _get_setting(config: RunConfig, name: str) -> Any:
     return reduce(getattr, name.split("."), config)
 
 
@@ -282,9 +284,9 @@ def _is_by_day(config: RunConfig) -> bool:
     return config.train.progressive or bool(config.data.options.get("days"))
 
 
-def _open(config: RunConfig) -> Splits:
+def _open_data_source(config: RunConfig) -> Splits:
     return open_source(config.data.name, config.data.path, **config.data.options)
 
 
-def _count(source: Source | None) -> int:
+def _count_samples(source: Source | None) -> int:
     return 0 if source is None else source.num_samples or 0

@@ -177,7 +177,7 @@ class MeanLoss:
         self.sample_loss = sample_loss
 
     def loss(self, model: nn.Module, batch: Batch, mesh: Mesh) -> Tensor:
-        return self._sum(model, batch) / max(batch.world_weight, 1e-12)
+        return self._sum_losses(model, batch) / max(batch.world_weight, 1e-12)
 
     def evaluate(
         self, model: nn.Module, source: Source, batch_size: int, mesh: Mesh
@@ -187,7 +187,7 @@ class MeanLoss:
             for batch in batches_of(source, batch_size, mesh, channel="evaluate"):
                 weight = batch.sample_weight
                 sums = [
-                    float(self._sum(model, batch)),
+                    float(self._sum_losses(model, batch)),
                     float(batch.size if weight is None else weight.sum()),
                     float(batch.size),
                 ]
@@ -196,7 +196,7 @@ class MeanLoss:
         mean = value / weights if weights else float("nan")
         return {"loss": mean, "num_samples": samples}
 
-    def _sum(self, model: nn.Module, batch: Batch) -> Tensor:
+    def _sum_losses(self, model: nn.Module, batch: Batch) -> Tensor:
         losses = self.sample_loss(model(batch), batch)
         if losses.shape != (batch.size,):
             raise DataError(

@@ -125,14 +125,14 @@ def _run_micro_benchmark(
 ) -> StepCosts:
     collection = _find_collection(model)
     with ExitStack() as stack:
-        with_all_rows = benchmark.open(
+        with_all_rows = benchmark.open_model(
             model, build_plan(collection.tables, 1, PlanConfig(lookahead=LOOKAHEAD)), None
         )
         stack.callback(with_all_rows.close)
         with_little_memory = None
         if parent is not None:
             temporary = stack.enter_context(_temporary_folder(parent))
-            with_little_memory = benchmark.open(
+            with_little_memory = benchmark.open_model(
                 model, _plan_with_little_memory(collection, benchmark.batches, reads), temporary
             )
             stack.callback(with_little_memory.close)
@@ -231,13 +231,13 @@ class _MicroBenchmark:
         self.num_steps, self.batch_size = len(self.batches), batch_size
         self.objective, self.make_optimizer = objective, make_optimizer
 
-    def open(self, model: nn.Module, plan: Plan, folder: Path | None) -> _TimedModel:
+    def open_model(self, model: nn.Module, plan: Plan, folder: Path | None) -> _TimedModel:
         """Open a copy of the model. folder: for rows that do not fit in memory."""
-        trainer, backings = self._open(copy.deepcopy(model), plan, folder)
+        trainer, backings = self._build_trainer(copy.deepcopy(model), plan, folder)
         trainer.model.train()
         return _TimedModel(trainer, backings, self.num_steps)
 
-    def _open(self, model: nn.Module, plan: Plan, folder: Path | None):
+    def _build_trainer(self, model: nn.Module, plan: Plan, folder: Path | None):
         collection, mesh = _find_collection(model), Mesh()
         backings = []
         if folder is not None:
@@ -263,7 +263,7 @@ class _MicroBenchmark:
             dense=dense,
             progress=Progress(total_steps=None, console=Terminal(quiet=True), is_quiet=True),
         )
-        dense.attach()
+        dense.build_buckets()
         return trainer, backings
 
 
@@ -543,7 +543,7 @@ def _find_fitting_window(
     return depth, memory_demands
 
 
-def plan_for_all(
+def plan_on_rank_0(
     model: nn.Module,
     collection: EmbeddingCollection,
     data: Splits,

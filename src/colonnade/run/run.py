@@ -26,7 +26,7 @@ from colonnade.checkpoint.checkpoints import (
     open_checkpoints,
     restore_trainer,
 )
-from colonnade.checkpoint.completeness import check_shared
+from colonnade.checkpoint.completeness import check_folder_is_shared
 from colonnade.checkpoint.header import list_checkpoints, resolve
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.process_groups import with_servers
@@ -59,7 +59,7 @@ from colonnade.run.cross_rank_check import (
 from colonnade.run.defaults import open_data, resolve_settings, warn_of_few_steps
 from colonnade.run.machine import machine_facts
 from colonnade.run.planner import apply_tower_partition
-from colonnade.run.planning import SAMPLE_LOOKUPS, Planned, plan_for_all, plan_from_sample
+from colonnade.run.planning import SAMPLE_LOOKUPS, Planned, plan_from_sample, plan_on_rank_0
 from colonnade.run.start import (
     WarmStart,
     apply_warm_start,
@@ -83,7 +83,7 @@ from colonnade.train.record import (
     compare_with_prediction,
     gather_row_summary,
     mean_sent_bytes,
-    record_part_of,
+    select_record_part,
 )
 from colonnade.train.schedules import build_schedule
 from colonnade.train.tower_weights import find_tower_weights
@@ -283,7 +283,7 @@ def prepare_run(
             console.print(str(start_plan), highlight=False)
     frozen = [p for p in model.parameters() if not p.requires_grad]
     trainer.dense.broadcast_parameters([*frozen, *model.buffers()])
-    trainer.dense.attach()
+    trainer.dense.build_buckets()
     if folder is not None and not read_only:
         if mesh.rank == 0:
             _write_run_files(setup, folder, device)
@@ -378,7 +378,7 @@ def _plan_rows(setup: _RunSetup, optimizer: Optimizer) -> tuple[Plan | None, Dev
             check_tiers(plan.ssd, plan.mapped)
     check_plan_on_all_ranks(plan, optimizer, mesh)  # last check before anything is written
     if (folder := setup.trained_folder) is not None:
-        check_shared(folder, mesh)
+        check_folder_is_shared(folder, mesh)
         _fetch_from_mirror_if_empty(folder, config, mesh, setup.console)
     if plan is None or setup.read_only:
         return plan, None
@@ -387,7 +387,7 @@ def _plan_rows(setup: _RunSetup, optimizer: Optimizer) -> tuple[Plan | None, Dev
         and config.plan.placement != "profiled"
     ):
         return plan, None
-    plan, device = plan_for_all(
+    plan, device = plan_on_rank_0(
         setup.model, collection, setup.data, placed_config, mesh, folder, objective=setup.objective,
         make_optimizer=setup.make_optimizer,
         first_step=0 if folder is None else max(list_checkpoints(folder), default=0),
@@ -451,7 +451,7 @@ def _build_trainer(
     collection, config, mesh, console = (
         setup.collection, setup.config, setup.mesh, setup.console,
     )  # fmt: skip
-    exchange, data, record_part = collection.exchange, setup.data, record_part_of(mesh)
+    exchange, data, record_part = collection.exchange, setup.data, select_record_part(mesh)
     if config.data.next_use_hints and not setup.read_only:
         data = splits_with_next_use(data, config.train.num_epochs)
     trainer = Trainer(

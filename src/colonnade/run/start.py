@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.checkpoint.completeness import read_checkpoint
-from colonnade.checkpoint.fingerprint import dense_weights, describe_towers, identity_of, load_dense
+from colonnade.checkpoint.fingerprint import (
+    dense_weights,
+    describe_towers,
+    load_dense,
+    record_identity,
+)
 from colonnade.checkpoint.header import list_checkpoints, read_header, resolve, state_folder
 from colonnade.checkpoint.snapshot import parameter_names
 from colonnade.checkpoint.states import load_state
@@ -22,7 +27,7 @@ from colonnade.config.run import TrainConfig
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
 from colonnade.formats import read_stamped
-from colonnade.publish.transfer import put_records
+from colonnade.publish.transfer import store_records
 from colonnade.store.records import fresh_records
 from colonnade.table import Table
 from colonnade.train.trainer import Outcome, Trainer
@@ -141,7 +146,7 @@ def plan_warm_start(
     and dense weights of other shapes. Changes nothing. Raises CheckpointError if a width or shape differs and the name
     is not in `skip`; ConfigError for an unknown name in `skip`.
     """
-    folder, step = parse_source(source)
+    folder, step = parse_warm_start_source(source)
     own_tables = {table.name: table for table in tables}
     their_model, own_dense = read_checkpoint(folder, step)["model"], dense_weights(model)
     their_tables = their_model["tables"]
@@ -191,7 +196,7 @@ def _read_dense_state(folder: Path, step: int) -> dict[str, Any]:
     return load_state(folder / "checkpoints" / f"{step:012d}" / "dense", run)
 
 
-def parse_source(source: str) -> tuple[Path, int]:
+def parse_warm_start_source(source: str) -> tuple[Path, int]:
     """Parse "FOLDER" or "FOLDER@best|last|<step>" to folder and saved step."""
     folder, at, name = source.rpartition("@")
     if at and (name in ("best", "last") or name.isdigit()):
@@ -287,7 +292,7 @@ def _load_rows(trainer: Trainer, header: dict[str, Any], table: Table, start: Wa
     dtype, num_rows = getattr(torch, their_tables[table.name]["dtype"].split()[0]), 0
     stores = open_recorded_stores(start.folder, header, list(their_tables).index(table.name))
     is_same_format = all(
-        store.identity == identity_of(table) and store.record_bytes == table.record_bytes
+        store.identity == record_identity(table) and store.record_bytes == table.record_bytes
         for store in stores
     )
     if not is_same_format:
@@ -306,7 +311,7 @@ def _load_rows(trainer: Trainer, header: dict[str, Any], table: Table, start: Wa
             if not is_same_format:
                 weights = records[:, :row_bytes].contiguous().view(dtype)
                 records = fresh_records(table, weights.reshape(len(ids), table.width))
-            put_records(collection, t, ids, records)
+            store_records(collection, t, ids, records)
             num_rows += len(ids)
         store.close()
     return num_rows

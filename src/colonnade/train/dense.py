@@ -127,7 +127,7 @@ class DenseGradients:
 
         zero()
         loss.backward(), any number of times
-        begin(), optional; then the step's last backward: a thread sends buckets while it runs
+        begin_last_backward(), optional; then the step's last backward: a thread sends buckets while it runs
         send(...); anything on other groups of the mesh; wait()      (or `reduce`, which does both)
     """
 
@@ -140,7 +140,7 @@ class DenseGradients:
         late: Sequence[nn.Parameter] = (),
         towers: TowerWeights | None = None,
     ) -> None:
-        """Set up without buckets; `attach` builds them.
+        """Set up without buckets; `build_buckets` builds them.
 
         parameters: ignored on a server, which takes part in the signals of a step alone.
         codec: compression of 32 and 64 bit gradients on the slow hop; not used on one rank or inside a tower.
@@ -184,7 +184,7 @@ class DenseGradients:
         self._can_restore_residuals = False
         self._saved_residuals: Sequence[State | None] = ()
 
-    def attach(self) -> None:
+    def build_buckets(self) -> None:
         """Build the buckets, make every `.grad` a view of them, and load restored residuals. Collective."""
         for hook in self._hooks:
             hook.remove()
@@ -250,15 +250,15 @@ class DenseGradients:
             self._abort_step()
             raise RuntimeError(
                 "got zero() in the middle of a step: some buckets of the dense gradients are sent, and other ranks "
-                "wait for the rest. A step that begin() has begun ends with send() and wait(); after an error in "
-                "its backward, leave the world and go on from the newest checkpoint"
+                "wait for the rest. After begin_last_backward() a step ends with send() and wait(); after an error in its "
+                "backward, leave the world and go on from the newest checkpoint"
             )
         for bucket in self.buckets:
             bucket.gradients.zero_()
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view
 
-    def begin(self, *, gradient_scale: float = 1.0) -> None:
+    def begin_last_backward(self, *, gradient_scale: float = 1.0) -> None:
         """Announce the step's last backward, on every rank: each full bucket is sent while it runs, in fixed order.
 
         gradient_scale: divisor of gradients (`scale`) before they are applied, the same on every rank. Residuals of
@@ -332,7 +332,9 @@ class DenseGradients:
         for bucket in self.buckets:
             bucket.residual, bucket.previous_residual = None, bucket.residual
         self._can_restore_residuals = True
-        result = self._share_with_servers(unhealthy == 0 and is_finite, stops > 0, global_loss)
+        result = self._combine_signals_with_servers(
+            unhealthy == 0 and is_finite, stops > 0, global_loss
+        )
         if not result[0]:
             self.restore_residuals()
         return result
@@ -372,7 +374,7 @@ class DenseGradients:
         }
 
     def restore(self, states: Sequence[State | None]) -> None:
-        """Set the residuals of a checkpoint, by trainer, for `attach` to load. Call it on every rank.
+        """Set the residuals of a checkpoint, by trainer, for `build_buckets` to load. Call it on every rank.
 
         In the same world with the same buckets each rank loads its own residuals. Otherwise rank 0 adds all of them to
         its next gradients, so nothing is lost, even if sums are exact from now on. If other parameters are trained than
@@ -380,7 +382,7 @@ class DenseGradients:
         """
         self._saved_residuals = states
 
-    def _share_with_servers(
+    def _combine_signals_with_servers(
         self, is_finite: bool, is_stop_requested: bool, loss: float
     ) -> tuple[bool, bool, float]:
         """Combine the signals of trainers and servers, since a server may request to stop. Collective with servers."""

@@ -211,7 +211,7 @@ class Evaluation:
             "calibration": _calibration(*columns),
             "expected_calibration_error": _expected_calibration_error(*columns, BINS),
             "num_samples": float(len(labels)),
-            "positive_rate": _mean(labels, weights),
+            "positive_rate": _weighted_mean(labels, weights),
         }
         if group is not None:
             metrics["group_auc"] = group_auc(probability, label, group, weight)
@@ -243,8 +243,8 @@ def _check_and_sort_columns(
 
     Sorting makes sums independent of the order of samples. Groups are zeros if there are none.
     """
-    scores, labels = _float64(scores), _float64(labels)
-    weight_values = np.ones(len(labels)) if weights is None else _float64(weights)
+    scores, labels = _to_float64_array(scores), _to_float64_array(labels)
+    weight_values = np.ones(len(labels)) if weights is None else _to_float64_array(weights)
     if not len(scores) == len(labels) == len(weight_values):
         raise DataError(
             f"got {len(scores)} scores, {len(labels)} labels, {len(weight_values)} weights, wanted as many of each"
@@ -274,13 +274,13 @@ def _check_and_sort_columns(
     return scores[order], labels[order], weight_values[order], group_ids[order]
 
 
-def _float64(values: Array) -> Float64s:
+def _to_float64_array(values: Array) -> Float64s:
     if isinstance(values, Tensor):
         values = values.detach().to("cpu", torch.float64).numpy()
     return np.asarray(values, dtype=np.float64).ravel()
 
 
-def _mean(values: Float64s, weights: Float64s) -> float:
+def _weighted_mean(values: Float64s, weights: Float64s) -> float:
     total = weights.sum()
     return float((values * weights).sum() / total) if total > 0 else float("nan")
 
@@ -304,7 +304,7 @@ def _log_loss(probabilities: Float64s, labels: Float64s, weights: Float64s) -> f
             "Apply a sigmoid to the logits first"
         )
     clipped = np.clip(probabilities, CLIP, 1 - CLIP)
-    return _mean(-np.where(labels == 1, np.log(clipped), np.log1p(-clipped)), weights)
+    return _weighted_mean(-np.where(labels == 1, np.log(clipped), np.log1p(-clipped)), weights)
 
 
 def _group_auc(
@@ -327,11 +327,11 @@ def _group_auc(
     aucs = correct_pairs[has_both_classes] / (
         positives[has_both_classes] * negatives[has_both_classes]
     )
-    return _mean(aucs, (positives + negatives)[has_both_classes])
+    return _weighted_mean(aucs, (positives + negatives)[has_both_classes])
 
 
 def _normalized_entropy(probabilities: Float64s, labels: Float64s, weights: Float64s) -> float:
-    rate = _mean(labels, weights)
+    rate = _weighted_mean(labels, weights)
     if not 0 < rate < 1:
         return float("nan")
     entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate))

@@ -90,7 +90,7 @@ class Progress:
         self._last_step, self._reported_step = None, step
         rate = self._num_samples / max(now - self._interval_start, 1e-9)
         self._num_samples, self._interval_start = 0, now
-        tiers = None if self._counters is None else self._counters.tiers()
+        tiers = None if self._counters is None else self._counters.collect_tiers()
         text = "" if tiers is None else tiers.describe()
         self._bars.text = text
         epoch = str(batch.position.epoch + 1)
@@ -116,7 +116,7 @@ class Progress:
         if self._record is not None:
             self._record.write(step, "evaluate", {"epoch": epoch, **metrics})
             if self._counters is not None:
-                self._record.write(step, "tables", {"tables": self._counters.tables()})
+                self._record.write(step, "tables", {"tables": self._counters.collect_tables()})
         shown = [
             f"{name.replace('_', ' ')} {value:.4f}"
             for name, value in metrics.items()
@@ -137,7 +137,7 @@ class Progress:
             return
         if self._counters is not None:
             self._write_counters(self._reported_step)
-            tiers = self._counters.tiers()
+            tiers = self._counters.collect_tiers()
             if tiers is not None:
                 self._record.write(self._reported_step, "tiers", tiers.to_dict())
         self._record.close()
@@ -148,24 +148,28 @@ class Progress:
             self._record.write(step, "train", values)
             return
         counters = self._counters
-        values = {**values, "lr": counters.learning_rates(), **counters.loss_scale()}
+        values = {
+            **values,
+            "lr": counters.collect_learning_rates(),
+            **counters.collect_loss_scale(),
+        }
         self._record.write(step, "train", values)
         self._write_counters(step)
         if self._num_lines % TRAFFIC_LINES == 0:
-            self._record.write(step, "traffic", self._counters.traffic(batch))
+            self._record.write(step, "traffic", self._counters.collect_traffic(batch))
         self._num_lines += 1
 
     def _write_counters(self, step: int) -> None:
         assert self._record is not None and self._counters is not None
-        self._record.write(step, "phases", self._counters.phases())
-        self._record.write(step, "rows", self._counters.rows())
-        if sent := self._counters.sent():
+        self._record.write(step, "phases", self._counters.collect_phases())
+        self._record.write(step, "rows", self._counters.collect_rows())
+        if sent := self._counters.collect_sent():
             self._record.write(step, "sent", sent)
-        if missed := self._counters.missed_updates():
+        if missed := self._counters.collect_missed_updates():
             self._record.write(step, "missed", missed)
-        if copies := self._counters.cache_counts():
+        if copies := self._counters.collect_cache_counts():
             self._record.write(step, "cache", copies)
-        if ages := self._counters.copy_ages():
+        if ages := self._counters.collect_copy_ages():
             self._record.write(step, "copy_ages", ages)
 
     def _format_time_left(self, now: float, step: int) -> str:

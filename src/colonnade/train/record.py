@@ -113,7 +113,7 @@ class RecordedTrainer(Protocol):
     def loss_scale(self) -> LossScale: ...
 
 
-def record_part_of(mesh: Mesh) -> Part | None:
+def select_record_part(mesh: Mesh) -> Part | None:
     """Return the part of a run's record that this rank writes; None if it writes nothing."""
     if mesh.rank == mesh.world.owners[0]:
         return "rows" if mesh.is_server else "all"
@@ -225,22 +225,22 @@ class Counters:
         self._cache: dict[str, float] = {}
         self._ages: dict[str, float] = {}
         (
-            self.rows(),
-            self.sent(),
-            self.tiers(),
-            self.missed_updates(),
-            self.cache_counts(),
-            self.copy_ages(),
+            self.collect_rows(),
+            self.collect_sent(),
+            self.collect_tiers(),
+            self.collect_missed_updates(),
+            self.collect_cache_counts(),
+            self.collect_copy_ages(),
         )  # start counting now
 
-    def phases(self) -> dict[str, float]:
+    def collect_phases(self) -> dict[str, float]:
         """Return seconds by phase, and in total."""
         now = time.perf_counter()
         gained, self._seconds = _subtract(dict(self._trainer.phases.seconds), self._seconds)
         total, self._since = now - self._since, now
         return {**gained, "total": total}
 
-    def rows(self) -> dict[str, float]:
+    def collect_rows(self) -> dict[str, float]:
         sources = self._trainer.collection.store.sources
         now: dict[str, float] = {
             "resident": sources.resident,
@@ -251,7 +251,7 @@ class Counters:
         gained, self._rows = _subtract(now, self._rows)
         return gained
 
-    def tiers(self) -> TierActivity | None:
+    def collect_tiers(self) -> TierActivity | None:
         """Return the activity of tiers; None if all rows are in memory."""
         now = time.perf_counter()
         tiers = tier_counts(self._trainer.collection.store)
@@ -268,7 +268,7 @@ class Counters:
         self._tiers, self._tiers_since, self._waited = tiers, now, waited
         return gained if len(tiers) > 1 else None
 
-    def sent(self) -> dict[str, dict[str, dict[str, float]]]:
+    def collect_sent(self) -> dict[str, dict[str, dict[str, float]]]:
         """Return {"bytes" or "messages": {channel: {link: number}}}; {} if nothing was sent."""
         before, self._sent = self._sent, self._trainer.collection.mesh.traffic.plain()
         gained: dict[str, dict[str, dict[str, float]]] = {
@@ -280,7 +280,7 @@ class Counters:
         }
         return gained if gained["bytes"] else {}
 
-    def missed_updates(self) -> dict[str, float]:
+    def collect_missed_updates(self) -> dict[str, float]:
         """Count batches by the number of updates that their reads missed; {} without bounded staleness."""
         collection = self._trainer.collection
         if not collection.opened.reads_ahead:
@@ -291,7 +291,7 @@ class Counters:
         gained, self._missed = _subtract(now, self._missed)
         return {steps: count for steps, count in gained.items() if count}
 
-    def cache_counts(self) -> dict[str, float]:
+    def collect_cache_counts(self) -> dict[str, float]:
         """Return the `CacheCounts` since the last line; {} without a cache."""
         cached = self._trainer.collection.cached
         if cached is None:
@@ -299,7 +299,7 @@ class Counters:
         gained, self._cache = _subtract(dict(vars(cached.counts)), self._cache)
         return gained
 
-    def copy_ages(self) -> dict[str, float]:
+    def collect_copy_ages(self) -> dict[str, float]:
         """Count rows of batches by the age of the cached row that was read, in bins named by their smallest age.
 
         {} without a cache.
@@ -311,7 +311,7 @@ class Counters:
         gained, self._ages = _subtract(now, self._ages)
         return {age: rows for age, rows in gained.items() if rows}
 
-    def learning_rates(self) -> dict[str, float]:
+    def collect_learning_rates(self) -> dict[str, float]:
         """Return learning rates by param group; one number if all groups of an optimizer are equal."""
         rates_by_group: dict[str, float] = {}
         optimizers = {"rows": self._trainer.rows, "dense": self._trainer.dense_optimizer}
@@ -324,12 +324,12 @@ class Counters:
                 rates_by_group[f"{name}.{group.get('name', number)}"] = rate
         return rates_by_group
 
-    def loss_scale(self) -> dict[str, float]:
+    def collect_loss_scale(self) -> dict[str, float]:
         """Return the loss scale; {} if it is constant."""
         scale = self._trainer.loss_scale
         return {"loss_scale": scale.value} if scale.is_dynamic else {}
 
-    def traffic(self, batch: Batch) -> dict[str, dict[str, int]]:
+    def collect_traffic(self, batch: Batch) -> dict[str, dict[str, int]]:
         """Count a batch's lookups and unique rows by table. About a millisecond per 25,000 lookups."""
         declaration = self._trainer.collection.declaration
         by_table: dict[str, list[np.ndarray]] = {}
@@ -344,7 +344,7 @@ class Counters:
             },
         }
 
-    def tables(self) -> dict[str, dict[str, int]]:
+    def collect_tables(self) -> dict[str, dict[str, int]]:
         return table_sizes(self._trainer.collection)
 
 

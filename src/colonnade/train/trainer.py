@@ -335,7 +335,7 @@ class Trainer:
                 gradient_scale *= max(weight + batch.world_weight, 1e-12)
         with self.phases("backward"):
             if is_last:
-                self.dense.begin(
+                self.dense.begin_last_backward(
                     gradient_scale=gradient_scale
                 )  # buckets of dense gradients are sent while it runs
             (loss if loss_scale == 1 else loss * loss_scale).backward()
