@@ -65,14 +65,12 @@ def test_a_second_signal_ends_a_checkpoint_that_would_take_for_ever(number, tmp_
 
 def test_what_a_slow_checkpoint_waits_for():
     writer = LogWriter(bytes_per_second=2_000_000)
-    assert "0 bytes" in describe_slow_checkpoint(
-        [writer]
-    ) and "budget" not in describe_slow_checkpoint([writer])
+    text = describe_slow_checkpoint([writer])
+    assert "0 bytes" in text and "budget" not in text
     source = type("Source", (), {"pending_bytes": 50_000_000, "has_work": False})()
     writer.add(source)
-    assert "50,000,000 bytes" in describe_slow_checkpoint(
-        [writer]
-    ) and " 25 s more" in describe_slow_checkpoint([writer])
+    text = describe_slow_checkpoint([writer])
+    assert "50,000,000 bytes" in text and " 25 s more" in text
     writer._budget.bytes_per_second = None
     assert "as fast as the disk" in describe_slow_checkpoint([writer])
     writer.remove(source)

@@ -60,7 +60,7 @@ def test_rows_never_trained_cost_no_storage(tmp_path):
     collection.open(build_plan(collection.tables), Mesh(), backings=backings)
     collection(global_batch(0, 50))
     collection.forget()  # looked up, never trained
-    collection.store.checkpoint(1)
+    collection.store.commit(1)
     assert [len(backing) for backing in backings] == [0, 0, 0, 0]
     for backing in backings:
         backing.close()

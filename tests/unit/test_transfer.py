@@ -139,7 +139,7 @@ def test_more_rows_than_memory_holds(tmp_path):
     load_rows(collection, "item", weights, ids)
     assert torch.equal(to_embedding(collection, "item", ids).weight, weights)
     assert torch.equal(trained_ids(collection, "item"), ids.sort().values)
-    collection.store.checkpoint(1)
+    collection.store.commit(1)
     assert len(backing) == 5000
     backing.close()
 
