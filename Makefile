@@ -80,9 +80,10 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The API reference, from docstrings, into build/docs; the pages to read are docs/*.md.
+# The documentation site into build/docs: docs/*.md and the API reference; a broken link is an error. Open build/docs/index.html.
 docs: setup
-	$(BIN)/python -m pdoc --docformat markdown --output-directory build/docs colonnade
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 # The figures of README.md and docs/results.md, from bench/results; and docs/tree.md, from the files it lists.
 figures: setup

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 
 class ColonnadeError(Exception):
-    """Base of everything this package raises on channel."""
+    """Base of everything this package raises on purpose."""
 
 
 class ConfigError(ColonnadeError, ValueError):

@@ -26,7 +26,7 @@ SCHEMA = Schema(
     ),
 )
 PLANS = {
-    "embedding": {},
+    "rows": {},
     "pooled, late by one": {
         "exchange": "pooled",
         "tables": {"wide": {"exchange": "rows"}},  # sequences

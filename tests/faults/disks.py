@@ -69,12 +69,12 @@ def content(store: LogBacking) -> Rows:
 
 @dataclass
 class Act:
-    """One call to the store, and what it does to a dict of rows and to the set of checkpoints."""
+    """One call to the store, and what it does to a dict of rows and to the set of commits."""
 
     name: str
     call: Callable[[LogBacking], object]
     rows: Callable[[Rows], Rows] = dict
-    checkpoints: int | None = None
+    commits: int | None = None
     keeps: list[int] | None = None  # prune
     freezes: bool = False
 
@@ -97,8 +97,8 @@ def delete(ids: list[int]) -> Act:
     )
 
 
-def checkpoint(step: int) -> Act:
-    return Act(f"checkpoint {step}", lambda store: store.checkpoint(step), checkpoints=step)
+def commit(step: int) -> Act:
+    return Act(f"commit {step}", lambda store: store.commit(step), commits=step)
 
 
 def collect() -> Act:
@@ -107,7 +107,7 @@ def collect() -> Act:
 
 
 def freeze() -> Act:
-    """The next checkpoint is of the rows as they are now."""
+    """The next commit is of the rows as they are now."""
     return Act("freeze", lambda store: store.freeze(), freezes=True)
 
 
@@ -118,26 +118,26 @@ def prune(keeps: list[int]) -> Act:
 STORY = [
     write(list(range(40)), 1),
     delete([3, 4, 5]),
-    checkpoint(10),
+    commit(10),
     write([1, 3, 50], 2),
-    checkpoint(20),
+    commit(20),
     prune([20]),
     write(list(range(30)), 3),  # more than half of the first segment dies
     write(list(range(60, 70)), 3),
     collect(),
-    checkpoint(30),
+    commit(30),
     delete(list(range(10, 40))),
-    checkpoint(40),
+    commit(40),
     prune([30, 40]),
-    checkpoint(50),
+    commit(50),
     collect(),
     write([2, 69, 70], 4),
     freeze(),
     write([2, 3, 71], 6),
     delete([1]),
-    checkpoint(55),
+    commit(55),
     delete([0]),
-    checkpoint(60),
+    commit(60),
     prune([60]),
     write([7], 5),
 ]
@@ -145,7 +145,7 @@ STORY = [
 
 @dataclass
 class Telling:
-    """The story as far as it was told: rows now, rows by checkpoint, and which checkpoints may or must be there."""
+    """The story as far as it was told: rows now, rows by commit, and which commits may or must be there."""
 
     rows: Rows = field(default_factory=dict)
     by_step: dict[int, Rows] = field(default_factory=dict)
@@ -158,16 +158,16 @@ class Telling:
         return Telling(dict(self.rows), self.by_step, set(self.may), set(self.must))
 
     def begin(self, act: Act) -> None:
-        if act.checkpoints is not None:
-            self.may.add(act.checkpoints)
-            self.by_step[act.checkpoints] = dict(self.rows if self.frozen is None else self.frozen)
+        if act.commits is not None:
+            self.may.add(act.commits)
+            self.by_step[act.commits] = dict(self.rows if self.frozen is None else self.frozen)
         if act.keeps is not None:
             self.must &= set(act.keeps)
 
     def end(self, act: Act) -> None:
         self.rows = act.rows(self.rows)
-        if act.checkpoints is not None:
-            self.must.add(act.checkpoints)
+        if act.commits is not None:
+            self.must.add(act.commits)
             self.frozen = None
         if act.freezes:
             self.frozen = dict(self.rows)
@@ -175,8 +175,8 @@ class Telling:
             self.may &= set(act.keeps)
 
 
-def check_checkpoints(directory: Path, steps: list[int], telling: Telling) -> None:
-    """Every checkpoint that can be seen is whole; those that must be there are."""
+def check_commits(directory: Path, steps: list[int], telling: Telling) -> None:
+    """Every commit that can be seen is whole; those that must be there are."""
     assert telling.must <= set(steps) <= telling.may, (steps, telling.must, telling.may)
     for step in steps:
         with open_store(directory, step, read_only=True) as store:

@@ -53,7 +53,7 @@ def plans(num_ranks):
     last = table_wise(num_ranks - 1)
     everywhere = dict.fromkeys(POOLED, replicated(num_ranks))
     return {
-        "embedding": {},
+        "rows": {},
         "pooled": {"exchanges": POOLED},
         "partials": {"exchanges": dict.fromkeys(POOLED, "partials")},
         "towers": {"exchanges": dict.fromkeys(POOLED, "towers")},

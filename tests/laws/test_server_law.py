@@ -60,7 +60,7 @@ BASE = {"epochs": 1, "batch_size": 50, "evaluate_steps": 5, "dense_lr": 0.05, "q
 """600 samples: 12 batches, the last of an epoch as full as the others."""
 LONG = {"epochs": 2, "evaluate_steps": 9}
 CASES = {
-    "embedding": {},
+    "rows": {},
     "uneven, ahead": {
         "batch_size": 47,
         "epochs": 2,
@@ -371,7 +371,7 @@ def test_nan_and_a_wish_to_stop_are_heard_by_all():
 WORLD = World(num_hosts=2, ranks_per_host=2, servers_per_host=1)
 DEALT = Forced("row_wise", "rows")
 FORCED = {
-    "embedding": {},
+    "rows": {},
     "rows of some on one server": {
         "big": Forced("table_wise", "rows", (1,)), "small": Forced("table_wise", "rows", (3,)),
     },

@@ -66,7 +66,7 @@ def test_what_is_kept_there_is_what_is_kept_here(url, tmp_path):
     local = sorted(
         file.path.name
         for place in (tmp_path / "run" / "rows" / "0-of-1").iterdir()
-        for step in manifests.list_checkpoints(place)
+        for step in manifests.committed_steps(place)
         for file in manifests.files_of(place, manifests.describe(place, step))
     )
     copied = sorted(path.split("/")[-1].rsplit("-", 1)[0] for path in files.find(f"{root}/rows"))

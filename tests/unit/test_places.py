@@ -176,7 +176,7 @@ def test_one_directory_under_two_names_is_refused(tmp_path):
 def open_two(folder, step, place, tables):
     """A rank's stores of two tables, and what they may keep."""
     stores = open_stores(
-        folder, tables, [row_wise(1)] * len(tables), 0, UnsyncedDisk(), step, outside=[place]
+        folder, tables, [row_wise(1)] * len(tables), 0, UnsyncedDisk(), step, directories=[place]
     )
     return stores, stores[0].files.stripes.spaces[1]
 
@@ -226,12 +226,12 @@ def test_a_size_is_a_limit_on_all_tables_of_a_rank_together(tmp_path):
     other.close()
 
 
-def test_files_of_a_commit_count_when_it_is_opened(tmp_path):
+def test_files_of_a_checkpoint_count_when_it_is_opened(tmp_path):
     tables = [Table("one", rows=None, dim=250)]
     place = tmp_path / "rows" / "colonnade-x"
     (store,), space = open_two(tmp_path / "run", None, Place(str(place), 12 << 20), tables)
     records = torch.zeros(2000, store.record_bytes, dtype=torch.uint8)
-    for step in (1, 2):  # the first commit's segment is forgotten and kept for that commit
+    for step in (1, 2):  # the first checkpoint's segment is forgotten and kept for that checkpoint
         store.write(torch.arange(2000), records).wait()
         store.commit(step)
     store.close()
@@ -267,33 +267,33 @@ def test_a_new_segment_goes_where_there_is_room(tmp_path):
     assert choose_segment_size([None, 80 << 20]) == 10 << 20 and choose_segment_size([5]) == 1 << 20
 
 
-def test_an_older_commit_out_of_reach_is_said_once(tmp_path):
+def test_an_older_checkpoint_out_of_reach_is_said_once(tmp_path):
     data = open_tensors(**columns(300))
     settings = {"batch_size": 50, "lookahead": 0}
     old, new = ({"dram": "6KiB", "ssd": [str(tmp_path / name)]} for name in ("old", "new"))
     fit(Net(), data, run=tmp_path / "run", memory=old, quiet=True, **settings)
     tables = Net().collection.tables
-    # By hand what collection does in time: the newest commit has no segment in the old directory.
-    commits, step = open_checkpoints(
+    # By hand what collection does in time: the newest checkpoint has no segment in the old directory.
+    checkpoints, step = open_checkpoints(
         tmp_path / "run", tables, Mesh(), directories=[Place(new["ssd"][0])]
     )
-    for store in commits.backings:
+    for store in checkpoints.backings:
         for rows in list(store.scan()):
             store.write(rows.ids, rows.records).wait()
         store.collect()
         store.commit(step + 1)
-    assert describe_lost_checkpoints(commits) == []
-    commits.close()
+    assert describe_lost_checkpoints(checkpoints) == []
+    checkpoints.close()
     (tmp_path / "old").rename(tmp_path / "gone")
     stores = open_stores(
         tmp_path / "run", tables, [row_wise(1)] * len(tables), 0, UnsyncedDisk(), step + 1,
-        directories=[Place(commits.outside_folders[0].as_posix())],
+        directories=[Place(checkpoints.outside_folders[0].as_posix())],
     )  # fmt: skip
-    commits = Checkpoints(tmp_path / "run", Mesh(), stores, keep=2, disk=UnsyncedDisk())
-    (said,) = describe_lost_checkpoints(commits)
+    checkpoints = Checkpoints(tmp_path / "run", Mesh(), stores, keep=2, disk=UnsyncedDisk())
+    (said,) = describe_lost_checkpoints(checkpoints)
     assert f"checkpoint of step {step} can no longer be opened: {tmp_path / 'old'}" in said
     assert "newest checkpoint is intact" in said
-    commits.close()
+    checkpoints.close()
 
 
 def test_a_space_gives_no_byte_beyond_its_limit(tmp_path):

@@ -250,8 +250,8 @@ class DenseGradients:
             self._abort_step()
             raise RuntimeError(
                 "got zero() in the middle of a step: some buckets of the dense gradients are sent, and other ranks "
-                "wait for the rest. After begin_last_backward() a step ends with send() and wait(); after an error in its "
-                "backward, leave the world and go on from the newest checkpoint"
+                "wait for the rest. After begin_last_backward() a step ends with send() and wait(); after an error in "
+                "its backward, leave the world and go on from the newest checkpoint"
             )
         for bucket in self.buckets:
             bucket.gradients.zero_()
