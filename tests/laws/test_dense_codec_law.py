@@ -273,7 +273,7 @@ def test_another_world_is_given_what_was_kept(everyone, name):
     # Of weights that are no longer trained nothing is kept.
     other = DenseGradients(network()[:3], Mesh())
     other.restore(states)
-    other.attach()
+    other.build_buckets()
     assert other.state() is None
 
 

@@ -190,13 +190,13 @@ def leaves_while_backward_runs(mesh):
     buckets.BUCKET_BYTES = 32
     layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
     dense = attached(layers, mesh)
-    order, reduce = [], dense_module._reduce
+    order, reduce = [], dense_module._reduce_bucket
 
     def noted(bucket, mesh, unit):
         reduce(bucket, mesh, unit)
-        order.append((bucket.numbers, threading.current_thread().name))
+        order.append((bucket.indices, threading.current_thread().name))
 
-    dense_module._reduce = noted
+    dense_module._reduce_bucket = noted
     seen = []
 
     def early(_):
@@ -214,7 +214,7 @@ def leaves_while_backward_runs(mesh):
         layers(torch.ones(2, 4)).sum().backward()
         dense.reduce(finite=True, stop=False)
         assert order == [([n], "dense") for n in (3, 2, 1, 0)]
-    dense_module._reduce = reduce
+    dense_module._reduce_bucket = reduce
     assert seen == [0, 3]
 
 
@@ -226,7 +226,7 @@ def completed_late(mesh):
     late = [layers[number].weight for number in (0, 2, 4)]
     dense = DenseGradients(list(layers.parameters()), mesh, late=late)
     dense.build_buckets()
-    assert [bucket.numbers for bucket in dense.buckets] == [[3], [1], [4], [2], [0]]
+    assert [bucket.indices for bucket in dense.buckets] == [[3], [1], [4], [2], [0]]
     late[1].requires_grad_(False)  # hears nothing in backward at all
     wanted = torch.autograd.grad(layers(torch.ones(2, 4)).sum(), [late[0], late[2]])
     for step in range(3):  # the first is watched

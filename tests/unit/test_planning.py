@@ -107,7 +107,7 @@ def test_going_on_plans_anew_without_measuring_the_disk_again(tmp_path, quick, m
 
 def test_reads_and_first_touches_are_foretold(tmp_path, quick, monkeypatch):
     costs = StepCosts(step_seconds=1e-3)
-    monkeypatch.setattr(planning, "rehearse", lambda *_, **__: costs)
+    monkeypatch.setattr(planning, "run_micro_benchmark", lambda *_, **__: costs)
     config = override(CONFIG, {"data.options.num_train": 10_000, "plan.memory.dram": "300KiB"})
     summary, _, _ = trained(config, tmp_path / "run")
     # 1M lookups would be the whole data: from a tenth of it.

@@ -93,7 +93,7 @@ def test_the_line_of_tiers_is_short():
     ssd = TierCounts(hits=60, misses=9, reads=2400, read_bytes=20_000_000, written_bytes=8_000_000)
     gained = TierActivity(2.0, 0.04, {"dram": dram, "ssd": ssd}, {"dram": 0, "ssd": 10})
     assert gained.describe() == "dram 93.1 % | ssd 1.2k reads/s 14 MB/s | wait 2 %"
-    assert gained.plain()["ssd"]["lifetime_bytes"] == 10
+    assert gained.to_dict()["ssd"]["lifetime_bytes"] == 10
     idle = TierActivity(
         1.0, 0.0, {"dram": TierCounts(), "ssd": TierCounts()}, {"dram": 0, "ssd": 0}
     )
