@@ -178,7 +178,7 @@ def _check_folder(
     """Raise CheckpointError unless this collection may save this step in `folder`. Collective."""
     if (previous is None or previous.checkpoints is None) and collection.store.backings:
         raise CheckpointError(
-            "save: got a collection whose rows rest in a run folder, which checkpoints them itself "
+            "save: got a collection with rows stored in a run folder, which checkpoints them itself "
             "(colonnade.fit); use "
             "that folder's checkpoints"
         )
@@ -188,7 +188,7 @@ def _check_folder(
         and previous.folder != folder.resolve()
     ):
         raise CheckpointError(
-            f"save: got {folder}, and rows rest in {previous.folder}; save there, and copy that folder afterwards"
+            f"save: got {folder}, and rows are stored in {previous.folder}; save there, and copy that folder afterwards"
         )
     check_folder_is_shared(folder, collection.mesh)
     steps = list_checkpoints(folder)

@@ -114,7 +114,7 @@ def find_first_difference(saved: Any, wanted: Any, path: str = "") -> str:
             if key not in saved:
                 return f"it has no {key_path}"
             if key not in wanted:
-                return f"it has {key_path}, this model has not"
+                return f"it has {key_path}, this model does not"
             if saved[key] != wanted[key]:
                 return find_first_difference(saved[key], wanted[key], key_path)
     return f"{path} was {saved}, is {wanted}"

@@ -207,7 +207,7 @@ def _copy_file(source: Place, target: Place, name: str, checksums: FileChecksums
         )
     if target.size(name) != num_bytes:
         raise StorageError(
-            f"{target.path(name)}: got fewer bytes than {num_bytes:,}; it is carried again"
+            f"{target.path(name)}: got fewer bytes than {num_bytes:,}; it will be copied again"
         )
 
 
@@ -252,7 +252,7 @@ class UrlPublisher:
             carry(place_of(self.local_publisher.folder), place_of(self.url))
         except (ColonnadeError, OSError) as error:
             self.local_publisher.problem = error
-            print_line(f"{error}. Training goes on; the next checkpoint makes it up")
+            print_line(f"{error}. Training goes on; the next checkpoint publishes it")
 
     def close(self) -> None:
         self.local_publisher.close()
@@ -314,7 +314,7 @@ class Following:
         current = read_current_or_raise(self.folder)
         if current.run != self.run:
             raise CheckpointError(
-                f"{self.folder}: got a publication of run {current.run}, wanted run {self.run}, whose rows these are; "
+                f"{self.folder}: got a publication of run {current.run}, wanted run {self.run}, which has the open rows; "
                 "open the predictor again to take the other model"
             )
         newest = current.bases[-1]

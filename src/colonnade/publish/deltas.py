@@ -143,7 +143,7 @@ class DeltaPublisher:
             self.problem = error
             print_line(
                 f"{self.folder}: could not publish step {step}: {error}. Training goes on; the next "
-                f"checkpoint makes it up"
+                "checkpoint publishes it"
             )
 
     def close(self) -> None:

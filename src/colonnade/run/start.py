@@ -127,7 +127,7 @@ class WarmStart:
         for words, names in (
             ("new", self.new),
             ("not taken over", self.dropped),
-            ("started anew, for towers or their modules are others", self.reset),
+            ("started anew, because towers or their modules differ", self.reset),
             ("weights without optimizer state", self.without_state),
         ):
             if names:
