@@ -198,7 +198,7 @@ def test_bars_fit_the_terminal(width, tmp_path):
         console.print(*shown)
     lines = capture.get().splitlines()
     assert len(lines) == 1 and len(lines[0]) <= width and len(_columns(width)) >= 3
-    found._bars.words = "dram 93.1 % | ssd 1.2k reads/s 14 MB/s | wait 2 %"
+    found._bars.text = "dram 93.1 % | ssd 1.2k reads/s 14 MB/s | wait 2 %"
     with console.capture() as capture:
         console.print(found._bars.get_renderable())
     lines = capture.get().splitlines()

@@ -133,6 +133,7 @@ class Checkpoints:
         self.finish()
 
     def _write_in_background(self, trainer: TrainerState, snapshot: Snapshot) -> None:
+        """Write a snapshot on the checkpoint thread; `finish` raises its errors."""
         try:
             self.write_snapshot(trainer.collection, snapshot, trainer.progress.print_line)
         except BaseException as error:
@@ -181,9 +182,8 @@ class Checkpoints:
                 own_error = error
         self._raise_on_all_ranks(own_error, step)
         retained = steps_to_keep(self.folder, self.keep)
-        for (
-            destination
-        ) in self.destinations:  # before older checkpoints are deleted: deltas need them
+        # Before older checkpoints are deleted, because deltas need them.
+        for destination in self.destinations:
             destination.send(step, retained, print_line)
         self._delete_old_checkpoints()
 
@@ -229,6 +229,7 @@ class Checkpoints:
         return list(dict.fromkeys(writer for writer in writers if writer is not None))
 
     def _raise_on_all_ranks(self, error: Exception | None, step: int) -> None:
+        """Raise StorageError on every rank if any rank has an error. Collective."""
         own_message = b"" if error is None else str(error).encode()
         for rank, message in enumerate(self.mesh.all_gather_bytes("checkpoint", own_message)):
             if message:

@@ -131,6 +131,7 @@ def find_problems(
 
 
 def _raise_if_any(folder: Path, step: int | None, problems: Iterable[str]) -> None:
+    """Raise CheckpointError that lists the first problems, if there are any."""
     if texts := list(problems):
         more_text = f" (and {len(texts) - SHOWN} more)" if len(texts) > SHOWN else ""
         raise CheckpointError(
@@ -222,6 +223,7 @@ def verify_checkpoint(
 def _verify_files(
     run_folder: Path, header: dict, moved_folders: Sequence[Path]
 ) -> Iterator[Verified]:
+    """Verify every byte of all files that a header lists, and yield each file."""
     step = header["step"]
     yield verify_durable(header_path(run_folder, step))
     for name in header["states"]:

@@ -103,6 +103,7 @@ def build_record_identity(table: str, dims: Mapping[str, int], optimizers: str, 
 
 
 def describe_dtype(table: Table) -> str:
+    """Describe the dtype of a table: "bfloat16 with master", "float32", ..."""
     return f"{table.dtype} with master" if table.master else table.dtype
 
 

@@ -141,6 +141,7 @@ def _describe_shardings(collection: EmbeddingCollection) -> dict[str, Any]:
 
 
 def _collect_dense_state(trainer: TrainerState) -> dict[str, Any]:
+    """Collect weights, optimizer, schedules, position and scores; equal on all ranks."""
     return {
         "model": dense_weights(trainer.model),
         "dense_optimizer": trainer.dense_optimizer.state_dict(),

@@ -133,6 +133,7 @@ def _part_dims(table_header: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _stored_name(table: str, sharding: Sharding, columns: tuple[int, int] | None) -> str:
+    """Return the name of a table or slice as its stores have it: "item[0:32]", "item[hot]"."""
     if sharding.hot is not None:
         return f"{table}[{sharding.hot.side}]"
     return table if columns is None else f"{table}[{columns[0]}:{columns[1]}]"

@@ -72,6 +72,7 @@ class Place:
         return self.files.open(str(self.path(name)), "rb")
 
     def read(self, name: str) -> bytes:
+        """Read a file."""
         with self.open(name) as file:
             return file.read()
 
@@ -86,6 +87,7 @@ class Place:
 
 
 def is_url(path: object) -> bool:
+    """Return whether a path is a URL."""
     return "://" in str(path)
 
 
@@ -156,6 +158,7 @@ def check_url_owner(url: str, run: str) -> None:
 
 
 def _parse_current_of(content: bytes, place: Place) -> CurrentPointer:
+    """Check and parse the bytes of published.json at `place`."""
     path = Path(place.path(WORD))
     return parse_current(checked_content(path, content), path)
 
@@ -180,6 +183,7 @@ def _copy_base(source: Place, target: Place, base: Base, *, is_known: bool) -> N
 
 
 def _has_checksum(place: Place, name: str, checksums: FileChecksums) -> bool:
+    """Read a file and return whether it has the right checksum."""
     crc = 0
     with place.open(name) as file:
         while piece := file.read(COPY_BYTES):
@@ -188,6 +192,7 @@ def _has_checksum(place: Place, name: str, checksums: FileChecksums) -> bool:
 
 
 def _copy_file(source: Place, target: Place, name: str, checksums: FileChecksums | None) -> None:
+    """Copy a file and check its length, and its checksum if there is one."""
     target.files.makedirs(target.path(name).rpartition("/")[0], exist_ok=True)
     crc = num_bytes = 0
     if target.size(name) is not None:
@@ -218,6 +223,7 @@ def _is_same_run(place: Place, current: CurrentPointer) -> bool:
 
 
 def _delete_unneeded(place: Place, current: CurrentPointer) -> None:
+    """Delete bases and deltas that the current pointer does not need."""
     base_folders = {base.folder for base in current.bases}
     for name in _list_names(place):
         path = place.path(name)
@@ -245,6 +251,7 @@ class UrlPublisher:
     url: str
 
     def send(self, step: int, retained: Sequence[int], print_line: Callable[[str], None]) -> None:
+        """Publish a checkpoint in the run folder, and copy the publication to the URL."""
         self.local_publisher.send(step, retained, print_line)
         if self.local_publisher.problem is not None:
             return
@@ -255,6 +262,7 @@ class UrlPublisher:
             print_line(f"{error}. Training goes on; the next checkpoint publishes it")
 
     def close(self) -> None:
+        """Raise the error of the newest checkpoint, if it was not published."""
         self.local_publisher.close()
 
 
@@ -314,8 +322,8 @@ class Following:
         current = read_current_or_raise(self.folder)
         if current.run != self.run:
             raise CheckpointError(
-                f"{self.folder}: got a publication of run {current.run}, wanted run {self.run}, which has the open rows; "
-                "open the predictor again to take the other model"
+                f"{self.folder}: got a publication of run {current.run}, wanted run {self.run}, which has the "
+                "open rows; open the predictor again to take the other model"
             )
         newest = current.bases[-1]
         is_restarted = current.number <= self.number and current.tag != self.tag
@@ -358,9 +366,11 @@ class Following:
             distrust_copy(self.folder)
 
     def opened(self, base: Base) -> None:
+        """Record that the predictor has opened a base."""
         self.base, self.number, self.tag = base.folder, base.number, base.tag
 
     def applied(self, delta: Delta) -> None:
+        """Record that the predictor has applied a delta."""
         self.number, self.tag = delta.header.number, delta.header.tag
 
 

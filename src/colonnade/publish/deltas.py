@@ -152,6 +152,7 @@ class DeltaPublisher:
             raise self.problem
 
     def _publish_step(self, step: int, header: Mapping[str, Any]) -> None:
+        """Publish a step as a delta, or as a new base if the difference is unknown or deltas are large."""
         self.disk.make_dir(self.folder)
         current, tag = read_current(self.folder), checkpoint_tag(self.run_folder, step)
         if current is None:
@@ -183,6 +184,7 @@ class DeltaPublisher:
             self._write_current(updated)
 
     def _with_base(self, current: CurrentPointer) -> CurrentPointer:
+        """Export the current checkpoint as a base; return the pointer with it."""
         name = f"base-{current.number:012d}-{current.tag}"
         if not (self.folder / name).exists():
             export_run(self.run_folder, self.folder / name, at=current.step)
@@ -255,6 +257,7 @@ def _build_table_delta(
     earlier_step: int,
     later_step: int,
 ) -> TableDelta:
+    """Compute the difference of a table between two steps, from the manifests of its stores."""
     dtype = table_header["dtype"].split()[0]
     dims = table_header["dim"]
     width = sum(dims.values()) if isinstance(dims, Mapping) else dims
@@ -323,6 +326,7 @@ def check_publication_owner(folder: Path, current: CurrentPointer, run: str) -> 
 
 
 def delta_file_name(number: int) -> str:
+    """Return the file name of a delta."""
     return f"change-{number:012d}"
 
 

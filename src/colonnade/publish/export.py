@@ -82,6 +82,7 @@ def export_run(
 
 
 def _write_export(run_folder: Path, step: int, folder: Path) -> dict[str, Any]:
+    """Write all files of an export into `folder`; return the content of model.json."""
     header = read_checkpoint(run_folder, step)
     config_path = run_folder / "config.yaml"
     model: dict[str, Any] = {
@@ -141,6 +142,7 @@ def check_rows_finite(table: str, ids: Tensor, weights: Tensor) -> None:
 
 
 def _build_table_entry(number: int, name: str, table_header: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry of a table in model.json, without its row count."""
     dims = (
         table_header["dim"] if isinstance(table_header["dim"], dict) else {"": table_header["dim"]}
     )

@@ -83,6 +83,7 @@ class Mirror:
             raise self.problem
 
     def _copy(self, files: Any, root: str, step: int, is_new: bool, sizes: dict[str, int]) -> None:
+        """Copy the missing files of one checkpoint, its header last."""
         target = f"{root}/checkpoints/{step:012d}"
         header = read_header(self.folder, step)
         small_files = [
@@ -191,6 +192,7 @@ def _file_sizes(files: Any, folder: str) -> dict[str, int]:
 
 
 def _delete_unretained(files: Any, root: str, retained: Sequence[int]) -> None:
+    """Delete the mirrored checkpoints that are not retained, and row files that none uses."""
     steps = list_mirrored_steps(files, root)
     for step in steps:
         if step not in retained:
@@ -226,6 +228,7 @@ class _StoreFiles:
 
 
 def _list_store_files(folder: Path, header: dict[str, Any]) -> Iterator[_StoreFiles]:
+    """Yield the files of each store of a checkpoint."""
     step = header["step"]
     for store in list_store_folders(header):
         folder_of_store = folder / "rows" / store.path

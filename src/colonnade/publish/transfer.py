@@ -190,6 +190,7 @@ def _check_not_cached(collection: EmbeddingCollection, table_index: int) -> None
 
 
 def _check_weights_and_ids(table: Table, weights: Tensor, ids: Tensor) -> None:
+    """Raise ConfigError, DataError or IdRangeError for wrong weights or ids."""
     if weights.dim() != 2 or weights.shape[1] != table.width or not weights.is_floating_point():
         raise ConfigError(
             f"table {table.name!r}: got weights {tuple(weights.shape)} {weights.dtype}, "

@@ -146,9 +146,8 @@ def open_data(config: RunConfig, folder: Path | None) -> tuple[RunConfig, Splits
         return config, _open_data_source(config), ""
     config, held_out = _with_default_shuffling(config), 0.0
     if can_hold_out := _can_hold_out(config):
-        held_out = (
-            LARGE_FRACTION  # right for large files, so that they are not opened and counted twice
-        )
+        # Right for large files, so that they are not opened and counted twice.
+        held_out = LARGE_FRACTION
     data = _open_data_source(_with_held_out_fraction(config, held_out))
     num_samples = _count_samples(data.train) + (
         _count_samples(data.validation) if can_hold_out else 0
@@ -247,6 +246,7 @@ def _is_scorer(config: RunConfig) -> bool:
 
 
 def _with_default_shuffling(config: RunConfig) -> RunConfig:
+    """Add the default shuffle window, unless the data set or a setting decides the order."""
     if (
         config.data.name == "criteo"
         or _is_by_day(config)
@@ -281,6 +281,7 @@ def _get_setting(config: RunConfig, name: str) -> Any:
 
 
 def _is_by_day(config: RunConfig) -> bool:
+    """Return whether training goes by days, which fixes the order of samples."""
     return config.train.progressive or bool(config.data.options.get("days"))
 
 

@@ -177,11 +177,13 @@ class MeanLoss:
         self.sample_loss = sample_loss
 
     def loss(self, model: nn.Module, batch: Batch, mesh: Mesh) -> Tensor:
+        """Compute this rank's part of the global batch's mean loss."""
         return self._sum_losses(model, batch) / max(batch.world_weight, 1e-12)
 
     def evaluate(
         self, model: nn.Module, source: Source, batch_size: int, mesh: Mesh
     ) -> dict[str, float]:
+        """Compute the weighted mean loss over `source`, and its number of samples. Collective."""
         total = torch.zeros(3, dtype=torch.float64)  # loss, weight, samples
         with evaluation_mode(model):
             for batch in batches_of(source, batch_size, mesh, channel="evaluate"):
@@ -197,6 +199,7 @@ class MeanLoss:
         return {"loss": mean, "num_samples": samples}
 
     def _sum_losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the weighted sum of the losses of a batch. Raises DataError for a wrong shape."""
         losses = self.sample_loss(model(batch), batch)
         if losses.shape != (batch.size,):
             raise DataError(

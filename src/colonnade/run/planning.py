@@ -123,6 +123,7 @@ def run_micro_benchmark(
 def _run_micro_benchmark(
     model: nn.Module, benchmark: _MicroBenchmark, parent: Path | None, reads: Mapping[str, float]
 ) -> StepCosts:
+    """Time passes with and without memory for all rows, and compute the costs per step and row."""
     collection = _find_collection(model)
     with ExitStack() as stack:
         with_all_rows = benchmark.open_model(
@@ -208,12 +209,15 @@ class _TimedModel:
         )
 
     def close(self) -> None:
+        """Stop the lookahead and close the stores."""
         self.stream.close()
         for backing in self.backings:
             backing.close()
 
 
 class _MicroBenchmark:
+    """Repeated sample batches, and what is needed to train copies of a model on them."""
+
     def __init__(
         self,
         batches: Sequence[Batch],

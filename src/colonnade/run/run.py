@@ -173,6 +173,7 @@ class TrainingRun:
         }
 
     def close(self) -> None:
+        """Close the checkpoints of the run."""
         if self.checkpoints is not None:
             self.checkpoints.close()
 
@@ -658,6 +659,7 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
 
 
 def _training_schedule(config: RunConfig) -> Schedule:
+    """Return the trainer's schedule for a configuration."""
     train = config.train
     return Schedule(
         batch_size=train.samples_per_step,
@@ -680,6 +682,7 @@ def _training_schedule(config: RunConfig) -> Schedule:
 def _build_dense_optimizer(
     parameters: Sequence[nn.Parameter], *, config: RunConfig
 ) -> torch.optim.Optimizer:
+    """Build the configured optimizer of the dense parameters."""
     optimizer_class = DENSE_OPTIMIZERS[config.dense.optimizer]
     return optimizer_class(
         parameters, lr=config.dense.learning_rate, weight_decay=config.dense.weight_decay or 0.0

@@ -84,6 +84,7 @@ def describe_end(folder: Path, step: int) -> str:
 def _read_summary_if_finished(
     folder: Path, config: TrainConfig, num_epochs: int
 ) -> dict[str, Any] | None:
+    """Read the summary of a run folder if these settings leave nothing to train; else None."""
     steps, path = list_checkpoints(folder), folder / "summary.json"
     if not steps or not path.is_file():
         return None
@@ -114,9 +115,7 @@ class WarmStart:
     new: list[str]
     dropped: list[str]
     reset: list[str] = field(default_factory=list)  # dense, because towers differ
-    without_state: list[str] = field(
-        default_factory=list
-    )  # weights only, because the optimizer differs
+    without_state: list[str] = field(default_factory=list)  # weights only: the optimizer differs
     num_rows: int = 0  # loaded on this rank
 
     def __str__(self) -> str:
@@ -235,6 +234,7 @@ def _check_shapes(
     dense: Mapping[str, Tensor],
     shared_dense: list[str],
 ) -> None:
+    """Raise CheckpointError if shared tables or dense parameters have other shapes."""
     problems = []
     for name in shared_tables:
         dim = tables[name].dim

@@ -71,5 +71,6 @@ class Best:
         return {k: v for k, v in asdict(self).items() if k not in ("monitor", "min_delta")}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of a checkpoint."""
         for name, value in state.items():
             setattr(self, name, value)

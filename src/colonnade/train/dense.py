@@ -64,9 +64,8 @@ class GradientBucket:
     """Residuals restored from other ranks, added to the next step's `gradients`; on the first rank of the bucket."""
     previous_residual: Tensor | None = None  # `residual` before the last step
     num_missing: int = 0  # gradients that backward still has to add
-    gradient_events: list[torch.Event] = field(
-        default_factory=list
-    )  # on a device: recorded when gradients are written
+    gradient_events: list[torch.Event] = field(default_factory=list)
+    """Events after the last writes of gradients, on a device."""
     ready: threading.Event = field(default_factory=threading.Event)
     total: float = 0.0  # sum after the reduction: NaN or inf if any gradient of any rank is
 
@@ -164,16 +163,14 @@ class DenseGradients:
             for tower, parameters in enumerate(parameters_by_tower)
             for parameter in parameters
         }
-        self._tower_norms = torch.zeros(
-            len(parameters_by_tower), dtype=torch.float64
-        )  # of gradients, by tower
+        # Norms of gradients, by tower.
+        self._tower_norms = torch.zeros(len(parameters_by_tower), dtype=torch.float64)
         self._signals = torch.zeros(SIGNALS)
         self._views: list[Tensor | None] = []  # by parameter; None: another tower's
         self._bucket_of: list[GradientBucket | None] = []  # by parameter
         self._num_received: list[int] = []  # by parameter: gradients added by the current backward
-        self._num_expected: list[
-            int
-        ] = []  # by parameter: maximum of `_num_received` so far; [] before the first
+        # By parameter: maximum of `_num_received` so far; [] before the first backward.
+        self._num_expected: list[int] = []
         self._lock = threading.Lock()  # backward has a thread for every device
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._is_watching = False
@@ -246,6 +243,7 @@ class DenseGradients:
             ]
 
     def zero(self) -> None:
+        """Set all gradients to zero, before the first backward of a step."""
         if self._thread is not None:
             self._abort_step()
             raise RuntimeError(
@@ -527,6 +525,8 @@ class DenseGradients:
             bucket.algorithm = WAYS[algorithm_index]
 
     def _build_hook(self, index: int) -> Callable[[Tensor], None]:
+        """Return a hook that counts the gradients of a parameter."""
+
         def count_gradient(parameter: Tensor) -> None:  # on a thread of backward's
             if self._is_watching:
                 self._count_gradient(index)
@@ -570,6 +570,7 @@ class DenseGradients:
         parameter.grad = view
 
     def _start_thread(self) -> None:
+        """Start the thread that reduces the buckets of a step."""
         self._is_aborted = False
         # No daemon: Python would end it inside gloo when the process does, which aborts.
         self._thread = threading.Thread(target=self._reduce_all, name="dense")
@@ -601,6 +602,7 @@ class DenseGradients:
         self._signals[slot] = math.hypot(float(self._signals[slot]), *norms)
 
     def _abort_step(self) -> None:
+        """Make the thread of the step end without reducing further buckets."""
         self._is_aborted, self._is_watching, self._thread = True, False, None
         for bucket in self.buckets:
             bucket.ready.set()
@@ -619,6 +621,7 @@ def _residual_layout(state: State | None) -> list[Any]:
 
 
 def _reduce_bucket(bucket: GradientBucket, mesh: Mesh, gradient_scale: float) -> None:
+    """Sum a bucket over ranks, after adding its residual; runs on the thread "dense"."""
     if bucket.residual is not None:
         for event in bucket.gradient_events:
             event.synchronize()

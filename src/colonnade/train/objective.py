@@ -48,14 +48,17 @@ class Probability:
     metrics = ("auc", "log_loss", "normalized_entropy", "expected_calibration_error", "group_auc")
 
     def loss(self, model: nn.Module, batch: Batch, mesh: Mesh) -> Tensor:
+        """Compute the cross entropy: `weighted_loss`."""
         return weighted_loss(model(batch), batch)
 
     def evaluate(
         self, model: nn.Module, source: Source, batch_size: int, mesh: Mesh
     ) -> dict[str, float]:
+        """Compute all metrics of probabilities over `source`: `metrics.evaluate`."""
         return evaluate(model, source, batch_size, mesh)
 
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the probabilities of label 1, (B, tasks) float64."""
         return torch.sigmoid(model(batch).double())
 
 

@@ -131,6 +131,7 @@ class Progress:
             self._bars.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
+        """Report the last step, write the final counters and close the files."""
         self._flush_last_step()
         self._bars.stop()
         if self._record is None:

@@ -83,6 +83,7 @@ class TensorBoardWriter:
         self._write(step=step, summary=Summary(value=values))
 
     def close(self) -> None:
+        """Close the event file."""
         self._records.close()
 
     def _write(self, **fields: object) -> None:
@@ -170,6 +171,7 @@ class Record:
 
     @contextmanager
     def _as_storage_error(self) -> Iterator[None]:
+        """Convert OSError to StorageError that names the file."""
         try:
             yield
         except OSError as error:
@@ -224,14 +226,13 @@ class Counters:
         self._missed: dict[str, float] = {}
         self._cache: dict[str, float] = {}
         self._ages: dict[str, float] = {}
-        (
-            self.collect_rows(),
-            self.collect_sent(),
-            self.collect_tiers(),
-            self.collect_missed_updates(),
-            self.collect_cache_counts(),
-            self.collect_copy_ages(),
-        )  # start counting now
+        # Counting starts now: drop the counts so far.
+        self.collect_rows()
+        self.collect_sent()
+        self.collect_tiers()
+        self.collect_missed_updates()
+        self.collect_cache_counts()
+        self.collect_copy_ages()
 
     def collect_phases(self) -> dict[str, float]:
         """Return seconds by phase, and in total."""
@@ -241,6 +242,7 @@ class Counters:
         return {**gained, "total": total}
 
     def collect_rows(self) -> dict[str, float]:
+        """Count rows by source: resident, read, born (initialised); and evicted rows."""
         sources = self._trainer.collection.store.sources
         now: dict[str, float] = {
             "resident": sources.resident,
@@ -345,6 +347,7 @@ class Counters:
         }
 
     def collect_tables(self) -> dict[str, dict[str, int]]:
+        """Return the current sizes of tables: `table_sizes`."""
         return table_sizes(self._trainer.collection)
 
 
@@ -364,9 +367,8 @@ def table_sizes(collection: EmbeddingCollection) -> dict[str, dict[str, int]]:
             "rows_in_files": in_files,
             "bytes_in_files": in_files * table.record_bytes,
         }
-        sizes_of_slices = sizes.get(
-            table.origin[0], dict.fromkeys(table_size, 0)
-        )  # of the table's other slices
+        # A table may have several slices.
+        sizes_of_slices = sizes.get(table.origin[0], dict.fromkeys(table_size, 0))
         sizes[table.origin[0]] = {
             name: sizes_of_slices[name] + table_size[name] for name in table_size
         }
@@ -388,16 +390,19 @@ def _format_short(value: float, min_unit: float = 1.0) -> str:
 def _subtract(
     now: dict[str, Any], before: dict[str, Any]
 ) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the increments `now - before`, and `now`."""
     return {name: value - before.get(name, 0) for name, value in now.items()}, now
 
 
 def _replace_non_finite(value: Any) -> Any:
+    """Replace NaN and inf by None, also in nested mappings."""
     if isinstance(value, Mapping):
         return {name: _replace_non_finite(item) for name, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _flatten(values: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    """Flatten nested numbers to names with slashes, for TensorBoard."""
     flat: dict[str, float] = {}
     for name, value in values.items():
         path = f"{prefix}/{name}"
@@ -416,9 +421,8 @@ def mean_sent_bytes(mesh: Mesh, steps: int) -> dict[str, float]:
     """Return bytes that a rank sent per step by channel, averaged over ranks. Collective."""
     if mesh.num_ranks == 1 or not steps:
         return {}
-    counted = [
-        float(mesh.traffic.bytes_of(channel)) for channel in PREDICTED_CHANNELS
-    ]  # counted before the all-gather below
+    # Counted before the all-gather below.
+    counted = [float(mesh.traffic.bytes_of(channel)) for channel in PREDICTED_CHANNELS]
     received = mesh.all_gather("control", torch.tensor(counted, dtype=torch.float64))
     means = torch.stack(list(received)).mean(0) / steps
     return dict(zip(PREDICTED_CHANNELS, means.tolist(), strict=True))

@@ -73,6 +73,7 @@ class TowerWeights:
         self._load_packed(parts, optimizer)
 
     def _pack(self, tower: int, optimizer: Optimizer) -> Tensor:
+        """Serialize the weights, buffers and optimizer state of a tower."""
         parameters, state = self.parameters(tower), optimizer.state
         buffer = io.BytesIO()
         states = {
@@ -85,6 +86,7 @@ class TowerWeights:
 
     @torch.no_grad()
     def _load_packed(self, parts: Mapping[int, Tensor], optimizer: Optimizer) -> None:
+        """Load the serialized weights and optimizer state of other towers."""
         parameters = (
             parameter for group in optimizer.param_groups for parameter in group["params"]
         )
@@ -104,6 +106,7 @@ class TowerWeights:
         optimizer.load_state_dict(merged)
 
     def _tensors(self, tower: int) -> list[Tensor]:
+        """Return the weights and buffers of a tower."""
         buffers = [buffer for module in self.modules[tower] for buffer in module.buffers()]
         return [*(parameter.data for parameter in self.parameters(tower)), *dict.fromkeys(buffers)]
 

@@ -335,9 +335,8 @@ class Trainer:
                 gradient_scale *= max(weight + batch.world_weight, 1e-12)
         with self.phases("backward"):
             if is_last:
-                self.dense.begin_last_backward(
-                    gradient_scale=gradient_scale
-                )  # buckets of dense gradients are sent while it runs
+                # Buckets of dense gradients are sent while backward runs.
+                self.dense.begin_last_backward(gradient_scale=gradient_scale)
             (loss if loss_scale == 1 else loss * loss_scale).backward()
         return loss.detach()
 
@@ -390,9 +389,11 @@ class Trainer:
 
     @property
     def num_epochs(self) -> int:
+        """Number of epochs; with progressive validation, of days."""
         return len(self.data.days) if self.schedule.progressive else self.schedule.epochs
 
     def _read_batches(self) -> Iterator[Batch]:
+        """Yield the (micro-)batches of all remaining epochs with their positions."""
         steps_left = self.schedule.max_steps
         if steps_left is not None:
             # Under bounded staleness also read the batches after the last step, as a longer run does: a checkpoint
@@ -465,6 +466,7 @@ class Trainer:
         return is_best
 
     def _scale_gradients(self, factor: float) -> None:
+        """Multiply dense and row gradients by `factor`."""
         self.dense.scale(factor)
         self.rows.scale_grad_(factor)
 
@@ -488,6 +490,7 @@ class Trainer:
     def _reject_non_finite_step(
         self, batch: Batch, loss: Tensor, outcome: Outcome, *, may_rescale: bool
     ) -> None:
+        """Drop the gradients of a step with NaN or inf, and skip it or raise NonFiniteError."""
         self.rows.zero_grad()
         self.collection.forget()
         self._reject_step(
