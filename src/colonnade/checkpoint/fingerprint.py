@@ -20,9 +20,9 @@ def check_model(
     folder: Path, header: Mapping[str, Any], declaration: Declaration, model: torch.nn.Module
 ) -> None:
     """Raise CheckpointError that names the first difference unless the checkpoint belongs to this model."""
-    wanted = fingerprint(declaration, model)
+    own_fingerprint = fingerprint(declaration, model)
     saved_towers, own_towers = (
-        model_facts.get("towers", {}) for model_facts in (header["model"], wanted)
+        model_facts.get("towers", {}) for model_facts in (header["model"], own_fingerprint)
     )
     if saved_towers != own_towers:
         raise CheckpointError(
@@ -31,9 +31,9 @@ def check_model(
             "go on with the same, or take rows and whatever else agrees to a new run with "
             f"train.warm_start={folder}"
         )
-    if header["model"] != wanted:
+    if header["model"] != own_fingerprint:
         raise CheckpointError(
-            f"{folder} was saved by another model: {find_first_difference(header['model'], wanted)}. "
+            f"{folder} was saved by another model: {find_first_difference(header['model'], own_fingerprint)}. "
             "Train the same model, or give this run another folder"
         )
 
@@ -107,15 +107,15 @@ def describe_dtype(table: Table) -> str:
     return f"{table.dtype} with master" if table.master else table.dtype
 
 
-def find_first_difference(saved: Any, wanted: Any, path: str = "") -> str:
+def find_first_difference(saved: Any, current: Any, path: str = "") -> str:
     """Describe the first difference between two plain values."""
-    if isinstance(saved, dict) and isinstance(wanted, dict):
-        for key in [*saved, *wanted]:
+    if isinstance(saved, dict) and isinstance(current, dict):
+        for key in [*saved, *current]:
             key_path = f"{path}.{key}" if path else str(key)
             if key not in saved:
                 return f"it has no {key_path}"
-            if key not in wanted:
+            if key not in current:
                 return f"it has {key_path}, this model does not"
-            if saved[key] != wanted[key]:
-                return find_first_difference(saved[key], wanted[key], key_path)
-    return f"{path} was {saved}, is {wanted}"
+            if saved[key] != current[key]:
+                return find_first_difference(saved[key], current[key], key_path)
+    return f"{path} was {saved}, is {current}"

@@ -309,7 +309,7 @@ def _open_rows_of_shard(
     folder: Path,
     tables: Sequence[Table],
     saved_shards: Sequence[Laid],
-    wanted: Laid,
+    table_shard: Laid,
     disk: Disk,
     step: int,
 ) -> Shards | Joined | Rejoined | Sliced:
@@ -318,12 +318,12 @@ def _open_rows_of_shard(
     It may also read other rows of the table.
     """
     saved_of_table = [
-        saved_shard for saved_shard in saved_shards if saved_shard.number == wanted.number
+        saved_shard for saved_shard in saved_shards if saved_shard.number == table_shard.number
     ]
     for saved_shard in saved_of_table:
-        if saved_shard.label == wanted.label:
+        if saved_shard.label == table_shard.label:
             return _open_saved_shard(folder, saved_shard, disk, step)
-    record_shape = RecordShape.of(tables[wanted.number])
+    record_shape = RecordShape.of(tables[table_shard.number])
     readers = [_open_saved_shard(folder, saved_shard, disk, step) for saved_shard in saved_of_table]
     all_rows: Shards | Joined | Rejoined = readers[0]
     if (hot_ids := saved_of_table[0].sharding.hot) is not None:
@@ -332,8 +332,8 @@ def _open_rows_of_shard(
         all_rows = Joined(
             readers, [saved_shard.columns for saved_shard in saved_of_table], record_shape
         )
-    is_cut = isinstance(wanted.table, TableSlice)
-    return Sliced(all_rows, wanted.columns, record_shape) if is_cut else all_rows
+    is_cut = isinstance(table_shard.table, TableSlice)
+    return Sliced(all_rows, table_shard.columns, record_shape) if is_cut else all_rows
 
 
 def open_saved_shards(

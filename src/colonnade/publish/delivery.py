@@ -105,8 +105,8 @@ def carry(source: Place, target: Place) -> None:
     with convert_to_storage_error(
         f"could not carry the publication at {source.root} to {target.root}"
     ):
-        for place in (source, target):
-            place.files.invalidate_cache()
+        for location in (source, target):
+            location.files.invalidate_cache()
         source_content, target_content = source.read_current(), target.read_current()
         if source_content is None:
             raise CheckpointError(
@@ -146,20 +146,20 @@ def check_url_owner(url: str, run: str) -> None:
 
     A location that cannot be read now is accepted: checkpoints are copied when it can be.
     """
-    place = place_of(url)
+    location = place_of(url)
     with (
         suppress(StorageError, CorruptionError),
         convert_to_storage_error(
-            f"could not carry the publication at {place.root} to {place.root}"
+            f"could not carry the publication at {location.root} to {location.root}"
         ),
     ):
-        if (content := place.read_current()) is not None:
-            check_publication_owner(Path(place.root), _parse_current_of(content, place), run)
+        if (content := location.read_current()) is not None:
+            check_publication_owner(Path(location.root), _parse_current_of(content, location), run)
 
 
-def _parse_current_of(content: bytes, place: Place) -> CurrentPointer:
-    """Check and parse the bytes of published.json at `place`."""
-    path = Path(place.path(WORD))
+def _parse_current_of(content: bytes, location: Place) -> CurrentPointer:
+    """Check and parse the bytes of published.json at `location`."""
+    path = Path(location.path(WORD))
     return parse_current(checked_content(path, content), path)
 
 
@@ -182,10 +182,10 @@ def _copy_base(source: Place, target: Place, base: Base, *, is_known: bool) -> N
         target.files.pipe_file(target.path(name), content)
 
 
-def _has_checksum(place: Place, name: str, checksums: FileChecksums) -> bool:
+def _has_checksum(location: Place, name: str, checksums: FileChecksums) -> bool:
     """Read a file and return whether it has the right checksum."""
     crc = 0
-    with place.open(name) as file:
+    with location.open(name) as file:
         while piece := file.read(COPY_BYTES):
             crc = _native.crc32c(np.frombuffer(piece, np.uint8), crc)
     return f"{crc:08x}" == checksums.crc32c
@@ -216,26 +216,26 @@ def _copy_file(source: Place, target: Place, name: str, checksums: FileChecksums
         )
 
 
-def _is_same_run(place: Place, current: CurrentPointer) -> bool:
+def _is_same_run(location: Place, current: CurrentPointer) -> bool:
     """Return whether a folder with a torn pointer is this run's, by the names of its bases, which identify runs."""
-    bases = {name for name in _list_names(place) if name.startswith("base-")}
+    bases = {name for name in _list_names(location) if name.startswith("base-")}
     return not bases or any(base.folder in bases for base in current.bases)
 
 
-def _delete_unneeded(place: Place, current: CurrentPointer) -> None:
+def _delete_unneeded(location: Place, current: CurrentPointer) -> None:
     """Delete bases and deltas that the current pointer does not need."""
     base_folders = {base.folder for base in current.bases}
-    for name in _list_names(place):
-        path = place.path(name)
+    for name in _list_names(location):
+        path = location.path(name)
         kind, _, suffix = name.partition("-")
         if kind == "base" and name not in base_folders:
-            place.files.rm(path, recursive=True)
+            location.files.rm(path, recursive=True)
         elif kind == "change" and suffix.isdigit() and int(suffix) <= current.bases[0].number:
-            place.files.rm(path)
+            location.files.rm(path)
 
 
-def _list_names(place: Place) -> list[str]:
-    paths = place.files.ls(place.root, detail=False)
+def _list_names(location: Place) -> list[str]:
+    paths = location.files.ls(location.root, detail=False)
     return [path.rstrip("/").rpartition("/")[2] for path in paths]
 
 

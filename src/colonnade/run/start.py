@@ -230,17 +230,17 @@ def _check_shapes(
     tables: Mapping[str, Table],
     their_tables: Mapping[str, Any],
     shared_tables: list[str],
-    own: Mapping[str, Tensor],
-    dense: Mapping[str, Tensor],
+    own_dense: Mapping[str, Tensor],
+    their_dense: Mapping[str, Tensor],
     shared_dense: list[str],
 ) -> None:
     """Raise CheckpointError if shared tables or dense parameters have other shapes."""
     problems = []
     for name in shared_tables:
         dim = tables[name].dim
-        wanted = dict(dim) if isinstance(dim, Mapping) else dim
-        if their_tables[name]["dim"] != wanted:
-            problems.append((name, f"width {their_tables[name]['dim']}", f"{wanted}"))
+        own_dims = dict(dim) if isinstance(dim, Mapping) else dim
+        if their_tables[name]["dim"] != own_dims:
+            problems.append((name, f"width {their_tables[name]['dim']}", f"{own_dims}"))
         their_hashing = _describe_hashing(
             their_tables[name].get("hashes"), their_tables[name]["rows"]
         )
@@ -249,12 +249,12 @@ def _check_shapes(
         ):
             problems.append((name, their_hashing, own_hashing))
     for name in shared_dense:
-        their_shape, own_shape = tuple(dense[name].shape), tuple(own[name].shape)
+        their_shape, own_shape = tuple(their_dense[name].shape), tuple(own_dense[name].shape)
         if their_shape != own_shape:
             problems.append((name, f"shape {their_shape}", f"{own_shape}"))
     if problems:
         problem_text = "; ".join(
-            f"{name} has {their_shape} there, {own} here" for name, their_shape, own in problems
+            f"{name} has {saved} there, {current} here" for name, saved, current in problems
         )
         raise CheckpointError(
             f"{folder} does not fit: {problem_text}. To start these anew: "

@@ -426,12 +426,12 @@ class DenseGradients:
             self.scale(max_norm / (norm + 1e-6))
         return norm
 
-    def broadcast_parameters(self, others: Sequence[Tensor] = ()) -> None:
-        """Send rank 0's parameters and `others` (buffers, frozen parameters) to all trainers. Collective."""
+    def broadcast_parameters(self, other_tensors: Sequence[Tensor] = ()) -> None:
+        """Send rank 0's parameters and `other_tensors` (buffers, frozen parameters) to all trainers. Collective."""
         if self.full_mesh.is_server:
             return
         with torch.no_grad():
-            for tensor in (*self.parameters, *others):
+            for tensor in (*self.parameters, *other_tensors):
                 if not tensor.numel():
                     continue
                 if tensor.device.type == "cpu":
@@ -640,9 +640,8 @@ def _reduce_bucket(bucket: GradientBucket, mesh: Mesh, gradient_scale: float) ->
     if bucket.coded is None:
         sum_over_ranks(mesh, bucket.send_buffer, bucket.algorithm)
     else:
-        bucket.send_buffer[
-            size:
-        ].zero_()  # else NaN of the last step would change the scales, which include the padding
+        # Else NaN of the last step would change the scales of the codec, which include the padding.
+        bucket.send_buffer[size:].zero_()
         bucket.coded.add(mesh, bucket.send_buffer, gradient_scale)
     bucket.total = sum(
         float(piece.sum(dtype=torch.float64)) for piece in bucket.send_buffer.split(PIECE)
