@@ -41,7 +41,7 @@ from colonnade.data.contract import Source
 from colonnade.errors import ColonnadeError
 from colonnade.plan.towers.partition import tower_map
 from colonnade.run.defaults import preset
-from colonnade.run.run import Run, open_run
+from colonnade.run.run import TrainingRun, open_run
 from colonnade.train.objective import Probability
 
 DATA, MODEL = "movielens", "dlrm"
@@ -86,7 +86,7 @@ class Blocks(Probability):
         return found
 
 
-def trained(run: Run) -> list[float]:
+def trained(run: TrainingRun) -> list[float]:
     """The AUC of each block of test samples after the best epoch."""
     assert run.trainer.data.test is not None
     run.trainer.objective = blocks = Blocks(run.trainer.data.test)
@@ -95,7 +95,7 @@ def trained(run: Run) -> list[float]:
     return blocks.by_auc[done.metrics["test_auc"]]
 
 
-def learned(run: Run, number: int, seed: int) -> Towers:
+def learned(run: TrainingRun, number: int, seed: int) -> Towers:
     """By how alike the fields' vectors are to a run that has ended."""
     trainer = run.trainer
     affinity, loads = probe(

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from colonnade.publish.exported import MODEL, model_bytes
+from colonnade.publish.exported import MODEL, serialize_model_json
 from colonnade.store import checksums, row_file
 from colonnade.store.checksums import compute_checksums
 
@@ -24,7 +24,7 @@ def reseal(folder: Path, **changes: Any) -> None:
     for name in fields["files"]:
         if (folder / name).is_file():
             fields["files"][name] = asdict(compute_checksums(folder / name))
-    (folder / MODEL).write_bytes(model_bytes({**fields, **changes}))
+    (folder / MODEL).write_bytes(serialize_model_json({**fields, **changes}))
 
 
 def small_blocks(monkeypatch) -> None:

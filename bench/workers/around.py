@@ -21,7 +21,7 @@ from colonnade import Batch, Ids, Mesh, Predictor, _native
 from colonnade.config.run import RunConfig, build_config
 from colonnade.data import Column, Position, Schema, Source, Splits, open_source
 from colonnade.data.contract import START
-from colonnade.run.run import Run, open_run
+from colonnade.run.run import TrainingRun, open_run
 from colonnade.train.objective import Probability, weighted_loss
 from workers.loop import open_channel
 
@@ -77,7 +77,7 @@ def held_batches(around: Around) -> Made:
     return Made(Schema(dense=numbers, categorical=columns), batches)
 
 
-def open_trainer(around: Around) -> Run:
+def open_trainer(around: Around) -> TrainingRun:
     """A run without a folder, as `colonnade train` opens it."""
     source: Source = held_batches(around)
     return open_run(build_config(around.config), Mesh(), None, data=Splits(train=source))

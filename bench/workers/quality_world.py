@@ -36,7 +36,7 @@ def scores(mesh: Mesh, kind: str) -> list[float]:
     rows = RowOptimizer(collection)
     late = collection.exchange.pushed_parameters
     dense = DenseGradients(list(model.parameters()), mesh, late=late)
-    dense.attach()
+    dense.build_buckets()
     optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
     stream = open_ads(STEPS * BATCH_SIZE)
     source = stream.batches(BATCH_SIZE, rank=mesh.rank, num_ranks=mesh.num_ranks)

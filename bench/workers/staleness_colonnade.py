@@ -50,7 +50,7 @@ class Trained(exchange_colonnade.Opened):
         weights = list(self.model.parameters())
         self.late = self.collection.exchange.pushed_parameters
         self.dense = DenseGradients(weights, mesh, late=self.late)
-        self.dense.attach()
+        self.dense.build_buckets()
         self.optimizer = torch.optim.SGD(weights, lr=LR)
 
     @staticmethod
@@ -71,7 +71,7 @@ class Trained(exchange_colonnade.Opened):
         return [self.model.network(found, self.columns)]
 
     def before_backward(self) -> None:
-        self.dense.begin()
+        self.dense.begin_last_backward()
 
     def gradients(self, outputs: list[Tensor]) -> list[Tensor]:
         """Of the cross entropy, the mean over all ranks' samples."""

@@ -110,7 +110,7 @@ def train(
     began, (network, optimizer) = time.perf_counter(), build_network(data, learning)
     collection = open_rows(data, learning, system, mesh)
     rows, dense = RowOptimizer(collection), DenseGradients(list(network.parameters()), mesh)
-    dense.attach()
+    dense.build_buckets()
     dtype = getattr(torch, learning.dtype)
 
     def batches() -> Iterator[Batch]:

@@ -29,7 +29,7 @@ def main(folder: Path, steps: int, every: int) -> None:
     collection.open(build_plan(collection.tables, mesh.num_ranks), mesh)
     rows = RowOptimizer(collection)
     dense = DenseGradients(list(model.parameters()), mesh)
-    dense.attach()
+    dense.build_buckets()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     shares = (
         share_of(global_batch(t % DIFFERENT, BATCH_SIZE), mesh.rank, mesh.num_ranks)

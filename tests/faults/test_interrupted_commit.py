@@ -14,7 +14,7 @@ from rich.console import Console
 from small_run import CONFIG
 
 from colonnade.checkpoint import checkpoints
-from colonnade.checkpoint.checkpoints import slow_words
+from colonnade.checkpoint.checkpoints import describe_slow_checkpoint
 from colonnade.checkpoint.header import list_checkpoints
 from colonnade.cli import ranks
 from colonnade.comm.mesh import Mesh
@@ -65,11 +65,13 @@ def test_a_second_signal_ends_a_checkpoint_that_would_take_for_ever(number, tmp_
 
 def test_what_a_slow_checkpoint_waits_for():
     writer = LogWriter(bytes_per_second=2_000_000)
-    assert "0 bytes" in slow_words([writer]) and "budget" not in slow_words([writer])
+    text = describe_slow_checkpoint([writer])
+    assert "0 bytes" in text and "budget" not in text
     source = type("Source", (), {"pending_bytes": 50_000_000, "has_work": False})()
     writer.add(source)
-    assert "50,000,000 bytes" in slow_words([writer]) and " 25 s more" in slow_words([writer])
+    text = describe_slow_checkpoint([writer])
+    assert "50,000,000 bytes" in text and " 25 s more" in text
     writer._budget.bytes_per_second = None
-    assert "as fast as the disk" in slow_words([writer])
+    assert "as fast as the disk" in describe_slow_checkpoint([writer])
     writer.remove(source)
     assert checkpoints.SLOW_SECONDS == 10

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from small_run import CONFIG
 
 from colonnade import Mesh
-from colonnade.checkpoint.completeness import check_shared
+from colonnade.checkpoint.completeness import check_folder_is_shared
 from colonnade.config.run import build_config, override
 from colonnade.errors import CheckpointError, WorldError
 from colonnade.run.run import open_run
@@ -39,7 +39,7 @@ def trained(mesh, *folders):
     with pytest.raises(WorldError) as refused:
         open_run(SETTINGS, mesh, mine)
     said.append(str(refused.value))
-    check_shared(whole, mesh)
+    check_folder_is_shared(whole, mesh)
     return said, sorted(path.name for path in mine.iterdir()) if mine.exists() else []
 
 

@@ -84,7 +84,7 @@ def traced(tmp_path_factory):
     config = override(build_config(CONFIG), settings)
     run = open_run(config, Mesh(), folder, disk=disk)
     digests: dict[int, str] = {}
-    write = run.checkpoints.make_durable
+    write = run.checkpoints.write_snapshot
 
     def write_and_digest(
         collection, captured, say
@@ -92,7 +92,7 @@ def traced(tmp_path_factory):
         write(collection, captured, say)
         digests[captured.step] = digest(folder)
 
-    run.checkpoints.make_durable = write_and_digest
+    run.checkpoints.write_snapshot = write_and_digest
     run.train()
     run.close()
     return folder, disk.changes, digests

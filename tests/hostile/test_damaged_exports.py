@@ -22,9 +22,9 @@ from colonnade.cli import main
 from colonnade.config.run import build_config, override
 from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, NonFiniteError
 from colonnade.publish.deltas import WORD
-from colonnade.publish.export import check_dense
-from colonnade.publish.exported import model_bytes
-from colonnade.publish.transfer import fresh_records, put_records
+from colonnade.publish.export import check_dense_finite
+from colonnade.publish.exported import serialize_model_json
+from colonnade.publish.transfer import fresh_records, store_records
 from colonnade.run.run import open_run
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
@@ -185,7 +185,7 @@ def long_header(out: Path) -> None:
 
 def drop(out: Path, name: str) -> None:
     fields = {k: v for k, v in read_fields(out).items() if k != name}
-    (out / MODEL).write_bytes(model_bytes(fields))
+    (out / MODEL).write_bytes(serialize_model_json(fields))
 
 
 FORGERIES: dict[str, Callable[[Path], object]] = {
@@ -278,7 +278,7 @@ def test_rows_are_checked_when_they_are_first_read(whole, tmp_path, monkeypatch)
 
 def test_nan_weights_are_not_exported(whole, tmp_path):
     with pytest.raises(NonFiniteError, match=r"top\.weight: got NaN or inf"):
-        check_dense({"top.weight": torch.tensor([1.0, torch.inf])})
+        check_dense_finite({"top.weight": torch.tensor([1.0, torch.inf])})
     config = override(
         build_config(CONFIG), {"data.options.cardinalities": [40, 40, 40], "train.max_steps": 4}
     )
@@ -287,7 +287,7 @@ def test_nan_weights_are_not_exported(whole, tmp_path):
     collection = run.trainer.collection
     table = collection.tables[1]
     records = fresh_records(table, torch.full((1, table.width), torch.nan))
-    put_records(collection, 1, torch.tensor([7]), records)
+    store_records(collection, 1, torch.tensor([7]), records)
     collection.step += 1
     run.checkpoints.write(run.trainer, ())
     run.close()
@@ -318,7 +318,7 @@ def test_names_in_a_bases_model_are_not_carried(name, published, tmp_path):
     fields = read_fields(base)
     fields["files"][name] = fields["files"].pop(ROWS)
     fields["tables"][1]["file"] = name
-    (base / MODEL).write_bytes(model_bytes(fields))
+    (base / MODEL).write_bytes(serialize_model_json(fields))
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(CorruptionError, match=MODEL):
         Predictor.open(f"file://{published}", copy=tmp_path / "copy")

@@ -274,7 +274,7 @@ def train(
     collection.open(plan, mesh, backings=backings)
     rows = RowOptimizer(collection)
     dense = DenseGradients(list(model.parameters()), mesh)
-    dense.attach()
+    dense.build_buckets()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wanted = sizes or [size] * steps
     batches = collection.lookahead(

@@ -51,16 +51,16 @@ def unit_of(step):
 
 def step_of(dense, rank, step, *, gradients=None, finite=True, loss=0.0):
     """What is applied, by parameter, and what `wait` said."""
-    unit = unit_of(step)
+    gradient_scale = unit_of(step)
     dense.zero()
-    dense.begin(unit=unit)
+    dense.begin_last_backward(gradient_scale=gradient_scale)
     given = gradients or gradients_of(rank, step)
     sum(
-        (p * (g * unit).to(p.dtype)).double().sum()
+        (p * (g * gradient_scale).to(p.dtype)).double().sum()
         for p, g in zip(dense.parameters, given, strict=True)
     ).backward()
     said = dense.reduce(finite=finite, stop=False, loss=loss)
-    dense.scale(1 / unit)
+    dense.scale(1 / gradient_scale)
     return [p.grad.clone() for p in dense.parameters], said
 
 
@@ -74,7 +74,7 @@ def opened(mesh, name, states=()):
     buckets.BUCKET_BYTES = BUCKET
     dense = DenseGradients(network(), mesh, name)
     dense.restore(states)
-    dense.attach()
+    dense.build_buckets()
     return dense
 
 
@@ -82,11 +82,11 @@ def foretold(dense):
     """Bytes of a step by link."""
     world, found = dense.mesh.world, {"local": 0.0, "remote": 0.0}
     for bucket in dense.buckets:
-        size = bucket.wire.nbytes
+        size = bucket.send_buffer.nbytes
         if bucket.coded is None:
             told = sent(choose_way(world, size), world, size)
         else:
-            coded = coded_size(dense.codec, len(bucket.wire), world.num_ranks)
+            coded = coded_size(dense.codec, len(bucket.send_buffer), world.num_ranks)
             told = sent(way_of_layout(world), world, size, coded)
         found = {link: found[link] + getattr(told, f"{link}_bytes") for link in found}
     return found
@@ -153,7 +153,7 @@ def refuses(mesh, name):
     _, said = step_of(dense, mesh.rank, 3, loss=2.0**-40 + (mesh.rank == 0))
     assert said == (True, False, 1 + mesh.num_ranks * 2.0**-40)  # to the last bit
     assert not same(dense.state(), kept)
-    dense.take_back()  # as where clipping finds that norms are no numbers
+    dense.restore_residuals()  # as where clipping finds that norms are no numbers
     assert same(dense.state(), kept)
 
 
@@ -162,12 +162,12 @@ def loss_after(mesh, name):
     torch.manual_seed(3)
     teacher, model = (nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 1)) for _ in "12")
     dense = DenseGradients(list(model.parameters()), mesh, name)
-    dense.attach()
+    dense.build_buckets()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     inputs = torch.randn(90, 8)[mesh.rank :: mesh.num_ranks]
     for _ in range(60):
         dense.zero()
-        dense.begin()
+        dense.begin_last_backward()
         loss = ((model(inputs) - teacher(inputs).detach()) ** 2).sum() / 90
         loss.backward()
         whole = dense.reduce(finite=True, stop=False, loss=loss.detach())[2]
@@ -273,7 +273,7 @@ def test_another_world_is_given_what_was_kept(everyone, name):
     # Of weights that are no longer trained nothing is kept.
     other = DenseGradients(network()[:3], Mesh())
     other.restore(states)
-    other.attach()
+    other.build_buckets()
     assert other.state() is None
 
 

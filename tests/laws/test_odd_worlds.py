@@ -109,7 +109,7 @@ def train(mesh, shardings=None, exchanges=None):
     )
     collection.open(plan, mesh)
     rows, dense = RowOptimizer(collection), DenseGradients(list(top.parameters()), mesh)
-    dense.attach()
+    dense.build_buckets()
     optimizer = torch.optim.SGD(top.parameters(), lr=0.1)
     steps = (share(t, mesh.rank, mesh.num_ranks) for t in range(len(SIZES)))
     for batch in collection.lookahead(steps):

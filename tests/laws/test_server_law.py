@@ -48,7 +48,7 @@ from colonnade.topology.world import World
 from colonnade.train import trainer
 from colonnade.train.dense import DenseGradients
 from colonnade.train.metrics_file import FILE_NAME, ROWS_FILE_NAME, read_lines
-from colonnade.train.record import OF_ROWS
+from colonnade.train.record import ROW_KINDS
 
 
 def _plateau(optimizer):
@@ -252,7 +252,7 @@ def decided(mesh, servers):
     told, run.trainer.evaluate = run.trainer.evaluate, lambda source: ask(source)
 
     def ask(source):
-        run.trainer.stop_asked = mesh.rank == mesh.num_ranks - 1
+        run.trainer.stop_requested = mesh.rank == mesh.num_ranks - 1
         return told(source)
 
     outcome = run.train()
@@ -300,7 +300,9 @@ def test_the_first_server_tells_of_rows(whole_runs):
         name: [line["kind"] for line in read_lines(folder / "whole-1" / name)]
         for name in (FILE_NAME, ROWS_FILE_NAME)
     }
-    assert set(OF_ROWS).isdisjoint(kinds[FILE_NAME]) and set(kinds[ROWS_FILE_NAME]) == set(OF_ROWS)
+    assert set(ROW_KINDS).isdisjoint(kinds[FILE_NAME]) and set(kinds[ROWS_FILE_NAME]) == set(
+        ROW_KINDS
+    )
     assert {"train", "tiers", "tables"} <= {
         line["kind"] for line in read_run(folder / "whole-1").lines
     }
@@ -339,7 +341,7 @@ def retrieved(mesh, servers):
     mesh, model = with_servers(mesh, servers), retrieval.two_tower()
     trainers, collection = mesh.trainers, model.embeddings.open(mesh=mesh)
     rows, dense = RowOptimizer(collection), DenseGradients(list(model.parameters()), mesh)
-    dense.attach()
+    dense.build_buckets()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parts = 99 if mesh.is_server else trainers.num_ranks  # the first of 99 parts of 8 is empty
     made = (retrieval.share_of(retrieval.pair_batch(n, n), trainers.rank, parts) for n in (8, 2, 7))

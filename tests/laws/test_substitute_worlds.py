@@ -29,7 +29,7 @@ from colonnade.comm.process_groups import with_servers
 from colonnade.config.run import build_config, override
 from colonnade.errors import ConfigError
 from colonnade.models.build import build_model
-from colonnade.run.run import load_run_config, open_run, prepare
+from colonnade.run.run import load_run_config, open_run, prepare_run
 from colonnade.topology.sharding import table_wise
 from colonnade.train.objective import objective_of
 from colonnade.wire.codec import EXACT, Codecs
@@ -262,7 +262,7 @@ def refusals(mesh):
         data = replace(data, train=Bags(data.train), test=Bags(data.test))
         model = build_model(data.train.schema, config)
         try:
-            prepare(model, data, config, mesh, None, objective=objective_of(model))
+            prepare_run(model, data, config, mesh, None, objective=objective_of(model))
             said.append("")
         except ConfigError as error:
             said.append(str(error))

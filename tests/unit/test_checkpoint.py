@@ -103,7 +103,7 @@ def test_rows_beyond_memory_rest_in_the_folder(tmp_path):
     dense = dense_of(whole)
     losses = whole.train(5, 8, size=8)
     assert small.train(5, 8, size=8) == losses
-    with pytest.raises(CheckpointError, match="and rows rest in"):
+    with pytest.raises(CheckpointError, match="and rows are stored in"):
         small.collection.save(tmp_path / "c", 8)
     large = loaded(tmp_path / "b", dense)
     assert large.train(5, 8, size=8) == losses

@@ -15,7 +15,7 @@ from colonnade.checkpoint.completeness import read_checkpoint
 from colonnade.checkpoint.header import header_path, read_header, state_folder
 from colonnade.cli import main
 from colonnade.errors import CheckpointError, CorruptionError
-from colonnade.publish.deltas import Publication
+from colonnade.publish.deltas import DeltaPublisher
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, with_trailer
 
@@ -134,7 +134,7 @@ def test_a_publication_and_a_warm_start_refuse(damage, folder, tmp_path):
     with pytest.raises((CheckpointError, CorruptionError), match=DAMAGES[damage]):
         read_checkpoint(folder, 6)
     lines: list[str] = []
-    publication = Publication(folder, tmp_path / "published", Disk())
+    publication = DeltaPublisher(folder, tmp_path / "published", Disk())
     publication.send(6, [6], lines.append)
     assert DAMAGES[damage] in lines[0]
     assert not (tmp_path / "published" / "published.json").exists()

@@ -25,9 +25,9 @@ from colonnade.run.defaults import (
     FILES,
     MODEL_PRESETS,
     PRESETS,
-    choose_accumulator,
+    choose_initial_accumulator,
+    choose_open_settings,
     choose_training,
-    fill_in,
     open_data,
     preset,
 )
@@ -54,7 +54,7 @@ def test_settings_follow_the_number_of_samples(num_samples):
 def test_a_first_accumulator_does_not_depend_on_the_batch_size():
     """Gradients are of a batch's mean: the prior of an id is the same number of samples in any batch."""
     for size in (64, 4096):
-        assert math.sqrt(choose_accumulator(20, size)) * size == pytest.approx(20, rel=1e-3)
+        assert math.sqrt(choose_initial_accumulator(20, size)) * size == pytest.approx(20, rel=1e-3)
 
 
 def write_csv(path: Path, num_samples: int, seed: int = 0) -> Path:
@@ -221,7 +221,9 @@ def compare(name: str, share: float, split: int, folder: Path) -> tuple[float, f
 
     data = Splits(part(rows[:num_fit], 0), part(rows[num_fit:]), part(test_rows))
     config = preset("csv")
-    config = override(config, fill_in(config, wanted, data) | QUICK | {"train.seed": split})
+    config = override(
+        config, choose_open_settings(config, wanted, data) | QUICK | {"train.seed": split}
+    )
     outcome, _ = train(config, None, data)
     auc, log_loss = logistic_regression(schema, columns, rows, test_rows)
     return outcome.metrics["test_auc"] - auc, outcome.metrics["test_log_loss"] - log_loss

@@ -19,7 +19,7 @@ from colonnade.comm.traffic import Traffic
 from colonnade.errors import PeerLost
 from colonnade.train import dense as buckets
 from colonnade.train import dense as dense_module
-from colonnade.train.dense import DenseGradients, bucket_layout
+from colonnade.train.dense import DenseGradients, assign_parameters_to_buckets
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SINGLE, DOUBLE, HALF = torch.float32, torch.float64, torch.bfloat16
@@ -67,7 +67,7 @@ class Odd(nn.Module):
 
 def attached(model, mesh):
     dense = DenseGradients([p for p in model.parameters() if p.requires_grad], mesh)
-    dense.attach()
+    dense.build_buckets()
     return dense
 
 
@@ -88,14 +88,14 @@ def _as_it_was(monkeypatch):
 def test_the_layout_is_in_reverse_order_and_has_every_parameter_once():
     whole = buckets.BUCKET_BYTES // 4
     kinds = [(SINGLE, CPU), (SINGLE, CPU), (DOUBLE, CPU), (SINGLE, CPU), (SINGLE, GPU)]
-    layout = bucket_layout(kinds, [10, whole, 3, whole // 2, 5])
+    layout = assign_parameters_to_buckets(kinds, [10, whole, 3, whole // 2, 5])
     assert layout == [[4], [2], [3, 1], [0]]  # as they are full
-    layout = bucket_layout(kinds, [10, whole, 3, whole // 2, 5], late={2, 3})
+    layout = assign_parameters_to_buckets(kinds, [10, whole, 3, whole // 2, 5], late={2, 3})
     assert layout == [[4], [1], [0], [3], [2]]
     for dtype in (HALF, torch.float16):  # has no room for a loss
-        assert bucket_layout([(dtype, CPU)] * 2, [3, 4]) == [[1, 0], []]
-    assert bucket_layout([], []) == [[]]
-    many = bucket_layout([(SINGLE, CPU)] * 1000, [whole // 3] * 1000)
+        assert assign_parameters_to_buckets([(dtype, CPU)] * 2, [3, 4]) == [[1, 0], []]
+    assert assign_parameters_to_buckets([], []) == [[]]
+    many = assign_parameters_to_buckets([(SINGLE, CPU)] * 1000, [whole // 3] * 1000)
     assert [number for bucket in many for number in bucket] == list(reversed(range(1000)))
     assert {len(bucket) for bucket in many[:-1]} == {4}  # 3 x a third is a little less than all
 
@@ -107,12 +107,12 @@ def check(mesh, device):
     """Gradients of all ranks are summed, in place; signals travel with them and are no gradient."""
     model = Mixed(device)
     dense = attached(model, mesh)
-    dense.synchronise()
+    dense.broadcast_parameters()
     for step in range(
         3
     ):  # `zero` starts each step anew; the last one's buckets leave during backward
         dense.zero()
-        dense.begin()
+        dense.begin_last_backward()
         model(torch.full((4, 3), float(mesh.rank + step))).backward()
         time.sleep(0.1)  # whatever may leave has left
         answers = dense.reduce(
@@ -139,7 +139,7 @@ def step_of(model, dense, rank, step, *, parts, is_overlapped, **options):
     dense.zero()
     for part in range(parts):
         if is_overlapped and part == parts - 1:
-            dense.begin()
+            dense.begin_last_backward()
         model(inputs_of(rank, step, part), **options).backward()
     answer = dense.reduce(finite=True, stop=False, loss=1.0)
     return answer, [None if p.grad is None else p.grad.clone() for p in model.parameters()]
@@ -190,13 +190,13 @@ def leaves_while_backward_runs(mesh):
     buckets.BUCKET_BYTES = 32
     layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
     dense = attached(layers, mesh)
-    order, reduce = [], dense_module._reduce
+    order, reduce = [], dense_module._reduce_bucket
 
     def noted(bucket, mesh, unit):
         reduce(bucket, mesh, unit)
-        order.append((bucket.numbers, threading.current_thread().name))
+        order.append((bucket.indices, threading.current_thread().name))
 
-    dense_module._reduce = noted
+    dense_module._reduce_bucket = noted
     seen = []
 
     def early(_):
@@ -210,11 +210,11 @@ def leaves_while_backward_runs(mesh):
     for _ in range(2):  # the first is watched
         order.clear()
         dense.zero()
-        dense.begin()
+        dense.begin_last_backward()
         layers(torch.ones(2, 4)).sum().backward()
         dense.reduce(finite=True, stop=False)
         assert order == [([n], "dense") for n in (3, 2, 1, 0)]
-    dense_module._reduce = reduce
+    dense_module._reduce_bucket = reduce
     assert seen == [0, 3]
 
 
@@ -225,13 +225,13 @@ def completed_late(mesh):
     layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5)))
     late = [layers[number].weight for number in (0, 2, 4)]
     dense = DenseGradients(list(layers.parameters()), mesh, late=late)
-    dense.attach()
-    assert [bucket.numbers for bucket in dense.buckets] == [[3], [1], [4], [2], [0]]
+    dense.build_buckets()
+    assert [bucket.indices for bucket in dense.buckets] == [[3], [1], [4], [2], [0]]
     late[1].requires_grad_(False)  # hears nothing in backward at all
     wanted = torch.autograd.grad(layers(torch.ones(2, 4)).sum(), [late[0], late[2]])
     for step in range(3):  # the first is watched
         dense.zero()
-        dense.begin()
+        dense.begin_last_backward()
         layers(torch.ones(2, 4)).sum().backward()
         if step:
             assert dense.buckets[0].ready.wait(30) and dense.buckets[1].ready.wait(30)
@@ -255,7 +255,7 @@ def reenters(mesh):
         _, same = step_of(other, plain, mesh.rank, step, is_overlapped=False, **options)
         for one, another in zip(mine, same, strict=True):
             assert (one is None and another is None) or torch.equal(one, another)
-    assert max(dense._expected) == 2
+    assert max(dense._num_expected) == 2
 
 
 def gradients_elsewhere(mesh):
@@ -264,7 +264,7 @@ def gradients_elsewhere(mesh):
     dense = attached(model, mesh)
     for is_graph in (False, True, True):
         dense.zero()
-        dense.begin()
+        dense.begin_last_backward()
         if not is_graph:
             model.zero_grad(set_to_none=True)
         (model(torch.ones(2, 3)).sum() ** 2).backward(create_graph=is_graph)
@@ -328,7 +328,7 @@ def on_links_known_otherwise(mesh):
     assert choose_way(slow, size) != choose_way(fast, size)
     model = nn.Linear(7, 1)
     dense = attached(model, replace(mesh, world=fast if mesh.rank == 2 else slow))
-    dense.synchronise()
+    dense.broadcast_parameters()
     dense.zero()
     model(torch.ones(1, 7)).sum().backward()
     assert dense.reduce(finite=True, stop=False)[0]
@@ -375,7 +375,7 @@ def raises_in_backward(mesh):
     try:
         for _ in range(2):
             dense.zero()
-            dense.begin()
+            dense.begin_last_backward()
             layers(torch.ones(2, 4)).sum().backward()
             dense.reduce(finite=True, stop=False)
     except ZeroDivisionError as error:

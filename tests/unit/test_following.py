@@ -32,13 +32,13 @@ from colonnade.errors import (
 from colonnade.publish import delivery as carriage
 from colonnade.publish import delivery as following
 from colonnade.publish import deltas as publication
-from colonnade.publish.deltas import WORD, change_name, read_change, read_word
+from colonnade.publish.deltas import WORD, delta_file_name, read_current, read_delta
 from colonnade.publish.export import export_run
 from colonnade.run.run import open_run
 from colonnade.store.checksums import CheckedFile
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
-from colonnade.train.trainer import word as due_word
+from colonnade.train.trainer import plan_next_check
 
 STEPS = {"train.epochs": 1, "train.checkpoint_steps": 4, "train.keep_checkpoints": 20}
 OPEN = {"embedding.eviction.max_rows": 300, "embedding.eviction.by": "recency"}
@@ -78,7 +78,7 @@ def wanted(folder: Path, step: int, samples: list, place: Path) -> list[torch.Te
 def snapshots(monkeypatch):
     """The publication as it was after each checkpoint, by step."""
     found: dict[int, dict[str, bytes]] = {}
-    send = publication.Publication.send
+    send = publication.DeltaPublisher.send
 
     def send_and_keep(self, step, kept, say):
         send(self, step, kept, say)
@@ -86,7 +86,7 @@ def snapshots(monkeypatch):
         files = [path for path in self.folder.rglob("*") if path.is_file()]
         found[step] = {str(p.relative_to(self.folder)): p.read_bytes() for p in files}
 
-    monkeypatch.setattr(publication.Publication, "send", send_and_keep)
+    monkeypatch.setattr(publication.DeltaPublisher, "send", send_and_keep)
     return found
 
 
@@ -111,7 +111,7 @@ def test_every_checkpoint_has_the_bits_of_its_export(
 ):
     """Newborn rows, rows that were evicted, one that comes back; predictors that look at each checkpoint, at some,
     late."""
-    monkeypatch.setattr(publication, "LEAST_BYTES", least)
+    monkeypatch.setattr(publication, "MIN_BYTES_FOR_BASE", least)
     settings = {**settings, "plan.memory.dram": 120_000} if not settings else settings
     folder, live, samples = tmp_path / "run", tmp_path / "live", batches(settings)
     train(Mesh(), folder, tmp_path / "published", settings)
@@ -127,10 +127,10 @@ def test_every_checkpoint_has_the_bits_of_its_export(
             with Predictor.open(live) as late:
                 assert late.step == step and equal(scores(late, samples), told)
         assert some.refresh() == 3 and equal(scores(some, samples), told)
-    word = read_word(live)
+    word = read_current(live)
     assert len(word.bases) == (2 if least == 1 else 1)
     if least > 1:
-        sent = [read_change(live, number) for number in range(1, word.number + 1)]
+        sent = [read_delta(live, number) for number in range(1, word.number + 1)]
         assert not [change for change in sent if not sum(len(t.ids) for t in change.tables)]
         assert bool(settings.get("embedding.eviction.max_rows")) == any(
             len(table.gone) for change in sent for table in change.tables
@@ -153,12 +153,12 @@ def test_of_several_ranks_whatever_their_shardings_and_number(tmp_path):
     run_ranks(2, train, folder, published, {**shardings, "train.max_steps": 9})
     step = list_checkpoints(folder)[-1]
     with Predictor.open(published) as predictor:
-        assert predictor.step == step and read_word(published).bases[-1].number == 0
+        assert predictor.step == step and read_current(published).bases[-1].number == 0
         assert equal(scores(predictor, samples), wanted(folder, step, samples, tmp_path / "one"))
         assert train(Mesh(), folder, published, {"embedding.optimizer": "adagrad"}) == step
         assert predictor.refresh() > 1  # a base, and changes after it
         step = list_checkpoints(folder)[-1]
-        assert predictor.step == step and read_word(published).bases[-1].number > 0
+        assert predictor.step == step and read_current(published).bases[-1].number > 0
         assert equal(scores(predictor, samples), wanted(folder, step, samples, tmp_path / "two"))
 
 
@@ -170,19 +170,19 @@ def test_goes_on_where_it_was_and_names_what_is_wrong(snapshots, tmp_path):
     with Predictor.open(live) as predictor:
         before = scores(predictor, samples)
         lay(snapshots[third], live)
-        torn = live / change_name(2)
+        torn = live / delta_file_name(2)
         content = torn.read_bytes()
         for damage in (content[:-7], content[:100] + bytes([content[100] ^ 1]) + content[101:]):
             torn.write_bytes(damage)
-            with pytest.raises(CorruptionError, match=change_name(2)):
+            with pytest.raises(CorruptionError, match=delta_file_name(2)):
                 predictor.refresh()
             assert predictor.step == second  # the first of the two was whole
         told = wanted(folder, second, samples, tmp_path / "second")
         assert equal(scores(predictor, samples), told) and not equal(told, before)
         torn.unlink()
-        with pytest.raises(StorageError, match=change_name(2)):
+        with pytest.raises(StorageError, match=delta_file_name(2)):
             predictor.refresh()
-        torn.write_bytes((live / change_name(1)).read_bytes())
+        torn.write_bytes((live / delta_file_name(1)).read_bytes())
         with pytest.raises(CheckpointError, match="another publication's"):
             predictor.refresh()
         assert predictor.step == second and equal(scores(predictor, samples), told)
@@ -230,7 +230,7 @@ def test_a_run_that_went_back_is_followed(tmp_path):
         told = wanted(folder, 12, samples, tmp_path / "out")
         assert equal(scores(predictor, samples), told)
         shutil.rmtree(published)  # begun anew, with other numbers
-        publication.Publication(folder, published, Disk()).send(8, [8], print)
+        publication.DeltaPublisher(folder, published, Disk()).send(8, [8], print)
         assert predictor.refresh() < 0 and predictor.step == 8
         told = wanted(folder, 8, samples, tmp_path / "eight")
         assert equal(scores(predictor, samples), told)
@@ -241,7 +241,7 @@ def test_a_publication_that_was_removed_and_overtook_its_followers(tmp_path):
     folder, published, samples = tmp_path / "run", tmp_path / "published", batches({})
     train(Mesh(), folder, tmp_path / "unused", {})
     steps = list_checkpoints(folder)
-    writer = publication.Publication(folder, published, Disk())
+    writer = publication.DeltaPublisher(folder, published, Disk())
     for step in steps[:2]:
         writer.send(step, steps, print)
     with Predictor.open(published) as predictor:
@@ -257,13 +257,13 @@ def test_a_publication_that_was_removed_and_overtook_its_followers(tmp_path):
 
 def test_a_disk_with_room_for_changes_only(tmp_path, monkeypatch):
     """A base that cannot be written holds no change back; a killed writer's half of one is cleared away."""
-    monkeypatch.setattr(publication, "LEAST_BYTES", 1)
+    monkeypatch.setattr(publication, "MIN_BYTES_FOR_BASE", 1)
     folder, published, samples = tmp_path / "run", tmp_path / "published", batches({})
     train(Mesh(), folder, tmp_path / "unused", {})
     steps = list_checkpoints(folder)
-    writer = publication.Publication(folder, published, Disk())
+    writer = publication.DeltaPublisher(folder, published, Disk())
     writer.send(steps[0], steps, print)
-    whole = read_word(published).bases[0].num_bytes
+    whole = read_current(published).bases[0].num_bytes
     full = StorageError(28, "No space left on device")
 
     def no_room(*_, **__):
@@ -273,7 +273,7 @@ def test_a_disk_with_room_for_changes_only(tmp_path, monkeypatch):
         disk.setattr(publication, "export_run", no_room)
         for step in steps[1:]:
             writer.send(step, steps, print)
-            grown = read_word(published).change_bytes
+            grown = read_current(published).change_bytes
             assert (writer.problem is full) == (grown > whole)
             predictor.refresh()
             assert predictor.step == step
@@ -282,8 +282,8 @@ def test_a_disk_with_room_for_changes_only(tmp_path, monkeypatch):
         assert equal(scores(predictor, samples), told)
     left = published / ".base-000000000009-0123456789abcdef.4711.tmp"
     left.mkdir()
-    writer._write(writer._with_base(read_word(published)))
-    assert not left.exists() and len(read_word(published).bases) == 2
+    writer._write_current(writer._with_base(read_current(published)))
+    assert not left.exists() and len(read_current(published).bases) == 2
 
 
 class Dead(StorageError):
@@ -306,7 +306,7 @@ class DyingDisk(Disk):
 @pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_writer_that_dies_at_any_change_is_made_up_for(stride, tmp_path, monkeypatch):
     """What can be seen is one whole checkpoint, at every moment; the next writer publishes what was left out."""
-    monkeypatch.setattr(publication, "LEAST_BYTES", 8000)  # two changes and a base are cut
+    monkeypatch.setattr(publication, "MIN_BYTES_FOR_BASE", 8000)  # two changes and a base are cut
     folder, samples = tmp_path / "run", batches({})[:3]
     train(Mesh(), folder, tmp_path / "unused", {"train.max_steps": 12})
     steps = list_checkpoints(folder)
@@ -314,7 +314,7 @@ def test_a_writer_that_dies_at_any_change_is_made_up_for(stride, tmp_path, monke
     while not survived:
         dies_at += stride
         published = tmp_path / f"published-{dies_at}"
-        writer = publication.Publication(folder, published, DyingDisk(dies_at))
+        writer = publication.DeltaPublisher(folder, published, DyingDisk(dies_at))
         for step in steps:
             if writer.problem is None:
                 writer.send(step, steps, lambda _: None)
@@ -324,7 +324,7 @@ def test_a_writer_that_dies_at_any_change_is_made_up_for(stride, tmp_path, monke
         if predictor is not None:
             told = wanted(folder, predictor.step, samples, tmp_path / str(predictor.step))
             assert equal(scores(predictor, samples), told)
-        again = publication.Publication(folder, published, Disk())
+        again = publication.DeltaPublisher(folder, published, Disk())
         again.send(steps[-1], steps, lambda _: None)
         assert again.problem is None
         if predictor is not None:
@@ -337,7 +337,7 @@ def test_a_writer_that_dies_at_any_change_is_made_up_for(stride, tmp_path, monke
 
 def test_a_url_is_followed_as_a_folder_is(tmp_path, monkeypatch):
     """Written and read by URL: changes, bases, a reader that begins again on its copy, a source that goes away."""
-    monkeypatch.setattr(publication, "LEAST_BYTES", 8000)
+    monkeypatch.setattr(publication, "MIN_BYTES_FOR_BASE", 8000)
     folder, url, copy = tmp_path / "run", f"memory://{tmp_path}/live", tmp_path / "copy"
     samples = batches({})[:3]
     train(Mesh(), folder, url, {"train.max_steps": 4})
@@ -425,7 +425,7 @@ def test_follows_by_itself_while_the_run_goes_on(tmp_path, monkeypatch):
         assert predictor.problem is None and len(seen) > 2
         told = wanted(folder, step, samples, tmp_path / "out")
         assert equal(scores(predictor, samples), told)
-        monkeypatch.setattr(following, "read_word", refused)
+        monkeypatch.setattr(following, "read_current", refused)
         while predictor.problem is None and time.monotonic() < deadline + 10:
             time.sleep(0.02)
         assert isinstance(predictor.problem, PermissionError)
@@ -475,7 +475,7 @@ def test_no_damage_ends_a_follower(snapshots, tmp_path, monkeypatch):
             word = json.loads(read_verified(live / WORD))
             content = (live / WORD).read_bytes()
             if damage is None:
-                monkeypatch.setattr(following, "read_word", panics)
+                monkeypatch.setattr(following, "read_current", panics)
             else:
                 damage(word)
                 write_durably(Disk(), live / WORD, json.dumps(word).encode())
@@ -483,13 +483,13 @@ def test_no_damage_ends_a_follower(snapshots, tmp_path, monkeypatch):
             problem = predictor.problem
             assert isinstance(problem, Panic if damage is None else ColonnadeError)
             assert damage is None or WORD in str(problem)
-            monkeypatch.setattr(following, "read_word", read_word)
+            monkeypatch.setattr(following, "read_current", read_current)
             (live / f"{WORD}.new").write_bytes(content)
             os.replace(live / f"{WORD}.new", live / WORD)
             wait_until(lambda: predictor.problem is None)
         assert predictor.step == steps[0]
         flipped = dict(snapshots[steps[1]])
-        name = change_name(1)
+        name = delta_file_name(1)
         flipped[name] = flipped[name][:90] + bytes([flipped[name][90] ^ 1]) + flipped[name][91:]
         lay(flipped, live)
         wait_until(lambda: predictor.problem is not None)
@@ -518,14 +518,14 @@ def test_a_change_that_no_run_writes_is_refused(damage, tmp_path):
 
     def write():
         content = save(tensors, metadata={"change": json.dumps(header)})
-        write_durably(Disk(), tmp_path / change_name(1), content)
+        write_durably(Disk(), tmp_path / delta_file_name(1), content)
 
     write()
-    assert read_change(tmp_path, 1).header.step == 2
+    assert read_delta(tmp_path, 1).header.step == 2
     damage(tensors)
     write()
     with pytest.raises(CorruptionError, match=r"no change of a publication .*(NaN|gone)"):
-        read_change(tmp_path, 1)
+        read_delta(tmp_path, 1)
 
 
 def test_a_copy_that_is_damaged_under_a_follower_heals(tmp_path):
@@ -579,8 +579,8 @@ def refused(folder):
 
 
 def test_the_clock_asks_few_times_and_is_not_late():
-    assert due_word(5.0, 0.01, 5.0) == (1, 250)
-    assert due_word(0.0, 0.01, 5.0) == (0, 250)
-    assert due_word(4.99, 0.01, 5.0) == (0, 31)
-    assert due_word(9.0, 0.01, 5.0, True) == (0, 31)
-    assert due_word(9.0, 60.0, 5.0) == (1, 1)
+    assert plan_next_check(5.0, 0.01, 5.0) == (1, 250)
+    assert plan_next_check(0.0, 0.01, 5.0) == (0, 250)
+    assert plan_next_check(4.99, 0.01, 5.0) == (0, 31)
+    assert plan_next_check(9.0, 0.01, 5.0, True) == (0, 31)
+    assert plan_next_check(9.0, 60.0, 5.0) == (1, 1)

@@ -26,7 +26,7 @@ from colonnade.plan.measure.device import Device
 from colonnade.plan.measure.profile import Profile
 from colonnade.plan.plan import Plan
 from colonnade.predict import Predictor
-from colonnade.publish.deltas import read_word
+from colonnade.publish.deltas import read_current
 from colonnade.report.reading import read_run
 from colonnade.store import key_list, live, manifest, segment, stripes
 from colonnade.store.durable import checked_content, read_verified, with_trailer
@@ -80,7 +80,7 @@ KINDS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "colonnade machine": ("run/machine.json", of_run),
     "colonnade metrics": ("run/metrics.jsonl", read_lines),
     "colonnade export": ("export/model.json", lambda p: Predictor.open(p.parent, model=Net())),
-    "colonnade publication": ("published/published.json", lambda p: read_word(p.parent)),
+    "colonnade publication": ("published/published.json", lambda p: read_current(p.parent)),
     "hash_version": ("schema.yaml", load_declaration),
 }  # fmt: skip
 

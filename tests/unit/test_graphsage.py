@@ -113,7 +113,7 @@ def train(mesh, plan=None):
     model, data = build(80, log_q=0), graph()
     collection = model.embeddings.open(plan, mesh=mesh)
     rows, dense = RowOptimizer(collection), DenseGradients(list(model.parameters()), mesh)
-    dense.attach()
+    dense.build_buckets()
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     batches = data.train.batches(160, rank=mesh.rank, num_ranks=mesh.num_ranks)
     for batch in collection.lookahead(batches):

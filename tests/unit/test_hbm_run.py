@@ -106,5 +106,5 @@ def opened_tables():
 
 
 def test_colonnade_plan_does_not_foretell_it(tmp_path):
-    with pytest.raises(ConfigError, match="plan of a sample does not foretell"):
+    with pytest.raises(ConfigError, match="plan of a sample does not predict"):
         runs.plan_run(override(build_config(CONFIG), HBM), tmp_path, World())

@@ -309,7 +309,7 @@ def train(mesh, name, settings):
     model, source = build(name, **settings), opened(size=82, candidates=2).train
     collection = model.embeddings.open(mesh=mesh)
     rows, dense = RowOptimizer(collection), DenseGradients(list(model.parameters()), mesh)
-    dense.attach()
+    dense.build_buckets()
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     batches = source.batches(40, rank=mesh.rank, num_ranks=mesh.num_ranks)
     for batch in collection.lookahead(batches):

@@ -19,7 +19,7 @@ from colonnade.report.pages import headline
 from colonnade.report.reading import read_run
 from colonnade.run.run import open_run
 from colonnade.train import loss_scale as module
-from colonnade.train.loss_scale import LossScale, loss_scale
+from colonnade.train.loss_scale import LossScale, build_loss_scale
 from colonnade.train.metrics_file import FILE_NAME, read_lines
 
 SHORT = {"train.epochs": 1, "train.max_steps": 9, "train.checkpoint_steps": 0}
@@ -40,24 +40,24 @@ def train(mesh, folder, said):
 def test_the_rule_is_that_of_torch(finite, grown_after):
     scaler = torch.amp.GradScaler("cpu", growth_interval=grown_after)
     weight = torch.zeros(1, requires_grad=True)
-    optimizer, mine = torch.optim.SGD([weight]), loss_scale("dynamic")
+    optimizer, mine = torch.optim.SGD([weight]), build_loss_scale("dynamic")
     scaler.scale(weight.sum())  # it begins here
     for is_finite in finite:
         weight.grad = torch.tensor([1.0 if is_finite else math.inf])
         scaler.step(optimizer)
         scaler.update()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "GROWN_AFTER", grown_after)
-            assert mine.applied() is None if is_finite else mine.fall()
+            patch.setattr(module, "GROWTH_INTERVAL", grown_after)
+            assert mine.record_good_step() is None if is_finite else mine.lower()
         assert mine.value == scaler.get_scale()
 
 
 def test_a_scale_that_stays_and_one_that_cannot_fall():
-    fixed = loss_scale(8.0)
-    assert not fixed.fall() and fixed.value == 8 and fixed.state() is None
-    assert loss_scale(None).value == 1
-    least = LossScale(module.LEAST, is_dynamic=True)
-    assert not least.fall() and least.value == 1
+    fixed = build_loss_scale(8.0)
+    assert not fixed.lower() and fixed.value == 8 and fixed.state() is None
+    assert build_loss_scale(None).value == 1
+    least = LossScale(module.MIN_SCALE, is_dynamic=True)
+    assert not least.lower() and least.value == 1
     least.restore((4.0, 7))
     assert least.state() == (4.0, 7)
 
@@ -84,7 +84,7 @@ def test_nor_beside_servers_with_gradients_that_are_late_and_coded(tmp_path):
 
 def test_steps_that_overflow_are_skipped_until_they_do_not(tmp_path, monkeypatch):
     """A run that is cut after some of them goes on with the scale that it had."""
-    monkeypatch.setattr(module, "FIRST", 2.0**132)
+    monkeypatch.setattr(module, "INITIAL_SCALE", 2.0**132)
     dynamic = {"train.loss_scale": "dynamic"}
     whole, scale = train(Mesh(), tmp_path / "whole", dynamic)
     assert 4 <= whole.skipped < whole.steps == 9
@@ -102,7 +102,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_as_ever():
     run = open_run(config, Mesh(), None, data=poisoned(3))
     with pytest.raises(NonFiniteError, match=r"step 3 .*nothing of this step was applied"):
         run.train()
-    assert run.trainer.loss_scale.value == module.FIRST
+    assert run.trainer.loss_scale.value == module.INITIAL_SCALE
 
 
 def test_half_precision_learns(tmp_path):

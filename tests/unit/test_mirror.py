@@ -12,7 +12,7 @@ from own_model import Net, assert_same, splits
 import colonnade
 from colonnade.checkpoint.header import list_checkpoints
 from colonnade.errors import CheckpointError, ConfigError, StorageError
-from colonnade.publish.mirror import mirrored_steps, open_url
+from colonnade.publish.mirror import list_mirrored_steps, open_url
 from colonnade.store import manifest as manifests
 
 FAST = {"batch_size": 50, "quiet": True, "threads": 1}
@@ -47,13 +47,13 @@ def test_a_bare_machine_goes_on_to_the_same_bits(url, tmp_path):
     colonnade.fit(straight, splits(), run=tmp_path / "straight", epochs=3, **FAST)
     settings = {"run": tmp_path / "run", "mirror": url, **FAST}
     colonnade.fit(Net(), splits(), epochs=2, **settings)
-    assert mirrored_steps(*open_url(url)) == list_checkpoints(tmp_path / "run")
+    assert list_mirrored_steps(*open_url(url)) == list_checkpoints(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
     model = Net()
     found = colonnade.fit(model, splits(), epochs=3, **settings)
     assert found.resumed_at == 24 and found.outcome.steps == 12
     assert_same(straight, model)
-    assert mirrored_steps(*open_url(url)) == list_checkpoints(tmp_path / "run")
+    assert list_mirrored_steps(*open_url(url)) == list_checkpoints(tmp_path / "run")
 
 
 def test_what_is_kept_there_is_what_is_kept_here(url, tmp_path):
@@ -61,7 +61,7 @@ def test_what_is_kept_there_is_what_is_kept_here(url, tmp_path):
     colonnade.fit(Net(), splits(), epochs=4, checkpoint_steps=3, **settings)
     files, root = open_url(url)
     steps = list_checkpoints(tmp_path / "run")
-    assert mirrored_steps(files, root) == steps and steps[-1] == 48
+    assert list_mirrored_steps(files, root) == steps and steps[-1] == 48
     # Not just any file: collection may be writing what the next checkpoint names.
     local = sorted(
         file.path.name
@@ -97,7 +97,7 @@ def test_a_place_that_fails_for_a_while(failing, what, tmp_path, capsys):
     colonnade.fit(Net(), splits(), epochs=2, **settings)
     said = " ".join(capsys.readouterr().out.split())
     assert "could not copy the checkpoint of step 12: 503 Slow Down" in said
-    assert mirrored_steps(*open_url("failing://b/run")) == [12, 24]  # made up for
+    assert list_mirrored_steps(*open_url("failing://b/run")) == [12, 24]  # made up for
     assert colonnade.fetch_run("failing://b/run", tmp_path / "fetched") == 24
 
 
@@ -109,7 +109,7 @@ def test_a_place_that_always_fails(failing, tmp_path):
     ):
         colonnade.fit(Net(), splits(), epochs=1, **settings)
     assert colonnade.load_run(Net(), tmp_path / "run") == 12
-    assert mirrored_steps(*open_url("failing://b/run")) == []
+    assert list_mirrored_steps(*open_url("failing://b/run")) == []
 
 
 def test_a_copy_cut_short_is_found(tmp_path):

@@ -36,7 +36,7 @@ def test_waits_are_apart_from_the_phase_they_interrupt(clock):
             clock(1.0)
         with waiting("control"):
             clock(0.125)
-    with phases("evaluate", whole=True), waiting("fetch"):
+    with phases("evaluate", include_waits=True), waiting("fetch"):
         clock(7.0)
     assert dict(phases.seconds) == {
         "forward": 2.0,

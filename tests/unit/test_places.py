@@ -15,10 +15,10 @@ from rich.console import Console
 from colonnade import fit, load_run
 from colonnade.checkpoint.checkpoints import (
     Checkpoints,
-    lost_words,
+    describe_lost_checkpoints,
     open_checkpoints,
 )
-from colonnade.checkpoint.stores import open_stores, segment_size, stripe_order
+from colonnade.checkpoint.stores import choose_segment_size, open_stores, order_stripes
 from colonnade.comm.mesh import Mesh
 from colonnade.config.run import build_config, override
 from colonnade.data import open_tensors
@@ -107,9 +107,9 @@ def test_any_places_give_the_same_bits(memory, plain, tmp_path, monkeypatch):
 
 
 def test_small_stores_are_spread_in_proportion():
-    firsts = [stripe_order([1, 3], number)[0] for number in range(40)]
+    firsts = [order_stripes([1, 3], number)[0] for number in range(40)]
     assert 8 <= firsts.count(0) <= 12 and set(firsts[:4]) == {0, 1}
-    assert stripe_order([], 5) == [] and sorted(stripe_order([5, 5, 5], 7)) == [0, 1, 2]
+    assert order_stripes([], 5) == [] and sorted(order_stripes([5, 5, 5], 7)) == [0, 1, 2]
 
 
 def test_two_runs_share_a_directory(tmp_path):
@@ -176,7 +176,7 @@ def test_one_directory_under_two_names_is_refused(tmp_path):
 def open_two(folder, step, place, tables):
     """A rank's stores of two tables, and what they may keep."""
     stores = open_stores(
-        folder, tables, [row_wise(1)] * len(tables), 0, UnsyncedDisk(), step, outside=[place]
+        folder, tables, [row_wise(1)] * len(tables), 0, UnsyncedDisk(), step, directories=[place]
     )
     return stores, stores[0].files.stripes.spaces[1]
 
@@ -263,8 +263,8 @@ def test_a_new_segment_goes_where_there_is_room(tmp_path):
         StorageError, match=r"a holds 100 of 100 bytes, .*b holds 1,000 of 1,000 bytes"
     ):
         stripes.choose({}, 10, 70)
-    assert segment_size([None]) == segment_size([]) == 256 << 20
-    assert segment_size([None, 80 << 20]) == 10 << 20 and segment_size([5]) == 1 << 20
+    assert choose_segment_size([None]) == choose_segment_size([]) == 256 << 20
+    assert choose_segment_size([None, 80 << 20]) == 10 << 20 and choose_segment_size([5]) == 1 << 20
 
 
 def test_an_older_checkpoint_out_of_reach_is_said_once(tmp_path):
@@ -275,22 +275,22 @@ def test_an_older_checkpoint_out_of_reach_is_said_once(tmp_path):
     tables = Net().collection.tables
     # By hand what collection does in time: the newest checkpoint has no segment in the old directory.
     checkpoints, step = open_checkpoints(
-        tmp_path / "run", tables, Mesh(), places=[Place(new["ssd"][0])]
+        tmp_path / "run", tables, Mesh(), directories=[Place(new["ssd"][0])]
     )
     for store in checkpoints.backings:
         for rows in list(store.scan()):
             store.write(rows.ids, rows.records).wait()
         store.collect()
         store.commit(step + 1)
-    assert lost_words(checkpoints) == []
+    assert describe_lost_checkpoints(checkpoints) == []
     checkpoints.close()
     (tmp_path / "old").rename(tmp_path / "gone")
     stores = open_stores(
         tmp_path / "run", tables, [row_wise(1)] * len(tables), 0, UnsyncedDisk(), step + 1,
-        outside=[Place(checkpoints.outside[0].as_posix())],
+        directories=[Place(checkpoints.outside_folders[0].as_posix())],
     )  # fmt: skip
     checkpoints = Checkpoints(tmp_path / "run", Mesh(), stores, keep=2, disk=UnsyncedDisk())
-    (said,) = lost_words(checkpoints)
+    (said,) = describe_lost_checkpoints(checkpoints)
     assert f"checkpoint of step {step} can no longer be opened: {tmp_path / 'old'}" in said
     assert "newest checkpoint is intact" in said
     checkpoints.close()

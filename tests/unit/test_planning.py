@@ -26,7 +26,7 @@ from colonnade.plan.cost.prediction import StepCosts
 from colonnade.plan.measure.device import Device
 from colonnade.run import planning
 from colonnade.run import planning as rehearsal
-from colonnade.run.planning import rehearsed_rows
+from colonnade.run.planning import choose_resident_rows
 from colonnade.run.run import open_run, plan_run
 from colonnade.run.validation import find_collection
 from colonnade.store.budget import slot_bytes
@@ -107,7 +107,7 @@ def test_going_on_plans_anew_without_measuring_the_disk_again(tmp_path, quick, m
 
 def test_reads_and_first_touches_are_foretold(tmp_path, quick, monkeypatch):
     costs = StepCosts(step_seconds=1e-3)
-    monkeypatch.setattr(planning, "rehearse", lambda *_, **__: costs)
+    monkeypatch.setattr(planning, "run_micro_benchmark", lambda *_, **__: costs)
     config = override(CONFIG, {"data.options.num_train": 10_000, "plan.memory.dram": "300KiB"})
     summary, _, _ = trained(config, tmp_path / "run")
     # 1M lookups would be the whole data: from a tenth of it.
@@ -258,7 +258,7 @@ def test_a_rehearsal_has_the_memory_that_reads_as_much_as_the_run(reads, rows):
     """Ids 0 and 1 come in each of four batches, two more in one each: any two batches have six rows; keeping two of the
     others leaves six uses that are reads, and two more for the batches that hold none of those kept."""
     batches = [np.array([0, 1, 2 + 2 * step, 3 + 2 * step]) for step in range(4)]
-    assert rehearsed_rows(batches, 2, reads) == rows
+    assert choose_resident_rows(batches, 2, reads) == rows
 
 
 def test_plan_of_a_world_fits_a_terminal_and_shows_a_table_s_choices(

@@ -24,9 +24,9 @@ from colonnade.report.reading import read_run, sums_of
 from colonnade.run.machine import machine_facts
 from colonnade.run.run import open_run
 from colonnade.store.tier_counts import TierCounts
-from colonnade.train.metrics_file import forget_after, read_lines
+from colonnade.train.metrics_file import drop_lines_after, read_lines
 from colonnade.train.progress import Progress, _columns
-from colonnade.train.record import Counters, Record, TiersGained
+from colonnade.train.record import Counters, Record, TierActivity
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +91,13 @@ def test_tiers_add_up_to_the_stores_own_counts(finished):
 def test_the_line_of_tiers_is_short():
     dram = TierCounts(hits=931, misses=69)
     ssd = TierCounts(hits=60, misses=9, reads=2400, read_bytes=20_000_000, written_bytes=8_000_000)
-    gained = TiersGained(2.0, 0.04, {"dram": dram, "ssd": ssd}, {"dram": 0, "ssd": 10})
-    assert gained.words() == "dram 93.1 % | ssd 1.2k reads/s 14 MB/s | wait 2 %"
-    assert gained.plain()["ssd"]["lifetime_bytes"] == 10
-    idle = TiersGained(1.0, 0.0, {"dram": TierCounts(), "ssd": TierCounts()}, {"dram": 0, "ssd": 0})
-    assert idle.words() == "dram - | ssd 0 reads/s 0.0 MB/s | wait 0 %"
+    gained = TierActivity(2.0, 0.04, {"dram": dram, "ssd": ssd}, {"dram": 0, "ssd": 10})
+    assert gained.describe() == "dram 93.1 % | ssd 1.2k reads/s 14 MB/s | wait 2 %"
+    assert gained.to_dict()["ssd"]["lifetime_bytes"] == 10
+    idle = TierActivity(
+        1.0, 0.0, {"dram": TierCounts(), "ssd": TierCounts()}, {"dram": 0, "ssd": 0}
+    )
+    assert idle.describe() == "dram - | ssd 0 reads/s 0.0 MB/s | wait 0 %"
 
 
 def test_no_words_of_tiers_where_all_rows_are_in_memory(tmp_path):
@@ -106,7 +108,7 @@ def test_no_words_of_tiers_where_all_rows_are_in_memory(tmp_path):
         None,
         console=Console(file=out),
     )
-    assert Counters(run.trainer).tiers() is None
+    assert Counters(run.trainer).collect_tiers() is None
     run.train()
     assert "dram" not in out.getvalue()
 
@@ -119,7 +121,7 @@ def test_traffic_and_tables_are_counted(finished):
     for name in batch.ids:
         assert traffic["lookups"][name] == 100
         assert 1 <= traffic["unique"][name] <= 100
-    watched = Counters(run.trainer).traffic(batch)
+    watched = Counters(run.trainer).collect_traffic(batch)
     assert watched["unique"] == {n: len(set(ids.values.tolist())) for n, ids in batch.ids.items()}
     tables = record.of_kind("tables")[-1]["tables"]
     store = run.trainer.collection.store
@@ -143,9 +145,9 @@ def test_lines_of_steps_that_happen_again_are_dropped(tmp_path):
     whole = [{"step": step, "kind": "train", "loss": 0.5} for step in (10, 20, 30)]
     path.write_text("".join(json.dumps(line) + "\n" for line in whole) + '{"step": 40, "ki')
     assert read_lines(path) == whole
-    forget_after(path, 20)
+    drop_lines_after(path, 20)
     assert read_lines(path) == whole[:2] and path.read_text().endswith("\n")
-    forget_after(tmp_path / "none", 3)
+    drop_lines_after(tmp_path / "none", 3)
     assert read_lines(tmp_path / "none") == []
 
 
@@ -160,7 +162,7 @@ def batch(size: int = 8) -> Batch:
 def test_a_loss_that_is_not_finite_is_null(tmp_path):
     found = progress(tmp_path, Console(file=io.StringIO()), every=1)
     found.open(0)
-    found.step(1, float("nan"), batch(), 1)
+    found.report_step(1, float("nan"), batch(), 1)
     found.close()
     (line,) = read_lines(tmp_path / "metrics.jsonl")
     assert line["loss"] is None and line["kind"] == "train"
@@ -173,8 +175,8 @@ def test_a_file_gets_plain_lines_now_and_then(tmp_path, monkeypatch):
     found = progress(tmp_path, Console(file=text, force_terminal=False), every=10)
     found.open(0)
     for step in range(1, 101):
-        found.step(step, 0.5, batch(), 2)
-    found.epoch(100, 1, {"test_auc": 0.75, "test_num_samples": 3.0})
+        found.report_step(step, 0.5, batch(), 2)
+    found.report_evaluation(100, 1, {"test_auc": 0.75, "test_num_samples": 3.0})
     found.close()
     lines = text.getvalue().splitlines()
     assert len(lines) == 11 and "\x1b" not in text.getvalue()
@@ -189,14 +191,14 @@ def test_bars_fit_the_terminal(width, tmp_path):
     found = progress(tmp_path, console, every=1)
     found.open(0)
     for step in range(1, 50):
-        found.step(step, 0.25, batch(4096), 1)
+        found.report_step(step, 0.25, batch(4096), 1)
     shown = [found._bars.get_renderable()]
     found.close()
     with console.capture() as capture:
         console.print(*shown)
     lines = capture.get().splitlines()
     assert len(lines) == 1 and len(lines[0]) <= width and len(_columns(width)) >= 3
-    found._bars.words = "dram 93.1 % | ssd 1.2k reads/s 14 MB/s | wait 2 %"
+    found._bars.text = "dram 93.1 % | ssd 1.2k reads/s 14 MB/s | wait 2 %"
     with console.capture() as capture:
         console.print(found._bars.get_renderable())
     lines = capture.get().splitlines()
@@ -212,7 +214,7 @@ def test_a_step_costs_microseconds(tmp_path):
     for _ in range(5):
         started = time.perf_counter()
         for step in range(1001, 2000):
-            found.step(2 * step + 1, loss, one, 1)
+            found.report_step(2 * step + 1, loss, one, 1)
         best = min(best, (time.perf_counter() - started) / 999)
     found.close()
     assert best < 50e-6  # 1 % of a step of 5 ms; measured 2 us

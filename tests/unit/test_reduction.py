@@ -13,7 +13,7 @@ from colonnade import World, open_mesh
 from colonnade.comm import process_groups as mesh_module
 from colonnade.comm.collectives import choose_way, sent, sum_in_order
 from colonnade.errors import ConfigError
-from colonnade.run.planner import reduction_seconds
+from colonnade.run.planner import estimate_reduction_seconds
 
 WAYS = ("whole", "scattered", "by host")
 
@@ -61,26 +61,30 @@ def test_seconds_of_coded_gradients_follow_their_bytes():
     world = World(num_hosts=2, ranks_per_host=2, remote_message_seconds=0, message_seconds=0)
     model = nn.Linear(1023, 1000)  # about a million weights
     exact = sent("by host", world, 4_096_000)
-    assert reduction_seconds(model, world, "exact") == pytest.approx(exact.seconds(world), rel=0.01)
+    assert estimate_reduction_seconds(model, world, "exact") == pytest.approx(
+        exact.seconds(world), rel=0.01
+    )
     for name, part in (("bf16", 1 / 2), ("fp16", 1 / 2), ("int8", 1 / 4)):
         inside = exact.local_bytes / world.local_bytes_per_second
         between = part * 2 * exact.remote_bytes / world.remote_bytes_per_second
-        found = reduction_seconds(model, world, name)
+        found = estimate_reduction_seconds(model, world, name)
         assert found == pytest.approx(inside + between, rel=0.02)
     halves = model.bfloat16()  # as they are
-    assert reduction_seconds(halves, world, "int8") == reduction_seconds(halves, world, "exact")
-    assert reduction_seconds(model, World(), "int8") == 0
+    assert estimate_reduction_seconds(halves, world, "int8") == estimate_reduction_seconds(
+        halves, world, "exact"
+    )
+    assert estimate_reduction_seconds(model, World(), "int8") == 0
 
 
 def test_weights_inside_towers_cost_the_uplink_nothing():
     world = World(num_hosts=2, ranks_per_host=2, remote_message_seconds=0, message_seconds=0)
     model = nn.Sequential(nn.Linear(999, 1000), nn.Linear(999, 1000))
-    one, every = reduction_seconds(model[0], world, "exact"), list(model[1].parameters())
+    one, every = estimate_reduction_seconds(model[0], world, "exact"), list(model[1].parameters())
     tower = World(ranks_per_host=2, message_seconds=0)
-    share = reduction_seconds(model[1], tower, "exact") / 2
-    assert reduction_seconds(model, world, "exact", every, 2) == pytest.approx(one + share)
-    assert reduction_seconds(model, world, "exact", every, 4) == pytest.approx(one)
-    assert reduction_seconds(model, world, "exact", every, 1) == pytest.approx(2 * one)
+    share = estimate_reduction_seconds(model[1], tower, "exact") / 2
+    assert estimate_reduction_seconds(model, world, "exact", every, 2) == pytest.approx(one + share)
+    assert estimate_reduction_seconds(model, world, "exact", every, 4) == pytest.approx(one)
+    assert estimate_reduction_seconds(model, world, "exact", every, 1) == pytest.approx(2 * one)
 
 
 def test_ranks_that_do_not_fill_their_hosts_are_refused(monkeypatch):

@@ -16,7 +16,7 @@ from small_run import CONFIG, digest, opened
 from colonnade import Mesh
 from colonnade.checkpoint.completeness import verify_checkpoint
 from colonnade.checkpoint.header import list_checkpoints, read_header
-from colonnade.checkpoint.stores import homes
+from colonnade.checkpoint.stores import list_store_folders
 from colonnade.config.plan import PlanConfig
 from colonnade.config.run import build_config, override
 from colonnade.models.build import build_model
@@ -132,7 +132,7 @@ def test_changing(tmp_path):
     for name in ("changing", "same"):  # what checkpoints no longer need is gone
         folder = tmp_path / name
         kept = [read_header(folder, step) for step in list_checkpoints(folder)]
-        wanted = {str(home.path) for header in kept for home in homes(header)}
+        wanted = {str(home.path) for header in kept for home in list_store_folders(header)}
         places = [path.relative_to(folder / "rows") for path in (folder / "rows").glob("*/*")]
         assert {str(path) for path in places} == wanted
         found |= wanted
@@ -166,8 +166,8 @@ def test_going_back_gives_up_what_lies_where_rows_are_to_go(tmp_path):
     )
     go_on(Mesh(), tmp_path, "replicated", 2, {**SMALL, "train.checkpoint_steps": 5})
     assert list_checkpoints(tmp_path) == [5, 10]
-    assert {h.path.parts[0] for h in homes(read_header(tmp_path, 5))} == {"0-of-1"}
-    assert {h.path.parts[0] for h in homes(read_header(tmp_path, 10))} == {"copy-0"}
+    assert {h.path.parts[0] for h in list_store_folders(read_header(tmp_path, 5))} == {"0-of-1"}
+    assert {h.path.parts[0] for h in list_store_folders(read_header(tmp_path, 10))} == {"copy-0"}
     go_on(Mesh(), tmp_path, "row_wise", 3, {**SMALL, "train.keep_checkpoints": 3})
     assert 5 not in list_checkpoints(tmp_path)  # it was in the way
     for each in verify_checkpoint(tmp_path, 10):
@@ -213,7 +213,9 @@ def check_cut(folder):
     step = list_checkpoints(changing)[-1]
     verified = list(verify_checkpoint(changing, step))
     assert all(each.problem == "" for each in verified)
-    assert {len(home.path.name) for home in homes(read_header(changing, step))} >= {len("000-0-3")}
+    assert {len(home.path.name) for home in list_store_folders(read_header(changing, step))} >= {
+        len("000-0-3")
+    }
     assert as_exported(changing, folder / f"out-{step}") == as_exported(
         same, folder / f"old-{step}"
     )
@@ -268,7 +270,7 @@ def check_hot(folder):
     assert as_exported(changing, folder / f"out-{step}") == as_exported(same, folder / f"old-{step}")  # fmt: skip
     seen = go_on(Mesh(), changing, "hot", 5, ADAM, read_only=True)
     assert seen[0] == go_on(Mesh(), same, "row_wise", 5, ADAM, read_only=True)[0]
-    return {str(home.path) for home in homes(read_header(changing, step))}
+    return {str(home.path) for home in list_store_folders(read_header(changing, step))}
 
 
 @pytest.mark.slow

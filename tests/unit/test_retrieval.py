@@ -306,7 +306,7 @@ def train(mesh, name, sizes=(8, 2, 7, 1)):
     model = build()
     collection = model.embeddings.open(mesh=mesh)
     rows, dense = RowOptimizer(collection), DenseGradients(list(model.parameters()), mesh)
-    dense.attach()
+    dense.build_buckets()
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     batches = (share_of(make(n, n), mesh.rank, mesh.num_ranks) for n in sizes)
     for batch in collection.lookahead(batches):

@@ -397,5 +397,5 @@ def test_a_warm_start_takes_rows_and_what_agrees(case, towered, tmp_path):
     built = build_model(new.trainer.data.train.schema, override(BASE, start))
     said = str(plan_warm_start(built, built.embeddings.tables, str(source)))
     assert (
-        "started anew, for towers or their modules are others: " in said and "top.0.weight" in said
+        "started anew, because towers or their modules differ: " in said and "top.0.weight" in said
     )

@@ -13,7 +13,7 @@ from colonnade.errors import ConfigError
 from colonnade.interaction import TowerModule
 from colonnade.lookup.contract import Inside
 from colonnade.train.dense import DenseGradients
-from colonnade.train.tower_weights import TowerWeights, tower_weights
+from colonnade.train.tower_weights import TowerWeights, find_tower_weights
 from colonnade.wire.coded_sums import lost_by_parameter
 
 NUM_RANKS, STEPS, SAMPLES = 4, 4, 24
@@ -43,7 +43,7 @@ def step_of(mesh, model, dense, step, size, spoils=-1):
     inputs = INPUTS[step]
     mine = inputs[mesh.rank :: mesh.num_ranks]
     dense.zero()
-    dense.begin()
+    dense.begin_last_backward()
     (model.top(mine) ** 2).sum().backward()
     # What `push` does: each sample once, by one rank of the tower.
     tower, number = divmod(mesh.rank, size)
@@ -80,7 +80,7 @@ def train(mesh, size, codec="exact", states=None):
     late = list(model.towers.parameters())
     dense = DenseGradients(list(model.parameters()), mesh, codec, late=late, towers=towers)
     dense.restore(states or [])
-    dense.attach()
+    dense.build_buckets()
     norms = []
     for step in range(STEPS):
         assert step_of(mesh, model, dense, step, size) == (True, False, mesh.num_ranks)
@@ -95,7 +95,7 @@ def train(mesh, size, codec="exact", states=None):
             assert (each.weight in optimizer.state) is has_it
             assert (each.weight.grad is not None) is has_it
     model.towers[own % 2].seen += 10.0
-    dense.hand_out(optimizer)
+    dense.broadcast_tower_weights(optimizer)
     kept = optimizer.state_dict()
     weights = [each.detach().clone() for each in model.parameters()]
     seen = [float(each.seen[0]) for each in model.towers]
@@ -111,7 +111,7 @@ def refused(mesh):
     dense = DenseGradients(
         list(model.parameters()), mesh, late=list(model.towers.parameters()), towers=given_to(model, 2)
     )  # fmt: skip
-    dense.attach()
+    dense.build_buckets()
     for spoils in (3, 0, -1):
         assert step_of(mesh, model, dense, 0, 2, spoils=spoils)[0] is (spoils < 0)
     said = ""
@@ -129,7 +129,7 @@ def sent(mesh, towers_of):
     dense = DenseGradients(
         list(model.parameters()), alone, late=list(model.towers.parameters()), towers=towers_of(model)
     )  # fmt: skip
-    dense.attach()
+    dense.build_buckets()
     before = dict(alone.traffic.sent_bytes)
     step_of(alone, model, dense, 0, 2)
     after = alone.traffic.sent_bytes
@@ -204,13 +204,13 @@ def test_which_weights_are_a_towers_own():
     ).declaration
     inside = Inside(2, {"one": 0, "two": 1})
     adam = torch.optim.Adam([torch.zeros(1)])
-    found = tower_weights(declared, inside, 4, adam)
+    found = find_tower_weights(declared, inside, 4, adam)
     assert found is not None and found.modules == ((declared.consumers["one"].interaction,), ())
     assert len(found.parameters(0)) == 2 and found.parameters(1) == []
     for refused_by in (
-        tower_weights(declared, None, 4, adam),
-        tower_weights(declared, inside, 2, adam),  # one tower of all ranks
-        tower_weights(declared, Inside(2, {"two": 1}), 4, adam),
-        tower_weights(declared, inside, 4, torch.optim.LBFGS([torch.zeros(1)])),
+        find_tower_weights(declared, None, 4, adam),
+        find_tower_weights(declared, inside, 2, adam),  # one tower of all ranks
+        find_tower_weights(declared, Inside(2, {"two": 1}), 4, adam),
+        find_tower_weights(declared, inside, 4, torch.optim.LBFGS([torch.zeros(1)])),
     ):
         assert refused_by is None

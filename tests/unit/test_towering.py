@@ -10,7 +10,7 @@ from colonnade.errors import ConfigError
 from colonnade.plan.constraints import in_towers, is_settled, towered
 from colonnade.plan.cost.tower_paths import CALL_MESSAGES, call_seconds, spared_seconds
 from colonnade.plan.plan import build_plan
-from colonnade.run.planner import placed_in_towers
+from colonnade.run.planner import apply_tower_partition
 from colonnade.topology.towers import Partition
 
 WORLD = World(num_hosts=2, ranks_per_host=2)
@@ -95,16 +95,16 @@ def test_a_file_says_which_features_stand_together(tmp_path):
     file = tmp_path / "towers.json"
     file.write_text(PARTITION.to_json())
     config = build_config({"plan": {"exchange": "towers", "towers": str(file)}})
-    laid = placed_in_towers(config, Collection, WORLD).plan
+    laid = apply_tower_partition(config, Collection, WORLD).plan
     assert laid.towers == 2 and laid.tables["d"].sharding.ranks == (2, 3)
     assert build_plan(TABLES, WORLD, laid).towers == 2
-    assert placed_in_towers(config, Collection, World()) is config  # one rank: no towers
+    assert apply_tower_partition(config, Collection, World()) is config  # one rank: no towers
     file.write_text("{}")
     with pytest.raises(ConfigError, match=r"plan\.towers: .*towers\.json: .*cannot be read"):
-        placed_in_towers(config, Collection, WORLD)
+        apply_tower_partition(config, Collection, WORLD)
     file.unlink()
     with pytest.raises(ConfigError, match=r"plan\.towers: got"):
-        placed_in_towers(config, Collection, WORLD)
+        apply_tower_partition(config, Collection, WORLD)
 
 
 def test_calls_by_towers_have_fewer_slow_messages():

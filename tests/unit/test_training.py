@@ -15,14 +15,14 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR,
 
 import colonnade
 from colonnade import Mesh
-from colonnade.checkpoint.checkpoints import kept_steps
+from colonnade.checkpoint.checkpoints import steps_to_keep
 from colonnade.checkpoint.header import describe_choice, list_checkpoints, resolve
 from colonnade.config.run import ScheduleConfig, build_config
 from colonnade.data import Splits
 from colonnade.errors import CheckpointError, ConfigError, NonFiniteError
 from colonnade.train.best import Best
-from colonnade.train.schedules import factor
-from colonnade.train.trainer import pooled_days
+from colonnade.train.schedules import learning_rate_factor
+from colonnade.train.trainer import average_days
 
 FAST = {"batch_size": 50, "quiet": True, "threads": 1}
 
@@ -152,7 +152,8 @@ def test_no_validation_part_means_the_last_step(tmp_path):
 def test_min_delta_and_less_is_better():
     best = Best("validation_loss", min_delta=0.1)
     heard = [
-        best.hear({"validation_loss": s}, t) for t, s in enumerate([1.0, 0.95, 0.85, math.nan])
+        best.record_evaluation({"validation_loss": s}, t)
+        for t, s in enumerate([1.0, 0.95, 0.85, math.nan])
     ]
     assert heard == [True, False, True, False]
     assert (best.score, best.step, best.num_since) == (0.85, 2, 1)
@@ -161,16 +162,16 @@ def test_min_delta_and_less_is_better():
 def test_a_metric_without_a_value_ends_no_run():
     best = Best("validation_auc")
     for step in range(5):  # a validation part of one class
-        assert not best.hear({"validation_auc": math.nan, "epoch": step}, step)
+        assert not best.record_evaluation({"validation_auc": math.nan, "epoch": step}, step)
     assert best.num_since == 0 and best.metrics["epoch"] == 4
-    assert best.hear({"validation_auc": 0.5}, 5)
+    assert best.record_evaluation({"validation_auc": 0.5}, 5)
 
 
 @given(st.lists(st.floats(0, 1) | st.just(math.nan), max_size=20), st.integers(1, 3))
 def test_the_best_is_the_first_maximum(scores, cut):
     best = Best("auc")
     for step, score in enumerate(scores):
-        best.hear({"auc": score}, step)
+        best.record_evaluation({"auc": score}, step)
         if step % cut == 0:  # a checkpoint and a resume in between change nothing
             state, best = best.state(), Best("auc")
             best.restore(state)
@@ -194,7 +195,7 @@ def test_kept_checkpoints_are_pruned_with_their_rows(tmp_path):
     colonnade.fit(
         Net(), validated(), objective=script, run=tmp_path, epochs=4, keep_checkpoints=1, **FAST
     )
-    assert list_checkpoints(tmp_path) == kept_steps(tmp_path, 1) == [12, 48]
+    assert list_checkpoints(tmp_path) == steps_to_keep(tmp_path, 1) == [12, 48]
     manifests = sorted(path.name for path in (tmp_path / "rows").rglob("manifest-*"))
     assert manifests == 2 * ["manifest-12.json"] + 2 * ["manifest-48.json"]
     assert colonnade.load_run(Net(), tmp_path, at="best") == 12
@@ -263,7 +264,7 @@ def test_dense_clipping_is_torchs():
 
     one, other = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
     dense = DenseGradients(list(one.parameters()), Mesh())
-    dense.attach()
+    dense.build_buckets()
     for model in (one, other):
         torch.manual_seed(0)
         for parameter in model.parameters():
@@ -297,12 +298,19 @@ def test_a_norm_that_overflows_is_refused_or_skipped():
 
 def test_factors_of_the_learning_rate():
     linear = ScheduleConfig(name="linear", warmup_steps=4, total_steps=14, final=0.5)
-    assert [factor(linear, 14, s) for s in (0, 3, 4, 9, 14, 99)] == [0.25, 1, 1, 0.75, 0.5, 0.5]
+    assert [learning_rate_factor(linear, 14, s) for s in (0, 3, 4, 9, 14, 99)] == [
+        0.25,
+        1,
+        1,
+        0.75,
+        0.5,
+        0.5,
+    ]
     cosine = ScheduleConfig(name="cosine", final=0.2)
-    assert factor(cosine, 10, 5) == pytest.approx(0.6)
+    assert learning_rate_factor(cosine, 10, 5) == pytest.approx(0.6)
     exponential = ScheduleConfig(name="exponential", final=0.01)
-    assert factor(exponential, 10, 5) == pytest.approx(0.1)
-    assert factor(ScheduleConfig(warmup_steps=2), 0, 9) == 1.0
+    assert learning_rate_factor(exponential, 10, 5) == pytest.approx(0.1)
+    assert learning_rate_factor(ScheduleConfig(warmup_steps=2), 0, 9) == 1.0
     with pytest.raises(ConfigError, match="wanted more than 0 for exponential"):
         build_config({"dense": {"schedule": {"name": "exponential"}}})
     with pytest.raises(ConfigError, match=r"did you mean dense\.schedule\.warmup_steps"):
@@ -381,7 +389,7 @@ def stop_at(limit):
             frame = inspect.currentframe().f_back
             trainer = frame.f_locals["self"]
             assert isinstance(trainer, Trainer)
-            trainer.stop_asked |= trainer.collection.step + 1 == limit
+            trainer.stop_requested |= trainer.collection.step + 1 == limit
             return super().loss(model, batch, mesh)
 
     return Stopping()
@@ -420,7 +428,7 @@ def test_days_are_tested_before_they_are_trained(tmp_path):
             metrics = colonnade.train.metrics.evaluate(model, day, 50, Mesh())
             days.append({"day": number, **metrics})
         train_by_hand(model, day, number, dense_state)
-    assert found.metrics["days_auc"] == pytest.approx(pooled_days(days)["days_auc"], abs=1e-6)
+    assert found.metrics["days_auc"] == pytest.approx(average_days(days)["days_auc"], abs=1e-6)
     assert found.metrics["days_num_samples"] == sum(day.num_samples for day in data.days[1:])
     assert [day["day"] for day in found.outcome.days] == [1, 2, 3]
     for mine, theirs in zip(found.outcome.days, days, strict=True):
@@ -459,7 +467,7 @@ def test_pooled_days_are_the_days_samples_together():
         {"day": 1, "log_loss": 0.5, "auc": math.nan, "num_samples": 10.0},
         {"day": 2, "log_loss": 0.8, "auc": 0.7, "num_samples": 30.0},
     ]
-    found = pooled_days(days)
+    found = average_days(days)
     assert found["days_log_loss"] == pytest.approx((5 + 24) / 40)
     assert found["days_auc"] == pytest.approx(0.7) and found["days_num_samples"] == 40
-    assert pooled_days([]) == {}
+    assert average_days([]) == {}

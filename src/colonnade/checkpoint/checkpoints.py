@@ -1,12 +1,12 @@
-"""Checkpoints of a run: the one file that makes every rank's checkpoint of a step count.
+"""Checkpoints of a run: written by all ranks, and valid once rank 0 has written the header.
 
 run/rows/<home>/<table>/              each rank's stores (stores.py), saved first
-run/checkpoints/<step>/rank-<r>           each rank's random state, held reads, residuals of coded dense gradients
-run/checkpoints/<step>/retention-<r>      what each rank's admission and eviction remember, where there are any
+run/checkpoints/<step>/rank-<r>           each rank's random state, prefetched rows, residuals of coded dense gradients
+run/checkpoints/<step>/retention-<r>      each rank's state of admission and eviction policies, if there are any
 run/checkpoints/<step>/dense              dense weights, optimizer states, position (rank 0)
-run/checkpoints/<step>.json               header (checkpoint_header.py), written last, by rank 0: now the step is saved
+run/checkpoints/<step>.json               header (header.py), written last, by rank 0: now the step is saved
 
-A checkpoint is captured between two steps and written while training goes on: `begin`, later `finish`.
+A snapshot is taken between two steps and written while training continues: `begin`, later `finish`.
 """
 
 from __future__ import annotations
@@ -24,20 +24,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from colonnade.checkpoint.completeness import check_whole, describe_files
+from colonnade.checkpoint.completeness import check_complete, describe_files
 from colonnade.checkpoint.contract import Destination, TrainerState
 from colonnade.checkpoint.fingerprint import check_model, load_dense
 from colonnade.checkpoint.header import header_path, list_checkpoints, read_header, state_folder
-from colonnade.checkpoint.snapshot import Captured, capture, restore_retentions, settings_of
-from colonnade.checkpoint.states import dump, load_state
+from colonnade.checkpoint.snapshot import (
+    Snapshot,
+    restore_retentions,
+    settings_without_parameters,
+    take_snapshot,
+)
+from colonnade.checkpoint.states import load_state, serialize_state
 from colonnade.checkpoint.stores import (
-    adopt,
-    home,
-    homes,
-    open_shards,
+    copy_rows_to_new_shards,
+    find_new_shards,
+    list_store_folders,
+    open_saved_shards,
     open_stores,
     shardings_of,
-    to_adopt,
+    store_folder,
 )
 from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import Position
@@ -58,13 +63,13 @@ from colonnade.topology.sharding import Sharding, row_wise_in
 if TYPE_CHECKING:
     from colonnade.embedding import EmbeddingCollection
 
-JOIN_SECONDS = 0.2  # between two looks at signals while a checkpoint is waited for
-SLOW_SECONDS = 10.0  # from here on whoever waits is told what for
-GIVE_UP_SECONDS = 10.0  # for a checkpoint that is given up to let go of its files
+SIGNAL_CHECK_SECONDS = 0.2  # between checks for signals during a wait for a checkpoint
+SLOW_SECONDS = 10.0  # of waiting before a message is printed
+GIVE_UP_SECONDS = 10.0  # for an aborted checkpoint to close its files
 
 
 class Checkpoints:
-    """One rank's end of a run folder's checkpoints. `newest` and `write` are collective."""
+    """Checkpoints of a run folder as one rank sees them: its stores, and the writer of new checkpoints."""
 
     def __init__(
         self,
@@ -76,126 +81,140 @@ class Checkpoints:
         disk: Disk,
         run: str = "",
     ) -> None:
-        """`run` names the run in its checkpoints, wherever its folder lies."""
+        """run: name of the run in its checkpoints, which does not change when the folder is moved."""
         self.folder, self.mesh, self.backings = folder, mesh, tuple(backings)
         self.keep, self.disk = keep, disk
         self.run = run
-        self.destinations: list[Destination] = []  # that take each checkpoint
-        self.outside: list[Path] = []  # directories of this run beyond its folder
+        self.destinations: list[Destination] = []  # each receives every checkpoint
+        self.outside_folders: list[Path] = []  # directories of this run outside its folder
         self._writing: Thread | None = None
-        self._say: Callable[[str], None] | None = (
-            None  # of the checkpoint under way, until it was used
-        )
-        self._problem: BaseException | None = None
+        # Reports a slow checkpoint once; None if there is none under way, or after the report.
+        self._print_line: Callable[[str], None] | None = None
+        self._error: BaseException | None = None
 
-    def begin(self, trainer: TrainerState, held: Sequence[dict]) -> None:
-        """Collective, between steps: capture this step and write it in the background. One at a time: waits for the
-        one before, and raises as `finish` does."""
+    def begin(self, trainer: TrainerState, prefetched: Sequence[dict]) -> None:
+        """Take a snapshot of this step and write it in the background. Collective, between steps.
+
+        Waits for the previous checkpoint, and raises as `finish` does.
+        """
         self.finish()
-        with trainer.rows.settled() as before:
-            captured = capture(trainer, held, self.run, before)
+        with trainer.rows.settled() as pending_copies:
+            snapshot = take_snapshot(trainer, prefetched, self.run, pending_copies)
             trainer.collection.store.begin_commit()
-        self._say = trainer.progress.say
-        # Not a thread that the process must outlive: one that is given up may hang in a disk's call.
+        self._print_line = trainer.progress.print_line
+        # A daemon thread, because an aborted checkpoint may hang in a system call of the disk.
         self._writing = Thread(
-            target=self._run, args=(trainer, captured), name="checkpoint", daemon=True
+            target=self._write_in_background,
+            args=(trainer, snapshot),
+            name="checkpoint",
+            daemon=True,
         )
         self._writing.start()
 
     @property
     def is_writing(self) -> bool:
+        """True while a checkpoint is written in the background."""
         return self._writing is not None and self._writing.is_alive()
 
     def finish(self) -> None:
-        """Collective: wait until the checkpoint under way is there. Raises StorageError on every rank if one of them
-        could
-        not write; the checkpoints made before are then intact and training may go on or end. An interruption gives the
-        checkpoint up, and the stores write nothing from then on."""
-        self._wait()
-        problem, self._problem = self._problem, None
-        if problem is not None:
-            raise problem
+        """Wait until the current checkpoint is written. Collective.
 
-    def write(self, trainer: TrainerState, held: Sequence[dict]) -> None:
-        """Collective, between steps: `begin` and `finish`."""
-        self.begin(trainer, held)
+        Raises StorageError on every rank if any rank could not write; earlier checkpoints are then intact, and training
+        may continue or end. An interruption aborts the checkpoint, and the stores write nothing from then on.
+        """
+        self._wait_for_writer()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def save(self, trainer: TrainerState, prefetched: Sequence[dict]) -> None:
+        """Write a checkpoint and wait for it: `begin` and `finish`. Collective, between steps."""
+        self.begin(trainer, prefetched)
         self.finish()
 
-    def _run(self, trainer: TrainerState, captured: Captured) -> None:
+    def _write_in_background(self, trainer: TrainerState, snapshot: Snapshot) -> None:
+        """Write a snapshot on the checkpoint thread; `finish` raises its errors."""
         try:
-            self.make_durable(trainer.collection, captured, trainer.progress.say)
+            self.write_snapshot(trainer.collection, snapshot, trainer.progress.print_line)
         except BaseException as error:
-            self._problem = error
+            self._error = error
 
-    def make_durable(
-        self, collection: EmbeddingCollection, captured: Captured, say: Callable[[str], None]
+    def write_snapshot(
+        self, collection: EmbeddingCollection, snapshot: Snapshot, print_line: Callable[[str], None]
     ) -> None:
-        """Collective, on the channel `checkpoint`: write what was captured and the rows of the store's
-        `begin_commit`."""
-        step, store = captured.step, collection.store
-        place = state_folder(self.folder, step)
-        problem: Exception | None = None
+        """Write a snapshot, and the rows of the store's `begin_commit`, as a checkpoint.
+
+        Collective, on the channel `checkpoint`.
+        """
+        step, store = snapshot.step, collection.store
+        folder = state_folder(self.folder, step)
+        own_error: Exception | None = None
         written: list[str] = []
         try:
-            self.disk.make_dir(place)
-            # First: until it is copied, training notes what changes of it.
+            self.disk.make_dir(folder)
+            # First, because training tracks changes of it until it is copied.
             remembered = {
-                name: policy.finish_state() for name, policy in captured.retentions.items()
+                name: policy.finish_state() for name, policy in snapshot.retentions.items()
             }
             store.finish_commit(step)
             states = {
-                f"rank-{self.mesh.rank}": captured.rank_state,
+                f"rank-{self.mesh.rank}": snapshot.rank_state,
                 f"retention-{self.mesh.rank}": remembered or None,
-                "dense": captured.dense_state,
+                "dense": snapshot.dense_state,
             }
             for name, state in states.items():
                 if state is not None:
-                    write_durably(self.disk, place / name, dump(state, self.run, place / name))
+                    write_durably(
+                        self.disk, folder / name, serialize_state(state, self.run, folder / name)
+                    )
                     written.append(name)
         except (ColonnadeError, OSError) as error:
-            problem = error
+            own_error = error
             store.abandon_commit()
-        self._agree(problem, step)
-        stores = [each.directory for each in self.backings if isinstance(each, LogBacking)]
+        self._raise_on_all_ranks(own_error, step)
+        stores = [backing.directory for backing in self.backings if isinstance(backing, LogBacking)]
         files = describe_files(self.folder, stores, step, written, self.mesh)
         if self.mesh.rank == 0:
             try:
-                content = json.dumps(captured.header | files, indent=2, default=str).encode()
+                content = json.dumps(snapshot.header | files, indent=2, default=str).encode()
                 write_durably(self.disk, header_path(self.folder, step), content)
             except (ColonnadeError, OSError) as error:
-                problem = error
-        self._agree(problem, step)
-        kept = kept_steps(self.folder, self.keep)
-        for destination in self.destinations:  # before older checkpoints go: they say what changed
-            destination.send(step, kept, say)
-        self._prune()
+                own_error = error
+        self._raise_on_all_ranks(own_error, step)
+        retained = steps_to_keep(self.folder, self.keep)
+        # Before older checkpoints are deleted, because deltas need them.
+        for destination in self.destinations:
+            destination.send(step, retained, print_line)
+        self._delete_old_checkpoints()
 
     def end_writing(self) -> None:
-        """Let the folder go, for other runs to open; rows can still be read as they were saved."""
-        self._wait()
+        """Stop writing, so that other runs can open the folder. Saved rows can still be read."""
+        self._wait_for_writer()
         for backing in self.backings:
             if isinstance(backing, LogBacking):
                 backing.end_writing()
 
     def close(self) -> None:
-        """Let go of the stores; what was not saved is given up, a checkpoint under way is not."""
-        self._wait()
+        """Close the stores after the current checkpoint is written. Unsaved changes are lost."""
+        self._wait_for_writer()
         for backing in self.backings:
             backing.close()
 
-    def _wait(self) -> None:
-        """Until the checkpoint under way is over, however it ended. In the main thread, signals are heard meanwhile;
-        what
-        they raise ends the checkpoint in bounded time."""
+    def _wait_for_writer(self) -> None:
+        """Wait until the current checkpoint ends, with or without an error.
+
+        In the main thread, signals are handled meanwhile. If a handler raises, the checkpoint is aborted in bounded
+        time.
+        """
         if self._writing is None:
             return
-        began = time.monotonic()
+        start = time.monotonic()
         try:
             while self._writing.is_alive():
-                self._writing.join(JOIN_SECONDS)
-                if self._say is not None and time.monotonic() - began > SLOW_SECONDS:
-                    self._say(slow_words(self._writers()))
-                    self._say = None
+                self._writing.join(SIGNAL_CHECK_SECONDS)
+                if self._print_line is not None and time.monotonic() - start > SLOW_SECONDS:
+                    self._print_line(describe_slow_checkpoint(self._writers()))
+                    self._print_line = None
         except BaseException:
             for writer in self._writers():
                 writer.stop()
@@ -205,62 +224,67 @@ class Checkpoints:
         self._writing = None
 
     def _writers(self) -> list[LogWriter]:
-        """One, where this rank's stores are open for writing."""
-        found = [each.writer for each in self.backings if isinstance(each, LogBacking)]
-        return list(dict.fromkeys(writer for writer in found if writer is not None))
+        """Return the writer of this rank's stores; [] if they are not open for writing."""
+        writers = [backing.writer for backing in self.backings if isinstance(backing, LogBacking)]
+        return list(dict.fromkeys(writer for writer in writers if writer is not None))
 
-    def _agree(self, problem: Exception | None, step: int) -> None:
-        text = b"" if problem is None else str(problem).encode()
-        for rank, said in enumerate(self.mesh.all_gather_bytes("checkpoint", text)):
-            if said:
+    def _raise_on_all_ranks(self, error: Exception | None, step: int) -> None:
+        """Raise StorageError on every rank if any rank has an error. Collective."""
+        own_message = b"" if error is None else str(error).encode()
+        for rank, message in enumerate(self.mesh.all_gather_bytes("checkpoint", own_message)):
+            if message:
                 raise StorageError(
-                    f"checkpoint of step {step} failed on rank {rank}: {said.decode()}"
-                ) from problem
+                    f"checkpoint of step {step} failed on rank {rank}: {message.decode()}"
+                ) from error
 
-    def _prune(self) -> None:
-        """Drop all but the newest checkpoints and the best: first their word, then their bytes."""
-        kept = kept_steps(self.folder, self.keep)
-        dropped = [step for step in list_checkpoints(self.folder) if step not in kept]
-        # Every rank has looked before the first file goes.
+    def _delete_old_checkpoints(self) -> None:
+        """Delete all but the newest checkpoints and the best: first their headers, then their data."""
+        retained = steps_to_keep(self.folder, self.keep)
+        dropped = [step for step in list_checkpoints(self.folder) if step not in retained]
+        # Every rank lists the checkpoints before the first file is deleted.
         self.mesh.barrier("checkpoint")
         if self.mesh.rank == 0:
             for step in dropped:
                 self.disk.unlink(header_path(self.folder, step))
-            # A checkpoint's word must be gone for good before its bytes go.
+            # The deletion of headers must be durable before data is deleted.
             self.disk.sync_dir(self.folder / "checkpoints")
         self.mesh.barrier("checkpoint")
         for backing in self.backings:
             if isinstance(backing, LogBacking):
-                backing.prune([step for step in kept if step in backing.commits()])
+                backing.prune([step for step in retained if step in backing.commits()])
         if self.mesh.rank == 0:
-            remove_others([self.folder / "rows", *self.outside], used_homes(self.folder, kept))
-            for old in (self.folder / "checkpoints").iterdir():
-                # Not those to come: another rank may have begun the next checkpoint.
-                is_over = old.name.isdigit() and int(old.name) < kept[-1]
-                if is_over and old.is_dir() and int(old.name) not in kept:
-                    shutil.rmtree(old, ignore_errors=True)
+            remove_unused_stores(
+                [self.folder / "rows", *self.outside_folders],
+                used_store_folders(self.folder, retained),
+            )
+            for state_path in (self.folder / "checkpoints").iterdir():
+                # Not newer folders: another rank may have begun the next checkpoint.
+                is_over = state_path.name.isdigit() and int(state_path.name) < retained[-1]
+                if is_over and state_path.is_dir() and int(state_path.name) not in retained:
+                    shutil.rmtree(state_path, ignore_errors=True)
 
 
-def slow_words(writers: Sequence[LogWriter]) -> str:
-    """What a checkpoint that takes long waits for."""
-    left = sum(writer.pending_bytes for writer in writers)
-    budget = next((each.bytes_per_second for each in writers if each.bytes_per_second), None)
-    if left == 0:
-        rate = ""
-    elif budget is None:
-        rate = ", as fast as the disk takes them"
+def describe_slow_checkpoint(writers: Sequence[LogWriter]) -> str:
+    """Describe the remaining work of a slow checkpoint."""
+    pending_bytes = sum(writer.pending_bytes for writer in writers)
+    bytes_per_second = next(
+        (writer.bytes_per_second for writer in writers if writer.bytes_per_second), None
+    )
+    if pending_bytes == 0:
+        rate_text = ""
+    elif bytes_per_second is None:
+        rate_text = ", as fast as the disk takes them"
     else:
-        seconds = left / budget
-        rate = f", at plan.write_budget of {budget:,.0f} bytes per second {seconds:,.0f} s more"
+        seconds = pending_bytes / bytes_per_second
+        rate_text = f", at plan.write_budget of {bytes_per_second:,.0f} bytes per second {seconds:,.0f} s more"
     return (
-        f"waiting for a checkpoint: {left:,} bytes of rows wait in memory to be written{rate}. A second "
-        f"Ctrl-C or SIGTERM "
-        "gives it up: the checkpoint before it stays"
+        f"waiting for a checkpoint: {pending_bytes:,} bytes of rows wait in memory to be written{rate_text}. A second "
+        "Ctrl-C or SIGTERM aborts it; the previous checkpoint is kept"
     )
 
 
-def kept_steps(folder: Path, keep: int) -> list[int]:
-    """Of the saved steps, those that stay: the newest `keep`, and the best as each of these knew it."""
+def steps_to_keep(folder: Path, keep: int) -> list[int]:
+    """Return the saved steps to keep: the newest `keep`, and the best step that each of their headers names."""
     steps = list_checkpoints(folder)
     newest = steps[-keep:]
     best = {read_header(folder, step).get("best_step") for step in newest}
@@ -277,18 +301,18 @@ def open_checkpoints(
     disk: Disk | None = None,
     read_only: bool = False,
     at: int | None = None,
-    places: Sequence[Place] = (),
+    directories: Sequence[Place] = (),
     write_budget: int | None = None,
 ) -> tuple[Checkpoints, int | None]:
-    """Collective. Opens this rank's stores at the newest step all ranks saved; None: a new run.
+    """Open this rank's stores at the newest saved step. Collective. Returns the step; None for a new run.
 
-    With `at`, at that step instead; opened for writing, newer checkpoints are then given up.
-    `shardings`: by table, default row_wise over all ranks. A checkpoint of other shardings, of another number of
-    ranks or
-    not, is carried over: every rank reads the old stores of the tables whose rows it gets and keeps those it owns now,
-    of a replicated table from the first copy. `places`: directories outside the run folder that take new rows, each in
-    a folder named by the run; those that have rows of it already are found without being named. `write_budget`: bytes
-    per second.
+    at: open at this step instead; newer checkpoints are then deleted, unless read_only.
+    shardings: by table; default row_wise over all ranks. A checkpoint with other shardings or another number of ranks
+    is resharded: every rank reads the old stores of the tables it has rows of, and copies the rows that it owns now;
+    of a replicated table from the first copy.
+    directories: outside the run folder, for new rows, each in a subfolder named by the run. Directories that already
+    have rows of the run are opened without being listed here.
+    write_budget: in bytes per second.
     """
     disk = disk or Disk()
     steps = list_checkpoints(folder)
@@ -296,120 +320,144 @@ def open_checkpoints(
         raise CheckpointError(f"{folder} has no checkpoint of step {at}; it has {steps or 'none'}")
     if at is not None:
         if mesh.rank == 0 and not read_only:
-            _give_up_newer(folder, disk, [other for other in steps if other > at])
+            _delete_newer_headers(folder, disk, [other for other in steps if other > at])
         steps = [other for other in steps if other <= at]
         mesh.barrier()
     newest = torch.tensor(steps[-1] if steps else -1)
     mesh.broadcast("control", newest)
     step = None if newest < 0 else int(newest)
-    check_whole(folder, step, mesh)
-    run = _agree_on_run(folder, step, mesh)
-    wanted = list(shardings or [row_wise_in(mesh.world)] * len(tables))
-    had = wanted if step is None else shardings_of(read_header(folder, step))
-    if len(had) != len(tables):
+    check_complete(folder, step, mesh)
+    run_name = _share_run_name(folder, step, mesh)
+    wanted_shardings = list(shardings or [row_wise_in(mesh.world)] * len(tables))
+    saved_shardings = wanted_shardings if step is None else shardings_of(read_header(folder, step))
+    if len(saved_shardings) != len(tables):
         raise CheckpointError(
-            f"{folder} was saved with {len(had)} tables, this model has {len(tables)}; build the same model"
+            f"{folder} was saved with {len(saved_shardings)} tables, this model has {len(tables)}; build the same model"
         )
-    then, now = lay_out(tables, had), lay_out(tables, wanted)
-    fresh = to_adopt(then, now, mesh.rank)
-    if read_only and fresh and step is not None:
-        readers = open_shards(folder, tables, then, now, mesh.rank, disk, step)
-        return Checkpoints(folder, mesh, readers, keep=keep, disk=disk, run=run), step
-    outside = [replace(place, path=str(Path(place.path) / f"colonnade-{run}")) for place in places]
+    saved_shards, shards = lay_out(tables, saved_shardings), lay_out(tables, wanted_shardings)
+    new_shards = find_new_shards(saved_shards, shards, mesh.rank)
+    if read_only and new_shards and step is not None:
+        readers = open_saved_shards(folder, tables, saved_shards, shards, mesh.rank, disk, step)
+        return Checkpoints(folder, mesh, readers, keep=keep, disk=disk, run=run_name), step
+    stripe_folders = [
+        replace(directory, path=str(Path(directory.path) / f"colonnade-{run_name}"))
+        for directory in directories
+    ]
     if step is not None and not read_only:
-        _give_up_overwritten(folder, mesh, disk, steps[:-1], now, fresh)
+        _delete_overwritten_checkpoints(folder, mesh, disk, steps[:-1], shards, new_shards)
     backings = open_stores(
-        folder, tables, wanted, mesh.rank, disk, step, read_only, outside, write_budget, fresh
+        folder,
+        tables,
+        wanted_shardings,
+        mesh.rank,
+        disk,
+        step,
+        read_only,
+        stripe_folders,
+        write_budget,
+        new_shards,
     )
     if step is not None:
-        adopt(folder, tables, then, now, mesh.rank, disk, step, backings, fresh)
-    checkpoints = Checkpoints(folder, mesh, backings, keep=keep, disk=disk, run=run)
-    checkpoints.outside = [Path(place.path) for place in outside]
+        copy_rows_to_new_shards(
+            folder, tables, saved_shards, shards, mesh.rank, disk, step, backings, new_shards
+        )
+    checkpoints = Checkpoints(folder, mesh, backings, keep=keep, disk=disk, run=run_name)
+    checkpoints.outside_folders = [Path(directory.path) for directory in stripe_folders]
     return checkpoints, step
 
 
-def _give_up_overwritten(
+def _delete_overwritten_checkpoints(
     folder: Path,
     mesh: Mesh,
     disk: Disk,
-    older: Sequence[int],
-    now: Sequence[Laid],
-    fresh: Sequence[int],
+    older_steps: Sequence[int],
+    shards: Sequence[Laid],
+    new_shards: Sequence[int],
 ) -> None:
-    """Collective: older checkpoints whose rows lie where other rows are about to, from when the world was like this
-    before,
-    end: first their word, then their bytes."""
-    mine = [str(home(now[t].sharding, mesh.rank, now[t].label)) for t in fresh]
-    said = mesh.all_gather_bytes("control", json.dumps(mine).encode())
-    taken = {path for each in said for path in json.loads(each)}
-    if taken and mesh.rank == 0:
-        for step in older:
-            if taken & used_homes(folder, [step]):
+    """Delete the headers of older checkpoints with rows in folders that are about to be overwritten. Collective.
+
+    Such checkpoints are from an earlier time when the run had these shardings. Their data is deleted later.
+    """
+    own_paths = [
+        str(store_folder(shards[shard_index].sharding, mesh.rank, shards[shard_index].label))
+        for shard_index in new_shards
+    ]
+    gathered = mesh.all_gather_bytes("control", json.dumps(own_paths).encode())
+    overwritten_paths = {path for paths_of_rank in gathered for path in json.loads(paths_of_rank)}
+    if overwritten_paths and mesh.rank == 0:
+        for step in older_steps:
+            if overwritten_paths & used_store_folders(folder, [step]):
                 disk.unlink(header_path(folder, step))
         disk.sync_dir(folder / "checkpoints")
     mesh.barrier()
 
 
-def used_homes(folder: Path, steps: Sequence[int]) -> set[str]:
-    """Inside `rows`: all that these checkpoints have."""
-    return {str(each.path) for step in steps for each in homes(read_header(folder, step))}
+def used_store_folders(folder: Path, steps: Sequence[int]) -> set[str]:
+    """Return the store folders inside `rows` that these checkpoints use."""
+    return {
+        str(store.path) for step in steps for store in list_store_folders(read_header(folder, step))
+    }
 
 
-def remove_others(places: Sequence[Path], used: Collection[str]) -> None:
-    """Of directories that hold stores: those that are not `used`."""
-    for place in places:
-        for store in [*place.glob("*-of-*/*"), *place.glob("copy-*/*")]:
-            if str(store.relative_to(place)) not in used:
+def remove_unused_stores(roots: Sequence[Path], used: Collection[str]) -> None:
+    """Delete the stores in these directories that are not `used`."""
+    for root in roots:
+        for store in [*root.glob("*-of-*/*"), *root.glob("copy-*/*")]:
+            if str(store.relative_to(root)) not in used:
                 shutil.rmtree(store, ignore_errors=True)
-        for left in [*place.glob("*-of-*"), *place.glob("copy-*")]:
+        for empty_folder in [*root.glob("*-of-*"), *root.glob("copy-*")]:
             with suppress(OSError):
-                left.rmdir()  # unless something is in it
+                empty_folder.rmdir()  # fails if it is not empty
 
 
-def _give_up_newer(folder: Path, disk: Disk, steps: Sequence[int]) -> None:
-    """Delete the headers of these checkpoints, which the run that goes on from an older one replaces."""
+def _delete_newer_headers(folder: Path, disk: Disk, steps: Sequence[int]) -> None:
+    """Delete the headers of these checkpoints, because the run resumes from an older one."""
     for step in steps:
         disk.unlink(header_path(folder, step))
     if steps:
         disk.sync_dir(folder / "checkpoints")
 
 
-def _agree_on_run(folder: Path, step: int | None, mesh: Mesh) -> str:
-    """Collective: return the run's name as the checkpoint of `step` has it, or a new one."""
+def _share_run_name(folder: Path, step: int | None, mesh: Mesh) -> str:
+    """Return the run's name from the checkpoint of `step`, or a new one; the same on all ranks. Collective."""
     run = "" if step is None else read_header(folder, step).get("run", "")
     return mesh.all_gather_bytes("control", (run or uuid.uuid4().hex).encode())[0].decode()
 
 
-def restore(trainer: TrainerState, folder: Path, step: int) -> None:
-    """Every rank: put dense weights, optimizers, position, random state and held reads back to `step`; before
-    the dense gradients are laid out, which take up what rounding had kept."""
+def restore_trainer(trainer: TrainerState, folder: Path, step: int) -> None:
+    """Restore dense weights, optimizers, position, random state and prefetched rows of `step`, on every rank.
+
+    Call it before the buckets of dense gradients are built, which load the residuals.
+    """
     header = read_header(folder, step)
     check_model(folder, header, trainer.collection.declaration, trainer.model)
-    place = state_folder(folder, step)
-    dense = load_state(place / "dense", header["run"])
+    states = state_folder(folder, step)
+    dense = load_state(states / "dense", header["run"])
     _restore_dense(trainer, dense, header, step)
     ranks = [
-        load_state(place / f"rank-{rank}", header["run"]) for rank in range(header["num_ranks"])
+        load_state(states / f"rank-{rank}", header["run"]) for rank in range(header["num_ranks"])
     ]
     trainer.earlier_work = [state["work"] for state in ranks if "work" in state]
     _restore_position(trainer, folder, dense["position"], ranks)
-    restore_retentions(trainer.collection, place, header)
-    _restore_held(trainer, folder, header, ranks)
-    _restore_copies(trainer, header, ranks)
+    restore_retentions(trainer.collection, states, header)
+    _restore_prefetched_reads(trainer, folder, header, ranks)
+    _restore_cached_rows(trainer, header, ranks)
 
 
 def _restore_dense(
     trainer: TrainerState, dense: Mapping[str, Any], header: Mapping[str, Any], step: int
 ) -> None:
-    """Put back what all ranks have alike: dense weights, optimizer, best score, learning-rate schedules."""
+    """Restore the state that is equal on all ranks: dense weights, optimizer, best score, learning rate schedules."""
     load_dense(trainer.model, dense["model"])
-    # What was learned comes from the checkpoint; learning rates and the like are this run's configuration.
-    configured = [settings_of(group) for group in trainer.dense_optimizer.param_groups]
+    # Optimizer state comes from the checkpoint, but learning rates and other settings from this run.
+    configured = [
+        settings_without_parameters(group) for group in trainer.dense_optimizer.param_groups
+    ]
     trainer.dense_optimizer.load_state_dict(dense["dense_optimizer"])
     for group, settings in zip(trainer.dense_optimizer.param_groups, configured, strict=True):
         group.update(settings)
     monitor = trainer.best.monitor
-    if header.get("monitor", monitor) == monitor:  # else scores do not compare
+    if header.get("monitor", monitor) == monitor:  # else scores are not comparable
         trainer.best.restore(dense["best"])
     trainer.days = dense["days"]
     trainer.loss_scale.restore(dense.get("loss_scale"))
@@ -423,79 +471,77 @@ def _restore_position(
     position: tuple[int, int],
     ranks: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Put back each rank's place in its data, its random state, and what rounding of dense gradients had kept.
+    """Restore each rank's position in its data, its random state, and the residuals of dense gradients.
 
-    position: (epoch, step of the epoch); ranks: state by rank of the world that saved. Raises CheckpointError.
+    position: (epoch, step of the epoch); ranks: state by rank of the saving world. Raises CheckpointError.
     """
     sources = [state for state in ranks if not state.get("is_server")]
-    mesh, own = trainer.mesh.trainers, None
+    mesh, own_state = trainer.mesh.trainers, None
     if len(sources) != mesh.num_ranks and any(state.get("source") is not None for state in sources):
         raise CheckpointError(
             f"{folder} was saved by {len(sources)} ranks in the middle of an epoch of data sets of their own, and "
             f"this run has {mesh.num_ranks}; go on with {len(sources)}, or from a checkpoint at the end of an epoch"
         )
     if not trainer.mesh.is_server and mesh.rank < len(sources):
-        own = sources[mesh.rank]
-        torch.set_rng_state(own["random"])
-        of_gpus = own.get("random_gpus", [])
-        if of_gpus and len(of_gpus) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(of_gpus)
+        own_state = sources[mesh.rank]
+        torch.set_rng_state(own_state["random"])
+        gpu_states = own_state.get("random_gpus", [])
+        if gpu_states and len(gpu_states) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(gpu_states)
     trainer.dense.restore([state.get("dense_residuals") for state in sources])
-    source = own.get("source") if own and len(sources) == mesh.num_ranks else None
+    source = own_state.get("source") if own_state and len(sources) == mesh.num_ranks else None
     epoch, step_of_epoch = position
     trainer.position = Position(epoch, step_of_epoch, source)
 
 
-def _restore_held(
+def _restore_prefetched_reads(
     trainer: TrainerState,
     folder: Path,
     header: Mapping[str, Any],
     ranks: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Put back the reads of coming batches. Raises CheckpointError where they are of tables that were cut otherwise."""
+    """Restore the prefetched rows of coming batches. Raises CheckpointError if tables are sharded differently now."""
     collection = trainer.collection
-    laid = collection.slices.laid
-    # No more than this run reads ahead: what is further off is not late enough, and no checkpoint would hold it again.
-    num_held = min(collection.opened.reads_ahead, *(len(state["held"]) for state in ranks))
-    if num_held and len(collection.opened.bounds) == 1:
-        # Where all tables have one bound, what was read of some alone is read anew.
-        num_held *= len(tables_held([ranks[0]["held"][0]], len(laid))) == len(laid)
-    before = lay_out(collection.tables, shardings_of(header))
-    if num_held and [each.label for each in before] != [each.label for each in laid]:
+    shards = collection.slices.laid
+    # At most as many batches as this run reads ahead: rows for later batches must be read later, to be fresh enough.
+    num_reads = min(collection.opened.reads_ahead, *(len(state["held"]) for state in ranks))
+    if num_reads and len(collection.opened.bounds) == 1:
+        # If all tables have one bound, reads of only some tables are repeated.
+        num_reads *= len(tables_held([ranks[0]["held"][0]], len(shards))) == len(shards)
+    saved_shards = lay_out(collection.tables, shardings_of(header))
+    if num_reads and [shard.label for shard in saved_shards] != [shard.label for shard in shards]:
         raise CheckpointError(
-            f"{folder}: got a checkpoint that holds what was read ahead of tables that were cut by columns "
-            f"otherwise, or "
+            f"{folder}: got a checkpoint with rows read ahead of tables that were cut by columns otherwise, or "
             "had other hot rows; go on with the shardings of the checkpoint, or from one of a run without staleness"
         )
-    trainer.held = [(i, [state["held"][i] for state in ranks]) for i in range(num_held)]
+    trainer.restored_reads = [(i, [state["held"][i] for state in ranks]) for i in range(num_reads)]
 
 
-def _restore_copies(
+def _restore_cached_rows(
     trainer: TrainerState, header: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Put back this rank's copies of rows, where they are of the shardings of this run."""
+    """Restore this rank's cached rows, if the checkpoint has the shardings of this run."""
     cached: CachedExchange | None = trainer.collection.cached
     copies: list[Any] = [state.get("cache") for state in ranks]
-    shardings = [each.plain() for each in trainer.collection.plan.shardings]
+    shardings = [sharding.plain() for sharding in trainer.collection.plan.shardings]
     is_same = shardings == list(header["shardings"].values())
     if cached is not None and is_same and is_taken_up(cached, copies):
         load(cached, copies[trainer.mesh.rank])
 
 
-def lost_words(checkpoints: Checkpoints) -> list[str]:
-    """Collective: what to say of older checkpoints, kept, some of whose rows lie in a directory that is gone."""
-    mine = {
+def describe_lost_checkpoints(checkpoints: Checkpoints) -> list[str]:
+    """Describe older checkpoints that cannot be opened because a directory with their rows is missing. Collective."""
+    own_lost = {
         str(step): path
         for backing in checkpoints.backings
         if isinstance(backing, LogBacking)
         for step, path in backing.lost_commits().items()
     }
-    found: dict[str, str] = {}
-    for said in checkpoints.mesh.all_gather_bytes("control", json.dumps(mine).encode()):
-        found |= json.loads(said)
+    lost: dict[str, str] = {}
+    for lost_of_rank in checkpoints.mesh.all_gather_bytes("control", json.dumps(own_lost).encode()):
+        lost |= json.loads(lost_of_rank)
     return [
-        f"The checkpoint of step {step} can no longer be opened: {path}, where rows of it lie, is not there. "
-        f"The newest "
-        "checkpoint is intact; to keep the older one too, bring the directory back"
-        for step, path in sorted(found.items(), key=lambda item: int(item[0]))
+        f"The checkpoint of step {step} can no longer be opened: {path}, which has rows of it, is missing. "
+        "The newest checkpoint is intact; to keep the older one too, bring the directory back"
+        for step, path in sorted(lost.items(), key=lambda item: int(item[0]))
     ]

@@ -1,9 +1,9 @@
-"""Checkpoints of a collection alone, for a training loop of one's own: the files of a run's checkpoints.
+"""Checkpoints of a collection alone, for custom training loops, in the format of a run's checkpoints.
 
     collection.save(folder, step)    collection.load(folder)
 
-A collection that holds every row in memory opens the folder's stores for as long as a save takes: rows changed since
-the save before go there. One whose rows rest in the folder keeps its stores open.
+A collection with all rows in memory opens the folder's stores during a save only, and writes the rows that changed
+since the previous save. A collection with rows in the folder keeps its stores open.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from colonnade.checkpoint.checkpoints import Checkpoints, open_checkpoints
-from colonnade.checkpoint.completeness import check_shared
+from colonnade.checkpoint.completeness import check_folder_is_shared
 from colonnade.checkpoint.fingerprint import check_model, dense_weights, load_dense
 from colonnade.checkpoint.header import list_checkpoints, read_header, resolve
 from colonnade.checkpoint.snapshot import (
-    Captured,
-    header_of,
+    Snapshot,
+    build_header,
     restore_retentions,
-    retentions,
-    settings_of,
+    retention_policies,
+    settings_without_parameters,
 )
 from colonnade.checkpoint.states import load_state
 from colonnade.comm.mesh import Mesh
@@ -39,21 +39,21 @@ from colonnade.store.hbm import HbmStore
 from colonnade.store.log import LogBacking
 from colonnade.store.policies import RowPolicy
 
-KEEP = 2
-"""Saves that stay in a folder: the newest."""
+NUM_KEPT_SAVES = 2
+"""Number of newest saves that are kept in a folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Save that a collection goes on from."""
+    """Last save or load of a collection, which the next save continues."""
 
     folder: Path
     run: str
-    """Name of all saves of one folder, whichever folder they are moved to."""
+    """Name of all saves of one folder, which does not change when the folder is moved."""
     step: int | None
-    """None: rows rest in the folder, and nothing was saved yet."""
+    """Saved step; None if rows are stored in the folder and nothing is saved yet."""
     checkpoints: Checkpoints | None
-    """Open stores, where rows rest in the folder."""
+    """Open stores, if rows are stored in the folder."""
 
 
 def open_in(
@@ -63,9 +63,9 @@ def open_in(
     mesh: Mesh | None,
     policies: Mapping[str, RowPolicy] | None,
 ) -> EmbeddingCollection:
-    """Collective: open an empty collection whose rows rest in a folder where memory has no room for them."""
+    """Open an empty collection that stores rows in a folder if they do not fit in memory. Collective."""
     mesh = mesh or Mesh()
-    check_shared(folder, mesh)
+    check_folder_is_shared(folder, mesh)
     if steps := list_checkpoints(folder):
         raise CheckpointError(
             f"{folder}: got a folder with saves of steps {steps}, wanted an empty one; collection.load(folder) goes on "
@@ -90,9 +90,9 @@ def save(
             "save: got a plan with plan.cache, whose copies hold gradients to be applied first, and no optimizer; "
             "call collection.save(folder, step, optimizer=rows)"
         )
-    before: Checkpoint | None = collection.checkpoint
-    _check_folder(collection, folder, step, before)
-    checkpoints = before.checkpoints if before is not None else None
+    previous: Checkpoint | None = collection.checkpoint
+    _check_folder(collection, folder, step, previous)
+    checkpoints = previous.checkpoints if previous is not None else None
     if checkpoints is not None:
         _save_checkpoint(collection, checkpoints, step, optimizer)
         run = checkpoints.run
@@ -104,18 +104,18 @@ def save(
 def _save_memory(
     collection: EmbeddingCollection, folder: Path, step: int, optimizer: RowOptimizer | None
 ) -> str:
-    """Save a collection whose rows are all in memory; return the name of the folder's saves."""
-    store, before = collection.store, collection.checkpoint
+    """Save a collection with all rows in memory; return the run name of the folder's saves."""
+    store, previous = collection.store, collection.checkpoint
     memory = store.below if isinstance(store, HbmStore) else store
-    if before is None or before.folder != folder.resolve():
+    if previous is None or previous.folder != folder.resolve():
         memory.mark_dirty()
         memory.deleted = [[] for _ in memory.tables]
     checkpoints = _open_stores(collection, folder, collection.plan, collection.mesh, None)
     try:
-        with _attached(memory, checkpoints.backings):
+        with _attach_temporarily(memory, checkpoints.backings):
             _save_checkpoint(collection, checkpoints, step, optimizer)
     except BaseException:
-        memory.mark_dirty()  # what was written and not saved is lost
+        memory.mark_dirty()  # written rows without a commit are lost
         raise
     finally:
         checkpoints.close()
@@ -140,8 +140,8 @@ def load(
     plan = plan or build_plan(collection.tables, mesh.world)
     step = resolve(folder, step)
     header = read_header(folder, step)
-    place = folder / "checkpoints" / f"{step:012d}"
-    state = load_state(place / "dense", header["run"])
+    states_folder = folder / "checkpoints" / f"{step:012d}"
+    state = load_state(states_folder / "dense", header["run"])
     if "seed" not in state:
         raise CheckpointError(
             f"{folder} is the folder of a run; colonnade.load_run(model, folder) reads it, and colonnade.fit goes on"
@@ -158,13 +158,13 @@ def load(
         )
         collection.open(plan, mesh)
         try:
-            _copy_rows(collection, checkpoints)
+            _load_rows_to_memory(collection, checkpoints)
         finally:
             checkpoints.close()
         collection.checkpoint = Checkpoint(folder.resolve(), checkpoints.run, step, None)
     collection.step = state["updates"]
     load_dense(collection, state["model"])
-    restore_retentions(collection, place, header)
+    restore_retentions(collection, states_folder, header)
     groups = state["row_groups"]
     if optimizer is not None and groups is not None:
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
@@ -173,28 +173,32 @@ def load(
 
 
 def _check_folder(
-    collection: EmbeddingCollection, folder: Path, step: int, before: Checkpoint | None
+    collection: EmbeddingCollection, folder: Path, step: int, previous: Checkpoint | None
 ) -> None:
-    """Collective. Raise CheckpointError unless this collection may save this step there."""
-    if (before is None or before.checkpoints is None) and collection.store.backings:
+    """Raise CheckpointError unless this collection may save this step in `folder`. Collective."""
+    if (previous is None or previous.checkpoints is None) and collection.store.backings:
         raise CheckpointError(
-            "save: got a collection whose rows rest in a run folder, which checkpoints them itself "
+            "save: got a collection with rows stored in a run folder, which checkpoints them itself "
             "(colonnade.fit); use "
             "that folder's checkpoints"
         )
-    if before is not None and before.checkpoints is not None and before.folder != folder.resolve():
+    if (
+        previous is not None
+        and previous.checkpoints is not None
+        and previous.folder != folder.resolve()
+    ):
         raise CheckpointError(
-            f"save: got {folder}, and rows rest in {before.folder}; save there, and copy that folder afterwards"
+            f"save: got {folder}, and rows are stored in {previous.folder}; save there, and copy that folder afterwards"
         )
-    check_shared(folder, collection.mesh)
+    check_folder_is_shared(folder, collection.mesh)
     steps = list_checkpoints(folder)
     if steps:
         newest = steps[-1]
         is_own = (
-            before is not None
-            and before.folder == folder.resolve()
-            and before.step == newest
-            and before.run == read_header(folder, newest)["run"]
+            previous is not None
+            and previous.folder == folder.resolve()
+            and previous.step == newest
+            and previous.run == read_header(folder, newest)["run"]
         )
         if not is_own:
             raise CheckpointError(
@@ -205,7 +209,7 @@ def _check_folder(
             raise CheckpointError(
                 f"save: got step {step}, wanted one after {newest}, the newest in {folder}"
             )
-    collection.mesh.barrier()  # every rank has looked before one writes
+    collection.mesh.barrier()  # every rank must check before any rank writes
 
 
 def _open_stores(
@@ -215,18 +219,18 @@ def _open_stores(
         folder,
         collection.tables,
         mesh,
-        keep=KEEP,
+        keep=NUM_KEPT_SAVES,
         shardings=plan.shardings,
         at=step,
-        places=plan.ssd,
+        directories=plan.ssd,
         write_budget=plan.write_budget,
     )
     return checkpoints
 
 
 @contextmanager
-def _attached(memory: DramStore, backings: Sequence[Any]) -> Iterator[None]:
-    """Let rows rest in these stores meanwhile. They forget first what memory has forgotten since the save before."""
+def _attach_temporarily(memory: DramStore, backings: Sequence[Any]) -> Iterator[None]:
+    """Attach stores to memory for one save. First delete the rows that memory deleted since the previous save."""
     for log, ids in zip(backings, memory.deleted or (), strict=True):
         if ids and isinstance(log, LogBacking):
             log.delete(torch.cat(ids).unique())
@@ -243,50 +247,50 @@ def _save_checkpoint(
     step: int,
     optimizer: RowOptimizer | None,
 ) -> None:
-    """Collective: capture this moment and write it."""
+    """Take a snapshot and write it. Collective."""
     if optimizer is not None:
         with optimizer.settled():
-            captured = _capture(collection, checkpoints.run, step, optimizer)
+            snapshot = _take_snapshot(collection, checkpoints.run, step, optimizer)
             collection.store.begin_commit()
     else:
         collection.pipeline.updates.settle()
-        captured = _capture(collection, checkpoints.run, step, None)
+        snapshot = _take_snapshot(collection, checkpoints.run, step, None)
         collection.store.begin_commit()
-    checkpoints.make_durable(collection, captured, lambda _: None)
+    checkpoints.write_snapshot(collection, snapshot, lambda _: None)
 
 
-def _capture(
+def _take_snapshot(
     collection: EmbeddingCollection, run: str, step: int, optimizer: RowOptimizer | None
-) -> Captured:
+) -> Snapshot:
     rank_state = {"held": [], "is_server": collection.mesh.is_server}
     dense_state = {
         "model": {name: value.clone() for name, value in dense_weights(collection).items()},
         "row_groups": None
         if optimizer is None
-        else [settings_of(group) for group in optimizer.param_groups],
+        else [settings_without_parameters(group) for group in optimizer.param_groups],
         "seed": collection.seed,
         "updates": collection.step,
     }
-    remembered = retentions(collection)
-    for policy in remembered.values():
+    policies = retention_policies(collection)
+    for policy in policies.values():
         policy.begin_state()
     is_first = collection.mesh.rank == 0
-    header = header_of(collection, collection, run, step)
-    return Captured(step, rank_state, dense_state if is_first else None, remembered, header)
+    header = build_header(collection, collection, run, step)
+    return Snapshot(step, rank_state, dense_state if is_first else None, policies, header)
 
 
-def _copy_rows(collection: EmbeddingCollection, checkpoints: Checkpoints) -> None:
-    """Put the rows of a checkpoint that this rank owns into memory."""
+def _load_rows_to_memory(collection: EmbeddingCollection, checkpoints: Checkpoints) -> None:
+    """Load the rows of a checkpoint that this rank owns into memory."""
     store = collection.store
-    for t, source in enumerate(checkpoints.backings):
-        table = collection.slices.laid[t].table
-        rows = max(1, RUN_BYTES // table.record_bytes)
+    for shard_index, source in enumerate(checkpoints.backings):
+        table = collection.slices.laid[shard_index].table
+        rows_per_put = max(1, RUN_BYTES // table.record_bytes)
         for batch in source.scan():
-            owned = collection.shards[t].owns(batch.ids, table.rows)
+            owned = collection.shards[shard_index].owns(batch.ids, table.rows)
             ids, records = batch.ids[owned], batch.records[owned]
-            for start in range(0, len(ids), rows):
-                run = slice(start, start + rows)
-                store.put(t, ids[run].contiguous(), records[run].contiguous())
+            for start in range(0, len(ids), rows_per_put):
+                part = slice(start, start + rows_per_put)
+                store.put(shard_index, ids[part].contiguous(), records[part].contiguous())
     memory = store.below if isinstance(store, HbmStore) else store
     memory.mark_clean()
     memory.deleted = [[] for _ in memory.tables]

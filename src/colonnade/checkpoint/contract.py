@@ -1,4 +1,4 @@
-"""Contracts of checkpoints: what they keep of a trainer, and who takes each one elsewhere."""
+"""Contracts of checkpoints: the saved state of a trainer, and destinations that receive each checkpoint."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class TrainerState(Protocol):
-    """State of a trainer that a checkpoint keeps, and that `restore` puts back. One on each rank."""
+    """State of a trainer that a checkpoint saves and `restore_trainer` restores, on each rank."""
 
     model: torch.nn.Module
     collection: EmbeddingCollection
     mesh: Mesh
     rows: RowOptimizer
     dense: Any
-    """Dense gradients: `state()` and `restore(states)` of what rounding had kept."""
+    """Dense gradients: `state()` and `restore(states)` of their residuals."""
     dense_optimizer: torch.optim.Optimizer
     lr_schedules: tuple[Any, ...]
     data: Any
@@ -34,7 +34,7 @@ class TrainerState(Protocol):
     days: Any
     loss_scale: Any
     progress: Any
-    held: list[Held]
+    restored_reads: list[Held]
     earlier_work: Any
 
     def count_work(self) -> Mapping[str, Any]:
@@ -44,17 +44,20 @@ class TrainerState(Protocol):
     def restore_schedules(
         self, states: Sequence[Mapping[str, Any]], groups: Mapping[str, Any], step: int
     ) -> None:
-        """Put the learning rate schedules back to `step`. Raises CheckpointError for another number of them."""
+        """Restore the learning rate schedules to `step`. Raises CheckpointError for another number of them."""
         ...
 
 
 class Destination(Protocol):
-    """Rank 0 has it; its checkpoint thread calls it, training thread opens and closes it."""
+    """Receiver of each checkpoint, on rank 0.
 
-    def send(self, step: int, kept: Sequence[int], say: Callable[[str], None]) -> None:
-        """The checkpoint of `step`, the newest of those `kept`, is there: take it. Says what fails, raises nothing."""
+    The checkpoint thread calls `send`; the training thread opens and closes it.
+    """
+
+    def send(self, step: int, retained: Sequence[int], print_line: Callable[[str], None]) -> None:
+        """Send the checkpoint of `step`, the newest of those retained. Prints failures; raises nothing."""
         ...
 
     def close(self) -> None:
-        """Raises StorageError if the newest checkpoint was not taken."""
+        """Raise StorageError if the newest checkpoint was not sent."""
         ...

@@ -1,4 +1,4 @@
-"""Whether a checkpoint belongs to a model: what must agree, as plain JSON, so that a difference can be named."""
+"""Check whether a checkpoint belongs to a model, by fingerprints in plain JSON that show the first difference."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ from colonnade.table import Table, TableSide
 def check_model(
     folder: Path, header: Mapping[str, Any], declaration: Declaration, model: torch.nn.Module
 ) -> None:
-    """Raises CheckpointError, naming the first difference, unless the checkpoint is of such a model."""
-    wanted = fingerprint(declaration, model)
-    theirs, ours = (each.get("towers", {}) for each in (header["model"], wanted))
-    if theirs != ours:
+    """Raise CheckpointError that names the first difference unless the checkpoint belongs to this model."""
+    own_fingerprint = fingerprint(declaration, model)
+    saved_towers, own_towers = (
+        model_facts.get("towers", {}) for model_facts in (header["model"], own_fingerprint)
+    )
+    if saved_towers != own_towers:
         raise CheckpointError(
-            f"{folder} was saved with other towers: {difference(theirs, ours)}. A tower's module belongs to its "
-            "features, so another partition or module starts it anew: go on with the same, or take rows and whatever "
-            f"else agrees to a new run with train.warm_start={folder}"
+            f"{folder} was saved with other towers: {find_first_difference(saved_towers, own_towers)}. "
+            "A tower's module belongs to its features, so another partition or module starts it anew: "
+            "go on with the same, or take rows and whatever else agrees to a new run with "
+            f"train.warm_start={folder}"
         )
-    if header["model"] != wanted:
+    if header["model"] != own_fingerprint:
         raise CheckpointError(
-            f"{folder} was saved by another model: {difference(header['model'], wanted)}. "
+            f"{folder} was saved by another model: {find_first_difference(header['model'], own_fingerprint)}. "
             "Train the same model, or give this run another folder"
         )
 
 
 def fingerprint(declaration: Declaration, model: torch.nn.Module) -> dict[str, Any]:
-    """What must agree for a checkpoint to belong to a model; plain JSON, so that a difference can be named."""
-    towers = tower_words(declaration)
+    """Return the facts that a checkpoint and a model must share, as plain JSON."""
+    towers = describe_towers(declaration)
     return {
         **({"towers": towers} if towers else {}),
         "tables": {
@@ -45,7 +48,7 @@ def fingerprint(declaration: Declaration, model: torch.nn.Module) -> dict[str, A
                 "dim": dict(table.dim) if isinstance(table.dim, Mapping) else table.dim,
                 "rows": table.rows,
                 "optimizer": "+".join(part.optimizer.name for part in table.parts),
-                "dtype": dtype_words(table),
+                "dtype": describe_dtype(table),
                 **retention_words(table.admission, table.eviction),
                 **({} if table.hashes is None else {"hashes": table.hashes}),
             }
@@ -56,62 +59,63 @@ def fingerprint(declaration: Declaration, model: torch.nn.Module) -> dict[str, A
     }
 
 
-def tower_words(declaration: Declaration) -> dict[str, Any]:
-    """By name, consumers that are evaluated whole (tower modules): fields, module, floats of a sample in and out."""
+def describe_towers(declaration: Declaration) -> dict[str, Any]:
+    """Describe tower modules by name: their fields, module, and floats per sample in and out."""
     dims = {field.name: field.dim for field in declaration.fields}
-    found = {}
+    descriptions = {}
     for name, consumer in declaration.consumers.items():
-        interaction, each = consumer.interaction, [dims[field] for field in consumer.features]
+        interaction, field_dims = consumer.interaction, [dims[field] for field in consumer.features]
         if interaction.merge == "whole":
             kind = interaction.module if isinstance(interaction, TowerModule) else interaction
-            found[name] = {
+            descriptions[name] = {
                 "features": list(consumer.features),
                 "module": type(kind).__name__,
-                "floats": [sum(each), interaction.width(max(each))],
+                "floats": [sum(field_dims), interaction.width(max(field_dims))],
             }
-    return found
+    return descriptions
 
 
 def dense_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the dense network's tensors by name: no rows, no extra state of modules."""
+    """Return the dense network's tensors by name, without rows and without extra state of modules."""
     state = dense_state_dict(model).items()
     return {name: value for name, value in state if not name.endswith("_extra_state")}
 
 
 def load_dense(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Put `dense_weights` back."""
+    """Load weights as returned by `dense_weights`."""
     extra = {k: v for k, v in dense_state_dict(model).items() if k.endswith("_extra_state")}
     load_dense_state_dict(model, {**extra, **weights})
 
 
-def identity_of(table: Table) -> str:
-    """What the bytes of a table's records mean."""
+def record_identity(table: Table) -> str:
+    """Return the identity of a table's records: name, dims, optimizers and dtype."""
     dims = {part.name: part.dim for part in table.parts}
     optimizers = "+".join(part.optimizer.name for part in table.parts)
-    # Hot and cold rows have the records of whole tables; slices of columns do not.
+    # Hot and cold rows have records of all columns; slices of columns do not.
     name = table.origin[0] if isinstance(table, TableSide) else table.name
-    return identity_words(name, dims, optimizers, dtype_words(table))
+    return build_record_identity(name, dims, optimizers, describe_dtype(table))
 
 
-def identity_words(table: str, dims: Mapping[str, int], optimizers: str, dtype: str) -> str:
-    """`identity_of`, as a checkpoint's word has it; dims by part."""
-    words = "+".join(f"{part}:{dim}" if part else f"{dim}" for part, dim in dims.items())
-    return f"{table}/{words}/{optimizers}/{dtype}"
+def build_record_identity(table: str, dims: Mapping[str, int], optimizers: str, dtype: str) -> str:
+    """Build the identity of records from the values in a checkpoint's header. dims: by part."""
+    dims_text = "+".join(f"{part}:{dim}" if part else f"{dim}" for part, dim in dims.items())
+    return f"{table}/{dims_text}/{optimizers}/{dtype}"
 
 
-def dtype_words(table: Table) -> str:
+def describe_dtype(table: Table) -> str:
+    """Describe the dtype of a table: "bfloat16 with master", "float32", ..."""
     return f"{table.dtype} with master" if table.master else table.dtype
 
 
-def difference(saved: Any, wanted: Any, path: str = "") -> str:
-    """The first place where two plain values differ, in words."""
-    if isinstance(saved, dict) and isinstance(wanted, dict):
-        for key in [*saved, *wanted]:
-            here = f"{path}.{key}" if path else str(key)
+def find_first_difference(saved: Any, current: Any, path: str = "") -> str:
+    """Describe the first difference between two plain values."""
+    if isinstance(saved, dict) and isinstance(current, dict):
+        for key in [*saved, *current]:
+            key_path = f"{path}.{key}" if path else str(key)
             if key not in saved:
-                return f"it has no {here}"
-            if key not in wanted:
-                return f"it has {here}, this model has not"
-            if saved[key] != wanted[key]:
-                return difference(saved[key], wanted[key], here)
-    return f"{path} was {saved}, is {wanted}"
+                return f"it has no {key_path}"
+            if key not in current:
+                return f"it has {key_path}, this model does not"
+            if saved[key] != current[key]:
+                return find_first_difference(saved[key], current[key], key_path)
+    return f"{path} was {saved}, is {current}"

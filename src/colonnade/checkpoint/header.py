@@ -1,5 +1,4 @@
-"""Header of a checkpoint: `checkpoints/<step>.json`, written last, which names everything that the checkpoint
-consists of."""
+"""Header of a checkpoint: `checkpoints/<step>.json`, written last, which lists all its files."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from colonnade.store.untrusted import FileName
 
 FORMAT = "colonnade checkpoint"
 MAX_DIGITS = 20
-"""Number of digits that no step has."""
+"""Upper limit of a step's digits."""
 REMEDY = "restore it from a copy, or go back to an older checkpoint (--at STEP)"
 
 Count = Annotated[int, Field(ge=0)]
@@ -43,11 +42,11 @@ class _Sharding(TypedDict):
 
 
 class _Header(TypedDict):
-    """Fields that readers rely on; a header has others beside them."""
+    """Fields that readers need; a header has more."""
 
     step: Count
     num_ranks: Annotated[int, Field(ge=1)]
-    run: FileName  # folders of `plan.memory.ssd` are called so
+    run: FileName  # part of folder names in `plan.memory.ssd`
     best_step: int | None
     model: _Model
     shardings: dict[str, _Sharding]
@@ -59,6 +58,7 @@ _HEADER = TypeAdapter(_Header)
 
 
 def header_path(folder: Path, step: int) -> Path:
+    """Return the path of a checkpoint's header."""
     return folder / "checkpoints" / f"{step:012d}.json"
 
 
@@ -74,7 +74,7 @@ def list_checkpoints(folder: Path) -> list[int]:
 
 
 def read_header(folder: Path, step: int) -> dict[str, Any]:
-    """Read the header of a checkpoint. `wholeness.read_checkpoint` also checks that all it names is present.
+    """Read the header of a checkpoint. `completeness.read_checkpoint` also checks that all its files exist.
 
     Raises CheckpointError (absent, another version), CorruptionError (altered, another step's, not a header).
     """
@@ -85,7 +85,7 @@ def read_header(folder: Path, step: int) -> dict[str, Any]:
 
 
 def parse_header(path: Path, content: bytes) -> dict[str, Any]:
-    """Parse and check a header's content; the name of `path` says of which step it must be."""
+    """Parse and check a header's content; its step must be the one in the name of `path`."""
     header = parse_object(path, content)
     check_stamp(path, header, FORMAT)
     try:
@@ -106,7 +106,7 @@ def parse_header(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def _check_ranks(path: Path, header: Mapping[str, Any]) -> None:
-    """Check before anything is allocated or looped over by number of ranks: each rank has a state file."""
+    """Check that each rank has a state file, before anything is allocated by the number of ranks."""
     num_ranks = header["num_ranks"]
     num_states = sum(name.startswith("rank-") for name in header["states"])
     last = max((run[1] for s in header["shardings"].values() for run in s["ranks"]), default=0)
@@ -118,10 +118,10 @@ def _check_ranks(path: Path, header: Mapping[str, Any]) -> None:
 
 
 def resolve(folder: Path, at: int | str | None) -> int:
-    """Find the saved step that `at` means: a step, "last", "best" (by the validation part), or None: the best where
-    a validation part chose one that is still saved, else the last.
+    """Return the saved step for `at`: a step, "last", "best" (by the validation part), or None.
 
-    Raises CheckpointError where there is no such checkpoint, naming those there are.
+    None means the best if a validation part chose one that is still saved, else the last. Raises CheckpointError that
+    lists the saved steps if there is no such checkpoint.
     """
     steps = list_checkpoints(folder)
     if not steps:
@@ -152,7 +152,7 @@ def resolve(folder: Path, at: int | str | None) -> int:
 
 
 def describe_choice(folder: Path, step: int) -> str:
-    """Say how a saved step came to be taken: "best of validation auc", "last; no validation part", ..."""
+    """Describe why a saved step is chosen: "best of validation auc", "last; no validation part", ..."""
     steps = list_checkpoints(folder)
     header = read_header(folder, steps[-1])
     best = header.get("best_step")

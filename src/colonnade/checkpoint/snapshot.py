@@ -1,4 +1,4 @@
-"""Snapshot of a rank's state, taken between two steps: from then on training may change everything."""
+"""Snapshot of a rank's state between two steps, which later training does not change."""
 
 from __future__ import annotations
 
@@ -25,94 +25,104 @@ if TYPE_CHECKING:
     from colonnade.embedding import EmbeddingCollection
 
 
-def retentions(collection: EmbeddingCollection) -> dict[str, RowRetention]:
-    """By table."""
+def retention_policies(collection: EmbeddingCollection) -> dict[str, RowRetention]:
+    """Return the admission and eviction policies with state, by table."""
     return {
-        collection.slices.laid[t].table.origin[0]: policy
-        for t, policy in collection.policies.items()
+        collection.slices.laid[shard_index].table.origin[0]: policy
+        for shard_index, policy in collection.policies.items()
         if isinstance(policy, RowRetention)
     }
 
 
 def restore_retentions(
-    collection: EmbeddingCollection, place: Path, header: Mapping[str, Any]
+    collection: EmbeddingCollection, states_folder: Path, header: Mapping[str, Any]
 ) -> None:
-    """From the files of the ranks that had the rows then; where they were dealt to as many, one of them is enough."""
-    remembered = retentions(collection)
-    if not remembered:
+    """Restore the policies from the files of the ranks that had the rows.
+
+    If the number of shards is the same, the file of this rank's shard is enough.
+    """
+    policies = retention_policies(collection)
+    if not policies:
         return
-    mesh, then = collection.mesh, shardings_of(header)
-    wanted: dict[str, list[int | None]] = {}  # by table: whose memory, by place then
-    for t, (table, planned) in enumerate(
+    mesh, saved_shardings = collection.mesh, shardings_of(header)
+    needed_ranks: dict[str, list[int | None]] = {}  # by table: ranks to read, by saved shard
+    for table_index, (table, planned) in enumerate(
         zip(collection.tables, collection.plan.tables, strict=True)
     ):
-        before, now = then[t], planned.sharding
-        ranks = list(before.holders)
-        if before.is_replicated and mesh.rank in before.ranks:
+        saved, current = saved_shardings[table_index], planned.sharding
+        ranks = list(saved.holders)
+        if saved.is_replicated and mesh.rank in saved.ranks:
             ranks = [mesh.rank]
-        mine = now.shard_of(mesh.rank).place
-        same = before.num_owners == now.num_owners
-        wanted[table.name] = [r if not same or p == mine else None for p, r in enumerate(ranks)]
-    read = {rank for name in remembered for rank in wanted[name] if rank is not None}
-    states = {rank: load_state(place / f"retention-{rank}", header["run"]) for rank in sorted(read)}
-    for name, policy in remembered.items():
-        policy.restore([{} if rank is None else states[rank][name] for rank in wanted[name]])
+        own_shard = current.shard_of(mesh.rank).place
+        is_same_count = saved.num_owners == current.num_owners
+        needed_ranks[table.name] = [
+            rank if not is_same_count or shard == own_shard else None
+            for shard, rank in enumerate(ranks)
+        ]
+    ranks_to_read = {rank for name in policies for rank in needed_ranks[name] if rank is not None}
+    states = {
+        rank: load_state(states_folder / f"retention-{rank}", header["run"])
+        for rank in sorted(ranks_to_read)
+    }
+    for name, policy in policies.items():
+        policy.restore([{} if rank is None else states[rank][name] for rank in needed_ranks[name]])
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
-    """Copies: no tensor in it is trained on. What admission and eviction remember is copied when it is asked for, as of
-    the capture."""
+class Snapshot:
+    """Copies of a rank's state. Policies of admission and eviction copy theirs later, as of the snapshot."""
 
     step: int
     rank_state: dict[str, Any]
     dense_state: dict[str, Any] | None
-    """Rank 0's."""
+    """State of the dense network; None except on rank 0."""
     retentions: dict[str, RowRetention]
-    """By table, where there are admission or eviction."""
+    """Policies with state, by table."""
     header: dict[str, Any]
 
 
-def capture(
-    trainer: TrainerState, held: Sequence[dict], run: str, before: Sequence[Before]
-) -> Captured:
-    """Every rank, between two steps. Rows are captured apart (`DramStore.begin_commit`). before: of
-    `RowOptimizer.settled`."""
+def take_snapshot(
+    trainer: TrainerState, prefetched: Sequence[dict], run: str, pending_copies: Sequence[Before]
+) -> Snapshot:
+    """Copy this rank's state between two steps; call it on every rank.
+
+    Rows are not included: `DramStore.begin_commit` tracks them. pending_copies: from `RowOptimizer.settled`.
+    """
     cached = trainer.collection.cached
     mesh, step = trainer.mesh, trainer.collection.step
     rank_state = {
         "random": torch.get_rng_state(),
         "random_gpus": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-        "held": list(held),  # `Exchange.hold` gives copies
+        "held": list(prefetched),  # `Exchange.prefetched` returns copies
         "source": None if mesh.is_server else copy.deepcopy(trainer.position.state),
         "is_server": mesh.is_server,
         "dense_residuals": trainer.dense.state(),
         "work": trainer.count_work(),
-        "cache": None if cached is None else state(cached, before),
+        "cache": None if cached is None else state(cached, pending_copies),
     }
-    header = header_of(trainer.collection, trainer.model, run, step)
+    header = build_header(trainer.collection, trainer.model, run, step)
     header |= {
         "best_step": trainer.best.step,
         "monitor": trainer.best.monitor,
         "schema": asdict(trainer.data.train.schema),
     }
-    dense = copy.deepcopy(_dense_state(trainer)) if mesh.rank == 0 else None
-    remembered = retentions(trainer.collection)
-    for policy in remembered.values():
+    dense_state = copy.deepcopy(_collect_dense_state(trainer)) if mesh.rank == 0 else None
+    policies = retention_policies(trainer.collection)
+    for policy in policies.values():
         policy.begin_state()
-    return Captured(step, rank_state, dense, remembered, header)
+    return Snapshot(step, rank_state, dense_state, policies, header)
 
 
-def header_of(
+def build_header(
     collection: EmbeddingCollection, model: torch.nn.Module, run: str, step: int
 ) -> dict[str, Any]:
-    """Say what a checkpoint of this step holds, whose it is and which model it fits."""
+    """Build the header of a checkpoint: step, run, shardings and the model it belongs to."""
     return {
         **stamp(FORMAT),
         "colonnade": __version__,
         "step": step,
         "num_ranks": collection.mesh.num_ranks,
-        "shardings": _shardings(collection),
+        "shardings": _describe_shardings(collection),
         "run": run,
         "best_step": None,
         "model": fingerprint(collection.declaration, model),
@@ -120,23 +130,24 @@ def header_of(
     }
 
 
-def _shardings(collection: EmbeddingCollection) -> dict[str, Any]:
-    """By table; of one that is cut, also the scalars of state that its parts have, which say how slices are joined."""
-    found = {}
+def _describe_shardings(collection: EmbeddingCollection) -> dict[str, Any]:
+    """Describe the shardings by table; for tables cut by columns also the state sizes of parts, to join slices."""
+    shardings = {}
     for table, planned in zip(collection.tables, collection.plan.tables, strict=True):
-        found[table.name] = planned.sharding.plain()
+        shardings[table.name] = planned.sharding.plain()
         if planned.sharding.slices > 1:
-            found[table.name]["states"] = list(RecordShape.of(table).states)
-    return found
+            shardings[table.name]["states"] = list(RecordShape.of(table).states)
+    return shardings
 
 
-def _dense_state(trainer: TrainerState) -> dict[str, Any]:
+def _collect_dense_state(trainer: TrainerState) -> dict[str, Any]:
+    """Collect weights, optimizer, schedules, position and scores; equal on all ranks."""
     return {
         "model": dense_weights(trainer.model),
         "dense_optimizer": trainer.dense_optimizer.state_dict(),
         "dense_optimizer_name": type(trainer.dense_optimizer).__qualname__,
         "dense_parameters": parameter_names(trainer.model, trainer.dense_optimizer),
-        "row_groups": [settings_of(group) for group in trainer.rows.param_groups],
+        "row_groups": [settings_without_parameters(group) for group in trainer.rows.param_groups],
         "lr_schedules": [schedule.state_dict() for schedule in trainer.lr_schedules],
         "position": (trainer.position.epoch, trainer.position.step),
         "best": trainer.best.state(),
@@ -146,11 +157,11 @@ def _dense_state(trainer: TrainerState) -> dict[str, Any]:
 
 
 def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Of an optimizer's parameters, in its order; "" for one that is not the model's."""
+    """Return the names of an optimizer's parameters, in its order; "" for one outside the model."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
 
 
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group without its parameters."""
+def settings_without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a param group without its parameters."""
     return {name: value for name, value in group.items() if name != "params"}

@@ -1,5 +1,4 @@
-"""State files of a checkpoint: torch's format inside a checked file, which says whose state it is; tensors come back on
-the CPU."""
+"""State files of a checkpoint: torch's format in a file with a checksum and the name of its run and step."""
 
 from __future__ import annotations
 
@@ -16,21 +15,24 @@ from colonnade.store.durable import read_verified
 FORMAT = "colonnade state"
 
 
-def dump(state: dict[str, Any], run: str, path: Path) -> bytes:
-    """What the state file at `path` of a checkpoint of `run` holds."""
+def serialize_state(state: dict[str, Any], run: str, path: Path) -> bytes:
+    """Serialize the state file at `path` of a checkpoint of `run`."""
     buffer = io.BytesIO()
-    torch.save({**stamp(FORMAT), "of": _words(run, path), "state": state}, buffer)
+    torch.save({**stamp(FORMAT), "of": _describe_owner(run, path), "state": state}, buffer)
     return buffer.getvalue()
 
 
 def load_state(path: Path, run: str) -> dict[str, Any]:
-    """Read a state file. Raises CorruptionError (torn, altered, another checkpoint's or another file), CheckpointError
-    (another version), StorageError."""
-    # On the CPU wherever it was: a checkpoint made beside a GPU is read on machines without one.
+    """Read a state file; tensors are on the CPU.
+
+    Raises CorruptionError (torn, altered, another checkpoint's or another file), CheckpointError (another version),
+    StorageError.
+    """
+    # Load to the CPU, because the checkpoint of a GPU run may be read on a machine without GPU.
     data = io.BytesIO(read_verified(path))
     try:
         saved = torch.load(data, weights_only=True, map_location="cpu")
-    except Exception:  # torch advises to load such files without a check: never
+    except Exception:  # torch suggests to load such files unsafely, which must not happen
         saved = None
     if not isinstance(saved, dict):
         raise CorruptionError(
@@ -39,14 +41,14 @@ def load_state(path: Path, run: str) -> dict[str, Any]:
             "older checkpoint"
         )
     check_stamp(path, saved, FORMAT)
-    if saved["of"] != _words(run, path):
+    if saved["of"] != _describe_owner(run, path):
         raise CorruptionError(
-            f"{path}: got the state {saved['of']}, wanted {_words(run, path)}: the file is another's. Restore it "
-            "from a copy, or go back to an older checkpoint"
+            f"{path}: got the state {saved['of']}, wanted {_describe_owner(run, path)}: the file is another's. "
+            "Restore it from a copy, or go back to an older checkpoint"
         )
     return saved["state"]
 
 
-def _words(run: str, path: Path) -> str:
-    """`rank-0 of step 12 of run 4f2a...`; a state file lies in the folder of its step."""
+def _describe_owner(run: str, path: Path) -> str:
+    """Describe the owner of a state file: `rank-0 of step 12 of run 4f2a...`. Its folder is named by the step."""
     return f"{path.name} of step {int(path.parent.name)} of run {run}"

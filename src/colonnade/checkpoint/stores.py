@@ -1,10 +1,10 @@
-"""The stores of a run: which folder holds which rank's rows of which table, opened, found again, adopted.
+"""Stores of a run: find and open the folders with each rank's rows of each table, and copy rows when resharding.
 
-run/rows/<place>-of-<owners>/<table>/   rows dealt to so many owners; `Sharding.home_of`
+run/rows/<shard>-of-<owners>/<table>/   rows sharded over <owners> ranks; `Sharding.home_of`
 run/rows/copy-<rank>/<table>/           a rank's copy of a replicated table
 
-<table> is its number; of one that is cut by columns, with the columns: 003-16-32; of one with hot rows, with the side
-and a word of their list: 003-hot-7c0a3ef19b52.
+<table> is the table's index. If it is cut by columns, the columns follow: 003-16-32. If it has hot rows, the side and a
+digest of the hot ids follow: 003-hot-7c0a3ef19b52.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from colonnade import _native
-from colonnade.checkpoint.fingerprint import identity_of, identity_words
+from colonnade.checkpoint.fingerprint import build_record_identity, record_identity
 from colonnade.sizes import Place
 from colonnade.store.compaction import Collector
 from colonnade.store.disk import Disk
@@ -37,38 +37,37 @@ from colonnade.store.writer import LogWriter
 from colonnade.table import ITEM_BYTES, Table, TableSlice
 from colonnade.topology.sharding import Shard, Sharding, columns_of, row_wise, sharding_from
 
-GOLDEN = (5**0.5 - 1) / 2
-"""Its multiples, modulo 1, fill the interval evenly from the beginning."""
-READ_DEPTH = (
-    32  # reads in flight: an SSD answers most from about six on, a deeper queue finds more to merge
-)
+GOLDEN_RATIO = (5**0.5 - 1) / 2
+"""Factor with multiples modulo 1 that fill the unit interval evenly from the start."""
+READ_DEPTH = 32
+"""Reads in flight. An SSD is near its best rate from about six on; a deeper queue merges more reads."""
 
-Stores = list[LogBacking | AbsentRows]
+RankStores = list[LogBacking | AbsentRows]
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
-    """Where one rank's rows of one table lie."""
+class StoreFolder:
+    """Folder with one rank's rows of one table or slice."""
 
-    number: int
+    table_index: int
     table: str
     shard: Shard
     path: Path
-    """Inside a run's `rows`, and inside the directories of `plan.memory.ssd`."""
+    """Path relative to a run's `rows`, and to the directories of `plan.memory.ssd`."""
 
 
 def shardings_of(header: Mapping[str, Any]) -> list[Sharding]:
-    """Of a checkpoint, by table. Before there were others, rows were dealt to all ranks."""
-    said, num_ranks = header.get("shardings", {}), header["num_ranks"]
+    """Return the shardings of a checkpoint by table. Old headers without shardings mean row_wise over all ranks."""
+    saved_kinds, num_ranks = header.get("shardings", {}), header["num_ranks"]
     return [
-        sharding_from(said[name]) if name in said else row_wise(num_ranks)
+        sharding_from(saved_kinds[name]) if name in saved_kinds else row_wise(num_ranks)
         for name in header["model"]["tables"]
     ]
 
 
-def homes(header: Mapping[str, Any]) -> Iterator[Home]:
-    """All that a checkpoint has, copies of replicated tables included."""
-    for number, (name, of_table, sharding) in enumerate(
+def list_store_folders(header: Mapping[str, Any]) -> Iterator[StoreFolder]:
+    """Yield all store folders of a checkpoint, including copies of replicated tables."""
+    for table_index, (name, table_header, sharding) in enumerate(
         zip(
             header["model"]["tables"],
             header["model"]["tables"].values(),
@@ -76,107 +75,134 @@ def homes(header: Mapping[str, Any]) -> Iterator[Home]:
             strict=True,
         )
     ):
-        for each, columns in _slices(sharding, of_table):
-            for rank in each.ranks:
-                path = home(each, rank, label(number, columns, each.hot))
+        for slice_sharding, columns in _list_slices(sharding, table_header):
+            for rank in slice_sharding.ranks:
+                path = store_folder(
+                    slice_sharding, rank, label(table_index, columns, slice_sharding.hot)
+                )
                 assert path is not None
-                yield Home(number, _name(name, each, columns), each.shard_of(rank), path)
+                yield StoreFolder(
+                    table_index,
+                    _stored_name(name, slice_sharding, columns),
+                    slice_sharding.shard_of(rank),
+                    path,
+                )
 
 
-def holders(
-    header: Mapping[str, Any], number: int
+def find_row_folders(
+    header: Mapping[str, Any], table_index: int
 ) -> list[tuple[tuple[int, int] | None, list[Path]]]:
-    """The folders, inside `rows`, that have all of table `number`'s rows of a checkpoint between them, each row once;
-    of a
-    table cut by columns, for each slice with its columns."""
-    of_table = list(header["model"]["tables"].values())[number]
-    found = []
-    for each, columns in _slices(shardings_of(header)[number], of_table):
-        named = label(number, columns, each.hot)
-        paths = [path for rank in each.holders if (path := home(each, rank, named)) is not None]
-        found.append((columns, paths))
-    return found
+    """Return the folders inside `rows` that together have each row of a table once, by columns of the slices.
+
+    Columns are None for a table that is not cut by columns.
+    """
+    table_header = list(header["model"]["tables"].values())[table_index]
+    folders_by_columns = []
+    for slice_sharding, columns in _list_slices(shardings_of(header)[table_index], table_header):
+        folder_label = label(table_index, columns, slice_sharding.hot)
+        paths = [
+            path
+            for rank in slice_sharding.holders
+            if (path := store_folder(slice_sharding, rank, folder_label)) is not None
+        ]
+        folders_by_columns.append((columns, paths))
+    return folders_by_columns
 
 
-def home(sharding: Sharding, rank: int, label: str) -> Path | None:
-    """Of a rank's rows of a table or slice, by its folders' label; None: it has none."""
+def store_folder(sharding: Sharding, rank: int, label: str) -> Path | None:
+    """Return the folder of a rank's rows of the table or slice with this label; None if it has no rows."""
     folder = sharding.home_of(rank)
     return None if folder is None else Path(folder) / label
 
 
-def _slices(
-    sharding: Sharding, of_table: Mapping[str, Any]
+def _list_slices(
+    sharding: Sharding, table_header: Mapping[str, Any]
 ) -> list[tuple[Sharding, tuple[int, int] | None]]:
-    """A table of a checkpoint as it was laid out: shardings, and columns where rows were cut."""
+    """List the slices of a saved table: the sharding of each, and its columns if rows are cut."""
     if sharding.has_hot:
         return [(sharding.of_cold, None), (sharding.of_hot, None)]
     if sharding.slices == 1:
         return [(sharding, None)]
-    columns = columns_of(sum(_dims(of_table)), sharding.slices)
+    columns = columns_of(sum(_part_dims(table_header)), sharding.slices)
     return list(zip(sharding.of_slices, columns, strict=True))
 
 
-def _dims(of_table: Mapping[str, Any]) -> tuple[int, ...]:
-    dim = of_table["dim"]
+def _part_dims(table_header: Mapping[str, Any]) -> tuple[int, ...]:
+    dim = table_header["dim"]
     return tuple(dim.values()) if isinstance(dim, Mapping) else (dim,)
 
 
-def _name(table: str, sharding: Sharding, columns: tuple[int, int] | None) -> str:
+def _stored_name(table: str, sharding: Sharding, columns: tuple[int, int] | None) -> str:
+    """Return the name of a table or slice as its stores have it: "item[0:32]", "item[hot]"."""
     if sharding.hot is not None:
         return f"{table}[{sharding.hot.side}]"
     return table if columns is None else f"{table}[{columns[0]}:{columns[1]}]"
 
 
 def open_recorded_stores(
-    folder: Path, header: dict[str, Any], number: int
+    folder: Path, header: dict[str, Any], table_index: int
 ) -> Sequence[LogBacking | Joined]:
-    """Table `number`'s stores of a checkpoint that have all its rows between them, each once and whole, read-only, as
-    their
-    manifests describe them: nothing needs to be known of the model."""
-    name, of_table = list(header["model"]["tables"].items())[number]
-    sharding, slices = shardings_of(header)[number], []
-    for each, columns in _slices(sharding, of_table):
-        slices.append(_open_recorded(folder, header, number, each, columns))
+    """Open the stores of a saved table read-only. Together they have each row once, with all columns.
+
+    They are opened as their manifests describe them, so the model is not needed.
+    """
+    name, table_header = list(header["model"]["tables"].items())[table_index]
+    sharding, stores_of_slices = shardings_of(header)[table_index], []
+    for slice_sharding, columns in _list_slices(sharding, table_header):
+        stores_of_slices.append(
+            _open_recorded_slice(folder, header, table_index, slice_sharding, columns)
+        )
     if sharding.slices == 1:
-        return [store for each in slices for store in each]
-    dims, dtype = _dims(of_table), of_table["dtype"].split()[0]
+        return [store for stores in stores_of_slices for store in stores]
+    dims, dtype = _part_dims(table_header), table_header["dtype"].split()[0]
     states = tuple(header["shardings"][name]["states"])
     compute = ITEM_BYTES["float64" if dtype == "float64" else "float32"]
-    shape = RecordShape(
-        dims, states, ITEM_BYTES[dtype], compute, of_table["dtype"].endswith("with master")
+    record_shape = RecordShape(
+        dims, states, ITEM_BYTES[dtype], compute, table_header["dtype"].endswith("with master")
     )
-    parts = of_table["dim"] if isinstance(of_table["dim"], Mapping) else {"": of_table["dim"]}
-    identity = identity_words(name, parts, of_table["optimizer"], of_table["dtype"])
-    cuts = columns_of(sum(dims), sharding.slices)
-    return [Joined([Shards(each, of_table["rows"]) for each in slices], cuts, shape, identity)]
+    parts = (
+        table_header["dim"]
+        if isinstance(table_header["dim"], Mapping)
+        else {"": table_header["dim"]}
+    )
+    identity = build_record_identity(name, parts, table_header["optimizer"], table_header["dtype"])
+    column_ranges = columns_of(sum(dims), sharding.slices)
+    return [
+        Joined(
+            [Shards(stores, table_header["rows"]) for stores in stores_of_slices],
+            column_ranges,
+            record_shape,
+            identity,
+        )
+    ]
 
 
-def _open_recorded(
+def _open_recorded_slice(
     folder: Path,
     header: dict[str, Any],
-    number: int,
+    table_index: int,
     sharding: Sharding,
     columns: tuple[int, int] | None,
 ) -> list[LogBacking]:
-    """Of a table, or of some of its columns."""
-    name, of_table = list(header["model"]["tables"].items())[number]
+    """Open the recorded stores of a table or of some of its columns."""
+    name, table_header = list(header["model"]["tables"].items())[table_index]
     step = header["step"]
     reader = _native.PageReader("auto", READ_DEPTH)
     stores = []
     for rank in sharding.holders:
         shard, path = (
             sharding.shard_of(rank),
-            home(sharding, rank, label(number, columns, sharding.hot)),
+            store_folder(sharding, rank, label(table_index, columns, sharding.hot)),
         )
         assert shard.place is not None and path is not None
-        said = describe(folder / "rows" / path, step)
+        manifest = describe(folder / "rows" / path, step)
         stores.append(
             open_log(
                 folder / "rows" / path,
-                table_name=_name(name, sharding, columns),
-                record_bytes=said["record_bytes"],
-                identity=said["identity"],
-                rows=None if sharding.hot and sharding.is_replicated else of_table["rows"],
+                table_name=_stored_name(name, sharding, columns),
+                record_bytes=manifest["record_bytes"],
+                identity=manifest["identity"],
+                rows=None if sharding.hot and sharding.is_replicated else table_header["rows"],
                 num_owners=shard.num_owners,
                 place=shard.place,
                 reader=reader,
@@ -195,25 +221,27 @@ def open_stores(
     disk: Disk,
     step: int | None,
     read_only: bool = False,
-    outside: Sequence[Place] = (),
+    directories: Sequence[Place] = (),
     write_budget: int | None = None,
-    fresh: Collection[int] = (),
-) -> Stores:
-    """One rank's stores, by table or slice (`lay_out`), as saved at `step`; None: empty. They share reader,
-    writer and collector.
+    new_shards: Collection[int] = (),
+) -> RankStores:
+    """Open one rank's stores, by table or slice (`lay_out`), as saved at `step`; empty if None.
 
-    shardings: by table; where they give this rank no rows, there is no file. `outside`: directories of this run's that
-    take their segments instead of the run folder. `fresh`: tables or slices that start empty, whatever lies there."""
+    They share reader, writer and collector.
+    shardings: by table; a rank without rows has no files.
+    directories: of this run, for segments, instead of the run folder.
+    new_shards: tables or slices that start empty, even if files exist.
+    """
     reader = _native.PageReader("auto", READ_DEPTH)
     writer, collector = LogWriter(bytes_per_second=write_budget), Collector()
-    sizes = [place.bytes or _disk_bytes(Path(place.path)) for place in outside]
-    # People gave the directory that this run's lies in.
-    spaces = [Space(Path(place.path).parent, place.bytes) for place in outside]
-    opened: Stores = []
+    sizes = [directory.bytes or _disk_bytes(Path(directory.path)) for directory in directories]
+    # The limits apply to the configured directory, which is the parent of this run's.
+    spaces = [Space(Path(directory.path).parent, directory.bytes) for directory in directories]
+    opened: RankStores = []
     try:
-        for t, each in enumerate(lay_out(tables, shardings)):
-            table, sharding = each.stored, each.sharding
-            shard, path = sharding.shard_of(rank), home(sharding, rank, each.label)
+        for shard_index, table_shard in enumerate(lay_out(tables, shardings)):
+            table, sharding = table_shard.stored, table_shard.sharding
+            shard, path = sharding.shard_of(rank), store_folder(sharding, rank, table_shard.label)
             if path is None or shard.place is None:
                 opened.append(AbsentRows(table.name, table.record_bytes))
                 continue
@@ -222,7 +250,7 @@ def open_stores(
                     folder / "rows" / path,
                     table_name=table.name,
                     record_bytes=table.record_bytes,
-                    identity=identity_of(table),
+                    identity=record_identity(table),
                     rows=table.rows,
                     num_owners=shard.num_owners,
                     place=shard.place,
@@ -230,12 +258,18 @@ def open_stores(
                     reader=reader,
                     writer=writer,
                     collector=collector,
-                    step=None if t in fresh else step,
+                    step=None if shard_index in new_shards else step,
                     read_only=read_only,
-                    segment_bytes=segment_size([place.bytes for place in outside]),
+                    segment_bytes=choose_segment_size(
+                        [directory.bytes for directory in directories]
+                    ),
                     stripes=[
-                        Stripe(Path(outside[i].path) / path, sizes[i], spaces[i])
-                        for i in stripe_order(sizes, rank + len(sharding.ranks) * t)
+                        Stripe(
+                            Path(directories[i].path) / path,
+                            sizes[i],
+                            spaces[i],
+                        )
+                        for i in order_stripes(sizes, rank + len(sharding.ranks) * shard_index)
                     ],
                 )
             )
@@ -246,19 +280,19 @@ def open_stores(
     return opened
 
 
-def _open_holders(folder: Path, laid: Laid, disk: Disk, step: int) -> Shards:
-    """The stores of one table or slice that have all its rows between them, in order of their places, read-only."""
+def _open_saved_shard(folder: Path, table_shard: Laid, disk: Disk, step: int) -> Shards:
+    """Open the stores that together have all rows of a saved table or slice, in shard order, read-only."""
     opened: list[LogBacking] = []
     reader = _native.PageReader("auto", READ_DEPTH)
-    table, sharding = laid.stored, laid.sharding
+    table, sharding = table_shard.stored, table_shard.sharding
     for rank in sharding.holders:
-        shard, path = sharding.shard_of(rank), home(sharding, rank, laid.label)
+        shard, path = sharding.shard_of(rank), store_folder(sharding, rank, table_shard.label)
         assert shard.place is not None and path is not None
         open_one = partial(open_log, folder / "rows" / path, table_name=table.name)
         opened.append(
             open_one(
                 record_bytes=table.record_bytes,
-                identity=identity_of(table),
+                identity=record_identity(table),
                 rows=table.rows,
                 num_owners=shard.num_owners,
                 place=shard.place,
@@ -271,103 +305,119 @@ def _open_holders(folder: Path, laid: Laid, disk: Disk, step: int) -> Shards:
     return Shards(opened, table.rows)
 
 
-def _open_source(
+def _open_rows_of_shard(
     folder: Path,
     tables: Sequence[Table],
-    then: Sequence[Laid],
-    wanted: Laid,
+    saved_shards: Sequence[Laid],
+    table_shard: Laid,
     disk: Disk,
     step: int,
 ) -> Shards | Joined | Rejoined | Sliced:
-    """All rows of a table or slice, and maybe others of the table, out of the stores of a checkpoint whose tables may
-    have
-    been cut otherwise."""
-    had = [each for each in then if each.number == wanted.number]
-    for each in had:
-        if each.label == wanted.label:
-            return _open_holders(folder, each, disk, step)
-    shape = RecordShape.of(tables[wanted.number])
-    shards = [_open_holders(folder, each, disk, step) for each in had]
-    whole: Shards | Joined | Rejoined = shards[0]
-    if (hot := had[0].sharding.hot) is not None:
-        whole = Rejoined(shards[0], shards[1], hot.tensor)
-    elif len(had) > 1:
-        whole = Joined(shards, [each.columns for each in had], shape)
-    is_cut = isinstance(wanted.table, TableSlice)
-    return Sliced(whole, wanted.columns, shape) if is_cut else whole
+    """Open a reader of all rows of a table or slice, from a checkpoint that may have other slices.
+
+    It may also read other rows of the table.
+    """
+    saved_of_table = [
+        saved_shard for saved_shard in saved_shards if saved_shard.number == table_shard.number
+    ]
+    for saved_shard in saved_of_table:
+        if saved_shard.label == table_shard.label:
+            return _open_saved_shard(folder, saved_shard, disk, step)
+    record_shape = RecordShape.of(tables[table_shard.number])
+    readers = [_open_saved_shard(folder, saved_shard, disk, step) for saved_shard in saved_of_table]
+    all_rows: Shards | Joined | Rejoined = readers[0]
+    if (hot_ids := saved_of_table[0].sharding.hot) is not None:
+        all_rows = Rejoined(readers[0], readers[1], hot_ids.tensor)
+    elif len(saved_of_table) > 1:
+        all_rows = Joined(
+            readers, [saved_shard.columns for saved_shard in saved_of_table], record_shape
+        )
+    is_cut = isinstance(table_shard.table, TableSlice)
+    return Sliced(all_rows, table_shard.columns, record_shape) if is_cut else all_rows
 
 
-def open_shards(
+def open_saved_shards(
     folder: Path,
     tables: Sequence[Table],
-    then: Sequence[Laid],
-    now: Sequence[Laid],
+    saved_shards: Sequence[Laid],
+    shards: Sequence[Laid],
     rank: int,
     disk: Disk,
     step: int,
 ) -> list[Shards | Joined | Rejoined | Sliced | AbsentRows]:
-    """What a rank needs to read a checkpoint of other shardings in place: of each table or slice it has rows of now,
-    all
-    that were there then."""
+    """Open readers of a checkpoint with other shardings, for each table or slice that this rank has rows of."""
     return [
-        AbsentRows(each.table.name, each.table.record_bytes)
-        if each.sharding.shard_of(rank).place is None
-        else _open_source(folder, tables, then, each, disk, step)
-        for each in now
+        AbsentRows(table_shard.table.name, table_shard.table.record_bytes)
+        if table_shard.sharding.shard_of(rank).place is None
+        else _open_rows_of_shard(folder, tables, saved_shards, table_shard, disk, step)
+        for table_shard in shards
     ]
 
 
-def adopt(
+def copy_rows_to_new_shards(
     folder: Path,
     tables: Sequence[Table],
-    then: Sequence[Laid],
-    now: Sequence[Laid],
+    saved_shards: Sequence[Laid],
+    shards: Sequence[Laid],
     rank: int,
     disk: Disk,
     step: int,
-    stores: Stores,
-    fresh: Collection[int],
+    stores: RankStores,
+    new_shards: Collection[int],
 ) -> None:
-    """Copy the rows that this rank has now out of the stores of those that had them, and checkpoint them as of `step`.
-    fresh: the tables or slices, of `now`, whose rows it has none of yet."""
-    for t in fresh:
-        shard, target = now[t].sharding.shard_of(rank), stores[t]
-        source = _open_source(folder, tables, then, now[t], disk, step)
+    """Copy the rows that this rank owns now from the stores of earlier owners, and commit them as of `step`.
+
+    new_shards: indices into `shards` of tables or slices with rows still to copy.
+    """
+    for shard_index in new_shards:
+        own_shard, target = shards[shard_index].sharding.shard_of(rank), stores[shard_index]
+        source = _open_rows_of_shard(folder, tables, saved_shards, shards[shard_index], disk, step)
         for rows in source.scan():
-            mine = shard.owns(rows.ids, now[t].table.rows)
-            target.write(rows.ids[mine], rows.records[mine].contiguous()).wait()
+            is_owned = own_shard.owns(rows.ids, shards[shard_index].table.rows)
+            target.write(rows.ids[is_owned], rows.records[is_owned].contiguous()).wait()
         source.close()
         target.commit(step)
 
 
-def to_adopt(then: Sequence[Laid], now: Sequence[Laid], rank: int) -> list[int]:
-    """Tables or slices, of `now`, whose rows on `rank` no folder holds yet. Pure."""
-    before = {each.label: each.sharding for each in then}
+def find_new_shards(saved_shards: Sequence[Laid], shards: Sequence[Laid], rank: int) -> list[int]:
+    """Return the indices in `shards` of tables or slices with no folder of this rank's rows yet. Pure."""
+    saved_by_label = {table_shard.label: table_shard.sharding for table_shard in saved_shards}
     return [
-        t
-        for t, each in enumerate(now)
-        if each.sharding.shard_of(rank).place is not None
-        and not ((had := before.get(each.label)) and each.sharding.continues(had, rank))
+        shard_index
+        for shard_index, table_shard in enumerate(shards)
+        if table_shard.sharding.shard_of(rank).place is not None
+        and not (
+            (saved := saved_by_label.get(table_shard.label))
+            and table_shard.sharding.continues(saved, rank)
+        )
     ]
 
 
-def segment_size(limits: Sequence[int | None]) -> int:
-    """Where new segments start: a segment goes to one directory, so small directories take small ones. Pure."""
-    least = min((limit for limit in limits if limit is not None), default=DEFAULT_SEGMENT_BYTES * 8)
-    return min(DEFAULT_SEGMENT_BYTES, max(DEFAULT_CHUNK_BYTES, least // 8))
+def choose_segment_size(limits: Sequence[int | None]) -> int:
+    """Return the size at which a new segment starts, smaller for small directories. Pure.
+
+    A segment is stored in one directory.
+    """
+    smallest_limit = min(
+        (limit for limit in limits if limit is not None), default=DEFAULT_SEGMENT_BYTES * 8
+    )
+    return min(DEFAULT_SEGMENT_BYTES, max(DEFAULT_CHUNK_BYTES, smallest_limit // 8))
 
 
-def stripe_order(sizes: Sequence[int], number: int) -> list[int]:
-    """Which directories a store fills first: one for each of many small stores, in proportion to the sizes. Pure."""
+def order_stripes(sizes: Sequence[int], store_index: int) -> list[int]:
+    """Return the order in which a store fills directories. Pure.
+
+    First choices of many small stores are in proportion to the sizes.
+    """
     if not sizes:
         return []
     ends = list(accumulate(sizes))
-    first = bisect_right(ends, number * GOLDEN % 1 * ends[-1])
+    first = bisect_right(ends, store_index * GOLDEN_RATIO % 1 * ends[-1])
     return [first, *(i for i in range(len(sizes)) if i != first)]
 
 
 def _disk_bytes(path: Path) -> int:
-    """Of the file system that a directory lies on, or would."""
+    """Return the size of the file system of a directory, which may not exist yet."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).total

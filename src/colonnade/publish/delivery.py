@@ -1,11 +1,9 @@
-"""Delivery of publications: uploaded to another place by URL, followed by predictors; and a run's destinations.
+"""Delivery of publications: upload to a URL, subscription by predictors, and a run's destinations of checkpoints.
 
-What the word names travels first and the word last, so whoever follows the other place finds one whole checkpoint at
-every
-moment; then goes what the word names no longer. A base's files are compared with the checksums of its model.json on
-their way. Where the word itself is torn or was removed, which tells nobody anything, what lies there is read and
-carried again unless it is right: unless bases lie there of which the source has none, which another run may have
-published.
+Files are copied before the current pointer (published.json), so a subscriber of the copy has one complete checkpoint at
+any time. Then files without a reference are deleted. A base's files are compared with the checksums of its model.json
+during the copy. If the pointer of the target is torn or missing, its files are checked, and copied again if wrong. If
+the target then has bases and none of them is in the source, nothing is written, because they may be another run's.
 """
 
 from __future__ import annotations
@@ -30,18 +28,18 @@ from colonnade.publish.deltas import (
     REMEDY,
     WORD,
     Base,
-    ChangeSet,
-    Publication,
-    Published,
-    TableChange,
-    change_name,
-    check_owner,
-    parse_word,
-    read_change,
-    read_word,
+    CurrentPointer,
+    Delta,
+    DeltaPublisher,
+    TableDelta,
+    check_publication_owner,
+    delta_file_name,
+    parse_current,
+    read_current,
+    read_delta,
 )
-from colonnade.publish.exported import MODEL, parse_model
-from colonnade.publish.mirror import Mirror, open_url, storage_errors
+from colonnade.publish.exported import MODEL, parse_model_json
+from colonnade.publish.mirror import Mirror, convert_to_storage_error, open_url
 from colonnade.store.checksums import FileChecksums
 from colonnade.store.disk import Disk
 from colonnade.store.durable import checked_content
@@ -53,17 +51,17 @@ COPY_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a publication lies: a file system of fsspec's, and the folder in it."""
+    """Location of a publication: an fsspec file system and a folder in it."""
 
     files: Any
     root: str
 
     def path(self, name: str) -> str:
-        """Of a file or folder; `name` is one that was checked, or of this module's making."""
+        """Return the path of a file or folder. name: must be checked or made by this module."""
         return f"{self.root}/{name}"
 
     def open(self, name: str) -> Any:
-        """Open a file for reading. Raises CorruptionError where it leads out of a folder of this machine."""
+        """Open a file for reading. Raises CorruptionError if a local path leaves the folder."""
         path = Path(self.path(name))
         if isinstance(self.files, LocalFileSystem):
             folder = path.parent
@@ -74,115 +72,135 @@ class Place:
         return self.files.open(str(self.path(name)), "rb")
 
     def read(self, name: str) -> bytes:
+        """Read a file."""
         with self.open(name) as file:
             return file.read()
 
-    def word(self) -> bytes | None:
-        """As it lies there; None where nothing is published."""
+    def read_current(self) -> bytes | None:
+        """Read the bytes of published.json; None if nothing is published."""
         return self.read(WORD) if self.files.exists(self.path(WORD)) else None
 
     def size(self, name: str) -> int | None:
-        """Bytes; None where it is not there."""
+        """Return the size of a file in bytes; None if it is missing."""
         path = self.path(name)
         return self.files.size(path) if self.files.exists(path) else None
 
 
 def is_url(path: object) -> bool:
+    """Return whether a path is a URL."""
     return "://" in str(path)
 
 
 def place_of(path: str | Path) -> Place:
-    """A folder, or a URL. Raises ConfigError for a protocol that nothing here speaks."""
+    """Return the location of a folder or URL. Raises ConfigError for an unknown protocol."""
     return Place(*open_url(str(path)))
 
 
 def carry(source: Place, target: Place) -> None:
-    """`target` publishes what `source` does. Raises CheckpointError where that is nothing, ConfigError where target
-    publishes another run, CorruptionError (also where a torn word may be another run's), StorageError; what target
-    published then stays whole."""
-    with storage_errors(f"could not carry the publication at {source.root} to {target.root}"):
-        for place in (source, target):
-            place.files.invalidate_cache()
-        content, before = source.word(), target.word()
-        if content is None:
+    """Copy the publication at `source` to `target`.
+
+    Raises CheckpointError if source publishes nothing, ConfigError if target publishes another run, CorruptionError
+    (also if a torn pointer may be another run's), StorageError. The earlier publication at target then stays valid.
+    """
+    with convert_to_storage_error(
+        f"could not carry the publication at {source.root} to {target.root}"
+    ):
+        for location in (source, target):
+            location.files.invalidate_cache()
+        source_content, target_content = source.read_current(), target.read_current()
+        if source_content is None:
             raise CheckpointError(
                 f"{source.root} holds no publication; wanted the place that a run publishes to"
             )
-        if content == before:
+        if source_content == target_content:
             return
-        said, there = _said(content, source), None
-        if before is not None:
+        current, target_current = _parse_current_of(source_content, source), None
+        if target_content is not None:
             try:
-                there = _said(before, target)
+                target_current = _parse_current_of(target_content, target)
             except CorruptionError:
-                if not _may_own(target, said):
+                if not _is_same_run(target, current):
                     raise
             else:
-                check_owner(Path(target.root), there, said.run)
-        _carry_base(source, target, said.bases[-1], is_known=there is not None)
-        is_one_base = there is not None and there.bases[-1] == said.bases[-1]
-        known = there.number if there is not None and is_one_base else said.bases[-1].number
-        for number in range(said.bases[-1].number + 1, said.number + 1):
-            name = change_name(number)
+                check_publication_owner(Path(target.root), target_current, current.run)
+        _copy_base(source, target, current.bases[-1], is_known=target_current is not None)
+        is_one_base = target_current is not None and target_current.bases[-1] == current.bases[-1]
+        known_number = (
+            target_current.number
+            if target_current is not None and is_one_base
+            else current.bases[-1].number
+        )
+        for number in range(current.bases[-1].number + 1, current.number + 1):
+            name = delta_file_name(number)
             size = source.size(name)
-            if number > known or size is None or target.size(name) != size:
-                _copy(source, target, name, None)
+            if number > known_number or size is None or target.size(name) != size:
+                _copy_file(source, target, name, None)
         target.files.makedirs(target.root, exist_ok=True)
-        target.files.pipe_file(target.path(f"{WORD}.part"), content)
+        target.files.pipe_file(target.path(f"{WORD}.part"), source_content)
         target.files.mv(target.path(f"{WORD}.part"), target.path(WORD))
-        _forget(target, said)
+        _delete_unneeded(target, current)
 
 
-def check_target(url: str, run: str) -> None:
-    """Raises ConfigError where another run publishes there. A place that cannot be read now is not refused: checkpoints
-    are carried when it can be."""
-    place = place_of(url)
+def check_url_owner(url: str, run: str) -> None:
+    """Raise ConfigError if another run publishes at `url`.
+
+    A location that cannot be read now is accepted: checkpoints are copied when it can be.
+    """
+    location = place_of(url)
     with (
         suppress(StorageError, CorruptionError),
-        storage_errors(f"could not carry the publication at {place.root} to {place.root}"),
+        convert_to_storage_error(
+            f"could not carry the publication at {location.root} to {location.root}"
+        ),
     ):
-        if (content := place.word()) is not None:
-            check_owner(Path(place.root), _said(content, place), run)
+        if (content := location.read_current()) is not None:
+            check_publication_owner(Path(location.root), _parse_current_of(content, location), run)
 
 
-def _said(content: bytes, place: Place) -> Published:
-    path = Path(place.path(WORD))
-    return parse_word(checked_content(path, content), path)
+def _parse_current_of(content: bytes, location: Place) -> CurrentPointer:
+    """Check and parse the bytes of published.json at `location`."""
+    path = Path(location.path(WORD))
+    return parse_current(checked_content(path, content), path)
 
 
-def _carry_base(source: Place, target: Place, base: Base, *, is_known: bool) -> None:
-    """Copy a base's files that the target does not have, model.json last. Where `is_known`, those of the same length
-    are right: a base's name says its content. Raises CorruptionError for files that are not as model.json says."""
+def _copy_base(source: Place, target: Place, base: Base, *, is_known: bool) -> None:
+    """Copy a base's files that the target does not have, model.json last.
+
+    is_known: the target has a valid pointer, so files of the right length are right, because a base's name identifies
+    its content. Raises CorruptionError for files that do not match model.json.
+    """
     name = f"{base.folder}/{MODEL}"
     content = source.read(name)
-    export = parse_model(content, Path(source.path(name)))
+    export = parse_model_json(content, Path(source.path(name)))
     for file, checksums in export.files.items():
         path = f"{base.folder}/{file}"
-        is_there = target.size(path) == checksums.bytes
-        if not is_there or not (is_known or _is_whole(target, path, checksums)):
-            _copy(source, target, path, checksums)
+        has_same_size = target.size(path) == checksums.bytes
+        if not has_same_size or not (is_known or _has_checksum(target, path, checksums)):
+            _copy_file(source, target, path, checksums)
     if target.size(name) is None or target.read(name) != content:
         target.files.makedirs(target.path(base.folder), exist_ok=True)
         target.files.pipe_file(target.path(name), content)
 
 
-def _is_whole(place: Place, name: str, checksums: FileChecksums) -> bool:
+def _has_checksum(location: Place, name: str, checksums: FileChecksums) -> bool:
+    """Read a file and return whether it has the right checksum."""
     crc = 0
-    with place.open(name) as file:
+    with location.open(name) as file:
         while piece := file.read(COPY_BYTES):
             crc = _native.crc32c(np.frombuffer(piece, np.uint8), crc)
     return f"{crc:08x}" == checksums.crc32c
 
 
-def _copy(source: Place, target: Place, name: str, checksums: FileChecksums | None) -> None:
+def _copy_file(source: Place, target: Place, name: str, checksums: FileChecksums | None) -> None:
+    """Copy a file and check its length, and its checksum if there is one."""
     target.files.makedirs(target.path(name).rpartition("/")[0], exist_ok=True)
     crc = num_bytes = 0
     if target.size(name) is not None:
-        target.files.rm(target.path(name))  # not over a file that somebody has mapped
-    with source.open(name) as here:
-        with target.files.open(target.path(name), "wb") as there:
-            while piece := here.read(COPY_BYTES):
-                there.write(piece)
+        target.files.rm(target.path(name))  # do not overwrite a file that a process may have mapped
+    with source.open(name) as source_file:
+        with target.files.open(target.path(name), "wb") as target_file:
+            while piece := source_file.read(COPY_BYTES):
+                target_file.write(piece)
                 num_bytes += len(piece)
                 if checksums is not None:
                     crc = _native.crc32c(np.frombuffer(piece, np.uint8), crc)
@@ -194,121 +212,130 @@ def _copy(source: Place, target: Place, name: str, checksums: FileChecksums | No
         )
     if target.size(name) != num_bytes:
         raise StorageError(
-            f"{target.path(name)}: got fewer bytes than {num_bytes:,}; it is carried again"
+            f"{target.path(name)}: got fewer bytes than {num_bytes:,}; it will be copied again"
         )
 
 
-def _may_own(place: Place, said: Published) -> bool:
-    """By the bases there, whose names tell checkpoints of one run from those of every other."""
-    bases = {name for name in _names(place) if name.startswith("base-")}
-    return not bases or any(base.folder in bases for base in said.bases)
+def _is_same_run(location: Place, current: CurrentPointer) -> bool:
+    """Return whether a folder with a torn pointer is this run's, by the names of its bases, which identify runs."""
+    bases = {name for name in _list_names(location) if name.startswith("base-")}
+    return not bases or any(base.folder in bases for base in current.bases)
 
 
-def _forget(place: Place, said: Published) -> None:
-    kept = {base.folder for base in said.bases}
-    for name in _names(place):
-        path = place.path(name)
-        kind, _, rest = name.partition("-")
-        if kind == "base" and name not in kept:
-            place.files.rm(path, recursive=True)
-        elif kind == "change" and rest.isdigit() and int(rest) <= said.bases[0].number:
-            place.files.rm(path)
+def _delete_unneeded(location: Place, current: CurrentPointer) -> None:
+    """Delete bases and deltas that the current pointer does not need."""
+    base_folders = {base.folder for base in current.bases}
+    for name in _list_names(location):
+        path = location.path(name)
+        kind, _, suffix = name.partition("-")
+        if kind == "base" and name not in base_folders:
+            location.files.rm(path, recursive=True)
+        elif kind == "change" and suffix.isdigit() and int(suffix) <= current.bases[0].number:
+            location.files.rm(path)
 
 
-def _names(place: Place) -> list[str]:
-    found = place.files.ls(place.root, detail=False)
-    return [path.rstrip("/").rpartition("/")[2] for path in found]
+def _list_names(location: Place) -> list[str]:
+    paths = location.files.ls(location.root, detail=False)
+    return [path.rstrip("/").rpartition("/")[2] for path in paths]
 
 
-PUBLISHED = "published"
-"""In the run folder: what is carried to a URL."""
+LOCAL_FOLDER = "published"
+"""Subfolder of the run folder with the publication that is copied to a URL."""
 
 
 @dataclass
-class Carried:
-    """Rank 0's publication at a URL: one in the run folder, and its copy there after each checkpoint."""
+class UrlPublisher:
+    """Publisher to a URL, on rank 0: publishes in the run folder, and copies it to the URL after each checkpoint."""
 
-    here: Publication
+    local_publisher: DeltaPublisher
     url: str
 
-    def send(self, step: int, kept: Sequence[int], say: Callable[[str], None]) -> None:
-        self.here.send(step, kept, say)
-        if self.here.problem is not None:
+    def send(self, step: int, retained: Sequence[int], print_line: Callable[[str], None]) -> None:
+        """Publish a checkpoint in the run folder, and copy the publication to the URL."""
+        self.local_publisher.send(step, retained, print_line)
+        if self.local_publisher.problem is not None:
             return
         try:
-            carry(place_of(self.here.folder), place_of(self.url))
+            carry(place_of(self.local_publisher.folder), place_of(self.url))
         except (ColonnadeError, OSError) as error:
-            self.here.problem = error
-            say(f"{error}. Training goes on; the next checkpoint makes it up")
+            self.local_publisher.problem = error
+            print_line(f"{error}. Training goes on; the next checkpoint publishes it")
 
     def close(self) -> None:
-        self.here.close()
+        """Raise the error of the newest checkpoint, if it was not published."""
+        self.local_publisher.close()
 
 
 def open_destinations(
     config: TrainConfig, folder: Path, checkpoints: Checkpoints, step: int | None, disk: Disk
 ) -> list[Destination]:
-    """Every rank; only rank 0 gets any. A checkpoint that was made and not published, because the run was killed
-    between
-    the two, is published now. Raises ConfigError for a publication that is another run's."""
-    at_url = config.publish is not None and is_url(config.publish)
-    publishes = None if config.publish is None else Path(config.publish)
-    publishes = folder / PUBLISHED if at_url else publishes
-    if publishes is not None and (word := read_word(publishes)) is not None:
-        check_owner(publishes, word, checkpoints.run)
-    if at_url:
-        check_target(str(config.publish), checkpoints.run)
+    """Open the destinations of a run's checkpoints. Every rank calls it; only rank 0 gets any.
+
+    If the run was killed after a checkpoint and before it was published, it is published now. Raises ConfigError for
+    a publication of another run.
+    """
+    is_published_to_url = config.publish is not None and is_url(config.publish)
+    published_folder = None if config.publish is None else Path(config.publish)
+    published_folder = folder / LOCAL_FOLDER if is_published_to_url else published_folder
+    if published_folder is not None and (current := read_current(published_folder)) is not None:
+        check_publication_owner(published_folder, current, checkpoints.run)
+    if is_published_to_url:
+        check_url_owner(str(config.publish), checkpoints.run)
     if checkpoints.mesh.rank:
         return []
-    found: list[Destination] = []
+    destinations: list[Destination] = []
     if config.mirror is not None:
-        found.append(Mirror(folder, config.mirror))
-    if publishes is not None:
-        published = Publication(folder, publishes, disk, only_best=config.publish_at == "best")
-        found.append(Carried(published, str(config.publish)) if at_url else published)
+        destinations.append(Mirror(folder, config.mirror))
+    if published_folder is not None:
+        publisher = DeltaPublisher(
+            folder, published_folder, disk, only_best=config.publish_at == "best"
+        )
+        destinations.append(
+            UrlPublisher(publisher, str(config.publish)) if is_published_to_url else publisher
+        )
         if step is not None:
-            found[-1].send(step, [step], print)
-    return found
+            destinations[-1].send(step, [step], print)
+    return destinations
 
 
-TRIES = 3  # to open a base while the run replaces it
+MAX_ATTEMPTS = 3  # to open a base while the run may replace it
 
 
 class Following:
-    """Where one predictor is in a publication. One thread at a time."""
+    """Subscriber of a publication: position of one predictor in it. Not thread-safe."""
 
     def __init__(self, folder: Path, run: str, base: Base, source: Place | None = None) -> None:
-        """base: what the predictor has opened; source: what the folder is a copy of."""
+        """base: export that the predictor has opened; source: location that the folder is a copy of."""
         self.folder, self.run, self.source = folder, run, source
         self.opened(base)
 
-    def behind(self) -> tuple[Base | None, Published]:
-        """The base to open instead of going on (None: go on by changes), and the word.
+    def behind(self) -> tuple[Base | None, CurrentPointer]:
+        """Return the base to open instead of applying deltas (None: apply deltas), and the current pointer.
 
-        Another base is opened as soon as it is there: its rows are mapped, those of changes are this process's memory.
-        That of a publication that was removed and began anew is another one, too, whatever its number.
-        Raises CheckpointError where the folder publishes nothing, or another run; StorageError where its source cannot
-        be read.
+        A new base is opened as soon as it exists, because its rows are mapped, and those of deltas use this process's
+        memory. The base of a publication that was deleted and restarted is new, too, whatever its number is.
+        Raises CheckpointError if the folder publishes nothing or another run, StorageError if its source cannot be
+        read.
         """
         if self.source is not None:
             carry(self.source, place_of(self.folder))
-        word = published(self.folder)
-        if word.run != self.run:
+        current = read_current_or_raise(self.folder)
+        if current.run != self.run:
             raise CheckpointError(
-                f"{self.folder}: got a publication of run {word.run}, wanted run {self.run}, whose rows these are; "
-                "open the predictor again to take the other model"
+                f"{self.folder}: got a publication of run {current.run}, wanted run {self.run}, which has the "
+                "open rows; open the predictor again to take the other model"
             )
-        newest = word.bases[-1]
-        went_back = word.number <= self.number and word.tag != self.tag
-        return (newest if newest.folder != self.base or went_back else None), word
+        newest = current.bases[-1]
+        is_restarted = current.number <= self.number and current.tag != self.tag
+        return (newest if newest.folder != self.base or is_restarted else None), current
 
-    def next_change(self, tables: Sequence[Table], dense: dict[str, Tensor]) -> ChangeSet:
-        """The change that applies to what the predictor has, checked against its network; nothing of it is applied.
+    def next_change(self, tables: Sequence[Table], dense: dict[str, Tensor]) -> Delta:
+        """Read the next delta and check it against the predictor's network, without applying it.
 
-        Raises StorageError, CorruptionError, CheckpointError naming what is wrong with it.
+        Raises StorageError, CorruptionError, CheckpointError that names the problem.
         """
-        change = read_change(self.folder, self.number + 1)
-        header = change.header
+        delta = read_delta(self.folder, self.number + 1)
+        header = delta.header
         path = f"{self.folder}: change {self.number + 1}"
         if (header.run, header.number, header.before) != (self.run, self.number + 1, self.tag):
             raise CheckpointError(
@@ -316,44 +343,45 @@ class Following:
                 f"{self.run} "
                 f"and checkpoint {self.tag}: it is another publication's. Publish to a folder of its own"
             )
-        got = [(len(c.ids), tuple(c.weights.shape), str(c.weights.dtype)) for c in change.tables]
-        wanted = [
+        shapes = [(len(c.ids), tuple(c.weights.shape), str(c.weights.dtype)) for c in delta.tables]
+        wanted_shapes = [
             (count, (count, table.width), f"torch.{table.dtype}")
-            for (count, _, _), table in zip(got, tables, strict=False)
+            for (count, _, _), table in zip(shapes, tables, strict=False)
         ]
         if (
-            len(got) != len(tables)
-            or got != wanted
-            or not all(map(_are_ids_inside, change.tables, tables))
-            or _shapes(change.dense) != _shapes(dense)
+            len(shapes) != len(tables)
+            or shapes != wanted_shapes
+            or not all(map(_are_ids_valid, delta.tables, tables))
+            or _shapes(delta.dense) != _shapes(dense)
         ):
             raise CheckpointError(
                 f"{path}: got rows or weights of other shapes than this network's; it is another model's"
             )
-        return change
+        return delta
 
     def distrust(self) -> None:
-        """After damage of the base that is open: open it again at the next look, from a copy that is carried again
-        where the folder is one."""
+        """Mark the open base as damaged, so that the next `behind` opens it again, from a new copy of the source."""
         self.base = self.tag = ""
         if self.source is not None:
             distrust_copy(self.folder)
 
     def opened(self, base: Base) -> None:
+        """Record that the predictor has opened a base."""
         self.base, self.number, self.tag = base.folder, base.number, base.tag
 
-    def applied(self, change: ChangeSet) -> None:
-        self.number, self.tag = change.header.number, change.header.tag
+    def applied(self, delta: Delta) -> None:
+        """Record that the predictor has applied a delta."""
+        self.number, self.tag = delta.header.number, delta.header.tag
 
 
 def distrust_copy(folder: Path) -> None:
-    """After something damaged was read in a copy: let the next look carry again what the source has otherwise."""
+    """Delete the pointer of a damaged copy, so that the next `carry` copies files that differ from the source."""
     (folder / WORD).unlink(missing_ok=True)
 
 
-def _are_ids_inside(change: TableChange, table: Table) -> bool:
-    """Ascending ids are all in a vocabulary table if the first and the last are."""
-    ends = [ids[end] for ids in (change.ids, change.gone) if len(ids) for end in (0, -1)]
+def _are_ids_valid(delta: TableDelta, table: Table) -> bool:
+    """Return whether all ids are in the table. Ids ascend, so the first and the last decide."""
+    ends = [ids[end] for ids in (delta.ids, delta.gone) if len(ids) for end in (0, -1)]
     return table.rows is None or all(0 <= int(id) < table.rows for id in ends)
 
 
@@ -361,23 +389,23 @@ def _shapes(weights: dict[str, Tensor]) -> dict[str, tuple[tuple[int, ...], obje
     return {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
 
 
-def published(folder: Path) -> Published:
-    """Raises CheckpointError where nothing is published, CorruptionError."""
-    word = read_word(folder)
-    if word is None:
+def read_current_or_raise(folder: Path) -> CurrentPointer:
+    """Read the current pointer. Raises CheckpointError if nothing is published, CorruptionError."""
+    current = read_current(folder)
+    if current is None:
         raise CheckpointError(
             f"{folder} holds no publication; train with --set train.publish={folder}"
         )
-    return word
+    return current
 
 
-def newest_base(folder: Path) -> tuple[Path, Published]:
-    """An export that is there, and the word that names it. Raises StorageError where a base that is named is gone."""
-    for _ in range(TRIES):
-        word = published(folder)
-        place = folder_inside(folder, word.bases[-1].folder)
-        if (place / MODEL).exists():
-            return place, word
+def newest_base(folder: Path) -> tuple[Path, CurrentPointer]:
+    """Return the folder of the newest base, and the current pointer. Raises StorageError if the base is missing."""
+    for _ in range(MAX_ATTEMPTS):
+        current = read_current_or_raise(folder)
+        base_folder = folder_inside(folder, current.bases[-1].folder)
+        if (base_folder / MODEL).exists():
+            return base_folder, current
     raise StorageError(
-        f"{place}: missing, but {folder} names it; let the run publish to another folder"
+        f"{base_folder}: missing, but {folder} names it; let the run publish to another folder"
     )

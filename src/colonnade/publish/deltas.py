@@ -1,15 +1,14 @@
-"""Publication of a run for predictors: a folder with one base and what each later checkpoint changed of it, written and
-followed.
+"""Delta publishing: a run publishes one full export and then a delta for each checkpoint, which predictors apply.
 
-PUBLISHED/published.json                   the word: written last, each time; what it does not name is not there
-PUBLISHED/base-<number>-<tag>/             an export (export.py) of the checkpoint that change <number> led to
-PUBLISHED/change-<number>                  rows and dense weights that one checkpoint has and the one before has not
+PUBLISHED/published.json                   current pointer: written last, each time; lists all valid files
+PUBLISHED/base-<number>-<tag>/             base: an export (export.py) of the checkpoint after delta <number>
+PUBLISHED/change-<number>                  delta: rows and dense weights that differ from the previous checkpoint
 
-A change is a checked file (store/durable.py) of safetensors: `rows/<table>/ids` (N,) int64, `rows/<table>/weights`
-(N, width), `rows/<table>/gone` (G,) int64, `dense/<name>`; its metadata names the checkpoints between which it leads.
-Only
-what was saved is published, so a run that is killed and goes on never takes anything back, and nothing is told
-twice. Legend: N rows that changed, G rows that are gone.
+A delta is a safetensors file with a checksum (store/durable.py): `rows/<table>/ids` (N,) int64, `rows/<table>/weights`
+(N, width), `rows/<table>/gone` (G,) int64, `dense/<name>`. Its metadata has the tags of the checkpoints before and
+after it. Only saved checkpoints are published. So a run that is killed and resumed never retracts or repeats a delta.
+
+Legend: N changed rows, G deleted rows.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from colonnade.checkpoint.header import header_path, read_header
 from colonnade.checkpoint.states import load_state
-from colonnade.checkpoint.stores import holders
+from colonnade.checkpoint.stores import find_row_folders
 from colonnade.errors import (
     CheckpointError,
     ColonnadeError,
@@ -38,7 +37,7 @@ from colonnade.errors import (
     CorruptionError,
 )
 from colonnade.formats import stamp
-from colonnade.publish.export import check_dense, check_rows, export_run
+from colonnade.publish.export import check_dense_finite, check_rows_finite, export_run
 from colonnade.publish.exported import Count, verify_export
 from colonnade.store.difference import Difference, Incomparable, difference
 from colonnade.store.disk import Disk
@@ -49,14 +48,14 @@ from colonnade.table import ITEM_BYTES
 
 FORMAT = "colonnade publication"
 WORD = "published.json"
-LEAST_BYTES = 1 << 20  # changes smaller than this together are never worth another base
+MIN_BYTES_FOR_BASE = 1 << 20  # of all deltas together, below which a new base is not worth its cost
 REMEDY = "remove the publication's folder, and let the run publish a new one"
-OLD_BASES = 1  # that stay beside the newest: somebody may be reading one
+NUM_OLD_BASES = 1  # kept in addition to the newest, for predictors that still read them
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A whole export, and the number of the change that led to its checkpoint."""
+    """Full export, and the number of the last delta that it includes."""
 
     __pydantic_config__ = STRICT
 
@@ -67,40 +66,40 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """What a publication's word says."""
+class CurrentPointer:
+    """Content of published.json: the current base and delta of a publication."""
 
     __pydantic_config__ = STRICT
 
     run: str
     number: Count
-    """Of the newest change, or base."""
+    """Number of the newest delta or base."""
     step: Count
     tag: str
-    """Of the newest checkpoint."""
+    """Tag of the newest published checkpoint."""
     bases: tuple[Base, ...]
-    """Ascending numbers; the last is the newest."""
+    """Bases in ascending order of numbers; the last is the newest."""
     change_bytes: Count
-    """Of all changes since the newest base."""
+    """Total size of the deltas since the newest base."""
 
 
 @dataclass(frozen=True, slots=True)
-class ChangeHeader:
-    """Checkpoints between which a change leads, as its file says."""
+class DeltaHeader:
+    """Metadata of a delta: the checkpoints before and after it."""
 
     __pydantic_config__ = STRICT
 
     run: str
     number: Count
     before: str
-    """Tag of the checkpoint it applies to."""
+    """Tag of the checkpoint that the delta applies to."""
     tag: str
     step: Count
 
 
 @dataclass(frozen=True, slots=True)
-class TableChange:
-    """Of one table: ids (N,) and weights (N, width) of rows that are new or have changed, gone (G,) ids."""
+class TableDelta:
+    """Delta of one table: ids (N,) and weights (N, width) of new or changed rows, ids (G,) of deleted rows."""
 
     ids: Tensor
     weights: Tensor
@@ -108,205 +107,241 @@ class TableChange:
 
 
 @dataclass(frozen=True, slots=True)
-class ChangeSet:
-    """From one checkpoint to a later one."""
+class Delta:
+    """Changes from one checkpoint to a later one."""
 
-    header: ChangeHeader
-    tables: tuple[TableChange, ...]
+    header: DeltaHeader
+    tables: tuple[TableDelta, ...]
     dense: dict[str, Tensor]
 
 
-class Publication:
-    """Rank 0's writer. A failure is said and made up for at the next checkpoint; the run's checkpoints do not depend
-    on it."""
+class DeltaPublisher:
+    """Publisher of a run's checkpoints as deltas, on rank 0.
+
+    A failure is printed, and the next checkpoint publishes the missing changes. The run's checkpoints do not depend on
+    it.
+    """
 
     def __init__(
         self, run_folder: Path, folder: Path, disk: Disk, *, only_best: bool = True
     ) -> None:
-        """only_best: where a validation part chooses, checkpoints that are not the best so far are left out."""
+        """only_best: publish only checkpoints with the best validation score so far, if there is a validation part."""
         self.run_folder, self.folder, self.disk = run_folder, folder, disk
         self.only_best = only_best
         self.problem: ColonnadeError | OSError | None = None  # of the newest checkpoint
 
-    def send(self, step: int, kept: Sequence[int], say: Callable[[str], None]) -> None:
-        """Publish the checkpoint of `step`, which is there, as the one that was published last may still be."""
+    def send(self, step: int, retained: Sequence[int], print_line: Callable[[str], None]) -> None:
+        """Publish the saved checkpoint of `step`. The delta needs the previously published checkpoint to exist, too."""
         try:
             header = read_header(self.run_folder, step)
             best = header.get("best_step")
             if self.only_best and best is not None and best != step:
                 step, header = best, read_header(self.run_folder, best)
-            self._send(step, header)
+            self._publish_step(step, header)
             self.problem = None
         except (ColonnadeError, OSError) as error:
             self.problem = error
-            say(
+            print_line(
                 f"{self.folder}: could not publish step {step}: {error}. Training goes on; the next "
-                f"checkpoint makes it up"
+                "checkpoint publishes it"
             )
 
     def close(self) -> None:
-        """Raises StorageError if the newest checkpoint was not published."""
+        """Raise StorageError if the newest checkpoint was not published."""
         if self.problem is not None:
             raise self.problem
 
-    def _send(self, step: int, header: Mapping[str, Any]) -> None:
+    def _publish_step(self, step: int, header: Mapping[str, Any]) -> None:
+        """Publish a step as a delta, or as a new base if the difference is unknown or deltas are large."""
         self.disk.make_dir(self.folder)
-        word, tag = read_word(self.folder), tag_of(self.run_folder, step)
-        if word is None:
-            self._write(self._with_base(Published(header["run"], 0, step, tag, (), 0)))
+        current, tag = read_current(self.folder), checkpoint_tag(self.run_folder, step)
+        if current is None:
+            self._write_current(self._with_base(CurrentPointer(header["run"], 0, step, tag, (), 0)))
             return
-        check_owner(self.folder, word, header["run"])
-        if word.tag == tag:
+        check_publication_owner(self.folder, current, header["run"])
+        if current.tag == tag:
             return
-        number = word.number + 1
+        next_number = current.number + 1
         try:
-            content = change_bytes(self.run_folder, word, step, header, number, tag)
-        except (
-            Incomparable,
-            CheckpointError,
-        ):  # gone, or laid out otherwise: nothing tells what changed
-            self._write(self._with_base(Published(word.run, number, step, tag, word.bases, 0)))
+            delta = build_delta(self.run_folder, current, step, header, next_number, tag)
+        except (Incomparable, CheckpointError):
+            # The previous checkpoint is deleted or has other shardings, so the difference is unknown.
+            self._write_current(
+                self._with_base(
+                    CurrentPointer(current.run, next_number, step, tag, current.bases, 0)
+                )
+            )
             return
-        write_durably(self.disk, self.folder / change_name(number), content)
-        grown = word.change_bytes + len(content)
-        said = Published(word.run, number, step, tag, word.bases, grown)
+        write_durably(self.disk, self.folder / delta_file_name(next_number), delta)
+        total_delta_bytes = current.change_bytes + len(delta)
+        updated = CurrentPointer(
+            current.run, next_number, step, tag, current.bases, total_delta_bytes
+        )
         try:
-            if grown > max(LEAST_BYTES, word.bases[-1].num_bytes):
-                said = self._with_base(said)
-        finally:  # where there is no room for a base, the change alone still says it
-            self._write(said)
+            if total_delta_bytes > max(MIN_BYTES_FOR_BASE, current.bases[-1].num_bytes):
+                updated = self._with_base(updated)
+        finally:  # without space for a base, the delta alone is still valid
+            self._write_current(updated)
 
-    def _with_base(self, said: Published) -> Published:
-        name = f"base-{said.number:012d}-{said.tag}"
+    def _with_base(self, current: CurrentPointer) -> CurrentPointer:
+        """Export the current checkpoint as a base; return the pointer with it."""
+        name = f"base-{current.number:012d}-{current.tag}"
         if not (self.folder / name).exists():
-            export_run(self.run_folder, self.folder / name, at=said.step)
+            export_run(self.run_folder, self.folder / name, at=current.step)
         size = sum(path.stat().st_size for path in (self.folder / name).iterdir())
-        bases = (*said.bases, Base(name, said.number, said.tag, size))[-1 - OLD_BASES :]
-        return Published(said.run, said.number, said.step, said.tag, bases, 0)
+        bases = (*current.bases, Base(name, current.number, current.tag, size))[
+            -1 - NUM_OLD_BASES :
+        ]
+        return CurrentPointer(current.run, current.number, current.step, current.tag, bases, 0)
 
-    def _write(self, said: Published) -> None:
-        """The word, and then nothing that it does not need."""
-        fields = {**stamp(FORMAT), **asdict(said)}
+    def _write_current(self, current: CurrentPointer) -> None:
+        """Write the current pointer, then delete bases and deltas that it does not need."""
+        fields = {**stamp(FORMAT), **asdict(current)}
         write_durably(self.disk, self.folder / WORD, json.dumps(fields, indent=2).encode())
-        kept = {base.folder for base in said.bases}
+        base_folders = {base.folder for base in current.bases}
         for path in self.folder.iterdir():
-            kind, _, rest = path.name.partition("-")
-            is_torn = kind == ".base"  # an export whose writer was killed
-            if is_torn or (kind == "base" and path.name not in kept):
+            kind, _, suffix = path.name.partition("-")
+            is_torn = kind == ".base"  # incomplete export of a killed writer
+            if is_torn or (kind == "base" and path.name not in base_folders):
                 shutil.rmtree(path, ignore_errors=True)
-            elif kind == "change" and rest.isdigit() and int(rest) <= said.bases[0].number:
+            elif kind == "change" and suffix.isdigit() and int(suffix) <= current.bases[0].number:
                 self.disk.unlink(path)
 
 
-def change_bytes(
-    run_folder: Path, word: Published, step: int, header: Mapping[str, Any], number: int, tag: str
-) -> bytes:
-    """A change's file: from the checkpoint that the word names to that of `step`. Raises Incomparable, CheckpointError
-    where nothing tells what changed between the two, NonFiniteError for weights that are NaN or inf."""
-    if word.step >= step or tag_of(run_folder, word.step) != word.tag:
-        raise CheckpointError(
-            f"{run_folder} has no checkpoint of step {word.step} as it was published"
-        )
-    earlier = read_header(run_folder, word.step)
-    for name in ("shardings", "num_ranks", "model"):
-        if earlier.get(name) != header.get(name):
-            raise Incomparable(f"{run_folder}: {name} changed after step {word.step}")
-    tensors: dict[str, Tensor] = {}
-    for t, of_table in enumerate(header["model"]["tables"].values()):
-        change = _table_change(run_folder, header, t, of_table, word.step, step)
-        check_rows(list(header["model"]["tables"])[t], change.ids, change.weights)
-        tensors[f"rows/{t}/ids"], tensors[f"rows/{t}/gone"] = change.ids, change.gone
-        tensors[f"rows/{t}/weights"] = change.weights
-    place = run_folder / "checkpoints" / f"{step:012d}" / "dense"
-    dense = load_state(place, header["run"])["model"]
-    check_dense(dense)
-    for name, value in dense.items():
-        tensors[f"dense/{name}"] = value.contiguous().clone()
-    said = ChangeHeader(word.run, number, word.tag, tag, step)
-    return save(tensors, metadata={"change": json.dumps(asdict(said))})
-
-
-def _table_change(
+def build_delta(
     run_folder: Path,
+    current: CurrentPointer,
+    step: int,
     header: Mapping[str, Any],
     number: int,
-    of_table: Mapping[str, Any],
-    earlier: int,
-    later: int,
-) -> TableChange:
-    dtype = of_table["dtype"].split()[0]
-    dims = of_table["dim"]
-    width = sum(dims.values()) if isinstance(dims, Mapping) else dims
-    found: list[tuple[tuple[int, int], Difference]] = []
-    for columns, places in holders(header, number):
-        first, last = columns or (0, width)
-        for place in places:
-            each = difference(run_folder / "rows" / place, earlier, later)
-            found.append(((first, last), each))
-    slices = sorted({columns for columns, _ in found})
-    joined = [_joined([each for at, each in found if at == columns]) for columns in slices]
-    ids, gone = joined[0].ids, joined[0].gone
-    if any(not np.array_equal(each.ids, ids) for each in joined):
-        raise Incomparable(
-            f"{run_folder}: slices of table {number} changed other rows than its first"
+    tag: str,
+) -> bytes:
+    """Build the file of a delta from the currently published checkpoint to that of `step`.
+
+    Raises Incomparable, CheckpointError if the difference between the two is unknown, NonFiniteError for weights that
+    are NaN or inf.
+    """
+    if current.step >= step or checkpoint_tag(run_folder, current.step) != current.tag:
+        raise CheckpointError(
+            f"{run_folder} has no checkpoint of step {current.step} as it was published"
         )
-    item = ITEM_BYTES[dtype]
-    rows = [each.records[:, : (b - a) * item] for (a, b), each in zip(slices, joined, strict=True)]
+    previous_header = read_header(run_folder, current.step)
+    for name in ("shardings", "num_ranks", "model"):
+        if previous_header.get(name) != header.get(name):
+            raise Incomparable(f"{run_folder}: {name} changed after step {current.step}")
+    tensors: dict[str, Tensor] = {}
+    for table_index, table_header in enumerate(header["model"]["tables"].values()):
+        delta = _build_table_delta(
+            run_folder, header, table_index, table_header, current.step, step
+        )
+        check_rows_finite(list(header["model"]["tables"])[table_index], delta.ids, delta.weights)
+        tensors[f"rows/{table_index}/ids"], tensors[f"rows/{table_index}/gone"] = (
+            delta.ids,
+            delta.gone,
+        )
+        tensors[f"rows/{table_index}/weights"] = delta.weights
+    dense_path = run_folder / "checkpoints" / f"{step:012d}" / "dense"
+    dense = load_state(dense_path, header["run"])["model"]
+    check_dense_finite(dense)
+    for name, value in dense.items():
+        tensors[f"dense/{name}"] = value.contiguous().clone()
+    delta_header = DeltaHeader(current.run, number, current.tag, tag, step)
+    return save(tensors, metadata={"change": json.dumps(asdict(delta_header))})
+
+
+def _build_table_delta(
+    run_folder: Path,
+    header: Mapping[str, Any],
+    table_index: int,
+    table_header: Mapping[str, Any],
+    earlier_step: int,
+    later_step: int,
+) -> TableDelta:
+    """Compute the difference of a table between two steps, from the manifests of its stores."""
+    dtype = table_header["dtype"].split()[0]
+    dims = table_header["dim"]
+    width = sum(dims.values()) if isinstance(dims, Mapping) else dims
+    differences: list[tuple[tuple[int, int], Difference]] = []
+    for columns, paths in find_row_folders(header, table_index):
+        first, last = columns or (0, width)
+        for path in paths:
+            part = difference(run_folder / "rows" / path, earlier_step, later_step)
+            differences.append(((first, last), part))
+    slices = sorted({columns for columns, _ in differences})
+    merged = [
+        _merge_differences([part for part_columns, part in differences if part_columns == columns])
+        for columns in slices
+    ]
+    ids, gone = merged[0].ids, merged[0].gone
+    if any(not np.array_equal(part.ids, ids) for part in merged):
+        raise Incomparable(
+            f"{run_folder}: slices of table {table_index} changed other rows than its first"
+        )
+    item_bytes = ITEM_BYTES[dtype]
+    rows = [
+        part.records[:, : (b - a) * item_bytes] for (a, b), part in zip(slices, merged, strict=True)
+    ]
     weights = torch.from_numpy(np.ascontiguousarray(np.concatenate(rows, axis=1)))
     shaped = weights.view(getattr(torch, dtype)).view(len(ids), width)
-    return TableChange(torch.from_numpy(ids), shaped, torch.from_numpy(gone))
+    return TableDelta(torch.from_numpy(ids), shaped, torch.from_numpy(gone))
 
 
-def _joined(parts: list[Difference]) -> Difference:
-    """Of stores that have different rows of one table: ids ascending."""
-    ids = np.concatenate([each.ids for each in parts])
+def _merge_differences(parts: list[Difference]) -> Difference:
+    """Merge the differences of stores with different rows of one table; ids ascending."""
+    ids = np.concatenate([part.ids for part in parts])
     order = ids.argsort(kind="stable")
-    records = np.concatenate([each.records for each in parts])[order]
-    return Difference(ids[order], records, np.sort(np.concatenate([each.gone for each in parts])))
+    records = np.concatenate([part.records for part in parts])[order]
+    return Difference(ids[order], records, np.sort(np.concatenate([part.gone for part in parts])))
 
 
-def read_word(folder: Path) -> Published | None:
-    """None where nothing is published. Raises CorruptionError, CheckpointError for another version."""
+def read_current(folder: Path) -> CurrentPointer | None:
+    """Read the current pointer of a publication; None if nothing is published.
+
+    Raises CorruptionError, CheckpointError for another version.
+    """
     path = folder / WORD
     if not path.exists():
         return None
-    return parse_word(_whole(path), path)
+    return parse_current(_read_checked(path), path)
 
 
-def parse_word(content: bytes, path: Path) -> Published:
-    """Of the word's content, which lies at `path`. Raises CheckpointError for another version, CorruptionError for
-    anything that is no publication's word."""
-    said = parse_stamped(Published, content, path, FORMAT, REMEDY)
-    if not said.bases:
+def parse_current(content: bytes, path: Path) -> CurrentPointer:
+    """Parse the content of published.json at `path`.
+
+    Raises CheckpointError for another version, CorruptionError for any other content.
+    """
+    current = parse_stamped(CurrentPointer, content, path, FORMAT, REMEDY)
+    if not current.bases:
         raise CorruptionError(f"{path}: got a publication without a base; {REMEDY}")
-    return said
+    return current
 
 
-def check_owner(folder: Path, word: Published, run: str) -> None:
-    """Raises ConfigError where the folder is another run's."""
-    if word.run != run:
+def check_publication_owner(folder: Path, current: CurrentPointer, run: str) -> None:
+    """Raise ConfigError if the folder is another run's."""
+    if current.run != run:
         raise ConfigError(
-            f"{folder} publishes run {word.run}, this is run {run}; give train.publish (or a predictor's copy) a "
+            f"{folder} publishes run {current.run}, this is run {run}; give train.publish (or a predictor's copy) a "
             "folder of its own"
         )
 
 
-def change_name(number: int) -> str:
+def delta_file_name(number: int) -> str:
+    """Return the file name of a delta."""
     return f"change-{number:012d}"
 
 
-def read_change(folder: Path, number: int) -> ChangeSet:
-    """Raises StorageError where it is not there, CorruptionError where a byte differs or it is no change."""
-    path = folder / change_name(number)
-    content = _whole(path)
+def read_delta(folder: Path, number: int) -> Delta:
+    """Read and check a delta. Raises StorageError if it is missing, CorruptionError if it is damaged or no delta."""
+    path = folder / delta_file_name(number)
+    content = _read_checked(path)
     try:
         end = 8 + int.from_bytes(content[:8], "little")
         text = str(json.loads(content[8:end])["__metadata__"]["change"])
         tensors = load(content)
-        tables: list[TableChange] = []
+        tables: list[TableDelta] = []
         while f"rows/{len(tables)}/gone" in tensors:
             names = (f"rows/{len(tables)}/{part}" for part in ("ids", "weights", "gone"))
-            tables.append(TableChange(*(tensors.pop(name) for name in names)))
+            tables.append(TableDelta(*(tensors.pop(name) for name in names)))
         for table in tables:
             _check_ids(table.ids)
             _check_ids(table.gone)
@@ -322,8 +357,8 @@ def read_change(folder: Path, number: int) -> ChangeSet:
         raise CorruptionError(
             f"{path}: got a file that is no change of a publication ({' '.join(str(error).split())}); {REMEDY}"
         ) from None
-    header = parse_json(ChangeHeader, text.encode(), path, REMEDY)
-    return ChangeSet(header, tuple(tables), dense)
+    header = parse_json(DeltaHeader, text.encode(), path, REMEDY)
+    return Delta(header, tuple(tables), dense)
 
 
 def _check_ids(ids: Tensor) -> None:
@@ -332,32 +367,33 @@ def _check_ids(ids: Tensor) -> None:
 
 
 def verify_publication(folder: Path) -> Iterator[Verified]:
-    """Read every byte that followers of the newest base need and yield each file. Raises CheckpointError,
-    CorruptionError, StorageError where the word or a base's model.json cannot be read."""
-    word = read_word(folder)
-    if word is None:
+    """Read every byte that subscribers of the newest base need, and yield each file.
+
+    Raises CheckpointError, CorruptionError, StorageError if published.json or a base's model.json cannot be read.
+    """
+    current = read_current(folder)
+    if current is None:
         raise CheckpointError(f"{folder} holds no publication")
     yield verify_file(folder / WORD, lambda: None)
-    yield from verify_export(folder_inside(folder, word.bases[-1].folder))
-    for number in range(word.bases[-1].number + 1, word.number + 1):
-        yield verify_file(folder / change_name(number), partial(read_change, folder, number))
+    yield from verify_export(folder_inside(folder, current.bases[-1].folder))
+    for number in range(current.bases[-1].number + 1, current.number + 1):
+        yield verify_file(folder / delta_file_name(number), partial(read_delta, folder, number))
 
 
-def _whole(path: Path) -> bytes:
-    """Of a file of a publication. Raises CorruptionError, StorageError."""
+def _read_checked(path: Path) -> bytes:
+    """Read a file of a publication and check its checksum. Raises CorruptionError, StorageError."""
     try:
         return read_verified(path)
     except CorruptionError:
         raise CorruptionError(f"{path}: got a file that is torn or altered; {REMEDY}") from None
 
 
-def tag_of(run_folder: Path, step: int) -> str:
-    """What tells a checkpoint from every other, of this run or of another one. Raises CheckpointError where it is
-    gone."""
-    return hashlib.blake2b(_content(run_folder, step), digest_size=8).hexdigest()
+def checkpoint_tag(run_folder: Path, step: int) -> str:
+    """Return the digest of a checkpoint's header, which identifies it among all runs. CheckpointError if missing."""
+    return hashlib.blake2b(_read_header_bytes(run_folder, step), digest_size=8).hexdigest()
 
 
-def _content(run_folder: Path, step: int) -> bytes:
+def _read_header_bytes(run_folder: Path, step: int) -> bytes:
     path = header_path(run_folder, step)
     if not path.exists():
         raise CheckpointError(f"{run_folder} has no checkpoint of step {step}")

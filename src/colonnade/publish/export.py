@@ -5,10 +5,10 @@ DESTINATION/model.json                    config, schema of the data, tables, fe
 DESTINATION/dense.safetensors             the dense network's state_dict
 DESTINATION/rows-<table number>.safetensors   ids (N,) int64 ascending; weights (N, width) of the table's dtype
 
-Rows that were never trained are not there: their value follows from the seed (`Table`). Legend: N trained rows.
+Untrained rows are not exported: their value follows from the seed (`Table`). Legend: N trained rows.
 
-run/serving/<step>-<tag>-v<version>/     an export for predictors, written once; the tag tells checkpoints of one step
-apart
+run/serving/<step>-<tag>-v<version>/     an export for predictors, written once; the tag distinguishes checkpoints of
+                                         the same step
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from colonnade.checkpoint.stores import open_recorded_stores
 from colonnade.config.run import load_config
 from colonnade.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
 from colonnade.formats import VERSIONS
-from colonnade.publish.exported import DENSE, FORMAT, MODEL, model_bytes
+from colonnade.publish.exported import DENSE, FORMAT, MODEL, serialize_model_json
 from colonnade.store.checksums import compute_checksums
 from colonnade.store.contract import RowBatch
 from colonnade.store.disk import Disk, storage_error
@@ -44,7 +44,7 @@ from colonnade.store.row_file import DTYPES
 from colonnade.store.table_shards import Joined
 from colonnade.table import ITEM_BYTES
 
-GO_BACK = (
+REMEDY_NON_FINITE = (
     "Export an older checkpoint (--at STEP), and train on from there with a smaller learning rate"
 )
 
@@ -52,44 +52,44 @@ GO_BACK = (
 def export_run(
     run_folder: Path | str, destination: Path | str, *, at: int | str | None = None
 ) -> dict[str, Any]:
-    """Write a checkpoint of a run, made by any number of ranks, to a new folder; returns what model.json says.
+    """Export a checkpoint of a run, saved by any number of ranks, to a new folder; return the content of model.json.
 
-    `at`: a saved step, "best", "last" or None: the best where a validation part chose one, else the last.
-    Needs neither the data nor the model's code, and memory for the ids of one table (16 bytes per row), not for its
-    weights. All or nothing: the folder appears when it is whole. Raises CheckpointError without such a checkpoint,
-    ConfigError where the destination exists, NonFiniteError for NaN or inf among the weights, StorageError for a disk
-    that fails.
+    at: a saved step, "best", "last" or None: the best by the validation part if there is one, else the last.
+    Needs neither the data nor the model's code. Needs memory for the ids of one table (16 bytes per row), not for its
+    weights. The folder appears when it is complete. Raises CheckpointError without such a checkpoint, ConfigError if
+    the destination exists, NonFiniteError for NaN or inf among the weights, StorageError for a failing disk.
     """
     run_folder, destination = Path(run_folder), Path(destination)
     step = resolve(run_folder, at)
     if destination.exists():
         raise ConfigError(f"{destination} exists; give a folder that does not, or remove this one")
     destination.parent.mkdir(parents=True, exist_ok=True)
-    place = destination.with_name(f".{destination.name}.{os.getpid()}.tmp")
+    temporary = destination.with_name(f".{destination.name}.{os.getpid()}.tmp")
     try:
-        place.mkdir()
-        model = _write(run_folder, step, place)
-        for path in [*place.iterdir(), place]:
-            _sync(path)
-        os.rename(place, destination)
+        temporary.mkdir()
+        model = _write_export(run_folder, step, temporary)
+        for path in [*temporary.iterdir(), temporary]:
+            _sync_to_disk(path)
+        os.rename(temporary, destination)
         Disk().sync_dir(destination.parent)
     except OSError as error:
         if isinstance(error, StorageError):
             raise
         raise storage_error(error, "write", destination) from error
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return model
 
 
-def _write(run_folder: Path, step: int, place: Path) -> dict[str, Any]:
+def _write_export(run_folder: Path, step: int, folder: Path) -> dict[str, Any]:
+    """Write all files of an export into `folder`; return the content of model.json."""
     header = read_checkpoint(run_folder, step)
-    config = run_folder / "config.yaml"
+    config_path = run_folder / "config.yaml"
     model: dict[str, Any] = {
         "colonnade": __version__,
         "run": header["run"],
         "step": step,
-        "config": load_config(config).model_dump() if config.exists() else None,
+        "config": load_config(config_path).model_dump() if config_path.exists() else None,
         "schema": header.get("schema"),
         "features": [
             {"name": name, "table": table, "pooling": pooling}
@@ -97,11 +97,11 @@ def _write(run_folder: Path, step: int, place: Path) -> dict[str, Any]:
         ],
         "tables": [],
     }
-    for number, (name, said) in enumerate(header["model"]["tables"].items()):
-        stores = open_recorded_stores(run_folder, header, number)
-        table = _table(number, name, said)
+    for table_index, (name, table_header) in enumerate(header["model"]["tables"].items()):
+        stores = open_recorded_stores(run_folder, header, table_index)
+        table = _build_table_entry(table_index, name, table_header)
         try:
-            table["count"] = write_rows(place / table["file"], stores, table, header["run"], step)
+            table["count"] = write_rows(folder / table["file"], stores, table, header["run"], step)
         finally:
             for store in stores:
                 store.close()
@@ -109,39 +109,43 @@ def _write(run_folder: Path, step: int, place: Path) -> dict[str, Any]:
     dense = load_state(run_folder / "checkpoints" / f"{step:012d}" / "dense", header["run"])[
         "model"
     ]
-    check_dense(dense)
-    # Not safetensors' own file: only its owner may read that, and a full disk is no OSError there.
-    said = {"format": "pt", "checkpoint": f"{header['run']}@{step}"}
-    content = save({k: v.contiguous().clone() for k, v in dense.items()}, metadata=said)
-    (place / DENSE).write_bytes(content)
+    check_dense_finite(dense)
+    # Not safetensors' save_file: its file is readable by the owner only, and a full disk raises no OSError.
+    metadata = {"format": "pt", "checkpoint": f"{header['run']}@{step}"}
+    content = save({k: v.contiguous().clone() for k, v in dense.items()}, metadata=metadata)
+    (folder / DENSE).write_bytes(content)
     names = [DENSE, *(table["file"] for table in model["tables"])]
-    model["files"] = {name: asdict(compute_checksums(place / name)) for name in names}
-    text = model_bytes(model)
-    (place / MODEL).write_bytes(text)
+    model["files"] = {name: asdict(compute_checksums(folder / name)) for name in names}
+    text = serialize_model_json(model)
+    (folder / MODEL).write_bytes(text)
     return json.loads(text)
 
 
-def check_dense(weights: dict[str, Tensor]) -> None:
-    """Raises NonFiniteError naming a weight that is NaN or inf."""
+def check_dense_finite(weights: dict[str, Tensor]) -> None:
+    """Raise NonFiniteError that names a dense weight with NaN or inf."""
     for name, value in weights.items():
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise NonFiniteError(
-                f"dense weights {name}: got NaN or inf, which scores nothing. {GO_BACK}"
+                f"dense weights {name}: got NaN or inf, which scores nothing. {REMEDY_NON_FINITE}"
             )
 
 
-def check_rows(table: str, ids: Tensor, weights: Tensor) -> None:
-    """Raises NonFiniteError naming table and id of a row that is NaN or inf."""
+def check_rows_finite(table: str, ids: Tensor, weights: Tensor) -> None:
+    """Raise NonFiniteError that names the table and id of a row with NaN or inf."""
     is_finite = torch.isfinite(weights).all(dim=1)
     if not bool(is_finite.all()):
         row = int((~is_finite).to(torch.uint8).argmax())
         raise NonFiniteError(
-            f"table {table!r}: got NaN or inf in the row of id {int(ids[row])}, which scores nothing. {GO_BACK}"
+            f"table {table!r}: got NaN or inf in the row of id {int(ids[row])}, which scores nothing. "
+            f"{REMEDY_NON_FINITE}"
         )
 
 
-def _table(number: int, name: str, said: dict[str, Any]) -> dict[str, Any]:
-    dims = said["dim"] if isinstance(said["dim"], dict) else {"": said["dim"]}
+def _build_table_entry(number: int, name: str, table_header: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry of a table in model.json, without its row count."""
+    dims = (
+        table_header["dim"] if isinstance(table_header["dim"], dict) else {"": table_header["dim"]}
+    )
     parts, column = [], 0
     for part, dim in dims.items():
         parts.append({"name": part, "column": column, "dim": dim})
@@ -150,10 +154,10 @@ def _table(number: int, name: str, said: dict[str, Any]) -> dict[str, Any]:
         "number": number,
         "name": name,
         "dim": column,  # of a whole row: the parts' side by side
-        "rows": said["rows"],
+        "rows": table_header["rows"],
         "parts": parts,
-        "dtype": said["dtype"].split()[0],
-        "optimizer": said["optimizer"],
+        "dtype": table_header["dtype"].split()[0],
+        "optimizer": table_header["optimizer"],
         "file": f"rows-{number}.safetensors",
     }
 
@@ -161,37 +165,37 @@ def _table(number: int, name: str, said: dict[str, Any]) -> dict[str, Any]:
 def write_rows(
     path: Path, stores: Sequence[LogBacking | Joined], table: dict[str, Any], run: str, step: int
 ) -> int:
-    """Every live row of one table's shards, ids ascending; returns how many. Raises NonFiniteError.
+    """Write every live row of one table's shards, ids ascending; return their number. Raises NonFiniteError.
 
-    Two scans: the first finds each row's place, the second puts it there through a memory map.
+    Scans twice: the first scan sorts ids, the second copies rows to their positions through a memory map.
     """
     width, dtype = table["dim"], table["dtype"]
     row_bytes = width * ITEM_BYTES[dtype]
     ids = np.empty(sum(len(store) for store in stores), np.int64)
     start = 0
-    for batch in _scan(stores):
+    for batch in _scan_all(stores):
         ids[start : start + len(batch.ids)] = batch.ids.numpy()
         start += len(batch.ids)
     ids.sort()
     shapes = {"ids": ("I64", [len(ids)]), "weights": (DTYPES[dtype], [len(ids), width])}
-    # So that no two tables' files begin alike: one in the other's place is noticed when it is opened.
-    said = {"format": "pt", "table": table["name"], "checkpoint": f"{run}@{step}"}
-    begin = _write_header(path, said, shapes, [ids.nbytes, len(ids) * row_bytes])
+    # Metadata differs between tables, so that swapped files are detected when they are opened.
+    metadata = {"format": "pt", "table": table["name"], "checkpoint": f"{run}@{step}"}
+    data_offset = _write_header(path, metadata, shapes, [ids.nbytes, len(ids) * row_bytes])
     if not len(ids):
         return 0
-    out = np.memmap(path, np.uint8, "r+", offset=begin)
-    out[: ids.nbytes] = ids.view(np.uint8)
-    weights = out[ids.nbytes :].reshape(len(ids), row_bytes)
-    for batch in _scan(stores):
-        places = np.searchsorted(ids, batch.ids.numpy())
+    mapped = np.memmap(path, np.uint8, "r+", offset=data_offset)
+    mapped[: ids.nbytes] = ids.view(np.uint8)
+    weights = mapped[ids.nbytes :].reshape(len(ids), row_bytes)
+    for batch in _scan_all(stores):
+        positions = np.searchsorted(ids, batch.ids.numpy())
         rows = batch.records[:, :row_bytes].contiguous()
-        check_rows(table["name"], batch.ids, rows.view(getattr(torch, dtype)))
-        weights[places] = rows.numpy()
-    out.flush()
+        check_rows_finite(table["name"], batch.ids, rows.view(getattr(torch, dtype)))
+        weights[positions] = rows.numpy()
+    mapped.flush()
     return len(ids)
 
 
-def _scan(stores: Sequence[LogBacking | Joined]) -> Iterator[RowBatch]:
+def _scan_all(stores: Sequence[LogBacking | Joined]) -> Iterator[RowBatch]:
     for store in stores:
         yield from store.scan()
 
@@ -202,25 +206,29 @@ def _write_header(
     shapes: dict[str, tuple[str, list[int]]],
     num_bytes: list[int],
 ) -> int:
-    """A safetensors file with its space reserved and nothing but its header written; where the data begins."""
+    """Write the header of a safetensors file and reserve space for its data; return the offset of the data."""
     header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
+    data_bytes = 0
     for (name, (dtype, shape)), size in zip(shapes.items(), num_bytes, strict=True):
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
-        end += size
+        header[name] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [data_bytes, data_bytes + size],
+        }
+        data_bytes += size
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % 64)  # the data begins at a multiple of 64
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.flush()
-        begin = file.tell()
-        if end:
-            # Reserved now: a full disk is an error here, and a crash in the memory map.
-            os.posix_fallocate(file.fileno(), begin, end)
-    return begin
+        data_offset = file.tell()
+        if data_bytes:
+            # Reserve the space now: a full disk raises here, but would crash in the memory map.
+            os.posix_fallocate(file.fileno(), data_offset, data_bytes)
+    return data_offset
 
 
-def _sync(path: Path) -> None:
+def _sync_to_disk(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -233,9 +241,9 @@ ABANDONED_SECONDS = 3600.0
 
 
 def exported(path: Path, *, at: int | str | None = None) -> Path:
-    """`path` itself if it is an exported model; of a run folder the export of a checkpoint, made now if there is none.
+    """Return `path` if it is an export; for a run folder, the export of a checkpoint, which is written if missing.
 
-    Raises CheckpointError where it is neither, or has no such checkpoint.
+    Raises CheckpointError if it is neither, or has no such checkpoint.
     """
     if (path / MODEL).exists():
         if at is not None:
@@ -253,10 +261,8 @@ def exported(path: Path, *, at: int | str | None = None) -> Path:
             "train first, or give another folder"
         )
     step = resolve(path, at)
-    read_checkpoint(
-        path, step
-    )  # an export made before the checkpoint was damaged does not speak for it
-    destination = path / FOLDER / _name(path, step)
+    read_checkpoint(path, step)  # an export does not show whether its checkpoint was damaged later
+    destination = path / FOLDER / _export_name(path, step)
     if destination.is_dir():
         return destination
     try:
@@ -264,29 +270,33 @@ def exported(path: Path, *, at: int | str | None = None) -> Path:
     except (ConfigError, StorageError):
         if not destination.is_dir():  # else another process was faster
             raise
-    _drop_old(path)
+    _delete_obsolete_exports(path)
     return destination
 
 
-def _name(path: Path, step: int) -> str:
-    """A run that went back and trained again checkpoints the same step anew."""
+def _export_name(path: Path, step: int) -> str:
+    """Return the folder name of an export. The tag differs if a run was resumed earlier and saved the step again."""
     tag = (path / "checkpoints" / f"{step:012d}.json").stat().st_mtime_ns
     return f"{step}-{tag:x}-v{VERSIONS[FORMAT]}"
 
 
-def _drop_old(path: Path) -> None:
-    """Exports of checkpoints that are no more, and what killed ones left behind. Who has mapped one keeps it."""
-    current = {_name(path, step) for step in list_checkpoints(path)}
-    for place in (path / FOLDER).iterdir():
-        is_left = _is_abandoned(place) if place.name.startswith(".") else place.name not in current
-        if place.is_dir() and is_left:
-            shutil.rmtree(place, ignore_errors=True)
+def _delete_obsolete_exports(path: Path) -> None:
+    """Delete exports of deleted checkpoints and of killed writers. Processes with mapped files can still read them."""
+    current = {_export_name(path, step) for step in list_checkpoints(path)}
+    for export_folder in (path / FOLDER).iterdir():
+        is_obsolete = (
+            _is_abandoned(export_folder)
+            if export_folder.name.startswith(".")
+            else export_folder.name not in current
+        )
+        if export_folder.is_dir() and is_obsolete:
+            shutil.rmtree(export_folder, ignore_errors=True)
 
 
-def _is_abandoned(place: Path) -> bool:
-    """Nobody wrote there for an hour. A process number would not tell: another host may be writing."""
+def _is_abandoned(folder: Path) -> bool:
+    """Return whether a folder is unchanged for an hour. A process id does not help: another host may be writing."""
     try:
-        newest = max(each.stat().st_mtime for each in (place, *place.iterdir()))
-    except OSError:  # it went, or changes right now
+        newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except OSError:  # it is deleted or changes right now
         return False
     return time.time() - newest > ABANDONED_SECONDS

@@ -1,4 +1,4 @@
-"""Exports as they are read: model.json, which lists every file with its checksums, the dense weights and row files."""
+"""Reading of exports: model.json, which lists every file with checksums, dense weights and row files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Positive = Annotated[int, Field(gt=0)]
 
 @dataclass(frozen=True, slots=True)
 class ExportedPart:
-    """Some columns of a table."""
+    """Part of an exported table: some of its columns, with an optimizer of their own."""
 
     __pydantic_config__ = STRICT
 
@@ -52,7 +52,7 @@ class ExportedPart:
 
 @dataclass(frozen=True, slots=True)
 class ExportedTable:
-    """One table, and the file that holds its `count` trained rows."""
+    """Table of an export, with the file of its `count` trained rows."""
 
     __pydantic_config__ = STRICT
 
@@ -69,7 +69,7 @@ class ExportedTable:
 
 @dataclass(frozen=True, slots=True)
 class ExportedFeature:
-    """A column of ids, and the table it looks rows up in."""
+    """Feature: a column of ids, and the table for its lookups."""
 
     __pydantic_config__ = STRICT
 
@@ -85,7 +85,7 @@ class Export:
     __pydantic_config__ = STRICT
 
     colonnade: str
-    """Version that wrote it."""
+    """Version of Colonnade that wrote the export."""
     run: str
     step: Count
     config: dict[str, Any] | None
@@ -106,41 +106,43 @@ class Export:
         return [(table.file, self.files[table.file]) for table in self.tables]
 
 
-def model_bytes(fields: dict[str, Any]) -> bytes:
+def serialize_model_json(fields: dict[str, Any]) -> bytes:
     """Return the content of model.json, whose last field is the checksum of all bytes before it."""
-    said = {**stamp(FORMAT), **fields}
-    content = json.dumps(said, indent=2).encode().removesuffix(b"\n}")
+    stamped_fields = {**stamp(FORMAT), **fields}
+    content = json.dumps(stamped_fields, indent=2).encode().removesuffix(b"\n}")
     return content + LAST_LINES % _native.crc32c(np.frombuffer(content, np.uint8))
 
 
-def parse_model(content: bytes, path: Path) -> Export:
-    """Read an export's model.json, which lies at `path`.
+def parse_model_json(content: bytes, path: Path) -> Export:
+    """Parse the content of an export's model.json at `path`.
 
     Raises CheckpointError where it is another format's or version's, CorruptionError where it is damaged.
     """
     export = parse_stamped(Export, content, path, FORMAT, REMEDY)
     length = max(len(content) - len(LAST_LINES % 0), 0)
-    body, rest = content[:length], content[length:]
-    wanted = LAST_LINES % _native.crc32c(np.frombuffer(body, np.uint8))
-    if rest != wanted:
+    body, last_line = content[:length], content[length:]
+    wanted_line = LAST_LINES % _native.crc32c(np.frombuffer(body, np.uint8))
+    if last_line != wanted_line:
         raise CorruptionError(
-            f"{path}: got a last line {rest[-40:]!r}, wanted {wanted!r} for the {length:,} bytes before it: the file "
-            f"is torn or altered; {REMEDY}"
+            f"{path}: got a last line {last_line[-40:]!r}, wanted {wanted_line!r} for the {length:,} bytes before it: "
+            f"the file is torn or altered; {REMEDY}"
         )
     return export
 
 
 def read_export(folder: Path) -> Export:
-    """Read an export's model.json; its other files are neither opened nor looked for.
+    """Read an export's model.json; its other files are not accessed.
 
-    Raises CheckpointError, CorruptionError as `parse_model`, StorageError where it cannot be read.
+    Raises CheckpointError, CorruptionError as `parse_model_json`, StorageError where it cannot be read.
     """
-    return parse_model(read_regular(folder / MODEL), folder / MODEL)
+    return parse_model_json(read_regular(folder / MODEL), folder / MODEL)
 
 
 def check_lengths(folder: Path, export: Export) -> None:
-    """Compare every file's length with what model.json says, and each table's size with its file's, before anything as
-    large is allocated. Raises CorruptionError, StorageError."""
+    """Compare the lengths of all files and tables with model.json, before that much memory is allocated.
+
+    Raises CorruptionError, StorageError.
+    """
     for name, checksums in export.files.items():
         open_checked(folder, name, checksums).file.close()
     for table in export.tables:
@@ -153,8 +155,8 @@ def check_lengths(folder: Path, export: Export) -> None:
 
 
 def read_dense(folder: Path, export: Export) -> dict[str, Tensor]:
-    """Read the dense weights, all of them checked. Raises CorruptionError, StorageError."""
-    from safetensors.torch import load  # here: who verifies an export has no use for torch
+    """Read and check the dense weights. Raises CorruptionError, StorageError."""
+    from safetensors.torch import load  # imported here, because `verify_export` needs no torch
 
     file = open_checked(folder, DENSE, export.files[DENSE])
     content = file.read(0, file.num_bytes).tobytes()
@@ -167,8 +169,10 @@ def read_dense(folder: Path, export: Export) -> dict[str, Tensor]:
 
 
 def verify_export(folder: Path) -> Iterator[Verified]:
-    """Read every byte of an export and yield each file. Raises CheckpointError, CorruptionError, StorageError where
-    model.json cannot be read, which names all others."""
+    """Read every byte of an export and yield each file.
+
+    Raises CheckpointError, CorruptionError, StorageError if model.json, which lists all files, cannot be read.
+    """
     export = read_export(folder)
     yield verify_file(folder / MODEL, lambda: None)
     for name, checksums in export.files.items():

@@ -1,1 +1,1 @@
-"""From a configuration to a run: defaults, validation, planning, opening."""
+"""Runs: from a configuration to an open run, through defaults, validation, planning and opening."""

@@ -1,6 +1,7 @@
-"""What all ranks must agree on before anything is opened or written: a difference is refused on every rank, by name.
+"""Checks that all ranks have equal settings, models and plans before anything is opened or written.
 
-Facts are plain values by dotted name ("train.lr"). Nobody's are right: the message says who has what.
+A difference raises on every rank. Facts are plain values by dotted name ("train.lr"). The message lists the value of
+each rank, because no rank's value is more right than another's.
 """
 
 from __future__ import annotations
@@ -26,22 +27,26 @@ from colonnade.plan.plan import Plan
 Facts = Mapping[str, Any]
 
 
-def agree(mesh: Mesh, facts: Facts, advice: str) -> None:
-    """Collective, on the channel `control`. Raises WorldError on every rank where any has other facts; `advice` says
-    what to do."""
+def check_equal_on_all_ranks(mesh: Mesh, facts: Facts, advice: str) -> None:
+    """Raise WorldError on every rank if facts differ between ranks. Collective, on the channel `control`.
+
+    advice: end of the message, which says what to do.
+    """
     if mesh.num_ranks == 1:
         return
     text = json.dumps(flatten(facts), default=str).encode()
     digests = mesh.all_gather_bytes("control", hashlib.sha256(text).digest())
     if len(set(digests)) == 1:
         return
-    told = [json.loads(each) for each in mesh.all_gather_bytes("control", text)]
-    if found := disagreements(told):
-        raise WorldError(f"{joined(found)}; {advice}")
+    facts_by_rank = [
+        json.loads(text_of_rank) for text_of_rank in mesh.all_gather_bytes("control", text)
+    ]
+    if differences := disagreements(facts_by_rank):
+        raise WorldError(f"{joined(differences)}; {advice}")
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"train": {"lr": 0.1}} -> {"train.lr": 0.1}."""
+    """Flatten nested mappings to dotted names: {"train": {"lr": 0.1}} -> {"train.lr": 0.1}."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         path = f"{prefix}{name}"
@@ -49,25 +54,38 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def agree_on_config(config: RunConfig, mesh: Mesh) -> None:
-    """Collective, before anything else of a run; versions were agreed on when the world was joined."""
-    agree(mesh, config.model_dump(), "start every rank with the same configuration")
+def check_config_on_all_ranks(config: RunConfig, mesh: Mesh) -> None:
+    """Check that all ranks have the same configuration. Collective; the first call of a run.
+
+    Versions are compared earlier, when ranks join the world.
+    """
+    check_equal_on_all_ranks(
+        mesh, config.model_dump(), "start every rank with the same configuration"
+    )
 
 
-def agree_on_model(
+def check_model_on_all_ranks(
     model: torch.nn.Module,
     collection: EmbeddingCollection,
     data: Splits,
     mesh: Mesh,
     **choices: Any,
 ) -> None:
-    """Collective: the same columns, samples, tables, features, dense network and `choices` (of the call) everywhere."""
+    """Check that all ranks have the same data, tables, features, dense network and `choices`. Collective.
+
+    choices: further arguments of the caller, by name.
+    """
     facts = {**data_facts(data), **model_facts(model, collection), **choices}
-    agree(mesh, facts, "give every rank the same data, and build the same model on each")
+    check_equal_on_all_ranks(
+        mesh, facts, "give every rank the same data, and build the same model on each"
+    )
 
 
-def agree_on_plan(plan: Plan | None, optimizer: Optimizer, mesh: Mesh) -> None:
-    """Collective. `optimizer`: the dense network's. None: the collection was opened by its maker."""
+def check_plan_on_all_ranks(plan: Plan | None, optimizer: Optimizer, mesh: Mesh) -> None:
+    """Check that all ranks have the same plan and dense optimizer. Collective.
+
+    plan: None if the collection is open already.
+    """
     facts: dict[str, Any] = {
         "dense_optimizer": type(optimizer).__name__,
         "dense_group": {
@@ -76,26 +94,31 @@ def agree_on_plan(plan: Plan | None, optimizer: Optimizer, mesh: Mesh) -> None:
         },
     }
     if plan is not None:
-        told = asdict(plan)
-        told["table"] = {each.pop("name"): each for each in told.pop("tables")}
-        facts["plan"] = told
-    agree(mesh, facts, "give every rank the same plan and optimizer")
+        plan_facts = asdict(plan)
+        plan_facts["table"] = {
+            table_facts.pop("name"): table_facts for table_facts in plan_facts.pop("tables")
+        }
+        facts["plan"] = plan_facts
+    check_equal_on_all_ranks(mesh, facts, "give every rank the same plan and optimizer")
 
 
 def model_facts(model: torch.nn.Module, collection: EmbeddingCollection) -> dict[str, Any]:
-    """Of tables all that training goes by; of dense parameters names, shapes and dtypes, for rank 0's values count."""
-    declared = collection.declaration
+    """Return the facts of a model: all properties of tables, and names, shapes and dtypes of dense parameters.
+
+    Dense values may differ, because rank 0's are sent to all ranks.
+    """
+    declaration = collection.declaration
     return {
         "model": type(model).__name__,
         "seed": collection.seed,
-        "output": declared.output,
-        "tables": [table.name for table in declared.tables],
-        "features": [feature.name for feature in declared.features],
-        "table": {table.name: _plain(table) for table in declared.tables},
-        "feature": {feature.name: _plain(feature) for feature in declared.features},
+        "output": declaration.output,
+        "tables": [table.name for table in declaration.tables],
+        "features": [feature.name for feature in declaration.features],
+        "table": {table.name: _fields_of(table) for table in declaration.tables},
+        "feature": {feature.name: _fields_of(feature) for feature in declaration.features},
         "consumer": {
             name: [type(consumer.interaction).__name__, *consumer.features]
-            for name, consumer in declared.consumers.items()
+            for name, consumer in declaration.consumers.items()
         },
         "dense": {
             name: [str(value.dtype), list(value.shape)]
@@ -105,7 +128,7 @@ def model_facts(model: torch.nn.Module, collection: EmbeddingCollection) -> dict
 
 
 def data_facts(data: Splits) -> dict[str, Any]:
-    """Columns with their kinds, and how many samples each part has ("unknown": its source does not say)."""
+    """Return the columns and their kinds, and the sample count of each part ("unknown" if its source has none)."""
     schema = data.train.schema
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
     parts |= {f"day {number}": day for number, day in enumerate(data.days)}
@@ -114,7 +137,7 @@ def data_facts(data: Splits) -> dict[str, Any]:
             "dense": list(schema.dense),
             "labels": list(schema.labels),
             "categorical": [column.name for column in schema.categorical],
-            "column": {column.name: _plain(column) for column in schema.categorical},
+            "column": {column.name: _fields_of(column) for column in schema.categorical},
         },
         "samples": {
             name: "unknown" if part.num_samples is None else part.num_samples
@@ -124,10 +147,12 @@ def data_facts(data: Splits) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> dict[str, Any]:
-    """A declaration as facts: what a part of it is called first (asdict forgets)."""
+def _fields_of(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass; nested ones as repr, which keeps the class name that asdict drops."""
     return {
-        name: repr(each) if hasattr(each, "__dataclass_fields__") else each
-        for name, each in ((name, getattr(value, name)) for name in value.__dataclass_fields__)
+        name: repr(field_value) if hasattr(field_value, "__dataclass_fields__") else field_value
+        for name, field_value in (
+            (name, getattr(value, name)) for name in value.__dataclass_fields__
+        )
         if name != "name"
     }

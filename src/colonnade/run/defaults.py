@@ -1,6 +1,6 @@
-"""Defaults of settings: by data set, and by the number of training samples where files are read.
+"""Default settings: by data set, and for files by the number of training samples.
 
-PRESET          sections of the configuration; TABLES where the file has none
+PRESET          sections of the configuration; DEFAULT_SECTIONS if the file has none
 MODEL_PRESETS   by model: settings that differ from PRESET beyond the model's own defaults
 
 docs/decisions/training.md ("Defaults by size") has the experiments behind the numbers.
@@ -25,20 +25,20 @@ from colonnade.models.build import KINDS
 from colonnade.models.split import Scorer
 from colonnade.train.objective import Objective
 
-TABLES = {
+DEFAULT_SECTIONS = {
     "model": {"name": "deepfm", "dim": 16},
     "embedding": {"lr": 0.05, "init_scale": 0.01},
 }
-"""For files of which nothing is known but their schema: run/defaults.py chooses the rest by their size."""
+"""Default sections for files with a known schema only; the other settings depend on their size."""
 
 
 def _read_constant(data: str, name: str, default: Any) -> Any:
-    """Return what the file that opens `data` states under `name`."""
+    """Return the constant `name` of the module that opens `data`."""
     return getattr(sys.modules[SOURCES[data].__module__], name, default)
 
 
 def _build_preset(data: str) -> RunConfig:
-    sections = _read_constant(data, "PRESET", TABLES)
+    sections = _read_constant(data, "PRESET", DEFAULT_SECTIONS)
     return build_config({**sections, "data": {"name": data, **sections.get("data", {})}})
 
 
@@ -50,9 +50,9 @@ MODEL_PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def preset(data: str, model: str | None = None) -> RunConfig:
-    """Build the settings for `data` and, where it is not the one that the data set's preset names, for `model`.
+    """Return the preset of a data set, with the settings of `model` if it is not the preset's own model.
 
-    Raises ConfigError for a data set that has none.
+    Raises ConfigError for an unknown data set.
     """
     if data not in PRESETS:
         raise ConfigError(f"unknown data set {data!r}; choose from {', '.join(sorted(PRESETS))}")
@@ -65,16 +65,17 @@ def preset(data: str, model: str | None = None) -> RunConfig:
 
 
 FILES = ("csv", "parquet", "libsvm", "tfrecord", "criteo")
-"""Data sets of which only the user knows how large they are."""
+"""Data sets of user files, with a size that is not known in advance."""
 PATIENCE = 3
-"""Evaluations, one after each epoch."""
+"""Default patience in evaluations, one after each epoch."""
 UNWATCHED_EPOCHS = 3
-"""Passes over data of which no part validates, where some could."""
+"""Maximum default epochs if the data could have a validation part and has none."""
 LARGE_FRACTION = 0.05
-"""Share of the samples that is held out of large data."""
+"""Fraction of samples to hold out of large data."""
 SHUFFLE_WINDOW = 1 << 17
-"""Samples of csv and parquet that are shuffled together."""
+"""Default number of samples that are shuffled together."""
 ACCUMULATORS = ("adagrad", "rowwise_adagrad")
+"""Optimizers with an initial accumulator."""
 FEW_STEPS = 500
 """Steps below which a network has hardly begun to learn."""
 
@@ -90,22 +91,22 @@ class Training:
     dense_lr: float
     dense_weight_decay: float
     prior: float
-    """Samples that an embedding counts as seen with before its first one: the more, the less rare ids move."""
+    """Pseudo-samples in the initial accumulator of an embedding. A larger prior moves rare ids less."""
     wide_prior: float
-    """The same of first-order weights."""
+    """Prior of first-order weights."""
 
 
 def choose_training(num_samples: int) -> Training:
-    """Choose settings for `num_samples` training samples, those to be held out included.
+    """Choose settings for `num_samples` training samples, including those to hold out.
 
-    Below 2,000 samples nothing is held out: so few could not say where to stop. 3 to 16 epochs, of about 100 steps in
-    all, in which a dense weight moves 0.2 at most, rare ids hardly move, and weight decay leaves little but first-order
-    effects.
+    Below 2,000 samples nothing is held out, because so few cannot decide when to stop. 3 to 16 epochs give about 100
+    steps in total. In these a dense weight moves by 0.2 at most, rare ids hardly move, and weight decay suppresses all
+    but first-order effects.
 
-    From 2,000 samples on a tenth is held out (from 20,000 on, a twentieth), and training ends when 3 epochs in a row
-    have not been better there. batch_size is a power of two from 64 to 4,096 that gives 160 to 320 steps an epoch;
-    epochs, an upper bound, 20 or as many as make 8 million samples; dense_lr grows with the root of the batch size;
-    weight decay and priors fade as samples grow.
+    From 2,000 samples on a tenth is held out (from 20,000 on, a twentieth). Training ends after 3 epochs without a
+    better validation score. batch_size is a power of two from 64 to 4,096 that gives 160 to 320 steps per epoch.
+    epochs, an upper bound, is 20 or the number that trains 8 million samples. dense_lr grows with the square root of
+    the batch size. Weight decay and priors decrease with the number of samples.
     """
     if num_samples < 2000:
         num_samples = max(num_samples, 1)
@@ -127,45 +128,46 @@ def choose_training(num_samples: int) -> Training:
     )
 
 
-def choose_accumulator(prior: float, batch_size: int) -> float:
-    """Choose Adagrad's first accumulator: the square of the gradients of `prior` samples, of a batch's mean each."""
+def choose_initial_accumulator(prior: float, batch_size: int) -> float:
+    """Compute Adagrad's initial accumulator as `prior` pseudo-samples: (prior / batch_size) squared."""
     return float(f"{(prior / batch_size) ** 2:.3g}")
 
 
 def open_data(config: RunConfig, folder: Path | None) -> tuple[RunConfig, Splits, str]:
-    """Open the data of `config`, with settings that suit its size wherever none was given.
+    """Open the data of `config`, and choose the settings that it leaves open by the size of the data.
 
-    Returns the configuration with all of them, the data, and a line that says what was chosen ("": nothing was). A
-    folder with checkpoints goes on with what it was trained with.
+    Returns the complete configuration, the data, and a line that lists the chosen settings ("" if none). A folder with
+    checkpoints is resumed with its recorded settings.
     """
     if config.data.name not in FILES:
         return config, open_source(config.data.name, config.data.path, **config.data.options), ""
     if folder is not None and list_checkpoints(folder):
-        config = _with_recorded(config, load_config(folder / "config.yaml"))
-        return config, _open(config), ""
-    config, held_out = _with_default_order(config), 0.0
+        config = _fill_from_recorded(config, load_config(folder / "config.yaml"))
+        return config, _open_data_source(config), ""
+    config, held_out = _with_default_shuffling(config), 0.0
     if can_hold_out := _can_hold_out(config):
-        held_out = (
-            LARGE_FRACTION  # large files are read once to be counted, so they are not opened again
-        )
-    data = _open(_holding_out(config, held_out))
-    num_samples = _count(data.train) + (_count(data.validation) if can_hold_out else 0)
-    wanted = choose_training(num_samples)
-    if can_hold_out and wanted.validation_fraction != held_out:
-        held_out = wanted.validation_fraction
-        data = _open(_holding_out(config, held_out))
-    chosen = fill_in(config, wanted, data)
+        # Right for large files, so that they are not opened and counted twice.
+        held_out = LARGE_FRACTION
+    data = _open_data_source(_with_held_out_fraction(config, held_out))
+    num_samples = _count_samples(data.train) + (
+        _count_samples(data.validation) if can_hold_out else 0
+    )
+    suggested = choose_training(num_samples)
+    if can_hold_out and suggested.validation_fraction != held_out:
+        held_out = suggested.validation_fraction
+        data = _open_data_source(_with_held_out_fraction(config, held_out))
+    chosen = choose_open_settings(config, suggested, data)
     if held_out:
         chosen["data.options.validation_fraction"] = held_out
-    words = ", ".join(
+    values = ", ".join(
         f"{name}={value:.3g}" for name, value in chosen.items() if name != "train.monitor"
     )
-    line = f"chosen for {num_samples:,} training samples: {words}" if chosen else ""
+    line = f"chosen for {num_samples:,} training samples: {values}" if chosen else ""
     return override(config, chosen), data, line
 
 
-def settle(config: RunConfig, objective: Objective) -> RunConfig:
-    """Write out what a run without such settings trains with, for its folder to record."""
+def resolve_settings(config: RunConfig, objective: Objective) -> RunConfig:
+    """Replace open settings by the effective defaults, so that the run folder records them."""
     train = config.train
     return override(
         config,
@@ -181,7 +183,7 @@ def settle(config: RunConfig, objective: Objective) -> RunConfig:
 
 
 def warn_of_few_steps(config: RunConfig, steps: int | None, console: Console) -> None:
-    """Print a line for a run that is short although nobody limited its steps. steps: None where nobody knows."""
+    """Print a warning if a run has few steps although train.max_steps is not set. steps: None if unknown."""
     if config.train.max_steps is None and steps and steps < FEW_STEPS:
         console.print(
             f"at most {steps} {'step' if steps == 1 else 'steps'}: below {FEW_STEPS} a network has hardly begun to "
@@ -190,46 +192,49 @@ def warn_of_few_steps(config: RunConfig, steps: int | None, console: Console) ->
         )
 
 
-def fill_in(config: RunConfig, wanted: Training, data: Splits) -> dict[str, Any]:
-    """Choose the settings that `config` leaves open; returns them by name."""
-    train, parts = config.train, config.train.accumulate
+def choose_open_settings(config: RunConfig, suggested: Training, data: Splits) -> dict[str, Any]:
+    """Choose the settings that `config` leaves open; return them by name."""
+    train, num_micro_batches = config.train, config.train.accumulate
     is_watched = data.validation is not None and not _is_by_day(config)
     chosen: dict[str, Any] = {}
     if train.batch_size is None:
-        chosen["train.batch_size"] = -(-wanted.batch_size // parts) * parts
+        chosen["train.batch_size"] = (
+            -(-suggested.batch_size // num_micro_batches) * num_micro_batches
+        )
     if train.epochs is None:
-        is_bounded = is_watched or wanted.validation_fraction == 0
-        epochs = wanted.epochs if is_bounded else min(wanted.epochs, UNWATCHED_EPOCHS)
+        is_bounded = is_watched or suggested.validation_fraction == 0
+        epochs = suggested.epochs if is_bounded else min(suggested.epochs, UNWATCHED_EPOCHS)
         chosen["train.epochs"] = 1 if _is_by_day(config) else epochs
     if train.patience is None and is_watched:
         chosen["train.patience"] = PATIENCE
     if train.monitor is None and is_watched and _is_scorer(config):
         chosen["train.monitor"] = "log_loss"
     if config.dense.lr is None:
-        chosen["dense.lr"] = wanted.dense_lr
+        chosen["dense.lr"] = suggested.dense_lr
     if config.dense.weight_decay is None:
-        chosen["dense.weight_decay"] = wanted.dense_weight_decay
+        chosen["dense.weight_decay"] = suggested.dense_weight_decay
     batch_size = chosen.get("train.batch_size") or train.samples_per_step
-    rows, has = config.embedding, KINDS[config.model.name].rows
-    if rows.initial_accumulator is None and rows.optimizer in ACCUMULATORS:
-        prior = wanted.wide_prior if has == "weights" else wanted.prior
-        chosen["embedding.initial_accumulator"] = choose_accumulator(prior, batch_size)
+    embedding, row_kind = config.embedding, KINDS[config.model.name].rows
+    if embedding.initial_accumulator is None and embedding.optimizer in ACCUMULATORS:
+        prior = suggested.wide_prior if row_kind == "weights" else suggested.prior
+        chosen["embedding.initial_accumulator"] = choose_initial_accumulator(prior, batch_size)
     is_wide = (
-        has == "vector and weights" and (rows.wide.optimizer or rows.optimizer) in ACCUMULATORS
+        row_kind == "vector and weights"
+        and (embedding.wide.optimizer or embedding.optimizer) in ACCUMULATORS
     )
-    if is_wide and rows.wide.initial_accumulator is None:
-        chosen["embedding.wide.initial_accumulator"] = choose_accumulator(
-            wanted.wide_prior, batch_size
+    if is_wide and embedding.wide.initial_accumulator is None:
+        chosen["embedding.wide.initial_accumulator"] = choose_initial_accumulator(
+            suggested.wide_prior, batch_size
         )
     return chosen
 
 
-def _holding_out(config: RunConfig, fraction: float) -> RunConfig:
+def _with_held_out_fraction(config: RunConfig, fraction: float) -> RunConfig:
     return override(config, {"data.options.validation_fraction": fraction}) if fraction else config
 
 
 def _can_hold_out(config: RunConfig) -> bool:
-    """Whether no setting says what validates, or that nothing is to. Only scorers are judged on parts of files."""
+    """Return whether a validation part may be held out: no setting decides it, and the model is a scorer."""
     options = config.data.options
     is_given = options.get("validation") is not None or "validation_fraction" in options
     is_free = not is_given and not _is_by_day(config) and config.train.patience != 0
@@ -240,7 +245,8 @@ def _is_scorer(config: RunConfig) -> bool:
     return issubclass(KINDS[config.model.name].model, Scorer)
 
 
-def _with_default_order(config: RunConfig) -> RunConfig:
+def _with_default_shuffling(config: RunConfig) -> RunConfig:
+    """Add the default shuffle window, unless the data set or a setting decides the order."""
     if (
         config.data.name == "criteo"
         or _is_by_day(config)
@@ -250,8 +256,8 @@ def _with_default_order(config: RunConfig) -> RunConfig:
     return override(config, {"data.options.shuffle_window": SHUFFLE_WINDOW})
 
 
-def _with_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
-    """Take from a run's own configuration what `config` leaves open."""
+def _fill_from_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
+    """Take the settings that `config` leaves open from a run's recorded configuration."""
     settings: dict[str, Any] = {}
     for name in ("shuffle_window", "validation_fraction"):
         if name in recorded.data.options and name not in config.data.options:
@@ -265,22 +271,23 @@ def _with_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
         "embedding.initial_accumulator",
         "embedding.wide.initial_accumulator",
     ):
-        if _setting(config, name) is None:
-            settings[name] = _setting(recorded, name)
+        if _get_setting(config, name) is None:
+            settings[name] = _get_setting(recorded, name)
     return override(config, settings)
 
 
-def _setting(config: RunConfig, name: str) -> Any:
+def _get_setting(config: RunConfig, name: str) -> Any:
     return reduce(getattr, name.split("."), config)
 
 
 def _is_by_day(config: RunConfig) -> bool:
+    """Return whether training goes by days, which fixes the order of samples."""
     return config.train.progressive or bool(config.data.options.get("days"))
 
 
-def _open(config: RunConfig) -> Splits:
+def _open_data_source(config: RunConfig) -> Splits:
     return open_source(config.data.name, config.data.path, **config.data.options)
 
 
-def _count(source: Source | None) -> int:
+def _count_samples(source: Source | None) -> int:
     return 0 if source is None else source.num_samples or 0

@@ -1,4 +1,4 @@
-"""Training from Python: a model and data of your own through the same trainer as `colonnade train`."""
+"""Training from Python: `fit` trains your own model and data with the trainer of `colonnade train`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from colonnade.data.contract import Source, Splits
 from colonnade.errors import ConfigError, DataError
 from colonnade.models.ranking import evaluation_mode
 from colonnade.plan.plan import build_plan
-from colonnade.run.cross_rank_check import agree_on_config
+from colonnade.run.cross_rank_check import check_config_on_all_ranks
 from colonnade.run.interrupt import stop_on_signals
 from colonnade.run.run import (
     OWN,
-    OptimizerMaker,
-    ScheduleMaker,
-    prepare,
+    OptimizerFactory,
+    ScheduleFactory,
+    prepare_run,
     set_threads,
 )
 from colonnade.run.validation import find_collection
@@ -42,21 +42,24 @@ from colonnade.train.trainer import Outcome
 
 SampleLoss = Callable[[Any, Batch], Tensor]
 
-# Of rows, what is said in no table.
+# Settings of rows that no table declares.
 ROW_SETTINGS = ("clip_norm", "clip_value")
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What came of `fit`. The model is trained in place and can be used, evaluated or fitted again (without `run`).
-    On a server (`plan.servers`) only the rows of its collection are trained."""
+    """Result of `fit`.
+
+    The model is trained in place and can be used, evaluated or fitted again (without `run`). On a server
+    (`plan.servers`) only the rows of its collection are trained.
+    """
 
     metrics: dict[str, float]
-    """Of the best evaluation by the validation part, else of the last: "validation_auc", "test_auc", ..."""
+    """Metrics of the best evaluation by the validation part, else of the last: "validation_auc", "test_auc", ..."""
     outcome: Outcome
     run: Path | None
     resumed_at: int | None
-    """The saved step this call went on from."""
+    """Saved step that this call resumed from; None for a new run."""
 
 
 def fit(
@@ -66,59 +69,58 @@ def fit(
     run: str | Path | None = None,
     objective: Objective | None = None,
     loss: SampleLoss | None = None,
-    dense_optimizer: OptimizerMaker | str | None = None,
-    dense_schedule: ScheduleMaker | Mapping[str, Any] | None = None,
-    row_schedule: ScheduleMaker | Mapping[str, Any] | None = None,
+    dense_optimizer: OptimizerFactory | str | None = None,
+    dense_schedule: ScheduleFactory | Mapping[str, Any] | None = None,
+    row_schedule: ScheduleFactory | Mapping[str, Any] | None = None,
     config: RunConfig | None = None,
     mesh: Mesh | None = None,
     quiet: bool = False,
     **settings: Any,
 ) -> Fitted:
-    """Collective (under torchrun every rank calls it): train `model` on `data`, evaluating after every epoch.
+    """Train `model` on `data`, and evaluate it after every epoch. Collective: under torchrun every rank calls it.
 
-        found = colonnade.fit(model, data, run="runs/mine", epochs=3, batch_size=4096, dram="2GiB")
-        print(found.metrics["test_auc"])
+        result = colonnade.fit(model, data, run="runs/mine", epochs=3, batch_size=4096, dram="2GiB")
+        print(result.metrics["test_auc"])
 
     model            any nn.Module with one EmbeddingCollection inside; `model(batch)` gives logits (B, labels), or
                      what its objective takes
     data             a Source (colonnade.data), or Splits with validation and test parts
-    run              folder for checkpoints, metrics and rows beyond memory; one with checkpoints is gone on with, to
-    the
-                     same bits. None: everything stays in this process
-    objective        what is learned and scored (`Objective`); default: the model's `objective`, else binary cross
-                     entropy, AUC, log loss
-    loss             instead: `loss(model(batch), batch)` gives each sample's loss (B,), and the score is its mean
+    run              folder for checkpoints, metrics and rows that do not fit in memory; a folder with checkpoints is
+                     resumed, to the same bits. None: everything stays in this process
+    objective        loss and metrics (`Objective`); default: the model's `objective`, else binary cross entropy, AUC,
+                     log loss
+    loss             instead of objective: `loss(model(batch), batch)` gives each sample's loss (B,); the score is the
+                     mean loss
     dense_optimizer  parameters -> torch optimizer; or "adam", "sgd", "adagrad" with dense_lr, dense_weight_decay
     dense_schedule   optimizer -> torch learning rate scheduler, stepped once per step; or ScheduleConfig's settings,
                      e.g. {"name": "cosine", "warmup_steps": 100}
     row_schedule     the same for the rows: the RowOptimizer has a param group per table (or part)
     config           settings to start from
-    settings         by name: those of TrainConfig and PlanConfig (epochs, batch_size, patience, memory ...; dram is
-                     memory.dram), of DenseConfig with dense_ (dense_lr, dense_clip_norm) and, of rows,
-                     embedding_clip_norm, embedding_clip_value; rows' optimizers are declared with the tables
+    settings         by name: fields of TrainConfig and PlanConfig (epochs, batch_size, patience, memory ...; dram is
+                     memory.dram), of DenseConfig with prefix dense_ (dense_lr, dense_clip_norm), and
+                     embedding_clip_norm, embedding_clip_value; optimizers of rows are declared with the tables
 
-    Ctrl-C checkpoints and ends (`outcome.stopped`); the same call goes on from there. A run that is finished is
-    opened for
-    reading: the model gets its weights, the result is what it recorded, and nothing is written.
+    Ctrl-C saves a checkpoint and stops (`outcome.stopped`); the same call resumes from there. A finished run is opened
+    for reading: the model gets its weights, the result is the recorded one, and nothing is written.
     Raises ConfigError, DataError, CheckpointError before the first step, NonFiniteError, StorageError while training.
     """
-    chosen = {"data.name": OWN, **_dotted(settings)}
+    overrides = {"data.name": OWN, **_expand_setting_names(settings)}
     if isinstance(dense_optimizer, str):
-        chosen["dense.optimizer"], dense_optimizer = dense_optimizer, None
+        overrides["dense.optimizer"], dense_optimizer = dense_optimizer, None
     if isinstance(dense_schedule, Mapping):
-        chosen["dense.schedule"], dense_schedule = dict(dense_schedule), None
+        overrides["dense.schedule"], dense_schedule = dict(dense_schedule), None
     if isinstance(row_schedule, Mapping):
-        chosen["embedding.schedule"], row_schedule = dict(row_schedule), None
-    wanted = override(config or RunConfig(), chosen)
-    mesh = mesh or open_mesh(timeout=timedelta(seconds=wanted.train.timeout))
-    agree_on_config(wanted, mesh)
-    set_threads(wanted.train.threads, mesh)
+        overrides["embedding.schedule"], row_schedule = dict(row_schedule), None
+    full_config = override(config or RunConfig(), overrides)
+    mesh = mesh or open_mesh(timeout=timedelta(seconds=full_config.train.timeout))
+    check_config_on_all_ranks(full_config, mesh)
+    set_threads(full_config.train.threads, mesh)
     if objective is not None and loss is not None:
         raise ConfigError("got both objective and loss, wanted one of them")
-    prepared = prepare(
+    opened_run = prepare_run(
         model,
         data if isinstance(data, Splits) else Splits(train=data),
-        wanted,
+        full_config,
         mesh,
         None if run is None else Path(run),
         objective=MeanLoss(loss) if loss is not None else objective or objective_of(model),
@@ -129,12 +131,12 @@ def fit(
     )
     try:
         model.train()
-        with stop_on_signals(prepared.trainer):
-            outcome = prepared.train()
+        with stop_on_signals(opened_run.trainer):
+            outcome = opened_run.train()
     finally:
-        if prepared.checkpoints is not None:
-            prepared.checkpoints.end_writing()
-    return Fitted(dict(outcome.metrics), outcome, prepared.folder, prepared.resumed_at)
+        if opened_run.checkpoints is not None:
+            opened_run.checkpoints.end_writing()
+    return Fitted(dict(outcome.metrics), outcome, opened_run.folder, opened_run.resumed_at)
 
 
 def load_run(
@@ -145,11 +147,11 @@ def load_run(
     mesh: Mesh | None = None,
     dram: int | str | None = None,
 ) -> int:
-    """Collective: give a model just built the dense weights and rows of a run's checkpoint; returns its step.
+    """Load dense weights and rows of a run's checkpoint into a newly built model; return its step. Collective.
 
-    `at`: a saved step, "best", "last", or None: the best where a validation part chose one, else the last. Rows
-    are read from the run folder, which nothing here changes; the model is put in eval mode. Raises CheckpointError
-    where the checkpoint is another model's.
+    at: a saved step, "best", "last", or None: the best by the validation part if there is one, else the last. Rows are
+    read from the run folder, which does not change. The model is put in eval mode. Raises CheckpointError if the
+    checkpoint is another model's.
     """
     folder, mesh = Path(run), mesh or open_mesh()
     collection, step = find_collection(model), resolve(folder, at)
@@ -166,7 +168,7 @@ def load_run(
 
 
 class MeanLoss:
-    """A loss of one's own, sample by sample: trained for and scored by its weighted mean."""
+    """Objective of a user's per-sample loss, scored by its weighted mean."""
 
     monitor = "loss"
     metrics = ("loss",)
@@ -175,26 +177,29 @@ class MeanLoss:
         self.sample_loss = sample_loss
 
     def loss(self, model: nn.Module, batch: Batch, mesh: Mesh) -> Tensor:
-        return self._sum(model, batch) / max(batch.world_weight, 1e-12)
+        """Compute this rank's part of the global batch's mean loss."""
+        return self._sum_losses(model, batch) / max(batch.world_weight, 1e-12)
 
     def evaluate(
         self, model: nn.Module, source: Source, batch_size: int, mesh: Mesh
     ) -> dict[str, float]:
+        """Compute the weighted mean loss over `source`, and its number of samples. Collective."""
         total = torch.zeros(3, dtype=torch.float64)  # loss, weight, samples
         with evaluation_mode(model):
             for batch in batches_of(source, batch_size, mesh, channel="evaluate"):
                 weight = batch.sample_weight
-                here = [
-                    float(self._sum(model, batch)),
+                sums = [
+                    float(self._sum_losses(model, batch)),
                     float(batch.size if weight is None else weight.sum()),
                     float(batch.size),
                 ]
-                total += torch.tensor(here, dtype=torch.float64)
+                total += torch.tensor(sums, dtype=torch.float64)
         value, weights, samples = mesh.all_reduce("evaluate", total).tolist()
         mean = value / weights if weights else float("nan")
         return {"loss": mean, "num_samples": samples}
 
-    def _sum(self, model: nn.Module, batch: Batch) -> Tensor:
+    def _sum_losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the weighted sum of the losses of a batch. Raises DataError for a wrong shape."""
         losses = self.sample_loss(model(batch), batch)
         if losses.shape != (batch.size,):
             raise DataError(
@@ -206,8 +211,11 @@ class MeanLoss:
         return losses.sum()
 
 
-def _dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """{"epochs": 3, "dense_lr": 0.1} -> {"train.epochs": 3, "dense.lr": 0.1}. ConfigError names the nearest."""
+def _expand_setting_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Expand names of settings: {"epochs": 3, "dense_lr": 0.1} -> {"train.epochs": 3, "dense.lr": 0.1}.
+
+    Raises ConfigError that names the closest setting.
+    """
     known = {
         **{name: f"train.{name}" for name in TrainConfig.model_fields},
         **{name: f"plan.{name}" for name in PlanConfig.model_fields},
@@ -226,7 +234,7 @@ def _dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"fit: got {name}, which the model's tables hold; write Table(..., optimizer=Adagrad(lr=0.05))"
             )
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
+        closest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {closest[0]}?" if closest else f"known here: {', '.join(known)}"
         raise ConfigError(f"fit: unknown setting {name!r}; {hint}")
     return {known[name]: value for name, value in settings.items()}

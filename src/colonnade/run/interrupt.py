@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a run trains: it checkpoints and ends, and the same call goes on from there."""
+"""Ctrl-C and SIGTERM while a run trains: save a checkpoint and stop. The same call resumes from it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ REPEAT_SECONDS = 2.0  # a terminal and torchrun may both deliver the same Ctrl-C
 
 @contextmanager
 def stop_on_signals(trainer: Trainer) -> Iterator[None]:
-    """The first signal asks all ranks to checkpoint and end; a later one is obeyed at once. In other threads than the
-    main
-    one, which alone hears signals, nothing changes."""
+    """Make the first signal stop training on all ranks after a checkpoint, and a later one interrupt at once.
+
+    Does nothing in threads other than the main one, which alone receives signals.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked_at = 0.0
+    first_signal_at = 0.0
 
-    def ask(number: int, frame: object) -> None:
-        nonlocal asked_at
+    def request_stop(number: int, frame: object) -> None:
+        nonlocal first_signal_at
         now = time.monotonic()
-        if asked_at and now - asked_at > REPEAT_SECONDS:
+        if first_signal_at and now - first_signal_at > REPEAT_SECONDS:
             raise KeyboardInterrupt
-        asked_at = asked_at or now
-        trainer.stop_asked = True
+        first_signal_at = first_signal_at or now
+        trainer.stop_requested = True
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous_handlers = {
+        number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""What this machine has: plain facts, as a run's folder keeps them and `colonnade doctor` explains them."""
+"""Facts about this machine, for a run's folder and `colonnade doctor`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ IO_URING_SETUP = 425
 ENOSYS = 38
 
 
-def machine_facts(place: Path) -> dict[str, Any]:
-    """Plain values: processor, memory, huge pages, io_uring, the disk that `place` lies on, GPU, versions.
+def machine_facts(path: Path) -> dict[str, Any]:
+    """Collect processor, memory, huge pages, io_uring, the disk of `path`, GPUs and versions.
 
-    A fact that cannot be had is None. Sizes in bytes.
+    An unknown fact is None. Sizes are in bytes.
     """
-    processor = _processor()
-    disk = _disk(place)
+    processor = _read_processor()
+    disk = _disk_usage(path)
     return {
         "system": f"{platform.system()} {platform.release()}",
         "processor": processor["name"],
@@ -37,34 +37,36 @@ def machine_facts(place: Path) -> dict[str, Any]:
         "threads": _native.num_threads(),
         "isa": _native.isa(),
         "isas": list(_native.available_isas()),
-        "memory_bytes": _memory("MemTotal"),
-        "available_memory_bytes": _memory("MemAvailable"),
-        "memory_limit_bytes": _memory_limit(),
-        "huge_pages": _chosen(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
-        "io_uring": _io_uring(),
-        "disk": str(place.resolve()),
+        "memory_bytes": _read_memory_info("MemTotal"),
+        "available_memory_bytes": _read_memory_info("MemAvailable"),
+        "memory_limit_bytes": _read_memory_limit(),
+        "huge_pages": _read_bracketed_choice(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        "io_uring": _check_io_uring(),
+        "disk": str(path.resolve()),
         "disk_bytes": disk[0],
         "disk_free_bytes": disk[1],
-        "disk_rotates": _rotates(place),
-        "gpus": _gpus(),
+        "disk_rotates": _is_rotational(path),
+        "gpus": _list_gpus(),
         "python": sys.version.split()[0],
-        "versions": {name: _version(name) for name in LIBRARIES},
+        "versions": {name: _package_version(name) for name in LIBRARIES},
     }
 
 
-def _gpus() -> list[str]:
-    """Names of NVIDIA's GPUs, as their driver lists them. Asking torch would take two seconds to import it."""
+def _list_gpus() -> list[str]:
+    """List the names of NVIDIA GPUs from their driver's files. Importing torch instead would take two seconds."""
     names = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        fields = dict(line.partition(":")[::2] for line in (_read(path) or "").splitlines())
+        fields = dict(
+            line.partition(":")[::2] for line in (_read_text_or_none(path) or "").splitlines()
+        )
         names.append(fields.get("Model", "unknown model").strip())
     return names
 
 
-def _processor() -> dict[str, Any]:
-    """Linux says; elsewhere the name alone."""
+def _read_processor() -> dict[str, Any]:
+    """Read the processor's name and features; other systems than Linux give the name alone."""
     name, flags = platform.processor() or platform.machine(), set()
-    text = _read(Path("/proc/cpuinfo")) or ""
+    text = _read_text_or_none(Path("/proc/cpuinfo")) or ""
     for line in text.splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":
@@ -75,30 +77,30 @@ def _processor() -> dict[str, Any]:
     return {"name": name, "features": [feature for feature in FEATURES if feature in flags]}
 
 
-def _memory(key: str) -> int | None:
-    for line in (_read(Path("/proc/meminfo")) or "").splitlines():
+def _read_memory_info(key: str) -> int | None:
+    for line in (_read_text_or_none(Path("/proc/meminfo")) or "").splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
     return None
 
 
-def _memory_limit() -> int | None:
-    """Of this container, where it has one."""
-    for place in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = (_read(Path(place)) or "").strip()
+def _read_memory_limit() -> int | None:
+    """Read the memory limit of this container; None if it has none."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = (_read_text_or_none(Path(path)) or "").strip()
         if text.isdigit() and int(text) < 2**60:
             return int(text)
     return None
 
 
-def _chosen(path: Path) -> str | None:
-    """The word in brackets."""
-    text = _read(path) or ""
+def _read_bracketed_choice(path: Path) -> str | None:
+    """Read the word in brackets from a file, which is the current choice."""
+    text = _read_text_or_none(path) or ""
     return text.split("[")[1].split("]")[0] if "[" in text else None
 
 
-def _io_uring() -> str:
-    """ "yes", or why not: asked of the kernel itself, since containers often forbid it."""
+def _check_io_uring() -> str:
+    """Call io_uring and return "yes" or why not. Containers often forbid what the kernel supports."""
     if sys.platform != "linux":
         return "no: Linux only"
     libc = ctypes.CDLL(None, use_errno=True)
@@ -110,14 +112,14 @@ def _io_uring() -> str:
     number = ctypes.get_errno()
     if number == ENOSYS:
         return "no: this kernel or container does not know it"
-    disabled = (_read(Path("/proc/sys/kernel/io_uring_disabled")) or "").strip()
+    disabled = (_read_text_or_none(Path("/proc/sys/kernel/io_uring_disabled")) or "").strip()
     switched = f", kernel.io_uring_disabled is {disabled}" if disabled not in ("", "0") else ""
     return f"no: {os.strerror(number)}{switched}"
 
 
-def _disk(place: Path) -> tuple[int | None, int | None]:
-    """(all, free) bytes of the file system of the nearest folder that exists."""
-    folder = place.resolve()
+def _disk_usage(path: Path) -> tuple[int | None, int | None]:
+    """Return total and free bytes of the file system of the nearest existing folder."""
+    folder = path.resolve()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     try:
@@ -127,29 +129,29 @@ def _disk(place: Path) -> tuple[int | None, int | None]:
     return usage.total, usage.free
 
 
-def _rotates(place: Path) -> bool | None:
-    """Whether it is a disk with a head to move."""
+def _is_rotational(path: Path) -> bool | None:
+    """Return whether the disk of a path is a hard disk; None if unknown."""
     try:
-        number = os.stat(place if place.exists() else place.parent).st_dev
+        number = os.stat(path if path.exists() else path.parent).st_dev
     except OSError:
         return None
     device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
-    for where in (device, device / ".."):
-        text = (_read(where / "queue" / "rotational") or "").strip()
+    for folder in (device, device / ".."):
+        text = (_read_text_or_none(folder / "queue" / "rotational") or "").strip()
         if text:
             return text == "1"
     return None
 
 
 @cache
-def _version(name: str) -> str | None:
+def _package_version(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:
         return None
 
 
-def _read(path: Path) -> str | None:
+def _read_text_or_none(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

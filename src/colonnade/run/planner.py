@@ -1,4 +1,4 @@
-"""Shardings and exchanges for a run: what a profile says its tables ask for, on the links of its world."""
+"""Choice of shardings and exchanges for a run, from the profile of its tables and the links of its world."""
 
 from __future__ import annotations
 
@@ -35,36 +35,38 @@ from colonnade.topology.world import World
 from colonnade.wire.codec import EXACT, CodecName, Codecs
 from colonnade.wire.coded_sums import CODED_DTYPES, SIGNAL_BYTES, coded_size
 
-FILLED = 0.9
-"""Part of the memory whose rows are compared with those of all of it, to say what a byte is worth."""
+REDUCED_FRACTION = 0.9
+"""Fraction of the memory that is compared with all of it, to estimate what a byte saves."""
 
 
-def hot_of(
+def choose_hot_ids(
     config: PlanConfig,
     declared: Declaration,
     sample: Sequence[Batch],
     world: World,
-    before: Mapping[str, Sharding],
+    recorded_shardings: Mapping[str, Sharding],
 ) -> dict[str, Sequence[int]]:
-    """By table whose hot rows are asked for: their ids. `before`: shardings of the run's newest checkpoint, whose ids
-    a run
-    goes on with, as long as as many are wanted."""
-    found: dict[str, Sequence[int]] = {}
-    for name, said in config.tables.items():
-        if not said.replicated_rows or world.num_ranks == 1:
+    """Choose the hot ids of each table with a `replicated_rows` setting.
+
+    recorded_shardings: of the run's newest checkpoint, by table. A resumed run keeps their ids if their number is the
+    same.
+    """
+    hot_ids: dict[str, Sequence[int]] = {}
+    for name, settings in config.tables.items():
+        if not settings.replicated_rows or world.num_ranks == 1:
             continue
-        if not isinstance(said.replicated_rows, int):
-            found[name] = said.replicated_rows
+        if not isinstance(settings.replicated_rows, int):
+            hot_ids[name] = settings.replicated_rows
             continue
         readers = [feature.name for feature in declared.features if feature.table == name]
-        found[name] = popular(sample, readers, said.replicated_rows)
-        had = before[name].hot if name in before else None
-        if had is not None and len(had.ids) == len(found[name]):
-            found[name] = had.ids
-    return found
+        hot_ids[name] = popular(sample, readers, settings.replicated_rows)
+        recorded_hot = recorded_shardings[name].hot if name in recorded_shardings else None
+        if recorded_hot is not None and len(recorded_hot.ids) == len(hot_ids[name]):
+            hot_ids[name] = recorded_hot.ids
+    return hot_ids
 
 
-def loads_of(
+def estimate_table_loads(
     declared: Declaration,
     profile: Profile,
     world: World,
@@ -73,7 +75,7 @@ def loads_of(
     num_samples: int | None,
     codecs: Codecs = EXACT,
 ) -> list[TableLoad]:
-    """Of full batches as the sample has them."""
+    """Estimate the load of each table for full batches like those of the sample."""
     return table_loads(
         declared.tables,
         declared.features,
@@ -86,35 +88,39 @@ def loads_of(
     )
 
 
-def choose_for(
+def choose_shardings_and_exchanges(
     collection: EmbeddingCollection,
     sides: Declaration,
     loads: Sequence[TableLoad],
     config: RunConfig,
     world: World,
     device: Device,
-    wanted: Sequence[Demand] = (),
+    memory_demands: Sequence[Demand] = (),
     bags: Collection[str] = (),
     hot: Collection[str] = (),
 ) -> Choice:
-    """What `config` leaves open is chosen, the rest is as it says. `sides`: the collection's declaration with hot rows
-    beside cold ones, whose tables `loads` are of; `wanted`: what tables ask of memory, where it is limited; `bags`:
-    features whose samples may have several ids; `hot`: tables that have hot rows. Raises ConfigError where what is said
-    cannot be."""
-    forced = forced_by(config.plan, collection.tables, world)
+    """Choose the shardings and exchanges that `config` does not fix.
+
+    sides: the collection's declaration with hot and cold rows as separate tables; `loads` has these tables.
+    memory_demands: memory that tables need, if it is limited.
+    bags: features with several ids per sample.
+    hot: names of tables with hot rows.
+    Raises ConfigError for impossible constraints.
+    """
+    constraints = forced_by(config.plan, collection.tables, world)
     for name in hot:
-        forced[f"{name}[cold]"] = forced[name]
-        forced[f"{name}[hot]"] = Forced("replicated")
+        constraints[f"{name}[cold]"] = constraints[name]
+        constraints[f"{name}[hot]"] = Forced("replicated")
     budget = config.plan.memory.dram
     memory = Memory(budget)
-    if budget is not None and wanted:
-        memory = Memory(budget, memory_price(wanted, budget, device))
+    if budget is not None and memory_demands:
+        memory = Memory(budget, estimate_seconds_per_byte(memory_demands, budget, device))
     return choose(
         loads,
         world,
         memory=memory,
         rates=device.memory,
-        forced=forced,
+        forced=constraints,
         is_fetched_ahead=config.plan.is_late,
         model=model_load(
             sides,
@@ -129,42 +135,52 @@ def choose_for(
     )
 
 
-def placed_in_towers(config: RunConfig, collection: EmbeddingCollection, world: World) -> RunConfig:
-    """`config`, whose plan says where tables lie that travel by towers. Raises ConfigError for a partition that cannot
-    be read, or is for another model, and for towers that this world has not."""
-    said, partition = config.plan, None
-    if isinstance(said.towers, str):
+def apply_tower_partition(
+    config: RunConfig, collection: EmbeddingCollection, world: World
+) -> RunConfig:
+    """Return `config` with a plan that places tables in towers, by the partition file or number in `plan.towers`.
+
+    Raises ConfigError for a partition that cannot be read or is for another model, and for towers that do not fit this
+    world.
+    """
+    plan_config, partition = config.plan, None
+    if isinstance(plan_config.towers, str):
         try:
-            text = read_text(Path(said.towers))
+            text = read_text(Path(plan_config.towers))
         except (OSError, UnicodeDecodeError):
             raise ConfigError(
-                f"plan.towers: got {said.towers!r}, wanted a number of towers, or a file that says which features "
-                'stand together: {"towers": [["feature", ...], ...]}'
+                f"plan.towers: got {plan_config.towers!r}, wanted a number of towers, or a file that lists the "
+                'features of each: {"towers": [["feature", ...], ...]}'
             ) from None
         try:
             partition = Partition.from_json(text)
         except ConfigError as error:
-            raise ConfigError(f"plan.towers: {said.towers}: {error}") from None
+            raise ConfigError(f"plan.towers: {plan_config.towers}: {error}") from None
     declared = collection.declaration
-    plan = towered(said, declared.tables, declared.features, partition, world)
-    return config if plan is said else config.model_copy(update={"plan": plan})
+    plan = towered(plan_config, declared.tables, declared.features, partition, world)
+    return config if plan is plan_config else config.model_copy(update={"plan": plan})
 
 
-def memory_price(wanted: Sequence[Demand], budget: int, device: Device) -> float:
-    """Seconds of a step that a byte of memory saves, in reads of files; inf: there are no files to read."""
-    pages = sum(place.pages for place in device.directories)
+def estimate_seconds_per_byte(
+    memory_demands: Sequence[Demand], budget: int, device: Device
+) -> float:
+    """Estimate the seconds of a step that a byte of memory saves in reads of files; inf if there are no files."""
+    pages = sum(directory.pages for directory in device.directories)
     if not pages:
         return float("inf")
-    least = sum(each.least_rows * each.slot_bytes for each in wanted)
-    full = min(budget, sum(each.most_bytes for each in wanted))
-    less = max(int(FILLED * full), least)
-    if less >= full:
+    min_bytes = sum(demand.least_rows * demand.slot_bytes for demand in memory_demands)
+    full_bytes = min(budget, sum(demand.most_bytes for demand in memory_demands))
+    reduced_bytes = max(int(REDUCED_FRACTION * full_bytes), min_bytes)
+    if reduced_bytes >= full_bytes:
         return float("inf")
-    reads = [sum(each.reads for each in place(wanted, size)) for size in (less, full)]
-    return max(reads[0] - reads[1], 0.0) / pages / (full - less)
+    reads = [
+        sum(placement.reads for placement in place(memory_demands, size))
+        for size in (reduced_bytes, full_bytes)
+    ]
+    return max(reads[0] - reads[1], 0.0) / pages / (full_bytes - reduced_bytes)
 
 
-def link_costs(
+def estimate_link_costs(
     choice: Choice,
     loads: Sequence[TableLoad],
     device: Device,
@@ -173,70 +189,79 @@ def link_costs(
     declared: Declaration,
     plan: Plan,
 ) -> LinkCosts:
-    """What the choice, of a `plan` for a model that `declared` its tables, adds to a step that one rank would take
-    alone."""
+    """Estimate the seconds and bytes that communication adds to a step of one rank alone.
+
+    declared: the declaration of the model's tables; plan: has the dense codec and the number of towers.
+    """
     if world.num_ranks == 1:
         return LinkCosts()
-    own = weights_inside(choice, declared)
+    tower_parameters = find_weights_in_towers(choice, declared)
     num_towers = plan.towers or world.num_hosts
     trainers, codec = world.of_trainers(), plan.codecs.dense
-    reduced = reduction_seconds(model, trainers, codec, own, num_towers)
-    mine = sum(alone(load, device.memory) for load in loads)
+    reduce_seconds = estimate_reduction_seconds(
+        model, trainers, codec, tower_parameters, num_towers
+    )
+    one_rank_seconds = sum(alone(load, device.memory) for load in loads)
     return LinkCosts(
-        processor_seconds=choice.seconds.processor - mine,
-        waited_seconds=choice.seconds.waited + reduced,
+        processor_seconds=choice.seconds.processor - one_rank_seconds,
+        waited_seconds=choice.seconds.waited + reduce_seconds,
         behind_seconds=choice.seconds.behind,
         crowding=world.crowding,
-        sent=by_purpose(choice.sent),
+        sent=group_by_channel(choice.sent),
     )
 
 
-def weights_inside(choice: Choice, declared: Declaration) -> list[nn.Parameter]:
-    """Those of operators that are evaluated inside a tower."""
+def find_weights_in_towers(choice: Choice, declared: Declaration) -> list[nn.Parameter]:
+    """Return the weights of operators that are evaluated inside a tower."""
     table_of = {
         field.name: declared.tables[declared.parts[field.part][0]].name for field in declared.fields
     }
-    found: list[nn.Parameter] = []
-    for each in choice.consumers:
-        fields = declared.consumers[each.name].features
-        if each.is_partial and all(choice.exchanges.get(table_of[f]) in BY_TOWERS for f in fields):
-            found += declared.consumers[each.name].interaction.parameters()
-    return found
+    parameters: list[nn.Parameter] = []
+    for consumer in choice.consumers:
+        fields = declared.consumers[consumer.name].features
+        if consumer.is_partial and all(
+            choice.exchanges.get(table_of[f]) in BY_TOWERS for f in fields
+        ):
+            parameters += declared.consumers[consumer.name].interaction.parameters()
+    return parameters
 
 
-def reduction_seconds(
+def estimate_reduction_seconds(
     model: nn.Module,
     trainers: World,
     codec: CodecName,
-    inside: Sequence[nn.Parameter] = (),
+    tower_weights: Sequence[nn.Parameter] = (),
     num_towers: int = 1,
 ) -> float:
-    """Of the dense gradients' sum over ranks, if it were one buffer of those that are coded and one of the others.
-    `inside`: those that are summed inside one of so many towers, as if each had its share."""
-    seconds, own = 0.0, {id(each) for each in inside}
+    """Estimate the seconds to sum dense gradients over ranks, as one buffer of coded and one of other gradients.
+
+    tower_weights: weights that are summed inside one of `num_towers` towers, in equal shares.
+    """
+    seconds, tower_ids = 0.0, {id(parameter) for parameter in tower_weights}
     size = trainers.num_ranks // num_towers
-    if own and 1 < size < trainers.num_ranks:
-        local = min(size, trainers.ranks_per_host)
-        tower = replace(trainers, num_hosts=size // local, ranks_per_host=local)
-        share = sum(p.numel() * p.element_size() for p in inside) / num_towers
-        seconds = sent(choose_way(tower, share), tower, share).seconds(tower)
-    if size == trainers.num_ranks:  # one tower of all
-        own = set()
-    learned = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
-    coded = [p for p in learned if codec != "exact" and p.dtype in CODED_DTYPES]
+    if tower_ids and 1 < size < trainers.num_ranks:
+        local_ranks = min(size, trainers.ranks_per_host)
+        tower = replace(trainers, num_hosts=size // local_ranks, ranks_per_host=local_ranks)
+        bytes_per_tower = sum(p.numel() * p.element_size() for p in tower_weights) / num_towers
+        seconds = sent(choose_way(tower, bytes_per_tower), tower, bytes_per_tower).seconds(tower)
+    if size == trainers.num_ranks:  # one tower has all ranks
+        tower_ids = set()
+    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in tower_ids]
+    coded = [p for p in trained if codec != "exact" and p.dtype in CODED_DTYPES]
     size = sum(p.numel() * p.element_size() for p in coded)
-    rest = sum(p.numel() * p.element_size() for p in learned) - size
-    if rest:
-        seconds += sent(choose_way(trainers, rest), trainers, rest).seconds(trainers)
+    other_bytes = sum(p.numel() * p.element_size() for p in trained) - size
+    if other_bytes:
+        seconds += sent(choose_way(trainers, other_bytes), trainers, other_bytes).seconds(trainers)
     if size:
-        slow = coded_size(codec, sum(p.numel() for p in coded), trainers.num_ranks)
-        seconds += sent(way_of_layout(trainers), trainers, size, slow).seconds(trainers)
+        coded_bytes = coded_size(codec, sum(p.numel() for p in coded), trainers.num_ranks)
+        seconds += sent(way_of_layout(trainers), trainers, size, coded_bytes).seconds(trainers)
         seconds += sent("whole", trainers, SIGNAL_BYTES).seconds(trainers)
     return seconds
 
 
-def by_purpose(sent: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
+def group_by_channel(sent: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
+    """Group bytes by channel, then link: {(channel, link): bytes} -> {channel: {link: bytes}}."""
+    by_channel: dict[str, dict[str, float]] = {}
     for (channel, link), size in sent.items():
-        found.setdefault(channel, {})[link] = size
-    return found
+        by_channel.setdefault(channel, {})[link] = size
+    return by_channel

@@ -1,8 +1,6 @@
-"""Planning from the data: a sample is profiled, the disk and a few steps of the model are timed, memory goes where it
-saves most.
+"""Planning from the data: profile a sample, time the disk and a few steps, and give memory to the tables it helps most.
 
-Steps are timed on copies of the model and in a folder of its own that is removed, so that they leave no trace on the
-run.
+Steps are timed on copies of the model and in a temporary folder, so they change nothing of the run.
 """
 
 from __future__ import annotations
@@ -56,7 +54,12 @@ from colonnade.plan.plan import Plan, build_plan, placed_plan
 from colonnade.plan.search.candidates import Choice
 from colonnade.plan.towers.advice import Advice
 from colonnade.row_optimizer import RowOptimizer
-from colonnade.run.planner import choose_for, hot_of, link_costs, loads_of
+from colonnade.run.planner import (
+    choose_hot_ids,
+    choose_shardings_and_exchanges,
+    estimate_link_costs,
+    estimate_table_loads,
+)
 from colonnade.store.budget import slot_bytes
 from colonnade.store.disk import Disk
 from colonnade.store.dram import RowSources
@@ -72,23 +75,24 @@ from colonnade.train.progress import Progress
 from colonnade.train.trainer import Outcome, Schedule, Trainer
 
 PASSES = 4
-LEAST_STEPS = 4
-"""Of a pass over a sample of a single batch, which is repeated."""
+MIN_STEPS = 4
+"""Number of steps of a pass if the sample is a single batch, which is repeated."""
 LOOKAHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """Over the sample."""
+class TimedPass:
+    """Timed pass over the sample."""
 
     seconds: Sequence[float]
-    """Of each step."""
-    born: float
-    moved: float
-    """Rows, of a step on average."""
+    """Seconds of each step."""
+    born_rows: float
+    """Initialised rows of a step, on average."""
+    moved_rows: float
+    """Rows that a step reads or evicts, on average."""
 
 
-def rehearse(
+def run_micro_benchmark(
     model: nn.Module,
     batches: Sequence[Batch],
     schema: Schema,
@@ -96,105 +100,124 @@ def rehearse(
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
     *,
     batch_size: int,
-    place: Path | None = None,
+    folder: Path | None = None,
     reads: Mapping[str, float] | None = None,
 ) -> StepCosts:
-    """On one rank. `model` is not open and stays as it is. `place`: a directory on the disk that rows would rest on;
-    without, the cost of moving rows is not measured, and of a single batch it is none. `reads`: by table, the rows that
-    a step of the run will read; without, memory is as tight as can be. Takes 2 x PASSES passes over `batches`, at
-    least one, in turns with much memory and little: machines have slow seconds, and both should meet them.
+    """Time steps of a model, with all rows in memory and with little memory. Runs on one rank.
+
+    Takes 2 x PASSES passes over `batches`, at least one. Passes with much and with little memory alternate, so that
+    slow seconds of the machine affect both.
+    model: not open; does not change.
+    folder: on the disk for rows. None: the cost of moving rows is not measured. With a single batch it is zero.
+    reads: number of rows that a step of the run will read, by table. None: memory is as small as possible.
     """
-    with torch.random.fork_rng():  # a plan changes no bit of the run to come
-        return _rehearse(
+    with torch.random.fork_rng():  # so that planning changes no bit of the later run
+        return _run_micro_benchmark(
             model,
-            _Rehearsal(batches, schema, objective, make_optimizer, batch_size),
-            place,
+            _MicroBenchmark(batches, schema, objective, make_optimizer, batch_size),
+            folder,
             reads or {},
         )
 
 
-def _rehearse(
-    model: nn.Module, run: _Rehearsal, place: Path | None, reads: Mapping[str, float]
+def _run_micro_benchmark(
+    model: nn.Module, benchmark: _MicroBenchmark, parent: Path | None, reads: Mapping[str, float]
 ) -> StepCosts:
-    collection = _collection(model)
-    with ExitStack() as opened:
-        ample = run.open(
+    """Time passes with and without memory for all rows, and compute the costs per step and row."""
+    collection = _find_collection(model)
+    with ExitStack() as stack:
+        with_all_rows = benchmark.open_model(
             model, build_plan(collection.tables, 1, PlanConfig(lookahead=LOOKAHEAD)), None
         )
-        opened.callback(ample.close)
-        tight = None
-        if place is not None:
-            folder = opened.enter_context(_folder_in(place))
-            tight = run.open(model, _tight(collection, run.batches, reads), folder)
-            opened.callback(tight.close)
-        first = ample.next_pass()  # meets every row for the first time
-        if tight is not None:
-            tight.next_pass()
-        with_all, with_few = [], []
+        stack.callback(with_all_rows.close)
+        with_little_memory = None
+        if parent is not None:
+            temporary = stack.enter_context(_temporary_folder(parent))
+            with_little_memory = benchmark.open_model(
+                model, _plan_with_little_memory(collection, benchmark.batches, reads), temporary
+            )
+            stack.callback(with_little_memory.close)
+        first_pass = with_all_rows.next_pass()  # initialises every row
+        if with_little_memory is not None:
+            with_little_memory.next_pass()
+        ample_passes, tight_passes = [], []
         for _ in range(PASSES - 1):
-            with_all.append(ample.next_pass())
-            if tight is not None:
-                with_few.append(tight.next_pass())
-    base = _median(with_all)
-    born = max(_median([first]) - base, 0.0) / first.born if first.born else 0.0
-    moved = sum(each.moved for each in with_few) / (PASSES - 1)
-    more = max(_median(with_few) - base, 0.0) / moved if moved else 0.0
-    return StepCosts(step_seconds=base, born_seconds=born, moved_seconds=more)
+            ample_passes.append(with_all_rows.next_pass())
+            if with_little_memory is not None:
+                tight_passes.append(with_little_memory.next_pass())
+    step_seconds = _median_step_seconds(ample_passes)
+    born_seconds = (
+        max(_median_step_seconds([first_pass]) - step_seconds, 0.0) / first_pass.born_rows
+        if first_pass.born_rows
+        else 0.0
+    )
+    num_moved = sum(step_pass.moved_rows for step_pass in tight_passes) / (PASSES - 1)
+    moved_seconds = (
+        max(_median_step_seconds(tight_passes) - step_seconds, 0.0) / num_moved
+        if num_moved
+        else 0.0
+    )
+    return StepCosts(
+        step_seconds=step_seconds, born_seconds=born_seconds, moved_seconds=moved_seconds
+    )
 
 
-def _median(passes: Sequence[Pass]) -> float:
-    """Of all steps: a mean would be of this minute's disturbances."""
-    return float(np.median([seconds for each in passes for seconds in each.seconds]))
+def _median_step_seconds(passes: Sequence[TimedPass]) -> float:
+    """Return the median over all steps, which disturbances of the machine change less than a mean."""
+    return float(np.median([seconds for step_pass in passes for seconds in step_pass.seconds]))
 
 
 @contextmanager
-def _folder_in(place: Path) -> Iterator[Path]:
-    """Removed afterwards, with what of `place` was not there before."""
-    made = missing_folders(place)
-    place.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".rehearsal-", dir=place))
+def _temporary_folder(parent: Path) -> Iterator[Path]:
+    """Make a temporary folder in `parent`; remove it and missing parents that were created for it afterwards."""
+    created = missing_folders(parent)
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=".rehearsal-", dir=parent))
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        for parent in made:
+        for created_parent in created:
             with suppress(OSError):
-                parent.rmdir()
+                created_parent.rmdir()
 
 
-class _Rehearsed:
-    """A copy of the model that trains, pass by pass."""
+class _TimedModel:
+    """Copy of the model that trains pass by pass, with timed steps."""
 
     def __init__(self, trainer: Trainer, backings: Sequence[LogBacking], num_steps: int) -> None:
         self.trainer, self.backings, self.num_steps = trainer, backings, num_steps
-        self.stream = trainer.collection.lookahead(trainer._stream())
+        self.stream = trainer.collection.lookahead(trainer._read_batches())
         self.is_warm = False
 
-    def next_pass(self) -> Pass:
-        """The first one begins with a step that is not timed: torch and the allocator get ready."""
+    def next_pass(self) -> TimedPass:
+        """Train one pass. The first pass begins with a step that is not timed, to warm up torch and the allocator."""
         steps, outcome, store = self.num_steps, Outcome(), self.trainer.collection.store
         if not self.is_warm:
             self.trainer.train_step(self.stream, outcome)
             self.is_warm, steps = True, steps - 1
         before, seconds = copy.copy(store.sources), []
         for _ in range(steps):
-            began = time.perf_counter()
+            start = time.perf_counter()
             self.trainer.train_step(self.stream, outcome)
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - start)
         now = store.sources
-        return Pass(
+        return TimedPass(
             seconds,
             (now.born - before.born) / steps,
-            (_moved(now) - _moved(before)) / steps,
+            (_count_moved_rows(now) - _count_moved_rows(before)) / steps,
         )
 
     def close(self) -> None:
+        """Stop the lookahead and close the stores."""
         self.stream.close()
         for backing in self.backings:
             backing.close()
 
 
-class _Rehearsal:
+class _MicroBenchmark:
+    """Repeated sample batches, and what is needed to train copies of a model on them."""
+
     def __init__(
         self,
         batches: Sequence[Batch],
@@ -203,25 +226,32 @@ class _Rehearsal:
         make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
         batch_size: int,
     ) -> None:
-        # The first pass begins with a step that is not timed: one batch alone is met again.
-        again = batches if len(batches) > 1 else [copy.copy(batches[0]) for _ in range(LEAST_STEPS)]
-        self.batches = list(again)
+        # The first pass begins with an untimed step, so a single batch must be repeated.
+        repeated = (
+            batches if len(batches) > 1 else [copy.copy(batches[0]) for _ in range(MIN_STEPS)]
+        )
+        self.batches = list(repeated)
         self.data = Splits(train=open_batches(self.batches, schema, name="sample"))
         self.num_steps, self.batch_size = len(self.batches), batch_size
         self.objective, self.make_optimizer = objective, make_optimizer
 
-    def open(self, model: nn.Module, plan: Plan, folder: Path | None) -> _Rehearsed:
-        """`folder`: for rows that memory does not hold."""
-        trainer, backings = self._open(copy.deepcopy(model), plan, folder)
+    def open_model(self, model: nn.Module, plan: Plan, folder: Path | None) -> _TimedModel:
+        """Open a copy of the model. folder: for rows that do not fit in memory."""
+        trainer, backings = self._build_trainer(copy.deepcopy(model), plan, folder)
         trainer.model.train()
-        return _Rehearsed(trainer, backings, self.num_steps)
+        return _TimedModel(trainer, backings, self.num_steps)
 
-    def _open(self, model: nn.Module, plan: Plan, folder: Path | None):
-        collection, mesh = _collection(model), Mesh()
+    def _build_trainer(self, model: nn.Module, plan: Plan, folder: Path | None):
+        collection, mesh = _find_collection(model), Mesh()
         backings = []
         if folder is not None:
             backings = open_stores(
-                folder, collection.tables, [each.sharding for each in plan.tables], 0, Disk(), None
+                folder,
+                collection.tables,
+                [table_plan.sharding for table_plan in plan.tables],
+                0,
+                Disk(),
+                None,
             )
         collection.open(plan, mesh, backings=backings)
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -237,77 +267,82 @@ class _Rehearsal:
             dense=dense,
             progress=Progress(total_steps=None, console=Terminal(quiet=True), is_quiet=True),
         )
-        dense.attach()
+        dense.build_buckets()
         return trainer, backings
 
 
-def _moved(sources: RowSources) -> int:
-    """Rows that came from below or went there."""
+def _count_moved_rows(sources: RowSources) -> int:
+    """Count rows that were read from or evicted to the tier below."""
     return sources.read + sources.copied + sources.evicted_dirty + sources.evicted_clean
 
 
-def _tight(
+def _plan_with_little_memory(
     collection: EmbeddingCollection, batches: Sequence[Batch], reads: Mapping[str, float]
 ) -> Plan:
-    """Tables that read about as many rows in a step as the run will: what a row costs depends on how many there are,
-    for reads that training would wait for here may be hidden there."""
+    """Build a plan in which a step reads about as many rows of each table as it will in the run.
+
+    The cost of a row depends on their number, because some reads are hidden behind computation.
+    """
     declaration = collection.declaration
     batches = [stacked(batch, declaration) for batch in batches]
-    own = {}
+    budgets = {}
     for table in declaration.tables:
-        of = [feature.name for feature in declaration.features if feature.table == table.name]
+        features = [feature.name for feature in declaration.features if feature.table == table.name]
         ids = [
             np.unique(
                 np.concatenate(
-                    [batch.ids[name].values.numpy() for name in of] or [np.zeros(0, np.int64)]
+                    [batch.ids[name].values.numpy() for name in features] or [np.zeros(0, np.int64)]
                 )
             )
             for batch in batches
         ]
-        rows = rehearsed_rows(ids, LOOKAHEAD + 2, reads.get(table.name, math.inf))
-        own[table.name] = int(rows * 1.05 + 16) * slot_bytes(table)
-    memory = MemoryConfig(dram=sum(own.values()), tables=own)
+        rows = choose_resident_rows(ids, LOOKAHEAD + 2, reads.get(table.name, math.inf))
+        budgets[table.name] = int(rows * 1.05 + 16) * slot_bytes(table)
+    memory = MemoryConfig(dram=sum(budgets.values()), tables=budgets)
     return build_plan(collection.tables, 1, PlanConfig(memory=memory, lookahead=LOOKAHEAD))
 
 
-def rehearsed_rows(batches: Sequence[np.ndarray], window: int, reads: float) -> int:
-    """Rows that memory must hold so that a step of these batches, different ids each, over and over again, reads about
-    `reads` rows: those of any `window` batches in a row, and of the others those used most. Pure."""
-    every, inverse, uses = np.unique(
+def choose_resident_rows(batches: Sequence[np.ndarray], window: int, reads: float) -> int:
+    """Return how many rows must be in memory so that a step over these batches reads about `reads` rows. Pure.
+
+    Memory holds the rows of any `window` consecutive batches, and the most used of the others. batches: unique ids of
+    each batch; training repeats them.
+    """
+    unique_ids, inverse, uses = np.unique(
         np.concatenate(batches), return_inverse=True, return_counts=True
     )
     order = np.argsort(-uses, kind="stable")
-    # Rows kept -> uses of the others, in all steps.
-    left = int(uses.sum()) - np.concatenate([[0], np.cumsum(uses[order])])
-    num_kept = int(np.argmax(left <= reads * len(batches))) if reads < math.inf else 0
-    is_kept = np.zeros(len(every), bool)
-    is_kept[order[:num_kept]] = True
-    rows, starts = num_kept, np.cumsum([0, *map(len, batches)])
+    # By number of cached rows: uses of all other rows, in all steps.
+    uses_left = int(uses.sum()) - np.concatenate([[0], np.cumsum(uses[order])])
+    num_cached = int(np.argmax(uses_left <= reads * len(batches))) if reads < math.inf else 0
+    is_cached = np.zeros(len(unique_ids), bool)
+    is_cached[order[:num_cached]] = True
+    rows, starts = num_cached, np.cumsum([0, *map(len, batches)])
     for first in range(len(batches)):
         last = min(first + window, len(batches))
-        coming = np.unique(inverse.ravel()[starts[first] : starts[last]])
-        rows = max(rows, num_kept + int((~is_kept[coming]).sum()))
+        window_rows = np.unique(inverse.ravel()[starts[first] : starts[last]])
+        rows = max(rows, num_cached + int((~is_cached[window_rows]).sum()))
     return max(rows, 1)
 
 
-def _collection(model: nn.Module) -> EmbeddingCollection:
+def _find_collection(model: nn.Module) -> EmbeddingCollection:
     return next(module for module in model.modules() if isinstance(module, EmbeddingCollection))
 
 
 SAMPLE_LOOKUPS = 1 << 20
-LEAST_BATCHES = 8
-MOST_BATCHES = 256
-REHEARSED = 12
-"""Batches of the sample that the model is timed on."""
+MIN_BATCHES = 8
+MAX_BATCHES = 256
+MAX_TIMED_BATCHES = 12
+"""Maximum number of batches of the sample that the model is timed on."""
 AUTO_DEPTHS = (8, 4, 2)
-"""Batches of lookahead that memory is shared for where they are to be chosen: the first that fits."""
-UNKNOWN_LENGTH = 16
-"""A run of which nobody knows the length is taken to be so many samples long."""
+"""Candidates for an automatic lookahead, in batches; the first with a window that fits in memory is taken."""
+SAMPLES_OF_UNKNOWN_LENGTH = 16
+"""Assumed length of a run of unknown length, as a multiple of the sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan and what it was made from."""
+    """Plan, and the measurements and choices that it is made from."""
 
     plan: Plan
     profile: Profile
@@ -318,37 +353,37 @@ class Planned:
     loads: tuple[TableLoad, ...]
     world: World
     advice: tuple[Advice, ...] = ()
-    """What tower modules would save, where they were asked about."""
+    """Estimated savings of tower modules; empty unless requested."""
 
 
-def measured_before(folder: Path | None, places: Sequence[str]) -> Device | None:
-    """What a run folder says of the disks of `places`; None: nothing."""
+def read_measured_device(folder: Path | None, paths: Sequence[str]) -> Device | None:
+    """Read the recorded measurement of these paths from a run folder; None if there is none."""
     if folder is None or not (folder / "device.json").is_file():
         return None
     try:
         device = Device.from_json((folder / "device.json").read_text(encoding="utf-8"))
     except (ColonnadeError, OSError, ValueError, KeyError, TypeError):
-        return None  # it is measured anew
-    return device if [each.path for each in device.directories] == list(places) else None
+        return None  # it is measured again
+    return device if [directory.path for directory in device.directories] == list(paths) else None
 
 
 def read_sample(
     source: Source, batch_size: int, lookups: int = SAMPLE_LOOKUPS, num_ranks: int = 1
 ) -> list[Batch]:
-    """Rank 0's first batches of the first epoch, until they hold so many lookups."""
-    found: list[Batch] = []
+    """Read rank 0's first batches of the first epoch until they have `lookups` lookups."""
+    sample: list[Batch] = []
     count = 0
     batches = source.batches(batch_size, num_ranks=num_ranks)
     try:
-        for batch in islice(batches, MOST_BATCHES):
-            found.append(batch)
+        for batch in islice(batches, MAX_BATCHES):
+            sample.append(batch)
             count += sum(len(ids.values) for ids in batch.ids.values())
-            if count >= lookups and len(found) >= LEAST_BATCHES:
+            if count >= lookups and len(sample) >= MIN_BATCHES:
                 break
     finally:
         if hasattr(batches, "close"):
             batches.close()
-    return found
+    return sample
 
 
 def plan_from_sample(
@@ -360,81 +395,97 @@ def plan_from_sample(
     objective: Objective,
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
     world: World,
-    place_of_rows: Path,
+    rows_folder: Path,
     first_step: int = 0,
     folder: Path | None = None,
     device: Device | None = None,
     costs: StepCosts | None = None,
     lookups: int = SAMPLE_LOOKUPS,
 ) -> Planned:
-    """On one rank, for all. `place_of_rows`: where rows rest that have no other place. `device`, `costs`: measured
-    before, not again; `folder`: whose device.json may say the same; `world`: with what is known of its links. Memory is
-    shared as `plan.placement` says. Raises BudgetExceeded where a batch does not fit, ConfigError where there is no
-    sample or what is said of shardings cannot be, StorageError where a directory cannot be measured."""
+    """Plan from a sample, on one rank for all ranks. Memory is shared between tables by `plan.placement`.
+
+    rows_folder: folder for rows without a configured directory.
+    device, costs: earlier measurements, which are not repeated.
+    folder: run folder with a device.json that may have the device.
+    world: with measured links.
+    Raises BudgetExceeded if a batch does not fit, ConfigError without a sample or with impossible shardings,
+    StorageError if a directory cannot be measured.
+    """
     tables, declared, owners = collection.tables, collection.declaration, len(world.owners)
-    even = build_plan(tables, world, settle_plan(config.plan, tables, world))
+    base_plan = build_plan(tables, world, settle_plan(config.plan, tables, world))
     sample = read_sample(data.train, config.train.samples_per_step, lookups)
-    lookups_of = [stacked(batch, declared) for batch in sample]
-    profiled = profile(collection.tables, declared.features, lookups_of)
-    hot = hot_of(config.plan, declared, lookups_of, world, _recorded(folder))
-    dram = _dram_beside_hot(config.plan, collection.tables, world, hot)
-    known_steps = _steps(config, data.train)
-    steps = first_step + UNKNOWN_LENGTH * len(sample) if known_steps is None else known_steps
-    mapped_bytes = 0 if even.mapped is None else even.mapped.bytes
-    is_even, is_auto = config.plan.placement == "even", config.plan.lookahead == "auto"
-    batch_size = profiled.largest_batch  # of data smaller than a batch: what there is
-    at_once = 1 + even.latest
+    stacked_sample = [stacked(batch, declared) for batch in sample]
+    sample_profile = profile(collection.tables, declared.features, stacked_sample)
+    hot_ids = choose_hot_ids(
+        config.plan, declared, stacked_sample, world, _read_recorded_shardings(folder)
+    )
+    dram_bytes = _dram_without_hot_rows(config.plan, collection.tables, world, hot_ids)
+    known_steps = _count_steps_of_run(config, data.train)
+    steps = (
+        first_step + SAMPLES_OF_UNKNOWN_LENGTH * len(sample) if known_steps is None else known_steps
+    )
+    mapped_bytes = 0 if base_plan.mapped is None else base_plan.mapped.bytes
+    is_evenly_placed, is_auto = config.plan.placement == "even", config.plan.lookahead == "auto"
+    batch_size = sample_profile.largest_batch  # all samples, if there are fewer than a batch
+    batches_in_flight = 1 + base_plan.latest
     demands_of = partial(
-        demands, collection.tables, profiled, batch_size=batch_size, at_once=at_once, num_ranks=owners,
+        demands, collection.tables, sample_profile, batch_size=batch_size, at_once=batches_in_flight, num_ranks=owners,
         num_samples=data.train.num_samples, first_batch=first_step,
         last_batch=max(steps, first_step + 1), fixed_bytes=config.plan.memory.tables,
     )  # fmt: skip
     depths = AUTO_DEPTHS if is_auto else (int(config.plan.lookahead),)
-    depth, wanted = _fitting_window(depths, at_once, demands_of, dram)
-    place(wanted, dram, mapped_bytes, at_once=at_once)
-    # Only now is the disk touched: what does not fit has been said.
-    places = _places(even, place_of_rows)
-    device = device or measured_before(folder, places) or measure(places)
-    sides, side_profile = sides_of(declared, hot, lookups_of) if hot else (declared, profiled)
-    loads = loads_of(
-        sides, side_profile, world, last_batch=steps, num_samples=data.train.num_samples, codecs=even.codecs,
+    depth, memory_demands = _find_fitting_window(depths, batches_in_flight, demands_of, dram_bytes)
+    place(memory_demands, dram_bytes, mapped_bytes, at_once=batches_in_flight)
+    # The disk is measured only after the checks of memory.
+    paths = _folders_of_rows(base_plan, rows_folder)
+    device = device or read_measured_device(folder, paths) or measure(paths)
+    sides, side_profile = (
+        sides_of(declared, hot_ids, stacked_sample) if hot_ids else (declared, sample_profile)
+    )
+    loads = estimate_table_loads(
+        sides, side_profile, world, last_batch=steps, num_samples=data.train.num_samples, codecs=base_plan.codecs,
     )  # fmt: skip
     bags = bags_of(data.train.schema) | set(stacks_of(declared))
-    choice = choose_for(collection, sides, loads, config, world, device, wanted, bags, hot)
-    even = build_plan(tables, world, settle_plan(config.plan, tables, world, choice, hot))
-    shardings = [table.sharding for table in even.tables]
-    wanted = demands_of(window=depth + at_once, shardings=shardings)
-    placed = (
-        as_planned(wanted, even) if is_even
-        else place_on_ranks(wanted, shardings, world.num_ranks, dram, mapped_bytes, at_once=at_once)
+    choice = choose_shardings_and_exchanges(
+        collection, sides, loads, config, world, device, memory_demands, bags, hot_ids
+    )
+    base_plan = build_plan(tables, world, settle_plan(config.plan, tables, world, choice, hot_ids))
+    shardings = [table.sharding for table in base_plan.tables]
+    memory_demands = demands_of(window=depth + batches_in_flight, shardings=shardings)
+    placements = (
+        place_as_planned(memory_demands, base_plan) if is_evenly_placed
+        else place_on_ranks(
+            memory_demands, shardings, world.num_ranks, dram_bytes, mapped_bytes, at_once=batches_in_flight,
+        )
     )  # fmt: skip
-    capacities = {each.name: (each.rows, each.tier) for each in placed}
-    wanted, placed = mean_over_ranks(wanted, placed, shardings, owners)
+    capacities = {placement.name: (placement.rows, placement.tier) for placement in placements}
+    memory_demands, placements = mean_over_ranks(memory_demands, placements, shardings, owners)
     if costs is None:
-        costs = rehearse(
-            model, _rehearsed(sample, data.train, config.train.samples_per_step, world.num_trainers),
+        costs = run_micro_benchmark(
+            model, _select_timed_batches(sample, data.train, config.train.samples_per_step, world.num_trainers),
             data.train.schema, objective, make_optimizer, batch_size=config.train.samples_per_step,
-            place=Path(places[0]) if places else None, reads={each.name: each.reads for each in placed},
+            folder=Path(paths[0]) if paths else None,
+            reads={placement.name: placement.reads for placement in placements},
         )  # fmt: skip
-    if is_even and even.lookahead != "auto":
-        depth = even.lookahead
+    if is_evenly_placed and base_plan.lookahead != "auto":
+        depth = base_plan.lookahead
     elif is_auto:
-        depth = depth_for(placed, costs, device, depth)
+        depth = depth_for(placements, costs, device, depth)
     prediction = predict(
-        collection.tables, wanted, placed,
-        [profiled.lookups_per_sample(t) for t in range(len(collection.tables))], costs, device,
+        collection.tables, memory_demands, placements,
+        [sample_profile.lookups_per_sample(t) for t in range(len(collection.tables))], costs, device,
         batch_size=batch_size, num_batches=max(steps - first_step, 1), num_ranks=owners, lookahead=depth,
         write_budget=config.plan.write_budget,
-        links=link_costs(choice, loads, device, model, world, collection.declaration, even),
+        links=estimate_link_costs(choice, loads, device, model, world, collection.declaration, base_plan),
     )  # fmt: skip
-    plan = replace(even, prediction=asdict(prediction))
-    if not is_even:
+    plan = replace(base_plan, prediction=asdict(prediction))
+    if not is_evenly_placed:
         plan = placed_plan(plan, collection.tables, capacities, lookahead=depth)
-    return Planned(plan, profiled, device, costs, prediction, choice, tuple(loads), world)
+    return Planned(plan, sample_profile, device, costs, prediction, choice, tuple(loads), world)
 
 
-def _recorded(folder: Path | None) -> dict[str, Sharding]:
-    """By table: of the newest checkpoint of a run."""
+def _read_recorded_shardings(folder: Path | None) -> dict[str, Sharding]:
+    """Read the shardings of the newest checkpoint of a run by table; {} if there is none."""
     steps = [] if folder is None else list_checkpoints(folder)
     if folder is None or not steps:
         return {}
@@ -442,56 +493,61 @@ def _recorded(folder: Path | None) -> dict[str, Sharding]:
     return dict(zip(header["model"]["tables"], shardings_of(header), strict=True))
 
 
-def as_planned(wanted: Sequence[Demand], plan: Plan) -> list[Placed]:
-    """The rows that a plan gives each table, and what they leave to be read."""
+def place_as_planned(memory_demands: Sequence[Demand], plan: Plan) -> list[Placed]:
+    """Return the memory that a plan gives each table, and the rows that a step then reads."""
     return [
         Placed(
-            each.name,
-            min(table.capacity_rows, each.most_rows),
-            0.0 if table.fits or table.tier == "mapped" else each.reads_at(table.capacity_rows),
-            table.tier,
+            demand.name,
+            min(table_plan.capacity_rows, demand.most_rows),
+            0.0
+            if table_plan.fits or table_plan.tier == "mapped"
+            else demand.reads_at(table_plan.capacity_rows),
+            table_plan.tier,
         )
-        for each, table in zip(wanted, plan.tables, strict=True)
+        for demand, table_plan in zip(memory_demands, plan.tables, strict=True)
     ]
 
 
-def _dram_beside_hot(
+def _dram_without_hot_rows(
     config: PlanConfig, tables: Sequence[Table], world: World, hot: Mapping[str, Sequence[int]]
 ) -> int | None:
-    """Return the memory that copies of hot rows leave on each rank; None: there is no limit."""
+    """Return the memory of each rank without its copies of hot rows; None: no limit."""
     plan = build_plan(tables, world, settle_plan(config, tables, world, hot=hot))
-    laid = lay_out(tables, plan.shardings)
-    return beside_hot(laid, config.memory.dram, "plan.memory.dram", slot_bytes)
+    shards = lay_out(tables, plan.shardings)
+    return beside_hot(shards, config.memory.dram, "plan.memory.dram", slot_bytes)
 
 
-def _rehearsed(
+def _select_timed_batches(
     sample: Sequence[Batch], source: Source, batch_size: int, num_trainers: int
 ) -> list[Batch]:
-    """Return the batches to time: of several ranks one rank's, for what travels between ranks is predicted apart."""
+    """Return the batches to time: one rank's share, because communication is predicted separately."""
     if num_trainers > 1:
         sample = read_sample(source, batch_size, 1, num_trainers)
-    return [batch for batch in sample if batch.size == sample[0].size][:REHEARSED]
+    return [batch for batch in sample if batch.size == sample[0].size][:MAX_TIMED_BATCHES]
 
 
-def _places(plan: Plan, place_of_rows: Path) -> list[str]:
-    """Return the directories that rows of this plan rest in; none where all fit in memory."""
+def _folders_of_rows(plan: Plan, rows_folder: Path) -> list[str]:
+    """Return the directories for rows of this plan; [] if all rows fit in memory."""
     if not plan.needs_backing:
         return []
-    return [each.path for each in plan.ssd] or [str(place_of_rows)]
+    return [directory.path for directory in plan.ssd] or [str(rows_folder)]
 
 
-def _fitting_window(
-    depths: Iterable[int], at_once: int, demands_of: Callable[..., list[Demand]], dram: int | None
+def _find_fitting_window(
+    depths: Iterable[int],
+    batches_in_flight: int,
+    demands_of: Callable[..., list[Demand]],
+    dram: int | None,
 ) -> tuple[int, list[Demand]]:
-    """Return the first of these depths whose window of batches fits in memory, else the last; and what it demands."""
+    """Return the first depth with a window of batches that fits in memory, else the last; and its memory demands."""
     for depth in depths:
-        wanted = demands_of(window=depth + at_once)
-        if window_fits(wanted, dram):
+        memory_demands = demands_of(window=depth + batches_in_flight)
+        if window_fits(memory_demands, dram):
             break
-    return depth, wanted
+    return depth, memory_demands
 
 
-def plan_for_all(
+def plan_on_rank_0(
     model: nn.Module,
     collection: EmbeddingCollection,
     data: Splits,
@@ -503,12 +559,12 @@ def plan_for_all(
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
     first_step: int,
 ) -> tuple[Plan, Device]:
-    """Collective: links are measured by all, rank 0 plans for all. Writes nothing that stays."""
+    """Measure links on all ranks, and plan on rank 0 for all. Collective. Nothing stays written."""
     world = measure_links(mesh)
-    said: dict[str, str] = {}
+    message: dict[str, str] = {}
     if mesh.rank == 0:
         try:
-            found = plan_from_sample(
+            planned = plan_from_sample(
                 model,
                 collection,
                 data,
@@ -516,29 +572,29 @@ def plan_for_all(
                 objective=objective,
                 make_optimizer=make_optimizer,
                 world=world,
-                place_of_rows=folder or Path(),
+                rows_folder=folder or Path(),
                 folder=folder,
                 first_step=first_step,
             )
-            said = {"plan": found.plan.to_json(), "device": found.device.to_json()}
+            message = {"plan": planned.plan.to_json(), "device": planned.device.to_json()}
         except ColonnadeError as error:
             if mesh.num_ranks == 1:
                 raise
-            said = {"error": str(error)}
-    heard = json.loads(mesh.all_gather_bytes("control", json.dumps(said).encode())[0])
-    if "error" in heard:
-        raise ConfigError(f"rank 0 could not plan: {heard['error']}")
-    return Plan.from_json(heard["plan"]), Device.from_json(heard["device"])
+            message = {"error": str(error)}
+    received = json.loads(mesh.all_gather_bytes("control", json.dumps(message).encode())[0])
+    if "error" in received:
+        raise ConfigError(f"rank 0 could not plan: {received['error']}")
+    return Plan.from_json(received["plan"]), Device.from_json(received["device"])
 
 
-def _steps(config: RunConfig, source: Source) -> int | None:
-    """Of the whole run; None: nobody knows."""
+def _count_steps_of_run(config: RunConfig, source: Source) -> int | None:
+    """Count the steps of the whole run; None if the number of samples is unknown."""
     train = config.train
-    known = source.num_samples
+    num_samples = source.num_samples
     steps = (
         None
-        if known is None
-        else num_steps(known, train.samples_per_step) * max(train.num_epochs, 1)
+        if num_samples is None
+        else num_steps(num_samples, train.samples_per_step) * max(train.num_epochs, 1)
     )
     if train.max_steps is not None:
         return train.max_steps if steps is None else min(steps, train.max_steps)

@@ -1,4 +1,4 @@
-"""Start of a run: from another run's weights, or not at all where it has finished."""
+"""Start of a run: warm start from another run's weights, and detection of finished runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.checkpoint.completeness import read_checkpoint
-from colonnade.checkpoint.fingerprint import dense_weights, identity_of, load_dense, tower_words
+from colonnade.checkpoint.fingerprint import (
+    dense_weights,
+    describe_towers,
+    load_dense,
+    record_identity,
+)
 from colonnade.checkpoint.header import list_checkpoints, read_header, resolve, state_folder
 from colonnade.checkpoint.snapshot import parameter_names
 from colonnade.checkpoint.states import load_state
@@ -22,7 +27,7 @@ from colonnade.config.run import TrainConfig
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
 from colonnade.formats import read_stamped
-from colonnade.publish.transfer import put_records
+from colonnade.publish.transfer import store_records
 from colonnade.store.records import fresh_records
 from colonnade.table import Table
 from colonnade.train.trainer import Outcome, Trainer
@@ -31,29 +36,33 @@ from colonnade.train.trainer import Outcome, Trainer
 def read_final_summary(
     folder: Path, config: TrainConfig, num_epochs: int, mesh: Mesh
 ) -> dict[str, Any] | None:
-    """Collective: the summary that rank 0 reads in a run folder, if it is that of the newest checkpoint and these
-    settings
-    leave nothing to train; None where there is something to do, or to mend."""
+    """Return the recorded summary of a finished run; None if there is something to train or to repair. Collective.
+
+    A run is finished if its summary is of the newest checkpoint and these settings leave nothing to train.
+    """
     text = b""
     if mesh.rank == 0:
         try:
-            summary = _final_summary(folder, config, num_epochs)
+            summary = _read_summary_if_finished(folder, config, num_epochs)
             text = b"" if summary is None else json.dumps(summary).encode()
         except (ColonnadeError, OSError):
-            pass  # opening the run says what is wrong
+            pass  # opening the run raises it again
     text = mesh.all_gather_bytes("control", text)[0]
     return json.loads(text) if text else None
 
 
-def outcome_of(summary: Mapping[str, Any]) -> Outcome:
+def build_outcome(summary: Mapping[str, Any]) -> Outcome:
     """Return the outcome that a summary recorded."""
-    return Outcome(**{each.name: summary[each.name] for each in fields(Outcome)})
+    return Outcome(
+        **{outcome_field.name: summary[outcome_field.name] for outcome_field in fields(Outcome)}
+    )
 
 
 def complete_outcome(trainer: Trainer, outcome: Outcome, samples: int) -> int:
-    """Fill in the outcome of a run that was killed between its last checkpoint and its summary, from the counts that
-    the
-    checkpoint holds. Returns the samples of all ranks: `samples` as it is for any other run."""
+    """Complete the outcome of a run that was killed between its last checkpoint and its summary.
+
+    Counts are taken from the checkpoint. Returns the samples of all ranks; `samples` unchanged for any other run.
+    """
     work = trainer.earlier_work
     if outcome.steps or not work:
         return samples
@@ -64,7 +73,7 @@ def complete_outcome(trainer: Trainer, outcome: Outcome, samples: int) -> int:
 
 
 def describe_end(folder: Path, step: int) -> str:
-    """Say that a run is finished, and how to go on."""
+    """Describe that a run is finished, and how to continue it."""
     return (
         f"{folder} is finished at step {step:,}: nothing is left to train, and nothing was changed. To go on, give "
         "more epochs (--set train.epochs=N, train.max_steps or train.patience, whichever ended it); to train anew, "
@@ -72,16 +81,21 @@ def describe_end(folder: Path, step: int) -> str:
     )
 
 
-def _final_summary(folder: Path, config: TrainConfig, num_epochs: int) -> dict[str, Any] | None:
+def _read_summary_if_finished(
+    folder: Path, config: TrainConfig, num_epochs: int
+) -> dict[str, Any] | None:
+    """Read the summary of a run folder if these settings leave nothing to train; else None."""
     steps, path = list_checkpoints(folder), folder / "summary.json"
     if not steps or not path.is_file():
         return None
     summary = read_stamped(path, path.read_bytes(), "colonnade summary")
     is_newest = summary.get("step") == steps[-1] and not summary.get("stopped")
-    if not is_newest or not {each.name for each in fields(Outcome)} <= set(summary):
+    if not is_newest or not {outcome_field.name for outcome_field in fields(Outcome)} <= set(
+        summary
+    ):
         return None
-    place = state_folder(folder, steps[-1]) / "dense"
-    state = load_state(place, read_header(folder, steps[-1])["run"])
+    path = state_folder(folder, steps[-1]) / "dense"
+    state = load_state(path, read_header(folder, steps[-1])["run"])
     is_over = (
         state["position"][0] >= num_epochs
         or (config.max_steps is not None and steps[-1] >= config.max_steps)
@@ -91,8 +105,8 @@ def _final_summary(folder: Path, config: TrainConfig, num_epochs: int) -> dict[s
 
 
 @dataclass(slots=True)
-class Taken:
-    """What a warm start takes over, by name of tables and dense parameters."""
+class WarmStart:
+    """Warm start: which tables and dense parameters are loaded from another run, by name."""
 
     folder: Path
     step: int
@@ -100,9 +114,9 @@ class Taken:
     dense: list[str]
     new: list[str]
     dropped: list[str]
-    anew: list[str] = field(default_factory=list)  # dense, for its towers are others
-    without_state: list[str] = field(default_factory=list)  # weights only: another optimizer
-    num_rows: int = 0  # taken over on this rank
+    reset: list[str] = field(default_factory=list)  # dense, because towers differ
+    without_state: list[str] = field(default_factory=list)  # weights only: the optimizer differs
+    num_rows: int = 0  # loaded on this rank
 
     def __str__(self) -> str:
         lines = [
@@ -112,7 +126,7 @@ class Taken:
         for words, names in (
             ("new", self.new),
             ("not taken over", self.dropped),
-            ("started anew, for towers or their modules are others", self.anew),
+            ("started anew, because towers or their modules differ", self.reset),
             ("weights without optimizer state", self.without_state),
         ):
             if names:
@@ -122,165 +136,182 @@ class Taken:
 
 def plan_warm_start(
     model: nn.Module, tables: Sequence[Table], source: str, skip: Collection[str] = ()
-) -> Taken:
-    """What a model would take over from `source`: FOLDER, FOLDER@best, FOLDER@last or FOLDER@<step>.
+) -> WarmStart:
+    """Plan the warm start of a model from `source`: FOLDER, FOLDER@best, FOLDER@last or FOLDER@<step>.
 
-    Tables and dense parameters of both models are taken over, those only here start at their first values, those
-    only there are left. Where towers differ, so do the meaning and often the shape of what reads them: modules of
-    other towers, weights that follow the order of the fields (`SplitModel.ordered`) and dense ones of other shapes
-    start anew. Changes nothing. Raises CheckpointError where one has another width or shape and is not in
-    `skip`; ConfigError for an unknown name there.
+    Tables and dense parameters of both models are loaded. Those of this model alone keep their initial values; those of
+    the other model alone are dropped. If towers differ, weights that read them have another meaning and often another
+    shape, so they are reset: modules of other towers, weights that follow the order of fields (`SplitModel.ordered`),
+    and dense weights of other shapes. Changes nothing. Raises CheckpointError if a width or shape differs and the name
+    is not in `skip`; ConfigError for an unknown name in `skip`.
     """
-    folder, step = parse_source(source)
+    folder, step = parse_warm_start_source(source)
     own_tables = {table.name: table for table in tables}
-    said, own = read_checkpoint(folder, step)["model"], dense_weights(model)
-    theirs = said["tables"]
-    dense = _dense_state(folder, step)["model"]
-    if unknown := sorted(set(skip) - {*theirs, *dense, *own_tables, *own}):
+    their_model, own_dense = read_checkpoint(folder, step)["model"], dense_weights(model)
+    their_tables = their_model["tables"]
+    their_dense = _read_dense_state(folder, step)["model"]
+    if unknown_names := sorted(set(skip) - {*their_tables, *their_dense, *own_tables, *own_dense}):
         raise ConfigError(
-            f"train.warm_start_skip: {unknown[0]!r} is no table or dense parameter of either model"
+            f"train.warm_start_skip: {unknown_names[0]!r} is no table or dense parameter of either model"
         )
-    shared = [n for n in own_tables if n in theirs and n not in skip]
-    alike = [n for n in own if n in dense and n not in skip]
-    anew = _of_other_towers(model, said.get("towers", {}), {n: dense[n] for n in alike})
-    alike = [n for n in alike if n not in anew]
-    _refuse_other_shapes(folder, own_tables, theirs, shared, own, dense, alike)
-    used = {*shared, *alike, *anew}
-    return Taken(
+    shared_tables = [n for n in own_tables if n in their_tables and n not in skip]
+    shared_dense = [n for n in own_dense if n in their_dense and n not in skip]
+    reset_dense = _find_weights_of_other_towers(
+        model, their_model.get("towers", {}), {n: their_dense[n] for n in shared_dense}
+    )
+    shared_dense = [n for n in shared_dense if n not in reset_dense]
+    _check_shapes(
+        folder, own_tables, their_tables, shared_tables, own_dense, their_dense, shared_dense
+    )
+    used = {*shared_tables, *shared_dense, *reset_dense}
+    return WarmStart(
         folder,
         step,
-        shared,
-        alike,
-        new=[n for n in (*own_tables, *own) if n not in used],
-        dropped=[n for n in (*theirs, *dense) if n not in used],
-        anew=anew,
+        shared_tables,
+        shared_dense,
+        new=[n for n in (*own_tables, *own_dense) if n not in used],
+        dropped=[n for n in (*their_tables, *their_dense) if n not in used],
+        reset=reset_dense,
     )
 
 
-def warm_start(trainer: Trainer, taken: Taken) -> None:
-    """Collective, before the first step: take over what was planned. Optimizer state comes along where the optimizer
-    is the same; `taken` then says what came without."""
-    dense = _dense_state(taken.folder, taken.step)
-    weights = {name: dense["model"][name] for name in taken.dense}
+def apply_warm_start(trainer: Trainer, start: WarmStart) -> None:
+    """Load the planned weights and rows, before the first step. Collective.
+
+    Optimizer state is loaded if the optimizer is the same; otherwise `start.without_state` lists the names.
+    """
+    dense = _read_dense_state(start.folder, start.step)
+    weights = {name: dense["model"][name] for name in start.dense}
     load_dense(trainer.model, {**dense_weights(trainer.model), **weights})
-    _take_dense_state(trainer, dense, taken)
-    header = read_header(taken.folder, taken.step)
+    _load_dense_optimizer_state(trainer, dense, start)
+    header = read_header(start.folder, start.step)
     for table in trainer.collection.tables:
-        if table.name in taken.tables:
-            taken.num_rows += _take_rows(trainer, header, table, taken)
+        if table.name in start.tables:
+            start.num_rows += _load_rows(trainer, header, table, start)
 
 
-def _dense_state(folder: Path, step: int) -> dict[str, Any]:
+def _read_dense_state(folder: Path, step: int) -> dict[str, Any]:
     run = read_header(folder, step)["run"]
     return load_state(folder / "checkpoints" / f"{step:012d}" / "dense", run)
 
 
-def parse_source(source: str) -> tuple[Path, int]:
-    """(folder, saved step) of "FOLDER" or "FOLDER@best|last|<step>"."""
+def parse_warm_start_source(source: str) -> tuple[Path, int]:
+    """Parse "FOLDER" or "FOLDER@best|last|<step>" to folder and saved step."""
     folder, at, name = source.rpartition("@")
     if at and (name in ("best", "last") or name.isdigit()):
         return Path(folder), resolve(Path(folder), name)
     return Path(source), resolve(Path(source), None)
 
 
-def _of_other_towers(
-    model: nn.Module, theirs: Mapping[str, Any], dense: Mapping[str, Tensor]
+def _find_weights_of_other_towers(
+    model: nn.Module, recorded_towers: Mapping[str, Any], dense: Mapping[str, Tensor]
 ) -> list[str]:
-    """Of weights that both models have, by name: those that mean something else where towers differ."""
+    """Return names of shared weights that have another meaning because towers differ."""
     (collection,) = (m for m in model.modules() if isinstance(m, EmbeddingCollection))
-    towers = tower_words(collection.declaration)
-    if towers == theirs:
+    towers = describe_towers(collection.declaration)
+    if towers == recorded_towers:
         return []
-    others = [f".interactions.{n}." for n, each in towers.items() if theirs.get(n) != each]
+    changed_modules = [
+        f".interactions.{n}." for n, words in towers.items() if recorded_towers.get(n) != words
+    ]
     ordered = getattr(model, "ordered", ())
     own = dense_weights(model)
     return [
         name
         for name, value in dense.items()
-        if any(other in f".{name}" for other in others)
+        if any(other in f".{name}" for other in changed_modules)
         or name.startswith(tuple(ordered))
         or value.shape != own[name].shape
     ]
 
 
-def _refuse_other_shapes(
+def _check_shapes(
     folder: Path,
     tables: Mapping[str, Table],
-    theirs: Mapping[str, Any],
-    shared: list[str],
-    own: Mapping[str, Tensor],
-    dense: Mapping[str, Tensor],
-    alike: list[str],
+    their_tables: Mapping[str, Any],
+    shared_tables: list[str],
+    own_dense: Mapping[str, Tensor],
+    their_dense: Mapping[str, Tensor],
+    shared_dense: list[str],
 ) -> None:
+    """Raise CheckpointError if shared tables or dense parameters have other shapes."""
     problems = []
-    for name in shared:
+    for name in shared_tables:
         dim = tables[name].dim
-        wanted = dict(dim) if isinstance(dim, Mapping) else dim
-        if theirs[name]["dim"] != wanted:
-            problems.append((name, f"width {theirs[name]['dim']}", f"{wanted}"))
-        hashed = _hashed(theirs[name].get("hashes"), theirs[name]["rows"])
-        if hashed != (mine := _hashed(tables[name].hashes, tables[name].rows)):
-            problems.append((name, hashed, mine))
-    for name in alike:
-        got, shape = tuple(dense[name].shape), tuple(own[name].shape)
-        if got != shape:
-            problems.append((name, f"shape {got}", f"{shape}"))
+        own_dims = dict(dim) if isinstance(dim, Mapping) else dim
+        if their_tables[name]["dim"] != own_dims:
+            problems.append((name, f"width {their_tables[name]['dim']}", f"{own_dims}"))
+        their_hashing = _describe_hashing(
+            their_tables[name].get("hashes"), their_tables[name]["rows"]
+        )
+        if their_hashing != (
+            own_hashing := _describe_hashing(tables[name].hashes, tables[name].rows)
+        ):
+            problems.append((name, their_hashing, own_hashing))
+    for name in shared_dense:
+        their_shape, own_shape = tuple(their_dense[name].shape), tuple(own_dense[name].shape)
+        if their_shape != own_shape:
+            problems.append((name, f"shape {their_shape}", f"{own_shape}"))
     if problems:
-        said = "; ".join(f"{name} has {got} there, {here} here" for name, got, here in problems)
+        problem_text = "; ".join(
+            f"{name} has {saved} there, {current} here" for name, saved, current in problems
+        )
         raise CheckpointError(
-            f"{folder} does not fit: {said}. To start these anew: "
+            f"{folder} does not fit: {problem_text}. To start these anew: "
             f"train.warm_start_skip={[name for name, _, _ in problems]}"
         )
 
 
-def _hashed(hashes: int | None, rows: int | None) -> str:
-    """How ids become rows: where that is another way, rows are other ids'."""
+def _describe_hashing(hashes: int | None, rows: int | None) -> str:
+    """Describe how ids map to rows. With another mapping, rows belong to other ids."""
     return "ids as rows" if hashes is None else f"{hashes} hashes into {rows} rows"
 
 
-def _take_dense_state(trainer: Trainer, dense: Mapping[str, Any], taken: Taken) -> None:
-    """Optimizer state by parameter name, if the optimizer is of the same class."""
+def _load_dense_optimizer_state(
+    trainer: Trainer, dense: Mapping[str, Any], start: WarmStart
+) -> None:
+    """Load optimizer state by parameter name, if the optimizer has the same class."""
     optimizer = trainer.dense_optimizer
     if dense.get("dense_optimizer_name") != type(optimizer).__qualname__:
-        taken.without_state.append("dense parameters")
+        start.without_state.append("dense parameters")
         return
-    theirs = {name: i for i, name in enumerate(dense["dense_parameters"])}
+    index_of_parameter = {name: index for index, name in enumerate(dense["dense_parameters"])}
     state = optimizer.state_dict()
-    for i, name in enumerate(parameter_names(trainer.model, optimizer)):
-        there = dense["dense_optimizer"]["state"].get(theirs.get(name, -1))
-        if name in taken.dense and there is not None:
-            state["state"][i] = there
+    for index, name in enumerate(parameter_names(trainer.model, optimizer)):
+        saved_state = dense["dense_optimizer"]["state"].get(index_of_parameter.get(name, -1))
+        if name in start.dense and saved_state is not None:
+            state["state"][index] = saved_state
     optimizer.load_state_dict(state)
 
 
-def _take_rows(trainer: Trainer, header: dict[str, Any], table: Table, taken: Taken) -> int:
-    """Copy the rows this rank owns; returns how many."""
+def _load_rows(trainer: Trainer, header: dict[str, Any], table: Table, start: WarmStart) -> int:
+    """Load the rows of a table that this rank owns; return their number."""
     collection = trainer.collection
-    t = [each.name for each in collection.tables].index(table.name)
-    theirs = header["model"]["tables"]
-    dtype, num_taken = getattr(torch, theirs[table.name]["dtype"].split()[0]), 0
-    stores = open_recorded_stores(taken.folder, header, list(theirs).index(table.name))
-    whole = all(
-        store.identity == identity_of(table) and store.record_bytes == table.record_bytes
+    t = [own.name for own in collection.tables].index(table.name)
+    their_tables = header["model"]["tables"]
+    dtype, num_rows = getattr(torch, their_tables[table.name]["dtype"].split()[0]), 0
+    stores = open_recorded_stores(start.folder, header, list(their_tables).index(table.name))
+    is_same_format = all(
+        store.identity == record_identity(table) and store.record_bytes == table.record_bytes
         for store in stores
     )
-    if not whole:
-        taken.without_state.append(table.name)
+    if not is_same_format:
+        start.without_state.append(table.name)
     row_bytes = table.width * dtype.itemsize
     for store in stores:
         for rows in store.scan():
-            here = torch.ones(len(rows.ids), dtype=torch.bool)
+            is_valid = torch.ones(len(rows.ids), dtype=torch.bool)
             if table.rows is not None:
-                here = (rows.ids >= 0) & (rows.ids < table.rows)
-            ids, records = rows.ids[here], rows.records[here]
-            mine = torch.zeros(len(ids), dtype=torch.bool)
-            for number in collection.slices.of_table[t]:
-                mine |= collection.shards[number].owns(ids, table.rows)
-            ids, records = ids[mine], records[mine]
-            if not whole:
+                is_valid = (rows.ids >= 0) & (rows.ids < table.rows)
+            ids, records = rows.ids[is_valid], rows.records[is_valid]
+            is_owned = torch.zeros(len(ids), dtype=torch.bool)
+            for shard_index in collection.slices.of_table[t]:
+                is_owned |= collection.shards[shard_index].owns(ids, table.rows)
+            ids, records = ids[is_owned], records[is_owned]
+            if not is_same_format:
                 weights = records[:, :row_bytes].contiguous().view(dtype)
                 records = fresh_records(table, weights.reshape(len(ids), table.width))
-            put_records(collection, t, ids, records)
-            num_taken += len(ids)
+            store_records(collection, t, ids, records)
+            num_rows += len(ids)
         store.close()
-    return num_taken
+    return num_rows

@@ -1,4 +1,4 @@
-"""What settings ask of the model and of the data, said before anything is opened."""
+"""Validation of settings against model and data, before anything is opened."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from colonnade.train.objective import Objective
 
 
 def find_collection(model: nn.Module) -> EmbeddingCollection:
-    """The one EmbeddingCollection inside a model."""
-    found = [module for module in model.modules() if isinstance(module, EmbeddingCollection)]
-    if len(found) != 1:
+    """Return the one EmbeddingCollection in a model. Raises ConfigError unless there is exactly one."""
+    collections = [module for module in model.modules() if isinstance(module, EmbeddingCollection)]
+    if len(collections) != 1:
         raise ConfigError(
-            f"{type(model).__name__} has {len(found)} EmbeddingCollections among its modules, wanted one; "
+            f"{type(model).__name__} has {len(collections)} EmbeddingCollections among its modules, wanted one; "
             "declare all tables in one collection"
         )
-    return found[0]
+    return collections[0]
 
 
 def check_data(data: Splits, config: RunConfig, objective: Objective) -> None:
-    """Raises ConfigError where the settings ask for a part that the data has not."""
+    """Raise ConfigError if the settings need a part or a metric that the data does not have."""
     for url in (config.train.mirror, config.train.publish):
         if url is not None:
             open_url(url)
@@ -57,7 +57,7 @@ def check_data(data: Splits, config: RunConfig, objective: Objective) -> None:
         )
 
 
-def check_lookups(plan: Plan, collection: EmbeddingCollection, data: Splits) -> None:
-    """Raises ConfigError where what travels does not fit features of which samples have several ids."""
+def check_exchanges_of_features(plan: Plan, collection: EmbeddingCollection, data: Splits) -> None:
+    """Raise ConfigError if a table's exchange does not support features with several ids per sample."""
     exchanges = [table.exchange for table in plan.tables]
     check_bags(collection.declaration, plan.shardings, exchanges, bags_of(data.train.schema))

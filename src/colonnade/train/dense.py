@@ -1,14 +1,17 @@
-"""Dense gradients: buckets with a fixed layout, each summed over ranks as soon as backward has filled it.
+"""Dense gradients: all-reduce in buckets with a fixed layout, overlapped with backward.
 
-DDP rebuilds its buckets after the first step, which changes the order of sums at three or more ranks and
-after a restart; these are laid out once, in reverse order of the parameters, and sums keep the order of
-`comm/collectives.py`, so bits depend neither on when a bucket leaves nor on how it travels. The ranks' word that
-all is finite, and that somebody asked to stop, and their parts of the loss, ride at the end of the last. Where
-gradients are coded (`plan.codec.dense`), that word has a bucket of its own, which is not; and where the last one would
-take long between hosts, for with that word it could not leave before backward ends.
+Each bucket is summed over ranks as soon as backward fills it. DDP rebuilds its buckets after the first step, which
+changes the order of sums at three or more ranks and after a restart. These buckets are laid out once, in reverse order
+of the parameters, and sums keep the order of `comm/collectives.py`. So the bits do not depend on when or how a bucket
+is sent.
 
-Parameters that the ranks of one tower alone use (`TowerWeights`) have buckets of their own, summed inside the tower,
-just before the last: their norm, by tower, is part of the ranks' word. Elsewhere they have no gradient.
+The last bucket ends with the signals of a step: whether all gradients are finite, whether a rank requested to stop, and
+the rank's part of the loss. Signals have a bucket of their own in two cases:
+  * Gradients are compressed (`plan.codec.dense`): signals are sent uncompressed.
+  * The last bucket takes long between hosts: with signals it could not be sent before backward ends.
+
+Parameters that one tower alone uses (`TowerWeights`) have buckets of their own, which are summed inside the tower just
+before the last bucket. Their norm, by tower, is part of the signals. Ranks of other towers have no gradient of them.
 """
 
 from __future__ import annotations
@@ -40,77 +43,91 @@ from colonnade.wire.codec import CODECS, CodecName
 from colonnade.wire.coded_sums import CODED_DTYPES, CodedSum, State, lost_by_parameter
 
 BUCKET_BYTES = 1 << 20
-"""A bucket takes parameters until it has as much: 8 ms on an uplink of 1 Gbit/s, where its hops take less than one."""
+"""Minimum size of a full bucket: 8 ms on an uplink of 1 Gbit/s, where the latency of its hops is below 1 ms."""
 
 
 @dataclass(slots=True)
-class Bucket:
-    """Parameters of one dtype and device, neighbours in reverse order, and their gradients as one buffer."""
+class GradientBucket:
+    """Parameters of one dtype and device, in reverse order, with one contiguous buffer for their gradients."""
 
-    numbers: list[int]  # of the parameters
-    gradients: Tensor  # (n,) where the parameters are: each `.grad` is a view of it
-    wire: Tensor  # (m,) on the CPU, m >= n a multiple of the ranks; `gradients` are its first n where they are there
-    way: Way
-    stream: torch.Stream | None  # on a device: of the copies to `wire` and back
-    is_late: bool = False  # leaves at `send`
-    inside: Mesh | None = None  # of a tower, whose ranks alone have it
-    coded: CodedSum | None = None  # instead of `way`
-    owed: Tensor | None = None
-    """As `gradients`: what other ranks' residuals had kept, for the next step, on the first rank that has it."""
-    owed_before: Tensor | None = None  # before the last step
-    missing: int = 0  # gradients that backward has yet to add
-    written: list[torch.Event] = field(default_factory=list)  # on a device: when they are
+    indices: list[int]  # of the parameters
+    gradients: Tensor  # (n,) on the parameters' device: each `.grad` is a view of it
+    send_buffer: (
+        Tensor  # (m,) on the CPU, m >= n a multiple of the ranks; CPU `gradients` are its first n
+    )
+    algorithm: Way
+    stream: torch.Stream | None  # on a device: runs the copies to and from `send_buffer`
+    is_late: bool = False  # is sent by `send`, not during backward
+    tower_mesh: Mesh | None = None  # set where the ranks of one tower alone have the bucket
+    coded: CodedSum | None = None  # compressed sum, instead of `algorithm`
+    residual: Tensor | None = None
+    """Residuals restored from other ranks, added to the next step's `gradients`; on the first rank of the bucket."""
+    previous_residual: Tensor | None = None  # `residual` before the last step
+    num_missing: int = 0  # gradients that backward still has to add
+    gradient_events: list[torch.Event] = field(default_factory=list)
+    """Events after the last writes of gradients, on a device."""
     ready: threading.Event = field(default_factory=threading.Event)
-    total: float = 0.0  # after the reduction: NaN or inf where any gradient of any rank is
+    total: float = 0.0  # sum after the reduction: NaN or inf if any gradient of any rank is
 
 
-def bucket_layout(
-    kinds: Sequence[tuple[torch.dtype, torch.device]],
+def assign_parameters_to_buckets(
+    dtypes_and_devices: Sequence[tuple[torch.dtype, torch.device]],
     sizes: Sequence[int],
     late: Collection[int] = (),
-    without: Collection[int] = (),
+    excluded: Collection[int] = (),
 ) -> list[list[int]]:
-    """Numbers of the parameters of each bucket, in the order in which backward fills them if it goes through the model
-    from its end to its beginning; `late` ones apart, behind all others. Pure. The last may carry signals: it has 32 or
-    64 bits, or no parameters."""
-    done = filled(kinds, sizes, [n for n in range(len(kinds)) if n not in without], late)
-    if not done or kinds[done[-1][0]][0] not in (torch.float32, torch.float64):
-        done.append([])
-    return done
+    """Assign parameters to buckets; return the parameter indices of each bucket. Pure.
+
+    Buckets are ordered as backward fills them if it runs through the model from end to beginning. `late` parameters
+    have separate buckets after all others. The last bucket may carry signals, so it has float32 or float64 or is empty.
+    """
+    buckets = fill_buckets(
+        dtypes_and_devices,
+        sizes,
+        [n for n in range(len(dtypes_and_devices)) if n not in excluded],
+        late,
+    )
+    if not buckets or dtypes_and_devices[buckets[-1][0]][0] not in (torch.float32, torch.float64):
+        buckets.append([])
+    return buckets
 
 
-def filled(
-    kinds: Sequence[tuple[torch.dtype, torch.device]],
+def fill_buckets(
+    dtypes_and_devices: Sequence[tuple[torch.dtype, torch.device]],
     sizes: Sequence[int],
-    numbers: Sequence[int],
+    indices: Sequence[int],
     late: Collection[int] = (),
 ) -> list[list[int]]:
-    """Pure. `bucket_layout` of these alone."""
-    done: list[list[int]] = []
-    filling: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
-    for number in reversed(numbers):
-        kind = (*kinds[number], number in late)
-        bucket = filling.setdefault(kind, [])
-        bucket.append(number)
-        if sum(sizes[n] for n in bucket) * kind[0].itemsize >= BUCKET_BYTES:
-            done.append(filling.pop(kind))
-    return sorted([*done, *filling.values()], key=lambda bucket: (bucket[-1] in late, -bucket[-1]))
+    """Fill buckets with the parameters `indices`, last one first; see `assign_parameters_to_buckets`. Pure."""
+    buckets: list[list[int]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
+    for index in reversed(indices):
+        kind = (*dtypes_and_devices[index], index in late)
+        open_bucket = open_buckets.setdefault(kind, [])
+        open_bucket.append(index)
+        if sum(sizes[n] for n in open_bucket) * kind[0].itemsize >= BUCKET_BYTES:
+            buckets.append(open_buckets.pop(kind))
+    return sorted(
+        [*buckets, *open_buckets.values()],
+        key=lambda open_bucket: (open_bucket[-1] in late, -open_bucket[-1]),
+    )
 
 
-SIGNALS = 3  # not finite, stop asked, loss
+SIGNALS = 3  # not finite, stop requested, loss
 ALONE_BYTES = 1 << 16
-"""Between hosts a bucket of so many leaves without the signals: 0.5 ms on an uplink of 1 Gbit/s, a message's time."""
+"""Bytes from which the last bucket is sent without signals between hosts: 0.5 ms at 1 Gbit/s, one message's time."""
 
 
 class DenseGradients:
-    """The `.grad` of every parameter is a view of a bucket; call `zero` instead of `zero_grad`.
+    """Sums of dense gradients over ranks. The `.grad` of every parameter is a view of a bucket.
 
-    Parameters on a GPU have their buffers there; gloo reduces them by way of the CPU. Per step, on every rank:
+    Call `zero` instead of `zero_grad`. Parameters on a GPU have their buffers there; gloo reduces them through the CPU.
+    Per step, on every rank:
 
         zero()
         loss.backward(), any number of times
-        begin(), optional; then the step's last backward: buckets leave while it runs, on a thread of their own
-        send(...); anything on other groups of the mesh; wait()      (or `reduce`, which is both)
+        begin_last_backward(), optional; then the step's last backward: a thread sends buckets while it runs
+        send(...); anything on other groups of the mesh; wait()      (or `reduce`, which does both)
     """
 
     def __init__(
@@ -122,98 +139,116 @@ class DenseGradients:
         late: Sequence[nn.Parameter] = (),
         towers: TowerWeights | None = None,
     ) -> None:
-        """late: those whose gradients are not complete before `send` (`Exchange.pushed_parameters`): their
-        buckets are the last, and wait for it. On a server: no parameters. It says and hears what `send` and `wait` say
-        of the step, and nothing else. `codec`: of gradients of 32 and 64 bits on the slow hop; on one rank, and inside
-        a tower, nothing is coded. `towers`: whose parameters are `late`, too; not beside servers."""
-        self.late = {id(each) for each in late}
-        self.everybody, self.mesh = mesh, mesh.trainers
+        """Set up without buckets; `build_buckets` builds them.
+
+        parameters: ignored on a server, which takes part in the signals of a step alone.
+        codec: compression of 32 and 64 bit gradients on the slow hop; not used on one rank or inside a tower.
+        late: parameters with gradients that are complete only at `send` (`Exchange.pushed_parameters`). Their buckets
+        are the last.
+        towers: weights that one tower alone trains, which are `late`, too. Not possible with servers.
+        """
+        self.late = {id(parameter) for parameter in late}
+        self.full_mesh, self.mesh = mesh, mesh.trainers
         self.codec: CodecName = codec if self.mesh.num_ranks > 1 else "exact"
         self.parameters = () if mesh.is_server else tuple(parameters)
-        self.buckets: list[
-            Bucket
-        ] = []  # in the order in which they leave; the last carries the signals
+        self.buckets: list[GradientBucket] = []  # in sending order; the last carries the signals
         self.towers = towers
-        of_tower = (
-            [] if towers is None else [towers.parameters(t) for t in range(len(towers.modules))]
+        parameters_by_tower = (
+            []
+            if towers is None
+            else [towers.parameters(tower) for tower in range(len(towers.modules))]
         )
-        self._tower_of = {id(each): t for t, some in enumerate(of_tower) for each in some}
-        self._norms = torch.zeros(len(of_tower), dtype=torch.float64)  # of gradients, by tower
+        self._tower_of = {
+            id(parameter): tower
+            for tower, parameters in enumerate(parameters_by_tower)
+            for parameter in parameters
+        }
+        # Norms of gradients, by tower.
+        self._tower_norms = torch.zeros(len(parameters_by_tower), dtype=torch.float64)
         self._signals = torch.zeros(SIGNALS)
         self._views: list[Tensor | None] = []  # by parameter; None: another tower's
-        self._bucket_of: list[Bucket | None] = []  # by parameter
-        self._heard: list[int] = []  # by parameter: gradients that the running backward has added
-        self._expected: list[int] = []  # the most it ever did; [] until one was watched
+        self._bucket_of: list[GradientBucket | None] = []  # by parameter
+        self._num_received: list[int] = []  # by parameter: gradients added by the current backward
+        # By parameter: maximum of `_num_received` so far; [] before the first backward.
+        self._num_expected: list[int] = []
         self._lock = threading.Lock()  # backward has a thread for every device
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._is_watching = False
         self._thread: threading.Thread | None = None
-        self._is_given_up = False
+        self._is_aborted = False
         self._error: BaseException | None = None
-        self._unit = 1.0
-        self._may_take_back = False
-        self._saved: Sequence[State | None] = ()
+        self._gradient_scale = 1.0
+        self._can_restore_residuals = False
+        self._saved_residuals: Sequence[State | None] = ()
 
-    def attach(self) -> None:
-        """Collective. Lay the buckets out, point every parameter's gradient into them, take up what `restore` gave."""
+    def build_buckets(self) -> None:
+        """Build the buckets, make every `.grad` a view of them, and load restored residuals. Collective."""
         for hook in self._hooks:
             hook.remove()
-        kinds = [(p.dtype, p.device) for p in self.parameters]
-        late = {number for number, p in enumerate(self.parameters) if id(p) in self.late}
+        dtypes_and_devices = [(p.dtype, p.device) for p in self.parameters]
+        late = {index for index, p in enumerate(self.parameters) if id(p) in self.late}
         sizes = [p.numel() for p in self.parameters]
-        of_tower = self._numbers_of_towers()
-        layout = bucket_layout(kinds, sizes, late, of_tower)
-        # Beside gradients, the loss has their dtype.
-        dtype = kinds[layout[-1][-1]][0] if layout[-1] else torch.float32
-        last = sum(sizes[n] * dtype.itemsize for n in layout[-1] if n not in late)
-        is_long = last >= ALONE_BYTES and self.mesh.world.num_hosts > 1
+        tower_of_parameter = self._tower_by_parameter()
+        layout = assign_parameters_to_buckets(dtypes_and_devices, sizes, late, tower_of_parameter)
+        # The loss shares a bucket with gradients, so it has their dtype.
+        dtype = dtypes_and_devices[layout[-1][-1]][0] if layout[-1] else torch.float32
+        last_bytes = sum(sizes[index] * dtype.itemsize for index in layout[-1] if index not in late)
+        is_signal_bucket = last_bytes >= ALONE_BYTES and self.mesh.world.num_hosts > 1
         if self.codec != "exact":
-            dtype, is_long = torch.float64, bool(layout[-1])
-        if is_long:
+            dtype, is_signal_bucket = torch.float64, bool(layout[-1])
+        if is_signal_bucket:
             layout.append([])  # for the signals
         self.buckets = [
-            self._bucket(numbers, self.mesh, i == len(layout) - 1, dtype)
-            for i, numbers in enumerate(layout)
+            self._build_bucket(indices, self.mesh, bucket_index == len(layout) - 1, dtype)
+            for bucket_index, indices in enumerate(layout)
         ]
-        self._agree_on_ways(self.mesh, self.buckets)
-        self._signals = self.buckets[-1].wire[-SIGNALS - len(self._norms) :]
+        self._agree_on_algorithms(self.mesh, self.buckets)
+        self._signals = self.buckets[-1].send_buffer[-SIGNALS - len(self._tower_norms) :]
         if self.towers is not None:
-            tower, inside = (
+            tower, mesh_of_tower = (
                 self.mesh.rank // self.towers.size,
                 tower_mesh(self.mesh, self.towers.size),
             )
-            mine = [n for n, t in of_tower.items() if t == tower]
-            own = [self._bucket(numbers, inside) for numbers in filled(kinds, sizes, mine)]
-            self._agree_on_ways(inside, own)
-            self.buckets[-1:-1] = own
-        by_number = {number: bucket for bucket in self.buckets for number in bucket.numbers}
-        self._bucket_of = [by_number.get(number) for number in range(len(self.parameters))]
+            own_parameters = [
+                index
+                for index, tower_of_index in tower_of_parameter.items()
+                if tower_of_index == tower
+            ]
+            tower_buckets = [
+                self._build_bucket(indices, mesh_of_tower)
+                for indices in fill_buckets(dtypes_and_devices, sizes, own_parameters)
+            ]
+            self._agree_on_algorithms(mesh_of_tower, tower_buckets)
+            self.buckets[-1:-1] = tower_buckets
+        bucket_of_parameter = {index: bucket for bucket in self.buckets for index in bucket.indices}
+        self._bucket_of = [bucket_of_parameter.get(index) for index in range(len(self.parameters))]
         self._views = [None] * len(self.parameters)
         for bucket in self.buckets:
             start = 0
-            for number in bucket.numbers:
-                parameter = self.parameters[number]
+            for index in bucket.indices:
+                parameter = self.parameters[index]
                 stop = start + parameter.numel()
-                self._views[number] = bucket.gradients[start:stop].view_as(parameter)
-                parameter.grad = self._views[number]
+                self._views[index] = bucket.gradients[start:stop].view_as(parameter)
+                parameter.grad = self._views[index]
                 start = stop
-        self._expected, self._hooks, self._may_take_back = [], [], False
-        self._take_up(self._saved)
-        self._saved = ()
+        self._num_expected, self._hooks, self._can_restore_residuals = [], [], False
+        self._load_residuals(self._saved_residuals)
+        self._saved_residuals = ()
         if self.mesh.num_ranks > 1:
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(
-                    refuse if number in of_tower else self._hook(number)
+                    reject_gradient if index in tower_of_parameter else self._build_hook(index)
                 )
-                for number, parameter in enumerate(self.parameters)
+                for index, parameter in enumerate(self.parameters)
             ]
 
     def zero(self) -> None:
+        """Set all gradients to zero, before the first backward of a step."""
         if self._thread is not None:
-            self._give_up()
+            self._abort_step()
             raise RuntimeError(
-                "got zero() in the middle of a step: some buckets of the dense gradients have left, and other ranks "
-                "wait for the others. A step that begin() has begun ends with send() and wait(); after an error in "
+                "got zero() in the middle of a step: some buckets of the dense gradients are sent, and other ranks "
+                "wait for the rest. After begin_last_backward() a step ends with send() and wait(); after an error in "
                 "its backward, leave the world and go on from the newest checkpoint"
             )
         for bucket in self.buckets:
@@ -221,55 +256,61 @@ class DenseGradients:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view
 
-    def begin(self, *, unit: float = 1.0) -> None:
-        """The next backward is the step's last, on every rank: each bucket leaves when it is full, in fixed order.
-        `unit`: what gradients are divided by (`scale`) before they are applied, the same on every rank, since
-        residuals of other steps are parts of what is applied.
+    def begin_last_backward(self, *, gradient_scale: float = 1.0) -> None:
+        """Announce the step's last backward, on every rank: each full bucket is sent while it runs, in fixed order.
 
-        The first such backward is only watched: how many gradients does each parameter get? (Checkpointing that
-        re-enters backward adds several.) RuntimeError in backward where a parameter gets one more than ever before
-        and its bucket has left.
+        gradient_scale: divisor of gradients (`scale`) before they are applied, the same on every rank. Residuals of
+        other steps are multiplied by it, since they are in the scale of applied gradients.
+
+        The first such backward only counts the gradients that each parameter gets. (Checkpointing that re-enters
+        backward adds several.) Backward raises RuntimeError if a parameter gets one more than ever before after its
+        bucket was sent.
         """
-        self._unit = unit
+        self._gradient_scale = gradient_scale
         if self.mesh.num_ranks == 1:
             return
-        self._heard = [0] * len(self.parameters)
+        self._num_received = [0] * len(self.parameters)
         self._is_watching = True
-        if not self._expected:
+        if not self._num_expected:
             return
         for bucket in self.buckets:
-            bucket.missing = sum(self._expected[number] for number in bucket.numbers)
-            bucket.missing += bucket.is_late  # `send` brings the rest
+            bucket.num_missing = sum(self._num_expected[index] for index in bucket.indices)
+            bucket.num_missing += bucket.is_late  # `send` brings the rest
             bucket.ready.clear()
-        self.buckets[-1].missing += 1  # the signals, which `send` brings
-        self._start()
+        self.buckets[-1].num_missing += 1  # the signals, which `send` brings
+        self._start_thread()
 
     def send(self, *, finite: bool, stop: bool, loss: Tensor | float = 0.0) -> None:
-        """After the step's last backward: what has not left leaves. `loss`: this rank's part of it."""
+        """Send the remaining buckets after the step's last backward. loss: this rank's part of it."""
         self._signals[0], self._signals[1] = float(not finite), float(stop)
         self._signals[2] = loss
         self._signals[SIGNALS:] = 0
         if self._is_watching:
             self._is_watching = False
-            before = self._expected or [1] * len(self.parameters)
-            self._expected = [max(pair) for pair in zip(before, self._heard, strict=True)]
-        if self._thread is None:  # none has left
+            max_counts = self._num_expected or [1] * len(self.parameters)
+            self._num_expected = [
+                max(pair) for pair in zip(max_counts, self._num_received, strict=True)
+            ]
+        if self._thread is None:  # none is sent yet
             for bucket in self.buckets:
                 bucket.ready.clear()
         for bucket in self.buckets:
             if bucket.ready.is_set():
                 continue
-            for number in bucket.numbers:
-                self._point(number)
-            if bucket.stream is not None:  # behind what backward has put on its streams
-                bucket.written = [_recorded(bucket.stream.device)]
+            for index in bucket.indices:
+                self._move_gradient_to_bucket(index)
+            if bucket.stream is not None:  # recorded after the kernels of backward
+                bucket.gradient_events = [_record_event(bucket.stream.device)]
             bucket.ready.set()
         if self._thread is None and self.mesh.num_ranks > 1:
-            self._start()
+            self._start_thread()
 
     def wait(self) -> tuple[bool, bool, float]:
-        """Collective. Gradients are those of all ranks, in place. Returns (all finite everywhere, anybody stops, the
-        whole loss). PeerLost."""
+        """Wait until gradients are summed over all ranks, in place. Collective.
+
+        Returns whether all are finite on all ranks, whether a rank requested to stop, and the loss of all ranks.
+        Raises PeerLost.
+        """
         if self._thread is None:
             self._reduce_all()
         else:
@@ -283,74 +324,83 @@ class DenseGradients:
             if view is None:  # of another tower; a zero would let an optimizer change it
                 parameter.grad = None
         # A NaN or inf of any rank survives the sum, so every rank sees the same answer.
-        unhealthy, stops, whole = self._signals[:SIGNALS].tolist()
-        self._norms.copy_(self._signals[SIGNALS:])
+        unhealthy, stops, global_loss = self._signals[:SIGNALS].tolist()
+        self._tower_norms.copy_(self._signals[SIGNALS:])
         is_finite = all(math.isfinite(bucket.total) for bucket in self.buckets)
         for bucket in self.buckets:
-            bucket.owed, bucket.owed_before = None, bucket.owed
-        self._may_take_back = True
-        said = self._heard_by_servers(unhealthy == 0 and is_finite, stops > 0, whole)
-        if not said[0]:
-            self.take_back()
-        return said
+            bucket.residual, bucket.previous_residual = None, bucket.residual
+        self._can_restore_residuals = True
+        result = self._combine_signals_with_servers(
+            unhealthy == 0 and is_finite, stops > 0, global_loss
+        )
+        if not result[0]:
+            self.restore_residuals()
+        return result
 
-    def take_back(self) -> None:
-        """The step's gradients are not applied: what was owed before it still is. `wait` calls it where it finds them
-        not finite; a second call does nothing."""
-        if self._may_take_back:
+    def restore_residuals(self) -> None:
+        """Restore the residuals from before this step, because its gradients are not applied.
+
+        `wait` calls it if gradients are not finite. A second call does nothing.
+        """
+        if self._can_restore_residuals:
             for bucket in self.buckets:
-                bucket.owed = bucket.owed_before
+                bucket.residual = bucket.previous_residual
                 if bucket.coded is not None:
                     bucket.coded.take_back()
-        self._may_take_back = False
+        self._can_restore_residuals = False
 
     def state(self) -> State | None:
-        """Between steps: this rank's residuals, copied; None where there are none."""
-        if all(bucket.coded is None and bucket.owed is None for bucket in self.buckets):
+        """Return a copy of this rank's residuals, between steps; None if there are none."""
+        if all(bucket.coded is None and bucket.residual is None for bucket in self.buckets):
             return None
         world = self.mesh.world
         return {
             "hosts": world.num_hosts,
             "local": world.ranks_per_host,
             "sizes": [parameter.numel() for parameter in self.parameters],
-            "towers": self._numbers_of_towers(),
+            "towers": self._tower_by_parameter(),
             "buckets": [
                 {
-                    "is_inside": bucket.inside is not None,
-                    "numbers": list(bucket.numbers),
+                    "is_inside": bucket.tower_mesh is not None,
+                    "numbers": list(bucket.indices),
                     "sent": None if bucket.coded is None else bucket.coded.sent.kept.clone(),
                     "summed": None if bucket.coded is None else bucket.coded.summed.kept.clone(),
-                    "owed": None if bucket.owed is None else bucket.owed.cpu().clone(),
+                    "owed": None if bucket.residual is None else bucket.residual.cpu().clone(),
                 }
                 for bucket in self.buckets
             ],
         }
 
     def restore(self, states: Sequence[State | None]) -> None:
-        """Before `attach`, on every rank: the residuals of a checkpoint, by trainer. In the same world with the same
-        buckets each rank goes on with its own. Else rank 0 adds all of them to its next gradients: nothing is lost,
-        also where sums are exact from now on. Where other parameters are trained than in the checkpoint, residuals are
-        dropped: what they belong to is not known, and they are one rounding of one step.
-        """
-        self._saved = states
+        """Set the residuals of a checkpoint, by trainer, for `build_buckets` to load. Call it on every rank.
 
-    def _heard_by_servers(
-        self, is_finite: bool, stops: bool, loss: float
+        In the same world with the same buckets each rank loads its own residuals. Otherwise rank 0 adds all of them to
+        its next gradients, so nothing is lost, even if sums are exact from now on. If other parameters are trained than
+        in the checkpoint, residuals are dropped: their parameters are unknown, and they are one rounding of one step.
+        """
+        self._saved_residuals = states
+
+    def _combine_signals_with_servers(
+        self, is_finite: bool, is_stop_requested: bool, loss: float
     ) -> tuple[bool, bool, float]:
-        """Collective where there are servers, which have a word, too: somebody may ask them to stop."""
-        mesh = self.everybody
+        """Combine the signals of trainers and servers, since a server may request to stop. Collective with servers."""
+        mesh = self.full_mesh
         if not mesh.world.has_servers:
-            return is_finite, stops, loss
-        said = torch.zeros(SIGNALS, dtype=torch.float64)
+            return is_finite, is_stop_requested, loss
+        signals = torch.zeros(SIGNALS, dtype=torch.float64)
         if mesh.is_server or self.mesh.rank == 0:  # all trainers know the same
-            said = torch.tensor([float(not is_finite), float(stops), loss], dtype=torch.float64)
-        unhealthy, asked, whole = mesh.all_reduce("push", said, traffic_tag="control").tolist()
-        return unhealthy == 0, asked > 0, whole
+            signals = torch.tensor(
+                [float(not is_finite), float(is_stop_requested), loss], dtype=torch.float64
+            )
+        unhealthy, num_stops, global_loss = mesh.all_reduce(
+            "push", signals, traffic_tag="control"
+        ).tolist()
+        return unhealthy == 0, num_stops > 0, global_loss
 
     def reduce(
         self, *, finite: bool, stop: bool, loss: Tensor | float = 0.0
     ) -> tuple[bool, bool, float]:
-        """Collective: `send`, and `wait`."""
+        """Send all buckets and wait for the sums: `send` and `wait`. Collective."""
         self.send(finite=finite, stop=stop, loss=loss)
         return self.wait()
 
@@ -358,28 +408,30 @@ class DenseGradients:
         """Multiply every gradient."""
         for bucket in self.buckets:
             bucket.gradients.mul_(factor)
-        self._norms.mul_(abs(factor))
+        self._tower_norms.mul_(abs(factor))
 
     def clip_norm(self, max_norm: float) -> float:
-        """After `reduce`, which left the same gradients everywhere, or in all of a tower: scale them so that their
-        2-norm, of all together, is at most `max_norm`, as torch's clip_grad_norm_. Returns the norm they had."""
+        """Scale all gradients so that their joint 2-norm is at most `max_norm`, as torch's clip_grad_norm_.
+
+        Call it after `wait`, when gradients are the same on all ranks, or on all ranks of a tower. Returns the norm
+        before clipping.
+        """
         norms = [
             float(torch.linalg.vector_norm(bucket.gradients))
             for bucket in self.buckets
-            if len(bucket.gradients) and bucket.inside is None
+            if len(bucket.gradients) and bucket.tower_mesh is None
         ]
-        norm = math.hypot(*norms, *self._norms.tolist())
+        norm = math.hypot(*norms, *self._tower_norms.tolist())
         if max_norm < norm + 1e-6:
             self.scale(max_norm / (norm + 1e-6))
         return norm
 
-    def synchronise(self, others: Sequence[Tensor] = ()) -> None:
-        """Collective: every rank that trains starts from rank 0's parameters, and its `others` (buffers, frozen
-        parameters)."""
-        if self.everybody.is_server:
+    def broadcast_parameters(self, other_tensors: Sequence[Tensor] = ()) -> None:
+        """Send rank 0's parameters and `other_tensors` (buffers, frozen parameters) to all trainers. Collective."""
+        if self.full_mesh.is_server:
             return
         with torch.no_grad():
-            for tensor in (*self.parameters, *others):
+            for tensor in (*self.parameters, *other_tensors):
                 if not tensor.numel():
                     continue
                 if tensor.device.type == "cpu":
@@ -387,112 +439,127 @@ class DenseGradients:
                 elif self.mesh.num_ranks > 1:
                     tensor.data.copy_(self.mesh.broadcast("dense", tensor.data.cpu()))
 
-    def hand_out(self, optimizer: Optimizer) -> None:
-        """Collective, between steps: every rank gets the weights that other ranks alone have trained, and what
-        `optimizer`, which trained them, keeps of them."""
-        if self.towers is not None:
-            self.towers.hand_out(self.mesh, optimizer)
+    def broadcast_tower_weights(self, optimizer: Optimizer) -> None:
+        """Send weights that one tower alone trains, with their state in `optimizer`, to all ranks.
 
-    def _bucket(
-        self, numbers: list[int], mesh: Mesh, is_last: bool = False, dtype: torch.dtype = torch.float32
-    ) -> Bucket:  # fmt: skip
-        """dtype: of one for the signals alone."""
-        first = self.parameters[numbers[0]] if numbers else torch.zeros(0, dtype=dtype)
-        size = sum(self.parameters[number].numel() for number in numbers)
-        ranks, signals = mesh.num_ranks, (SIGNALS + len(self._norms)) * is_last
-        padded = -(-(size + signals) // ranks) * ranks
-        wire = torch.zeros(padded, dtype=first.dtype)
-        gradients = wire[:size]
+        Collective, between steps.
+        """
+        if self.towers is not None:
+            self.towers.broadcast(self.mesh, optimizer)
+
+    def _build_bucket(
+        self, indices: list[int], mesh: Mesh, is_last: bool = False, dtype: torch.dtype = torch.float32
+    ) -> GradientBucket:  # fmt: skip
+        """Allocate the buffers of a bucket. dtype: used if the bucket holds signals alone."""
+        first_parameter = self.parameters[indices[0]] if indices else torch.zeros(0, dtype=dtype)
+        size = sum(self.parameters[index].numel() for index in indices)
+        ranks, signals = mesh.num_ranks, (SIGNALS + len(self._tower_norms)) * is_last
+        padded_size = -(-(size + signals) // ranks) * ranks
+        send_buffer = torch.zeros(padded_size, dtype=first_parameter.dtype)
+        gradients = send_buffer[:size]
         stream = None
-        if first.device.type != "cpu":
-            gradients = torch.zeros(size, dtype=first.dtype, device=first.device)
-            stream = torch.Stream(first.device)
+        if first_parameter.device.type != "cpu":
+            gradients = torch.zeros(
+                size, dtype=first_parameter.dtype, device=first_parameter.device
+            )
+            stream = torch.Stream(first_parameter.device)
         world = mesh.world
         if mesh is not self.mesh:
-            way = choose_way(world, padded * wire.itemsize)
-            return Bucket(numbers, gradients, wire, way, stream, is_late=True, inside=mesh)
-        is_late = any(id(self.parameters[number]) in self.late for number in numbers)
-        if numbers and self.codec != "exact" and wire.dtype in CODED_DTYPES:
-            way = way_of_layout(world)
-            coded = CodedSum(CODECS[self.codec], world, way, padded, wire.dtype)
-            return Bucket(numbers, gradients, wire, way, stream, is_late, coded=coded)
-        way = choose_way(world, padded * wire.itemsize)
-        return Bucket(numbers, gradients, wire, way, stream, is_late)
+            algorithm = choose_way(world, padded_size * send_buffer.itemsize)
+            return GradientBucket(
+                indices, gradients, send_buffer, algorithm, stream, is_late=True, tower_mesh=mesh
+            )
+        is_late = any(id(self.parameters[index]) in self.late for index in indices)
+        if indices and self.codec != "exact" and send_buffer.dtype in CODED_DTYPES:
+            algorithm = way_of_layout(world)
+            coded = CodedSum(CODECS[self.codec], world, algorithm, padded_size, send_buffer.dtype)
+            return GradientBucket(
+                indices, gradients, send_buffer, algorithm, stream, is_late, coded=coded
+            )
+        algorithm = choose_way(world, padded_size * send_buffer.itemsize)
+        return GradientBucket(indices, gradients, send_buffer, algorithm, stream, is_late)
 
-    def _numbers_of_towers(self) -> dict[int, int]:
-        """Of parameters that one tower alone uses: which."""
+    def _tower_by_parameter(self) -> dict[int, int]:
+        """Map the index of each parameter that one tower alone uses to this tower."""
         return {
-            number: self._tower_of[id(each)]
-            for number, each in enumerate(self.parameters)
-            if id(each) in self._tower_of
+            index: self._tower_of[id(parameter)]
+            for index, parameter in enumerate(self.parameters)
+            if id(parameter) in self._tower_of
         }
 
-    def _take_up(self, states: Sequence[State | None]) -> None:
-        """What `restore` says."""
+    def _load_residuals(self, states: Sequence[State | None]) -> None:
+        """Load the residuals that `restore` set."""
         sizes = [parameter.numel() for parameter in self.parameters]
-        said = [state for state in states if state is not None]
-        if self.everybody.is_server or not said or said[0]["sizes"] != sizes:
+        saved_states = [state for state in states if state is not None]
+        if self.full_mesh.is_server or not saved_states or saved_states[0]["sizes"] != sizes:
             return
-        alike = len(said) == self.mesh.num_ranks and _layout(said[0]) == _layout(self.state())
-        if alike and said[0].get("towers", {}) == self._numbers_of_towers():
-            for bucket, of in zip(self.buckets, said[self.mesh.rank]["buckets"], strict=True):
+        is_same_layout = len(saved_states) == self.mesh.num_ranks and _residual_layout(
+            saved_states[0]
+        ) == _residual_layout(self.state())
+        if is_same_layout and saved_states[0].get("towers", {}) == self._tower_by_parameter():
+            for bucket, saved_bucket in zip(
+                self.buckets, saved_states[self.mesh.rank]["buckets"], strict=True
+            ):
                 if bucket.coded is not None:
-                    bucket.coded.sent.kept.copy_(of["sent"])
-                    bucket.coded.summed.kept.copy_(of["summed"])
-                if of["owed"] is not None:
-                    bucket.owed = of["owed"].to(bucket.gradients)
+                    bucket.coded.sent.kept.copy_(saved_bucket["sent"])
+                    bucket.coded.summed.kept.copy_(saved_bucket["summed"])
+                if saved_bucket["owed"] is not None:
+                    bucket.residual = saved_bucket["owed"].to(bucket.gradients)
         else:
-            lost = lost_by_parameter(states)
+            residuals = lost_by_parameter(states)
             for bucket in self.buckets:
-                is_first = (bucket.inside or self.mesh).rank == 0
-                if is_first and any(number in lost for number in bucket.numbers):
-                    nothing = (torch.zeros(sizes[number]) for number in bucket.numbers)
+                is_first = (bucket.tower_mesh or self.mesh).rank == 0
+                if is_first and any(index in residuals for index in bucket.indices):
+                    zeros = (torch.zeros(sizes[index]) for index in bucket.indices)
                     parts = [
-                        lost.get(n, zero) for n, zero in zip(bucket.numbers, nothing, strict=True)
+                        residuals.get(index, zeros_of_parameter)
+                        for index, zeros_of_parameter in zip(bucket.indices, zeros, strict=True)
                     ]
-                    bucket.owed = torch.cat(parts).to(bucket.gradients)
+                    bucket.residual = torch.cat(parts).to(bucket.gradients)
 
-    def _agree_on_ways(self, mesh: Mesh, buckets: Sequence[Bucket]) -> None:
-        """Collective: all go rank 0's ways. A rank that has measured other links would wait in another group."""
-        numbers = torch.tensor([WAYS.index(bucket.way) for bucket in buckets])
-        agreed = mesh.broadcast("dense", numbers, traffic_tag="control").tolist()
-        for bucket, number in zip(buckets, agreed, strict=True):
-            bucket.way = WAYS[number]
+    def _agree_on_algorithms(self, mesh: Mesh, buckets: Sequence[GradientBucket]) -> None:
+        """Take rank 0's reduction algorithms on all ranks, since ranks may have measured other links. Collective."""
+        algorithm_indices = torch.tensor([WAYS.index(bucket.algorithm) for bucket in buckets])
+        agreed_indices = mesh.broadcast("dense", algorithm_indices, traffic_tag="control").tolist()
+        for bucket, algorithm_index in zip(buckets, agreed_indices, strict=True):
+            bucket.algorithm = WAYS[algorithm_index]
 
-    def _hook(self, number: int) -> Callable[[Tensor], None]:
-        def heard(parameter: Tensor) -> None:  # on a thread of backward's
+    def _build_hook(self, index: int) -> Callable[[Tensor], None]:
+        """Return a hook that counts the gradients of a parameter."""
+
+        def count_gradient(parameter: Tensor) -> None:  # on a thread of backward's
             if self._is_watching:
-                self._arrived(number)
+                self._count_gradient(index)
 
-        return heard
+        return count_gradient
 
-    def _arrived(self, number: int) -> None:
-        """A parameter's gradient has grown by one of those that the running backward adds."""
-        bucket = self._bucket_of[number]
+    def _count_gradient(self, index: int) -> None:
+        """Count a gradient that backward added; mark the bucket as ready if it is complete."""
+        bucket = self._bucket_of[index]
         assert bucket is not None
         with self._lock:
-            self._heard[number] += 1
+            self._num_received[index] += 1
             if self._thread is None:
                 return
             if bucket.ready.is_set():
                 raise RuntimeError(
-                    f"parameter {number} of {len(self.parameters)}, {tuple(self.parameters[number].shape)}, got "
-                    f"{self._heard[number]} gradients in one backward, {self._expected[number]} at most in every "
-                    "one before, and its bucket has left for the other ranks. Let the first step be one that uses "
+                    f"parameter {index} of {len(self.parameters)}, {tuple(self.parameters[index].shape)}, got "
+                    f"{self._num_received[index]} gradients in one backward, {self._num_expected[index]} at most in "
+                    "every one before, and its bucket is already sent. Let the first step be one that uses "
                     "every part of the model as often as any later step does (checkpoint with use_reentrant=False)"
                 )
-            self._point(number)
-            if self._heard[number] > self._expected[number]:
+            self._move_gradient_to_bucket(index)
+            if self._num_received[index] > self._num_expected[index]:
                 return
             if bucket.stream is not None:
-                bucket.written.append(_recorded(bucket.stream.device))
-            bucket.missing -= 1
-            if not bucket.missing:
+                bucket.gradient_events.append(_record_event(bucket.stream.device))
+            bucket.num_missing -= 1
+            if not bucket.num_missing:
                 bucket.ready.set()
 
-    def _point(self, number: int) -> None:
-        """A gradient that lies elsewhere (zero_grad, a backward that created a graph) comes into its bucket."""
-        parameter, view = self.parameters[number], self._views[number]
+    def _move_gradient_to_bucket(self, index: int) -> None:
+        """Copy a gradient that is outside its bucket (zero_grad, a backward with create_graph) into it."""
+        parameter, view = self.parameters[index], self._views[index]
         if view is None or parameter.grad is view:
             return
         with torch.no_grad():
@@ -502,45 +569,47 @@ class DenseGradients:
                 view.copy_(parameter.grad)
         parameter.grad = view
 
-    def _start(self) -> None:
-        self._is_given_up = False
+    def _start_thread(self) -> None:
+        """Start the thread that reduces the buckets of a step."""
+        self._is_aborted = False
         # No daemon: Python would end it inside gloo when the process does, which aborts.
         self._thread = threading.Thread(target=self._reduce_all, name="dense")
         self._thread.start()
 
     def _reduce_all(self) -> None:
-        """Every bucket, in order. The thread of a step, which ends with it: nothing is left to close."""
+        """Reduce every bucket, in order. Runs on the thread of a step, which ends with it."""
         try:
             for bucket in self.buckets:
                 while not bucket.ready.wait(0.5):
                     if not threading.main_thread().is_alive():
                         return  # the process ends in the middle of a step
-                if self._is_given_up:
+                if self._is_aborted:
                     return
-                _reduce(bucket, self.mesh, self._unit)
-                if bucket.inside is not None and bucket.inside.rank == 0:
-                    self._tell_norm(bucket)
+                _reduce_bucket(bucket, self.mesh, self._gradient_scale)
+                if bucket.tower_mesh is not None and bucket.tower_mesh.rank == 0:
+                    self._add_tower_norm(bucket)
         except BaseException as error:  # raised again by `wait`
             self._error = error
 
-    def _tell_norm(self, bucket: Bucket) -> None:
-        """A tower's first rank tells all others, with the signals: NaN or inf where its gradients are not finite."""
+    def _add_tower_norm(self, bucket: GradientBucket) -> None:
+        """Add the norm of a tower's gradients to the signals, on its first rank. NaN or inf if they are not finite."""
         assert self.towers is not None
-        place = SIGNALS + self.mesh.rank // self.towers.size
+        slot = SIGNALS + self.mesh.rank // self.towers.size
         norms = [
             float(torch.linalg.vector_norm(piece, dtype=torch.float64))
             for piece in bucket.gradients.split(PIECE)
         ]
-        self._signals[place] = math.hypot(float(self._signals[place]), *norms)
+        self._signals[slot] = math.hypot(float(self._signals[slot]), *norms)
 
-    def _give_up(self) -> None:
-        self._is_given_up, self._is_watching, self._thread = True, False, None
+    def _abort_step(self) -> None:
+        """Make the thread of the step end without reducing further buckets."""
+        self._is_aborted, self._is_watching, self._thread = True, False, None
         for bucket in self.buckets:
             bucket.ready.set()
 
 
-def _layout(state: State | None) -> list[Any]:
-    """What residuals of two checkpoints must have in common to be of the same places."""
+def _residual_layout(state: State | None) -> list[Any]:
+    """Return the properties that must be equal for residuals of two checkpoints to belong to the same buckets."""
     if state is None:
         return []
     buckets = [
@@ -551,46 +620,48 @@ def _layout(state: State | None) -> list[Any]:
     return [state["hosts"], state["local"], state["sizes"], buckets]
 
 
-def _reduce(bucket: Bucket, mesh: Mesh, unit: float) -> None:
-    if bucket.owed is not None:
-        for event in bucket.written:
+def _reduce_bucket(bucket: GradientBucket, mesh: Mesh, gradient_scale: float) -> None:
+    """Sum a bucket over ranks, after adding its residual; runs on the thread "dense"."""
+    if bucket.residual is not None:
+        for event in bucket.gradient_events:
             event.synchronize()
-        bucket.gradients.add_(bucket.owed, alpha=unit)
-    mesh = bucket.inside or mesh
+        bucket.gradients.add_(bucket.residual, alpha=gradient_scale)
+    mesh = bucket.tower_mesh or mesh
     if mesh.num_ranks == 1:
         bucket.total = float(bucket.gradients.sum(dtype=torch.float64))
         return
     size = len(bucket.gradients)
     if bucket.stream is not None:
-        for event in bucket.written:
+        for event in bucket.gradient_events:
             event.synchronize()
-        bucket.written = []
+        bucket.gradient_events = []
         with bucket.stream:
-            bucket.wire[:size].copy_(bucket.gradients)
+            bucket.send_buffer[:size].copy_(bucket.gradients)
     if bucket.coded is None:
-        sum_over_ranks(mesh, bucket.wire, bucket.way)
+        sum_over_ranks(mesh, bucket.send_buffer, bucket.algorithm)
     else:
-        bucket.wire[
-            size:
-        ].zero_()  # NaN where the last step's were: a scale is of gradients and padding
-        bucket.coded.add(mesh, bucket.wire, unit)
-    bucket.total = sum(float(piece.sum(dtype=torch.float64)) for piece in bucket.wire.split(PIECE))
+        # Else NaN of the last step would change the scales of the codec, which include the padding.
+        bucket.send_buffer[size:].zero_()
+        bucket.coded.add(mesh, bucket.send_buffer, gradient_scale)
+    bucket.total = sum(
+        float(piece.sum(dtype=torch.float64)) for piece in bucket.send_buffer.split(PIECE)
+    )
     if bucket.stream is not None:
         with bucket.stream:
-            bucket.gradients.copy_(bucket.wire[:size])
+            bucket.gradients.copy_(bucket.send_buffer[:size])
         bucket.stream.synchronize()
 
 
-def refuse(parameter: Tensor) -> None:
-    """Backward has added to the gradient of a parameter that the ranks of one tower alone train."""
+def reject_gradient(parameter: Tensor) -> None:
+    """Raise ConfigError, because backward added a gradient to a parameter that one tower alone trains."""
     raise ConfigError(
         f"got a gradient from the loss of a {tuple(parameter.shape)} weight that is trained inside a tower: ranks of "
         "other towers have older values of it. Use weights of operators inside towers nowhere else (for a penalty on "
-        "them, take the optimizer's weight_decay), or let values travel (plan.exchange=pooled)"
+        "them, take the optimizer's weight_decay), or send values (plan.exchange=pooled)"
     )
 
 
-def _recorded(device: torch.device) -> torch.Event:
+def _record_event(device: torch.device) -> torch.Event:
     event = torch.Event(device)
     event.record()
     return event

@@ -1,56 +1,57 @@
-"""What losses are multiplied by before backward, so that small gradients do not vanish in 16 bits, and how it changes.
+"""Loss scale: factor of losses before backward, so that small gradients do not vanish in 16 bits.
 
-The rule is that of torch.amp.GradScaler. Every rank has the same number, since all hear of the same steps; a
-checkpoint has
-it, and it is divided out before gradients are clipped or applied. So a power of two changes no bit of a run in which
-nothing overflows or vanishes.
+It changes by the rule of torch.amp.GradScaler. Every rank has the same value, since all see the same steps, and a
+checkpoint saves it. Gradients are divided by it before they are clipped or applied. So a power of two changes no bit of
+a run in which nothing overflows or vanishes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-FIRST = 2.0**16
-GROWTH, GROWN_AFTER = 2.0, 2000  # steps
-BACKOFF = 0.5
-LEAST = 1.0
-"""From here on down a gradient that is not finite is so by itself."""
+INITIAL_SCALE = 2.0**16
+GROWTH_FACTOR, GROWTH_INTERVAL = 2.0, 2000  # steps
+BACKOFF_FACTOR = 0.5
+MIN_SCALE = 1.0
+"""Smallest scale: at 1, a gradient that is not finite is not caused by the scale."""
 
 
 @dataclass(slots=True)
 class LossScale:
+    """Current loss scale, and the number of good steps since it changed."""
+
     value: float = 1.0
     is_dynamic: bool = False
     good_steps: int = 0
-    """Applied since it changed."""
+    """Number of applied steps since the last change."""
 
-    def applied(self) -> None:
-        """A step was."""
+    def record_good_step(self) -> None:
+        """Record an applied step; grow the scale after GROWN_AFTER of them in a row."""
         if not self.is_dynamic:
             return
         self.good_steps += 1
-        if self.good_steps == GROWN_AFTER:
-            self.value, self.good_steps = self.value * GROWTH, 0
+        if self.good_steps == GROWTH_INTERVAL:
+            self.value, self.good_steps = self.value * GROWTH_FACTOR, 0
 
-    def fall(self) -> bool:
-        """Gradients were not finite, of a loss that was. Whether a lower scale may mend that."""
-        if not self.is_dynamic or self.value <= LEAST:
+    def lower(self) -> bool:
+        """Lower the scale, because a finite loss gave gradients that are not finite. Returns False if it cannot."""
+        if not self.is_dynamic or self.value <= MIN_SCALE:
             return False
-        self.value, self.good_steps = self.value * BACKOFF, 0
+        self.value, self.good_steps = self.value * BACKOFF_FACTOR, 0
         return True
 
     def state(self) -> tuple[float, int] | None:
-        """None where it does not change."""
+        """Return the state for a checkpoint; None if the scale is constant."""
         return (self.value, self.good_steps) if self.is_dynamic else None
 
     def restore(self, state: tuple[float, int] | None) -> None:
-        """Of a run that may have had none: then it begins."""
+        """Restore the state of a checkpoint; None, of a run with a constant scale, changes nothing."""
         if self.is_dynamic and state is not None:
             self.value, self.good_steps = state
 
 
-def loss_scale(said: float | str | None) -> LossScale:
-    """As `train.loss_scale` says."""
-    if said == "dynamic":
-        return LossScale(FIRST, is_dynamic=True)
-    return LossScale(1.0 if said is None else float(said))
+def build_loss_scale(setting: float | str | None) -> LossScale:
+    """Build the loss scale that the setting `train.loss_scale` asks for."""
+    if setting == "dynamic":
+        return LossScale(INITIAL_SCALE, is_dynamic=True)
+    return LossScale(1.0 if setting is None else float(setting))

@@ -1,9 +1,8 @@
-"""Metrics of probabilities, exact, in float64, by sorting; and evaluation, which sees every update and leaves no trace
-on the run.
+"""Metrics of predicted probabilities, exact, in float64, by sorting; and evaluation of a model.
 
-Legend: S samples of this rank, T tasks.
+Evaluation sees every update and changes nothing of the run.
 
-Legend: S samples, R runs of samples with equal scores, G groups.
+Legend: S samples, T tasks, R runs of samples with equal scores, G groups.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from colonnade.models.ranking import evaluation_mode
 
 
 def evaluate(model: nn.Module, source: Source, batch_size: int, mesh: Mesh) -> dict[str, float]:
-    """Collective: each rank scores its share of one pass over `source`; every rank returns the same metrics.
+    """Evaluate a model on one pass over `source`, of which each rank scores its share. Collective.
 
-    `model(batch)` gives logits (B, T). The first task's metrics have plain names ("auc", `Evaluation.result`), the
-    others' end in their label's ("auc_buy"). The model's training flag is put back.
+    Every rank returns the same metrics. `model(batch)` gives logits (B, T). The first task's metrics have plain names
+    ("auc", `Evaluation.result`), the others' end in their label's ("auc_buy"). The model's training flag is restored.
     """
     columns: list[Tensor] = []  # (B, 2 T + 1) float64: scores, labels, weight
     groups: list[Tensor] = []
@@ -48,38 +47,39 @@ def evaluate(model: nn.Module, source: Source, batch_size: int, mesh: Mesh) -> d
             columns.append(torch.cat([part.cpu().double() for part in parts], dim=1))
             if batch.group is not None:
                 groups.append(batch.group.cpu())
-    return _pooled(columns, groups, source.schema.labels, mesh)
+    return _compute_pooled_metrics(columns, groups, source.schema.labels, mesh)
 
 
-def _pooled(
+def _compute_pooled_metrics(
     columns: Sequence[Tensor], groups: Sequence[Tensor], labels: Sequence[str], mesh: Mesh
 ) -> dict[str, float]:
-    """Collective: the metrics of all ranks' samples together."""
+    """Compute the metrics of all ranks' samples together. Collective."""
     if groups and len(groups) != len(columns):
         raise DataError("got groups with some batches only, wanted them with all or with none")
     table = torch.cat(list(columns)) if columns else torch.empty(0, 3, dtype=torch.float64)
     num_tasks = (table.shape[1] - 1) // 2
     tables = [
         torch.from_numpy(part.reshape(-1, table.shape[1]))
-        for part in _gathered(table, np.float64, mesh)
+        for part in _gather_values(table, np.float64, mesh)
     ]
-    everyones_groups: list[Tensor | None] = [None] * mesh.num_ranks
+    groups_by_rank: list[Tensor | None] = [None] * mesh.num_ranks
     if groups:
-        everyones_groups = [
-            torch.from_numpy(part) for part in _gathered(torch.cat(list(groups)), np.int64, mesh)
+        groups_by_rank = [
+            torch.from_numpy(part)
+            for part in _gather_values(torch.cat(list(groups)), np.int64, mesh)
         ]
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for task in range(num_tasks):
         evaluation = Evaluation()
-        for part, group in zip(tables, everyones_groups, strict=True):
+        for part, group in zip(tables, groups_by_rank, strict=True):
             evaluation.add(part[:, task], part[:, num_tasks + task], part[:, -1], group)
         suffix = f"_{labels[task] if task < len(labels) else task}" if task else ""
-        found |= {f"{name}{suffix}": value for name, value in evaluation.result().items()}
-    return found
+        metrics |= {f"{name}{suffix}": value for name, value in evaluation.result().items()}
+    return metrics
 
 
-def _gathered(values: Tensor, dtype: type, mesh: Mesh) -> Iterator[np.ndarray]:
-    """Collective: every rank's values, flat, in rank order."""
+def _gather_values(values: Tensor, dtype: type, mesh: Mesh) -> Iterator[np.ndarray]:
+    """Yield every rank's values, flat, in rank order. Collective."""
     for data in mesh.all_gather_bytes("evaluate", values.contiguous().numpy().tobytes()):
         yield np.frombuffer(data, dtype=dtype).copy()
 
@@ -88,60 +88,63 @@ CLIP = 1e-7
 """log_loss moves probabilities this far from 0 and 1: the resolution of a float32 near 1."""
 
 BINS = 15
-"""Of expected_calibration_error: equal widths of probability, as in Guo et al. (2017)."""
+"""Default number of bins of expected_calibration_error, of equal width, as in Guo et al. (2017)."""
 
 Array = Tensor | NDArray
 Float64s = NDArray[np.float64]
 
 
 def auc(scores: Array, labels: Array, weights: Array | None = None) -> float:
-    """Area under the ROC curve: the chance that a positive sample scores above a negative one, ties half.
+    """Compute the area under the ROC curve: the probability that a positive sample scores above a negative one.
 
-    All (S,) or (S, 1); labels 0 or 1; weights >= 0. nan where one class has no weight. Raises
+    Ties count half. Arguments (S,) or (S, 1); labels 0 or 1; weights >= 0. nan if one class has no weight. Raises
     NonFiniteError for a score that is not finite, DataError for other labels, weights or lengths.
     """
-    return _auc(*_columns(scores, labels, weights)[:3])
+    return _auc(*_check_and_sort_columns(scores, labels, weights)[:3])
 
 
 def log_loss(probabilities: Array, labels: Array, weights: Array | None = None) -> float:
-    """Weighted mean of -log of the probability given to what happened, in nats; nan without samples.
+    """Compute the weighted mean of -log of the probability of the true label, in nats; nan without samples.
 
     Arguments as for `auc`; probabilities in [0, 1], clipped to [CLIP, 1 - CLIP].
     """
-    return _log_loss(*_columns(probabilities, labels, weights)[:3])
+    return _log_loss(*_check_and_sort_columns(probabilities, labels, weights)[:3])
 
 
 def group_auc(scores: Array, labels: Array, groups: Array, weights: Array | None = None) -> float:
-    """The AUC inside each group, averaged with the groups' weights (their samples' sum); nan without any.
+    """Compute the AUC inside each group, averaged with the groups' weights; nan without a group that has an AUC.
 
-    groups (S,) integers. A group in which one class has no weight has no AUC and is left out.
+    groups (S,) integers. A group's weight is the sum of its samples'. A group in which one class has no weight has no
+    AUC and is left out.
     """
-    return _group_auc(*_columns(scores, labels, weights, groups))
+    return _group_auc(*_check_and_sort_columns(scores, labels, weights, groups))
 
 
 def normalized_entropy(probabilities: Array, labels: Array, weights: Array | None = None) -> float:
-    """log_loss over that of always predicting the mean label (He et al. 2014): below 1 is better than nothing."""
-    return _normalized_entropy(*_columns(probabilities, labels, weights)[:3])
+    """Compute log_loss divided by that of always predicting the mean label (He et al. 2014). Below 1 beats the mean."""
+    return _normalized_entropy(*_check_and_sort_columns(probabilities, labels, weights)[:3])
 
 
 def calibration(probabilities: Array, labels: Array, weights: Array | None = None) -> float:
-    """Mean probability over mean label (He et al. 2014): above 1 promises too much; nan without positives."""
-    return _calibration(*_columns(probabilities, labels, weights)[:3])
+    """Compute mean probability / mean label (He et al. 2014): above 1 overestimates; nan without positives."""
+    return _calibration(*_check_and_sort_columns(probabilities, labels, weights)[:3])
 
 
 def expected_calibration_error(
     probabilities: Array, labels: Array, weights: Array | None = None, *, bins: int = BINS
 ) -> float:
-    """Weighted mean of |mean probability - mean label| over `bins` equal ranges of probability (Guo et al. 2017)."""
-    return _expected_calibration_error(*_columns(probabilities, labels, weights)[:3], bins)
+    """Compute the weighted mean of |mean probability - mean label| over `bins` equal ranges (Guo et al. 2017)."""
+    return _expected_calibration_error(
+        *_check_and_sort_columns(probabilities, labels, weights)[:3], bins
+    )
 
 
 @dataclass(slots=True)
 class Evaluation:
-    """Collects predictions batch by batch, on the CPU: 12 bytes per sample, 20 with groups (or float64).
+    """Predictions collected batch by batch, on the CPU: 12 bytes per sample, 20 with groups (or float64).
 
-    The result does not depend on the order in which samples came, to the last bit: ranks may pool
-    theirs by adding one another's `columns()`.
+    The result does not depend on the order of samples, to the last bit. So ranks may pool their samples by adding one
+    another's `columns()`.
     """
 
     _parts: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
@@ -154,9 +157,9 @@ class Evaluation:
         weight: Tensor | None = None,
         group: Tensor | None = None,
     ) -> None:
-        """One batch: (B,) or (B, 1) each, on any device; copied, so the caller may reuse its memory.
+        """Add one batch. Arguments (B,) or (B, 1), on any device; copied, so the caller may reuse their memory.
 
-        A sample whose label is NaN is one that nobody knows, and left out. Every batch has a group, or none has.
+        A sample with a NaN label is left out. Either every batch has a group, or none.
         """
         if weight is None:
             weight = torch.ones(label.numel(), dtype=torch.float32)
@@ -184,7 +187,7 @@ class Evaluation:
             self._groups.append(group.detach().flatten().to("cpu", torch.int64, copy=True)[known])
 
     def columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Everything added: probability, label, weight and, where there are any, group, (S,) each."""
+        """Return all added values: probability, label, weight and, if there are any, group, (S,) each."""
         if not self._parts:
             return torch.empty(0), torch.empty(0), torch.empty(0), None
         probability, label, weight = (
@@ -193,28 +196,33 @@ class Evaluation:
         return probability, label, weight, torch.cat(self._groups) if self._groups else None
 
     def result(self) -> dict[str, float]:
-        """By name, as the functions of this file: auc, group_auc (with groups), log_loss, normalized_entropy,
-        calibration, expected_calibration_error, num_samples (a count, weights aside), positive_rate (weighted)."""
+        """Compute all metrics by name.
+
+        Names are those of the functions of this file: auc, group_auc (with groups), log_loss, normalized_entropy,
+        calibration, expected_calibration_error; and num_samples (unweighted), positive_rate (weighted).
+        """
         probability, label, weight, group = self.columns()
-        columns = _columns(probability, label, weight)[:3]
+        columns = _check_and_sort_columns(probability, label, weight)[:3]
         _, labels, weights = columns
-        found = {
+        metrics = {
             "auc": _auc(*columns),
             "log_loss": _log_loss(*columns),
             "normalized_entropy": _normalized_entropy(*columns),
             "calibration": _calibration(*columns),
             "expected_calibration_error": _expected_calibration_error(*columns, BINS),
             "num_samples": float(len(labels)),
-            "positive_rate": _mean(labels, weights),
+            "positive_rate": _weighted_mean(labels, weights),
         }
         if group is not None:
-            found["group_auc"] = group_auc(probability, label, group, weight)
-        return found
+            metrics["group_auc"] = group_auc(probability, label, group, weight)
+        return metrics
 
 
 def ceiling(batches: Iterable[Batch], *, task: int = 0) -> dict[str, float]:
-    """What a model that knew the truth would reach: the batches' `key` is the true probability
-    (data/sets/synthetic.py), (B,), or (B, tasks) of several tasks."""
+    """Compute the metrics of a perfect model: one that predicts the true probabilities, the batches' `key`.
+
+    Synthetic streams have such a `key` (data/sets/synthetic.py): (B,), or (B, T) with several tasks.
+    """
     truth = Evaluation()
     for batch in batches:
         if not isinstance(batch.key, Tensor) or batch.label is None:
@@ -228,49 +236,51 @@ def ceiling(batches: Iterable[Batch], *, task: int = 0) -> dict[str, float]:
     return truth.result()
 
 
-def _columns(
+def _check_and_sort_columns(
     scores: Array, labels: Array, weights: Array | None, groups: Array | None = None
 ) -> tuple[Float64s, Float64s, Float64s, NDArray[np.int64]]:
-    """Checked, (S,) each, float64 but for the groups, which are zeros where there are none; sorted by (group,
-    score, label, weight), so that no sum depends on the order given."""
-    scores, labels = _float64(scores), _float64(labels)
-    ones = np.ones(len(labels)) if weights is None else _float64(weights)
-    if not len(scores) == len(labels) == len(ones):
+    """Check the columns, and return them sorted by (group, score, label, weight), (S,) each, float64, groups int64.
+
+    Sorting makes sums independent of the order of samples. Groups are zeros if there are none.
+    """
+    scores, labels = _to_float64_array(scores), _to_float64_array(labels)
+    weight_values = np.ones(len(labels)) if weights is None else _to_float64_array(weights)
+    if not len(scores) == len(labels) == len(weight_values):
         raise DataError(
-            f"got {len(scores)} scores, {len(labels)} labels, {len(ones)} weights, wanted as many of each"
+            f"got {len(scores)} scores, {len(labels)} labels, {len(weight_values)} weights, wanted as many of each"
         )
     if not np.isfinite(scores).all():
-        at = int(np.argmin(np.isfinite(scores)))
+        position = int(np.argmin(np.isfinite(scores)))
         raise NonFiniteError(
-            f"score {at} of {len(scores)} is {scores[at]}, wanted a finite number. "
+            f"score {position} of {len(scores)} is {scores[position]}, wanted a finite number. "
             "The model diverged: lower its learning rate, or look at the loss before it"
         )
     if not ((labels == 0) | (labels == 1)).all():
         raise DataError(
             f"got labels such as {labels[(labels != 0) & (labels != 1)][0]}, wanted 0 or 1"
         )
-    if not (np.isfinite(ones) & (ones >= 0)).all():
+    if not (np.isfinite(weight_values) & (weight_values >= 0)).all():
         raise DataError("got weights that are negative or not finite, wanted 0 or more")
     if groups is None:
-        order = np.lexsort((ones, labels, scores))
-        return scores[order], labels[order], ones[order], np.zeros(len(scores), np.int64)
-    numbers = groups.cpu().numpy() if isinstance(groups, Tensor) else np.asarray(groups)
-    if numbers.dtype.kind not in "iu" or len(numbers.ravel()) != len(scores):
+        order = np.lexsort((weight_values, labels, scores))
+        return scores[order], labels[order], weight_values[order], np.zeros(len(scores), np.int64)
+    group_ids = groups.cpu().numpy() if isinstance(groups, Tensor) else np.asarray(groups)
+    if group_ids.dtype.kind not in "iu" or len(group_ids.ravel()) != len(scores):
         raise DataError(
-            f"got {numbers.size} groups of {numbers.dtype}, wanted {len(scores)} integers"
+            f"got {group_ids.size} groups of {group_ids.dtype}, wanted {len(scores)} integers"
         )
-    numbers = numbers.ravel().astype(np.int64)
-    order = np.lexsort((ones, labels, scores, numbers))
-    return scores[order], labels[order], ones[order], numbers[order]
+    group_ids = group_ids.ravel().astype(np.int64)
+    order = np.lexsort((weight_values, labels, scores, group_ids))
+    return scores[order], labels[order], weight_values[order], group_ids[order]
 
 
-def _float64(values: Array) -> Float64s:
+def _to_float64_array(values: Array) -> Float64s:
     if isinstance(values, Tensor):
         values = values.detach().to("cpu", torch.float64).numpy()
     return np.asarray(values, dtype=np.float64).ravel()
 
 
-def _mean(values: Float64s, weights: Float64s) -> float:
+def _weighted_mean(values: Float64s, weights: Float64s) -> float:
     total = weights.sum()
     return float((values * weights).sum() / total) if total > 0 else float("nan")
 
@@ -294,13 +304,13 @@ def _log_loss(probabilities: Float64s, labels: Float64s, weights: Float64s) -> f
             "Apply a sigmoid to the logits first"
         )
     clipped = np.clip(probabilities, CLIP, 1 - CLIP)
-    return _mean(-np.where(labels == 1, np.log(clipped), np.log1p(-clipped)), weights)
+    return _weighted_mean(-np.where(labels == 1, np.log(clipped), np.log1p(-clipped)), weights)
 
 
 def _group_auc(
     scores: Float64s, labels: Float64s, weights: Float64s, groups: NDArray[np.int64]
 ) -> float:
-    """All (S,), sorted by group and then score."""
+    """Compute `group_auc` of columns (S,) that are sorted by group and then score."""
     if not len(scores):
         return float("nan")
     new_group = np.append(True, groups[1:] != groups[:-1])
@@ -308,18 +318,20 @@ def _group_auc(
     positive = np.add.reduceat(labels * weights, starts)
     negative = np.add.reduceat((1 - labels) * weights, starts)
     firsts = np.flatnonzero(new_group[starts])  # (G,): each group's first run
-    of_run = np.cumsum(new_group[starts]) - 1  # (R,): its group
+    group_of_run = np.cumsum(new_group[starts]) - 1  # (R,): its group
     below = np.cumsum(negative) - negative
-    below -= below[firsts][of_run]
+    below -= below[firsts][group_of_run]
     positives, negatives = np.add.reduceat(positive, firsts), np.add.reduceat(negative, firsts)
-    won = np.add.reduceat(positive * (below + negative / 2), firsts)
-    both = (positives > 0) & (negatives > 0)
-    aucs = won[both] / (positives[both] * negatives[both])
-    return _mean(aucs, (positives + negatives)[both])
+    correct_pairs = np.add.reduceat(positive * (below + negative / 2), firsts)
+    has_both_classes = (positives > 0) & (negatives > 0)
+    aucs = correct_pairs[has_both_classes] / (
+        positives[has_both_classes] * negatives[has_both_classes]
+    )
+    return _weighted_mean(aucs, (positives + negatives)[has_both_classes])
 
 
 def _normalized_entropy(probabilities: Float64s, labels: Float64s, weights: Float64s) -> float:
-    rate = _mean(labels, weights)
+    rate = _weighted_mean(labels, weights)
     if not 0 < rate < 1:
         return float("nan")
     entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate))
@@ -338,6 +350,6 @@ def _expected_calibration_error(
         raise DataError(f"got bins={bins}, wanted 1 or more")
     if not weights.sum() > 0:
         return float("nan")
-    place = np.minimum((probabilities * bins).astype(np.int64), bins - 1)
-    gaps = np.bincount(place, (probabilities - labels) * weights, minlength=bins)
+    bin_index = np.minimum((probabilities * bins).astype(np.int64), bins - 1)
+    gaps = np.bincount(bin_index, (probabilities - labels) * weights, minlength=bins)
     return float(np.abs(gaps).sum() / weights.sum())

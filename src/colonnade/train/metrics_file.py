@@ -1,4 +1,4 @@
-"""Lines of a run's metrics files: read, and cut back to a checkpoint. Needs no torch."""
+"""Metrics files of a run: read their lines, and truncate them to a checkpoint. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS_FILE_NAME = "metrics-rows.jsonl"
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a metrics file, oldest first, without those that were cut short; [] if there is no file.
+    """Read the lines of a metrics file, oldest first, without truncated lines; [] if there is no file.
 
     Raises CheckpointError where the first line states another version.
     """
@@ -35,14 +35,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def forget_after(path: Path, step: int) -> None:
-    """Drop the lines after a step: those steps were not saved, and are about to happen again."""
+def drop_lines_after(path: Path, step: int) -> None:
+    """Drop the lines after a step: those steps were not saved, so the run repeats them."""
     if not path.exists():
         return
     lines = read_lines(path)
     saved = [line for line in lines if line["step"] <= step]
     text = read_text(path, "replace")
-    is_whole = text.endswith("\n") or not text
-    if len(saved) < len(lines) or not is_whole:
+    is_complete = text.endswith("\n") or not text
+    if len(saved) < len(lines) or not is_complete:
         text = "".join(json.dumps(line) + "\n" for line in saved)
         path.write_text(FIRST_LINE + text, encoding="utf-8")

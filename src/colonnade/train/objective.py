@@ -1,4 +1,4 @@
-"""Objectives: what a model is trained for and how it is scored."""
+"""Objectives: loss, evaluation metrics and predictions of a model."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from colonnade.train.metrics import evaluate
 
 
 class Objective(Protocol):
-    """What a model learns, how it is scored and what it predicts: its attribute `objective`, or `fit(objective=...)`.
+    """Loss, evaluation and predictions of a model: its attribute `objective`, or `fit(objective=...)`.
 
-    Stateless: what is learned is in the model. It may also have
+    It has no state of its own: learned values are in the model. It may also have
 
-        metrics                 names that `train.monitor` may have; another name is then refused before training
+        metrics                 allowed names for `train.monitor`; other names then raise before training
         check_source(source)    raises ConfigError, before training, for a validation or test part that `evaluate`
                                 cannot use
-        predict(model, batch)   what `Predictor` returns of a batch; without it a predictor refuses
+        predict(model, batch)   result of `Predictor` for a batch; without it a predictor raises
     """
 
     monitor: str
-    """Metric that chooses the best step unless `train.monitor` names another; more is better unless its name has loss,
-    entropy, error or mean rank in it."""
+    """Metric that chooses the best step unless `train.monitor` names another. Higher is better unless its name contains
+    loss, entropy, error or mean rank."""
 
     def loss(self, model: nn.Module, batch: Batch, mesh: Mesh) -> Tensor:
         """Compute this rank's part of the mean over the global batch: the ranks' losses add up to it."""
@@ -48,14 +48,17 @@ class Probability:
     metrics = ("auc", "log_loss", "normalized_entropy", "expected_calibration_error", "group_auc")
 
     def loss(self, model: nn.Module, batch: Batch, mesh: Mesh) -> Tensor:
+        """Compute the cross entropy: `weighted_loss`."""
         return weighted_loss(model(batch), batch)
 
     def evaluate(
         self, model: nn.Module, source: Source, batch_size: int, mesh: Mesh
     ) -> dict[str, float]:
+        """Compute all metrics of probabilities over `source`: `metrics.evaluate`."""
         return evaluate(model, source, batch_size, mesh)
 
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the probabilities of label 1, (B, tasks) float64."""
         return torch.sigmoid(model(batch).double())
 
 
@@ -69,7 +72,7 @@ def objective_of(model: nn.Module) -> Objective:
     ]:
         raise ConfigError(
             f"{type(model).__name__}.objective: got a {type(objective).__name__} without {', '.join(missing)}, wanted "
-            "a colonnade.Objective; give it these, or name the attribute otherwise"
+            "a colonnade.Objective; add these, or rename the attribute"
         )
     return objective
 
@@ -77,9 +80,9 @@ def objective_of(model: nn.Module) -> Objective:
 def weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
     """Compute this rank's part of the binary cross entropy's mean over the global batch; the ranks' parts add up.
 
-    logits (B, tasks), batch.label (B, tasks). A NaN label is one nobody knows: it adds nothing, and the divisor, the
-    batch's weight times its tasks, does not depend on how many there are. Raises ConfigError, DataError where they
-    do not fit.
+    logits (B, tasks), batch.label (B, tasks). A NaN label is unknown and adds nothing. The divisor, the batch's weight
+    times its tasks, does not depend on the number of NaN labels. Raises ConfigError, DataError for wrong shapes or
+    labels.
     """
     if batch.label is None:
         raise DataError("the batch has no label; training needs one column of labels per task")

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: what the training thread computes, and what it waits for."""
+"""Phases of a step: time that the training thread computes, and time that it waits."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from dataclasses import dataclass, field
 from colonnade.comm.traffic import waited
 
 WAITING = "wait for rows"
-"""The phase in which the training thread has nothing to do."""
+"""Phase in which the training thread is idle."""
 EXPOSED = {
     "fetch": "exchange: rows",
     "push": "exchange: row gradients",
     "dense": "exchange: dense gradients",
     "gather": "exchange: samples",
 }
-"""Purposes of the mesh -> phases: waits for other ranks inside a step, taken out of the phase they interrupt."""
+"""Phase of each channel of the mesh. Waits for other ranks in a step are subtracted from the phase around them."""
 OTHER = "exchange: other"
 
 
 @dataclass(slots=True)
 class Phases:
-    """Seconds spent, by phase, on the training thread. They add up to no more than its time."""
+    """Seconds of the training thread by phase. Their sum is at most its elapsed time."""
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @contextmanager
-    def __call__(self, name: str, *, whole: bool = False) -> Iterator[None]:
-        """`whole`: what it waits for other ranks inside is its own."""
-        start, before = time.perf_counter(), dict(waited())
+    def __call__(self, name: str, *, include_waits: bool = False) -> Iterator[None]:
+        """Time a phase. include_waits: waits for other ranks inside count as this phase."""
+        start, waited_before = time.perf_counter(), dict(waited())
         try:
             yield
         finally:
-            spent = time.perf_counter() - start
-            if not whole:
+            duration = time.perf_counter() - start
+            if not include_waits:
                 for channel, seconds in waited().items():
-                    gained = seconds - before.get(channel, 0.0)
-                    if gained:
-                        self.seconds[EXPOSED.get(channel, OTHER)] += gained
-                        spent -= gained
-            self.seconds[name] += spent
+                    waited_seconds = seconds - waited_before.get(channel, 0.0)
+                    if waited_seconds:
+                        self.seconds[EXPOSED.get(channel, OTHER)] += waited_seconds
+                        duration -= waited_seconds
+            self.seconds[name] += duration

@@ -1,4 +1,4 @@
-"""What a run says while it goes: progress on the terminal, records in the run folder. Rank 0 only."""
+"""Progress of a run: a progress bar on the terminal, and metrics in the run folder. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from rich.progress import Progress as Bars
 from rich.text import Text
 
 from colonnade.batch import Batch
-from colonnade.train.record import Counters, Part, Record, Watched
+from colonnade.train.record import Counters, Part, Record, RecordedTrainer
 
 PLAIN_SECONDS = 10.0
-"""Between lines where the output is no terminal."""
+"""Minimum time between lines if the output is not a terminal."""
 MIN_SECONDS = 0.5
-"""Between lines: they cost one to two milliseconds together."""
+"""Minimum time between metrics lines, which cost one to two milliseconds together."""
 TRAFFIC_LINES = 10
-"""One batch's traffic is counted for so many lines: it costs a millisecond or more."""
+"""Number of lines per `traffic` line, which costs a millisecond or more."""
 SHOWN_METRICS = ("auc", "loss", "recall", "ndcg", "entropy")
 
 
 class Progress:
-    """`step` costs microseconds: the loss is read from its tensor only every `every` steps, and not more often
-    than MIN_SECONDS."""
+    """Progress bar and metrics of a run.
+
+    `report_step` costs microseconds: it reports every `every` steps only, and at most once in MIN_SECONDS.
+    """
 
     def __init__(
         self,
@@ -48,95 +50,97 @@ class Progress:
         self._record = None if folder is None else Record(folder, part)
         self._counters: Counters | None = None
         self._has_bars = console.is_terminal or console.is_jupyter
-        self._bars = _BarsAndWords(
+        self._bars = _BarsWithText(
             *_columns(console.width), console=console, disable=not self._has_bars or is_quiet
         )
         self._task = self._bars.add_task("train", total=total_steps, epoch="1", loss="-", rate="-")
-        self._samples, self._since, self._said, self._started = 0, 0.0, 0.0, 0.0
-        self._first = self._at = self._num_lines = 0
+        self._num_samples = 0
+        self._interval_start = self._last_line_time = self._started = 0.0
+        self._first_step = self._reported_step = self._num_lines = 0
         self._is_first = True
-        self._last: tuple[int, float, Batch, float] | None = None
+        self._last_step: tuple[int, float, Batch, float] | None = None
 
-    def open(self, done_steps: int, watched: Watched | None = None) -> None:
-        """Start at `done_steps` and append to the folder's files; `watched`: whose counters go there."""
+    def open(self, done_steps: int, trainer: RecordedTrainer | None = None) -> None:
+        """Start at `done_steps` and append to the folder's files. trainer: the one to record the counters of."""
         if self._record is not None:
             self._record.open(done_steps)
-        if watched is not None and not (self._record is None and self.is_quiet):
-            self._counters = Counters(watched)
+        if trainer is not None and not (self._record is None and self.is_quiet):
+            self._counters = Counters(trainer)
         self._bars.start()
         self._bars.update(self._task, completed=done_steps)
-        self._at = self._first = done_steps
-        self._since = self._said = self._started = time.perf_counter()
+        self._reported_step = self._first_step = done_steps
+        self._interval_start = self._last_line_time = self._started = time.perf_counter()
 
-    def step(self, step: int, loss: float, batch: Batch, num_ranks: int) -> None:
-        """After every step; `loss` is the mean over the global batch."""
-        self._samples += batch.size * num_ranks
+    def report_step(self, step: int, loss: float, batch: Batch, num_ranks: int) -> None:
+        """Report a step. loss: mean over the global batch."""
+        self._num_samples += batch.size * num_ranks
         now = time.perf_counter()
-        self._last = (step, loss, batch, now)
-        if step % self.every or step - self._at < self.every // 2:
+        self._last_step = (step, loss, batch, now)
+        if step % self.every or step - self._reported_step < self.every // 2:
             return
-        if self._is_first or now - self._since >= MIN_SECONDS:
+        if self._is_first or now - self._interval_start >= MIN_SECONDS:
             self._is_first = False
-            self._report()
+            self._flush_last_step()
 
-    def _report(self) -> None:
-        """Show and write what the last step left."""
-        if self._last is None:
+    def _flush_last_step(self) -> None:
+        """Show and write the values of the last step, unless that is done."""
+        if self._last_step is None:
             return
-        step, loss, batch, now = self._last
-        self._last, self._at = None, step
-        rate = self._samples / max(now - self._since, 1e-9)
-        self._samples, self._since = 0, now
-        tiers = None if self._counters is None else self._counters.tiers()
-        words = "" if tiers is None else tiers.words()
-        self._bars.words = words
-        value = loss
+        step, loss, batch, now = self._last_step
+        self._last_step, self._reported_step = None, step
+        rate = self._num_samples / max(now - self._interval_start, 1e-9)
+        self._num_samples, self._interval_start = 0, now
+        tiers = None if self._counters is None else self._counters.collect_tiers()
+        text = "" if tiers is None else tiers.describe()
+        self._bars.text = text
         epoch = str(batch.position.epoch + 1)
         self._bars.update(
-            self._task, completed=step, epoch=epoch, loss=f"{value:.4f}", rate=f"{rate:,.0f}"
+            self._task, completed=step, epoch=epoch, loss=f"{loss:.4f}", rate=f"{rate:,.0f}"
         )
-        if not self._has_bars and now - self._said >= PLAIN_SECONDS:
-            self._said = now
-            of = f"/{self.total_steps}" if self.total_steps else ""
-            self.say(
-                f"step {step}{of}  epoch {epoch}  loss {value:.4f}  {rate:,.0f} samples/s"
-                f"{self._left(now, step)}{words and f'  {words}'}"
+        if not self._has_bars and now - self._last_line_time >= PLAIN_SECONDS:
+            self._last_line_time = now
+            total_text = f"/{self.total_steps}" if self.total_steps else ""
+            self.print_line(
+                f"step {step}{total_text}  epoch {epoch}  loss {loss:.4f}  {rate:,.0f} samples/s"
+                f"{self._format_time_left(now, step)}{text and f'  {text}'}"
             )
         if self._record is not None:
-            self._write_step(step, {"loss": value, "samples_per_second": rate}, batch)
+            self._write_step(step, {"loss": loss, "samples_per_second": rate}, batch)
             if tiers is not None:
-                self._record.write(step, "tiers", tiers.plain())
+                self._record.write(step, "tiers", tiers.to_dict())
 
-    def epoch(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
-        """After an evaluation; `metrics` by part_metric."""
-        self._report()
+    def report_evaluation(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Report an evaluation. metrics: by part_metric, as "validation_auc"."""
+        self._flush_last_step()
         self._bars.update(self._task, completed=step)
         if self._record is not None:
             self._record.write(step, "evaluate", {"epoch": epoch, **metrics})
             if self._counters is not None:
-                self._record.write(step, "tables", {"tables": self._counters.tables()})
+                self._record.write(step, "tables", {"tables": self._counters.collect_tables()})
         shown = [
             f"{name.replace('_', ' ')} {value:.4f}"
             for name, value in metrics.items()
             if name.split("@")[0].endswith(SHOWN_METRICS)
         ]
-        self.say(f"epoch {epoch}: {'  '.join(shown)}" if shown else f"epoch {epoch} is over")
-        self._samples, self._since = 0, time.perf_counter()
+        self.print_line(f"epoch {epoch}: {'  '.join(shown)}" if shown else f"epoch {epoch} is over")
+        self._num_samples, self._interval_start = 0, time.perf_counter()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
+        """Print a line above the progress bar, unless output is off."""
         if not self.is_quiet:
             self._bars.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        self._report()
+        """Report the last step, write the final counters and close the files."""
+        self._flush_last_step()
         self._bars.stop()
         if self._record is None:
             return
         if self._counters is not None:
-            self._write_counters(self._at)
-            tiers = self._counters.tiers()
+            self._write_counters(self._reported_step)
+            tiers = self._counters.collect_tiers()
             if tiers is not None:
-                self._record.write(self._at, "tiers", tiers.plain())
+                self._record.write(self._reported_step, "tiers", tiers.to_dict())
         self._record.close()
 
     def _write_step(self, step: int, values: dict, batch: Batch) -> None:
@@ -145,47 +149,51 @@ class Progress:
             self._record.write(step, "train", values)
             return
         counters = self._counters
-        values = {**values, "lr": counters.learning_rates(), **counters.loss_scale()}
+        values = {
+            **values,
+            "lr": counters.collect_learning_rates(),
+            **counters.collect_loss_scale(),
+        }
         self._record.write(step, "train", values)
         self._write_counters(step)
         if self._num_lines % TRAFFIC_LINES == 0:
-            self._record.write(step, "traffic", self._counters.traffic(batch))
+            self._record.write(step, "traffic", self._counters.collect_traffic(batch))
         self._num_lines += 1
 
     def _write_counters(self, step: int) -> None:
         assert self._record is not None and self._counters is not None
-        self._record.write(step, "phases", self._counters.phases())
-        self._record.write(step, "rows", self._counters.rows())
-        if sent := self._counters.sent():
+        self._record.write(step, "phases", self._counters.collect_phases())
+        self._record.write(step, "rows", self._counters.collect_rows())
+        if sent := self._counters.collect_sent():
             self._record.write(step, "sent", sent)
-        if missed := self._counters.missed():
+        if missed := self._counters.collect_missed_updates():
             self._record.write(step, "missed", missed)
-        if copies := self._counters.cache():
+        if copies := self._counters.collect_cache_counts():
             self._record.write(step, "cache", copies)
-        if ages := self._counters.copy_ages():
+        if ages := self._counters.collect_copy_ages():
             self._record.write(step, "copy_ages", ages)
 
-    def _left(self, now: float, step: int) -> str:
-        done = step - self._first
+    def _format_time_left(self, now: float, step: int) -> str:
+        done = step - self._first_step
         if not self.total_steps or done < 1:
             return ""
         seconds = (self.total_steps - step) * (now - self._started) / done
         return f"  {seconds / 60:.0f} min left" if seconds >= 90 else f"  {seconds:.0f} s left"
 
 
-class _BarsAndWords(Bars):
-    """Progress bars, and a line of words below them where there are any."""
+class _BarsWithText(Bars):
+    """Progress bars with a line of text below."""
 
-    words = ""
+    text = ""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
-        if self.words:
-            yield Text(self.words, style="dim", overflow="ellipsis", no_wrap=True)
+        if self.text:
+            yield Text(self.text, style="dim", overflow="ellipsis", no_wrap=True)
 
 
 def _columns(width: int) -> list[ProgressColumn]:
-    """What fits: numbers first, then the bar, then words."""
+    """Choose the columns that fit in `width`: numbers first, then the bar, then text."""
     steps = MofNCompleteColumn(separator="/")
     loss = TextColumn("loss {task.fields[loss]}")
     if width < 50:

@@ -1,33 +1,32 @@
-"""Record of a run while it trains: one JSON object per line, and the same numbers as an event file of TensorBoard.
+"""Metrics of a run while it trains: JSON lines, and the same numbers as a TensorBoard event file.
 
-Written by the calling thread. TensorBoard's own writer has a thread, which prints a traceback when a disk is full.
+The calling thread writes them. TensorBoard's own writer has a thread, which prints a traceback when a disk is full.
 
-run/metrics.jsonl      {"step", "kind", "time", ...}; what each kind holds:
+run/metrics.jsonl      {"step", "kind", "time", ...}; by kind:
     train      loss; samples_per_second over all ranks; lr by param group of rows and dense network; loss_scale, where
                it is dynamic
     phases     seconds of the training thread by phase, and `total` seconds, since the previous such line
-    rows       rows that became needed since the previous such line: resident, read (of files, or of what waits to be
-               written to them), born; evicted meanwhile
-    tiers      where there is a tier below memory: `seconds` since the previous such line, `waited` of them that the
-               training thread spent waiting for rows, and by tier, from the top, `TierCounts`: what was added since
-               then, and of held, live and lifetime bytes what there is now
-    sent       what this rank sent to others since the previous such line: `bytes` of payload and `messages`, each by
-               channel (route, fetch, push, dense, evaluate, checkpoint, control) and link (local: to ranks of its host,
-               remote: to other hosts)
-    missed     where reads may be late, so many batches since the previous such line, by the updates that their reads
-               missed ("4"), as this rank applied them
-    cache      where ranks keep copies of rows (`exchange.cached.CacheCounts`), rows of its batches since the
-               previous such line: hits, misses, lease_over (of them renewed), pushed by cause, ticks of what is pushed
-    copy_ages  the same rows by how old the copy was that was read, in batches since its owner was asked ("0": with the
-               batch, "1", "2" to 3, "4" to 7, ..): of each other rank a read misses at most so many batches, and those
-               that waited there then, `write_bound` at most
-    traffic    of one batch of this rank, by table: lookups, and the different rows they name
-    tables     by table: rows and bytes in memory and in files now
+    rows       rows that batches needed since the previous such line: resident, read (from files or write buffers),
+               born (initialised); and rows evicted
+    tiers      only with a tier below memory: `seconds` since the previous such line; `waited`, the part of them that
+               the training thread waited for rows; `TierCounts` by tier, from the top: increments since then, but
+               current values of held, live and lifetime bytes
+    sent       payload `bytes` and `messages` that this rank sent since the previous such line, by channel (route,
+               fetch, push, dense, evaluate, checkpoint, control) and link (local: ranks of its host, remote: others)
+    missed     only with bounded staleness: number of batches since the previous such line, by the number of updates
+               that their reads missed ("4"), as this rank applied them
+    cache      only with a row cache: `exchange.cached.CacheCounts` of rows of batches since the previous such line:
+               hits, misses, lease_over (renewed among them), pushed by cause, ticks (version lag) of pushed rows
+    copy_ages  the same rows by the age of the cached row that was read, in batches since it was fetched ("0": with the
+               batch, "1", "2" to 3, "4" to 7, ..). A read misses at most that many batches of each other rank, plus
+               the batches that were pending there at the fetch, `write_bound` at most
+    traffic    one batch of this rank, by table: number of lookups and of unique rows
+    tables     by table: current rows and bytes in memory and in files
     evaluate   epoch, and metrics named part_metric ("validation_auc")
 run/tensorboard/       the same numbers
 
-`time` is in seconds since 1970. A number that is not finite is written as null. All but `train` and
-`evaluate` are this rank's (rank 0). Where some ranks are servers, rows, tiers and tables are the first one's, in
+`time` is in seconds since 1970. A number that is not finite is written as null. All kinds but `train` and `evaluate`
+are of this rank alone (rank 0). With servers, rows, tiers and tables are of the first server, in
 run/metrics-rows.jsonl. Legend: T tables.
 """
 
@@ -55,12 +54,12 @@ from colonnade.plan.plan import Plan
 from colonnade.store.disk import storage_error
 from colonnade.store.tier_counts import TierCounts, tier_counts
 from colonnade.train.loss_scale import LossScale
-from colonnade.train.metrics_file import FILE_NAME, FIRST_LINE, ROWS_FILE_NAME, forget_after
+from colonnade.train.metrics_file import FILE_NAME, FIRST_LINE, ROWS_FILE_NAME, drop_lines_after
 from colonnade.train.phases import WAITING, Phases
 
 
-class Board:
-    """Appends to a new event file of a folder; earlier files' steps from `first_step` on no longer count."""
+class TensorBoardWriter:
+    """Writer of a new event file in a folder. It invalidates steps from `first_step` on in earlier files."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         # These take a while to import.
@@ -84,6 +83,7 @@ class Board:
         self._write(step=step, summary=Summary(value=values))
 
     def close(self) -> None:
+        """Close the event file."""
         self._records.close()
 
     def _write(self, **fields: object) -> None:
@@ -92,15 +92,15 @@ class Board:
         self._records.flush()
 
 
-OF_ROWS = ("rows", "tiers", "tables")
-"""Kinds of lines that are about the rows of the rank that writes them."""
+ROW_KINDS = ("rows", "tiers", "tables")
+"""Kinds of lines about the rows of the writing rank."""
 Part = Literal["all", "but rows", "rows"]
 MAX_BOARD_NAMES = 64
-"""TensorBoard gets lines with at most this many numbers: a thousand tables are for the report."""
+"""Maximum count of numbers in a line for TensorBoard; longer lines are in the report alone."""
 
 
-class Watched(Protocol):
-    """What of a trainer is recorded."""
+class RecordedTrainer(Protocol):
+    """Attributes of a trainer that are recorded."""
 
     @property
     def collection(self) -> EmbeddingCollection: ...
@@ -114,57 +114,64 @@ class Watched(Protocol):
     def loss_scale(self) -> LossScale: ...
 
 
-def part_of(mesh: Mesh) -> Part | None:
-    """What of a run's record this rank writes; None: nothing."""
+def select_record_part(mesh: Mesh) -> Part | None:
+    """Return the part of a run's record that this rank writes; None if it writes nothing."""
     if mesh.rank == mesh.world.owners[0]:
         return "rows" if mesh.is_server else "all"
     return "but rows" if mesh.rank == 0 else None
 
 
 class Record:
-    """Appends to a run folder. Built by `open_record`; `close` when done."""
+    """Writer of a run folder's metrics. Call `open` first and `close` at the end."""
 
     def __init__(self, folder: Path, part: Part = "all") -> None:
         self.folder, self.part = folder, part
         self.path = folder / (ROWS_FILE_NAME if part == "rows" else FILE_NAME)
         self._lines: Any = None
-        self._board: Board | None = None
+        self._tensorboard: TensorBoardWriter | None = None
 
     def open(self, done_steps: int) -> None:
-        """Lines of later steps are dropped: those steps are about to happen again. Raises StorageError."""
-        with self._explained():
-            forget_after(self.path, done_steps)
+        """Open the files and drop lines of later steps, which the run repeats. Raises StorageError."""
+        with self._as_storage_error():
+            drop_lines_after(self.path, done_steps)
             self._lines = self.path.open("a", encoding="utf-8")
             if not self._lines.tell():
                 self._lines.write(FIRST_LINE)
-            self._board = Board(self.folder / "tensorboard", first_step=done_steps + 1)
+            self._tensorboard = TensorBoardWriter(
+                self.folder / "tensorboard", first_step=done_steps + 1
+            )
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
-        """Write one line, on disk for other processes when this returns (not through a power failure). Raises
-        StorageError."""
+        """Write one line and flush it, without fsync. Raises StorageError."""
         if self._lines is None or (
-            self.part != "all" and (kind in OF_ROWS) != (self.part == "rows")
+            self.part != "all" and (kind in ROW_KINDS) != (self.part == "rows")
         ):
             return
-        line = {"step": step, "kind": kind, "time": round(time.time(), 3), **_finite(values)}
-        numbers = _flat(values, kind)
-        with self._explained():
+        line = {
+            "step": step,
+            "kind": kind,
+            "time": round(time.time(), 3),
+            **_replace_non_finite(values),
+        }
+        numbers = _flatten(values, kind)
+        with self._as_storage_error():
             self._lines.write(json.dumps(line, allow_nan=False) + "\n")
             self._lines.flush()
-            if self._board is not None and len(numbers) <= MAX_BOARD_NAMES:
-                self._board.add(step, numbers)
+            if self._tensorboard is not None and len(numbers) <= MAX_BOARD_NAMES:
+                self._tensorboard.add(step, numbers)
 
     def close(self) -> None:
-        """Raises StorageError."""
-        lines, board = self._lines, self._board
-        self._lines = self._board = None
-        with self._explained():
+        """Close the files. Raises StorageError."""
+        lines, board = self._lines, self._tensorboard
+        self._lines = self._tensorboard = None
+        with self._as_storage_error():
             for file in (lines, board):
                 if file is not None:
                     file.close()
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _as_storage_error(self) -> Iterator[None]:
+        """Convert OSError to StorageError that names the file."""
         try:
             yield
         except OSError as error:
@@ -172,25 +179,25 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class TiersGained:
-    """What the tiers did in a while."""
+class TierActivity:
+    """Activity of the storage tiers in an interval."""
 
     seconds: float
     waited: float
     tiers: dict[str, TierCounts]
-    """By name, from the top."""
+    """Counts by tier name, from the top tier."""
     lifetime_bytes: dict[str, int]
 
-    def plain(self) -> dict[str, Any]:
-        """As a line has it."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values of a metrics line."""
         by_tier = {
             name: {**counts.plain(), "lifetime_bytes": self.lifetime_bytes[name]}
             for name, counts in self.tiers.items()
         }
         return {"seconds": self.seconds, "waited": self.waited, **by_tier}
 
-    def words(self) -> str:
-        """ "dram 93.1 % | ssd 1.2k reads/s 14 MB/s | wait 2 %"; with hbm, its share of all rows first."""
+    def describe(self) -> str:
+        """Format as "dram 93.1 % | ssd 1.2k reads/s 14 MB/s | wait 2 %"; with hbm its hit rate comes first."""
         seconds = max(self.seconds, 1e-9)
         parts = []
         for number, (name, counts) in enumerate(self.tiers.items()):
@@ -200,17 +207,17 @@ class TiersGained:
             else:
                 moved = (counts.read_bytes + counts.written_bytes) / seconds
                 parts.append(
-                    f"{name} {_short(counts.reads / seconds)} reads/s {_short(moved, 1e6)}B/s"
+                    f"{name} {_format_short(counts.reads / seconds)} reads/s {_format_short(moved, 1e6)}B/s"
                 )
         return " | ".join([*parts, f"wait {100 * min(1.0, self.waited / seconds):.0f} %"])
 
 
 class Counters:
-    """What a trainer's counters gained since they were last asked. Costs microseconds, but for `traffic`."""
+    """Increments of a trainer's counters since the previous call. A call costs microseconds, except `traffic`."""
 
-    def __init__(self, watched: Watched) -> None:
-        self._watched = watched
-        self._seconds: dict[str, float] = dict(watched.phases.seconds)
+    def __init__(self, trainer: RecordedTrainer) -> None:
+        self._trainer = trainer
+        self._seconds: dict[str, float] = dict(trainer.phases.seconds)
         self._since = time.perf_counter()
         self._rows: dict[str, float] = {}
         self._sent: dict[str, dict[str, dict[str, int]]] = {}
@@ -219,113 +226,114 @@ class Counters:
         self._missed: dict[str, float] = {}
         self._cache: dict[str, float] = {}
         self._ages: dict[str, float] = {}
-        (
-            self.rows(),
-            self.sent(),
-            self.tiers(),
-            self.missed(),
-            self.cache(),
-            self.copy_ages(),
-        )  # what was before does not count
+        # Counting starts now: drop the counts so far.
+        self.collect_rows()
+        self.collect_sent()
+        self.collect_tiers()
+        self.collect_missed_updates()
+        self.collect_cache_counts()
+        self.collect_copy_ages()
 
-    def phases(self) -> dict[str, float]:
-        """Seconds by phase, and in all."""
+    def collect_phases(self) -> dict[str, float]:
+        """Return seconds by phase, and in total."""
         now = time.perf_counter()
-        gained, self._seconds = _gained(dict(self._watched.phases.seconds), self._seconds)
+        gained, self._seconds = _subtract(dict(self._trainer.phases.seconds), self._seconds)
         total, self._since = now - self._since, now
         return {**gained, "total": total}
 
-    def rows(self) -> dict[str, float]:
-        sources = self._watched.collection.store.sources
+    def collect_rows(self) -> dict[str, float]:
+        """Count rows by source: resident, read, born (initialised); and evicted rows."""
+        sources = self._trainer.collection.store.sources
         now: dict[str, float] = {
             "resident": sources.resident,
             "read": sources.read + sources.copied,
             "born": sources.born,
             "evicted": sources.evicted_clean + sources.evicted_dirty,
         }
-        gained, self._rows = _gained(now, self._rows)
+        gained, self._rows = _subtract(now, self._rows)
         return gained
 
-    def tiers(self) -> TiersGained | None:
-        """None: all rows are in memory."""
+    def collect_tiers(self) -> TierActivity | None:
+        """Return the activity of tiers; None if all rows are in memory."""
         now = time.perf_counter()
-        found = tier_counts(self._watched.collection.store)
-        waited = self._watched.phases.seconds.get(WAITING, 0.0)
-        gained = TiersGained(
+        tiers = tier_counts(self._trainer.collection.store)
+        waited = self._trainer.phases.seconds.get(WAITING, 0.0)
+        gained = TierActivity(
             now - self._tiers_since,
             waited - self._waited,
             {
                 name: counts.since(self._tiers.get(name, TierCounts()))
-                for name, counts in found.items()
+                for name, counts in tiers.items()
             },
-            {name: counts.lifetime_bytes for name, counts in found.items()},
+            {name: counts.lifetime_bytes for name, counts in tiers.items()},
         )
-        self._tiers, self._tiers_since, self._waited = found, now, waited
-        return gained if len(found) > 1 else None
+        self._tiers, self._tiers_since, self._waited = tiers, now, waited
+        return gained if len(tiers) > 1 else None
 
-    def sent(self) -> dict[str, dict[str, dict[str, float]]]:
-        """{"bytes" or "messages": {channel: {link: number}}}; {} where nothing was sent."""
-        before, self._sent = self._sent, self._watched.collection.mesh.traffic.plain()
+    def collect_sent(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Return {"bytes" or "messages": {channel: {link: number}}}; {} if nothing was sent."""
+        before, self._sent = self._sent, self._trainer.collection.mesh.traffic.plain()
         gained: dict[str, dict[str, dict[str, float]]] = {
-            what: {
-                channel: _gained(by_link, before.get(what, {}).get(channel, {}))[0]
-                for channel, by_link in by_purpose.items()
+            unit: {
+                channel: _subtract(by_link, before.get(unit, {}).get(channel, {}))[0]
+                for channel, by_link in by_channel.items()
             }
-            for what, by_purpose in self._sent.items()
+            for unit, by_channel in self._sent.items()
         }
         return gained if gained["bytes"] else {}
 
-    def missed(self) -> dict[str, float]:
-        """Batches, by how many updates their reads missed; {} where none may be late."""
-        collection = self._watched.collection
+    def collect_missed_updates(self) -> dict[str, float]:
+        """Count batches by the number of updates that their reads missed; {} without bounded staleness."""
+        collection = self._trainer.collection
         if not collection.opened.reads_ahead:
             return {}
         now = {
             str(steps): float(count) for steps, count in sorted(collection.pipeline.missed.items())
         }
-        gained, self._missed = _gained(now, self._missed)
+        gained, self._missed = _subtract(now, self._missed)
         return {steps: count for steps, count in gained.items() if count}
 
-    def cache(self) -> dict[str, float]:
+    def collect_cache_counts(self) -> dict[str, float]:
         """Return the `CacheCounts` since the last line; {} without a cache."""
-        cached = self._watched.collection.cached
+        cached = self._trainer.collection.cached
         if cached is None:
             return {}
-        gained, self._cache = _gained(dict(vars(cached.counts)), self._cache)
+        gained, self._cache = _subtract(dict(vars(cached.counts)), self._cache)
         return gained
 
-    def copy_ages(self) -> dict[str, float]:
-        """Rows of batches by the age of the copy that was read, each under the least age of its kind; {} where ranks
-        keep no copies."""
-        cached = self._watched.collection.cached
+    def collect_copy_ages(self) -> dict[str, float]:
+        """Count rows of batches by the age of the cached row that was read, in bins named by their smallest age.
+
+        {} without a cache.
+        """
+        cached = self._trainer.collection.cached
         if cached is None:
             return {}
         now = {str((1 << kind) >> 1): float(rows) for kind, rows in enumerate(cached.ages)}
-        gained, self._ages = _gained(now, self._ages)
+        gained, self._ages = _subtract(now, self._ages)
         return {age: rows for age, rows in gained.items() if rows}
 
-    def learning_rates(self) -> dict[str, float]:
-        """By param group; one number where all groups of an optimizer agree."""
-        found: dict[str, float] = {}
-        optimizers = {"rows": self._watched.rows, "dense": self._watched.dense_optimizer}
+    def collect_learning_rates(self) -> dict[str, float]:
+        """Return learning rates by param group; one number if all groups of an optimizer are equal."""
+        rates_by_group: dict[str, float] = {}
+        optimizers = {"rows": self._trainer.rows, "dense": self._trainer.dense_optimizer}
         for name, optimizer in optimizers.items():
             rates = [float(group["lr"]) for group in optimizer.param_groups]
             if len(set(rates)) == 1:
-                found[name] = rates[0]
+                rates_by_group[name] = rates[0]
                 continue
             for number, (group, rate) in enumerate(zip(optimizer.param_groups, rates, strict=True)):
-                found[f"{name}.{group.get('name', number)}"] = rate
-        return found
+                rates_by_group[f"{name}.{group.get('name', number)}"] = rate
+        return rates_by_group
 
-    def loss_scale(self) -> dict[str, float]:
-        """{} where it does not change."""
-        scale = self._watched.loss_scale
+    def collect_loss_scale(self) -> dict[str, float]:
+        """Return the loss scale; {} if it is constant."""
+        scale = self._trainer.loss_scale
         return {"loss_scale": scale.value} if scale.is_dynamic else {}
 
-    def traffic(self, batch: Batch) -> dict[str, dict[str, int]]:
-        """By table: how many lookups the batch makes, and how many different rows they name. About a millisecond
-        per 25,000 lookups."""
-        declaration = self._watched.collection.declaration
+    def collect_traffic(self, batch: Batch) -> dict[str, dict[str, int]]:
+        """Count a batch's lookups and unique rows by table. About a millisecond per 25,000 lookups."""
+        declaration = self._trainer.collection.declaration
         by_table: dict[str, list[np.ndarray]] = {}
         for feature in declaration.features:
             if feature.name in batch.ids:
@@ -338,36 +346,39 @@ class Counters:
             },
         }
 
-    def tables(self) -> dict[str, dict[str, int]]:
-        return table_sizes(self._watched.collection)
+    def collect_tables(self) -> dict[str, dict[str, int]]:
+        """Return the current sizes of tables: `table_sizes`."""
+        return table_sizes(self._trainer.collection)
 
 
 def table_sizes(collection: EmbeddingCollection) -> dict[str, dict[str, int]]:
-    """By table: rows and bytes in this rank's memory, and live rows and their bytes in its files.
+    """Return rows and bytes of each table in this rank's memory, and live rows and bytes in its files.
 
-    A row's bytes are its weights, optimizer state and clock; neither index nor rows that files still hold
-    but nobody reads.
+    A row's bytes are its weights, optimizer state and clock. The index and dead rows in files do not count.
     """
     store = collection.store
-    found: dict[str, dict[str, int]] = {}
+    sizes: dict[str, dict[str, int]] = {}
     for t, table in enumerate(store.tables):
         in_memory = int(store.num_rows(t))
         in_files = len(store.backings[t]) if store.backings else 0
-        said = {
+        table_size = {
             "rows_in_memory": in_memory,
             "bytes_in_memory": in_memory * table.record_bytes,
             "rows_in_files": in_files,
             "bytes_in_files": in_files * table.record_bytes,
         }
-        before = found.get(table.origin[0], dict.fromkeys(said, 0))  # of another slice
-        found[table.origin[0]] = {name: before[name] + said[name] for name in said}
-    return found
+        # A table may have several slices.
+        sizes_of_slices = sizes.get(table.origin[0], dict.fromkeys(table_size, 0))
+        sizes[table.origin[0]] = {
+            name: sizes_of_slices[name] + table_size[name] for name in table_size
+        }
+    return sizes
 
 
-def _short(value: float, least: float = 1.0) -> str:
-    """1234 -> "1.2k"; `least`: the smallest unit to use."""
+def _format_short(value: float, min_unit: float = 1.0) -> str:
+    """Format a number: 1234 -> "1.2k". min_unit: smallest unit to use."""
     for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, "k"), (1.0, "")):
-        if value >= size or size <= least:
+        if value >= size or size <= min_unit:
             return (
                 f"{value / size:.0f}{unit}"
                 if value >= 10 * size or size == 1
@@ -376,82 +387,88 @@ def _short(value: float, least: float = 1.0) -> str:
     return "0"
 
 
-def _gained(
+def _subtract(
     now: dict[str, Any], before: dict[str, Any]
 ) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the increments `now - before`, and `now`."""
     return {name: value - before.get(name, 0) for name, value in now.items()}, now
 
 
-def _finite(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
+    """Replace NaN and inf by None, also in nested mappings."""
     if isinstance(value, Mapping):
-        return {name: _finite(each) for name, each in value.items()}
+        return {name: _replace_non_finite(item) for name, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, float]:
+def _flatten(values: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    """Flatten nested numbers to names with slashes, for TensorBoard."""
     flat: dict[str, float] = {}
     for name, value in values.items():
         path = f"{prefix}/{name}"
         if isinstance(value, Mapping):
-            flat |= _flat(value, path)
+            flat |= _flatten(value, path)
         elif isinstance(value, int | float):
             flat[path] = value
     return flat
 
 
 PREDICTED_CHANNELS = ("route", "fetch", "push")
-"""Of what a plan foretells: ids, rows and their gradients."""
+"""Channels that a plan predicts: ids, rows and their gradients."""
 
 
-def mean_sent(mesh: Mesh, steps: int) -> dict[str, float]:
-    """Collective: bytes that a rank sent per step, the mean over ranks, by channel."""
+def mean_sent_bytes(mesh: Mesh, steps: int) -> dict[str, float]:
+    """Return bytes that a rank sent per step by channel, averaged over ranks. Collective."""
     if mesh.num_ranks == 1 or not steps:
         return {}
-    counted = [
-        float(mesh.traffic.bytes_of(channel)) for channel in PREDICTED_CHANNELS
-    ]  # before this sends
-    told = mesh.all_gather("control", torch.tensor(counted, dtype=torch.float64))
-    means = torch.stack(list(told)).mean(0) / steps
+    # Counted before the all-gather below.
+    counted = [float(mesh.traffic.bytes_of(channel)) for channel in PREDICTED_CHANNELS]
+    received = mesh.all_gather("control", torch.tensor(counted, dtype=torch.float64))
+    means = torch.stack(list(received)).mean(0) / steps
     return dict(zip(PREDICTED_CHANNELS, means.tolist(), strict=True))
 
 
-def rows_of_first_owner(mesh: Mesh, collection: EmbeddingCollection) -> dict[str, Any]:
-    """Collective where there are servers: as a run's summary has it, where rows came from, by tier and table. Rank 0's
-    own where it has rows."""
+def gather_row_summary(mesh: Mesh, collection: EmbeddingCollection) -> dict[str, Any]:
+    """Return row sources, tiers and table sizes of the first rank that owns rows, for a run's summary.
+
+    Collective with servers.
+    """
     store = collection.store
-    found = {
+    summary = {
         "row_sources": asdict(store.sources),
         "tiers": {name: counts.plain() for name, counts in tier_counts(store).items()},
         "resident_bytes": store.resident_bytes(),
         "tables": table_sizes(collection),
     }
     if not mesh.world.has_servers:
-        return found
-    heard = mesh.all_gather_bytes("control", json.dumps(found).encode())
-    return json.loads(heard[mesh.world.owners[0]])
+        return summary
+    received = mesh.all_gather_bytes("control", json.dumps(summary).encode())
+    return json.loads(received[mesh.world.owners[0]])
 
 
-def checked(
+def compare_with_prediction(
     plan: Plan, rate: float, batch_size: int, sent: Mapping[str, float]
 ) -> dict[str, float]:
-    """As a run's summary has it; nothing where the plan foretold nothing. `rate`: samples per second of all ranks;
-    errors are relative to what was measured."""
-    foretold = plan.prediction
-    if foretold is None or not rate:
+    """Compare the plan's prediction with the measured rate and bytes, for a run's summary; {} without a prediction.
+
+    rate: samples per second of all ranks. Errors are relative to the measured values.
+    """
+    prediction = plan.prediction
+    if prediction is None or not rate:
         return {}
-    found = {
-        "predicted_samples_per_second": foretold["samples_per_second"],
-        "prediction_error": foretold["samples_per_second"] / rate - 1,
+    comparison = {
+        "predicted_samples_per_second": prediction["samples_per_second"],
+        "prediction_error": prediction["samples_per_second"] / rate - 1,
     }
-    if foretold.get("step_seconds"):
-        found["predicted_step_seconds"] = foretold["step_seconds"]
-        found["step_seconds"] = batch_size / rate
-    counted = sum(sent.values())
-    if counted:
-        said = sum(sum(links.values()) for links in foretold["sent"].values())
-        found |= {
-            "predicted_sent_bytes": said,
-            "counted_sent_bytes": counted,
-            "sent_error": said / counted - 1,
+    if prediction.get("step_seconds"):
+        comparison["predicted_step_seconds"] = prediction["step_seconds"]
+        comparison["step_seconds"] = batch_size / rate
+    counted_bytes = sum(sent.values())
+    if counted_bytes:
+        predicted_bytes = sum(sum(links.values()) for links in prediction["sent"].values())
+        comparison |= {
+            "predicted_sent_bytes": predicted_bytes,
+            "counted_sent_bytes": counted_bytes,
+            "sent_error": predicted_bytes / counted_bytes - 1,
         }
-    return found
+    return comparison

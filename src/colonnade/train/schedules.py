@@ -1,4 +1,4 @@
-"""How learning rates change with the steps: a pure function of numbers, given to torch's LambdaLR."""
+"""Learning rate schedules: a pure function of the step, passed to torch's LambdaLR."""
 
 from __future__ import annotations
 
@@ -13,24 +13,29 @@ from colonnade.config.run import ScheduleConfig
 from colonnade.errors import ConfigError
 
 
-def factor(settings: ScheduleConfig, total_steps: int, step: int) -> float:
-    """What the learning rate of step `step` (from 0) is multiplied with; `final` from `total_steps` on."""
+def learning_rate_factor(settings: ScheduleConfig, total_steps: int, step: int) -> float:
+    """Return the factor of the learning rate at `step` (from 0); `final` from `total_steps` on."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     if settings.name == "constant":
         return 1.0
-    done = min(1.0, (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps))
+    progress = min(
+        1.0, (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps)
+    )
     if settings.name == "linear":
-        return 1.0 + (settings.final - 1.0) * done
+        return 1.0 + (settings.final - 1.0) * progress
     if settings.name == "exponential":
-        return settings.final**done
-    return settings.final + (1.0 - settings.final) * (1.0 + math.cos(math.pi * done)) / 2
+        return settings.final**progress
+    return settings.final + (1.0 - settings.final) * (1.0 + math.cos(math.pi * progress)) / 2
 
 
 def build_schedule(
     optimizer: Optimizer, settings: ScheduleConfig, run_steps: int | None
 ) -> LRScheduler | None:
-    """None: the learning rate stays. `run_steps` of the whole run, None where nobody knows."""
+    """Build the schedule of an optimizer; None if the learning rate is constant.
+
+    run_steps: steps of the whole run, None if unknown. Raises ConfigError if the schedule needs them.
+    """
     if settings.name == "constant" and not settings.warmup_steps:
         return None
     total_steps = settings.total_steps or run_steps
@@ -38,14 +43,17 @@ def build_schedule(
         raise ConfigError(
             f"got the {settings.name} schedule for a run of unknown length; set its total_steps, or train.max_steps"
         )
-    return LambdaLR(optimizer, partial(factor, settings, total_steps or 0))
+    return LambdaLR(optimizer, partial(learning_rate_factor, settings, total_steps or 0))
 
 
 def restore_schedule(
     schedule: LRScheduler, state: dict[str, Any], groups: list[dict[str, Any]], step: int
 ) -> None:
-    """Go on at `step`. A schedule that is a function of the step starts from this run's learning rates; any other
-    from its `state` and the param groups' settings as they were saved (`groups`, without their parameters)."""
+    """Set a schedule to `step`.
+
+    A schedule that is a function of the step uses this run's learning rates. Any other is restored from its `state`
+    and the saved settings of the param groups (`groups`, without their parameters).
+    """
     if isinstance(schedule, LambdaLR):
         schedule.last_epoch = step
         rates = [

@@ -1,8 +1,7 @@
-"""Weights that the ranks of one tower alone use: summed inside it in each step, handed to all ranks where others need
-them (a checkpoint, the end of a training).
+"""Weights that one tower alone uses: summed inside the tower in each step, and sent to all ranks only when needed.
 
-Between these, ranks of other towers have what they were handed last: their optimizer leaves weights without a gradient
-alone.
+They are sent before a checkpoint and at the end of training. In between, ranks of other towers have the values that
+they received last: their optimizer does not change weights without a gradient.
 
 Legend: T towers of S ranks.
 """
@@ -23,91 +22,119 @@ from colonnade.comm.mesh import Mesh
 from colonnade.lookup.contract import Inside
 from colonnade.lookup.layout import Declaration
 
-SEPARATE = frozenset(
+ELEMENTWISE_OPTIMIZERS = frozenset(
     getattr(torch.optim, name)
     for name in (
         "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
     )
 )  # fmt: skip
-"""Optimizers of which it is known that what a parameter becomes follows from its own gradients alone."""
+"""Optimizers that are known to update each parameter from its own gradients alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class TowerWeights:
-    """By tower, the operators that its ranks alone evaluate."""
+    """Operators, by tower, that the ranks of this tower alone evaluate."""
 
     size: int  # S
     modules: tuple[tuple[nn.Module, ...], ...]  # by tower
 
     def parameters(self, tower: int) -> list[nn.Parameter]:
-        """Those that are trained."""
-        every = (each for module in self.modules[tower] for each in module.parameters())
-        return list(dict.fromkeys(each for each in every if each.requires_grad))
+        """Return the trained parameters of a tower."""
+        parameters = (
+            parameter for module in self.modules[tower] for parameter in module.parameters()
+        )
+        return list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad))
 
-    def hand_out(self, mesh: Mesh, optimizer: Optimizer) -> None:
-        """Collective, between steps: every rank gets what it has not from the rank of its number in that tower:
-        weights, buffers, and what the optimizer keeps of them."""
-        mine, number = divmod(mesh.rank, self.size)
-        data = self._packed(mine, optimizer)
-        sizes = [int(each) for each in mesh.all_gather("dense", torch.tensor(len(data)))]
-        peers = range(number, mesh.num_ranks, self.size)
-        others = [rank in peers and rank != mesh.rank for rank in range(mesh.num_ranks)]
-        lengths = [size * is_one for size, is_one in zip(sizes, others, strict=True)]
+    def broadcast(self, mesh: Mesh, optimizer: Optimizer) -> None:
+        """Send each tower's weights, buffers and optimizer state to all ranks of other towers.
+
+        Collective, between steps. Each rank receives them from its peer, the rank with the same
+        local rank in that tower.
+        """
+        own_tower, local_rank = divmod(mesh.rank, self.size)
+        packed = self._pack(own_tower, optimizer)
+        sizes_of_ranks = [int(size) for size in mesh.all_gather("dense", torch.tensor(len(packed)))]
+        peers = range(local_rank, mesh.num_ranks, self.size)
+        is_peer = [rank in peers and rank != mesh.rank for rank in range(mesh.num_ranks)]
+        lengths = [
+            size * is_sender for size, is_sender in zip(sizes_of_ranks, is_peer, strict=True)
+        ]
         received, _ = mesh.all_to_all(
-            "dense", data.repeat(sum(others)), [len(data) * each for each in others], lengths
+            "dense",
+            packed.repeat(sum(is_peer)),
+            [len(packed) * is_receiver for is_receiver in is_peer],
+            lengths,
         )
         parts = {
             rank // self.size: part
             for rank, part in enumerate(received.split(lengths))
-            if others[rank]
+            if is_peer[rank]
         }
-        self._unpack(parts, optimizer)
+        self._load_packed(parts, optimizer)
 
-    def _packed(self, tower: int, optimizer: Optimizer) -> Tensor:
+    def _pack(self, tower: int, optimizer: Optimizer) -> Tensor:
+        """Serialize the weights, buffers and optimizer state of a tower."""
         parameters, state = self.parameters(tower), optimizer.state
         buffer = io.BytesIO()
-        kept = {n: dict(state[each]) for n, each in enumerate(parameters) if each in state}
-        torch.save({"tensors": self._tensors(tower), "state": kept}, buffer)
+        states = {
+            n: dict(state[parameter])
+            for n, parameter in enumerate(parameters)
+            if parameter in state
+        }
+        torch.save({"tensors": self._tensors(tower), "state": states}, buffer)
         return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
 
     @torch.no_grad()
-    def _unpack(self, parts: Mapping[int, Tensor], optimizer: Optimizer) -> None:
-        every = (each for group in optimizer.param_groups for each in group["params"])
-        numbers = {id(each): number for number, each in enumerate(every)}
-        whole = optimizer.state_dict()
+    def _load_packed(self, parts: Mapping[int, Tensor], optimizer: Optimizer) -> None:
+        """Load the serialized weights and optimizer state of other towers."""
+        parameters = (
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        )
+        index_of_parameter = {id(parameter): index for index, parameter in enumerate(parameters)}
+        merged = optimizer.state_dict()
         for tower, part in parts.items():
-            said: dict[str, Any] = torch.load(
+            received: dict[str, Any] = torch.load(
                 io.BytesIO(part.numpy().tobytes()), weights_only=True, map_location="cpu"
             )
-            for here, there in zip(self._tensors(tower), said["tensors"], strict=True):
-                here.copy_(there)
-            for n, each in enumerate(self.parameters(tower)):
-                if n in said["state"]:
-                    whole["state"][numbers[id(each)]] = said["state"][n]
-        optimizer.load_state_dict(whole)
+            for own_tensor, received_tensor in zip(
+                self._tensors(tower), received["tensors"], strict=True
+            ):
+                own_tensor.copy_(received_tensor)
+            for n, parameter in enumerate(self.parameters(tower)):
+                if n in received["state"]:
+                    merged["state"][index_of_parameter[id(parameter)]] = received["state"][n]
+        optimizer.load_state_dict(merged)
 
     def _tensors(self, tower: int) -> list[Tensor]:
-        buffers = [each for module in self.modules[tower] for each in module.buffers()]
-        return [*(each.data for each in self.parameters(tower)), *dict.fromkeys(buffers)]
+        """Return the weights and buffers of a tower."""
+        buffers = [buffer for module in self.modules[tower] for buffer in module.buffers()]
+        return [*(parameter.data for parameter in self.parameters(tower)), *dict.fromkeys(buffers)]
 
 
-def tower_weights(
+def find_tower_weights(
     declaration: Declaration, inside: Inside | None, num_ranks: int, optimizer: Optimizer
 ) -> TowerWeights | None:
-    """Pure. Which weights need be summed inside their tower only; None: none. Weights that consumers of several towers
-    share, or of none, are everybody's; and all are, where an optimizer may look at several parameters at once, for it
-    must see the same on every rank."""
-    if inside is None or inside.size >= num_ranks or type(optimizer) not in SEPARATE:
+    """Find the weights to sum inside their tower only; None if there are none. Pure.
+
+    Weights that several towers share, or that no tower uses, are summed over all ranks. So are all weights if the
+    optimizer may combine several parameters, because then it must see the same values on every rank.
+    """
+    if inside is None or inside.size >= num_ranks or type(optimizer) not in ELEMENTWISE_OPTIMIZERS:
         return None
     users = defaultdict(set)
     for name, consumer in declaration.consumers.items():
-        for each in consumer.interaction.parameters():
-            users[id(each)].add(inside.tower_of.get(name))
+        for parameter in consumer.interaction.parameters():
+            users[id(parameter)].add(inside.tower_of.get(name))
     modules: list[list[nn.Module]] = [[] for _ in range(num_ranks // inside.size)]
     for name, tower in inside.tower_of.items():
         operator = declaration.consumers[name].interaction
-        if all(users[id(each)] == {tower} for each in operator.parameters()):
+        if all(users[id(parameter)] == {tower} for parameter in operator.parameters()):
             modules[tower].append(operator)
-    if not any(each.requires_grad for some in modules for one in some for each in one.parameters()):
+    if not any(
+        parameter.requires_grad
+        for operators in modules
+        for operator in operators
+        for parameter in operator.parameters()
+    ):
         return None
     return TowerWeights(inside.size, tuple(map(tuple, modules)))

@@ -1,4 +1,4 @@
-"""Training, on one screen: what happens in a step, and when a run evaluates, checkpoints and stops."""
+"""Training loop: the phases of a step, and when a run evaluates, checkpoints and stops."""
 
 from __future__ import annotations
 
@@ -38,50 +38,61 @@ from colonnade.train.schedules import restore_schedule
 
 
 class CheckpointClock:
-    """Every rank has one and asks it after each step. A word between ranks costs a hop, so rank 0 also says after how
-    many steps it is to be asked again: half of those that it expects until the checkpoint is due."""
+    """Timer that decides on all ranks alike when a checkpoint is due by wall-clock time.
+
+    Every rank has one and calls `is_due` after each step. A broadcast costs a hop, so rank 0 also broadcasts the number
+    of steps until the next one: half of the steps that it expects until the checkpoint is due.
+    """
 
     def __init__(self, mesh: Mesh, seconds: float) -> None:
-        """seconds: between checkpoints; 0: never due."""
+        """seconds: time between checkpoints; 0: never due."""
         self.mesh, self.seconds = mesh, seconds
-        self._began = time.monotonic()
-        self._asked = self._began
-        self._left = self._every = 1  # steps until the next word; between the last two words
+        self._last_begin = time.monotonic()
+        self._last_check = self._last_begin
+        self._steps_until_check = self._check_interval = 1  # in steps, between broadcasts
 
     def is_due(self, is_busy: bool) -> bool:
-        """Collective, once a step, but for most steps without a word. `is_busy`: the checkpoint before is being
-        written, so
-        another one would make training wait."""
+        """Return whether a checkpoint is due. Collective, once a step; most steps need no broadcast.
+
+        `is_busy`: the previous checkpoint is still being written, so another one would make training wait.
+        """
         if not self.seconds:
             return False
-        self._left -= 1
-        if self._left:
+        self._steps_until_check -= 1
+        if self._steps_until_check:
             return False
         now = time.monotonic()
-        pace = (now - self._asked) / self._every
-        due, steps = word(now - self._began, pace, self.seconds, is_busy)
-        said = self.mesh.broadcast("control", torch.tensor([due, steps])).tolist()
-        self._asked, self._left, self._every = now, said[1], said[1]
-        if said[0]:
-            self._began = now
-        return bool(said[0])
+        step_seconds = (now - self._last_check) / self._check_interval
+        is_due_now, steps = plan_next_check(
+            now - self._last_begin, step_seconds, self.seconds, is_busy
+        )
+        decision = self.mesh.broadcast("control", torch.tensor([is_due_now, steps])).tolist()
+        self._last_check, self._steps_until_check, self._check_interval = (
+            now,
+            decision[1],
+            decision[1],
+        )
+        if decision[0]:
+            self._last_begin = now
+        return bool(decision[0])
 
     def restart(self) -> None:
-        """A checkpoint begins, for whatever reason."""
-        self._began = time.monotonic()
+        """Restart the timer, because a checkpoint begins for whatever reason."""
+        self._last_begin = time.monotonic()
 
 
-def word(since: float, pace: float, seconds: float, is_busy: bool = False) -> tuple[int, int]:
-    """Whether a checkpoint is due, `since` seconds after the one before, and in how many steps to ask again, at `pace`
-    seconds a step. Pure."""
-    is_due = since >= seconds and not is_busy
-    left = seconds if is_due else max(seconds - since, seconds / 8)
-    return int(is_due), max(1, min(1 << 20, int(left / 2 / max(pace, 1e-6))))
+def plan_next_check(
+    seconds_since: float, step_seconds: float, interval: float, is_busy: bool = False
+) -> tuple[int, int]:
+    """Return whether a checkpoint is due, and after how many steps to check again. Pure."""
+    is_due = seconds_since >= interval and not is_busy
+    seconds_left = interval if is_due else max(interval - seconds_since, interval / 8)
+    return int(is_due), max(1, min(1 << 20, int(seconds_left / 2 / max(step_seconds, 1e-6))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """When things happen, and the limits of a step. All counts are of global steps or epochs."""
+    """Intervals and limits of training. All counts are global steps or epochs."""
 
     batch_size: int
     epochs: int = 1
@@ -101,22 +112,25 @@ class Schedule:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a call of `train` did. `stopped`: somebody asked it to stop before the end."""
+    """Result of a call of `train`. `stopped`: a rank requested to stop before the end."""
 
     steps: int = 0
     samples: int = 0
     seconds: float = 0.0
     skipped: int = 0
     stopped: bool = False
-    stopped_early: bool = False  # the score had not been better for `patience` evaluations
+    stopped_early: bool = False  # the score was not better for `patience` evaluations
     best_step: int | None = None  # of the best score, where the data has a validation part
     metrics: dict[str, float] = field(default_factory=dict)  # of the best step, else the last
     days: list[dict[str, float]] = field(default_factory=list)  # progressive validation, by day
 
 
 class Trainer:
-    """Every rank builds one and calls the same methods in the same order; a server's has the model for its collection
-    alone, and batches without samples."""
+    """Training loop of one rank.
+
+    Every rank builds one and calls the same methods in the same order. A server uses the model for its collection
+    alone, and its batches have no samples.
+    """
 
     def __init__(
         self,
@@ -143,40 +157,41 @@ class Trainer:
         self.mesh = collection.mesh
         self.phases = Phases()
         self.position = Position()  # of the next batch to train on, in steps of `batch_size`
-        self.held: list[Held] = []  # reads a resumed run must use as they were
-        # Outcome and start of the call of `train` under way.
+        self.restored_reads: list[Held] = []  # reads that a resumed run must use unchanged
+        # Outcome and start of the current call of `train`.
         self.outcome, self.started = Outcome(), time.perf_counter()
-        # `count_work` of each rank when the checkpoint was made that this run resumed from; empty: a new run.
+        # `count_work` of each rank in the checkpoint that this run resumed from; empty: a new run.
         self.earlier_work: list[Mapping[str, Any]] = []
         monitor = schedule.monitor or objective.monitor
         self.best = Best(f"validation_{monitor}", schedule.min_delta)
-        self.days: list[dict[str, float]] = []  # progressive validation: what each day gave
-        self.stop_asked = False
-        # The step after which weights that some ranks alone train last went to all.
-        self.handed_out = -1
+        self.days: list[dict[str, float]] = []  # progressive validation: metrics by day
+        self.stop_requested = False
+        # Step after which weights that only one tower trains were last sent to all ranks.
+        self.last_broadcast_step = -1
         self.clock = CheckpointClock(self.mesh, schedule.checkpoint_seconds)
 
     def train(self) -> Outcome:
-        """Collective. Goes on from `position`; returns at the end of the epochs, when scores no longer get
-        better, or when a rank asked to stop."""
+        """Train from `position` to the end of the epochs. Collective.
+
+        Returns earlier when scores no longer get better, or when a rank requested to stop.
+        """
         self.outcome = outcome = Outcome()
         self.started = started = time.perf_counter()
-        self.limit = -1
         if self.collection.cached is not None:
             apply_planned_bounds(self.collection.cached)
-        batches = self.collection.lookahead(self._stream(), held=self.held)
+        batches = self.collection.lookahead(self._read_batches(), held=self.restored_reads)
         try:
             with telling(self.mesh.presence):
-                self._train(batches, outcome)
-                self._hand_out()
+                self._train_steps(batches, outcome)
+                self.broadcast_tower_weights()
         finally:
             batches.close()
         if self.checkpoints is not None:
-            with self.phases("checkpoint", whole=True):
+            with self.phases("checkpoint", include_waits=True):
                 self.checkpoints.finish()
-        outcome.stopped_early = self._is_patience_over() and not outcome.stopped
+        outcome.stopped_early = self._has_run_out_of_patience() and not outcome.stopped
         outcome.best_step = self.best.step
-        outcome.metrics = self.best.metrics | pooled_days(self.days)
+        outcome.metrics = self.best.metrics | average_days(self.days)
         outcome.days = list(self.days)
         outcome.seconds = time.perf_counter() - started
         return outcome
@@ -201,141 +216,158 @@ class Trainer:
             restore_schedule(schedule, dict(state), groups[optimizer], step)
 
     def count_work(self) -> dict[str, Any]:
-        """Return steps, samples and seconds of this rank in the call of `train` under way, as a checkpoint keeps
-        them."""
+        """Return steps, samples and seconds of this rank in the current call of `train`, for a checkpoint."""
         counts = {name: getattr(self.outcome, name) for name in ("steps", "samples", "skipped")}
         seconds = time.perf_counter() - self.started
         return {**counts, "seconds": seconds, "phases": dict(self.phases.seconds)}
 
-    def _train(self, batches: Lookahead, outcome: Outcome) -> None:
-        """Steps, until it is over."""
-        while not (self._is_patience_over() or self._is_at_its_end()):
-            done = self.train_step(batches, outcome)
-            if done is None:
+    def _train_steps(self, batches: Lookahead, outcome: Outcome) -> None:
+        """Run steps, evaluations and checkpoints until training ends."""
+        while not (self._has_run_out_of_patience() or self._has_reached_max_steps()):
+            result = self.train_step(batches, outcome)
+            if result is None:
                 if self.position == Position() and not outcome.steps and self.schedule.epochs:
                     raise DataError(
                         "got no samples to train on, wanted a train part with some; give another data.path or other "
                         "data.options"
                     )
                 break
-            batch, stop = done
-            self._advance(batch)
-            step, plan = self.collection.step, self.schedule
-            is_last = self._is_at_its_end()
+            batch, stop = result
+            self._advance_position(batch)
+            step, schedule = self.collection.step, self.schedule
+            is_last = self._has_reached_max_steps()
             is_best = False
-            if batch.ends_epoch or is_last or _is_due(step, plan.evaluate_steps):
-                is_best = self._evaluate(batch.ends_epoch)
-            is_over = batch.ends_epoch or is_last or stop or self._is_patience_over()
+            if batch.ends_epoch or is_last or _is_due(step, schedule.evaluate_steps):
+                is_best = self._evaluate_and_record(batch.ends_epoch)
+            is_over = batch.ends_epoch or is_last or stop or self._has_run_out_of_patience()
             by_clock = self.clock.is_due(
                 self.checkpoints is not None and self.checkpoints.is_writing
             )
-            is_due = by_clock or _is_due(step, plan.checkpoint_steps)
+            is_due = by_clock or _is_due(step, schedule.checkpoint_steps)
             if is_over or is_best or is_due:
-                self.checkpoint(batches.fetched)
+                self.begin_checkpoint(batches.fetched)
             if stop:
                 outcome.stopped = True
                 break
 
     def train_step(self, batches: Iterator[Batch], outcome: Outcome) -> tuple[Batch, bool] | None:
-        """One step on the next batch, or micro-batches. Returns the last of them and whether a rank asked to stop;
-        None at the end of `batches`. Never half-applied."""
-        parts = self.schedule.accumulate
+        """Train one step on the next batch, or on its micro-batches.
+
+        Returns the last batch, and whether a rank requested to stop; None at the end of `batches`. A step is applied
+        on all ranks or on none.
+        """
+        num_parts = self.schedule.accumulate
         self.mesh.at(self.collection.step)
         self.dense.zero()
-        total, weight, size = torch.zeros(()), 0.0, 0
+        local_loss, weight, num_samples = torch.zeros(()), 0.0, 0
         batch: Batch
-        for number in range(parts):
+        for part in range(num_parts):
             with self.phases(WAITING):
-                coming = next(batches, None)
-            if coming is None:
+                next_batch = next(batches, None)
+            if next_batch is None:
                 return None
-            batch = coming
-            is_last = number == parts - 1 or batch.ends_epoch
-            loss = self._learn(batch, is_last, weight)
-            total = total + loss if parts > 1 else loss
-            weight, size = weight + batch.world_weight, size + batch.size
+            batch = next_batch
+            is_last = part == num_parts - 1 or batch.ends_epoch
+            loss = self._run_forward_backward(batch, is_last, weight)
+            local_loss = local_loss + loss if num_parts > 1 else loss
+            weight, num_samples = weight + batch.world_weight, num_samples + batch.size
             if batch.ends_epoch:
                 break
         with self.phases("check gradients"):
-            finite = bool(torch.isfinite(total)) and self.collection.pipeline.gradients.are_finite()
-            send = partial(self.dense.send, finite=finite, stop=self.stop_asked, loss=total)
-            waits = bool(self.collection.exchange.pushed_parameters)
-            if not waits:
+            finite = (
+                bool(torch.isfinite(local_loss)) and self.collection.pipeline.gradients.are_finite()
+            )
+            send = partial(
+                self.dense.send, finite=finite, stop=self.stop_requested, loss=local_loss
+            )
+            has_pushed_gradients = bool(self.collection.exchange.pushed_parameters)
+            if not has_pushed_gradients:
                 send()
         with self.phases("push rows"):
-            self.collection.pipeline.collect()  # travels beside the dense gradients; applied when all ranks agree
+            self.collection.pipeline.collect()  # sent along with the dense gradients; applied when all ranks agree
         with self.phases("check gradients"):
-            if waits:  # for the gradients of weights that are used where rows are
+            if has_pushed_gradients:  # the push brings the gradients of weights that owners use
                 send()
-            finite, stop, whole = self.dense.wait()
-        unit = self.loss_scale.value
-        if parts > 1:
-            total, whole = total / max(weight, 1e-12), whole / max(weight, 1e-12)
-            unit *= max(weight, 1e-12)
-        if unit != 1:
-            self._scale(1 / unit)
-        if finite and self._clip(outcome):
+            finite, stop, global_loss = self.dense.wait()
+        gradient_scale = self.loss_scale.value
+        if num_parts > 1:
+            local_loss, global_loss = (
+                local_loss / max(weight, 1e-12),
+                global_loss / max(weight, 1e-12),
+            )
+            gradient_scale *= max(weight, 1e-12)
+        if gradient_scale != 1:
+            self._scale_gradients(1 / gradient_scale)
+        if finite and self._clip_gradients(outcome):
             with self.phases("update rows"):
                 self.rows.step(agreed=True)
             with self.phases("update dense"):
                 self.dense_optimizer.step()
-            self.loss_scale.applied()
+            self.loss_scale.record_good_step()
         elif not finite:
-            self._not_finite(batch, total, outcome, may_rescale=math.isfinite(whole))
+            self._reject_non_finite_step(
+                batch, local_loss, outcome, may_rescale=math.isfinite(global_loss)
+            )
         for schedule in self.lr_schedules:
             if not isinstance(schedule, ReduceLROnPlateau):
                 schedule.step()
         outcome.steps += 1
-        outcome.samples += size
-        shown = batch if size == batch.size else replace(batch, size=size)
-        self.progress.step(self.collection.step, whole, shown, self.mesh.trainers.num_ranks)
+        outcome.samples += num_samples
+        shown_batch = batch if num_samples == batch.size else replace(batch, size=num_samples)
+        self.progress.report_step(
+            self.collection.step, global_loss, shown_batch, self.mesh.trainers.num_ranks
+        )
         return batch, stop
 
-    def _learn(self, batch: Batch, is_last: bool, weight: float) -> Tensor:
-        """Forward and backward; `is_last` of the step, after batches of so much `weight`. Returns this rank's part of
-        the loss, or of the loss' sum where a step has several batches."""
+    def _run_forward_backward(self, batch: Batch, is_last: bool, weight: float) -> Tensor:
+        """Run forward and backward on one batch.
+
+        is_last: the step has no further batch; weight: total weight of the step's earlier batches. Returns this rank's
+        part of the loss, or of the sum of losses where a step has several batches.
+        """
         if self.mesh.is_server:
-            return self._serve(batch)
-        scale = unit = self.loss_scale.value
+            return self._serve_rows(batch)
+        loss_scale = gradient_scale = self.loss_scale.value
         with self.phases("forward"):
             loss = self.objective.loss(self.model, batch, self.mesh.trainers)
             if self.schedule.accumulate > 1:  # the weight of the whole step is known at its end
                 loss = loss * batch.world_weight
-                unit *= max(weight + batch.world_weight, 1e-12)
+                gradient_scale *= max(weight + batch.world_weight, 1e-12)
         with self.phases("backward"):
             if is_last:
-                self.dense.begin(unit=unit)  # buckets of dense gradients leave while it runs
-            (loss if scale == 1 else loss * scale).backward()
+                # Buckets of dense gradients are sent while backward runs.
+                self.dense.begin_last_backward(gradient_scale=gradient_scale)
+            (loss if loss_scale == 1 else loss * loss_scale).backward()
         return loss.detach()
 
-    def _serve(self, batch: Batch) -> Tensor:
-        """What a server does instead: rows have left for those that asked, and their gradients will come."""
+    def _serve_rows(self, batch: Batch) -> Tensor:
+        """Serve one batch on a server: send the requested rows; their gradients arrive later."""
         with self.phases("forward"):
             self.collection(batch)
         return torch.zeros(())
 
-    def checkpoint(self, fetched: tuple[PreparedBatch, ...]) -> None:
-        """Collective. Once this is written, in the background, a run can go on from here to the same bits."""
+    def begin_checkpoint(self, fetched: tuple[PreparedBatch, ...]) -> None:
+        """Snapshot this step and write the checkpoint in the background. Collective; resuming gives the same bits."""
         if self.checkpoints is None:
             return
         self.clock.restart()
-        with self.phases("checkpoint", whole=True):
-            self._hand_out()
+        with self.phases("checkpoint", include_waits=True):
+            self.broadcast_tower_weights()
             self.checkpoints.begin(
                 self, [self.collection.exchange.prefetched(batch.unused) for batch in fetched]
             )
 
-    def _hand_out(self) -> None:
-        """Collective: every rank has all weights as they are after this step."""
-        if self.handed_out != self.collection.step:
-            self.dense.hand_out(self.dense_optimizer)
-            self.handed_out = self.collection.step
+    def broadcast_tower_weights(self) -> None:
+        """Send weights that one tower alone trains to all ranks, once per step. Collective."""
+        if self.last_broadcast_step != self.collection.step:
+            self.dense.broadcast_tower_weights(self.dense_optimizer)
+            self.last_broadcast_step = self.collection.step
 
     def evaluate(self, source: Source) -> dict[str, float]:
-        """Collective: {"auc", "log_loss", ...} over all of `source`, with every update made so far."""
-        found: dict[str, float] = {}
-        with self.phases("evaluate", whole=True):
-            # On all ranks alike, before servers listen: what is under way may need an answer of theirs.
+        """Compute {"auc", "log_loss", ...} over all of `source`, with every update so far. Collective."""
+        metrics: dict[str, float] = {}
+        with self.phases("evaluate", include_waits=True):
+            # On all ranks, before servers wait for requests: pending updates may need a reply from servers.
             self.collection.pipeline.updates.settle()
             if self.mesh.is_server:
                 while announced(self.mesh, False):
@@ -344,115 +376,124 @@ class Trainer:
             else:
                 size, trainers = self.schedule.batch_size, self.mesh.trainers
                 with self.rows.settled():
-                    found = self.objective.evaluate(self.model, source, size, trainers)
+                    metrics = self.objective.evaluate(self.model, source, size, trainers)
                 announced(self.mesh, False)
-            return self._told(found)
+            return self._share_metrics(metrics)
 
-    def _told(self, found: dict[str, float]) -> dict[str, float]:
-        """Collective where there are servers: what the trainers found, for all ranks decide by it."""
+    def _share_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Send the metrics of the trainers to servers, because all ranks decide by them. Collective with servers."""
         if not self.mesh.world.has_servers:
-            return found
-        text = json.dumps({name: float(value) for name, value in found.items()})
+            return metrics
+        text = json.dumps({name: float(value) for name, value in metrics.items()})
         return json.loads(self.mesh.all_gather_bytes("evaluate", text.encode())[0])
 
     @property
     def num_epochs(self) -> int:
+        """Number of epochs; with progressive validation, of days."""
         return len(self.data.days) if self.schedule.progressive else self.schedule.epochs
 
-    def _stream(self) -> Iterator[Batch]:
-        left = self.schedule.max_steps
-        if left is not None:
-            # Under bounded staleness the last steps' successors are read meanwhile, as they are in a longer run: a
-            # checkpoint holds what was read. So are those by which a cache decides.
+    def _read_batches(self) -> Iterator[Batch]:
+        """Yield the (micro-)batches of all remaining epochs with their positions."""
+        steps_left = self.schedule.max_steps
+        if steps_left is not None:
+            # Under bounded staleness also read the batches after the last step, as a longer run does: a checkpoint
+            # saves prefetched rows. A cache needs the batches of its window, too.
             cached = self.collection.cached
-            left += self.collection.opened.reads_ahead - self.collection.step
-            left += 0 if cached is None else cached.window
-        position, parts = self.position, self.schedule.accumulate
+            steps_left += self.collection.opened.reads_ahead - self.collection.step
+            steps_left += 0 if cached is None else cached.window
+        position, num_parts = self.position, self.schedule.accumulate
         while position.epoch < self.num_epochs:
             source = self.data.train
             if self.schedule.progressive:
                 source = self.data.days[position.epoch]
-            first = position.step * parts
-            read = batches_of(
+            first = position.step * num_parts
+            batches = batches_of(
                 source,
-                self.schedule.batch_size // parts,
+                self.schedule.batch_size // num_parts,
                 self.mesh,
                 channel="route",
                 start=Position(position.epoch, first, position.state),
             )
-            for number, batch in enumerate(_with_end(read), first):
-                if number % parts == 0:
-                    if left is not None and left <= 0:
+            for index, batch in enumerate(_mark_last_batch(batches), first):
+                if index % num_parts == 0:
+                    if steps_left is not None and steps_left <= 0:
                         return
-                    left = None if left is None else left - 1
-                batch.position = Position(position.epoch, number // parts)
+                    steps_left = None if steps_left is None else steps_left - 1
+                batch.position = Position(position.epoch, index // num_parts)
                 yield batch
             position = Position(position.epoch + 1, 0)
 
-    def _advance(self, done: Batch) -> None:
-        """Move past a step's last batch."""
-        at = done.position
+    def _advance_position(self, last_batch: Batch) -> None:
+        """Move the position past a step's last batch."""
+        position = last_batch.position
         self.position = (
-            Position(at.epoch + 1, 0)
-            if done.ends_epoch
-            else Position(at.epoch, at.step + 1, done.state)
+            Position(position.epoch + 1, 0)
+            if last_batch.ends_epoch
+            else Position(position.epoch, position.step + 1, last_batch.state)
         )
 
-    def _is_at_its_end(self) -> bool:
-        most = self.schedule.max_steps
-        return most is not None and self.collection.step >= most
+    def _has_reached_max_steps(self) -> bool:
+        max_steps = self.schedule.max_steps
+        return max_steps is not None and self.collection.step >= max_steps
 
-    def _is_patience_over(self) -> bool:
+    def _has_run_out_of_patience(self) -> bool:
         return 0 < self.schedule.patience <= self.best.num_since
 
-    def _evaluate(self, ends_epoch: bool) -> bool:
-        """Test metrics are those of the best score of the validation part; without one, the newest.
-        Returns whether this score is the best so far."""
-        found: dict[str, float] = {"epoch": self.position.epoch}
+    def _evaluate_and_record(self, ends_epoch: bool) -> bool:
+        """Evaluate all parts of the data, and record the scores. Returns whether this score is the best so far.
+
+        The final test metrics are those at the best validation score; without a validation part, the newest.
+        """
+        metrics: dict[str, float] = {"epoch": self.position.epoch}
         if self.schedule.progressive and ends_epoch and self.position.epoch < self.num_epochs:
-            day = self.evaluate(self.data.days[self.position.epoch])
-            self.days.append({"day": self.position.epoch, **day})
-            found |= _prefixed("day", day) | pooled_days(self.days)
+            day_metrics = self.evaluate(self.data.days[self.position.epoch])
+            self.days.append({"day": self.position.epoch, **day_metrics})
+            metrics |= _add_prefix("day", day_metrics) | average_days(self.days)
         if self.data.validation is not None:
             validated = self.evaluate(self.data.validation)
             if self.schedule.monitor not in (None, self.objective.monitor):
                 check_monitor(self.schedule.monitor, validated)
-            found |= _prefixed("validation", validated)
+            metrics |= _add_prefix("validation", validated)
         if self.data.test is not None:
-            found |= _prefixed("test", self.evaluate(self.data.test))
+            metrics |= _add_prefix("test", self.evaluate(self.data.test))
         step = self.collection.step
-        is_best = self.best.hear(found, step)
+        is_best = self.best.record_evaluation(metrics, step)
         for schedule in self.lr_schedules:
-            if isinstance(schedule, ReduceLROnPlateau) and self.best.monitor in found:
-                schedule.step(found[self.best.monitor])
-        shown = {name: value for name, value in found.items() if name != "epoch"}
-        self.progress.epoch(step, self.position.epoch, shown)
+            if isinstance(schedule, ReduceLROnPlateau) and self.best.monitor in metrics:
+                schedule.step(metrics[self.best.monitor])
+        shown = {name: value for name, value in metrics.items() if name != "epoch"}
+        self.progress.report_evaluation(step, self.position.epoch, shown)
         return is_best
 
-    def _scale(self, factor: float) -> None:
+    def _scale_gradients(self, factor: float) -> None:
+        """Multiply dense and row gradients by `factor`."""
         self.dense.scale(factor)
         self.rows.scale_grad_(factor)
 
-    def _clip(self, outcome: Outcome) -> bool:
-        """Collective. Whether the step may be applied: norms that are no number end it on every rank alike."""
+    def _clip_gradients(self, outcome: Outcome) -> bool:
+        """Clip gradients by norm; return whether the step may be applied. Collective.
+
+        A norm that is not finite rejects the step on every rank.
+        """
         if self.schedule.embedding_clip_norm is not None:
             with self.phases("clip rows"):
                 try:
                     self.rows.clip_grad_norm_(self.schedule.embedding_clip_norm, agreed=True)
                 except NonFiniteError as error:
-                    self._refuse(str(error), outcome, may_rescale=True)
+                    self._reject_step(str(error), outcome, may_rescale=True)
                     return False
         if self.schedule.dense_clip_norm is not None:
             with self.phases("clip dense"):
                 self.dense.clip_norm(self.schedule.dense_clip_norm)
         return True
 
-    def _not_finite(
+    def _reject_non_finite_step(
         self, batch: Batch, loss: Tensor, outcome: Outcome, *, may_rescale: bool
     ) -> None:
+        """Drop the gradients of a step with NaN or inf, and skip it or raise NonFiniteError."""
         self.rows.zero_grad()
         self.collection.forget()
-        self._refuse(
+        self._reject_step(
             f"step {self.collection.step} (epoch {batch.position.epoch}, batch {batch.position.step}): got "
             f"NaN or inf in the loss ({loss.item():g} here) or a gradient on some rank, wanted finite "
             "numbers; nothing of this step was applied on any rank",
@@ -460,27 +501,27 @@ class Trainer:
             may_rescale=may_rescale,
         )
 
-    def _refuse(self, message: str, outcome: Outcome, *, may_rescale: bool) -> None:
-        """may_rescale: the loss itself is finite, so it may have been its scale."""
-        self.dense.take_back()
-        is_lower = may_rescale and self.loss_scale.fall()
+    def _reject_step(self, message: str, outcome: Outcome, *, may_rescale: bool) -> None:
+        """Skip the step, or raise NonFiniteError. may_rescale: the loss is finite, so a lower loss scale may help."""
+        self.dense.restore_residuals()
+        is_lower = may_rescale and self.loss_scale.lower()
         if not (is_lower or self.schedule.skip_non_finite):
-            self._hand_out()  # every rank refuses
-            less = "train lr" if self.loss_scale.value == 1 else "train lr or train.loss_scale"
-            raise NonFiniteError(f"{message}. Lower {less}, or set train.on_non_finite=skip")
+            self.broadcast_tower_weights()  # every rank gets here
+            remedy = "train lr" if self.loss_scale.value == 1 else "train lr or train.loss_scale"
+            raise NonFiniteError(f"{message}. Lower {remedy}, or set train.on_non_finite=skip")
         outcome.skipped += 1
         self.collection.step += 1
-        now = f"; the loss is scaled by {self.loss_scale.value:g} from here on" if is_lower else ""
-        self.progress.say(f"skipped {message}{now}")
+        note = f"; the loss is scaled by {self.loss_scale.value:g} from here on" if is_lower else ""
+        self.progress.print_line(f"skipped {message}{note}")
 
 
-def pooled_days(days: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Progressive validation over all days so far: each metric's mean, weighted with the days' samples.
+def average_days(days: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Average the metrics of progressive validation over all days so far, weighted by the days' samples.
 
-    For log loss without sample weights that is the log loss of all days' samples; for AUC it is the mean of the
-    days' own, so that a model is not praised for telling days apart. A day without a value (NaN) is left out.
+    For log loss without sample weights this is the log loss of all days' samples. For AUC it is the mean of the
+    daily AUCs, so that telling days apart earns nothing. A day without a value (NaN) is left out.
     """
-    found: dict[str, float] = {}
+    pooled: dict[str, float] = {}
     for name in dict.fromkeys(name for day in days for name in day):
         if name == "day" or name.startswith("num_"):
             continue
@@ -488,24 +529,24 @@ def pooled_days(days: Sequence[Mapping[str, float]]) -> dict[str, float]:
         pairs = [(value, count) for value, count in pairs if not math.isnan(value)]
         total = sum(count for _, count in pairs)
         if total:
-            found[f"days_{name}"] = sum(value * count for value, count in pairs) / total
+            pooled[f"days_{name}"] = sum(value * count for value, count in pairs) / total
     if days:
-        found["days_num_samples"] = sum(day.get("num_samples", 0.0) for day in days)
-    return found
+        pooled["days_num_samples"] = sum(day.get("num_samples", 0.0) for day in days)
+    return pooled
 
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _with_end(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches, the last one marked. One is read ahead."""
-    waiting = next(batches, None)
-    while waiting is not None:
-        batch, waiting = waiting, next(batches, None)
-        batch.ends_epoch = waiting is None
+def _mark_last_batch(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Yield the same batches with `ends_epoch` set on the last one. Reads one batch ahead."""
+    next_batch = next(batches, None)
+    while next_batch is not None:
+        batch, next_batch = next_batch, next(batches, None)
+        batch.ends_epoch = next_batch is None
         yield batch
 
 
-def _prefixed(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
+def _add_prefix(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
     return {f"{prefix}_{name}": value for name, value in metrics.items()}
