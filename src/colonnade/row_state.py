@@ -329,7 +329,8 @@ class StatefulRows(nn.Module):
     # ---- RowOptimizer.state_dict
 
     def optimizer_states(self) -> dict[int, dict[str, Tensor]]:
-        """Return ids (N,) and state (N, S) of rows by param group of RowOptimizer, without groups that have no state."""
+        """Return ids (N,) and state (N, S) of rows by param group of RowOptimizer, without groups that have no
+        state."""
         self._apply_loaded_state()
         if self.is_open:
             self._check_in_memory("RowOptimizer.state_dict()")
