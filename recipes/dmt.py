@@ -1,5 +1,4 @@
 """DMT (Luo et al. 2024): a DLRM on two towers, first flat, then with tower modules that halve the floats sent.
-
 torchrun --nproc-per-node 2 recipes/dmt.py
 """
 
@@ -13,9 +12,7 @@ from colonnade.plan.constraints import in_towers
 from colonnade.topology.towers import Partition
 
 DIM, ROWS = 16, [40, 60, 90, 120, 50, 70, 80, 110]
-TOWERS = Partition(
-    (("C1", "C3", "C5", "C7"), ("C2", "C4", "C6", "C8"))
-)  # groups of features that interact
+TOWERS = Partition((("C1", "C3", "C5", "C7"), ("C2", "C4", "C6", "C8")))  # these interact
 DATA = {"num_train": 20_000, "num_test": 4_000, "label_model": "pairs", "cardinalities": ROWS}
 
 

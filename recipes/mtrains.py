@@ -36,10 +36,5 @@ def train(folder: Path) -> dict:
 if __name__ == "__main__":
     summary = train(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/mtrains"))
     print("  ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items()))
-    for name in (
-        "resident",
-        "born",
-        "read",
-        "copied",
-    ):  # copied: evicted rows that were not written yet
+    for name in ("resident", "born", "read", "copied"):  # copied: evicted, not yet written
         print(f"rows {name}: {summary['row_sources'][name]:,}")

@@ -24,12 +24,12 @@ def build(schema: Schema) -> DLRM:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/persia")
-    mesh, bounds = colonnade.open_mesh(), {"staleness_steps": 4, "lookahead": 8, "dense_lr": 0.01}
+    mesh, late = colonnade.open_mesh(), {"staleness_steps": 4, "lookahead": 8, "dense_lr": 0.01}
     data = open_source("synthetic", num_train=16_000, num_test=2_000, cardinalities=[600] * 6)
     model = build(data.train.schema)
     result = colonnade.fit(
         model, data, run=folder, mesh=mesh, servers=1, batch_size=256, epochs=1,
-        publish=str(folder / "published"), checkpoint_seconds=1.0, quiet=True, **bounds,
+        publish=str(folder / "published"), checkpoint_seconds=1.0, quiet=True, **late,
     )  # fmt: skip
     if mesh.rank == 0:
         print("  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items()))
