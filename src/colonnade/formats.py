@@ -47,7 +47,7 @@ def stamp(name: str) -> dict[str, Any]:
 
 
 def check_stamp(
-    where: Path | str, fields: Mapping[str, Any], name: str, *, is_needed: bool = True
+    path: Path | str, fields: Mapping[str, Any], name: str, *, is_needed: bool = True
 ) -> None:
     """Check that `fields` contain format `name` and its current version. Raises CheckpointError, with both versions.
 
@@ -57,25 +57,25 @@ def check_stamp(
     if got == (None, None) and not is_needed:
         return
     if got != wanted:
-        raise _another_version(where, f"format {got[0]!r} version {got[1]!r}", name)
+        raise _another_version(path, f"format {got[0]!r} version {got[1]!r}", name)
 
 
-def check_version(where: Path | str, name: str, version: int) -> None:
+def check_version(path: Path | str, name: str, version: int) -> None:
     """Check the version in a binary file's header as `check_stamp` does."""
     if version != VERSIONS[name]:
-        raise _another_version(where, f"{name!r} version {version}", name)
+        raise _another_version(path, f"{name!r} version {version}", name)
 
 
-def _another_version(where: Path | str, got: str, name: str) -> CheckpointError:
+def _another_version(path: Path | str, got: str, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{where}: got {got}, this Colonnade reads {name!r} version {VERSIONS[name]}; {REMEDY}"
+        f"{path}: got {got}, this Colonnade reads {name!r} version {VERSIONS[name]}; {REMEDY}"
     )
 
 
-def read_stamped(where: Path | str, text: str | bytes, name: str) -> dict[str, Any]:
+def read_stamped(path: Path | str, text: str | bytes, name: str) -> dict[str, Any]:
     """Parse a JSON object of format `name`; return it without its stamp. Raises CorruptionError, CheckpointError."""
-    fields = parse_object(where, text)
-    check_stamp(where, fields, name)
+    fields = parse_object(path, text)
+    check_stamp(path, fields, name)
     return {key: value for key, value in fields.items() if key not in ("format", "version")}
 
 
@@ -113,17 +113,17 @@ def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
         raise ValueError("values are nested too deeply") from None
 
 
-def parse_object(where: Path | str, content: str | bytes) -> dict[str, Any]:
+def parse_object(path: Path | str, content: str | bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises CorruptionError for anything else."""
     try:
         fields = json.loads(content)
     except (ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
         raise CorruptionError(
-            f"{where}: got text that is no JSON ({why}), wanted an object; restore it from a copy"
+            f"{path}: got text that is no JSON ({why}), wanted an object; restore it from a copy"
         ) from None
     if not isinstance(fields, dict):
         raise CorruptionError(
-            f"{where}: got a JSON {type(fields).__name__}, wanted an object; restore it from a copy"
+            f"{path}: got a JSON {type(fields).__name__}, wanted an object; restore it from a copy"
         )
     return fields

@@ -137,7 +137,7 @@ class StatefulRows(nn.Module):
         RowOptimizer, to save its settings (learning rates) too; required for a plan with caches.
         Raises StorageError, and CheckpointError if the folder has saves that this collection does not continue from.
         """
-        _import_collection_checkpoints().save(self, Path(folder), step, optimizer)
+        _import_checkpoint_folders().save(self, Path(folder), step, optimizer)
 
     def load(
         self,
@@ -154,9 +154,7 @@ class StatefulRows(nn.Module):
         not fit in the plan's memory remain in the folder, which no other collection may then use.
         Raises CheckpointError, CorruptionError.
         """
-        return _import_collection_checkpoints().load(
-            self, Path(folder), step, optimizer, plan, mesh
-        )
+        return _import_checkpoint_folders().load(self, Path(folder), step, optimizer, plan, mesh)
 
     def _open_in(
         self,
@@ -165,7 +163,7 @@ class StatefulRows(nn.Module):
         mesh: Mesh | None,
         policies: Mapping[str, RowPolicy] | None,
     ) -> Any:
-        return _import_collection_checkpoints().open_in(self, folder, plan, mesh, policies)
+        return _import_checkpoint_folders().open_in(self, folder, plan, mesh, policies)
 
     # ---- state_dict
 
@@ -320,9 +318,9 @@ class StatefulRows(nn.Module):
 
     def _scan_records(self, t: int) -> Any:
         """Yield ids and records of table t's trained rows, one chunk at a time."""
-        return self.store.scan(t, self._chunk_rows(t)) if self.is_open else ()
+        return self.store.scan(t, self._rows_per_chunk(t)) if self.is_open else ()
 
-    def _chunk_rows(self, t: int) -> int:
+    def _rows_per_chunk(self, t: int) -> int:
         """Return the number of rows of table t that are copied at a time."""
         return max(1, RUN_BYTES // self.declaration.tables[t].record_bytes)
 
@@ -449,7 +447,7 @@ class StatefulRows(nn.Module):
                 state = state_bytes(table, part)
                 records[rows, state] = old[rows, state]
             self._store_records(t, ids[position], records)
-        for chunk in is_new.nonzero().flatten().split(self._chunk_rows(t)):
+        for chunk in is_new.nonzero().flatten().split(self._rows_per_chunk(t)):
             self._store_records(t, ids[chunk], records_of(table, columns, chunk))
         policy = self.policies.get(t)
         if isinstance(policy, RowRetention):
@@ -546,6 +544,6 @@ def _check_plan(operation: str, plan: Plan, mesh: Mesh) -> None:
     )
 
 
-def _import_collection_checkpoints() -> ModuleType:
+def _import_checkpoint_folders() -> ModuleType:
     """Import the module of checkpoint folders by name, because it is two layers above this one."""
     return import_module("colonnade.checkpoint.collection")

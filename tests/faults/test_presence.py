@@ -25,7 +25,7 @@ from colonnade.comm.peer_status import (
     diagnose_call,
     telling,
 )
-from colonnade.comm.rendezvous import HEARTBEATS, STORE, Peer, connect, meet
+from colonnade.comm.rendezvous import HEARTBEATS, STORE, Peer, connect_store, join_rendezvous
 from colonnade.errors import PeerLost, WorldError
 
 PEER = Peer("node", "one", 4711, 1, "1.0", "2.0", "x86_64")
@@ -92,7 +92,7 @@ def come(port, rank, num_ranks, seconds, found, peer=PEER):
         "127.0.0.1", port, 1, False, timeout=timedelta(seconds=20), wait_for_workers=False
     )
     try:
-        found[rank] = meet(store, rank, num_ranks, peer, timedelta(seconds=seconds))
+        found[rank] = join_rendezvous(store, rank, num_ranks, peer, timedelta(seconds=seconds))
     except Exception as error:
         found[rank] = error
 
@@ -179,32 +179,34 @@ def test_a_taken_port_and_a_missing_address_are_said(monkeypatch):
             WorldError,
             match=r"rank 0 cannot listen at MASTER_ADDR=127.0.0.1, MASTER_PORT=\d+: Addr",
         ):
-            connect(0, 2, timedelta(seconds=1))
+            connect_store(0, 2, timedelta(seconds=1))
     monkeypatch.setenv("MASTER_PORT", "70000")
     with pytest.raises(WorldError, match="MASTER_PORT='70000'"):
-        connect(0, 2, timedelta(seconds=1))
+        connect_store(0, 2, timedelta(seconds=1))
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with pytest.raises(PeerLost, match=r"rank 1 of 2 found no server at MASTER_ADDR=127.0.0.1"):
-        connect(1, 2, timedelta(seconds=1))
+        connect_store(1, 2, timedelta(seconds=1))
 
 
 def test_a_file_that_ranks_do_not_share_is_refused_and_who_is_missing_named(monkeypatch, tmp_path):
     for name, file in store_in(tmp_path).items():
         monkeypatch.setenv(name, file)
-    store = connect(0, 2, timedelta(seconds=5))
+    store = connect_store(0, 2, timedelta(seconds=5))
     with pytest.raises(PeerLost) as lost:
-        meet(store, 0, 2, PEER, timedelta(seconds=0.3))
+        join_rendezvous(store, 0, 2, PEER, timedelta(seconds=0.3))
     first = str(lost.value)
     with pytest.raises(PeerLost) as lost:
-        meet(connect(1, 3, timedelta(seconds=5)), 1, 3, PEER, timedelta(seconds=0.3))
+        join_rendezvous(
+            connect_store(1, 3, timedelta(seconds=5)), 1, 3, PEER, timedelta(seconds=0.3)
+        )
     for words, missing in ((first, "rank 1 of 2"), (str(lost.value), "rank 0 of 3")):
         assert f"{missing} did not come in time: not started, or another program" in words
     monkeypatch.setenv(HEARTBEATS, str(tmp_path / "nowhere"))
     with pytest.raises(WorldError, match=r"got COLONNADE_HEARTBEATS='.*nowhere', wanted a file"):
-        connect(0, 2, timedelta(seconds=1))
+        connect_store(0, 2, timedelta(seconds=1))
     monkeypatch.setenv(STORE, "/proc/self/fd/999")
     with pytest.raises(WorldError, match="got COLONNADE_STORE='/proc/self/fd/999', wanted a file"):
-        connect(0, 2, timedelta(seconds=1))
+        connect_store(0, 2, timedelta(seconds=1))
 
 
 def test_heartbeats_in_a_file_do_not_grow_it_and_are_read_whole(tmp_path):
@@ -235,7 +237,7 @@ def test_rank_0_listens_where_it_is_told(monkeypatch):
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.2")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    store = connect(0, 2, timedelta(seconds=5))
+    store = connect_store(0, 2, timedelta(seconds=5))
     store.set("a", "b")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=2)

@@ -62,7 +62,7 @@ def test_rooms_are_kept_until_all_have_read(data):
             mates = [j for j in range(NUM) if j != i and pairs[(i + j) % NUM]]
             ahead[i] += 1
             room = torch.empty(1)
-            numbers = lanes[i].begin(room, mates)
+            numbers = lanes[i].begin_call(room, mates)
             for mate, (number, read) in numbers.items():
                 posted[i, mate, number] = read
             kept[i].append((room, {mate: number for mate, (number, _) in numbers.items()}))
@@ -74,7 +74,7 @@ def test_rooms_are_kept_until_all_have_read(data):
                 continue  # has not arrived
             waiting[i].pop(which)
             done |= {(mate, i, number) for mate, number in call.items()}
-            lanes[i].end({m: (number, posted[m, i, number]) for m, number in call.items()})
+            lanes[i].end_call({m: (number, posted[m, i, number]) for m, number in call.items()})
         held = [{id(room) for room, _ in lane._retained} for lane in lanes]
         for rank in range(NUM):
             for room, numbers in kept[rank]:
@@ -85,10 +85,10 @@ def test_rooms_are_kept_until_all_have_read(data):
 def test_a_steady_purpose_keeps_two_rooms():
     here, there = MessageTracker(), MessageTracker()
     for step in range(5):
-        ours, theirs = here.begin(torch.empty(1), [1]), there.begin(torch.empty(1), [0])
+        ours, theirs = here.begin_call(torch.empty(1), [1]), there.begin_call(torch.empty(1), [0])
         assert here.num_retained == (1 if step == 0 else 2)
-        here.end({1: (ours[1][0], theirs[0][1])})
-        there.end({0: (theirs[0][0], ours[1][1])})
+        here.end_call({1: (ours[1][0], theirs[0][1])})
+        there.end_call({0: (theirs[0][0], ours[1][1])})
         assert here.num_retained == 1
 
 
@@ -101,23 +101,23 @@ def test_sizes_of_rooms(num_bytes):
 
 def test_a_room_serves_again_once_nothing_looks_into_it():
     rooms = BufferPool()
-    first = rooms.empty(300_000)
+    first = rooms.allocate(300_000)
     view, address = first[7:100].view(torch.int8), first.data_ptr()
-    second = rooms.empty(300_000)
+    second = rooms.allocate(300_000)
     assert second.data_ptr() != address and rooms.num_bytes == 2 << 19
     del first
     gc.collect()
-    assert rooms.empty(300_000).data_ptr() not in (address, second.data_ptr())  # `view` looks
+    assert rooms.allocate(300_000).data_ptr() not in (address, second.data_ptr())  # `view` looks
     assert rooms.fd_of(view) is not None and rooms.fd_of(torch.empty(5)) is None
     del view
     gc.collect()
-    assert rooms.empty(290_000).data_ptr() in {address, *rooms._fds} - {second.data_ptr()}
+    assert rooms.allocate(290_000).data_ptr() in {address, *rooms._fds} - {second.data_ptr()}
     assert rooms.num_bytes == 3 << 19
 
 
 def test_others_read_what_is_written():
     rooms = BufferPool()
-    room = rooms.empty(1 << 20)
+    room = rooms.allocate(1 << 20)
     file = rooms.fd_of(room)
     others = PeerBuffers(os.getpid())
     address = others.address(file)
@@ -136,13 +136,13 @@ def test_no_room_is_told(monkeypatch):
 
     monkeypatch.setattr(rooms_module.os, "memfd_create", refused)
     with pytest.raises(WorldError, match=r"Too many open files.*ulimit -n"):
-        BufferPool().empty(1 << 20)
+        BufferPool().allocate(1 << 20)
 
 
 def test_rooms_are_given_back():
     before = len(os.listdir("/proc/self/fd"))
     rooms = BufferPool()
-    block = rooms.empty(1000)
+    block = rooms.allocate(1000)
     block.fill_(7)
     rooms.close()
     assert rooms.num_bytes == 0 and int(block.sum()) == 7000  # who still looks into one may
@@ -153,7 +153,7 @@ def test_rooms_are_given_back():
 
 def test_who_has_no_file_left_says_so_and_blames_nobody(monkeypatch):
     rooms = BufferPool()
-    file = rooms.fd_of(rooms.empty(1000))
+    file = rooms.fd_of(rooms.allocate(1000))
     others = PeerBuffers(os.getpid())
 
     def none_left(*_, **__):

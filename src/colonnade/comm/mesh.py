@@ -30,10 +30,10 @@ from colonnade.comm.traffic import (
     Link,
     Traffic,
     begin_waiting,
+    count_ring_sum,
     end_waiting,
-    link,
-    ring_sum,
-    tree_children,
+    find_tree_children,
+    link_between,
 )
 from colonnade.ops.memory import empty
 from colonnade.topology.world import World
@@ -222,7 +222,7 @@ class Mesh:
                 messages.gloo_received, messages.gloo_send,
                 list(messages.gloo_received_bytes), list(messages.gloo_send_bytes),
             )  # fmt: skip
-        call = self._begin(channel, partial(dist.all_to_all_single, *arguments), scope)
+        call = self._begin_call(channel, partial(dist.all_to_all_single, *arguments), scope)
         call.shared_messages = messages
         if not wait:
             return received, call
@@ -241,12 +241,12 @@ class Mesh:
         """Sum a tensor over ranks in place, with the same bits on every rank. Collective."""
         if self.num_ranks > 1:
             if values.numel():
-                bytes_and_messages = ring_sum(
+                bytes_and_messages = count_ring_sum(
                     values.nbytes, values.element_size(), self.rank, self.num_ranks
                 )
                 previous = (self.rank - 1) % self.num_ranks
-                self._count(traffic_tag or channel, previous, *bytes_and_messages)
-            self._begin(channel, partial(dist.all_reduce, values)).wait()
+                self._count_traffic(traffic_tag or channel, previous, *bytes_and_messages)
+            self._begin_call(channel, partial(dist.all_reduce, values)).wait()
         return values
 
     def all_gather(self, channel: str, values: Tensor) -> list[Tensor]:
@@ -254,11 +254,11 @@ class Mesh:
         if self.num_ranks == 1:
             return [values]
         others, next_rank = self.num_ranks - 1, (self.rank + 1) % self.num_ranks
-        self._count(
+        self._count_traffic(
             channel, next_rank, others * values.nbytes, others
         )  # a ring: one block per round
         out = [torch.empty_like(values) for _ in range(self.num_ranks)]
-        self._begin(channel, partial(dist.all_gather, out, values)).wait()
+        self._begin_call(channel, partial(dist.all_gather, out, values)).wait()
         return out
 
     def all_gather_bytes(self, channel: str, data: bytes) -> list[bytes]:
@@ -277,9 +277,9 @@ class Mesh:
     def broadcast(self, channel: str, values: Tensor, *, traffic_tag: str | None = None) -> Tensor:
         """Copy rank 0's tensor to every rank, in place. Collective."""
         if self.num_ranks > 1:
-            for peer in tree_children(self.rank, self.num_ranks):
-                self._count(traffic_tag or channel, peer, values.nbytes)
-            self._begin(channel, partial(dist.broadcast, values, group_src=0)).wait()
+            for peer in find_tree_children(self.rank, self.num_ranks):
+                self._count_traffic(traffic_tag or channel, peer, values.nbytes)
+            self._begin_call(channel, partial(dist.broadcast, values, group_src=0)).wait()
         return values
 
     def least(self, count: int, channel: str = "control") -> int:
@@ -290,7 +290,7 @@ class Mesh:
         """Wait until every rank has called this. Collective."""
         self.all_gather(channel, torch.zeros(1))
 
-    def label(self, channel: str, scope: Scope = ALL) -> str:
+    def call_name(self, channel: str, scope: Scope = ALL) -> str:
         """Return the name of a call for messages: its channel and scope."""
         return channel + self._links_in(scope).suffix
 
@@ -298,7 +298,7 @@ class Mesh:
         """Return this rank's members and links in a scope, cached in `_links`."""
         return self._links.setdefault(scope, _find_links(self.world, self.rank, scope))
 
-    def _count(self, channel: str, peer: int, num_bytes: int, messages: int = 1) -> None:
+    def _count_traffic(self, channel: str, peer: int, num_bytes: int, messages: int = 1) -> None:
         links = [self._links_in(ALL).links[peer]]
         self.traffic.count(channel, links, [num_bytes], messages)
 
@@ -306,7 +306,7 @@ class Mesh:
         """Return the process group that a thread uses for its calls in a scope."""
         return self.groups[thread, self._links_in(scope).groups]
 
-    def _begin(self, channel: str, start: Callable[..., Any], scope: Scope = ALL) -> Call:
+    def _begin_call(self, channel: str, start: Callable[..., Any], scope: Scope = ALL) -> Call:
         """Begin a call of torch.distributed. Raises PeerLost."""
         assert self.presence is not None
         links = self._links.get(scope) or self._links_in(scope)
@@ -331,7 +331,7 @@ def _find_links(world: World, rank: int, scope: Scope) -> ScopeLinks:
         suffix = f" over {blocks}s{of_size}" if scope.is_across else f" in {blocks}{of_size}"
     return ScopeLinks(
         members,
-        tuple(None if peer == rank else link(world, rank, peer) for peer in members),
+        tuple(None if peer == rank else link_between(world, rank, peer) for peer in members),
         world.host(members[0]) == world.host(members[-1]),
         suffix,
         ALL if len(members) == num_ranks else scope,

@@ -21,7 +21,13 @@ import torch.distributed as dist
 from colonnade.comm.heartbeat import FileHeartbeats, Heartbeats, StoreHeartbeats
 from colonnade.comm.mesh import ALL, CHANNELS, THREADS, TRAINING, Mesh, Scope
 from colonnade.comm.peer_status import PATIENCE, PeerMonitor, words_of
-from colonnade.comm.rendezvous import HEARTBEATS, connect, describe_this_rank, meet, serves_store
+from colonnade.comm.rendezvous import (
+    HEARTBEATS,
+    connect_store,
+    describe_this_rank,
+    join_rendezvous,
+    serves_store,
+)
 from colonnade.comm.shm import BufferPool, PeerBuffers, SharedMemory, can_read_buffer
 from colonnade.comm.traffic import Traffic
 from colonnade.errors import ConfigError, WorldError
@@ -97,9 +103,11 @@ def open_mesh(
         return replace(_joined_mesh, traffic=Traffic())
     limit, rank = timeout or TIMEOUT, int(os.environ["RANK"])
     local = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-    server = connect(rank, num_ranks, limit)
-    token, peers = meet(server, rank, num_ranks, describe_this_rank(local, verb), limit)
-    if num_ranks % local:  # `meet` has already rejected hosts with different numbers of ranks
+    server = connect_store(rank, num_ranks, limit)
+    token, peers = join_rendezvous(server, rank, num_ranks, describe_this_rank(local, verb), limit)
+    if (
+        num_ranks % local
+    ):  # `join_rendezvous` has already rejected hosts with different numbers of ranks
         raise ConfigError(
             f"got {num_ranks} ranks, {local} on each host, wanted the same number on every host; "
             "give torchrun the same --nproc-per-node everywhere"
@@ -145,7 +153,7 @@ def _open_shared_memory(mesh: Mesh) -> SharedMemory | None:
     pool, token = BufferPool(), torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.int64)
     fd = -1
     with suppress(AttributeError, WorldError):
-        buffer = pool.empty(token.nbytes)
+        buffer = pool.allocate(token.nbytes)
         buffer.view(torch.int64).copy_(token)
         fd = pool.fd_of(buffer) or -1
     probes = mesh.all_gather("control", torch.cat([torch.tensor([fd]), token]))
@@ -181,7 +189,7 @@ def open_scopes(mesh: Mesh, size: int) -> None:
     for scope in proper:
         members = frozenset(scope.members(mesh.rank, mesh.num_ranks))
         for channel in CHANNELS:
-            mesh.presence.participants[mesh.label(channel, scope)] = members
+            mesh.presence.participants[mesh.call_name(channel, scope)] = members
 
 
 def tower_mesh(mesh: Mesh, size: int, threads: Sequence[str] = ("dense",)) -> Mesh:
@@ -217,7 +225,9 @@ def _set_participants(mesh: Mesh, ranks: Sequence[int]) -> None:
     assert mesh.presence is not None
     for channel in CHANNELS:
         for scope in (ALL, mesh.in_host, mesh.over_hosts):
-            mesh.presence.participants[mesh.prefix + mesh.label(channel, scope)] = frozenset(ranks)
+            mesh.presence.participants[mesh.prefix + mesh.call_name(channel, scope)] = frozenset(
+                ranks
+            )
 
 
 def with_servers(mesh: Mesh, per_host: int) -> Mesh:

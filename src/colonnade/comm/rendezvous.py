@@ -80,13 +80,13 @@ def _served_by_torchrun() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def connect(rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
+def connect_store(rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
     """Open the store that the environment names: the file COLONNADE_STORE, or the server at MASTER_ADDR:MASTER_PORT.
 
     Without torchrun, rank 0 runs the server: only at MASTER_ADDR if it is a numeric address, else on all addresses of
     its host. Raises WorldError, PeerLost."""
     if path := os.environ.get(STORE):
-        return _open_file(path, timeout)
+        return _open_file_store(path, timeout)
     address, text = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not address or not text.isdecimal() or not 0 < int(text) < 2**16:
         raise WorldError(
@@ -95,7 +95,7 @@ def connect(rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
         )
     port = int(text)
     serves = serves_store(rank)
-    listening = _listen(address, port) if serves else None
+    listening = _open_listening_socket(address, port) if serves else None
     try:
         return dist.TCPStore(
             address, port, num_ranks, serves, timeout=timeout, wait_for_workers=False,
@@ -109,7 +109,7 @@ def connect(rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
         ) from None
 
 
-def _open_file(path: str, timeout: timedelta) -> dist.FileStore:
+def _open_file_store(path: str, timeout: timedelta) -> dist.FileStore:
     for name in (STORE, HEARTBEATS):
         file = os.environ.get(name, "")
         if not os.access(file, os.R_OK | os.W_OK):
@@ -122,7 +122,7 @@ def _open_file(path: str, timeout: timedelta) -> dist.FileStore:
     return store
 
 
-def meet(
+def join_rendezvous(
     store: dist.Store, rank: int, num_ranks: int, me: Peer, timeout: timedelta
 ) -> tuple[str, list[Peer]]:
     """Exchange identities with all ranks; return a key prefix unique to this attempt, and the identities. Collective.
@@ -225,7 +225,7 @@ def _arrival_key(token: str, rank: int) -> str:
     return f"{ROOT}/{token}/here/{rank}"
 
 
-def _listen(address: str, port: int) -> int | None:
+def _open_listening_socket(address: str, port: int) -> int | None:
     """Open a listening socket at `address` if it is numeric, and return its descriptor; None: listen on all
     addresses."""
     try:

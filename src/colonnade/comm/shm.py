@@ -55,7 +55,7 @@ class BufferPool:
         self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
         self._fds: dict[int, int] = {}  # by start address of the buffer
 
-    def empty(self, num_bytes: int) -> Tensor:
+    def allocate(self, num_bytes: int) -> Tensor:
         """Return an uninitialised tensor (num_bytes,) uint8 at the start of a free buffer. Raises WorldError if the
         system refuses a new buffer."""
         size = buffer_size(num_bytes)
@@ -115,7 +115,7 @@ class PeerBuffers:
         gone, WorldError if this process cannot map another buffer."""
         if fd not in self._mapped:
             try:
-                memory = self._map(fd)
+                memory = self._map_buffer(fd)
             except OSError as error:
                 if error.errno not in LIMIT_ERRORS:
                     raise
@@ -129,7 +129,7 @@ class PeerBuffers:
             self._mapped.setdefault(fd, (block.ctypes.data, block))
         return self._mapped[fd][0]
 
-    def _map(self, fd: int) -> mmap.mmap:
+    def _map_buffer(self, fd: int) -> mmap.mmap:
         own_fd = os.open(f"/proc/{self._pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             return mmap.mmap(own_fd, 0, prot=mmap.PROT_READ)
@@ -165,7 +165,7 @@ class MessageTracker:
         )  # the peer has read all earlier messages
         self._retained: list[tuple[Tensor, Mapping[int, int]]] = []
 
-    def begin(self, buffer: Tensor, peers: Iterable[int]) -> dict[int, tuple[int, int]]:
+    def begin_call(self, buffer: Tensor, peers: Iterable[int]) -> dict[int, tuple[int, int]]:
         """Begin a call that exchanges one message with each peer, and retain `buffer`, which contains those to send.
 
         Returns by peer the message number, and the number of the peer's first message that is still unread here."""
@@ -179,7 +179,7 @@ class MessageTracker:
             self._retained.append((buffer, {peer: number for peer, (number, _) in numbers.items()}))
             return numbers
 
-    def end(self, read: Mapping[int, tuple[int, int]]) -> None:
+    def end_call(self, read: Mapping[int, tuple[int, int]]) -> None:
         """End a call after its messages were read here, and release buffers that all peers have read.
 
         read: by peer, its message's number, and the first of our messages that it had not read when it sent that."""
@@ -236,7 +236,7 @@ class SharedMessages:
                 read[member] = self.numbers[member][0], first_unread
             elif member != self.shared_memory.rank:
                 memmove(target + target_begin, source + source_begin, size)
-        self.tracker.end(read)
+        self.tracker.end_call(read)
 
 
 @dataclass(slots=True)
@@ -253,7 +253,7 @@ class SharedMemory:
         num_bytes = num_elements * dtype.itemsize
         if num_bytes < MIN_SHARED_BYTES:
             return empty(num_elements, dtype=dtype)
-        return self.pool.empty(num_bytes).view(dtype)
+        return self.pool.allocate(num_bytes).view(dtype)
 
     def prepare_messages(
         self,
@@ -273,14 +273,14 @@ class SharedMemory:
         if not any(is_shared):
             return None
         if self.pool.fd_of(send) is None:
-            buffer = self.pool.empty(send.nbytes)
+            buffer = self.pool.allocate(send.nbytes)
             memmove(buffer.data_ptr(), send.data_ptr(), send.nbytes)
         else:
             buffer = send
         fd, buffer_begin = self.pool.fd_of(buffer), buffer.untyped_storage().data_ptr()
         tracker = self.trackers.setdefault(channel, MessageTracker())
         peers = [m for m, shared in zip(members, is_shared, strict=True) if shared]
-        numbers = tracker.begin(buffer, peers)
+        numbers = tracker.begin_call(buffer, peers)
         out_bytes = [
             DESCRIPTOR.size if shared else size
             for shared, size in zip(is_shared, sent, strict=True)

@@ -26,7 +26,7 @@ SEGMENT_BYTES = 1 << 20
 """Largest segment that gloo sums at once."""
 
 
-def link(world: World, rank: int, peer: int) -> Link:
+def link_between(world: World, rank: int, peer: int) -> Link:
     """Return the link between two ranks."""
     return "local" if world.host(rank) == world.host(peer) else "remote"
 
@@ -76,8 +76,8 @@ def _group_by_channel(counts: Counter[tuple[str, Link]]) -> dict[str, dict[str, 
 
 
 @lru_cache(maxsize=1024)
-def ring_sum(num_bytes: int, itemsize: int, position: int, size: int) -> tuple[int, int]:
-    """Return (bytes, messages) that one member of gloo's ring all-reduce sends to the previous member.
+def count_ring_sum(num_bytes: int, itemsize: int, position: int, size: int) -> tuple[int, int]:
+    """Count the (bytes, messages) that one member of gloo's ring all-reduce sends to the previous member.
 
     num_bytes: size of the buffer to sum. position, size: the member's position in the ring, and the ring's size. Gloo
     passes one chunk per member round the ring twice, to sum it and to broadcast it, in two segments or more. The last
@@ -92,8 +92,8 @@ def ring_sum(num_bytes: int, itemsize: int, position: int, size: int) -> tuple[i
     return 2 * num_bytes - own_chunk - next_chunk, 2 * (size - 1) * segments
 
 
-def tree_children(position: int, size: int) -> Sequence[int]:
-    """Return the members to which one member forwards a broadcast of member 0, in gloo's binomial tree."""
+def find_tree_children(position: int, size: int) -> Sequence[int]:
+    """Find the members to which one member forwards a broadcast of member 0, in gloo's binomial tree."""
     children, step = [], 1
     while step < size:
         # A member receives along the highest bit of its position, and forwards along all higher bits.
