@@ -81,7 +81,7 @@ class Simulated(Mesh):
             )
         width = send.element_size() * (send[0].numel() if send.dim() > 1 and len(send) else 1)
         for peer, rows in zip(members, send_rows, strict=True):
-            self._count(traffic_tag or channel, peer, width * rows)
+            self._count_traffic(traffic_tag or channel, peer, width * rows)
         group = channel, scope, members[0]
         heard = self.office.swap(group, self.rank, members, send.split(list(send_rows)))
         assert [len(each) for each in heard] == list(receive_rows)
