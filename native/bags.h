@@ -4,7 +4,7 @@
 //           a byte: 1 if codes follow, else 0
 //           for each column of lookups whose table has rows there, a byte: 128 if it has weights, plus the bits of a
 //             length: 0 if all bags have the same length, then varint that length; else B lengths of that many bits
-//           for each table with lookups there, ascending, the shorter of: a byte 0 and the list of all its ids in order;
+//           for each table with lookups there, ascending, the shorter of: a byte 0 and the list of its ids in order;
 //             or a byte 1, the ascending list of its unique ids, and numbers: index of each lookup's id among them
 //           weights of the columns that have them, column by column
 //           numbers: codes of all lookups
@@ -41,8 +41,8 @@ struct JoinedBags {
   Buffer<std::int64_t> ids;                   // (E,)
   std::vector<std::int64_t> feature_offsets;  // (C + 1,)
   Buffer<std::int64_t> bag_offsets;           // (C * G + 1,); empty if each bag has one lookup
-  std::vector<std::uint8_t> weights;          // (E,) elements, 1 in columns sent without weights; empty: no rank sent any
-  std::vector<std::uint8_t> codes;            // (E,) 0 for ranks without codes; empty: no rank sent any
+  std::vector<std::uint8_t> weights;          // (E,) elements, 1 in columns sent without weights; empty: none sent
+  std::vector<std::uint8_t> codes;            // (E,) 0 for ranks without codes; empty: none sent
   std::vector<std::int64_t> sizes;            // (N,) number of samples
 };
 // Join the messages of all ranks. messages: by rank, for the owner `places` (T,). tables (C,): table of each column
