@@ -126,7 +126,7 @@ class EmbeddingCollection(StatefulRows):
     step (`ops.memory`).
     """
 
-    place: Tensor
+    device_buffer: Tensor
 
     def __init__(
         self,
@@ -145,9 +145,9 @@ class EmbeddingCollection(StatefulRows):
         self.seed = seed
         # Placeholder that makes autograd call our backward. Not a parameter, so that an optimizer over
         # model.parameters() covers the dense network only.
-        self.handle = torch.empty(0, dtype=self.declaration.output_dtype, requires_grad=True)
+        self.backward_handle = torch.empty(0, dtype=self.declaration.output_dtype, requires_grad=True)
         # Outputs are on the device of this buffer: `to` moves it with the module, but does not move rows.
-        self.register_buffer("place", torch.empty(0), persistent=False)
+        self.register_buffer("device_buffer", torch.empty(0), persistent=False)
         self.steps = StepCounter()
         self.call_lock = SingleCallerLock()
         self._loaded_state: dict[str, Any] = {}  # loaded row state, until `open` stores it
@@ -211,7 +211,7 @@ class EmbeddingCollection(StatefulRows):
             self.plan,
             self.mesh,
             seed=self.seed,
-            device=self.place.device,
+            device=self.device_buffer.device,
             backings=backings,
             policies=policies or {},
         )
@@ -246,7 +246,7 @@ class EmbeddingCollection(StatefulRows):
     @reject_concurrent_calls
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self._exported_rows is not None:
-            rows, device = self.slices.prepare_ids(batch), self.place.device
+            rows, device = self.slices.prepare_ids(batch), self.device_buffer.device
             values = self._reader.read(rows, device)
             return self.slices.merge_outputs(values, self.slices.offsets_of(batch))
         if not self._opened:
@@ -260,7 +260,7 @@ class EmbeddingCollection(StatefulRows):
         if context is None:
             context = self.pipeline.begin(batch)
         self.pipeline.gradients.contexts.append(context)
-        return self.pipeline.values(context, self.handle, self.place.device)
+        return self.pipeline.values(context, self.backward_handle, self.device_buffer.device)
 
     def lookahead(self, batches: Iterable[Batch], *, held: Sequence[Held] = ()) -> Lookahead:
         """Return an iterator that prefetches: same batches, same order, with ids sent and rows resident.
@@ -310,7 +310,7 @@ class EmbeddingCollection(StatefulRows):
         Any number of training batches may be in flight. Servers call `read` when the trainers call the collection
         (`topology.reads`)."""
         context = self.pipeline.read(batch)
-        return self.pipeline.values(context, self.handle, self.place.device)
+        return self.pipeline.values(context, self.backward_handle, self.device_buffer.device)
 
     @property
     def is_open(self) -> bool:

@@ -97,5 +97,5 @@ def parse_place(text: str) -> Place:
 
 def absolute(text: str) -> str:
     """Return the text of a storage location with its path made absolute and its size in bytes."""
-    place = parse_place(text)
-    return place.path if place.bytes is None else f"{place.path}:{place.bytes}"
+    location = parse_place(text)
+    return location.path if location.bytes is None else f"{location.path}:{location.bytes}"
