@@ -99,9 +99,8 @@ def reject_concurrent_calls(forward: Callable[[Any, Batch], T]) -> Callable[[Any
                 f"model(batch): got a {type(batch).__name__}, wanted a colonnade.Batch: "
                 "Batch(size, dense, {feature: Ids(values)})"
             )
-        if (
-            collection._exported_rows is not None
-        ):  # exported rows never change: any number of threads may read
+        if collection._exported_rows is not None:
+            # Exported rows never change, so any number of threads may read them.
             return forward(collection, batch)
         with collection.call_lock:
             return forward(collection, batch)
@@ -110,8 +109,8 @@ def reject_concurrent_calls(forward: Callable[[Any, Batch], T]) -> Callable[[Any
 
 
 class EmbeddingCollection(StatefulRows):
-    """Embedding tables with their features and interactions; does the work of both TorchRec's
-    EmbeddingBagCollection and EmbeddingCollection.
+    """Embedding tables with their features and interactions: what TorchRec's EmbeddingBagCollection and
+    EmbeddingCollection do together.
 
     `collection(batch)` returns a dict. For each consumer: the output of its interaction (B, ...). For each feature
     without a consumer: pooled vectors (B, dim), or one vector per lookup (lookups, dim) for a sequence. Rows are not
@@ -145,7 +144,9 @@ class EmbeddingCollection(StatefulRows):
         self.seed = seed
         # Placeholder that makes autograd call our backward. Not a parameter, so that an optimizer over
         # model.parameters() covers the dense network only.
-        self.backward_handle = torch.empty(0, dtype=self.declaration.output_dtype, requires_grad=True)
+        self.backward_handle = torch.empty(
+            0, dtype=self.declaration.output_dtype, requires_grad=True
+        )
         # Outputs are on the device of this buffer: `to` moves it with the module, but does not move rows.
         self.register_buffer("device_buffer", torch.empty(0), persistent=False)
         self.steps = StepCounter()
