@@ -105,9 +105,8 @@ def open_mesh(
     local = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     server = connect_store(rank, num_ranks, limit)
     token, peers = join_rendezvous(server, rank, num_ranks, describe_this_rank(local, verb), limit)
-    if (
-        num_ranks % local
-    ):  # `join_rendezvous` has already rejected hosts with different numbers of ranks
+    # `join_rendezvous` has already rejected hosts with different numbers of ranks.
+    if num_ranks % local:
         raise ConfigError(
             f"got {num_ranks} ranks, {local} on each host, wanted the same number on every host; "
             "give torchrun the same --nproc-per-node everywhere"
