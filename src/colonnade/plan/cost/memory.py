@@ -28,7 +28,7 @@ from colonnade.plan.measure.popularity import (
 from colonnade.plan.measure.profile import Profile
 from colonnade.store.budget import slot_bytes
 from colonnade.table import Table
-from colonnade.topology.sharding import Sharding, distinct_loads, share
+from colonnade.topology.sharding import Sharding, distinct_shard_lists, max_rows_per_owner
 
 Floats = NDArray[np.float64]
 
@@ -119,7 +119,7 @@ def demands(
         if table.rows is None:
             whole = max(seen(of, lookups, min(last_batch, epoch)) * OPEN_ROOM, full) / owners
         else:
-            whole = share(table.rows, owners)
+            whole = max_rows_per_owner(table.rows, owners)
         most = max(1, math.ceil(whole))
         least = min(most, max(1, math.ceil(_spread(full / owners, full, owners > 1))))
         wished = min(most, math.ceil(_spread(held, possible / owners)))
@@ -207,7 +207,7 @@ def place_on_ranks(
     rank with rows of it can give. `wanted`: of these shardings, by table. Raises as `place` does."""
     loads = [
         [t for t, shard in enumerate(shards) if shard.place is not None]
-        for shards in distinct_loads(shardings, num_ranks)
+        for shards in distinct_shard_lists(shardings, num_ranks)
     ]
     loads = [held for held in loads if held]
     given = [_placed_at(wanted, held, dram_bytes, mapped_bytes, at_once) for held in loads]
