@@ -16,7 +16,12 @@ from colonnade.config.run import build_config, override
 from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.exchange.cached import TableCache
 from colonnade.exchange.cached_state import is_taken_up
-from colonnade.plan.caching import BOOKKEEPING, LOOKAHEAD_WINDOW, build_table_caches, cached_row_bytes
+from colonnade.plan.caching import (
+    BOOKKEEPING,
+    LOOKAHEAD_WINDOW,
+    build_table_caches,
+    cached_row_bytes,
+)
 from colonnade.plan.plan import Plan
 from colonnade.staleness import RowClock, row_clock
 from colonnade.topology.sharding import column_wise

@@ -15,7 +15,7 @@ from colonnade.errors import ConfigError
 from colonnade.exchange.operator_cut import tower_of
 from colonnade.lookup.hops import BY_TOWERS
 from colonnade.plan.search.candidates import Choice, Forced
-from colonnade.plan.search.cutting import CUT, everywhere
+from colonnade.plan.search.cutting import COLUMN_KINDS, shard_columns_everywhere
 from colonnade.table import Feature, Table
 from colonnade.topology.sharding import (
     Kind,
@@ -71,7 +71,7 @@ def _read_constraint(config: PlanConfig, name: str, world: World) -> Forced:
             )
         return Forced(kind)
     # A `Sharding` value may cut rows all the same: owners then send values and evaluate no operator.
-    if exchange == "partials" and kind in CUT and not isinstance(own.sharding, Sharding):
+    if exchange == "partials" and kind in COLUMN_KINDS and not isinstance(own.sharding, Sharding):
         raise ConfigError(
             f"table {name!r}: got exchange=partials with sharding={kind}; operators are evaluated on whole rows, "
             "wanted table_wise, row_wise or host_wise, or exchange pooled"
@@ -137,8 +137,8 @@ def _resolve_sharding(constraint: Forced, world: World) -> Sharding | None:
         return None
     if constraint.ranks is not None:
         return on_ranks(constraint.kind, constraint.ranks, world)
-    if constraint.kind in CUT:
-        return everywhere(constraint.kind, world)
+    if constraint.kind in COLUMN_KINDS:
+        return shard_columns_everywhere(constraint.kind, world)
     if constraint.kind == "row_wise":
         return row_wise_in(world)
     if constraint.kind == "host_wise" and world.num_hosts == 1:

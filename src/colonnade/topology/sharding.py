@@ -26,7 +26,7 @@ Side = Literal["both", "hot", "cold"]
 
 @dataclass(frozen=True, slots=True)
 class HotRows:
-    """Hot rows of one table. This list, which all ranks have, alone decides whether a lookup reads a hot or cold row."""
+    """Hot rows of one table. All ranks have the list; it alone decides whether a lookup reads a hot or a cold row."""
 
     ids: tuple[int, ...] = field(repr=False)
     """Ids of the hot rows, ascending, without duplicates."""
