@@ -22,8 +22,8 @@ from colonnade.plan.measure.popularity import (
     OPEN_ROOM,
     Popularity,
     counting_curve,
+    expected_used_rows,
     recency_curve,
-    seen,
 )
 from colonnade.plan.measure.profile import Profile
 from colonnade.store.budget import slot_bytes
@@ -120,7 +120,7 @@ def demands(
         in_flight = min(popularity.unique(lookups * window), possible) / owners
         at_once_rows = min(_rows_at_once(profile, t, popularity, batch_size, at_once), possible)
         if table.rows is None:
-            used_rows = seen(popularity, lookups, min(last_batch, epoch))
+            used_rows = expected_used_rows(popularity, lookups, min(last_batch, epoch))
             whole = max(used_rows * OPEN_ROOM, at_once_rows) / owners
         else:
             whole = max_rows_per_owner(table.rows, owners)
@@ -128,7 +128,10 @@ def demands(
         least_mean = _upper_bound(at_once_rows / owners, at_once_rows, owners > 1)
         least = min(most, max(1, math.ceil(least_mean)))
         window_rows = min(most, math.ceil(_upper_bound(in_flight, possible / owners)))
-        first, last = (seen(popularity, lookups, min(n, epoch)) for n in (first_batch, last_batch))
+        first, last = (
+            expected_used_rows(popularity, lookups, min(n, epoch))
+            for n in (first_batch, last_batch)
+        )
         births = (last - first) / span / owners
         rows, reads = _mean_curve(popularity, lookups, moments, epoch, POLICIES[policy])
         rows, reads = rows / owners, reads / owners

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from colonnade.plan.measure.popularity import OPEN_ROOM, seen
+from colonnade.plan.measure.popularity import OPEN_ROOM, expected_used_rows
 from colonnade.plan.measure.profile import Profile
 from colonnade.store.budget import slot_bytes
 from colonnade.table import Feature, Table, TableSide, needs_whole_rows
@@ -128,7 +128,9 @@ def table_loads(
     for t, table in enumerate(tables):
         popularity = profile.tables[t].popularity(table.rows)
         sample_lookups = profile.lookups_per_sample(t)
-        used_rows = seen(popularity, sample_lookups * batch_size, min(last_batch, epoch))
+        used_rows = expected_used_rows(
+            popularity, sample_lookups * batch_size, min(last_batch, epoch)
+        )
         unique_world = profile.unique_rows(t, batch_size, popularity)
         readers = [feature for feature in features if feature.table == table.name]
         columns = [profiled[feature.name] for feature in readers if feature.name in profiled]
