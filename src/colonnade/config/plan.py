@@ -353,7 +353,7 @@ class PlanConfig(Section):
 
     @property
     def is_late(self) -> bool:
-        """Whether reads of any table may miss updates."""
+        """True if reads of any table may miss updates."""
         return self.staleness_steps != 0 or any(
             table.staleness_steps for table in self.tables.values()
         )

@@ -124,10 +124,10 @@ def demands(
             whole = max(used_rows * OPEN_ROOM, at_once_rows) / owners
         else:
             whole = max_rows_per_owner(table.rows, owners)
-        most = max(1, math.ceil(whole))
+        max_rows = max(1, math.ceil(whole))
         least_mean = _upper_bound(at_once_rows / owners, at_once_rows, owners > 1)
-        least = min(most, max(1, math.ceil(least_mean)))
-        window_rows = min(most, math.ceil(_upper_bound(in_flight, possible / owners)))
+        least = min(max_rows, max(1, math.ceil(least_mean)))
+        window_rows = min(max_rows, math.ceil(_upper_bound(in_flight, possible / owners)))
         first, last = (
             expected_used_rows(popularity, lookups, min(n, epoch))
             for n in (first_batch, last_batch)
@@ -138,14 +138,14 @@ def demands(
         # Rows in transit take slots in addition to those of cached rows.
         rows = rows + np.minimum(window * (reads + births), in_flight)
         order = np.argsort(rows, kind="stable")
-        rows = np.append(np.minimum(rows[order], most), most)
+        rows = np.append(np.minimum(rows[order], max_rows), max_rows)
         reads = np.append(np.minimum.accumulate(reads[order]), 0.0)
         demand = Demand(
-            table.name, slot_bytes(table), least, most, tuple(rows.tolist()), tuple(reads.tolist()),
+            table.name, slot_bytes(table), least, max_rows, tuple(rows.tolist()), tuple(reads.tolist()),
             unique, births, table.rows is None, max(least, window_rows),
         )  # fmt: skip
         if fixed_bytes and table.name in fixed_bytes:
-            fixed = min(most, max(1, fixed_bytes[table.name] // slot_bytes(table)))
+            fixed = min(max_rows, max(1, fixed_bytes[table.name] // slot_bytes(table)))
             if fixed < least:
                 raise _budget_error(
                     demand, fixed_bytes[table.name], f"plan.memory.tables.{table.name}", at_once
@@ -332,9 +332,9 @@ def _rows_at_once(
     return min(counted * at_once, max(counted, popularity.unique(lookups * at_once)))
 
 
-def _upper_bound(mean: float, most: float, is_random: bool = True) -> float:
-    """Return a number of rows that batches hardly ever exceed, at most `most`."""
-    return min(most, mean + SPREAD * math.sqrt(mean)) if is_random else min(most, mean)
+def _upper_bound(mean: float, max_rows: float, is_random: bool = True) -> float:
+    """Return a number of rows that batches hardly ever exceed, at most `max_rows`."""
+    return min(max_rows, mean + SPREAD * math.sqrt(mean)) if is_random else min(max_rows, mean)
 
 
 def _window_rows(demand: Demand) -> int:

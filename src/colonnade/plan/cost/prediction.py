@@ -290,18 +290,21 @@ def predict(
 
 
 def depth_for(
-    placed: Sequence[Placed], costs: StepCosts, device: Device | None, most: int = MAX_LOOKAHEAD
+    placed: Sequence[Placed],
+    costs: StepCosts,
+    device: Device | None,
+    max_batches: int = MAX_LOOKAHEAD,
 ) -> int:
     """Return the number of batches to prefetch so that a batch's reads are done before its step.
 
-    Counts the steps that its reads take, one step in case of a slow read, and one in reserve; at most `most`."""
+    Counts the steps that its reads take, one step in case of a slow read, and one in reserve; at most `max_batches`."""
     reads = sum(memory.reads for memory in placed)
     if not reads or device is None or not device.directories:
         return MIN_LOOKAHEAD
     pages = sum(directory.pages for directory in device.directories)
     slowest = max(directory.latency for directory in device.directories)
     read_steps = (reads / pages + slowest) / max(costs.step_seconds, 1e-9)
-    return min(max(MIN_LOOKAHEAD, math.ceil(read_steps) + 2), most)
+    return min(max(MIN_LOOKAHEAD, math.ceil(read_steps) + 2), max_batches)
 
 
 def _describe_limit(

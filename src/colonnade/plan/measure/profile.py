@@ -150,7 +150,7 @@ def profile(
     """Profile the lookups of a sample of the data; reads all batches. Raises ConfigError if there are no samples."""
     table_indices = {table.name: t for t, table in enumerate(tables)}
     parts: list[list[Ids]] = [[] for _ in tables]
-    uniques, most = [0] * len(tables), [0] * len(tables)
+    uniques, max_unique = [0] * len(tables), [0] * len(tables)
     columns = {feature.name: FeatureProfile(feature.name, 0, 0, False) for feature in features}
     sizes: list[int] = []
     counts = np.zeros((len(tables), 0))
@@ -180,7 +180,7 @@ def profile(
             sample_indices = np.concatenate(table_samples[t]) if id_arrays else ids
             parts[t].append(ids)
             unique = len(np.unique(ids))
-            uniques[t], most[t] = uniques[t] + unique, max(most[t], unique)
+            uniques[t], max_unique[t] = uniques[t] + unique, max(max_unique[t], unique)
             counts[t] += count_unique_by_size(ids, sample_indices, sizes, batch.size)
             if count <= LISTED_BATCHES:
                 packed[t] += measure_list_bytes(ids, sample_indices, sizes, tables[t].rows or 0)
@@ -192,7 +192,7 @@ def profile(
     profiles = [
         replace(
             profile_ids(table.name, np.concatenate(parts[t]), uniques[t] / count),
-            most_unique=most[t],
+            most_unique=max_unique[t],
             unique=(
                 _floats(np.array(sizes)[is_counted]),
                 _floats(counts[t][is_counted] / pieces[is_counted]),

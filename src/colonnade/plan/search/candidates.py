@@ -65,7 +65,7 @@ class Cost:
     sent: Mapping[tuple[str, str], float]
     """Bytes that a rank sends, the mean over ranks, by (channel, "local" or "remote")."""
     seconds: float
-    """The table's part of a step: seconds of links and processors if all of them were equally loaded."""
+    """Seconds of the step for this table: those of links and processors if all of them were equally loaded."""
     more: float
     """Seconds that this choice adds to the step compared with the decision, all other tables unchanged."""
 
