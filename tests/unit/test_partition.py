@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colonnade.errors import ConfigError, DataError
-from colonnade.plan.towers.affinity import Affinity, distances, within_and_between
+from colonnade.plan.towers.affinity import Affinity, affinity_distances, mean_affinities
 from colonnade.plan.towers.partition import (
     Capacity,
     FeatureLoad,
@@ -22,7 +22,7 @@ from colonnade.plan.towers.partition import (
     assign_by_local_search,
     assign_to_bins,
     embed_in_plane,
-    overflow,
+    max_bin_fill,
     tower_map,
 )
 from colonnade.topology.towers import Partition
@@ -155,7 +155,7 @@ def test_the_search_keeps_within_capacities_that_have_room(seed):
     capacities = 2 * weights.sum(0) / places + 2 * weights.max(0)
     label = assign_by_local_search(rng.normal(size=(num, places)), weights, capacities)
     assert set(label) == set(range(places))
-    assert overflow(label, weights, capacities).max() <= 1 + 1e-6
+    assert max_bin_fill(label, weights, capacities).max() <= 1 + 1e-6
 
 
 @pytest.mark.parametrize(("num", "groups"), [(26, 4), (26, 8), (23, 3), (12, 12), (7, 1)])
@@ -266,7 +266,7 @@ def test_a_map_goes_through_json_and_is_a_partition():
 
 def test_within_and_between():
     affinity = np.array([[1, 0.5, 0.1], [0.5, 1, 0.2], [0.1, 0.2, 1]])
-    assert within_and_between(affinity, [0, 0, 1]) == pytest.approx((0.5, 0.15))
-    assert math.isnan(within_and_between(affinity, [0, 1, 2])[0])
-    np.testing.assert_allclose(distances(affinity, "coherent")[0], [0, 0.5, 0.9])
-    np.testing.assert_allclose(distances(affinity, "diverse")[0], [0, 0.5, 0.1])
+    assert mean_affinities(affinity, [0, 0, 1]) == pytest.approx((0.5, 0.15))
+    assert math.isnan(mean_affinities(affinity, [0, 1, 2])[0])
+    np.testing.assert_allclose(affinity_distances(affinity, "coherent")[0], [0, 0.5, 0.9])
+    np.testing.assert_allclose(affinity_distances(affinity, "diverse")[0], [0, 0.5, 0.1])

@@ -25,12 +25,12 @@ from colonnade.plan.measure.popularity import (
 from colonnade.plan.measure.profile import (
     FeatureProfile,
     Profile,
-    best_misses,
     count_inversions,
     count_unique_by_size,
+    lru_miss_ratios,
+    most_used_miss_ratios,
     profile,
     profile_ids,
-    recency_misses,
     reuse_distances,
 )
 
@@ -75,7 +75,7 @@ def test_inversions_count_larger_ones_before(order, size):
 
 @given(STREAMS.filter(len))
 def test_the_curve_of_recency_is_that_of_an_lru_cache(ids):
-    capacity, misses = recency_misses(ids)
+    capacity, misses = lru_miss_ratios(ids)
     for rows, share in zip(capacity, misses, strict=True):
         simulated = lru_misses(ids, int(rows)) if rows else len(ids)
         assert share * len(ids) == pytest.approx(simulated)
@@ -83,7 +83,7 @@ def test_the_curve_of_recency_is_that_of_an_lru_cache(ids):
 
 def test_a_sample_of_ids_gives_nearly_the_same_curve():
     ids, _ = zipf(20_000, 1.0, 120_000)
-    exact, sampled = recency_misses(ids), recency_misses(ids, rate=0.1)
+    exact, sampled = lru_miss_ratios(ids), lru_miss_ratios(ids, rate=0.1)
     for rows in (100, 500, 2000, 8000):
         assert np.interp(rows, *sampled) == pytest.approx(np.interp(rows, *exact), abs=0.02)
 
@@ -93,7 +93,7 @@ def test_the_best_rows_are_not_praised_for_having_been_seen():
     ids, _ = zipf(50_000, 0.9, 80_000)
     half, other = ids[::2], ids[1::2]
     values, rows = np.unique(np.unique(half, return_counts=True)[1], return_counts=True)
-    curve = best_misses(values, rows)
+    curve = most_used_miss_ratios(values, rows)
     ranked = [i for i, _ in Counter(half.tolist()).most_common()]
     naive = np.sort(np.unique(half, return_counts=True)[1])[::-1].cumsum() / len(half)
     for size in (50, 500, 5000):

@@ -28,16 +28,16 @@ def _explain_problem(problem: Any, section: Any) -> str:
             )
         return explain_unknown(name, section.model_fields, name)
     if problem["type"] in ("model_type", "dict_type"):
-        return f"{name}: got {_excerpt(problem['input'])}, wanted settings of it by name, such as {name}.NAME=VALUE"
+        return f"{name}: got {_short_repr(problem['input'])}, wanted settings of it by name, such as {name}.NAME=VALUE"
     if (wanted := describe_problem(problem)) != problem["msg"]:
-        return f"{name}: got {_excerpt(problem['input'])}, {wanted}"
+        return f"{name}: got {_short_repr(problem['input'])}, {wanted}"
     message = problem["msg"].removeprefix("Value error, ")
     if not name or message.startswith("unknown setting"):  # a check of several settings together
         return message
     return (
         f"{name}: {message}"
         if message.startswith("got ")
-        else f"{name}: got {_excerpt(problem['input'])}: {message}"
+        else f"{name}: got {_short_repr(problem['input'])}: {message}"
     )
 
 
@@ -60,7 +60,7 @@ def explain_unknown(name: str, known: Mapping[str, Any], path: str) -> str:
     return f"unknown setting {path!r}; {hint}"
 
 
-def _excerpt(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]} ... ({len(text):,} characters)"
 

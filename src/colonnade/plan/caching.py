@@ -96,7 +96,7 @@ def build_table_caches(
     return caches
 
 
-def check_caches(
+def check_cache_settings(
     config: PlanConfig,
     caches: Mapping[str, TableCache],
     tables: Sequence[Table],

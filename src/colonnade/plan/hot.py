@@ -22,7 +22,7 @@ from colonnade.table import Table, check_hot
 from colonnade.topology.sharding import Sharding, hot_rows, row_wise
 
 
-def with_hot(
+def add_hot_rows(
     tables: Sequence[Table],
     shardings: Sequence[Sharding],
     hot: Mapping[str, Iterable[int] | Tensor],
@@ -86,7 +86,7 @@ def sides_of(
     Returns the declaration with the split tables and the profile. Consumers of no split table are unchanged."""
     tables = declared.tables
     # Any sharding and any exchange that evaluates operators gives the same split.
-    shardings = with_hot(tables, [row_wise(2)] * len(tables), hot, 2)
+    shardings = add_hot_rows(tables, [row_wise(2)] * len(tables), hot, 2)
     slices = slices_of(declared, shardings, ["partials"] * len(tables))
     split_batches = (deal(batch, declared, slices.hot).batch for batch in batches)
     sides = slices.declaration

@@ -16,10 +16,10 @@ from colonnade.errors import ConfigError
 from colonnade.exchange.cached import TableCache
 from colonnade.formats import read_stamped, stamp
 from colonnade.lookup.hops import EXCHANGES
-from colonnade.plan.caching import build_table_caches, check_caches
+from colonnade.plan.caching import build_table_caches, check_cache_settings
 from colonnade.plan.constraints import resolve_tables
 from colonnade.plan.cost.memory import Tier
-from colonnade.plan.hot import beside_hot, with_hot
+from colonnade.plan.hot import add_hot_rows, beside_hot
 from colonnade.sizes import Place
 from colonnade.staleness import RowClock
 from colonnade.store.budget import (
@@ -43,7 +43,7 @@ from colonnade.topology.world import World
 from colonnade.wire.codec import EXACT, Codecs
 
 
-def check_budget(
+def check_memory_budget(
     tables: Sequence[Table],
     rank_tables: Sequence[Table],
     dram_bytes: int | None,
@@ -266,7 +266,7 @@ def build_plan(
     caches = build_table_caches(config.cache, tables)
     if world.num_ranks == 1:  # The settings are checked above all the same.
         caches = {}
-    check_caches(config, caches, tables, shardings, exchanges, world.servers)
+    check_cache_settings(config, caches, tables, shardings, exchanges, world.servers)
     capacities = _divide_memory(tables, shardings, world.num_ranks, config.memory)
     return _assemble_plan(config, tables, world, shardings, exchanges, caches, capacities)
 
@@ -293,7 +293,7 @@ def _read_shardings(
             )
     pairs = [pair for pair in resolved.values() if pair is not None]
     shardings = [sharding for sharding, _ in pairs]
-    shardings = with_hot(tables, shardings, ids, world.num_ranks, world.servers)
+    shardings = add_hot_rows(tables, shardings, ids, world.num_ranks, world.servers)
     return shardings, [exchange for _, exchange in pairs]
 
 
@@ -371,7 +371,7 @@ def _divide_memory(
         rank_slices = [
             table for table, shard in zip(slices, shards, strict=True) if shard.place is not None
         ]
-        check_budget(tables, rank_slices, dram_bytes, table_bytes)
+        check_memory_budget(tables, rank_slices, dram_bytes, table_bytes)
         _check_hbm(rank_slices, hbm_bytes)
     on_device = [0] * len(slices)
     if hbm_bytes is not None:

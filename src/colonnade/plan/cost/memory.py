@@ -163,7 +163,7 @@ def demands(
 
 
 def place(
-    wanted: Sequence[Demand],
+    table_demands: Sequence[Demand],
     dram_bytes: int | None,
     mapped_bytes: int | None = 0,
     *,
@@ -176,36 +176,37 @@ def place(
     numbers if the `at_once` batches that must be in memory do not fit.
     """
     if dram_bytes is None:
-        return [Placed(demand.name, demand.most_rows, 0.0) for demand in wanted]
-    rows = _divide_budget(wanted, dram_bytes, at_once)
+        return [Placed(demand.name, demand.most_rows, 0.0) for demand in table_demands]
+    rows = _divide_budget(table_demands, dram_bytes, at_once)
     if mapped_bytes == 0:
-        return _assign_rows(wanted, rows, set())
+        return _assign_rows(table_demands, rows, set())
     mapped: set[int] = set()
     while True:
         free = (
             None
             if mapped_bytes is None
-            else mapped_bytes - sum(wanted[t].most_bytes for t in mapped)
+            else mapped_bytes - sum(table_demands[t].most_bytes for t in mapped)
         )
         gains = {
             t: demand.reads_at(rows[t]) / demand.most_bytes
-            for t, demand in enumerate(wanted)
+            for t, demand in enumerate(table_demands)
             if t not in mapped and not demand.is_open and rows[t] < demand.most_rows
             and (free is None or demand.most_bytes <= free)
         }  # fmt: skip
         best = max(gains, key=lambda t: gains[t], default=None)
         if best is None or gains[best] <= 0:
-            return _assign_rows(wanted, rows, mapped)
+            return _assign_rows(table_demands, rows, mapped)
         mapped.add(best)
-        others = [t for t in range(len(wanted)) if t not in mapped]
-        shares = iter(_divide_budget([wanted[t] for t in others], dram_bytes, at_once))
+        others = [t for t in range(len(table_demands)) if t not in mapped]
+        shares = iter(_divide_budget([table_demands[t] for t in others], dram_bytes, at_once))
         rows = [
-            demand.most_rows if t in mapped else next(shares) for t, demand in enumerate(wanted)
+            demand.most_rows if t in mapped else next(shares)
+            for t, demand in enumerate(table_demands)
         ]
 
 
 def place_on_ranks(
-    wanted: Sequence[Demand],
+    table_demands: Sequence[Demand],
     shardings: Sequence[Sharding],
     num_ranks: int,
     dram_bytes: int | None,
@@ -215,45 +216,46 @@ def place_on_ranks(
 ) -> list[Placed]:
     """Divide memory as `place` does if ranks own rows of different tables.
 
-    Each rank divides its memory among its own tables; a table gets the smallest number of rows of its ranks. wanted:
-    demands under these shardings, by table. Raises as `place`."""
+    Each rank divides its memory among its own tables; a table gets the smallest number of rows of its ranks.
+    table_demands: under these shardings. Raises as `place`."""
     rank_tables = [
         [t for t, shard in enumerate(shards) if shard.place is not None]
         for shards in distinct_shard_lists(shardings, num_ranks)
     ]
     rank_tables = [tables for tables in rank_tables if tables]
     by_rank = [
-        _place_on_rank(wanted, tables, dram_bytes, mapped_bytes, at_once) for tables in rank_tables
+        _place_on_rank(table_demands, tables, dram_bytes, mapped_bytes, at_once)
+        for tables in rank_tables
     ]
-    tiers = {t: {placed[t].tier for placed in by_rank if t in placed} for t in range(len(wanted))}  # fmt: skip
+    tiers = {t: {placed[t].tier for placed in by_rank if t in placed} for t in range(len(table_demands))}  # fmt: skip
     if any(len(kinds) > 1 for kinds in tiers.values()):
         # A rank has no mapped room for some table: that table stays in main memory on all ranks.
         mapped = {t for t, kinds in tiers.items() if kinds == {"mapped"}}
         by_rank = [
-            {t: Placed(wanted[t].name, wanted[t].most_rows, 0.0, "mapped") for t in tables if t in mapped}
-            | _place_on_rank(wanted, [t for t in tables if t not in mapped], dram_bytes, 0, at_once)
+            {t: Placed(table_demands[t].name, table_demands[t].most_rows, 0.0, "mapped") for t in tables if t in mapped}
+            | _place_on_rank(table_demands, [t for t in tables if t not in mapped], dram_bytes, 0, at_once)
             for tables in rank_tables
         ]  # fmt: skip
     return [
         min((placed[t] for placed in by_rank if t in placed), key=lambda memory: memory.rows)
-        for t in range(len(wanted))
+        for t in range(len(table_demands))
     ]
 
 
 def _place_on_rank(
-    wanted: Sequence[Demand],
+    table_demands: Sequence[Demand],
     tables: Sequence[int],
     dram_bytes: int | None,
     mapped_bytes: int | None,
     at_once: int,
 ) -> dict[int, Placed]:
     """Divide the memory of a rank with rows of these tables. Returns the memory by table."""
-    placed = place([wanted[t] for t in tables], dram_bytes, mapped_bytes, at_once=at_once)
+    placed = place([table_demands[t] for t in tables], dram_bytes, mapped_bytes, at_once=at_once)
     return dict(zip(tables, placed, strict=True))
 
 
 def mean_over_ranks(
-    wanted: Sequence[Demand],
+    table_demands: Sequence[Demand],
     placed: Sequence[Placed],
     shardings: Sequence[Sharding],
     num_ranks: int,
@@ -266,17 +268,20 @@ def mean_over_ranks(
                 demand, reads=tuple(part * reads for reads in demand.reads),
                 unique=part * demand.unique, births=part * demand.births,
             )
-            for demand, part in zip(wanted, parts, strict=True)
+            for demand, part in zip(table_demands, parts, strict=True)
         ],
         [replace(memory, reads=part * memory.reads) for memory, part in zip(placed, parts, strict=True)],
     )  # fmt: skip
 
 
-def window_fits(wanted: Sequence[Demand], dram_bytes: int | None) -> bool:
+def window_fits(table_demands: Sequence[Demand], dram_bytes: int | None) -> bool:
     """Return whether all batches in flight fit in memory at once, so that none waits for another to finish."""
     if dram_bytes is None:
         return True
-    return _total_bytes(wanted, [_window_rows(demand) for demand in wanted]) <= dram_bytes
+    return (
+        _total_bytes(table_demands, [_window_rows(demand) for demand in table_demands])
+        <= dram_bytes
+    )
 
 
 def lower_hull(rows: Sequence[float], reads: Sequence[float]) -> tuple[Floats, Floats]:
@@ -341,29 +346,29 @@ def _window_rows(demand: Demand) -> int:
     return min(demand.most_rows, max(demand.least_rows, demand.window_rows))
 
 
-def _total_bytes(wanted: Sequence[Demand], rows: Sequence[int]) -> int:
-    return sum(n * demand.slot_bytes for n, demand in zip(rows, wanted, strict=True))
+def _total_bytes(table_demands: Sequence[Demand], rows: Sequence[int]) -> int:
+    return sum(n * demand.slot_bytes for n, demand in zip(rows, table_demands, strict=True))
 
 
-def _window_shares(wanted: Sequence[Demand], budget: int, at_once: int) -> list[int]:
+def _window_shares(table_demands: Sequence[Demand], budget: int, at_once: int) -> list[int]:
     """Return the rows that each table gets first: those of its window, or the same part of every table's window."""
-    least = _total_bytes(wanted, [demand.least_rows for demand in wanted])
+    least = _total_bytes(table_demands, [demand.least_rows for demand in table_demands])
     if least > budget:
-        largest = max(wanted, key=lambda demand: demand.least_rows * demand.slot_bytes)
+        largest = max(table_demands, key=lambda demand: demand.least_rows * demand.slot_bytes)
         raise _budget_error(largest, budget, "plan.memory.dram", at_once, least)
-    more = _total_bytes(wanted, [_window_rows(demand) for demand in wanted]) - least
+    more = _total_bytes(table_demands, [_window_rows(demand) for demand in table_demands]) - least
     part = 1.0 if more <= budget - least else (budget - least) / more
     return [
         demand.least_rows + math.floor(part * (_window_rows(demand) - demand.least_rows))
-        for demand in wanted
+        for demand in table_demands
     ]
 
 
-def _divide_budget(wanted: Sequence[Demand], budget: int, at_once: int) -> list[int]:
+def _divide_budget(table_demands: Sequence[Demand], budget: int, at_once: int) -> list[int]:
     """Return the rows of each table in memory: its window first, then the rows that save most reads per byte."""
-    first = _window_shares(wanted, budget, at_once)
+    first = _window_shares(table_demands, budget, at_once)
     steps: list[tuple[float, int, int, float]] = []
-    for t, demand in enumerate(wanted):
+    for t, demand in enumerate(table_demands):
         if demand.most_rows <= first[t]:
             continue
         inner = [x for x in demand.rows if first[t] < x < demand.most_rows]
@@ -377,33 +382,36 @@ def _divide_budget(wanted: Sequence[Demand], budget: int, at_once: int) -> list[
             if saved[i] > 0
         ]
     table_rows = [float(n) for n in first]
-    free = float(budget - _total_bytes(wanted, first))
+    free = float(budget - _total_bytes(table_demands, first))
     for _, t, _, size in sorted(steps):
-        more = min(size, free / wanted[t].slot_bytes)
+        more = min(size, free / table_demands[t].slot_bytes)
         table_rows[t] += more
-        free -= more * wanted[t].slot_bytes
+        free -= more * table_demands[t].slot_bytes
         if free <= 0:
             break
     floored = [
-        min(demand.most_rows, math.floor(table_rows[t] + 1e-6)) for t, demand in enumerate(wanted)
+        min(demand.most_rows, math.floor(table_rows[t] + 1e-6))
+        for t, demand in enumerate(table_demands)
     ]
-    return _spend_remainder(wanted, floored, budget)
+    return _spend_remainder(table_demands, floored, budget)
 
 
-def _spend_remainder(wanted: Sequence[Demand], rows: list[int], budget: int) -> list[int]:
+def _spend_remainder(table_demands: Sequence[Demand], rows: list[int], budget: int) -> list[int]:
     """Divide memory that saves no predicted reads, in case these are wrong: complete small tables, then evenly."""
-    free = budget - _total_bytes(wanted, rows)
-    lacking = [t for t, demand in enumerate(wanted) if rows[t] < demand.most_rows]
-    lacking.sort(key=lambda t: (wanted[t].most_rows - rows[t]) * wanted[t].slot_bytes)
+    free = budget - _total_bytes(table_demands, rows)
+    lacking = [t for t, demand in enumerate(table_demands) if rows[t] < demand.most_rows]
+    lacking.sort(key=lambda t: (table_demands[t].most_rows - rows[t]) * table_demands[t].slot_bytes)
     for i, t in enumerate(lacking):
-        demand = wanted[t]
+        demand = table_demands[t]
         more = min(demand.most_rows - rows[t], free // (len(lacking) - i) // demand.slot_bytes)
         rows[t] += more
         free -= more * demand.slot_bytes
     return rows
 
 
-def _assign_rows(wanted: Sequence[Demand], rows: Sequence[int], mapped: set[int]) -> list[Placed]:
+def _assign_rows(
+    table_demands: Sequence[Demand], rows: Sequence[int], mapped: set[int]
+) -> list[Placed]:
     return [
         Placed(
             demand.name,
@@ -411,7 +419,7 @@ def _assign_rows(wanted: Sequence[Demand], rows: Sequence[int], mapped: set[int]
             0.0 if t in mapped else demand.reads_at(rows[t]),
             "mapped" if t in mapped else "dram",
         )
-        for t, demand in enumerate(wanted)
+        for t, demand in enumerate(table_demands)
     ]
 
 

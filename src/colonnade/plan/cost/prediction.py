@@ -210,7 +210,7 @@ class Prediction:
 
 def predict(
     tables: Sequence[Table],
-    wanted: Sequence[Demand],
+    table_demands: Sequence[Demand],
     placed: Sequence[Placed],
     lookups_per_sample: Sequence[float],
     costs: StepCosts,
@@ -228,10 +228,10 @@ def predict(
     batch_size: samples over all ranks. Without a device, reads only cost processor time."""
     rank_samples = batch_size / num_ranks
     reads = sum(memory.reads for memory in placed)
-    births = sum(demand.births for demand in wanted)
-    unique = sum(demand.unique for demand in wanted)
+    births = sum(demand.births for demand in table_demands)
+    unique = sum(demand.unique for demand in table_demands)
     pages = written = moved = 0.0
-    for table, memory, demand in zip(tables, placed, wanted, strict=True):
+    for table, memory, demand in zip(tables, placed, table_demands, strict=True):
         framed = FRAME_BYTES + 8 * math.ceil(table.record_bytes / 8)
         pages += memory.reads * (1 + (framed - 1) / PAGE)  # Rows may cross page borders.
         # A table that starts empty evicts no row until its slots are full.
@@ -283,7 +283,7 @@ def predict(
                 tier=memory.tier,
             )
             for table, memory, demand, lookups in zip(
-                tables, placed, wanted, lookups_per_sample, strict=True
+                tables, placed, table_demands, lookups_per_sample, strict=True
             )
         ),
     )

@@ -49,14 +49,14 @@ def measure_links(mesh: Mesh) -> World:
     world = mesh.world
     speeds: dict[str, float] = {}
     if world.num_ranks > 1:
-        speeds["crowding"] = crowding(mesh)
+        speeds["crowding"] = measure_crowding(mesh)
     if world.ranks_per_host > 1:
         with host_mesh(mesh) as local_mesh:
             times = time_all_to_alls(local_mesh, range(world.ranks_per_host))
         # The slowest host counts for all: a plan is as slow as it.
         gathered = torch.stack(mesh.all_gather(CHANNEL, _pad_times(times)))
         sizes, seconds, processor = _combine_ranks(gathered)
-        fixed, rate = fit(sizes, seconds)
+        fixed, rate = fit_message_cost(sizes, seconds)
         speeds["message_seconds"] = fixed / (world.ranks_per_host - 1)
         speeds["local_bytes_per_second"] = rate
         speeds |= _fit_processor_seconds(sizes, processor, world.ranks_per_host - 1)
@@ -66,7 +66,7 @@ def measure_links(mesh: Mesh) -> World:
         times = time_all_to_alls(mesh, others)
         gathered = torch.stack(mesh.all_gather(CHANNEL, _pad_times(times)))
         sizes, seconds, processor = _combine_ranks(gathered)
-        fixed, rate = fit(sizes, seconds)
+        fixed, rate = fit_message_cost(sizes, seconds)
         speeds |= _fit_processor_seconds(sizes, processor, len(others))
         local = (world.ranks_per_host - 1) * speeds.get("message_seconds", 0.0)
         speeds["remote_message_seconds"] = max(fixed - local, fixed / 10) / len(others)
@@ -74,7 +74,7 @@ def measure_links(mesh: Mesh) -> World:
     return replace(world, origin="measured", **speeds) if speeds else world  # type: ignore[arg-type]
 
 
-def crowding(mesh: Mesh) -> float:
+def measure_crowding(mesh: Mesh) -> float:
     """Return `World.crowding` of the host with the most threads per processor, for torch's current number of threads.
 
     Collective."""
@@ -109,7 +109,7 @@ def time_all_to_alls(mesh: Mesh, peers: Sequence[int]) -> list[AllToAllTime]:
     return times
 
 
-def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+def fit_message_cost(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """Fit a fixed cost in seconds and a rate in bytes per second to measured times; both sequences ascend.
 
     The fixed cost is the time of the smallest size. The rate fits the additional time, with more weight on large
@@ -129,7 +129,7 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]
 def _fit_processor_seconds(
     sizes: Sequence[float], seconds: Sequence[float], num_peers: int
 ) -> dict[str, float]:
-    fixed, rate = fit(sizes, seconds)
+    fixed, rate = fit_message_cost(sizes, seconds)
     return {
         "message_processor_seconds": fixed / num_peers,
         "byte_processor_seconds": 0.5 / rate,  # Every byte is sent once and received once.

@@ -289,12 +289,12 @@ def profile_ids(name: str, ids: Ids, unique_per_batch: float) -> TableProfile:
         unique_per_batch,
         (_ints(values), _ints(rows)),
         (_ints(ends), _ints(num_distinct)),
-        recency_misses(ids, rate=min(1.0, REUSES / max(len(ids), 1))),
-        best_misses(values, rows),
+        lru_miss_ratios(ids, rate=min(1.0, REUSES / max(len(ids), 1))),
+        most_used_miss_ratios(values, rows),
     )
 
 
-def recency_misses(ids: Ids, *, rate: float = 1.0) -> Curve:
+def lru_miss_ratios(ids: Ids, *, rate: float = 1.0) -> Curve:
     """Return the miss ratios of LRU caches of every size.
 
     Exact at rate 1. Otherwise SHARDS (Waldspurger et al. 2015): ids with a hash below `rate` represent all ids, and
@@ -364,7 +364,7 @@ def count_inversions(values: NDArray[np.int64]) -> NDArray[np.int64]:
     return num_larger
 
 
-def best_misses(values: NDArray[np.int64], rows: NDArray[np.int64]) -> Curve:
+def most_used_miss_ratios(values: NDArray[np.int64], rows: NDArray[np.int64]) -> Curve:
     """Return the miss ratios of caches of the most used rows, from count frequencies (ascending).
 
     Leave-one-out: for each lookup, a row counts by the other lookups of the sample, r - 1 for a row with count r.

@@ -262,7 +262,7 @@ def predict_table_cost(
             weight_bytes = state.tower_compression.weight_bytes.get(t, 0.0) / len(owners)
             for link, count in ids.items():
                 sent["route", link] += weight_bytes * count
-    seconds = search.mean_seconds(t, exchange, sharding)
+    seconds = search.balanced_seconds(t, exchange, sharding)
     if exchange == "partials":
         seconds += _add_partials_bytes(search, state, t, sharding, sent)
     for link, count in search.paths.all_to_all.by_link.items():
@@ -287,7 +287,7 @@ def _add_partials_bytes(
 ) -> float:
     """Add to `sent` table t's bytes of values, partials and gradients under `partials`, given all other tables.
 
-    Returns seconds of links, as `mean_seconds`."""
+    Returns seconds of links, as `balanced_seconds`."""
     search.add_table(state, t, "partials", sharding)
     partials, world = state.partials, search.world
     assert partials is not None

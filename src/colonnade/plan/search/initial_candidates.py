@@ -99,7 +99,7 @@ def _cheapest_if_balanced(
             examples[kind] = search.propose_shardings(search.empty_state(), t, kind)[0]
     return min(
         options,
-        key=lambda option: search.mean_seconds(
+        key=lambda option: search.balanced_seconds(
             t, _single_table_bound(option[0]), examples[option[1]]
         ),
     )

@@ -354,7 +354,7 @@ class Search:
         step_bytes = sum(min(load.unique_world, load.rows) * load.slot_bytes for load in self.loads)
         return step_bytes / len(self.owners)
 
-    def mean_seconds(self, t: int, exchange: ExchangeName, sharding: Sharding) -> float:
+    def balanced_seconds(self, t: int, exchange: ExchangeName, sharding: Sharding) -> float:
         """Return a table's seconds of links and processors if all ranks and uplinks were equally loaded."""
         n = len(sharding.ranks)
         traffic, seconds = self.predict_costs(t, exchange, sharding)

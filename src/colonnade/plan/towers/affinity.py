@@ -83,14 +83,14 @@ class Affinity:
         return np.minimum((affinity + affinity.T) / 2, 1.0)
 
 
-def distances(affinity: Floats, kind: Distance) -> Floats:
+def affinity_distances(affinity: Floats, kind: Distance) -> Floats:
     """Return distances of features, (F, F): 1 - affinity (coherent) or the affinity (diverse); 0 on the diagonal."""
     matrix = 1.0 - affinity if kind == "coherent" else affinity.copy()
     np.fill_diagonal(matrix, 0.0)
     return matrix
 
 
-def within_and_between(affinity: Floats, towers: Sequence[int]) -> tuple[float, float]:
+def mean_affinities(affinity: Floats, towers: Sequence[int]) -> tuple[float, float]:
     """Return the mean affinity of pairs of features inside one tower, and across towers; NaN without such pairs.
 
     towers: index of each feature's tower.

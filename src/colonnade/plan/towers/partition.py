@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
 from colonnade.formats import stamp
-from colonnade.plan.towers.affinity import DISTANCES, Distance, distances, within_and_between
+from colonnade.plan.towers.affinity import DISTANCES, Distance, affinity_distances, mean_affinities
 from colonnade.topology.towers import Partition
 
 Floats = NDArray[np.float64]
@@ -91,7 +91,7 @@ def assign_to_bins(costs: Floats, weights: Floats, capacities: Floats) -> Labels
     """Assign items to bins at low cost, at least one item in each bin (U >= T). Returns the bin of each item, (U,).
 
     costs: (U, T). weights: (U, M), not negative. capacities: (M,), of every bin, above 0; inf: no bound. The result may
-    exceed capacities (`overflow`).
+    exceed capacities (`max_bin_fill`).
     """
     bounded = np.isfinite(capacities)
     weights, capacities = weights[:, bounded], capacities[bounded]
@@ -201,7 +201,7 @@ def assign_by_local_search(costs: Floats, weights: Floats, capacities: Floats) -
         num_in_bin = np.bincount(label, minlength=num_bins).astype(np.float64)
 
 
-def overflow(labels: Labels, weights: Floats, capacities: Floats) -> Floats:
+def max_bin_fill(labels: Labels, weights: Floats, capacities: Floats) -> Floats:
     """Return the weight of the fullest bin over its capacity by measure, (M,); at most 1 if all items fit."""
     totals = np.zeros((int(labels.max()) + 1, weights.shape[1]))
     np.add.at(totals, labels, weights)
@@ -354,7 +354,7 @@ def tower_map(
     ConfigError."""
     tables = _features_by_table(loads)
     check_num_towers(loads, num_towers)
-    plane, stress = embed_in_plane(distances(affinity, distance))
+    plane, stress = embed_in_plane(affinity_distances(affinity, distance))
     learned = cluster_features(plane, loads, num_towers, capacity=capacity, seed=seed)
     order = np.random.default_rng([seed, 1]).permutation(len(tables))
     striped = np.empty(len(loads), dtype=np.int64)
@@ -413,7 +413,7 @@ def cluster_features(
     least_overflow: Floats | None = None
     for centres in _initial_centres(points, tables, num_towers, seed):
         label, cost = _kmeans(points, tables, centres, weights, capacities)
-        fill = overflow(label, weights, capacities)
+        fill = max_bin_fill(label, weights, capacities)
         if fill.max() > 1 + 1e-6:
             if least_overflow is None or fill.max() < least_overflow.max():
                 least_overflow = fill
@@ -452,7 +452,7 @@ def measure_partition(
     num_towers: int,
 ) -> Measures:
     """Measure the affinities and loads of a partition. towers: index of each feature's tower."""
-    within, between = within_and_between(affinity, list(map(int, towers)))
+    within, between = mean_affinities(affinity, list(map(int, towers)))
     count, lookups, size = [0] * num_towers, [0.0] * num_towers, [0.0] * num_towers
     counted_tables: set[str] = set()
     for load, tower in zip(loads, towers, strict=True):
@@ -540,7 +540,7 @@ def _describe_overflow(
     num_towers: int,
     capacity: Capacity,
 ) -> str:
-    """Return the message for a capacity that cannot be met, with a capacity that can. fill: result of `overflow`."""
+    """Return the message for a capacity that cannot be met, and one that can. fill: result of `max_bin_fill`."""
     m = int(np.where(np.isfinite(fill), fill, 0).argmax())
     name, ratio = MEASURES[m], float(getattr(capacity, MEASURES[m]))
     mean = weights[:, m].sum() / num_towers
