@@ -11,7 +11,7 @@ from ranks import run_ranks
 from colonnade import World
 from colonnade.comm.process_groups import open_mesh
 from colonnade.errors import ConfigError
-from colonnade.plan.measure.links import SIZES, measure_links, planned_world
+from colonnade.plan.measure.links import SIZES, fit_message_cost, measure_links, planned_world
 from colonnade.sizes import parse_rate
 
 
