@@ -89,8 +89,8 @@ def test_plans_say_copies_and_come_back_from_json():
     ("words", "settings"),
     [
         ("plan.cache with staleness_steps", {"staleness_steps": 2}),
-        ("wire.values=bf16", {"codec": {"values": "bf16"}}),
-        ("wire.gradients=int8", {"codec": {"gradients": "int8"}}),
+        ("codec.values=bf16", {"codec": {"values": "bf16"}}),
+        ("codec.gradients=int8", {"codec": {"gradients": "int8"}}),
         ("set plan.cache.tier=hbm to have the copies", {"memory": {"hbm": 10**9}}),
         ("servers", {"servers": 1}),
         ("exchange=pooled", {"exchange": "pooled"}),

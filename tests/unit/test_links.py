@@ -100,6 +100,6 @@ def test_a_world_without_speed_is_refused():
 
 
 def test_a_world_in_words_fits_a_terminal():
-    assert str(World()) == "1 rank: nothing travels"
+    assert str(World()) == "1 rank: nothing is sent"
     assert "between hosts" not in str(World(ranks_per_host=2))
     assert "125 MB/s a host" in str(World(num_hosts=2, ranks_per_host=2))

@@ -72,9 +72,9 @@ def test_servers_of_a_tower_have_its_rows():
     [
         ({"exchange": "towers", "towers": 3}, None, "3 towers on 4 ranks"),
         ({"exchange": "towers", "towers": 8}, None, "8 towers on 4 ranks"),
-        ({"towers": 2}, None, "no table travels by towers"),
+        ({"towers": 2}, None, "no table is exchanged by towers"),
         ({"exchange": "auto", "towers": 3}, None, "3 towers on 4 ranks"),
-        ({"exchange": "auto", "towers": "file"}, PARTITION, "no table travels by towers"),
+        ({"exchange": "auto", "towers": "file"}, PARTITION, "no table is exchanged by towers"),
         ({"exchange": "towers"}, Partition((("a", "b"), ("again",))), "'a' in tower 0 and 'again'"),
         ({"exchange": "towers"}, Partition((("a",), ("x",))), "the partition is for another model"),
         ({"exchange": "towers", "tables": {"a": {"sharding": "host_wise", "ranks": [1, 2]}}}, None, "of one tower"),
