@@ -187,8 +187,8 @@ class TablePlanConfig(Section):
     """Owner ranks of the table: one for table_wise, those of one host for host_wise, one for each slice for
     column_wise, those of several hosts for grid. Default: the ranks with the most free memory; slices use all ranks."""
     replicated_rows: ReplicatedRows = 0
-    """Number of rows, the most used ones of a sample of the data, of which every rank stores a copy in memory. No
-    effect on one rank. Python code may also pass the ids of these rows."""
+    """Number of rows to copy to the memory of every rank: the most used rows of a sample of the data. No effect on one
+    rank. Python code may also pass the ids of these rows."""
     staleness_steps: int | None = Field(None, ge=0)
     """Number of steps that reads of the table are late, e.g. 0 for hot tables; default: plan.staleness_steps."""
 

@@ -51,7 +51,7 @@ def check_memory_budget(
 ) -> None:
     """Check that memory budgets have room for one row of each table of a rank.
 
-    rank_tables: tables, or slices, of which the rank has rows. table_bytes: budgets of single tables by name. Raises
+    rank_tables: tables, or slices, with rows on the rank. table_bytes: budgets of single tables by name. Raises
     ConfigError, also for names of unknown tables."""
     by_name = {table.name: table for table in tables}
     for name, size in table_bytes.items():

@@ -1,4 +1,4 @@
-"""Sharding of a table: its owner ranks, and its hot rows, of which every rank stores a copy.
+"""Sharding of a table: its owner ranks, and its hot rows, which are copied to every rank.
 
 If a table is cut by columns, each slice of its rows has owners of its own.
 
@@ -117,7 +117,7 @@ class Sharding:
     slice is hashed over the ranks of one host. If some ranks are servers, "all ranks" are the servers, and nothing is
     replicated.
 
-    Tables of kinds `row_wise`, `host_wise` and `table_wise` can have `hot` rows, of which every rank has a copy."""
+    Tables of kinds `row_wise`, `host_wise` and `table_wise` can have `hot` rows with a copy on every rank."""
 
     kind: Kind
     ranks: tuple[int, ...]
@@ -153,7 +153,7 @@ class Sharding:
             )
         if self.has_hot and (self.is_replicated or self.kind in ("column_wise", "grid")):
             raise ConfigError(
-                f"sharding {self.kind}: got hot rows, wanted row_wise, host_wise or table_wise, whose other rows are "
+                f"sharding {self.kind}: got hot rows, wanted row_wise, host_wise or table_wise: the other rows must be "
                 "whole and have one owner each"
             )
 

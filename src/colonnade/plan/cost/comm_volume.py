@@ -83,8 +83,8 @@ def expected_id_bytes(
 ) -> float:
     """Return the bytes of one table's ids in a message to one owner.
 
-    lookups: number of lookups of the owner's rows, of which `unique` are distinct. rows: of the table; 0: an open
-    table. list_ratio, raw_list_ratio: as in `TableLoad`."""
+    lookups: number of lookups of the owner's rows; unique: number of distinct rows among them. rows: of the table; 0: an
+    open table. list_ratio, raw_list_ratio: as in `TableLoad`."""
     if lookups <= 0:
         return 0.0
     head = listed_head_bytes(lookups, rows)

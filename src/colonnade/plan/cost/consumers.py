@@ -104,7 +104,7 @@ class ModelLoad:
 
 
 def build_model_of_tables(loads: Sequence[TableLoad]) -> ModelLoad:
-    """Return a model load without consumers, for a model of which only the tables are known: values are sent."""
+    """Return a model load without consumers, if only the tables of a model are known: values are sent."""
     return ModelLoad(
         tuple(
             FieldLoad(f"{load.name} {c}", t, c, load.width, load.bag_bytes, load.gradient_bytes)

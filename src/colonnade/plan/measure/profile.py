@@ -36,7 +36,7 @@ REUSES = 2**18
 """Number of lookups of a table above which reuse distances come from a sample of its ids."""
 GROWTH_POINTS = 12
 LISTED_BATCHES = 8
-"""Number of batches of which the size of packed ids is measured."""
+"""Number of batches in which the size of packed ids is measured."""
 
 
 @dataclass(frozen=True, slots=True)
