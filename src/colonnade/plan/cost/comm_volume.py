@@ -83,7 +83,7 @@ def expected_id_bytes(
 ) -> float:
     """Return the bytes of one table's ids in a message to one owner.
 
-    lookups: number of lookups of the owner's rows; unique: number of distinct rows among them. rows: of the table; 0: an
+    lookups: number of lookups of the owner's rows; unique: distinct rows among them. rows: of the table; 0: an
     open table. list_ratio, raw_list_ratio: as in `TableLoad`."""
     if lookups <= 0:
         return 0.0
