@@ -16,7 +16,12 @@ from colonnade.config.run import build_config, override
 from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.exchange.cached import TableCache
 from colonnade.exchange.cached_state import is_taken_up
-from colonnade.plan.caching import BOOKKEEPING, LOOKAHEAD_WINDOW, caches_of, copy_bytes
+from colonnade.plan.caching import (
+    BOOKKEEPING,
+    LOOKAHEAD_WINDOW,
+    build_table_caches,
+    cached_row_bytes,
+)
 from colonnade.plan.plan import Plan
 from colonnade.staleness import RowClock, row_clock
 from colonnade.topology.sharding import column_wise
@@ -31,8 +36,8 @@ def configured(**settings):
 
 
 def test_sizes_and_bounds_of_a_configuration():
-    size = 5 * copy_bytes(TABLES[1])
-    found = caches_of(
+    size = 5 * cached_row_bytes(TABLES[1])
+    found = build_table_caches(
         configured(
             staleness=7, policy="lfu", tables__user__size=f"{size}B", tables__user__read_bound=3
         ),
@@ -40,11 +45,11 @@ def test_sizes_and_bounds_of_a_configuration():
     )
     assert found["item"] == TableCache(100, RowClock(3, 4), "lfu")  # a tenth of its rows
     assert found["user"] == TableCache(5, RowClock(3, 0), "lfu")
-    assert caches_of(None, TABLES) == {}
+    assert build_table_caches(None, TABLES) == {}
     with pytest.raises(ConfigError, match="which takes any id"):
-        caches_of(configured(size="3%"), TABLES)
+        build_table_caches(configured(size="3%"), TABLES)
     with pytest.raises(ConfigError, match=r"got 'x', wanted a table of this model"):
-        caches_of(configured(tables__x__size=3), TABLES)
+        build_table_caches(configured(tables__x__size=3), TABLES)
     for bad in (-1, "101%", "ten", True, "-3%"):
         with pytest.raises(ConfigError, match=r"plan\.cache\.size"):
             configured(size=bad)
@@ -62,9 +67,9 @@ def test_bounds_share_the_staleness():
 
 def test_bounds_that_contradict_are_said_as_they_were_given():
     with pytest.raises(ConfigError, match=r"table 'item'.*got read_bound=30 with staleness=10"):
-        caches_of(configured(staleness=10, read_bound=30, size=5), TABLES)
+        build_table_caches(configured(staleness=10, read_bound=30, size=5), TABLES)
     with pytest.raises(ConfigError, match=r"table 'user'.*got write_bound=3 with staleness=2"):
-        caches_of(
+        build_table_caches(
             configured(size=5, tables__user__staleness=2, tables__user__write_bound=3), TABLES
         )
 
@@ -107,9 +112,9 @@ def test_unknown_policies_are_refused():
 def test_windows_of_policies_that_look_ahead():
     """All tables that need one share it; the policy of the others may be another."""
     said = {"size": 7, "staleness": 1, "policy": "lookahead"}
-    found = caches_of(configured(**said, tables__user__policy="lru"), TABLES)
+    found = build_table_caches(configured(**said, tables__user__policy="lru"), TABLES)
     assert [each.window for each in found.values()] == [LOOKAHEAD_WINDOW, 0]
-    found = caches_of(
+    found = build_table_caches(
         configured(size=7, staleness=1, window=3, tables__user__policy="lookahead"), TABLES
     )
     assert [(each.policy, each.window) for each in found.values()] == [("lru", 0), ("lookahead", 3)]
@@ -216,7 +221,7 @@ def test_two_kinds_of_lateness_are_refused_on_one_rank_too(late):
 
 def test_a_window_is_for_the_policy_that_looks_ahead():
     with pytest.raises(ConfigError, match="got window=3 with policy=lru, wanted policy=lookahead"):
-        caches_of(configured(staleness=5, size=7, window=3), TABLES)
+        build_table_caches(configured(staleness=5, size=7, window=3), TABLES)
 
 
 @pytest.mark.parametrize("name", ["staleness", "tables__item__staleness"])

@@ -151,7 +151,7 @@ def test_predictions_are_marked_as_such(trained, colonnade):
         (("--towers", 2, "--capacity", "rows=2"), "count, bytes, lookups"),
         (("--towers", 2, "--capacity", "bytes=lots"), "bytes=1.5"),
         (("--towers", 2, "--capacity", "bytes=0.5"), "1 or more"),
-        (("--towers", 4, "--capacity", "bytes=1.01"), "Say bytes=1.34"),
+        (("--towers", 4, "--capacity", "bytes=1.01"), "Set bytes=1.34"),
         (("--towers", 2, "--part", "exam"), "train, validation, test"),
         (("--towers", 2, "--part", "validation"), "no validation part"),
         (("--towers", 2, "--at", "7"), "7"),

@@ -21,7 +21,7 @@ from colonnade.config.run import build_config, override
 from colonnade.data import open_source, open_tensors
 from colonnade.errors import BudgetExceeded, DataError
 from colonnade.models.build import build_model
-from colonnade.plan.caching import copy_bytes
+from colonnade.plan.caching import cached_row_bytes
 from colonnade.plan.cost.prediction import StepCosts
 from colonnade.plan.measure.device import Device
 from colonnade.run import planning
@@ -305,7 +305,9 @@ def test_plan_says_that_copies_are_left_out(capsys, tmp_path, monkeypatch, quick
     tables = find_collection(
         build_model(open_source("synthetic", cardinalities=CARDINALITIES).train.schema, config)
     ).tables
-    assert said["cache_bytes"] == sum(min(7, table.rows) * copy_bytes(table) for table in tables)
+    assert said["cache_bytes"] == sum(
+        min(7, table.rows) * cached_row_bytes(table) for table in tables
+    )
 
 
 def test_only_copies_that_there_are_leave_exchanges_alone(tmp_path):
@@ -348,7 +350,7 @@ def test_plan_says_of_each_consumer_what_travels(capsys, tmp_path, monkeypatch, 
     assert "partials, all!" in said and "…" not in said
     assert "linear: partial (values 416, partial 16): fewer floats" in said
     lines = " ".join(said.split())
-    assert "fm: values (values 1,664, partial 80): values travel anyway for deep" in lines
+    assert "fm: values (values 1,664, partial 80): values are sent anyway for deep" in lines
     assert "deep: values (values 1,664, partial 2,048): costs more" in lines, said
 
 
