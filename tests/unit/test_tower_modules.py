@@ -190,7 +190,7 @@ def test_towers_without_modules_are_the_flat_model(model):
     torch.manual_seed(3)
     flat = model(*declared(), num_dense=2)
     assert torch.equal(towered(batch()), flat(batch())) and towered.towers == TOWERS
-    assert list(weights(towered)) == list(weights(flat)) and towered.work == flat.work
+    assert list(weights(towered)) == list(weights(flat)) and towered.dense_cost == flat.dense_cost
 
 
 @pytest.mark.parametrize("num_dense", [0, 2])
@@ -209,9 +209,9 @@ def test_towers_without_modules_are_the_flat_model(model):
 )
 def test_work_counts_all_weights(model, more, settings, num_dense):
     made = model(*declared(), num_dense=num_dense, **more, **settings)
-    assert made.work.parameters == sum(each.numel() for each in made.parameters())
+    assert made.dense_cost.parameters == sum(each.numel() for each in made.parameters())
     if not settings:
-        assert made.work == made.flat_work
+        assert made.dense_cost == made.flat_dense_cost
 
 
 def test_work_is_that_of_the_literature():
@@ -286,7 +286,9 @@ def test_what_modules_save_is_said():
     model = DLRM(*declared(), num_dense=2, towers=TOWERS, tower_dim=3)
     said = words_of(model, model.embeddings)
     assert "2 tower modules (3+2 fields): 15 floats of a sample leave them of 30 (CR 2.00)" in said
-    assert f"42 parameters. The dense network takes {model.work.flops / 1e6:.2f} MFLOP" in said
+    assert (
+        f"42 parameters. The dense network takes {model.dense_cost.flops / 1e6:.2f} MFLOP" in said
+    )
     flat = DLRM(*declared(), num_dense=2)
     assert words_of(flat, flat.embeddings) == ""
     own = collection(TowerModule(Squared(), [6, 6], 2), ["a", "b"])

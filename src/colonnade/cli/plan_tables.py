@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from colonnade.errors import ConfigError
-from colonnade.models.work import FLOPS_PER_PRODUCT
+from colonnade.models.dense_cost import FLOPS_PER_PRODUCT
 from colonnade.plan.caching import kept_bytes
 from colonnade.plan.cost.prediction import PERSIA, Machine, Simulated, Work, simulate
 from colonnade.plan.plan import held_bytes, memory_bytes
