@@ -30,7 +30,7 @@ from colonnade.models.dlrm import DLRM
 from colonnade.models.fields import DEEP, WIDE
 from colonnade.models.graphsage import GraphSAGE
 from colonnade.models.knowledge import ComplEx, DistMult, RotatE, TransE
-from colonnade.models.linear import FM, LR
+from colonnade.models.linear import LR, FactorizationMachine
 from colonnade.models.nfm import NFM
 from colonnade.models.sasrec import SASRec
 from colonnade.models.split import SplitModel
@@ -78,7 +78,7 @@ class ModelSpec:
 
 KINDS: dict[str, ModelSpec] = {
     "lr": ModelSpec(LR, "weights"),
-    "fm": ModelSpec(FM, "vector and weights"),
+    "fm": ModelSpec(FactorizationMachine, "vector and weights"),
     "nfm": ModelSpec(NFM, "vector and weights"),
     "wide_deep": ModelSpec(WideDeep, "vector and weights"),
     "deepfm": ModelSpec(DeepFM, "vector and weights"),
