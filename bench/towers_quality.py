@@ -44,7 +44,7 @@ from workers.scored_blocks import block_aucs, block_ceiling, check_whole
 
 import colonnade
 from colonnade import Adagrad, Feature, Mesh, Table, Uniform, build_plan, fit
-from colonnade.cli.feature_sample import probe
+from colonnade.cli.feature_sample import measure_affinity
 from colonnade.data import open_source
 from colonnade.data.contract import Splits
 from colonnade.errors import ConfigError
@@ -139,7 +139,7 @@ def flat_run(seed: int) -> tuple[Affinity, list[FeatureLoad]]:
         model, splits, mesh=mesh, batch_size=LEARNED_BATCH, dense_lr=DENSE_LR, quiet=True, seed=seed
     )
     check_whole(done.outcome)
-    return probe(model.embeddings, splits.train, LEARNED_BATCH, PROBED)
+    return measure_affinity(model.embeddings, splits.train, LEARNED_BATCH, PROBED)
 
 
 def kept_pairs(found: Partition) -> float:

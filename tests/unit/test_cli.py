@@ -285,8 +285,8 @@ def test_ctrl_c_in_an_import_ends_the_process_there(tmp_path):
     )
     program = """
 import signal
-from colonnade.cli import end_in_an_import
-signal.signal(signal.SIGINT, end_in_an_import)
+from colonnade.cli import exit_during_import
+signal.signal(signal.SIGINT, exit_during_import)
 try:
     signal.raise_signal(signal.SIGINT)
 except KeyboardInterrupt:

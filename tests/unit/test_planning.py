@@ -15,7 +15,7 @@ from rich.console import Console
 
 from colonnade import Plan, fit
 from colonnade.cli import app
-from colonnade.cli.plan import _left_open
+from colonnade.cli.plan import _automatic_settings
 from colonnade.comm.mesh import Mesh
 from colonnade.config.run import build_config, override
 from colonnade.data import open_source, open_tensors
@@ -311,8 +311,8 @@ def test_plan_says_that_copies_are_left_out(capsys, tmp_path, monkeypatch, quick
 def test_only_copies_that_there_are_leave_exchanges_alone(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text("plan: {cache: null}\n")
-    assert "plan.exchange" in _left_open(config, None)
-    assert not _left_open(config, ["plan.cache.staleness=3"])
+    assert "plan.exchange" in _automatic_settings(config, None)
+    assert not _automatic_settings(config, ["plan.cache.staleness=3"])
 
 
 def test_plan_refuses_before_it_measures(capsys, tmp_path, monkeypatch):

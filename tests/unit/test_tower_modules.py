@@ -16,9 +16,9 @@ from colonnade.data.contract import Column, Schema
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.exchange.operator_cut import barred
 from colonnade.interaction import TowerModule
-from colonnade.models import work
 from colonnade.models.build import build_model, lasting_towers
 from colonnade.models.dcnv2 import DCNv2
+from colonnade.models.dense_cost import cross_cost, dlrm_cost, dlrm_tower_cost, mlp_cost
 from colonnade.models.dlrm import DLRM
 from colonnade.models.tower_modules import words_of
 from colonnade.publish.export import export_run
@@ -219,15 +219,15 @@ def test_work_is_that_of_the_literature():
     bottom, top = [512, 256], [1024, 1024, 512, 256]
 
     def dlrm(dim):
-        return work.dlrm(13, 27, dim, bottom=bottom, top=top)
+        return dlrm_cost(13, 27, dim, bottom=bottom, top=top)
 
     assert dlrm(128).products == 2_458_496 and round(dlrm(128).flops / 1e6, 2) == 14.75
     found = [
-        round((work.dlrm_tower(26, 128, dim) + dlrm(dim)).flops / 1e6, 2) for dim in (64, 32, 16, 8)
+        round((dlrm_tower_cost(26, 128, dim) + dlrm(dim)).flops / 1e6, 2) for dim in (64, 32, 16, 8)
     ]
     assert found == [15.26, 14.23, 13.72, 13.46]
-    dcn = work.mlp([13, *bottom, 128]) + work.cross(27 * 128, layers=3, rank=512)
-    assert round((dcn + work.mlp([27 * 128, *top, 1])).flops / 1e6, 2) == 96.18
+    dcn = mlp_cost([13, *bottom, 128]) + cross_cost(27 * 128, layers=3, rank=512)
+    assert round((dcn + mlp_cost([27 * 128, *top, 1])).flops / 1e6, 2) == 96.18
 
 
 SCHEMA = Schema(("x",), tuple(Column(name, 20) for name in NAMES))

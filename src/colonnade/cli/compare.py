@@ -1,4 +1,4 @@
-"""`colonnade compare`: runs side by side, on the terminal and as a page."""
+"""`colonnade compare`: compare runs on the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ EXAMPLES = (
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Two run folders or more.")],
+    runs: Annotated[list[Path], typer.Argument(help="Two or more run folders.")],
     output: Annotated[
-        Path | None, typer.Option(help="Write a page with the curves of all runs here.")
+        Path | None, typer.Option(help="File to write a page with the curves of all runs to.")
     ] = None,
 ) -> None:
-    """Final and best metrics, throughput, and the settings that differ (only those)."""
+    """Compare final and best metrics, throughput, and the settings that differ."""
     from rich.table import Table as Grid
     from rich.text import Text
 

@@ -59,7 +59,7 @@ class ModelSpec:
     """Model that a configuration may name. Its settings are the arguments of its constructor."""
 
     model: type[SplitModel]
-    row_contents: Literal["vector", "vector and weights", "weights"] = "vector"
+    rows: Literal["vector", "vector and weights", "weights"] = "vector"
     sequence_pooling: Pooling = "mean"
     """Pooling of columns that are sequences."""
 
@@ -72,7 +72,7 @@ class ModelSpec:
     def settings(self) -> set[str]:
         """Fields of ModelConfig that this model accepts."""
         return (self.parameters & set(ModelConfig.model_fields)) | (
-            {"dim"} if self.row_contents != "weights" else set()
+            {"dim"} if self.rows != "weights" else set()
         )
 
 
@@ -326,7 +326,7 @@ def _row_settings(spec: ModelSpec, table: str, tasks: int, config: RunConfig) ->
     wide_initializer = Uniform(scale=config.embedding.wide.init_scale)
     table_scale = config.embedding.by_table.get(table, TableEmbeddingConfig()).init_scale
     dim, optimizer = config.model.dim or DEFAULT_DIM, build_row_optimizer(config, table)
-    if spec.row_contents == "weights":
+    if spec.rows == "weights":
         initializer = Uniform(scale=(scale or 0.0) if table_scale is None else table_scale)
         return {"dim": tasks, "optimizer": optimizer, "initializer": initializer}
     model_scale = spec.model.init_scales.get(table, dim**-0.5 if scale is None else scale)
@@ -339,7 +339,7 @@ def _row_settings(spec: ModelSpec, table: str, tasks: int, config: RunConfig) ->
         )
     dim = int(width)
     vector = {"dim": dim, "optimizer": optimizer, "initializer": initializer}
-    if spec.row_contents == "vector":
+    if spec.rows == "vector":
         return vector
     return {
         "dim": {DEEP: dim, WIDE: tasks},
