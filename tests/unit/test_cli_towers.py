@@ -117,7 +117,7 @@ def test_the_report_draws_them(trained, colonnade, tmp_path):
     assert "Features in the plane" not in run_page(read_run(trained))
     colonnade("towers", trained, "--towers", 3, "--capacity", "count=1.5")
     html = run_page(read_run(trained))
-    assert "Features in the plane" in html and "What each tower holds" in html
+    assert "Features in the plane" in html and "Load of each tower" in html
     if CHROMIUM is not None:
         write_page(html, tmp_path / "run.html")
         seen = look(tmp_path / "run.html", 390, tmp_path)

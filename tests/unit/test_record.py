@@ -20,7 +20,7 @@ from colonnade import Batch, Mesh
 from colonnade.config.run import build_config, override
 from colonnade.data.contract import Position
 from colonnade.errors import StorageError
-from colonnade.report.reading import read_run, sums_of
+from colonnade.report.reading import read_run, sum_lines
 from colonnade.run.machine import machine_facts
 from colonnade.run.run import open_run
 from colonnade.store.tier_counts import TierCounts
@@ -47,13 +47,13 @@ def test_lines_add_up_to_the_counters(finished):
     record, trainer = read_run(folder), run.trainer
     assert record.status == "finished" and record.step == 30
     sources = trainer.collection.store.sources
-    sums = sums_of(record, "rows")
+    sums = sum_lines(record, "rows")
     assert (
         sums["resident"] == sources.resident and sums["read"] == sources.read + sources.copied > 0
     )
     assert sums["born"] == sources.born
     assert sums["evicted"] == sources.evicted_clean + sources.evicted_dirty > 0
-    phases = sums_of(record, "phases")
+    phases = sum_lines(record, "phases")
     total = phases.pop("total")
     for name, seconds in phases.items():
         assert seconds == pytest.approx(trainer.phases.seconds[name], rel=1e-9)

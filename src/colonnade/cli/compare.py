@@ -27,10 +27,10 @@ def compare(
 
     from colonnade.report.page import write_page
     from colonnade.report.pages import (
+        build_figure_lines,
         compare_page,
-        different_settings,
-        figure_lines,
-        names_of,
+        find_different_settings,
+        run_names,
     )
     from colonnade.report.reading import read_run
     from colonnade.terminal import Terminal, printable
@@ -38,9 +38,12 @@ def compare(
     if len(runs) < 2:
         raise ConfigError(f"got {len(runs)} run, wanted at least two: colonnade compare RUN RUN")
     records = [read_run(run) for run in runs]
-    console, names = Terminal(), names_of(records)
-    different = different_settings(records)
-    for title, lines in (("figures", figure_lines(records)), ("settings that differ", different)):
+    console, names = Terminal(), run_names(records)
+    different = find_different_settings(records)
+    for title, lines in (
+        ("figures", build_figure_lines(records)),
+        ("settings that differ", different),
+    ):
         if not lines:
             console.print(f"{title}: none")
             continue

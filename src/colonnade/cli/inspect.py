@@ -74,8 +74,8 @@ def inspect(
 
 
 def _inspect_run(path: Path) -> None:
-    from colonnade.report.reading import read_run, tables_of
-    from colonnade.report.words import bytes_words, count_words, seconds_words
+    from colonnade.report.formatting import format_bytes, format_count, format_seconds
+    from colonnade.report.reading import collect_tables, read_run
 
     run = read_run(path)
     model, data = run.config.get("model", {}), run.config.get("data", {})
@@ -84,17 +84,17 @@ def _inspect_run(path: Path) -> None:
             "run": str(path),
             "model": f"{model.get('name', '-')}, dim {model.get('dim', '-')}",
             "data": data.get("name", "-"),
-            "status": f"{run.status}, step {run.step:,}, {seconds_words(run.seconds or None)}",
+            "status": f"{run.status}, step {run.step:,}, {format_seconds(run.seconds or None)}",
             "checkpoints": ", ".join(f"{step:,}" for step in run.checkpoints) or "none",
-            "on disk": bytes_words(_folder_bytes(path)),
+            "on disk": format_bytes(_folder_bytes(path)),
         }
     )
     rows = [
         (
-            t.name, count_words(t.rows_in_memory), count_words(t.rows_in_files),
-            bytes_words(t.bytes_in_memory), bytes_words(t.bytes_in_files),
+            t.name, format_count(t.rows_in_memory), format_count(t.rows_in_files),
+            format_bytes(t.bytes_in_memory), format_bytes(t.bytes_in_files),
         )
-        for t in tables_of(run)
+        for t in collect_tables(run)
     ]  # fmt: skip
     _print_table(("table (rank 0)", "rows in memory", "rows in files", "memory", "files"), rows)
     if run.checkpoints:
@@ -140,19 +140,19 @@ def _inspect_checkpoint(path: Path) -> None:
 
 def _inspect_export(path: Path) -> None:
     from colonnade.publish.exported import read_export
-    from colonnade.report.words import bytes_words, count_words
+    from colonnade.report.formatting import format_bytes, format_count
 
     export = read_export(path)
     rows = [
-        (t.name, str(t.dim), "any id" if t.rows is None else f"{t.rows:,}", t.dtype, count_words(t.count),
-         bytes_words(export.files[t.file].bytes))
+        (t.name, str(t.dim), "any id" if t.rows is None else f"{t.rows:,}", t.dtype, format_count(t.count),
+         format_bytes(export.files[t.file].bytes))
         for t in export.tables
     ]  # fmt: skip
     facts = {
         "exported model": str(path),
         "step": f"{export.step:,}",
         "written by": f"colonnade {export.colonnade}",
-        "on disk": bytes_words(_folder_bytes(path)),
+        "on disk": format_bytes(_folder_bytes(path)),
     }
     _print_facts(facts)
     _print_table(("table", "dim", "ids", "dtype", "trained rows", "file"), rows)
@@ -178,7 +178,7 @@ def _inspect_data(
     from colonnade.data.lines import check_regular
     from colonnade.data.tabular.narrow import narrow
     from colonnade.data.tabular.tables import FORMATS, read_head
-    from colonnade.report.words import bytes_words
+    from colonnade.report.formatting import format_bytes
 
     if kind is not None and kind not in FORMATS:
         raise ConfigError(f"got --data {kind}, wanted a kind of file: {', '.join(sorted(FORMATS))}")
@@ -193,7 +193,7 @@ def _inspect_data(
     facts = {
         "file": str(path),
         "rows": f"{head.num_rows:,}",
-        "on disk": bytes_words(head.num_bytes),
+        "on disk": format_bytes(head.num_bytes),
     }
     if num_read < head.num_rows:
         facts["read"] = f"the first {num_read:,} rows"

@@ -17,7 +17,7 @@ from colonnade.plan.cost.prediction import PERSIA, Machine, Simulated, Work, sim
 from colonnade.plan.plan import held_bytes, memory_bytes
 from colonnade.plan.search.candidates import Choice, Cost, TableChoice
 from colonnade.plan.towers.forecast import PAPER
-from colonnade.report.words import bytes_words, count_words, seconds_words
+from colonnade.report.formatting import format_bytes, format_count, format_seconds
 from colonnade.run.planning import Planned
 from colonnade.sizes import positive_bytes
 from colonnade.store.budget import slot_bytes
@@ -80,7 +80,7 @@ def show_simulation(
     )
     for case in cases:
         console.print(
-            f"rows in {case.where}: {case.rows:,.0f} rows, {bytes_words(case.total_bytes)}: {case.hosts:,} hosts, "
+            f"rows in {case.where}: {case.rows:,.0f} rows, {format_bytes(case.total_bytes)}: {case.hosts:,} hosts, "
             f"{case.ranks:,} ranks. A step of {batch_size:,} samples: processors {1e3 * case.compute_seconds:.3f} ms, "
             f"uplinks {1e3 * case.link_seconds:.3f} ms each way, disks {1e3 * case.disk_seconds:.3f} ms; "
             f"{case.samples_per_second:,.0f} samples/s reading ahead, {case.synchronous:,.0f} synchronously"
@@ -176,10 +176,10 @@ def _show_memory(console: Console, planned: Planned, tables: Sequence[Table], ra
         backing = {"run folder": "+files", "ssd": "+ssd"}.get(table_plan.rest, "")
         size = held_bytes(table, table_plan.sharding)
         lines.append((prediction.reads_per_sample, prediction.bytes_per_sample, [
-            table.name, "any" if rows is None else count_words(rows),
-            "-" if rows is None else bytes_words(rows * size), f"{prediction.lookups_per_sample:.3g}",
+            table.name, "any" if rows is None else format_count(rows),
+            "-" if rows is None else format_bytes(rows * size), f"{prediction.lookups_per_sample:.3g}",
             _format_number(prediction.bytes_per_sample * rate / 1e6),
-            bytes_words(prediction.rows_in_memory * slot_bytes(table)), table_plan.tier + backing,
+            format_bytes(prediction.rows_in_memory * slot_bytes(table)), table_plan.tier + backing,
             f"{prediction.hit_rate:.1%}", f"{1000 * prediction.reads_per_sample:.3g}",
         ]))  # fmt: skip
     lines.sort(key=lambda line: (-line[0], -line[1]))
@@ -204,8 +204,8 @@ def _show_exchanges(console: Console, planned: Planned) -> None:
         best, runner_up = table.chosen, table.others[0] if table.others else None
         grid.add_row(
             table.name, _describe_choice(best, planned) + ("!" if table.is_forced else ""),
-            bytes_words(best.bytes_over("local")), bytes_words(best.bytes_over("remote")),
-            seconds_words(best.seconds), "-" if runner_up is None else _describe_kind(runner_up),
+            format_bytes(best.bytes_over("local")), format_bytes(best.bytes_over("remote")),
+            format_seconds(best.seconds), "-" if runner_up is None else _describe_kind(runner_up),
             "-" if runner_up is None else _format_added_seconds(runner_up.more),
         )  # fmt: skip
     console.print(grid)
@@ -240,12 +240,12 @@ def _show_choices(console: Console, planned: Planned, table: TableChoice) -> Non
     grid = _create_grid(columns, ("choice",))
     for cost in (table.chosen, *table.others):
         by_channel = [
-            bytes_words(cost.sent[channel, "local"] + cost.sent[channel, "remote"])
+            format_bytes(cost.sent[channel, "local"] + cost.sent[channel, "remote"])
             for channel in ("route", "fetch", "push")
         ]
         grid.add_row(
-            _describe_choice(cost, planned), *by_channel, bytes_words(cost.bytes_over("local")),
-            bytes_words(cost.bytes_over("remote")), seconds_words(cost.seconds),
+            _describe_choice(cost, planned), *by_channel, format_bytes(cost.bytes_over("local")),
+            format_bytes(cost.bytes_over("remote")), format_seconds(cost.seconds),
             "chosen" if cost is table.chosen else _format_added_seconds(cost.more),
         )  # fmt: skip
     console.print(grid)
@@ -266,22 +266,22 @@ def _show_totals(console: Console, planned: Planned, tables: Sequence[Table]) ->
     for table, table_plan in zip(tables, planned.plan.tables, strict=True):
         used[table_plan.tier] += memory_bytes(table, table_plan)
     budget = planned.plan.dram_bytes
-    memory = f"memory {bytes_words(used['dram'])}"
-    memory += " (no limit)" if budget is None else f" of {bytes_words(budget)}"
+    memory = f"memory {format_bytes(used['dram'])}"
+    memory += " (no limit)" if budget is None else f" of {format_bytes(budget)}"
     if used["mapped"]:
-        memory += f", mapped {bytes_words(used['mapped'])}"
+        memory += f", mapped {format_bytes(used['mapped'])}"
     if cached_bytes := cache_bytes(planned, tables):
-        memory += f", and up to {bytes_words(cached_bytes)} more for plan.cache"
+        memory += f", and up to {format_bytes(cached_bytes)} more for plan.cache"
     console.print(
         f"{memory}; {prediction.hit_rate:.2%} of a batch's rows are in memory or new; a sample reads "
         f"{prediction.reads_per_sample:.3g} rows from files and initialises {prediction.births_per_sample:.3g}; "
-        f"{bytes_words(prediction.written_per_second)}/s written; lookahead {prediction.lookahead}"
+        f"{format_bytes(prediction.written_per_second)}/s written; lookahead {prediction.lookahead}"
     )
     console.print(str(planned.device), markup=False)
     costs = planned.costs
     console.print(
-        f"a step takes {seconds_words(costs.step_seconds)} with all rows in memory, "
-        f"{seconds_words(costs.born_seconds)} more for each new row, {seconds_words(costs.moved_seconds)} "
+        f"a step takes {format_seconds(costs.step_seconds)} with all rows in memory, "
+        f"{format_seconds(costs.born_seconds)} more for each new row, {format_seconds(costs.moved_seconds)} "
         "for each row read or evicted"
     )
     if planned.world.num_ranks > 1:
@@ -309,14 +309,14 @@ def _show_links(console: Console, choice: Choice, planned: Planned) -> None:
     }
     dense = prediction.waited_seconds - seconds.waited
     console.print(
-        f"a rank sends {bytes_words(total['local'])} in its host and {bytes_words(total['remote'])} over the uplink "
-        f"per step, which takes {seconds_words(seconds.fetch)} for rows, {seconds_words(seconds.push)} for gradients, "
-        f"{seconds_words(dense)} for dense gradients, and {seconds_words(seconds.route)} for ids, hidden by the model"
+        f"a rank sends {format_bytes(total['local'])} in its host and {format_bytes(total['remote'])} over the uplink "
+        f"per step, which takes {format_seconds(seconds.fetch)} for rows, {format_seconds(seconds.push)} for "
+        f"gradients, {format_seconds(dense)} for dense gradients, and {format_seconds(seconds.route)} for ids, hidden by the model"
     )
     console.print(
-        f"a step: {seconds_words(prediction.step_seconds)}: {seconds_words(prediction.processor_seconds)} computing "
-        f"and {seconds_words(prediction.waited_seconds)} waiting for links; 16-bit values and gradients, which are not "
-        f"exact and never chosen, would save {seconds_words(choice.halved_seconds)}"
+        f"a step: {format_seconds(prediction.step_seconds)}: {format_seconds(prediction.processor_seconds)} computing "
+        f"and {format_seconds(prediction.waited_seconds)} waiting for links; 16-bit values and gradients, which are "
+        f"not exact and never chosen, would save {format_seconds(choice.halved_seconds)}"
     )
 
 
@@ -331,7 +331,7 @@ def _show_advice(console: Console, planned: Planned) -> None:
     for advice in planned.advice:
         saved, flops = advice.saved_seconds, FLOPS_PER_PRODUCT * advice.products
         faster = f"{step / max(step - saved, 1e-9):.2f}x"
-        savings = seconds_words(saved) if saved > 0 else "nothing"
+        savings = format_seconds(saved) if saved > 0 else "nothing"
         grid.add_row(
             str(advice.ratio), savings, faster, f"{flops / 1e6:.2f}", f"{advice.parameters:,}"
         )
@@ -373,7 +373,7 @@ def _describe_kind(cost: Cost) -> str:
 
 
 def _format_added_seconds(seconds: float) -> str:
-    return f"+{seconds_words(seconds)}" if seconds > 1e-9 else "same"
+    return f"+{format_seconds(seconds)}" if seconds > 1e-9 else "same"
 
 
 def _format_number(value: float) -> str:

@@ -11,9 +11,9 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 
 from colonnade.plan.plan import Plan, explain
-from colonnade.report.tiers import TIER_LINES, tier_words
-from colonnade.report.traffic import COLUMNS, flat, table_lines
-from colonnade.report.words import bytes_words
+from colonnade.report.formatting import format_bytes
+from colonnade.report.tiers import TIER_LINES, format_tier
+from colonnade.report.traffic import COLUMNS, build_traffic_lines, flatten_counts
 from colonnade.run.start import describe_end
 from colonnade.store.tier_counts import TierCounts
 from colonnade.table import Table
@@ -66,7 +66,7 @@ def _tier_grid(by_name: Mapping[str, Mapping[str, Any]]) -> Grid:
     grid = Grid(title="tiers (this rank)", title_justify="left", box=None, pad_edge=False)
     for name in ("", *by_name):
         grid.add_column(name, justify="right" if name else "left")
-    by_tier = [tier_words(TierCounts.of(values)) for values in by_name.values()]
+    by_tier = [format_tier(TierCounts.of(values)) for values in by_name.values()]
     for name, *values in zip(TIER_LINES, *by_tier, strict=True):
         grid.add_row(name, *values)
     return grid
@@ -77,7 +77,9 @@ def _traffic_grid(sent: Mapping[str, Any], steps: int) -> Grid:
     grid = Grid(title="sent to other ranks (this rank)", title_justify="left", box=None)
     for column, name in enumerate(COLUMNS):
         grid.add_column(name, justify="left" if column < 2 else "right")
-    for line in table_lines(flat(sent["bytes"]), flat(sent["messages"]), steps):
+    for line in build_traffic_lines(
+        flatten_counts(sent["bytes"]), flatten_counts(sent["messages"]), steps
+    ):
         grid.add_row(*line)
     return grid
 
@@ -143,7 +145,7 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
         )
     if "sent_error" in summary:
         console.print(
-            f"the plan predicted {bytes_words(summary['predicted_sent_bytes'])} sent by a rank per step for rows and "
+            f"the plan predicted {format_bytes(summary['predicted_sent_bytes'])} sent by a rank per step for rows and "
             f"gradients: {summary['sent_error']:+.1%} of what was counted"
         )
     if folder is not None and summary.get("ended_before"):

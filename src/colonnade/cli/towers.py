@@ -218,7 +218,7 @@ def _print_prediction(
     from colonnade.checkpoint.header import list_checkpoints, read_header
     from colonnade.plan.measure.links import planned_world
     from colonnade.plan.towers.forecast import PAPER, RATIOS, forecast
-    from colonnade.report.words import seconds_words
+    from colonnade.report.formatting import format_seconds
     from colonnade.run.run import load_run_config
     from colonnade.terminal import Terminal
 
@@ -243,14 +243,14 @@ def _print_prediction(
     for world in worlds:
         prediction = forecast(world, num_tables=len(tables), floats=floats, samples=samples)
         cells = [
-            f"{seconds_words(time)} ({(compute + prediction.flat) / (compute + time):.2f}x)"
+            f"{format_seconds(time)} ({(compute + prediction.flat) / (compute + time):.2f}x)"
             for time in (prediction.towers, *prediction.modules.values())
         ]
         shape = f"{world.num_hosts}x{world.ranks_per_host}"
-        grid.add_row(shape, str(prediction.num_towers), seconds_words(prediction.flat), *cells)
+        grid.add_row(shape, str(prediction.num_towers), format_seconds(prediction.flat), *cells)
     console.print(grid)
     console.print(str(worlds[0]).split("; ", 1)[-1], markup=False)
-    scope = f"a step that computes {seconds_words(compute)}" if compute else "the exchange alone"
+    scope = f"a step that computes {format_seconds(compute)}" if compute else "the exchange alone"
     console.print(
         f"A prediction by a formula of the links, not a measurement. In brackets: speedup over flat, for {scope}."
         f" Published: {PAPER}.",

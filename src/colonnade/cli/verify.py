@@ -38,7 +38,7 @@ def verify(
     from colonnade.checkpoint.completeness import verify_checkpoint
     from colonnade.checkpoint.header import resolve
     from colonnade.publish.exported import MODEL, verify_export
-    from colonnade.report.words import bytes_words
+    from colonnade.report.formatting import format_bytes
 
     is_export = (run / MODEL).exists()
     if is_export or _is_publication(run):
@@ -74,7 +74,7 @@ def verify(
         raise CorruptionError(
             f"{subject}: {len(damaged):,} of {num_files:,} files are damaged or missing. {remedy}"
         )
-    say(f"{subject}: intact; {num_files:,} files, {bytes_words(num_bytes)} read")
+    say(f"{subject}: intact; {num_files:,} files, {format_bytes(num_bytes)} read")
 
 
 def _is_publication(folder: Path) -> bool:
