@@ -311,7 +311,8 @@ def _show_links(console: Console, choice: Choice, planned: Planned) -> None:
     console.print(
         f"a rank sends {format_bytes(total['local'])} in its host and {format_bytes(total['remote'])} over the uplink "
         f"per step, which takes {format_seconds(seconds.fetch)} for rows, {format_seconds(seconds.push)} for "
-        f"gradients, {format_seconds(dense)} for dense gradients, and {format_seconds(seconds.route)} for ids, hidden by the model"
+        f"gradients, {format_seconds(dense)} for dense gradients, and {format_seconds(seconds.route)} for ids, hidden "
+        "by the model"
     )
     console.print(
         f"a step: {format_seconds(prediction.step_seconds)}: {format_seconds(prediction.processor_seconds)} computing "
