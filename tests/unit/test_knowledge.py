@@ -24,7 +24,7 @@ from colonnade.models.knowledge import ComplEx, DistMult, RotatE, TransE
 from colonnade.models.link_prediction import (
     KnowledgeGraph,
     LinkPredictionObjective,
-    filtered_ranks,
+    compute_filtered_ranks,
     link_loss,
     sampled_softmax_loss,
 )
@@ -177,7 +177,7 @@ def test_ranks_are_the_slow_ones(seed, levels, size):
     bags = [{int(t), *torch.randint(ENTITIES, (3,), generator=random).tolist()} for t in truth]
     offsets = torch.tensor([0, *map(len, bags)]).cumsum(0)
     known = Ids(torch.tensor([i for bag in bags for i in sorted(bag)], dtype=torch.int64), offsets)
-    found = filtered_ranks(scores, truth, known).tolist()
+    found = compute_filtered_ranks(scores, truth, known).tolist()
     for row, t, bag, rank in zip(scores.tolist(), truth.tolist(), bags, found, strict=True):
         others = [s for i, s in enumerate(row) if i not in bag]
         above, level = sum(s > row[t] for s in others), sum(s == row[t] for s in others)
@@ -187,7 +187,9 @@ def test_ranks_are_the_slow_ones(seed, levels, size):
 def test_scores_that_are_no_numbers_are_refused():
     none = Ids(torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1]))
     with pytest.raises(NonFiniteError, match="diverged"):
-        filtered_ranks(torch.full((1, 3), math.nan), torch.zeros(1, dtype=torch.int64), none)
+        compute_filtered_ranks(
+            torch.full((1, 3), math.nan), torch.zeros(1, dtype=torch.int64), none
+        )
 
 
 @pytest.mark.parametrize("name, settings", KINDS)
@@ -429,7 +431,7 @@ def test_what_does_not_fit_is_refused():
         build("rotate", center=math.inf)
     with pytest.raises(ConfigError, match=r"got penalty=-1, wanted a finite number, 0 or more"):
         build("complex", penalty=-1)
-    with pytest.raises(ConfigError, match=r"got squared beside norm=1.*set norm=2"):
+    with pytest.raises(ConfigError, match=r"got squared with norm=1.*set norm=2"):
         build("transe", squared=True)
     with pytest.raises(ConfigError, match="got loss='hinge', wanted sigmoid or softmax"):
         build("complex", loss="hinge")

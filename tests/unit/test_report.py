@@ -21,9 +21,9 @@ from colonnade.report.formatting import format_bytes, format_count, format_secon
 from colonnade.report.page import write_page
 from colonnade.report.pages import (
     build_figure_lines,
+    build_headline,
     compare_page,
     find_different_settings,
-    headline,
     run_names,
     run_page,
 )
@@ -70,7 +70,7 @@ def test_what_is_read_is_what_was_written(tmp_path):
         ({"steps": 0, "finished": False}, "not begun", ["Nothing recorded yet"]),
         ({"nan_from": 200}, "finished", ["11 of 20 recorded losses are not finite, the first at step 200"]),
         ({"nan_from": 0}, "finished", ["20 of 20 recorded losses are not finite"]),
-        ({"tables": 1000, "ranks": 1}, "finished", ["960 more", "985 smaller tables", "One rank: nothing travels"]),
+        ({"tables": 1000, "ranks": 1}, "finished", ["960 more", "985 smaller tables", "One rank: nothing is sent"]),
         ({"steps": 200000}, "finished", ["One point in 20 steps"]),
     ],
 )  # fmt: skip
@@ -96,7 +96,7 @@ def test_tiers_are_shown_where_there_are_some(tmp_path):
     run = read_run(write_run(tmp_path / "run", steps=400, every=20, finished=False))
     found = tiers.sum_tiers(run)
     assert list(found) == ["dram", "ssd"]
-    lines = run.of_kind("tiers")
+    lines = run.lines_of_kind("tiers")
     ssd = found["ssd"]
     assert ssd.reads == sum(line["tiers"]["ssd"]["reads"] for line in lines) > 0
     assert ssd.lifetime_bytes == lines[-1]["tiers"]["ssd"]["lifetime_bytes"]
@@ -156,7 +156,9 @@ def test_headline_takes_the_test_value_of_the_best_validated_step(tmp_path):
                 "test_auc": test,
             }
             lines.write(json.dumps(line) + "\n")
-    assert ("test AUC", "0.6000", "step 200, best of validation AUC") in headline(read_run(folder))
+    assert ("test AUC", "0.6000", "step 200, best of validation AUC") in build_headline(
+        read_run(folder)
+    )
 
 
 def test_headline_never_takes_the_best_of_the_test_part(tmp_path):
@@ -165,7 +167,7 @@ def test_headline_never_takes_the_best_of_the_test_part(tmp_path):
     lines = [{"step": step, "kind": "evaluate", "test_auc": auc} for step, auc in scores]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = read_run(folder)
-    assert ("test AUC", "0.7000", "last step, 300; no validation part") in headline(run)
+    assert ("test AUC", "0.7000", "last step, 300; no validation part") in build_headline(run)
     assert "0.9000 at step" not in run_page(run)
     assert {line.name: line.values for line in build_figure_lines([run])}["test AUC, chosen"] == (
         "0.7000",
@@ -182,7 +184,7 @@ def test_headline_goes_by_the_metric_that_the_run_monitored(tmp_path):
         {"step": 200, "kind": "evaluate", "validation_auc": 0.8, "validation_log_loss": 0.9, "test_auc": 0.9},
     ]  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert ("test AUC", "0.6000", "step 100, best of validation log loss") in headline(
+    assert ("test AUC", "0.6000", "step 100, best of validation log loss") in build_headline(
         read_run(folder)
     )
 

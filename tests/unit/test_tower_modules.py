@@ -150,7 +150,7 @@ def test_what_a_partition_must_be(model):
 
     with pytest.raises(ConfigError, match="'film', 'user': this model has no such feature"):
         make(("a", "b", "film"), ("c", "d", "e", "user"))
-    with pytest.raises(ConfigError, match="'c', 'e': it stands in no tower; the partition is for"):
+    with pytest.raises(ConfigError, match="'c', 'e': it is in no tower; the partition is for"):
         make(("a", "b"), ("d",))
     with pytest.raises(ConfigError, match="tower_dim=3 without towers"):
         model(*declared(), num_dense=2, tower_dim=3)

@@ -97,7 +97,7 @@ for _name, _verb in VERBS.items():
     app.command(_name, epilog=EPILOGS.get(_name), context_settings=_context)(_verb)
     if _name == "predict":
         app.add_typer(convert.app, name="convert", cls=VerbGroup, epilog=convert.EXAMPLES)
-app.command("rank", hidden=True)(ranks.rank)
+app.command("rank", hidden=True)(ranks.run_rank)
 
 
 def print_version(is_wanted: bool) -> None:
@@ -110,7 +110,7 @@ def print_version(is_wanted: bool) -> None:
 
 
 @app.callback()
-def common(
+def handle_global_options(
     version: bool = typer.Option(
         False, "--version", is_eager=True, callback=print_version, help="Print the version."
     ),

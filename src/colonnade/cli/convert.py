@@ -78,7 +78,7 @@ def csv(
     from colonnade.data.tabular.convert import check_target, open_csv_conversion
 
     check_target(source, target, overwrite=force)
-    with create_progress() as progress:
+    with create_row_progress() as progress:
         task = progress.add_task("reading")
         conversion = open_csv_conversion(
             source,
@@ -95,7 +95,7 @@ TAB = {"\\t": "\t", "tab": "\t"}
 """Spellings of a tab on the command line."""
 
 
-def create_progress() -> Progress:
+def create_row_progress() -> Progress:
     """Create a progress bar of rows."""
     from rich.progress import (
         BarColumn,
@@ -123,7 +123,7 @@ def write_conversion(
 
     console = Terminal()
     started = time.perf_counter()
-    with create_progress() as progress:
+    with create_row_progress() as progress:
         task = progress.add_task(target.name, total=conversion.num_rows)
         write_parquet(
             conversion,

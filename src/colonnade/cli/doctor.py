@@ -39,15 +39,15 @@ def describe_machine(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("colonnade", str(versions["colonnade"]), ""),
         ("torch", str(versions["torch"]), f"{facts['threads']} threads; fewer with train.threads"),
         ("python", facts["python"], ""),
-        ("processor", f"{facts['processor']}, {usable}", _threads_meaning(facts)),
+        ("processor", f"{facts['processor']}, {usable}", _explain_threads(facts)),
         ("features", ", ".join(facts["features"]) or "none of those used", ""),
         ("native path", facts["isa"], _NATIVE_PATHS.get(facts["isa"], "")),
-        ("memory", _memory(facts), _memory_meaning(facts)),
+        ("memory", _describe_memory(facts), _explain_memory(facts)),
         ("huge pages", pages or "cannot tell", pages_meaning),
         (
             "disk",
-            _disk(facts),
-            "rows beyond memory and checkpoints are stored here" + _rotation_warning(facts),
+            _describe_disk(facts),
+            "rows beyond memory and checkpoints are stored here" + _warn_of_rotation(facts),
         ),
         ("io_uring", facts["io_uring"], _IO_URING[facts["io_uring"] == "yes"]),
         ("GPU", ", ".join(gpus) or "none", _GPU[bool(gpus)]),
@@ -81,14 +81,14 @@ _HUGE_PAGES = {
 }
 
 
-def _threads_meaning(facts: Mapping[str, Any]) -> str:
+def _explain_threads(facts: Mapping[str, Any]) -> str:
     usable = facts["usable_processors"] or 1
     if usable < 2:
         return "only one: preparing batches and training alternate"
     return "batches are prepared during training"
 
 
-def _rotation_warning(facts: Mapping[str, Any]) -> str:
+def _warn_of_rotation(facts: Mapping[str, Any]) -> str:
     return (
         "; the system reports a rotating disk: slow at random reads"
         if facts["disk_rotates"]
@@ -96,16 +96,16 @@ def _rotation_warning(facts: Mapping[str, Any]) -> str:
     )
 
 
-def _memory(facts: Mapping[str, Any]) -> str:
+def _describe_memory(facts: Mapping[str, Any]) -> str:
     total, free = facts["memory_bytes"], facts["available_memory_bytes"]
     if total is None or free is None:
         return "cannot tell"
     limit = facts["memory_limit_bytes"]
-    words = f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} free"
-    return f"{words}, limit {limit / 2**30:.1f} GiB here" if limit and limit < total else words
+    text = f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} free"
+    return f"{text}, limit {limit / 2**30:.1f} GiB here" if limit and limit < total else text
 
 
-def _memory_meaning(facts: Mapping[str, Any]) -> str:
+def _explain_memory(facts: Mapping[str, Any]) -> str:
     known = [v for v in (facts["available_memory_bytes"], facts["memory_limit_bytes"]) if v]
     if not known:
         return ""
@@ -113,6 +113,6 @@ def _memory_meaning(facts: Mapping[str, Any]) -> str:
     return f"room for about {rows / 1e6:,.0f} million rows of 16 floats; beyond it set plan.memory.dram"
 
 
-def _disk(facts: Mapping[str, Any]) -> str:
+def _describe_disk(facts: Mapping[str, Any]) -> str:
     free = facts["disk_free_bytes"]
     return facts["disk"] if free is None else f"{free / 2**30:,.0f} GiB free at {facts['disk']}"

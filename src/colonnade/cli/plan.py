@@ -116,7 +116,7 @@ def plan(
             f"--host: got {host} without --simulate, which is the only option with hosts other than this one; give a "
             "number of parameters, e.g. --simulate 100e12, or leave --host out"
         )
-    topology = _world(world, ranks, uplink, local)
+    topology = _plan_world(world, ranks, uplink, local)
     if topology is None:  # another rank prints the plan
         return
     is_one_host = topology.num_hosts == 1 and topology.origin == "planned"
@@ -133,7 +133,7 @@ def plan(
             raise ConfigError(
                 "--table: got a table with --simulate, which has no choices to show; leave one of them out"
             )
-        _simulate(chosen, run, topology, simulate, host or HOST, sample, as_json)
+        _print_simulation(chosen, run, topology, simulate, host or HOST, sample, as_json)
         return
     choice, tables = plan_run(chosen, run, topology, lookups=sample, table=table)
     if as_json:
@@ -142,7 +142,7 @@ def plan(
         print_plan(choice, tables, target, table)
 
 
-def _simulate(
+def _print_simulation(
     config: RunConfig,
     run: Path,
     world: World,
@@ -154,7 +154,7 @@ def _simulate(
     """Print hosts and seconds for a model with that many parameters, scaled from measurements of a smaller model."""
     from colonnade.cli.plan_tables import (
         parse_host_sizes,
-        show_simulation,
+        print_simulation,
         simulate_world,
         simulation_values,
     )
@@ -168,10 +168,10 @@ def _simulate(
     if as_json:
         print(json.dumps(simulation_values(parameters, work, cases), indent=2))
     else:
-        show_simulation(parameters, batch_size, work, cases)
+        print_simulation(parameters, batch_size, work, cases)
 
 
-def _world(
+def _plan_world(
     shape: str | None, ranks: int | None, uplink: str | None, local: str | None
 ) -> World | None:
     """Return the world of the plan: as the options declare it or, under torchrun, the running one with measured links,

@@ -68,7 +68,7 @@ def simulate_world(
     return work, simulate(parameters, work, machine, batch_size)
 
 
-def show_simulation(
+def print_simulation(
     parameters: float, batch_size: int, work: Work, cases: Sequence[Simulated]
 ) -> None:
     """Print one line of measurements, one for each storage of the rows, and one of published figures."""
@@ -130,12 +130,12 @@ def print_plan(
     """Print a plan. target: samples/s for which bytes per second are shown; table: show only its candidates."""
     console = Terminal()
     if table is not None:
-        _show_choices(console, planned, next(t for t in planned.choice.tables if t.name == table))
+        _print_choices(console, planned, next(t for t in planned.choice.tables if t.name == table))
         return
-    _show_memory(console, planned, tables, target or planned.prediction.samples_per_second)
+    _print_memory(console, planned, tables, target or planned.prediction.samples_per_second)
     if planned.world.num_ranks > 1:
-        _show_exchanges(console, planned)
-    _show_totals(console, planned, tables)
+        _print_exchanges(console, planned)
+    _print_totals(console, planned, tables)
 
 
 def cache_bytes(planned: Planned, tables: Sequence[Table]) -> int:
@@ -159,7 +159,7 @@ def _create_grid(columns: Sequence[str], left_aligned: Sequence[str]) -> Grid:
     return grid
 
 
-def _show_memory(console: Console, planned: Planned, tables: Sequence[Table], rate: float) -> None:
+def _print_memory(console: Console, planned: Planned, tables: Sequence[Table], rate: float) -> None:
     console.print(
         f"memory: {planned.profile.samples:,} samples for {planned.plan.num_ranks} rank(s); rows and bytes of "
         f"{'a server' if planned.world.has_servers else 'one'}, "
@@ -190,7 +190,7 @@ def _show_memory(console: Console, planned: Planned, tables: Sequence[Table], ra
         console.print(f"  and {len(lines) - MAX_LINES} more with fewer reads")
 
 
-def _show_exchanges(console: Console, planned: Planned) -> None:
+def _print_exchanges(console: Console, planned: Planned) -> None:
     console.print(
         "\nexchange: exchange and owners of each table; bytes that a rank sends per step, in its host and over its "
         "uplink"
@@ -205,7 +205,7 @@ def _show_exchanges(console: Console, planned: Planned) -> None:
         grid.add_row(
             table.name, _describe_choice(best, planned) + ("!" if table.is_forced else ""),
             format_bytes(best.bytes_over("local")), format_bytes(best.bytes_over("remote")),
-            format_seconds(best.seconds), "-" if runner_up is None else _describe_kind(runner_up),
+            format_seconds(best.seconds), "-" if runner_up is None else _describe_exchange(runner_up),
             "-" if runner_up is None else _format_added_seconds(runner_up.more),
         )  # fmt: skip
     console.print(grid)
@@ -213,10 +213,10 @@ def _show_exchanges(console: Console, planned: Planned) -> None:
         console.print(f"  and {len(lines) - MAX_LINES} more with fewer seconds")
     if any(table.is_forced for table in lines):
         console.print("  !: set by you, not chosen")
-    _show_consumers(console, planned)
+    _print_consumers(console, planned)
 
 
-def _show_consumers(console: Console, planned: Planned) -> None:
+def _print_consumers(console: Console, planned: Planned) -> None:
     """Print whether values or partials of each consumer are sent, if owner ranks could evaluate one of them with this
     or another sharding."""
     consumers = planned.choice.consumers
@@ -234,7 +234,7 @@ def _show_consumers(console: Console, planned: Planned) -> None:
         )
 
 
-def _show_choices(console: Console, planned: Planned, table: TableChoice) -> None:
+def _print_choices(console: Console, planned: Planned, table: TableChoice) -> None:
     console.print(f"choices of table {table.name}; bytes that a rank sends per step", markup=False)
     columns = ("choice", "route", "fetch", "push", "in host", "uplink", "takes", "more")
     grid = _create_grid(columns, ("choice",))
@@ -259,7 +259,7 @@ def _show_choices(console: Console, planned: Planned, table: TableChoice) -> Non
     console.print(str(planned.world))
 
 
-def _show_totals(console: Console, planned: Planned, tables: Sequence[Table]) -> None:
+def _print_totals(console: Console, planned: Planned, tables: Sequence[Table]) -> None:
     console.print()
     prediction = planned.prediction
     used: dict[str, Any] = {"dram": 0, "mapped": 0}
@@ -285,9 +285,9 @@ def _show_totals(console: Console, planned: Planned, tables: Sequence[Table]) ->
         "for each row read or evicted"
     )
     if planned.world.num_ranks > 1:
-        _show_links(console, planned.choice, planned)
+        _print_links(console, planned.choice, planned)
     if planned.advice:
-        _show_advice(console, planned)
+        _print_advice(console, planned)
     if cached_bytes:
         console.print(CACHE_NOT_PREDICTED, markup=False)
     console.print(
@@ -298,7 +298,7 @@ def _show_totals(console: Console, planned: Planned, tables: Sequence[Table]) ->
     )
 
 
-def _show_links(console: Console, choice: Choice, planned: Planned) -> None:
+def _print_links(console: Console, choice: Choice, planned: Planned) -> None:
     prediction, seconds = planned.prediction, choice.seconds
     console.print(str(planned.world))
     if planned.world.origin != "measured":
@@ -321,7 +321,7 @@ def _show_links(console: Console, choice: Choice, planned: Planned) -> None:
     )
 
 
-def _show_advice(console: Console, planned: Planned) -> None:
+def _print_advice(console: Console, planned: Planned) -> None:
     """Print the predicted effect of tower modules on a step, and published figures."""
     step = planned.prediction.step_seconds
     console.print(
@@ -364,7 +364,7 @@ def _describe_owners(sharding: Sharding, planned: Planned) -> str:
     return "servers" if planned.world.has_servers else "all"
 
 
-def _describe_kind(cost: Cost) -> str:
+def _describe_exchange(cost: Cost) -> str:
     if cost.exchange == "replicated":
         return "copies"
     kinds = {

@@ -88,10 +88,10 @@ def run_ranks(
                         pass_fds=[descriptor_of(path) for path in (store, heartbeats, *files)],
                     )
                 )
-            return _watch(ranks, signals)
+            return _watch_ranks(ranks, signals)
         finally:
             signals.clear()
-            _end(ranks, signals)
+            _end_ranks(ranks, signals)
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def _record_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _watch(
+def _watch_ranks(
     ranks: Sequence[subprocess.Popen[bytes]], signals: list[int]
 ) -> Mapping[int, int] | None:
     """Wait until all ranks have ended without failure, one has failed, or a second signal has come."""
@@ -129,7 +129,7 @@ def _watch(
         time.sleep(POLL_SECONDS)
 
 
-def _end(ranks: Sequence[subprocess.Popen[bytes]], signals: Sequence[int]) -> None:
+def _end_ranks(ranks: Sequence[subprocess.Popen[bytes]], signals: Sequence[int]) -> None:
     """End the ranks that still run: by SIGTERM, then by SIGKILL after `END_SECONDS` or one more signal."""
     for rank in ranks:
         rank.terminate()
@@ -160,10 +160,10 @@ def train(
                 "got --at with torchrun --max-restarts, which would go back to that step after every restart; go back "
                 "without restarts first"
             )
-        _die_with_parent()
+        _end_with_launcher()
         return _train_as_rank(config, folder, at)
     if ranks == 1:
-        return _train_here(config, folder, Mesh(), console, at)
+        return _train_in_process(config, folder, Mesh(), console, at)
     if not hasattr(os, "memfd_create"):
         raise ConfigError(
             f"got --ranks {ranks} on {sys.platform}, wanted Linux; train on one rank, or start ranks with torchrun"
@@ -192,9 +192,10 @@ def train(
     return json.loads(text)
 
 
-def _train_here(
+def _train_in_process(
     config: RunConfig, folder: Path, mesh: Mesh, console: Console | None, at: int | None
 ) -> dict[str, Any]:
+    """Train in this process as one rank of `mesh`, and return the summary."""
     from colonnade.cli.table import show_plan
     from colonnade.run.interrupt import stop_on_signals
     from colonnade.run.run import open_run
@@ -219,9 +220,9 @@ def is_under_torchrun() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def rank(config: Path, folder: Path, summary: Path, at: int, launcher: int) -> None:
+def run_rank(config: Path, folder: Path, summary: Path, at: int, launcher: int) -> None:
     """Train as one of the ranks that process `launcher` started; `at` -1: the newest checkpoint."""
-    _die_with_parent()
+    _end_with_launcher()
     if os.getppid() != launcher:  # the launcher was killed before that call
         os._exit(3)
     from colonnade.config.run import load_config
@@ -242,7 +243,7 @@ def _train_as_rank(config: RunConfig, folder: Path, at: int | None) -> dict[str,
     try:
         mesh = open_mesh(timeout=timedelta(seconds=config.train.timeout), verb="train")
         console = Terminal() if mesh.rank == 0 else None
-        summary = _train_here(config, folder, mesh, console, at)
+        summary = _train_in_process(config, folder, mesh, console, at)
         close_mesh(mesh)
     except PeerLost as error:
         print(printable(f"error: {error}"), file=sys.stderr, flush=True)
@@ -257,7 +258,7 @@ def _train_as_rank(config: RunConfig, folder: Path, at: int | None) -> dict[str,
     return summary if mesh.rank == 0 else {}
 
 
-def _die_with_parent() -> None:
+def _end_with_launcher() -> None:
     """Let the kernel end this rank when its launcher is killed, so that it does not train on unnoticed."""
     if sys.platform == "linux":
         set_parent_death_signal = 1

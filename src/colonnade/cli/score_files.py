@@ -94,6 +94,7 @@ class ScoreFile:
             self._temporary_path.unlink(missing_ok=True)
 
     def _open_writer(self, schema: pa.Schema) -> Any:
+        """Open the writer of the output's format on the temporary file."""
         if self.path.suffix == ".parquet":
             return pa.parquet.ParquetWriter(str(self._temporary_path), schema)
         delimiter = "\t" if self.path.suffix == ".tsv" else ","

@@ -108,7 +108,7 @@ def _select_lines(which: str) -> list[tuple[str, str, str, str]]:
     from colonnade.config.run import RunConfig
 
     if which == OPTIONS or which.startswith(f"{OPTIONS}."):
-        return _option_lines(which[len(OPTIONS) + 1 :])
+        return _list_options(which[len(OPTIONS) + 1 :])
     lines = [
         (
             name,
@@ -137,7 +137,7 @@ def _select_lines(which: str) -> list[tuple[str, str, str, str]]:
     return chosen
 
 
-def _option_lines(selected: str) -> list[tuple[str, str, str, str]]:
+def _list_options(selected: str) -> list[tuple[str, str, str, str]]:
     """Return the options of one kind of data, one option of every kind that has it, or all of all."""
     from inspect import signature
 
@@ -164,7 +164,7 @@ def _option_lines(selected: str) -> list[tuple[str, str, str, str]]:
 def _setting_fields(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (name, field) of every setting; a nested section comes before its own settings."""
     for name, field in section.model_fields.items():
-        inner = _section(field.annotation)
+        inner = _section_class(field.annotation)
         if prefix or not hasattr(inner, "model_fields"):
             yield f"{prefix}{name}", field
         if hasattr(inner, "model_fields"):
@@ -172,7 +172,7 @@ def _setting_fields(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from _setting_fields(inner, f"{prefix}{name}.{key}")
 
 
-def _section(annotation: Any) -> Any:
+def _section_class(annotation: Any) -> Any:
     """Return the section class of an annotation, also inside an optional or a mapping; else the annotation."""
     return next((a for a in get_args(annotation) if hasattr(a, "model_fields")), annotation)
 

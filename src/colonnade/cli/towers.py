@@ -184,13 +184,15 @@ def _print_towers(run: Path, towers: TowerMap, out: Path | None) -> None:
         grid.add_column(
             name, justify="left" if name in ("tower", "features") else "right", overflow="fold"
         )
-    for line, features in zip(report.load_lines(towers), towers.partition.towers, strict=True):
+    for line, features in zip(
+        report.format_load_lines(towers), towers.partition.towers, strict=True
+    ):
         grid.add_row(*line, " ".join(features))
     console.print(grid)
     grid = Grid(title="mean |cosine| of two features", title_justify="left")
     for name in report.AFFINITY_COLUMNS:
         grid.add_column(name, justify="left" if name == "towers" else "right")
-    for line in report.affinity_lines(towers):
+    for line in report.format_affinity_lines(towers):
         grid.add_row(*line)
     console.print(grid)
     if towers.silent:
@@ -230,7 +232,7 @@ def _print_prediction(
     model = read_header(run, max(steps))["model"]
     tables, features = model["tables"], model["features"]
     widths = {name: table["dim"] for name, table in tables.items()}
-    floats = sum(_width(widths[table]) for table, _ in features.values())
+    floats = sum(_total_width(widths[table]) for table, _ in features.values())
     samples = batch_size or load_run_config(run).train.samples_per_step
     console = Terminal()
     grid = Grid(
@@ -258,5 +260,5 @@ def _print_prediction(
     )
 
 
-def _width(dim: int | dict[str, int]) -> int:
+def _total_width(dim: int | dict[str, int]) -> int:
     return sum(dim.values()) if isinstance(dim, dict) else dim

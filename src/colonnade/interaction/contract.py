@@ -30,7 +30,7 @@ class Interaction(nn.Module):
     """True if all fields have one dim and are passed as (B, F, D); else they are passed concatenated, (B, W)."""
 
     sequences: int = 0
-    """Number of fields, the last ones, that are sequences, of which the operator reads single rows. `partial` then gets
+    """Number of fields, the last ones, that are sequences: the operator reads their single rows. `partial` then gets
     the other fields, pooled and concatenated, as its context, and `forward` takes (these, rows, offsets)."""
 
     num_dense: int = 0

@@ -54,7 +54,7 @@ class ConcatenatedFields(Interaction):
     @abstractmethod
     def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor: ...
 
-    def _columns(self, values: Tensor, field_indices: Sequence[int] | None) -> Tensor:
+    def _select_columns(self, values: Tensor, field_indices: Sequence[int] | None) -> Tensor:
         """Return the columns of these fields from all columns (..., W)."""
         if field_indices is None or tuple(field_indices) == tuple(range(len(self.dims))):
             return values
@@ -80,7 +80,7 @@ class FieldsLinear(ConcatenatedFields):
         return "rows"
 
     def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
-        return linear(fields, self._columns(self.weight, field_indices).to(fields), None)
+        return linear(fields, self._select_columns(self.weight, field_indices).to(fields), None)
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         return stats
@@ -109,7 +109,7 @@ class NormalizedLinear(ConcatenatedFields):
         return "fields"
 
     def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
-        weight = self._columns(self.weight * self.scale, field_indices).to(fields)
+        weight = self._select_columns(self.weight * self.scale, field_indices).to(fields)
         sums, squares = fields.sum(1, keepdim=True), fields.square().sum(1, keepdim=True)
         return torch.cat([linear(fields, weight, None), sums, squares], dim=1)
 
@@ -157,14 +157,14 @@ class LowRankCross(ConcatenatedFields):
         self.num_dense = num_dense
         width = num_dense + self.starts[-1]
 
-        def uniform(*shape: int, inputs: int) -> nn.Parameter:
+        def uniform_parameter(*shape: int, inputs: int) -> nn.Parameter:
             bound = max(1, inputs) ** -0.5
             return nn.Parameter(torch.empty(*shape).uniform_(-bound, bound))
 
-        self.down = uniform(layers, rank, width, inputs=width)  # V
-        self.up = uniform(layers, rank, width, inputs=rank)  # U, transposed
-        self.bias = uniform(layers, width, inputs=rank)
-        self.last = uniform(out, width, inputs=fan_in or width)
+        self.down = uniform_parameter(layers, rank, width, inputs=width)  # V
+        self.up = uniform_parameter(layers, rank, width, inputs=rank)  # U, transposed
+        self.bias = uniform_parameter(layers, width, inputs=rank)
+        self.last = uniform_parameter(out, width, inputs=fan_in or width)
 
     def width(self, dim: int) -> int:
         layers, rank, _ = self.down.shape
@@ -176,8 +176,8 @@ class LowRankCross(ConcatenatedFields):
 
     def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
         n = self.num_dense
-        return self._statistics(
-            fields, lambda weight: self._columns(weight[..., n:], field_indices)
+        return self._compute_statistics(
+            fields, lambda weight: self._select_columns(weight[..., n:], field_indices)
         )
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
@@ -185,7 +185,9 @@ class LowRankCross(ConcatenatedFields):
         n = self.num_dense
         if n:
             assert dense is not None
-            stats = stats + self._statistics(dense.to(stats), lambda weight: weight[..., :n])
+            stats = stats + self._compute_statistics(
+                dense.to(stats), lambda weight: weight[..., :n]
+            )
         known = stats.new_ones(len(stats), 1)  # 1, t_0, t_1, ... side by side
         for rows in (*self.down, self.last):
             level = stats[:, : len(rows) * known.shape[1]]
@@ -206,7 +208,9 @@ class LowRankCross(ConcatenatedFields):
             x = cross(first, linear(inner, up.T.to(x), bias.to(x)), x)
         return linear(x, self.last.to(x), None)
 
-    def _statistics(self, values: Tensor, select_columns: Callable[[Tensor], Tensor]) -> Tensor:
+    def _compute_statistics(
+        self, values: Tensor, select_columns: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """Compute the statistics of some columns of x_0: (B, W') -> (B, P).
 
         select_columns: function from weights (..., W) to those of these columns."""

@@ -76,9 +76,9 @@ class TowerModule(Interaction):
         weight = next(self.module.parameters(), fields)
         if not len(fields):  # a module need not accept empty batches
             return fields.flatten(1)[:, :1].expand(0, self.out)
-        version = _version(fields)
+        version = _tensor_version(fields)
         output = self.module(fields.to(weight.dtype))
-        if _version(fields) != version:
+        if _tensor_version(fields) != version:
             raise ConfigError(
                 f"tower module {type(self.module).__name__}: got its fields changed in place, wanted them left as they "
                 "are, for others may read them; of torch's layers take inplace=False"
@@ -96,6 +96,6 @@ class TowerModule(Interaction):
         return stats
 
 
-def _version(values: Tensor) -> int:
+def _tensor_version(values: Tensor) -> int:
     """Return the tensor's version, which grows with each change in place; 0 for inference tensors."""
     return 0 if values.is_inference() else values._version

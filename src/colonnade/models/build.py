@@ -116,7 +116,7 @@ def build_model(schema: Schema, config: RunConfig) -> SplitModel:
     arguments |= {name: value for name, value in data_arguments.items() if name in parameters}
     if (unused := TOWER_SETTINGS & set(arguments)) and "tower_dim" not in arguments:
         raise ConfigError(
-            f"model.{min(unused)}: it is of tower modules, and there are none without model.tower_dim; set that, or "
+            f"model.{min(unused)}: it is a setting of tower modules, which need model.tower_dim; set that, or "
             f"leave {min(unused)} out"
         )
     if "towers" in arguments:
@@ -223,7 +223,7 @@ def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[F
     spec = KINDS[config.model.name]
     if not schema.categorical:
         raise ConfigError(
-            f"{config.model.name}: the data has no categorical column, and no model here goes without"
+            f"{config.model.name}: the data has no categorical column, and every model here needs one"
         )
     poolings: dict[str, Pooling] = {"one": "sum", "bag": "mean", "sequence": spec.sequence_pooling}
     first_columns: dict[str, Column] = {}
@@ -282,7 +282,7 @@ def build_retention(columns: Iterable[Column], config: RunConfig) -> dict[str, d
     if unknown := sorted(set(rows.tables) - set(open_tables)):
         raise ConfigError(
             f"embedding.tables.{unknown[0]}: this data has no open table of that name; it has "
-            f"{', '.join(sorted(open_tables)) or 'none: each of its columns says how many ids there are'}"
+            f"{', '.join(sorted(open_tables)) or 'none: each of its columns has a known number of ids'}"
         )
     for name, setting in (
         ("admission", _build_admission(rows.admission)),
@@ -290,7 +290,7 @@ def build_retention(columns: Iterable[Column], config: RunConfig) -> dict[str, d
     ):
         if setting is not None and not open_tables:
             raise ConfigError(
-                f"embedding.{name}: this data has no open table; each of its columns says how many ids there are, and "
+                f"embedding.{name}: this data has no open table; each of its columns has a known number of ids, and "
                 "all rows have room. Leave it out"
             )  # fmt: skip
     return arguments
@@ -334,7 +334,7 @@ def _row_settings(spec: ModelSpec, table: str, tasks: int, config: RunConfig) ->
     width = spec.model.row_width(table, dim, config.model.model_dump())
     if width != int(width):
         raise ConfigError(
-            f"model.dim: got {dim}, of which {config.model.name} gives {width / dim:g} to rows of {table}; "
+            f"model.dim: got {dim}; {config.model.name} uses {width / dim:g} of it for rows of {table}; "
             "wanted an even number"
         )
     dim = int(width)

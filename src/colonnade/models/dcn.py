@@ -1,6 +1,6 @@
-"""Deep & cross network (Wang et al. 2017): cross layers with one weight vector each, beside an MLP.
+"""Deep & cross network (Wang et al. 2017): cross layers with one weight vector each, in parallel with an MLP.
 
-Legend: B samples, n dense columns, W width of x_0 = dense columns and fields side by side, L cross layers, T tasks,
+Legend: B samples, n dense columns, W width of x_0 = dense columns and fields concatenated, L cross layers, T tasks,
 H width of the MLP's first layer.
 """
 

@@ -64,7 +64,7 @@ class DCNv2(Scorer):
             )
         super().__init__()
 
-        def layer(width: int) -> nn.Module:
+        def build_cross_layer(width: int) -> nn.Module:
             if cross_experts > 1 and cross_rank is not None:
                 return MixtureCross(width, cross_rank, cross_experts)
             return MatrixCross(width, cross_rank)
@@ -98,7 +98,7 @@ class DCNv2(Scorer):
         self.inputs = list(consumers)
         self.embeddings = EmbeddingCollection(tables, features, consumers=consumers, seed=seed)
         if self.deep is None:
-            self.cross = nn.ModuleList(layer(width) for _ in range(cross_layers))
+            self.cross = nn.ModuleList(build_cross_layer(width) for _ in range(cross_layers))
             self.top = mlp([width, *top], last_relu=True)
             last = top[-1] if top else width
             self.last = nn.Linear(last + width if self.is_parallel else last, tasks)

@@ -74,8 +74,8 @@ class GraphSAGE(Retriever):
     def forward(self, batch: Batch) -> ContrastiveBatch:
         if not isinstance(batch.key, Held):
             raise DataError(
-                f"graphsage: got a training batch whose key is {type(batch.key).__name__}, wanted Held, which says "
-                "what its queries took; a source of graphs has it"
+                f"graphsage: got a training batch whose key is {type(batch.key).__name__}, wanted Held, with "
+                "the items of each query; a source of graphs has it"
             )
         rows = self.embeddings(batch)
         queries, items = self._embed_role(rows, "query"), self._embed_role(rows, "item")
@@ -95,8 +95,8 @@ class GraphSAGE(Retriever):
         for hop, (own, below) in enumerate(pairwise(levels), 1):
             if len(below) % max(len(own), 1) or len(below) < len(own):
                 raise DataError(
-                    f"graphsage: got {len(below)} nodes in {role}_hop{hop} below {len(own)}, wanted as many, one at "
-                    "least, below each"
+                    f"graphsage: got {len(below)} nodes in {role}_hop{hop} below {len(own)}, wanted "
+                    "equally many, at least one, below each"
                 )
         return self.run_network(levels[0], *levels)
 

@@ -46,7 +46,7 @@ class Distance(KnowledgeGraph):
             raise ConfigError(f"{self.kind}: got norm={norm!r}, wanted 1 or 2")
         if squared and norm == 1:
             raise ConfigError(
-                f"{self.kind}: got squared beside norm=1, which has no root to leave out; set norm=2"
+                f"{self.kind}: got squared with norm=1, which has no root to leave out; set norm=2"
             )
         self.norm, self.squared = norm, squared
 

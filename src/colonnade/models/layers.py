@@ -63,7 +63,7 @@ def mlp(widths: Sequence[int], *, last_relu: bool = False) -> MLP:
 
 
 class SplitMLP(nn.Module):
-    """MLP of dense columns and fields whose first layer gets the fields' part from `build_first_layer`.
+    """MLP of dense columns and fields, without the fields' part of its first layer (see `build_first_layer`).
 
     Both together have the function and the initial values of `mlp([n + sum of dims, *widths])`.
     """
@@ -116,13 +116,13 @@ class MixtureCross(nn.Module):
         super().__init__()
         self.experts = experts
 
-        def uniform(*shape: int, inputs: int) -> nn.Parameter:
+        def uniform_parameter(*shape: int, inputs: int) -> nn.Parameter:
             bound = math.sqrt(1 / inputs)
             return nn.Parameter(torch.empty(*shape).uniform_(-bound, bound))
 
-        self.down = uniform(experts * rank, width, inputs=width)
-        self.core = uniform(experts, rank, rank, inputs=rank)
-        self.up = uniform(experts, rank, width, inputs=rank)
+        self.down = uniform_parameter(experts * rank, width, inputs=width)
+        self.core = uniform_parameter(experts, rank, rank, inputs=rank)
+        self.up = uniform_parameter(experts, rank, width, inputs=rank)
         self.bias = nn.Parameter(torch.zeros(width))
         self.gate = nn.Linear(width, experts, bias=False)
 

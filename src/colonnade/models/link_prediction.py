@@ -152,8 +152,8 @@ class KnowledgeGraph(SplitModel):
             raise ConfigError(f"{self.kind}: got loss={loss!r}, wanted sigmoid or softmax")
         if loss == "softmax" and margin is not None:
             raise ConfigError(
-                f"{self.kind}: got margin={margin:g} beside loss=softmax, which asks by how much one score is above "
-                "the others: what all have cancels; leave margin out, or set loss=sigmoid"
+                f"{self.kind}: got margin={margin:g} with loss=softmax, which depends only on differences of scores: "
+                "the margin cancels; leave margin out, or set loss=sigmoid"
             )
         if not (penalty >= 0 and math.isfinite(penalty)):
             raise ConfigError(
@@ -162,8 +162,8 @@ class KnowledgeGraph(SplitModel):
         entity = next(table for table in tables if table.name == "entity")
         if loss == "softmax" and entity.rows is None:
             raise ConfigError(
-                f"{self.kind}: got loss=softmax and an open table of entities, wanted to know how many there are, of "
-                "which candidates are a sample; give Table('entity') rows, or set loss=sigmoid"
+                f"{self.kind}: got loss=softmax and an open table of entities, wanted their number, since candidates "
+                "are a sample of them; give Table('entity') rows, or set loss=sigmoid"
             )
         self.loss, self.num_entities, self.reciprocal = loss, entity.rows, reciprocal
         self.margin, self.temperature = (
@@ -292,7 +292,7 @@ def binary_triple_loss(
     -log sigmoid(right) and of -log sigmoid(-wrong), the latter weighted by the softmax of the wrong scores.
     """
     weights = (wrong.detach() * temperature).masked_fill(is_excluded, float("-inf")).softmax(1)
-    weights = weights.nan_to_num()  # where no candidate is wrong
+    weights = weights.nan_to_num()  # rows without a wrong candidate
     return -(logsigmoid(right) + (weights * logsigmoid(-wrong)).sum(1)) / 2
 
 
@@ -327,11 +327,13 @@ def rank_answers(model: KnowledgeGraph, batch: Batch, entities: Tensor) -> Tenso
             torch.cat([model.compare(query_chunk, chunk) for chunk in entities.split(CHUNK)], 1)
             for query_chunk in queries.split(QUERIES)
         ] or [queries.new_empty(0, len(entities))]
-        ranks.append(filtered_ranks(torch.cat(scores).cpu(), batch.ids[name].values, answers))
+        ranks.append(
+            compute_filtered_ranks(torch.cat(scores).cpu(), batch.ids[name].values, answers)
+        )
     return torch.cat(ranks)
 
 
-def filtered_ranks(scores: Tensor, truth: Tensor, known: Ids) -> Tensor:
+def compute_filtered_ranks(scores: Tensor, truth: Tensor, known: Ids) -> Tensor:
     """Rank each truth among all entities but the others that are known to be true (Bordes et al. 2013).
 
     scores (B, E), truth (B,) -> (B,) float64 ranks, from 1; equal scores share the mean of their ranks.

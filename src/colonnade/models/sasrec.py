@@ -106,8 +106,8 @@ class SASRec(Retriever):
 
     def forward(self, batch: Batch) -> ContrastiveBatch:
         history, target, negative = (batch.ids[name] for name in SEQUENCES)
-        offsets = _offsets(history)
-        if not torch.equal(offsets, _offsets(target)):
+        offsets = _sequence_offsets(history)
+        if not torch.equal(offsets, _sequence_offsets(target)):
             raise DataError(
                 "sasrec: got histories and targets of different lengths, wanted a target at each place of a history"
             )
@@ -134,7 +134,7 @@ class SASRec(Retriever):
     def queries(self, batch: Batch) -> Tensor:
         """Predict the vector of the item after each history; zeros for an empty history."""
         batch = self.fill_missing_features(batch)
-        offsets = _offsets(batch.ids["history"])
+        offsets = _sequence_offsets(batch.ids["history"])
         rows = self.embeddings(batch)["history"]
         sample, position = self._newest_positions(offsets)
         predictions = self._predict_next(rows, offsets[sample] + position, sample)
@@ -172,5 +172,6 @@ class SASRec(Retriever):
         return predictions.flatten(0, 1).index_select(0, padded_index)
 
 
-def _offsets(ids: Ids) -> Tensor:
+def _sequence_offsets(ids: Ids) -> Tensor:
+    """Return where each sample's sequence begins, and the end; without offsets each sample has one id."""
     return torch.arange(len(ids.values) + 1) if ids.offsets is None else ids.offsets

@@ -28,7 +28,7 @@ class SplitModel(nn.Module):
 
     embeddings: EmbeddingCollection
     autocast: torch.dtype | None = None
-    """Dtype of products in `network`; None: that of its parameters."""
+    """Dtype of products in `network`; None: the dtype of its parameters."""
     towers: Partition | None = None
     """Partition of the features into towers, if the model has one."""
     dense_cost: DenseCost | None = None

@@ -117,6 +117,7 @@ def build_tower_consumers(
 
 
 def _tower_seed(features: Sequence[str], seed: int) -> int:
+    """Derive the seed of a tower's module from the run's seed and the names of its features."""
     text = json.dumps([seed, *features]).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
 
@@ -130,7 +131,7 @@ def check_partition(
     if partition is None:
         if tower_dim is not None:
             raise ConfigError(
-                f"got tower_dim={tower_dim} without towers; say which features stand together (towers), or leave "
+                f"got tower_dim={tower_dim} without towers; give the partition of the features (towers), or leave "
                 "it out"
             )
         return None
@@ -140,7 +141,7 @@ def check_partition(
             [name for name in tower_features if name not in model_features],
             "this model has no such feature",
         ),
-        ([name for name in model_features if name not in tower_features], "it stands in no tower"),
+        ([name for name in model_features if name not in tower_features], "it is in no tower"),
     ):
         if names:
             raise ConfigError(

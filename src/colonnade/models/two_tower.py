@@ -109,6 +109,7 @@ class TwoTower(Retriever):
         return self.augment_items(self._embed(filled)[1], log_q)
 
     def _embed(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the vectors of a batch's queries and items."""
         fields = self.embeddings(batch)
         like = fields["item fields"]
         dense = batch.dense[:, self.dense_columns].to(like)

@@ -108,7 +108,7 @@ class Predictor:
         if verify not in ("lazy", "full"):
             raise ConfigError(f"got verify={verify!r}, choose from 'lazy', 'full'")
         if not is_url(path):
-            return cls._open(Path(path), None, model, at, verify == "full")
+            return cls._open_folder(Path(path), None, model, at, verify == "full")
         if copy is None:
             raise ConfigError(
                 f"{path} is a URL, and rows are mapped from files; give a folder to copy it to: "
@@ -117,13 +117,13 @@ class Predictor:
         source, copy = place_of(path), Path(copy)
         carry(source, place_of(copy))
         try:
-            return cls._open(copy, source, model, at, verify == "full")
+            return cls._open_folder(copy, source, model, at, verify == "full")
         except CorruptionError:
             distrust_copy(copy)
             raise
 
     @classmethod
-    def _open(
+    def _open_folder(
         cls,
         path: Path,
         source: Place | None,
@@ -262,6 +262,7 @@ class Predictor:
                 self.num_failures += 1
 
     def _apply_change(self, following: Following) -> None:
+        """Apply the next published change to rows and weights, between two batches."""
         change = following.next_change(
             find_collection(self.model).tables, dense_weights(self.model)
         )
@@ -277,6 +278,7 @@ class Predictor:
         following.applied(change)
 
     def _open_base(self, following: Following, base: Base) -> None:
+        """Replace rows and weights by those of a full export of the publication."""
         folder = folder_inside(following.folder, base.folder)
         export = read_export(folder)
         check_lengths(folder, export)

@@ -60,7 +60,7 @@ UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"))
 
 def loss_chart(run: RunRecord) -> Figure | None:
     """Draw the training loss, recorded and smoothed."""
-    lines = run.of_kind("train")
+    lines = run.lines_of_kind("train")
     known = [(line["step"], line.get("loss")) for line in lines]
     points = [(step, value) for step, value in known if value is not None]
     if not known:
@@ -128,7 +128,7 @@ def metric_charts(run: RunRecord) -> list[Figure]:
 
 def learning_rate_chart(run: RunRecord) -> Figure | None:
     """Draw the learning rates; None if they are constant, as the settings then show them."""
-    lines = [line for line in run.of_kind("train") if isinstance(line.get("lr"), dict)]
+    lines = [line for line in run.lines_of_kind("train") if isinstance(line.get("lr"), dict)]
     names = dict.fromkeys(name for line in lines for name in line["lr"])
     curves = {
         name: [(line["step"], line["lr"][name]) for line in lines if name in line["lr"]]
@@ -148,7 +148,7 @@ def throughput_chart(run: RunRecord) -> Figure | None:
     """Draw the samples per second of training."""
     points = [
         (line["step"], line["samples_per_second"])
-        for line in run.of_kind("train")
+        for line in run.lines_of_kind("train")
         if line.get("samples_per_second")
     ]
     if not points:
@@ -186,7 +186,7 @@ def phase_total_chart(run: RunRecord) -> Figure | None:
 
 def phase_history_chart(run: RunRecord) -> Figure | None:
     """Draw the milliseconds of a step by phase, stacked, over the steps."""
-    lines = run.of_kind("phases")
+    lines = run.lines_of_kind("phases")
     if len(lines) < 3:
         return None
     spans = steps_between(lines)
@@ -211,7 +211,7 @@ def phase_history_chart(run: RunRecord) -> Figure | None:
 
 def row_source_chart(run: RunRecord) -> Figure | None:
     """Draw the shares of rows that batches found in memory, read from files, or initialised."""
-    lines = [line for line in run.of_kind("rows") if _count_rows(line)]
+    lines = [line for line in run.lines_of_kind("rows") if _count_rows(line)]
     if not lines:
         return None
     labels = {"resident": "already in memory", "read": "read from files", "born": "new"}
@@ -281,7 +281,7 @@ def overlay_charts(runs: Mapping[str, RunRecord]) -> list[Figure]:
     charts = []
     curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for name, run in runs.items():
-        lines = run.of_kind("train")
+        lines = run.lines_of_kind("train")
         known = [(line["step"], line.get("loss")) for line in lines]
         curves.setdefault("training loss", {})[name] = [(s, v) for s, v in known if v is not None]
         for metric, parts in collect_metrics(run).items():
@@ -347,7 +347,7 @@ def steps_between(lines: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _count_steps(run: RunRecord) -> int:
-    return sum(steps_between(run.of_kind("phases")))
+    return sum(steps_between(run.lines_of_kind("phases")))
 
 
 def _describe_interval(lines: Sequence[Mapping[str, Any]]) -> str:

@@ -24,7 +24,7 @@ from colonnade.report.reading import (
     collect_metrics,
     collect_tables,
     find_best,
-    flatten,
+    flatten_settings,
     is_constant,
     is_judged,
     is_number,
@@ -117,7 +117,7 @@ def _speed_lines(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
 
 def find_different_settings(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
     """Return the settings that differ between runs, and of machines the processor, threads and versions."""
-    settings = [flatten(run.config) | _machine(run) for run in runs]
+    settings = [flatten_settings(run.config) | _machine_settings(run) for run in runs]
     names = dict.fromkeys(name for run_settings in settings for name in run_settings)
     missing = object()
     lines = []
@@ -163,11 +163,11 @@ def _build_metric_line(name: str, metric: str, values: Sequence[float | None]) -
 
 
 def _median_rate(run: RunRecord) -> float | None:
-    rates = [v for line in run.of_kind("train") if (v := line.get("samples_per_second"))]
+    rates = [v for line in run.lines_of_kind("train") if (v := line.get("samples_per_second"))]
     return statistics.median(rates) if rates else None
 
 
-def _machine(run: RunRecord) -> dict[str, Any]:
+def _machine_settings(run: RunRecord) -> dict[str, Any]:
     versions = run.machine.get("versions")
     versions = versions if isinstance(versions, dict) else {}
     return {
@@ -210,7 +210,7 @@ def run_page(run: RunRecord) -> str:
         lead=_describe_run(run),
         folder=run.folder.resolve(),
         num_ranks=_count_ranks(run),
-        tiles=headline(run),
+        tiles=build_headline(run),
         evaluations=_evaluation_table(run),
         missed_updates=_missed_table(run),
         copies=_cache_table(run),
@@ -229,7 +229,7 @@ def run_page(run: RunRecord) -> str:
     )  # fmt: skip
 
 
-def headline(run: RunRecord) -> list[tuple[str, str, str]]:
+def build_headline(run: RunRecord) -> list[tuple[str, str, str]]:
     """Return the headline figures as (name, value, unit): metrics at the selected step, then speed and size."""
     tiles = []
     choice = select_evaluation(run)
@@ -245,13 +245,15 @@ def headline(run: RunRecord) -> list[tuple[str, str, str]]:
                 choice.description,
             )
         )
-    rates = [v for line in run.of_kind("train") if (v := line.get("samples_per_second"))]
+    rates = [v for line in run.lines_of_kind("train") if (v := line.get("samples_per_second"))]
     if rates:
         tiles.append(("throughput", format_count(statistics.median(rates)), "samples/s"))
     tiles.append(("trained", format_count(run.step), "steps"))
     if run.seconds:
         tiles.append(("time", format_seconds(run.seconds), ""))
-    if scales := [line["loss_scale"] for line in run.of_kind("train") if "loss_scale" in line]:
+    if scales := [
+        line["loss_scale"] for line in run.lines_of_kind("train") if "loss_scale" in line
+    ]:
         skipped = run.summary.get("skipped", 0)
         tiles.append(("loss scale", f"{scales[-1]:,g}", f"{skipped:,} steps skipped"))
     tables = collect_tables(run)
@@ -301,7 +303,7 @@ def _describe_run(run: RunRecord) -> str:
 
 def _evaluation_table(run: RunRecord) -> NumberTable | None:
     """Return a table of evaluations with the selected one marked, the newest ones if there are many; None if none."""
-    lines = run.of_kind("evaluate")
+    lines = run.lines_of_kind("evaluate")
     if not lines:
         return None
     metrics = collect_metrics(run)
@@ -427,13 +429,13 @@ def _tower_tables(towers: tower_map.TowerMap) -> list[NumberTable]:
     return [
         NumberTable(
             columns=tower_map.AFFINITY_COLUMNS,
-            rows=tower_map.affinity_lines(towers),
+            rows=tower_map.format_affinity_lines(towers),
             title="Mean |cosine| of two features",
             note="For pairs inside a tower, and for pairs across towers.",
         ),
         NumberTable(
             columns=tower_map.LOAD_COLUMNS,
-            rows=tower_map.load_lines(towers),
+            rows=tower_map.format_load_lines(towers),
             title="Load of each tower",
         ),
     ]
@@ -444,7 +446,7 @@ def _size_table(tables: list[TableFigures]) -> NumberTable | None:
     tables."""
     if not tables:
         return None
-    rows = [_table_line(t) for t in tables[:MAX_TABLE_LINES]]
+    rows = [_format_table_line(t) for t in tables[:MAX_TABLE_LINES]]
     rest = tables[MAX_TABLE_LINES:]
     if rest:
         total = TableFigures(
@@ -457,7 +459,7 @@ def _size_table(tables: list[TableFigures]) -> NumberTable | None:
             sum(t.lookups or 0 for t in rest),
             sum(t.unique or 0 for t in rest),
         )
-        rows.append(_table_line(total))
+        rows.append(_format_table_line(total))
     return NumberTable(
         columns=[
             "table", "rows in memory", "rows in files", "memory", "files", "lookups a batch",
@@ -468,19 +470,19 @@ def _size_table(tables: list[TableFigures]) -> NumberTable | None:
     )  # fmt: skip
 
 
-def _table_line(t: TableFigures) -> list[str]:
+def _format_table_line(t: TableFigures) -> list[str]:
     return [
         t.name,
         format_count(t.rows_in_memory),
         format_count(t.rows_in_files),
         format_bytes(t.bytes_in_memory),
         format_bytes(t.bytes_in_files),
-        format_count(_round(t.lookups)),
-        format_count(_round(t.unique)),
+        format_count(_round_count(t.lookups)),
+        format_count(_round_count(t.unique)),
     ]
 
 
-def _round(value: float | None) -> float | None:
+def _round_count(value: float | None) -> float | None:
     return None if value is None else round(value)
 
 
@@ -499,7 +501,9 @@ def _plan_facts(run: RunRecord) -> dict[str, Any]:
     if isinstance(prediction, dict) and is_number(prediction.get("samples_per_second")):
         measured = run.summary.get("samples_per_second")
         predicted = format_count(round(prediction["samples_per_second"]))
-        plan["samples/s predicted"] = f"{predicted}, measured {format_count(_round(measured))}"
+        plan["samples/s predicted"] = (
+            f"{predicted}, measured {format_count(_round_count(measured))}"
+        )
         plan["what limits"] = prediction.get("limit", "-")
     if tables := run.plan.get("tables"):
         plan["tables"] = len(tables)

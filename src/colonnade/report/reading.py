@@ -108,7 +108,7 @@ def clean_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
             valid[name] = [
                 t for t in tables if isinstance(t, Mapping) and isinstance(t.get("name"), str)
             ]
-        elif _is_size(str(name)):
+        elif _is_size_name(str(name)):
             if value is None or is_number(value):
                 valid[str(name)] = value
         elif isinstance(value, Mapping):
@@ -129,7 +129,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | bool) or is_number(value)
 
 
-def _is_size(name: str) -> bool:
+def _is_size_name(name: str) -> bool:
     return name.endswith("_bytes") or name == "num_ranks"
 
 
@@ -152,9 +152,11 @@ class RunRecord:
 
     @property
     def name(self) -> str:
+        """Name of the run folder."""
         return self.folder.resolve().name
 
-    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+    def lines_of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """Return the lines of one kind, oldest first."""
         return [line for line in self.lines if line["kind"] == kind]
 
     @property
@@ -195,16 +197,16 @@ def read_run(folder: Path) -> RunRecord:
     if row_lines := read_lines(folder / ROWS_FILE_NAME):  # written by another rank
         lines += [line for line in map(clean_line, row_lines) if line is not None]
         lines.sort(key=lambda line: line.get("time") or 0.0)
-    summary = clean_summary(_load(folder / "summary.json", "colonnade summary"))
+    summary = clean_summary(_load_file(folder / "summary.json", "colonnade summary"))
     if summary and lines:
         written = (folder / "summary.json").stat().st_mtime
         if float(lines[-1].get("time") or 0) > written + 1:  # the summary is of an earlier call
             summary = {}
     return RunRecord(
         folder,
-        clean_config(_load(folder / "config.yaml", "colonnade config")),
-        clean_facts(_load(folder / "plan.json", "colonnade plan")),
-        clean_facts(_load(folder / "machine.json", "colonnade machine")),
+        clean_config(_load_file(folder / "config.yaml", "colonnade config")),
+        clean_facts(_load_file(folder / "plan.json", "colonnade plan")),
+        clean_facts(_load_file(folder / "machine.json", "colonnade machine")),
         summary,
         tuple(lines),
         tuple(list_checkpoints(folder)),
@@ -214,7 +216,7 @@ def read_run(folder: Path) -> RunRecord:
 def collect_metrics(run: RunRecord) -> dict[str, dict[str, list[tuple[int, float]]]]:
     """Return {metric: {part: [(step, value)]}} of the run's evaluations; parts are validation, test, ..."""
     metrics: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
-    for line in run.of_kind("evaluate"):
+    for line in run.lines_of_kind("evaluate"):
         for name, value in line.items():
             part, _, metric = name.partition("_")
             if metric and is_number(value):
@@ -245,7 +247,7 @@ class SelectedEvaluation:
 
 def select_evaluation(run: RunRecord) -> SelectedEvaluation | None:
     """Select the evaluation that stands for the run; None without evaluations."""
-    lines, metrics = run.of_kind("evaluate"), collect_metrics(run)
+    lines, metrics = run.lines_of_kind("evaluate"), collect_metrics(run)
     judged = [m for m, parts in metrics.items() if "validation" in parts and is_judged(m)]
     train = run.config.get("train")
     monitor = train.get("monitor") if isinstance(train, Mapping) else None
@@ -272,7 +274,7 @@ def value_at_selection(
 def sum_lines(run: RunRecord, kind: str) -> dict[str, float]:
     """Return the sums of the values of one kind of line over the run, by name."""
     total: dict[str, float] = defaultdict(float)
-    for line in run.of_kind(kind):
+    for line in run.lines_of_kind(kind):
         for name, value in line.items():
             if name not in ("step", "time") and is_number(value):
                 total[name] += value
@@ -294,6 +296,7 @@ class TableFigures:
 
     @property
     def rows_known(self) -> int:
+        """Number of the table's rows in memory or in files, whichever is larger."""
         return max(self.rows_in_memory or 0, self.rows_in_files or 0)
 
 
@@ -301,9 +304,9 @@ def collect_tables(run: RunRecord) -> list[TableFigures]:
     """Return the run's tables, most bytes first."""
     size_by_table: Mapping[str, Any] = run.summary.get("tables") or {}
     if not size_by_table:
-        lines = run.of_kind("tables")
+        lines = run.lines_of_kind("tables")
         size_by_table = lines[-1].get("tables", {}) if lines else {}
-    traffic = run.of_kind("traffic")
+    traffic = run.lines_of_kind("traffic")
     plan_by_table = {table.get("name"): table for table in run.plan.get("tables", [])}
     names = dict.fromkeys(
         [*plan_by_table, *size_by_table, *(n for line in traffic for n in line["lookups"])]
@@ -328,12 +331,12 @@ def collect_tables(run: RunRecord) -> list[TableFigures]:
     )
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested mappings to dotted names: {"train": {"epochs": 3}} -> {"train.epochs": 3}."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         path = f"{prefix}{name}"
-        flat |= flatten(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
+        flat |= flatten_settings(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
     return flat
 
 
@@ -343,7 +346,7 @@ def _median(values: list[Any]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _load(path: Path, name: str) -> dict[str, Any]:
+def _load_file(path: Path, name: str) -> dict[str, Any]:
     """Read a JSON or YAML file of the folder, of format `name`; {} if it is absent. A killed run may have left a part
     of one."""
     try:

@@ -58,7 +58,7 @@ def sum_tiers(run: RunRecord) -> dict[str, TierCounts]:
     if run.summary.get("tiers"):
         return {name: TierCounts.of(values) for name, values in run.summary["tiers"].items()}
     sums: dict[str, TierCounts] = {}
-    for line in run.of_kind("tiers"):
+    for line in run.lines_of_kind("tiers"):
         for name, values in line["tiers"].items():
             earlier, counts = sums.get(name, TierCounts()), TierCounts.of(values)
             # Current levels are not summed.
@@ -69,7 +69,7 @@ def sum_tiers(run: RunRecord) -> dict[str, TierCounts]:
 
 def tier_charts(run: RunRecord) -> list[Figure | None]:
     """Draw the charts of the run's tiers; None for each without data."""
-    lines = [line for line in run.of_kind("tiers") if line["tiers"]]
+    lines = [line for line in run.lines_of_kind("tiers") if line["tiers"]]
     return [
         _hit_rate_chart(lines),
         _request_rate_chart(lines, "reads", "Reads from below", "reads/s", 1.0),
@@ -80,11 +80,11 @@ def tier_charts(run: RunRecord) -> list[Figure | None]:
     ]
 
 
-def _names(lines: list[dict]) -> list[str]:
+def _tier_names(lines: list[dict]) -> list[str]:
     return list(dict.fromkeys(name for line in lines for name in line["tiers"]))
 
 
-def _points(lines: list[dict], name: str) -> list[tuple[int, float, TierCounts]]:
+def _tier_points(lines: list[dict], name: str) -> list[tuple[int, float, TierCounts]]:
     """Return (step, seconds, counts) of each line that has the tier."""
     return [
         (line["step"], line.get("seconds") or 0.0, TierCounts.of(line["tiers"][name]))
@@ -95,10 +95,10 @@ def _points(lines: list[dict], name: str) -> list[tuple[int, float, TierCounts]]
 
 def _hit_rate_chart(lines: list[dict]) -> Figure | None:
     data = []
-    for number, name in enumerate(_names(lines)):
+    for number, name in enumerate(_tier_names(lines)):
         points = [
             (step, 100 * counts.hit_rate)
-            for step, _, counts in _points(lines, name)
+            for step, _, counts in _tier_points(lines, name)
             if counts.hit_rate is not None
         ]
         if points:
@@ -115,10 +115,10 @@ def _request_rate_chart(
     lines: list[dict], field: str, title: str, y: str, unit: float
 ) -> Figure | None:
     data = []
-    for number, name in enumerate(_names(lines)):
+    for number, name in enumerate(_tier_names(lines)):
         points = [
             (step, getattr(counts, field) / unit / seconds)
-            for step, seconds, counts in _points(lines, name)
+            for step, seconds, counts in _tier_points(lines, name)
             if seconds > 0
         ]
         if any(value for _, value in points):
@@ -130,11 +130,11 @@ def _request_rate_chart(
 
 def _byte_rate_chart(lines: list[dict]) -> Figure | None:
     data: list[dict] = []
-    for name in _names(lines)[1:]:
+    for name in _tier_names(lines)[1:]:
         for field, words in (("read_bytes", "read"), ("written_bytes", "written")):
             points = [
                 (step, getattr(counts, field) / MIB / seconds)
-                for step, seconds, counts in _points(lines, name)
+                for step, seconds, counts in _tier_points(lines, name)
                 if seconds > 0
             ]
             if any(value for _, value in points):
@@ -167,8 +167,8 @@ def _waiting_chart(lines: list[dict]) -> Figure | None:
 def _write_amplification_chart(lines: list[dict]) -> Figure | None:
     """Draw the write amplification so far. That of a single line means little: it writes rows of earlier lines."""
     data = []
-    for number, name in enumerate(_names(lines)):
-        points = _points(lines, name)
+    for number, name in enumerate(_tier_names(lines)):
+        points = _tier_points(lines, name)
         written = accumulate(counts.written_bytes for _, _, counts in points)
         payload = accumulate(counts.payload_bytes for _, _, counts in points)
         ratios = [
@@ -184,8 +184,10 @@ def _write_amplification_chart(lines: list[dict]) -> Figure | None:
 
 def _lifetime_chart(lines: list[dict]) -> Figure | None:
     data = []
-    for number, name in enumerate(_names(lines)):
-        points = [(step, counts.lifetime_bytes / MIB) for step, _, counts in _points(lines, name)]
+    for number, name in enumerate(_tier_names(lines)):
+        points = [
+            (step, counts.lifetime_bytes / MIB) for step, _, counts in _tier_points(lines, name)
+        ]
         if any(value for _, value in points):
             data.append(line_trace(*thin_points(points), name, COLORS[number % len(COLORS)]))
     if not data:

@@ -68,7 +68,7 @@ def feature_chart(tower_map: TowerMap) -> Figure:
     return figure
 
 
-def load_lines(tower_map: TowerMap) -> list[list[str]]:
+def format_load_lines(tower_map: TowerMap) -> list[list[str]]:
     """Return the cells of LOAD_COLUMNS, one line per tower."""
     loads = tower_map.learned
     return [
@@ -79,7 +79,7 @@ def load_lines(tower_map: TowerMap) -> list[list[str]]:
     ]
 
 
-def affinity_lines(tower_map: TowerMap) -> list[list[str]]:
+def format_affinity_lines(tower_map: TowerMap) -> list[list[str]]:
     """Return the cells of AFFINITY_COLUMNS, the learned towers first."""
     partitions: Sequence[tuple[str, Measures]] = (
         ("learned", tower_map.learned),

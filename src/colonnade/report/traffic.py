@@ -27,7 +27,7 @@ Key = tuple[str, str]
 def sum_traffic(run: RunRecord, what: str = "bytes") -> dict[Key, float]:
     """Sum "bytes" or "messages" over the lines of the run, by (channel, link)."""
     sums: dict[Key, float] = {}
-    for line in run.of_kind("sent"):
+    for line in run.lines_of_kind("sent"):
         for key, number in flatten_counts(line[what]).items():
             sums[key] = sums.get(key, 0.0) + number
     return sums
@@ -43,16 +43,20 @@ def build_traffic_lines(
 ) -> list[list[str]]:
     """Return the cells of COLUMNS, most bytes first, then a sum for each link that has several lines."""
     order = sorted(sent, key=lambda key: -sent[key])
-    lines = [_line(*key, sent[key], messages.get(key), steps) for key in order]
+    lines = [_format_line(*key, sent[key], messages.get(key), steps) for key in order]
     for link in dict.fromkeys(link for _, link in order):
         channels = [key for key in order if key[1] == link]
         if len(channels) > 1:
             total = sum(messages.get(key, 0.0) for key in channels)
-            lines.append(_line("all", link, sum(sent[key] for key in channels), total, steps))
+            lines.append(
+                _format_line("all", link, sum(sent[key] for key in channels), total, steps)
+            )
     return lines
 
 
-def _line(channel: str, link: str, size: float, messages: float | None, steps: float) -> list[str]:
+def _format_line(
+    channel: str, link: str, size: float, messages: float | None, steps: float
+) -> list[str]:
     per_step = max(steps, 1.0)
     rate = None if messages is None else messages / per_step
     words = LINK_WORDS.get(link, link)
@@ -61,13 +65,13 @@ def _line(channel: str, link: str, size: float, messages: float | None, steps: f
 
 def count_steps(run: RunRecord) -> float:
     """Return the number of steps that the lines cover."""
-    lines = run.of_kind("sent")
+    lines = run.lines_of_kind("sent")
     return sum(steps_between(lines)) if lines else 0.0
 
 
 def sent_bytes_chart(run: RunRecord) -> Figure | None:
     """Draw the bytes sent per step, stacked by channel and link; None in a world of one."""
-    lines = run.of_kind("sent")
+    lines = run.lines_of_kind("sent")
     keys = sorted(sum_traffic(run), key=lambda key: (key[1], -sum_traffic(run)[key]))
     if not keys:
         return None
