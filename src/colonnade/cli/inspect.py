@@ -117,7 +117,7 @@ def _inspect_checkpoint(path: Path) -> None:
             "checkpoint of step": f"{header['step']:,}",
             "ranks": header["num_ranks"],
             "written by": f"colonnade {header.get('colonnade', '-')}",
-            "dense weights": f"{sum(_multiply_sizes(s) for s in model['dense'].values()):,} in {len(model['dense'])} tensors",
+            "dense weights": f"{sum(_num_elements(s) for s in model['dense'].values()):,} in {len(model['dense'])} tensors",
             "features": len(model["features"]),
         }
     )
@@ -133,7 +133,7 @@ def _inspect_checkpoint(path: Path) -> None:
         inputs, outputs = tower["floats"]
         towers.append(
             (name, ", ".join(tower["features"]), tower["module"], f"{inputs:,}", f"{outputs:,}",
-             f"{inputs / outputs:.2f}", f"{sum(map(_multiply_sizes, shapes)):,}")
+             f"{inputs / outputs:.2f}", f"{sum(map(_num_elements, shapes)):,}")
         )  # fmt: skip
     _print_table(("tower", "fields", "module", "floats in", "out", "ratio", "parameters"), towers)
 
@@ -275,7 +275,7 @@ def _folder_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def _multiply_sizes(shape: Sequence[int]) -> int:
+def _num_elements(shape: Sequence[int]) -> int:
     product = 1
     for size in shape:
         product *= size
