@@ -117,7 +117,7 @@ def _inspect_checkpoint(path: Path) -> None:
             "checkpoint of step": f"{header['step']:,}",
             "ranks": header["num_ranks"],
             "written by": f"colonnade {header.get('colonnade', '-')}",
-            "dense weights": f"{sum(_num_elements(s) for s in model['dense'].values()):,} in {len(model['dense'])} tensors",
+            "dense weights": f"{sum(map(_num_elements, model['dense'].values())):,} in {len(model['dense'])} tensors",
             "features": len(model["features"]),
         }
     )
