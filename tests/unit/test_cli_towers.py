@@ -136,7 +136,7 @@ def test_predictions_are_marked_as_such(trained, colonnade):
         "--local", "450GB/s", "--latency", 10, "--batch-size", 2048, "--compute", 5,
     )  # fmt: skip
     assert status == 0
-    for words in ("prediction", "8x8", "64x8", "1.9x", "measured by nobody", "computes 5 ms"):
+    for words in ("prediction", "8x8", "64x8", "1.9x", "not a measurement", "computes 5 ms"):
         assert words in said
     assert not (trained / "towers.json").exists()
 

@@ -30,8 +30,9 @@ def bench(
         bool, typer.Option(help="Fewer rounds: to try the bench, not to quote its figures.")
     ] = False,
 ) -> None:
-    """Compare the speed of Colonnade and other libraries, interleaved in one run, and print a table. Options that only
-    one bench has (towers-quality: --samples, --seeds) are passed on to it."""
+    """Compare the speed of Colonnade and other libraries, interleaved in one run.
+
+    Options that only one bench has (towers-quality: --samples, --seeds) are passed on to it."""
     name = name.replace("-", "_")
     known = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem != "harness")
     if name not in known:

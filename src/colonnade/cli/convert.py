@@ -43,8 +43,9 @@ def criteo(
     rows_per_group: RowsPerGroup = ROWS_PER_GROUP,
     force: Force = False,
 ) -> None:
-    """Convert Criteo display-ads text: columns label, I1 .. I13 (empty = null), C1 .. C26 (integers; empty =
-    4294967296)."""
+    """Convert Criteo display-ads text.
+
+    Columns: label, I1 .. I13 (empty = null), C1 .. C26 (integers; empty = 4294967296)."""
     from colonnade.data.tabular.convert import check_target, open_criteo_conversion
 
     check_target(source, target, overwrite=force)
@@ -73,8 +74,9 @@ def csv(
     rows_per_group: RowsPerGroup = ROWS_PER_GROUP,
     force: Force = False,
 ) -> None:
-    """Convert CSV. A column becomes integers, numbers or text: the first type that keeps all its values; empty =
-    null."""
+    """Convert CSV.
+
+    A column becomes integers, numbers or text: the first type that keeps all its values unchanged; empty = null."""
     from colonnade.data.tabular.convert import check_target, open_csv_conversion
 
     check_target(source, target, overwrite=force)

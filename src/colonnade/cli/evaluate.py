@@ -30,8 +30,9 @@ def evaluate(
         ),
     ] = None,
 ) -> None:
-    """Compute AUC and log loss, or the model's own metrics, of a checkpoint. The checkpoint may come from any number of
-    ranks; the folder is not changed."""
+    """Compute the metrics of a checkpoint: AUC and log loss, or the model's own.
+
+    The checkpoint may come from any number of ranks. The folder is not changed."""
     from colonnade.checkpoint.header import describe_choice, resolve
     from colonnade.comm.mesh import Mesh
     from colonnade.run.run import load_run_config, open_run

@@ -104,8 +104,9 @@ def plan(
         bool, typer.Option("--json", help="Print plan, prediction and measurements as JSON.")
     ] = False,
 ) -> None:
-    """Profile a sample, measure tiers and links, choose where rows are stored and how values are exchanged, and predict
-    the speed. Writes nothing."""
+    """Choose where rows are stored and how values are exchanged, and predict the speed of training.
+
+    The command profiles a sample of the data and measures tiers and links. It writes nothing."""
     from colonnade.cli.plan_tables import print_plan
     from colonnade.cli.train import build_config
     from colonnade.config.run import override

@@ -57,8 +57,10 @@ def predict(
         typer.Option(min=1, help="Samples scored at a time; default: the batch size of training."),
     ] = None,
 ) -> None:
-    """Score files with a trained model. Scores equal those of evaluating the same checkpoint bit for bit; rows are
-    mapped read-only, without training state."""
+    """Score files with a trained model.
+
+    Scores equal those of evaluating the same checkpoint, bit for bit. Rows are mapped read-only, without training
+    state."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,

@@ -22,8 +22,7 @@ def report(
         Path | None, typer.Option(help="File for the page; default: report.html in the run folder.")
     ] = None,
 ) -> None:
-    """Write a page about a run: losses and metrics, throughput, phases of a step, row sources, tables, settings,
-    machine."""
+    """Write a run's report: metrics, throughput, time by phase, rows, tables, settings, machine."""
     from colonnade.report.page import write_page
     from colonnade.report.pages import run_page
     from colonnade.report.reading import read_run

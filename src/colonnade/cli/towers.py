@@ -76,8 +76,9 @@ def towers(
         typer.Option(min=1, help="For --predict: samples per rank; default: the run's batch size."),
     ] = None,
 ) -> None:
-    """Group a run's features into towers and compare them with striped and random ones; or predict the savings of
-    towers."""
+    """Group a run's features into towers, or predict the savings of towers.
+
+    The towers are compared with striped and random ones."""
     if num is None and not predict:
         raise ConfigError(
             "got neither --towers nor --predict, wanted --towers N, or --predict HOSTSxRANKS"

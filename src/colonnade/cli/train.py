@@ -100,8 +100,9 @@ def train(
         ),
     ] = None,
 ) -> None:
-    """Train a model, evaluate it after every epoch and save checkpoints to the run folder. Ctrl-C saves a checkpoint
-    and ends."""
+    """Train a model, evaluate it after every epoch and save checkpoints to the run folder.
+
+    Ctrl-C saves a checkpoint and ends."""
     short = {
         "model.name": model,
         "train.epochs": epochs,

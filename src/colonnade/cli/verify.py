@@ -33,8 +33,9 @@ def verify(
         typer.Option(help="New path of a directory of plan.memory.ssd that was moved. Repeatable."),
     ] = None,
 ) -> None:
-    """Read all files of a checkpoint, an export or a publication, rows included, and name every damaged or missing
-    file. Changes nothing."""
+    """Check all files of a checkpoint, an export or a publication, and name damaged or missing ones.
+
+    All bytes are read, rows included. Nothing is changed."""
     from colonnade.checkpoint.completeness import verify_checkpoint
     from colonnade.checkpoint.header import resolve
     from colonnade.publish.exported import MODEL, verify_export
