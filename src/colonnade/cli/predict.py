@@ -84,9 +84,7 @@ def predict(
     with Predictor.open(model, at=at) as predictor:
         config = predictor.config
         assert config is not None  # since the model could be built
-        share_schema = (
-            data in FORMATS and config.data.name in FORMATS
-        )  # the schema serves both readers
+        share_schema = data in FORMATS and config.data.name in FORMATS
         source = open_inputs(
             data or config.data.name,
             config.data.path if path is None else path,

@@ -220,12 +220,8 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
             raise ConfigError(f"--set got {pair!r}, wanted name=value, e.g. --set train.epochs=3")
         try:
             settings[name] = ast.literal_eval(text)
-        except (
-            ValueError,
-            SyntaxError,
-            RecursionError,
-            MemoryError,
-        ):  # the last two: nested too deeply
+        # RecursionError and MemoryError: nested too deeply.
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
             settings[name] = (
                 _parse_yaml(text) if text[:1] in "[{" else LITERALS.get(text.lower(), text)
             )

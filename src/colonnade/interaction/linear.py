@@ -188,7 +188,7 @@ class LowRankCross(ConcatenatedFields):
             stats = stats + self._compute_statistics(
                 dense.to(stats), lambda weight: weight[..., :n]
             )
-        known = stats.new_ones(len(stats), 1)  # 1, t_0, t_1, ... side by side
+        known = stats.new_ones(len(stats), 1)  # 1, t_0, t_1, ... concatenated
         for rows in (*self.down, self.last):
             level = stats[:, : len(rows) * known.shape[1]]
             stats = stats[:, level.shape[1] :]

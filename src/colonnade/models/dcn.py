@@ -73,15 +73,15 @@ class DCN(Scorer):
         assert isinstance(first, FieldsLinear)
         rows = num_layers + tasks
         weights = torch.cat([self.weights[:rows], first.weight[:rows]], dim=1)  # (L + T, W)
-        biases = self.biases.cumsum(0)  # c_1 .. c_L
+        bias_sums = self.biases.cumsum(0)  # c_1 .. c_L
         scale = torch.ones_like(products[:, :1])  # a_l
         for layer in range(num_layers):
             product = scale * crossed[:, layer : layer + 1]
             if layer:
-                product = product + (weights[layer] * biases[layer - 1]).sum()
+                product = product + (weights[layer] * bias_sums[layer - 1]).sum()
             scale = scale + product
         logits = scale * last
         if num_layers:
-            logits = logits + (weights[num_layers:] * biases[-1]).sum(1)
+            logits = logits + (weights[num_layers:] * bias_sums[-1]).sum(1)
         hidden = hidden + self.bias
         return logits + self.top(hidden.relu() if len(self.top) else hidden)

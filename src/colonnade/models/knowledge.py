@@ -122,8 +122,8 @@ class ComplEx(DistMult):
 class RotatE(Distance):
     """RotatE, with the score -|h * exp(i r) - t|: a relation rotates each complex element of an entity.
 
-    A relation's row is initialised within its initializer's scale, which corresponds to a half turn; a step of the
-    optimizer rotates by the same fraction.
+    A relation's row is initialised within +- its initializer's scale, which covers the whole circle. A step of the
+    optimizer rotates by the same fraction of it.
     """
 
     relation_share = 0.5

@@ -36,11 +36,9 @@ class ContrastiveBatch:
 
     queries: Tensor  # (P, D)
     positives: Tensor  # (P, D)
-    weight: Tensor  # (P,) on the CPU, as all that follows but candidates
+    weight: Tensor  # (P,); on the CPU, like all fields below except `candidates`
     sample: Tensor  # (P,) int64: the sample of each position, ascending
-    known: tuple[
-        Tensor, Tensor
-    ]  # (sample, item), (T,) int64 each: items that are no candidates of the sample
+    known: tuple[Tensor, Tensor]  # (sample, item), (T,) int64 each: items to exclude
     candidates: Tensor  # (M, D)
     candidate_ids: Tensor  # (M,) int64
     # (P,): log of the probability that the item is drawn as a candidate, up to a constant

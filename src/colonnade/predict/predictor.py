@@ -75,9 +75,8 @@ class Predictor:
         """Number of failed refreshes by `follow` since the predictor was opened."""
         self._is_full = is_full
         self._failure: BaseException | None = None  # of the newest refresh by `follow`
-        self._torn: BaseException | None = (
-            None  # error that left rows and weights of different checkpoints
-        )
+        # Error that left rows and weights of different checkpoints.
+        self._torn: BaseException | None = None
         self._following: Following | None = None
         self._lock = threading.Lock()  # protects rows and weights
         self._refresh_lock = threading.Lock()  # one `refresh` at a time

@@ -292,7 +292,7 @@ class TableFigures:
     bytes_in_memory: int
     bytes_in_files: int
     lookups: float | None  # of the median batch
-    unique: float | None  # different rows of the median batch
+    unique: float | None  # distinct rows of the median batch
 
     @property
     def rows_known(self) -> int:
