@@ -105,9 +105,8 @@ class TwoTower(Retriever):
         """Return the vectors of items, (B, D). The batch needs the dense column `log_q` if the model has one, and no
         other dense column."""
         filled, log_q = self.fill_missing_features(batch), self.log_frequency(batch)
-        filled.dense = torch.zeros(
-            batch.size, len(self.dense_columns) + 1
-        )  # items use no dense column
+        # Items use no dense column.
+        filled.dense = torch.zeros(batch.size, len(self.dense_columns) + 1)
         return self.augment_items(self._embed(filled)[1], log_q)
 
     def _embed(self, batch: Batch) -> tuple[Tensor, Tensor]:

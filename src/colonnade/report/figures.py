@@ -86,7 +86,7 @@ def loss_chart(run: RunRecord) -> Figure | None:
 def metric_charts(run: RunRecord) -> list[Figure]:
     """Draw a chart for each metric that was evaluated more than once, with the selected step marked."""
     charts: list[Figure] = []
-    choice = select_evaluation(run)
+    selection = select_evaluation(run)
     order = ("test", "validation", "train")
     for metric, parts in collect_metrics(run).items():
         if is_constant(metric) or len(charts) == MAX_METRICS:
@@ -98,8 +98,8 @@ def metric_charts(run: RunRecord) -> list[Figure]:
             points = parts[part]
             steps, values = [p[0] for p in points], [p[1] for p in points]
             data.append(line_trace(steps, values, part, COLORS[number % len(COLORS)], markers=True))
-            if is_judged(metric) and choice is not None:
-                step, value = value_at_selection(choice, points)
+            if is_judged(metric) and selection is not None:
+                step, value = value_at_selection(selection, points)
                 note.append(f"{part} {format_metric(metric, value)} at step {step:,}")
                 data.append(
                     {

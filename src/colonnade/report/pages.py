@@ -60,13 +60,13 @@ def build_figure_lines(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
 
 def _metric_lines(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
     lines: list[ComparisonLine] = []
-    evaluated, choices = (
+    evaluated, selections = (
         [collect_metrics(run) for run in runs],
         [select_evaluation(run) for run in runs],
     )
-    if any(choices):
+    if any(selections):
         lines.append(
-            ComparisonLine("chosen step", tuple(c.description if c else "-" for c in choices))
+            ComparisonLine("chosen step", tuple(c.description if c else "-" for c in selections))
         )
     pairs = dict.fromkeys(
         (metric, part)
@@ -80,7 +80,7 @@ def _metric_lines(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
         if is_judged(metric):
             chosen = [
                 value_at_selection(c, p)[1] if c and p else None
-                for c, p in zip(choices, points, strict=True)
+                for c, p in zip(selections, points, strict=True)
             ]
             lines.append(_build_metric_line(f"{name}, chosen", metric, chosen))
         elif is_constant(metric):
@@ -232,17 +232,19 @@ def run_page(run: RunRecord) -> str:
 def build_headline(run: RunRecord) -> list[tuple[str, str, str]]:
     """Return the headline figures as (name, value, unit): metrics at the selected step, then speed and size."""
     tiles = []
-    choice = select_evaluation(run)
-    judged = {m: p for m, p in collect_metrics(run).items() if is_judged(m) and choice is not None}
+    selection = select_evaluation(run)
+    judged = {
+        m: p for m, p in collect_metrics(run).items() if is_judged(m) and selection is not None
+    }
     for metric, parts in list(judged.items())[:MAX_METRIC_TILES]:
-        assert choice is not None
+        assert selection is not None
         part = "test" if "test" in parts else next(iter(parts))
-        value = value_at_selection(choice, parts[part])[1]
+        value = value_at_selection(selection, parts[part])[1]
         tiles.append(
             (
                 f"{part} {format_metric_name(metric)}",
                 format_metric(metric, value),
-                choice.description,
+                selection.description,
             )
         )
     rates = [v for line in run.lines_of_kind("train") if (v := line.get("samples_per_second"))]
@@ -309,13 +311,13 @@ def _evaluation_table(run: RunRecord) -> NumberTable | None:
     metrics = collect_metrics(run)
     shown = [(part, metric) for metric, parts in metrics.items() for part in parts]
     shown = [pair for pair in shown if not is_constant(pair[1])][:MAX_COLUMNS]
-    choice = select_evaluation(run)
-    assert choice is not None
+    selection = select_evaluation(run)
+    assert selection is not None
     rows: list[list[str]] = []
     marked: dict[int, list[int]] = {}
     for line in lines[-MAX_TABLE_LINES:]:
         values = [format_metric(m, line.get(f"{part}_{m}")) for part, m in shown]
-        if line["step"] == choice.step:
+        if line["step"] == selection.step:
             marked[len(rows)] = [2 + i for i, pair in enumerate(shown) if is_judged(pair[1])]
         rows.append([f"{line['step']:,}", str(line.get("epoch", "-")), *values])
     limit_note = f" The newest {len(rows)} of {len(lines)}." if len(rows) < len(lines) else ""
@@ -323,7 +325,7 @@ def _evaluation_table(run: RunRecord) -> NumberTable | None:
         columns=["step", "epoch", *(f"{part} {format_metric_name(m)}" for part, m in shown)],
         rows=rows,
         title="Evaluations",
-        note=f"Marked: {choice.description}.{limit_note}",
+        note=f"Marked: {selection.description}.{limit_note}",
         best=marked,
         wide=range(5, 2 + len(shown)),
     )

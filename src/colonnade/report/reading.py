@@ -192,8 +192,8 @@ def read_run(folder: Path) -> RunRecord:
             f"{folder} is no run folder: it has neither config.yaml nor {FILE_NAME}. "
             "Give a folder that `colonnade train` wrote"
         )
-    valid_lines = [clean_line(line) for line in read_lines(folder / FILE_NAME)]
-    lines = [line for line in valid_lines if line is not None]
+    parsed_lines = [clean_line(line) for line in read_lines(folder / FILE_NAME)]
+    lines = [line for line in parsed_lines if line is not None]
     if row_lines := read_lines(folder / ROWS_FILE_NAME):  # written by another rank
         lines += [line for line in map(clean_line, row_lines) if line is not None]
         lines.sort(key=lambda line: line.get("time") or 0.0)
@@ -264,10 +264,10 @@ def select_evaluation(run: RunRecord) -> SelectedEvaluation | None:
 
 
 def value_at_selection(
-    choice: SelectedEvaluation, points: list[tuple[int, float]]
+    selection: SelectedEvaluation, points: list[tuple[int, float]]
 ) -> tuple[int, float]:
     """Return the (step, value) of a metric at the selected step; else the last one before, else the first."""
-    earlier = [point for point in points if point[0] <= choice.step]
+    earlier = [point for point in points if point[0] <= selection.step]
     return earlier[-1] if earlier else points[0]
 
 
