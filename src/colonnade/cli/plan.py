@@ -22,10 +22,10 @@ HOST = "480GiB:8TiB"
 """Default memory and disk of a host for --simulate."""
 
 EXAMPLES = (
-    "The command counts row uses in a sample of the data, times the disk and the model, and gives each table the "
-    "memory that saves most reads. For several ranks each table gets the sharding and exchange that cost least on the "
-    "links: those of --world, --uplink and --local, or, under torchrun, as measured. [bold]colonnade train[/bold] does "
-    "the same with --set plan.placement=profiled and auto for plan.exchange, plan.sharding; at the end it compares the "
+    "The command writes nothing. It counts row uses in a sample of the data, times the disk and the model, and gives "
+    "each table the memory that saves most reads. For several ranks each table gets the sharding and exchange that cost "
+    "least on the links: those of --world, --uplink and --local, or, under torchrun, as measured. [bold]colonnade "
+    "train[/bold] does the same with --set plan.placement=profiled and auto for plan.exchange, plan.sharding; at the end it compares the "
     "prediction with what it measured.\n\n"
     "[bold]Examples[/bold]\n\n"
     "  colonnade plan --data synthetic --dram 16MiB\n\n"
@@ -77,7 +77,7 @@ def plan(
         str | None, typer.Option(help="Bandwidth of a host's link to other hosts, e.g. 10Gbit.")
     ] = None,
     local: Annotated[
-        str | None, typer.Option(help="Bandwidth from a rank to another on its host, e.g. 5GB/s.")
+        str | None, typer.Option(help="Bandwidth between ranks of a host, e.g. 5GB/s.")
     ] = None,
     table: Annotated[
         str | None, typer.Option(help="Show all candidate shardings and exchanges of this table.")
@@ -87,16 +87,14 @@ def plan(
     ] = None,
     target: Annotated[
         float | None,
-        typer.Option(min=1.0, help="Samples/s for which MB/s are shown; default: as predicted."),
+        typer.Option(min=1.0, help="Samples/s to show MB/s for; default: as predicted."),
     ] = None,
     simulate: Annotated[
         float | None,
         typer.Option(min=1.0, help="Simulate a model of this many parameters: hosts and seconds."),
     ] = None,
     host: HostOption = None,
-    sample: Annotated[
-        int, typer.Option(min=1, help="Number of lookups in the profiled sample.")
-    ] = 1 << 20,
+    sample: Annotated[int, typer.Option(min=1, help="Lookups in the profiled sample.")] = 1 << 20,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Any setting, as in train. Repeatable.")
     ] = None,
@@ -104,9 +102,7 @@ def plan(
         bool, typer.Option("--json", help="Print plan, prediction and measurements as JSON.")
     ] = False,
 ) -> None:
-    """Choose where rows are stored and how values are exchanged, and predict the speed of training.
-
-    The command profiles a sample of the data and measures tiers and links. It writes nothing."""
+    """Choose where rows are stored and how values are exchanged, and predict the speed of training."""
     from colonnade.cli.plan_tables import print_plan
     from colonnade.cli.train import build_config
     from colonnade.config.run import override

@@ -78,9 +78,7 @@ def train(
     ] = None,
     ranks: Annotated[
         int,
-        typer.Option(
-            min=1, help="Number of processes, on this machine; no port is open to other machines."
-        ),
+        typer.Option(min=1, help="Processes on this machine; no port is open to other machines."),
     ] = 1,
     at: Annotated[
         int | None, typer.Option(help="Saved step of the run folder to go back to before training.")
@@ -100,9 +98,7 @@ def train(
         ),
     ] = None,
 ) -> None:
-    """Train a model, evaluate it after every epoch and save checkpoints to the run folder.
-
-    Ctrl-C saves a checkpoint and ends."""
+    """Train a model, evaluate it after every epoch and save checkpoints; Ctrl-C saves a checkpoint and ends."""
     short = {
         "model.name": model,
         "train.epochs": epochs,
