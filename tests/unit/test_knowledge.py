@@ -435,7 +435,7 @@ def test_what_does_not_fit_is_refused():
         build("transe", squared=True)
     with pytest.raises(ConfigError, match="got loss='hinge', wanted sigmoid or softmax"):
         build("complex", loss="hinge")
-    with pytest.raises(ConfigError, match=r"got margin=3 beside loss=softmax.*leave margin out"):
+    with pytest.raises(ConfigError, match=r"got margin=3 with loss=softmax.*leave margin out"):
         build("transe", loss="softmax", margin=3.0)
     with pytest.raises(ConfigError, match=r"open table of entities.*Table"):
         build("transe", loss="softmax", entities=None)
