@@ -36,7 +36,7 @@ from colonnade.comm.traffic import Traffic
 from colonnade.config.run import build_config, override
 from colonnade.data import open_batches
 from colonnade.errors import ConfigError
-from colonnade.models.retriever import Retrieval
+from colonnade.models.retriever import RetrievalObjective
 from colonnade.plan.cost.table_stats import table_loads
 from colonnade.plan.measure.profile import profile
 from colonnade.plan.search import choose
@@ -350,7 +350,7 @@ def retrieved(mesh, servers):
         if mesh.is_server:
             collection(batch)
         else:
-            Retrieval().loss(model, batch, trainers).backward()
+            RetrievalObjective().loss(model, batch, trainers).backward()
         dense.reduce(finite=collection.pipeline.gradients.are_finite(), stop=False)
         rows.step(agreed=True)
         optimizer.step()
