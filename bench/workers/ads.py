@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, spans
+from colonnade.data.contract import START, Column, Position, Schema, rank_blocks
 from colonnade.data.counter import permutation, stream_key, words
 
 FIELDS, EACH = 20, 10
@@ -104,7 +104,9 @@ class Ads:
     def batches(
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
-        blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        blocks = rank_blocks(
+            self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
+        )
         return (self.read(begin, end) for begin, end in blocks)
 
     def read(self, begin: int, end: int) -> Batch:

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, Splits, spans
+from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
 from colonnade.data.counter import mix64
 from colonnade.data.lines import LineFile, excerpt, field_error, locate, open_lines
 from colonnade.data.tensors import Columns, TensorSource
@@ -136,7 +136,9 @@ class CriteoSource:
         num_ranks: int = 1,
         start: Position = START,
     ) -> Iterator[Batch]:
-        blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        blocks = rank_blocks(
+            self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
+        )
         return chain.from_iterable(map(self._read_run, _runs(blocks)))
 
     def read(self, begin: int, end: int) -> Batch:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, Splits, spans
+from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
 from colonnade.data.counter import Words, stream_key, words
 from colonnade.data.sets.interactions import (
     LOG_Q,
@@ -23,7 +23,7 @@ from colonnade.data.sets.interactions import (
     QuerySource,
     join,
 )
-from colonnade.data.tensors import Columns, take_ids
+from colonnade.data.tensors import Columns, gather_ids
 from colonnade.errors import ConfigError
 
 NODE = "node"
@@ -178,7 +178,9 @@ class NeighbourSource:
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
         pairs = self.pairs.batches(batch_size, rank=rank, num_ranks=num_ranks, start=start)
-        blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        blocks = rank_blocks(
+            self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
+        )
         return (
             self._with_neighbours(batch, begin, start.epoch)
             for batch, (begin, _) in zip(pairs, blocks, strict=True)
@@ -194,4 +196,4 @@ class NeighbourSource:
                 role, nodes[number], self.graph, self.fan_outs, key, begin, nodes[1 - number]
             )
         truth = Ids(items, torch.arange(batch.size + 1))
-        return replace(batch, ids=ids, key=Held(truth, take_ids(self.taken, queries)))
+        return replace(batch, ids=ids, key=Held(truth, gather_ids(self.taken, queries)))

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, Splits, spans
+from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
 from colonnade.data.counter import permutation, stream_key, words
-from colonnade.data.tensors import Columns, take_ids
+from colonnade.data.tensors import Columns, gather_ids
 
 LOG_Q = "log_q"
 """Dense column of a pair: log of its item's share of the training interactions."""
@@ -134,7 +134,7 @@ class PairSource:
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
         pairs = self._pairs()
-        blocks = spans(len(pairs), batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        blocks = rank_blocks(len(pairs), batch_size, rank=rank, num_ranks=num_ranks, start=start)
         order = pairs[_order(len(pairs), self.shuffle_key, start.epoch)]
         lists, log_shares = self.found.train, self.found.log_shares()
         if self.order == "shuffled":
@@ -145,8 +145,8 @@ class PairSource:
         assert bags.offsets is not None
         users_B = torch.searchsorted(bags.offsets, pairs_B, right=True) - 1
         items_B = bags.values[pairs_B]
-        ids = {name: take_ids(column, users_B) for name, column in self.found.users.items()}
-        ids |= {name: take_ids(column, items_B) for name, column in self.found.items.items()}
+        ids = {name: gather_ids(column, users_B) for name, column in self.found.users.items()}
+        ids |= {name: gather_ids(column, items_B) for name, column in self.found.items.items()}
         begins_B = bags.offsets[users_B]
         sizes_B = bags.offsets[users_B + 1] - begins_B
         lengths_B = (sizes_B - 1).clamp(max=self.max_history)
@@ -185,7 +185,7 @@ class SequenceSource:
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
         users = self._users()
-        blocks = spans(len(users), batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        blocks = rank_blocks(len(users), batch_size, rank=rank, num_ranks=num_ranks, start=start)
         users = users[_order(len(users), self.shuffle_key, start.epoch)]
         lists = self.found.train
         if self.order == "shuffled":
@@ -193,7 +193,7 @@ class SequenceSource:
         return (self._take(lists, users[begin:end], start.epoch) for begin, end in blocks)
 
     def _take(self, lists: Ids, users_B: Tensor, epoch: int) -> Batch:
-        chosen = newest(take_ids(lists, users_B), self.max_history + 1)
+        chosen = newest(gather_ids(lists, users_B), self.max_history + 1)
         assert chosen.offsets is not None
         lengths_B = chosen.offsets.diff() - 1
         offsets, place_E = _ramps(lengths_B)
@@ -236,14 +236,14 @@ class QuerySource:
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
         users = self._users()
-        blocks = spans(len(users), batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        blocks = rank_blocks(len(users), batch_size, rank=rank, num_ranks=num_ranks, start=start)
         return (self._take(users[begin:end]) for begin, end in blocks)
 
     def _take(self, users_B: Tensor) -> Batch:
-        ids = {name: take_ids(column, users_B) for name, column in self.users.items()}
+        ids = {name: gather_ids(column, users_B) for name, column in self.users.items()}
         if self.history is not None:
-            ids["history"] = newest(take_ids(self.history, users_B), self.max_history)
-        key = Held(take_ids(self.truth, users_B), take_ids(self.seen, users_B))
+            ids["history"] = newest(gather_ids(self.history, users_B), self.max_history)
+        key = Held(gather_ids(self.truth, users_B), gather_ids(self.seen, users_B))
         dense = torch.zeros(len(users_B), len(self.schema.dense))
         return Batch(len(users_B), dense, ids, group=users_B, key=key)
 

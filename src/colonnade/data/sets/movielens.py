@@ -21,7 +21,7 @@ from torch import Tensor
 from colonnade.batch import Ids
 from colonnade.data.contract import Column, Schema, Splits
 from colonnade.data.lines import excerpt, field_error, locate, open_lines
-from colonnade.data.tensors import Columns, TensorSource, take_ids
+from colonnade.data.tensors import Columns, TensorSource, gather_ids
 from colonnade.errors import DataError
 
 FOLDER = "ml-1m"
@@ -62,7 +62,7 @@ def open_movielens(path: str | Path | None = None, *, seed: int = 0) -> Splits:
             columns.append(Column(name, len(distinct)))
             ids[name] = Ids(torch.from_numpy(index).index_select(0, rows))
     columns.append(Column("genres", len(movies.genre_names), kind="bag"))
-    ids["genres"] = take_ids(movies.genres, movie_row)
+    ids["genres"] = gather_ids(movies.genres, movie_row)
 
     schema = Schema(dense=(), categorical=tuple(columns))
     label = (rating >= POSITIVE_RATING).to(torch.float32).reshape(-1, 1)

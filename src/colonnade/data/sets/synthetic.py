@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, Splits, spans
+from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
 from colonnade.data.counter import GAMMA, MASK, mix64, permutation, stream_key, words
 from colonnade.errors import ConfigError
 
@@ -429,7 +429,9 @@ class SyntheticSource:
         num_ranks: int = 1,
         start: Position = START,
     ) -> Iterator[Batch]:
-        blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        blocks = rank_blocks(
+            self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
+        )
         return (self.read(begin, end) for begin, end in blocks)
 
     def read(self, begin: int, end: int) -> Batch:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, Splits, spans
+from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
 from colonnade.data.counter import permutation, stream_key, words
 from colonnade.errors import ConfigError
 
@@ -160,7 +160,7 @@ class TripleSource:
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
         size = len(self.triples)
-        blocks = spans(size, batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        blocks = rank_blocks(size, batch_size, rank=rank, num_ranks=num_ranks, start=start)
         order = torch.arange(size)
         if self.is_shuffled:
             order = torch.from_numpy(permutation(size, stream_key(self.shuffle_key, start.epoch)))

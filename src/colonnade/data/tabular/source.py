@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import Field as Limits
 
 from colonnade.config.validation import Expected, Fraction, validate_fields
-from colonnade.data.contract import START, Position, Schema, Splits, spans
+from colonnade.data.contract import START, Position, Schema, Splits, rank_blocks
 from colonnade.data.counter import mix64, permutation, stream_key
 from colonnade.data.tabular.chunk import Chunk, join
 from colonnade.data.tabular.declaration import Declaration
@@ -126,7 +126,9 @@ class TableSource:
         num_ranks: int = 1,
         start: Position = START,
     ) -> Iterator[Batch]:
-        blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        blocks = rank_blocks(
+            self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
+        )
         return self._batches(blocks, self.windows(start.epoch), start.step * batch_size)
 
     def windows(self, epoch: int) -> Windows:
