@@ -24,7 +24,7 @@ from colonnade.data.sets.criteo import (
     NAMES,
     check_line,
     open_criteo,
-    parse,
+    parse_lines,
 )
 from colonnade.errors import ColonnadeError, ConfigError, DataError
 
@@ -266,7 +266,7 @@ def test_no_damage_is_read_as_if_it_were_data(data):
     lines = GOOD[0].encode() + b"\n" + bytes(line) + b"\n"
     path = Path("train.txt")  # for messages only
     try:
-        label, dense, ids = parse(lines, 2, path=path, first_line=1)
+        label, dense, ids = parse_lines(lines, 2, path=path, first_line=1)
     except DataError as error:
         with pytest.raises(DataError, match="line 2"):
             check_line(bytes(line), path, 2)

@@ -324,7 +324,7 @@ def read_ahead(splits: Splits, num_processes: int) -> Splits:
 
 @dataclass(frozen=True, eq=False)
 class _RunReader(IterableDataset):
-    """Data set that, in process w of n, yields runs w, w + n, ... of `steps` steps, each with the error that ended it."""
+    """Data set that yields runs w, w + n, ... of `steps` steps in process w of n, with the error that ended a run."""
 
     source: Source
     batch_size: int
