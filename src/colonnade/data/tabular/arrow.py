@@ -1,4 +1,4 @@
-"""What an Arrow column holds: texts, integers, numbers, lists; in a dictionary or plain."""
+"""Type checks of Arrow columns: texts, integers, numbers, times and lists, plain or dictionary-encoded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Dtype = Literal["text", "integer"]
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Of a column or, of a dictionary, its values."""
+    """Return whether a column, or the values of a dictionary-encoded one, are strings or bytes."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view,
@@ -40,20 +40,20 @@ def is_list(kind: pa.DataType) -> bool:
     )
 
 
-def dtype_in(kind: pa.DataType) -> Dtype | None:
-    """What ids a column of this type holds; None: none."""
+def id_dtype_of(kind: pa.DataType) -> Dtype | None:
+    """Return the dtype of the ids that a column of this type (or its lists) holds; None: it holds no ids."""
     if is_list(kind):
         kind = kind.value_type
     return "text" if is_text(kind) else "integer" if is_integer(kind) else None
 
 
-def typed(array: pa.Array) -> pa.Array:
-    """A column of nulls only is one of missing texts."""
+def replace_null_type(array: pa.Array) -> pa.Array:
+    """Cast a column of Arrow's null type to missing texts; return other columns unchanged."""
     return array.cast(pa.string()) if pa.types.is_null(array.type) else array
 
 
-def one_array(column: pa.ChunkedArray) -> pa.Array:
-    """The values in one piece."""
+def combine_chunks(column: pa.ChunkedArray) -> pa.Array:
+    """Return the values of a chunked column as one array."""
     if column.num_chunks == 1:
         return column.chunk(0)
     return column.combine_chunks() if column.num_chunks else pa.array([], column.type)
