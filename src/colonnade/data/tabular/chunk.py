@@ -30,7 +30,7 @@ class Bags:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Encoded columns of S samples. `ids` are in the order of the schema's categorical columns. Arrays are read-only."""
+    """Encoded columns of S samples, never written to. `ids` are in the order of the schema's categorical columns."""
 
     dense: Floats  # (S, n)
     ids: tuple[Longs | Bags, ...]

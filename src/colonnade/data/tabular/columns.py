@@ -59,13 +59,13 @@ def check_columns(
 
 def check_unique_names(path: Path, names: Sequence[str]) -> None:
     """Raise DataError for a repeated column name."""
-    checked: set[str] = set()
+    unique: set[str] = set()
     for name in names:
-        if name in checked:
+        if name in unique:
             raise DataError(
                 f"{path}: got two columns named {name!r}, wanted each name once. Rename one of them"
             )
-        checked.add(name)
+        unique.add(name)
 
 
 def resolve_dtypes(

@@ -45,7 +45,7 @@ from colonnade.formats import parse_yaml, read_text
 
 @dataclass(frozen=True, slots=True)
 class FileSchema:
-    """Fields of a file, in the order in which the model reads them. Raises ConfigError if they contradict each other."""
+    """Fields of a file, in the order in which the model reads them. Raises ConfigError if they are inconsistent."""
 
     fields: tuple[DeclaredField, ...]
     hash_version: int = HASH_VERSION
@@ -83,8 +83,9 @@ class FileSchema:
             other = first.setdefault(field.table, field)
             if other.num_rows != field.num_rows:
                 raise ConfigError(
-                    f"fields {other.name!r} and {field.name!r} share the table {field.table!r}: got {_describe_rows(other)} "
-                    f"and {_describe_rows(field)}, wanted the same. Declare their ids alike, or give them tables of their own"
+                    f"fields {other.name!r} and {field.name!r} share the table {field.table!r}: got "
+                    f"{_describe_rows(other)} and {_describe_rows(field)}, wanted the same. Declare their ids alike, or "
+                    "give them tables of their own"
                 )
 
     @property
@@ -135,7 +136,7 @@ class FileSchema:
 
     @staticmethod
     def from_dict(values: object) -> FileSchema:
-        """Build a schema from plain values. Raises ConfigError naming field and setting; suggests a name for unknown keys."""
+        """Build a schema from plain values. Raises ConfigError naming field and setting, and the nearest known name."""
         if not isinstance(values, Mapping):
             raise ConfigError(
                 f"got {type(values).__name__} {str(values)[:60]!r} as a schema, wanted a mapping with `fields:`"

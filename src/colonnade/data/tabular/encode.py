@@ -475,23 +475,23 @@ def encode_block(
         raise number_error(numbers[j], columns[numbers[j].column], int(row))
 
     ids: dict[str, Longs | Bags] = {}
-    for categorical_field in file_schema.categorical:
-        if isinstance(categorical_field, Cross):
+    for id_field in file_schema.categorical:
+        if isinstance(id_field, Cross):
             continue
-        array = columns[categorical_field.column]
-        if isinstance(categorical_field, Bucket):
-            ids[categorical_field.name] = encode_bucket(categorical_field, array)
-        elif isinstance(categorical_field, Time):
-            ids[categorical_field.name] = encode_time(categorical_field, array)
-        elif isinstance(categorical_field, Category):
-            ids[categorical_field.name] = encode_ids(categorical_field, array)
+        array = columns[id_field.column]
+        if isinstance(id_field, Bucket):
+            ids[id_field.name] = encode_bucket(id_field, array)
+        elif isinstance(id_field, Time):
+            ids[id_field.name] = encode_time(id_field, array)
+        elif isinstance(id_field, Category):
+            ids[id_field.name] = encode_ids(id_field, array)
         else:
             weights = (
-                columns[categorical_field.weights]
-                if isinstance(categorical_field, Bag) and categorical_field.weights
+                columns[id_field.weights]
+                if isinstance(id_field, Bag) and id_field.weights
                 else None
             )
-            ids[categorical_field.name] = encode_lists(categorical_field, array, weights)
+            ids[id_field.name] = encode_lists(id_field, array, weights)
     for cross in file_schema.categorical:
         if isinstance(cross, Cross):
             crossed = combine_ids([ids[part] for part in cross.of])  # type: ignore[misc]

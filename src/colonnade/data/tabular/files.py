@@ -62,7 +62,7 @@ class TableFile(Protocol):
         ...
 
     def bind_schema(self, file_schema: FileSchema, split_by: str | None) -> TableFile:
-        """Return the file prepared to be read under a schema with all dtypes. Raises DataError for unsuitable columns."""
+        """Return the file as read under a schema with all dtypes set. Raises DataError for unsuitable columns."""
         ...
 
     def read_block(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
@@ -146,8 +146,8 @@ def read_first_rows(file: TableFile, num_rows: int) -> Mapping[str, pa.Array]:
 def build_data_error(file: TableFile, block: int, fault: InvalidValue) -> DataError:
     """Build the error that names file, row and column of an invalid value."""
     return DataError(
-        f"{file.path}, {file.describe_row(block, fault.row)}, column {fault.column}: got {fault.got}, wanted {fault.wanted}. "
-        f"{fault.fix}"
+        f"{file.path}, {file.describe_row(block, fault.row)}, column {fault.column}: got {fault.got}, wanted "
+        f"{fault.wanted}. {fault.fix}"
     )
 
 

@@ -63,7 +63,7 @@ def find_row_ends(text: bytes, quote: int | None, in_quotes: bool = False) -> ND
 
 
 def index_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: int) -> TextRows:
-    """Read the file once to index its rows. Raises DataError: empty, compressed, another encoding, an unclosed quote."""
+    """Read the file once to index its rows. Raises DataError: empty, compressed, not UTF-8, an unclosed quote."""
     check_regular(path)
     code = None if quote is None else ord(quote)
     offsets: list[int] = [0]
