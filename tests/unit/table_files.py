@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from colonnade.data.tabular.file_schema import FileSchema
 
+from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.fields import (
     Bag,
     Bucket,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from colonnade.data.tabular.file_schema import FileSchema
 from hypothesis import given
 from hypothesis import strategies as st
 from table_files import DECLARATION
 
 from colonnade.data import load_declaration
 from colonnade.data.contract import Column, Schema
+from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.fields import (
     Bag,
     Bucket,

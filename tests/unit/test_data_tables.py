@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from colonnade.data.tabular.file_schema import FileSchema
 from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +20,7 @@ from table_files import DECLARATION, cut, samples, write_csv, write_folder, writ
 
 from colonnade.data import Position, infer_schema, open_source
 from colonnade.data.counter import mix64, stream_key
+from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.fields import (
     Bag,
     Bucket,

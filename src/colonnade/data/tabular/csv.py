@@ -145,7 +145,7 @@ class CsvFile:
     def parse_block(
         self, text: bytes, block: int, columns: Sequence[str] | None, types: dict[str, pa.DataType]
     ) -> pa.Table:
-        """Parse the text of a block. `columns` None: all; pyarrow chooses the types not in `types`. Raises DataError."""
+        """Parse the text of a block. `columns` None: all; pyarrow chooses types not in `types`. Raises DataError."""
         dialect = self.dialect
         reason = "its rows are not those of its lines; do quotes stand in pairs?"
         try:

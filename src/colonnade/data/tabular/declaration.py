@@ -84,8 +84,8 @@ class FileSchema:
             if other.num_rows != field.num_rows:
                 raise ConfigError(
                     f"fields {other.name!r} and {field.name!r} share the table {field.table!r}: got "
-                    f"{_describe_rows(other)} and {_describe_rows(field)}, wanted the same. Declare their ids alike, or "
-                    "give them tables of their own"
+                    f"{_describe_rows(other)} and {_describe_rows(field)}, wanted the same. Declare their ids alike, "
+                    "or give them tables of their own"
                 )
 
     @property

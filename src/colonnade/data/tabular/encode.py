@@ -77,8 +77,13 @@ def number_error(field: Number, array: pa.Array, row: int) -> InvalidValue:
     """Build the error for a number that is missing, infinite, or too large for float32."""
     value = read_numbers(field, array.slice(row, 1))[0]
     if np.isnan(value):
-        return InvalidValue(row, field.column, "nothing", "a number",
-                     f"Say what a missing {field.name} is: `missing: 0.0` is common")  # fmt: skip
+        return InvalidValue(
+            row,
+            field.column,
+            "nothing",
+            "a number",
+            f"Say what a missing {field.name} is: `missing: 0.0` is common",
+        )
     wanted = "a finite number" if np.isinf(value) else "one that float32 holds once transformed"
     return InvalidValue(row, field.column, f"{value:g}", wanted)
 
@@ -163,8 +168,12 @@ def parse_times(
             try:
                 read_times(array.slice(row, 1))
             except pa.ArrowInvalid:
-                raise InvalidValue(row, field.column, repr(str(array[row]))[:60],
-                            "a time such as 2024-05-31T12:00:00, or Unix seconds") from None  # fmt: skip
+                raise InvalidValue(
+                    row,
+                    field.column,
+                    repr(str(array[row]))[:60],
+                    "a time such as 2024-05-31T12:00:00, or Unix seconds",
+                ) from None
         raise
 
 
@@ -183,16 +192,26 @@ def encode_label(field: Label, array: pa.Array) -> Floats:
         x = read_numbers(field, array)
     missing = np.isnan(x)
     if missing.any() and field.missing == "error":
-        raise InvalidValue(int(missing.argmax()), field.column, "nothing", "a label",
-                    "Remove the row, or declare `missing: unknown`")  # fmt: skip
+        raise InvalidValue(
+            int(missing.argmax()),
+            field.column,
+            "nothing",
+            "a label",
+            "Remove the row, or declare `missing: unknown`",
+        )
     if field.at_least is not None:
         x = np.where(missing, np.nan, x >= field.at_least)
     elif field.kind == "binary":
         bad = (x != 0) & (x != 1) & ~missing
         if bad.any():
             row = int(bad.argmax())
-            raise InvalidValue(row, field.column, f"{x[row]:g}", "a label that is 0 or 1",
-                        "Declare at_least= to make one of a number, or `kind: number` for your own loss")  # fmt: skip
+            raise InvalidValue(
+                row,
+                field.column,
+                f"{x[row]:g}",
+                "a label that is 0 or 1",
+                "Declare at_least= to make one of a number, or `kind: number` for your own loss",
+            )
     elif np.isinf(x).any():
         row = int(np.isinf(x).argmax())
         raise InvalidValue(row, field.column, f"{x[row]:g}", "a finite number")
@@ -240,8 +259,13 @@ def encode_ids(field: Category | Bag | Sequence, array: pa.Array) -> Longs:
         is_outside = (ids < 0) | (ids >= field.cardinality)
         if is_outside.any():
             row = int(is_outside.argmax())
-            raise InvalidValue(row, field.column, str(array[row].as_py()), f"an id 0 .. {field.cardinality - 1}",
-                        "Raise the cardinality, or declare rows= to hash")  # fmt: skip
+            raise InvalidValue(
+                row,
+                field.column,
+                str(array[row].as_py()),
+                f"an id 0 .. {field.cardinality - 1}",
+                "Raise the cardinality, or declare rows= to hash",
+            )
     else:
         ids = to_open_ids(array)
         missing_id = MISSING_ID
@@ -288,9 +312,13 @@ def _check_text_lengths(field: Category | Bag | Sequence | Group | Key, array: p
     lengths = np.diff(text_buffers(array)[0])
     row = int(lengths.argmax())
     if lengths[row] > MAX_TEXT_BYTES:
-        raise InvalidValue(row, field.column, f"a text of {lengths[row]:,} bytes",
-                    f"at most {MAX_TEXT_BYTES:,} bytes, as an id",
-                    "Leave the column out of the schema, or hash such texts yourself")  # fmt: skip
+        raise InvalidValue(
+            row,
+            field.column,
+            f"a text of {lengths[row]:,} bytes",
+            f"at most {MAX_TEXT_BYTES:,} bytes, as an id",
+            "Leave the column out of the schema, or hash such texts yourself",
+        )
 
 
 def _missing_mask(array: pa.Array) -> NDArray[np.bool_] | None:
@@ -335,9 +363,13 @@ def _look_up_vocabulary(
     if unknown.any():
         if field.unknown_rows == 0:
             row = int(unknown.argmax())
-            raise InvalidValue(row, field.column, repr(array[row].as_py())[:60],
-                        f"one of the {len(known)} values of the vocabulary",
-                        "Add it, or give unknown values rows with unknown_rows: 1")  # fmt: skip
+            raise InvalidValue(
+                row,
+                field.column,
+                repr(array[row].as_py())[:60],
+                f"one of the {len(known)} values of the vocabulary",
+                "Add it, or give unknown values rows with unknown_rows: 1",
+            )
         ids[unknown] = len(known)
         if field.unknown_rows > 1:
             unknown_values = array.filter(pa.array(unknown))

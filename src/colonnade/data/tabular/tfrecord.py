@@ -267,8 +267,13 @@ class TFRecordFile:
             record = data[at + HEADER_BYTES : at + HEADER_BYTES + size]
             foot = data[at + HEADER_BYTES + size : at + HEADER_BYTES + size + FOOTER_BYTES]
             if len(foot) < FOOTER_BYTES or masked_crc(record) != struct.unpack("<I", foot)[0]:
-                raise InvalidValue(row, "-", "bytes that do not fit their checksum", "a whole record",
-                            "Write or fetch the file again")  # fmt: skip
+                raise InvalidValue(
+                    row,
+                    "-",
+                    "bytes that do not fit their checksum",
+                    "a whole record",
+                    "Write or fetch the file again",
+                )
             yield record
             at += HEADER_BYTES + size + FOOTER_BYTES
             row += 1
@@ -290,8 +295,13 @@ def parse_record(record: bytes, row: int) -> dict[str, tuple[str, list[Any]]]:
     try:
         return parse_example(record)
     except ValueError as error:
-        raise InvalidValue(row, "-", f"no tf.train.Example ({error})", "one in every record",
-                    "Write the file again, or convert it to Parquet") from None  # fmt: skip
+        raise InvalidValue(
+            row,
+            "-",
+            f"no tf.train.Example ({error})",
+            "one in every record",
+            "Write the file again, or convert it to Parquet",
+        ) from None
 
 
 def masked_crc(data: bytes) -> int:
