@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.data import Position, open_source
-from colonnade.data.counter import GAMMA, mix64, words
+from colonnade.data.counter import GAMMA, mix64, random_words
 from colonnade.data.lines import STRIDE, open_lines
 from colonnade.data.sets.criteo import (
     CATEGORIES,
@@ -111,8 +111,8 @@ def test_hashed_ids_are_mix64_modulo_rows(tmp_path):
 def test_words_are_splitmix64():
     """The first outputs of the published generator (Vigna's splitmix64.c) for state 1234567."""
     known = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    assert words(1234567, 0, 3).tolist() == known
-    assert len(set(mix64(words(0, 0, 1000)).tolist())) == 1000
+    assert random_words(1234567, 0, 3).tolist() == known
+    assert len(set(mix64(random_words(0, 0, 1000)).tolist())) == 1000
     assert GAMMA % 2 == 1
 
 

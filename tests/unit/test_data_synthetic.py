@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.data import open_source
-from colonnade.data.counter import GAMMA, permutation, stream_key
+from colonnade.data.counter import GAMMA, random_permutation, stream_key
 from colonnade.data.sets.synthetic import (
     CHUNK,
     CRITEO_CARDINALITIES,
@@ -311,10 +311,10 @@ def test_cardinalities_of_the_real_shape():
 
 @given(st.integers(0, 5000), st.integers(0, 2**64 - 1))
 def test_a_permutation_is_one_and_depends_on_its_key(size, key):
-    order = permutation(size, key)
+    order = random_permutation(size, key)
     assert np.array_equal(np.sort(order), np.arange(size))
     if size > 20:
-        assert not np.array_equal(order, permutation(size, (key + 1) % 2**64))
+        assert not np.array_equal(order, random_permutation(size, (key + 1) % 2**64))
 
 
 @pytest.mark.parametrize(

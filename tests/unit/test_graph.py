@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from colonnade.batch import Ids
 from colonnade.data import Position, open_source
-from colonnade.data.counter import stream_key, words
+from colonnade.data.counter import random_words, stream_key
 from colonnade.data.sets.graph import build_graph, sample_hops
 from colonnade.data.sets.power_law import EdgeDistribution, build_edge_distribution
 from colonnade.errors import ConfigError
@@ -39,7 +39,7 @@ def build(edges):
 @given(edges=EDGES, key=st.integers(0, 2**63), nodes=st.lists(st.integers(0, NODES - 1)))
 def test_neighbours_are_drawn_as_by_a_loop(edges, key, nodes):
     graph, lists = build(edges), beside(edges)
-    drawn = words(key, 0, 4 * len(nodes)).reshape(len(nodes), 4)
+    drawn = random_words(key, 0, 4 * len(nodes)).reshape(len(nodes), 4)
     without = [(3 * node + 1) % NODES for node in nodes]
     for left_out in (None, without):
         wanted = []
@@ -72,7 +72,7 @@ def test_no_hop_goes_between_the_nodes_of_a_pair(edges, key):
 def test_neighbours_are_drawn_alike():
     """Chi-squared of 30,000 draws from four neighbours, one of five left out: 99.9 % lie below 16.3."""
     graph = build([(0, n) for n in (2, 3, 5, 7, 8)])
-    drawn = words(stream_key(1), 0, 30_000).reshape(1, -1)
+    drawn = random_words(stream_key(1), 0, 30_000).reshape(1, -1)
     counts = Counter(graph.sample_neighbours(torch.tensor([0]), drawn, torch.tensor([5])).tolist())
     assert set(counts) == {2, 3, 7, 8}
     assert sum((count - 7500) ** 2 / 7500 for count in counts.values()) < 16.3

@@ -401,7 +401,7 @@ def test_files_are_head_tail_relation(tmp_path):
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ({"train2id": "2\n0 1 0\n"}, "got 1 triples, wanted the 2"),
+        ({"train2id": "2\n0 1 0\n"}, "got 1 triples, wanted 2"),
         ({"train2id": "1\n0 1 2\n"}, "line 2.*got '0 1 2'.*below 2"),
         ({"train2id": "1\n0 3 1\n"}, "line 2"),
         ({"train2id": "1\n0 1\n"}, "line 2"),

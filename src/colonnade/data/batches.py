@@ -1,7 +1,7 @@
 """User data sets as sources: anything that yields `Batch`.
 
     open_batches(data, schema)      data: a torch DataLoader (batch_size=None) or IterableDataset, any iterable,
-                                    a map-style data set whose items are batches, or a function of the epoch
+                                    a map-style data set with batches as items, or a function of the epoch
                                     that returns one of these
 
 Each rank trains on the batches of its own copy of the data set, in the order in which it yields them. The data set

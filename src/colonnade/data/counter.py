@@ -34,12 +34,12 @@ def stream_key(*parts: int) -> int:
     return key
 
 
-def words(key: int, start: int, stop: int) -> Words:
+def random_words(key: int, start: int, stop: int) -> Words:
     """Return words start .. stop-1 of the stream `key`."""
     index = np.arange(start, stop, dtype=np.uint64)
     return mix64(np.uint64(key) + (index + np.uint64(1)) * np.uint64(GAMMA))
 
 
-def permutation(size: int, key: int) -> NDArray[np.int64]:
+def random_permutation(size: int, key: int) -> NDArray[np.int64]:
     """Return a permutation of 0 .. size-1 that depends only on (size, key): indices sorted by their words."""
-    return np.argsort(words(key, 0, size), kind="stable")
+    return np.argsort(random_words(key, 0, size), kind="stable")

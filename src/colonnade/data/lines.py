@@ -57,7 +57,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 NEWLINE = 0x0A
 
 
-def field_error(
+def build_field_error(
     path: Path, line: int, column: str | None, *, got: str, wanted: str, fix: str
 ) -> DataError:
     """Build the error for a faulty field. `line` counts from 1. `column` None: the whole line is at fault."""
@@ -65,7 +65,7 @@ def field_error(
     return DataError(f"{where}: got {got}, wanted {wanted}. {fix}")
 
 
-def excerpt(field: bytes) -> str:
+def format_excerpt(field: bytes) -> str:
     """Format a field for an error message, at most 40 bytes of it."""
     return (
         repr(field)[1:] if len(field) <= 40 else f"{repr(field[:40])[1:]} ... ({len(field)} bytes)"

@@ -262,7 +262,7 @@ class ProcessSource:
             if isinstance(lost, RuntimeError) and not str(lost).startswith("DataLoader worker"):
                 raise
             raise ReaderLost(
-                f"a reader process ended without an error{_describe_dead(readers)}: "
+                f"a reader process ended without an error{_describe_dead_processes(readers)}: "
                 f"{(str(lost) or type(lost).__name__).splitlines()[0]}. If it was killed for memory, "
                 "use fewer readers or smaller batches; in a script, start training under "
                 '`if __name__ == "__main__":`'
@@ -383,7 +383,7 @@ def _init_worker(worker: int) -> None:
     pa.set_cpu_count(1)
 
 
-def _describe_dead(readers: ReaderProcesses) -> str:
+def _describe_dead_processes(readers: ReaderProcesses) -> str:
     """Return " (pid ...)" with the pids of processes that failed or were killed, or an empty text."""
     for worker in readers.workers:
         worker.join(0.2)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import START, Column, Position, Schema, rank_blocks
-from colonnade.data.counter import permutation, stream_key
+from colonnade.data.counter import random_permutation, stream_key
 from colonnade.errors import DataError, IdRangeError
 
 
@@ -82,7 +82,7 @@ class TensorSource:
         if self.shuffle_key is None:
             return rows
         key = stream_key(self.shuffle_key, epoch)
-        return rows[torch.from_numpy(permutation(self.num_samples, key))]
+        return rows[torch.from_numpy(random_permutation(self.num_samples, key))]
 
     def batches(
         self,
@@ -153,7 +153,7 @@ def open_tensors(
         group=group,
     )
     if group is not None and (group.shape != (num_samples,) or group.dtype != torch.int64):
-        raise _shape_error(name, "group", group, f"({num_samples},) int64")
+        raise _build_shape_error(name, "group", group, f"({num_samples},) int64")
     categorical = tuple(
         Column(key, cardinalities.get(key), "one" if v.offsets is None else "bag")
         for key, v in values.items()
@@ -173,7 +173,7 @@ def _count_samples(
     raise DataError(f"{name}: got no column at all, wanted ids, dense or a label")
 
 
-def _shape_error(name: str, column: str, got: Tensor, wanted: str) -> DataError:
+def _build_shape_error(name: str, column: str, got: Tensor, wanted: str) -> DataError:
     kind = str(got.dtype).removeprefix("torch.")
     return DataError(f"{name}, column {column}: got {tuple(got.shape)} {kind}, wanted {wanted}")
 
@@ -184,7 +184,7 @@ def _first_true(mask: Tensor) -> int:
 
 def _check_dense(name: str, dense: Tensor, columns: Sequence[str], num_samples: int) -> Tensor:
     if dense.dim() != 2 or dense.shape != (num_samples, len(columns)):
-        raise _shape_error(name, "dense", dense, f"({num_samples}, {len(columns)}) floats")
+        raise _build_shape_error(name, "dense", dense, f"({num_samples}, {len(columns)}) floats")
     bad = ~dense.isfinite()
     if bad.any():
         row, column = divmod(_first_true(bad.flatten()), dense.shape[1])
@@ -202,7 +202,9 @@ def _check_label(
         return None
     shape = (num_samples, len(names))
     if tuple(label.shape) not in ({shape, shape[:1]} if len(names) == 1 else {shape}):
-        raise _shape_error(name, "label", label, f"{shape} floats: a column for each label name")
+        raise _build_shape_error(
+            name, "label", label, f"{shape} floats: a column for each label name"
+        )
     values = label.to(torch.float32).reshape(shape)
     if values.isinf().any():
         row = _first_true(values.isinf().any(1))
@@ -216,7 +218,7 @@ def _check_floats(name: str, column: str, values: Tensor | None, num_samples: in
     if values is None:
         return None
     if tuple(values.shape) != (num_samples,):
-        raise _shape_error(name, column, values, f"({num_samples},)")
+        raise _build_shape_error(name, column, values, f"({num_samples},)")
     bad = ~values.isfinite()
     if bad.any():
         row = _first_true(bad.flatten())
@@ -230,14 +232,16 @@ def _check_floats(name: str, column: str, values: Tensor | None, num_samples: in
 def _check_ids(name: str, column: str, ids: Ids, cardinality: int | None, num_samples: int) -> Ids:
     values, offsets = ids.values, ids.offsets
     if values.dim() != 1 or values.is_floating_point() or values.is_complex():
-        raise _shape_error(name, column, values, "one dimension of integers")
+        raise _build_shape_error(name, column, values, "one dimension of integers")
     values = values.to(torch.int64)
     if offsets is None:
         if len(values) != num_samples:
-            raise _shape_error(name, column, values, f"({num_samples},) integers")
+            raise _build_shape_error(name, column, values, f"({num_samples},) integers")
     else:
         if offsets.shape != (num_samples + 1,):
-            raise _shape_error(name, f"{column}.offsets", offsets, f"({num_samples + 1},) int64")
+            raise _build_shape_error(
+                name, f"{column}.offsets", offsets, f"({num_samples + 1},) int64"
+            )
         offsets = offsets.to(torch.int64)
         if offsets[0] != 0 or offsets[-1] != len(values) or bool((offsets.diff() < 0).any()):
             raise DataError(
@@ -245,7 +249,9 @@ def _check_ids(name: str, column: str, ids: Ids, cardinality: int | None, num_sa
                 f"{int(offsets[-1])}, wanted 0 .. {len(values)} (its number of ids), never decreasing"
             )
     if ids.weights is not None and ids.weights.shape != values.shape:
-        raise _shape_error(name, f"{column}.weights", ids.weights, f"{tuple(values.shape)} floats")
+        raise _build_shape_error(
+            name, f"{column}.weights", ids.weights, f"{tuple(values.shape)} floats"
+        )
     if cardinality is not None:
         bad = (values < 0) | (values >= cardinality)
         if bad.any():

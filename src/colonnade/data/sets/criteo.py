@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
 from colonnade.data.counter import mix64
-from colonnade.data.lines import LineFile, excerpt, field_error, locate, open_lines
+from colonnade.data.lines import LineFile, build_field_error, format_excerpt, locate, open_lines
 from colonnade.data.tensors import Columns, TensorSource
 from colonnade.errors import ConfigError, DataError
 
@@ -90,7 +90,7 @@ def open_criteo(
     last = file.read(file.num_lines - 1, file.num_lines)
     check_line(last, file.path, file.num_lines)
     if not file.ends_in_newline and last.endswith(b"\t"):
-        raise field_error(
+        raise build_field_error(
             file.path,
             file.num_lines,
             CATEGORIES[-1],
@@ -304,11 +304,11 @@ def check_line(line: bytes, path: Path, number: int) -> None:
     """Raise DataError for the first faulty field of a line. Slow check with the same rules as `parse_lines`."""
     fields = line.removesuffix(b"\n").removesuffix(b"\r").split(b"\t")
     if len(fields) != len(NAMES):
-        raise field_error(
+        raise build_field_error(
             path,
             number,
             None,
-            got=f"{len(fields)} columns in {excerpt(line)}",
+            got=f"{len(fields)} columns in {format_excerpt(line)}",
             wanted=f"{len(NAMES)} separated by tabs (label, I1..I13, C1..C26)",
             fix="Is this a Criteo training file, and whole? Test files without labels are not read",
         )
@@ -320,11 +320,11 @@ def check_line(line: bytes, path: Path, number: int) -> None:
         else:
             pattern, wanted = rb"([0-9a-fA-F]{8})?", "8 hexadecimal digits or nothing"
         if not re.fullmatch(pattern, field):
-            raise field_error(
+            raise build_field_error(
                 path,
                 number,
                 name,
-                got=excerpt(field),
+                got=format_excerpt(field),
                 wanted=wanted,
                 fix="Repair or remove the line",
             )

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from colonnade.data.contract import Splits
-from colonnade.data.lines import excerpt, field_error, locate, open_lines
+from colonnade.data.lines import build_field_error, format_excerpt, locate, open_lines
 from colonnade.data.sets.triples import open_triples
 from colonnade.errors import DataError
 
@@ -87,8 +87,13 @@ def read_count(path: Path) -> int:
     file = open_lines(path)
     first = file.read(0, min(1, file.num_lines)).strip()
     if not first.isdigit():
-        raise field_error(
-            path, 1, None, got=excerpt(first), wanted="a number: how many follow", fix="Repair it"
+        raise build_field_error(
+            path,
+            1,
+            None,
+            got=format_excerpt(first),
+            wanted="a number: how many follow",
+            fix="Repair it",
         )
     return int(first)
 
@@ -99,8 +104,8 @@ def read_triples(path: Path, num_entities: int, num_relations: int) -> torch.Ten
     lines = file.read(1, file.num_lines).split(b"\n")[: file.num_lines - 1]
     if len(lines) != count:
         raise DataError(
-            f"{path}: got {len(lines)} triples, wanted the {count} that its first line says. The file is cut off, or "
-            "was joined from others; get it anew"
+            f"{path}: got {len(lines)} triples, wanted {count} as in its first line. The file is cut off, or "
+            "was joined from others; get it again"
         )
     limits = (num_entities, num_entities, num_relations)
     for number, line in enumerate(lines, 2):
@@ -109,11 +114,11 @@ def read_triples(path: Path, num_entities: int, num_relations: int) -> torch.Ten
             field.isdigit() and int(field) < limit
             for field, limit in zip(fields, limits, strict=True)
         ):
-            raise field_error(
+            raise build_field_error(
                 path,
                 number,
                 None,
-                got=excerpt(line),
+                got=format_excerpt(line),
                 wanted=f"`head tail relation`: entities below {num_entities}, a relation below {num_relations}",
                 fix="Repair the line",
             )

@@ -16,7 +16,7 @@ import torch
 from colonnade.batch import Ids
 from colonnade.data.contract import Column, Splits
 from colonnade.data.counter import stream_key
-from colonnade.data.lines import excerpt, field_error, locate, open_lines
+from colonnade.data.lines import build_field_error, format_excerpt, locate, open_lines
 from colonnade.data.sets.graph import FAN_OUTS, open_graph
 from colonnade.data.sets.interactions import (
     SEQUENCE_SETTINGS,
@@ -75,7 +75,7 @@ def open_gowalla(
     in `graph.open_graph`. Raises DataError naming file and line.
     """
     train_file = locate(path, folder=FOLDER, file="train.txt")
-    pairs = [read_lists(train_file), read_lists(train_file.with_name("valid.txt"))]
+    pairs = [read_user_items(train_file), read_user_items(train_file.with_name("valid.txt"))]
     num_users = max(int(users.max()) for users, _ in pairs) + 1
     num_items = max(int(items.max()) for _, items in pairs) + 1
     rest, test = (group_items_by_user(users, items, num_users) for users, items in pairs)
@@ -103,7 +103,7 @@ def open_gowalla(
     )
 
 
-def read_lists(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def read_user_items(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Read users (n,) and items (n,) of `user item item ...` lines, in order; users without items are skipped."""
     file = open_lines(path)
     users, items = [], []
@@ -111,16 +111,16 @@ def read_lists(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
         fields = line.split()
         for field in fields:
             if not field.isdigit() or len(field) > MAX_DIGITS or int(field) >= LIMIT:
-                raise field_error(
+                raise build_field_error(
                     path,
                     number,
                     None,
-                    got=excerpt(field),
+                    got=format_excerpt(field),
                     wanted=f"numbers from 0 to {LIMIT - 1} with blanks between them: a user, then its items",
                     fix="Repair the line",
                 )
         if not fields:
-            raise field_error(
+            raise build_field_error(
                 path, number, None, got="an empty line", wanted="a user", fix="Remove the line"
             )
         values = np.array(fields[1:], dtype=np.int64)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
-from colonnade.data.counter import Words, stream_key, words
+from colonnade.data.counter import Words, random_words, stream_key
 from colonnade.data.sets.interactions import (
     LOG_Q,
     Held,
@@ -100,7 +100,7 @@ def sample_hops(
             one, other = nodes_P.repeat_interleave(size), excluded_P.repeat_interleave(size)
             excluded = torch.where(frontier == one, other, torch.where(frontier == other, one, -1))
         size *= fan_out
-        drawn = words(stream_key(key, hop), first * size, (first + len(nodes_P)) * size)
+        drawn = random_words(stream_key(key, hop), first * size, (first + len(nodes_P)) * size)
         frontier = graph.sample_neighbours(
             frontier, drawn.reshape(len(frontier), fan_out), excluded
         )

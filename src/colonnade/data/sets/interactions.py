@@ -15,7 +15,7 @@ from torch import Tensor
 
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
-from colonnade.data.counter import permutation, stream_key, words
+from colonnade.data.counter import random_permutation, random_words, stream_key
 from colonnade.data.tensors import Columns, gather_ids
 
 LOG_Q = "log_q"
@@ -131,9 +131,9 @@ class PairSource:
 
     @property
     def num_samples(self) -> int:
-        return len(self._pair_indices())
+        return len(self._select_pairs())
 
-    def _pair_indices(self) -> Tensor:
+    def _select_pairs(self) -> Tensor:
         """Return the indices of the first `max_pairs` interactions of each user."""
         position = _offsets_and_positions(self.interactions.train.counts)[1]
         return (position < (self.max_pairs or len(position) + 1)).nonzero()[:, 0]
@@ -141,7 +141,7 @@ class PairSource:
     def batches(
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
-        pairs = self._pair_indices()
+        pairs = self._select_pairs()
         blocks = rank_blocks(len(pairs), batch_size, rank=rank, num_ranks=num_ranks, start=start)
         order = pairs[_epoch_order(len(pairs), self.shuffle_key, start.epoch)]
         lists, log_shares = self.interactions.train, self.interactions.log_shares()
@@ -187,15 +187,15 @@ class SequenceSource:
 
     @property
     def num_samples(self) -> int:
-        return len(self._users())
+        return len(self._select_users())
 
-    def _users(self) -> Tensor:
+    def _select_users(self) -> Tensor:
         return (self.interactions.train.counts >= 2).nonzero()[:, 0]
 
     def batches(
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
-        users = self._users()
+        users = self._select_users()
         blocks = rank_blocks(len(users), batch_size, rank=rank, num_ranks=num_ranks, start=start)
         users = users[_epoch_order(len(users), self.shuffle_key, start.epoch)]
         lists = self.interactions.train
@@ -210,7 +210,10 @@ class SequenceSource:
         offsets, position_E = _offsets_and_positions(lengths_B)
         index_E = torch.repeat_interleave(items.offsets[:-1], lengths_B) + position_E
         key = stream_key(self.shuffle_key, epoch, 2)
-        drawn = [words(key, u * self.negatives, (u + 1) * self.negatives) for u in users_B.tolist()]
+        drawn = [
+            random_words(key, u * self.negatives, (u + 1) * self.negatives)
+            for u in users_B.tolist()
+        ]
         num_items = np.uint64(self.interactions.num_items)
         flat = np.concatenate([np.empty(0, np.uint64), *drawn]) % num_items
         ids = {
@@ -242,15 +245,15 @@ class QuerySource:
 
     @property
     def num_samples(self) -> int:
-        return len(self._users())
+        return len(self._select_users())
 
-    def _users(self) -> Tensor:
+    def _select_users(self) -> Tensor:
         return (self.truth.counts > 0).nonzero()[:, 0]
 
     def batches(
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
-        users = self._users()
+        users = self._select_users()
         blocks = rank_blocks(len(users), batch_size, rank=rank, num_ranks=num_ranks, start=start)
         return (self._build_batch(users[begin:end]) for begin, end in blocks)
 
@@ -269,7 +272,7 @@ def hold_out(bags: Ids, fraction: float, key: int) -> tuple[Ids, Ids]:
     Returns (rest, held out); the items stay in order.
     """
     sizes_U, bag_n = bags.counts, bags.samples
-    drawn = words(key, 0, len(bag_n))
+    drawn = random_words(key, 0, len(bag_n))
     order = np.lexsort((drawn, bag_n.numpy()))
     rank_n = torch.empty(len(bag_n), dtype=torch.int64)
     rank_n[torch.from_numpy(order)] = _offsets_and_positions(sizes_U)[1]
@@ -306,7 +309,7 @@ def keep_newest(bags: Ids, max_items: int) -> Ids:
 def _shuffle_bags(bags: Ids, key: int) -> Ids:
     """Put the items of each bag in an order drawn by `key`."""
     bag_n = bags.samples
-    order = np.lexsort((words(key, 0, len(bag_n)), bag_n.numpy()))
+    order = np.lexsort((random_words(key, 0, len(bag_n)), bag_n.numpy()))
     return Ids(bags.values[torch.from_numpy(order)], bags.offsets)
 
 
@@ -316,7 +319,7 @@ def _select_items(bags: Ids, bag_n: Tensor, is_selected_n: Tensor) -> Ids:
 
 
 def _epoch_order(num_samples: int, key: int, epoch: int) -> Tensor:
-    return torch.from_numpy(permutation(num_samples, stream_key(key, epoch)))
+    return torch.from_numpy(random_permutation(num_samples, stream_key(key, epoch)))
 
 
 def _offsets_and_positions(lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from colonnade.batch import Ids
 from colonnade.data.contract import Column, Schema, Splits
-from colonnade.data.lines import excerpt, field_error, locate, open_lines
+from colonnade.data.lines import build_field_error, format_excerpt, locate, open_lines
 from colonnade.data.tensors import Columns, TensorSource, gather_ids
 from colonnade.errors import DataError
 
@@ -91,7 +91,7 @@ class _Movies:
     genre_names: list[str]
 
 
-def _read_fields(path: Path, names: tuple[str, ...]) -> list[list[str]]:
+def _read_dat_rows(path: Path, names: tuple[str, ...]) -> list[list[str]]:
     """Read `a::b::c` lines, latin-1, sorted by their first field, a positive integer that must not repeat.
 
     Each row begins with its line number.
@@ -104,17 +104,17 @@ def _read_fields(path: Path, names: tuple[str, ...]) -> list[list[str]]:
     for number, line in enumerate(lines, 1):
         fields = line.rstrip(b"\r").split(b"::")
         if len(fields) != len(names):
-            raise field_error(
+            raise build_field_error(
                 path,
                 number,
                 None,
-                got=f"{len(fields)} fields in {excerpt(line)}",
+                got=f"{len(fields)} fields in {format_excerpt(line)}",
                 wanted=f"{len(names)} separated by '::' ({', '.join(names)})",
                 fix="Is the file the one of ml-1m, and whole?",
             )
         key = _parse_integer(path, number, names[0], fields[0], low=1)
         if key in rows:
-            raise field_error(
+            raise build_field_error(
                 path,
                 number,
                 names[0],
@@ -128,11 +128,11 @@ def _read_fields(path: Path, names: tuple[str, ...]) -> list[list[str]]:
 
 def _parse_integer(path: Path, line: int, column: str, field: bytes, *, low: int) -> int:
     if not re.fullmatch(rb"[0-9]{1,9}", field) or int(field) < low:
-        raise field_error(
+        raise build_field_error(
             path,
             line,
             column,
-            got=excerpt(field),
+            got=format_excerpt(field),
             wanted=f"an integer of at least {low}",
             fix="Repair the line",
         )
@@ -141,7 +141,7 @@ def _parse_integer(path: Path, line: int, column: str, field: bytes, *, low: int
 
 def read_users(path: Path) -> _Users:
     names = ("user", "sex", "age", "occupation", "zip")
-    rows = _read_fields(path, names)
+    rows = _read_dat_rows(path, names)
     numbers = {
         name: np.array(
             [
@@ -160,16 +160,16 @@ def read_users(path: Path) -> _Users:
 
 
 def read_movies(path: Path) -> _Movies:
-    rows = _read_fields(path, ("movie", "title", "genres"))
+    rows = _read_dat_rows(path, ("movie", "title", "genres"))
     years = []
     for number, _, title, _ in rows:
         match = re.search(r"\(([0-9]{4})\)\s*$", title)
         if match is None:
-            raise field_error(
+            raise build_field_error(
                 path,
                 int(number),
                 "title",
-                got=excerpt(title.encode("latin-1")),
+                got=format_excerpt(title.encode("latin-1")),
                 wanted="a title that ends in its year, as in 'Heat (1995)'",
                 fix="Repair the line",
             )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from colonnade.batch import Ids
 from colonnade.data.contract import Column, Splits
-from colonnade.data.counter import permutation, stream_key, words
+from colonnade.data.counter import random_permutation, random_words, stream_key
 from colonnade.data.sets.graph import FAN_OUTS, open_graph
 from colonnade.data.sets.interactions import Interactions, group_items_by_user
 from colonnade.errors import ConfigError
@@ -80,9 +80,9 @@ def build_edge_distribution(
 ) -> EdgeDistribution:
     """Assign nodes random communities and shares such that degrees follow the power law degree^-`exponent`."""
     rank = np.empty(nodes, dtype=np.int64)
-    rank[permutation(nodes, stream_key(STREAM_KEY, graph_seed, 0))] = np.arange(nodes)
+    rank[random_permutation(nodes, stream_key(STREAM_KEY, graph_seed, 0))] = np.arange(nodes)
     share = torch.from_numpy((rank + 1.0) ** (-1 / (exponent - 1)))
-    drawn = words(stream_key(STREAM_KEY, graph_seed, 1), 0, nodes) % np.uint64(communities)
+    drawn = random_words(stream_key(STREAM_KEY, graph_seed, 1), 0, nodes) % np.uint64(communities)
     _, community = np.unique(drawn, return_inverse=True)
     return EdgeDistribution(
         share / share.sum(), torch.from_numpy(community.astype(np.int64)), mixing
@@ -152,4 +152,4 @@ def _group_neighbours(edges_n: Tensor, nodes: int) -> Ids:
 
 def _draw_uniform(key: int, count: int) -> np.ndarray:
     """Draw numbers (count,) float64 in [0, 1)."""
-    return (words(key, 0, count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (random_words(key, 0, count) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
-from colonnade.data.counter import GAMMA, MASK, mix64, permutation, stream_key, words
+from colonnade.data.counter import GAMMA, MASK, mix64, random_permutation, random_words, stream_key
 from colonnade.errors import ConfigError
 
 NUM_DENSE = 13
@@ -145,7 +145,7 @@ def draw_samples(distribution: ClickDistribution, first: int, count: int) -> Syn
     states = sample_states(distribution.key, first, count)
     ids = np.empty((len(distribution.fields), count), dtype=np.int64)
     ranks = np.empty(ids.shape, dtype=np.float32)
-    bits = _half_words(states, ID_WORD)
+    bits = _half_word_reader(states, ID_WORD)
     for f, field in enumerate(distribution.fields):
         ranks[f] = _draw_ids(field, bits(f), out=ids[f])
     return SyntheticSamples(
@@ -177,13 +177,13 @@ def _draw_list(column: ListColumn, first: int, count: int) -> ListSamples:
     lengths = (draw_word(states, LENGTH_WORD) % np.uint64(MAX_LENGTH + 1)).astype(np.int64)
     ids = np.empty((MAX_LENGTH, count), dtype=np.int64)
     ranks = np.empty(ids.shape, dtype=np.float32)
-    bits = _half_words(states, LIST_WORD)
+    bits = _half_word_reader(states, LIST_WORD)
     for slot in range(MAX_LENGTH):
         ranks[slot] = _draw_ids(column.field, bits(slot), out=ids[slot])
     return ListSamples(ids, ranks, lengths)
 
 
-def _half_words(states: NDArray[np.uint64], first: int):
+def _half_word_reader(states: NDArray[np.uint64], first: int):
     """Return a function i -> 32 bits per sample, to be called with i = 0, 1, ... in order.
 
     The bits are the halves of words first, first + 1, ..., high before low.
@@ -400,7 +400,7 @@ def open_synthetic(
             f"got groups for label_model={label_model!r}, in which no fields interact; leave them out"
         )
     group_of = _assign_groups(rows, groups) if "interaction" in shares else {}
-    distribution = _calibrated_distribution(
+    distribution = _build_calibrated_distribution(
         tuple(rows),
         tuple(group_of.items()),
         exponent=exponent,
@@ -552,7 +552,7 @@ def _task_keys(tasks: int) -> list[tuple[int, ...]]:
 
 
 @lru_cache(maxsize=4)
-def _calibrated_distribution(
+def _build_calibrated_distribution(
     rows: tuple[int, ...],
     group_of: tuple[tuple[str, int], ...],
     *,
@@ -588,7 +588,7 @@ def _build_distribution(
     table = 1 << NORMAL_BITS
     quantiles = np.array([normal.inv_cdf((i + 0.5) / table) for i in range(table)], np.float32)
     shuffled = [
-        quantiles[permutation(table, stream_key(key, 2, r))] for r in range(NUM_FACTORS + 1)
+        quantiles[random_permutation(table, stream_key(key, 2, r))] for r in range(NUM_FACTORS + 1)
     ]
 
     def build_field(name: str, n: int, *key_parts: int) -> SyntheticField:
@@ -618,7 +618,7 @@ def _build_distribution(
 
 
 def _draw_dense_weights(quantiles: Floats, key: int) -> Floats:
-    return quantiles[words(key, 0, NUM_DENSE) >> np.uint64(64 - NORMAL_BITS)]
+    return quantiles[random_words(key, 0, NUM_DENSE) >> np.uint64(64 - NORMAL_BITS)]
 
 
 def _calibrate(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
-from colonnade.data.counter import permutation, stream_key, words
+from colonnade.data.counter import random_permutation, random_words, stream_key
 from colonnade.errors import ConfigError
 
 ENTITY = "entity"
@@ -135,7 +135,7 @@ def open_triples(
     schema = Schema((), tuple(columns), labels=())
     train_index = TripleIndex(train, num_entities)
     full_index = TripleIndex(torch.cat([train, validation, test]), num_entities)
-    selected = permutation(len(validation), stream_key(seed, 2))[:max_validation]
+    selected = random_permutation(len(validation), stream_key(seed, 2))[:max_validation]
     validation = validation[np.sort(selected)]
     weight = None
     if subsample and len(train):
@@ -179,14 +179,16 @@ class TripleSource:
         blocks = rank_blocks(size, batch_size, rank=rank, num_ranks=num_ranks, start=start)
         order = torch.arange(size)
         if self.is_shuffled:
-            order = torch.from_numpy(permutation(size, stream_key(self.shuffle_key, start.epoch)))
+            order = torch.from_numpy(
+                random_permutation(size, stream_key(self.shuffle_key, start.epoch))
+            )
         return (self._build_batch(order, begin, end, start.epoch) for begin, end in blocks)
 
     def _build_batch(self, order: Tensor, begin: int, end: int, epoch: int) -> Batch:
         rows, m = order[begin:end], self.num_candidates
         triples = self.triples[rows]
         # Drawn by position in the epoch, so that any number of ranks draws the same.
-        drawn = words(stream_key(self.shuffle_key, epoch, 1), begin * m, end * m)
+        drawn = random_words(stream_key(self.shuffle_key, epoch, 1), begin * m, end * m)
         entities = (drawn % np.uint64(max(self.num_entities, 1))).astype(np.int64)
         ids = {name: Ids(triples[:, c].contiguous()) for c, name in enumerate(("head", RELATION, "tail"))}  # fmt: skip
         ids["candidate"] = Ids(torch.from_numpy(entities), torch.arange(len(rows) + 1) * m)

@@ -9,42 +9,48 @@ import pyarrow as pa
 Dtype = Literal["text", "integer"]
 
 
-def is_text(kind: pa.DataType) -> bool:
+def is_text(arrow_type: pa.DataType) -> bool:
     """Return whether a column, or the values of a dictionary-encoded one, are strings or bytes."""
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
+    if pa.types.is_dictionary(arrow_type):
+        arrow_type = arrow_type.value_type
     checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view,
               pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)  # fmt: skip
-    return any(check(kind) for check in checks)
+    return any(check(arrow_type) for check in checks)
 
 
-def is_integer(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return pa.types.is_integer(kind) or pa.types.is_boolean(kind)
+def is_integer(arrow_type: pa.DataType) -> bool:
+    if pa.types.is_dictionary(arrow_type):
+        arrow_type = arrow_type.value_type
+    return pa.types.is_integer(arrow_type) or pa.types.is_boolean(arrow_type)
 
 
-def is_number(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
-
-
-def is_time(kind: pa.DataType) -> bool:
-    return pa.types.is_timestamp(kind) or pa.types.is_date(kind)
-
-
-def is_list(kind: pa.DataType) -> bool:
+def is_number(arrow_type: pa.DataType) -> bool:
+    if pa.types.is_dictionary(arrow_type):
+        arrow_type = arrow_type.value_type
     return (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+        is_integer(arrow_type)
+        or pa.types.is_floating(arrow_type)
+        or pa.types.is_decimal(arrow_type)
     )
 
 
-def id_dtype_of(kind: pa.DataType) -> Dtype | None:
+def is_time(arrow_type: pa.DataType) -> bool:
+    return pa.types.is_timestamp(arrow_type) or pa.types.is_date(arrow_type)
+
+
+def is_list(arrow_type: pa.DataType) -> bool:
+    return (
+        pa.types.is_list(arrow_type)
+        or pa.types.is_large_list(arrow_type)
+        or pa.types.is_fixed_size_list(arrow_type)
+    )
+
+
+def id_dtype_of(arrow_type: pa.DataType) -> Dtype | None:
     """Return the dtype of the ids that a column of this type (or its lists) holds; None: it holds no ids."""
-    if is_list(kind):
-        kind = kind.value_type
-    return "text" if is_text(kind) else "integer" if is_integer(kind) else None
+    if is_list(arrow_type):
+        arrow_type = arrow_type.value_type
+    return "text" if is_text(arrow_type) else "integer" if is_integer(arrow_type) else None
 
 
 def replace_null_type(array: pa.Array) -> pa.Array:

@@ -97,7 +97,7 @@ def check_types(path: Path, types: Mapping[str, pa.DataType], file_schema: FileS
     for field in file_schema.fields:
         for column in field.columns:
             is_weights = isinstance(field, Bag) and column == field.weights
-            check = _check_weights_type if is_weights else _check_type
+            check = _weights_type_problem if is_weights else _type_problem
             wanted, fix = check(field, types[column])
             if wanted:
                 raise DataError(
@@ -106,42 +106,42 @@ def check_types(path: Path, types: Mapping[str, pa.DataType], file_schema: FileS
                 )
 
 
-def _check_weights_type(_: DeclaredField, kind: pa.DataType) -> tuple[str, str]:
-    suits = is_text(kind) or (is_list(kind) and is_number(kind.value_type))
+def _weights_type_problem(_: DeclaredField, arrow_type: pa.DataType) -> tuple[str, str]:
+    suits = is_text(arrow_type) or (is_list(arrow_type) and is_number(arrow_type.value_type))
     return ("", "") if suits else ("lists of numbers", "Read another column")
 
 
-def _check_type(field: DeclaredField, kind: pa.DataType) -> tuple[str, str]:
+def _type_problem(field: DeclaredField, arrow_type: pa.DataType) -> tuple[str, str]:
     """Return ("", "") if the type suits the field, else the wanted type and the fix, for a message."""
-    if pa.types.is_null(kind):
+    if pa.types.is_null(arrow_type):
         return "", ""  # all values are missing
     if isinstance(field, Label) and field.positive is not None:
-        suits = is_text(kind) or is_integer(kind)
+        suits = is_text(arrow_type) or is_integer(arrow_type)
         return ("", "") if suits else ("texts or integers", "Leave positive out")
     if isinstance(field, Time) or (isinstance(field, Number) and field.days_before is not None):
-        suits = is_time(kind) or is_text(kind) or is_number(kind)
+        suits = is_time(arrow_type) or is_text(arrow_type) or is_number(arrow_type)
         return ("", "") if suits else ("times", "Read another column")
     if isinstance(field, Number | Bucket | Label | Weight):
-        if is_number(kind) or is_text(kind):
+        if is_number(arrow_type) or is_text(arrow_type):
             return "", ""
-        fix = "Declare a time, or give days_before" if is_time(kind) else "Convert the column"
+        fix = "Declare a time, or give days_before" if is_time(arrow_type) else "Convert the column"
         return "numbers", f"{fix}, or read another column"
     assert isinstance(field, IdentifierField)
-    return _check_ids_type(field, kind)
+    return _ids_type_problem(field, arrow_type)
 
 
-def _check_ids_type(field: IdentifierField, kind: pa.DataType) -> tuple[str, str]:
+def _ids_type_problem(field: IdentifierField, arrow_type: pa.DataType) -> tuple[str, str]:
     """Return what `_check_type` does, for a field of ids and a column that is not all null."""
     is_list_field = isinstance(field, Bag | SequenceField)
-    if is_list(kind) and not is_list_field:
+    if is_list(arrow_type) and not is_list_field:
         return "one value per row", "Declare a bag or a sequence"
-    if is_list_field and not is_list(kind) and not is_text(kind):
+    if is_list_field and not is_list(arrow_type) and not is_text(arrow_type):
         return "lists, or text with a separator", "Declare a category"
-    if is_list(kind) and pa.types.is_null(kind.value_type):
+    if is_list(arrow_type) and pa.types.is_null(arrow_type.value_type):
         return "", ""  # all lists are empty
-    holds = id_dtype_of(kind)
+    holds = id_dtype_of(arrow_type)
     if holds is None:
-        values = kind.value_type if is_list(kind) else kind
+        values = arrow_type.value_type if is_list(arrow_type) else arrow_type
         is_real = pa.types.is_floating(values) or pa.types.is_decimal(values)
         if is_real and field.dtype == "integer":
             return "", ""  # every value is checked to be whole when it is read

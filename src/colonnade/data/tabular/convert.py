@@ -72,11 +72,11 @@ def open_criteo_conversion(path: str | Path) -> Conversion:
         ]
     )
     metadata = {SCHEMA_KEY: CRITEO_SCHEMA.encode()}
-    tables = _criteo_tables(file, schema)
+    tables = _read_criteo_tables(file, schema)
     return Conversion(file.path, schema, file.num_lines, tables, metadata)
 
 
-def _criteo_tables(file: LineFile, schema: pa.Schema) -> Iterator[pa.Table]:
+def _read_criteo_tables(file: LineFile, schema: pa.Schema) -> Iterator[pa.Table]:
     for start in range(0, file.num_lines, CHUNK_LINES):
         stop = min(start + CHUNK_LINES, file.num_lines)
         lines = file.read(start, stop)
@@ -127,7 +127,7 @@ def open_csv_conversion(
         else None
     )
     metadata = {} if inferred is None else {SCHEMA_KEY: inferred.file_schema.to_yaml().encode()}
-    return Conversion(file.path, schema, total, _csv_tables(file, types), metadata)
+    return Conversion(file.path, schema, total, _read_csv_tables(file, types), metadata)
 
 
 _TYPES = [pa.int64(), pa.float64(), pa.string()]
@@ -138,7 +138,7 @@ def _narrowest_type_index(column: pa.ChunkedArray) -> int:
     return _TYPES.index(narrowest_type(pc.utf8_trim(column, BLANKS)))
 
 
-def _csv_tables(file: CsvFile, types: dict[str, pa.DataType]) -> Iterator[pa.Table]:
+def _read_csv_tables(file: CsvFile, types: dict[str, pa.DataType]) -> Iterator[pa.Table]:
     for block in range(len(file.lengths)):
         yield file.parse_block(file.rows.read_block(block), block, None, types)
 

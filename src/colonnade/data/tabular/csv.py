@@ -17,7 +17,7 @@ import pyarrow.csv
 from numpy.typing import NDArray
 
 from colonnade.data.contract import Splits
-from colonnade.data.lines import excerpt, field_error
+from colonnade.data.lines import build_field_error, format_excerpt
 from colonnade.data.tabular.arrow import combine_chunks
 from colonnade.data.tabular.columns import check_columns
 from colonnade.data.tabular.declaration import FileSchema
@@ -37,7 +37,7 @@ from colonnade.data.tabular.fields import Sequence as SequenceField
 from colonnade.data.tabular.files import read_first_rows
 from colonnade.data.tabular.infer import TYPES, UNNAMED
 from colonnade.data.tabular.narrow import can_cast
-from colonnade.data.tabular.opening import Format, open_tables
+from colonnade.data.tabular.opening import TableFormat, open_table_files
 from colonnade.data.tabular.source import SplitOptions
 from colonnade.data.tabular.text_rows import BLOCK_BYTES, TextRows, find_row_ends, index_rows
 from colonnade.errors import ConfigError, DataError
@@ -147,7 +147,7 @@ class CsvFile:
     ) -> pa.Table:
         """Parse the text of a block. `columns` None: all; pyarrow chooses types not in `types`. Raises DataError."""
         dialect = self.dialect
-        reason = "its rows are not those of its lines; do quotes stand in pairs?"
+        reason = "its rows do not match its lines; is each quote closed?"
         try:
             table = pyarrow.csv.read_csv(
                 pa.BufferReader(text),
@@ -201,7 +201,7 @@ class CsvFile:
         """Raise DataError for the first faulty field of a row. Slow check with the same rules as `parse_block`."""
         row = row.removesuffix(b"\r")
         if not row and len(self.names) > 1:
-            raise field_error(
+            raise build_field_error(
                 self.path, line, None, got="an empty line", wanted="a row", fix="Remove it"
             )
         try:
@@ -212,7 +212,7 @@ class CsvFile:
                 if not _is_utf8(part):
                     column = name
                     break
-            raise field_error(
+            raise build_field_error(
                 self.path,
                 line,
                 column,
@@ -223,20 +223,20 @@ class CsvFile:
         try:
             fields = self._split_row(text)
         except csv.Error as error:
-            raise field_error(
+            raise build_field_error(
                 self.path,
                 line,
                 None,
-                got=f"{excerpt(row)} ({error})",
+                got=f"{format_excerpt(row)} ({error})",
                 wanted="quotes around whole fields",
                 fix="Repair the row, or say that the file has no quotes: quote: none",
             ) from None
         if len(fields) != len(self.names):
-            raise field_error(
+            raise build_field_error(
                 self.path,
                 line,
                 None,
-                got=f"{len(fields)} columns in {excerpt(row)}",
+                got=f"{len(fields)} columns in {format_excerpt(row)}",
                 wanted=f"{len(self.names)} as the header has them"
                 if self.dialect.names is None
                 else f"{len(self.names)} as names has them",
@@ -255,11 +255,11 @@ class CsvFile:
                 and not -(2**63) <= int(field) < 2**63
             )
             if is_outside or not pattern.fullmatch(field):
-                raise field_error(
+                raise build_field_error(
                     self.path,
                     line,
                     name,
-                    got=excerpt(field.encode()),
+                    got=format_excerpt(field.encode()),
                     wanted=wanted,
                     fix="Repair or remove the row, or declare the column as text or in null_values",
                 )
@@ -298,20 +298,20 @@ def open_csv_file(path: Path, dialect: Dialect) -> CsvFile:
     try:
         header = rows.header.decode().rstrip("\r\n")
     except UnicodeDecodeError:
-        raise field_error(
-            path, 1, None, got=excerpt(rows.header), wanted="UTF-8",
+        raise build_field_error(
+            path, 1, None, got=format_excerpt(rows.header), wanted="UTF-8",
             fix="Convert the file, for instance with iconv -f latin1 -t utf-8",
         ) from None  # fmt: skip
     unnamed = CsvFile(rows, [], dialect, {}, {})
     try:
         names = unnamed._split_row(header)
     except csv.Error as error:
-        raise field_error(
-            path, 1, None, got=f"{excerpt(rows.header)} ({error})", wanted="quotes around whole names",
+        raise build_field_error(
+            path, 1, None, got=f"{format_excerpt(rows.header)} ({error})", wanted="quotes around whole names",
             fix="Repair the header, or say that the file has no quotes: quote: none",
         ) from None  # fmt: skip
     if names == [""]:
-        raise field_error(
+        raise build_field_error(
             path, 1, None, got="an empty line", wanted="a header with the names of the columns",
             fix="Add one, or give names",
         )  # fmt: skip
@@ -336,8 +336,8 @@ def parse_header(path: Path, cells: Sequence[str]) -> tuple[list[str], dict[str,
         return names, types
     for name, _, kind in pairs:
         if kind not in TYPES:
-            raise field_error(
-                path, 1, name, got=f"the type {excerpt(kind.encode())} in the header",
+            raise build_field_error(
+                path, 1, name, got=f"the type {format_excerpt(kind.encode())} in the header",
                 wanted=f"one of {', '.join(TYPES)}", fix="Repair it, or give no column a type",
             )  # fmt: skip
         types[name] = TYPES[kind]
@@ -419,7 +419,7 @@ def open_csv(
         seed=seed,
         threads=threads,
     )
-    return open_tables(
+    return open_table_files(
         path,
         csv_format(delimiter=delimiter, quote=quote, names=names, null_values=null_values),
         schema=schema,
@@ -436,7 +436,7 @@ def csv_format(
     quote: str | None = '"',
     names: Sequence[str] | None = None,
     null_values: Sequence[str] = (),
-) -> Format:
+) -> TableFormat:
     """Return the format of CSV files with these options. Raises ConfigError for options that cannot work."""
     dialect = build_dialect(delimiter, quote, names, null_values)
-    return Format(ENDINGS, partial(open_csv_file, dialect=dialect))
+    return TableFormat(ENDINGS, partial(open_csv_file, dialect=dialect))

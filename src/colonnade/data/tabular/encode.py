@@ -60,7 +60,7 @@ def encode_number(field: Number, array: pa.Array, out: NDArray[np.float32]) -> N
         # Clip and transform would hide an infinite value.
         infinite = np.isinf(x)
         if infinite.any():
-            raise number_error(field, array, int(infinite.argmax()))
+            raise build_number_error(field, array, int(infinite.argmax()))
     if field.clip is not None:
         x = np.clip(x, *field.clip)
     if field.transform == "log1p":
@@ -73,7 +73,7 @@ def encode_number(field: Number, array: pa.Array, out: NDArray[np.float32]) -> N
         out[missing] = field.missing
 
 
-def number_error(field: Number, array: pa.Array, row: int) -> InvalidValue:
+def build_number_error(field: Number, array: pa.Array, row: int) -> InvalidValue:
     """Build the error for a number that is missing, infinite, or too large for float32."""
     value = read_numbers(field, array.slice(row, 1))[0]
     if np.isnan(value):
@@ -139,7 +139,7 @@ def encode_bucket(field: Bucket, array: pa.Array) -> Longs:
     missing = np.isnan(x)
     if missing.any():
         if field.missing == "error":
-            raise missing_error(field, int(missing.argmax()))
+            raise build_missing_error(field, int(missing.argmax()))
         ids[missing] = len(field.boundaries) + 1
     return ids
 
@@ -152,7 +152,7 @@ def encode_time(field: Time, array: pa.Array) -> Longs:
     ids = hours % 24 if field.part == "hour" else (hours // 24 + 3) % 7
     if missing.any():
         if field.missing == "error":
-            raise missing_error(field, int(missing.argmax()))
+            raise build_missing_error(field, int(missing.argmax()))
         ids[missing] = field.num_values
     return ids
 
@@ -177,7 +177,7 @@ def parse_times(
         raise
 
 
-def missing_error(field: DeclaredField, row: int) -> InvalidValue:
+def build_missing_error(field: DeclaredField, row: int) -> InvalidValue:
     """Build the error for a missing value in a field with `missing: error`."""
     return InvalidValue(
         row, field.column, "nothing", "a value, because the schema says missing: error"
@@ -247,7 +247,7 @@ def encode_ids(field: Category | Bag | Sequence, array: pa.Array) -> Longs:
     _check_text_lengths(field, array)
     missing = _missing_mask(array)
     if missing is not None and field.missing == "error":
-        raise missing_error(field, int(missing.argmax()))
+        raise build_missing_error(field, int(missing.argmax()))
     if field.vocabulary is not None:
         ids = _look_up_vocabulary(field, array, missing)
         missing_id = len(field.vocabulary) + field.unknown_rows
@@ -504,7 +504,7 @@ def encode_block(
         encode_number(field, columns[field.column], dense[:, j])
     if not np.isfinite(dense).all():
         row, j = np.argwhere(~np.isfinite(dense))[0]
-        raise number_error(numbers[j], columns[numbers[j].column], int(row))
+        raise build_number_error(numbers[j], columns[numbers[j].column], int(row))
 
     ids: dict[str, Longs | Bags] = {}
     for id_field in file_schema.categorical:

@@ -60,12 +60,12 @@ class DeclaredField:
                 "give the file's column with column="
             )
         object.__setattr__(self, "column", self.column or self.name)
-        self._check()
+        self._check_settings()
 
-    def _check(self) -> None:
+    def _check_settings(self) -> None:
         """Check conditions that the types of the settings do not express."""
 
-    def _setting_error(self, setting: str, wanted: str) -> ConfigError:
+    def _build_setting_error(self, setting: str, wanted: str) -> ConfigError:
         wanted = wanted[0].lower() + wanted[1:]
         return ConfigError(
             f"field {self.name!r}: got {setting}={getattr(self, setting)!r}; {wanted}"
@@ -97,10 +97,10 @@ class _IdField(DeclaredField):
     namespace: Annotated[bool, Strict()] = False
     """Hash ids with the field's name, the missing one too, so that fields of one table share no id."""
 
-    def _check(self) -> None:
+    def _check_settings(self) -> None:
         object.__setattr__(self, "table", self.table or self.name)
         if self.namespace and (self.cardinality is not None or self.vocabulary is not None):
-            raise self._setting_error(
+            raise self._build_setting_error(
                 "namespace",
                 "It hashes ids, which a cardinality or a vocabulary numbers; give the field a table of its own, or "
                 "leave these out",
@@ -113,7 +113,7 @@ class _IdField(DeclaredField):
                 "cardinality (integers as they are), vocabulary, or none of them for an open table"
             )
         if self.cardinality is not None and self.dtype == "text":
-            raise self._setting_error(
+            raise self._build_setting_error(
                 "dtype", "Cardinality says that ids are integers; leave dtype out"
             )
         if self.vocabulary is not None:
@@ -125,14 +125,14 @@ class _IdField(DeclaredField):
                 )
             wanted: Dtype = "text" if kinds == {str} else "integer"
             if self.dtype not in (None, wanted):
-                raise self._setting_error("dtype", f"The vocabulary holds {wanted} values")
+                raise self._build_setting_error("dtype", f"The vocabulary holds {wanted} values")
             if "" in self.vocabulary:
                 raise ConfigError(
                     f"field {self.name!r}: got '' in the vocabulary; an empty text is a missing value, say what "
                     "it is with missing="
                 )
         elif self.unknown_rows != 1:
-            raise self._setting_error(
+            raise self._build_setting_error(
                 "unknown_rows", "It is for a vocabulary, which this field does not have"
             )
 
@@ -178,16 +178,16 @@ class Number(DeclaredField):
     """ISO time (UTC) to which the column's times are converted as days before it. `newest`: the newest time of the
     training samples, which replaces this setting when the files are opened."""
 
-    def _check(self) -> None:
+    def _check_settings(self) -> None:
         if self.days_before not in (None, NEWEST):
             try:
                 parse_time(self.days_before)
             except ValueError:
-                raise self._setting_error(
+                raise self._build_setting_error(
                     "days_before", f"Wanted {NEWEST!r} or a time such as '2024-05-31T12:00:00'"
                 ) from None
         if self.clip is not None and self.clip[0] > self.clip[1]:
-            raise self._setting_error("clip", "Wanted the lower bound first")
+            raise self._build_setting_error("clip", "Wanted the lower bound first")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,11 +204,11 @@ class _ListField(_IdField):
     keep: Literal["first", "last"] = "first"
     """Values that are used of a sample with more than max_length."""
 
-    def _check(self) -> None:
+    def _check_settings(self) -> None:
         # slots=True creates a new class, which super() without arguments does not know.
-        _IdField._check(self)
+        _IdField._check_settings(self)
         if not self.separator:
-            raise self._setting_error("separator", "Wanted at least one character")
+            raise self._build_setting_error("separator", "Wanted at least one character")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,11 +240,13 @@ class Bucket(DeclaredField):
     """Treatment of missing values: a separate row (id n + 1), or an error."""
     table: Name = ""
 
-    def _check(self) -> None:
+    def _check_settings(self) -> None:
         object.__setattr__(self, "table", self.table or self.name)
         is_rising = all(a < b for a, b in zip(self.boundaries, self.boundaries[1:], strict=False))
         if not self.boundaries or not is_rising:
-            raise self._setting_error("boundaries", "Wanted at least one number, in rising order")
+            raise self._build_setting_error(
+                "boundaries", "Wanted at least one number, in rising order"
+            )
 
     @property
     def num_rows(self) -> int:
@@ -264,7 +266,7 @@ class Time(DeclaredField):
     """Treatment of missing values: a separate row (the last id), or an error."""
     table: Name = ""
 
-    def _check(self) -> None:
+    def _check_settings(self) -> None:
         object.__setattr__(self, "table", self.table or self.name)
 
     @property
@@ -287,10 +289,12 @@ class Cross(DeclaredField):
     """Number of rows into which ids are hashed; default: an open table."""
     table: Name = ""
 
-    def _check(self) -> None:
+    def _check_settings(self) -> None:
         object.__setattr__(self, "table", self.table or self.name)
         if len(self.of) < 2 or len(set(self.of)) != len(self.of):
-            raise self._setting_error("of", "Wanted the names of two or more different fields")
+            raise self._build_setting_error(
+                "of", "Wanted the names of two or more different fields"
+            )
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -315,9 +319,9 @@ class Label(DeclaredField):
     missing: Literal["error", "unknown"] = "error"
     """Treatment of missing values. unknown: NaN, an unknown label."""
 
-    def _check(self) -> None:
+    def _check_settings(self) -> None:
         if self.at_least is not None and self.positive is not None:
-            raise self._setting_error("positive", "Wanted one of at_least and positive")
+            raise self._build_setting_error("positive", "Wanted one of at_least and positive")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,7 +59,7 @@ WEIGHTS = "weights: "
 VALUES = "values"
 """Type of a column of weights."""
 UNNAMED = "unnamed"
-"""Type of a column whose header cell is empty, as pandas writes its index."""
+"""Type of a column with an empty header cell, as pandas writes its index."""
 TYPES = {
     "number": "number", "float": "number", "category": "category", "token": "category", "bag": "bag",
     "sequence": "sequence", "token_seq": "token_seq", "float_seq": "float_seq", "time": "time", "label": "label",
@@ -111,9 +111,9 @@ def infer_fields(
     for name, array in others.items():
         kind = types.get(name) if name else UNNAMED
         inferred = (
-            _fields_of_values(name, array)
+            _infer_fields_from_values(name, array)
             if kind is None
-            else _fields_of_header_type(path, kind, name, array)
+            else _build_fields_from_header(path, kind, name, array)
         )
         if isinstance(inferred, str):
             left_out[name] = inferred
@@ -162,7 +162,7 @@ def _choose_key(columns: Mapping[str, pa.Array], types: Mapping[str, str]) -> st
     """Return the column on which predictions are joined: an id, else any unique column, else one without a name."""
     priorities = {}
     for name, array in columns.items():
-        if array.null_count or not name or _id_dtype(array) is None:
+        if array.null_count or not name or _key_dtype(array) is None:
             continue
         if types.get(name) == UNNAMED:
             priorities[name] = 2
@@ -186,14 +186,14 @@ def _is_unique(array: pa.Array) -> bool:
     return count >= UNIQUE_ROWS and pc.count_distinct(array).as_py() >= UNIQUE_SHARE * count
 
 
-def _id_dtype(array: pa.Array) -> Dtype | None:
+def _key_dtype(array: pa.Array) -> Dtype | None:
     """Return the dtype of keys with these values; None if they cannot be keys."""
     return (
         None if pa.types.is_boolean(array.type) or is_list(array.type) else id_dtype_of(array.type)
     )
 
 
-def _fields_of_values(name: str, array: pa.Array) -> list[DeclaredField] | str:
+def _infer_fields_from_values(name: str, array: pa.Array) -> list[DeclaredField] | str:
     """Return the fields of a column by its values, or the reason why there are none."""
     kind, field_name = array.type, _field_name(name)
     if pa.types.is_null(kind):
@@ -206,8 +206,8 @@ def _fields_of_values(name: str, array: pa.Array) -> list[DeclaredField] | str:
             else [Bag(field_name, column=name, dtype=dtype)]
         )
     if is_time(kind):
-        return _time_fields(name, array)
-    if _id_dtype(array) is not None and _is_key(name, array):
+        return _infer_time_fields(name, array)
+    if _key_dtype(array) is not None and _is_key(name, array):
         return "different in nearly every row"
     if pa.types.is_boolean(kind):
         return [Category(field_name, column=name, dtype="integer")]
@@ -216,7 +216,7 @@ def _fields_of_values(name: str, array: pa.Array) -> list[DeclaredField] | str:
         return [field(field_name, column=name, dtype="text")]
     if is_integer(kind):
         if _is_unix_time(name, array):
-            return _time_fields(name, array)
+            return _infer_time_fields(name, array)
         is_few = len(array) < 1000 or pc.count_distinct(array).as_py() <= len(array) / 2
         if _is_id(name) or (is_few and not _is_unique(array)):
             return [Category(field_name, column=name, dtype="integer")]
@@ -225,11 +225,11 @@ def _fields_of_values(name: str, array: pa.Array) -> list[DeclaredField] | str:
     return [_infer_number(name, array)]
 
 
-def _fields_of_header_type(
+def _build_fields_from_header(
     path: Path, kind: str, name: str, array: pa.Array
 ) -> list[DeclaredField] | str:
     """Return the fields of a column by the type in its header, or the reason why there are none."""
-    field_name, dtype = _field_name(name), _id_dtype(array) or "text"
+    field_name, dtype = _field_name(name), _key_dtype(array) or "text"
     if kind == "number":
         if not (is_number(array.type) or pa.types.is_null(array.type)):
             raise ConfigError(
@@ -241,7 +241,7 @@ def _fields_of_header_type(
         is_boolean = pa.types.is_boolean(array.type)
         return [Category(field_name, column=name, dtype="integer" if is_boolean else dtype)]
     if kind == "time":
-        return _time_fields(name, array)
+        return _infer_time_fields(name, array)
     if kind == "bag":
         return [Bag(field_name, column=name, dtype="text")]
     if kind in ("sequence", "token_seq"):
@@ -260,7 +260,7 @@ def _fields_of_header_type(
     return "no name" if kind == UNNAMED else f"no field reads {kind}"
 
 
-def _time_fields(name: str, array: pa.Array) -> list[DeclaredField]:
+def _infer_time_fields(name: str, array: pa.Array) -> list[DeclaredField]:
     """Return fields for hour (unless all times are dates), weekday and age."""
     field_name = _field_name(name)
     fields: list[DeclaredField] = [

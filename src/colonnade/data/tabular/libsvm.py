@@ -27,7 +27,7 @@ from colonnade.data.tabular.encode import FIX, InvalidValue
 from colonnade.data.tabular.fields import Dtype
 from colonnade.data.tabular.files import build_data_error, read_first_rows
 from colonnade.data.tabular.infer import VALUES, WEIGHTS
-from colonnade.data.tabular.opening import Format, open_tables
+from colonnade.data.tabular.opening import TableFormat, open_table_files
 from colonnade.data.tabular.source import SplitOptions
 from colonnade.data.tabular.text_rows import BLOCK_BYTES, TextRows, index_rows
 
@@ -63,7 +63,7 @@ def open_libsvm(
         seed=seed,
         threads=threads,
     )
-    return open_tables(
+    return open_table_files(
         path,
         libsvm_format(),
         schema=schema,
@@ -74,9 +74,9 @@ def open_libsvm(
     )
 
 
-def libsvm_format() -> Format:
+def libsvm_format() -> TableFormat:
     """Return the format of libsvm and libffm files."""
-    return Format(ENDINGS, open_libsvm_file)
+    return TableFormat(ENDINGS, open_libsvm_file)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -51,8 +51,8 @@ def _narrow_texts(texts: pa.Array) -> pa.Array:
     blank = pc.equal(texts, "")
     texts = pc.if_else(blank, None, texts) if pc.any(blank).as_py() else texts
     trimmed = pc.utf8_trim(texts, BLANKS)
-    kind = narrowest_type(trimmed)
-    if kind == pa.string():
+    arrow_type = narrowest_type(trimmed)
+    if arrow_type == pa.string():
         if matches_all(trimmed, BOOLEAN):
             return pc.utf8_lower(trimmed).cast(pa.bool_())
         if matches_all(trimmed, ISO):
@@ -61,7 +61,7 @@ def _narrow_texts(texts: pa.Array) -> pa.Array:
             except pa.ArrowInvalid:  # month 13
                 return texts
         return texts
-    return trimmed.cast(kind)
+    return trimmed.cast(arrow_type)
 
 
 def _narrow_floats(array: pa.Array) -> pa.Array:
@@ -97,10 +97,10 @@ def matches_all(texts: pa.Array | pa.ChunkedArray, pattern: str) -> bool:
     return True
 
 
-def can_cast(texts: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> bool:
+def can_cast(texts: pa.Array | pa.ChunkedArray, arrow_type: pa.DataType) -> bool:
     """Return whether every text can be parsed as `kind`."""
     try:
-        texts.cast(kind)
+        texts.cast(arrow_type)
     except pa.ArrowInvalid:
         return False
     return True

@@ -25,16 +25,16 @@ from colonnade.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class TableFormat:
     """File format: endings and the function that indexes a file, which raises DataError."""
 
     endings: tuple[str, ...]  # of the files that are read in a folder
     open_file: Callable[[Path], TableFile]
 
 
-def open_tables(
+def open_table_files(
     path: str | Path | Sequence[str | Path],
-    format: Format,
+    format: TableFormat,
     *,
     schema: Any,
     label: str | None,

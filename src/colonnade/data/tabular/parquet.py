@@ -18,7 +18,7 @@ from colonnade.data.tabular.arrow import combine_chunks, id_dtype_of
 from colonnade.data.tabular.columns import check_columns, check_types, check_unique_names
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.fields import Dtype
-from colonnade.data.tabular.opening import Format, open_tables
+from colonnade.data.tabular.opening import TableFormat, open_table_files
 from colonnade.data.tabular.source import SplitOptions
 from colonnade.errors import ConfigError, DataError
 
@@ -69,7 +69,7 @@ def open_parquet(
         seed=seed,
         threads=threads,
     )
-    return open_tables(
+    return open_table_files(
         path,
         parquet_format(),
         schema=schema,
@@ -80,9 +80,9 @@ def open_parquet(
     )
 
 
-def parquet_format() -> Format:
+def parquet_format() -> TableFormat:
     """Return the format of Parquet files."""
-    return Format(ENDINGS, open_parquet_file)
+    return TableFormat(ENDINGS, open_parquet_file)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ from pydantic import Field as Limits
 
 from colonnade.config.validation import Expected, Fraction, validate_fields
 from colonnade.data.contract import START, Position, Schema, Splits, rank_blocks
-from colonnade.data.counter import mix64, permutation, stream_key
+from colonnade.data.counter import mix64, random_permutation, stream_key
 from colonnade.data.tabular.chunk import Chunk, concat_chunks
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.files import TableFiles
@@ -51,7 +51,7 @@ class WindowPlan:
         if self.key is None:
             return None
         size = int(self.starts[window + 1] - self.starts[window])
-        return permutation(size, stream_key(self.key, window))
+        return random_permutation(size, stream_key(self.key, window))
 
     def find_window(self, sample: int) -> int:
         """Return the window that contains the `sample`-th sample of the epoch."""
@@ -63,7 +63,7 @@ def plan_windows(lengths: NDArray[np.int64], window: int, key: int | None) -> Wi
     if key is None:
         blocks, min_samples = np.arange(len(lengths)), READ_SAMPLES
     else:
-        blocks, min_samples = permutation(len(lengths), stream_key(key)), window
+        blocks, min_samples = random_permutation(len(lengths), stream_key(key)), window
     ends = np.cumsum(lengths[blocks])
     bounds = [0]
     while bounds[-1] < len(blocks):
@@ -87,8 +87,8 @@ class HashRange:
 
     def select_rows(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the rows in the range, in order. `keys` (S,): `Chunk.split_key`."""
-        words = mix64(keys.astype(np.uint64) + np.uint64(stream_key(SPLIT_KEY)))
-        hashed = (words >> np.uint64(11)) * 2.0**-53  # exact, so never 1: no sample is lost
+        random_words = mix64(keys.astype(np.uint64) + np.uint64(stream_key(SPLIT_KEY)))
+        hashed = (random_words >> np.uint64(11)) * 2.0**-53  # exact, so never 1: no sample is lost
         return np.flatnonzero((hashed >= self.low) & (hashed < self.high))
 
 
@@ -155,7 +155,9 @@ class TableSource:
                     while True:
                         low = int(plan.starts[window])
                         high = int(plan.starts[window + 1])
-                        part = _select(chunk, order, max(begin, low) - low, min(end, high) - low)
+                        part = _select_samples(
+                            chunk, order, max(begin, low) - low, min(end, high) - low
+                        )
                         if part.size or (end <= high and not parts):
                             parts.append(part)
                         if end <= high:
@@ -190,7 +192,7 @@ class TableSource:
         return chunk.slice_rows(begin, end)
 
 
-def _select(chunk: Chunk, order: NDArray[np.int64] | None, begin: int, end: int) -> Chunk:
+def _select_samples(chunk: Chunk, order: NDArray[np.int64] | None, begin: int, end: int) -> Chunk:
     begin = min(begin, end)
     if order is None:
         return chunk.slice_rows(begin, end)

@@ -15,11 +15,11 @@ from colonnade.data.tabular import csv, libsvm, parquet, tfrecord
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.files import find_files
 from colonnade.data.tabular.infer import INFER_ROWS
-from colonnade.data.tabular.opening import Format, infer_from_files, resolve_schema
+from colonnade.data.tabular.opening import TableFormat, infer_from_files, resolve_schema
 from colonnade.data.tabular.source import SplitOptions, TableSource
 from colonnade.errors import ConfigError
 
-FORMATS: dict[str, Callable[..., Format]] = {
+FORMATS: dict[str, Callable[..., TableFormat]] = {
     "csv": csv.csv_format,
     "parquet": parquet.parquet_format,
     "libsvm": libsvm.libsvm_format,

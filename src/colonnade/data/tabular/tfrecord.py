@@ -28,7 +28,7 @@ from colonnade.data.tabular.encode import InvalidValue
 from colonnade.data.tabular.fields import Bag, Dtype
 from colonnade.data.tabular.fields import Sequence as SequenceField
 from colonnade.data.tabular.files import build_data_error, read_first_rows
-from colonnade.data.tabular.opening import Format, open_tables
+from colonnade.data.tabular.opening import TableFormat, open_table_files
 from colonnade.data.tabular.source import SplitOptions
 from colonnade.data.tabular.text_rows import BLOCK_BYTES
 from colonnade.errors import DataError
@@ -163,7 +163,7 @@ def open_tfrecord(
         seed=seed,
         threads=threads,
     )
-    return open_tables(
+    return open_table_files(
         path,
         tfrecord_format(),
         schema=schema,
@@ -174,9 +174,9 @@ def open_tfrecord(
     )
 
 
-def tfrecord_format() -> Format:
+def tfrecord_format() -> TableFormat:
     """Return the format of TFRecord files."""
-    return Format(ENDINGS, open_tfrecord_file)
+    return TableFormat(ENDINGS, open_tfrecord_file)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -351,16 +351,16 @@ def open_tfrecord_file(path: Path) -> TFRecordFile:
                     ends.append(count)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    file_index = TFRecordFile(path, np.array(offsets), np.diff(ends), {}, frozenset())
+    indexed_file = TFRecordFile(path, np.array(offsets), np.diff(ends), {}, frozenset())
     forms: dict[str, str] = {}
     lists: set[str] = set()
     try:
-        for row, record in enumerate(file_index.read_records(0)) if count else ():
+        for row, record in enumerate(indexed_file.read_records(0)) if count else ():
             for name, (form, values) in parse_record(record, row).items():
                 if values:
                     forms.setdefault(name, form)
                 if len(values) > 1:
                     lists.add(name)
     except InvalidValue as fault:
-        raise build_data_error(file_index, 0, fault) from None
-    return replace(file_index, forms=dict(sorted(forms.items())), lists=frozenset(lists))
+        raise build_data_error(indexed_file, 0, fault) from None
+    return replace(indexed_file, forms=dict(sorted(forms.items())), lists=frozenset(lists))
