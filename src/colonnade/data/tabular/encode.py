@@ -133,7 +133,7 @@ def parse_texts(field: DeclaredField, array: pa.Array, kind: pa.DataType, wanted
 
 
 def encode_bucket(field: Bucket, array: pa.Array) -> Longs:
-    """Encode numbers as bucket ids (S,): the count of boundaries <= the number."""
+    """Encode numbers, also infinite ones, as bucket ids (S,): the count of boundaries <= the number."""
     x = read_numbers(field, array)
     ids = np.searchsorted(np.array(field.boundaries), x, side="right").astype(np.int64)
     missing = np.isnan(x)
