@@ -139,7 +139,7 @@ def test_a_sequence_is_learned_place_by_place(opened, order):
 @pytest.mark.parametrize("samples", ["pairs", "sequences"])
 def test_queries_rank_what_was_held_out(opened, samples):
     splits = opened(samples=samples, max_history=2)
-    found = splits.test.truth, splits.test.seen
+    found = splits.test.truth, splits.test.excluded
     (batch,) = splits.test.batches(10)
     assert batch.group.tolist() == [0, 1] and batch.size == splits.test.num_samples
     assert lists_of(batch.key.truth) == lists_of(found[0])[:2]
