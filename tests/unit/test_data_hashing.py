@@ -112,7 +112,7 @@ def test_fields_of_one_table_share_rows_or_keep_apart():
     of_bag = encode_lists(Bag("x", table="words", namespace=True), listed).values
     assert of_bag.tolist() == [*ours_of("a", "b"), *ours_of("a")]
     for numbered in ({"cardinality": 5}, {"vocabulary": ("a",)}):
-        with pytest.raises(ConfigError, match="apart"):
+        with pytest.raises(ConfigError, match="namespace"):
             Category("x", namespace=True, **numbered)
     field = Category("x", table="words", namespace=True)
     assert field_from_dict("x", field_to_dict(field)) == field
