@@ -268,10 +268,10 @@ class ProcessSource:
                 '`if __name__ == "__main__":`'
             ) from lost
         finally:
-            del (
-                blocks
-            )  # ends the processes now, even if a caller keeps the error and with it this frame
-            readers.close()  # kills a stopped process, which does not react to the end of its iterator
+            # Ends the processes now, even if a caller keeps the error and with it this frame.
+            del blocks
+            # Kills stopped processes, which do not react to the end of the iterator.
+            readers.close()
             is_over.set()
 
 
