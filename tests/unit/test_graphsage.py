@@ -15,7 +15,7 @@ import colonnade
 from colonnade import SGD, Adam, Batch, Feature, Ids, Mesh, RowOptimizer, Table, Uniform
 from colonnade.data import open_source
 from colonnade.data.sets.interactions import Held
-from colonnade.data.sets.power_law import edge_law
+from colonnade.data.sets.power_law import build_edge_distribution
 from colonnade.errors import ConfigError, DataError
 from colonnade.exchange.cached import TableCache
 from colonnade.models.graphsage import GraphSAGE
@@ -164,7 +164,7 @@ def test_a_power_law_graph_is_learned():
     """Beyond popularity by far, and towards whoever knows what edges are drawn by."""
     made = {"nodes": 600, "communities": 12, "mixing": 0.05}
     data = graph(**made, degree=16, fan_outs=[5, 3])
-    law = edge_law(600, exponent=2.5, communities=12, mixing=0.05, graph_seed=0)
+    law = build_edge_distribution(600, exponent=2.5, communities=12, mixing=0.05, graph_seed=0)
     model = build(600, dtype="float32", dim=16, optimizer=Adam(lr=0.01), log_q=0)
     assert isinstance(objective_of(model), RetrievalObjective)
     found = colonnade.fit(model, data, epochs=10, batch_size=256, dense_lr=0.005, quiet=True)

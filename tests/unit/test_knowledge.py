@@ -18,7 +18,7 @@ from colonnade.cli import app
 from colonnade.config.run import build_config
 from colonnade.data import open_source, open_triples
 from colonnade.data.contract import Position
-from colonnade.data.sets.triples import Facts
+from colonnade.data.sets.triples import TripleIndex
 from colonnade.errors import ConfigError, DataError, NonFiniteError
 from colonnade.models.knowledge import ComplEx, DistMult, RotatE, TransE
 from colonnade.models.link_prediction import (
@@ -154,9 +154,9 @@ def test_vectors_of_entities_are_rows_around_their_center():
 @given(seed=st.integers(0, 10**6), size=st.integers(0, 30))
 def test_known_answers_are_those_of_a_search(seed, size):
     every, asked = triples(seed, size), triples(seed + 1, 7)
-    facts = Facts(every, ENTITIES)
-    known, listed = facts.known(asked), {tuple(row) for row in every.tolist()}
-    counts = facts.counts(asked)
+    facts = TripleIndex(every, ENTITIES)
+    known, listed = facts.find_answers(asked), {tuple(row) for row in every.tolist()}
+    counts = facts.count_answers(asked)
     for i, (h, r, t) in enumerate(asked.tolist()):
         tails = sorted({c for a, b, c in listed if (a, b) == (h, r)})
         heads = sorted({a for a, b, c in listed if (b, c) == (r, t)})
@@ -405,7 +405,7 @@ def test_files_are_head_tail_relation(tmp_path):
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ({"train2id": "2\n0 1 0\n"}, "got 1 triples, wanted the 2"),
+        ({"train2id": "2\n0 1 0\n"}, "got 1 triples, wanted 2"),
         ({"train2id": "1\n0 1 2\n"}, "line 2.*got '0 1 2'.*below 2"),
         ({"train2id": "1\n0 3 1\n"}, "line 2"),
         ({"train2id": "1\n0 1\n"}, "line 2"),

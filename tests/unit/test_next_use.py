@@ -26,7 +26,7 @@ from colonnade.config.run import RunConfig, build_config, override
 from colonnade.data import Splits, open_source
 from colonnade.data.batches import open_batches
 from colonnade.data.contract import START, Column, Position, Schema
-from colonnade.data.processes import pack, unpack
+from colonnade.data.processes import pack_batches, unpack_batches
 from colonnade.errors import ConfigError, DataError
 from colonnade.run.run import open_run
 
@@ -112,9 +112,11 @@ def test_hints_from_the_middle_of_an_epoch_and_of_the_next():
 
 def test_hints_cross_processes():
     batch = next(with_next_use(Listed()).batches(4))
-    (again,) = unpack(pack([batch], shared=True))
+    (again,) = unpack_batches(pack_batches([batch], shared=True))
     assert all(torch.equal(again.next_use[name], codes) for name, codes in batch.next_use.items())
-    assert unpack(pack([next(Listed().batches(4))], shared=False))[0].next_use is None
+    assert (
+        unpack_batches(pack_batches([next(Listed().batches(4))], shared=False))[0].next_use is None
+    )
 
 
 def opened(folder, slots):
