@@ -10,7 +10,7 @@ from devices import DEVICES
 from colonnade import Adam, Table, _native
 from colonnade.cache.copies import DeviceCopies, NativeCopies
 from colonnade.cache.messages import tables_of
-from colonnade.lookup.row_layout import Elements, row_layout
+from colonnade.lookup.row_layout import RowSums, row_layout
 from colonnade.store.dram import open_dram
 
 WIDTHS = np.array([3, 1, 5])
@@ -43,7 +43,7 @@ def opened(tables, place: str | None):
 def made(place: str | None, sums: torch.Tensor, index: torch.Tensor, counts: np.ndarray):
     """Sums as these copies take them."""
     if place is None:
-        return Elements(sums, index)
+        return RowSums(sums, index)
     parts = sums.to(place).split((counts * WIDTHS).tolist())
     return [part.view(-1, int(width)) for part, width in zip(parts, WIDTHS, strict=True)]
 
@@ -67,7 +67,7 @@ def test_what_is_pending_is_what_a_twin_says(seed, dtype, device):
         layout = row_layout(counts[None, :], WIDTHS)
         sums = torch.randn(layout.num_elements, dtype=getattr(torch, dtype))
         sums[torch.rand(len(sums)) < 0.1] = -0.0
-        index = layout.rank_major(WIDTHS)
+        index = layout.rank_major_index(WIDTHS)
         leaves = random.random(len(slots)) < 0.4
         rows = {
             (int(t), int(slot)): sums.numpy()[i : i + WIDTHS[t]].copy()

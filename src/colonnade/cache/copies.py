@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from colonnade import _native
 from colonnade.errors import BudgetExceeded, ConfigError
-from colonnade.lookup.row_layout import Elements
+from colonnade.lookup.row_layout import RowSums
 from colonnade.ops.optimizers import Settings
 from colonnade.store.contract import RowView
 from colonnade.store.device_rows import device_rows, enlarged, update
@@ -40,7 +40,7 @@ class Copies(ABC):
 
     Which row a slot has and how many batches wait there is known here; records and sums lie where a subclass has them.
     `Kernels.update` takes it as the store of its rows. `sums` are a subclass's own, what the kernels that work there
-    make (`row_sums`): one sum for each of U rows.
+    make (`sum_gradients_by_row`): one sum for each of U rows.
     """
 
     pending: list[Tensor]  # by table, (slots, D) of the compute dtype, where the copies lie
@@ -175,7 +175,7 @@ def travelling_bytes(table: Table, is_changed: bool) -> int:
 
 
 class NativeCopies(Copies):
-    """Copies in this process's memory; sums: `Elements`. Unused slots take address space and no memory."""
+    """Copies in this process's memory; sums: `RowSums`. Unused slots take address space and no memory."""
 
     def __init__(self, tables: Sequence[Table], capacities: Sequence[int]) -> None:
         """capacities: rows that stay, by table."""
@@ -218,21 +218,19 @@ class NativeCopies(Copies):
     def put(self, t: int, slots: np.ndarray, records: Tensor) -> None:
         self.native.unpack(t, _int32(slots), records)
 
-    def add(
-        self, counts: np.ndarray, slots: np.ndarray, sums: Elements, leaves: np.ndarray
-    ) -> None:
+    def add(self, counts: np.ndarray, slots: np.ndarray, sums: RowSums, leaves: np.ndarray) -> None:
         _native.add_pending(
             self._sums(), self.ticks, counts, slots, sums.index, sums.values, leaves.view(np.uint8)
         )
 
     def take(
-        self, counts: np.ndarray, slots: np.ndarray, origin: np.ndarray, sums: Elements, out: Tensor
+        self, counts: np.ndarray, slots: np.ndarray, origin: np.ndarray, sums: RowSums, out: Tensor
     ) -> None:
         _native.take_pending(
             self._sums(), self.ticks, counts.ravel(), slots, origin, sums.index, sums.values, out
         )
 
-    def waiting(self, counts: np.ndarray, slots: np.ndarray) -> Elements:
+    def waiting(self, counts: np.ndarray, slots: np.ndarray) -> RowSums:
         by_table = np.split(slots, counts.cumsum()[:-1])
         values = torch.cat(
             [
@@ -242,7 +240,7 @@ class NativeCopies(Copies):
         )
         widths = np.repeat([table.width for table in self.tables], counts)
         firsts = (widths.cumsum() - widths).astype(np.uint32).view(np.int32)
-        return Elements(values, torch.from_numpy(firsts))
+        return RowSums(values, torch.from_numpy(firsts))
 
     def _sums(self) -> list[np.ndarray]:
         """Return the pending sums by table."""

@@ -17,14 +17,14 @@ from colonnade.exchange.operator_cut import result_width
 from colonnade.exchange.operators import Attended, Partials
 from colonnade.exchange.rows import RowsLookup
 from colonnade.lookup.contract import PartLookup
-from colonnade.lookup.fields import Columns, Fields, Key, Run, runs_of
+from colonnade.lookup.fields import ColumnKey, ColumnRun, FieldColumns, FieldLayout, find_runs
 from colonnade.lookup.layout import (
-    Consumption,
     Declaration,
+    LookupColumns,
     Lookups,
     Output,
-    collect,
-    outputs,
+    collect_lookups,
+    list_outputs,
     weighed,
 )
 from colonnade.table import POOLINGS
@@ -119,39 +119,39 @@ class BagLayout:
     declaration: Declaration
     evaluated: EvaluatedFields
     outputs: tuple[Output, ...]
-    fields: Fields
+    fields: FieldLayout
     """Fields of all outputs, pooled ones first."""
-    shares: tuple[Fields, ...]
+    shares: tuple[FieldLayout, ...]
     """Fields of tables that a rank has rows of, by rank."""
-    arriving: Columns
+    arriving: FieldColumns
     """Columns that arrive at the samples' ranks."""
-    requested: Consumption
+    requested: LookupColumns
     """Lookups of a rank's own samples, in the form in which they are requested."""
-    runs: tuple[list[Run], ...]
+    runs: tuple[list[ColumnRun], ...]
     """Runs of an output's columns among the arriving ones, by output."""
     divisions: tuple[Division, ...]
 
     def sums(self, rank: int) -> Declaration:
         """Return the declaration that a rank pools: sums of its share, and means where it has whole bags."""
-        return self.shares[rank].as_sums(but=self.evaluated.averaged_by_owner)
+        return self.shares[rank].as_sum_declaration(but=self.evaluated.averaged_by_owner)
 
-    def pooled(self, rank: int) -> Columns:
+    def pooled(self, rank: int) -> FieldColumns:
         """Return the columns that a rank pools."""
         return self.shares[rank].columns
 
-    def from_owner(self, rank: int) -> Columns:
+    def from_owner(self, rank: int) -> FieldColumns:
         """Return the columns that a rank sends where owners evaluate consumers: partials of the consumers that it has
         fields of, and fields that are needed themselves."""
         share = set(self.shares[rank].order)
 
-        def is_sent(key: Key) -> bool:
+        def is_sent(key: ColumnKey) -> bool:
             if isinstance(key, int):
                 return key in share
             return bool(share & set(self.evaluated.taken_by.get(key, ())))
 
-        return Columns({key: dim for key, dim in self.arriving.dims.items() if is_sent(key)})
+        return FieldColumns({key: dim for key, dim in self.arriving.dims.items() if is_sent(key)})
 
-    def fields_of(self, key: Key) -> tuple[int, ...]:
+    def fields_of(self, key: ColumnKey) -> tuple[int, ...]:
         """Return the fields that a column of `arriving` is made of."""
         return (key,) if isinstance(key, int) else self.evaluated.taken_by[key]
 
@@ -173,8 +173,8 @@ def lay_out_bags(
                 "exchange rows"
             )
     order = dict.fromkeys(i for output in every_output for i in output.fields)
-    unordered = Fields(declaration, tuple(order))
-    fields = Fields(declaration, unordered.pooled + unordered.sequences)
+    unordered = FieldLayout(declaration, tuple(order))
+    fields = FieldLayout(declaration, unordered.pooled + unordered.sequences)
     arriving = _arriving(declaration, evaluated, every_output)
     features = fields.features
     poolings = [declaration.features[f].pooling for f in features]
@@ -191,7 +191,7 @@ def lay_out_bags(
         fields=fields,
         shares=tuple(fields.share(rank, shardings) for rank in range(num_ranks)),
         arriving=arriving,
-        requested=Consumption(
+        requested=LookupColumns(
             features,
             (),
             torch.tensor(
@@ -205,7 +205,7 @@ def lay_out_bags(
                 dtype=torch.uint8,
             ),
         ),
-        runs=tuple(runs_of([output.pieces for output in every_output], arriving)),
+        runs=tuple(find_runs([output.pieces for output in every_output], arriving)),
         divisions=tuple(divisions),
     )
 
@@ -213,7 +213,7 @@ def lay_out_bags(
 def _outputs(declaration: Declaration, consumers: Collection[str]) -> list[Output]:
     """Return outputs, with those of evaluated consumers as separate ones."""
     separate: list[Output] = []
-    for output in outputs(declaration):
+    for output in list_outputs(declaration):
         if others := tuple(name for name in output.names if name not in consumers):
             separate.append(replace(output, names=others))
         for name in output.names:
@@ -226,11 +226,11 @@ def _outputs(declaration: Declaration, consumers: Collection[str]) -> list[Outpu
 
 def _arriving(
     declaration: Declaration, evaluated: EvaluatedFields, every_output: Sequence[Output]
-) -> Columns:
+) -> FieldColumns:
     """Return the arriving columns: fields and partials of the outputs, then queries, then merged results of
     attention."""
-    dims: dict[Key, int] = {}
-    merged: dict[Key, int] = {}
+    dims: dict[ColumnKey, int] = {}
+    merged: dict[ColumnKey, int] = {}
     for output in every_output:
         for key, _ in output.pieces:
             if key in evaluated.attended:
@@ -240,7 +240,7 @@ def _arriving(
                 dims[key] = output.width if is_partial else declaration.fields[int(key)].dim
     for i in evaluated.queries:
         dims[i] = declaration.fields[i].dim
-    return Columns({**dims, **merged})
+    return FieldColumns({**dims, **merged})
 
 
 def _requested_pooling(f: int, pooling: str, evaluated: EvaluatedFields, num_ranks: int) -> int:
@@ -254,7 +254,7 @@ def collect_bags(batch: Batch, layout: BagLayout) -> Lookups:
     """Return a batch's lookups, weighed by the lengths of bags where several owners compute a mean. Raises DataError,
     NonFiniteError."""
     declaration, evaluated = layout.declaration, layout.evaluated
-    lookups = collect(batch, declaration, layout.requested)
+    lookups = collect_lookups(batch, declaration, layout.requested)
     if not evaluated.weighed and not evaluated.unsplit:
         return lookups
     weights, dtype = list(lookups.weights), declaration.compute_dtype
@@ -323,5 +323,5 @@ class LastHop:
     """Hop that ends at the samples' ranks."""
 
     transport: LastTransport
-    columns: Columns  # at its senders
-    sent: Columns  # what they send: columns, or partials of some
+    columns: FieldColumns  # at its senders
+    sent: FieldColumns  # what they send: columns, or partials of some

@@ -57,15 +57,20 @@ from colonnade.lookup.contract import (
     RowGradients,
     RowSource,
 )
-from colonnade.lookup.kernels import NOWHERE
-from colonnade.lookup.layout import collect_codes, consumption, explain_range, outputs
+from colonnade.lookup.kernels import NO_TENSORS
+from colonnade.lookup.layout import (
+    build_lookup_columns,
+    collect_next_use,
+    explain_range_error,
+    list_outputs,
+)
 from colonnade.lookup.outputs import CPU
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
 from colonnade.wire import bags
 from colonnade.wire.coding import Coding
 from colonnade.wire.id_distribution import SAMPLES, counted, exchange_messages
-from colonnade.wire.owner_map import Deal
+from colonnade.wire.owner_map import OwnerMap
 from colonnade.wire.tower_transport import PeerTransport, TowerTransport
 from colonnade.wire.transport import PendingTransfer
 
@@ -79,7 +84,7 @@ class BagsExchange:
     def __init__(
         self,
         layout: BagLayout,
-        owner_map: Deal,
+        owner_map: OwnerMap,
         mesh: Mesh,
         inner_hops: Sequence[TowerTransport],
         last_hop: LastHop,
@@ -107,11 +112,11 @@ class BagsExchange:
         self.num_ranks = mesh.num_ranks
         self.share = layout.shares[mesh.rank]
         sums = layout.sums(mesh.rank)
-        self.owner = RowOwner(sums, consumption(sums), outputs(sums), mesh)
+        self.owner = RowOwner(sums, build_lookup_columns(sums), list_outputs(sums), mesh)
         self.dtype = self.declaration.compute_dtype
         exact = coding.exactness(REASSOCIATED, self.declaration.dtype, self.num_ranks)
-        roundings = last_hop.transport.roundings
-        self.exactness = replace(exact, max_error=roundings * exact.max_error)
+        num_roundings = last_hop.transport.num_roundings
+        self.exactness = replace(exact, max_error=num_roundings * exact.max_error)
         used = {key for output in self.outputs for key, _ in output.pieces}
         self._only_queries = [
             layout.arriving.of(i) for i in layout.evaluated.queries if i not in used
@@ -124,14 +129,14 @@ class BagsExchange:
         lookups = collect_bags(batch, layout)
         codes = None
         if batch.next_use is not None:
-            codes = collect_codes(batch, self.declaration, layout.requested)
+            codes = collect_next_use(batch, self.declaration, layout.requested)
         try:
             if self.num_ranks == 1:
                 plan = _native.make_plan(lookups.native, owner.table_rows, owner.one_owner)
                 return LookupRequest([], lookups, plan, codes)
-            messages = bags.pack(lookups, owner.table_rows, self.owner_map, codes)
+            messages = bags.pack_bags(lookups, owner.table_rows, self.owner_map, codes)
         except IndexError as error:
-            raise explain_range(error, self.declaration, layout.requested.features) from None
+            raise explain_range_error(error, self.declaration, layout.requested.features) from None
         if self.tower is not None:  # other ranks than peers need the number of samples alone
             size = np.frombuffer(SAMPLES.pack(batch.size), np.uint8)
             messages = [
@@ -145,15 +150,18 @@ class BagsExchange:
         """Implement the contract. Collective inside the tower where rows are requested once a tower."""
         if self.tower is not None:
             return self._serve_peers(self.tower, request, received, batch)
-        plan, joined = request.plan, bags.Joined(request.lookups, [batch.size], request.codes)
+        plan, received_bags = (
+            request.plan,
+            bags.ReceivedBags(request.lookups, [batch.size], request.codes),
+        )
         if self.num_ranks > 1:
-            joined = self._join(received)
-            plan = self.owner.make_plan(joined.lookups, self.owner.one_owner)
+            received_bags = self._join_received(received)
+            plan = self.owner.make_plan(received_bags.lookups, self.owner.one_owner)
         assert plan is not None
-        codes = None if joined.codes is None else soonest_use(joined.codes, plan)
+        codes = None if received_bags.codes is None else soonest_use(received_bags.codes, plan)
         return BagsLookup(
-            batch, joined.lookups, plan, owned_rows(plan, codes), plan,
-            sizes=joined.sizes, requested=request.lookups,
+            batch, received_bags.lookups, plan, owned_rows(plan, codes), plan,
+            sizes=received_bags.sizes, requested=request.lookups,
         )  # fmt: skip
 
     def _serve_peers(
@@ -164,34 +172,34 @@ class BagsExchange:
         batch: BatchInfo,
     ) -> BagsLookup:
         """Request the rows of all peers' lookups inside the tower. Collective there."""
-        joined = self._join([received[rank] for rank in self.peers])
-        of_peers = dict(zip(self.peers, joined.sizes, strict=True))
+        received_bags = self._join_received([received[rank] for rank in self.peers])
+        of_peers = dict(zip(self.peers, received_bags.sizes, strict=True))
         sizes = [
             of_peers[rank] if rank in of_peers else _read_size(rank, message)
             for rank, message in enumerate(received)
         ]
-        plan = self.owner.make_plan(joined.lookups, tower.deal.num_owners)
-        codes = None if joined.codes is None else soonest_use(joined.codes, plan)
+        plan = self.owner.make_plan(received_bags.lookups, tower.owner_map.num_owners)
+        codes = None if received_bags.codes is None else soonest_use(received_bags.codes, plan)
         messages: list[np.ndarray] = []
         if tower.num_ranks > 1:
             requests = tower.pack(plan, codes)
             (messages,), _ = exchange_messages([requests], tower.mesh, 0.0, batch.channel)
         inner = tower.serve_requests(
-            LookupRequest(messages, joined.lookups, plan, codes),
+            LookupRequest(messages, received_bags.lookups, plan, codes),
             messages,
-            replace(batch, size=sum(joined.sizes)),
+            replace(batch, size=sum(received_bags.sizes)),
         )
         return BagsLookup(
-            batch, joined.lookups, plan, inner.owned, inner.owner_plan,
+            batch, received_bags.lookups, plan, inner.owned, inner.owner_plan,
             sizes=sizes, requested=request.lookups, inner=inner,
         )  # fmt: skip
 
-    def _join(self, messages: Sequence[np.ndarray]) -> bags.Joined:
+    def _join_received(self, messages: Sequence[np.ndarray]) -> bags.ReceivedBags:
         """Join received lookups into one batch. Raises WorldError."""
         owner = self.owner
-        return bags.join(
+        return bags.unpack_bags(
             messages,
-            owner.consumption,
+            owner.lookup_columns,
             owner.table_rows,
             self.owner_map,
             self.mesh.rank,
@@ -238,7 +246,7 @@ class BagsExchange:
         if by_request is None:
             by_request = gather(source.rows, lookup.owner_plan.inverse)
         kernels = self.owner.kernels(source.views)
-        placed = kernels.place(lookup.lookups, source.views, by_request)
+        placed = kernels.locate_rows(lookup.lookups, source.views, by_request)
         into = {}
         if kernels is self.owner.native and self.share.columns.dims:
             shape = sum(lookup.sizes), self.share.columns.width
@@ -308,7 +316,7 @@ class BagsExchange:
         self.last_hop.transport.add(reads.pending, total)
         return total
 
-    def pooled(self, lookup: BagsLookup, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
+    def pooled(self, lookup: BagsLookup, into: Mapping[int, Tensor] = NO_TENSORS) -> list[Tensor]:
         total = self.total(lookup)
         self._divide(lookup, total)
         dtype, tensors = self.declaration.output_dtype, []
@@ -319,7 +327,7 @@ class BagsExchange:
                 continue
             tensor = into[i] if i in into else empty(len(total), output.width, dtype=dtype)
             for run in runs:
-                tensor[:, run.columns_here] = total[:, run.columns_there]
+                tensor[:, run.block_columns] = total[:, run.whole_columns]
             tensors.append(tensor)
         return tensors
 
@@ -340,7 +348,7 @@ class BagsExchange:
     ) -> Callable[[], RowGradients]:
         total = self._gradients(lookup, gradients)
         last = self.last_hop.transport
-        pending = last.send_back_total(total, lookup.sizes, step, number)
+        pending = last.send_back(total, lookup.sizes, step, number)
         return partial(self._end_push, lookup, pending, step, number)
 
     def _end_push(
@@ -365,7 +373,7 @@ class BagsExchange:
             return self.tower.begin_push(lookup.inner, [received], step, number)()
         of_rows = [evaluation.row_gradients[i].contiguous() for i in self.share.sequences]
         pooled = [received] if self.share.columns.dims else []
-        return self.owner.native.of_outputs(lookup, [*pooled, *of_rows])
+        return self.owner.native.gradients_from_outputs(lookup, [*pooled, *of_rows])
 
     def _gradients(self, lookup: BagsLookup, gradients: list[Tensor] | None) -> Tensor:
         """Return gradients of the sums, (B, W) of the compute dtype. Collective where there is attention."""
@@ -375,7 +383,7 @@ class BagsExchange:
         else:
             for gradient, runs in zip(gradients, self.layout.runs, strict=True):
                 for run in runs:
-                    target, source = total[:, run.columns_there], gradient[:, run.columns_here]
+                    target, source = total[:, run.whole_columns], gradient[:, run.block_columns]
                     target.copy_(source) if run.is_first else target.add_(source)
         requested = lookup.requested
         assert requested is not None

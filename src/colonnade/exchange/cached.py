@@ -175,7 +175,11 @@ class CachedExchange:
         this process's."""
         self.rows = RowsExchange(declaration, mesh, shardings)
         self.declaration, self.mesh = declaration, mesh
-        self.owner, self.deal, self.outputs = self.rows.owner, self.rows.deal, self.rows.outputs
+        self.owner, self.owner_map, self.outputs = (
+            self.rows.owner,
+            self.rows.owner_map,
+            self.rows.outputs,
+        )
         self.widths, self.exactness = self.owner.widths, self.rows.exactness
         self.pooled, self.has_values = self.rows.pooled, self.rows.has_values
         self.prefetched, self.restore = self.rows.prefetched, self.rows.restore
@@ -218,7 +222,7 @@ class CachedExchange:
 
         def preview_batch(batch: Batch) -> Seen:
             _, plan, _ = planned = self.rows.plan_batch(slices.prepare_ids(batch))
-            return Seen(planned, rows_of(plan, self.deal.table_offsets(plan).tolist()))
+            return Seen(planned, rows_of(plan, self.owner_map.table_offsets(plan).tolist()))
 
         for batch, preview in in_sight(batches, preview_batch, self.windows):
             self._preview = preview
@@ -253,7 +257,7 @@ class CachedExchange:
         """Return the transfer of the next batch, a plan of the rows that it requests, and for each of these its index
         among the batch's rows, -1 if it was evicted."""
         unique = np.asarray(plan.unique_ids)
-        ends = self.deal.table_offsets(plan).tolist()
+        ends = self.owner_map.table_offsets(plan).tolist()
         slots, pushed = np.empty(len(unique), np.int64), np.empty(len(unique), bool)
         decisions = []
         rows_by_table = rows_of(plan, ends) if preview is None else preview.rows
@@ -284,12 +288,12 @@ class CachedExchange:
         wire = _native.make_plan(
             list_requests(torch.from_numpy(ids[listing]), counts),
             self.owner.table_rows,
-            self.deal.num_owners,
+            self.owner_map.num_owners,
         )
         by_wire = np.empty(len(ids), np.int64)
         by_wire[np.asarray(wire.inverse)] = listing
         # From now on rank by rank, as in messages.
-        num_ranks, sizes = self.mesh.num_ranks, np.diff(self.deal.blocks(wire))
+        num_ranks, sizes = self.mesh.num_ranks, np.diff(self.owner_map.blocks(wire))
         ranks = np.repeat(np.tile(np.arange(num_ranks), len(decisions)), sizes)
         at = by_wire[np.argsort(ranks, kind="stable")]
         origin, where, outcomes, written, ages = (
@@ -322,8 +326,8 @@ class CachedExchange:
         plan, transfer, owner = request.plan, request.transfer, self.owner
         assert plan is not None
         notes, requests_of = without_notes(received)
-        places = torch.from_numpy(self.deal.places[self.mesh.rank].copy())
-        requests = unpack_requests(requests_of, owner.table_rows, self.deal.num_owners, places)
+        places = torch.from_numpy(self.owner_map.owner_indices[self.mesh.rank].copy())
+        requests = unpack_requests(requests_of, owner.table_rows, self.owner_map.num_owners, places)
         served = read_notes(notes, requests.counts)
         owner_plan = owner.plan_requests(requests.ids, requests.counts)
         written = list_requests(
@@ -395,7 +399,7 @@ class CachedExchange:
         kernels = self.owner.kernels(views)
         by_lookup = gather(torch.from_numpy(transfer.slots.astype(np.int32)), lookup.plan.inverse)
         lookup.reads = FetchedRows(
-            kernels, kernels.place(lookup.lookups, views, by_lookup), self.copies
+            kernels, kernels.locate_rows(lookup.lookups, views, by_lookup), self.copies
         )
 
     def _receive(self, transfer: CacheTransfer, placed: Tensor) -> None:
@@ -444,9 +448,9 @@ class CachedExchange:
             )
         kernels: Kernels = reads.kernels
         if gradients is None:
-            gradients = kernels.zeros(lookup.lookups)
+            gradients = kernels.zero_outputs(lookup.lookups)
         offsets = self.rows.table_offsets(lookup)
-        sums = transfer.sums = kernels.row_sums(lookup, offsets, gradients)
+        sums = transfer.sums = kernels.sum_gradients_by_row(lookup, offsets, gradients)
         requested, serving = transfer.named, transfer.serving
         assert serving is not None
         going = row_layout(requested.counted(requested.written), self.widths)
@@ -467,7 +471,7 @@ class CachedExchange:
         plan = serving.plan
         entries = torch.as_tensor(plan.entries)
         firsts = entries[torch.as_tensor(plan.segment_offsets)[:-1].long()].long()
-        index = coming.rank_major(self.widths)
+        index = coming.rank_major_index(self.widths)
         return RowGradients(
             placed[firsts].contiguous(), torch.as_tensor(plan.block_offsets),
             plan.segment_offsets, plan.entries,
@@ -499,7 +503,7 @@ class CachedExchange:
         """Apply sums of gradients to copies that outlast their batch. slots (n,) table by table, counts (T,) of them;
         sums of their gradients as `Copies` has them."""
         kernels = self.owner.kernels(self.copies.views())
-        pushed = kernels.of_sums(slots, counts, sums, np.array(self.is_kept))
+        pushed = kernels.gradients_from_sums(slots, counts, sums, np.array(self.is_kept))
         if len(pushed.slots):
             kernels.update(self.copies, pushed, optimizers, settings)
 

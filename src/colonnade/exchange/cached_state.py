@@ -162,18 +162,18 @@ def _gather_waiting(
     counts = np.array([[len(slots) for slots in dirty]])
     plan = _native.make_plan(
         list_requests(torch.from_numpy(np.concatenate(by_id)), counts),
-        exchange.owner.table_rows, exchange.deal.num_owners,
+        exchange.owner.table_rows, exchange.owner_map.num_owners,
     )  # fmt: skip
-    blocks = exchange.deal.blocks(plan)
+    blocks = exchange.owner_map.blocks(plan)
     firsts, lasts = (b.reshape(-1, mesh.num_ranks).T for b in (blocks[:-1], blocks[1:]))
     requests = pack_requests(
         torch.as_tensor(plan.unique_ids), firsts, lasts, exchange.owner.table_rows,
-        exchange.deal.num_owners, exchange.deal.places, codes=None,
+        exchange.owner_map.num_owners, exchange.owner_map.owner_indices, codes=None,
     )  # fmt: skip
     (received,), _ = exchange_messages([requests], mesh, 0.0, GROUP)
-    places = torch.from_numpy(exchange.deal.places[mesh.rank].copy())
+    places = torch.from_numpy(exchange.owner_map.owner_indices[mesh.rank].copy())
     received_requests = unpack_requests(
-        received, exchange.owner.table_rows, exchange.deal.num_owners, places
+        received, exchange.owner.table_rows, exchange.owner_map.num_owners, places
     )
     wanted = list_requests(received_requests.ids, received_requests.counts)
     everything = np.ones(len(received_requests.ids), bool)

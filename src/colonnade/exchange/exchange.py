@@ -34,7 +34,7 @@ from colonnade.lookup.contract import (
     RowGradients,
     RowSource,
 )
-from colonnade.lookup.layout import Declaration, Output, outputs
+from colonnade.lookup.layout import Declaration, Output, list_outputs
 from colonnade.lookup.outputs import CPU, build_outputs, record_backward
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
@@ -71,7 +71,7 @@ class Exchange:
             for output in part.outputs
             if output.is_partial
         }
-        self.outputs = _split_partials(outputs(declaration), partials)
+        self.outputs = _split_partials(list_outputs(declaration), partials)
         by_table = [0] * len(declaration.tables)
         for i, part in enumerate(self.parts):
             for feature in part.declaration.features:
@@ -82,10 +82,10 @@ class Exchange:
             tables = list(run)
             self.runs.append((i, tables[0], tables[-1] + 1))
         # By part and output of it: its number among all outputs.
-        self.places = [
+        self.owner_indices = [
             [self._find_output(output) for output in part.outputs] for part in self.parts
         ]
-        every = [i for places in self.places for i in places]
+        every = [i for places in self.owner_indices for i in places]
         self.shared = [i for i in range(len(self.outputs)) if every.count(i) > 1]
         self.operators = [part.operators for part in self.parts if part.operators is not None]
         self.dtype = declaration.compute_dtype
@@ -215,7 +215,7 @@ class Exchange:
         tensors = {
             i: empty(context.batch.size, self.outputs[i].width, dtype=dtype) for i in self.shared
         }
-        for part, lookup, places in zip(self.parts, context.parts, self.places, strict=True):
+        for part, lookup, places in zip(self.parts, context.parts, self.owner_indices, strict=True):
             into = {j: tensors[i] for j, i in enumerate(places) if i in tensors}
             tensors |= zip(places, part.pooled(lookup, into), strict=True)
         return [tensors[i] for i in range(len(self.outputs))]
@@ -241,7 +241,7 @@ class Exchange:
                 )
         # The messages of one part are sent while the next part computes.
         begun = []
-        for i, (part, places) in enumerate(zip(self.parts, self.places, strict=True)):
+        for i, (part, places) in enumerate(zip(self.parts, self.owner_indices, strict=True)):
             for number, (context, gradients) in enumerate(zip(contexts, summed, strict=True)):
                 own = None if gradients is None else [gradients[place] for place in places]
                 begun.append(part.begin_push(context.parts[i], own, step, number))

@@ -42,9 +42,9 @@ from colonnade.topology.sharding import Sharding, row_wise_in, table_wise
 from colonnade.topology.towers import tower_ranks
 from colonnade.wire.codec import EXACT, Codecs
 from colonnade.wire.coding import Coding
-from colonnade.wire.owner_map import deal
-from colonnade.wire.tower_transport import PeerTransport, TowerTransport, peers_of
-from colonnade.wire.transport import LastTransport, LocalTransport, WorldTransport, only
+from colonnade.wire.owner_map import build_owner_map
+from colonnade.wire.tower_transport import PeerTransport, TowerTransport, order_peers
+from colonnade.wire.transport import LastTransport, LocalTransport, WorldTransport, select_columns
 
 TOWER_THREADS = ("lookahead", TRAINING)
 """Threads that issue the calls of a tower's small world."""
@@ -192,7 +192,7 @@ def _open_bags(
         )
     return BagsExchange(
         layout,
-        deal(shardings, mesh.num_ranks),
+        build_owner_map(shardings, mesh.num_ranks),
         mesh,
         [],
         LastHop(transport, layout.pooled(mesh.rank), sent),
@@ -258,17 +258,17 @@ def _open_towers(
     layout = lay_out_bags(declaration, pooled_on, mesh.num_ranks, evaluated)
     by_field = towers_of_fields(declaration, pooled_on, towers)
     inside = [
-        only(layout.fields.columns, _fields_in_tower(by_field, tower))
+        select_columns(layout.fields.columns, _fields_in_tower(by_field, tower))
         for tower in range(len(towers))
     ]
     carried = [
-        only(
+        select_columns(
             layout.arriving,
             [key for key in layout.arriving.dims if by_field[layout.fields_of(key)[0]] == tower],
         )
         for tower in range(len(towers))
     ]
-    dtype, peers = declaration.compute_dtype, peers_of(mesh.rank, size, mesh.num_ranks)
+    dtype, peers = declaration.compute_dtype, order_peers(mesh.rank, size, mesh.num_ranks)
     last = PeerTransport(mesh, size, carried, layout.arriving, coding, dtype)
     inner, tower = [], None
     if sends_rows:
@@ -296,7 +296,7 @@ def _open_towers(
         )
     return BagsExchange(
         layout,
-        deal(pooled_on, mesh.num_ranks),
+        build_owner_map(pooled_on, mesh.num_ranks),
         mesh,
         inner,
         LastHop(last, inside[own], carried[own]),

@@ -15,7 +15,7 @@ from itertools import combinations
 
 from colonnade.interaction import Concat
 from colonnade.lookup.hops import EVALUATING
-from colonnade.lookup.layout import Consumer, Declaration, queries_of, shared_outputs
+from colonnade.lookup.layout import Consumer, Declaration, queries_of, restrict_outputs
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import tower_ranks
 from colonnade.topology.world import World
@@ -268,4 +268,4 @@ def part_of(declaration: Declaration, tables: set[str], exchange: str) -> Declar
             is_whole = exchange in EVALUATING and taken == consumer.features
             consumers[name] = consumer if is_whole else Consumer(Concat(), taken)
     part = Declaration(declaration.tables, features, consumers, declaration.output)
-    return replace(part, shared=shared_outputs(declaration, part))
+    return replace(part, shared=restrict_outputs(declaration, part))

@@ -29,9 +29,9 @@ from colonnade.errors import ConfigError
 from colonnade.exchange.operator_cut import result_width
 from colonnade.interaction import TargetAttention
 from colonnade.lookup.contract import Inside
-from colonnade.lookup.fields import Columns
+from colonnade.lookup.fields import FieldColumns
 from colonnade.lookup.layout import Declaration
-from colonnade.wire.transport import Places, placed
+from colonnade.wire.transport import ColumnStarts, assemble_columns
 
 NUM_TRIED = 3
 """Samples that operators are tried on."""
@@ -111,8 +111,8 @@ class Operators:
     def messages(
         self,
         blocks: Iterable[Tensor],
-        columns: Columns,
-        sent: Columns,
+        columns: FieldColumns,
+        sent: FieldColumns,
         record: list[Partials] | None,
     ) -> Iterator[Tensor]:
         """Yield, for each block (R, all of `columns`), the message (R, P) to send instead: values and partials side by
@@ -123,7 +123,7 @@ class Operators:
                 record.append(partials)
             yield self.side_by_side(block, columns, sent, partials)
 
-    def evaluate(self, pooled: Tensor, columns: Columns, is_trained: bool) -> Partials:
+    def evaluate(self, pooled: Tensor, columns: FieldColumns, is_trained: bool) -> Partials:
         """Return partials of the consumers that take some of these columns: pooled (R, all of `columns`)."""
         partials = {}
         for name, fields in self.taken_by.items():
@@ -132,7 +132,7 @@ class Operators:
         return partials
 
     def side_by_side(
-        self, pooled: Tensor, columns: Columns, sent: Columns, partials: Partials
+        self, pooled: Tensor, columns: FieldColumns, sent: FieldColumns, partials: Partials
     ) -> Tensor:
         """Return the message (R, P): values and partials side by side; read only."""
         values = tuple((key, columns.starts[key]) for key in sent.dims if isinstance(key, int))
@@ -141,13 +141,13 @@ class Operators:
             for key in sent.dims
             if isinstance(key, str)
         ]
-        return placed([(pooled, values), *results], sent.dims)
+        return assemble_columns([(pooled, values), *results], sent.dims)
 
     def gradients(
         self,
         blocks: Iterable[Tensor],
-        sent: Columns,
-        columns: Columns,
+        sent: FieldColumns,
+        columns: FieldColumns,
         record: Sequence[Partials],
     ) -> Iterator[Tensor]:
         """Yield gradients (R, W) of pooled fields from gradients (R, P) of messages, the last chunk first; read only.
@@ -171,13 +171,18 @@ class Operators:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _evaluate(
-        self, name: str, numbers: Sequence[int], pooled: Tensor, columns: Columns, is_trained: bool
+        self,
+        name: str,
+        numbers: Sequence[int],
+        pooled: Tensor,
+        columns: FieldColumns,
+        is_trained: bool,
     ) -> Partial:
         """Evaluate a consumer on some of its fields. numbers: indices into its `taken_by`."""
         taken = tuple(self.taken_by[name][n] for n in numbers)
         interaction = self.declaration.consumers[name].interaction
         places = tuple((i, columns.starts[i]) for i in taken)
-        values = placed([(pooled, places)], {i: columns.dims[i] for i in taken}).detach()
+        values = assemble_columns([(pooled, places)], {i: columns.dims[i] for i in taken}).detach()
         if not len(pooled):  # a module need not accept zero samples
             width = result_width(self.declaration, name) or 0
             return Partial(taken, values, pooled.new_zeros(0, width))
@@ -189,10 +194,10 @@ class Operators:
         return Partial(taken, values, result)
 
     def _gradient(
-        self, partials: Partials, received: Tensor, sent: Columns, columns: Columns
+        self, partials: Partials, received: Tensor, sent: FieldColumns, columns: FieldColumns
     ) -> Tensor:
         values = tuple((key, sent.starts[key]) for key in sent.dims if isinstance(key, int))
-        blocks: list[tuple[Tensor, Places]] = [(received, values)]
+        blocks: list[tuple[Tensor, ColumnStarts]] = [(received, values)]
         for key, partial in partials.items() if len(received) else ():
             # A result needs no gradient where neither its values nor its weights are trained.
             if key not in sent.dims or not partial.result.requires_grad:
@@ -208,7 +213,7 @@ class Operators:
             if gradient is not None:
                 starts = accumulate((columns.dims[i] for i in partial.fields), initial=0)
                 blocks.append((gradient, tuple(zip(partial.fields, starts, strict=False))))
-        return placed(blocks, columns.dims)
+        return assemble_columns(blocks, columns.dims)
 
     def _check(self, name: str, result: Tensor, num_samples: int) -> None:
         wanted = (num_samples, result_width(self.declaration, name))

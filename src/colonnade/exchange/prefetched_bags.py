@@ -17,8 +17,8 @@ from colonnade.errors import CheckpointError
 from colonnade.exchange.bag_layout import BagLayout, BagReads, BagsLookup, LastHop
 from colonnade.exchange.operators import Operators
 from colonnade.exchange.prefetched import Held, gather_held_values, held_rows, other_exchange
-from colonnade.lookup.fields import Columns
-from colonnade.wire.transport import DirectRoute, HostRoute, together
+from colonnade.lookup.fields import FieldColumns
+from colonnade.wire.transport import DirectRoute, HostRoute, combine_transfers
 
 # ---- sums of bags, by sample
 
@@ -80,7 +80,7 @@ def has_sums(held: Sequence[Held], names: Collection[str]) -> bool:
 
 
 def gather_held_sums(
-    held: Sequence[Held], names: Sequence[str], columns: Columns, num_samples: int
+    held: Sequence[Held], names: Sequence[str], columns: FieldColumns, num_samples: int
 ) -> Tensor:
     """Return the sums (G, W) of these columns, called `names`, joined from all ranks' samples. Raises CheckpointError
     for another number of samples, or another width."""
@@ -118,7 +118,7 @@ def _sums_in(held: Held) -> Iterator[tuple[list[str], Sequence[Tensor]]]:
 
 
 def hold_gathered(
-    lookup: BagsLookup, layout: BagLayout, columns: Columns, peers: Sequence[int]
+    lookup: BagsLookup, layout: BagLayout, columns: FieldColumns, peers: Sequence[int]
 ) -> dict[str, Tensor]:
     """Return the sums gathered on this rank (M, W), their fields, and their samples' indices in the global batch."""
     gathered, names = (
@@ -137,7 +137,7 @@ def hold_gathered(
 def restore_gathered(
     lookup: BagsLookup,
     layout: BagLayout,
-    columns: Columns,
+    columns: FieldColumns,
     peers: Sequence[int],
     held: Sequence[Held],
 ) -> Tensor:
@@ -161,7 +161,7 @@ def _samples_of(ranks: Sequence[int], sizes: Sequence[int]) -> Tensor:
 
 
 def gather_held_columns(
-    held: Sequence[Held], names: Sequence[str], columns: Columns, sizes: Sequence[int]
+    held: Sequence[Held], names: Sequence[str], columns: FieldColumns, sizes: Sequence[int]
 ) -> Tensor:
     """Return the sums (G, W) of all ranks' samples and `columns`, called `names`, joined from ranks of towers: each had
     gathered some samples of its tower's fields. sizes: samples by rank. Raises CheckpointError where a sum is
@@ -259,8 +259,8 @@ def _restore_alike(
         for route, received in zip(routes, blocks, strict=True):
             sent = operators.side_by_side(pooled, columns, route.columns_of(owner), partials)
             received.append(sent[first : first + sizes[rank]])
-    arrived = [route.arrived(of) for route, of in zip(routes, blocks, strict=True)]
-    lookup.reads = BagReads(together(arrived))
+    arrived = [route.join_blocks(of) for route, of in zip(routes, blocks, strict=True)]
+    lookup.reads = BagReads(combine_transfers(arrived))
 
 
 # ---- names

@@ -31,7 +31,7 @@ from colonnade.lookup.layout import Declaration
 from colonnade.lookup.row_layout import row_layout
 from colonnade.store.contract import RowView
 from colonnade.topology.sharding import table_wise
-from colonnade.wire.coding import AS_IT_IS, Coding
+from colonnade.wire.coding import NO_CODING, Coding
 from colonnade.wire.packing import pack_requests, unpack_requests
 
 
@@ -44,7 +44,7 @@ class ReplicatedExchange:
 
     operators = cancel = after_update = None
 
-    def __init__(self, declaration: Declaration, mesh: Mesh, coding: Coding = AS_IT_IS) -> None:
+    def __init__(self, declaration: Declaration, mesh: Mesh, coding: Coding = NO_CODING) -> None:
         self.mesh, self.counts_norm = mesh, mesh.rank == 0
         self.rows = RowsExchange(
             declaration, mesh, [table_wise(mesh.rank)] * len(declaration.tables), coding
@@ -101,16 +101,16 @@ class ReplicatedExchange:
         is_exact = codec.values.name == "exact"
         if is_exact and source.in_place and kernels is self.owner.native:
             by_lookup = gather(unique_rows, lookup.plan.inverse)
-            placed = kernels.place(lookup.lookups, source.views, by_lookup)
+            placed = kernels.locate_rows(lookup.lookups, source.views, by_lookup)
             lookup.reads = FetchedRows(kernels, placed, source)
             return
         counts = self._own_counts(lookup.plan)
         layout = row_layout(counts, self.owner.widths)
         requests = list_requests(torch.as_tensor(lookup.plan.unique_ids), counts)
-        values = kernels.message(source, unique_rows, layout, requests)
+        values = kernels.gather_message(source, unique_rows, layout, requests)
         if not is_exact:  # as if they were sent: values must not depend on the sharding
             codec.decode_values(codec.encode_values(values, layout), layout, values)
-        index = layout.rank_major(self.owner.widths)
+        index = layout.rank_major_index(self.owner.widths)
         lookup.reads = self.rows.receive(lookup, values, index)
 
     def begin_push(
@@ -118,7 +118,7 @@ class ReplicatedExchange:
     ) -> Callable[[], RowGradients]:
         """Implement the contract: send this rank's sums of all its rows to every rank."""
         if gradients is None:
-            gradients = self.owner.native.zeros(lookup.lookups)
+            gradients = self.owner.native.zero_outputs(lookup.lookups)
         sums = self.rows.sum_rows(lookup, gradients)
         return self.rows.send_sums(lookup, sums, step, number, to_all=True)
 

@@ -17,14 +17,14 @@ from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
 from colonnade.lookup.contract import OwnedRows, PartLookup, RowGradients
-from colonnade.lookup.kernels import DeviceKernels, Kernels, NativeKernels, Sums
+from colonnade.lookup.kernels import DeviceKernels, DeviceRowSums, Kernels, NativeKernels
 from colonnade.lookup.layout import (
-    Consumption,
     Declaration,
+    LookupColumns,
     Lookups,
     Output,
-    collect_codes,
-    explain_range,
+    collect_next_use,
+    explain_range_error,
 )
 from colonnade.store.contract import RowView
 
@@ -33,16 +33,16 @@ class RowOwner:
     """Kernels on this rank's rows, in memory or on a device, and plans of the rows that batches use."""
 
     def __init__(
-        self, declaration: Declaration, consumption: Consumption, outputs: Sequence[Output], mesh: Mesh
+        self, declaration: Declaration, lookup_columns: LookupColumns, outputs: Sequence[Output], mesh: Mesh
     ) -> None:  # fmt: skip
         """Take the tables and features that the kernels pool: all declared ones, or those that this rank has rows
         of."""
-        self.declaration, self.consumption = declaration, consumption
+        self.declaration, self.lookup_columns = declaration, lookup_columns
         self.widths = declaration.widths
         self.table_rows = torch.tensor([t.rows or 0 for t in declaration.tables])
         self.one_owner = torch.ones(len(declaration.tables), dtype=torch.int64)  # by table
         self.compute_dtype = declaration.compute_dtype
-        declared = (declaration, consumption, outputs)
+        declared = (declaration, lookup_columns, outputs)
         self.native = NativeKernels(*declared, mesh.num_ranks)
         self.on_device = DeviceKernels(*declared, self.native)
 
@@ -52,7 +52,7 @@ class RowOwner:
 
     def kernels_of(self, pushed: RowGradients) -> Kernels:
         """Return the kernels that computed these gradients."""
-        return self.on_device if isinstance(pushed.source, Sums) else self.native
+        return self.on_device if isinstance(pushed.source, DeviceRowSums) else self.native
 
     def update(
         self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
@@ -65,7 +65,9 @@ class RowOwner:
         try:
             return _native.make_plan(lookups.native, self.table_rows, num_owners)
         except IndexError as error:
-            raise explain_range(error, self.declaration, self.consumption.features) from None
+            raise explain_range_error(
+                error, self.declaration, self.lookup_columns.features
+            ) from None
 
     def plan_requests(self, ids: Tensor, counts: np.ndarray) -> _native.Plan:
         """Group requests for this rank's rows by row: ids source by source, table by table; counts (sources, T)."""
@@ -73,7 +75,7 @@ class RowOwner:
 
     def codes_of(self, batch: Batch, plan: _native.Plan) -> Tensor:
         """Return `Batch.next_use` by unique row, (U,) uint8. Raises DataError."""
-        return soonest_use(collect_codes(batch, self.declaration, self.consumption), plan)
+        return soonest_use(collect_next_use(batch, self.declaration, self.lookup_columns), plan)
 
     def merge(self, lookups: Sequence[PartLookup], pushed: Sequence[RowGradients]) -> RowGradients:
         """Merge gradients of several batches into one application: each batch is summed per row, then batches in
@@ -85,7 +87,9 @@ class RowOwner:
         slots = torch.cat([part.slots for part in pushed])
         entries = torch.as_tensor(plan.entries)
         firsts = entries[torch.as_tensor(plan.segment_offsets)[:-1].long()].long()
-        return self.kernels_of(pushed[0]).merged(lookups, pushed, slots[firsts].contiguous(), plan)
+        return self.kernels_of(pushed[0]).merge_batches(
+            lookups, pushed, slots[firsts].contiguous(), plan
+        )
 
 
 def owned_rows(plan: _native.Plan, next_use: Tensor | None = None) -> OwnedRows:

@@ -34,15 +34,21 @@ from colonnade.lookup.contract import (
     RowGradients,
     RowSource,
 )
-from colonnade.lookup.kernels import NOWHERE, Kernels
-from colonnade.lookup.layout import Declaration, Lookups, collect, consumption, outputs
+from colonnade.lookup.kernels import NO_TENSORS, Kernels
+from colonnade.lookup.layout import (
+    Declaration,
+    Lookups,
+    build_lookup_columns,
+    collect_lookups,
+    list_outputs,
+)
 from colonnade.lookup.row_layout import RowLayout, row_layout
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
 from colonnade.topology.sharding import Sharding, row_wise_in
-from colonnade.wire.coding import AS_IT_IS, Coding, RowCodec
+from colonnade.wire.coding import NO_CODING, Coding, RowCodec
 from colonnade.wire.id_distribution import counted
-from colonnade.wire.owner_map import deal
+from colonnade.wire.owner_map import build_owner_map
 from colonnade.wire.packing import pack_requests, unpack_requests
 
 
@@ -97,15 +103,17 @@ class RowsExchange:
         declaration: Declaration,
         mesh: Mesh,
         shardings: Sequence[Sharding] | None = None,
-        coding: Coding = AS_IT_IS,
+        coding: Coding = NO_CODING,
     ) -> None:
         """Take shardings by table; default row-wise over all ranks."""
         self.declaration, self.mesh = declaration, mesh
         self.num_ranks = mesh.num_ranks
         everywhere = row_wise_in(mesh.world)
-        self.deal = deal(shardings or [everywhere] * len(declaration.tables), self.num_ranks)
-        self.outputs = outputs(declaration)
-        self.owner = RowOwner(declaration, consumption(declaration), self.outputs, mesh)
+        self.owner_map = build_owner_map(
+            shardings or [everywhere] * len(declaration.tables), self.num_ranks
+        )
+        self.outputs = list_outputs(declaration)
+        self.owner = RowOwner(declaration, build_lookup_columns(declaration), self.outputs, mesh)
         self.codec = RowCodec(declaration, mesh.rank, coding)
         self.exactness = coding.exactness(BITWISE, declaration.dtype, self.num_ranks)
 
@@ -116,18 +124,18 @@ class RowsExchange:
 
     def plan_batch(self, batch: Batch) -> tuple[Lookups, _native.Plan, Tensor | None]:
         """Return a batch's lookups, their plan and `Batch.next_use` by unique row. Raises as `build_requests`."""
-        lookups = collect(batch, self.declaration, self.owner.consumption)
-        plan = self.owner.make_plan(lookups, self.deal.num_owners)
+        lookups = collect_lookups(batch, self.declaration, self.owner.lookup_columns)
+        plan = self.owner.make_plan(lookups, self.owner_map.num_owners)
         codes = None if batch.next_use is None else self.owner.codes_of(batch, plan)
         return lookups, plan, codes
 
     def pack(self, plan: _native.Plan, codes: Tensor | None) -> list[np.ndarray]:
         """Return by rank the request (uint8) for its rows of the plan; codes (U,) of them."""
-        blocks = self.deal.blocks(plan)
+        blocks = self.owner_map.blocks(plan)
         firsts, lasts = (b.reshape(-1, self.num_ranks).T for b in (blocks[:-1], blocks[1:]))
         return pack_requests(
-            torch.as_tensor(plan.unique_ids), firsts, lasts, self.owner.table_rows, self.deal.num_owners,
-            self.deal.places, codes=codes,
+            torch.as_tensor(plan.unique_ids), firsts, lasts, self.owner.table_rows, self.owner_map.num_owners,
+            self.owner_map.owner_indices, codes=codes,
         )  # fmt: skip
 
     def serve_requests(
@@ -137,9 +145,13 @@ class RowsExchange:
         assert plan is not None
         if self.num_ranks == 1:
             return RowsLookup(batch, request.lookups, plan, owned_rows(plan, request.codes), plan)
-        counts = np.diff(self.deal.blocks(plan)).reshape(len(self.owner.widths), -1).T  # (N, T)
-        places = torch.from_numpy(self.deal.places[self.mesh.rank].copy())
-        requests = unpack_requests(received, self.owner.table_rows, self.deal.num_owners, places)
+        counts = (
+            np.diff(self.owner_map.blocks(plan)).reshape(len(self.owner.widths), -1).T
+        )  # (N, T)
+        places = torch.from_numpy(self.owner_map.owner_indices[self.mesh.rank].copy())
+        requests = unpack_requests(
+            received, self.owner.table_rows, self.owner_map.num_owners, places
+        )
         owner_plan = self.owner.plan_requests(requests.ids, requests.counts)
         codes = requests.codes
         owned = owned_rows(
@@ -171,13 +183,13 @@ class RowsExchange:
             by_request = gather(source.rows, lookup.owner_plan.inverse)
         if self.num_ranks == 1 and source.in_place:
             order = pinned.by_page.entries if pinned and pinned.by_page else None
-            placed = kernels.place(lookup.lookups, source.views, by_request, order)
+            placed = kernels.locate_rows(lookup.lookups, source.views, by_request, order)
             lookup.reads = FetchedRows(kernels, placed, source)
             return
         messages = lookup.messages = lookup.messages or self.lay_out_own(lookup)
         rows = source.rows if self.num_ranks == 1 else by_request
         send = self.mesh.room(messages.served.num_elements, self.declaration.dtype)
-        kernels.message(source, rows, messages.served, messages.requests, send)
+        kernels.gather_message(source, rows, messages.served, messages.requests, send)
         if self.num_ranks == 1:
             lookup.reads = self.receive(lookup, send, messages.wanted_index)
             return
@@ -221,10 +233,10 @@ class RowsExchange:
         native = self.owner.native
         view = RowView(values.data_ptr(), native.itemsize, 1, native.dtype)
         by_lookup = gather(index, lookup.plan.inverse)
-        placed = native.place(lookup.lookups, [view] * len(self.owner.widths), by_lookup)
+        placed = native.locate_rows(lookup.lookups, [view] * len(self.owner.widths), by_lookup)
         return FetchedRows(native, placed, values, arrival, index)
 
-    def pooled(self, lookup: RowsLookup, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
+    def pooled(self, lookup: RowsLookup, into: Mapping[int, Tensor] = NO_TENSORS) -> list[Tensor]:
         reads = lookup.reads
         assert reads is not None
         if reads.arrival is not None:
@@ -236,9 +248,9 @@ class RowsExchange:
     ) -> Callable[[], RowGradients]:
         kernels = self.owner.native if lookup.reads is None else lookup.reads.kernels
         if gradients is None:
-            gradients = kernels.zeros(lookup.lookups)
+            gradients = kernels.zero_outputs(lookup.lookups)
         if self.num_ranks == 1:
-            return partial(kernels.of_outputs, lookup, gradients)
+            return partial(kernels.gradients_from_outputs, lookup, gradients)
         return self.send_sums(lookup, self.sum_rows(lookup, gradients), step, number)
 
     def sum_rows(self, lookup: RowsLookup, gradients: list[Tensor]) -> Tensor:
@@ -250,7 +262,7 @@ class RowsExchange:
             lookup.slots, self.table_offsets(lookup), plan.segment_offsets, plan.entries,
             owner.native.source(lookup, gradients), gradients,
         )  # fmt: skip
-        owner.native.sum_into(entries, send, messages.wanted_index)
+        owner.native.sum_rows_into(entries, send, messages.wanted_index)
         return send
 
     def send_sums(
@@ -270,8 +282,10 @@ class RowsExchange:
         is_exact = codec.gradients.name == "exact"
         sizes, sizes_in = wanted.rank_elements, served.rank_elements
         if not is_exact:
-            draws = codec.draws(lookup.plan, self.deal.blocks(lookup.plan), step, number)
-            sums = codec.encode_gradients(sums, wanted, draws)
+            rounding_keys = codec.rounding_keys(
+                lookup.plan, self.owner_map.blocks(lookup.plan), step, number
+            )
+            sums = codec.encode_gradients(sums, wanted, rounding_keys)
             sizes, sizes_in = (
                 codec.rank_bytes(codec.gradients, layout, dtype) for layout in (wanted, served)
             )
@@ -324,7 +338,7 @@ class RowsExchange:
 
     def table_offsets(self, lookup: PartLookup) -> Tensor:
         """Return where this rank's unique rows of each table begin, (T + 1,) int64."""
-        return self.deal.table_offsets(lookup.plan)
+        return self.owner_map.table_offsets(lookup.plan)
 
     def lay_out(self, wanted: np.ndarray, served: np.ndarray, ids: Tensor) -> RowMessages:
         """Lay messages out: wanted (N, T) rows of each owner, served (N, T) rows for each rank. ids: of the served
@@ -332,7 +346,7 @@ class RowsExchange:
         widths = self.owner.widths
         coming, going = row_layout(wanted, widths), row_layout(served, widths)
         return RowMessages(
-            coming, going, coming.table_major(widths), going.rank_major(widths),
+            coming, going, coming.table_major_index(widths), going.rank_major_index(widths),
             list_requests(ids, served),
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.lookup.hot import Dealt
+from colonnade.lookup.hot import SplitBatch
 from colonnade.lookup.layout import Declaration, Lookups, Output
 from colonnade.store.contract import RowView
 
@@ -177,7 +177,7 @@ class LookupContext:
     batch: BatchInfo
     parts: Sequence[PartLookup]  # by exchange of the plan
     owned: OwnedRows  # of all parts
-    hot: Dealt | None = None  # which lookups are of hot rows, where a table has some
+    hot: SplitBatch | None = None  # which lookups are of hot rows, where a table has some
     sequence_offsets: Mapping[str, Tensor] = field(default_factory=dict)  # by attended field
     pinned: PinnedRows | None = None
     wait_for_rows: Callable[[], None] = (

@@ -16,15 +16,15 @@ from colonnade.topology.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ColumnRun:
     """Columns that lie side by side here and there."""
 
     here: int
     there: int
     width: int
     is_first: bool  # nobody has written them there before
-    columns_here: slice = field(init=False, compare=False)
-    columns_there: slice = field(init=False, compare=False)
+    block_columns: slice = field(init=False, compare=False)
+    whole_columns: slice = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         # Made once: a step asks for them dozens of times.
@@ -32,19 +32,19 @@ class Run:
         object.__setattr__(self, "columns_there", slice(self.there, self.there + self.width))
 
 
-Key = int | str
+ColumnKey = int | str
 """A field's index into Declaration.fields; or a consumer's name, for its partial."""
 
 
 @dataclass(frozen=True)
-class Columns:
+class FieldColumns:
     """What lies side by side in a message or a tensor."""
 
-    dims: Mapping[Key, int]
+    dims: Mapping[ColumnKey, int]
     """Widths, in order."""
 
     @cached_property
-    def starts(self) -> dict[Key, int]:
+    def starts(self) -> dict[ColumnKey, int]:
         """The first column of each."""
         return dict(zip(self.dims, np.cumsum([0, *self.dims.values()])[:-1].tolist(), strict=True))
 
@@ -52,12 +52,12 @@ class Columns:
     def width(self) -> int:
         return sum(self.dims.values())
 
-    def of(self, key: Key) -> slice:
+    def of(self, key: ColumnKey) -> slice:
         return slice(self.starts[key], self.starts[key] + self.dims[key])
 
 
 @dataclass(frozen=True)
-class Fields:
+class FieldLayout:
     """All fields of a declaration side by side, in the order in which outputs take them first; sequences, which are not
     pooled, beside them."""
 
@@ -65,9 +65,9 @@ class Fields:
     order: tuple[int, ...]  # indices into Declaration.fields
 
     @cached_property
-    def columns(self) -> Columns:
+    def columns(self) -> FieldColumns:
         """Of pooled ones."""
-        return Columns({i: self.declaration.fields[i].dim for i in self.pooled})
+        return FieldColumns({i: self.declaration.fields[i].dim for i in self.pooled})
 
     @cached_property
     def pooled(self) -> tuple[int, ...]:
@@ -91,13 +91,13 @@ class Fields:
         """(C,) indices into Declaration.features, by column of lookups: each is looked up once, for all fields."""
         return tuple(dict.fromkeys(self.declaration.fields[i].feature for i in self.order))
 
-    def share(self, rank: int, shardings: Sequence[Sharding]) -> Fields:
+    def share(self, rank: int, shardings: Sequence[Sharding]) -> FieldLayout:
         """Those of tables that have rows on that rank."""
         parts, fields = self.declaration.parts, self.declaration.fields
         mine = [i for i in self.order if rank in shardings[parts[fields[i].part][0]].ranks]
-        return Fields(self.declaration, tuple(mine))
+        return FieldLayout(self.declaration, tuple(mine))
 
-    def as_sums(self, but: Collection[int] = ()) -> Declaration:
+    def as_sum_declaration(self, but: Collection[int] = ()) -> Declaration:
         """What an owner computes: one output with the pooled fields, of sums, and one for each sequence, in the compute
         dtype. but: indices of features that it pools as they are declared."""
         declaration = self.declaration
@@ -111,14 +111,16 @@ class Fields:
         return Declaration(declaration.tables, features, consumers, compute)
 
 
-def runs_of(blocks: Sequence[Iterable[tuple[Key, int]]], whole: Columns) -> list[list[Run]]:
+def find_runs(
+    blocks: Sequence[Iterable[tuple[ColumnKey, int]]], whole: FieldColumns
+) -> list[list[ColumnRun]]:
     """blocks: of each, (what lies there, its first column there), ascending. Where that lies in the whole."""
-    written: set[Key] = set()
+    written: set[ColumnKey] = set()
     found = []
     for block in blocks:
-        runs: list[Run] = []
+        runs: list[ColumnRun] = []
         for key, here in block:
-            run = Run(here, whole.starts[key], whole.dims[key], key not in written)
+            run = ColumnRun(here, whole.starts[key], whole.dims[key], key not in written)
             written.add(key)
             last = runs[-1] if runs else None
             if last and (last.here + last.width, last.there + last.width, last.is_first) == (

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.lookup.layout import Declaration, checked_ids, out_of_range
+from colonnade.lookup.layout import Declaration, get_checked_ids, id_range_error
 from colonnade.topology.sharding import is_hot
 
 SIDES = ("cold", "hot")
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
+class SplitBatch:
     """One batch as the exchanges take it, and what puts its outputs together."""
 
     batch: Batch
@@ -34,7 +34,7 @@ class Dealt:
     """(E,) int64, by feature of a sequence: where each lookup is among cold ones and, behind them, hot ones."""
 
 
-def deal(batch: Batch, declared: Declaration, hot: Mapping[int, Tensor]) -> Dealt:
+def split_hot_rows(batch: Batch, declared: Declaration, hot: Mapping[int, Tensor]) -> SplitBatch:
     """hot: by table that has some, ids (H,) int64 ascending. Raises IdRangeError, DataError, NonFiniteError as the
     exchanges do of other features."""
     ids, next_use = dict(batch.ids), None if batch.next_use is None else dict(batch.next_use)
@@ -43,11 +43,11 @@ def deal(batch: Batch, declared: Declaration, hot: Mapping[int, Tensor]) -> Deal
         t = declared.table_of(feature)
         if t not in hot:
             continue
-        given = checked_ids(batch, feature, declared.compute_dtype)
+        given = get_checked_ids(batch, feature, declared.compute_dtype)
         rows = declared.tables[t].rows
         if rows is not None and bool(((given.values < 0) | (given.values >= rows)).any()):
             at = int(((given.values < 0) | (given.values >= rows)).nonzero()[0])
-            raise out_of_range(feature.name, at, int(given.values[at]), rows, feature.table)
+            raise id_range_error(feature.name, at, int(given.values[at]), rows, feature.table)
         mask = is_hot(given.values, hot[t])
         for side, mine in zip(SIDES, (~mask, mask), strict=True):
             before = torch.cat([torch.zeros(1, dtype=torch.int64), mine.cumsum(0)])
@@ -70,4 +70,4 @@ def deal(batch: Batch, declared: Declaration, hot: Mapping[int, Tensor]) -> Deal
             if feature.pooling == "sqrtn":  # correctly rounded; torch's own on a CPU is not
                 count = torch.from_numpy(np.sqrt(count.numpy()))
             lengths[feature.name] = count
-    return Dealt(replace(batch, ids=ids, next_use=next_use), lengths, order)
+    return SplitBatch(replace(batch, ids=ids, next_use=next_use), lengths, order)

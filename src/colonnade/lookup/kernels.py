@@ -23,20 +23,20 @@ from torch.nn import functional
 
 from colonnade import _native
 from colonnade.lookup.contract import PartLookup, RowGradients, RowSource
-from colonnade.lookup.layout import Consumption, Declaration, Lookups, Output
-from colonnade.lookup.row_layout import Elements, RowLayout, row_layout
+from colonnade.lookup.layout import Declaration, LookupColumns, Lookups, Output
+from colonnade.lookup.row_layout import RowLayout, RowSums, row_layout
 from colonnade.ops import optimizers as rules
 from colonnade.ops import reference
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
 
-NOWHERE: Mapping[int, Tensor] = {}
+NO_TENSORS: Mapping[int, Tensor] = {}
 
 
 class Kernels(Protocol):
     """Outputs, and gradients of them, lie where the rows do; messages are on the CPU."""
 
-    def place(
+    def locate_rows(
         self, lookups: Lookups, views: Sequence[RowView], index: Tensor, order: Tensor | None = None
     ) -> Any:
         """Where `pool` finds the row of each lookup: index (E,) int32 slots; order (E,) int32: all lookups, as their
@@ -44,17 +44,17 @@ class Kernels(Protocol):
         ...
 
     def pool(
-        self, lookups: Lookups, placed: Any, into: Mapping[int, Tensor] = NOWHERE
+        self, lookups: Lookups, locations: Any, into: Mapping[int, Tensor] = NO_TENSORS
     ) -> list[Tensor]:
         """One tensor per output: pooled fields side by side (B, width), or the rows of a sequence (E_f, dim). into: by
         output, where fields are to be written, (B, width) on the CPU; what others write there is left alone."""
         ...
 
-    def zeros(self, lookups: Lookups) -> list[Tensor]:
+    def zero_outputs(self, lookups: Lookups) -> list[Tensor]:
         """As `pool`."""
         ...
 
-    def message(
+    def gather_message(
         self,
         source: RowSource,
         index: Tensor,
@@ -66,24 +66,26 @@ class Kernels(Protocol):
         table by table. into: on the CPU, what they are written to."""
         ...
 
-    def of_outputs(self, lookup: PartLookup, gradients: list[Tensor]) -> RowGradients:
+    def gradients_from_outputs(self, lookup: PartLookup, gradients: list[Tensor]) -> RowGradients:
         """Return gradients of a lookup's pinned rows, in a world of one, from those of its outputs, shaped as `pool`'s
         result. Borrows them."""
         ...
 
-    def row_sums(self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]) -> Any:
+    def sum_gradients_by_row(
+        self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]
+    ) -> Any:
         """Sum gradients of a lookup's outputs by row of its plan, as `cache.copies.Copies` of the pooled rows takes
         them. offsets (T + 1,): of these rows by table."""
         ...
 
-    def of_sums(
-        self, slots: np.ndarray, counts: np.ndarray, sums: Any, chosen: np.ndarray
+    def gradients_from_sums(
+        self, slots: np.ndarray, counts: np.ndarray, sums: Any, is_selected: np.ndarray
     ) -> RowGradients:
-        """Return such sums as gradients of rows in `slots` (n,), table by table: counts (T,). Of tables not `chosen`
+        """Return such sums as gradients of rows in `slots` (n,), table by table: counts (T,). Of tables not `is_selected`
         (T,) bool there are none. Borrows them."""
         ...
 
-    def merged(
+    def merge_batches(
         self,
         batches: Sequence[PartLookup],
         pushed: Sequence[RowGradients],
@@ -114,31 +116,31 @@ class NativeKernels:
     index[e] * stride[t] bytes."""
 
     def __init__(
-        self, declaration: Declaration, consumption: Consumption, outputs: Sequence[Output], num_ranks: int
+        self, declaration: Declaration, lookup_columns: LookupColumns, outputs: Sequence[Output], num_ranks: int
     ) -> None:  # fmt: skip
-        self.declaration, self.consumption, self.outputs = declaration, consumption, outputs
+        self.declaration, self.lookup_columns, self.outputs = declaration, lookup_columns, outputs
         self.widths = declaration.widths
         self.dtype = declaration.tables[0].dtype
         self.itemsize = declaration.tables[0].itemsize
         self.compute = declaration.tables[0].compute_dtype
-        parts = [(c, *declaration.parts[p]) for c, p in consumption.reads]
+        parts = [(c, *declaration.parts[p]) for c, p in lookup_columns.reads]
         self.reads = _native.Reads(
             *_int32s((column, part.column, part.dim) for column, _, part in parts)
         )
-        placed = [
+        locations = [
             (i, column, output.width)
             for i, output in enumerate(outputs)
             for column in output.columns
         ]
         # numpy: a step asks for few numbers, which torch takes five times as long for.
         self._read_outputs, self._read_columns, self._read_widths = (
-            np.array(placed, dtype=np.int64).reshape(-1, 3).T.copy()
+            np.array(locations, dtype=np.int64).reshape(-1, 3).T.copy()
         )
         self.whole_rows = _native.Reads(
             *_int32s((i, 0, width) for i, width in enumerate(self.widths.tolist() * num_ranks))
         )
 
-    def place(
+    def locate_rows(
         self,
         lookups: Lookups | None,
         views: Sequence[RowView],
@@ -155,22 +157,22 @@ class NativeKernels:
     def pool(
         self,
         lookups: Lookups,
-        placed: tuple[Any, Any, Tensor, Tensor | None],
-        into: Mapping[int, Tensor] = NOWHERE,
+        locations: tuple[Any, Any, Tensor, Tensor | None],
+        into: Mapping[int, Tensor] = NO_TENSORS,
     ) -> list[Tensor]:
-        bases, strides, index, order = placed
-        tensors = self._empty(lookups, into)
-        out_bases, out_strides = self._addresses(tensors)
+        bases, strides, index, order = locations
+        tensors = self._empty_outputs(lookups, into)
+        out_bases, out_strides = self._output_addresses(tensors)
         _native.pool(
             lookups.native, index, bases, strides, self.reads,
             out_bases, out_strides, self.dtype, self.declaration.output, order,
         )  # fmt: skip
         return tensors
 
-    def zeros(self, lookups: Lookups) -> list[Tensor]:
-        return [each.zero_() for each in self._empty(lookups)]
+    def zero_outputs(self, lookups: Lookups) -> list[Tensor]:
+        return [each.zero_() for each in self._empty_outputs(lookups)]
 
-    def message(
+    def gather_message(
         self,
         source: RowSource,
         index: Tensor,
@@ -178,7 +180,7 @@ class NativeKernels:
         requests: _native.Lookups,
         into: Tensor | None = None,
     ) -> Tensor:
-        bases, strides, *_ = self.place(None, source.views, index)
+        bases, strides, *_ = self.locate_rows(None, source.views, index)
         send = into
         if send is None:
             send = empty(layout.num_elements, dtype=self.declaration.dtype)
@@ -190,7 +192,7 @@ class NativeKernels:
         )  # fmt: skip
         return send
 
-    def of_outputs(self, lookup: PartLookup, gradients: list[Tensor]) -> RowGradients:
+    def gradients_from_outputs(self, lookup: PartLookup, gradients: list[Tensor]) -> RowGradients:
         plan = lookup.plan
         return RowGradients(
             lookup.slots, lookup.owned.offsets, plan.segment_offsets, plan.entries,
@@ -200,28 +202,30 @@ class NativeKernels:
     def source(self, lookup: PartLookup, gradients: list[Tensor]) -> _native.OutputGradients:
         dtype = str(gradients[0].dtype).removeprefix("torch.")
         return _native.OutputGradients(
-            lookup.lookups.native, self.reads, *self._addresses(gradients), dtype
+            lookup.lookups.native, self.reads, *self._output_addresses(gradients), dtype
         )
 
-    def row_sums(self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]) -> Elements:
+    def sum_gradients_by_row(
+        self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]
+    ) -> RowSums:
         plan, layout = lookup.plan, row_layout(offsets.diff().numpy()[None, :], self.widths)
         values = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
-        sums = Elements(values, layout.rank_major(self.widths))
+        sums = RowSums(values, layout.rank_major_index(self.widths))
         mine = RowGradients(
             lookup.slots, offsets, plan.segment_offsets, plan.entries,
             self.source(lookup, gradients), gradients,
         )  # fmt: skip
-        self.sum_into(mine, sums.values, sums.index)
+        self.sum_rows_into(mine, sums.values, sums.index)
         return sums
 
-    def of_sums(
-        self, slots: np.ndarray, counts: np.ndarray, sums: Elements, chosen: np.ndarray
+    def gradients_from_sums(
+        self, slots: np.ndarray, counts: np.ndarray, sums: RowSums, is_selected: np.ndarray
     ) -> RowGradients:
         index = sums.index
-        if not chosen.all():
-            rows = np.repeat(chosen, counts)
+        if not is_selected.all():
+            rows = np.repeat(is_selected, counts)
             slots, index = slots[rows], index[torch.from_numpy(rows)].contiguous()
-            counts = counts * chosen
+            counts = counts * is_selected
         ramp = torch.arange(len(index) + 1, dtype=torch.int32)
         return RowGradients(
             torch.from_numpy(slots.astype(np.int32)),
@@ -230,45 +234,45 @@ class NativeKernels:
             _native.RowGradients(sums.values.data_ptr(), index, self.compute), (sums, index),
         )  # fmt: skip
 
-    def sum_into(self, pushed: RowGradients, sums: Tensor, index: Tensor) -> None:
+    def sum_rows_into(self, pushed: RowGradients, sums: Tensor, index: Tensor) -> None:
         """sums: elements of the compute dtype; index (O,) int32: where each row's begin."""
         _native.sum_rows(
             pushed.segment_offsets, pushed.entries, pushed.source, pushed.offsets,
             self.declaration.native_parts, sums.data_ptr(), index, self.compute,
         )  # fmt: skip
 
-    def summed(self, pushed: RowGradients) -> tuple[RowGradients, Tensor]:
+    def sum_entries(self, pushed: RowGradients) -> tuple[RowGradients, Tensor]:
         """The same gradients with each row's entries added up, and the elements that hold them: table by table, row by
         row."""
         counts = np.diff(pushed.offsets.numpy())[None, :]
         layout = row_layout(counts, self.widths)
         sums = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
-        index = layout.rank_major(self.widths)
-        self.sum_into(pushed, sums, index)
+        index = layout.rank_major_index(self.widths)
+        self.sum_rows_into(pushed, sums, index)
         ramp = torch.arange(len(index) + 1, dtype=torch.int32)
         source = _native.RowGradients(sums.data_ptr(), index, self.compute)
         return RowGradients(
             pushed.slots, pushed.offsets, ramp, ramp[:-1].contiguous(), source, (sums, index)
         ), sums
 
-    def merged(
+    def merge_batches(
         self, batches: Sequence[PartLookup], pushed: Sequence[RowGradients], slots: Tensor, plan: _native.Plan
     ) -> RowGradients:  # fmt: skip
         counts = np.stack([np.diff(batch.owned.offsets.numpy()) for batch in batches])
         layout = row_layout(counts, self.widths)
         sums = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
-        index = layout.rank_major(self.widths)
+        index = layout.rank_major_index(self.widths)
         starts = np.concatenate([[0], np.cumsum(counts.sum(1))])
         for i, part in enumerate(pushed):
-            self.sum_into(part, sums, index[starts[i] : starts[i + 1]].contiguous())
+            self.sum_rows_into(part, sums, index[starts[i] : starts[i + 1]].contiguous())
         return RowGradients(
             slots, torch.as_tensor(plan.block_offsets), plan.segment_offsets, plan.entries,
             _native.RowGradients(sums.data_ptr(), index, self.compute), (sums, index, plan),
         )  # fmt: skip
 
     def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
-        summed, values = self.summed(pushed)
-        return summed, _native.squared_norm(values.data_ptr(), values.numel(), self.compute)
+        sum_entries, values = self.sum_entries(pushed)
+        return sum_entries, _native.squared_norm(values.data_ptr(), values.numel(), self.compute)
 
     def update(
         self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
@@ -284,14 +288,16 @@ class NativeKernels:
             _native.squared_norms(view.address, view.stride_bytes, view.dim, view.dtype, slots)
         )
 
-    def _empty(self, lookups: Lookups, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
+    def _empty_outputs(
+        self, lookups: Lookups, into: Mapping[int, Tensor] = NO_TENSORS
+    ) -> list[Tensor]:
         dtype = self.declaration.output_dtype
-        shapes = output_shapes(self.outputs, self.consumption, lookups)
+        shapes = output_shapes(self.outputs, self.lookup_columns, lookups)
         return [
             into[i] if i in into else empty(*shape, dtype=dtype) for i, shape in enumerate(shapes)
         ]
 
-    def _addresses(self, tensors: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    def _output_addresses(self, tensors: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """(R,) int64 each: where output row 0 of each read lies, and the bytes between rows."""
         itemsize = tensors[0].element_size() if tensors else 0
         starts = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
@@ -299,14 +305,14 @@ class NativeKernels:
 
 
 def output_shapes(
-    outputs: Sequence[Output], consumption: Consumption, lookups: Lookups
+    outputs: Sequence[Output], lookup_columns: LookupColumns, lookups: Lookups
 ) -> list[tuple[int, int]]:
     """Of each output of a batch."""
     shapes, first = [], 0
     for output in outputs:
         rows = lookups.batch_size
         if output.is_sequence:
-            column = consumption.reads[first][0]
+            column = lookup_columns.reads[first][0]
             rows = int(lookups.feature_offsets[column + 1] - lookups.feature_offsets[column])
         shapes.append((rows, output.width))
         first += len(output.fields)
@@ -319,14 +325,14 @@ def _int32s(rows: Iterable[tuple[int, int, int]]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class DeviceRowSums:
     """Each owned row's gradient, summed: the `source` of `RowGradients` on a device."""
 
     by_table: list[Tensor]  # (O_t, W_t) of the compute dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class DeviceLookups:
     """A batch's lookups on the device."""
 
     rows: list[Tensor]  # by table, (slots, W_t)
@@ -336,7 +342,7 @@ class Placed:
 
 
 class DeviceKernels:
-    """placed: `Placed`.
+    """placed: `DeviceLookups`.
 
     Messages between ranks go by the host: rows are gathered here and copied once; gradients that arrived are summed by
     `host` and copied once.
@@ -345,52 +351,52 @@ class DeviceKernels:
     def __init__(
         self,
         declaration: Declaration,
-        consumption: Consumption,
+        lookup_columns: LookupColumns,
         outputs: Sequence[Output],
         host: NativeKernels,
     ) -> None:
-        self.declaration, self.consumption, self.outputs = declaration, consumption, outputs
+        self.declaration, self.lookup_columns, self.outputs = declaration, lookup_columns, outputs
         self.host = host
         starts = [(i, column) for i, output in enumerate(outputs) for column in output.columns]
         # Of each read: column of lookups, table, part, output, first column there.
         self.reads = [
             (c, *declaration.parts[p], *start)
-            for (c, p), start in zip(consumption.reads, starts, strict=True)
+            for (c, p), start in zip(lookup_columns.reads, starts, strict=True)
         ]
-        self.tables = consumption.tables.tolist()  # by column of lookups
+        self.tables = lookup_columns.tables.tolist()  # by column of lookups
         self.poolings: list[reference.Pooling] = [
-            declaration.features[f].pooling for f in consumption.features
+            declaration.features[f].pooling for f in lookup_columns.features
         ]
 
-    def place(
+    def locate_rows(
         self, lookups: Lookups, views: Sequence[RowView], index: Tensor, order: Tensor | None = None
-    ) -> Placed:
+    ) -> DeviceLookups:
         rows = [view.rows for view in views if view.rows is not None]
         device = rows[0].device
-        return Placed(rows, index.to(device), self._bags(lookups, device))
+        return DeviceLookups(rows, index.to(device), self._bags_on_device(lookups, device))
 
     def pool(
-        self, lookups: Lookups, placed: Placed, into: Mapping[int, Tensor] = NOWHERE
+        self, lookups: Lookups, locations: DeviceLookups, into: Mapping[int, Tensor] = NO_TENSORS
     ) -> list[Tensor]:
-        dtype, device = self.declaration.output_dtype, placed.index.device
-        shapes = output_shapes(self.outputs, self.consumption, lookups)
+        dtype, device = self.declaration.output_dtype, locations.index.device
+        shapes = output_shapes(self.outputs, self.lookup_columns, lookups)
         tensors = [
             into[i] if i in into else torch.empty(shape, dtype=dtype, device=device)
             for i, shape in enumerate(shapes)
         ]
         bounds = lookups.feature_offsets.tolist()
         for c, t, part, i, start in self.reads:
-            mine = placed.index[bounds[c] : bounds[c + 1]]
-            found = placed.rows[t][:, part.column : part.column + part.dim].index_select(0, mine)
-            pooled = reference.pool(found, *placed.bags[c], dtype)
+            mine = locations.index[bounds[c] : bounds[c + 1]]
+            found = locations.rows[t][:, part.column : part.column + part.dim].index_select(0, mine)
+            pooled = reference.pool(found, *locations.bags[c], dtype)
             tensors[i][:, start : start + part.dim] = pooled
         return tensors
 
-    def zeros(self, lookups: Lookups) -> list[Tensor]:
+    def zero_outputs(self, lookups: Lookups) -> list[Tensor]:
         """On the CPU: no rank's backward gave anything, and nothing tells where its rows lay."""
-        return self.host.zeros(lookups)
+        return self.host.zero_outputs(lookups)
 
-    def message(
+    def gather_message(
         self,
         source: RowSource,
         index: Tensor,
@@ -407,16 +413,16 @@ class DeviceKernels:
         found = torch.cat(blocks)
         return found.cpu() if into is None else into.copy_(found)
 
-    def of_outputs(self, lookup: PartLookup, gradients: list[Tensor]) -> RowGradients:
+    def gradients_from_outputs(self, lookup: PartLookup, gradients: list[Tensor]) -> RowGradients:
         offsets = lookup.owned.offsets
-        sums = Sums(self.row_sums(lookup, offsets, gradients))
+        sums = DeviceRowSums(self.sum_gradients_by_row(lookup, offsets, gradients))
         return RowGradients(lookup.slots, offsets, None, None, sums, gradients)
 
-    def row_sums(
+    def sum_gradients_by_row(
         self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]
     ) -> list[Tensor]:
-        placed: Placed = lookup.reads.placed  # type: ignore[attr-defined]
-        device, bags = placed.index.device, placed.bags
+        locations: DeviceLookups = lookup.reads.locations  # type: ignore[attr-defined]
+        device, bags = locations.index.device, locations.bags
         gradients = [each.to(device) for each in gradients]
         lookups, plan = lookup.lookups, lookup.plan
         segments, entries = torch.as_tensor(plan.segment_offsets), torch.as_tensor(plan.entries)
@@ -468,15 +474,17 @@ class DeviceKernels:
             sums.append(whole)
         return sums
 
-    def of_sums(
-        self, slots: np.ndarray, counts: np.ndarray, sums: list[Tensor], chosen: np.ndarray
+    def gradients_from_sums(
+        self, slots: np.ndarray, counts: np.ndarray, sums: list[Tensor], is_selected: np.ndarray
     ) -> RowGradients:
-        mine = [each if yes else each[:0] for each, yes in zip(sums, chosen.tolist(), strict=True)]
-        rows = slots[np.repeat(chosen, counts)].astype(np.int32)
-        offsets = torch.from_numpy(np.concatenate([[0], (counts * chosen).cumsum()]))
-        return RowGradients(torch.from_numpy(rows), offsets, None, None, Sums(mine), sums)
+        mine = [
+            each if yes else each[:0] for each, yes in zip(sums, is_selected.tolist(), strict=True)
+        ]
+        rows = slots[np.repeat(is_selected, counts)].astype(np.int32)
+        offsets = torch.from_numpy(np.concatenate([[0], (counts * is_selected).cumsum()]))
+        return RowGradients(torch.from_numpy(rows), offsets, None, None, DeviceRowSums(mine), sums)
 
-    def merged(
+    def merge_batches(
         self, batches: Sequence[PartLookup], pushed: Sequence[RowGradients], slots: Tensor, plan: _native.Plan
     ) -> RowGradients:  # fmt: skip
         parts = [each.source.by_table for each in pushed]
@@ -496,10 +504,10 @@ class DeviceKernels:
             mine = mine + shifts.ravel()[torch.bucketize(mine, ends, right=True)]
             own = segments[blocks[t] : blocks[t + 1] + 1] - firsts[t]
             sums.append(reference.sum_rows(terms, own.to(terms.device), mine.to(terms.device)))
-        return RowGradients(slots, blocks, None, None, Sums(sums), plan)
+        return RowGradients(slots, blocks, None, None, DeviceRowSums(sums), plan)
 
     def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
-        if not isinstance(pushed.source, Sums):
+        if not isinstance(pushed.source, DeviceRowSums):
             return self.host.squared_norm(pushed)
         whole = torch.cat([each.flatten() for each in pushed.source.by_table])
         return pushed, reference.squared_norm(whole)
@@ -507,24 +515,24 @@ class DeviceKernels:
     def update(
         self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
     ) -> None:
-        numbers = [_settings(row) for row in settings.tolist()]
-        sums = self._on_device(pushed, store.device)
+        numbers = [_read_settings(row) for row in settings.tolist()]
+        sums = self._sums_on_device(pushed, store.device)
         store.update(pushed.slots, pushed.offsets, sums, optimizers.tolist(), numbers)
 
     def squared_norms(self, view: RowView, slots: Tensor) -> Tensor:
         assert view.rows is not None
         return rules.sum_squares(view.rows[slots.to(view.rows.device).long()].double()).cpu()
 
-    def _on_device(self, pushed: RowGradients, device: torch.device) -> list[Tensor]:
+    def _sums_on_device(self, pushed: RowGradients, device: torch.device) -> list[Tensor]:
         """(O_t, W_t) by table."""
-        if isinstance(pushed.source, Sums):
+        if isinstance(pushed.source, DeviceRowSums):
             return pushed.source.by_table
-        _, values = self.host.summed(pushed)
+        _, values = self.host.sum_entries(pushed)
         counts, widths = pushed.offsets.diff().tolist(), self.declaration.widths.tolist()
         parts = values.to(device).split([n * w for n, w in zip(counts, widths, strict=True)])
         return [part.view(n, w) for part, n, w in zip(parts, counts, widths, strict=True)]
 
-    def _bags(
+    def _bags_on_device(
         self, lookups: Lookups, device: torch.device
     ) -> list[tuple[Tensor | None, reference.Pooling, Tensor | None]]:
         bags: list[Tensor | None] = []
@@ -536,10 +544,12 @@ class DeviceKernels:
             kinds.append("sequence" if is_alone else pooling)
         dtype = self.declaration.compute_dtype
         weights = [None if each is None else each.to(dtype) for each in lookups.weights]
-        return list(zip(_moved(bags, device), kinds, _moved(weights, device), strict=True))
+        return list(
+            zip(_copy_to_device(bags, device), kinds, _copy_to_device(weights, device), strict=True)
+        )
 
 
-def _moved(parts: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
+def _copy_to_device(parts: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
     """The same on the device: one copy for all of them."""
     there = [part for part in parts if part is not None]
     if not there:
@@ -548,7 +558,7 @@ def _moved(parts: Sequence[Tensor | None], device: torch.device) -> list[Tensor 
     return [None if part is None else next(moved) for part in parts]
 
 
-def _settings(row: Sequence[float]) -> rules.Settings:
+def _read_settings(row: Sequence[float]) -> rules.Settings:
     """Of a row as `_native.update` takes it."""
     named: dict[str, Any] = dict(
         zip((each.name for each in fields(rules.Settings)), row, strict=False)

@@ -104,7 +104,7 @@ class Declaration:
     @cached_property
     def output_names(self) -> tuple[str, ...]:
         """Of what a model gets, in order."""
-        return tuple(name for output in outputs(self) for name in output.names)
+        return tuple(name for output in list_outputs(self) for name in output.names)
 
     def is_read(self, table: Table) -> bool:
         """By some feature."""
@@ -143,7 +143,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Consumption:
+class LookupColumns:
     """Which features are looked up, in which order, and which of their parts are read.
 
     A feature is looked up once for all its parts, and once more for each further output that reads
@@ -256,7 +256,7 @@ def _check_inputs(
         raise ConfigError(f"consumer {name!r} {problem}")
 
 
-def outputs(declaration: Declaration) -> tuple[Output, ...]:
+def list_outputs(declaration: Declaration) -> tuple[Output, ...]:
     """Consumers in declared order, then fields nobody consumes in declared order."""
     if declaration.shared is not None:
         return declaration.shared
@@ -284,11 +284,11 @@ def outputs(declaration: Declaration) -> tuple[Output, ...]:
     return tuple(found)
 
 
-def shared_outputs(whole: Declaration, part: Declaration) -> tuple[Output, ...]:
+def restrict_outputs(whole: Declaration, part: Declaration) -> tuple[Output, ...]:
     """Of the whole's outputs, those that fields of a part of it lie in: `Declaration.shared`."""
     here = {field.name: i for i, field in enumerate(part.fields)}
     found = []
-    for output in outputs(whole):
+    for output in list_outputs(whole):
         mine = [
             (here[name], column)
             for i, column in zip(output.fields, output.columns, strict=True)
@@ -300,12 +300,12 @@ def shared_outputs(whole: Declaration, part: Declaration) -> tuple[Output, ...]:
     return tuple(found)
 
 
-def consumption(declaration: Declaration) -> Consumption:
+def build_lookup_columns(declaration: Declaration) -> LookupColumns:
     """Columns of lookups and reads of them, as the outputs' fields come."""
     features: list[int] = []
     taken: set[tuple[int, int]] = set()
     reads = []
-    for output in outputs(declaration):
+    for output in list_outputs(declaration):
         for i in output.fields:
             field = declaration.fields[i]
             columns = [c for c, f in enumerate(features) if f == field.feature]
@@ -315,7 +315,7 @@ def consumption(declaration: Declaration) -> Consumption:
             taken.add((column, field.part))
             reads.append((column, field.part))
     looked_up = [declaration.features[f] for f in features]
-    return Consumption(
+    return LookupColumns(
         tuple(features),
         tuple(reads),
         torch.tensor([declaration.table_of(f) for f in looked_up], dtype=torch.int32),
@@ -335,14 +335,16 @@ class Lookups:
     weights: list[Tensor | None]  # by column, (E_c,)
 
 
-def collect(batch: Batch, declaration: Declaration, consumption: Consumption) -> Lookups:
+def collect_lookups(
+    batch: Batch, declaration: Declaration, lookup_columns: LookupColumns
+) -> Lookups:
     """The batch's ids, a column of lookups after the other. Raises DataError, NonFiniteError naming the feature."""
     values, bags, weights, dtype = [], [], [], declaration.compute_dtype
-    for f in consumption.features:
+    for f in lookup_columns.features:
         feature = declaration.features[f]
         ids = batch.ids.get(feature.name)
         if not _is_column(ids, batch.size):
-            ids = checked_ids(batch, feature, dtype)
+            ids = get_checked_ids(batch, feature, dtype)
         assert ids is not None
         values.append(ids.values)
         bags.append(ids.offsets)
@@ -350,10 +352,10 @@ def collect(batch: Batch, declaration: Declaration, consumption: Consumption) ->
     # A tensor's `len` is a function in Python, and takes forty times as long as `numel`.
     offsets = torch.from_numpy(np.cumsum([0, *[each.numel() for each in values]], dtype=np.int64))
     all_ids = torch.cat(values) if values else torch.empty(0, dtype=torch.int64)
-    return _lookups(all_ids, offsets, bags, weights, consumption, batch.size, dtype)
+    return _lookups(all_ids, offsets, bags, weights, lookup_columns, batch.size, dtype)
 
 
-def checked_ids(batch: Batch, feature: Feature, compute_dtype: torch.dtype) -> Ids:
+def get_checked_ids(batch: Batch, feature: Feature, compute_dtype: torch.dtype) -> Ids:
     """A feature's. Raises DataError, NonFiniteError naming it."""
     ids = batch.ids.get(feature.name)
     if ids is None:
@@ -368,12 +370,12 @@ def checked_ids(batch: Batch, feature: Feature, compute_dtype: torch.dtype) -> I
 def weighed(
     lookups: Lookups,
     weights: Sequence[Tensor | None],
-    consumption: Consumption,
+    lookup_columns: LookupColumns,
     dtype: torch.dtype,
 ) -> Lookups:
     """The same lookups with other weights, by column; `dtype`: the compute dtype."""
     return _lookups(
-        lookups.ids, lookups.feature_offsets, lookups.bags, weights, consumption, lookups.batch_size,
+        lookups.ids, lookups.feature_offsets, lookups.bags, weights, lookup_columns, lookups.batch_size,
         dtype,
     )  # fmt: skip
 
@@ -383,7 +385,7 @@ def _lookups(
     offsets: Tensor,
     bags: Sequence[Tensor | None],
     weights: Sequence[Tensor | None],
-    consumption: Consumption,
+    lookup_columns: LookupColumns,
     size: int,
     dtype: torch.dtype,
 ) -> Lookups:
@@ -404,15 +406,17 @@ def _lookups(
             ]
         )
     native = _native.Lookups(
-        ids, offsets, consumption.tables, consumption.poolings, size, bag_offsets, all_weights
+        ids, offsets, lookup_columns.tables, lookup_columns.poolings, size, bag_offsets, all_weights
     )
     return Lookups(ids, offsets, native, size, list(bags), list(weights))
 
 
-def collect_codes(batch: Batch, declaration: Declaration, consumption: Consumption) -> np.ndarray:
-    """`Batch.next_use`, (E,) uint8 in the order of `collect`; a feature without codes has zeros. Raises DataError."""
+def collect_next_use(
+    batch: Batch, declaration: Declaration, lookup_columns: LookupColumns
+) -> np.ndarray:
+    """`Batch.next_use`, (E,) uint8 in the order of `collect_lookups`; a feature without codes has zeros. Raises DataError."""
     hints, found = batch.next_use or {}, []
-    for f in consumption.features:
+    for f in lookup_columns.features:
         name = declaration.features[f].name
         num_lookups, codes = len(batch.ids[name].values), hints.get(name)
         if codes is None:
@@ -508,7 +512,7 @@ def _check_offsets(feature: Feature, offsets: Tensor, num_ids: int, size: int) -
         )
 
 
-def explain_range(
+def explain_range_error(
     error: IndexError, declaration: Declaration, consumed: Sequence[int]
 ) -> IdRangeError:
     """The native core's `table <t> feature <f> position <i> id <id> rows <rows>`, in the user's words."""
@@ -516,12 +520,12 @@ def explain_range(
     numbers = {words[i]: int(words[i + 1]) for i in range(0, len(words) - 1, 2)}
     table = declaration.tables[numbers["table"]]
     feature = declaration.features[consumed[numbers["feature"]]]
-    return out_of_range(
+    return id_range_error(
         feature.name, numbers["position"], numbers["id"], numbers["rows"], table.origin[0]
     )
 
 
-def out_of_range(feature: str, position: int, id: int, rows: int, table: str) -> IdRangeError:
+def id_range_error(feature: str, position: int, id: int, rows: int, table: str) -> IdRangeError:
     """position: of the lookup among the feature's of a batch."""
     return IdRangeError(
         f"feature {feature!r}, lookup {position} of the batch: got id {id}, "

@@ -25,11 +25,11 @@ class RowLayout:
     def num_elements(self) -> int:
         return sum(self.rank_elements)
 
-    def table_major(self, dims: np.ndarray) -> Tensor:
+    def table_major_index(self, dims: np.ndarray) -> Tensor:
         """(R,) int32 element offsets of rows listed table by table, then rank by rank."""
         return self._index(self.block_elements.T, self.counts.T, dims[:, None])
 
-    def rank_major(self, dims: np.ndarray) -> Tensor:
+    def rank_major_index(self, dims: np.ndarray) -> Tensor:
         """(R,) int32 element offsets of rows listed rank by rank, then table by table."""
         return self._index(self.block_elements, self.counts, dims[None, :])
 
@@ -50,7 +50,7 @@ def row_layout(counts: np.ndarray, dims: np.ndarray) -> RowLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Elements:
+class RowSums:
     """Sums of gradients, one for each row."""
 
     values: Tensor  # of the compute dtype

@@ -21,7 +21,7 @@ from torch import Tensor
 from colonnade.batch import Batch, Ids
 from colonnade.data.counter import mix64, stream_key
 from colonnade.errors import ConfigError
-from colonnade.lookup.layout import Declaration, checked_ids
+from colonnade.lookup.layout import Declaration, get_checked_ids
 from colonnade.table import Table
 
 
@@ -46,7 +46,7 @@ def stacks_of(declaration: Declaration) -> Mapping[str, Table]:
     return {each.name: tables[each.table] for each in declaration.features if each.table in tables}
 
 
-def stacked(batch: Batch, declaration: Declaration) -> Batch:
+def hash_ids(batch: Batch, declaration: Declaration) -> Batch:
     """The lookups of rows that a batch of ids stands for. Raises DataError, NonFiniteError naming the feature."""
     stacks = stacks_of(declaration)
     if not stacks:
@@ -56,7 +56,7 @@ def stacked(batch: Batch, declaration: Declaration) -> Batch:
         if feature.name not in stacks:
             continue
         table = stacks[feature.name]
-        given = checked_ids(batch, feature, declaration.compute_dtype)
+        given = get_checked_ids(batch, feature, declaration.compute_dtype)
         rows, hashes = stacked_rows(table, given.values), int(table.hashes or 1)
         starts = torch.arange(batch.size + 1) if given.offsets is None else given.offsets
         weights = given.weights
@@ -72,7 +72,7 @@ def stacked(batch: Batch, declaration: Declaration) -> Batch:
     return replace(batch, ids=ids, next_use=next_use)
 
 
-def added_up(found: Mapping[str, Tensor], hashes: Mapping[str, int]) -> dict[str, Tensor]:
+def sum_hashed_rows(found: Mapping[str, Tensor], hashes: Mapping[str, int]) -> dict[str, Tensor]:
     """found: what a model gets, of which fields of sequences in `hashes` are (E * h, D) -> (E, D)."""
     return {
         name: value.view(-1, hashes[name], value.shape[1]).sum(1) if name in hashes else value

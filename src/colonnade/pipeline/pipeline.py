@@ -185,7 +185,7 @@ class Pipeline:
             rows = hot.batch
         context = self.exchange.send_ids(rows, channel)
         context.hot = hot
-        if views.attending:
+        if views.local_attention:
             context.sequence_offsets = views.offsets_of(batch)
         batch.world_weight = context.batch.weight
         return context

@@ -15,7 +15,13 @@ from colonnade.batch import Batch
 from colonnade.errors import IdRangeError
 from colonnade.exchange.cached import without_copies
 from colonnade.lookup.kernels import NativeKernels
-from colonnade.lookup.layout import Declaration, collect, consumption, explain_range, outputs
+from colonnade.lookup.layout import (
+    Declaration,
+    build_lookup_columns,
+    collect_lookups,
+    explain_range_error,
+    list_outputs,
+)
 from colonnade.lookup.outputs import build_outputs
 from colonnade.pipeline.open_rows import OpenRows
 from colonnade.store.contract import Rows, RowView
@@ -98,23 +104,26 @@ class MappedLookup:
 
     def __init__(self, declaration: Declaration, rows: MappedRows) -> None:
         self.declaration, self.rows = declaration, rows
-        self.outputs, self.consumption = outputs(declaration), consumption(declaration)
+        self.outputs, self.lookup_columns = (
+            list_outputs(declaration),
+            build_lookup_columns(declaration),
+        )
         self.table_rows = torch.tensor([table.rows or 0 for table in declaration.tables])
-        self.kernels = NativeKernels(declaration, self.consumption, self.outputs, 1)
+        self.kernels = NativeKernels(declaration, self.lookup_columns, self.outputs, 1)
 
     def read(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
         """Return the same outputs as `Exchange.values`. Raises IdRangeError and DataError as training does, and
         CorruptionError and StorageError where a file of rows is damaged."""
-        lookups = collect(batch, self.declaration, self.consumption)
+        lookups = collect_lookups(batch, self.declaration, self.lookup_columns)
         try:
-            slots = self.rows.find(lookups.ids, lookups.feature_offsets, self.consumption.tables)
+            slots = self.rows.find(lookups.ids, lookups.feature_offsets, self.lookup_columns.tables)
         except IndexError:
             try:  # to find which feature and lookup it is
                 one_owner = torch.ones(len(self.table_rows), dtype=torch.int64)
                 _native.make_plan(lookups.native, self.table_rows, one_owner)
             except IndexError as error:
-                features = self.consumption.features
-                raise explain_range(error, self.declaration, features) from None
+                features = self.lookup_columns.features
+                raise explain_range_error(error, self.declaration, features) from None
             raise
         pooled = self.kernels.pool(lookups, (*self.rows.places(), slots, None))
         self.rows.check()

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.errors import DataError, WorldError
-from colonnade.lookup.layout import Consumption, Lookups
-from colonnade.wire.owner_map import Deal
+from colonnade.lookup.layout import LookupColumns, Lookups
+from colonnade.wire.owner_map import OwnerMap
 
 BITS = (1, 2, 4, 8, 16, 32)
 """What the length of a bag may take, where not all are equal."""
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class ReceivedBags:
     """What all ranks look up of an owner's rows, as one batch."""
 
     lookups: Lookups
@@ -35,15 +35,15 @@ class Joined:
     codes: np.ndarray | None  # (E,) uint8 of `Batch.next_use`, 0 of ranks that know none
 
 
-def pack(
-    lookups: Lookups, table_rows: Tensor, deal: Deal, codes: np.ndarray | None
+def pack_bags(
+    lookups: Lookups, table_rows: Tensor, owner_map: OwnerMap, codes: np.ndarray | None
 ) -> list[np.ndarray]:
     """A message to each rank, uint8. codes (E,). Raises IndexError for an id outside its vocabulary table, as
     `_native.make_plan` does, and DataError for a batch that is too large to be told."""
     is_weighted = torch.tensor([each is not None for each in lookups.weights], dtype=torch.uint8)
     try:
         packed, ends = _native.pack_bags(
-            lookups.native, table_rows, deal.num_owners, torch.from_numpy(deal.places), is_weighted,
+            lookups.native, table_rows, owner_map.num_owners, torch.from_numpy(owner_map.owner_indices), is_weighted,
             None if codes is None else torch.from_numpy(codes),
         )  # fmt: skip
     except ValueError as error:
@@ -51,21 +51,21 @@ def pack(
     return np.split(np.asarray(packed), np.asarray(ends)[:-1])
 
 
-def join(
+def unpack_bags(
     messages: Sequence[np.ndarray],
-    owned: Consumption,
+    owned: LookupColumns,
     table_rows: Tensor,
-    deal: Deal,
+    owner_map: OwnerMap,
     rank: int,
     dtype: torch.dtype,
-) -> Joined:
-    """messages: by rank, of `pack`, for this `rank`; owned: the columns whose rows lie here; dtype: of weights. One
+) -> ReceivedBags:
+    """messages: by rank, of `pack_bags`, for this `rank`; owned: the columns whose rows lie here; dtype: of weights. One
     batch of all ranks' samples, in rank order; where some have weights, the others' are 1. Raises WorldError naming the
     rank whose message is none."""
-    places, of_weights = torch.from_numpy(deal.places[rank].copy()), str(dtype)
+    places, of_weights = torch.from_numpy(owner_map.owner_indices[rank].copy()), str(dtype)
     try:
         found = _native.join_bags(
-            list(messages), owned.tables, table_rows, deal.num_owners, places,
+            list(messages), owned.tables, table_rows, owner_map.num_owners, places,
             of_weights.removeprefix("torch."),
         )  # fmt: skip
     except ValueError as error:
@@ -86,4 +86,4 @@ def join(
         ids, starts, native, size, bags,
         [None] * len(bags) if factors is None else list(factors.split(starts.diff().tolist())),
     )  # fmt: skip
-    return Joined(lookups, sizes.tolist(), codes.numpy() if len(codes) else None)
+    return ReceivedBags(lookups, sizes.tolist(), codes.numpy() if len(codes) else None)

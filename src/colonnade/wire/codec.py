@@ -81,7 +81,7 @@ EXACT = Codecs()
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class RoundingKey:
     """What the random bits of a block of rows depend on."""
 
     ids: Tensor  # (n,) int64
@@ -90,7 +90,7 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class RowBlock:
     """Rows of one shape, one after the other."""
 
     rows: int
@@ -101,7 +101,10 @@ class Block:
 
 
 def encode(
-    codec: Codec, elements: Tensor, blocks: Sequence[Block], draws: Sequence[Draw] | None = None
+    codec: Codec,
+    elements: Tensor,
+    blocks: Sequence[RowBlock],
+    rounding_keys: Sequence[RoundingKey] | None = None,
 ) -> Tensor:
     """elements: those of all blocks, flat -> uint8. draws: by block; None: to nearest."""
     if codec.name == "exact":
@@ -111,11 +114,15 @@ def encode(
     for i, (block, part) in enumerate(zip(blocks, parts, strict=True)):
         if block.rows:
             rows = part.view(block.rows, -1)
-            coded.append(encode_rows(codec, rows, block.dims, draws[i] if draws else None).view(-1))
+            coded.append(
+                encode_rows(
+                    codec, rows, block.dims, rounding_keys[i] if rounding_keys else None
+                ).view(-1)
+            )
     return torch.cat(coded) if coded else torch.empty(0, dtype=torch.uint8)
 
 
-def decode(codec: Codec, data: Tensor, blocks: Sequence[Block], out: Tensor) -> None:
+def decode(codec: Codec, data: Tensor, blocks: Sequence[RowBlock], out: Tensor) -> None:
     """What `encode` gave -> `out`, flat, rounded to its dtype."""
     if codec.name == "exact":
         out.view(torch.uint8).copy_(data)
@@ -128,10 +135,16 @@ def decode(codec: Codec, data: Tensor, blocks: Sequence[Block], out: Tensor) -> 
             place.view(block.rows, -1).copy_(found)
 
 
-def encode_rows(codec: Codec, rows: Tensor, dims: Sequence[int], draw: Draw | None) -> Tensor:
+def encode_rows(
+    codec: Codec, rows: Tensor, dims: Sequence[int], rounding_key: RoundingKey | None
+) -> Tensor:
     """rows (n, sum of dims) -> (n, row_bytes) uint8. Not for "exact"."""
     out = torch.empty(len(rows), codec.row_bytes(dims, rows.dtype), dtype=torch.uint8)
-    ids, seed, step = (None, 0, 0) if draw is None else (draw.ids, draw.seed, draw.step)
+    ids, seed, step = (
+        (None, 0, 0)
+        if rounding_key is None
+        else (rounding_key.ids, rounding_key.seed, rounding_key.step)
+    )
     values, widths = rows.float().contiguous(), torch.tensor(dims, dtype=torch.int32)
     _native.encode_rows(codec.name, values, widths, ids, seed, step, out)
     return out

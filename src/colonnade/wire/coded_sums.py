@@ -22,9 +22,9 @@ from torch import Tensor
 from colonnade.comm.collectives import PIECE, Way, added, copy_in_pieces, gathered, scattered
 from colonnade.comm.mesh import ALL, Mesh, Scope
 from colonnade.topology.world import World
-from colonnade.wire.codec import CODECS, Block, Codec, decode, encode
+from colonnade.wire.codec import CODECS, Codec, RowBlock, decode, encode
 
-SCALED = 512
+SCALE_GROUP = 512
 """Elements that share a scale or an exponent, where a codec has one: gradients of other layers lie beside them."""
 CODED_DTYPES = (torch.float32, torch.float64)
 """Of gradients; those of 16 bits travel as they are, for their sums are rounded anyway."""
@@ -36,7 +36,7 @@ State = dict[str, Any]
 
 
 @dataclass(slots=True)
-class Residual:
+class RoundingResidual:
     """What rounding took of what this rank sent on one leg, as parts of gradients as they are applied."""
 
     kept: Tensor  # (shares, n / N): given with the next step
@@ -100,17 +100,17 @@ class CodedSum:
 
     def _decode(self, coded: Tensor, out: Tensor) -> None:
         """(shares x bytes,) -> (shares, n / N)."""
-        step = coded_bytes(self.codec, PIECE)
+        step = coded_share_bytes(self.codec, PIECE)
         for data, share in zip(coded.view(len(out), -1), out, strict=True):
             for bytes_of, place in zip(data.split(step), share.split(PIECE), strict=True):
                 decode(self.codec, bytes_of, _blocks(len(place)), place)
 
-    def _residual(self, shares: int) -> Residual:
+    def _residual(self, shares: int) -> RoundingResidual:
         kept = torch.zeros(shares, self.share, dtype=self.dtype)
-        return Residual(kept, kept.clone())
+        return RoundingResidual(kept, kept.clone())
 
 
-def coded_bytes(codec: Codec, elements: int) -> int:
+def coded_share_bytes(codec: Codec, elements: int) -> int:
     """Pure: of one share."""
     return sum(block.bytes_of(codec, torch.float32) for block in _blocks(elements))
 
@@ -118,7 +118,7 @@ def coded_bytes(codec: Codec, elements: int) -> int:
 def coded_size(name: str, elements: int, num_ranks: int) -> int:
     """Pure: bytes that stand for a buffer of so many elements, a multiple of N, as `comm.collectives.sent` takes
     them. Not for "exact"."""
-    return num_ranks * coded_bytes(CODECS[name], elements // num_ranks)
+    return num_ranks * coded_share_bytes(CODECS[name], elements // num_ranks)
 
 
 def lost_by_parameter(states: Sequence[State | None]) -> dict[int, Tensor]:
@@ -130,7 +130,7 @@ def lost_by_parameter(states: Sequence[State | None]) -> dict[int, Tensor]:
         if state is None:
             continue
         for bucket in state["buckets"]:
-            for total in _laid_out(bucket, state, rank):
+            for total in _place_shares(bucket, state, rank):
                 sizes = [state["sizes"][number] for number in bucket["numbers"]]
                 parts = total[: sum(sizes)].split(sizes)
                 for number, part in zip(bucket["numbers"], parts, strict=True):
@@ -138,7 +138,7 @@ def lost_by_parameter(states: Sequence[State | None]) -> dict[int, Tensor]:
     return found
 
 
-def _laid_out(bucket: Mapping[str, Any], state: State, rank: int) -> list[Tensor]:
+def _place_shares(bucket: Mapping[str, Any], state: State, rank: int) -> list[Tensor]:
     """What one rank owes of one bucket, each as a buffer that begins where the bucket does."""
     found = [] if bucket["owed"] is None else [bucket["owed"]]
     if bucket["sent"] is None:
@@ -157,6 +157,6 @@ def _laid_out(bucket: Mapping[str, Any], state: State, rank: int) -> list[Tensor
     return found
 
 
-def _blocks(elements: int) -> list[Block]:
-    full, rest = divmod(elements, SCALED)
-    return [Block(full, (SCALED,))] + [Block(1, (rest,))] * (rest > 0)
+def _blocks(elements: int) -> list[RowBlock]:
+    full, rest = divmod(elements, SCALE_GROUP)
+    return [RowBlock(full, (SCALE_GROUP,))] + [RowBlock(1, (rest,))] * (rest > 0)

@@ -30,7 +30,7 @@ BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Requests:
+class ReceivedRequests:
     """What all ranks asked of this one."""
 
     ids: Tensor  # (P,) int64, rank by rank, table by table
@@ -52,8 +52,8 @@ def pack_requests(
     (N, T): as which of the table's owners, -1 for none; rows, num_owners (T,) int64."""
     num_ranks, num_tables = firsts.shape
     lists, ends = _native.pack_ids(
-        ids, _flat(firsts), _flat(lasts), rows.repeat(num_ranks), num_owners.repeat(num_ranks),
-        _flat(places.clip(0)), True,
+        ids, _flatten(firsts), _flatten(lasts), rows.repeat(num_ranks), num_owners.repeat(num_ranks),
+        _flatten(places.clip(0)), True,
     )  # fmt: skip
     packed, flag = np.asarray(lists), np.array([codes is not None], np.uint8)
     borders = [0, *np.asarray(ends)[num_tables - 1 :: num_tables].tolist()]
@@ -70,7 +70,7 @@ def pack_requests(
 
 def unpack_requests(
     messages: Sequence[np.ndarray], rows: Tensor, num_owners: Tensor, places: Tensor
-) -> Requests:
+) -> ReceivedRequests:
     """messages: by rank, of `pack_requests`; places (T,): this rank's. Raises WorldError naming the rank whose message
     is none."""
     found = []
@@ -88,10 +88,12 @@ def unpack_requests(
         known = zip((each.codes for each in found), zeros, strict=True)
         codes = torch.cat([zero if code is None else code for code, zero in known])
     ids, counts = [each.ids for each in found], [each.counts for each in found]
-    return Requests(torch.cat(ids), np.concatenate(counts), codes)
+    return ReceivedRequests(torch.cat(ids), np.concatenate(counts), codes)
 
 
-def _unpack(message: np.ndarray, rows: Tensor, num_owners: Tensor, places: Tensor) -> Requests:
+def _unpack(
+    message: np.ndarray, rows: Tensor, num_owners: Tensor, places: Tensor
+) -> ReceivedRequests:
     """One rank's. Raises ValueError."""
     if len(message) < FLAG_BYTES or message[0] > 1:
         raise ValueError(f"got {message[:FLAG_BYTES].tolist()} at its beginning, wanted [0] or [1]")
@@ -108,7 +110,7 @@ def _unpack(message: np.ndarray, rows: Tensor, num_owners: Tensor, places: Tenso
         codes = numbers.to(torch.uint8)
     if len(rest):
         raise ValueError(f"got {len(rest)} bytes after its end")
-    return Requests(torch.as_tensor(ids), np.asarray(counts)[None, :], codes)
+    return ReceivedRequests(torch.as_tensor(ids), np.asarray(counts)[None, :], codes)
 
 
 def expected_list_bytes(count: float, rows: int, num_owners: int) -> float:
@@ -188,5 +190,5 @@ def measured_bytes(ids: Tensor, rows: int) -> tuple[float, float]:
     return float(sizes[0]), float(sizes[1])
 
 
-def _flat(numbers: np.ndarray) -> Tensor:
+def _flatten(numbers: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64)).view(-1)
