@@ -25,7 +25,7 @@ from colonnade.lookup.layout import (
     Output,
     collect_lookups,
     list_outputs,
-    weighed,
+    replace_weights,
 )
 from colonnade.table import POOLINGS
 from colonnade.topology.sharding import Sharding
@@ -133,7 +133,9 @@ class BagLayout:
 
     def sums(self, rank: int) -> Declaration:
         """Return the declaration that a rank pools: sums of its share, and means where it has whole bags."""
-        return self.shares[rank].as_sum_declaration(but=self.evaluated.averaged_by_owner)
+        return self.shares[rank].as_sum_declaration(
+            declared_pooling=self.evaluated.averaged_by_owner
+        )
 
     def pooled(self, rank: int) -> FieldColumns:
         """Return the columns that a rank pools."""
@@ -189,7 +191,7 @@ def lay_out_bags(
         evaluated=evaluated,
         outputs=every_output,
         fields=fields,
-        shares=tuple(fields.share(rank, shardings) for rank in range(num_ranks)),
+        shares=tuple(fields.select_rank(rank, shardings) for rank in range(num_ranks)),
         arriving=arriving,
         requested=LookupColumns(
             features,
@@ -272,7 +274,7 @@ def collect_bags(batch: Batch, layout: BagLayout) -> Lookups:
             weights[c] = _share_of_mean(lengths, feature.pooling, weights[c], dtype)
     if not evaluated.weighed:
         return lookups
-    return weighed(lookups, weights, layout.requested, dtype)
+    return replace_weights(lookups, weights, layout.requested, dtype)
 
 
 def _share_of_mean(

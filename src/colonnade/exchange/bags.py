@@ -69,7 +69,7 @@ from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
 from colonnade.wire import bags
 from colonnade.wire.coding import Coding
-from colonnade.wire.id_distribution import SAMPLES, counted, exchange_messages
+from colonnade.wire.id_distribution import SAMPLES, exchange_messages, traffic_tag_of
 from colonnade.wire.owner_map import OwnerMap
 from colonnade.wire.tower_transport import PeerTransport, TowerTransport
 from colonnade.wire.transport import PendingTransfer
@@ -255,7 +255,7 @@ class BagsExchange:
 
     def _send(self, lookup: BagsLookup, block: Tensor) -> None:
         """Send this rank's block of sums over all hops, or only up to the last one where values wait for their use."""
-        sizes, tag = lookup.sizes, counted(lookup.batch.channel, "fetch")
+        sizes, tag = lookup.sizes, traffic_tag_of(lookup.batch.channel, "fetch")
         blocks: Iterable[Tensor] = [block]
         if isinstance(self.last_hop.transport, PeerTransport) and not self.inner_hops:
             blocks = self.last_hop.transport.split(block, sizes)
@@ -268,7 +268,7 @@ class BagsExchange:
 
     def _send_last(self, lookup: BagsLookup, blocks: Iterable[Tensor]) -> None:
         """Evaluate operators, and send their results over the last hop."""
-        last, tag = self.last_hop, counted(lookup.batch.channel, "fetch")
+        last, tag = self.last_hop, traffic_tag_of(lookup.batch.channel, "fetch")
         if self.operators is not None:
             lookup.evaluation.partials = []
             record = None if lookup.batch.is_evaluated else lookup.evaluation.partials
@@ -278,7 +278,10 @@ class BagsExchange:
     def _attend(self, lookup: BagsLookup) -> None:
         """Attend to sequences on the ranks of their rows. Collective; waits for the queries, which are sent there."""
         sizes, evaluation = lookup.sizes, lookup.evaluation
-        tag, is_trained = counted(lookup.batch.channel, "fetch"), not lookup.batch.is_evaluated
+        tag, is_trained = (
+            traffic_tag_of(lookup.batch.channel, "fetch"),
+            not lookup.batch.is_evaluated,
+        )
         total, arriving = self.total(lookup), self.layout.arriving
         evaluation.attended = {}
         for name, attention in self.attention.items():
@@ -426,27 +429,31 @@ class BagsExchange:
     def prefetched(self, lookup: BagsLookup) -> dict[str, Tensor]:
         layout, rank = self.layout, self.mesh.rank
         if self.keeps_pooled:
-            return prefetched_bags.hold_pooled(lookup, layout, rank)
+            return prefetched_bags.export_operator_inputs(lookup, layout, rank)
         if self.waits_in_tower:
-            return prefetched_bags.hold_gathered(lookup, layout, self.last_hop.columns, self.peers)
-        return prefetched_bags.hold_sums(self.total(lookup), layout)
+            return prefetched_bags.export_gathered_sums(
+                lookup, layout, self.last_hop.columns, self.peers
+            )
+        return prefetched_bags.export_sums(self.total(lookup), layout)
 
-    def restore(self, lookup: BagsLookup, held: Sequence[Mapping[str, Tensor]]) -> None:
+    def restore(self, lookup: BagsLookup, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
         layout, rank = self.layout, self.mesh.rank
         if self.keeps_pooled:
             assert self.operators is not None
-            prefetched_bags.restore_pooled(
-                lookup, layout, rank, self.operators, self.last_hop, held
+            prefetched_bags.restore_operator_inputs(
+                lookup, layout, rank, self.operators, self.last_hop, prefetched
             )
         elif self.waits_in_tower:
             columns, transport = self.last_hop.columns, self.last_hop.transport
-            samples = prefetched_bags.restore_gathered(lookup, layout, columns, self.peers, held)
+            samples = prefetched_bags.restore_gathered(
+                lookup, layout, columns, self.peers, prefetched
+            )
             assert isinstance(transport, PeerTransport)
             lookup.evaluation.gathered = list(transport.split(samples, lookup.sizes))
         else:
             widths = self.owner.widths
             lookup.reads = BagReads(
-                total=prefetched_bags.restore_sums(lookup, layout, rank, widths, held)
+                total=prefetched_bags.restore_sums(lookup, layout, rank, widths, prefetched)
             )
 
 

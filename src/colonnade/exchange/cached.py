@@ -24,30 +24,30 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.cache import Copies, DeviceCopies, NativeCopies, travelling_bytes
+from colonnade.cache import CachedRows, DeviceCachedRows, NativeCachedRows, sent_record_bytes
 from colonnade.cache.directory import (
+    EXPIRED,
     HIT,
-    LEASE_OVER,
     MISS,
-    Changes,
     Decision,
     Directory,
-    Marked,
-    joined,
+    OverwrittenVersions,
+    VersionLog,
+    join_decisions,
 )
 from colonnade.cache.messages import (
-    FAR,
-    Named,
-    Serving,
-    mark_bytes,
-    pack_marks,
-    read_notes,
-    tables_of,
-    unpack_marks,
-    with_notes,
-    without_notes,
+    MAX_AGE,
+    RowRequests,
+    ServedRequests,
+    add_flags,
+    pack_bits,
+    packed_bit_sizes,
+    parse_flags,
+    row_tables,
+    split_flags,
+    unpack_bits,
 )
-from colonnade.cache.next_use import Seen, in_sight, rows_of
+from colonnade.cache.next_use import PreviewedBatch, preview_batches, sort_rows_by_table
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import ConfigError
 from colonnade.exchange.row_owner import gather, list_requests, owned_rows, soonest_use
@@ -88,11 +88,11 @@ class CacheCounts:
     ticks: int = 0  # batches in all that was pushed
 
     def add(self, decision: Decision, sign: int = 1) -> None:
-        """Add the counts of a decision of all tables, `joined`. sign -1: subtract them, to undo it."""
-        sorts = np.bincount(decision.asked, minlength=3) * sign
+        """Add the counts of a decision of all tables, `join_decisions`. sign -1: subtract them, to undo it."""
+        sorts = np.bincount(decision.outcomes, minlength=3) * sign
         self.hits += int(sorts[HIT])
         self.misses += int(sorts[MISS])
-        self.lease_over += int(sorts[LEASE_OVER])
+        self.lease_over += int(sorts[EXPIRED])
         leaving = int((decision.pushed & decision.leaving).sum()) * sign
         self.pushed_leaving += leaving
         self.pushed_full += int(decision.pushed.sum()) * sign - leaving
@@ -111,7 +111,7 @@ def ages_of(decisions: Sequence[Decision]) -> np.ndarray:
 
     A read misses at most that many batches of every other rank, and the batches whose gradients were pending there at
     the request: at most `write_bound`."""
-    ages = [np.where(decision.asked == HIT, decision.ages, 0) for decision in decisions]
+    ages = [np.where(decision.outcomes == HIT, decision.ages, 0) for decision in decisions]
     return np.bincount(np.frexp(np.concatenate(ages))[1], minlength=AGES)
 
 
@@ -136,15 +136,17 @@ class CacheTransfer:
     num_slots: Sequence[int]  # by table: slots of its copies so far
     slots: np.ndarray  # (U,) int64
     pushed: np.ndarray  # (U,) bool
-    named: Named  # (W,)
+    row_requests: RowRequests  # (W,)
     origin: np.ndarray  # (W,) index among the U rows; -1: evicted
     where: np.ndarray  # (W,) slot
     ids: np.ndarray  # (W,)
-    serving: Serving | None = None
+    serving: ServedRequests | None = None
     sent: np.ndarray | None = None  # (P,) bool: rows that this rank sends
     fresh: np.ndarray | None = None  # (W,) bool: rows that it receives
-    marked: Marked | None = None  # rows of this rank that it changes
-    sums: Any = None  # of U rows, table by table (`Copies`), until they are applied to the copies
+    marked: OverwrittenVersions | None = None  # rows of this rank that it changes
+    sums: Any = (
+        None  # of U rows, table by table (`CachedRows`), until they are applied to the copies
+    )
     is_dropped: bool = False
 
 
@@ -183,7 +185,7 @@ class CachedExchange:
         self.widths, self.exactness = self.owner.widths, self.rows.exactness
         self.pooled, self.has_values = self.rows.pooled, self.rows.has_values
         self.prefetched, self.restore = self.rows.prefetched, self.rows.restore
-        self.has_copies = [cache is not None for cache in caches]
+        self.is_cached = [cache is not None for cache in caches]
         none = TableCache(0, RowClock(0, 0))
         self.caches = [cache or none for cache in caches]
         self.directories = [
@@ -191,40 +193,46 @@ class CachedExchange:
             for cache in self.caches
         ]
         stay = declaration.tables, [cache.rows for cache in self.caches]
-        self.copies: Copies = NativeCopies(*stay) if device is None else DeviceCopies(*stay, device)
-        self.changes = Changes([table.rows for table in declaration.tables])
+        self.cached_rows: CachedRows = (
+            NativeCachedRows(*stay) if device is None else DeviceCachedRows(*stay, device)
+        )
+        self.version_log = VersionLog([table.rows for table in declaration.tables])
         # Copies that every batch requests and pushes anew need not outlast their batch.
-        self.is_kept = [cache.clock.is_late for cache in self.caches]
+        self.outlasts_batch = [cache.clock.is_late for cache in self.caches]
         self.record_widths = np.array(
-            [travelling_bytes(t, is_kept) for t, is_kept in zip(declaration.tables, self.is_kept, strict=True)]
+            [sent_record_bytes(t, outlasts_batch) for t, outlasts_batch in zip(declaration.tables, self.outlasts_batch, strict=True)]
         )  # fmt: skip
         self.windows = [cache.window for cache in self.caches]
         self.counts = CacheCounts()
         self.ages = np.zeros(AGES, np.int64)  # of the same rows
         self.store: Any = None  # this rank's rows
         self.number = 0  # of the newest batch that was pushed
-        self.is_settled = False  # owners' rows include, for now, the gradients pending at copies
-        self._preview: Seen | None = None  # of the batch whose ids a lookahead sends next
+        self.is_synchronized = (
+            False  # owners' rows include, for now, the gradients pending at copies
+        )
+        self._preview: PreviewedBatch | None = None  # of the batch whose ids a lookahead sends next
         self._transfers: list[CacheTransfer] = []  # ids sent and not pushed, in order
         self._lock = (
             threading.Lock()
         )  # of the directories and transfers: the lookahead's thread sends ids
-        self.rule: tuple[Tensor, Tensor] | None = None  # of the newest update
+        self.last_optimizers: tuple[Tensor, Tensor] | None = None  # of the newest update
 
     # ---- ids
 
-    def in_sight(self, batches: Iterable[Batch], slices: Slices) -> Iterator[Batch]:
+    def preview_batches(self, batches: Iterable[Batch], slices: Slices) -> Iterator[Batch]:
         """Yield the batches of one lookahead, whose ids are sent one by one as they are yielded. If a table's policy
         looks ahead, read `window` batches more, and set the preview of the one that is yielded."""
         if not self.window:
             yield from batches
             return
 
-        def preview_batch(batch: Batch) -> Seen:
+        def preview_batch(batch: Batch) -> PreviewedBatch:
             _, plan, _ = planned = self.rows.plan_batch(slices.prepare_ids(batch))
-            return Seen(planned, rows_of(plan, self.owner_map.table_offsets(plan).tolist()))
+            return PreviewedBatch(
+                planned, sort_rows_by_table(plan, self.owner_map.table_offsets(plan).tolist())
+            )
 
-        for batch, preview in in_sight(batches, preview_batch, self.windows):
+        for batch, preview in preview_batches(batches, preview_batch, self.windows):
             self._preview = preview
             yield batch
 
@@ -249,10 +257,12 @@ class CachedExchange:
             is_used = torch.from_numpy(origin >= 0)
             named_codes[is_used] = codes[torch.from_numpy(origin)[is_used]]
         requests = self.rows.pack(named_plan, named_codes)
-        return LookupRequest(with_notes(transfer.named, requests), lookups, plan, transfer=transfer)
+        return LookupRequest(
+            add_flags(transfer.row_requests, requests), lookups, plan, transfer=transfer
+        )
 
     def _decide(
-        self, plan: _native.Plan, preview: Seen | None
+        self, plan: _native.Plan, preview: PreviewedBatch | None
     ) -> tuple[CacheTransfer, _native.Plan, np.ndarray]:
         """Return the transfer of the next batch, a plan of the rows that it requests, and for each of these its index
         among the batch's rows, -1 if it was evicted."""
@@ -260,11 +270,11 @@ class CachedExchange:
         ends = self.owner_map.table_offsets(plan).tolist()
         slots, pushed = np.empty(len(unique), np.int64), np.empty(len(unique), bool)
         decisions = []
-        rows_by_table = rows_of(plan, ends) if preview is None else preview.rows
+        rows_by_table = sort_rows_by_table(plan, ends) if preview is None else preview.rows
         for t, (directory, (_, ids)) in enumerate(
             zip(self.directories, rows_by_table, strict=True)
         ):
-            hints = None if preview is None else preview.told[t]
+            hints = None if preview is None else preview.next_uses[t]
             if hints is None:
                 decisions.append(directory.step(ids))
             else:
@@ -272,15 +282,18 @@ class CachedExchange:
                     directory.step(ids, hints.next_uses, hints.coming, self.windows[t])
                 )
         # All tables at once: a call for each of dozens of tables takes longer than its work.
-        rows, of_rows = np.concatenate([numbers for numbers, _ in rows_by_table]), joined(decisions)
+        rows, of_rows = (
+            np.concatenate([numbers for numbers, _ in rows_by_table]),
+            join_decisions(decisions),
+        )
         self.counts.add(of_rows)
         self.ages += ages_of([of_rows])
         slots[rows], pushed[rows] = of_rows.slots, of_rows.pushed
-        is_named = (of_rows.asked != HIT) | of_rows.pushed
+        is_named = (of_rows.outcomes != HIT) | of_rows.pushed
         requested_rows, count = rows[is_named], len(of_rows.evicted_ids)
         tables = np.concatenate([
-            tables_of(np.diff(ends)[None, :])[is_named],
-            tables_of(np.array([[len(decision.evicted_ids) for decision in decisions]])),
+            row_tables(np.diff(ends)[None, :])[is_named],
+            row_tables(np.array([[len(decision.evicted_ids) for decision in decisions]])),
         ])  # fmt: skip
         counts = np.bincount(tables, minlength=len(decisions))[None, :]
         listing = np.argsort(tables, kind="stable")
@@ -301,14 +314,14 @@ class CachedExchange:
             for pair in (
                 (requested_rows, np.full(count, -1)),
                 (slots[requested_rows], of_rows.evicted_slots.astype(np.int64)),
-                (of_rows.asked[is_named], np.full(count, HIT, np.uint8)),
+                (of_rows.outcomes[is_named], np.full(count, HIT, np.uint8)),
                 (of_rows.pushed[is_named], np.ones(count, bool)),
                 (of_rows.ages[is_named].astype(np.int64), np.zeros(count, np.int64)),
             )
         )
-        outcomes, is_over = outcomes[at], outcomes[at] == LEASE_OVER
-        whole = ~np.array(self.is_kept)[tables[at]]
-        requested = Named(
+        outcomes, is_over = outcomes[at], outcomes[at] == EXPIRED
+        whole = ~np.array(self.outlasts_batch)[tables[at]]
+        requested = RowRequests(
             sizes.reshape(-1, num_ranks).T, is_over & ~whole, (outcomes == MISS) | (is_over & whole),
             written[at], ages[at],
         )  # fmt: skip
@@ -325,23 +338,23 @@ class CachedExchange:
             return self.rows.serve_requests(request, received, batch)
         plan, transfer, owner = request.plan, request.transfer, self.owner
         assert plan is not None
-        notes, requests_of = without_notes(received)
+        notes, requests_of = split_flags(received)
         places = torch.from_numpy(self.owner_map.owner_indices[self.mesh.rank].copy())
         requests = unpack_requests(requests_of, owner.table_rows, self.owner_map.num_owners, places)
-        served = read_notes(notes, requests.counts)
+        served = parse_flags(notes, requests.counts)
         owner_plan = owner.plan_requests(requests.ids, requests.counts)
         written = list_requests(
-            requests.ids[torch.from_numpy(served.written)], served.counted(served.written)
+            requests.ids[torch.from_numpy(served.written)], served.count_rows(served.written)
         )
-        transfer.serving = Serving(
+        transfer.serving = ServedRequests(
             served, requests.ids.numpy(),
             _native.make_plan(written, owner.table_rows, owner.one_owner), written,
         )  # fmt: skip
         with self._lock:
             changed = self._find_changed(transfer, transfer.serving)
-            transfer.marked = self.mark(transfer.serving.plan, transfer.number)
-        transfer.sent, transfer.fresh = served.wanted | changed, transfer.named.wanted.copy()
-        if any(self.is_kept):
+            transfer.marked = self.record_changes(transfer.serving.plan, transfer.number)
+        transfer.sent, transfer.fresh = served.wanted | changed, transfer.row_requests.wanted.copy()
+        if any(self.outlasts_batch):
             self._exchange_marks(transfer, changed, batch.channel)
         codes = requests.codes
         owned = owned_rows(
@@ -353,26 +366,26 @@ class CachedExchange:
         slots = lookup.slots
         lookup.pinned = PinnedRows(slots, gather(slots, lookup.owner_plan.inverse))
 
-    def _find_changed(self, transfer: CacheTransfer, serving: Serving) -> np.ndarray:
+    def _find_changed(self, transfer: CacheTransfer, serving: ServedRequests) -> np.ndarray:
         """Return which requested rows have changed since the requester copied them, (P,) bool. Every earlier batch must
         be marked."""
-        served, changed = serving.named, np.zeros(len(serving.ids), bool)
+        served, changed = serving.row_requests, np.zeros(len(serving.ids), bool)
         rows = np.flatnonzero(served.renewed)
-        ages, tables = served.ages[rows], tables_of(served.counts)[rows]
-        since = self.changes.since(tables, serving.ids[rows], transfer.number - ages)
-        changed[rows] = since | (ages >= FAR)
+        ages, tables = served.ages[rows], row_tables(served.counts)[rows]
+        since = self.version_log.has_changed_since(tables, serving.ids[rows], transfer.number - ages)
+        changed[rows] = since | (ages >= MAX_AGE)
         return changed
 
     def _exchange_marks(self, transfer: CacheTransfer, changed: np.ndarray, channel: str) -> None:
         """Send each rank that renews a copy a bit: whether the row will be sent. Collective."""
         assert transfer.serving is not None and transfer.fresh is not None
-        requested, served = transfer.named, transfer.serving.named
-        bits, sizes = pack_marks(changed[served.renewed], served.counted(served.renewed).sum(1))
-        asking = requested.counted(requested.renewed).sum(1)
+        requested, served = transfer.row_requests, transfer.serving.row_requests
+        bits, sizes = pack_bits(changed[served.renewed], served.count_rows(served.renewed).sum(1))
+        asking = requested.count_rows(requested.renewed).sum(1)
         received_bits, _ = self.mesh.all_to_all(
-            channel, bits, sizes, mark_bytes(asking), traffic_tag="route"
+            channel, bits, sizes, packed_bit_sizes(asking), traffic_tag="route"
         )
-        transfer.fresh[requested.renewed] = unpack_marks(received_bits, asking)
+        transfer.fresh[requested.renewed] = unpack_bits(received_bits, asking)
 
     # ---- fetch
 
@@ -383,7 +396,7 @@ class CachedExchange:
             return
         assert isinstance(lookup, CachedLookup)
         transfer = lookup.transfer
-        if self.is_settled:
+        if self.is_synchronized:
             raise RuntimeError(
                 "got a batch to train on inside `with rows.settled()`, after which rows are what they were; leave it "
                 "first"
@@ -395,11 +408,11 @@ class CachedExchange:
                 "with collection.forget(), and open it again"
             )
         self._receive(transfer, _slots_by_request(lookup))
-        views = self.copies.views()
+        views = self.cached_rows.views()
         kernels = self.owner.kernels(views)
         by_lookup = gather(torch.from_numpy(transfer.slots.astype(np.int32)), lookup.plan.inverse)
         lookup.reads = FetchedRows(
-            kernels, kernels.locate_rows(lookup.lookups, views, by_lookup), self.copies
+            kernels, kernels.locate_rows(lookup.lookups, views, by_lookup), self.cached_rows
         )
 
     def _receive(self, transfer: CacheTransfer, placed: Tensor) -> None:
@@ -410,9 +423,9 @@ class CachedExchange:
             and transfer.fresh is not None
         )
         sent, fresh = transfer.sent, transfer.fresh
-        served, requested = transfer.serving.named, transfer.named
-        going = row_layout(served.counted(sent), self.record_widths)
-        coming = row_layout(requested.counted(fresh), self.record_widths)
+        served, requested = transfer.serving.row_requests, transfer.row_requests
+        going = row_layout(served.count_rows(sent), self.record_widths)
+        coming = row_layout(requested.count_rows(fresh), self.record_widths)
         message = self.mesh.room(going.num_elements, torch.uint8)
         self.store.native.pack_blocks(
             placed[torch.from_numpy(sent)], going.counts.ravel(), self.record_widths, message
@@ -421,18 +434,20 @@ class CachedExchange:
             "fetch", message, going.rank_elements, coming.rank_elements, traffic_tag="fetch"
         )
         for t, num_slots in enumerate(transfer.num_slots):
-            self.copies.grow(t, num_slots)
+            self.cached_rows.grow(t, num_slots)
         slots = transfer.where[fresh]
-        waits = self.copies.receive(
+        waits = self.cached_rows.store_received(
             coming.counts, slots, transfer.ids[fresh], received, self.record_widths
         )
         if waits.any():
             # Gradients that the owner does not have yet are applied to the received copy at once, as the owner will.
-            assert self.rule is not None
-            slots, tables = slots[waits], tables_of(coming.counts)[waits]
+            assert self.last_optimizers is not None
+            slots, tables = slots[waits], row_tables(coming.counts)[waits]
             slots = slots[np.argsort(tables, kind="stable")]
             counts = np.bincount(tables, minlength=len(self.widths))
-            self._train_copies(slots, counts, self.copies.waiting(counts, slots), *self.rule)
+            self._train_copies(
+                slots, counts, self.cached_rows.pending_sums(counts, slots), *self.last_optimizers
+            )
 
     # ---- push
 
@@ -451,22 +466,26 @@ class CachedExchange:
             gradients = kernels.zero_outputs(lookup.lookups)
         offsets = self.rows.table_offsets(lookup)
         sums = transfer.sums = kernels.sum_gradients_by_row(lookup, offsets, gradients)
-        requested, serving = transfer.named, transfer.serving
+        requested, serving = transfer.row_requests, transfer.serving
         assert serving is not None
-        going = row_layout(requested.counted(requested.written), self.widths)
+        going = row_layout(requested.count_rows(requested.written), self.widths)
         send = self.mesh.room(going.num_elements, self.declaration.compute_dtype)
         where, origin = transfer.where[requested.written], transfer.origin[requested.written]
-        self.copies.take(going.counts, where, origin, sums, send)
-        self.copies.add(np.diff(transfer.ends), transfer.slots, sums, transfer.pushed)
-        placed = _slots_by_request(lookup)[torch.from_numpy(serving.named.written)]
+        self.cached_rows.take_pending(going.counts, where, origin, sums, send)
+        self.cached_rows.add_gradients(
+            np.diff(transfer.ends), transfer.slots, sums, transfer.pushed
+        )
+        placed = _slots_by_request(lookup)[torch.from_numpy(serving.row_requests.written)]
         return partial(self.pushed, "push", send, going, serving, placed)
 
     def pushed(
-        self, channel: str, send: Tensor, going: RowLayout, serving: Serving, placed: Tensor
+        self, channel: str, send: Tensor, going: RowLayout, serving: ServedRequests, placed: Tensor
     ) -> RowGradients:
         """Send sums to the owners, and return those received for this rank's rows. Collective. placed: slots of the
         rows of received sums, in their order."""
-        coming = row_layout(serving.named.counted(serving.named.written), self.widths)
+        coming = row_layout(
+            serving.row_requests.count_rows(serving.row_requests.written), self.widths
+        )
         received, _ = self.mesh.all_to_all(channel, send, going.rank_elements, coming.rank_elements)
         plan = serving.plan
         entries = torch.as_tensor(plan.entries)
@@ -483,32 +502,32 @@ class CachedExchange:
         transfer = self._transfers[0]
         assert transfer.fresh is not None
         # Counted now, because a batch that was read may still be dropped before its update.
-        self.counts.renewed += int((transfer.named.renewed & ~transfer.fresh).sum())
+        self.counts.renewed += int((transfer.row_requests.renewed & ~transfer.fresh).sum())
         self._train_copies(
             transfer.slots, np.diff(transfer.ends), transfer.sums, optimizers, settings
         )
-        self.rule = optimizers.clone(), settings.clone()
+        self.last_optimizers = optimizers.clone(), settings.clone()
         with self._lock:
             self._transfers.pop(0)
             self.number = transfer.number
 
-    def mark(self, plan: _native.Plan, number: int) -> Marked:
+    def record_changes(self, plan: _native.Plan, number: int) -> OverwrittenVersions:
         """Mark the rows of this rank that batch `number` changes, and return them."""
-        tables = tables_of(np.diff(np.asarray(plan.block_offsets))[None, :])
-        return self.changes.mark(tables, np.asarray(plan.unique_ids), number)
+        tables = row_tables(np.diff(np.asarray(plan.block_offsets))[None, :])
+        return self.version_log.record_changes(tables, np.asarray(plan.unique_ids), number)
 
     def _train_copies(
         self, slots: np.ndarray, counts: np.ndarray, sums: Any, optimizers: Tensor, settings: Tensor
     ) -> None:
         """Apply sums of gradients to copies that outlast their batch. slots (n,) table by table, counts (T,) of them;
-        sums of their gradients as `Copies` has them."""
-        kernels = self.owner.kernels(self.copies.views())
-        pushed = kernels.gradients_from_sums(slots, counts, sums, np.array(self.is_kept))
+        sums of their gradients as `CachedRows` has them."""
+        kernels = self.owner.kernels(self.cached_rows.views())
+        pushed = kernels.gradients_from_sums(slots, counts, sums, np.array(self.outlasts_batch))
         if len(pushed.slots):
-            kernels.update(self.copies, pushed, optimizers, settings)
+            kernels.update(self.cached_rows, pushed, optimizers, settings)
 
-    def decided(self) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
-        """Return states of directories and of `changes` by table, as of the newest push: without decisions about
+    def directory_states(self) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
+        """Return states of directories and of `version_log` by table, as of the newest push: without decisions about
         batches in flight."""
         with self._lock:
             directories = [
@@ -516,7 +535,9 @@ class CachedExchange:
                 for t, directory in enumerate(self.directories)
             ]
             marked = [transfer.marked for transfer in reversed(self._transfers)]
-            return directories, self.changes.without(rows for rows in marked if rows is not None)
+            return directories, self.version_log.copy_without(
+                rows for rows in marked if rows is not None
+            )
 
     def drop(self, lookup: PartLookup) -> None:
         """Drop a batch: undo its decisions, once all later batches are dropped, too."""
@@ -538,17 +559,17 @@ class CachedExchange:
                 last = self._transfers.pop()
                 decisions = last.decisions
                 if last.marked is not None:
-                    self.changes.undo(last.marked)
+                    self.version_log.undo(last.marked)
                 self.ages -= ages_of(decisions)
                 for directory, decision in zip(self.directories, decisions, strict=True):
                     directory.undo(decision)
-                self.counts.add(joined(decisions), -1)
+                self.counts.add(join_decisions(decisions), -1)
 
 
-def without_copies(cached: CachedExchange | None, tables: Sequence[int]) -> Sequence[int]:
+def check_uncached(cached: CachedExchange | None, tables: Sequence[int]) -> Sequence[int]:
     """Return these numbers of tables. Raises ConfigError for a table whose copies would outlive its rows."""
     for t in tables:
-        if cached is not None and cached.has_copies[t]:
+        if cached is not None and cached.is_cached[t]:
             raise ConfigError(
                 f"table {cached.declaration.tables[t].name!r}: got rows to delete that ranks may have copies of; leave "
                 "plan.cache out for this table"

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from colonnade import _native
-from colonnade.cache.directory import renumbered, surplus
-from colonnade.cache.messages import Named, Serving
+from colonnade.cache.directory import renumber_state, surplus_batches
+from colonnade.cache.messages import RowRequests, ServedRequests
 from colonnade.errors import BudgetExceeded
 from colonnade.exchange.cached import CachedExchange
 from colonnade.exchange.row_owner import gather, list_requests
@@ -59,9 +59,9 @@ def settled(
 
     Yields, by table, this rank's changed rows as they were before. optimizers, settings: see `_native.update`. Raises
     BudgetExceeded, on every rank, where memory has no room for the rows that change; RuntimeError inside itself."""
-    if exchange.is_settled:
+    if exchange.is_synchronized:
         raise RuntimeError("got rows.settled() inside of itself: rows are settled already")
-    serving, send, going = _gather_waiting(exchange, waiting(exchange))
+    serving, send, going = _gather_waiting(exchange, list_pending(exchange))
     store, plan = exchange.store, serving.plan
     ids = torch.as_tensor(plan.unique_ids)
     offsets = torch.as_tensor(plan.block_offsets)
@@ -82,11 +82,11 @@ def settled(
         # Once released, rows are dirty: newer than their stored records. They stay pinned by a second acquire.
         held.append(store.acquire(ids, offsets)[0])
         store.release(held.pop(0), offsets, dirty=True)
-        exchange.is_settled = True
+        exchange.is_synchronized = True
         try:
             yield before
         finally:
-            exchange.is_settled = False
+            exchange.is_synchronized = False
             store.before_update(slots, offsets)
             for t, rows in enumerate(before):
                 store.native.unpack(t, slots[ends[t] : ends[t + 1]].contiguous(), rows.records)
@@ -111,7 +111,7 @@ def apply_planned_bounds(exchange: CachedExchange) -> None:
         for directory, clock in zip(directories, clocks, strict=True)
     ):
         return  # on every rank alike
-    chosen = waiting(exchange, [clock.write_bound for clock in clocks])
+    chosen = list_pending(exchange, [clock.write_bound for clock in clocks])
     num_rows = sum(map(len, chosen))
     if any(map(int, exchange.mesh.all_gather_bytes(GROUP, b"%d" % num_rows))):
         _hand_over(exchange, chosen)
@@ -121,22 +121,24 @@ def apply_planned_bounds(exchange: CachedExchange) -> None:
     exchange.counts.pushed_full += num_rows
 
 
-def waiting(exchange: CachedExchange, above: Sequence[int] | None = None) -> list[np.ndarray]:
+def list_pending(exchange: CachedExchange, above: Sequence[int] | None = None) -> list[np.ndarray]:
     """Return, by table, slots of this rank's copies with pending gradients of more than `above` batches (by table,
     default 0), ascending by id."""
-    copies, bounds = exchange.copies, above or [0] * len(exchange.widths)
-    dirty = [copies.dirty(t) for t in range(len(exchange.widths))]
+    cached_rows, bounds = exchange.cached_rows, above or [0] * len(exchange.widths)
+    dirty = [cached_rows.dirty_slots(t) for t in range(len(exchange.widths))]
     return [
-        slots[copies.ticks[t][slots] > bound]
+        slots[cached_rows.num_pending[t][slots] > bound]
         for t, (slots, bound) in enumerate(zip(dirty, bounds, strict=True))
     ]
 
 
 def _hand_over(exchange: CachedExchange, chosen: Sequence[np.ndarray]) -> None:
-    """Flush gradients pending at these copies (as `waiting` lists them; every rank its own) to the owners' rows, by the
+    """Flush gradients pending at these copies (as `list_pending` lists them; every rank its own) to the owners' rows, by the
     rules of the newest update. Collective. Raises BudgetExceeded, on every rank and with nothing changed, where memory
     has no room for the rows."""
-    assert exchange.rule is not None  # some rank has pending gradients, so all ranks had an update
+    assert (
+        exchange.last_optimizers is not None
+    )  # some rank has pending gradients, so all ranks had an update
     serving, send, going = _gather_waiting(exchange, chosen)
     store, plan = exchange.store, serving.plan
     offsets = torch.as_tensor(plan.block_offsets)
@@ -144,21 +146,21 @@ def _hand_over(exchange: CachedExchange, chosen: Sequence[np.ndarray]) -> None:
     try:
         pushed = exchange.pushed(GROUP, send, going, serving, gather(slots, plan.inverse))
         store.before_update(slots, offsets)
-        exchange.owner.update(store, pushed, *exchange.rule)
+        exchange.owner.update(store, pushed, *exchange.last_optimizers)
     finally:
         store.release(slots, offsets, dirty=True)
-    exchange.mark(plan, exchange.number)
+    exchange.record_changes(plan, exchange.number)
     for t, copy_slots in enumerate(chosen):
-        exchange.copies.clear(t, copy_slots)
+        exchange.cached_rows.clear_pending(t, copy_slots)
 
 
 def _gather_waiting(
     exchange: CachedExchange, dirty: Sequence[np.ndarray]
-) -> tuple[Serving, Tensor, RowLayout]:
+) -> tuple[ServedRequests, Tensor, RowLayout]:
     """Request an update of the rows at `dirty` slots from their owners. Collective. Return the requests for this rank's
     rows, the pending sums to send, and their layout."""
-    copies, mesh = exchange.copies, exchange.mesh
-    by_id = [copies.ids[t][slots] for t, slots in enumerate(dirty)]
+    cached_rows, mesh = exchange.cached_rows, exchange.mesh
+    by_id = [cached_rows.ids[t][slots] for t, slots in enumerate(dirty)]
     counts = np.array([[len(slots) for slots in dirty]])
     plan = _native.make_plan(
         list_requests(torch.from_numpy(np.concatenate(by_id)), counts),
@@ -178,17 +180,17 @@ def _gather_waiting(
     wanted = list_requests(received_requests.ids, received_requests.counts)
     everything = np.ones(len(received_requests.ids), bool)
     none = np.zeros(len(received_requests.ids), np.int64)
-    serving = Serving(
-        Named(received_requests.counts, ~everything, ~everything, everything, none), received_requests.ids.numpy(),
+    serving = ServedRequests(
+        RowRequests(received_requests.counts, ~everything, ~everything, everything, none), received_requests.ids.numpy(),
         _native.make_plan(wanted, exchange.owner.table_rows, exchange.owner.one_owner), wanted,
     )  # fmt: skip
     going = row_layout(lasts - firsts, exchange.widths)
-    send = torch.empty(going.num_elements, dtype=copies.pending[0].dtype)
+    send = torch.empty(going.num_elements, dtype=cached_rows.pending[0].dtype)
     unique = np.asarray(plan.unique_ids)
     for t, slots in enumerate(dirty):
         # Rank by rank, as the plan lists them.
         ids = unique[blocks[t * mesh.num_ranks] : blocks[(t + 1) * mesh.num_ranks]]
-        sums = copies.waiting_of(t, slots[np.searchsorted(by_id[t], ids)])
+        sums = cached_rows.table_pending_sums(t, slots[np.searchsorted(by_id[t], ids)])
         by_rank = sums.split(going.counts[:, t].tolist())
         for first, part in zip(going.block_elements[:, t].tolist(), by_rank, strict=True):
             send[first : first + part.numel()] = part.flatten()
@@ -222,32 +224,32 @@ def state(exchange: CachedExchange, before: Sequence[Before]) -> dict[str, Any]:
     has
     plain values and tensors."""
     tables = {}
-    directories, changes = exchange.decided()
+    directories, version_log = exchange.directory_states()
     for t, (table, directory_state) in enumerate(
         zip(exchange.declaration.tables, directories, strict=True)
     ):
         tables[table.name] = {
             "policy": exchange.directories[t].policy,
-            "kept": exchange.is_kept[t],
+            "kept": exchange.outlasts_batch[t],
             "directory": {
                 name: torch.from_numpy(values) for name, values in directory_state.items()
             },
-            "copies": exchange.copies.state(t, directory_state["slots"].astype("int64")),
-            "changes": torch.from_numpy(changes[t]),
+            "copies": exchange.cached_rows.state(t, directory_state["slots"].astype("int64")),
+            "changes": torch.from_numpy(version_log[t]),
             "before": {"ids": before[t].ids, "records": before[t].records},
         }
-    return {"tables": tables, "rule": exchange.rule, "number": exchange.number}
+    return {"tables": tables, "rule": exchange.last_optimizers, "number": exchange.number}
 
 
 def is_taken_up(exchange: CachedExchange, states: Sequence[Mapping[str, Any] | None]) -> bool:
     """Return whether a checkpoint's copies can be loaded: the world is like this one, and no table's cache, cache
     policy,
     or whether copies outlast their batch has changed. Bounds and sizes may have changed; but where a size is lower by
-    more than `cache.copies.SPARE` rows there may be no room for the copies."""
+    more than `cache.cached_rows.SPARE` rows there may be no room for the copies."""
     own_policies = {
-        table.name: (directory.policy, is_kept)
-        for table, directory, is_kept in zip(
-            exchange.declaration.tables, exchange.directories, exchange.is_kept, strict=True
+        table.name: (directory.policy, outlasts_batch)
+        for table, directory, outlasts_batch in zip(
+            exchange.declaration.tables, exchange.directories, exchange.outlasts_batch, strict=True
         )
     }
     saved_policies = [
@@ -268,7 +270,7 @@ def _has_room(exchange: CachedExchange, state: Mapping[str, Any]) -> bool:
     of_tables = (state["tables"][table.name] for table in exchange.declaration.tables)
     return all(
         np.asarray(table_state["directory"]["slots"]).max(initial=-1) < room
-        for table_state, room in zip(of_tables, exchange.copies.rooms, strict=True)
+        for table_state, room in zip(of_tables, exchange.cached_rows.max_slots, strict=True)
     )
 
 
@@ -279,7 +281,7 @@ def load(exchange: CachedExchange, state: Mapping[str, Any]) -> None:
     lower
     one where they would overflow; all ranks have the same number.
     """
-    shift = surplus(state["number"])
+    shift = surplus_batches(state["number"])
     for t, table in enumerate(exchange.declaration.tables):
         table_state = state["tables"][table.name]
         before = Before(table_state["before"]["ids"], table_state["before"]["records"])
@@ -290,8 +292,8 @@ def load(exchange: CachedExchange, state: Mapping[str, Any]) -> None:
             exchange.store.put(t, ids[chunk].contiguous(), records[chunk].contiguous())
         exchange.store.delete(t, before.ids[~trained].contiguous())
         directory = {name: values.numpy() for name, values in table_state["directory"].items()}
-        exchange.directories[t].load(renumbered(directory, table_state["policy"], shift))
-        exchange.copies.load(t, directory["slots"].astype("int64"), table_state["copies"])
-        exchange.changes.of(t)[:] = table_state["changes"].numpy()
-    exchange.changes.renumber(shift)
-    exchange.rule, exchange.number = state["rule"], state["number"] - shift
+        exchange.directories[t].load(renumber_state(directory, table_state["policy"], shift))
+        exchange.cached_rows.load(t, directory["slots"].astype("int64"), table_state["copies"])
+        exchange.version_log.table_versions(t)[:] = table_state["changes"].numpy()
+    exchange.version_log.renumber(shift)
+    exchange.last_optimizers, exchange.number = state["rule"], state["number"] - shift

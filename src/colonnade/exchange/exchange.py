@@ -308,13 +308,13 @@ class Exchange:
             },
         }
 
-    def restore(self, context: LookupContext, held: Sequence[Mapping[str, Tensor]]) -> None:
+    def restore(self, context: LookupContext, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
         """Restore, instead of a fetch, the values that all ranks of some world held for this step's global batch.
         Raises CheckpointError."""
         if len(self.parts) == 1:
-            self.parts[0].restore(context.parts[0], held)
+            self.parts[0].restore(context.parts[0], prefetched)
             return
-        known = tables_held(held, len(self.declaration.tables))
+        known = tables_held(prefetched, len(self.declaration.tables))
         for i, name in enumerate(self.names):
             tables = {t for j, first, last in self.runs if i == j for t in range(first, last)}
             if self.reads_ahead[i] <= context.steps_left or not tables <= known:
@@ -323,7 +323,7 @@ class Exchange:
             prefix = f"{name}."
             own = [
                 {**values, **{key.removeprefix(prefix): values[key] for key in values if key.startswith(prefix)}}
-                for values in held
+                for values in prefetched
             ]  # fmt: skip
             self.parts[i].restore(context.parts[i], own)
 

@@ -16,38 +16,47 @@ from torch import Tensor
 from colonnade.errors import CheckpointError
 from colonnade.exchange.bag_layout import BagLayout, BagReads, BagsLookup, LastHop
 from colonnade.exchange.operators import Operators
-from colonnade.exchange.prefetched import Held, gather_held_values, held_rows, other_exchange
+from colonnade.exchange.prefetched import (
+    PrefetchedValues,
+    collect_prefetched_rows,
+    gather_prefetched_rows,
+    other_exchange_error,
+)
 from colonnade.lookup.fields import FieldColumns
 from colonnade.wire.transport import DirectRoute, HostRoute, combine_transfers
 
 # ---- sums of bags, by sample
 
 
-def hold_sums(total: Tensor, layout: BagLayout) -> dict[str, Tensor]:
+def export_sums(total: Tensor, layout: BagLayout) -> dict[str, Tensor]:
     """Return sums (B, W), and the names and dims of their fields."""
     dims = torch.tensor([layout.declaration.fields[i].dim for i in layout.fields.order])
     return {"sums": total, "fields": encode_names(_names(layout)), "field_dims": dims}
 
 
 def restore_sums(
-    lookup: BagsLookup, layout: BagLayout, rank: int, widths: np.ndarray, held: Sequence[Held]
+    lookup: BagsLookup,
+    layout: BagLayout,
+    rank: int,
+    widths: np.ndarray,
+    prefetched: Sequence[PrefetchedValues],
 ) -> Tensor:
     """Return this rank's sums (B, W): its samples' part of the sums that all ranks of some world held for this step's
     global batch, whose blocks are in rank order in every world; or sums of the rows that another exchange held.
     widths: by table. Raises CheckpointError where neither is held."""
     sizes, names = lookup.sizes, _names(layout)
     first = sum(sizes[:rank])
-    if has_sums(held, names):
-        every = gather_held_sums(held, names, layout.arriving, sum(sizes))
-    elif any("gathered" in rank_values for rank_values in held):
-        every = gather_held_columns(held, names, layout.fields.columns, sizes)
+    if has_sums(prefetched, names):
+        every = gather_prefetched_sums(prefetched, names, layout.arriving, sum(sizes))
+    elif any("gathered" in rank_values for rank_values in prefetched):
+        every = gather_prefetched_columns(prefetched, names, layout.fields.columns, sizes)
     else:
-        return _sums_of_rows(lookup, layout, widths, held_rows(held))
+        return _sums_of_rows(lookup, layout, widths, collect_prefetched_rows(prefetched))
     return every[first : first + sizes[rank]]
 
 
 def _sums_of_rows(
-    lookup: BagsLookup, layout: BagLayout, widths: np.ndarray, parts: Sequence[Held]
+    lookup: BagsLookup, layout: BagLayout, widths: np.ndarray, parts: Sequence[PrefetchedValues]
 ) -> Tensor:
     """Return sums (B, W) of the compute dtype, by sample, of rows that were read ahead."""
     lookups, declaration, fields = lookup.requested, layout.declaration, layout.fields
@@ -57,7 +66,7 @@ def _sums_of_rows(
     bounds, requested = lookups.feature_offsets.tolist(), layout.requested
     for c, (f, t) in enumerate(zip(requested.features, requested.tables.tolist(), strict=True)):
         ids = lookups.ids[bounds[c] : bounds[c + 1]]
-        rows = gather_held_values(parts, widths, t, ids).to(dtype)
+        rows = gather_prefetched_rows(parts, widths, t, ids).to(dtype)
         if (weights := lookups.weights[c]) is not None:
             rows = rows * weights.to(dtype)[:, None]
         if (offsets := lookups.bags[c]) is not None:
@@ -71,27 +80,30 @@ def _sums_of_rows(
     return sums
 
 
-def has_sums(held: Sequence[Held], names: Collection[str]) -> bool:
+def has_sums(prefetched: Sequence[PrefetchedValues], names: Collection[str]) -> bool:
     """Return whether every rank held sums of all these fields."""
-    return bool(held) and all(
+    return bool(prefetched) and all(
         set(names) <= {name for fields, _ in _sums_in(rank_values) for name in fields}
-        for rank_values in held
+        for rank_values in prefetched
     )
 
 
-def gather_held_sums(
-    held: Sequence[Held], names: Sequence[str], columns: FieldColumns, num_samples: int
+def gather_prefetched_sums(
+    prefetched: Sequence[PrefetchedValues],
+    names: Sequence[str],
+    columns: FieldColumns,
+    num_samples: int,
 ) -> Tensor:
     """Return the sums (G, W) of these columns, called `names`, joined from all ranks' samples. Raises CheckpointError
     for another number of samples, or another width."""
     blocks = []
-    for rank_values in held:
+    for rank_values in prefetched:
         by_name = {
             name: part for fields, parts in _sums_in(rank_values) for name, part in zip(fields, parts, strict=False)
         }  # fmt: skip
         if set(names) <= set(by_name):
             blocks.append(torch.cat([by_name[name] for name in names], 1))
-    sums = torch.cat(blocks) if len(blocks) == len(held) else torch.empty(0, 0)
+    sums = torch.cat(blocks) if len(blocks) == len(prefetched) else torch.empty(0, 0)
     if sums.shape != (num_samples, columns.width):
         raise CheckpointError(
             f"the checkpoint holds sums of shape {tuple(sums.shape)} that were read ahead, this batch wants "
@@ -100,15 +112,15 @@ def gather_held_sums(
     return sums
 
 
-def _sums_in(held: Held) -> Iterator[tuple[list[str], Sequence[Tensor]]]:
+def _sums_in(prefetched: PrefetchedValues) -> Iterator[tuple[list[str], Sequence[Tensor]]]:
     """Yield (names of fields, sums by field) of each exchange that held sums."""
-    for key in held:
+    for key in prefetched:
         prefix, _, last = key.rpartition(".")
         if last != "sums":
             continue
         start = f"{prefix}." if prefix else ""
-        fields, sums = decode_names(held[f"{start}fields"]), held[key]
-        dims = held.get(f"{start}field_dims")
+        fields, sums = decode_names(prefetched[f"{start}fields"]), prefetched[key]
+        dims = prefetched.get(f"{start}field_dims")
         # Older checkpoints have no dims; all their fields have the same.
         sizes = [sums.shape[1] // len(fields)] * len(fields) if dims is None else dims.tolist()
         yield fields, sums.split(sizes, 1)
@@ -117,7 +129,7 @@ def _sums_in(held: Held) -> Iterator[tuple[list[str], Sequence[Tensor]]]:
 # ---- sums gathered inside a tower
 
 
-def hold_gathered(
+def export_gathered_sums(
     lookup: BagsLookup, layout: BagLayout, columns: FieldColumns, peers: Sequence[int]
 ) -> dict[str, Tensor]:
     """Return the sums gathered on this rank (M, W), their fields, and their samples' indices in the global batch."""
@@ -139,17 +151,17 @@ def restore_gathered(
     layout: BagLayout,
     columns: FieldColumns,
     peers: Sequence[int],
-    held: Sequence[Held],
+    prefetched: Sequence[PrefetchedValues],
 ) -> Tensor:
     """Return sums (M, W) of `columns` for this rank's peers' samples. Raises CheckpointError where something else than
     sums was held."""
     sizes, names, whole = lookup.sizes, _names(layout), layout.fields.columns
-    if has_sums(held, names):
-        every = gather_held_sums(held, names, whole, sum(sizes))
-    elif all("gathered" in rank_values for rank_values in held):
-        every = gather_held_columns(held, names, whole, sizes)
+    if has_sums(prefetched, names):
+        every = gather_prefetched_sums(prefetched, names, whole, sum(sizes))
+    elif all("gathered" in rank_values for rank_values in prefetched):
+        every = gather_prefetched_columns(prefetched, names, whole, sizes)
     else:
-        raise other_exchange()
+        raise other_exchange_error()
     samples = every[_samples_of(peers, sizes)]
     return torch.cat([samples[:, whole.of(i)] for i in columns.dims] or [samples[:, :0]], dim=1)
 
@@ -160,32 +172,37 @@ def _samples_of(ranks: Sequence[int], sizes: Sequence[int]) -> Tensor:
     return torch.cat([torch.arange(ends[rank] - sizes[rank], ends[rank]) for rank in ranks])
 
 
-def gather_held_columns(
-    held: Sequence[Held], names: Sequence[str], columns: FieldColumns, sizes: Sequence[int]
+def gather_prefetched_columns(
+    prefetched: Sequence[PrefetchedValues],
+    names: Sequence[str],
+    columns: FieldColumns,
+    sizes: Sequence[int],
 ) -> Tensor:
     """Return the sums (G, W) of all ranks' samples and `columns`, called `names`, joined from ranks of towers: each had
     gathered some samples of its tower's fields. sizes: samples by rank. Raises CheckpointError where a sum is
     missing."""
     places = dict(zip(names, columns.dims, strict=True))
-    every = torch.full((sum(sizes), columns.width), float("nan"), dtype=held[0]["gathered"].dtype)
-    for rank_values in held:
+    every = torch.full(
+        (sum(sizes), columns.width), float("nan"), dtype=prefetched[0]["gathered"].dtype
+    )
+    for rank_values in prefetched:
         first, fields = 0, decode_names(rank_values["gathered fields"])
         if not set(fields) <= set(names) or len(every) != int(rank_values["of samples"]):
-            raise other_exchange()
+            raise other_exchange_error()
         for name in fields:
             into = columns.of(places[name])
             width = into.stop - into.start
             every[rank_values["samples"], into] = rank_values["gathered"][:, first : first + width]
             first += width
-    if sum(rank_values["gathered"].numel() for rank_values in held) != every.numel():
-        raise other_exchange()
+    if sum(rank_values["gathered"].numel() for rank_values in prefetched) != every.numel():
+        raise other_exchange_error()
     return every
 
 
 # ---- inputs of operators that owners evaluate
 
 
-def hold_pooled(lookup: BagsLookup, layout: BagLayout, rank: int) -> dict[str, Tensor]:
+def export_operator_inputs(lookup: BagsLookup, layout: BagLayout, rank: int) -> dict[str, Tensor]:
     """Return the inputs of this rank's partials, (G, dim) by field: rows may have changed when gradients arrive."""
     pooled, columns = lookup.evaluation.pooled, layout.pooled(rank)
     assert pooled is not None
@@ -194,27 +211,27 @@ def hold_pooled(lookup: BagsLookup, layout: BagLayout, rank: int) -> dict[str, T
     }
 
 
-def restore_pooled(
+def restore_operator_inputs(
     lookup: BagsLookup,
     layout: BagLayout,
     rank: int,
     operators: Operators,
     last_hop: LastHop,
-    held: Sequence[Held],
+    prefetched: Sequence[PrefetchedValues],
 ) -> None:
     """Restore, instead of a fetch, the inputs that owners held; each field is summed over the ranks that had rows of
     it. Raises CheckpointError for values of another exchange, or of other consumers."""
     sizes, whole, evaluation = lookup.sizes, layout.fields.columns, lookup.evaluation
-    is_alike = [set(rank_values) for rank_values in held] == [
+    is_alike = [set(rank_values) for rank_values in prefetched] == [
         {_pooled_name(layout, i) for i in share.order} for share in layout.shares
     ]
     if is_alike and last_hop.transport.routes:
-        _restore_alike(lookup, layout, rank, operators, last_hop.transport.routes, held)
+        _restore_same_world(lookup, layout, rank, operators, last_hop.transport.routes, prefetched)
         return
     every = torch.zeros(sum(sizes), whole.width, dtype=layout.declaration.compute_dtype)
     for i in layout.fields.order:
         name = _pooled_name(layout, i)
-        if not (parts := [rank_values[name] for rank_values in held if name in rank_values]):
+        if not (parts := [rank_values[name] for rank_values in prefetched if name in rank_values]):
             raise CheckpointError(
                 "the checkpoint holds what another exchange had read ahead, or owners that evaluated other consumers; "
                 "go on with the exchanges and the number of ranks of the checkpoint, or from a checkpoint "
@@ -237,19 +254,19 @@ def restore_pooled(
     evaluation.pooled = pooled
 
 
-def _restore_alike(
+def _restore_same_world(
     lookup: BagsLookup,
     layout: BagLayout,
     rank: int,
     operators: Operators,
     routes: Sequence[DirectRoute | HostRoute],
-    held: Sequence[Held],
+    prefetched: Sequence[PrefetchedValues],
 ) -> None:
     """Restore in a world laid out like the one that held the values: every owner's message has the same bits."""
     sizes, evaluation = lookup.sizes, lookup.evaluation
     first = sum(sizes[:rank])
     blocks: list[list[Tensor]] = [[] for _ in routes]
-    for owner, (rank_values, share) in enumerate(zip(held, layout.shares, strict=True)):
+    for owner, (rank_values, share) in enumerate(zip(prefetched, layout.shares, strict=True)):
         parts = [rank_values[_pooled_name(layout, i)] for i in share.order]
         none = torch.zeros(sum(sizes), 0, dtype=layout.declaration.compute_dtype)
         pooled, columns = torch.cat([none, *parts], dim=1), share.columns

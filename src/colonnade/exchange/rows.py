@@ -22,7 +22,7 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Call, Mesh
-from colonnade.exchange.prefetched import gather_held_values, held_rows
+from colonnade.exchange.prefetched import collect_prefetched_rows, gather_prefetched_rows
 from colonnade.exchange.row_owner import RowOwner, gather, list_requests, owned_rows, soonest_use
 from colonnade.lookup.contract import (
     BITWISE,
@@ -47,7 +47,7 @@ from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
 from colonnade.topology.sharding import Sharding, row_wise_in
 from colonnade.wire.coding import NO_CODING, Coding, RowCodec
-from colonnade.wire.id_distribution import counted
+from colonnade.wire.id_distribution import traffic_tag_of
 from colonnade.wire.owner_map import build_owner_map
 from colonnade.wire.packing import pack_requests, unpack_requests
 
@@ -194,7 +194,7 @@ class RowsExchange:
             lookup.reads = self.receive(lookup, send, messages.wanted_index)
             return
         values = empty(messages.wanted.num_elements, dtype=self.declaration.dtype)
-        tag = counted(lookup.batch.channel, "fetch")
+        tag = traffic_tag_of(lookup.batch.channel, "fetch")
         arrival = self._send(send, messages, values, tag)
         lookup.reads = self.receive(lookup, values, messages.wanted_index, arrival)
 
@@ -260,7 +260,7 @@ class RowsExchange:
         send = self.mesh.room(messages.wanted.num_elements, owner.compute_dtype)
         entries = RowGradients(
             lookup.slots, self.table_offsets(lookup), plan.segment_offsets, plan.entries,
-            owner.native.source(lookup, gradients), gradients,
+            owner.native.output_gradients(lookup, gradients), gradients,
         )  # fmt: skip
         owner.native.sum_rows_into(entries, send, messages.wanted_index)
         return send
@@ -323,13 +323,13 @@ class RowsExchange:
             "values": reads.keep[starts.repeat_interleave(width) + ramp],
         }
 
-    def restore(self, lookup: RowsLookup, held: Sequence[Mapping[str, Tensor]]) -> None:
-        parts = held_rows(held)
+    def restore(self, lookup: RowsLookup, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
+        parts = collect_prefetched_rows(prefetched)
         unique, offsets = torch.as_tensor(lookup.plan.unique_ids), self.table_offsets(lookup)
         blocks, indices, start = [], [], 0
         for t, dim in enumerate(self.owner.widths.tolist()):
             ids = unique[offsets[t] : offsets[t + 1]]
-            blocks.append(gather_held_values(parts, self.owner.widths, t, ids).flatten())
+            blocks.append(gather_prefetched_rows(parts, self.owner.widths, t, ids).flatten())
             indices.append(torch.arange(len(ids)) * dim + start)
             start += blocks[-1].numel()
         index = torch.cat(indices).to(torch.int32)

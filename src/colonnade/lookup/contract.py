@@ -1,4 +1,4 @@
-"""Exchange contract: how values get from the ranks that own rows to the samples that need them, and gradients back.
+"""Exchange contract: values go from the ranks that own rows to the ranks that have samples, gradients the other way.
 
 Calls per training step t (every rank, in this order; one issuing thread per method):
 
@@ -11,7 +11,7 @@ Calls per training step t (every rank, in this order; one issuing thread per met
     drop          any                instead of a push: evaluated and cancelled batches
 
 Legend: B samples, F features, T tables, E lookups of this rank, U unique rows of this rank,
-O unique rows this rank owns and some rank requested, N ranks.
+O unique rows that this rank owns and some rank requested, N ranks.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class BatchInfo:
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether nothing is trained on it."""
+        """Return whether the batch is evaluated, not trained on."""
         return self.channel == "evaluate"
 
 
@@ -77,7 +77,7 @@ class LookupRequest:
     lookups: Lookups
     plan: _native.Plan | None  # of `lookups`, where this rank needs one
     codes: Any = None  # `Batch.next_use` by lookup or unique row
-    transfer: Any = None  # cache.transfer.CacheTransfer of a cached table
+    transfer: Any = None  # exchange.cached.CacheTransfer of a cached table
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,13 +212,13 @@ class LookupContext:
 @dataclass(frozen=True, slots=True)
 class RowGradients:
     """Gradients that an owner applies: per owned row (O,), a segment of entries into `source`, to be summed in order;
-    or, for rows on a device, sums (device_kernels.Sums) without segments."""
+    or, for rows on a device, `kernels.DeviceRowSums` without segments."""
 
     slots: Tensor  # (O,) int32
     offsets: Tensor  # (T + 1,) int64
     segment_offsets: Any  # (O + 1,) int32
     entries: Any  # int32
-    source: Any  # _native.OutputGradients, _native.RowGradients or kernels.Sums
+    source: Any  # _native.OutputGradients, _native.RowGradients or kernels.DeviceRowSums
     keep: Any = None
     by_page: ByPage | None = None  # the same rows and segments, for an update
 
@@ -278,7 +278,8 @@ class ExchangePart(Protocol[Lookup]):
     owner: Any  # exchange.row_owner.RowOwner
     operators: Any  # exchange.operators.Operators, where some consumers are evaluated on the way; else None
     counts_norm: bool
-    """Whether this rank's sums count towards the gradient norm; on one rank only where all ranks have the same sums."""
+    """True if this rank's sums count towards the gradient norm; where all ranks have the same sums, on one rank
+    only."""
 
     @property
     def cancel(self) -> Callable[[LookupRequest], None] | None:
@@ -332,9 +333,9 @@ class ExchangePart(Protocol[Lookup]):
         """Return the fetched values for a checkpoint; `restore` accepts them in any world."""
         ...
 
-    def restore(self, lookup: Lookup, held: Sequence[Mapping[str, Tensor]]) -> None:
-        """Restore, instead of a `fetch`, the values that all ranks of some world held for this step's global batch.
-        Raises CheckpointError."""
+    def restore(self, lookup: Lookup, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
+        """Restore, instead of a `fetch`, the values that all ranks of some world had prefetched for this step's global
+        batch. Raises CheckpointError."""
         ...
 
     def has_values(self, lookup: Lookup) -> bool:

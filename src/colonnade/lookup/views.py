@@ -21,10 +21,10 @@ from torch import Tensor
 from colonnade.batch import Batch
 from colonnade.interaction import Concat, SomeFields
 from colonnade.lookup.hops import EVALUATING
-from colonnade.lookup.hot import SplitBatch, split_hot_rows
+from colonnade.lookup.hot import SplitBatch, deal
 from colonnade.lookup.layout import Consumer, Declaration, queries_of
 from colonnade.lookup.outputs import combine, evaluate
-from colonnade.lookup.stacking import hash_ids, stacks_of, sum_hashed_rows
+from colonnade.lookup.stacking import stacked, stacks_of, sum_hashed_rows
 from colonnade.store.table_shards import Laid, lay_out
 from colonnade.table import Feature, Pooling, TableSide
 from colonnade.topology.sharding import Sharding
@@ -35,7 +35,7 @@ OTHERS = "[others]"
 
 @dataclass(frozen=True)
 class Slices:
-    """Declaration `declared` with its tables as they are laid out: in slices."""
+    """View of declaration `declared` whose tables are cut into slices, as they are sharded."""
 
     declared: Declaration
     laid: tuple[Laid, ...]
@@ -51,18 +51,18 @@ class Slices:
 
     @cached_property
     def of_table(self) -> tuple[tuple[int, ...], ...]:
-        """Numbers of a table's slices by declared table, from the left."""
-        numbers: list[list[int]] = [[] for _ in self.declared.tables]
-        for number, laid_table in enumerate(self.laid):
-            numbers[laid_table.number].append(number)
-        return tuple(map(tuple, numbers))
+        """Indices of a table's slices by declared table, from the left."""
+        by_table: list[list[int]] = [[] for _ in self.declared.tables]
+        for slice_index, shard in enumerate(self.laid):
+            by_table[shard.number].append(slice_index)
+        return tuple(map(tuple, by_table))
 
     @cached_property
     def declared_parts(self) -> tuple[int, ...]:
-        """Number of the declared part that a part takes its settings from, by part of `declaration`."""
-        slice_names = {(t, part.name): p for p, (t, part) in enumerate(self.declared.parts)}
+        """Index of the declared part that a part takes its settings from, by part of `declaration`."""
+        part_indices = {(t, part.name): p for p, (t, part) in enumerate(self.declared.parts)}
         parts = self.declaration.parts
-        return tuple(slice_names[self.laid[t].number, part.name] for t, part in parts)
+        return tuple(part_indices[self.laid[t].number, part.name] for t, part in parts)
 
     def by_part(self, values: Tensor) -> Tensor:
         """Map values (P, ..) by part of `declared` to values by part of `declaration`."""
@@ -76,18 +76,18 @@ class Slices:
     def hot(self) -> Mapping[int, Tensor]:
         """Ids of hot rows, (H,) int64, ascending, by declared table that has a slice of hot rows."""
         return {
-            laid_table.number: laid_table.sharding.hot.tensor
-            for laid_table in self.laid
-            if laid_table.is_hot and laid_table.sharding.hot is not None
+            shard.number: shard.sharding.hot.tensor
+            for shard in self.laid
+            if shard.is_hot and shard.sharding.hot is not None
         }
 
     @cached_property
     def slice_readers(self) -> tuple[tuple[int, int], ...]:
-        """Numbers of the declared feature and of the slice that it reads, by feature of `declaration`."""
+        """Indices of the declared feature and of the slice that it reads, by feature of `declaration`."""
         return tuple(
-            (f, number)
+            (f, slice_index)
             for f, feature in enumerate(self.declared.features)
-            for number in self.of_table[self.declared.table_of(feature)]
+            for slice_index in self.of_table[self.declared.table_of(feature)]
         )
 
     @cached_property
@@ -102,8 +102,10 @@ class Slices:
                 for name, consumer in declared.consumers.items()
             }
             return replace(declared, consumers=whole) if self.local_attention else declared
-        tables = tuple(laid_table.table for laid_table in self.laid)
-        features = tuple(self._slice_feature(f, number) for f, number in self.slice_readers)
+        tables = tuple(shard.table for shard in self.laid)
+        features = tuple(
+            self._slice_feature(f, slice_index) for f, slice_index in self.slice_readers
+        )
         # Sums that are still to be added and divided are not rounded before.
         output = declared.tables[0].compute_dtype if self.hot else declared.output
         bare = Declaration(tables, features, {}, output)
@@ -122,8 +124,8 @@ class Slices:
         }
         for name in self.split_consumers:
             consumer, (whole_fields, others) = declared.consumers[name], self._split_fields(name)
-            numbers = [consumer.features.index(field) for field in whole_fields]
-            consumers[name] = Consumer(SomeFields(consumer.interaction, numbers), whole_fields)
+            positions = [consumer.features.index(field) for field in whole_fields]
+            consumers[name] = Consumer(SomeFields(consumer.interaction, positions), whole_fields)
             taken = tuple(slice_name for other in others for slice_name in self.slice_names[other])
             consumers[f"{name}{OTHERS}"] = Consumer(Concat(), taken)
         for name in self.unconsumed:
@@ -133,13 +135,13 @@ class Slices:
 
     def _split_fields(self, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the fields of a split consumer: those without hot rows, and the others."""
-        features, numbers = self.declared.consumers[name].features, self.split_consumers[name]
-        others = tuple(field for n, field in enumerate(features) if n not in numbers)
-        return tuple(features[n] for n in numbers), others
+        features, positions = self.declared.consumers[name].features, self.split_consumers[name]
+        others = tuple(field for n, field in enumerate(features) if n not in positions)
+        return tuple(features[n] for n in positions), others
 
-    def _slice_feature(self, f: int, number: int) -> Feature:
+    def _slice_feature(self, f: int, slice_index: int) -> Feature:
         """Return a declared feature as the reader of one slice of its table."""
-        feature, table = self.declared.features[f], self.laid[number].table
+        feature, table = self.declared.features[f], self.laid[slice_index].table
         if not isinstance(table, TableSide):
             return replace(feature, table=table.name)
         pooling: Pooling = "sequence" if feature.pooling == "sequence" else "sum"
@@ -153,9 +155,11 @@ class Slices:
             part = declared.parts[field.part][1]
             slice_names[field.name] = tuple(
                 (f"{feature.name}.{part.name}" if part.name else feature.name) + table.suffix
-                for f, number in self.slice_readers
+                for f, slice_index in self.slice_readers
                 if f == field.feature
-                for feature, table in [(self._slice_feature(f, number), self.laid[number].table)]
+                for feature, table in [
+                    (self._slice_feature(f, slice_index), self.laid[slice_index].table)
+                ]
                 if part.name in (other.name for other in table.parts)
             )
         return slice_names
@@ -197,16 +201,16 @@ class Slices:
 
     def split_hot(self, batch: Batch) -> SplitBatch:
         """Split a batch's lookups into those of hot and of cold rows."""
-        return split_hot_rows(batch, self.declared, self.hot)
+        return deal(batch, self.declared, self.hot)
 
     @cached_property
     def is_hashed(self) -> bool:
-        """Whether ids of some table are hashed to rows."""
+        """True if ids of some table are hashed to rows."""
         return bool(stacks_of(self.declared))
 
     def prepare_ids(self, batch: Batch) -> Batch:
         """Map a batch's ids to rows, where some table hashes its ids."""
-        return hash_ids(batch, self.declared) if self.is_hashed else batch
+        return stacked(batch, self.declared) if self.is_hashed else batch
 
     def offsets_of(self, batch: Batch) -> dict[str, Tensor]:
         """Return the offsets (B + 1,) of each sequence of `local_attention` consumers, by field. The batch was checked
@@ -222,7 +226,7 @@ class Slices:
 
     @cached_property
     def merges_nothing(self) -> bool:
-        """Whether outputs of exchanges are the model's declared outputs."""
+        """True if outputs of exchanges are the model's declared outputs."""
         return not (self.is_cut or self.local_attention or self.hashes_by_field)
 
     def merge_outputs(
@@ -320,8 +324,8 @@ class Slices:
             return evaluate(name, consumer, whole, dense)
         operator, others = consumer.interaction, others.to(values)
         other_values = others.unflatten(1, (len(with_hot), -1)) if operator.one_width else others
-        numbers = [consumer.features.index(f) for f in with_hot]
-        stats = values + operator.partial_of(other_values, numbers)
+        positions = [consumer.features.index(f) for f in with_hot]
+        stats = values + operator.partial_of(other_values, positions)
         return combine(name, consumer, stats, dense).to(output)
 
     def _merge_slices(
@@ -361,9 +365,9 @@ def slices_of(
     """Return the slices of a declaration under these shardings, by table. exchanges, by table, needed if one of them
     evaluates consumers; bounds: by table, steps that rows are read ahead. Raises ConfigError for a table that cannot be
     cut as its sharding says."""
-    laid = lay_out(declared.tables, shardings)
+    shards = lay_out(declared.tables, shardings)
     if not exchanges:
-        return Slices(declared, laid, frozenset(), {})
+        return Slices(declared, shards, frozenset(), {})
     late = bounds or [0] * len(exchanges)
     whole = [sharding.slices == 1 and not sharding.has_hot for sharding in shardings]
     exchanged, split_consumers = set(), {}
@@ -385,4 +389,4 @@ def slices_of(
         is_attended = exchange == "partials" and not is_hashed
         if is_attended if interaction.sequences else exchange in EVALUATING:
             exchanged.add(name)
-    return Slices(declared, laid, frozenset(exchanged), split_consumers)
+    return Slices(declared, shards, frozenset(exchanged), split_consumers)

@@ -66,7 +66,7 @@ class Pipeline:
         self.updates.settle()
         rows = self.rows
         lookahead = Lookahead(
-            batches if rows.cached is None else rows.cached.in_sight(batches, self.views),
+            batches if rows.cached is None else rows.cached.preview_batches(batches, self.views),
             prepare=self.prepare,
             fetch=self.fetch,
             drop=self.drop,

@@ -13,7 +13,7 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.errors import IdRangeError
-from colonnade.exchange.cached import without_copies
+from colonnade.exchange.cached import check_uncached
 from colonnade.lookup.kernels import NativeKernels
 from colonnade.lookup.layout import (
     Declaration,
@@ -60,7 +60,7 @@ def read_weights(rows: OpenRows, table: str, ids: Tensor) -> Tensor:
 
 def delete_rows(rows: OpenRows, table: str, ids: Tensor) -> None:
     """Implement `EmbeddingCollection.delete`: with the same ids (N,) on every rank."""
-    for t in without_copies(rows.cached, rows.slices_of(table)):
+    for t in check_uncached(rows.cached, rows.slices_of(table)):
         own = ids[rows.shards[t].owns(ids, rows.views.laid[t].table.rows)].unique()
         rows.store.delete(t, own)
         policy = rows.policies.get(t)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from colonnade.batch import Batch
 from colonnade.errors import ConfigError
-from colonnade.lookup.hot import split_hot_rows
+from colonnade.lookup.hot import deal
 from colonnade.lookup.layout import Declaration
 from colonnade.lookup.views import slices_of
 from colonnade.plan.measure.profile import Profile, profile
@@ -80,7 +80,7 @@ def sides_of(
     tables = declared.tables
     two = with_hot(tables, [row_wise(2)] * len(tables), hot, 2)  # whoever owns the cold ones
     slices = slices_of(declared, two, ["partials"] * len(tables))  # or whatever else evaluates
-    dealt = (split_hot_rows(batch, declared, slices.hot).batch for batch in batches)
+    dealt = (deal(batch, declared, slices.hot).batch for batch in batches)
     sides = slices.declaration
     known = {name: each for name, each in sides.consumers.items() if name in declared.consumers}
     sides = replace(sides, consumers=known)  # fields alone are nobody's

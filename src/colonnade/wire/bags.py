@@ -1,9 +1,9 @@
-"""Lookups as they travel to the ranks that pool them: each goes to the rank that owns its row, and every rank hears how
-many of a sample's lookups it got.
+"""Messages of lookups to the ranks that pool them. Each lookup is sent to the owner of its row, with the number of the
+sample's lookups that this owner gets.
 
-A message tells ids once for all columns of a table, either one after the other or the different ones and, in few bits,
-which of them each lookup is: whichever is shorter. The format is told in native/bags.h, its slow twin is
-bags_reference.py.
+A message lists the ids of all columns of a table together: either every lookup's id, or each unique id once and the
+index of every lookup's id in few bits, whichever is shorter. native/bags.h describes the format; bags_reference.py is a
+slow implementation of it for tests.
 
 Legend: B samples, G samples of all ranks, C columns of lookups, E lookups, T tables, N ranks.
 """
@@ -23,24 +23,27 @@ from colonnade.lookup.layout import LookupColumns, Lookups
 from colonnade.wire.owner_map import OwnerMap
 
 BITS = (1, 2, 4, 8, 16, 32)
-"""What the length of a bag may take, where not all are equal."""
+"""Possible widths in bits of a bag's length, where lengths differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedBags:
-    """What all ranks look up of an owner's rows, as one batch."""
+    """Lookups of all ranks that an owner received, joined into one batch."""
 
     lookups: Lookups
     sizes: list[int]  # (N,) samples of each rank
-    codes: np.ndarray | None  # (E,) uint8 of `Batch.next_use`, 0 of ranks that know none
+    codes: np.ndarray | None  # (E,) uint8 of `Batch.next_use`; 0 where the sender has none
 
 
 def pack_bags(
     lookups: Lookups, table_rows: Tensor, owner_map: OwnerMap, codes: np.ndarray | None
 ) -> list[np.ndarray]:
-    """A message to each rank, uint8. codes (E,). Raises IndexError for an id outside its vocabulary table, as
-    `_native.make_plan` does, and DataError for a batch that is too large to be told."""
-    is_weighted = torch.tensor([each is not None for each in lookups.weights], dtype=torch.uint8)
+    """Pack lookups into a message to each rank, uint8. codes: (E,) of `Batch.next_use`. Raises IndexError for an id
+    outside its vocabulary table, as `_native.make_plan` does, and DataError for a batch that is too large for a
+    message."""
+    is_weighted = torch.tensor(
+        [weights is not None for weights in lookups.weights], dtype=torch.uint8
+    )
     try:
         packed, ends = _native.pack_bags(
             lookups.native, table_rows, owner_map.num_owners, torch.from_numpy(owner_map.owner_indices), is_weighted,
@@ -59,20 +62,21 @@ def unpack_bags(
     rank: int,
     dtype: torch.dtype,
 ) -> ReceivedBags:
-    """messages: by rank, of `pack_bags`, for this `rank`; owned: the columns whose rows lie here; dtype: of weights. One
-    batch of all ranks' samples, in rank order; where some have weights, the others' are 1. Raises WorldError naming the
-    rank whose message is none."""
-    places, of_weights = torch.from_numpy(owner_map.owner_indices[rank].copy()), str(dtype)
+    """Unpack the messages of `pack_bags` to this `rank` into one batch of all ranks' samples, in rank order.
+
+    messages: by sender; owned: columns of lookups of tables with rows on this rank; dtype: of weights, which are 1 for
+    ranks that sent none. Raises WorldError that names the rank that sent another kind of message."""
+    owner_indices = torch.from_numpy(owner_map.owner_indices[rank].copy())
+    weight_dtype = str(dtype).removeprefix("torch.")
     try:
-        found = _native.join_bags(
-            list(messages), owned.tables, table_rows, owner_map.num_owners, places,
-            of_weights.removeprefix("torch."),
+        unpacked = _native.join_bags(
+            list(messages), owned.tables, table_rows, owner_map.num_owners, owner_indices, weight_dtype,
         )  # fmt: skip
     except ValueError as error:
         raise WorldError(
             f"{error}; all ranks must run one version of Colonnade on one model"
         ) from None
-    ids, starts, flat, weights, codes, sizes = map(torch.as_tensor, found)
+    ids, starts, flat, weights, codes, sizes = map(torch.as_tensor, unpacked)
     size, bounds = int(sizes.sum()), starts.tolist()
     factors = weights.view(dtype) if len(weights) else None
     is_one_hot = not len(flat)

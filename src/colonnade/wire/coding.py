@@ -91,8 +91,10 @@ class RowCodec:
         num_tables = len(self.names)
         num_ranks = (len(borders) - 1) // num_tables
         seeds = [self.coding.seed(name, self.rank, number) for name in self.names]
-        places = [(t, t * num_ranks + r) for r in range(num_ranks) for t in range(num_tables)]
-        return [RoundingKey(unique[borders[b] : borders[b + 1]], seeds[t], step) for t, b in places]
+        block_order = [(t, t * num_ranks + r) for r in range(num_ranks) for t in range(num_tables)]
+        return [
+            RoundingKey(unique[borders[b] : borders[b + 1]], seeds[t], step) for t, b in block_order
+        ]
 
     def _blocks(self, layout: RowLayout) -> list[RowBlock]:
         """Return the blocks of a message, rank by rank, table by table."""

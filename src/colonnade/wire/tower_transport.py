@@ -6,9 +6,9 @@ It then sends each peer one message: those columns, or an operator's results on 
 the same way back. So a rank exchanges slow messages with one rank of every other tower, each as large as all of a
 tower's columns.
 
-A rank serves its peers in two chunks (class `PeerChunk`): peers of the other towers first, itself last. So its own samples'
-values are sent inside the tower, and computed on, while the slow messages are sent; gradients use the reverse order.
-This costs a second message inside the tower, and none between towers.
+A rank serves its peers in two chunks (class `PeerChunk`): peers of the other towers first, itself last. So its own
+samples' values are sent inside the tower, and computed on, while the slow messages are sent; gradients use the reverse
+order. This costs a second message inside the tower, and none between towers.
 
 Legend: T towers of S ranks, B samples of this rank, G of all ranks, M of its peers, m of the peers of a chunk, P
 columns of this rank, W of its tower, Y sent by the tower.
@@ -203,8 +203,8 @@ class PeerTransport:
         open_scopes(mesh, size)
 
     def split(self, block: Tensor, sizes: Sequence[int]) -> Iterable[Tensor]:
-        """Split block (M, W), whose samples are in the order of `order_peers`, by chunk. A tower without fields may pass
-        any number of rows without columns."""
+        """Split block (M, W), whose samples are in the order of `order_peers`, by chunk. A tower without fields may
+        pass any number of rows without columns."""
         counts = [chunk.num_samples for chunk in self._chunks(sizes)]
         return block[: sum(counts)].split(counts)
 

@@ -66,7 +66,7 @@ class LastTransport(Protocol):
     """
 
     routes: tuple[DirectRoute | HostRoute, ...]
-    """Ways that columns take between all ranks, which can take messages that a checkpoint held; (): it has none."""
+    """Routes of columns between all ranks, which can replay messages from a checkpoint; () if there are none."""
     num_roundings: int
     """Number of times that a codec rounds a value on this hop."""
 
@@ -244,6 +244,7 @@ class DirectRoute:
         return self.messages[rank]
 
     def join_blocks(self, blocks: Sequence[Tensor]) -> PendingTransfer:
+        """Return blocks by sender as a message that has arrived."""
         return PendingTransfer(torch.cat([block.reshape(-1) for block in blocks]), None)
 
     def send(self, block: Tensor, sizes: Sequence[int], tag: str) -> PendingTransfer:
@@ -324,6 +325,7 @@ class HostRoute:
         return self.columns
 
     def join_blocks(self, blocks: Sequence[Tensor]) -> PendingTransfer:
+        """Return blocks by sender, summed by host, as a message that has arrived."""
         world = self.mesh.world
         every = torch.stack([block.reshape(-1) for block in blocks])
         hosts = every.view(world.num_hosts, 1, world.ranks_per_host, -1)
@@ -402,7 +404,7 @@ class HostRoute:
 
 
 def combine_transfers(parts: Sequence[PendingTransfer]) -> PendingTransfer:
-    """Return several pending messages as one."""
+    """Combine several pending messages into one."""
     return PendingTransfer(NOTHING, parts=parts)
 
 
@@ -425,8 +427,8 @@ ColumnStarts = tuple[tuple[ColumnKey, int], ...]
 def _plan_assembly(
     blocks: tuple[ColumnStarts, ...], dims: ColumnStarts
 ) -> tuple[list[list[ColumnRun]], int]:
-    """Return by block its runs, and the number of columns of the whole that they fill, for `assemble_columns`. Cached between
-    steps, because computing it takes as long as a copy of a megabyte."""
+    """Return by block its runs, and the number of columns of the whole that they fill, for `assemble_columns`. Cached
+    between steps, because computing it takes as long as a copy of a megabyte."""
     every = find_runs(blocks, FieldColumns(dict(dims)))
     return every, sum(run.width for runs in every for run in runs if run.is_first)
 
@@ -436,13 +438,13 @@ def assemble_columns(
 ) -> Tensor:
     """Return columns of these dims from blocks (R, any) of one dtype: (R, W), contiguous. Columns in several blocks are
     summed, in order of the blocks; columns in none are 0. Read only: it is a block itself where that is the whole."""
-    every, filled = _plan_assembly(tuple([places for _, places in blocks]), tuple(dims.items()))
+    every, num_filled = _plan_assembly(tuple([starts for _, starts in blocks]), tuple(dims.items()))
     width, num_rows = sum(dims.values()), len(blocks[0][0])
     taken = [(block, runs) for (block, _), runs in zip(blocks, every, strict=True) if runs]
-    if len(taken) == 1 and len(taken[0][1]) == 1 and filled == width == taken[0][0].shape[1]:
+    if len(taken) == 1 and len(taken[0][1]) == 1 and num_filled == width == taken[0][0].shape[1]:
         return taken[0][0].contiguous()
     result = empty(num_rows, width, dtype=blocks[0][0].dtype)
-    if filled < width:
+    if num_filled < width:
         result.zero_()
     for block, runs in taken:
         add_columns(block, result, runs)
