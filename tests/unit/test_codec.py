@@ -87,7 +87,8 @@ def test_random_rounding_is_right_on_the_mean_and_the_same_every_time(codec):
     assert torch.equal(coded, encode_rows(codec, rows.expand(20_000, -1), (8, 4), key))
     # A row's bits are its own: alone or among others, in any order.
     back = torch.randperm(20_000)[:50]
-    assert torch.equal(coded[back], encode_rows(codec, rows.expand(50, -1), (8, 4), RoundingKey(ids[back], 3, 7)))  # fmt: skip
+    again = encode_rows(codec, rows.expand(50, -1), (8, 4), RoundingKey(ids[back], 3, 7))
+    assert torch.equal(coded[back], again)
     for other in (RoundingKey(ids, 4, 7), RoundingKey(ids, 3, 8), RoundingKey(ids + 1, 3, 7)):
         assert not torch.equal(coded, encode_rows(codec, rows.expand(20_000, -1), (8, 4), other))
     found = decode_rows(codec, coded, (8, 4)).double()

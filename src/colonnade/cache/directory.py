@@ -111,14 +111,12 @@ class Decision:
     ticks: np.ndarray
     """Number of batches with pending gradients, this one included, (U,) int32."""
     pushed: np.ndarray  # (U,) bool: pending gradients are sent to the owner with this step
-    leaving: (
-        np.ndarray
-    )  # (U,) bool: the copy leaves with the step; its slot is free for the next batch
+    leaving: np.ndarray
+    """True if the copy leaves with the step; its slot is free for the next batch, (U,) bool."""
     evicted_ids: np.ndarray
     """Rows not of this batch that leave with its step and have pending gradients, (E,) int64, ascending."""
-    evicted_slots: (
-        np.ndarray
-    )  # (E,) int32: their gradients are sent with this step; then the slots are free
+    evicted_slots: np.ndarray
+    """Their slots. Their gradients are sent with this step; then the slots are free, (E,) int32."""
     evicted_ticks: np.ndarray  # (E,) int32
     journal: object = None  # private to the directory, for `undo`
 

@@ -158,13 +158,13 @@ class BagLayout:
         return (key,) if isinstance(key, int) else self.evaluated.taken_by[key]
 
 
-def lay_out_bags(
+def build_bag_layout(
     declaration: Declaration,
     shardings: Sequence[Sharding],
     num_ranks: int,
     evaluated: EvaluatedFields,
 ) -> BagLayout:
-    """Lay out an exchange of bags. Raises ConfigError for sequences whose rows would have to be sent."""
+    """Build the layout of an exchange of bags. Raises ConfigError for sequences whose rows would have to be sent."""
     every_output = tuple(_outputs(declaration, evaluated.consumers))
     for output in every_output:
         if output.is_sequence:

@@ -76,7 +76,7 @@ from colonnade.wire.transport import PendingTransfer
 
 
 class BagsExchange:
-    """One rank's side of an exchange of bags."""
+    """Exchange of bags, on one rank."""
 
     counts_norm = True
     cancel = after_update = None
@@ -246,12 +246,12 @@ class BagsExchange:
         if by_request is None:
             by_request = gather(source.rows, lookup.owner_plan.inverse)
         kernels = self.owner.kernels(source.views)
-        placed = kernels.locate_rows(lookup.lookups, source.views, by_request)
+        locations = kernels.locate_rows(lookup.lookups, source.views, by_request)
         into = {}
         if kernels is self.owner.native and self.share.columns.dims:
             shape = sum(lookup.sizes), self.share.columns.width
             into = {0: self.mesh.room(math.prod(shape), self.dtype).view(shape)}
-        return [tensor.to(CPU) for tensor in kernels.pool(lookup.lookups, placed, into)]
+        return [tensor.to(CPU) for tensor in kernels.pool(lookup.lookups, locations, into)]
 
     def _send(self, lookup: BagsLookup, block: Tensor) -> None:
         """Send this rank's block of sums over all hops, or only up to the last one where values wait for their use."""

@@ -45,7 +45,7 @@ KINDS = ("bitwise", "reassociated", "lossy")
 
 
 class Exchange:
-    """One rank's side of everything that a plan sends for lookups.
+    """Exchange of all lookups of a plan, on one rank.
 
     Methods are collective in a world of several, but for `resolve_slots` and `squared_norms`; each is called by one
     thread (`lookup.contract`).
@@ -81,11 +81,11 @@ class Exchange:
         for i, run in groupby(range(len(by_table)), lambda t: by_table[t]):
             tables = list(run)
             self.runs.append((i, tables[0], tables[-1] + 1))
-        # By part and output of it: its number among all outputs.
+        # By part and output: index among all outputs.
         self.owner_indices = [
             [self._find_output(output) for output in part.outputs] for part in self.parts
         ]
-        every = [i for places in self.owner_indices for i in places]
+        every = [i for output_indices in self.owner_indices for i in output_indices]
         self.shared = [i for i in range(len(self.outputs)) if every.count(i) > 1]
         self.operators = [part.operators for part in self.parts if part.operators is not None]
         self.dtype = declaration.compute_dtype
@@ -215,9 +215,11 @@ class Exchange:
         tensors = {
             i: empty(context.batch.size, self.outputs[i].width, dtype=dtype) for i in self.shared
         }
-        for part, lookup, places in zip(self.parts, context.parts, self.owner_indices, strict=True):
-            into = {j: tensors[i] for j, i in enumerate(places) if i in tensors}
-            tensors |= zip(places, part.pooled(lookup, into), strict=True)
+        for part, lookup, output_indices in zip(
+            self.parts, context.parts, self.owner_indices, strict=True
+        ):
+            into = {j: tensors[i] for j, i in enumerate(output_indices) if i in tensors}
+            tensors |= zip(output_indices, part.pooled(lookup, into), strict=True)
         return [tensors[i] for i in range(len(self.outputs))]
 
     # ---- gradients
@@ -230,7 +232,7 @@ class Exchange:
         even after the next push has begun; it returns None if nothing is to be applied. step: updates made before."""
         if not contexts:
             return lambda: None
-        summed = [context.gradients.sum(self.dtype) for context in contexts]
+        gradient_sums = [context.gradients.sum(self.dtype) for context in contexts]
         for context in contexts:
             if context.parts[0].pinned is None:
                 self._share_slots(context)
@@ -241,9 +243,13 @@ class Exchange:
                 )
         # The messages of one part are sent while the next part computes.
         begun = []
-        for i, (part, places) in enumerate(zip(self.parts, self.owner_indices, strict=True)):
-            for number, (context, gradients) in enumerate(zip(contexts, summed, strict=True)):
-                own = None if gradients is None else [gradients[place] for place in places]
+        for i, (part, output_indices) in enumerate(
+            zip(self.parts, self.owner_indices, strict=True)
+        ):
+            for number, (context, gradients) in enumerate(
+                zip(contexts, gradient_sums, strict=True)
+            ):
+                own = None if gradients is None else [gradients[index] for index in output_indices]
                 begun.append(part.begin_push(context.parts[i], own, step, number))
         return partial(self._end_push, contexts, begun)
 
@@ -264,12 +270,12 @@ class Exchange:
     def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
         """Return gradients that need not be summed again, and the sum of squares of all rows' sums that count towards
         the norm on this rank. Local."""
-        summed, total = [], 0.0
+        gradient_sums, total = [], 0.0
         for part, own in zip(self.parts, self._split_gradients(pushed), strict=True):
             gradients, square = part.owner.kernels_of(own).squared_norm(own)
-            summed.append(gradients)
+            gradient_sums.append(gradients)
             total += square if part.counts_norm else 0.0
-        return self._join_gradients(summed), total
+        return self._join_gradients(gradient_sums), total
 
     def update(
         self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
@@ -309,8 +315,8 @@ class Exchange:
         }
 
     def restore(self, context: LookupContext, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
-        """Restore, instead of a fetch, the values that all ranks of some world held for this step's global batch.
-        Raises CheckpointError."""
+        """Restore, instead of a fetch, the values that all ranks of some world had prefetched for this step's global
+        batch. Raises CheckpointError."""
         if len(self.parts) == 1:
             self.parts[0].restore(context.parts[0], prefetched)
             return
@@ -327,7 +333,7 @@ class Exchange:
             ]  # fmt: skip
             self.parts[i].restore(context.parts[i], own)
 
-    # ---- rows of all parts and of each
+    # ---- rows of all parts and of one part
 
     def _share_slots(self, context: LookupContext) -> None:
         """Give each part the slots of its rows."""
@@ -367,7 +373,7 @@ class Exchange:
         ids = self._join([rows.ids for rows in owned], offsets)
         next_use = None
         if any(rows.next_use is not None for rows in owned):
-            # A part whose requests came without codes, as of no rows, knows nothing: 0.
+            # Where a part has no codes, because no rank sent any or it has no rows: 0, unknown.
             codes = [
                 torch.zeros(len(rows.ids), dtype=torch.uint8)
                 if rows.next_use is None

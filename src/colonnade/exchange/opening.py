@@ -18,7 +18,7 @@ from colonnade.exchange.bag_layout import (
     BagLayout,
     LastHop,
     evaluated_fields,
-    lay_out_bags,
+    build_bag_layout,
 )
 from colonnade.exchange.bags import BagsExchange
 from colonnade.exchange.cached import CachedExchange, TableCache
@@ -177,7 +177,7 @@ def _open_bags(
         )
         _check_sequences(declaration, mesh, consumers, reads_ahead)
     evaluated = evaluated_fields(declaration, shardings, consumers, has_whole_bags=False)
-    layout = lay_out_bags(declaration, shardings, mesh.num_ranks, evaluated)
+    layout = build_bag_layout(declaration, shardings, mesh.num_ranks, evaluated)
     messages = [layout.from_owner(rank) for rank in range(mesh.num_ranks)]
     sent, dtype = messages[mesh.rank], declaration.compute_dtype
     transport: LastTransport
@@ -255,7 +255,7 @@ def _open_towers(
         declaration, pooled_on, mesh.world, num_towers=len(towers), reads_ahead=reads_ahead
     )
     evaluated = evaluated_fields(declaration, pooled_on, consumers, has_whole_bags=True)
-    layout = lay_out_bags(declaration, pooled_on, mesh.num_ranks, evaluated)
+    layout = build_bag_layout(declaration, pooled_on, mesh.num_ranks, evaluated)
     by_field = towers_of_fields(declaration, pooled_on, towers)
     inside = [
         select_columns(layout.fields.columns, _fields_in_tower(by_field, tower))

@@ -96,7 +96,7 @@ class Operators:
             values = torch.zeros(NUM_TRIED, sum(dims), dtype=self.declaration.compute_dtype)
             modes = [(module, module.training) for module in interaction.modules()]
             for module in interaction.modules():
-                # Nothing is counted. Dropout may change its input in place, in training alone.
+                # Eval mode, so that no statistics change. Dropout may change its input in place, in training alone.
                 module.training = isinstance(module, _DropoutNd)
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -127,8 +127,8 @@ class Operators:
         """Return partials of the consumers that take some of these columns: pooled (R, all of `columns`)."""
         partials = {}
         for name, fields in self.taken_by.items():
-            if numbers := tuple(n for n, i in enumerate(fields) if i in columns.dims):
-                partials[name] = self._evaluate(name, numbers, pooled, columns, is_trained)
+            if positions := tuple(n for n, i in enumerate(fields) if i in columns.dims):
+                partials[name] = self._evaluate(name, positions, pooled, columns, is_trained)
         return partials
 
     def side_by_side(
@@ -173,23 +173,23 @@ class Operators:
     def _evaluate(
         self,
         name: str,
-        numbers: Sequence[int],
+        positions: Sequence[int],
         pooled: Tensor,
         columns: FieldColumns,
         is_trained: bool,
     ) -> Partial:
-        """Evaluate a consumer on some of its fields. numbers: indices into its `taken_by`."""
-        taken = tuple(self.taken_by[name][n] for n in numbers)
+        """Evaluate a consumer on some of its fields. positions: indices into its `taken_by`."""
+        taken = tuple(self.taken_by[name][n] for n in positions)
         interaction = self.declaration.consumers[name].interaction
-        places = tuple((i, columns.starts[i]) for i in taken)
-        values = assemble_columns([(pooled, places)], {i: columns.dims[i] for i in taken}).detach()
+        starts = tuple((i, columns.starts[i]) for i in taken)
+        values = assemble_columns([(pooled, starts)], {i: columns.dims[i] for i in taken}).detach()
         if not len(pooled):  # a module need not accept zero samples
             width = result_width(self.declaration, name) or 0
             return Partial(taken, values, pooled.new_zeros(0, width))
         with torch.set_grad_enabled(is_trained):
             values.requires_grad_(is_trained)
             shaped = values.unflatten(1, (len(taken), -1)) if interaction.one_width else values
-            result = interaction.partial_of(shaped, numbers)
+            result = interaction.partial_of(shaped, positions)
         self._check(name, result, len(pooled))
         return Partial(taken, values, result)
 
@@ -261,7 +261,7 @@ class RemoteAttention:
 
     @property
     def has_rows(self) -> bool:
-        """Whether this rank may have rows of the sequence."""
+        """True if this rank may have rows of the sequence."""
         return self.mesh.rank in self.ranks
 
     def fetch(

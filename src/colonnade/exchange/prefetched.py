@@ -1,6 +1,6 @@
-"""Prefetched values as checkpoints hold them. A run may continue with other exchanges if rows are held, not sums.
+"""Prefetched values in checkpoints. A run may continue with other exchanges if the values are rows, not sums.
 
-Legend: T tables, U rows held, D a table's width.
+Legend: T tables, U prefetched rows, D a table's width.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from colonnade.errors import CheckpointError
 
 PrefetchedValues = Mapping[str, Tensor]
 TABLES = "of_tables"
-"""Key of the numbers of the tables whose values are held, where these are not all tables."""
+"""Key of the indices of the tables with prefetched values, where these are not all tables."""
 
 
 def tables_held(prefetched: Sequence[PrefetchedValues], num_tables: int) -> set[int]:
-    """Return the numbers of the tables whose values are held; they are the same on every rank."""
+    """Return the indices of the tables with prefetched values; they are the same on every rank."""
     if not prefetched or TABLES not in prefetched[0]:
         return set(range(num_tables))
     return set(prefetched[0][TABLES].tolist())
 
 
 def collect_prefetched_rows(prefetched: Sequence[PrefetchedValues]) -> list[PrefetchedValues]:
-    """Return the rows among all ranks' held values, whichever exchanges read them, as dicts of ids (U,), table_offsets
-    (T + 1,) and values, table by table."""
+    """Collect the rows in all ranks' prefetched values, whichever exchanges read them, as dicts of ids (U,),
+    table_offsets (T + 1,) and values, table by table."""
     parts: list[PrefetchedValues] = []
     for rank_values in prefetched:
         ends = [key for key in rank_values if key.rpartition(".")[2] == "table_offsets"]
@@ -41,7 +41,7 @@ def collect_prefetched_rows(prefetched: Sequence[PrefetchedValues]) -> list[Pref
 def gather_prefetched_rows(
     parts: Sequence[PrefetchedValues], widths: np.ndarray, t: int, wanted: Tensor
 ) -> Tensor:
-    """Return rows of table t by id, (len(wanted), D). Raises CheckpointError where they are not held."""
+    """Gather prefetched rows of table t by id, (len(wanted), D). Raises CheckpointError for missing ones."""
     ids, rows, dim = [], [], int(widths[t])
     for part in parts:
         offsets = part["table_offsets"]
@@ -59,7 +59,7 @@ def gather_prefetched_rows(
 
 
 def other_exchange_error() -> CheckpointError:
-    """Return the error for held values that cannot be restored."""
+    """Return the error for prefetched values that cannot be restored."""
     return CheckpointError(
         "the checkpoint holds what another exchange had read ahead, and sums do not say what rows were; go on with the "
         "exchanges of the checkpoint (plan.exchange and plan.tables as they were), or from a checkpoint of a "

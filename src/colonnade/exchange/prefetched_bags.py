@@ -1,5 +1,4 @@
-"""Prefetched values of exchanges of bags as checkpoints hold them: sums by sample, sums in a tower, or operators'
-inputs.
+"""Prefetched values of exchanges of bags in checkpoints: sums by sample, sums in a tower, or operators' inputs.
 
 Legend: B samples of this rank, G of all ranks, M of a rank's peers, W columns.
 """
@@ -29,7 +28,7 @@ from colonnade.wire.transport import DirectRoute, HostRoute, combine_transfers
 
 
 def export_sums(total: Tensor, layout: BagLayout) -> dict[str, Tensor]:
-    """Return sums (B, W), and the names and dims of their fields."""
+    """Return sums (B, W), and the names and dims of their fields, for a checkpoint."""
     dims = torch.tensor([layout.declaration.fields[i].dim for i in layout.fields.order])
     return {"sums": total, "fields": encode_names(_names(layout)), "field_dims": dims}
 
@@ -41,9 +40,9 @@ def restore_sums(
     widths: np.ndarray,
     prefetched: Sequence[PrefetchedValues],
 ) -> Tensor:
-    """Return this rank's sums (B, W): its samples' part of the sums that all ranks of some world held for this step's
-    global batch, whose blocks are in rank order in every world; or sums of the rows that another exchange held.
-    widths: by table. Raises CheckpointError where neither is held."""
+    """Return this rank's sums (B, W): its samples' part of the sums that all ranks of some world had prefetched for
+    this step's global batch, in rank order in every world; or sums of the rows that another exchange had prefetched.
+    widths: by table. Raises CheckpointError where neither was prefetched."""
     sizes, names = lookup.sizes, _names(layout)
     first = sum(sizes[:rank])
     if has_sums(prefetched, names):
@@ -81,7 +80,7 @@ def _sums_of_rows(
 
 
 def has_sums(prefetched: Sequence[PrefetchedValues], names: Collection[str]) -> bool:
-    """Return whether every rank held sums of all these fields."""
+    """Return whether every rank had prefetched sums of all these fields."""
     return bool(prefetched) and all(
         set(names) <= {name for fields, _ in _sums_in(rank_values) for name in fields}
         for rank_values in prefetched
@@ -113,7 +112,7 @@ def gather_prefetched_sums(
 
 
 def _sums_in(prefetched: PrefetchedValues) -> Iterator[tuple[list[str], Sequence[Tensor]]]:
-    """Yield (names of fields, sums by field) of each exchange that held sums."""
+    """Yield (names of fields, sums by field) of each exchange that had prefetched sums."""
     for key in prefetched:
         prefix, _, last = key.rpartition(".")
         if last != "sums":
@@ -153,8 +152,8 @@ def restore_gathered(
     peers: Sequence[int],
     prefetched: Sequence[PrefetchedValues],
 ) -> Tensor:
-    """Return sums (M, W) of `columns` for this rank's peers' samples. Raises CheckpointError where something else than
-    sums was held."""
+    """Return sums (M, W) of `columns` for this rank's peers' samples. Raises CheckpointError where no sums were
+    prefetched."""
     sizes, names, whole = lookup.sizes, _names(layout), layout.fields.columns
     if has_sums(prefetched, names):
         every = gather_prefetched_sums(prefetched, names, whole, sum(sizes))
@@ -181,7 +180,7 @@ def gather_prefetched_columns(
     """Return the sums (G, W) of all ranks' samples and `columns`, called `names`, joined from ranks of towers: each had
     gathered some samples of its tower's fields. sizes: samples by rank. Raises CheckpointError where a sum is
     missing."""
-    places = dict(zip(names, columns.dims, strict=True))
+    key_of_name = dict(zip(names, columns.dims, strict=True))
     every = torch.full(
         (sum(sizes), columns.width), float("nan"), dtype=prefetched[0]["gathered"].dtype
     )
@@ -190,7 +189,7 @@ def gather_prefetched_columns(
         if not set(fields) <= set(names) or len(every) != int(rank_values["of samples"]):
             raise other_exchange_error()
         for name in fields:
-            into = columns.of(places[name])
+            into = columns.of(key_of_name[name])
             width = into.stop - into.start
             every[rank_values["samples"], into] = rank_values["gathered"][:, first : first + width]
             first += width
@@ -219,13 +218,13 @@ def restore_operator_inputs(
     last_hop: LastHop,
     prefetched: Sequence[PrefetchedValues],
 ) -> None:
-    """Restore, instead of a fetch, the inputs that owners held; each field is summed over the ranks that had rows of
-    it. Raises CheckpointError for values of another exchange, or of other consumers."""
+    """Restore the prefetched inputs of operators, instead of a fetch; each field is summed over the ranks that had rows
+    of it. Raises CheckpointError for values of another exchange, or of other consumers."""
     sizes, whole, evaluation = lookup.sizes, layout.fields.columns, lookup.evaluation
-    is_alike = [set(rank_values) for rank_values in prefetched] == [
+    is_same_world = [set(rank_values) for rank_values in prefetched] == [
         {_pooled_name(layout, i) for i in share.order} for share in layout.shares
     ]
-    if is_alike and last_hop.transport.routes:
+    if is_same_world and last_hop.transport.routes:
         _restore_same_world(lookup, layout, rank, operators, last_hop.transport.routes, prefetched)
         return
     every = torch.zeros(sum(sizes), whole.width, dtype=layout.declaration.compute_dtype)
@@ -250,7 +249,7 @@ def restore_operator_inputs(
     for i in layout.shares[rank].order:
         owners = [r for r, share in enumerate(layout.shares) if i in share.order]
         if owners[0] != rank:
-            pooled[:, columns.of(i)] = 0.0  # held once
+            pooled[:, columns.of(i)] = 0.0  # stored by one rank
     evaluation.pooled = pooled
 
 
@@ -262,7 +261,7 @@ def _restore_same_world(
     routes: Sequence[DirectRoute | HostRoute],
     prefetched: Sequence[PrefetchedValues],
 ) -> None:
-    """Restore in a world laid out like the one that held the values: every owner's message has the same bits."""
+    """Restore in a world sharded like the one that prefetched the values: every owner's message has the same bits."""
     sizes, evaluation = lookup.sizes, lookup.evaluation
     first = sum(sizes[:rank])
     blocks: list[list[Tensor]] = [[] for _ in routes]

@@ -84,7 +84,7 @@ class ReplicatedExchange:
         owned = owned_rows(
             owner_plan, None if codes is None else soonest_use(codes.numpy(), owner_plan)
         )
-        messages = self.rows.lay_out(self._own_counts(plan), requests.counts, requests.ids)
+        messages = self.rows.build_messages(self._own_counts(plan), requests.counts, requests.ids)
         return RowsLookup(batch, request.lookups, plan, owned, owner_plan, messages=messages)
 
     def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
@@ -101,8 +101,8 @@ class ReplicatedExchange:
         is_exact = codec.values.name == "exact"
         if is_exact and source.in_place and kernels is self.owner.native:
             by_lookup = gather(unique_rows, lookup.plan.inverse)
-            placed = kernels.locate_rows(lookup.lookups, source.views, by_lookup)
-            lookup.reads = FetchedRows(kernels, placed, source)
+            locations = kernels.locate_rows(lookup.lookups, source.views, by_lookup)
+            lookup.reads = FetchedRows(kernels, locations, source)
             return
         counts = self._own_counts(lookup.plan)
         layout = row_layout(counts, self.owner.widths)

@@ -70,7 +70,7 @@ class FetchedRows:
     """Addresses that `pooled` reads the row of each lookup from."""
 
     kernels: Kernels
-    placed: Any  # the kernels' own
+    locations: Any  # the kernels' own
     keep: Any  # what must live as long
     arrival: Callable[[], None] | None = None  # to wait for first
     index: Tensor | None = None
@@ -148,16 +148,16 @@ class RowsExchange:
         counts = (
             np.diff(self.owner_map.blocks(plan)).reshape(len(self.owner.widths), -1).T
         )  # (N, T)
-        places = torch.from_numpy(self.owner_map.owner_indices[self.mesh.rank].copy())
+        owner_indices = torch.from_numpy(self.owner_map.owner_indices[self.mesh.rank].copy())
         requests = unpack_requests(
-            received, self.owner.table_rows, self.owner_map.num_owners, places
+            received, self.owner.table_rows, self.owner_map.num_owners, owner_indices
         )
         owner_plan = self.owner.plan_requests(requests.ids, requests.counts)
         codes = requests.codes
         owned = owned_rows(
             owner_plan, None if codes is None else soonest_use(codes.numpy(), owner_plan)
         )
-        messages = self.lay_out(counts, requests.counts, requests.ids)
+        messages = self.build_messages(counts, requests.counts, requests.ids)
         return RowsLookup(batch, request.lookups, plan, owned, owner_plan, messages=messages)
 
     def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
@@ -183,10 +183,10 @@ class RowsExchange:
             by_request = gather(source.rows, lookup.owner_plan.inverse)
         if self.num_ranks == 1 and source.in_place:
             order = pinned.by_page.entries if pinned and pinned.by_page else None
-            placed = kernels.locate_rows(lookup.lookups, source.views, by_request, order)
-            lookup.reads = FetchedRows(kernels, placed, source)
+            locations = kernels.locate_rows(lookup.lookups, source.views, by_request, order)
+            lookup.reads = FetchedRows(kernels, locations, source)
             return
-        messages = lookup.messages = lookup.messages or self.lay_out_own(lookup)
+        messages = lookup.messages = lookup.messages or self.build_own_messages(lookup)
         rows = source.rows if self.num_ranks == 1 else by_request
         send = self.mesh.room(messages.served.num_elements, self.declaration.dtype)
         kernels.gather_message(source, rows, messages.served, messages.requests, send)
@@ -233,15 +233,15 @@ class RowsExchange:
         native = self.owner.native
         view = RowView(values.data_ptr(), native.itemsize, 1, native.dtype)
         by_lookup = gather(index, lookup.plan.inverse)
-        placed = native.locate_rows(lookup.lookups, [view] * len(self.owner.widths), by_lookup)
-        return FetchedRows(native, placed, values, arrival, index)
+        locations = native.locate_rows(lookup.lookups, [view] * len(self.owner.widths), by_lookup)
+        return FetchedRows(native, locations, values, arrival, index)
 
     def pooled(self, lookup: RowsLookup, into: Mapping[int, Tensor] = NO_TENSORS) -> list[Tensor]:
         reads = lookup.reads
         assert reads is not None
         if reads.arrival is not None:
             reads.wait()
-        return reads.kernels.pool(lookup.lookups, reads.placed, into)
+        return reads.kernels.pool(lookup.lookups, reads.locations, into)
 
     def begin_push(
         self, lookup: RowsLookup, gradients: list[Tensor] | None, step: int, number: int
@@ -334,26 +334,26 @@ class RowsExchange:
             start += blocks[-1].numel()
         index = torch.cat(indices).to(torch.int32)
         lookup.reads = self.receive(lookup, torch.cat(blocks), index)
-        lookup.messages = lookup.messages or self.lay_out_own(lookup)
+        lookup.messages = lookup.messages or self.build_own_messages(lookup)
 
     def table_offsets(self, lookup: PartLookup) -> Tensor:
         """Return where this rank's unique rows of each table begin, (T + 1,) int64."""
         return self.owner_map.table_offsets(lookup.plan)
 
-    def lay_out(self, wanted: np.ndarray, served: np.ndarray, ids: Tensor) -> RowMessages:
-        """Lay messages out: wanted (N, T) rows of each owner, served (N, T) rows for each rank. ids: of the served
-        rows."""
+    def build_messages(self, wanted: np.ndarray, served: np.ndarray, ids: Tensor) -> RowMessages:
+        """Build the layouts of messages: wanted (N, T) rows of each owner, served (N, T) rows for each rank. ids: of
+        the served rows."""
         widths = self.owner.widths
-        coming, going = row_layout(wanted, widths), row_layout(served, widths)
+        received, sent = row_layout(wanted, widths), row_layout(served, widths)
         return RowMessages(
-            coming, going, coming.table_major_index(widths), going.rank_major_index(widths),
+            received, sent, received.table_major_index(widths), sent.rank_major_index(widths),
             list_requests(ids, served),
         )  # fmt: skip
 
-    def lay_out_own(self, lookup: PartLookup) -> RowMessages:
-        """Lay out the message of a world of one: every row that is looked up."""
+    def build_own_messages(self, lookup: PartLookup) -> RowMessages:
+        """Build the layout of the message in a world of one: every row that is looked up."""
         counts = np.diff(lookup.owned.offsets.numpy())[None, :]
-        return self.lay_out(counts, counts, lookup.owned.ids)
+        return self.build_messages(counts, counts, lookup.owned.ids)
 
 
 def received_gradients(

@@ -240,7 +240,7 @@ def unique_owned(contexts: Sequence[LookupContext], t: int) -> tuple[Tensor, Ten
 
 @dataclass(slots=True)
 class Pushed:
-    """Gradients on their way to their owners."""
+    """Gradients that are being sent to their owners."""
 
     finish: Callable[[], RowGradients | None] | None
     """Result of `Exchange.begin_push`, which waits for them; None: they have arrived."""
@@ -261,7 +261,7 @@ class Inside:
     size: int
     """Number of ranks of a tower, which are neighbours."""
     tower_of: Mapping[str, int]
-    """Number of the tower that evaluates a consumer, by its name."""
+    """Index of the tower that evaluates a consumer, by its name."""
 
 
 Lookup = TypeVar("Lookup", bound=PartLookup)
@@ -322,7 +322,7 @@ class ExchangePart(Protocol[Lookup]):
     ) -> Callable[[], RowGradients]:
         """Begin to send gradients (by output; None: zeros) to the rows' owners. Call the result, which is collective
         too, to wait for the gradients of owned rows, even after the next push has begun. step: updates made before;
-        number: of the batch in its step; both seed the codecs' random bits."""
+        number: index of the batch in its step; both seed the codecs' random bits."""
         ...
 
     def drop(self, lookup: Lookup) -> None:

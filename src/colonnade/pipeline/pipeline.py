@@ -59,10 +59,12 @@ class Pipeline:
         )
 
     def lookahead(
-        self, batches: Iterable[Batch], held: Sequence[tuple[int, Sequence[Mapping[str, Tensor]]]]
+        self,
+        batches: Iterable[Batch],
+        prefetched: Sequence[tuple[int, Sequence[Mapping[str, Tensor]]]],
     ) -> Lookahead:
-        """Implement `EmbeddingCollection.lookahead`. held: for each of the first batches, steps until its use and the
-        values that all ranks had fetched for it."""
+        """Implement `EmbeddingCollection.lookahead`. prefetched: for each of the first batches, steps until its use and
+        the values that all ranks had fetched for it."""
         self.updates.settle()
         rows = self.rows
         lookahead = Lookahead(
@@ -73,32 +75,32 @@ class Pipeline:
             window=self._window,
             depth=rows.plan.lookahead,
             bounds=rows.bounds,
-            held=held,
+            prefetched=prefetched,
             is_alone=rows.mesh.num_ranks == 1,
-            land=self.updates.land,
+            apply_oldest=self.updates.apply_oldest,
             is_in_order=rows.cached is not None,
         )
-        self.updates.read_by(lookahead)
+        self.updates.set_reader(lookahead)
         return lookahead
 
     def prepare(
         self,
         batch: Batch,
-        held: tuple[int, Sequence[Mapping[str, Tensor]]] | None = None,
+        prefetched: tuple[int, Sequence[Mapping[str, Tensor]]] | None = None,
         *,
         channel: str = "route",
     ) -> LookupContext:
-        """Send a batch's ids; owners make its rows resident and pin them. held: as in `lookahead`.
+        """Send a batch's ids; owners make its rows resident and pin them. prefetched: as in `lookahead`.
 
         While a lookahead closes, rows that have no room are skipped, and the context can only be dropped. Raises
         BudgetExceeded where memory has no room for the rows, IdRangeError and DataError for a batch that cannot be
         looked up."""
         context = self._send_ids(batch, channel)
         try:
-            if self._pin(context) and held is not None:
-                context.steps_left, fetched = held
+            if self._pin(context) and prefetched is not None:
+                context.steps_left, fetched = prefetched
                 self.exchange.restore(context, fetched)
-        except BaseException:  # nobody else has it to give up
+        except BaseException:  # no other code can drop it
             self.drop(context)
             raise
         return context
@@ -139,7 +141,7 @@ class Pipeline:
         context = self.prepare(batch, channel="control")
         try:
             self.fetch(context)
-        except BaseException:  # nobody else has it to give up
+        except BaseException:  # no other code can drop it
             self.drop(context)
             raise
         return context
@@ -154,7 +156,7 @@ class Pipeline:
         context.wait_for_rows()
         in_place = not self.reads_ahead
         source = RowSource(self.store.views(), context.pinned.slots, in_place)
-        num_applied = self.steps.value - len(self.updates.underway)
+        num_applied = self.steps.value - len(self.updates.pending)
         self.exchange.fetch(context, part_numbers, source, num_applied)
 
     def read(self, batch: Batch) -> LookupContext:
@@ -175,7 +177,7 @@ class Pipeline:
         return context
 
     def _send_ids(self, batch: Batch, channel: str) -> LookupContext:
-        """Send a batch's ids to the owners of the tables as they are laid out."""
+        """Send a batch's ids to the owners of the sharded tables."""
         views = self.views
         rows, hot = batch, None
         if views.is_hashed:
@@ -216,10 +218,10 @@ class Pipeline:
         waited for (clipping), or a policy or a cache needs each update at once. optimizers (P,) int32, settings
         (P, 16) float64 by declared part: see `_native.update`."""
         step = self.steps.value
-        pushed, contexts = self.gradients.hand_over(step)
+        pushed, contexts = self.gradients.take_pushed(step)
         if self.views.is_cut:
             optimizers, settings = map(self.views.by_part, (optimizers, settings))
-        self.updates.make(Update(step, pushed, contexts, optimizers, settings.clone()))
+        self.updates.apply_or_defer(Update(step, pushed, contexts, optimizers, settings.clone()))
         self.steps.value += 1
 
     def drop(self, context: LookupContext) -> None:

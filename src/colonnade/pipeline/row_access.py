@@ -35,25 +35,25 @@ PACKED = torch.contiguous_format
 def read_weights(rows: OpenRows, table: str, ids: Tensor) -> Tensor:
     """Implement `EmbeddingCollection.rows`. Collective, with the same ids (N,) on every rank."""
     declared = rows.views.declared
-    number = declared.table_number(table)
-    slices = rows.views.of_table[number]
+    table_index = declared.table_number(table)
+    slices = rows.views.of_table[table_index]
     num_rows = rows.views.laid[slices[0]].table.rows
     unique, inverse = torch.unique(ids, return_inverse=True)
     if num_rows is not None and len(unique) and not (unique[0] >= 0 and unique[-1] < num_rows):
         raise IdRangeError(
             f"table {table!r}: got ids {int(unique[0])} .. {int(unique[-1])}, wanted 0 .. {num_rows - 1}"
         )
-    width, compute = declared.tables[number].width, declared.compute_dtype
+    width, compute = declared.tables[table_index].width, declared.compute_dtype
     weights = torch.zeros(len(unique), width, dtype=compute)
     for t in slices:
-        laid, shard = rows.views.laid[t], rows.shards[t]
+        table_shard, shard = rows.views.laid[t], rows.shards[t]
         is_owned = shard.owns(unique, num_rows)
-        if rows.mesh.rank not in laid.sharding.holders:
+        if rows.mesh.rank not in table_shard.sharding.holders:
             is_owned[:] = False  # a replicated row that another rank returns
         num_owned = int(is_owned.sum())
         offsets = torch.tensor([0] * (t + 1) + [num_owned] * (len(rows.shards) - t))
         own = rows.store.read(unique[is_owned].contiguous(), offsets)[t].to(compute)
-        weights[is_owned, slice(*laid.columns)] = own
+        weights[is_owned, slice(*table_shard.columns)] = own
     # One rank's values and zeros: exact.
     return rows.mesh.all_reduce("evaluate", weights).to(declared.dtype)[inverse]
 

@@ -16,7 +16,7 @@ rounding needs none.
 Each part of a row is encoded separately, because it has an optimizer and a magnitude of its own:
     exact   the elements
     bf16    2 bytes each, with the range of float32
-    fp16    an exponent e (int16), then 2 bytes each: element * 2^-e, e such that the largest lies in [2^13, 2^14):
+    fp16    an exponent e (int16), then 2 bytes each: element * 2^-e, e such that the largest is in [2^13, 2^14):
             nothing overflows, and errors by underflow are below 2^-37 of the largest
     int8    a scale (float32), the largest / 127, then a byte each: element / scale
 Finite elements stay finite: an element that would be rounded to inf is sent as the largest number of all codecs, 255 *

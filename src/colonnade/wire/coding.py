@@ -68,7 +68,7 @@ class RowCodec:
     def encode_gradients(
         self, elements: Tensor, layout: RowLayout, rounding_keys: Sequence[RoundingKey]
     ) -> Tensor:
-        """Return sums of gradients as they are sent, uint8. draws: by block."""
+        """Return sums of gradients as they are sent, uint8. rounding_keys: by block."""
         return encode(self.gradients, elements, self._blocks(layout), rounding_keys)
 
     def decode_gradients(self, data: Tensor, layout: RowLayout, dtype: torch.dtype) -> Tensor:
@@ -85,7 +85,7 @@ class RowCodec:
     def rounding_keys(
         self, plan: _native.Plan, blocks: np.ndarray, step: int, number: int
     ) -> list[RoundingKey]:
-        """Return the random draws of a plan's unique rows, rank by rank, table by table. blocks: `OwnerMap.blocks` of
+        """Return the rounding keys of a plan's unique rows, rank by rank, table by table. blocks: `OwnerMap.blocks` of
         it; step, number: see `ExchangePart.begin_push`."""
         borders, unique = blocks.tolist(), torch.as_tensor(plan.unique_ids)
         num_tables = len(self.names)
