@@ -10,7 +10,7 @@ from devices import DEVICES
 from colonnade import Adam, Table, _native
 from colonnade.cache.cached_rows import DeviceCachedRows, NativeCachedRows
 from colonnade.cache.messages import row_tables
-from colonnade.lookup.row_layout import RowSums, row_layout
+from colonnade.lookup.row_layout import RowSums, build_row_layout
 from colonnade.store.dram import open_dram
 
 WIDTHS = np.array([3, 1, 5])
@@ -64,7 +64,7 @@ def test_what_is_pending_is_what_a_twin_says(seed, dtype, device):
     for _ in range(12):
         (counts,), slots = (each for each in counted(random, 1))
         tables_here = row_tables(counts[None, :])
-        layout = row_layout(counts[None, :], WIDTHS)
+        layout = build_row_layout(counts[None, :], WIDTHS)
         sums = torch.randn(layout.num_elements, dtype=getattr(torch, dtype))
         sums[torch.rand(len(sums)) < 0.1] = -0.0
         index = layout.rank_major_index(WIDTHS)

@@ -131,17 +131,17 @@ class BagLayout:
     """Runs of an output's columns among the arriving ones, by output."""
     divisions: tuple[Division, ...]
 
-    def sums(self, rank: int) -> Declaration:
+    def pooled_declaration(self, rank: int) -> Declaration:
         """Return the declaration that a rank pools: sums of its share, and means where it has whole bags."""
         return self.shares[rank].as_sum_declaration(
             declared_pooling=self.evaluated.averaged_by_owner
         )
 
-    def pooled(self, rank: int) -> FieldColumns:
+    def pooled_columns(self, rank: int) -> FieldColumns:
         """Return the columns that a rank pools."""
         return self.shares[rank].columns
 
-    def from_owner(self, rank: int) -> FieldColumns:
+    def sent_columns(self, rank: int) -> FieldColumns:
         """Return the columns that a rank sends where owners evaluate consumers: partials of the consumers that it has
         fields of, and fields that are needed themselves."""
         share = set(self.shares[rank].order)
@@ -153,7 +153,7 @@ class BagLayout:
 
         return FieldColumns({key: dim for key, dim in self.arriving.dims.items() if is_sent(key)})
 
-    def fields_of(self, key: ColumnKey) -> tuple[int, ...]:
+    def fields_of_column(self, key: ColumnKey) -> tuple[int, ...]:
         """Return the fields that a column of `arriving` is made of."""
         return (key,) if isinstance(key, int) else self.evaluated.taken_by[key]
 
@@ -165,7 +165,7 @@ def build_bag_layout(
     evaluated: EvaluatedFields,
 ) -> BagLayout:
     """Build the layout of an exchange of bags. Raises ConfigError for sequences whose rows would have to be sent."""
-    every_output = tuple(_outputs(declaration, evaluated.consumers))
+    every_output = tuple(_split_evaluated_outputs(declaration, evaluated.consumers))
     for output in every_output:
         if output.is_sequence:
             feature = declaration.features[declaration.fields[output.fields[0]].feature]
@@ -177,12 +177,12 @@ def build_bag_layout(
     order = dict.fromkeys(i for output in every_output for i in output.fields)
     unordered = FieldLayout(declaration, tuple(order))
     fields = FieldLayout(declaration, unordered.pooled + unordered.sequences)
-    arriving = _arriving(declaration, evaluated, every_output)
+    arriving = _arriving_columns(declaration, evaluated, every_output)
     features = fields.features
     poolings = [declaration.features[f].pooling for f in features]
     column = {f: c for c, f in enumerate(features)}
     divisions = [
-        Division(column[f], declaration.features[f].pooling, arriving.of(key))
+        Division(column[f], declaration.features[f].pooling, arriving.slice_of(key))
         for key, f in ((k, declaration.fields[k].feature) for k in arriving.dims if isinstance(k, int))
         if declaration.features[f].pooling in ("mean", "sqrtn") and f not in evaluated.averaged
     ]  # fmt: skip
@@ -207,12 +207,12 @@ def build_bag_layout(
                 dtype=torch.uint8,
             ),
         ),
-        runs=tuple(find_runs([output.pieces for output in every_output], arriving)),
+        runs=tuple(find_runs([output.column_starts for output in every_output], arriving)),
         divisions=tuple(divisions),
     )
 
 
-def _outputs(declaration: Declaration, consumers: Collection[str]) -> list[Output]:
+def _split_evaluated_outputs(declaration: Declaration, consumers: Collection[str]) -> list[Output]:
     """Return outputs, with those of evaluated consumers as separate ones."""
     separate: list[Output] = []
     for output in list_outputs(declaration):
@@ -226,7 +226,7 @@ def _outputs(declaration: Declaration, consumers: Collection[str]) -> list[Outpu
     return separate
 
 
-def _arriving(
+def _arriving_columns(
     declaration: Declaration, evaluated: EvaluatedFields, every_output: Sequence[Output]
 ) -> FieldColumns:
     """Return the arriving columns: fields and partials of the outputs, then queries, then merged results of
@@ -234,7 +234,7 @@ def _arriving(
     dims: dict[ColumnKey, int] = {}
     merged: dict[ColumnKey, int] = {}
     for output in every_output:
-        for key, _ in output.pieces:
+        for key, _ in output.column_starts:
             if key in evaluated.attended:
                 merged[key] = output.width
             else:
@@ -271,13 +271,13 @@ def collect_bags(batch: Batch, layout: BagLayout) -> Lookups:
                 f"{feature.table!r} the sharding table_wise, or exchange pooled"
             )
         if f in evaluated.weighed:
-            weights[c] = _share_of_mean(lengths, feature.pooling, weights[c], dtype)
+            weights[c] = _mean_weights(lengths, feature.pooling, weights[c], dtype)
     if not evaluated.weighed:
         return lookups
     return replace_weights(lookups, weights, layout.requested, dtype)
 
 
-def _share_of_mean(
+def _mean_weights(
     lengths: Tensor, pooling: str, weights: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Return the weight of each lookup, so that the weighted sum of a bag is its mean, or its sum divided by the root

@@ -47,7 +47,7 @@ from colonnade.exchange.bag_layout import (
     collect_bags,
 )
 from colonnade.exchange.operators import Operators, RemoteAttention
-from colonnade.exchange.row_owner import RowOwner, gather, owned_rows, soonest_use
+from colonnade.exchange.row_owner import RowOwner, gather_int32, owned_rows, reduce_next_use
 from colonnade.exchange.rows import RowsExchange
 from colonnade.lookup.contract import (
     REASSOCIATED,
@@ -111,15 +111,15 @@ class BagsExchange:
         self.tower, self.peers = tower, tuple(peers)
         self.num_ranks = mesh.num_ranks
         self.share = layout.shares[mesh.rank]
-        sums = layout.sums(mesh.rank)
+        sums = layout.pooled_declaration(mesh.rank)
         self.owner = RowOwner(sums, build_lookup_columns(sums), list_outputs(sums), mesh)
         self.dtype = self.declaration.compute_dtype
         exact = coding.exactness(REASSOCIATED, self.declaration.dtype, self.num_ranks)
         num_roundings = last_hop.transport.num_roundings
         self.exactness = replace(exact, max_error=num_roundings * exact.max_error)
-        used = {key for output in self.outputs for key, _ in output.pieces}
+        used = {key for output in self.outputs for key, _ in output.column_starts}
         self._only_queries = [
-            layout.arriving.of(i) for i in layout.evaluated.queries if i not in used
+            layout.arriving.slice_of(i) for i in layout.evaluated.queries if i not in used
         ]
 
     # ---- ids
@@ -155,10 +155,10 @@ class BagsExchange:
             bags.ReceivedBags(request.lookups, [batch.size], request.codes),
         )
         if self.num_ranks > 1:
-            received_bags = self._join_received(received)
+            received_bags = self._unpack_lookups(received)
             plan = self.owner.make_plan(received_bags.lookups, self.owner.one_owner)
         assert plan is not None
-        codes = None if received_bags.codes is None else soonest_use(received_bags.codes, plan)
+        codes = None if received_bags.codes is None else reduce_next_use(received_bags.codes, plan)
         return BagsLookup(
             batch, received_bags.lookups, plan, owned_rows(plan, codes), plan,
             sizes=received_bags.sizes, requested=request.lookups,
@@ -172,17 +172,17 @@ class BagsExchange:
         batch: BatchInfo,
     ) -> BagsLookup:
         """Request the rows of all peers' lookups inside the tower. Collective there."""
-        received_bags = self._join_received([received[rank] for rank in self.peers])
+        received_bags = self._unpack_lookups([received[rank] for rank in self.peers])
         of_peers = dict(zip(self.peers, received_bags.sizes, strict=True))
         sizes = [
             of_peers[rank] if rank in of_peers else _read_size(rank, message)
             for rank, message in enumerate(received)
         ]
         plan = self.owner.make_plan(received_bags.lookups, tower.owner_map.num_owners)
-        codes = None if received_bags.codes is None else soonest_use(received_bags.codes, plan)
+        codes = None if received_bags.codes is None else reduce_next_use(received_bags.codes, plan)
         messages: list[np.ndarray] = []
         if tower.num_ranks > 1:
-            requests = tower.pack(plan, codes)
+            requests = tower.pack_plan(plan, codes)
             (messages,), _ = exchange_messages([requests], tower.mesh, 0.0, batch.channel)
         inner = tower.serve_requests(
             LookupRequest(messages, received_bags.lookups, plan, codes),
@@ -194,7 +194,7 @@ class BagsExchange:
             sizes=sizes, requested=request.lookups, inner=inner,
         )  # fmt: skip
 
-    def _join_received(self, messages: Sequence[np.ndarray]) -> bags.ReceivedBags:
+    def _unpack_lookups(self, messages: Sequence[np.ndarray]) -> bags.ReceivedBags:
         """Join received lookups into one batch. Raises WorldError."""
         owner = self.owner
         return bags.unpack_bags(
@@ -213,7 +213,7 @@ class BagsExchange:
             self.tower.resolve_slots(lookup.inner, views)
             return
         slots = lookup.slots
-        lookup.pinned = PinnedRows(slots, gather(slots, lookup.owner_plan.inverse))
+        lookup.pinned = PinnedRows(slots, gather_int32(slots, lookup.owner_plan.inverse))
 
     # ---- values
 
@@ -226,26 +226,26 @@ class BagsExchange:
             lookup.weight_versions = self.operators.versions()
         block = empty(sum(lookup.sizes), 0, dtype=self.dtype)
         if self.share.order:
-            pooled = self._pool(lookup, source)
+            pooled = self._pool_rows(lookup, source)
             block = pooled.pop(0) if self.share.columns.dims else block
             evaluation.sequence_rows = pooled
         if self.keeps_pooled and not lookup.batch.is_evaluated:
             evaluation.pooled = block
-        self._send(lookup, block)
+        self._send_sums(lookup, block)
         if self.attention:
             self._attend(lookup)
 
-    def _pool(self, lookup: BagsLookup, source: RowSource) -> list[Tensor]:
+    def _pool_rows(self, lookup: BagsLookup, source: RowSource) -> list[Tensor]:
         """Return, for the samples that this rank serves, sums of its fields (G, W_o) if it has any, and the rows of
         each sequence."""
         if self.tower is not None and lookup.inner is not None:
             lookup.inner.pinned = lookup.inner.pinned or lookup.pinned
             self.tower.fetch(lookup.inner, source)
             return [tensor.to(CPU) for tensor in self.tower.pooled(lookup.inner)]
-        by_request = lookup.slots_of(source)
+        by_request = lookup.request_slots(source)
         if by_request is None:
-            by_request = gather(source.rows, lookup.owner_plan.inverse)
-        kernels = self.owner.kernels(source.views)
+            by_request = gather_int32(source.rows, lookup.owner_plan.inverse)
+        kernels = self.owner.select_kernels(source.views)
         locations = kernels.locate_rows(lookup.lookups, source.views, by_request)
         into = {}
         if kernels is self.owner.native and self.share.columns.dims:
@@ -253,26 +253,26 @@ class BagsExchange:
             into = {0: self.mesh.room(math.prod(shape), self.dtype).view(shape)}
         return [tensor.to(CPU) for tensor in kernels.pool(lookup.lookups, locations, into)]
 
-    def _send(self, lookup: BagsLookup, block: Tensor) -> None:
+    def _send_sums(self, lookup: BagsLookup, block: Tensor) -> None:
         """Send this rank's block of sums over all hops, or only up to the last one where values wait for their use."""
         sizes, tag = lookup.sizes, traffic_tag_of(lookup.batch.channel, "fetch")
         blocks: Iterable[Tensor] = [block]
         if isinstance(self.last_hop.transport, PeerTransport) and not self.inner_hops:
-            blocks = self.last_hop.transport.split(block, sizes)
+            blocks = self.last_hop.transport.split_by_chunk(block, sizes)
         for hop in self.inner_hops:
             blocks = hop.receive(hop.send(blocks, sizes, tag), sizes)
         if self.waits_in_tower and not lookup.batch.is_evaluated:
             lookup.evaluation.gathered = list(blocks)
             return
-        self._send_last(lookup, blocks)
+        self._send_last_hop(lookup, blocks)
 
-    def _send_last(self, lookup: BagsLookup, blocks: Iterable[Tensor]) -> None:
+    def _send_last_hop(self, lookup: BagsLookup, blocks: Iterable[Tensor]) -> None:
         """Evaluate operators, and send their results over the last hop."""
         last, tag = self.last_hop, traffic_tag_of(lookup.batch.channel, "fetch")
         if self.operators is not None:
             lookup.evaluation.partials = []
             record = None if lookup.batch.is_evaluated else lookup.evaluation.partials
-            blocks = self.operators.messages(blocks, last.columns, last.sent, record)
+            blocks = self.operators.build_messages(blocks, last.columns, last.sent, record)
         lookup.reads = BagReads(last.transport.send(blocks, lookup.sizes, tag))
 
     def _attend(self, lookup: BagsLookup) -> None:
@@ -282,7 +282,7 @@ class BagsExchange:
             traffic_tag_of(lookup.batch.channel, "fetch"),
             not lookup.batch.is_evaluated,
         )
-        total, arriving = self.total(lookup), self.layout.arriving
+        total, arriving = self.receive_sums(lookup), self.layout.arriving
         evaluation.attended = {}
         for name, attention in self.attention.items():
             dim = self.declaration.fields[attention.sequence].dim
@@ -295,20 +295,20 @@ class BagsExchange:
                 lengths = (
                     torch.ones(sum(sizes), dtype=torch.int64) if offsets is None else offsets.diff()
                 )
-            query = total[:, arriving.of(attention.query)].contiguous()
-            attended = attention.fetch(query, rows, lengths, sizes, tag, is_trained)
-            total[:, arriving.of(name)] = attended.merged.detach()
+            query = total[:, arriving.slice_of(attention.query)].contiguous()
+            attended = attention.attend(query, rows, lengths, sizes, tag, is_trained)
+            total[:, arriving.slice_of(name)] = attended.merged.detach()
             if is_trained:
                 evaluation.attended[name] = attended
         lookup.reads = BagReads(total=total)
 
-    def total(self, lookup: BagsLookup) -> Tensor:
+    def receive_sums(self, lookup: BagsLookup) -> Tensor:
         """Return sums over senders, (B, W) of the compute dtype, in a tensor that the caller may change. Collective,
         the first time, where values waited in a tower."""
         if lookup.reads is None:
             assert self.operators is not None and lookup.evaluation.gathered is not None
             lookup.weight_versions = self.operators.versions()
-            self._send_last(lookup, lookup.evaluation.gathered)
+            self._send_last_hop(lookup, lookup.evaluation.gathered)
         reads = lookup.reads
         assert reads is not None
         if reads.total is not None:
@@ -316,12 +316,12 @@ class BagsExchange:
         assert reads.pending is not None
         reads.pending.wait()
         total = empty(lookup.batch.size, self.layout.arriving.width, dtype=self.dtype)
-        self.last_hop.transport.add(reads.pending, total)
+        self.last_hop.transport.add_received(reads.pending, total)
         return total
 
     def pooled(self, lookup: BagsLookup, into: Mapping[int, Tensor] = NO_TENSORS) -> list[Tensor]:
-        total = self.total(lookup)
-        self._divide(lookup, total)
+        total = self.receive_sums(lookup)
+        self._divide_by_lengths(lookup, total)
         dtype, tensors = self.declaration.output_dtype, []
         for i, (output, runs) in enumerate(zip(self.outputs, self.layout.runs, strict=True)):
             is_all = len(runs) == 1 and runs[0].width == total.shape[1] and len(self.outputs) == 1
@@ -334,7 +334,7 @@ class BagsExchange:
             tensors.append(tensor)
         return tensors
 
-    def _divide(self, lookup: BagsLookup, total: Tensor) -> None:
+    def _divide_by_lengths(self, lookup: BagsLookup, total: Tensor) -> None:
         """Divide sums by the lengths of their bags, in place, where the samples' rank does that."""
         requested = lookup.requested
         assert requested is not None
@@ -349,7 +349,7 @@ class BagsExchange:
     def begin_push(
         self, lookup: BagsLookup, gradients: list[Tensor] | None, step: int, number: int
     ) -> Callable[[], RowGradients]:
-        total = self._gradients(lookup, gradients)
+        total = self._gradients_of_sums(lookup, gradients)
         last = self.last_hop.transport
         pending = last.send_back(total, lookup.sizes, step, number)
         return partial(self._end_push, lookup, pending, step, number)
@@ -361,7 +361,9 @@ class BagsExchange:
         last, sizes, evaluation = self.last_hop, lookup.sizes, lookup.evaluation
         blocks: Iterable[Tensor] = last.transport.receive_back(pending, sizes)
         if self.operators is not None:
-            blocks = self.operators.gradients(blocks, last.sent, last.columns, evaluation.partials)
+            blocks = self.operators.backpropagate(
+                blocks, last.sent, last.columns, evaluation.partials
+            )
         for hop in reversed(self.inner_hops):
             blocks = hop.receive_back(hop.send_back(blocks, sizes), sizes)
         received, *others = blocks  # several where rows are pooled for peers, the last chunk first
@@ -378,7 +380,7 @@ class BagsExchange:
         pooled = [received] if self.share.columns.dims else []
         return self.owner.native.gradients_from_outputs(lookup, [*pooled, *of_rows])
 
-    def _gradients(self, lookup: BagsLookup, gradients: list[Tensor] | None) -> Tensor:
+    def _gradients_of_sums(self, lookup: BagsLookup, gradients: list[Tensor] | None) -> Tensor:
         """Return gradients of the sums, (B, W) of the compute dtype. Collective where there is attention."""
         total = empty(lookup.batch.size, self.layout.arriving.width, dtype=self.dtype)
         if gradients is None:
@@ -406,9 +408,11 @@ class BagsExchange:
             total[:, columns] = 0.0
         evaluation.row_gradients = {}
         for name, attention in self.attention.items():
-            gradient = total[:, arriving.of(name)].contiguous()
-            of_query, of_rows = attention.push(evaluation.attended[name], gradient, lookup.sizes)
-            total[:, arriving.of(attention.query)] += of_query
+            gradient = total[:, arriving.slice_of(name)].contiguous()
+            of_query, of_rows = attention.send_gradients(
+                evaluation.attended[name], gradient, lookup.sizes
+            )
+            total[:, arriving.slice_of(attention.query)] += of_query
             before = evaluation.row_gradients.get(attention.sequence)
             evaluation.row_gradients[attention.sequence] = (
                 of_rows if before is None else before + of_rows
@@ -434,7 +438,7 @@ class BagsExchange:
             return prefetched_bags.export_gathered_sums(
                 lookup, layout, self.last_hop.columns, self.peers
             )
-        return prefetched_bags.export_sums(self.total(lookup), layout)
+        return prefetched_bags.export_sums(self.receive_sums(lookup), layout)
 
     def restore(self, lookup: BagsLookup, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
         layout, rank = self.layout, self.mesh.rank
@@ -449,7 +453,7 @@ class BagsExchange:
                 lookup, layout, columns, self.peers, prefetched
             )
             assert isinstance(transport, PeerTransport)
-            lookup.evaluation.gathered = list(transport.split(samples, lookup.sizes))
+            lookup.evaluation.gathered = list(transport.split_by_chunk(samples, lookup.sizes))
         else:
             widths = self.owner.widths
             lookup.reads = BagReads(

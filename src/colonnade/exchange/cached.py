@@ -50,7 +50,7 @@ from colonnade.cache.messages import (
 from colonnade.cache.next_use import PreviewedBatch, preview_batches, sort_rows_by_table
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import ConfigError
-from colonnade.exchange.row_owner import gather, list_requests, owned_rows, soonest_use
+from colonnade.exchange.row_owner import gather_int32, list_requests, owned_rows, reduce_next_use
 from colonnade.exchange.rows import FetchedRows, RowsExchange, RowsLookup
 from colonnade.lookup.contract import (
     BatchInfo,
@@ -63,12 +63,12 @@ from colonnade.lookup.contract import (
 )
 from colonnade.lookup.kernels import Kernels
 from colonnade.lookup.layout import Declaration
-from colonnade.lookup.row_layout import RowLayout, row_layout
+from colonnade.lookup.row_layout import RowLayout, build_row_layout
 from colonnade.lookup.views import Slices
-from colonnade.wire.packing import unpack_requests
 from colonnade.staleness import RowClock
 from colonnade.store.contract import RowView
 from colonnade.topology.sharding import Sharding
+from colonnade.wire.packing import unpack_requests
 
 
 @dataclass
@@ -185,7 +185,7 @@ class CachedExchange:
         self.widths, self.exactness = self.owner.widths, self.rows.exactness
         self.pooled, self.has_values = self.rows.pooled, self.rows.has_values
         self.prefetched, self.restore = self.rows.prefetched, self.rows.restore
-        self.is_cached = [cache is not None for cache in caches]
+        self.has_copies = [cache is not None for cache in caches]
         none = TableCache(0, RowClock(0, 0))
         self.caches = [cache or none for cache in caches]
         self.directories = [
@@ -250,19 +250,19 @@ class CachedExchange:
             preview, self._preview = self._preview, None
         lookups, plan, codes = self.rows.plan_batch(batch) if preview is None else preview.planned
         with self._lock:
-            transfer, request_plan, origin = self._decide(plan, preview)
+            transfer, request_plan, origin = self._decide_rows(plan, preview)
             self._transfers.append(transfer)
         request_codes = None
         if codes is not None:
             request_codes = torch.zeros(len(origin), dtype=torch.uint8)  # unknown of evicted rows
             is_used = torch.from_numpy(origin >= 0)
             request_codes[is_used] = codes[torch.from_numpy(origin)[is_used]]
-        requests = self.rows.pack(request_plan, request_codes)
+        requests = self.rows.pack_plan(request_plan, request_codes)
         return LookupRequest(
             add_flags(transfer.row_requests, requests), lookups, plan, transfer=transfer
         )
 
-    def _decide(
+    def _decide_rows(
         self, plan: _native.Plan, preview: PreviewedBatch | None
     ) -> tuple[CacheTransfer, _native.Plan, np.ndarray]:
         """Return the transfer of the next batch, a plan of the rows that it requests, and for each of these its index
@@ -280,7 +280,7 @@ class CachedExchange:
                 decisions.append(directory.step(ids))
             else:
                 decisions.append(
-                    directory.step(ids, hints.next_uses, hints.received_layout, self.windows[t])
+                    directory.step(ids, hints.next_uses, hints.coming, self.windows[t])
                 )
         # All tables at once: a call for each of dozens of tables takes longer than its work.
         rows, decision = (
@@ -307,7 +307,7 @@ class CachedExchange:
         request_order = np.empty(len(ids), np.int64)
         request_order[np.asarray(request_plan.inverse)] = listing
         # From now on in the order of messages: rank by rank.
-        num_ranks, sizes = self.mesh.num_ranks, np.diff(self.owner_map.blocks(request_plan))
+        num_ranks, sizes = self.mesh.num_ranks, np.diff(self.owner_map.block_offsets(request_plan))
         ranks = np.repeat(np.tile(np.arange(num_ranks), len(decisions)), sizes)
         message_order = request_order[np.argsort(ranks, kind="stable")]
         origin, request_slots, outcomes, written, ages = (
@@ -366,13 +366,13 @@ class CachedExchange:
             self._exchange_renewals(transfer, changed, batch.channel)
         codes = requests.codes
         owned = owned_rows(
-            owner_plan, None if codes is None else soonest_use(codes.numpy(), owner_plan)
+            owner_plan, None if codes is None else reduce_next_use(codes.numpy(), owner_plan)
         )
         return CachedLookup(batch, request.lookups, plan, owned, owner_plan, transfer=transfer)
 
     def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
         slots = lookup.slots
-        lookup.pinned = PinnedRows(slots, gather(slots, lookup.owner_plan.inverse))
+        lookup.pinned = PinnedRows(slots, gather_int32(slots, lookup.owner_plan.inverse))
 
     def _find_changed(self, transfer: CacheTransfer, served_requests: ServedRequests) -> np.ndarray:
         """Return which requested rows have changed since the requester copied them, (P,) bool. The changes of every
@@ -419,15 +419,17 @@ class CachedExchange:
                 "left out, or a second one read before RowOptimizer.step(); close the lookahead, drop what was read "
                 "with collection.forget(), and open it again"
             )
-        self._receive(transfer, _slots_by_request(lookup))
+        self._exchange_records(transfer, _slots_by_request(lookup))
         views = self.cached_rows.views()
-        kernels = self.owner.kernels(views)
-        by_lookup = gather(torch.from_numpy(transfer.slots.astype(np.int32)), lookup.plan.inverse)
+        kernels = self.owner.select_kernels(views)
+        by_lookup = gather_int32(
+            torch.from_numpy(transfer.slots.astype(np.int32)), lookup.plan.inverse
+        )
         lookup.reads = FetchedRows(
             kernels, kernels.locate_rows(lookup.lookups, views, by_lookup), self.cached_rows
         )
 
-    def _receive(self, transfer: CacheTransfer, row_slots: Tensor) -> None:
+    def _exchange_records(self, transfer: CacheTransfer, row_slots: Tensor) -> None:
         """Send records of rows to the ranks that copy them, and receive this rank's. Collective."""
         assert (
             transfer.served_requests is not None
@@ -436,8 +438,8 @@ class CachedExchange:
         )
         is_sent, is_received = transfer.is_sent, transfer.is_received
         served, requested = transfer.served_requests.row_requests, transfer.row_requests
-        sent_layout = row_layout(served.count_rows(is_sent), self.record_widths)
-        received_layout = row_layout(requested.count_rows(is_received), self.record_widths)
+        sent_layout = build_row_layout(served.count_rows(is_sent), self.record_widths)
+        received_layout = build_row_layout(requested.count_rows(is_received), self.record_widths)
         message = self.mesh.room(sent_layout.num_elements, torch.uint8)
         self.store.native.pack_blocks(
             row_slots[torch.from_numpy(is_sent)],
@@ -487,7 +489,7 @@ class CachedExchange:
         sums = transfer.sums = kernels.sum_gradients_by_row(lookup, offsets, gradients)
         requested, served_requests = transfer.row_requests, transfer.served_requests
         assert served_requests is not None
-        sent_layout = row_layout(requested.count_rows(requested.written), self.widths)
+        sent_layout = build_row_layout(requested.count_rows(requested.written), self.widths)
         send = self.mesh.room(sent_layout.num_elements, self.declaration.compute_dtype)
         request_slots, origin = (
             transfer.request_slots[requested.written],
@@ -514,7 +516,7 @@ class CachedExchange:
     ) -> RowGradients:
         """Send sums to the owners, and return those received for this rank's rows. Collective. row_slots: slots of the
         rows of received sums, in their order."""
-        received_layout = row_layout(
+        received_layout = build_row_layout(
             served_requests.row_requests.count_rows(served_requests.row_requests.written),
             self.widths,
         )
@@ -555,7 +557,7 @@ class CachedExchange:
     ) -> None:
         """Apply sums of gradients to copies that outlast their batch. slots (n,) table by table, counts (T,) of them;
         sums of their gradients as `CachedRows` has them."""
-        kernels = self.owner.kernels(self.cached_rows.views())
+        kernels = self.owner.select_kernels(self.cached_rows.views())
         pushed = kernels.gradients_from_sums(slots, counts, sums, np.array(self.outlasts_batch))
         if len(pushed.slots):
             kernels.update(self.cached_rows, pushed, optimizers, settings)
@@ -603,7 +605,7 @@ class CachedExchange:
 def check_uncached(cached: CachedExchange | None, tables: Sequence[int]) -> Sequence[int]:
     """Return these table indices, if none is cached: copies would outlive deleted rows. Else raise ConfigError."""
     for t in tables:
-        if cached is not None and cached.is_cached[t]:
+        if cached is not None and cached.has_copies[t]:
             raise ConfigError(
                 f"table {cached.declaration.tables[t].name!r}: got rows to delete that ranks may have copies of; leave "
                 "plan.cache out for this table"

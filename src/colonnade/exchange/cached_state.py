@@ -26,11 +26,11 @@ from colonnade.cache.directory import renumber_state, surplus_batches
 from colonnade.cache.messages import RowRequests, ServedRequests
 from colonnade.errors import BudgetExceeded
 from colonnade.exchange.cached import CachedExchange
-from colonnade.exchange.row_owner import gather, list_requests
-from colonnade.lookup.row_layout import RowLayout, row_layout
+from colonnade.exchange.row_owner import gather_int32, list_requests
+from colonnade.lookup.row_layout import RowLayout, build_row_layout
+from colonnade.table import CLOCK_BYTES
 from colonnade.wire.id_distribution import exchange_messages
 from colonnade.wire.packing import pack_requests, unpack_requests
-from colonnade.table import CLOCK_BYTES
 
 GROUP = "evaluate"
 
@@ -68,7 +68,7 @@ def settled(
     slots = pinned[0]
     before = []
     try:
-        row_slots = gather(slots, plan.inverse)
+        row_slots = gather_int32(slots, plan.inverse)
         pushed = exchange.send_pending_sums(GROUP, send, sent_layout, served_requests, row_slots)
         ends = offsets.tolist()
         for t, table in enumerate(exchange.declaration.tables):
@@ -144,7 +144,7 @@ def _flush_to_owners(exchange: CachedExchange, slots_by_table: Sequence[np.ndarr
     (slots,) = _acquire_rows(exchange, torch.as_tensor(plan.unique_ids), offsets)
     try:
         pushed = exchange.send_pending_sums(
-            GROUP, send, sent_layout, served_requests, gather(slots, plan.inverse)
+            GROUP, send, sent_layout, served_requests, gather_int32(slots, plan.inverse)
         )
         store.before_update(slots, offsets)
         exchange.owner.update(store, pushed, *exchange.last_optimizers)
@@ -167,7 +167,7 @@ def _request_flush(
         list_requests(torch.from_numpy(np.concatenate(by_id)), counts),
         exchange.owner.table_rows, exchange.owner_map.num_owners,
     )  # fmt: skip
-    blocks = exchange.owner_map.blocks(plan)
+    blocks = exchange.owner_map.block_offsets(plan)
     firsts, lasts = (b.reshape(-1, mesh.num_ranks).T for b in (blocks[:-1], blocks[1:]))
     requests = pack_requests(
         torch.as_tensor(plan.unique_ids), firsts, lasts, exchange.owner.table_rows,
@@ -185,7 +185,7 @@ def _request_flush(
         RowRequests(received_requests.counts, ~all_rows, ~all_rows, all_rows, none), received_requests.ids.numpy(),
         _native.make_plan(wanted, exchange.owner.table_rows, exchange.owner.one_owner), wanted,
     )  # fmt: skip
-    sent_layout = row_layout(lasts - firsts, exchange.widths)
+    sent_layout = build_row_layout(lasts - firsts, exchange.widths)
     send = torch.empty(sent_layout.num_elements, dtype=cached_rows.pending[0].dtype)
     unique = np.asarray(plan.unique_ids)
     for t, slots in enumerate(slots_by_table):

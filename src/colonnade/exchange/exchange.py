@@ -160,7 +160,7 @@ class Exchange:
 
     # ---- values
 
-    def find_due_parts(self, context: LookupContext) -> list[int]:
+    def find_parts_to_fetch(self, context: LookupContext) -> list[int]:
         """Return the numbers of the parts to fetch now for use in `context.steps_left` steps and not fetched yet, most
         urgent first."""
         return [
@@ -261,7 +261,7 @@ class Exchange:
         if len(arrived) == 1:
             return arrived[0]
         return self._join_gradients([
-            part.owner.merge(
+            part.owner.merge_gradients(
                 [context.parts[i] for context in contexts], arrived[i * count : (i + 1) * count]
             )
             for i, part in enumerate(self.parts)
@@ -272,7 +272,7 @@ class Exchange:
         the norm on this rank. Local."""
         gradient_sums, total = [], 0.0
         for part, own in zip(self.parts, self._split_gradients(pushed), strict=True):
-            gradients, square = part.owner.kernels_of(own).squared_norm(own)
+            gradients, square = part.owner.kernels_of_gradients(own).squared_norm(own)
             gradient_sums.append(gradients)
             total += square if part.counts_norm else 0.0
         return self._join_gradients(gradient_sums), total
@@ -288,7 +288,7 @@ class Exchange:
 
     def squared_norms(self, rows: RowView, slots: Tensor) -> Tensor:
         """Return sums of squares of the weights of these rows, (len(slots),). Local."""
-        return self.parts[0].owner.kernels([rows]).squared_norms(rows, slots)
+        return self.parts[0].owner.select_kernels([rows]).squared_norms(rows, slots)
 
     def drop(self, context: LookupContext) -> None:
         """Drop a batch that will not be pushed: an evaluated or cancelled one."""

@@ -17,8 +17,8 @@ from colonnade.errors import ConfigError
 from colonnade.exchange.bag_layout import (
     BagLayout,
     LastHop,
-    evaluated_fields,
     build_bag_layout,
+    evaluated_fields,
 )
 from colonnade.exchange.bags import BagsExchange
 from colonnade.exchange.cached import CachedExchange, TableCache
@@ -178,7 +178,7 @@ def _open_bags(
         _check_sequences(declaration, mesh, consumers, reads_ahead)
     evaluated = evaluated_fields(declaration, shardings, consumers, has_whole_bags=False)
     layout = build_bag_layout(declaration, shardings, mesh.num_ranks, evaluated)
-    messages = [layout.from_owner(rank) for rank in range(mesh.num_ranks)]
+    messages = [layout.sent_columns(rank) for rank in range(mesh.num_ranks)]
     sent, dtype = messages[mesh.rank], declaration.compute_dtype
     transport: LastTransport
     if mesh.num_ranks == 1:
@@ -195,7 +195,7 @@ def _open_bags(
         build_owner_map(shardings, mesh.num_ranks),
         mesh,
         [],
-        LastHop(transport, layout.pooled(mesh.rank), sent),
+        LastHop(transport, layout.pooled_columns(mesh.rank), sent),
         coding,
         operators=operators,
         attention=_attention(layout, mesh, shardings),
@@ -264,7 +264,11 @@ def _open_towers(
     carried = [
         select_columns(
             layout.arriving,
-            [key for key in layout.arriving.dims if by_field[layout.fields_of(key)[0]] == tower],
+            [
+                key
+                for key in layout.arriving.dims
+                if by_field[layout.fields_of_column(key)[0]] == tower
+            ],
         )
         for tower in range(len(towers))
     ]
@@ -273,12 +277,12 @@ def _open_towers(
     inner, tower = [], None
     if sends_rows:
         tower = RowsExchange(
-            layout.sums(mesh.rank),
+            layout.pooled_declaration(mesh.rank),
             tower_mesh(mesh, size, TOWER_THREADS),
             _shardings_in_tower(mesh.rank, shardings, towers),
         )
     else:
-        messages = [layout.pooled(rank) for rank in range(mesh.num_ranks)]
+        messages = [layout.pooled_columns(rank) for rank in range(mesh.num_ranks)]
         inner = [TowerTransport(mesh, size, messages, inside[own], dtype)]
     tower_by_consumer = {
         name: number

@@ -30,7 +30,7 @@ from colonnade.wire.transport import DirectRoute, HostRoute, combine_transfers
 def export_sums(total: Tensor, layout: BagLayout) -> dict[str, Tensor]:
     """Return sums (B, W), and the names and dims of their fields, for a checkpoint."""
     dims = torch.tensor([layout.declaration.fields[i].dim for i in layout.fields.order])
-    return {"sums": total, "fields": encode_names(_names(layout)), "field_dims": dims}
+    return {"sums": total, "fields": encode_names(_field_names(layout)), "field_dims": dims}
 
 
 def restore_sums(
@@ -43,7 +43,7 @@ def restore_sums(
     """Return this rank's sums (B, W): its samples' part of the sums that all ranks of some world had prefetched for
     this step's global batch, in rank order in every world; or sums of the rows that another exchange had prefetched.
     widths: by table. Raises CheckpointError where neither was prefetched."""
-    sizes, names = lookup.sizes, _names(layout)
+    sizes, names = lookup.sizes, _field_names(layout)
     first = sum(sizes[:rank])
     if has_sums(prefetched, names):
         every = gather_prefetched_sums(prefetched, names, layout.arriving, sum(sizes))
@@ -134,7 +134,7 @@ def export_gathered_sums(
     """Return the sums gathered on this rank (M, W), their fields, and their samples' indices in the global batch."""
     gathered, names = (
         lookup.evaluation.gathered,
-        dict(zip(layout.fields.order, _names(layout), strict=True)),
+        dict(zip(layout.fields.order, _field_names(layout), strict=True)),
     )
     assert gathered is not None
     return {
@@ -154,7 +154,7 @@ def restore_gathered(
 ) -> Tensor:
     """Return sums (M, W) of `columns` for this rank's peers' samples. Raises CheckpointError where no sums were
     prefetched."""
-    sizes, names, whole = lookup.sizes, _names(layout), layout.fields.columns
+    sizes, names, whole = lookup.sizes, _field_names(layout), layout.fields.columns
     if has_sums(prefetched, names):
         every = gather_prefetched_sums(prefetched, names, whole, sum(sizes))
     elif all("gathered" in rank_values for rank_values in prefetched):
@@ -162,7 +162,9 @@ def restore_gathered(
     else:
         raise other_exchange_error()
     samples = every[_samples_of(peers, sizes)]
-    return torch.cat([samples[:, whole.of(i)] for i in columns.dims] or [samples[:, :0]], dim=1)
+    return torch.cat(
+        [samples[:, whole.slice_of(i)] for i in columns.dims] or [samples[:, :0]], dim=1
+    )
 
 
 def _samples_of(ranks: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -189,7 +191,7 @@ def gather_prefetched_columns(
         if not set(fields) <= set(names) or len(every) != int(rank_values["of samples"]):
             raise other_exchange_error()
         for name in fields:
-            into = columns.of(key_of_name[name])
+            into = columns.slice_of(key_of_name[name])
             width = into.stop - into.start
             every[rank_values["samples"], into] = rank_values["gathered"][:, first : first + width]
             first += width
@@ -203,10 +205,11 @@ def gather_prefetched_columns(
 
 def export_operator_inputs(lookup: BagsLookup, layout: BagLayout, rank: int) -> dict[str, Tensor]:
     """Return the inputs of this rank's partials, (G, dim) by field: rows may have changed when gradients arrive."""
-    pooled, columns = lookup.evaluation.pooled, layout.pooled(rank)
+    pooled, columns = lookup.evaluation.pooled, layout.pooled_columns(rank)
     assert pooled is not None
     return {
-        _pooled_name(layout, i): pooled[:, columns.of(i)].clone() for i in layout.shares[rank].order
+        _pooled_name(layout, i): pooled[:, columns.slice_of(i)].clone()
+        for i in layout.shares[rank].order
     }
 
 
@@ -236,20 +239,20 @@ def restore_operator_inputs(
                 "go on with the exchanges and the number of ranks of the checkpoint, or from a checkpoint "
                 "without staleness"
             )
-        every[:, whole.of(i)] = sum(parts[1:], parts[0])
+        every[:, whole.slice_of(i)] = sum(parts[1:], parts[0])
     first = sum(sizes[:rank])
     own = every[first : first + sizes[rank]]
     partials = operators.evaluate(own, whole, False)
-    lookup.reads = BagReads(total=operators.side_by_side(own, whole, layout.arriving, partials))
+    lookup.reads = BagReads(total=operators.join_message(own, whole, layout.arriving, partials))
     # A sample's bag of a field is on one rank, or the operator is linear: whole fields give the same gradients.
-    columns = layout.pooled(rank)
-    pooled = torch.cat([every[:, whole.of(i)] for i in columns.dims] or [every[:, :0]], dim=1)
+    columns = layout.pooled_columns(rank)
+    pooled = torch.cat([every[:, whole.slice_of(i)] for i in columns.dims] or [every[:, :0]], dim=1)
     evaluation.partials = [operators.evaluate(pooled, columns, True)]
     pooled = pooled.clone()  # partials may share its memory
     for i in layout.shares[rank].order:
         owners = [r for r, share in enumerate(layout.shares) if i in share.order]
         if owners[0] != rank:
-            pooled[:, columns.of(i)] = 0.0  # stored by one rank
+            pooled[:, columns.slice_of(i)] = 0.0  # stored by one rank
     evaluation.pooled = pooled
 
 
@@ -273,7 +276,7 @@ def _restore_same_world(
         if owner == rank:
             evaluation.pooled, evaluation.partials = pooled, [partials]
         for route, received in zip(routes, blocks, strict=True):
-            sent = operators.side_by_side(pooled, columns, route.columns_of(owner), partials)
+            sent = operators.join_message(pooled, columns, route.columns_of(owner), partials)
             received.append(sent[first : first + sizes[rank]])
     arrived = [route.join_blocks(of) for route, of in zip(routes, blocks, strict=True)]
     lookup.reads = BagReads(combine_transfers(arrived))
@@ -282,7 +285,7 @@ def _restore_same_world(
 # ---- names
 
 
-def _names(layout: BagLayout) -> list[str]:
+def _field_names(layout: BagLayout) -> list[str]:
     """Return the keys of the fields' sums, in order of the fields."""
     averaged = layout.evaluated.averaged
     fields = [layout.declaration.fields[i] for i in layout.fields.order]

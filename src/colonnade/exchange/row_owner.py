@@ -46,11 +46,11 @@ class RowOwner:
         self.native = NativeKernels(*declared, mesh.num_ranks)
         self.on_device = DeviceKernels(*declared, self.native)
 
-    def kernels(self, views: Sequence[RowView]) -> Kernels:
+    def select_kernels(self, views: Sequence[RowView]) -> Kernels:
         """Return the kernels for rows in these views' memory."""
         return self.native if views[0].rows is None else self.on_device
 
-    def kernels_of(self, pushed: RowGradients) -> Kernels:
+    def kernels_of_gradients(self, pushed: RowGradients) -> Kernels:
         """Return the kernels that computed these gradients."""
         return self.on_device if isinstance(pushed.source, DeviceRowSums) else self.native
 
@@ -58,7 +58,7 @@ class RowOwner:
         self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
     ) -> None:
         """Apply gradients to pinned rows of this rank's store: see `_native.update`."""
-        self.kernels(store.views()).update(store, pushed, optimizers, settings)
+        self.select_kernels(store.views()).update(store, pushed, optimizers, settings)
 
     def make_plan(self, lookups: Lookups, num_owners: Tensor) -> _native.Plan:
         """Group lookups by row; rows of a table are listed owner by owner. Raises IdRangeError."""
@@ -73,11 +73,13 @@ class RowOwner:
         """Group requests for this rank's rows by row: ids source by source, table by table; counts (sources, T)."""
         return _native.make_plan(list_requests(ids, counts), self.table_rows, self.one_owner)
 
-    def codes_of(self, batch: Batch, plan: _native.Plan) -> Tensor:
+    def next_use_by_row(self, batch: Batch, plan: _native.Plan) -> Tensor:
         """Return `Batch.next_use` by unique row, (U,) uint8. Raises DataError."""
-        return soonest_use(collect_next_use(batch, self.declaration, self.lookup_columns), plan)
+        return reduce_next_use(collect_next_use(batch, self.declaration, self.lookup_columns), plan)
 
-    def merge(self, lookups: Sequence[PartLookup], pushed: Sequence[RowGradients]) -> RowGradients:
+    def merge_gradients(
+        self, lookups: Sequence[PartLookup], pushed: Sequence[RowGradients]
+    ) -> RowGradients:
         """Merge gradients of several batches into one application: each batch is summed per row, then batches in
         order."""
         if len(pushed) == 1:
@@ -87,7 +89,7 @@ class RowOwner:
         slots = torch.cat([part.slots for part in pushed])
         entries = torch.as_tensor(plan.entries)
         firsts = entries[torch.as_tensor(plan.segment_offsets)[:-1].long()].long()
-        return self.kernels_of(pushed[0]).merge_batches(
+        return self.kernels_of_gradients(pushed[0]).merge_batches(
             lookups, pushed, slots[firsts].contiguous(), plan
         )
 
@@ -102,21 +104,21 @@ def owned_rows(plan: _native.Plan, next_use: Tensor | None = None) -> OwnedRows:
 def list_requests(ids: Tensor, counts: np.ndarray) -> _native.Lookups:
     """Return requests as lookups of one one-hot feature per (source, table): ids listed source by source, table by
     table; counts (sources, T)."""
-    tables, poolings = _features_of(*counts.shape)
+    tables, poolings = _request_features(*counts.shape)
     offsets = np.zeros(counts.size + 1, np.int64)
     np.cumsum(counts.ravel(), out=offsets[1:])
     return _native.Lookups(ids, torch.from_numpy(offsets), tables, poolings, 0, None, None)
 
 
 @lru_cache(maxsize=64)
-def _features_of(num_sources: int, num_tables: int) -> tuple[Tensor, Tensor]:
+def _request_features(num_sources: int, num_tables: int) -> tuple[Tensor, Tensor]:
     """Return the table and pooling of each (source, table); cached, because they are the same in every step. Read
     only."""
     tables = torch.arange(num_tables, dtype=torch.int32).repeat(num_sources)
     return tables, torch.full((num_sources * num_tables,), 2, dtype=torch.uint8)
 
 
-def gather(values: Tensor, index: Any) -> Tensor:
+def gather_int32(values: Tensor, index: Any) -> Tensor:
     """Return values[index], int32."""
     index = torch.as_tensor(index)
     out = torch.empty(len(index), dtype=torch.int32)
@@ -124,7 +126,7 @@ def gather(values: Tensor, index: Any) -> Tensor:
     return out
 
 
-def soonest_use(codes: np.ndarray, plan: _native.Plan) -> Tensor:
+def reduce_next_use(codes: np.ndarray, plan: _native.Plan) -> Tensor:
     """Reduce codes of `Batch.next_use` by lookup to the soonest by unique row."""
     starts = np.asarray(plan.segment_offsets)[:-1]
     if not len(starts):

@@ -23,7 +23,13 @@ from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Call, Mesh
 from colonnade.exchange.prefetched import collect_prefetched_rows, gather_prefetched_rows
-from colonnade.exchange.row_owner import RowOwner, gather, list_requests, owned_rows, soonest_use
+from colonnade.exchange.row_owner import (
+    RowOwner,
+    gather_int32,
+    list_requests,
+    owned_rows,
+    reduce_next_use,
+)
 from colonnade.lookup.contract import (
     BITWISE,
     BatchInfo,
@@ -42,7 +48,7 @@ from colonnade.lookup.layout import (
     collect_lookups,
     list_outputs,
 )
-from colonnade.lookup.row_layout import RowLayout, row_layout
+from colonnade.lookup.row_layout import RowLayout, build_row_layout
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
 from colonnade.topology.sharding import Sharding, row_wise_in
@@ -119,19 +125,19 @@ class RowsExchange:
 
     def build_requests(self, batch: Batch, channel: str) -> LookupRequest:
         lookups, plan, codes = self.plan_batch(batch)
-        messages = self.pack(plan, codes) if self.num_ranks > 1 else []
+        messages = self.pack_plan(plan, codes) if self.num_ranks > 1 else []
         return LookupRequest(messages, lookups, plan, codes)
 
     def plan_batch(self, batch: Batch) -> tuple[Lookups, _native.Plan, Tensor | None]:
         """Return a batch's lookups, their plan and `Batch.next_use` by unique row. Raises as `build_requests`."""
         lookups = collect_lookups(batch, self.declaration, self.owner.lookup_columns)
         plan = self.owner.make_plan(lookups, self.owner_map.num_owners)
-        codes = None if batch.next_use is None else self.owner.codes_of(batch, plan)
+        codes = None if batch.next_use is None else self.owner.next_use_by_row(batch, plan)
         return lookups, plan, codes
 
-    def pack(self, plan: _native.Plan, codes: Tensor | None) -> list[np.ndarray]:
+    def pack_plan(self, plan: _native.Plan, codes: Tensor | None) -> list[np.ndarray]:
         """Return by rank the request (uint8) for its rows of the plan; codes (U,) of them."""
-        blocks = self.owner_map.blocks(plan)
+        blocks = self.owner_map.block_offsets(plan)
         firsts, lasts = (b.reshape(-1, self.num_ranks).T for b in (blocks[:-1], blocks[1:]))
         return pack_requests(
             torch.as_tensor(plan.unique_ids), firsts, lasts, self.owner.table_rows, self.owner_map.num_owners,
@@ -146,7 +152,7 @@ class RowsExchange:
         if self.num_ranks == 1:
             return RowsLookup(batch, request.lookups, plan, owned_rows(plan, request.codes), plan)
         counts = (
-            np.diff(self.owner_map.blocks(plan)).reshape(len(self.owner.widths), -1).T
+            np.diff(self.owner_map.block_offsets(plan)).reshape(len(self.owner.widths), -1).T
         )  # (N, T)
         owner_indices = torch.from_numpy(self.owner_map.owner_indices[self.mesh.rank].copy())
         requests = unpack_requests(
@@ -155,7 +161,7 @@ class RowsExchange:
         owner_plan = self.owner.plan_requests(requests.ids, requests.counts)
         codes = requests.codes
         owned = owned_rows(
-            owner_plan, None if codes is None else soonest_use(codes.numpy(), owner_plan)
+            owner_plan, None if codes is None else reduce_next_use(codes.numpy(), owner_plan)
         )
         messages = self.build_messages(counts, requests.counts, requests.ids)
         return RowsLookup(batch, request.lookups, plan, owned, owner_plan, messages=messages)
@@ -170,17 +176,17 @@ class RowsExchange:
             )
         lookup.pinned = PinnedRows(
             slots,
-            gather(slots, plan.inverse),
+            gather_int32(slots, plan.inverse),
             ByPage(*map(torch.as_tensor, by_page)) if by_page else None,
         )
 
     def fetch(self, lookup: RowsLookup, source: RowSource) -> None:
         """Begin to send rows. Their values are copied before it returns."""
-        kernels = self.owner.kernels(source.views)
-        by_request = lookup.slots_of(source)
+        kernels = self.owner.select_kernels(source.views)
+        by_request = lookup.request_slots(source)
         pinned = None if by_request is None else lookup.pinned
         if by_request is None:
-            by_request = gather(source.rows, lookup.owner_plan.inverse)
+            by_request = gather_int32(source.rows, lookup.owner_plan.inverse)
         if self.num_ranks == 1 and source.in_place:
             order = pinned.by_page.entries if pinned and pinned.by_page else None
             locations = kernels.locate_rows(lookup.lookups, source.views, by_request, order)
@@ -191,14 +197,14 @@ class RowsExchange:
         send = self.mesh.room(messages.served.num_elements, self.declaration.dtype)
         kernels.gather_message(source, rows, messages.served, messages.requests, send)
         if self.num_ranks == 1:
-            lookup.reads = self.receive(lookup, send, messages.wanted_index)
+            lookup.reads = self.wrap_received(lookup, send, messages.wanted_index)
             return
         values = empty(messages.wanted.num_elements, dtype=self.declaration.dtype)
         tag = traffic_tag_of(lookup.batch.channel, "fetch")
-        arrival = self._send(send, messages, values, tag)
-        lookup.reads = self.receive(lookup, values, messages.wanted_index, arrival)
+        arrival = self._send_rows(send, messages, values, tag)
+        lookup.reads = self.wrap_received(lookup, values, messages.wanted_index, arrival)
 
-    def _send(
+    def _send_rows(
         self, send: Tensor, messages: RowMessages, into: Tensor, tag: str
     ) -> Callable[[], None]:
         """Send rows, laid out as served, and receive others into `into`, laid out as wanted. Collective. Return a
@@ -222,7 +228,7 @@ class RowsExchange:
 
         return decode
 
-    def receive(
+    def wrap_received(
         self,
         lookup: PartLookup,
         values: Tensor,
@@ -232,7 +238,7 @@ class RowsExchange:
         """Return rows that are one block of values. index: (U,) int32, the element that each row begins with."""
         native = self.owner.native
         view = RowView(values.data_ptr(), native.itemsize, 1, native.dtype)
-        by_lookup = gather(index, lookup.plan.inverse)
+        by_lookup = gather_int32(index, lookup.plan.inverse)
         locations = native.locate_rows(lookup.lookups, [view] * len(self.owner.widths), by_lookup)
         return FetchedRows(native, locations, values, arrival, index)
 
@@ -251,9 +257,9 @@ class RowsExchange:
             gradients = kernels.zero_outputs(lookup.lookups)
         if self.num_ranks == 1:
             return partial(kernels.gradients_from_outputs, lookup, gradients)
-        return self.send_sums(lookup, self.sum_rows(lookup, gradients), step, number)
+        return self.send_sums(lookup, self.sum_gradients(lookup, gradients), step, number)
 
-    def sum_rows(self, lookup: RowsLookup, gradients: list[Tensor]) -> Tensor:
+    def sum_gradients(self, lookup: RowsLookup, gradients: list[Tensor]) -> Tensor:
         """Return this rank's sums of gradients by unique row, laid out as wanted."""
         owner, plan, messages = self.owner, lookup.plan, lookup.messages
         assert messages is not None
@@ -283,7 +289,7 @@ class RowsExchange:
         sizes, sizes_in = wanted.rank_elements, served.rank_elements
         if not is_exact:
             rounding_keys = codec.rounding_keys(
-                lookup.plan, self.owner_map.blocks(lookup.plan), step, number
+                lookup.plan, self.owner_map.block_offsets(lookup.plan), step, number
             )
             sums = codec.encode_gradients(sums, wanted, rounding_keys)
             sizes, sizes_in = (
@@ -333,7 +339,7 @@ class RowsExchange:
             indices.append(torch.arange(len(ids)) * dim + start)
             start += blocks[-1].numel()
         index = torch.cat(indices).to(torch.int32)
-        lookup.reads = self.receive(lookup, torch.cat(blocks), index)
+        lookup.reads = self.wrap_received(lookup, torch.cat(blocks), index)
         lookup.messages = lookup.messages or self.build_own_messages(lookup)
 
     def table_offsets(self, lookup: PartLookup) -> Tensor:
@@ -344,7 +350,7 @@ class RowsExchange:
         """Build the layouts of messages: wanted (N, T) rows of each owner, served (N, T) rows for each rank. ids: of
         the served rows."""
         widths = self.owner.widths
-        received, sent = row_layout(wanted, widths), row_layout(served, widths)
+        received, sent = build_row_layout(wanted, widths), build_row_layout(served, widths)
         return RowMessages(
             received, sent, received.table_major_index(widths), sent.rank_major_index(widths),
             list_requests(ids, served),

@@ -126,7 +126,7 @@ class PartLookup:
         assert self.pinned is not None
         return self.pinned.slots
 
-    def slots_of(self, source: RowSource) -> Tensor | None:
+    def request_slots(self, source: RowSource) -> Tensor | None:
         """Return the slot of each request if it is known: if the source's rows are the pinned ones."""
         pinned = self.pinned
         return pinned.by_request if pinned is not None and source.rows is pinned.slots else None
@@ -144,7 +144,7 @@ class RecordedGradients:
         self.backwards.append(list(gradients))
         self.versions.append([gradient._version for gradient in gradients])
 
-    def check(self) -> None:
+    def check_unchanged(self) -> None:
         """Check that no recorded tensor was changed in place; else raise RuntimeError."""
         for gradients, versions in zip(self.backwards, self.versions, strict=True):
             if [gradient._version for gradient in gradients] != versions:
@@ -190,7 +190,7 @@ class LookupContext:
     steps_left: int = 0  # before its use, when it is fetched or restored
     is_done: bool = False  # its gradients were pushed, or it was dropped
 
-    def missed(self, step: int) -> list[int]:
+    def count_missed(self, step: int) -> list[int]:
         """Return the number of updates before `step` that its reads did not see, one for each staleness bound."""
         return [step - num_seen for num_seen in self.updates_seen.values()]
 
@@ -223,7 +223,7 @@ class RowGradients:
     by_page: ByPage | None = None  # the same rows and segments, for an update
 
 
-def unique_owned(contexts: Sequence[LookupContext], t: int) -> tuple[Tensor, Tensor]:
+def unique_owned_rows(contexts: Sequence[LookupContext], t: int) -> tuple[Tensor, Tensor]:
     """Return (ids (n,) int64, slots (n,) int32) of the rows of table t that these batches use, each once."""
     ids, slots = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int32)]
     for context in contexts:
@@ -247,7 +247,7 @@ class Pushed:
     num_backwards: int
     gradients: RowGradients | None = None
 
-    def arrive(self) -> RowGradients | None:
+    def wait_for_gradients(self) -> RowGradients | None:
         """Wait for the gradients, and return them. Collective."""
         if self.finish is not None:
             self.gradients, self.finish = self.finish(), None

@@ -55,7 +55,7 @@ class FieldColumns:
     def width(self) -> int:
         return sum(self.dims.values())
 
-    def of(self, key: ColumnKey) -> slice:
+    def slice_of(self, key: ColumnKey) -> slice:
         return slice(self.starts[key], self.starts[key] + self.dims[key])
 
 

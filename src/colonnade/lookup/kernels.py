@@ -24,7 +24,7 @@ from torch.nn import functional
 from colonnade import _native
 from colonnade.lookup.contract import PartLookup, RowGradients, RowSource
 from colonnade.lookup.layout import Declaration, LookupColumns, Lookups, Output
-from colonnade.lookup.row_layout import RowLayout, RowSums, row_layout
+from colonnade.lookup.row_layout import RowLayout, RowSums, build_row_layout
 from colonnade.ops import optimizers as rules
 from colonnade.ops import reference
 from colonnade.ops.memory import empty
@@ -128,7 +128,7 @@ class NativeKernels:
         self.compute = declaration.tables[0].compute_dtype
         parts = [(c, *declaration.parts[p]) for c, p in lookup_columns.reads]
         self.reads = _native.Reads(
-            *_int32s((column, part.column, part.dim) for column, _, part in parts)
+            *_transpose_int32((column, part.column, part.dim) for column, _, part in parts)
         )
         read_columns = [
             (i, column, output.width)
@@ -140,7 +140,9 @@ class NativeKernels:
             np.array(read_columns, dtype=np.int64).reshape(-1, 3).T.copy()
         )
         self.whole_rows = _native.Reads(
-            *_int32s((i, 0, width) for i, width in enumerate(self.widths.tolist() * num_ranks))
+            *_transpose_int32(
+                (i, 0, width) for i, width in enumerate(self.widths.tolist() * num_ranks)
+            )
         )
 
     def locate_rows(
@@ -214,7 +216,7 @@ class NativeKernels:
     def sum_gradients_by_row(
         self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]
     ) -> RowSums:
-        plan, layout = lookup.plan, row_layout(offsets.diff().numpy()[None, :], self.widths)
+        plan, layout = lookup.plan, build_row_layout(offsets.diff().numpy()[None, :], self.widths)
         values = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
         sums = RowSums(values, layout.rank_major_index(self.widths))
         pushed = RowGradients(
@@ -251,7 +253,7 @@ class NativeKernels:
     def sum_entries(self, pushed: RowGradients) -> tuple[RowGradients, Tensor]:
         """Add up each row's entries. Return the summed gradients, and their elements table by table, row by row."""
         counts = np.diff(pushed.offsets.numpy())[None, :]
-        layout = row_layout(counts, self.widths)
+        layout = build_row_layout(counts, self.widths)
         sums = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
         index = layout.rank_major_index(self.widths)
         self.sum_rows_into(pushed, sums, index)
@@ -265,7 +267,7 @@ class NativeKernels:
         self, batches: Sequence[PartLookup], pushed: Sequence[RowGradients], slots: Tensor, plan: _native.Plan
     ) -> RowGradients:  # fmt: skip
         counts = np.stack([np.diff(batch.owned.offsets.numpy()) for batch in batches])
-        layout = row_layout(counts, self.widths)
+        layout = build_row_layout(counts, self.widths)
         sums = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
         index = layout.rank_major_index(self.widths)
         starts = np.concatenate([[0], np.cumsum(counts.sum(1))])
@@ -325,7 +327,7 @@ def output_shapes(
     return shapes
 
 
-def _int32s(rows: Iterable[tuple[int, int, int]]) -> Tensor:
+def _transpose_int32(rows: Iterable[tuple[int, int, int]]) -> Tensor:
     """Return the transposed rows, (3, N) int32."""
     return torch.tensor(list(rows), dtype=torch.int32).reshape(-1, 3).T.contiguous()
 

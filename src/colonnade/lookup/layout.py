@@ -106,7 +106,7 @@ class Declaration:
         """Names of a model's outputs, in order."""
         return tuple(name for output in list_outputs(self) for name in output.names)
 
-    def is_read(self, table: Table) -> bool:
+    def is_looked_up(self, table: Table) -> bool:
         """Return whether a feature reads the table."""
         return any(feature.table == table.name for feature in self.features)
 
@@ -135,7 +135,7 @@ class Output:
     """True if the tensor is the merged partial of its only consumer, without fields."""
 
     @property
-    def pieces(self) -> list[tuple[int | str, int]]:
+    def column_starts(self) -> list[tuple[int | str, int]]:
         """Keys of the columns of the tensor, fields or its consumer's partial, and the first column of each."""
         if self.is_partial:
             return [(self.names[0], 0)]

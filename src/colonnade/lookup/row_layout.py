@@ -43,7 +43,7 @@ class RowLayout:
         return torch.from_numpy(index.astype(np.uint32).view(np.int32))
 
 
-def row_layout(counts: np.ndarray, dims: np.ndarray) -> RowLayout:
+def build_row_layout(counts: np.ndarray, dims: np.ndarray) -> RowLayout:
     """Build the layout of blocks of counts (N, T) rows, of tables with dims (T,) elements per row."""
     elements = counts * dims[None, :]
     starts = np.concatenate([[0], np.cumsum(elements)[:-1]]).reshape(elements.shape)

@@ -225,7 +225,7 @@ class Slices:
         return offsets_by_field
 
     @cached_property
-    def merges_nothing(self) -> bool:
+    def has_declared_outputs(self) -> bool:
         """True if outputs of exchanges are the model's declared outputs."""
         return not (self.is_cut or self.local_attention or self.hashes_by_field)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from colonnade.comm.mesh import Mesh
 from colonnade.exchange.exchange import Exchange
-from colonnade.lookup.contract import LookupContext, Pushed, unique_owned
+from colonnade.lookup.contract import LookupContext, Pushed, unique_owned_rows
 from colonnade.lookup.outputs import all_finite
 from colonnade.store.dram import DramStore
 from colonnade.store.hbm import HbmStore
@@ -73,12 +73,12 @@ class StepGradients:
         """
         num_backwards = 0
         for context in self.contexts:
-            context.gradients.check()
+            context.gradients.check_unchanged()
             num_backwards += len(context.gradients.backwards)
         if self.pushed is None:
             self.pushed = Pushed(self.exchange.begin_push(self.contexts, step), num_backwards)
             if not self._may_arrive_late:
-                self.pushed.arrive()
+                self.pushed.wait_for_gradients()
         elif self.pushed.num_backwards != num_backwards:
             raise RuntimeError(
                 "backward was called after the gradients were clipped; clip between the last backward "
@@ -89,7 +89,7 @@ class StepGradients:
     def squared_norm(self, step: int) -> float:
         """Return the sum of squares of all rows' summed gradients, over all ranks. Collective. step: as `collect`."""
         pushed, square = self.collect(step), 0.0
-        if (gradients := pushed.arrive()) is not None:
+        if (gradients := pushed.wait_for_gradients()) is not None:
             pushed.gradients, square = self.exchange.squared_norm(gradients)
         total = torch.tensor([square], dtype=torch.float64)
         return float(self.mesh.all_reduce("push", total, traffic_tag="control"))
@@ -104,7 +104,7 @@ class StepGradients:
         """Discard the gradients that `collect` sent since the last step. Collective."""
         pushed, self.pushed = self.pushed, None
         if pushed is not None:
-            pushed.arrive()
+            pushed.wait_for_gradients()
 
     def clear(self) -> None:
         """Forget recorded gradients; keep the batches. Collective."""
@@ -204,7 +204,7 @@ class Updates:
     def _apply(self, update: Update) -> None:
         """Wait for an update's gradients, sum and apply them, release the rows."""
         contexts, pushed = update.contexts, update.pushed
-        gradients = pushed.gradients if pushed.finish is None else pushed.arrive()
+        gradients = pushed.gradients if pushed.finish is None else pushed.wait_for_gradients()
         if gradients is not None:
             for context in contexts:  # one whose values were restored was never fetched
                 context.wait_for_rows()
@@ -215,13 +215,13 @@ class Updates:
         for context in contexts:
             self.store.release(context.slots_to_release, context.owned.offsets, dirty=True)
             context.finish()
-            self.missed.update(context.missed(update.step))
+            self.missed.update(context.count_missed(update.step))
 
     def _apply_policy(
         self, policy: RowPolicy, t: int, contexts: Sequence[LookupContext], step: int
     ) -> None:
         """Pass the rows of table t that were just updated on this rank to the policy, and delete those it forgets."""
-        updated, where = unique_owned(contexts, t)
+        updated, where = unique_owned_rows(contexts, t)
         clocks = self.store.clocks(t, where)
         if isinstance(policy, RowRetention) and policy.reads_norms:
             norms = self.exchange.squared_norms(self.store.views()[t], where)

@@ -18,7 +18,12 @@ from typing import Literal
 
 from colonnade.batch import Batch
 from colonnade.lookup.contract import LookupContext
-from colonnade.pipeline.prepared_batches import Held, PreparedBatch, PreparedBatches, Window
+from colonnade.pipeline.prepared_batches import (
+    Held,
+    PipelineSignals,
+    PreparedBatch,
+    PreparedBatches,
+)
 
 LATE = 2  # steps: reads this early leave one step to send an update in, and another to send their own values in
 
@@ -41,7 +46,7 @@ class Lookahead(Iterator[Batch]):
         prepare: Callable[[Batch, Held | None], LookupContext],
         fetch: Callable[[LookupContext, int], None],
         drop: Callable[[LookupContext], None],
-        window: Window,
+        window: PipelineSignals,
         depth: int | Literal["auto"],
         bounds: Sequence[int],
         prefetched: Sequence[Held] = (),
@@ -60,7 +65,7 @@ class Lookahead(Iterator[Batch]):
             iter(batches), prepare, drop, window, depth, prefetched, is_alone
         )
         self._fetch = fetch
-        self._window = window
+        self._signals = window
         self._apply_oldest = apply_oldest
         self._is_in_order = is_in_order
         self._bounds = tuple(bounds)
@@ -138,14 +143,14 @@ class Lookahead(Iterator[Batch]):
         if batch is None:
             return
         measures = self._prepared.deepens
-        before = self._window.stall_seconds() if measures else 0.0
+        before = self._signals.stall_seconds() if measures else 0.0
         try:
             self._fetch(batch.unused, len(self._line) + num_left)
         except BaseException:  # no other code can drop it
             self._prepared.drop_batch(batch)
             raise
         if measures:
-            self._prepared.count_stall(self._window.stall_seconds() - before)
+            self._prepared.count_stall(self._signals.stall_seconds() - before)
         self._line.append(batch)
 
     def __enter__(self) -> Lookahead:

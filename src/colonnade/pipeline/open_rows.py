@@ -66,7 +66,7 @@ def open_rows(
     device: the collection's, for rows and copies in its memory; backings: by table, for rows that memory has no room
     for; policies: by table, instead of its own admission and eviction. Raises ConfigError for a plan that cannot work
     in this world."""
-    is_read = [declaration.is_read(table) for table in declaration.tables]
+    is_read = [declaration.is_looked_up(table) for table in declaration.tables]
     _, steps_ahead = of_tables(plan.bounds, is_read)
     names = [table_plan.exchange for table_plan in plan.tables]
     views = slices_of(declaration, plan.shardings, names, steps_ahead)
@@ -148,5 +148,5 @@ def _open_policies(
     declared = open_policies(tables, shards, seed=seed)
     number_of = views.declared.table_number
     overrides = {views.of_table[number_of(name)]: policy for name, policy in overridden.items()}
-    check_policies(overrides, declared, tables, has_copies=cached.is_cached if cached else [])
+    check_policies(overrides, declared, tables, has_copies=cached.has_copies if cached else [])
     return declared | {t: policy for (t,), policy in overrides.items()}

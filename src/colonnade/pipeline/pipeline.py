@@ -19,7 +19,7 @@ from colonnade.batch import Batch
 from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.lookup.contract import LookupContext, PinnedRows, Pushed, RowSource
 from colonnade.pipeline.gradients import StepGradients, Update, Updates
-from colonnade.pipeline.lookahead import LATE, Lookahead, Window
+from colonnade.pipeline.lookahead import LATE, Lookahead, PipelineSignals
 from colonnade.pipeline.open_rows import OpenRows
 from colonnade.store.contract import RowView
 
@@ -50,7 +50,7 @@ class Pipeline:
         self.gradients = StepGradients(
             self.exchange, rows.mesh, self.drop, may_arrive_late=may_arrive_late
         )
-        self._window = Window(
+        self._signals = PipelineSignals(
             stall_seconds=lambda: self.store.sources.stall_seconds,
             share=self.store.pinned_share,
             starved=threading.Event(),
@@ -72,7 +72,7 @@ class Pipeline:
             prepare=self.prepare,
             fetch=self.fetch,
             drop=self.drop,
-            window=self._window,
+            window=self._signals,
             depth=rows.plan.lookahead,
             bounds=rows.bounds,
             prefetched=prefetched,
@@ -121,14 +121,14 @@ class Pipeline:
                 return True
             except BudgetExceeded:
                 # Rows of batches in flight may leave soon; not if training itself waits for this one.
-                waiting = self._window.starved.is_set()
+                waiting = self._signals.starved.is_set()
                 is_main = threading.current_thread() is threading.main_thread()
                 if not (waiting or is_main):
-                    self._window.crowded.set()
-                if self._window.closing.is_set() and not waiting:
+                    self._signals.crowded.set()
+                if self._signals.closing.is_set() and not waiting:
                     return False  # not an error: other ranks' threads wait for this one's ids
                 was_released = self.store.wait_for_release(releases, 0.05)
-                if is_main or (waiting and not was_released and self._window.starved.is_set()):
+                if is_main or (waiting and not was_released and self._signals.starved.is_set()):
                     raise
 
     def begin(self, batch: Batch) -> LookupContext:
@@ -148,9 +148,9 @@ class Pipeline:
 
     def fetch(self, context: LookupContext, steps_left: int = 0) -> None:
         """Read, as they are now, rows of the parts to fetch `steps_left` steps before use:
-        `Exchange.find_due_parts`."""
+        `Exchange.find_parts_to_fetch`."""
         context.steps_left = steps_left
-        if not (part_numbers := self.exchange.find_due_parts(context)):
+        if not (part_numbers := self.exchange.find_parts_to_fetch(context)):
             return
         assert context.pinned is not None
         context.wait_for_rows()
@@ -172,7 +172,7 @@ class Pipeline:
         numbers = [torch.arange(len(rows), dtype=torch.int32) for rows in values]
         source = RowSource(views, torch.cat(numbers), True, values)
         self.exchange.fetch(
-            context, self.exchange.find_due_parts(context), source, self.steps.value
+            context, self.exchange.find_parts_to_fetch(context), source, self.steps.value
         )
         return context
 
@@ -197,7 +197,7 @@ class Pipeline:
     ) -> dict[str, Tensor]:
         """Return the declared outputs of a batch that was fetched: see `Exchange.values`."""
         values = self.exchange.values(context, handle, device)
-        if self.views.merges_nothing:
+        if self.views.has_declared_outputs:
             return values
         return self.views.merge_outputs(
             values,

@@ -76,7 +76,7 @@ def next_depth(depth: int, *, stalled: float, window: float) -> int:
 
 
 @dataclass(slots=True)
-class Window:
+class PipelineSignals:
     """Signals between the lookahead's thread, training and the store."""
 
     stall_seconds: Callable[
@@ -101,14 +101,14 @@ class PreparedBatches:
         batches: Iterator[Batch],
         prepare: Callable[[Batch, Held | None], LookupContext],
         drop: Callable[[LookupContext], None],
-        window: Window,
+        window: PipelineSignals,
         depth: int | Literal["auto"],
         prefetched: Sequence[Held],
         is_alone: bool,
     ) -> None:
         self._next = partial(_prepare_next, batches, prepare, chain(prefetched, repeat(None)))
         self._drop = drop
-        self._window = window
+        self._signals = window
         self.depth = SHALLOW if depth == "auto" else depth
         self.deepens = depth == "auto" and is_alone
         """True if the depth grows while training waits for reads, which `count_stall` counts."""
@@ -133,15 +133,15 @@ class PreparedBatches:
             return batch
         if self._thread is None:
             self._start()
-        self._adapt()
+        self._adapt_depth()
         try:
             item = self._ready.get_nowait()
             self._was_late = False
         except queue.Empty:
             self._was_late = True
-            self._window.starved.set()  # from here on, waiting for training to release rows would be a deadlock
+            self._signals.starved.set()  # from here on, waiting for training to release rows would be a deadlock
             item = self._ready.get()
-            self._window.starved.clear()
+            self._signals.starved.clear()
         if self._surplus > 0:
             self._surplus -= 1
         else:
@@ -170,21 +170,21 @@ class PreparedBatches:
         """Wait for the thread, after `stop`, and drop the batches that it prepared. After PATIENCE seconds the reader
         processes that it waits for are killed: a suspended process would never answer."""
         start = time.monotonic()
-        self._window.closing.set()  # the thread may be waiting for room for a batch
+        self._signals.closing.set()  # the thread may be waiting for room for a batch
         while self._thread is not None and self._thread.is_alive():
-            self._drain()
+            self._drop_ready()
             self._thread.join(0.01)
             if time.monotonic() - start > PATIENCE:
                 kill_readers(self._thread)
-        self._window.closing.clear()
-        self._drain()
+        self._signals.closing.clear()
+        self._drop_ready()
 
     def _start(self) -> None:
         for _ in range(self.depth):
             self._permits.put(True)
         self._thread = threading.Thread(
-            target=_run,
-            args=(self._next, self._permits, self._ready, self._window),
+            target=_prepare_batches,
+            args=(self._next, self._permits, self._ready, self._signals),
             name="lookahead",
             daemon=True,
         )
@@ -192,30 +192,30 @@ class PreparedBatches:
         weakref.finalize(self, self._permits.put, False)
         self._thread.start()
 
-    def _drain(self) -> None:
+    def _drop_ready(self) -> None:
         """Drop the batches that are ready."""
         while not self._ready.empty():
             item = self._ready.get()
             if isinstance(item, PreparedBatch):
                 self.drop_batch(item)
 
-    def _adapt(self) -> None:
+    def _adapt_depth(self) -> None:
         """Adapt the depth: add permits while training stalls, withhold some while memory is short."""
-        if self._window.crowded.is_set():
-            self._window.crowded.clear()
-            self._shrink(max(1, self._ready.qsize()))
+        if self._signals.crowded.is_set():
+            self._signals.crowded.clear()
+            self._reduce_depth(max(1, self._ready.qsize()))
         self._taken += 1
         if not self.deepens or self._taken < max(LOOKED_AT, 2 * self.depth):
             return
         now = time.perf_counter()
         stalled = self._stalled / max(1e-9, now - self._since)
-        depth = next_depth(self.depth, stalled=stalled, window=self._window.share())
+        depth = next_depth(self.depth, stalled=stalled, window=self._signals.share())
         for _ in range(depth - self.depth):
             self._permits.put(True)
         self.depth = depth
         self._taken, self._since, self._stalled = 0, now, 0.0
 
-    def _shrink(self, depth: int) -> None:
+    def _reduce_depth(self, depth: int) -> None:
         """Lower the depth to `depth`, which fits: the next batch waits for pinned rows of those in flight."""
         if depth >= self.depth:
             return
@@ -234,11 +234,11 @@ class PreparedBatches:
             self.deepens = False
 
 
-def _run(
+def _prepare_batches(
     prepare_next: Callable[[], PreparedBatch | None],
     permits: queue.Queue[bool],
     ready: queue.Queue,
-    window: Window,
+    window: PipelineSignals,
 ) -> None:
     """Prepare one batch per permit and put it in `ready`; None after the last one, or the error. Thread's target."""
     # Its work is hidden behind training's, which should get the processors.

@@ -97,7 +97,7 @@ class RowBlock:
     rows: int
     dims: tuple[int, ...]  # of the parts of a row, side by side
 
-    def bytes_of(self, codec: Codec, dtype: torch.dtype) -> int:
+    def encoded_bytes(self, codec: Codec, dtype: torch.dtype) -> int:
         return self.rows * codec.row_bytes(self.dims, dtype)
 
 
@@ -128,7 +128,7 @@ def decode(codec: Codec, data: Tensor, blocks: Sequence[RowBlock], out: Tensor) 
     if codec.name == "exact":
         out.view(torch.uint8).copy_(data)
         return
-    parts = data.split([block.bytes_of(codec, out.dtype) for block in blocks])
+    parts = data.split([block.encoded_bytes(codec, out.dtype) for block in blocks])
     targets = out.split([block.rows * sum(block.dims) for block in blocks])
     for block, part, target in zip(blocks, parts, targets, strict=True):
         if block.rows:

@@ -72,7 +72,7 @@ class CodedSum:
         self.codec, self.way, self.dtype = codec, way, dtype
         self.share = size // world.num_ranks
         peers = world.num_hosts if way == "by host" else world.num_ranks
-        self.sent, self.summed = self._residual(peers), self._residual(1)
+        self.sent, self.summed = self._zero_residual(peers), self._zero_residual(1)
 
     def add(self, mesh: Mesh, values: Tensor, unit: float) -> None:
         """Sum values (n,) on the CPU over ranks, in place, as `sum_over_ranks`. Collective, one issuing thread. unit:
@@ -80,24 +80,24 @@ class CodedSum:
         hosts, local = mesh.world.num_hosts, mesh.world.ranks_per_host
         if self.way == "by host":
             of_host = added(scattered(mesh, mesh.in_host, values, local).view(1, local, -1))
-            self._add(mesh, mesh.over_hosts, of_host, (hosts, 1), unit)
+            self._sum_over_scope(mesh, mesh.over_hosts, of_host, (hosts, 1), unit)
             copy_in_pieces(gathered(mesh, mesh.in_host, of_host, local), values)
         else:
-            self._add(mesh, ALL, values, (hosts, local), unit)
+            self._sum_over_scope(mesh, ALL, values, (hosts, local), unit)
 
     def take_back(self) -> None:
         """Restore the residuals before the last sum."""
         self.sent.take_back()
         self.summed.take_back()
 
-    def _add(
-        self, mesh: Mesh, scope: Scope, values: Tensor, members: tuple[int, int], unit: float
+    def _sum_over_scope(
+        self, mesh: Mesh, scope: Scope, values: Tensor, group_shape: tuple[int, int], unit: float
     ) -> None:
-        peers = members[0] * members[1]
+        peers = group_shape[0] * group_shape[1]
         coded = scattered(mesh, scope, self.sent.encode(self.codec, values, unit), peers)
         parts = values.new_empty(peers, self.share)
         self._decode(coded, parts)
-        total = added(parts.view(*members, -1))
+        total = added(parts.view(*group_shape, -1))
         coded = gathered(mesh, scope, self.summed.encode(self.codec, total, unit), peers)
         self._decode(coded, values.view(peers, self.share))
 
@@ -108,14 +108,14 @@ class CodedSum:
             for piece_data, piece in zip(data.split(step), share.split(PIECE), strict=True):
                 decode(self.codec, piece_data, _blocks(len(piece)), piece)
 
-    def _residual(self, shares: int) -> RoundingResidual:
+    def _zero_residual(self, shares: int) -> RoundingResidual:
         zeros = torch.zeros(shares, self.share, dtype=self.dtype)
         return RoundingResidual(zeros, zeros.clone())
 
 
 def coded_share_bytes(codec: Codec, elements: int) -> int:
     """Return the number of bytes of an encoded share of this many elements."""
-    return sum(block.piece_data(codec, torch.float32) for block in _blocks(elements))
+    return sum(block.encoded_bytes(codec, torch.float32) for block in _blocks(elements))
 
 
 def coded_size(name: str, elements: int, num_ranks: int) -> int:
@@ -132,7 +132,7 @@ def lost_by_parameter(states: Sequence[State | None]) -> dict[int, Tensor]:
         if state is None:
             continue
         for bucket in state["buckets"]:
-            for total in _place_shares(bucket, state, rank):
+            for total in _residual_buffers(bucket, state, rank):
                 sizes = [state["sizes"][i] for i in bucket["numbers"]]
                 parts = total[: sum(sizes)].split(sizes)
                 for i, part in zip(bucket["numbers"], parts, strict=True):
@@ -140,7 +140,7 @@ def lost_by_parameter(states: Sequence[State | None]) -> dict[int, Tensor]:
     return residuals
 
 
-def _place_shares(bucket: Mapping[str, Any], state: State, rank: int) -> list[Tensor]:
+def _residual_buffers(bucket: Mapping[str, Any], state: State, rank: int) -> list[Tensor]:
     """Return the residuals of one rank in one bucket, as buffers of the whole bucket."""
     buffers = [] if bucket["owed"] is None else [bucket["owed"]]
     if bucket["sent"] is None:

@@ -28,7 +28,7 @@ class Coding:
     codecs: Codecs = EXACT
     run_seed: int = 0
 
-    def seed(self, name: str, rank: int, number: int) -> int:
+    def gradient_seed(self, name: str, rank: int, number: int) -> int:
         """Return the seed for gradients of a table or field `name`, from this rank, of the `number`-th batch of a step.
         It differs between ranks, so that their rounding errors in one row do not add up."""
         return table_seed(self.run_seed, f"{name}/gradients/{rank}/{number}")
@@ -85,12 +85,12 @@ class RowCodec:
     def rounding_keys(
         self, plan: _native.Plan, blocks: np.ndarray, step: int, number: int
     ) -> list[RoundingKey]:
-        """Return the rounding keys of a plan's unique rows, rank by rank, table by table. blocks: `OwnerMap.blocks` of
-        it; step, number: see `ExchangePart.begin_push`."""
+        """Return the rounding keys of a plan's unique rows, rank by rank, table by table. blocks:
+        `OwnerMap.block_offsets` of it; step, number: see `ExchangePart.begin_push`."""
         borders, unique = blocks.tolist(), torch.as_tensor(plan.unique_ids)
         num_tables = len(self.names)
         num_ranks = (len(borders) - 1) // num_tables
-        seeds = [self.coding.seed(name, self.rank, number) for name in self.names]
+        seeds = [self.coding.gradient_seed(name, self.rank, number) for name in self.names]
         block_order = [(t, t * num_ranks + r) for r in range(num_ranks) for t in range(num_tables)]
         return [
             RoundingKey(unique[borders[b] : borders[b + 1]], seeds[t], step) for t, b in block_order

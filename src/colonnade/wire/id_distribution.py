@@ -39,7 +39,7 @@ def exchange_messages(
     )
     received_sizes = _check_sizes(raw_sizes.numpy())
     data, _ = mesh.all_to_all(
-        channel, torch.from_numpy(np.concatenate(parts)), _lengths(sizes), _lengths(received_sizes),
+        channel, torch.from_numpy(np.concatenate(parts)), _message_bytes(sizes), _message_bytes(received_sizes),
         traffic_tag=traffic_tag,
     )  # fmt: skip
     received = data.numpy()
@@ -56,7 +56,7 @@ def exchange_messages(
     return received_messages, total
 
 
-def _lengths(sizes: NDArray[np.int32]) -> list[int]:
+def _message_bytes(sizes: NDArray[np.int32]) -> list[int]:
     """Return the number of bytes for each rank, header included, from the sizes (N, E) of its messages."""
     return (WEIGHT.size + sizes.sum(1, dtype=np.int64)).tolist()
 

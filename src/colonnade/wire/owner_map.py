@@ -34,7 +34,7 @@ class OwnerMap:
         indices[self.block_index] = np.concatenate([np.arange(n) for n in self.num_owners.tolist()])
         return np.ascontiguousarray(indices.reshape(-1, self.num_ranks).T)
 
-    def blocks(self, plan: _native.Plan) -> np.ndarray:
+    def block_offsets(self, plan: _native.Plan) -> np.ndarray:
         """Return where the unique rows of each table and rank begin, (T * N + 1,) int64; empty for ranks that own
         none."""
         counts = np.zeros(len(self.num_owners) * self.num_ranks + 1, dtype=np.int64)

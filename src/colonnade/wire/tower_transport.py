@@ -35,10 +35,10 @@ from colonnade.wire.transport import (
     HostRoute,
     PendingTransfer,
     add_columns,
+    block_elements,
     combine_transfers,
-    copy_columns,
-    count_elements,
     decode_on_arrival,
+    extract_columns,
 )
 
 
@@ -149,7 +149,7 @@ class TowerTransport:
             for part, member_width, runs in zip(
                 send.split(lengths), self.widths, self.runs, strict=True
             ):
-                copy_columns(gradient, part.view(chunk.num_samples, member_width), runs)
+                extract_columns(gradient, part.view(chunk.num_samples, member_width), runs)
             received, call = send, None
             if self.size > 1:
                 received, call = self.mesh.all_to_all(
@@ -202,7 +202,7 @@ class PeerTransport:
         self.scope = Scope(size, is_across=True)
         open_scopes(mesh, size)
 
-    def split(self, block: Tensor, sizes: Sequence[int]) -> Iterable[Tensor]:
+    def split_by_chunk(self, block: Tensor, sizes: Sequence[int]) -> Iterable[Tensor]:
         """Split block (M, W), whose samples are in the order of `order_peers`, by chunk. A tower without fields may
         pass any number of rows without columns."""
         counts = [chunk.num_samples for chunk in self._chunks(sizes)]
@@ -212,7 +212,7 @@ class PeerTransport:
         """Send the tower's columns for its peers' samples: (m, Y) for each chunk, contiguous."""
         codec, parts = CODECS[self.coding.codecs.values], []
         for chunk, block in zip(self._chunks(sizes), blocks, strict=True):
-            served, wanted = self._served(chunk, sizes), self._wanted(chunk, sizes)
+            served, wanted = self._served_blocks(chunk, sizes), self._own_blocks(chunk, sizes)
             data = coded = encode(codec, block.view(-1), served)
             call = None
             if chunk.towers != (self.tower,):
@@ -224,7 +224,7 @@ class PeerTransport:
             parts.append(PendingTransfer(received, call, coded, decode))
         return combine_transfers(parts)
 
-    def add(self, pending: PendingTransfer, total: Tensor) -> None:
+    def add_received(self, pending: PendingTransfer, total: Tensor) -> None:
         size = len(total)
         # Chunks have the same towers whatever the sizes, so the order of the parts gives their towers.
         others = tuple(tower for tower in range(len(self.carried)) if tower != self.tower)
@@ -241,12 +241,14 @@ class PeerTransport:
         codec, size = CODECS[self.coding.codecs.gradients], len(total)
         samples, rank, parts = torch.arange(size), self.mesh.rank, []
         for chunk in self._chunks(sizes):
-            served, wanted = self._served(chunk, sizes), self._wanted(chunk, sizes)
-            send = empty(sum(count_elements(wanted)), dtype=self.dtype)
-            for tower, part in zip(chunk.towers, send.split(count_elements(wanted)), strict=True):
-                copy_columns(total, part.view(size, self.widths[tower]), self.runs[tower])
+            served, wanted = self._served_blocks(chunk, sizes), self._own_blocks(chunk, sizes)
+            send = empty(sum(block_elements(wanted)), dtype=self.dtype)
+            for tower, part in zip(chunk.towers, send.split(block_elements(wanted)), strict=True):
+                extract_columns(total, part.view(size, self.widths[tower]), self.runs[tower])
             rounding_keys = [
-                RoundingKey(samples, self.coding.seed(f"tower {tower}", rank, number), step)
+                RoundingKey(
+                    samples, self.coding.gradient_seed(f"tower {tower}", rank, number), step
+                )
                 for tower in chunk.towers
             ]
             data = coded = encode(codec, send, wanted, rounding_keys)
@@ -271,12 +273,12 @@ class PeerTransport:
     def _chunks(self, sizes: Sequence[int]) -> tuple[PeerChunk, ...]:
         return plan_chunks(self.mesh.rank, self.size, tuple(sizes))
 
-    def _served(self, chunk: PeerChunk, sizes: Sequence[int]) -> list[RowBlock]:
+    def _served_blocks(self, chunk: PeerChunk, sizes: Sequence[int]) -> list[RowBlock]:
         """Return by peer in the chunk's towers the block of its samples that this tower sends."""
         local_rank, dims = self.mesh.rank % self.size, self.dims[self.tower]
         return [RowBlock(sizes[tower * self.size + local_rank], dims) for tower in chunk.towers]
 
-    def _wanted(self, chunk: PeerChunk, sizes: Sequence[int]) -> list[RowBlock]:
+    def _own_blocks(self, chunk: PeerChunk, sizes: Sequence[int]) -> list[RowBlock]:
         """Return by tower of the chunk the block of this rank's samples that it sends."""
         return [RowBlock(sizes[self.mesh.rank], self.dims[tower]) for tower in chunk.towers]
 
@@ -284,5 +286,5 @@ class PeerTransport:
         """Return by peer of every tower the bytes of its block; 0 for peers outside the chunk."""
         lengths = [0] * len(self.carried)
         for tower, block in zip(chunk.towers, blocks, strict=True):
-            lengths[tower] = block.bytes_of(codec, self.dtype)
+            lengths[tower] = block.encoded_bytes(codec, self.dtype)
         return lengths

@@ -74,7 +74,7 @@ class LastTransport(Protocol):
         """Send a block for each chunk; the next one is taken from `blocks` once the previous one was sent."""
         ...
 
-    def add(self, pending: PendingTransfer, total: Tensor) -> None:
+    def add_received(self, pending: PendingTransfer, total: Tensor) -> None:
         """Write sums over senders to this transport's columns of total (B, W), in a fixed order. Local. The columns
         need not be initialised."""
         ...
@@ -97,7 +97,7 @@ def decode_on_arrival(
     they are read. data: the message, which may be pending. Without a codec the elements are a view of it."""
     if codec.name == "exact":
         return data.view(dtype), None
-    values = empty(sum(count_elements(blocks)), dtype=dtype)
+    values = empty(sum(block_elements(blocks)), dtype=dtype)
     return values, partial(decode, codec, data, blocks, values)
 
 
@@ -126,7 +126,7 @@ class LocalTransport:
         (block,) = blocks
         return PendingTransfer(block)
 
-    def add(self, pending: PendingTransfer, total: Tensor) -> None:
+    def add_received(self, pending: PendingTransfer, total: Tensor) -> None:
         add_columns(pending.received, total, self.runs)
 
     def send_back(
@@ -135,7 +135,7 @@ class LocalTransport:
         if self.is_whole:
             return PendingTransfer(total)
         block = empty(len(total), self.sent.width, dtype=self.dtype)
-        copy_columns(total, block, self.runs)
+        extract_columns(total, block, self.runs)
         return PendingTransfer(block)
 
     def receive_back(self, pending: PendingTransfer, sizes: Sequence[int]) -> Iterator[Tensor]:
@@ -175,9 +175,9 @@ class WorldTransport:
             parts.append(route.send(part, sizes, tag))
         return combine_transfers(parts)
 
-    def add(self, pending: PendingTransfer, total: Tensor) -> None:
+    def add_received(self, pending: PendingTransfer, total: Tensor) -> None:
         for route, part in zip(self.routes, pending.parts, strict=True):
-            route.add(part, total)
+            route.add_received(part, total)
 
     def send_back(
         self, total: Tensor, sizes: Sequence[int], step: int, number: int
@@ -249,16 +249,16 @@ class DirectRoute:
 
     def send(self, block: Tensor, sizes: Sequence[int], tag: str) -> PendingTransfer:
         codec = CODECS[self.coding.codecs.values]
-        served, wanted = self._served(sizes), self._wanted(sizes)
+        served, wanted = self._served_blocks(sizes), self._own_blocks(sizes)
         coded = encode(codec, block.view(-1), served)
         data, call = self.mesh.all_to_all(
-            "fetch", coded, [message_block.bytes_of(codec, self.dtype) for message_block in served],
-            [message_block.bytes_of(codec, self.dtype) for message_block in wanted], wait=False, traffic_tag=tag,
+            "fetch", coded, [message_block.encoded_bytes(codec, self.dtype) for message_block in served],
+            [message_block.encoded_bytes(codec, self.dtype) for message_block in wanted], wait=False, traffic_tag=tag,
         )  # fmt: skip
         received, finish = decode_on_arrival(codec, data, wanted, self.dtype)
         return PendingTransfer(received, call, coded, finish)
 
-    def add(self, pending: PendingTransfer, total: Tensor) -> None:
+    def add_received(self, pending: PendingTransfer, total: Tensor) -> None:
         parts = pending.received.split([len(total) * width for width in self.widths])
         for part, width, runs in zip(parts, self.widths, self.blocks, strict=True):
             add_columns(part.view(len(total), width), total, runs)
@@ -267,30 +267,32 @@ class DirectRoute:
         self, total: Tensor, sizes: Sequence[int], step: int, number: int
     ) -> PendingTransfer:
         codec, size = CODECS[self.coding.codecs.gradients], len(total)
-        served, wanted = self._served(sizes), self._wanted(sizes)
-        send = self.mesh.room(sum(count_elements(wanted)), self.dtype)
+        served, wanted = self._served_blocks(sizes), self._own_blocks(sizes)
+        send = self.mesh.room(sum(block_elements(wanted)), self.dtype)
         for part, width, runs in zip(
-            send.split(count_elements(wanted)), self.widths, self.blocks, strict=True
+            send.split(block_elements(wanted)), self.widths, self.blocks, strict=True
         ):
-            copy_columns(total, part.view(size, width), runs)
+            extract_columns(total, part.view(size, width), runs)
         samples, rank = torch.arange(size), self.mesh.rank
         rounding_keys = [
-            RoundingKey(samples, self.coding.seed(f"pooled by {owner}", rank, number), step)
+            RoundingKey(
+                samples, self.coding.gradient_seed(f"pooled by {owner}", rank, number), step
+            )
             for owner in range(self.mesh.num_ranks)
         ]
         coded = encode(codec, send, wanted, rounding_keys)
         data, call = self.mesh.all_to_all(
-            "push", coded, [message_block.bytes_of(codec, self.dtype) for message_block in wanted],
-            [message_block.bytes_of(codec, self.dtype) for message_block in served], wait=False,
+            "push", coded, [message_block.encoded_bytes(codec, self.dtype) for message_block in wanted],
+            [message_block.encoded_bytes(codec, self.dtype) for message_block in served], wait=False,
         )  # fmt: skip
         received, finish = decode_on_arrival(codec, data, served, self.dtype)
         return PendingTransfer(received, call, coded, finish)
 
-    def _served(self, sizes: Sequence[int]) -> list[RowBlock]:
+    def _served_blocks(self, sizes: Sequence[int]) -> list[RowBlock]:
         """Return by rank the block of its samples that this rank has."""
         return [RowBlock(size, self.dims[self.mesh.rank]) for size in sizes]
 
-    def _wanted(self, sizes: Sequence[int]) -> list[RowBlock]:
+    def _own_blocks(self, sizes: Sequence[int]) -> list[RowBlock]:
         """Return by rank the block of this rank's samples that it has."""
         return [RowBlock(sizes[self.mesh.rank], dims) for dims in self.dims]
 
@@ -348,7 +350,7 @@ class HostRoute:
         )  # fmt: skip
         received = decode_message(codec, data, received_blocks, self.dtype)
         of_host = sum_in_order(received.view(1, local, -1))
-        served, wanted = [RowBlock(n, self.dims) for n in own_sizes], self._wanted(sizes)
+        served, wanted = [RowBlock(n, self.dims) for n in own_sizes], self._own_blocks(sizes)
         coded = encode(codec, of_host, served)
         data, call = self.mesh.all_to_all(
             "fetch", coded, self._lengths(codec, served), self._lengths(codec, wanted),
@@ -357,7 +359,7 @@ class HostRoute:
         received, finish = decode_on_arrival(codec, data, wanted, self.dtype)
         return PendingTransfer(received, call, coded, finish)
 
-    def add(self, pending: PendingTransfer, total: Tensor) -> None:
+    def add_received(self, pending: PendingTransfer, total: Tensor) -> None:
         parts = pending.received.view(len(self.blocks), len(total), self.columns.width)
         for part, runs in zip(parts, self.blocks, strict=True):
             add_columns(part, total, runs)
@@ -368,9 +370,9 @@ class HostRoute:
         """Send gradients between hosts, then inside; they have arrived when it returns."""
         codec, world, rank = CODECS[self.coding.codecs.gradients], self.mesh.world, self.mesh.rank
         block = empty(len(total), self.columns.width, dtype=self.dtype)
-        copy_columns(total, block, self.blocks[0])
+        extract_columns(total, block, self.blocks[0])
         every = [RowBlock(size, self.dims) for size in sizes]
-        seed = self.coding.seed("pooled by hosts", rank, number)
+        seed = self.coding.gradient_seed("pooled by hosts", rank, number)
         rounding_keys = [RoundingKey(torch.arange(len(total)), seed, step)]
         data = encode(codec, block.view(-1), [every[rank]], rounding_keys)
         lengths = self._lengths(codec, every)
@@ -396,9 +398,9 @@ class HostRoute:
         return PendingTransfer(decode_message(codec, data, every, self.dtype), None)
 
     def _lengths(self, codec: Codec, blocks: Iterable[RowBlock]) -> list[int]:
-        return [block.bytes_of(codec, self.dtype) for block in blocks]
+        return [block.encoded_bytes(codec, self.dtype) for block in blocks]
 
-    def _wanted(self, sizes: Sequence[int]) -> list[RowBlock]:
+    def _own_blocks(self, sizes: Sequence[int]) -> list[RowBlock]:
         """Return by host the block of this rank's samples."""
         return [RowBlock(sizes[self.mesh.rank], self.dims)] * len(self.blocks)
 
@@ -414,7 +416,7 @@ def select_columns(columns: FieldColumns, keys: Iterable[Any]) -> FieldColumns:
     return FieldColumns({key: dim for key, dim in columns.dims.items() if key in wanted})
 
 
-def count_elements(blocks: Iterable[RowBlock]) -> list[int]:
+def block_elements(blocks: Iterable[RowBlock]) -> list[int]:
     """Return the number of elements of each block."""
     return [block.rows * sum(block.dims) for block in blocks]
 
@@ -458,7 +460,7 @@ def add_columns(block: Tensor, total: Tensor, runs: Sequence[ColumnRun]) -> None
         target.copy_(source) if run.is_first else target.add_(source)
 
 
-def copy_columns(total: Tensor, block: Tensor, runs: Sequence[ColumnRun]) -> None:
+def extract_columns(total: Tensor, block: Tensor, runs: Sequence[ColumnRun]) -> None:
     """Copy columns of the block from their columns of the total."""
     for run in runs:
         block[:, run.block_columns] = total[:, run.whole_columns]
