@@ -197,17 +197,18 @@ class NativeCachedRows(CachedRows):
         return self.store.views()
 
     def grow(self, t: int, num_slots: int) -> None:
-        have = len(self.ids[t])
-        if num_slots <= have:
+        num_allocated = len(self.ids[t])
+        if num_slots <= num_allocated:
             return
-        count = max(num_slots, min(self.max_slots[t], have + have // 2)) - have
-        new = torch.arange(have, have + count)
+        wanted = max(num_slots, min(self.max_slots[t], num_allocated + num_allocated // 2))
+        count = wanted - num_allocated
+        new_ids = torch.arange(num_allocated, num_allocated + count)
         offsets = torch.tensor([0] * (t + 1) + [count] * (len(self.tables) - t))
-        slots, _ = self.store.acquire(new, offsets)
-        assert torch.equal(slots.long(), new), "slots of a whole vocabulary are its ids"
-        more = torch.empty(count, self.tables[t].width, dtype=self.pending[t].dtype)
-        self.pending[t] = torch.cat([self.pending[t], more])
-        self._extend_slots(t, have + count)
+        slots, _ = self.store.acquire(new_ids, offsets)
+        assert torch.equal(slots.long(), new_ids), "slots of a whole vocabulary are its ids"
+        new_sums = torch.empty(count, self.tables[t].width, dtype=self.pending[t].dtype)
+        self.pending[t] = torch.cat([self.pending[t], new_sums])
+        self._extend_slots(t, num_allocated + count)
 
     def _store_records(
         self, counts: np.ndarray, slots: np.ndarray, message: Tensor, widths: np.ndarray
@@ -304,27 +305,27 @@ class DeviceCachedRows(CachedRows):
         return [rows.view for rows in self.rows]
 
     def grow(self, t: int, num_slots: int) -> None:
-        have, table = len(self.ids[t]), self.tables[t]
-        if num_slots <= have:
+        num_allocated, table = len(self.ids[t]), self.tables[t]
+        if num_slots <= num_allocated:
             return
         # Batches have about the same size; allocate for one that is 50 % larger.
-        more = (num_slots - self.capacities[t]) // 2
-        wanted = max(num_slots, min(self.max_slots[t], num_slots + more))
+        reserve = (num_slots - self.capacities[t]) // 2
+        wanted = max(num_slots, min(self.max_slots[t], num_slots + reserve))
         try:
             self._allocate(t, wanted)
         except RuntimeError as error:
             raise BudgetExceeded(
                 f"table {table.name!r}: got {wanted:,} copies of rows to keep in the memory of {self.device}, those of "
-                f"a batch among them; it has room for {have:,}: {str(error).splitlines()[0]}. Lower plan.cache.size or "
-                "the batch size, or leave plan.cache.tier out"
+                f"a batch among them; it has room for {num_allocated:,}: {str(error).splitlines()[0]}. Lower "
+                "plan.cache.size or the batch size, or leave plan.cache.tier out"
             ) from None
 
     def _allocate(self, t: int, num_slots: int) -> None:
         """Enlarge one table, which temporarily needs memory for both sizes. Raises torch's error if there is not
         enough."""
-        more = num_slots - len(self.ids[t])
+        num_new = num_slots - len(self.ids[t])
         rows, pending = enlarged(self.rows[t], num_slots), self.pending[t]
-        self.pending[t] = torch.cat([pending, pending.new_empty(more, pending.shape[1])])
+        self.pending[t] = torch.cat([pending, pending.new_empty(num_new, pending.shape[1])])
         self.rows[t] = rows
         self._extend_slots(t, num_slots)
 
@@ -395,7 +396,9 @@ class DeviceCachedRows(CachedRows):
                 total = torch.where(is_used.bool()[:, None], with_batch, total)
             totals.append(total)
         blocks = [total.split(n) for total, n in zip(totals, counts.T.tolist(), strict=True)]
-        by_rank = [of_table[rank].flatten() for rank in range(len(counts)) for of_table in blocks]
+        by_rank = [
+            table_blocks[rank].flatten() for rank in range(len(counts)) for table_blocks in blocks
+        ]
         out.copy_(torch.cat(by_rank))
 
     def pending_sums(self, counts: np.ndarray, slots: np.ndarray) -> list[Tensor]:

@@ -165,8 +165,8 @@ def build_bag_layout(
     evaluated: EvaluatedFields,
 ) -> BagLayout:
     """Build the layout of an exchange of bags. Raises ConfigError for sequences whose rows would have to be sent."""
-    every_output = tuple(_split_evaluated_outputs(declaration, evaluated.consumers))
-    for output in every_output:
+    split_outputs = tuple(_split_evaluated_outputs(declaration, evaluated.consumers))
+    for output in split_outputs:
         if output.is_sequence:
             feature = declaration.features[declaration.fields[output.fields[0]].feature]
             raise ConfigError(
@@ -174,10 +174,10 @@ def build_bag_layout(
                 "towers or tower_rows for a sequence, whose rows reach the model one by one; give this table "
                 "exchange rows"
             )
-    order = dict.fromkeys(i for output in every_output for i in output.fields)
+    order = dict.fromkeys(i for output in split_outputs for i in output.fields)
     unordered = FieldLayout(declaration, tuple(order))
     fields = FieldLayout(declaration, unordered.pooled + unordered.sequences)
-    arriving = _arriving_columns(declaration, evaluated, every_output)
+    arriving = _arriving_columns(declaration, evaluated, split_outputs)
     features = fields.features
     poolings = [declaration.features[f].pooling for f in features]
     column = {f: c for c, f in enumerate(features)}
@@ -189,7 +189,7 @@ def build_bag_layout(
     return BagLayout(
         declaration=declaration,
         evaluated=evaluated,
-        outputs=every_output,
+        outputs=split_outputs,
         fields=fields,
         shares=tuple(fields.select_rank(rank, shardings) for rank in range(num_ranks)),
         arriving=arriving,
@@ -207,7 +207,7 @@ def build_bag_layout(
                 dtype=torch.uint8,
             ),
         ),
-        runs=tuple(find_runs([output.column_starts for output in every_output], arriving)),
+        runs=tuple(find_runs([output.column_starts for output in split_outputs], arriving)),
         divisions=tuple(divisions),
     )
 
@@ -227,13 +227,13 @@ def _split_evaluated_outputs(declaration: Declaration, consumers: Collection[str
 
 
 def _arriving_columns(
-    declaration: Declaration, evaluated: EvaluatedFields, every_output: Sequence[Output]
+    declaration: Declaration, evaluated: EvaluatedFields, split_outputs: Sequence[Output]
 ) -> FieldColumns:
     """Return the arriving columns: fields and partials of the outputs, then queries, then merged results of
     attention."""
     dims: dict[ColumnKey, int] = {}
     merged: dict[ColumnKey, int] = {}
-    for output in every_output:
+    for output in split_outputs:
         for key, _ in output.column_starts:
             if key in evaluated.attended:
                 merged[key] = output.width

@@ -173,9 +173,9 @@ class BagsExchange:
     ) -> BagsLookup:
         """Request the rows of all peers' lookups inside the tower. Collective there."""
         received_bags = self._unpack_lookups([received[rank] for rank in self.peers])
-        of_peers = dict(zip(self.peers, received_bags.sizes, strict=True))
+        size_by_peer = dict(zip(self.peers, received_bags.sizes, strict=True))
         sizes = [
-            of_peers[rank] if rank in of_peers else _read_size(rank, message)
+            size_by_peer[rank] if rank in size_by_peer else _read_size(rank, message)
             for rank, message in enumerate(received)
         ]
         plan = self.owner.make_plan(received_bags.lookups, tower.owner_map.num_owners)
@@ -376,9 +376,11 @@ class BagsExchange:
             return RowGradients(lookup.slots, lookup.owned.offsets, ends, none, source)
         if self.tower is not None and lookup.inner is not None:
             return self.tower.begin_push(lookup.inner, [received], step, number)()
-        of_rows = [evaluation.row_gradients[i].contiguous() for i in self.share.sequences]
+        sequence_gradients = [
+            evaluation.row_gradients[i].contiguous() for i in self.share.sequences
+        ]
         pooled = [received] if self.share.columns.dims else []
-        return self.owner.native.gradients_from_outputs(lookup, [*pooled, *of_rows])
+        return self.owner.native.gradients_from_outputs(lookup, [*pooled, *sequence_gradients])
 
     def _gradients_of_sums(self, lookup: BagsLookup, gradients: list[Tensor] | None) -> Tensor:
         """Return gradients of the sums, (B, W) of the compute dtype. Collective where there is attention."""
@@ -409,13 +411,13 @@ class BagsExchange:
         evaluation.row_gradients = {}
         for name, attention in self.attention.items():
             gradient = total[:, arriving.slice_of(name)].contiguous()
-            of_query, of_rows = attention.send_gradients(
+            query_gradient, sequence_gradients = attention.send_gradients(
                 evaluation.attended[name], gradient, lookup.sizes
             )
-            total[:, arriving.slice_of(attention.query)] += of_query
+            total[:, arriving.slice_of(attention.query)] += query_gradient
             before = evaluation.row_gradients.get(attention.sequence)
             evaluation.row_gradients[attention.sequence] = (
-                of_rows if before is None else before + of_rows
+                sequence_gradients if before is None else before + sequence_gradients
             )
 
     def drop(self, lookup: BagsLookup) -> None:

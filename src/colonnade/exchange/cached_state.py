@@ -266,10 +266,10 @@ def is_taken_up(exchange: CachedExchange, states: Sequence[Mapping[str, Any] | N
 
 def _has_room(exchange: CachedExchange, state: Mapping[str, Any]) -> bool:
     """Return whether every copy has room at its old slot, which selects the random bits that it is rounded with."""
-    of_tables = (state["tables"][table.name] for table in exchange.declaration.tables)
+    table_states = (state["tables"][table.name] for table in exchange.declaration.tables)
     return all(
-        np.asarray(table_state["directory"]["slots"]).max(initial=-1) < room
-        for table_state, room in zip(of_tables, exchange.cached_rows.max_slots, strict=True)
+        np.asarray(table_state["directory"]["slots"]).max(initial=-1) < limit
+        for table_state, limit in zip(table_states, exchange.cached_rows.max_slots, strict=True)
     )
 
 

@@ -82,11 +82,11 @@ class Exchange:
             tables = list(run)
             self.runs.append((i, tables[0], tables[-1] + 1))
         # By part and output: index among all outputs.
-        self.owner_indices = [
+        self.output_indices = [
             [self._find_output(output) for output in part.outputs] for part in self.parts
         ]
-        every = [i for output_indices in self.owner_indices for i in output_indices]
-        self.shared = [i for i in range(len(self.outputs)) if every.count(i) > 1]
+        all_indices = [i for output_indices in self.output_indices for i in output_indices]
+        self.shared = [i for i in range(len(self.outputs)) if all_indices.count(i) > 1]
         self.operators = [part.operators for part in self.parts if part.operators is not None]
         self.dtype = declaration.compute_dtype
 
@@ -103,9 +103,9 @@ class Exchange:
     @property
     def exactness(self) -> Exactness:
         """Exactness of the least exact part."""
-        every = [part.exactness for part in self.parts]
-        kind = max((exactness.kind for exactness in every), key=KINDS.index)
-        return Exactness(kind, max(exactness.max_error for exactness in every))
+        exactness_by_part = [part.exactness for part in self.parts]
+        kind = max((exactness.kind for exactness in exactness_by_part), key=KINDS.index)
+        return Exactness(kind, max(exactness.max_error for exactness in exactness_by_part))
 
     @property
     def consumers(self) -> tuple[str, ...]:
@@ -122,8 +122,8 @@ class Exchange:
     def inside(self) -> Inside | None:
         """Consumers that only the ranks of one tower evaluate, so that gradients of their weights are summed over these
         ranks only; None if there are none."""
-        every = (operators.inside for operators in self.operators)
-        return next((inside for inside in every if inside is not None), None)
+        tower_consumers = (operators.inside for operators in self.operators)
+        return next((inside for inside in tower_consumers if inside is not None), None)
 
     # ---- ids
 
@@ -216,7 +216,7 @@ class Exchange:
             i: empty(context.batch.size, self.outputs[i].width, dtype=dtype) for i in self.shared
         }
         for part, lookup, output_indices in zip(
-            self.parts, context.parts, self.owner_indices, strict=True
+            self.parts, context.parts, self.output_indices, strict=True
         ):
             into = {j: tensors[i] for j, i in enumerate(output_indices) if i in tensors}
             tensors |= zip(output_indices, part.pooled(lookup, into), strict=True)
@@ -244,7 +244,7 @@ class Exchange:
         # The messages of one part are sent while the next part computes.
         begun = []
         for i, (part, output_indices) in enumerate(
-            zip(self.parts, self.owner_indices, strict=True)
+            zip(self.parts, self.output_indices, strict=True)
         ):
             for number, (context, gradients) in enumerate(
                 zip(contexts, gradient_sums, strict=True)
@@ -267,21 +267,21 @@ class Exchange:
             for i, part in enumerate(self.parts)
         ])  # fmt: skip
 
-    def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
+    def squared_norm(self, row_gradients: RowGradients) -> tuple[RowGradients, float]:
         """Return gradients that need not be summed again, and the sum of squares of all rows' sums that count towards
         the norm on this rank. Local."""
         gradient_sums, total = [], 0.0
-        for part, own in zip(self.parts, self._split_gradients(pushed), strict=True):
+        for part, own in zip(self.parts, self._split_gradients(row_gradients), strict=True):
             gradients, square = part.owner.kernels_of_gradients(own).squared_norm(own)
             gradient_sums.append(gradients)
             total += square if part.counts_norm else 0.0
         return self._join_gradients(gradient_sums), total
 
     def update(
-        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+        self, store: Any, row_gradients: RowGradients, optimizers: Tensor, settings: Tensor
     ) -> None:
         """Apply gradients to pinned rows of this rank's store: see `_native.update`. Local."""
-        for part, own in zip(self.parts, self._split_gradients(pushed), strict=True):
+        for part, own in zip(self.parts, self._split_gradients(row_gradients), strict=True):
             part.owner.update(store, own, optimizers, settings)
             if part.after_update is not None:
                 part.after_update(optimizers, settings)
@@ -383,16 +383,16 @@ class Exchange:
             next_use = self._join(codes, offsets)
         return OwnedRows(ids, torch.stack(offsets).sum(0), next_use)
 
-    def _join_gradients(self, pushed: Sequence[RowGradients]) -> RowGradients:
+    def _join_gradients(self, row_gradients: Sequence[RowGradients]) -> RowGradients:
         """Join gradients of all parts; `_split_gradients` is the inverse."""
-        if len(pushed) == 1:
-            return pushed[0]
-        offsets = [gradients.offsets for gradients in pushed]
-        slots = self._join([gradients.slots for gradients in pushed], offsets)
-        return RowGradients(slots, torch.stack(offsets).sum(0), None, None, list(pushed))
+        if len(row_gradients) == 1:
+            return row_gradients[0]
+        offsets = [gradients.offsets for gradients in row_gradients]
+        slots = self._join([gradients.slots for gradients in row_gradients], offsets)
+        return RowGradients(slots, torch.stack(offsets).sum(0), None, None, list(row_gradients))
 
-    def _split_gradients(self, pushed: RowGradients) -> Sequence[RowGradients]:
-        return [pushed] if len(self.parts) == 1 else pushed.source
+    def _split_gradients(self, row_gradients: RowGradients) -> Sequence[RowGradients]:
+        return [row_gradients] if len(self.parts) == 1 else row_gradients.source
 
 
 def _split_partials(

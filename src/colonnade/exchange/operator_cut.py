@@ -205,7 +205,7 @@ def barred_in_towers(
     if why := never_in_towers(declaration, name, world, reads_ahead=reads_ahead):
         return why
     consumer = declaration.consumers[name]
-    of_field = dict(
+    tower_by_field = dict(
         zip(
             [field.name for field in declaration.fields],
             towers_of_fields(declaration, shardings, tower_ranks(world, num_towers)),
@@ -213,12 +213,12 @@ def barred_in_towers(
         )
     )
     for field in consumer.features:
-        if of_field[field] is None:
+        if tower_by_field[field] is None:
             return f"rows of {field} do not all lie in one tower"
     first, *others = consumer.features
     for field in others:
-        if of_field[field] != of_field[first]:
-            return f"{first} is in tower {of_field[first]}, {field} in tower {of_field[field]}"
+        if tower_by_field[field] != tower_by_field[first]:
+            return f"{first} is in tower {tower_by_field[first]}, {field} in tower {tower_by_field[field]}"
     return None
 
 

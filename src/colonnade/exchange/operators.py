@@ -205,13 +205,13 @@ class Operators:
             if key not in sent.dims or not partial.result.requires_grad:
                 continue
             parameters = _trained_parameters(self.declaration.consumers[key].interaction)
-            gradient, *of_weights = torch.autograd.grad(
+            gradient, *weight_gradients = torch.autograd.grad(
                 partial.result, [partial.values, *parameters], received[:, sent.slice_of(key)],
                 retain_graph=True, allow_unused=True,
             )  # fmt: skip
-            for parameter, of_weight in zip(parameters, of_weights, strict=True):
-                if of_weight is not None:
-                    _add_to_grad(parameter, of_weight)
+            for parameter, weight_gradient in zip(parameters, weight_gradients, strict=True):
+                if weight_gradient is not None:
+                    _add_to_grad(parameter, weight_gradient)
             if gradient is not None:
                 starts = accumulate((columns.dims[i] for i in partial.fields), initial=0)
                 blocks.append((gradient, tuple(zip(partial.fields, starts, strict=False))))
@@ -293,15 +293,15 @@ class RemoteAttention:
         self, attended: Attended, gradient: Tensor, sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Return gradients of this rank's queries (B, D) and rows (E, D). Collective. gradient: (B, P)."""
-        (of_stats,) = torch.autograd.grad(
+        (stats_gradient,) = torch.autograd.grad(
             attended.merged, attended.stats, gradient, retain_graph=True
         )
-        of_results = self._send_to_owners("push", of_stats, sizes, "push")
-        of_queries, of_rows = torch.autograd.grad(
-            attended.result, [attended.queries, attended.rows], of_results, retain_graph=True
+        result_gradients = self._send_to_owners("push", stats_gradient, sizes, "push")
+        query_gradients, row_gradients = torch.autograd.grad(
+            attended.result, [attended.queries, attended.rows], result_gradients, retain_graph=True
         )
-        by_rank = self._send_to_samples("push", of_queries, sizes, "push")
-        return sum_in_order(by_rank.flatten(1)[None]).view(by_rank.shape[1:]), of_rows
+        by_rank = self._send_to_samples("push", query_gradients, sizes, "push")
+        return sum_in_order(by_rank.flatten(1)[None]).view(by_rank.shape[1:]), row_gradients
 
     def _send_to_owners(self, group: str, blocks: Tensor, sizes: Sequence[int], tag: str) -> Tensor:
         """Send (R, B, n) of this rank's samples; return (G, n) of all samples, or (0, n) on ranks without rows."""

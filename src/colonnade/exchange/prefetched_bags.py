@@ -46,12 +46,12 @@ def restore_sums(
     sizes, names = lookup.sizes, _field_names(layout)
     first = sum(sizes[:rank])
     if has_sums(prefetched, names):
-        every = gather_prefetched_sums(prefetched, names, layout.arriving, sum(sizes))
+        all_samples = gather_prefetched_sums(prefetched, names, layout.arriving, sum(sizes))
     elif any("gathered" in rank_values for rank_values in prefetched):
-        every = gather_prefetched_columns(prefetched, names, layout.fields.columns, sizes)
+        all_samples = gather_prefetched_columns(prefetched, names, layout.fields.columns, sizes)
     else:
         return _sums_of_rows(lookup, layout, widths, collect_prefetched_rows(prefetched))
-    return every[first : first + sizes[rank]]
+    return all_samples[first : first + sizes[rank]]
 
 
 def _sums_of_rows(
@@ -156,12 +156,12 @@ def restore_gathered(
     prefetched."""
     sizes, names, whole = lookup.sizes, _field_names(layout), layout.fields.columns
     if has_sums(prefetched, names):
-        every = gather_prefetched_sums(prefetched, names, whole, sum(sizes))
+        all_samples = gather_prefetched_sums(prefetched, names, whole, sum(sizes))
     elif all("gathered" in rank_values for rank_values in prefetched):
-        every = gather_prefetched_columns(prefetched, names, whole, sizes)
+        all_samples = gather_prefetched_columns(prefetched, names, whole, sizes)
     else:
         raise other_exchange_error()
-    samples = every[_samples_of(peers, sizes)]
+    samples = all_samples[_samples_of(peers, sizes)]
     return torch.cat(
         [samples[:, whole.slice_of(i)] for i in columns.dims] or [samples[:, :0]], dim=1
     )
@@ -183,21 +183,23 @@ def gather_prefetched_columns(
     gathered some samples of its tower's fields. sizes: samples by rank. Raises CheckpointError where a sum is
     missing."""
     key_of_name = dict(zip(names, columns.dims, strict=True))
-    every = torch.full(
+    all_samples = torch.full(
         (sum(sizes), columns.width), float("nan"), dtype=prefetched[0]["gathered"].dtype
     )
     for rank_values in prefetched:
         first, fields = 0, decode_names(rank_values["gathered fields"])
-        if not set(fields) <= set(names) or len(every) != int(rank_values["of samples"]):
+        if not set(fields) <= set(names) or len(all_samples) != int(rank_values["of samples"]):
             raise other_exchange_error()
         for name in fields:
             into = columns.slice_of(key_of_name[name])
             width = into.stop - into.start
-            every[rank_values["samples"], into] = rank_values["gathered"][:, first : first + width]
+            all_samples[rank_values["samples"], into] = rank_values["gathered"][
+                :, first : first + width
+            ]
             first += width
-    if sum(rank_values["gathered"].numel() for rank_values in prefetched) != every.numel():
+    if sum(rank_values["gathered"].numel() for rank_values in prefetched) != all_samples.numel():
         raise other_exchange_error()
-    return every
+    return all_samples
 
 
 # ---- inputs of operators that owners evaluate
@@ -230,7 +232,7 @@ def restore_operator_inputs(
     if is_same_world and last_hop.transport.routes:
         _restore_same_world(lookup, layout, rank, operators, last_hop.transport.routes, prefetched)
         return
-    every = torch.zeros(sum(sizes), whole.width, dtype=layout.declaration.compute_dtype)
+    all_samples = torch.zeros(sum(sizes), whole.width, dtype=layout.declaration.compute_dtype)
     for i in layout.fields.order:
         name = _pooled_name(layout, i)
         if not (parts := [rank_values[name] for rank_values in prefetched if name in rank_values]):
@@ -239,14 +241,16 @@ def restore_operator_inputs(
                 "go on with the exchanges and the number of ranks of the checkpoint, or from a checkpoint "
                 "without staleness"
             )
-        every[:, whole.slice_of(i)] = sum(parts[1:], parts[0])
+        all_samples[:, whole.slice_of(i)] = sum(parts[1:], parts[0])
     first = sum(sizes[:rank])
-    own = every[first : first + sizes[rank]]
+    own = all_samples[first : first + sizes[rank]]
     partials = operators.evaluate(own, whole, False)
     lookup.reads = BagReads(total=operators.join_message(own, whole, layout.arriving, partials))
     # A sample's bag of a field is on one rank, or the operator is linear: whole fields give the same gradients.
     columns = layout.pooled_columns(rank)
-    pooled = torch.cat([every[:, whole.slice_of(i)] for i in columns.dims] or [every[:, :0]], dim=1)
+    pooled = torch.cat(
+        [all_samples[:, whole.slice_of(i)] for i in columns.dims] or [all_samples[:, :0]], dim=1
+    )
     evaluation.partials = [operators.evaluate(pooled, columns, True)]
     pooled = pooled.clone()  # partials may share its memory
     for i in layout.shares[rank].order:

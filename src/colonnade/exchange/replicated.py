@@ -77,8 +77,8 @@ class ReplicatedExchange:
         assert plan is not None
         if batch.is_evaluated:
             return RowsLookup(batch, request.lookups, plan, owned_rows(plan, request.codes), plan)
-        every_rank = torch.zeros(len(owner.widths), dtype=torch.int64)
-        requests = unpack_requests(received, owner.table_rows, owner.one_owner, every_rank)
+        first_owner = torch.zeros(len(owner.widths), dtype=torch.int64)
+        requests = unpack_requests(received, owner.table_rows, owner.one_owner, first_owner)
         owner_plan = owner.plan_requests(requests.ids, requests.counts)
         codes = requests.codes
         owned = owned_rows(

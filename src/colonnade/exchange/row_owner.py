@@ -50,15 +50,15 @@ class RowOwner:
         """Return the kernels for rows in these views' memory."""
         return self.native if views[0].rows is None else self.on_device
 
-    def kernels_of_gradients(self, pushed: RowGradients) -> Kernels:
+    def kernels_of_gradients(self, row_gradients: RowGradients) -> Kernels:
         """Return the kernels that computed these gradients."""
-        return self.on_device if isinstance(pushed.source, DeviceRowSums) else self.native
+        return self.on_device if isinstance(row_gradients.source, DeviceRowSums) else self.native
 
     def update(
-        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+        self, store: Any, row_gradients: RowGradients, optimizers: Tensor, settings: Tensor
     ) -> None:
         """Apply gradients to pinned rows of this rank's store: see `_native.update`."""
-        self.select_kernels(store.views()).update(store, pushed, optimizers, settings)
+        self.select_kernels(store.views()).update(store, row_gradients, optimizers, settings)
 
     def make_plan(self, lookups: Lookups, num_owners: Tensor) -> _native.Plan:
         """Group lookups by row; rows of a table are listed owner by owner. Raises IdRangeError."""
@@ -78,19 +78,19 @@ class RowOwner:
         return reduce_next_use(collect_next_use(batch, self.declaration, self.lookup_columns), plan)
 
     def merge_gradients(
-        self, lookups: Sequence[PartLookup], pushed: Sequence[RowGradients]
+        self, lookups: Sequence[PartLookup], row_gradients: Sequence[RowGradients]
     ) -> RowGradients:
         """Merge gradients of several batches into one application: each batch is summed per row, then batches in
         order."""
-        if len(pushed) == 1:
-            return pushed[0]
+        if len(row_gradients) == 1:
+            return row_gradients[0]
         counts = np.stack([np.diff(lookup.owned.offsets.numpy()) for lookup in lookups])
         plan = self.plan_requests(torch.cat([lookup.owned.ids for lookup in lookups]), counts)
-        slots = torch.cat([part.slots for part in pushed])
+        slots = torch.cat([part.slots for part in row_gradients])
         entries = torch.as_tensor(plan.entries)
         firsts = entries[torch.as_tensor(plan.segment_offsets)[:-1].long()].long()
-        return self.kernels_of_gradients(pushed[0]).merge_batches(
-            lookups, pushed, slots[firsts].contiguous(), plan
+        return self.kernels_of_gradients(row_gradients[0]).merge_batches(
+            lookups, row_gradients, slots[firsts].contiguous(), plan
         )
 
 

@@ -89,7 +89,7 @@ class Kernels(Protocol):
     def merge_batches(
         self,
         batches: Sequence[PartLookup],
-        pushed: Sequence[RowGradients],
+        row_gradients: Sequence[RowGradients],
         slots: Tensor,
         plan: _native.Plan,
     ) -> RowGradients:
@@ -97,12 +97,12 @@ class Kernels(Protocol):
         plan: of the owned rows of all batches, listed batch by batch; slots: by its unique rows."""
         ...
 
-    def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
+    def squared_norm(self, row_gradients: RowGradients) -> tuple[RowGradients, float]:
         """Return gradients that need not be summed again, and the sum of squares of all rows' sums."""
         ...
 
     def update(
-        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+        self, store: Any, row_gradients: RowGradients, optimizers: Tensor, settings: Tensor
     ) -> None:
         """Apply gradients to pinned rows of `store`, and advance the rows' clocks: see `_native.update`."""
         ...
@@ -219,11 +219,11 @@ class NativeKernels:
         plan, layout = lookup.plan, build_row_layout(offsets.diff().numpy()[None, :], self.widths)
         values = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
         sums = RowSums(values, layout.rank_major_index(self.widths))
-        pushed = RowGradients(
+        row_gradients = RowGradients(
             lookup.slots, offsets, plan.segment_offsets, plan.entries,
             self.output_gradients(lookup, gradients), gradients,
         )  # fmt: skip
-        self.sum_rows_into(pushed, sums.values, sums.index)
+        self.sum_rows_into(row_gradients, sums.values, sums.index)
         return sums
 
     def gradients_from_sums(
@@ -242,52 +242,57 @@ class NativeKernels:
             _native.RowGradients(sums.values.data_ptr(), index, self.compute), (sums, index),
         )  # fmt: skip
 
-    def sum_rows_into(self, pushed: RowGradients, sums: Tensor, index: Tensor) -> None:
+    def sum_rows_into(self, row_gradients: RowGradients, sums: Tensor, index: Tensor) -> None:
         """Write each row's summed gradient to `sums`, elements of the compute dtype. index: (O,) int32, the first
         element of each row."""
         _native.sum_rows(
-            pushed.segment_offsets, pushed.entries, pushed.source, pushed.offsets,
+            row_gradients.segment_offsets, row_gradients.entries, row_gradients.source, row_gradients.offsets,
             self.declaration.native_parts, sums.data_ptr(), index, self.compute,
         )  # fmt: skip
 
-    def sum_entries(self, pushed: RowGradients) -> tuple[RowGradients, Tensor]:
+    def sum_entries(self, row_gradients: RowGradients) -> tuple[RowGradients, Tensor]:
         """Add up each row's entries. Return the summed gradients, and their elements table by table, row by row."""
-        counts = np.diff(pushed.offsets.numpy())[None, :]
+        counts = np.diff(row_gradients.offsets.numpy())[None, :]
         layout = build_row_layout(counts, self.widths)
         sums = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
         index = layout.rank_major_index(self.widths)
-        self.sum_rows_into(pushed, sums, index)
+        self.sum_rows_into(row_gradients, sums, index)
         ramp = torch.arange(len(index) + 1, dtype=torch.int32)
         source = _native.RowGradients(sums.data_ptr(), index, self.compute)
         return RowGradients(
-            pushed.slots, pushed.offsets, ramp, ramp[:-1].contiguous(), source, (sums, index)
+            row_gradients.slots,
+            row_gradients.offsets,
+            ramp,
+            ramp[:-1].contiguous(),
+            source,
+            (sums, index),
         ), sums
 
     def merge_batches(
-        self, batches: Sequence[PartLookup], pushed: Sequence[RowGradients], slots: Tensor, plan: _native.Plan
+        self, batches: Sequence[PartLookup], row_gradients: Sequence[RowGradients], slots: Tensor, plan: _native.Plan
     ) -> RowGradients:  # fmt: skip
         counts = np.stack([np.diff(batch.owned.offsets.numpy()) for batch in batches])
         layout = build_row_layout(counts, self.widths)
         sums = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
         index = layout.rank_major_index(self.widths)
         starts = np.concatenate([[0], np.cumsum(counts.sum(1))])
-        for i, part in enumerate(pushed):
+        for i, part in enumerate(row_gradients):
             self.sum_rows_into(part, sums, index[starts[i] : starts[i + 1]].contiguous())
         return RowGradients(
             slots, torch.as_tensor(plan.block_offsets), plan.segment_offsets, plan.entries,
             _native.RowGradients(sums.data_ptr(), index, self.compute), (sums, index, plan),
         )  # fmt: skip
 
-    def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
-        summed, values = self.sum_entries(pushed)
+    def squared_norm(self, row_gradients: RowGradients) -> tuple[RowGradients, float]:
+        summed, values = self.sum_entries(row_gradients)
         return summed, _native.squared_norm(values.data_ptr(), values.numel(), self.compute)
 
     def update(
-        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+        self, store: Any, row_gradients: RowGradients, optimizers: Tensor, settings: Tensor
     ) -> None:
-        rows = pushed.by_page or pushed
+        rows = row_gradients.by_page or row_gradients
         _native.update(
-            store.native, rows.slots, pushed.offsets, rows.segment_offsets, rows.entries, pushed.source,
+            store.native, rows.slots, row_gradients.offsets, rows.segment_offsets, rows.entries, row_gradients.source,
             self.declaration.native_parts, optimizers, settings,
         )  # fmt: skip
 
@@ -497,9 +502,9 @@ class DeviceKernels:
         )
 
     def merge_batches(
-        self, batches: Sequence[PartLookup], pushed: Sequence[RowGradients], slots: Tensor, plan: _native.Plan
+        self, batches: Sequence[PartLookup], row_gradients: Sequence[RowGradients], slots: Tensor, plan: _native.Plan
     ) -> RowGradients:  # fmt: skip
-        parts = [gradients.source.by_table for gradients in pushed]
+        parts = [gradients.source.by_table for gradients in row_gradients]
         segments = torch.as_tensor(plan.segment_offsets)
         blocks = torch.as_tensor(plan.block_offsets)
         firsts, entries = segments[blocks].tolist(), torch.as_tensor(plan.entries).long()
@@ -522,29 +527,31 @@ class DeviceKernels:
             sums.append(row_sums)
         return RowGradients(slots, blocks, None, None, DeviceRowSums(sums), plan)
 
-    def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
-        if not isinstance(pushed.source, DeviceRowSums):
-            return self.host.squared_norm(pushed)
-        values = torch.cat([table_sums.flatten() for table_sums in pushed.source.by_table])
-        return pushed, reference.squared_norm(values)
+    def squared_norm(self, row_gradients: RowGradients) -> tuple[RowGradients, float]:
+        if not isinstance(row_gradients.source, DeviceRowSums):
+            return self.host.squared_norm(row_gradients)
+        values = torch.cat([table_sums.flatten() for table_sums in row_gradients.source.by_table])
+        return row_gradients, reference.squared_norm(values)
 
     def update(
-        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+        self, store: Any, row_gradients: RowGradients, optimizers: Tensor, settings: Tensor
     ) -> None:
         part_settings = [_read_settings(row) for row in settings.tolist()]
-        sums = self._sums_on_device(pushed, store.device)
-        store.update(pushed.slots, pushed.offsets, sums, optimizers.tolist(), part_settings)
+        sums = self._sums_on_device(row_gradients, store.device)
+        store.update(
+            row_gradients.slots, row_gradients.offsets, sums, optimizers.tolist(), part_settings
+        )
 
     def squared_norms(self, view: RowView, slots: Tensor) -> Tensor:
         assert view.rows is not None
         return rules.sum_squares(view.rows[slots.to(view.rows.device).long()].double()).cpu()
 
-    def _sums_on_device(self, pushed: RowGradients, device: torch.device) -> list[Tensor]:
+    def _sums_on_device(self, row_gradients: RowGradients, device: torch.device) -> list[Tensor]:
         """Return summed gradients on the device by table, (O_t, W_t)."""
-        if isinstance(pushed.source, DeviceRowSums):
-            return pushed.source.by_table
-        _, values = self.host.sum_entries(pushed)
-        counts, widths = pushed.offsets.diff().tolist(), self.declaration.widths.tolist()
+        if isinstance(row_gradients.source, DeviceRowSums):
+            return row_gradients.source.by_table
+        _, values = self.host.sum_entries(row_gradients)
+        counts, widths = row_gradients.offsets.diff().tolist(), self.declaration.widths.tolist()
         parts = values.to(device).split([n * w for n, w in zip(counts, widths, strict=True)])
         return [part.view(n, w) for part, n, w in zip(parts, counts, widths, strict=True)]
 

@@ -71,10 +71,12 @@ def delete_rows(rows: OpenRows, table: str, ids: Tensor) -> None:
 def scan_rows(rows: OpenRows, table: str) -> Iterator[Rows]:
     """Implement `EmbeddingCollection.scan`."""
     for t in rows.slices_of(table):
-        kind = rows.views.laid[t].table
+        slice_table = rows.views.laid[t].table
         for ids, records in rows.store.scan(t):
             # Copied even where one row is contiguous already: its clock may begin at any byte.
-            weights = records[:, : kind.width * kind.itemsize].clone(memory_format=PACKED)
+            weights = records[:, : slice_table.width * slice_table.itemsize].clone(
+                memory_format=PACKED
+            )
             clocks = records[:, -CLOCK_BYTES:].clone(memory_format=PACKED)
             yield Rows(
                 ids,
@@ -85,16 +87,15 @@ def scan_rows(rows: OpenRows, table: str) -> Iterator[Rows]:
 
 def adopt_rows(rows: OpenRows, t: int, ids: Tensor, records: Tensor, step: int) -> None:
     """Admit rows of slice t that were loaded from a checkpoint or an import, between steps; others may be evicted for
-    them.
-    ids (N,) unique; records (N, record_bytes) uint8; step: updates made before."""
+    them. ids (N,) unique; records (N, record_bytes) uint8; step: updates made before."""
     policy = rows.policies.get(t)
     if not isinstance(policy, RowRetention):
         return
     norms, table = None, rows.views.laid[t].table
     if policy.reads_norms:
-        every = torch.arange(len(ids), dtype=torch.int32)
+        indices = torch.arange(len(ids), dtype=torch.int32)
         view = RowView(records.data_ptr(), table.record_bytes, table.width, table.dtype)
-        norms = rows.exchange.squared_norms(view, every)
+        norms = rows.exchange.squared_norms(view, indices)
     rows.store.delete(t, policy.adopt(ids, step, norms).unique())
 
 

@@ -79,9 +79,9 @@ class CodedSum:
         the divisor of gradients before they are applied."""
         hosts, local = mesh.world.num_hosts, mesh.world.ranks_per_host
         if self.way == "by host":
-            of_host = added(scattered(mesh, mesh.in_host, values, local).view(1, local, -1))
-            self._sum_over_scope(mesh, mesh.over_hosts, of_host, (hosts, 1), unit)
-            copy_in_pieces(gathered(mesh, mesh.in_host, of_host, local), values)
+            host_sum = added(scattered(mesh, mesh.in_host, values, local).view(1, local, -1))
+            self._sum_over_scope(mesh, mesh.over_hosts, host_sum, (hosts, 1), unit)
+            copy_in_pieces(gathered(mesh, mesh.in_host, host_sum, local), values)
         else:
             self._sum_over_scope(mesh, ALL, values, (hosts, local), unit)
 

@@ -99,4 +99,6 @@ class RowCodec:
     def _blocks(self, layout: RowLayout) -> list[RowBlock]:
         """Return the blocks of a message, rank by rank, table by table."""
         counts = layout.counts.tolist()
-        return [RowBlock(n, self.dims[t]) for of_rank in counts for t, n in enumerate(of_rank)]
+        return [
+            RowBlock(n, self.dims[t]) for rank_counts in counts for t, n in enumerate(rank_counts)
+        ]

@@ -228,8 +228,8 @@ class PeerTransport:
         size = len(total)
         # Chunks have the same towers whatever the sizes, so the order of the parts gives their towers.
         others = tuple(tower for tower in range(len(self.carried)) if tower != self.tower)
-        every_chunk = [towers for towers in (others, (self.tower,)) if towers]
-        for towers, part in zip(every_chunk, pending.parts, strict=True):
+        towers_by_chunk = [towers for towers in (others, (self.tower,)) if towers]
+        for towers, part in zip(towers_by_chunk, pending.parts, strict=True):
             blocks = part.received.split([size * self.widths[tower] for tower in towers])
             for tower, block in zip(towers, blocks, strict=True):
                 add_columns(block.view(size, self.widths[tower]), total, self.runs[tower])

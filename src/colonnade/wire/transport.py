@@ -320,8 +320,8 @@ class HostRoute:
     @property
     def local_rank_groups(self) -> list[list[int]]:
         """Ranks with the same local rank, which sum for each other, by local rank, (L, H)."""
-        local, every = self.mesh.world.ranks_per_host, range(self.mesh.num_ranks)
-        return [list(every[number::local]) for number in range(local)]
+        local, ranks = self.mesh.world.ranks_per_host, range(self.mesh.num_ranks)
+        return [list(ranks[local_rank::local]) for local_rank in range(local)]
 
     def columns_of(self, rank: int) -> FieldColumns:
         return self.columns
@@ -329,9 +329,11 @@ class HostRoute:
     def join_blocks(self, blocks: Sequence[Tensor]) -> PendingTransfer:
         """Return blocks by sender, summed by host, as a message that has arrived."""
         world = self.mesh.world
-        every = torch.stack([block.reshape(-1) for block in blocks])
-        hosts = every.view(world.num_hosts, 1, world.ranks_per_host, -1)
-        return PendingTransfer(torch.cat([sum_in_order(of_host) for of_host in hosts]), None)
+        by_rank = torch.stack([block.reshape(-1) for block in blocks])
+        by_host = by_rank.view(world.num_hosts, 1, world.ranks_per_host, -1)
+        return PendingTransfer(
+            torch.cat([sum_in_order(host_blocks) for host_blocks in by_host]), None
+        )
 
     def send(self, block: Tensor, sizes: Sequence[int], tag: str) -> PendingTransfer:
         """Sum inside the host, and begin to send sums between hosts."""
@@ -349,9 +351,9 @@ class HostRoute:
             self._lengths(codec, received_blocks), scope=self.mesh.in_host, traffic_tag=tag,
         )  # fmt: skip
         received = decode_message(codec, data, received_blocks, self.dtype)
-        of_host = sum_in_order(received.view(1, local, -1))
+        host_sum = sum_in_order(received.view(1, local, -1))
         served, wanted = [RowBlock(n, self.dims) for n in own_sizes], self._own_blocks(sizes)
-        coded = encode(codec, of_host, served)
+        coded = encode(codec, host_sum, served)
         data, call = self.mesh.all_to_all(
             "fetch", coded, self._lengths(codec, served), self._lengths(codec, wanted),
             scope=self.mesh.over_hosts, wait=False, traffic_tag=tag,
@@ -371,31 +373,31 @@ class HostRoute:
         codec, world, rank = CODECS[self.coding.codecs.gradients], self.mesh.world, self.mesh.rank
         block = empty(len(total), self.columns.width, dtype=self.dtype)
         extract_columns(total, block, self.blocks[0])
-        every = [RowBlock(size, self.dims) for size in sizes]
+        blocks_by_rank = [RowBlock(size, self.dims) for size in sizes]
         seed = self.coding.gradient_seed("pooled by hosts", rank, number)
         rounding_keys = [RoundingKey(torch.arange(len(total)), seed, step)]
-        data = encode(codec, block.view(-1), [every[rank]], rounding_keys)
-        lengths = self._lengths(codec, every)
+        data = encode(codec, block.view(-1), [blocks_by_rank[rank]], rounding_keys)
+        lengths = self._lengths(codec, blocks_by_rank)
         local, hosts = world.ranks_per_host, world.num_hosts
-        of_alike = [[lengths[r] for r in ranks] for ranks in self.local_rank_groups]
+        group_lengths = [[lengths[r] for r in ranks] for ranks in self.local_rank_groups]
         received, _ = self.mesh.all_to_all(
-            "push", data.repeat(hosts), [len(data)] * hosts, of_alike[rank % local],
+            "push", data.repeat(hosts), [len(data)] * hosts, group_lengths[rank % local],
             scope=self.mesh.over_hosts,
         )  # fmt: skip
         received, _ = self.mesh.all_to_all(
             "push",
             received.repeat(local),
             [len(received)] * local,
-            list(map(sum, of_alike)),
+            list(map(sum, group_lengths)),
             scope=self.mesh.in_host,
         )
         # Received local rank by local rank and, from each, host by host: reorder by rank.
         starts = dict(
             zip([r for ranks in self.local_rank_groups for r in ranks],
-                accumulate((n for counts in of_alike for n in counts), initial=0), strict=False)
+                accumulate((n for counts in group_lengths for n in counts), initial=0), strict=False)
         )  # fmt: skip
         data = torch.cat([received[starts[r] : starts[r] + n] for r, n in enumerate(lengths)])
-        return PendingTransfer(decode_message(codec, data, every, self.dtype), None)
+        return PendingTransfer(decode_message(codec, data, blocks_by_rank, self.dtype), None)
 
     def _lengths(self, codec: Codec, blocks: Iterable[RowBlock]) -> list[int]:
         return [block.encoded_bytes(codec, self.dtype) for block in blocks]
@@ -431,8 +433,8 @@ def _plan_assembly(
 ) -> tuple[list[list[ColumnRun]], int]:
     """Return by block its runs, and the number of columns of the whole that they fill, for `assemble_columns`. Cached
     between steps, because computing it takes as long as a copy of a megabyte."""
-    every = find_runs(blocks, FieldColumns(dict(dims)))
-    return every, sum(run.width for runs in every for run in runs if run.is_first)
+    runs_by_block = find_runs(blocks, FieldColumns(dict(dims)))
+    return runs_by_block, sum(run.width for runs in runs_by_block for run in runs if run.is_first)
 
 
 def assemble_columns(
@@ -440,9 +442,11 @@ def assemble_columns(
 ) -> Tensor:
     """Return columns of these dims from blocks (R, any) of one dtype: (R, W), contiguous. Columns in several blocks are
     summed, in order of the blocks; columns in none are 0. Read only: it is a block itself where that is the whole."""
-    every, num_filled = _plan_assembly(tuple([starts for _, starts in blocks]), tuple(dims.items()))
+    runs_by_block, num_filled = _plan_assembly(
+        tuple([starts for _, starts in blocks]), tuple(dims.items())
+    )
     width, num_rows = sum(dims.values()), len(blocks[0][0])
-    taken = [(block, runs) for (block, _), runs in zip(blocks, every, strict=True) if runs]
+    taken = [(block, runs) for (block, _), runs in zip(blocks, runs_by_block, strict=True) if runs]
     if len(taken) == 1 and len(taken[0][1]) == 1 and num_filled == width == taken[0][0].shape[1]:
         return taken[0][0].contiguous()
     result = empty(num_rows, width, dtype=blocks[0][0].dtype)
