@@ -236,8 +236,8 @@ class Directory:
             done = self._native.step(*arguments)
         except OverflowError:
             raise ColonnadeError(
-                f"plan.cache: got more than {self.number:,} batches, wanted as many at most, counted from the run's "
-                "last start; start it again: it goes on from its newest checkpoint, and counts from less"
+                f"plan.cache: got more than {self.number:,} batches, wanted at most that many, counted from the run's "
+                "last start; start it again: it continues from its newest checkpoint, with a lower count"
             ) from None
         return Decision(
             done.number, done.slots, done.asked, done.ages, done.ticks, done.pushed, done.leaving,

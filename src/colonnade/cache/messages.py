@@ -114,8 +114,8 @@ def parse_flags(headers: Sequence[np.ndarray], counts: np.ndarray) -> RowRequest
 
 def _bad_message_error(rank: int, size: int) -> WorldError:
     return WorldError(
-        f"rank {rank} sent {size} bytes that are not what a rank with a cache sends; all ranks must run one version of "
-        "Colonnade on one model and plan"
+        f"rank {rank} sent {size} bytes that are not a message of a rank with a cache; all ranks must run one version "
+        "of Colonnade on one model and plan"
     )
 
 

@@ -109,7 +109,7 @@ class Division:
 
     column: int  # of lookups
     pooling: str
-    columns: slice  # of what arrives
+    columns: slice  # of the arriving columns
 
 
 @dataclass(frozen=True)
@@ -326,4 +326,4 @@ class LastHop:
 
     transport: LastTransport
     columns: FieldColumns  # at its senders
-    sent: FieldColumns  # what they send: columns, or partials of some
+    sent: FieldColumns  # as sent: columns, or partials of some of them

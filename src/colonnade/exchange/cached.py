@@ -410,8 +410,7 @@ class CachedExchange:
         transfer = lookup.transfer
         if self.is_synchronized:
             raise RuntimeError(
-                "got a batch to train on inside `with rows.settled()`, after which rows are what they were; leave it "
-                "first"
+                "got a batch to train on inside `with rows.settled()`, which restores rows when it ends; leave it first"
             )
         if self._transfers[0] is not transfer:
             raise RuntimeError(

@@ -62,7 +62,7 @@ def barred(
         kind = type(interaction).__name__
         if interaction.merge == "whole":
             return f"{kind} needs all fields of a sample on one rank"
-        return f"nothing smaller than its fields' values stands for them in {kind}"
+        return f"{kind} has no result that is smaller than its fields' values"
     if interaction.sequences and reads_ahead:
         return (
             "its queries are read before its rows, in a round of their own, and rows are read ahead"
@@ -72,7 +72,7 @@ def barred(
     if reads_ahead:
         return "its weights are dense, which are never stale, and rows are read ahead"
     if world is not None and world.num_ranks == 1:
-        return "nothing travels on one rank"
+        return "nothing is sent on one rank"
     if world is not None and world.has_servers:
         return "owners are servers, which have none of its weights"
     return None
@@ -214,7 +214,7 @@ def barred_in_towers(
     )
     for field in consumer.features:
         if tower_by_field[field] is None:
-            return f"rows of {field} do not all lie in one tower"
+            return f"rows of {field} are not all in one tower"
     first, *others = consumer.features
     for field in others:
         if tower_by_field[field] != tower_by_field[first]:
@@ -230,17 +230,17 @@ def never_in_towers(
     consumer = declaration.consumers[name]
     if result_width(declaration, name) is None:
         kind = type(consumer.interaction).__name__
-        return f"nothing smaller than its fields' values stands for them in {kind}"
+        return f"{kind} has no result that is smaller than its fields' values"
     if world is not None and world.num_ranks == 1:
-        return "nothing travels on one rank"
+        return "nothing is sent on one rank"
     width, floats = result_width(declaration, name), fields_width(declaration, name)
     if reads_ahead and 2 * (width or 0) > floats:
         return (
-            f"rows are read ahead, and what is made of them inside a tower leaves it in the step that uses it: {width} "
-            f"floats, more than half of the {floats} that would have come before, while others compute"
+            f"rows are read ahead, and its result leaves the tower only in the step that uses it: {width} floats, more "
+            f"than half of the {floats} that would have been sent before, during computation"
         )
     if world is not None and world.has_servers:
-        return "rows lie on servers, which have none of its weights"
+        return "rows are on servers, which have none of its weights"
     return None
 
 

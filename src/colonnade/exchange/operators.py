@@ -222,7 +222,7 @@ class Operators:
         if result.shape != wanted:
             raise ConfigError(
                 f"consumer {name!r}: its operator gave {tuple(result.shape)} for {num_samples} samples, wanted {wanted}"
-                ": a row for each sample, of as many floats as its `width` says"
+                ": a row for each sample, with `width` floats"
             )
 
 
@@ -275,7 +275,7 @@ class RemoteAttention:
         tag: str,
         is_trained: bool,
     ) -> Attended:
-        """Attend to the rows of all ranks. Collective. sizes: samples by rank; tag: what bytes are counted as."""
+        """Attend to the rows of all ranks. Collective. sizes: samples by rank; tag: traffic tag of the bytes."""
         size, dim = query.shape
         queries = self._send_to_owners("fetch", query.repeat(len(self.ranks), 1, 1), sizes, tag)
         with torch.set_grad_enabled(is_trained):

@@ -61,8 +61,7 @@ def gather_prefetched_rows(
 def other_exchange_error() -> CheckpointError:
     """Return the error for prefetched values that cannot be restored."""
     return CheckpointError(
-        "the checkpoint holds what another exchange had read ahead, and sums do not say what rows were; go on with the "
-        "exchanges of the checkpoint (plan.exchange and plan.tables as they were), or from a checkpoint of a "
-        "run without "
-        "staleness"
+        "the checkpoint has values that another exchange had read ahead, and rows cannot be restored from sums; "
+        "continue with the exchanges of the checkpoint (plan.exchange and plan.tables as they were), or from a "
+        "checkpoint of a run without staleness"
     )

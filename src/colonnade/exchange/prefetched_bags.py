@@ -105,8 +105,8 @@ def gather_prefetched_sums(
     sums = torch.cat(blocks) if len(blocks) == len(prefetched) else torch.empty(0, 0)
     if sums.shape != (num_samples, columns.width):
         raise CheckpointError(
-            f"the checkpoint holds sums of shape {tuple(sums.shape)} that were read ahead, this batch wants "
-            f"{(num_samples, columns.width)}; go on with the data, model and batch size of the checkpoint"
+            f"the checkpoint has sums of shape {tuple(sums.shape)} that were read ahead, this batch wants "
+            f"{(num_samples, columns.width)}; continue with the data, model and batch size of the checkpoint"
         )
     return sums
 
@@ -237,9 +237,9 @@ def restore_operator_inputs(
         name = _pooled_name(layout, i)
         if not (parts := [rank_values[name] for rank_values in prefetched if name in rank_values]):
             raise CheckpointError(
-                "the checkpoint holds what another exchange had read ahead, or owners that evaluated other consumers; "
-                "go on with the exchanges and the number of ranks of the checkpoint, or from a checkpoint "
-                "without staleness"
+                "the checkpoint has values that another exchange had read ahead, or owners that evaluated other "
+                "consumers; continue with the exchanges and the number of ranks of the checkpoint, or from a "
+                "checkpoint without staleness"
             )
         all_samples[:, whole.slice_of(i)] = sum(parts[1:], parts[0])
     first = sum(sizes[:rank])

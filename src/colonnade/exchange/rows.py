@@ -77,7 +77,7 @@ class FetchedRows:
 
     kernels: Kernels
     locations: Any  # the kernels' own
-    keep: Any  # what must live as long
+    keep: Any  # objects that must live as long
     arrival: Callable[[], None] | None = None  # to wait for first
     index: Tensor | None = None
     """Element of `keep` that each unique row begins with, (U,) int32, where rows were copied."""

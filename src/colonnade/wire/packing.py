@@ -79,8 +79,8 @@ def unpack_requests(
             unpacked.append(_unpack(message, rows, num_owners, owner_indices))
         except ValueError as error:
             raise WorldError(
-                f"rank {rank} sent {len(message)} bytes that are no request for rows ({error}); all ranks must run one "
-                "version of Colonnade on one model"
+                f"rank {rank} sent {len(message)} bytes that are not a request for rows ({error}); all ranks must run "
+                "one version of Colonnade on one model"
             ) from None
     codes = None
     if any(request.codes is not None for request in unpacked):

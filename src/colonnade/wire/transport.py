@@ -41,7 +41,7 @@ class PendingTransfer:
 
     received: Tensor  # flat, sender after sender
     call: Call | None = None
-    keep: Any = None  # what must live until it has arrived
+    keep: Any = None  # objects that must live until it has arrived
     decode: Callable[[], None] | None = None  # called once it has
     parts: Sequence[PendingTransfer] = ()  # the messages, where there are several
 
@@ -59,10 +59,10 @@ class PendingTransfer:
 
 class LastTransport(Protocol):
     """Transport of the hop that ends at the samples' ranks, and of gradients from them. Methods except `add` are
-    collective, in one order on all ranks. sizes: samples by rank; tag: what the bytes are counted as.
+    collective, in one order on all ranks. sizes: samples by rank; tag: traffic tag of the bytes.
 
-    A message may be on its way when a method returns: a `PendingTransfer` holds its call, and in `decode` what is to
-    be done once it has arrived. Callers of `add` have waited before; `receive_back` waits itself.
+    A message may be on its way when a method returns: a `PendingTransfer` has its call, and `decode` is called
+    once it has arrived. Callers of `add` have waited before; `receive_back` waits itself.
     """
 
     routes: tuple[DirectRoute | HostRoute, ...]
