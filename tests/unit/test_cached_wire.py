@@ -34,7 +34,7 @@ def test_notes_come_back(high):
             np.testing.assert_array_equal(getattr(heard, name), getattr(said, name))
         np.testing.assert_array_equal(heard.ages, np.minimum(said.ages, MAX_AGE))
         for mine in (said.renewed, said.written):
-            assert heard.counted(mine).sum() == mine.sum()
+            assert heard.count_rows(mine).sum() == mine.sum()
         with pytest.raises(WorldError, match="rank 2 sent"):
             parse_flags([*notes[:2], np.append(notes[2], np.uint8(1))], said.counts)
     for message in ([1], [9, 0, 0, 0], [255, 255, 255, 255]):

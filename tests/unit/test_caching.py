@@ -126,7 +126,7 @@ def test_a_copy_costs_what_sizes_in_bytes_take_it_for():
     slots = np.arange(1000)
     copies.grow(0, len(slots))
     assert len(copies.ids[0]) == len(slots)
-    arrays = copies.ids[0].nbytes + copies.ticks[0].nbytes
+    arrays = copies.ids[0].nbytes + copies.num_pending[0].nbytes
     for first in range(0, 40_000, 1000):
         directory.step(np.arange(first, first + 1000))
     assert directory.num_slots == 21_000
@@ -186,9 +186,9 @@ def test_copies_of_checkpoints_go_on_in_a_world_like_theirs_alone():
     here = SimpleNamespace(
         declaration=SimpleNamespace(tables=TABLES[:1]),
         directories=[directory],
-        is_kept=[True],
+        outlasts_batch=[True],
         mesh=SimpleNamespace(num_ranks=2),
-        copies=SimpleNamespace(rooms=[3]),
+        cached_rows=SimpleNamespace(max_slots=[3]),
     )
     said = {"policy": "lfu", "kept": True, "directory": directory.state()}
     state = {"tables": {"item": said}}

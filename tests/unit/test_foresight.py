@@ -59,4 +59,4 @@ def test_what_it_remembers_is_what_is_in_sight():
         if number >= 3:
             sight.pop_next_uses()
     assert len(sight._newest) == 2 * 50 + 100
-    assert len(sight._following) <= 8 * 100
+    assert len(sight._next_batch) <= 8 * 100
