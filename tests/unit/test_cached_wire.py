@@ -8,9 +8,9 @@ import pytest
 from colonnade.cache.messages import (
     MAX_AGE,
     RowRequests,
-    add_flags,
-    parse_flags,
-    split_flags,
+    add_row_flags,
+    parse_row_flags,
+    split_row_flags,
 )
 from colonnade.errors import WorldError
 
@@ -27,16 +27,16 @@ def test_notes_come_back(high):
     for _ in range(20):
         said = named(random, random.integers(0, high, (3, 4)))
         requests = [random.integers(0, 256, n).astype(np.uint8) for n in (0, 5, 9)]
-        notes, others = split_flags(add_flags(said, requests))
+        notes, others = split_row_flags(add_row_flags(said, requests))
         assert all(np.array_equal(one, other) for one, other in zip(others, requests, strict=True))
-        heard = parse_flags(notes, said.counts)
+        heard = parse_row_flags(notes, said.counts)
         for name in ("renewed", "wanted", "written"):
             np.testing.assert_array_equal(getattr(heard, name), getattr(said, name))
         np.testing.assert_array_equal(heard.ages, np.minimum(said.ages, MAX_AGE))
         for mine in (said.renewed, said.written):
             assert heard.count_rows(mine).sum() == mine.sum()
         with pytest.raises(WorldError, match="rank 2 sent"):
-            parse_flags([*notes[:2], np.append(notes[2], np.uint8(1))], said.counts)
+            parse_row_flags([*notes[:2], np.append(notes[2], np.uint8(1))], said.counts)
     for message in ([1], [9, 0, 0, 0], [255, 255, 255, 255]):
         with pytest.raises(WorldError, match="rank 0 sent"):
-            split_flags([np.array(message, np.uint8)])
+            split_row_flags([np.array(message, np.uint8)])

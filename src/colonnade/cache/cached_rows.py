@@ -68,7 +68,7 @@ class CachedRows(ABC):
         """Return views of the cached weights, by table, valid until `grow`."""
 
     @abstractmethod
-    def grow(self, t: int, num_slots: int) -> None:
+    def grow(self, table_index: int, num_slots: int) -> None:
         """Make slots below `num_slots` usable. Raises BudgetExceeded where a device has no memory for them."""
 
     def store_received(
@@ -95,11 +95,11 @@ class CachedRows(ABC):
         """Store the records of `store_received`."""
 
     @abstractmethod
-    def read_records(self, t: int, slots: np.ndarray) -> Tensor:
+    def read_records(self, table_index: int, slots: np.ndarray) -> Tensor:
         """Read records, (n, record_bytes) uint8 on the CPU."""
 
     @abstractmethod
-    def write_records(self, t: int, slots: np.ndarray, records: Tensor) -> None:
+    def write_records(self, table_index: int, slots: np.ndarray, records: Tensor) -> None:
         """Write records, (n, record_bytes) uint8 on the CPU."""
 
     @abstractmethod
@@ -125,48 +125,50 @@ class CachedRows(ABC):
     def pending_sums(self, counts: np.ndarray, slots: np.ndarray) -> Any:
         """Return the pending sums of rows (n,) listed table by table: counts (T,)."""
 
-    def table_pending_sums(self, t: int, slots: np.ndarray) -> Tensor:
+    def table_pending_sums(self, table_index: int, slots: np.ndarray) -> Tensor:
         """Return the pending sums of one table's rows, (n, D) on the CPU."""
-        table_slots = torch.from_numpy(slots).to(self.pending[t].device)
-        return self.pending[t][table_slots].cpu()
+        table_slots = torch.from_numpy(slots).to(self.pending[table_index].device)
+        return self.pending[table_index][table_slots].cpu()
 
-    def clear_pending(self, t: int, slots: np.ndarray) -> None:
+    def clear_pending(self, table_index: int, slots: np.ndarray) -> None:
         """Discard pending gradients at these slots."""
-        self.num_pending[t][slots] = 0
+        self.num_pending[table_index][slots] = 0
 
-    def dirty_slots(self, t: int) -> np.ndarray:
+    def dirty_slots(self, table_index: int) -> np.ndarray:
         """Return the slots of rows with pending gradients, ascending by id."""
-        slots = np.flatnonzero(self.num_pending[t])
-        return slots[np.argsort(self.ids[t][slots])]
+        slots = np.flatnonzero(self.num_pending[table_index])
+        return slots[np.argsort(self.ids[table_index][slots])]
 
-    def state(self, t: int, slots: np.ndarray) -> dict[str, Tensor]:
+    def state(self, table_index: int, slots: np.ndarray) -> dict[str, Tensor]:
         """Return the contents of these slots, on the CPU, for `load` in memory or on a device."""
-        num_pending = torch.from_numpy(self.num_pending[t][slots])
-        pending = self.table_pending_sums(t, slots)
+        num_pending = torch.from_numpy(self.num_pending[table_index][slots])
+        pending = self.table_pending_sums(table_index, slots)
         pending[num_pending == 0] = 0  # never written; zeros make checkpoints of equal runs equal
         return {
-            "ids": torch.from_numpy(self.ids[t][slots]),
-            "records": self.read_records(t, slots),
+            "ids": torch.from_numpy(self.ids[table_index][slots]),
+            "records": self.read_records(table_index, slots),
             "pending": pending,
             "ticks": num_pending,
         }
 
-    def load(self, t: int, slots: np.ndarray, state: dict[str, Tensor]) -> None:
+    def load(self, table_index: int, slots: np.ndarray, state: dict[str, Tensor]) -> None:
         """Load the result of `state` into these slots."""
         if not len(slots):
             return
-        self.grow(t, int(slots.max()) + 1)
-        self.ids[t][slots] = state["ids"].numpy()
-        self.write_records(t, slots, state["records"])
-        pending = self.pending[t]
+        self.grow(table_index, int(slots.max()) + 1)
+        self.ids[table_index][slots] = state["ids"].numpy()
+        self.write_records(table_index, slots, state["records"])
+        pending = self.pending[table_index]
         pending[torch.from_numpy(slots).to(pending.device)] = state["pending"].to(pending.device)
-        self.num_pending[t][slots] = state["ticks"].numpy()
+        self.num_pending[table_index][slots] = state["ticks"].numpy()
 
-    def _extend_slots(self, t: int, num_slots: int) -> None:
+    def _extend_slots(self, table_index: int, num_slots: int) -> None:
         """Extend `ids` and `num_pending` to `num_slots` slots. New slots have no pending gradients."""
-        count = num_slots - len(self.ids[t])
-        self.num_pending[t] = np.concatenate([self.num_pending[t], np.zeros(count, np.int32)])
-        self.ids[t] = np.concatenate([self.ids[t], np.zeros(count, np.int64)])
+        count = num_slots - len(self.ids[table_index])
+        self.num_pending[table_index] = np.concatenate(
+            [self.num_pending[table_index], np.zeros(count, np.int32)]
+        )
+        self.ids[table_index] = np.concatenate([self.ids[table_index], np.zeros(count, np.int64)])
 
 
 def sent_record_bytes(table: Table, is_changed: bool) -> int:
@@ -196,32 +198,36 @@ class NativeCachedRows(CachedRows):
     def views(self) -> list[RowView]:
         return self.store.views()
 
-    def grow(self, t: int, num_slots: int) -> None:
-        num_allocated = len(self.ids[t])
+    def grow(self, table_index: int, num_slots: int) -> None:
+        num_allocated = len(self.ids[table_index])
         if num_slots <= num_allocated:
             return
-        wanted = max(num_slots, min(self.max_slots[t], num_allocated + num_allocated // 2))
+        wanted = max(
+            num_slots, min(self.max_slots[table_index], num_allocated + num_allocated // 2)
+        )
         count = wanted - num_allocated
         new_ids = torch.arange(num_allocated, num_allocated + count)
-        offsets = torch.tensor([0] * (t + 1) + [count] * (len(self.tables) - t))
+        offsets = torch.tensor([0] * (table_index + 1) + [count] * (len(self.tables) - table_index))
         slots, _ = self.store.acquire(new_ids, offsets)
         assert torch.equal(slots.long(), new_ids), "slots of a whole vocabulary are its ids"
-        new_sums = torch.empty(count, self.tables[t].width, dtype=self.pending[t].dtype)
-        self.pending[t] = torch.cat([self.pending[t], new_sums])
-        self._extend_slots(t, num_allocated + count)
+        new_sums = torch.empty(
+            count, self.tables[table_index].width, dtype=self.pending[table_index].dtype
+        )
+        self.pending[table_index] = torch.cat([self.pending[table_index], new_sums])
+        self._extend_slots(table_index, num_allocated + count)
 
     def _store_records(
         self, counts: np.ndarray, slots: np.ndarray, message: Tensor, widths: np.ndarray
     ) -> None:
         self.native.unpack_blocks(_int32(slots), counts.ravel(), widths, message)
 
-    def read_records(self, t: int, slots: np.ndarray) -> Tensor:
-        records = torch.empty(len(slots), self.tables[t].record_bytes, dtype=torch.uint8)
-        self.native.pack(t, _int32(slots), records)
+    def read_records(self, table_index: int, slots: np.ndarray) -> Tensor:
+        records = torch.empty(len(slots), self.tables[table_index].record_bytes, dtype=torch.uint8)
+        self.native.pack(table_index, _int32(slots), records)
         return records
 
-    def write_records(self, t: int, slots: np.ndarray, records: Tensor) -> None:
-        self.native.unpack(t, _int32(slots), records)
+    def write_records(self, table_index: int, slots: np.ndarray, records: Tensor) -> None:
+        self.native.unpack(table_index, _int32(slots), records)
 
     def add_gradients(
         self, counts: np.ndarray, slots: np.ndarray, sums: RowSums, is_leaving: np.ndarray
@@ -290,13 +296,16 @@ class DeviceCachedRows(CachedRows):
         self.rows = [
             device_rows(table, 0, device, table_seed(0, table.origin[0])) for table in self.tables
         ]
-        self.pending = [torch.empty(0, t.width, dtype=dtype, device=device) for t in self.tables]
-        for t, count in enumerate(self.capacities):
+        self.pending = [
+            torch.empty(0, table.width, dtype=dtype, device=device) for table in self.tables
+        ]
+        for table_index, count in enumerate(self.capacities):
+            name = tables[table_index].name
             try:
-                self._allocate(t, count)
+                self._allocate(table_index, count)
             except RuntimeError as error:
                 raise ConfigError(
-                    f"plan.cache: got {count:,} copies of rows of table {tables[t].name!r} for {device}, which has no "
+                    f"plan.cache: got {count:,} copies of rows of table {name!r} for {device}, which has no "
                     f"room for them beside the tables before it: {str(error).splitlines()[0]}. Lower plan.cache.size, "
                     "or leave plan.cache.tier out"
                 ) from None
@@ -304,15 +313,15 @@ class DeviceCachedRows(CachedRows):
     def views(self) -> list[RowView]:
         return [rows.view for rows in self.rows]
 
-    def grow(self, t: int, num_slots: int) -> None:
-        num_allocated, table = len(self.ids[t]), self.tables[t]
+    def grow(self, table_index: int, num_slots: int) -> None:
+        num_allocated, table = len(self.ids[table_index]), self.tables[table_index]
         if num_slots <= num_allocated:
             return
         # Batches have about the same size; allocate for one that is 50 % larger.
-        reserve = (num_slots - self.capacities[t]) // 2
-        wanted = max(num_slots, min(self.max_slots[t], num_slots + reserve))
+        reserve = (num_slots - self.capacities[table_index]) // 2
+        wanted = max(num_slots, min(self.max_slots[table_index], num_slots + reserve))
         try:
-            self._allocate(t, wanted)
+            self._allocate(table_index, wanted)
         except RuntimeError as error:
             raise BudgetExceeded(
                 f"table {table.name!r}: got {wanted:,} copies of rows to keep in the memory of {self.device}, those of "
@@ -320,14 +329,16 @@ class DeviceCachedRows(CachedRows):
                 "plan.cache.size or the batch size, or leave plan.cache.tier out"
             ) from None
 
-    def _allocate(self, t: int, num_slots: int) -> None:
+    def _allocate(self, table_index: int, num_slots: int) -> None:
         """Enlarge one table, which temporarily needs memory for both sizes. Raises torch's error if there is not
         enough."""
-        num_new = num_slots - len(self.ids[t])
-        rows, pending = enlarged(self.rows[t], num_slots), self.pending[t]
-        self.pending[t] = torch.cat([pending, pending.new_empty(num_new, pending.shape[1])])
-        self.rows[t] = rows
-        self._extend_slots(t, num_slots)
+        num_new = num_slots - len(self.ids[table_index])
+        rows, pending = enlarged(self.rows[table_index], num_slots), self.pending[table_index]
+        self.pending[table_index] = torch.cat(
+            [pending, pending.new_empty(num_new, pending.shape[1])]
+        )
+        self.rows[table_index] = rows
+        self._extend_slots(table_index, num_slots)
 
     def _store_records(
         self, counts: np.ndarray, slots: np.ndarray, message: Tensor, widths: np.ndarray
@@ -335,29 +346,29 @@ class DeviceCachedRows(CachedRows):
         sizes = (counts * widths[None, :]).ravel().tolist()
         blocks = message.to(self.device).split(sizes)
         listed = self._copy_to_device(_group_by_table(counts, slots))
-        for t, (rows, table_slots) in enumerate(zip(self.rows, listed, strict=True)):
+        for table_index, (rows, table_slots) in enumerate(zip(self.rows, listed, strict=True)):
             if len(table_slots):
-                records = torch.cat(blocks[t :: len(widths)]).view(len(table_slots), -1)
+                records = torch.cat(blocks[table_index :: len(widths)]).view(len(table_slots), -1)
                 absent = rows.table.record_bytes - records.shape[1]
                 rows.put(table_slots, functional.pad(records, (0, absent)))
 
-    def read_records(self, t: int, slots: np.ndarray) -> Tensor:
-        return self.rows[t].records(self._on_device(slots)).cpu()
+    def read_records(self, table_index: int, slots: np.ndarray) -> Tensor:
+        return self.rows[table_index].records(self._on_device(slots)).cpu()
 
-    def write_records(self, t: int, slots: np.ndarray, records: Tensor) -> None:
-        self.rows[t].put(self._on_device(slots), records.to(self.device))
+    def write_records(self, table_index: int, slots: np.ndarray, records: Tensor) -> None:
+        self.rows[table_index].put(self._on_device(slots), records.to(self.device))
 
     def add_gradients(
         self, counts: np.ndarray, slots: np.ndarray, sums: Sequence[Tensor], is_leaving: np.ndarray
     ) -> None:
         is_staying, indices = np.split(~is_leaving, counts.cumsum()[:-1]), []
-        for t, table_slots in enumerate(np.split(slots, counts.cumsum()[:-1])):
-            batch_rows = np.flatnonzero(is_staying[t])
+        for table_index, table_slots in enumerate(np.split(slots, counts.cumsum()[:-1])):
+            batch_rows = np.flatnonzero(is_staying[table_index])
             table_slots = table_slots[batch_rows]
             indices.append(
-                np.stack([table_slots, batch_rows, self.num_pending[t][table_slots] > 0])
+                np.stack([table_slots, batch_rows, self.num_pending[table_index][table_slots] > 0])
             )
-            self.num_pending[t][table_slots] += 1
+            self.num_pending[table_index][table_slots] += 1
         for pending, own, (table_slots, batch_rows, was_pending) in zip(
             self.pending, sums, self._copy_to_device(indices), strict=True
         ):
@@ -378,13 +389,13 @@ class DeviceCachedRows(CachedRows):
     ) -> None:
         indices, first = [], 0
         pairs = zip(_group_by_table(counts, slots), _group_by_table(counts, origin), strict=True)
-        for t, (table_slots, batch_rows) in enumerate(pairs):
-            was_pending = self.num_pending[t][table_slots] > 0
+        for table_index, (table_slots, batch_rows) in enumerate(pairs):
+            was_pending = self.num_pending[table_index][table_slots] > 0
             indices.append(
                 np.stack([table_slots, batch_rows - first, batch_rows >= 0, was_pending])
             )
-            self.num_pending[t][table_slots] = 0
-            first += len(sums[t])
+            self.num_pending[table_index][table_slots] = 0
+            first += len(sums[table_index])
         totals = []
         for pending, own, (table_slots, batch_rows, is_used, was_pending) in zip(
             self.pending, sums, self._copy_to_device(indices), strict=True
@@ -429,4 +440,7 @@ class DeviceCachedRows(CachedRows):
 def _group_by_table(counts: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
     """Group values (n,) of rows in the order of messages, counts (N, T), by table; within a table rank by rank."""
     blocks = np.split(values, counts.ravel().cumsum()[:-1])
-    return [np.concatenate(blocks[t :: counts.shape[1]]) for t in range(counts.shape[1])]
+    return [
+        np.concatenate(blocks[table_index :: counts.shape[1]])
+        for table_index in range(counts.shape[1])
+    ]

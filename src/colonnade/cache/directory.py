@@ -46,37 +46,38 @@ class VersionLog:
         self._firsts = np.cumsum([0, *(1 << num_bits for num_bits in bits)])
         self._newest = np.zeros(self._firsts[-1], np.int32)
 
-    def table_versions(self, t: int) -> np.ndarray:
-        """Return a view of table t's versions, int32."""
-        return self._newest[self._firsts[t] : self._firsts[t + 1]]
+    def table_versions(self, table_index: int) -> np.ndarray:
+        """Return a view of the versions of a table, int32."""
+        return self._newest[self._firsts[table_index] : self._firsts[table_index + 1]]
 
-    def copy_without(self, marked: Iterable[OverwrittenVersions]) -> list[np.ndarray]:
-        """Return a copy of the versions by table as they were before the changes `marked`, listed newest first."""
+    def copy_without(self, overwritten_versions: Iterable[OverwrittenVersions]) -> list[np.ndarray]:
+        """Return a copy of the versions by table as they were before the changes `overwritten_versions`, listed newest
+        first."""
         newest = self._newest.copy()
-        for overwritten in marked:
+        for overwritten in overwritten_versions:
             newest[overwritten.indices] = overwritten.before
         return np.split(newest, self._firsts[1:-1])
 
     def record_changes(
-        self, tables: np.ndarray | int, ids: np.ndarray, number: int
+        self, tables: np.ndarray | int, ids: np.ndarray, batch_number: int
     ) -> OverwrittenVersions:
-        """Record that batch `number` changes these rows (n,) of tables (n,), or of one table. Return what `undo`
+        """Record that batch `batch_number` changes these rows (n,) of tables (n,), or of one table. Return what `undo`
         needs."""
         indices = self._version_indices(tables, ids)
-        marked = OverwrittenVersions(indices, self._newest[indices])
-        self._newest[indices] = number
-        return marked
+        overwritten_versions = OverwrittenVersions(indices, self._newest[indices])
+        self._newest[indices] = batch_number
+        return overwritten_versions
 
-    def undo(self, marked: OverwrittenVersions) -> None:
-        """Undo the newest `record_changes`, which returned `marked`."""
-        self._newest[marked.indices] = marked.before
+    def undo(self, overwritten_versions: OverwrittenVersions) -> None:
+        """Undo the newest `record_changes`, which returned `overwritten_versions`."""
+        self._newest[overwritten_versions.indices] = overwritten_versions.before
 
     def has_changed_since(
-        self, tables: np.ndarray | int, ids: np.ndarray, read: np.ndarray
+        self, tables: np.ndarray | int, ids: np.ndarray, read_batches: np.ndarray
     ) -> np.ndarray:
-        """Return which rows may have changed in batch read[i] or later, (n,) bool. A copy read for batch read[i] does
-        not have that batch's updates."""
-        return self._newest[self._version_indices(tables, ids)] >= read
+        """Return which rows may have changed in batch read_batches[i] or later, (n,) bool. A copy read for batch
+        read_batches[i] does not have that batch's updates."""
+        return self._newest[self._version_indices(tables, ids)] >= read_batches
 
     def renumber(self, shift: int) -> None:
         """Subtract `shift` from all versions; smaller ones become 0."""

@@ -67,7 +67,7 @@ class RowRequests:
         return (before[ends] - before[ends - self.counts.ravel()]).reshape(self.counts.shape)
 
 
-def add_flags(row_requests: RowRequests, requests: Sequence[np.ndarray]) -> list[np.ndarray]:
+def add_row_flags(row_requests: RowRequests, requests: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Prepend flags and ages to the requests, by rank, uint8. Return the whole messages."""
     borders = np.concatenate([[0], row_requests.counts.sum(1).cumsum()]).tolist()
     messages = []
@@ -83,7 +83,7 @@ def add_flags(row_requests: RowRequests, requests: Sequence[np.ndarray]) -> list
     return messages
 
 
-def split_flags(messages: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def split_row_flags(messages: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Split messages into flags with ages, and requests, both by rank. Raises WorldError that names the rank that sent
     another kind of message."""
     headers, requests = [], []
@@ -96,7 +96,7 @@ def split_flags(messages: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[
     return headers, requests
 
 
-def parse_flags(headers: Sequence[np.ndarray], counts: np.ndarray) -> RowRequests:
+def parse_row_flags(headers: Sequence[np.ndarray], counts: np.ndarray) -> RowRequests:
     """Parse the flags and ages of `counts` (N, T) rows. Raises WorldError."""
     flags, ages = [], []
     for rank, (header, rows) in enumerate(zip(headers, counts.sum(1).tolist(), strict=True)):

@@ -165,14 +165,14 @@ NEVER, FARTHEST = 255, 254
 SEQUENCE = 2  # pooling of `_native.Lookups`: none
 
 
-def encode_distance(batches: np.ndarray) -> np.ndarray:
+def encode_distance(distances: np.ndarray) -> np.ndarray:
     """Encode distances of 1 batch or more, (N,), as uint8: the smallest code c with 2^((c - 1) / 8) >= distance."""
-    codes = 1 + np.ceil(8 * np.log2(batches) - 1e-9)
+    codes = 1 + np.ceil(8 * np.log2(distances) - 1e-9)
     return np.minimum(codes, FARTHEST).astype(np.uint8)
 
 
 class EpochCodes:
-    """Next-use codes of one epoch: call `add` for each batch in order, then `end`. Of an id's lookups in all ranks'
+    """Next-use codes of one epoch: call `add` for each batch in order, then `finish`. Of an id's lookups in all ranks'
     parts of a batch, the first has the code, the others have 0."""
 
     def __init__(self, schema: Schema, num_ranks: int = 1) -> None:
@@ -223,7 +223,7 @@ class EpochCodes:
             new = table_ids[~is_known]
             first.put(new, torch.full_like(new, step))
 
-    def end(self, *, is_last: bool) -> None:
+    def finish(self, *, is_last: bool) -> None:
         """Set the codes of ids that are not looked up again in this epoch. is_last: no epoch follows; else the next
         epoch is assumed to have the same order, and otherwise these codes are guesses."""
         for newest, first in zip(self._newest, self._first, strict=True):
@@ -236,7 +236,7 @@ class EpochCodes:
             self._set_codes(positions.numpy(), len(self) + steps.numpy())
         self._newest, self._first = [], []
 
-    def of(self, step: int, batch: Batch, rank: int = 0) -> dict[str, torch.Tensor]:
+    def batch_codes(self, step: int, batch: Batch, rank: int = 0) -> dict[str, torch.Tensor]:
         """Return `Batch.next_use` of a rank's part of the epoch's batch `step`."""
         start, codes = self._starts[step * self._num_ranks + rank], {}
         for name in self._names:
@@ -276,14 +276,14 @@ class NextUseSource:
         start: Position = START,
     ) -> Iterator[Batch]:
         batches = self._source.batches(batch_size, rank=rank, num_ranks=num_ranks, start=start)
-        return self._num_popped(batches, batch_size, rank, num_ranks, start)
+        return self._add_codes(batches, batch_size, rank, num_ranks, start)
 
-    def _num_popped(
+    def _add_codes(
         self, batches: Iterator[Batch], batch_size: int, rank: int, num_ranks: int, start: Position
     ) -> Iterator[Batch]:
         codes = self._codes_of(start.epoch, batch_size, num_ranks)
         for step, batch in enumerate(batches, start.step):
-            yield dataclasses.replace(batch, next_use=codes.of(step, batch, rank))
+            yield dataclasses.replace(batch, next_use=codes.batch_codes(step, batch, rank))
 
     def _codes_of(self, epoch: int, batch_size: int, num_ranks: int) -> EpochCodes:
         if self._known is None or self._known[:3] != (epoch, batch_size, num_ranks):
@@ -295,7 +295,7 @@ class NextUseSource:
             ]
             for batch in zip(*parts, strict=True):
                 codes.add(*batch)
-            codes.end(is_last=epoch >= self._epochs - 1)
+            codes.finish(is_last=epoch >= self._epochs - 1)
             self._known = (epoch, batch_size, num_ranks, codes)
         return self._known[3]
 

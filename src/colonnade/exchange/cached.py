@@ -39,12 +39,12 @@ from colonnade.cache.messages import (
     MAX_AGE,
     RowRequests,
     ServedRequests,
-    add_flags,
+    add_row_flags,
     pack_bits,
     packed_bit_sizes,
-    parse_flags,
+    parse_row_flags,
     row_tables,
-    split_flags,
+    split_row_flags,
     unpack_bits,
 )
 from colonnade.cache.next_use import PreviewedBatch, preview_batches, sort_rows_by_table
@@ -259,7 +259,7 @@ class CachedExchange:
             request_codes[is_used] = codes[torch.from_numpy(origin)[is_used]]
         requests = self.rows.pack_plan(request_plan, request_codes)
         return LookupRequest(
-            add_flags(transfer.row_requests, requests), lookups, plan, transfer=transfer
+            add_row_flags(transfer.row_requests, requests), lookups, plan, transfer=transfer
         )
 
     def _decide_rows(
@@ -339,12 +339,12 @@ class CachedExchange:
             return self.rows.serve_requests(request, received, batch)
         plan, transfer, owner = request.plan, request.transfer, self.owner
         assert plan is not None
-        headers, id_messages = split_flags(received)
+        headers, id_messages = split_row_flags(received)
         owner_indices = torch.from_numpy(self.owner_map.owner_indices[self.mesh.rank].copy())
         requests = unpack_requests(
             id_messages, owner.table_rows, self.owner_map.num_owners, owner_indices
         )
-        served = parse_flags(headers, requests.counts)
+        served = parse_row_flags(headers, requests.counts)
         owner_plan = owner.plan_requests(requests.ids, requests.counts)
         written = list_requests(
             requests.ids[torch.from_numpy(served.written)], served.count_rows(served.written)

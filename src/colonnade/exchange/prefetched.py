@@ -39,14 +39,14 @@ def collect_prefetched_rows(prefetched: Sequence[PrefetchedValues]) -> list[Pref
 
 
 def gather_prefetched_rows(
-    parts: Sequence[PrefetchedValues], widths: np.ndarray, t: int, wanted: Tensor
+    parts: Sequence[PrefetchedValues], widths: np.ndarray, table_index: int, wanted: Tensor
 ) -> Tensor:
-    """Gather prefetched rows of table t by id, (len(wanted), D). Raises CheckpointError for missing ones."""
-    ids, rows, dim = [], [], int(widths[t])
+    """Gather prefetched rows of a table by id, (len(wanted), D). Raises CheckpointError for missing ones."""
+    ids, rows, dim = [], [], int(widths[table_index])
     for part in parts:
         offsets = part["table_offsets"]
-        first, last = offsets[t : t + 2].tolist()
-        before = int((offsets.diff()[:t] * torch.from_numpy(widths[:t])).sum())
+        first, last = offsets[table_index : table_index + 2].tolist()
+        before = int((offsets.diff()[:table_index] * torch.from_numpy(widths[:table_index])).sum())
         ids.append(part["ids"][first:last])
         rows.append(part["values"][before : before + (last - first) * dim].view(-1, dim))
     all_ids, order = torch.cat(ids).sort(stable=True) if ids else (wanted[:0], wanted[:0])

@@ -223,12 +223,12 @@ class RowGradients:
     by_page: ByPage | None = None  # the same rows and segments, for an update
 
 
-def unique_owned_rows(contexts: Sequence[LookupContext], t: int) -> tuple[Tensor, Tensor]:
-    """Return (ids (n,) int64, slots (n,) int32) of the rows of table t that these batches use, each once."""
+def unique_owned_rows(contexts: Sequence[LookupContext], table_index: int) -> tuple[Tensor, Tensor]:
+    """Return (ids (n,) int64, slots (n,) int32) of the rows of one table that these batches use, each once."""
     ids, slots = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int32)]
     for context in contexts:
         assert context.pinned is not None
-        first, last = context.owned.offsets[t : t + 2].tolist()
+        first, last = context.owned.offsets[table_index : table_index + 2].tolist()
         ids.append(context.owned.ids[first:last])
         slots.append(context.pinned.slots[first:last])
     all_ids, all_slots = torch.cat(ids), torch.cat(slots)
