@@ -65,7 +65,7 @@ class ReferenceRows:
         rows = rows[:, part.column : part.column + part.dim]
         return ops.pool(rows, bags(ids, batch.size), feature.pooling, weights_of(ids, rows.dtype))
 
-    def list_outputs(self, batch: Batch) -> list[Tensor]:
+    def outputs(self, batch: Batch) -> list[Tensor]:
         """The tensors of `layout.outputs`, before any consumer: fields side by side."""
         reads = iter(self.consumption.reads)
         return [
