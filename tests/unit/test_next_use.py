@@ -21,7 +21,7 @@ from colonnade import (
     Table,
     build_plan,
 )
-from colonnade.cache.next_use import NEVER, code_of, with_next_use
+from colonnade.cache.next_use import NEVER, encode_distance, with_next_use
 from colonnade.config.run import RunConfig, build_config, override
 from colonnade.data import Splits, open_source
 from colonnade.data.batches import open_batches
@@ -58,7 +58,7 @@ def distance_of(code: int) -> int:
 
 def test_codes_are_never_too_near_and_at_most_a_tenth_too_far():
     distances = np.array([*range(1, 3000), 2**20, 2**31 - 1, 2**31, 2**40])
-    codes = code_of(distances)
+    codes = encode_distance(distances)
     assert codes.min() >= 1 and codes.max() == 254
     for distance, code in zip(distances.tolist(), codes.tolist(), strict=True):
         if code < 254:
@@ -92,7 +92,7 @@ def test_every_batch_says_when_its_ids_come_again(epochs):
         for row, code in said.items():
             until = 20 if epochs == 1 else 40
             later = [s for s in range(step + 1, until) if row in uses[s]]
-            wanted = code_of(np.array([later[0] - step]))[0] if later else NEVER
+            wanted = encode_distance(np.array([later[0] - step]))[0] if later else NEVER
             assert code == wanted
             num_said += code != NEVER
     assert num_said > 100
