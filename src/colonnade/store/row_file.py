@@ -24,7 +24,7 @@ LONGEST_HEADER = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RowFile:
-    """One table's file, open, whose header fits the table and the file's length."""
+    """Open file of one table's rows. Its header fits the table and the file's length."""
 
     file: CheckedFile
     table: Table
@@ -39,8 +39,8 @@ class RowFile:
         return self.file.path
 
     def ids(self) -> Iterator[np.ndarray]:
-        """Read all ids, a run at a time. Raises CorruptionError where they do not ascend, or one is outside its
-        vocabulary table; StorageError."""
+        """Read all ids, a run at a time. Raises CorruptionError if they do not ascend, or one is outside its vocabulary
+        table; StorageError."""
         last = None
         for first in range(0, self.num_rows, IDS_AT_ONCE):
             part = self.read_ids(first, min(first + IDS_AT_ONCE, self.num_rows))
@@ -69,10 +69,9 @@ class RowFile:
         return values.view(last - first, self.table.width)
 
     def check_rows(self, slots: np.ndarray) -> None:
-        """Check the blocks of rows that are about to be read, where they were not checked before.
+        """Check the blocks of rows that are about to be read, if they are unchecked.
 
-        slots (E,) int32, as uint32; those that are no number of a row are left out. Raises CorruptionError,
-        StorageError.
+        slots (E,) int32, as uint32; slots without a row are ignored. Raises CorruptionError, StorageError.
         """
         if self.file.is_checked:
             return
@@ -84,9 +83,9 @@ class RowFile:
 
 
 def open_row_file(folder: Path, name: str, checksums: FileChecksums, table: Table) -> RowFile:
-    """Open a table's file and check its header; nothing as large as its rows is read or allocated.
+    """Open a table's file and check its header, without reading or allocating memory for its rows.
 
-    Raises CorruptionError where the file is not one of this table's rows, StorageError.
+    Raises CorruptionError if it is no file of this table's rows, StorageError.
     """
     file = open_checked(folder, name, checksums)
     path, size = file.path, file.num_bytes
