@@ -255,7 +255,7 @@ def test_a_new_segment_goes_where_there_is_room(tmp_path):
     assert stripes.choose_stripe({}, 10, 50) == 1  # the least full
     assert stripes.choose_stripe({}, 10, 70) == 2  # that has room for all of it
     stripes.spaces[2].adjust_growth(450)
-    assert stripes.choose_stripe({}, 10, 70) == 1  # neither has: what nobody else wants is more there
+    assert stripes.choose_stripe({}, 10, 70) == 1  # neither has room for all: the freest of the two
     stripes.spaces[1].adjust_used(60)
     assert stripes.choose_stripe({}, 10, 70) == 2
     stripes.spaces[2].adjust_used(500)

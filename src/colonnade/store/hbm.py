@@ -534,7 +534,7 @@ def open_hbm(
             n * table.record_bytes for n, table in zip(capacity_rows, below.tables, strict=True)
         )
         raise ConfigError(
-            f"plan.memory.hbm: got {wanted:,} bytes of rows for {target}, which it has not: "
+            f"plan.memory.hbm: got {wanted:,} bytes of rows for {target}, which does not have them: "
             f"{str(error).splitlines()[0]}. Give hbm less"
         ) from None
     return HbmStore(below, rows)
