@@ -122,5 +122,5 @@ def read_regular(path: Path) -> bytes:
 
 def _link_error(path: Path) -> CorruptionError:
     return CorruptionError(
-        f"{path}: got a symbolic link, wanted a file or folder that lies in {path.parent} itself. Put a copy there"
+        f"{path}: got a symbolic link, wanted a file or folder inside {path.parent} itself. Put a copy there"
     )

@@ -114,7 +114,7 @@ class LogWriter(BackgroundWorker[WriteSource]):
     def wait_for_spare_room(self) -> None:
         """Wait, for rows of a commit or garbage collection, until evicted rows of the next batch have room, too.
 
-        Raises as `wait_for_room`, whose limit holds while the disk refuses writes: garbage collection may free space.
+        Raises as `wait_for_room`. Its limit holds while the disk refuses writes: garbage collection may free space.
         """
         self.wake()
         limit = LOW_PRIORITY_SHARE * self.pending_limit
