@@ -11,11 +11,11 @@ from colonnade.store.slot_directory import SlotDirectory
 
 def use(directory, ids, codes=None):
     """Pins ids (N,), unique, as a store does; their slots."""
-    directory.tick(len(ids), codes is not None)
+    directory.advance_clock(len(ids), codes is not None)
     slots = directory.find(ids)
     is_here = slots >= 0
     count = int((~is_here).sum())
-    assert directory.num_others(slots[is_here], len(ids)) + len(ids) <= directory.num_slots
+    assert directory.count_pinned_others(slots[is_here], len(ids)) + len(ids) <= directory.num_slots
     directory.pin(slots[is_here], None if codes is None else codes[is_here])
     victims = directory.choose_victims(count)
     slots[~is_here] = directory.admit(
@@ -61,7 +61,7 @@ def test_releasing_what_is_not_pinned_is_refused():
     directory.unpin(slots[:1], dirty=False)
     with pytest.raises(ValueError, match="not pinned"):
         directory.unpin(slots, dirty=True)
-    assert directory.is_pinned(slots).tolist() == [False, True] and not len(directory.dirty())
+    assert directory.is_pinned(slots).tolist() == [False, True] and not len(directory.dirty_slots())
 
 
 def hits(directory, stream, codes=None):

@@ -51,7 +51,7 @@ def pairwise_dot(vectors: Sequence[Tensor], *, dim: int, kept: Sequence[int] = (
     vectors, then <v_i, v_j> for i = 1 .. V - 1 and in it j = 0 .. i - 1. No (B, V, V) matrix is made.
     ValueError for shapes that disagree.
     """
-    views = _views(vectors, dim)
+    views = _view_vectors(vectors, dim)
     included = [int(v) for v in kept]
     num_vectors = sum(view.shape[1] for view in views)
     if len(set(included)) < len(included) or not all(0 <= v < num_vectors for v in included):
@@ -72,7 +72,7 @@ def fm(vectors: Sequence[Tensor], *, dim: int) -> Tensor:
 
     vectors: as in `pairwise_dot`. Computed as half of |sum of vectors|^2 - sum of |vector|^2, element by element.
     """
-    views = _views(vectors, dim)
+    views = _view_vectors(vectors, dim)
     if not _is_native(views):
         return plain_fm(views)
     return _native_fm(views) if _can_skip_dispatch() else torch.ops.colonnade.fm(views)
@@ -86,7 +86,7 @@ def cross(first: Tensor, factor: Tensor, input: Tensor) -> Tensor:
     if not first.shape == factor.shape == input.shape or first.dim() != 2:
         shapes = [tuple(t.shape) for t in (first, factor, input)]
         raise ValueError(f"cross: got shapes {shapes}, wanted one shape (B, D) for all three")
-    first, factor, input = _promoted([first, factor, input])
+    first, factor, input = _promote([first, factor, input])
     if not _is_native([first, factor, input]):
         return plain_cross(first, factor, input)
     return (
@@ -104,21 +104,21 @@ def _can_skip_dispatch() -> bool:
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
-def _promoted(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _promote(tensors: Sequence[Tensor]) -> list[Tensor]:
     dtype = tensors[0].dtype
     for tensor in tensors[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
     return [tensor.to(dtype) for tensor in tensors]
 
 
-def _views(vectors: Sequence[Tensor], dim: int) -> list[Tensor]:
+def _view_vectors(vectors: Sequence[Tensor], dim: int) -> list[Tensor]:
     """View each tensor as (B, k, D). Raises ValueError for other shapes."""
     if not vectors:
         raise ValueError(
             "vectors: got none, wanted at least one tensor (B, k * dim) or (B, k, dim)"
         )
     views = []
-    for i, tensor in enumerate(_promoted(vectors)):
+    for i, tensor in enumerate(_promote(vectors)):
         view = tensor
         if tensor.dim() == 2 and dim > 0 and tensor.shape[1] % dim == 0:
             view = tensor.unflatten(1, (tensor.shape[1] // dim, dim))
@@ -137,7 +137,7 @@ def _is_native(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def _arrays(vectors: Sequence[Tensor]) -> list[Tensor]:
+def _prepare_vectors(vectors: Sequence[Tensor]) -> list[Tensor]:
     """Prepare vectors for the core: detached, elements of a vector contiguous."""
     return [
         v.detach() if v.stride(2) == 1 or v.shape[2] == 1 else v.detach().contiguous()
@@ -159,7 +159,7 @@ def _dots_width(vectors: Sequence[Tensor], num_included: int) -> int:
 
 def _native_pairwise_dot(vectors: Sequence[Tensor], included: Sequence[int]) -> Tensor:
     out = empty(len(vectors[0]), _dots_width(vectors, len(included)), dtype=vectors[0].dtype)
-    _native.pairwise_dot(_arrays(vectors), list(included), out)
+    _native.pairwise_dot(_prepare_vectors(vectors), list(included), out)
     return out
 
 
@@ -180,13 +180,13 @@ def _pairwise_dot_gradient(
     """Compute the gradients of the vectors that are wanted."""
     out = _allocate_gradients(vectors, wanted)
     gradient = gradient.detach().contiguous()
-    _native.pairwise_dot_gradient(_arrays(vectors), list(included), gradient, out)
+    _native.pairwise_dot_gradient(_prepare_vectors(vectors), list(included), gradient, out)
     return [o for o in out if o is not None]
 
 
 def _native_fm(vectors: Sequence[Tensor]) -> Tensor:
     out = empty(len(vectors[0]), 1, dtype=vectors[0].dtype)
-    _native.fm(_arrays(vectors), out)
+    _native.fm(_prepare_vectors(vectors), out)
     return out
 
 
@@ -204,7 +204,7 @@ def _fm_gradient(
 ) -> list[Tensor]:
     """Compute the gradients of the vectors that are wanted."""
     out = _allocate_gradients(vectors, wanted)
-    _native.fm_gradient(_arrays(vectors), gradient.detach().contiguous(), out)
+    _native.fm_gradient(_prepare_vectors(vectors), gradient.detach().contiguous(), out)
     return [o for o in out if o is not None]
 
 

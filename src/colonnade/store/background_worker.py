@@ -85,9 +85,9 @@ class BackgroundWorker(Generic[Source]):
                     self._detach_thread()
                 if self._thread is not this_thread:
                     return
-            self._work()
+            self._do_round()
 
-    def _work(self) -> None:
+    def _do_round(self) -> None:
         """Do one round: one unit of work for each source that needs it."""
         raise NotImplementedError
 

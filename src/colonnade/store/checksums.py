@@ -103,7 +103,7 @@ class CheckedFile:
         for block in range(begin, end):
             if not self.checked[block]:
                 at = (block - begin) * BLOCK_BYTES
-                self._compare(block, data[at : at + BLOCK_BYTES])
+                self._compare_checksum(block, data[at : at + BLOCK_BYTES])
         return data[first - start : first - start + count]
 
     def check(self, block: int) -> None:
@@ -111,7 +111,7 @@ class CheckedFile:
         start = block * BLOCK_BYTES
         data = np.empty(min(BLOCK_BYTES, self.num_bytes - start), np.uint8)
         self._read(start, data)
-        self._compare(block, data)
+        self._compare_checksum(block, data)
 
     def check_all(self, pause: Callable[[float], object] = lambda _: None) -> None:
         """Check every unchecked block; `pause` gets the seconds of each check. Raises as `check`."""
@@ -138,7 +138,7 @@ class CheckedFile:
                 raise
             raise storage_error(error, "read", self.path) from error
 
-    def _compare(self, block: int, data: np.ndarray) -> None:
+    def _compare_checksum(self, block: int, data: np.ndarray) -> None:
         got, wanted = _native.crc32c(data), int(self._wanted[block])
         if got != wanted:
             raise CorruptionError(

@@ -20,7 +20,7 @@ from colonnade import _native
 from colonnade.errors import CorruptionError, StorageError
 from colonnade.store.background_worker import RETRY_SECONDS, BackgroundWorker
 from colonnade.store.key_list import Keys
-from colonnade.store.live import live_flags
+from colonnade.store.live import unpack_flags
 from colonnade.store.log_files import LogFiles, SegmentFile
 from colonnade.store.segment import read_frames
 
@@ -77,7 +77,7 @@ class SegmentRewriter:
                 return 0, False
             part = self.files.parts[self._victims[0]]
             try:
-                num_bytes, self._next_record = self._rewrite(part, self._next_record)
+                num_bytes, self._next_record = self._rewrite_piece(part, self._next_record)
             except CorruptionError as error:
                 self.corruption, self._victims = error, []
                 self._corrupt_segments.add(part.number)
@@ -101,9 +101,9 @@ class SegmentRewriter:
         uses = [SegmentUse(*use) for use in zip(*columns, strict=True)]
         return choose_victims(uses, ready=ready, full_records=self._full_records)
 
-    def _rewrite(self, part: SegmentFile, first: int) -> tuple[int, int]:
+    def _rewrite_piece(self, part: SegmentFile, first: int) -> tuple[int, int]:
         """Append live rows of a piece from record `first` on. Returns bytes read (at least 1) and the next record."""
-        live = live_flags(np.asarray(self.log.live(part.number)), part.num_records)[first:]
+        live = unpack_flags(np.asarray(self.log.live(part.number)), part.num_records)[first:]
         if not live.any():
             return 1, part.num_records
         first += int(live.argmax())
@@ -119,7 +119,7 @@ class SegmentRewriter:
     def _rewrite_suspect(self, part: SegmentFile) -> None:
         first = 0
         while first < part.num_records:
-            _, first = self._rewrite(part, first)
+            _, first = self._rewrite_piece(part, first)
         self._victims = []
         self.files.forget_segment(part.number)
 
@@ -167,7 +167,7 @@ def choose_victims(
         return dead
     sparse = [use for use in uses if use.num_live < use.num_records]
     if records * utilisation > live and sparse:
-        return [max(sparse, key=lambda use: (benefit(use, newest), -use.number)).number]
+        return [max(sparse, key=lambda use: (rate_benefit(use, newest), -use.number)).number]
     classes: dict[int, list[int]] = {}
     for use in uses:
         if use.num_records * FAN_IN <= full_records:
@@ -176,7 +176,7 @@ def choose_victims(
     return next((numbers for numbers in classes.values() if len(numbers) >= FAN_IN), [])
 
 
-def benefit(use: SegmentUse, newest: int) -> float:
+def rate_benefit(use: SegmentUse, newest: int) -> float:
     """Rate a segment: space gained times how long it stays gained, divided by the cost of reading and writing."""
     share = use.num_live / use.num_records
     return (1 - share) * math.sqrt(newest - use.number + 1) / (1 + share)
@@ -212,7 +212,7 @@ class Collector(BackgroundWorker[CollectSource]):
     def _has_more(self) -> bool:
         return bool(self._ready)
 
-    def _work(self) -> None:
+    def _do_round(self) -> None:
         with self._condition:
             ready, self._ready = self._ready, set()
             sources = list(self._sources)

@@ -19,7 +19,7 @@ from colonnade.store.contract import SegmentEntry
 from colonnade.store.disk import storage_error
 from colonnade.store.key_list import file_name as keys_name
 from colonnade.store.key_list import open_key_list, read_key_list
-from colonnade.store.live import live_flags
+from colonnade.store.live import unpack_flags
 from colonnade.store.segment import CRC, HEADER, corrupt_record_error, file_name, missing_file_error
 from colonnade.store.stripes import Stripes
 
@@ -50,10 +50,10 @@ def difference(directory: Path, earlier: int, later: int) -> Difference:
     old, new = _Commit(directory, earlier), _Commit(directory, later)
     if old.identity != new.identity:
         raise Incomparable(f"{directory}: steps {earlier} and {later} are not commits of one store")
-    old_parts, new_parts = old.without(new), new.without(old)
-    ids, records = _gather(new_parts, new, is_checked=True)
+    old_parts, new_parts = old.select_missing_from(new), new.select_missing_from(old)
+    ids, records = _read_records(new_parts, new, is_checked=True)
     # Unchecked: an error in these can only mark an unchanged row as changed.
-    old_ids, old_records = _gather(old_parts, old, is_checked=False)
+    old_ids, old_records = _read_records(old_parts, old, is_checked=False)
     positions = np.searchsorted(old_ids, ids)
     positions[positions == len(old_ids)] = 0
     is_same = np.zeros(len(ids), bool)
@@ -91,7 +91,7 @@ class _Commit:
             for entry, part in zip(self.manifest.segments, parts, strict=True)
         }
 
-    def without(self, other: _Commit) -> list[_Part]:
+    def select_missing_from(self, other: _Commit) -> list[_Part]:
         """Select the records that are rows of this commit and not of the other."""
         parts = []
         for entry in self.manifest.segments:
@@ -101,12 +101,12 @@ class _Commit:
             shared = min(len(bitmap), len(other_bitmap))
             only[:shared] &= ~other_bitmap[:shared]
             if only.any():
-                selected = np.flatnonzero(live_flags(only, entry.num_records))
+                selected = np.flatnonzero(unpack_flags(only, entry.num_records))
                 parts.append(_Part(entry, selected))
         return parts
 
 
-def _gather(
+def _read_records(
     parts: list[_Part], commit: _Commit, *, is_checked: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Read the selected records of all parts: (ids ascending, records)."""
@@ -116,7 +116,7 @@ def _gather(
         part_ids = _read_ids(part.entry, commit)[part.selected]
         frames = _read_frames(part, commit)
         if is_checked:
-            _check(part, part_ids, frames, width, commit)
+            _check_records(part, part_ids, frames, width, commit)
         ids.append(part_ids)
         records.append(frames[:, CRC.size : CRC.size + width])
     joined = np.concatenate(ids)
@@ -153,7 +153,9 @@ def _read_frames(part: _Part, commit: _Commit) -> np.ndarray:
         raise storage_error(error, "read", path) from error
 
 
-def _check(part: _Part, ids: np.ndarray, frames: np.ndarray, width: int, commit: _Commit) -> None:
+def _check_records(
+    part: _Part, ids: np.ndarray, frames: np.ndarray, width: int, commit: _Commit
+) -> None:
     """Check records in runs of neighbours, because a record's checksum covers its position. Raises CorruptionError."""
     ends = np.flatnonzero(np.diff(part.selected) != 1) + 1
     for first, last in zip([0, *ends.tolist()], [*ends.tolist(), len(ids)], strict=True):

@@ -64,7 +64,7 @@ class Disk:
             return
         if path.parent != path:
             self.make_dir(path.parent)
-        self._do(Change("make_dir", path), lambda: path.mkdir(exist_ok=True))
+        self._perform_checked(Change("make_dir", path), lambda: path.mkdir(exist_ok=True))
         self.sync_dir(path.parent)
 
     def create(self, path: Path, *, direct: bool = False) -> DiskFile:
@@ -87,7 +87,7 @@ class Disk:
                 )  # some file systems create the file, then refuse the flag
                 return os.open(path, flags, 0o644)
 
-        return DiskFile(path, self._do(Change("create", path), create))
+        return DiskFile(path, self._perform_checked(Change("create", path), create))
 
     def append(self, file: DiskFile, offset: int, data: memoryview | bytes) -> None:
         """Write all of `data`, plain bytes, at `offset`, the end of the valid bytes.
@@ -101,23 +101,27 @@ class Disk:
             while done < len(view):
                 done += os.pwrite(file.fd, view[done:], offset + done)
 
-        self._do(Change("append", file.path, file=file, offset=offset, data=view), write)
+        self._perform_checked(
+            Change("append", file.path, file=file, offset=offset, data=view), write
+        )
 
     def truncate(self, file: DiskFile, length: int) -> None:
         change = Change("truncate", file.path, file=file, offset=length)
-        self._do(change, lambda: os.ftruncate(file.fd, length))
+        self._perform_checked(change, lambda: os.ftruncate(file.fd, length))
 
     def sync(self, file: DiskFile) -> None:
         """Make content and length of the file durable; its name only after `sync_dir`."""
-        self._do(Change("sync", file.path, file=file), lambda: os.fsync(file.fd))
+        self._perform_checked(Change("sync", file.path, file=file), lambda: os.fsync(file.fd))
 
     def rename(self, path: Path, target: Path) -> None:
         """Atomically replace `target`; durable only after `sync_dir`."""
-        self._do(Change("rename", path, target=target), lambda: os.replace(path, target))
+        self._perform_checked(
+            Change("rename", path, target=target), lambda: os.replace(path, target)
+        )
 
     def unlink(self, path: Path) -> None:
         """Remove a file; absent is not an error. Durable only after `sync_dir`."""
-        self._do(Change("unlink", path), lambda: path.unlink(missing_ok=True))
+        self._perform_checked(Change("unlink", path), lambda: path.unlink(missing_ok=True))
 
     def sync_dir(self, path: Path) -> None:
         """Make names created, renamed or removed in `path` durable."""
@@ -129,7 +133,7 @@ class Disk:
             finally:
                 os.close(fd)
 
-        self._do(Change("sync_dir", path), sync)
+        self._perform_checked(Change("sync_dir", path), sync)
 
     def lock(self, path: Path) -> DiskFile:
         """Lock `path` (created if absent) until the file is closed or this process dies.
@@ -137,7 +141,9 @@ class Disk:
         Raises StoreLocked if any process has the lock, this one included.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        file = DiskFile(path, self._do(Change("lock", path), lambda: os.open(path, flags, 0o644)))
+        file = DiskFile(
+            path, self._perform_checked(Change("lock", path), lambda: os.open(path, flags, 0o644))
+        )
         try:
             fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -151,7 +157,7 @@ class Disk:
             ) from error
         return file
 
-    def _do(self, change: Change, action: Callable[[], T]) -> T:
+    def _perform_checked(self, change: Change, action: Callable[[], T]) -> T:
         try:
             return self.perform(change, action)
         except OSError as error:

@@ -134,10 +134,10 @@ class DramStore:
                     self.sources.born += len(result.missing)
                     self.sources.resident += len(ids) - len(result.missing)
                     return slots, None
-                self._check(self.tiers.fault())
+                self._raise_fault(self.tiers.fault())
                 job = self.tiers.acquire(ids, offsets, slots, next_use)
             except MemoryError as error:
-                raise self._explain(error) from None
+                raise self._budget_error(error) from None
             for name, count in job.counts().items():
                 setattr(self.sources, name, getattr(self.sources, name) + count)
         return slots, job
@@ -150,7 +150,7 @@ class DramStore:
         fault = self.tiers.wait(job)
         if is_stall:
             self.sources.stall_seconds += time.perf_counter() - start
-        self._check(fault)
+        self._raise_fault(fault)
 
     def release(self, slots: Tensor, offsets: Tensor, *, dirty: bool) -> None:
         self.native.release(slots, offsets, dirty)
@@ -170,14 +170,14 @@ class DramStore:
             out = torch.empty(len(table_ids), table.width, dtype=getattr(torch, table.dtype))
             if self.tiers is not None:
                 if len(table_ids):
-                    self._check(self.tiers.read(t, table_ids, out))
+                    self._raise_fault(self.tiers.read(t, table_ids, out))
             elif not self.backings:
                 absent = np.asarray(self.native.read(t, table_ids, out))
                 born = torch.empty(len(absent), table.width, dtype=out.dtype)
                 self.native.birth_values(t, torch.from_numpy(table_ids.numpy()[absent]), born)
-                _bytes(out)[absent] = _bytes(born)
+                _view_bytes(out)[absent] = _view_bytes(born)
             else:
-                out = self._read_below(t, table_ids)
+                out = self._read_backing(t, table_ids)
             weights.append(out)
         return weights
 
@@ -209,7 +209,7 @@ class DramStore:
         if not len(ids):
             return
         if self.tiers is not None:
-            self._check(self.tiers.fault())
+            self._raise_fault(self.tiers.fault())
             out = torch.empty(
                 len(ids),
                 self.tables[table_index].width,
@@ -228,7 +228,7 @@ class DramStore:
             try:
                 self.native.acquire(ids, offsets, slots, True)
             except MemoryError as error:
-                raise self._explain(error) from None
+                raise self._budget_error(error) from None
         try:
             self.before_update(slots, offsets)
             self.native.unpack(table_index, slots, records)
@@ -238,7 +238,7 @@ class DramStore:
     def check(self) -> None:
         """Raise the error of a read that failed, at every call from then on."""
         if self.tiers is not None:
-            self._check(self.tiers.fault())
+            self._raise_fault(self.tiers.fault())
 
     def clocks(self, table_index: int, slots: Tensor) -> Tensor:
         """Return the clocks (N,) int64 of rows in slots (N,) int32."""
@@ -268,7 +268,7 @@ class DramStore:
             if self.tiers is None:
                 self.native.erase(table_index, ids)
             else:
-                self._check(self.tiers.fault())
+                self._raise_fault(self.tiers.fault())
                 self.tiers.erase(table_index, ids)
 
     def scan(self, table_index: int, run: int = 65536) -> Iterator[tuple[Tensor, Tensor]]:
@@ -305,7 +305,7 @@ class DramStore:
         """
         if self.tiers is None:
             return
-        self._check(self.tiers.fault())
+        self._raise_fault(self.tiers.fault())
         if self._is_committing:
             raise StorageError(
                 "got a second begin_commit; finish or abandon the commit under way first"
@@ -336,7 +336,7 @@ class DramStore:
         while self.tiers.save_some(self._rows_together):
             for writer in self._writers:
                 writer.wait_for_spare_room()
-        self._check(self.tiers.fault())
+        self._raise_fault(self.tiers.fault())
         manifests = [log.commit(step) for log in self.logs.values()]
         self.tiers.end_snapshot()
         self._is_committing = False
@@ -365,7 +365,7 @@ class DramStore:
     def _flush(self, table_index: int) -> int:
         if self.tiers is None or table_index not in self.logs:
             return 0
-        self._check(self.tiers.settle())
+        self._raise_fault(self.tiers.settle())
         while self._is_committing and self.tiers.save_some(self._rows_together):
             self._wait_for_room()
         written = 0
@@ -381,28 +381,28 @@ class DramStore:
             writer.wait_for_room()
             self.sources.room_seconds += writer.stall_seconds - before
 
-    def _check(self, fault: tuple[int, str, int, int] | None) -> None:
+    def _raise_fault(self, fault: tuple[int, str, int, int] | None) -> None:
         """Raise the error of a failed read, naming the file."""
         if fault is not None:
             table_index, kind, place, error = fault
             raise_fault((kind, place, error), self.logs[table_index].path_of)
 
-    def _read_below(self, table_index: int, ids: Tensor) -> Tensor:
+    def _read_backing(self, table_index: int, ids: Tensor) -> Tensor:
         """Read weights (N, D) of rows of a read-only store: from the backing, else their first value."""
         table = self.tables[table_index]
         out = torch.empty(len(ids), table.width, dtype=getattr(torch, table.dtype))
         records = torch.empty(len(ids), table.record_bytes, dtype=torch.uint8)
         exists = self.backings[table_index].read(ids, records).wait().numpy()
         # Absent rows are overwritten below.
-        _bytes(out)[:] = records.numpy()[:, : table.width * table.itemsize]
+        _view_bytes(out)[:] = records.numpy()[:, : table.width * table.itemsize]
         absent = np.flatnonzero(~exists)
         if len(absent):
             born = torch.empty(len(absent), table.width, dtype=out.dtype)
             self.native.birth_values(table_index, torch.from_numpy(ids.numpy()[absent]), born)
-            _bytes(out)[absent] = _bytes(born)
+            _view_bytes(out)[absent] = _view_bytes(born)
         return out
 
-    def _explain(self, error: MemoryError) -> BudgetExceeded:
+    def _budget_error(self, error: MemoryError) -> BudgetExceeded:
         # table <t> needs <n> slots of <capacity> <p> pinned
         words = str(error).replace(",", "").split()
         table_index, needed, capacity, pinned = (int(words[i]) for i in (1, 3, 6, 7))
@@ -444,7 +444,7 @@ def open_dram(
         for directory in directories:
             if directory is not None:
                 directory.mkdir(parents=True, exist_ok=True)
-        native = _reserve(tables, capacity_rows, seed, shards, directories, bool(backings))
+        native = _reserve_memory(tables, capacity_rows, seed, shards, directories, bool(backings))
     except (OSError, MemoryError) as error:
         if not any(directories):
             raise
@@ -455,7 +455,7 @@ def open_dram(
     return DramStore(tables, native, backings)
 
 
-def _reserve(
+def _reserve_memory(
     tables: Sequence[Table],
     capacity_rows: Sequence[int],
     seed: int,
@@ -486,7 +486,7 @@ def _reserve(
     )
 
 
-def _bytes(rows: Tensor) -> np.ndarray:
+def _view_bytes(rows: Tensor) -> np.ndarray:
     """View rows as (N, bytes of a row): numpy has no bfloat16."""
     return rows.view(torch.uint8).numpy()
 

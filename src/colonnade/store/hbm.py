@@ -93,7 +93,7 @@ class HbmStore:
         with self._moving:
             self.below.check()
             self._install_ready()
-            requests = self._look_up(ids, offsets, next_use)
+            requests = self._find_and_pin(ids, offsets, next_use)
             try:
                 written = self._write_back([request.victims for request in requests])
                 load = self._request_missing(requests)
@@ -122,7 +122,7 @@ class HbmStore:
     def release(self, slots: Tensor, offsets: Tensor, *, dirty: bool) -> None:
         with self._flags:
             for directory, table_slots in zip(
-                self.directories, _by_table(slots, offsets), strict=True
+                self.directories, _split_by_table(slots, offsets), strict=True
             ):
                 directory.unpin(table_slots, dirty=dirty)
         with self._released:
@@ -138,20 +138,22 @@ class HbmStore:
         """Copy weights to the CPU, as `Resident.read`."""
         with self._moving:
             resident, others = [], []
-            for directory, table_ids in zip(self.directories, _by_table(ids, offsets), strict=True):
+            for directory, table_ids in zip(
+                self.directories, _split_by_table(ids, offsets), strict=True
+            ):
                 with self._flags:
                     slots = directory.find(table_ids)
                     is_resident = (slots >= 0) & (directory.flags[slots] & VALID != 0)
                 resident.append((is_resident, slots[is_resident]))
                 others.append(table_ids[~is_resident])
-            weights = self.below.read(*_grouped(others))
+            weights = self.below.read(*_group_ids(others))
             for t, (is_resident, slots) in enumerate(resident):
                 if not len(slots):
                     continue
                 out = torch.empty(len(is_resident), self.tables[t].width, dtype=weights[t].dtype)
                 mask = torch.from_numpy(is_resident)
                 out[~mask] = weights[t]
-                out[mask] = self.rows[t].weights[self._on_device(slots)].cpu()
+                out[mask] = self.rows[t].weights[self._slots_to_device(slots)].cpu()
                 weights[t] = out
             return weights
 
@@ -163,14 +165,14 @@ class HbmStore:
     def put(self, table_index: int, ids: Tensor, records: Tensor) -> None:
         """Overwrite rows as `DramStore.put`: rows on the device there, the others below."""
         with self._moving:
-            self._settle()
+            self._install_all()
             directory, row_ids = self.directories[table_index], ids.numpy()
             slots = directory.find(row_ids)
             is_resident = slots >= 0
             mask = torch.from_numpy(is_resident)
             self.below.put(table_index, ids[~mask].contiguous(), records[~mask].contiguous())
             self.rows[table_index].put(
-                self._on_device(slots[is_resident]), records[mask].to(self.device)
+                self._slots_to_device(slots[is_resident]), records[mask].to(self.device)
             )
             with self._flags:
                 directory.flags[slots[is_resident]] |= DIRTY
@@ -190,10 +192,10 @@ class HbmStore:
                 directory.drop(slots[~is_used])
                 used = slots[is_used & (directory.flags[slots] & VALID != 0)]
             if len(used):  # with clock 0: even if marked dirty, they are not written back
-                missing = self._none()
+                missing = self._empty_arrays()
                 missing[table_index] = directory.ids[used]
-                records = self._load(missing)[table_index]
-                self.rows[table_index].put(self._on_device(used), records.to(self.device))
+                records = self._load_records(missing)[table_index]
+                self.rows[table_index].put(self._slots_to_device(used), records.to(self.device))
 
     def scan(self, table_index: int, run: int = 65536) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield trained rows as `DramStore.scan`; newer rows on the device are written back first."""
@@ -209,7 +211,7 @@ class HbmStore:
 
     def clocks(self, table_index: int, slots: Tensor) -> Tensor:
         """Return the clocks (N,) int64 of rows in slots (N,) int32."""
-        return self.rows[table_index].clocks[self._on_device(slots.numpy())].cpu()
+        return self.rows[table_index].clocks[self._slots_to_device(slots.numpy())].cpu()
 
     def update(
         self,
@@ -223,11 +225,11 @@ class HbmStore:
 
         kinds and settings: by part.
         """
-        table_slots = _by_table(slots, offsets)
-        device_slots = self._to_device(table_slots)
+        table_slots = _split_by_table(slots, offsets)
+        device_slots = self._arrays_to_device(table_slots)
         ids: Sequence[Tensor | None] = [None] * len(table_slots)
         if any(rows.rounds_at_random for rows in self.rows):
-            ids = self._to_device(
+            ids = self._arrays_to_device(
                 [
                     directory.ids[own]
                     for directory, own in zip(self.directories, table_slots, strict=True)
@@ -291,13 +293,15 @@ class HbmStore:
 
     # ---- inside: acquire
 
-    def _look_up(self, ids: Tensor, offsets: Tensor, next_use: Tensor | None) -> list[TableRequest]:
+    def _find_and_pin(
+        self, ids: Tensor, offsets: Tensor, next_use: Tensor | None
+    ) -> list[TableRequest]:
         """Pin the rows on the device and choose victims for the others.
 
         Raises BudgetExceeded, nothing pinned, if there is no room for the others.
         """
-        grouped = _by_table(ids, offsets)
-        codes = [None] * len(grouped) if next_use is None else _by_table(next_use, offsets)
+        grouped = _split_by_table(ids, offsets)
+        codes = [None] * len(grouped) if next_use is None else _split_by_table(next_use, offsets)
         requests: list[TableRequest] = []
         with self._flags:
             for directory, table_ids, table_codes in zip(
@@ -314,11 +318,11 @@ class HbmStore:
                 )
             for t, (directory, request) in enumerate(zip(self.directories, requests, strict=True)):
                 # Its rows that are pinned already are in use by other batches, too.
-                others = directory.num_others(request.resident_slots, len(request.ids))
+                others = directory.count_pinned_others(request.resident_slots, len(request.ids))
                 if others + len(request.ids) > directory.num_slots:
-                    raise self._too_many(t, len(request.ids), others)
+                    raise self._budget_error(t, len(request.ids), others)
             for directory, request in zip(self.directories, requests, strict=True):
-                directory.tick(len(request.ids), next_use is not None)
+                directory.advance_clock(len(request.ids), next_use is not None)
                 directory.pin(request.resident_slots, request.codes_of(request.is_resident))
                 request.victims = directory.choose_victims(len(request.missing))
         return requests
@@ -336,7 +340,7 @@ class HbmStore:
         If the store below has no room for all of them at once, waits and returns their records by table.
         """
         missing = [request.ids[request.missing] for request in requests]
-        ids, offsets = _grouped(missing)
+        ids, offsets = _group_ids(missing)
         if not len(ids):
             return None
         before = _count_sources(self.below.sources)
@@ -344,7 +348,7 @@ class HbmStore:
             below, job = self.below.acquire(ids, offsets)
             return PendingLoad(self._number + 1, [], offsets, below, job)
         except BudgetExceeded:
-            return self._load(missing)
+            return self._load_records(missing)
         finally:
             for name, count in before.items():
                 gained = getattr(self.below.sources, name) - count
@@ -372,10 +376,10 @@ class HbmStore:
             self._number = load.number
             self._loads.append(load)
         elif load is not None:
-            self._fill(admitted, load)
+            self._write_slots(admitted, load)
         return torch.from_numpy(np.concatenate(slots).astype(np.int32))
 
-    def _too_many(self, table_index: int, needed: int, others: int) -> BudgetExceeded:
+    def _budget_error(self, table_index: int, needed: int, others: int) -> BudgetExceeded:
         table = self.tables[table_index]
         num_slots = self.directories[table_index].num_slots
         in_use = f" and {others} of these are in use by batches in flight" if others else ""
@@ -402,7 +406,7 @@ class HbmStore:
         finally:
             self._loading.release()
 
-    def _settle(self) -> None:
+    def _install_all(self) -> None:
         """Install every load in progress."""
         with self._loading:
             while self._loads:
@@ -411,13 +415,13 @@ class HbmStore:
     def _install(self, load: PendingLoad) -> None:
         """Copy the oldest load to the device. Raises as `DramStore.wait`, also in later calls; the load then stays."""
         self.below.wait(load.job)
-        self._fill(load.slots, self._copy_records(load.below, load.offsets))
+        self._write_slots(load.slots, self._copy_records(load.below, load.offsets))
         self.below.release(load.below, load.offsets, dirty=False)
         self._loads.popleft()
 
-    def _fill(self, slots: Sequence[np.ndarray], records: Sequence[Tensor]) -> None:
+    def _write_slots(self, slots: Sequence[np.ndarray], records: Sequence[Tensor]) -> None:
         for rows, device_slots, table_records in zip(
-            self.rows, self._to_device(slots), records, strict=True
+            self.rows, self._arrays_to_device(slots), records, strict=True
         ):
             if len(device_slots):
                 rows.put(device_slots, table_records)
@@ -441,15 +445,15 @@ class HbmStore:
             for part, n, table in zip(moved.split(sizes), counts, self.tables, strict=True)
         ]
 
-    def _load(self, missing: list[np.ndarray]) -> list[Tensor]:
+    def _load_records(self, missing: list[np.ndarray]) -> list[Tensor]:
         """Load records by table to the device and wait; in pieces if the store below has no room for all at once."""
-        ids, offsets = _grouped(missing)
+        ids, offsets = _group_ids(missing)
         try:
             below, job = self.below.acquire(ids, offsets)
         except BudgetExceeded:
             if self._loads:
-                self._settle()  # frees the slots that loads have pinned below
-                return self._load(missing)
+                self._install_all()  # frees the slots that loads have pinned below
+                return self._load_records(missing)
             if len(ids) <= 1:
                 raise
             halves = [np.array_split(table_ids, 2) for table_ids in missing]
@@ -460,7 +464,7 @@ class HbmStore:
                     [table_ids, none] if i == t else [none, table_ids]
                     for i, table_ids in enumerate(missing)
                 ]
-            first, second = (self._load([pair[i] for pair in halves]) for i in (0, 1))
+            first, second = (self._load_records([pair[i] for pair in halves]) for i in (0, 1))
             return [torch.cat(pair) for pair in zip(first, second, strict=True)]
         try:
             self.below.wait(job)
@@ -472,9 +476,9 @@ class HbmStore:
 
     def _write_back_dirty(self, tables: Sequence[int] | range) -> None:
         """Write back the dirty rows of these tables; they stay and are clean."""
-        slots = [empty[:0] for empty in self._none()]
+        slots = [empty[:0] for empty in self._empty_arrays()]
         for t in tables:
-            slots[t] = self.directories[t].dirty()
+            slots[t] = self.directories[t].dirty_slots()
         self._write_back(slots)
 
     def _write_back(self, slots: Sequence[np.ndarray]) -> list[int]:
@@ -491,7 +495,7 @@ class HbmStore:
                 with self._flags:  # before the copy: rows trained from here on are dirty again
                     directory.flags[part] &= ~DIRTY
                 try:
-                    records = self.rows[t].records(self._on_device(part)).cpu()
+                    records = self.rows[t].records(self._slots_to_device(part)).cpu()
                     # Copied even if one row is contiguous already: its clock may begin at any byte.
                     clocks = records[:, -CLOCK_BYTES:].clone(memory_format=torch.contiguous_format)
                     trained = clocks.view(torch.int64)[:, 0] > 0
@@ -506,15 +510,15 @@ class HbmStore:
 
     # ---- inside: tensors
 
-    def _on_device(self, slots: np.ndarray) -> Tensor:
+    def _slots_to_device(self, slots: np.ndarray) -> Tensor:
         return torch.from_numpy(slots.astype(np.int64)).to(self.device)
 
-    def _to_device(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    def _arrays_to_device(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """Copy arrays, by table, to the device as int64, in one transfer."""
-        joined = self._on_device(np.concatenate(arrays))
+        joined = self._slots_to_device(np.concatenate(arrays))
         return list(joined.split([len(array) for array in arrays]))
 
-    def _none(self) -> list[np.ndarray]:
+    def _empty_arrays(self) -> list[np.ndarray]:
         return [np.empty(0, np.int64) for _ in self.tables]
 
 
@@ -540,13 +544,13 @@ def open_hbm(
     return HbmStore(below, rows)
 
 
-def _by_table(values: Tensor, offsets: Tensor) -> list[np.ndarray]:
+def _split_by_table(values: Tensor, offsets: Tensor) -> list[np.ndarray]:
     bounds = offsets.tolist()
     array = values.numpy()
     return [array[i:j] for i, j in pairwise(bounds)]
 
 
-def _grouped(parts: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
+def _group_ids(parts: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
     """Concatenate ids by table: (N,) int64, and offsets (T + 1,)."""
     sizes = np.array([0, *map(len, parts)], np.int64)
     return torch.from_numpy(np.concatenate(parts)), torch.from_numpy(sizes.cumsum())

@@ -70,7 +70,7 @@ def file_name(number: int) -> str:
     return f"segment-{number:08d}.keys"
 
 
-def key_list_bytes(number: int, ids: np.ndarray, checksum: int) -> memoryview:
+def encode_key_list(number: int, ids: np.ndarray, checksum: int) -> memoryview:
     """Build a key list from the ids (N,) int64 of a sealed segment in record order."""
     keys = Keys.of(ids)
     head = (MAGIC, VERSION, number, keys.num_records, checksum, keys.base, keys.width, 0)
@@ -86,7 +86,7 @@ def open_key_list(path: Path) -> DiskFile:
 def read_key_list(file: DiskFile, number: int, num_records: int, checksum: int) -> Keys:
     """Read a key list. Raises CorruptionError (torn, altered, of another segment), CheckpointError (version),
     StorageError."""
-    data = _read(file)
+    data = _read_file(file)
     content = checked_content(file.path, data)
     fields = HEADER.unpack_from(content.ljust(HEADER.size, b"\0"))
     base, width = fields[5:7]
@@ -103,7 +103,7 @@ def read_key_list(file: DiskFile, number: int, num_records: int, checksum: int) 
     return Keys(num_records, base, width, data, HEADER.size)  # the checksum line follows the ids
 
 
-def _read(file: DiskFile) -> bytes:
+def _read_file(file: DiskFile) -> bytes:
     try:
         size = os.fstat(file.fd).st_size
         pieces: list[bytes] = []

@@ -42,14 +42,14 @@ def file_name(step: int) -> str:
     return f"live-{step}.bits"
 
 
-def live_bytes(step: int, parts: Sequence[LiveRecords]) -> bytes:
+def encode_live(step: int, parts: Sequence[LiveRecords]) -> bytes:
     """Build the content of a (durable) file. A segment with live records only has no bitmap in it."""
     pieces = [HEADER.pack(MAGIC, VERSION, len(parts), step)]
     for part in parts:
         num_live = part.num_live
         pieces.append(ENTRY.pack(part.segment, part.num_records, num_live, 0))
         if num_live < part.num_records:
-            pieces.append(_padded(part.bitmap.tobytes()))
+            pieces.append(_pad_to_words(part.bitmap.tobytes()))
     return b"".join(pieces)
 
 
@@ -68,7 +68,7 @@ def parse_live(path: Path, content: bytes, step: int) -> list[LiveRecords]:
                 bitmap = np.packbits(np.ones(num_records, bool), bitorder="little")
             else:
                 bitmap = np.frombuffer(content, np.uint8, -(-num_records // 8), offset)
-                offset += len(_padded(bytes(len(bitmap))))
+                offset += len(_pad_to_words(bytes(len(bitmap))))
             parts.append(LiveRecords(segment, num_records, bitmap))
             if parts[-1].num_live != num_live:
                 raise ValueError(
@@ -84,10 +84,10 @@ def parse_live(path: Path, content: bytes, step: int) -> list[LiveRecords]:
     return parts
 
 
-def live_flags(bitmap: np.ndarray, num_records: int) -> np.ndarray:
+def unpack_flags(bitmap: np.ndarray, num_records: int) -> np.ndarray:
     """Unpack a bitmap to flags (N,) bool."""
     return np.unpackbits(np.asarray(bitmap), count=num_records, bitorder="little").astype(bool)
 
 
-def _padded(data: bytes) -> bytes:
+def _pad_to_words(data: bytes) -> bytes:
     return data.ljust(-(-len(data) // 8) * 8, b"\0")

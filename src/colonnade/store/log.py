@@ -118,7 +118,7 @@ class LogBacking:
 
     def end_writing(self) -> None:
         """Release the locks and stay open for reading. Uncommitted rows can be read here, and nowhere later."""
-        self._stop()
+        self._stop_threads()
         self._stripes.release()
 
     def close(self) -> None:
@@ -276,7 +276,7 @@ class LogBacking:
                 )
             self._manifests = {step: self._manifests[step] for step in sorted(keep_steps)}
             self._remove_manifests()
-            self.files.remove(self._referenced_segments())
+            self.files.remove_forgotten(self._referenced_segments())
 
     # ---- garbage collection
 
@@ -289,7 +289,7 @@ class LogBacking:
             total += num_bytes
         writer.flush(self.files)
         with self._committing:  # segments that the collector's thread has just forgotten, too
-            self.files.remove(self._referenced_segments())
+            self.files.remove_forgotten(self._referenced_segments())
         return total
 
     def collect_piece(self) -> int:
@@ -306,7 +306,7 @@ class LogBacking:
             writer.wake()
         if is_forgotten:
             with self._committing:
-                self.files.remove(self._referenced_segments())
+                self.files.remove_forgotten(self._referenced_segments())
         return num_bytes
 
     @property
@@ -350,8 +350,8 @@ class LogBacking:
                     num_live=live_records.num_live,
                 )
             )
-        self._sync([complete[entry.number] for entry in entries])
-        content = lives.live_bytes(step, bitmaps)
+        self._sync_segments([complete[entry.number] for entry in entries])
+        content = lives.encode_live(step, bitmaps)
         manifest = Manifest(
             step=step,
             table=self.table_name,
@@ -371,7 +371,7 @@ class LogBacking:
         self._other_bytes += len(content)
         return manifest
 
-    def _sync(self, parts: Sequence[SegmentFile]) -> None:
+    def _sync_segments(self, parts: Sequence[SegmentFile]) -> None:
         unsynced = [part for part in parts if not part.is_synced]
         for part in unsynced:
             try:
@@ -387,19 +387,21 @@ class LogBacking:
 
     def _remove_manifests(self) -> None:
         """Delete manifests of commits that are not retained; then their bitmaps."""
-        self._remove(manifests.FILE_NAME, {manifests.file_name(step) for step in self._manifests})
+        self._remove_files(
+            manifests.FILE_NAME, {manifests.file_name(step) for step in self._manifests}
+        )
         # A manifest must be gone for good before a file that only it lists is removed.
         self._disk.sync_dir(self.directory)
         self._doubtful.clear()
-        self._remove(lives.FILE_NAME, {lives.file_name(step) for step in self._manifests})
+        self._remove_files(lives.FILE_NAME, {lives.file_name(step) for step in self._manifests})
 
-    def _remove(self, pattern: re.Pattern[str], retained: Collection[str]) -> None:
+    def _remove_files(self, pattern: re.Pattern[str], retained: Collection[str]) -> None:
         for name in sorted(os.listdir(self.directory)):
             is_ours = pattern.fullmatch(name.removesuffix(TEMPORARY_SUFFIX))
             if is_ours and name not in retained:
                 self._disk.unlink(self.directory / name)
 
-    def _load(self, manifest: Manifest) -> None:
+    def _load_commit(self, manifest: Manifest) -> None:
         """Load the content of a commit into the empty log."""
         bitmaps = manifests.read_live(self.directory, manifest)
         for entry, bitmap in zip(manifest.segments, bitmaps, strict=True):
@@ -412,7 +414,7 @@ class LogBacking:
         self._other_bytes = manifest.lifetime_bytes
         self._manifests[manifest.step] = manifest
 
-    def _start(self, retained: dict[int, Manifest]) -> None:
+    def _start_writing(self, retained: dict[int, Manifest]) -> None:
         """Start writing: remove every commit that is not in `retained`, and files that no commit lists."""
         self._manifests = dict(retained)
         self._remove_manifests()
@@ -424,7 +426,7 @@ class LogBacking:
         self._writer.add(self.files)
         self._collector.add(self)
 
-    def _stop(self) -> None:
+    def _stop_threads(self) -> None:
         """Detach the log from the writer and the garbage collector."""
         if self._collector is not None:
             self._collector.remove(self)
@@ -518,11 +520,11 @@ def open_log(
             segment_bytes=longest,
         )  # fmt: skip
         if step is not None:
-            store._load(by_step[step])
+            store._load_commit(by_step[step])
         if not read_only:
-            store._start(by_step)
+            store._start_writing(by_step)
     except BaseException:
-        _give_up(store, opened, home_lock)
+        _close_partially_opened(store, opened, home_lock)
         raise
     return store
 
@@ -552,7 +554,9 @@ def _lock_home(directory: Path, disk: Disk, step: int | None) -> DiskFile:
     return disk.lock(directory / LOCK_NAME)
 
 
-def _give_up(store: LogBacking | None, stripes: Stripes | None, home_lock: DiskFile | None) -> None:
+def _close_partially_opened(
+    store: LogBacking | None, stripes: Stripes | None, home_lock: DiskFile | None
+) -> None:
     """Close the last object that was opened; it closes the ones it was opened with."""
     if store is not None:
         store.close()

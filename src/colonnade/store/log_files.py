@@ -99,11 +99,13 @@ class LogFiles:
         if self._chunk is None:
             self._chunk = self.log.next_chunk()
         if self._chunk is None:
-            return self._finish(self.parts[min(self._unfinished)]) if self._unfinished else 0
+            return (
+                self._finish_segment(self.parts[min(self._unfinished)]) if self._unfinished else 0
+            )
         chunk = self._chunk
         part = self.parts.get(chunk.segment)
         if part is None:
-            part = self._create(chunk.segment, len(chunk.data))
+            part = self._create_segment(chunk.segment, len(chunk.data))
         data = chunk.data
         self._reserve_space(part, chunk.offset + len(data))
         if chunk.offset == 0:
@@ -114,7 +116,7 @@ class LogFiles:
         self._chunk = None
         self.bytes_written += len(data)
         if chunk.is_last:
-            self._finish(part)
+            self._finish_segment(part)
         return len(data)
 
     @property
@@ -122,13 +124,13 @@ class LogFiles:
         """True if `write_next` would do something now."""
         return bool(self._unfinished) or self.log.pending_bytes > 0
 
-    def _create(self, number: int, first_bytes: int) -> SegmentFile:
+    def _create_segment(self, number: int, first_bytes: int) -> SegmentFile:
         with self._lock:
             stripe_bytes: dict[int, int] = {}
             for other in self.parts.values():
                 stripe_bytes[other.stripe] = stripe_bytes.get(other.stripe, 0) + other.num_bytes
             stripe = self.stripes.choose_stripe(stripe_bytes, first_bytes, self.longest_bytes)
-        self._header = segments.header_bytes(number, self.shape, secrets.randbits(32))
+        self._header = segments.encode_header(number, self.shape, secrets.randbits(32))
         path = self.stripes.directories[stripe] / segments.file_name(number)
         # Not direct with mappings: on some file systems a mapping does not see direct writes in time.
         file = self.disk.create(path, direct=not self.mapped_bytes)
@@ -164,13 +166,13 @@ class LogFiles:
         if space := self.stripes.spaces.get(stripe):
             space.adjust_used(num_bytes)
 
-    def _finish(self, part: SegmentFile) -> int:
+    def _finish_segment(self, part: SegmentFile) -> int:
         self._unfinished.add(part.number)  # until its key list is written
         records, num_bytes, checksum = self.log.sealed(part.number)
         checksum = (checksum + part.header_crc) % (1 << 64)
         self.disk.truncate(part.file, num_bytes)
         ids = np.asarray(self.log.keys(part.number))
-        keys = key_lists.key_list_bytes(part.number, ids, checksum)
+        keys = key_lists.encode_key_list(part.number, ids, checksum)
         self._set_growth(part, 0)
         self._reserve_space(part, num_bytes + len(keys))
         path = part.file.path.with_name(key_lists.file_name(part.number))
@@ -271,7 +273,7 @@ class LogFiles:
             part.mapping.close()
         self.log.forget(number)
 
-    def remove(self, referenced: Collection[int]) -> None:
+    def remove_forgotten(self, referenced: Collection[int]) -> None:
         """Remove the files of forgotten segments that no manifest lists. Raises StorageError (call again)."""
         with self._lock:
             gone = {n: entry for n, entry in self._removable.items() if n not in referenced}

@@ -15,7 +15,7 @@ from colonnade import _native
 from colonnade.errors import StorageError
 from colonnade.store.contract import Pending, RowBatch
 from colonnade.store.key_list import Keys
-from colonnade.store.live import live_flags
+from colonnade.store.live import unpack_flags
 from colonnade.store.log_files import LogFiles, SegmentFile
 from colonnade.store.segment import corrupt_record_error, read_frames
 
@@ -145,7 +145,7 @@ def _snapshot(
     ):
         if not num_live:
             continue
-        flags = live_flags(np.asarray(log.live(number)), num_records)
+        flags = unpack_flags(np.asarray(log.live(number)), num_records)
         part, num_written = files.find_segment(number)
         num_written = min(num_written, num_records)
         if part is not None and part.is_complete:

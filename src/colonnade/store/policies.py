@@ -173,7 +173,7 @@ class RowRetention:
                     f"admission and eviction need {sorted(wanted)}; use the settings it was trained with"
                 )
         if self._rows is not None:
-            owned = [self._owned(states[owner]) for owner in owners]
+            owned = [self._select_owned(states[owner]) for owner in owners]
             self._rows.restore(*(torch.cat(column) for column in zip(*owned, strict=True)))
         if self._sketch is not None:
             assert isinstance(self.admission, CountMinAdmission)
@@ -190,7 +190,7 @@ class RowRetention:
             layout.merge_counters(total, own_blocks, counters, self.name)
             self._sketch.step = max(int(states[owner]["counted_to"][0]) for owner in owners)
 
-    def _owned(self, state: Mapping[str, Sequence[Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    def _select_owned(self, state: Mapping[str, Sequence[Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
         ids = torch.cat([torch.empty(0, dtype=torch.int64), *state["ids"]])
         is_owned = self.shard.owns(ids, None)
         steps, values = (

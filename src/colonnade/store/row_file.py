@@ -91,7 +91,7 @@ def open_row_file(folder: Path, name: str, checksums: FileChecksums, table: Tabl
     path, size = file.path, file.num_bytes
     length = int.from_bytes(file.read(0, 8).tobytes(), "little") if size >= 8 else 0
     if not 0 < length <= min(size - 8, LONGEST_HEADER):
-        raise _wrong(path, f"a header of {length} bytes in a file of {size}")
+        raise _format_error(path, f"a header of {length} bytes in a file of {size}")
     header = parse_json(dict[str, Any], file.read(8, length).tobytes(), path, AGAIN)
     begin, stride = 8 + length, table.width * table.itemsize
     try:
@@ -99,7 +99,7 @@ def open_row_file(folder: Path, name: str, checksums: FileChecksums, table: Tabl
         num_rows = parts[0]["shape"][0]
         got = [(part["dtype"], part["shape"], part["data_offsets"]) for part in parts]
     except (KeyError, TypeError, IndexError):
-        raise _wrong(path, "a header without ids (N,) and weights (N, width)") from None
+        raise _format_error(path, "a header without ids (N,) and weights (N, width)") from None
     is_number = type(num_rows) is int and num_rows >= 0
     ids_end = 8 * num_rows if is_number else 0
     end = ids_end + num_rows * stride if is_number else 0
@@ -108,13 +108,15 @@ def open_row_file(folder: Path, name: str, checksums: FileChecksums, table: Tabl
         (DTYPES[table.dtype], [num_rows, table.width], [ids_end, end]),
     ]
     if not is_number or got != wanted:
-        raise _wrong(
+        raise _format_error(
             path, f"ids and weights {str(got)[:300]}, wanted {wanted} for table {table.name!r}"
         )
     if begin + end != size or begin % 8:
-        raise _wrong(path, f"{size:,} bytes, and a header of {begin:,} that says {end:,} follow")
+        raise _format_error(
+            path, f"{size:,} bytes, and a header of {begin:,} that says {end:,} follow"
+        )
     return RowFile(file, table, num_rows, begin, begin + ids_end, stride)
 
 
-def _wrong(path: Path, got: str) -> CorruptionError:
+def _format_error(path: Path, got: str) -> CorruptionError:
     return CorruptionError(f"{path}: got {got}; it is no file of exported rows. {AGAIN}")

@@ -69,7 +69,7 @@ def file_name(number: int) -> str:
     return f"segment-{number:08d}.rows"
 
 
-def header_bytes(number: int, shape: SegmentShape, birth: int) -> bytes:
+def encode_header(number: int, shape: SegmentShape, birth: int) -> bytes:
     """Build a segment's header. birth: 32 random bits that distinguish this file from another of its number."""
     head = HEADER.pack(MAGIC, VERSION, number, shape.record_bytes, shape.owner, birth, 0)[:-4]
     return head + struct.pack("<I", crc32c(head))

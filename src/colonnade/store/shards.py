@@ -33,7 +33,7 @@ class AbsentRows:
         for_commit: bool = False,
     ) -> Pending:
         if len(ids):
-            raise self._refusal()
+            raise self._no_rows_error()
         return _NoRows(0)
 
     def delete(self, ids: Tensor) -> None:
@@ -46,7 +46,7 @@ class AbsentRows:
         """Do nothing: no row can change."""
 
     def commit(self, step: int) -> Manifest:
-        raise self._refusal()
+        raise self._no_rows_error()
 
     def thaw(self) -> None:
         """Do nothing: nothing is ever frozen."""
@@ -57,7 +57,7 @@ class AbsentRows:
     def close(self) -> None:
         """Do nothing: no file is open."""
 
-    def _refusal(self) -> StorageError:
+    def _no_rows_error(self) -> StorageError:
         return StorageError(
             f"table {self.table_name!r}: its sharding gives this rank no rows, wanted ids of the ranks that have them"
         )
@@ -81,22 +81,22 @@ class ReadOnly:
         frequencies: Tensor | None = None,
         for_commit: bool = False,
     ) -> Pending:
-        raise _read_only()
+        raise _read_only_error()
 
     def delete(self, ids: Tensor) -> None:
-        raise _read_only()
+        raise _read_only_error()
 
     def freeze(self) -> None:
-        raise _read_only()
+        raise _read_only_error()
 
     def commit(self, step: int) -> Manifest:
-        raise _read_only()
+        raise _read_only_error()
 
     def thaw(self) -> None:
         """Do nothing: nothing is ever frozen."""
 
     def prune(self, keep_steps: Collection[int]) -> None:
-        raise _read_only()
+        raise _read_only_error()
 
 
 class Shards(ReadOnly):
@@ -129,7 +129,7 @@ class Shards(ReadOnly):
             store.close()
 
 
-def _read_only() -> StorageError:
+def _read_only_error() -> StorageError:
     return StorageError(
         "rows of another world or sharding are open read-only; adopt them to go on training"
     )

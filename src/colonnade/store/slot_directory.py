@@ -26,14 +26,14 @@ SWEEP_SLOTS = 1 << 16  # swept at a time
 UNKNOWN = 49151  # batches ahead that stand for an unknown next use
 
 
-def _batches_ahead() -> np.ndarray:
+def _decode_next_uses() -> np.ndarray:
     """Decode the codes of `Batch.next_use` into batches ahead: (256,) float32."""
     ahead = np.exp2((np.arange(256) - 1) / 8)
     ahead[0], ahead[255] = UNKNOWN, np.inf
     return ahead.astype(np.float32)
 
 
-BATCHES_AHEAD = _batches_ahead()
+BATCHES_AHEAD = _decode_next_uses()
 
 
 class SlotDirectory:
@@ -63,7 +63,7 @@ class SlotDirectory:
         self._index.get(ids, slots)
         return slots
 
-    def tick(self, num_rows: int, is_hinted: bool) -> None:
+    def advance_clock(self, num_rows: int, is_hinted: bool) -> None:
         """Advance the clock of the scores before `num_rows` rows are used."""
         if is_hinted != self._has_hints:  # scores of the two kinds do not compare
             self._has_hints, self._time = is_hinted, 0.0
@@ -94,7 +94,7 @@ class SlotDirectory:
     def is_pinned(self, slots: np.ndarray) -> np.ndarray:
         return self.flags[slots] >= PIN
 
-    def num_others(self, slots: np.ndarray, count: int) -> int:
+    def count_pinned_others(self, slots: np.ndarray, count: int) -> int:
         """Count the pinned rows outside `slots`, which `count` rows of a call already have.
 
         Not exact if all these have room.
@@ -109,7 +109,7 @@ class SlotDirectory:
         if needed <= 0:
             return np.empty(0, np.int64)
         if self._num_used <= EXACT_SLOTS:
-            return self._lowest(self._evictable(0, self._num_used), needed)
+            return self._lowest_scored(self._find_evictable(0, self._num_used), needed)
         sample = self._random.integers(0, self._num_used, SAMPLE_SLOTS)
         scores = self._scores[sample[self._is_evictable(sample)]]
         share = max(MIN_SHARE, 1.5 * needed / (self.num_rows - self.num_pinned))
@@ -117,7 +117,7 @@ class SlotDirectory:
             victims = self._sweep(needed, float(np.quantile(scores, share, method="lower")))
             if len(victims) == needed:
                 return victims
-        return self._lowest(self._evictable(0, self._num_used), needed)
+        return self._lowest_scored(self._find_evictable(0, self._num_used), needed)
 
     def admit(self, ids: np.ndarray, victims: np.ndarray, codes: np.ndarray | None) -> np.ndarray:
         """Evict the victims of `choose_victims(N)` and give pinned slots (N,) to ids (N,), which were absent."""
@@ -146,7 +146,7 @@ class SlotDirectory:
         self.num_rows -= len(slots)
         self._free = np.concatenate([self._free, slots])
 
-    def dirty(self) -> np.ndarray:
+    def dirty_slots(self) -> np.ndarray:
         """Return the slots of rows that are newer than below."""
         return np.flatnonzero(self.flags[: self._num_used] & DIRTY)
 
@@ -165,10 +165,10 @@ class SlotDirectory:
         flags = self.flags[slots]
         return (flags > 0) & (flags < PIN)
 
-    def _evictable(self, begin: int, end: int) -> np.ndarray:
+    def _find_evictable(self, begin: int, end: int) -> np.ndarray:
         return np.flatnonzero(self._is_evictable(slice(begin, end))) + begin
 
-    def _lowest(self, slots: np.ndarray, count: int) -> np.ndarray:
+    def _lowest_scored(self, slots: np.ndarray, count: int) -> np.ndarray:
         if count >= len(slots):
             return slots
         return slots[np.argpartition(self._scores[slots], count - 1)[:count]]
@@ -179,7 +179,7 @@ class SlotDirectory:
         missing, begin, swept = count, self._hand % self._num_used, 0
         while missing and swept < self._num_used:
             end = min(begin + SWEEP_SLOTS, self._num_used, begin + self._num_used - swept)
-            slots = self._evictable(begin, end)
+            slots = self._find_evictable(begin, end)
             slots = slots[self._scores[slots] <= threshold][:missing]
             victims.append(slots)
             missing -= len(slots)

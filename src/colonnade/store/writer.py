@@ -107,7 +107,7 @@ class LogWriter(BackgroundWorker[WriteSource]):
             return True
         start = time.perf_counter()
         try:
-            return self._wait(lambda: self.pending_bytes <= self.pending_limit, timeout)
+            return self._wait_until(lambda: self.pending_bytes <= self.pending_limit, timeout)
         finally:
             self.stall_seconds += time.perf_counter() - start
 
@@ -120,7 +120,7 @@ class LogWriter(BackgroundWorker[WriteSource]):
         limit = LOW_PRIORITY_SHARE * self.pending_limit
         if self.pending_bytes > limit:
             try:
-                self._wait(lambda: self.pending_bytes <= limit, None)
+                self._wait_until(lambda: self.pending_bytes <= limit, None)
             except StorageError:
                 self.wait_for_room()
 
@@ -128,9 +128,9 @@ class LogWriter(BackgroundWorker[WriteSource]):
         """Wait until the sealed segments of `source` are complete on the disk. Raises StorageError: call again."""
         wanted = source.sealed_unfinished()
         # Do not wait for `is_complete`: a segment may be collected and forgotten before this thread looks again.
-        self._wait(lambda: not wanted & source.sealed_unfinished(), None)
+        self._wait_until(lambda: not wanted & source.sealed_unfinished(), None)
 
-    def _wait(self, is_done: Callable[[], bool], timeout: float | None) -> bool:
+    def _wait_until(self, is_done: Callable[[], bool], timeout: float | None) -> bool:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._condition:
             self._error = None  # its cause may be gone
@@ -140,7 +140,7 @@ class LogWriter(BackgroundWorker[WriteSource]):
             while not is_done():
                 if self._error is not None:
                     error, self._error = self._error, None
-                    raise _copy(error)
+                    raise _copy_error(error)
                 if not self._thread:
                     raise StorageError("the writer was closed while rows waited to be written")
                 remaining = None if deadline is None else deadline - time.monotonic()
@@ -154,7 +154,7 @@ class LogWriter(BackgroundWorker[WriteSource]):
     def _has_more(self) -> bool:
         return self._has_work and not self._has_failed
 
-    def _work(self) -> None:
+    def _do_round(self) -> None:
         with self._condition:
             self._has_work = self._has_failed = False
             sources = list(self._sources)
@@ -187,7 +187,7 @@ class LogWriter(BackgroundWorker[WriteSource]):
         return num_bytes, error is None
 
 
-def _copy(error: BaseException) -> BaseException:
+def _copy_error(error: BaseException) -> BaseException:
     """Copy an error for another thread, which extends its traceback."""
     if isinstance(error, StorageError):
         copy = type(error)(*error.args)
