@@ -168,7 +168,7 @@ class MappedTable:
         """Write first values of ids (N,), repeats allowed, over those of the last call. Returns their slots (N,)."""
         if len(ids) > self._capacity:
             self.reserve(2 * len(ids))
-        out = self._mapping.behind(self._room, len(ids))
+        out = self._mapping.rows_behind(self._room, len(ids))
         values = torch.from_numpy(out).view(getattr(torch, self.table.dtype))
         self._initialiser.birth_values(
             self.table_index, torch.from_numpy(ids), values.view(len(ids), self.table.width)
@@ -192,7 +192,7 @@ class MappedTable:
         first = self._mapping.first_free + self._num_newer
         slots[new] = np.arange(first, first + len(new))
         self._num_newer += len(new)
-        out = self._mapping.behind(0, self._num_newer).reshape(-1, self.stride)
+        out = self._mapping.rows_behind(0, self._num_newer).reshape(-1, self.stride)
         rows = weights.contiguous().view(torch.uint8).numpy().reshape(len(ids), self.stride)
         out[slots - self._mapping.first_free] = rows
         self._newer.put(ids, slots)
@@ -200,11 +200,11 @@ class MappedTable:
 
     def reserve(self, capacity: int, room: int | None = None) -> None:
         """Reserve address space for `room` rows that are newer than the file's, then for `capacity` first values."""
-        newer = self._mapping.behind(0, self._num_newer).copy() if self._num_newer else None
+        newer = self._mapping.rows_behind(0, self._num_newer).copy() if self._num_newer else None
         self._capacity, self._room = capacity, self._room if room is None else room
-        self.base = self._mapping.map(self._room + capacity)
+        self.base = self._mapping.remap(self._room + capacity)
         if newer is not None:
-            self._mapping.behind(0, self._num_newer)[:] = newer
+            self._mapping.rows_behind(0, self._num_newer)[:] = newer
 
     @property
     def is_damaged(self) -> bool:
@@ -263,7 +263,7 @@ class _Mapping:
         self._base = 0
         self._pages: FileMapping | None = None
 
-    def map(self, capacity: int) -> int:
+    def remap(self, capacity: int) -> int:
         """Map the file again, with room for `capacity` rows behind its own. Returns the address of slot 0."""
         self.close()
         begin, page = self.file.weights_begin, mmap.PAGESIZE
@@ -277,7 +277,7 @@ class _Mapping:
         self._base = self._pages.address + begin - first
         return self._base
 
-    def behind(self, first: int, count: int) -> np.ndarray:
+    def rows_behind(self, first: int, count: int) -> np.ndarray:
         """View the bytes of `count` rows behind the file's, from their number `first` on, writable."""
         start = self._base + (self.first_free + first) * self.stride
         return np.ctypeslib.as_array((ctypes.c_uint8 * (count * self.stride)).from_address(start))
