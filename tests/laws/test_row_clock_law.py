@@ -560,7 +560,7 @@ def leave_one_out(mesh):
     with pytest.raises(ConfigError, match="load_rows: got rows of table 'few' that ranks may have"):
         load_rows(world.collection, "few", torch.ones(2, 2))
     other = EmbeddingCollection(world.collection.tables, world.collection.declaration.features)
-    with pytest.raises(ConfigError, match="'any': got a policy of your own beside copies"):
+    with pytest.raises(ConfigError, match="'any': got a policy of your own together with copies"):
         other.open(world.collection.plan, mesh, policies={"any": object()})
     fresh = Ones(mesh, 6, 9)
     load_rows(fresh.collection, "few", torch.zeros(3, 2))  # nobody has a copy yet
