@@ -262,15 +262,9 @@ def test_a_new_segment_goes_where_there_is_room(tmp_path):
     with pytest.raises(
         StorageError, match=r"a holds 100 of 100 bytes, .*b holds 1,000 of 1,000 bytes"
     ):
-<<<<<<< HEAD
-        stripes.choose({}, 10, 70)
+        stripes.choose_stripe({}, 10, 70)
     assert choose_segment_size([None]) == choose_segment_size([]) == 256 << 20
     assert choose_segment_size([None, 80 << 20]) == 10 << 20 and choose_segment_size([5]) == 1 << 20
-=======
-        stripes.choose_stripe({}, 10, 70)
-    assert segment_size([None]) == segment_size([]) == 256 << 20
-    assert segment_size([None, 80 << 20]) == 10 << 20 and segment_size([5]) == 1 << 20
->>>>>>> wt-w-store
 
 
 def test_an_older_checkpoint_out_of_reach_is_said_once(tmp_path):
