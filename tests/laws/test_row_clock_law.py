@@ -47,7 +47,7 @@ from colonnade.exchange.cached_state import apply_planned_bounds
 from colonnade.run import run as runs
 from colonnade.run.run import open_run
 from colonnade.staleness import RowClock, row_clock
-from colonnade.topology.sharding import column_wise, hot_rows, row_wise
+from colonnade.topology.sharding import build_hot_rows, column_wise, row_wise
 
 SIZES = [23, 23, 1, 0, 24, 2, 23, 23]
 
@@ -334,7 +334,7 @@ def test_bounds_are_whole_numbers(given):
 def beside_tables_that_are_cut(mesh):
     """By sharding of a table without copies: the rows of one with copies, and of that table, after a few steps."""
     found = []
-    hot = replace(row_wise(2), hot=hot_rows([0, 3], 2))
+    hot = replace(row_wise(2), hot=build_hot_rows([0, 3], 2))
     for sharding in (row_wise(2), hot, column_wise([0, 1])):
         declared = [
             Table("cut", 4, rows=9, optimizer=Adagrad(lr=0.3), dtype="float64"),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.lookup.layout import Declaration, build_lookup_columns, list_outputs
+from colonnade.lookup.layout import EmbeddingDeclaration, build_lookup_columns, list_outputs
 from colonnade.ops import optimizers
 from colonnade.ops import reference as ops
 from colonnade.store.dram import table_seed
@@ -25,7 +25,7 @@ from colonnade.table import Part, Table
 class ReferenceRows:
     """All tables, all rows that were ever read, on no rank in particular."""
 
-    def __init__(self, declaration: Declaration, seed: int = 0) -> None:
+    def __init__(self, declaration: EmbeddingDeclaration, seed: int = 0) -> None:
         self.declaration = declaration
         self.consumption = build_lookup_columns(declaration)
         self.seed = seed

@@ -15,7 +15,7 @@ from colonnade.cache.directory import Directory, VersionLog
 from colonnade.config.run import build_config, override
 from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.exchange.cached import TableCache
-from colonnade.exchange.cached_state import is_taken_up
+from colonnade.exchange.cached_state import can_load_cache
 from colonnade.plan.caching import (
     BOOKKEEPING,
     LOOKAHEAD_WINDOW,
@@ -197,7 +197,7 @@ def test_copies_of_checkpoints_go_on_in_a_world_like_theirs_alone():
     )
     said = {"policy": "lfu", "kept": True, "directory": directory.state()}
     state = {"tables": {"item": said}}
-    assert is_taken_up(here, [state, state])
+    assert can_load_cache(here, [state, state])
     of_before = {name: each for name, each in said.items() if name != "kept"}
     for other in (
         None,
@@ -206,12 +206,12 @@ def test_copies_of_checkpoints_go_on_in_a_world_like_theirs_alone():
         {"tables": {"item": said | {"kept": False}}},
         {"tables": {"item": of_before}},
     ):
-        assert not is_taken_up(here, [state, other])
-    assert not is_taken_up(here, [state])
+        assert not can_load_cache(here, [state, other])
+    assert not can_load_cache(here, [state])
     for num_slots in (3, 4):  # as many as there is room for here, and one more
         slots = {"slots": torch.arange(num_slots, dtype=torch.int32)}
         more = {"tables": {"item": said | {"directory": directory.state() | slots}}}
-        assert is_taken_up(here, [state, more]) == (num_slots == 3)
+        assert can_load_cache(here, [state, more]) == (num_slots == 3)
 
 
 @pytest.mark.parametrize("late", [{"staleness_steps": 2}, {"tables": {"a": {"staleness_steps": 1}}}])  # fmt: skip

@@ -28,7 +28,7 @@ from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
 from colonnade.plan.cost.tower_paths import tower_call_seconds
 from colonnade.plan.measure.device import RowRate
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Forced, Memory
+from colonnade.plan.search.candidates import Constraint, Memory
 from colonnade.plan.search.cutting import MIN_SLICE_COLUMNS
 from colonnade.plan.search.search import OPTIONS
 from colonnade.topology.sharding import Sharding
@@ -90,7 +90,9 @@ def counted_by_hand(load, sharding: Sharding, exchange, world):
 
 def is_inside(sharding: Sharding, world) -> bool:
     """Whether each slice lies on one host, which is a tower."""
-    hosts = [{rank // world.ranks_per_host for rank in each.ranks} for each in sharding.of_slices]
+    hosts = [
+        {rank // world.ranks_per_host for rank in each.ranks} for each in sharding.slice_shardings
+    ]
     return all(len(each) == 1 for each in hosts)
 
 
@@ -101,7 +103,7 @@ def counted_by_towers(load, sharding: Sharding, world, of_rows):
     bag = load.bags * 4 * load.width / sharding.slices
     found = {p: (np.zeros((2, n)), np.zeros((2, world.num_hosts))) for p in ("fetch", "push")}
     hops = []
-    for asker, each in itertools.product(range(n), sharding.of_slices):
+    for asker, each in itertools.product(range(n), sharding.slice_shardings):
         there = each.ranks[0] // size * size + asker % size
         if not of_rows:
             hops += [(owner, there, bag) for owner in each.ranks]
@@ -138,7 +140,7 @@ def test_seconds_are_those_of_the_busiest_link(world, option):
     if kind in ("host_wise", "grid") and world.num_hosts == 1:
         pytest.skip("row_wise, column_wise")
     load = load_of("t", 500, world, hot=3)
-    choice = choose([load], world, forced={"t": Forced(kind, exchange)})
+    choice = choose([load], world, forced={"t": Constraint(kind, exchange)})
     (table,) = choice.tables
     assert table.chosen.option == option and table.is_forced
     for channel, (ranks, hosts) in counted_by_hand(
@@ -175,7 +177,7 @@ def check_that_nothing_beats_the_choice(bytes_per_second, shapes) -> None:
         for i, (rows, hot, width) in enumerate(shapes)
     ]
     places = [
-        Forced(kind, exchange, ranks)
+        Constraint(kind, exchange, ranks)
         for exchange, kind in OPTIONS
         if exchange != "towers"  # as `pooled` where there are no modules
         for ranks in ([(0,), (1,)] if kind in ("table_wise", "host_wise") else [(0, 1)])
@@ -258,7 +260,7 @@ def test_sequences_are_never_pooled():
     assert table.chosen.exchange == "rows"
     assert "pooled" not in {other.exchange for other in table.others}
     with pytest.raises(ConfigError, match=r"table 's': got pooled, which it cannot have.*sequence"):
-        choose(loads, TWO_BY_TWO, forced={"s": Forced(exchange="pooled")})
+        choose(loads, TWO_BY_TWO, forced={"s": Constraint(exchange="pooled")})
 
 
 def test_small_tables_of_slow_messages_are_on_every_rank():
@@ -293,7 +295,7 @@ def test_a_step_s_rows_must_be_in_memory_whatever_files_cost():
 
 def test_forced_ranks_are_kept_and_others_balanced_around_them():
     loads = [load_of(f"b{i}", 10**5, TWO_BY_TWO, hot=20) for i in range(4)]
-    forced = {"b0": Forced("table_wise", "pooled", (2,))}
+    forced = {"b0": Constraint("table_wise", "pooled", (2,))}
     choice = choose(loads, TWO_BY_TWO, forced=forced)
     assert choice.shardings["b0"].ranks == (2,)
     assert sorted(each.ranks for each in choice.shardings.values()) == [(0,), (1,), (2,), (3,)]
@@ -369,7 +371,7 @@ def test_another_exchange_has_to_save_what_it_takes_of_a_processor(samples, is_m
 
 def test_messages_take_a_processor_s_time():
     loads = [load_of("t", 10**6, TWO_BY_TWO, width=64)]
-    forced = {"t": Forced("row_wise", "rows")}
+    forced = {"t": Constraint("row_wise", "rows")}
     costly = replace(TWO_BY_TWO, byte_processor_seconds=1e-9, message_processor_seconds=1e-4)
     free, busy = (choose(loads, world, forced=forced) for world in (TWO_BY_TWO, costly))
     assert free.seconds.processor == 0.0

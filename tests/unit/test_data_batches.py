@@ -15,7 +15,7 @@ from colonnade.batch import Batch, Ids
 from colonnade.config.run import build_config
 from colonnade.data import Column, Position, Schema, Splits, open_batches
 from colonnade.data.batches import ENDED, pad_with_empty_batches
-from colonnade.data.processes import read_ahead
+from colonnade.data.processes import read_in_processes
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.run.run import open_run
 
@@ -205,7 +205,7 @@ def test_data_sets_that_cannot_work_are_refused():
     with pytest.raises(DataError, match=r"batch 0: got a state_dict\(\) that cannot be saved"):
         list(open_batches(Stateless(), SCHEMA).batches(6))
     with pytest.raises(ConfigError, match=r"readers=2 for a data set of your own.*num_workers"):
-        read_ahead(Splits(open_batches(Stream(), SCHEMA)), 2)
+        read_in_processes(Splits(open_batches(Stream(), SCHEMA)), 2)
 
 
 # --- in a run ---------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from colonnade.data import infer_schema, open_source
 from colonnade.data.tabular.convert import open_csv_conversion, write_parquet
 from colonnade.data.tabular.fields import Category, Group, Key, Label, Number, Sequence, Time
-from colonnade.data.tabular.tables import lasting_options, read_head
+from colonnade.data.tabular.tables import portable_options, read_head
 from colonnade.errors import ConfigError, DataError
 
 WHEN = datetime.datetime(2024, 3, 1, 22, 30)
@@ -162,7 +162,7 @@ def test_the_newest_time_is_the_training_samples(tmp_path):
         splits = open_source(path.suffix[1:], path, **options)
         (age,) = splits.train.file_schema.numbers
         assert age.days_before == "2024-03-07T22:30:00"
-        lasting = lasting_options(options, splits)
+        lasting = portable_options(options, splits)
         assert lasting["schema"]["fields"]["when_age"]["days_before"] == "2024-03-07T22:30:00"
         pq.write_table(table.slice(0, 2), tmp_path / "later.parquet")
         (batch,) = open_source(

@@ -22,7 +22,7 @@ from colonnade.models.graphsage import GraphSAGE
 from colonnade.models.retriever import RetrievalObjective, mask_items, recall_and_ndcg, top_items
 from colonnade.staleness import row_clock
 from colonnade.train.dense import DenseGradients
-from colonnade.train.objective import objective_of
+from colonnade.train.objective import get_objective
 
 DIM = 6
 
@@ -166,7 +166,7 @@ def test_a_power_law_graph_is_learned():
     data = graph(**made, degree=16, fan_outs=[5, 3])
     law = build_edge_distribution(600, exponent=2.5, communities=12, mixing=0.05, graph_seed=0)
     model = build(600, dtype="float32", dim=16, optimizer=Adam(lr=0.01), log_q=0)
-    assert isinstance(objective_of(model), RetrievalObjective)
+    assert isinstance(get_objective(model), RetrievalObjective)
     found = colonnade.fit(model, data, epochs=10, batch_size=256, dense_lr=0.005, quiet=True)
     ceiling = recall(data.test, law.scores)
     popular = recall(data.test, lambda nodes: law.share.expand(len(nodes), -1))

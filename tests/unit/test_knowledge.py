@@ -31,7 +31,7 @@ from colonnade.models.link_prediction import (
 from colonnade.predict.predictor import Predictor
 from colonnade.run.run import open_run
 from colonnade.train.dense import DenseGradients
-from colonnade.train.objective import objective_of
+from colonnade.train.objective import get_objective
 
 MODELS = {"transe": TransE, "distmult": DistMult, "complex": ComplEx, "rotate": RotatE}
 SQUARED = {"norm": 2, "squared": True}
@@ -375,7 +375,7 @@ def test_a_ring_is_learned(name, settings):
         candidates=4,
     )
     model = build(name, "float32", Adam(lr=0.05), n, 16, **settings)
-    assert isinstance(objective_of(model), LinkPredictionObjective)
+    assert isinstance(get_objective(model), LinkPredictionObjective)
     found = colonnade.fit(model, data, epochs=60, batch_size=20)
     assert found.metrics["test_hits@1"] > 0.9
 

@@ -26,8 +26,8 @@ from colonnade.errors import CheckpointError, ConfigError, StorageError
 from colonnade.run.run import open_run
 from colonnade.sizes import Place
 from colonnade.store.disk import Disk
-from colonnade.store.storage_locations import check_places, check_tiers
-from colonnade.store.stripes import Space, Stripes
+from colonnade.store.storage_locations import check_locations, check_tiers
+from colonnade.store.stripes import SpaceAccount, Stripes
 from colonnade.table import Table
 from colonnade.topology.sharding import row_wise
 
@@ -127,12 +127,12 @@ def test_two_runs_share_a_directory(tmp_path):
 
 def test_what_cannot_hold_rows_is_said(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    check_places("ssd", [Place(str(tmp_path / "new" / "place"), 1)])
+    check_locations("ssd", [Place(str(tmp_path / "new" / "place"), 1)])
     assert not (tmp_path / "new").exists()
     with pytest.raises(ConfigError, match=r"plan\.memory\.ssd: .*file is a file"):
-        check_places("ssd", [Place(str(tmp_path / "file" / "x"))])
+        check_locations("ssd", [Place(str(tmp_path / "file" / "x"))])
     with pytest.raises(ConfigError, match="the file system has"):
-        check_places("mapped", [Place(str(tmp_path), 2**62)])
+        check_locations("mapped", [Place(str(tmp_path), 2**62)])
     with pytest.raises(ConfigError, match=r"ssd: .*got 1 bytes, wanted at least 1,048,576"):
         check_tiers([Place(str(tmp_path), 1)], None)
     with monkeypatch.context() as patched:
@@ -140,10 +140,10 @@ def test_what_cannot_hold_rows_is_said(tmp_path, monkeypatch):
         with pytest.raises(
             ConfigError, match=r"no room at all \(0 bytes\), so it cannot hold rows"
         ):
-            check_places("ssd", [Place(str(tmp_path))])
+            check_locations("ssd", [Place(str(tmp_path))])
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(ConfigError, match=r"plan\.memory\.mapped: .* is not writable"):
-        check_places("mapped", [Place(str(tmp_path))])
+        check_locations("mapped", [Place(str(tmp_path))])
 
 
 def test_a_directory_that_vanished_is_named(tmp_path):
@@ -249,7 +249,7 @@ def test_files_of_a_checkpoint_count_when_it_is_opened(tmp_path):
 def test_a_new_segment_goes_where_there_is_room(tmp_path):
     stripes = Stripes(tmp_path)
     stripes.capacities = {1: 100, 2: 1000}
-    stripes.spaces = {1: Space(tmp_path / "a", 100), 2: Space(tmp_path / "b", 1000)}
+    stripes.spaces = {1: SpaceAccount(tmp_path / "a", 100), 2: SpaceAccount(tmp_path / "b", 1000)}
     stripes.spaces[1].adjust_used(40)
     stripes.spaces[2].adjust_used(500)
     assert stripes.choose_stripe({}, 10, 50) == 1  # the least full
@@ -297,7 +297,7 @@ def test_an_older_checkpoint_out_of_reach_is_said_once(tmp_path):
 
 
 def test_a_space_gives_no_byte_beyond_its_limit(tmp_path):
-    space = Space(tmp_path, 100)
+    space = SpaceAccount(tmp_path, 100)
     assert space.reserve(60) and not space.reserve(41) and space.used == 60
     assert space.reserve(40) and not space.reserve(1)
-    assert Space(tmp_path, None).reserve(2**62)
+    assert SpaceAccount(tmp_path, None).reserve(2**62)

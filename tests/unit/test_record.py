@@ -13,6 +13,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
+from colonnade.store.collect_tier_counts import TierCounts
 from rich.console import Console
 from small_run import CONFIG
 
@@ -21,9 +22,8 @@ from colonnade.config.run import build_config, override
 from colonnade.data.contract import Position
 from colonnade.errors import StorageError
 from colonnade.report.reading import read_run, sum_lines
-from colonnade.run.machine import machine_facts
+from colonnade.run.machine import collect_machine_facts
 from colonnade.run.run import open_run
-from colonnade.store.tier_counts import TierCounts
 from colonnade.train.metrics_file import drop_lines_after, read_lines
 from colonnade.train.progress import Progress, _columns
 from colonnade.train.record import Counters, Record, TierActivity
@@ -131,7 +131,7 @@ def test_traffic_and_tables_are_counted(finished):
         assert found["bytes_in_memory"] == found["rows_in_memory"] * table.record_bytes
     assert record.summary["tables"]["C4"]["rows_in_files"] > 0
     facts = json.loads((folder / "machine.json").read_text())
-    assert set(facts) == {"format", "version", *machine_facts(folder)}
+    assert set(facts) == {"format", "version", *collect_machine_facts(folder)}
 
 
 def test_lines_are_json_for_anyone(finished):

@@ -26,7 +26,7 @@ from colonnade.models.retriever import (
 from colonnade.models.sasrec import SASRec
 from colonnade.models.two_tower import TwoTower
 from colonnade.train.dense import DenseGradients
-from colonnade.train.objective import Probability, objective_of
+from colonnade.train.objective import Probability, get_objective
 
 ITEMS = 30
 
@@ -359,9 +359,9 @@ def test_attention_with_a_gap_would_be_seen():
 
 
 def test_objectives_follow_from_the_model():
-    assert isinstance(objective_of(two_tower()), RetrievalObjective)
+    assert isinstance(get_objective(two_tower()), RetrievalObjective)
     table = Table("a", 2, rows=3)
-    assert isinstance(objective_of(DLRM([table], [Feature("a", "a")], num_dense=0)), Probability)
+    assert isinstance(get_objective(DLRM([table], [Feature("a", "a")], num_dense=0)), Probability)
 
 
 def test_what_does_not_fit_is_refused():

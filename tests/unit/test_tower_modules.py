@@ -16,7 +16,7 @@ from colonnade.data.contract import Column, Schema
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.exchange.operator_cut import barred
 from colonnade.interaction import TowerModule
-from colonnade.models.build import build_model, lasting_towers
+from colonnade.models.build import build_model, resolve_towers
 from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.dense_cost import cross_cost, dlrm_cost, dlrm_tower_cost, mlp_cost
 from colonnade.models.dlrm import DLRM
@@ -248,9 +248,9 @@ def test_partitions_come_from_numbers_files_and_lists(tmp_path):
         config = configured(towers=said, tower_dim=3)
         model = build_model(SCHEMA, config)
         assert model.towers == wanted and model.dim == 3
-        kept = lasting_towers(SCHEMA, config)
+        kept = resolve_towers(SCHEMA, config)
         assert kept.model.towers == [list(tower) for tower in wanted.towers]
-        assert lasting_towers(SCHEMA, kept) == kept
+        assert resolve_towers(SCHEMA, kept) == kept
 
 
 @pytest.mark.parametrize(

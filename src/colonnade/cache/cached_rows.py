@@ -24,8 +24,8 @@ from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.lookup.row_layout import RowSums
 from colonnade.ops.optimizers import Settings
 from colonnade.store.contract import RowView
-from colonnade.store.device_rows import device_rows, enlarged, update
 from colonnade.store.dram import open_dram, table_seed
+from colonnade.store.reserve_device_rows import enlarged, reserve_device_rows, update
 from colonnade.table import CLOCK_BYTES, Table
 
 SPARE = 2**22
@@ -294,7 +294,8 @@ class DeviceCachedRows(CachedRows):
         dtype = getattr(torch, tables[0].compute_dtype)
         # Stochastic rounding depends on slots, as in memory.
         self.rows = [
-            device_rows(table, 0, device, table_seed(0, table.origin[0])) for table in self.tables
+            reserve_device_rows(table, 0, device, table_seed(0, table.origin[0]))
+            for table in self.tables
         ]
         self.pending = [
             torch.empty(0, table.width, dtype=dtype, device=device) for table in self.tables

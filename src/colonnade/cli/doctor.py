@@ -19,19 +19,19 @@ def doctor(
     from rich.table import Table as Grid
     from rich.text import Text
 
-    from colonnade.run.machine import machine_facts
+    from colonnade.run.machine import collect_machine_facts
     from colonnade.terminal import Terminal
 
     grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("item", "this machine", "what it means"):
         grid.add_column(title, overflow="fold")
-    for item, value, meaning in describe_machine(machine_facts(folder)):
+    for item, value, meaning in describe_machine(collect_machine_facts(folder)):
         grid.add_row(Text(item, style="bold"), value, meaning)
     Terminal().print(grid)
 
 
 def describe_machine(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return a line (item, this machine's value, what it means) for each of the `machine_facts`."""
+    """Return a line (item, this machine's value, what it means) for each of the `collect_machine_facts`."""
     versions, gpus, pages = facts["versions"], facts["gpus"], facts["huge_pages"]
     usable = f"{facts['usable_processors']} of {facts['processors']} usable"
     pages_meaning = _HUGE_PAGES.get(pages, "random reads of rows may be slower")

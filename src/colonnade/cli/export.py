@@ -26,13 +26,13 @@ def export(
     ] = None,
 ) -> None:
     """Write weights as safetensors: dense.safetensors, one file of ids and rows per table, model.json."""
-    from colonnade.checkpoint.header import describe_choice
+    from colonnade.checkpoint.header import describe_checkpoint_choice
     from colonnade.publish.export import export_run
 
     manifest = export_run(run, destination, at=at)
     rows = sum(table["count"] for table in manifest["tables"])
     size = sum(path.stat().st_size for path in destination.iterdir())
     say(
-        f"step {manifest['step']} ({describe_choice(run, manifest['step'])}): {len(manifest['tables'])} tables, "
-        f"{rows:,} trained rows, {size / 2**20:,.1f} MiB\nexport: {destination}"
+        f"step {manifest['step']} ({describe_checkpoint_choice(run, manifest['step'])}): "
+        f"{len(manifest['tables'])} tables, {rows:,} trained rows, {size / 2**20:,.1f} MiB\nexport: {destination}"
     )

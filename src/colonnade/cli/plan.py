@@ -14,7 +14,7 @@ from colonnade.errors import ConfigError
 
 if TYPE_CHECKING:
     from colonnade.config.run import RunConfig
-    from colonnade.run.planning import Planned
+    from colonnade.run.planning import PlanningResult
     from colonnade.table import Table
     from colonnade.topology.world import World
 
@@ -214,7 +214,7 @@ def _automatic_settings(config: Path | None, set_: list[str] | None) -> dict[str
     return {"plan.exchange": "auto", "plan.sharding": "auto"}
 
 
-def plan_values(planned: Planned, tables: Sequence[Table]) -> dict[str, Any]:
+def plan_values(planned: PlanningResult, tables: Sequence[Table]) -> dict[str, Any]:
     """Return JSON values of the plan: its prediction, the measured costs, device and links, the alternatives, and notes
     on what the prediction leaves out."""
     from dataclasses import asdict

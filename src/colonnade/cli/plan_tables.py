@@ -12,14 +12,14 @@ from rich.table import Table as Grid
 
 from colonnade.errors import ConfigError
 from colonnade.models.dense_cost import FLOPS_PER_PRODUCT
-from colonnade.plan.caching import kept_bytes
+from colonnade.plan.caching import full_cache_bytes
 from colonnade.plan.cost.prediction import PERSIA, Machine, Simulated, Work, simulate
 from colonnade.plan.plan import held_bytes, memory_bytes
-from colonnade.plan.search.candidates import Choice, Cost, TableChoice
+from colonnade.plan.search.candidates import Choice, TableChoice, TableCost
 from colonnade.plan.towers.forecast import PAPER
 from colonnade.report.formatting import format_bytes, format_count, format_seconds
-from colonnade.run.planning import Planned
-from colonnade.sizes import positive_bytes
+from colonnade.run.planning import PlanningResult
+from colonnade.sizes import parse_positive_bytes
 from colonnade.store.budget import slot_bytes
 from colonnade.table import Table
 from colonnade.terminal import Terminal
@@ -36,13 +36,13 @@ def parse_host_sizes(host: str, parameters: float) -> tuple[int, int]:
         )
     memory, _, disk = host.partition(":")
     try:
-        return positive_bytes(memory), positive_bytes(disk) if disk else 0
+        return parse_positive_bytes(memory), parse_positive_bytes(disk) if disk else 0
     except ValueError as error:
         raise ConfigError(f"--host: {error}; give MEMORY or MEMORY:SSD, e.g. 480GiB:8TiB") from None
 
 
 def simulate_world(
-    planned: Planned,
+    planned: PlanningResult,
     tables: Sequence[Table],
     batch_size: int,
     parameters: float,
@@ -99,7 +99,7 @@ def simulation_values(parameters: float, work: Work, cases: Sequence[Simulated])
     }
 
 
-def work_per_sample(planned: Planned, tables: Sequence[Table], batch_size: int) -> Work:
+def work_per_sample(planned: PlanningResult, tables: Sequence[Table], batch_size: int) -> Work:
     """Return the work per training sample, from the profiled sample and the benchmarked steps. Pure."""
     rows = []
     for t, profile in enumerate(planned.profile.tables):
@@ -125,7 +125,7 @@ CACHE_NOT_PREDICTED = (
 
 
 def print_plan(
-    planned: Planned, tables: Sequence[Table], target: float | None, table: str | None = None
+    planned: PlanningResult, tables: Sequence[Table], target: float | None, table: str | None = None
 ) -> None:
     """Print a plan. target: samples/s for which bytes per second are shown; table: show only its candidates."""
     console = Terminal()
@@ -138,10 +138,10 @@ def print_plan(
     _print_totals(console, planned, tables)
 
 
-def cache_bytes(planned: Planned, tables: Sequence[Table]) -> int:
+def cache_bytes(planned: PlanningResult, tables: Sequence[Table]) -> int:
     """Return the bytes of `plan.cache` on each rank, in addition to the memory of its own rows."""
     caches = [planned.cache for planned in planned.plan.tables]
-    return sum(kept_bytes(cache, table) for cache, table in zip(caches, tables, strict=True))
+    return sum(full_cache_bytes(cache, table) for cache, table in zip(caches, tables, strict=True))
 
 
 def _create_grid(columns: Sequence[str], left_aligned: Sequence[str]) -> Grid:
@@ -159,7 +159,9 @@ def _create_grid(columns: Sequence[str], left_aligned: Sequence[str]) -> Grid:
     return grid
 
 
-def _print_memory(console: Console, planned: Planned, tables: Sequence[Table], rate: float) -> None:
+def _print_memory(
+    console: Console, planned: PlanningResult, tables: Sequence[Table], rate: float
+) -> None:
     console.print(
         f"memory: {planned.profile.samples:,} samples for {planned.plan.num_ranks} rank(s); rows and bytes of "
         f"{'a server' if planned.world.has_servers else 'one'}, "
@@ -190,7 +192,7 @@ def _print_memory(console: Console, planned: Planned, tables: Sequence[Table], r
         console.print(f"  and {len(lines) - MAX_LINES} more with fewer reads")
 
 
-def _print_exchanges(console: Console, planned: Planned) -> None:
+def _print_exchanges(console: Console, planned: PlanningResult) -> None:
     console.print(
         "\nexchange: exchange and owners of each table; bytes that a rank sends per step, in its host and over its "
         "uplink"
@@ -216,7 +218,7 @@ def _print_exchanges(console: Console, planned: Planned) -> None:
     _print_consumers(console, planned)
 
 
-def _print_consumers(console: Console, planned: Planned) -> None:
+def _print_consumers(console: Console, planned: PlanningResult) -> None:
     """Print whether values or partials of each consumer are sent, if owner ranks could evaluate one of them with this
     or another sharding."""
     consumers = planned.choice.consumers
@@ -234,7 +236,7 @@ def _print_consumers(console: Console, planned: Planned) -> None:
         )
 
 
-def _print_choices(console: Console, planned: Planned, table: TableChoice) -> None:
+def _print_choices(console: Console, planned: PlanningResult, table: TableChoice) -> None:
     console.print(f"choices of table {table.name}; bytes that a rank sends per step", markup=False)
     columns = ("choice", "route", "fetch", "push", "in host", "uplink", "takes", "more")
     grid = _create_grid(columns, ("choice",))
@@ -259,7 +261,7 @@ def _print_choices(console: Console, planned: Planned, table: TableChoice) -> No
     console.print(str(planned.world))
 
 
-def _print_totals(console: Console, planned: Planned, tables: Sequence[Table]) -> None:
+def _print_totals(console: Console, planned: PlanningResult, tables: Sequence[Table]) -> None:
     console.print()
     prediction = planned.prediction
     used: dict[str, Any] = {"dram": 0, "mapped": 0}
@@ -298,7 +300,7 @@ def _print_totals(console: Console, planned: Planned, tables: Sequence[Table]) -
     )
 
 
-def _print_links(console: Console, choice: Choice, planned: Planned) -> None:
+def _print_links(console: Console, choice: Choice, planned: PlanningResult) -> None:
     prediction, seconds = planned.prediction, choice.seconds
     console.print(str(planned.world))
     if planned.world.origin != "measured":
@@ -321,7 +323,7 @@ def _print_links(console: Console, choice: Choice, planned: Planned) -> None:
     )
 
 
-def _print_advice(console: Console, planned: Planned) -> None:
+def _print_advice(console: Console, planned: PlanningResult) -> None:
     """Print the predicted effect of tower modules on a step, and published figures."""
     step = planned.prediction.step_seconds
     console.print(
@@ -340,13 +342,13 @@ def _print_advice(console: Console, planned: Planned) -> None:
     console.print(f"without the time to compute the modules. Published: {PAPER}", markup=False)
 
 
-def _describe_choice(cost: Cost, planned: Planned) -> str:
+def _describe_choice(cost: TableCost, planned: PlanningResult) -> str:
     if cost.exchange == "replicated":
         return "copies"
     return f"{cost.exchange}, {_describe_owners(cost.sharding, planned)}"
 
 
-def _describe_owners(sharding: Sharding, planned: Planned) -> str:
+def _describe_owners(sharding: Sharding, planned: PlanningResult) -> str:
     first = sharding.ranks[0]
     if sharding.kind == "table_wise":
         return f"rank {first}"
@@ -364,7 +366,7 @@ def _describe_owners(sharding: Sharding, planned: Planned) -> str:
     return "servers" if planned.world.has_servers else "all"
 
 
-def _describe_exchange(cost: Cost) -> str:
+def _describe_exchange(cost: TableCost) -> str:
     if cost.exchange == "replicated":
         return "copies"
     kinds = {

@@ -14,7 +14,7 @@ from colonnade.data.contract import START, Position, Schema, Source
 from colonnade.data.lines import LineFile, locate, open_lines
 from colonnade.data.sets.criteo import FILE, FOLDER, NAMES, CriteoSource, check_line
 from colonnade.data.tabular.declaration import load_declaration
-from colonnade.data.tabular.tables import FORMATS, KINDS, kind_of
+from colonnade.data.tabular.tables import FORMATS, KINDS, detect_format
 from colonnade.errors import ConfigError
 
 PARTS = ("train", "validation", "test")
@@ -38,7 +38,7 @@ def open_inputs(
     if name not in SOURCES:
         raise ConfigError(f"unknown source {name!r}; choose from {', '.join(sorted(SOURCES))}")
     if name in FORMATS and path is not None and Path(path).suffix.lower() in KINDS:
-        name = kind_of(path)  # a model trained on one file format can score another
+        name = detect_format(path)  # a model trained on one file format can score another
     if name in FORMATS:
         return open_table_file(name, path, options)
     if name != "criteo":

@@ -14,8 +14,8 @@ from colonnade.plan.plan import Plan, explain
 from colonnade.report.formatting import format_bytes
 from colonnade.report.tiers import TIER_LINES, format_tier
 from colonnade.report.traffic import COLUMNS, build_traffic_lines, flatten_counts
-from colonnade.run.start import describe_end
-from colonnade.store.tier_counts import TierCounts
+from colonnade.run.start import describe_finished_run
+from colonnade.store.collect_tier_counts import TierCounts
 from colonnade.table import Table
 from colonnade.train.progress import SHOWN_METRICS
 
@@ -149,7 +149,7 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
             f"gradients: {summary['sent_error']:+.1%} of what was counted"
         )
     if folder is not None and summary.get("ended_before"):
-        console.print(describe_end(folder, summary["step"]), markup=False, soft_wrap=True)
+        console.print(describe_finished_run(folder, summary["step"]), markup=False, soft_wrap=True)
     elif folder is not None:
         console.print(f"run folder: {folder}", markup=False, soft_wrap=True)
     if folder is not None:

@@ -12,7 +12,7 @@ from colonnade.errors import ConfigError, CorruptionError
 from colonnade.terminal import say
 
 if TYPE_CHECKING:
-    from colonnade.store.verification import Verified
+    from colonnade.store.verification import VerifiedFile
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade verify runs/mine\n\n  colonnade verify runs/mine --at 2000\n\n"
@@ -86,7 +86,7 @@ def _is_publication(folder: Path) -> bool:
     return (folder / WORD).exists()
 
 
-def _publication_files(folder: Path) -> Iterator[Verified]:
+def _publication_files(folder: Path) -> Iterator[VerifiedFile]:
     from colonnade.publish.deltas import verify_publication
 
     return verify_publication(folder)

@@ -11,7 +11,14 @@ from pydantic.functional_validators import AfterValidator, BeforeValidator, Plai
 from pydantic_core import PydanticKnownError
 
 from colonnade.config.section import Section
-from colonnade.sizes import Place, Said, absolute, parse_bytes, parse_place, positive_bytes
+from colonnade.sizes import (
+    Place,
+    Said,
+    absolute,
+    parse_bytes,
+    parse_positive_bytes,
+    parse_storage_location,
+)
 
 if TYPE_CHECKING:
     from colonnade.topology.sharding import Sharding
@@ -52,14 +59,14 @@ def _wrap_in_list(value: Any) -> Any:
 
 
 def _validate_distinct_paths(texts: list[str]) -> list[str]:
-    paths = [parse_place(text).path for text in texts]
+    paths = [parse_storage_location(text).path for text in texts]
     for path in paths:
         if paths.count(path) > 1:
             raise ValueError(f"got {path} twice, wanted directories that differ")
     return texts
 
 
-Size = Annotated[int, BeforeValidator(positive_bytes), Said("bytes")]
+Size = Annotated[int, BeforeValidator(parse_positive_bytes), Said("bytes")]
 Rate = Annotated[int, BeforeValidator(_validate_rate), Said("bytes")]
 PlaceText = Annotated[str, AfterValidator(absolute), Said("directory[:bytes]")]
 CodecChoice = Literal["exact", "bf16", "fp16", "int8"]
@@ -84,21 +91,21 @@ class MemoryConfig(Section):
     """Memory of single tables per rank, by table name, taken out of dram; the other tables share the rest."""
 
     @property
-    def mapped_place(self) -> Place | None:
+    def mapped_location(self) -> Place | None:
         """Storage location of `mapped`; None if it is not set."""
-        return None if self.mapped is None else parse_place(self.mapped)
+        return None if self.mapped is None else parse_storage_location(self.mapped)
 
     @property
-    def ssd_places(self) -> tuple[Place, ...]:
+    def ssd_locations(self) -> tuple[Place, ...]:
         """Storage locations of `ssd`."""
-        return tuple(map(parse_place, self.ssd))
+        return tuple(map(parse_storage_location, self.ssd))
 
     @model_validator(mode="after")
     def _check(self) -> MemoryConfig:
-        paths = [location.path for location in self.ssd_places]
-        if self.mapped_place is not None and self.mapped_place.path in paths:
+        paths = [location.path for location in self.ssd_locations]
+        if self.mapped_location is not None and self.mapped_location.path in paths:
             raise ValueError(
-                f"got {self.mapped_place.path} as mapped and as ssd, wanted one tier in a directory"
+                f"got {self.mapped_location.path} as mapped and as ssd, wanted one tier in a directory"
             )
         reserved = sum(self.tables.values())
         if self.dram is not None and reserved > self.dram:
@@ -132,10 +139,10 @@ def _read_sharding(value: Any) -> Any:
     if value is None or value in KINDS_OF_SHARDING:
         return value
     if isinstance(value, Mapping) or hasattr(value, "ranks"):
-        from colonnade.topology.sharding import Sharding, sharding_from  # imports torch
+        from colonnade.topology.sharding import Sharding, read_sharding  # imports torch
 
         try:
-            return value if isinstance(value, Sharding) else sharding_from(value)
+            return value if isinstance(value, Sharding) else read_sharding(value)
         except (KeyError, TypeError, AttributeError):
             raise ValueError(f"got {value!r}, wanted its kind and ranks") from None
     raise PydanticKnownError("literal_error", {"expected": ", ".join(map(repr, KINDS_OF_SHARDING))})
@@ -247,7 +254,7 @@ def _parse_cache_size(value: Any) -> CacheSize:
         elif text.isdigit():
             return CacheSize(text, rows=int(text))
         else:
-            return CacheSize(text, num_bytes=positive_bytes(text))
+            return CacheSize(text, num_bytes=parse_positive_bytes(text))
     except ValueError:
         pass
     raise ValueError(

@@ -24,7 +24,7 @@ from colonnade.config.problems import explain_errors, explain_unknown
 from colonnade.config.retention import AdmissionConfig, EvictionConfig, OpenTableConfig
 from colonnade.config.section import Section
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.formats import check_stamp, parse_yaml, read_text, stamp
+from colonnade.formats import check_format, parse_yaml, read_text, stamp
 
 Width = Annotated[int, Field(ge=1)]
 DEFAULT_BATCH_SIZE = 4096
@@ -364,7 +364,7 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"got a {type(values).__name__}, wanted sections such as `train:`")
-    check_stamp("config", values, FORMAT, is_needed=False)
+    check_format("config", values, FORMAT, is_needed=False)
     settings = {name: value for name, value in values.items() if name not in stamp(FORMAT)}
     try:
         return RunConfig.model_validate(settings)

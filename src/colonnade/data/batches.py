@@ -266,7 +266,7 @@ def _format_type(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{shape} {str(dtype).removeprefix('torch.')}"
 
 
-def batches_of(
+def read_rank_batches(
     source: Source, batch_size: int, mesh: Mesh, *, channel: str, start: Position = START
 ) -> Iterator[Batch]:
     """Return this rank's batches of a source; every rank gets the same number, and servers get empty ones.
@@ -281,7 +281,7 @@ def batches_of(
         )
     else:
         num_empty = 0 if num_samples is None else num_steps(num_samples, batch_size) - start.step
-        batches = (no_samples(source.schema) for _ in range(num_empty))
+        batches = (build_empty_batch(source.schema) for _ in range(num_empty))
     if num_samples is not None:
         return batches
     return pad_with_empty_batches(batches, source.schema, mesh, channel=channel)
@@ -306,13 +306,13 @@ def pad_with_empty_batches(
         if not int(mesh.all_reduce(channel, has_batch)):
             return
         if batch is None:
-            yield no_samples(schema, last)
+            yield build_empty_batch(schema, last)
         else:
             last = batch
             yield batch
 
 
-def no_samples(schema: Schema, like: Batch | None = None) -> Batch:
+def build_empty_batch(schema: Schema, like: Batch | None = None) -> Batch:
     """Return a batch without samples, with the columns of `schema` and the optional fields of `like`."""
     no_offsets = torch.zeros(1, dtype=torch.int64)
     no_ids = torch.zeros(0, dtype=torch.int64)

@@ -304,7 +304,7 @@ def _start_readers(
     return result
 
 
-def read_ahead(splits: Splits, num_processes: int) -> Splits:
+def read_in_processes(splits: Splits, num_processes: int) -> Splits:
     """Return the splits with training parts read by `num_processes` processes; 0: unchanged.
 
     Evaluation stays in this process: it is too short to wait for new processes.

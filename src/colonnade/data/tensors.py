@@ -18,7 +18,7 @@ from colonnade.errors import DataError, IdRangeError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Columns:
+class TensorColumns:
     """Columns of S checked samples as tensors. The splits of a data set share them."""
 
     dense: Tensor  # (S, n) float32
@@ -68,7 +68,7 @@ class TensorSource:
     """Source over `rows` of `columns`, in the order of `rows`, or with `shuffle_key` in a new order each epoch."""
 
     schema: Schema
-    columns: Columns
+    columns: TensorColumns
     rows: Tensor | None = field(default=None, kw_only=True)  # (num_samples,) int64; None: all
     shuffle_key: int | None = field(default=None, kw_only=True)
 
@@ -143,7 +143,7 @@ def open_tensors(
         dense = torch.empty(num_samples, 0)
     if dense_names is None:
         dense_names = [f"dense{i}" for i in range(dense.shape[-1])]
-    columns = Columns(
+    columns = TensorColumns(
         dense=_check_dense(name, dense, dense_names, num_samples),
         ids={
             k: _check_ids(name, k, v, cardinalities.get(k), num_samples) for k, v in values.items()

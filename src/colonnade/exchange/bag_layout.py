@@ -19,7 +19,7 @@ from colonnade.exchange.rows import RowsLookup
 from colonnade.lookup.contract import PartLookup
 from colonnade.lookup.fields import ColumnKey, ColumnRun, FieldColumns, FieldLayout, find_runs
 from colonnade.lookup.layout import (
-    Declaration,
+    EmbeddingDeclaration,
     LookupColumns,
     Lookups,
     Output,
@@ -62,7 +62,7 @@ class EvaluatedFields:
 
 
 def evaluated_fields(
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     consumers: Sequence[str],
     *,
@@ -116,7 +116,7 @@ class Division:
 class BagLayout:
     """Layout of one exchange, on one rank."""
 
-    declaration: Declaration
+    declaration: EmbeddingDeclaration
     evaluated: EvaluatedFields
     outputs: tuple[Output, ...]
     fields: FieldLayout
@@ -131,7 +131,7 @@ class BagLayout:
     """Runs of an output's columns among the arriving ones, by output."""
     divisions: tuple[Division, ...]
 
-    def pooled_declaration(self, rank: int) -> Declaration:
+    def pooled_declaration(self, rank: int) -> EmbeddingDeclaration:
         """Return the declaration that a rank pools: sums of its share, and means where it has whole bags."""
         return self.shares[rank].as_sum_declaration(
             declared_pooling=self.evaluated.averaged_by_owner
@@ -159,7 +159,7 @@ class BagLayout:
 
 
 def build_bag_layout(
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     num_ranks: int,
     evaluated: EvaluatedFields,
@@ -212,7 +212,9 @@ def build_bag_layout(
     )
 
 
-def _split_evaluated_outputs(declaration: Declaration, consumers: Collection[str]) -> list[Output]:
+def _split_evaluated_outputs(
+    declaration: EmbeddingDeclaration, consumers: Collection[str]
+) -> list[Output]:
     """Return outputs, with those of evaluated consumers as separate ones."""
     separate: list[Output] = []
     for output in list_outputs(declaration):
@@ -227,7 +229,7 @@ def _split_evaluated_outputs(declaration: Declaration, consumers: Collection[str
 
 
 def _arriving_columns(
-    declaration: Declaration, evaluated: EvaluatedFields, split_outputs: Sequence[Output]
+    declaration: EmbeddingDeclaration, evaluated: EvaluatedFields, split_outputs: Sequence[Output]
 ) -> FieldColumns:
     """Return the arriving columns: fields and partials of the outputs, then queries, then merged results of
     attention."""

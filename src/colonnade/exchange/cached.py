@@ -62,7 +62,7 @@ from colonnade.lookup.contract import (
     RowSource,
 )
 from colonnade.lookup.kernels import Kernels
-from colonnade.lookup.layout import Declaration
+from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.lookup.row_layout import RowLayout, build_row_layout
 from colonnade.lookup.views import Slices
 from colonnade.staleness import RowClock
@@ -167,7 +167,7 @@ class CachedExchange:
 
     def __init__(
         self,
-        declaration: Declaration,
+        declaration: EmbeddingDeclaration,
         mesh: Mesh,
         shardings: Sequence[Sharding] | None,
         caches: Sequence[TableCache | None],

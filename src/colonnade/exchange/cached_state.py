@@ -36,7 +36,7 @@ GROUP = "evaluate"
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class SavedRows:
     """Rows of one table before a temporary change."""
 
     ids: Tensor  # (n,) int64
@@ -53,7 +53,7 @@ class Before:
 @contextmanager
 def settled(
     exchange: CachedExchange, optimizers: Tensor, settings: Tensor
-) -> Iterator[list[Before]]:
+) -> Iterator[list[SavedRows]]:
     """Apply gradients pending at copies to owners' rows until exit, which restores them. Collective.
 
     Yields, by table, this rank's changed rows as they were before. optimizers, settings: see `_native.update`. Raises
@@ -75,7 +75,7 @@ def settled(
             table_rows = slice(ends[t], ends[t + 1])
             records = torch.empty(ends[t + 1] - ends[t], table.record_bytes, dtype=torch.uint8)
             store.native.pack(t, slots[table_rows].contiguous(), records)
-            before.append(Before(ids[table_rows].clone(), records))
+            before.append(SavedRows(ids[table_rows].clone(), records))
         store.before_update(slots, offsets)
         exchange.owner.update(store, pushed, optimizers, settings)
         # Once released, rows are dirty: newer than their stored records. They stay pinned by a second acquire.
@@ -220,7 +220,7 @@ def _acquire_rows(exchange: CachedExchange, ids: Tensor, offsets: Tensor) -> lis
 CHUNK_ROWS = 4096  # rows that are restored at once
 
 
-def state(exchange: CachedExchange, before: Sequence[Before]) -> dict[str, Any]:
+def state(exchange: CachedExchange, before: Sequence[SavedRows]) -> dict[str, Any]:
     """Return the cache's state for a checkpoint, between steps: as of the newest step, without batches in flight. It
     has plain values and tensors."""
     tables = {}
@@ -241,7 +241,7 @@ def state(exchange: CachedExchange, before: Sequence[Before]) -> dict[str, Any]:
     return {"tables": tables, "rule": exchange.last_optimizers, "number": exchange.number}
 
 
-def is_taken_up(exchange: CachedExchange, states: Sequence[Mapping[str, Any] | None]) -> bool:
+def can_load_cache(exchange: CachedExchange, states: Sequence[Mapping[str, Any] | None]) -> bool:
     """Return whether a checkpoint's cached rows can be loaded: the number of ranks, and for each table its cache policy
     and whether copies outlast their batch, must be the same. Bounds and sizes may have changed; but where a size is
     lower by more than `cache.cached_rows.SPARE` rows there may be no room for the copies."""
@@ -282,7 +282,7 @@ def load(exchange: CachedExchange, state: Mapping[str, Any]) -> None:
     shift = surplus_batches(state["number"])
     for t, table in enumerate(exchange.declaration.tables):
         table_state = state["tables"][table.name]
-        before = Before(table_state["before"]["ids"], table_state["before"]["records"])
+        before = SavedRows(table_state["before"]["ids"], table_state["before"]["records"])
         trained = before.is_trained
         ids, records = before.ids[trained], before.records[trained]
         for first in range(0, len(ids), CHUNK_ROWS):

@@ -21,20 +21,20 @@ from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
-from colonnade.exchange.prefetched import TABLES, tables_held
+from colonnade.exchange.prefetched import TABLES, prefetched_tables
 from colonnade.lookup.contract import (
     BatchInfo,
     Exactness,
     ExchangePart,
-    Inside,
     LookupContext,
     OwnedRows,
     PartLookup,
     PinnedRows,
     RowGradients,
     RowSource,
+    TowerConsumers,
 )
-from colonnade.lookup.layout import Declaration, Output, list_outputs
+from colonnade.lookup.layout import EmbeddingDeclaration, Output, list_outputs
 from colonnade.lookup.outputs import CPU, build_outputs, record_backward
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
@@ -53,13 +53,13 @@ class Exchange:
 
     def __init__(
         self,
-        declaration: Declaration,
+        declaration: EmbeddingDeclaration,
         mesh: Mesh,
         parts: Mapping[str, ExchangePart[Any]],
         reads_ahead: Sequence[int],
     ) -> None:
-        """Take the parts by name, each of `part_of` this declaration. reads_ahead: by part, steps between reading a row
-        and its use."""
+        """Take the parts by name, each of some tables of this declaration (`restrict_to_tables`). reads_ahead: by
+        part, steps between reading a row and its use."""
         self.declaration, self.mesh = declaration, mesh
         self.names, self.parts = tuple(parts), tuple(parts.values())
         self.reads_ahead = tuple(reads_ahead)
@@ -119,7 +119,7 @@ class Exchange:
         return tuple(dict.fromkeys(p for operators in self.operators for p in operators.parameters))
 
     @property
-    def inside(self) -> Inside | None:
+    def inside(self) -> TowerConsumers | None:
         """Consumers that only the ranks of one tower evaluate, so that gradients of their weights are summed over these
         ranks only; None if there are none."""
         tower_consumers = (operators.inside for operators in self.operators)
@@ -320,7 +320,7 @@ class Exchange:
         if len(self.parts) == 1:
             self.parts[0].restore(context.parts[0], prefetched)
             return
-        known = tables_held(prefetched, len(self.declaration.tables))
+        known = prefetched_tables(prefetched, len(self.declaration.tables))
         for i, name in enumerate(self.names):
             tables = {t for j, first, last in self.runs if i == j for t in range(first, last)}
             if self.reads_ahead[i] <= context.steps_left or not tables <= known:

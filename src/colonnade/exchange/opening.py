@@ -26,8 +26,8 @@ from colonnade.exchange.exchange import Exchange
 from colonnade.exchange.operator_cut import (
     barred,
     evaluated_in_towers,
-    part_of,
     remote_consumers,
+    restrict_to_tables,
     tower_of,
     towers_of_fields,
 )
@@ -35,10 +35,10 @@ from colonnade.exchange.operators import Operators, RemoteAttention
 from colonnade.exchange.replicated import ReplicatedExchange
 from colonnade.exchange.rows import RowsExchange
 from colonnade.interaction import TargetAttention
-from colonnade.lookup.contract import ExchangePart, Inside
+from colonnade.lookup.contract import ExchangePart, TowerConsumers
 from colonnade.lookup.hops import BY_TOWERS, EXCHANGES, Hop
-from colonnade.lookup.layout import Declaration
-from colonnade.topology.sharding import Sharding, row_wise_in, table_wise
+from colonnade.lookup.layout import EmbeddingDeclaration
+from colonnade.topology.sharding import Sharding, row_wise_over_owners, table_wise
 from colonnade.topology.towers import tower_ranks
 from colonnade.wire.codec import EXACT, Codecs
 from colonnade.wire.coding import Coding
@@ -76,7 +76,7 @@ def check_exchange(table: str, name: str, sharding: Sharding, num_ranks: int) ->
 
 
 def open_exchange(
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     mesh: Mesh,
     *,
     exchanges: Sequence[str] | None = None,
@@ -96,7 +96,7 @@ def open_exchange(
     towers: number of towers, default one for each host. Raises ConfigError for exchanges that cannot work in this
     world."""
     num_tables = len(declaration.tables)
-    shardings = shardings or [row_wise_in(mesh.world)] * num_tables
+    shardings = shardings or [row_wise_over_owners(mesh.world)] * num_tables
     names = [
         implied_exchange(sharding, name)
         for sharding, name in zip(shardings, exchanges or ["rows"] * num_tables, strict=True)
@@ -117,7 +117,7 @@ def open_exchange(
     repeated = {name for name, _ in used if sum(name == other for other, _ in used) > 1}
     parts: dict[str, ExchangePart[Any]] = {}
     for (name, late), members in used.items():
-        part = declaration if len(used) == 1 else part_of(declaration, members, name)
+        part = declaration if len(used) == 1 else restrict_to_tables(declaration, members, name)
         key = f"{name}@{late}" if name in repeated else name
         if name == "cached":
             parts[key] = CachedExchange(part, mesh, shardings, caches, copies_on)
@@ -142,7 +142,7 @@ def _beside_towers(
 
 def open_part(
     hops: Sequence[Hop],
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     mesh: Mesh,
     shardings: Sequence[Sharding],
     coding: Coding,
@@ -162,7 +162,7 @@ def open_part(
 
 def _open_bags(
     hop: Hop,
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     mesh: Mesh,
     shardings: Sequence[Sharding],
     coding: Coding,
@@ -204,7 +204,7 @@ def _open_bags(
 
 
 def _check_sequences(
-    declaration: Declaration, mesh: Mesh, consumers: Sequence[str], reads_ahead: int
+    declaration: EmbeddingDeclaration, mesh: Mesh, consumers: Sequence[str], reads_ahead: int
 ) -> None:
     """Check that consumers of sequences can be evaluated on the ranks of their rows; else raise ConfigError."""
     for name, consumer in declaration.consumers.items():
@@ -235,7 +235,7 @@ def _attention(
 
 def _open_towers(
     hops: Sequence[Hop],
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     mesh: Mesh,
     shardings: Sequence[Sharding],
     coding: Coding,
@@ -296,7 +296,7 @@ def _open_towers(
             consumers,
             evaluated.taken_by,
             evaluators="ranks of a tower",
-            inside=Inside(size, tower_by_consumer),
+            inside=TowerConsumers(size, tower_by_consumer),
         )
     return BagsExchange(
         layout,
@@ -318,7 +318,9 @@ def _fields_in_tower(by_field: Sequence[int | None], tower: int) -> list[int]:
 
 
 def _check_in_towers(
-    declaration: Declaration, shardings: Sequence[Sharding], towers: Sequence[Sequence[int]]
+    declaration: EmbeddingDeclaration,
+    shardings: Sequence[Sharding],
+    towers: Sequence[Sequence[int]],
 ) -> None:
     """Check that the rows of each looked-up table are in one tower; else raise ConfigError."""
     for feature in declaration.features:

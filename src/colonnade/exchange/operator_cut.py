@@ -14,7 +14,7 @@ from itertools import combinations
 
 from colonnade.interaction import Concat
 from colonnade.lookup.hops import EVALUATING
-from colonnade.lookup.layout import Consumer, Declaration, queries_of, restrict_outputs
+from colonnade.lookup.layout import Consumer, EmbeddingDeclaration, query_fields, restrict_outputs
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import tower_ranks
 from colonnade.topology.world import World
@@ -24,7 +24,7 @@ MOST_CONSUMERS = 12
 
 
 def remote_consumers(
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     *,
     world: World | None = None,
@@ -53,7 +53,11 @@ def remote_consumers(
 
 
 def barred(
-    declaration: Declaration, name: str, *, world: World | None = None, reads_ahead: int = 0
+    declaration: EmbeddingDeclaration,
+    name: str,
+    *,
+    world: World | None = None,
+    reads_ahead: int = 0,
 ) -> str | None:
     """Return why owners cannot evaluate a consumer, wherever its tables are and whatever it would save; None: they
     can."""
@@ -78,14 +82,14 @@ def barred(
     return None
 
 
-def partial_width(declaration: Declaration, name: str) -> int | None:
+def partial_width(declaration: EmbeddingDeclaration, name: str) -> int | None:
     """Return the width P of a consumer's partial; None: it has no partial that can be merged."""
     if declaration.consumers[name].interaction.merge == "whole":
         return None
     return result_width(declaration, name)
 
 
-def result_width(declaration: Declaration, name: str) -> int | None:
+def result_width(declaration: EmbeddingDeclaration, name: str) -> int | None:
     """Return the width P of the result of a consumer on all its fields; None: no result can replace their values."""
     consumer = declaration.consumers[name]
     dims = {field.dim for field in declaration.fields if field.name in consumer.features}
@@ -93,7 +97,7 @@ def result_width(declaration: Declaration, name: str) -> int | None:
 
 
 def floats(
-    declaration: Declaration, shardings: Sequence[Sharding], consumers: Collection[str]
+    declaration: EmbeddingDeclaration, shardings: Sequence[Sharding], consumers: Collection[str]
 ) -> int:
     """Return the number of floats per sample that owners send to its rank: partials of those consumers, and values for
     all others. Its own rank counts as any."""
@@ -104,30 +108,30 @@ def floats(
     )
 
 
-def values_needed(declaration: Declaration, consumers: Collection[str]) -> set[str]:
+def values_needed(declaration: EmbeddingDeclaration, consumers: Collection[str]) -> set[str]:
     """Return the fields whose values are still sent if those consumers are evaluated before."""
     consumers_by_name = declaration.consumers.items()
     taken = {name for _, consumer in consumers_by_name for name in consumer.features}
     unconsumed = {field.name for field in declaration.fields if field.name not in taken}
-    queries = [queries_of(consumer) for name, consumer in consumers_by_name if name in consumers]
+    queries = [query_fields(consumer) for name, consumer in consumers_by_name if name in consumers]
     others = [consumer.features for name, consumer in consumers_by_name if name not in consumers]
     return unconsumed.union(*queries, *others)
 
 
 def _partial_floats(
-    declaration: Declaration, name: str, owners: Mapping[str, frozenset[int]]
+    declaration: EmbeddingDeclaration, name: str, owners: Mapping[str, frozenset[int]]
 ) -> int:
     """Return the floats per sample of a consumer's partials from all ranks that have some of its fields, and of queries
     to all ranks that have rows of its sequences."""
     consumer = declaration.consumers[name]
-    queries = queries_of(consumer)
+    queries = query_fields(consumer)
     ranks = set().union(*(owners[field] for field in consumer.features[len(queries) :]))
     query_floats = sum(field.dim for field in declaration.fields if field.name in queries)
     return len(ranks) * ((partial_width(declaration, name) or 0) + query_floats)
 
 
 def owners_by_field(
-    declaration: Declaration, shardings: Sequence[Sharding]
+    declaration: EmbeddingDeclaration, shardings: Sequence[Sharding]
 ) -> Mapping[str, frozenset[int]]:
     """Return the ranks that have rows of each field's table, by field."""
     tables = [declaration.table_of(feature) for feature in declaration.features]
@@ -160,7 +164,9 @@ def tower_of(sharding: Sharding, towers: Sequence[Sequence[int]]) -> int | None:
 
 
 def towers_of_fields(
-    declaration: Declaration, shardings: Sequence[Sharding], towers: Sequence[Sequence[int]]
+    declaration: EmbeddingDeclaration,
+    shardings: Sequence[Sharding],
+    towers: Sequence[Sequence[int]],
 ) -> tuple[int | None, ...]:
     """Return by field the tower that has all rows of its table, or None. shardings: by table."""
     by_table = [tower_of(sharding, towers) for sharding in shardings]
@@ -168,7 +174,7 @@ def towers_of_fields(
 
 
 def evaluated_in_towers(
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     world: World,
     *,
@@ -180,7 +186,7 @@ def evaluated_in_towers(
     candidates = [
         name
         for name in declaration.consumers
-        if not barred_in_towers(
+        if not why_not_in_towers(
             declaration, name, shardings, world, num_towers=num_towers, reads_ahead=reads_ahead
         )
     ]
@@ -192,8 +198,8 @@ def evaluated_in_towers(
     return best
 
 
-def barred_in_towers(
-    declaration: Declaration,
+def why_not_in_towers(
+    declaration: EmbeddingDeclaration,
     name: str,
     shardings: Sequence[Sharding],
     world: World,
@@ -202,7 +208,7 @@ def barred_in_towers(
     reads_ahead: int = 0,
 ) -> str | None:
     """Return why a consumer cannot be evaluated inside a tower, whatever it would save; None: it can."""
-    if why := never_in_towers(declaration, name, world, reads_ahead=reads_ahead):
+    if why := why_never_in_towers(declaration, name, world, reads_ahead=reads_ahead):
         return why
     consumer = declaration.consumers[name]
     tower_by_field = dict(
@@ -222,8 +228,12 @@ def barred_in_towers(
     return None
 
 
-def never_in_towers(
-    declaration: Declaration, name: str, world: World | None = None, *, reads_ahead: int = 0
+def why_never_in_towers(
+    declaration: EmbeddingDeclaration,
+    name: str,
+    world: World | None = None,
+    *,
+    reads_ahead: int = 0,
 ) -> str | None:
     """Return why a consumer cannot be evaluated inside a tower, wherever its tables are. world: None, several ranks
     without servers."""
@@ -244,13 +254,13 @@ def never_in_towers(
     return None
 
 
-def fields_width(declaration: Declaration, name: str) -> int:
+def fields_width(declaration: EmbeddingDeclaration, name: str) -> int:
     """Return the number of floats of a sample that a consumer takes."""
     taken = set(declaration.consumers[name].features)
     return sum(field.dim for field in declaration.fields if field.name in taken)
 
 
-def tower_floats(declaration: Declaration, consumers: Collection[str]) -> int:
+def tower_floats(declaration: EmbeddingDeclaration, consumers: Collection[str]) -> int:
     """Return the number of floats per sample that leave all towers if those consumers are evaluated inside."""
     values = values_needed(declaration, consumers)
     return sum(result_width(declaration, name) or 0 for name in consumers) + sum(
@@ -258,7 +268,9 @@ def tower_floats(declaration: Declaration, consumers: Collection[str]) -> int:
     )
 
 
-def part_of(declaration: Declaration, tables: set[str], exchange: str) -> Declaration:
+def restrict_to_tables(
+    declaration: EmbeddingDeclaration, tables: set[str], exchange: str
+) -> EmbeddingDeclaration:
     """Return the part of a declaration for one exchange: the features of these tables, what consumers take of them, and
     the whole's outputs of them. Consumers are declared as they are only if the exchange may send their partials. All
     tables are included, so that table indices do not change."""
@@ -273,5 +285,5 @@ def part_of(declaration: Declaration, tables: set[str], exchange: str) -> Declar
         if taken := tuple(feature for feature in consumer.features if feature in own_fields):
             is_whole = exchange in EVALUATING and taken == consumer.features
             consumers[name] = consumer if is_whole else Consumer(Concat(), taken)
-    part = Declaration(declaration.tables, features, consumers, declaration.output)
+    part = EmbeddingDeclaration(declaration.tables, features, consumers, declaration.output)
     return replace(part, shared=restrict_outputs(declaration, part))

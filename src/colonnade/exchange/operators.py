@@ -28,9 +28,9 @@ from colonnade.comm.mesh import Mesh
 from colonnade.errors import ConfigError
 from colonnade.exchange.operator_cut import result_width
 from colonnade.interaction import TargetAttention
-from colonnade.lookup.contract import Inside
+from colonnade.lookup.contract import TowerConsumers
 from colonnade.lookup.fields import FieldColumns
-from colonnade.lookup.layout import Declaration
+from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.wire.transport import ColumnStarts, assemble_columns
 
 NUM_TRIED = 3
@@ -56,12 +56,12 @@ class Operators:
 
     def __init__(
         self,
-        declaration: Declaration,
+        declaration: EmbeddingDeclaration,
         consumers: Sequence[str],
         taken_by: Mapping[str, tuple[int, ...]],
         *,
         evaluators: str,
-        inside: Inside | None = None,
+        inside: TowerConsumers | None = None,
     ) -> None:
         """Take consumers by name. taken_by: fields of the consumers of pooled values; the others attend to sequences
         (`RemoteAttention`). evaluators: the ranks that evaluate them, in words, for messages."""

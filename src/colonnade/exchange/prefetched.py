@@ -18,7 +18,7 @@ TABLES = "of_tables"
 """Key of the indices of the tables with prefetched values, where these are not all tables."""
 
 
-def tables_held(prefetched: Sequence[PrefetchedValues], num_tables: int) -> set[int]:
+def prefetched_tables(prefetched: Sequence[PrefetchedValues], num_tables: int) -> set[int]:
     """Return the indices of the tables with prefetched values; they are the same on every rank."""
     if not prefetched or TABLES not in prefetched[0]:
         return set(range(num_tables))

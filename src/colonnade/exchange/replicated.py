@@ -27,7 +27,7 @@ from colonnade.lookup.contract import (
     RowGradients,
     RowSource,
 )
-from colonnade.lookup.layout import Declaration
+from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.lookup.row_layout import build_row_layout
 from colonnade.store.contract import RowView
 from colonnade.topology.sharding import table_wise
@@ -44,7 +44,9 @@ class ReplicatedExchange:
 
     operators = cancel = after_update = None
 
-    def __init__(self, declaration: Declaration, mesh: Mesh, coding: Coding = NO_CODING) -> None:
+    def __init__(
+        self, declaration: EmbeddingDeclaration, mesh: Mesh, coding: Coding = NO_CODING
+    ) -> None:
         self.mesh, self.counts_norm = mesh, mesh.rank == 0
         self.rows = RowsExchange(
             declaration, mesh, [table_wise(mesh.rank)] * len(declaration.tables), coding

@@ -19,7 +19,7 @@ from colonnade.comm.mesh import Mesh
 from colonnade.lookup.contract import OwnedRows, PartLookup, RowGradients
 from colonnade.lookup.kernels import DeviceKernels, DeviceRowSums, Kernels, NativeKernels
 from colonnade.lookup.layout import (
-    Declaration,
+    EmbeddingDeclaration,
     LookupColumns,
     Lookups,
     Output,
@@ -33,7 +33,7 @@ class RowOwner:
     """Kernels on this rank's rows, in memory or on a device, and plans of the rows that batches use."""
 
     def __init__(
-        self, declaration: Declaration, lookup_columns: LookupColumns, outputs: Sequence[Output], mesh: Mesh
+        self, declaration: EmbeddingDeclaration, lookup_columns: LookupColumns, outputs: Sequence[Output], mesh: Mesh
     ) -> None:  # fmt: skip
         """Take the tables and features that the kernels pool: all declared ones, or those that this rank has rows
         of."""

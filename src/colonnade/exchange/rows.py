@@ -42,7 +42,7 @@ from colonnade.lookup.contract import (
 )
 from colonnade.lookup.kernels import NO_TENSORS, Kernels
 from colonnade.lookup.layout import (
-    Declaration,
+    EmbeddingDeclaration,
     Lookups,
     build_lookup_columns,
     collect_lookups,
@@ -51,7 +51,7 @@ from colonnade.lookup.layout import (
 from colonnade.lookup.row_layout import RowLayout, build_row_layout
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
-from colonnade.topology.sharding import Sharding, row_wise_in
+from colonnade.topology.sharding import Sharding, row_wise_over_owners
 from colonnade.wire.coding import NO_CODING, Coding, RowCodec
 from colonnade.wire.id_distribution import traffic_tag_of
 from colonnade.wire.owner_map import build_owner_map
@@ -106,7 +106,7 @@ class RowsExchange:
 
     def __init__(
         self,
-        declaration: Declaration,
+        declaration: EmbeddingDeclaration,
         mesh: Mesh,
         shardings: Sequence[Sharding] | None = None,
         coding: Coding = NO_CODING,
@@ -114,7 +114,7 @@ class RowsExchange:
         """Take shardings by table; default row-wise over all ranks."""
         self.declaration, self.mesh = declaration, mesh
         self.num_ranks = mesh.num_ranks
-        everywhere = row_wise_in(mesh.world)
+        everywhere = row_wise_over_owners(mesh.world)
         self.owner_map = build_owner_map(
             shardings or [everywhere] * len(declaration.tables), self.num_ranks
         )

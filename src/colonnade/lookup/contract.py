@@ -27,7 +27,7 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.lookup.hot import SplitBatch
-from colonnade.lookup.layout import Declaration, Lookups, Output
+from colonnade.lookup.layout import EmbeddingDeclaration, Lookups, Output
 from colonnade.store.contract import RowView
 
 
@@ -255,7 +255,7 @@ class Pushed:
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class TowerConsumers:
     """Consumers that only the ranks of one tower evaluate."""
 
     size: int
@@ -271,7 +271,7 @@ class ExchangePart(Protocol[Lookup]):
     """Part of a plan's exchange, on one rank, for the tables that use it. Methods are collective in a world of several
     unless they are called local; `Exchange` calls them on every rank in one order."""
 
-    declaration: Declaration
+    declaration: EmbeddingDeclaration
     """Declaration of these tables and their features."""
     outputs: tuple[Output, ...]
     exactness: Exactness

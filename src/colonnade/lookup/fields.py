@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from colonnade.interaction import Concat
-from colonnade.lookup.layout import Consumer, Declaration
+from colonnade.lookup.layout import Consumer, EmbeddingDeclaration
 from colonnade.topology.sharding import Sharding
 
 
@@ -64,7 +64,7 @@ class FieldLayout:
     """Fields of a declaration, in the order of their first use by outputs: pooled ones, which are side by side, and
     sequences."""
 
-    declaration: Declaration
+    declaration: EmbeddingDeclaration
     order: tuple[int, ...]  # indices into Declaration.fields
 
     @cached_property
@@ -101,7 +101,7 @@ class FieldLayout:
         own_fields = [i for i in self.order if rank in shardings[parts[fields[i].part][0]].ranks]
         return FieldLayout(self.declaration, tuple(own_fields))
 
-    def as_sum_declaration(self, declared_pooling: Collection[int] = ()) -> Declaration:
+    def as_sum_declaration(self, declared_pooling: Collection[int] = ()) -> EmbeddingDeclaration:
         """Return the declaration that an owner pools: one output with the sums of the pooled fields, and one for each
         sequence, in the compute dtype. declared_pooling: indices of features that it pools as they are declared."""
         declaration = self.declaration
@@ -114,7 +114,7 @@ class FieldLayout:
         names = tuple(declaration.fields[i].name for i in self.pooled)
         consumers = {"pooled": Consumer(Concat(), names)} if names else {}
         compute: Any = declaration.tables[0].compute_dtype
-        return Declaration(declaration.tables, features, consumers, compute)
+        return EmbeddingDeclaration(declaration.tables, features, consumers, compute)
 
 
 def find_runs(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.lookup.layout import Declaration, get_checked_ids, id_range_error
+from colonnade.lookup.layout import EmbeddingDeclaration, get_checked_ids, id_range_error
 from colonnade.topology.sharding import is_hot
 
 SIDES = ("cold", "hot")
@@ -34,7 +34,7 @@ class SplitBatch:
     """Index of each lookup in the concatenation of cold and hot lookups, by feature of a sequence, (E,) int64."""
 
 
-def deal(batch: Batch, declared: Declaration, hot: Mapping[int, Tensor]) -> SplitBatch:
+def deal(batch: Batch, declared: EmbeddingDeclaration, hot: Mapping[int, Tensor]) -> SplitBatch:
     """Split a batch's lookups into those of hot rows and those of cold rows.
 
     hot: ids of hot rows by table, (H,) int64 ascending. Raises IdRangeError, DataError and NonFiniteError, as exchanges

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from colonnade import _native
 from colonnade.lookup.contract import PartLookup, RowGradients, RowSource
-from colonnade.lookup.layout import Declaration, LookupColumns, Lookups, Output
+from colonnade.lookup.layout import EmbeddingDeclaration, LookupColumns, Lookups, Output
 from colonnade.lookup.row_layout import RowLayout, RowSums, build_row_layout
 from colonnade.ops import optimizers as rules
 from colonnade.ops import reference
@@ -119,8 +119,12 @@ class NativeKernels:
     base[t] + index[e] * stride[t] bytes."""
 
     def __init__(
-        self, declaration: Declaration, lookup_columns: LookupColumns, outputs: Sequence[Output], num_ranks: int
-    ) -> None:  # fmt: skip
+        self,
+        declaration: EmbeddingDeclaration,
+        lookup_columns: LookupColumns,
+        outputs: Sequence[Output],
+        num_ranks: int,
+    ) -> None:
         self.declaration, self.lookup_columns, self.outputs = declaration, lookup_columns, outputs
         self.widths = declaration.widths
         self.dtype = declaration.tables[0].dtype
@@ -363,7 +367,7 @@ class DeviceKernels:
 
     def __init__(
         self,
-        declaration: Declaration,
+        declaration: EmbeddingDeclaration,
         lookup_columns: LookupColumns,
         outputs: Sequence[Output],
         host: NativeKernels,

@@ -29,14 +29,14 @@ class Consumer:
     features: tuple[str, ...]
 
 
-def queries_of(consumer: Consumer) -> tuple[str, ...]:
+def query_fields(consumer: Consumer) -> tuple[str, ...]:
     """Return the fields whose values go to where rows of its sequences are stored."""
     sequences = consumer.interaction.sequences
     return consumer.features[:-sequences] if sequences else ()
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class LookupField:
     """Field: the columns of one part of a table as one feature reads them, the unit that consumers take."""
 
     name: str  # of the feature; after a dot that of the part, where the table has parts; then a slice's columns
@@ -46,7 +46,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Declaration:
+class EmbeddingDeclaration:
     """Tables, features and consumers of a model, in declared order, which determines every output order (order law)."""
 
     tables: tuple[Table, ...]
@@ -92,13 +92,13 @@ class Declaration:
         return np.array([table.width for table in self.tables], dtype=np.int64)
 
     @cached_property
-    def fields(self) -> tuple[Field, ...]:
+    def fields(self) -> tuple[LookupField, ...]:
         fields = []
         for f, feature in enumerate(self.features):
             for p, (t, part) in enumerate(self.parts):
                 if self.tables[t].name == feature.table:
                     name = f"{feature.name}.{part.name}" if part.name else feature.name
-                    fields.append(Field(name + self.tables[t].suffix, f, p, part.dim))
+                    fields.append(LookupField(name + self.tables[t].suffix, f, p, part.dim))
         return tuple(fields)
 
     @cached_property
@@ -110,7 +110,7 @@ class Declaration:
         """Return whether a feature reads the table."""
         return any(feature.table == table.name for feature in self.features)
 
-    def table_number(self, name: str) -> int:
+    def table_index(self, name: str) -> int:
         """Return the number of a table. Raises ConfigError for an unknown one."""
         names = [table.name for table in self.tables]
         if name not in names:
@@ -124,7 +124,7 @@ class Declaration:
 @dataclass(frozen=True, slots=True)
 class Output:
     """Tensor that lookups write: pooled fields side by side, or the rows of one sequence. Where other parts write
-    fields of it, too (`Declaration.shared`), `width` includes their columns."""
+    fields of it, too (`EmbeddingDeclaration.shared`), `width` includes their columns."""
 
     names: tuple[str, ...]  # consumers that take it (same fields, pooled once), or the field
     fields: tuple[int, ...]  # indices into Declaration.fields
@@ -160,7 +160,7 @@ def declare(
     features: Sequence[Feature],
     consumers: Mapping[str, tuple],
     output_dtype: torch.dtype | None = None,
-) -> Declaration:
+) -> EmbeddingDeclaration:
     """Check a model's declaration and return it. Raises ConfigError that names what does not fit."""
     _check_lists(tables, features)
     _check_tables(tables, features)
@@ -171,7 +171,7 @@ def declare(
         raise ConfigError(
             f"got output_dtype={output} for tables of {tables[0].dtype}; choose from {', '.join(allowed)}"
         )
-    declaration = Declaration(tuple(tables), tuple(features), {}, output)  # type: ignore[arg-type]
+    declaration = EmbeddingDeclaration(tuple(tables), tuple(features), {}, output)  # type: ignore[arg-type]
     by_name = {field.name: field for field in declaration.fields}
     twice = sorted({f.name for f in declaration.fields if f is not by_name[f.name]})
     if twice:
@@ -228,8 +228,8 @@ def _check_tables(tables: Sequence[Table], features: Sequence[Feature]) -> None:
 
 
 def _check_inputs(
-    declaration: Declaration,
-    fields: Mapping[str, Field],
+    declaration: EmbeddingDeclaration,
+    fields: Mapping[str, LookupField],
     name: str,
     interaction: Interaction,
     wanted: Sequence[str],
@@ -255,7 +255,7 @@ def _check_inputs(
         raise ConfigError(f"consumer {name!r} {problem}")
 
 
-def list_outputs(declaration: Declaration) -> tuple[Output, ...]:
+def list_outputs(declaration: EmbeddingDeclaration) -> tuple[Output, ...]:
     """List the outputs of a declaration: those of consumers in declared order, then fields without a consumer in
     declared order."""
     if declaration.shared is not None:
@@ -284,8 +284,8 @@ def list_outputs(declaration: Declaration) -> tuple[Output, ...]:
     return tuple(listed)
 
 
-def restrict_outputs(whole: Declaration, part: Declaration) -> tuple[Output, ...]:
-    """Return the outputs of the whole that have fields of a part of it, with those fields: `Declaration.shared`."""
+def restrict_outputs(whole: EmbeddingDeclaration, part: EmbeddingDeclaration) -> tuple[Output, ...]:
+    """Return the outputs of the whole that have fields of a part of it, with those fields."""
     part_fields = {field.name: i for i, field in enumerate(part.fields)}
     restricted = []
     for output in list_outputs(whole):
@@ -300,7 +300,7 @@ def restrict_outputs(whole: Declaration, part: Declaration) -> tuple[Output, ...
     return tuple(restricted)
 
 
-def build_lookup_columns(declaration: Declaration) -> LookupColumns:
+def build_lookup_columns(declaration: EmbeddingDeclaration) -> LookupColumns:
     """Build the columns of lookups, and the reads of them, in the order of the outputs' fields."""
     features: list[int] = []
     taken: set[tuple[int, int]] = set()
@@ -336,7 +336,7 @@ class Lookups:
 
 
 def collect_lookups(
-    batch: Batch, declaration: Declaration, lookup_columns: LookupColumns
+    batch: Batch, declaration: EmbeddingDeclaration, lookup_columns: LookupColumns
 ) -> Lookups:
     """Collect a batch's ids, one column of lookups after another. Raises DataError and NonFiniteError that name the
     feature."""
@@ -415,7 +415,7 @@ def _build_lookups(
 
 
 def collect_next_use(
-    batch: Batch, declaration: Declaration, lookup_columns: LookupColumns
+    batch: Batch, declaration: EmbeddingDeclaration, lookup_columns: LookupColumns
 ) -> np.ndarray:
     """`Batch.next_use`, (E,) uint8 in the order of `collect_lookups`; a feature without codes has zeros. Raises
     DataError."""
@@ -517,7 +517,7 @@ def _check_offsets(feature: Feature, offsets: Tensor, num_ids: int, size: int) -
 
 
 def explain_range_error(
-    error: IndexError, declaration: Declaration, features: Sequence[int]
+    error: IndexError, declaration: EmbeddingDeclaration, features: Sequence[int]
 ) -> IdRangeError:
     """Translate the native core's `table <t> feature <f> position <i> id <id> rows <rows>` into an error for users.
     features: indices into Declaration.features by column of lookups."""

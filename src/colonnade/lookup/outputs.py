@@ -11,7 +11,7 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.errors import DataError
 from colonnade.lookup.contract import LookupContext
-from colonnade.lookup.layout import Consumer, Declaration, Output
+from colonnade.lookup.layout import Consumer, EmbeddingDeclaration, Output
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,7 @@ def record_backward(
 
 
 def build_outputs(
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     outputs: Sequence[Output],
     tensors: Sequence[Tensor],
     device: torch.device,

@@ -21,7 +21,7 @@ from torch import Tensor
 from colonnade.batch import Batch, Ids
 from colonnade.data.counter import mix64, stream_key
 from colonnade.errors import ConfigError
-from colonnade.lookup.layout import Declaration, get_checked_ids
+from colonnade.lookup.layout import EmbeddingDeclaration, get_checked_ids
 from colonnade.table import Table
 
 
@@ -40,7 +40,7 @@ def stacked_rows(table: Table, ids: Tensor) -> Tensor:
     return torch.from_numpy(rows.view(np.int64))
 
 
-def stacks_of(declaration: Declaration) -> Mapping[str, Table]:
+def hashed_tables_by_feature(declaration: EmbeddingDeclaration) -> Mapping[str, Table]:
     """Return the hash-stacked tables by name of the features that read them."""
     tables = {table.name: table for table in declaration.tables if table.hashes is not None}
     return {
@@ -50,10 +50,10 @@ def stacks_of(declaration: Declaration) -> Mapping[str, Table]:
     }
 
 
-def stacked(batch: Batch, declaration: Declaration) -> Batch:
+def stacked(batch: Batch, declaration: EmbeddingDeclaration) -> Batch:
     """Replace ids of hash-stacked tables in a batch by the rows that they select. Raises DataError and NonFiniteError
     that name the feature."""
-    stacks = stacks_of(declaration)
+    stacks = hashed_tables_by_feature(declaration)
     if not stacks:
         return batch
     ids, next_use = dict(batch.ids), None if batch.next_use is None else dict(batch.next_use)

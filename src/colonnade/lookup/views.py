@@ -22,10 +22,10 @@ from colonnade.batch import Batch
 from colonnade.interaction import Concat, SomeFields
 from colonnade.lookup.hops import EVALUATING
 from colonnade.lookup.hot import SplitBatch, deal
-from colonnade.lookup.layout import Consumer, Declaration, queries_of
+from colonnade.lookup.layout import Consumer, EmbeddingDeclaration, query_fields
 from colonnade.lookup.outputs import combine, evaluate
-from colonnade.lookup.stacking import stacked, stacks_of, sum_hashed_rows
-from colonnade.store.table_shards import Laid, lay_out
+from colonnade.lookup.stacking import hashed_tables_by_feature, stacked, sum_hashed_rows
+from colonnade.store.table_shards import TableShard, lay_out
 from colonnade.table import Feature, Pooling, TableSide
 from colonnade.topology.sharding import Sharding
 
@@ -37,8 +37,8 @@ OTHERS = "[others]"
 class Slices:
     """View of declaration `declared` whose tables are cut into slices, as they are sharded."""
 
-    declared: Declaration
-    laid: tuple[Laid, ...]
+    declared: EmbeddingDeclaration
+    laid: tuple[TableShard, ...]
     exchanged: frozenset[str]
     """Consumers that exchanges get as declared. If no table is cut, they also get all that take no sequence."""
     split_consumers: Mapping[str, tuple[int, ...]]
@@ -64,7 +64,7 @@ class Slices:
         parts = self.declaration.parts
         return tuple(part_indices[self.laid[t].number, part.name] for t, part in parts)
 
-    def by_part(self, values: Tensor) -> Tensor:
+    def expand_by_part(self, values: Tensor) -> Tensor:
         """Map values (P, ..) by part of `declared` to values by part of `declaration`."""
         return values[list(self.declared_parts)] if self.is_cut else values
 
@@ -91,7 +91,7 @@ class Slices:
         )
 
     @cached_property
-    def declaration(self) -> Declaration:
+    def declaration(self) -> EmbeddingDeclaration:
         """Declaration of the slices. Its consumers concatenate fields, and are evaluated by `merge_outputs`."""
         declared = self.declared
         if not self.is_cut:
@@ -108,7 +108,7 @@ class Slices:
         )
         # Sums that are still to be added and divided are not rounded before.
         output = declared.tables[0].compute_dtype if self.hot else declared.output
-        bare = Declaration(tables, features, {}, output)
+        bare = EmbeddingDeclaration(tables, features, {}, output)
         consumers = {
             name: consumer
             if name in self.exchanged
@@ -178,7 +178,7 @@ class Slices:
         """Return the fields of a declared consumer that exchanges concatenate: without sequences if it is
         `local_attention`."""
         consumer = self.declared.consumers[name]
-        return queries_of(consumer) if name in self.local_attention else consumer.features
+        return query_fields(consumer) if name in self.local_attention else consumer.features
 
     def _sequences_of(self, name: str) -> tuple[str, ...]:
         return self.declared.consumers[name].features[len(self._pooled_fields(name)) :]
@@ -206,13 +206,13 @@ class Slices:
     @cached_property
     def is_hashed(self) -> bool:
         """True if ids of some table are hashed to rows."""
-        return bool(stacks_of(self.declared))
+        return bool(hashed_tables_by_feature(self.declared))
 
     def prepare_ids(self, batch: Batch) -> Batch:
         """Map a batch's ids to rows, where some table hashes its ids."""
         return stacked(batch, self.declared) if self.is_hashed else batch
 
-    def offsets_of(self, batch: Batch) -> dict[str, Tensor]:
+    def sequence_offsets(self, batch: Batch) -> dict[str, Tensor]:
         """Return the offsets (B + 1,) of each sequence of `local_attention` consumers, by field. The batch was checked
         before."""
         offsets_by_field = {}
@@ -238,7 +238,7 @@ class Slices:
         evaluated: Collection[str] = (),
     ) -> dict[str, Tensor]:
         """Merge the outputs of an exchange of `declaration` into the model's declared outputs. offsets: of
-        `offsets_of`; dense: of the batch; evaluated: consumers whose partials were sent."""
+        `sequence_offsets`; dense: of the batch; evaluated: consumers whose partials were sent."""
         outputs = (
             self._join_outputs(values, split_batch, dense, evaluated)
             if self.is_cut
@@ -256,7 +256,7 @@ class Slices:
     @cached_property
     def hashes_by_field(self) -> Mapping[str, int]:
         """Number of hashes by declared field of a sequence that reads a hash-stacked table."""
-        tables = stacks_of(self.declared)
+        tables = hashed_tables_by_feature(self.declared)
         return {
             name: int(tables[feature].hashes or 1)
             for name in sorted(self.sequences)
@@ -357,7 +357,7 @@ class Slices:
 
 
 def slices_of(
-    declared: Declaration,
+    declared: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     exchanges: Sequence[str] = (),
     bounds: Sequence[int] = (),

@@ -151,7 +151,7 @@ def read_partition(
         raise ConfigError(f"model.towers:{prefix} {error}") from None
 
 
-def lasting_towers(schema: Schema, config: RunConfig) -> RunConfig:
+def resolve_towers(schema: Schema, config: RunConfig) -> RunConfig:
     """Replace a number of towers or a partition file in `model.towers` by the partition itself, as the file may change.
 
     Raises ConfigError."""

@@ -24,7 +24,7 @@ from colonnade.batch import Batch, Ids
 from colonnade.comm.collectives import gather
 from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import Source
-from colonnade.data.sets.triples import RELATION, Known
+from colonnade.data.sets.triples import RELATION, KnownAnswers
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
 from colonnade.models.ranking import average_metrics, check_scores, evaluation_mode, mark_candidates
@@ -65,7 +65,7 @@ class LinkPredictionObjective:
         if getattr(source, "num_entities", None) is None:
             raise ConfigError(
                 "this data set has no entities to rank; links are predicted on fb15k237, or a source with "
-                "`num_entities` and batches whose key is `data.triples.Known`"
+                "`num_entities` and batches whose key is `data.triples.KnownAnswers`"
             )
 
     def evaluate(
@@ -255,7 +255,7 @@ class KnowledgeGraph(SplitModel):
         return self.vectors(self.embeddings(batch)["head"])
 
 
-def link_loss(model: KnowledgeGraph, links: LinkBatch, known: Known, mesh: Mesh) -> Tensor:
+def link_loss(model: KnowledgeGraph, links: LinkBatch, known: KnownAnswers, mesh: Mesh) -> Tensor:
     """Compute this rank's part of the weighted mean over all ranks' triples. Collective, and its backward too.
 
     A triple's loss is the mean of `model.loss` over both questions, against all ranks' candidates that are not known

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
-from colonnade.data.batches import batches_of
+from colonnade.data.batches import read_rank_batches
 from colonnade.data.contract import Source
 from colonnade.errors import NonFiniteError
 
@@ -45,7 +45,7 @@ def average_metrics(
     Without queries the means are NaN. Call it inside `evaluation_mode(model)`.
     """
     rows = []
-    for batch in batches_of(source, batch_size, mesh, channel="evaluate"):
+    for batch in read_rank_batches(source, batch_size, mesh, channel="evaluate"):
         values = measure(batch)
         rows.append(torch.stack([values[name].cpu().double() for name in names], 1))
     table = torch.cat(rows) if rows else torch.empty(0, len(names), dtype=torch.float64)

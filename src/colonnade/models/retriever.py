@@ -17,7 +17,7 @@ from colonnade.batch import Batch, Ids
 from colonnade.comm.collectives import gather
 from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import Source
-from colonnade.data.tensors import Columns
+from colonnade.data.tensors import TensorColumns
 from colonnade.errors import ConfigError
 from colonnade.models.ranking import average_metrics, check_scores, evaluation_mode, mark_candidates
 from colonnade.models.split import SplitModel
@@ -69,7 +69,7 @@ class RetrievalObjective:
         """Rank the catalogue for each query; the metrics are means over queries."""
         self.check_source(source)
         with evaluation_mode(model):
-            catalogue: Columns = source.catalogue  # type: ignore[attr-defined]
+            catalogue: TensorColumns = source.catalogue  # type: ignore[attr-defined]
             chunks = torch.arange(catalogue.num_samples).split(CHUNK)
             items = torch.cat([model.items(catalogue.take(chunk)) for chunk in chunks])
 

@@ -12,7 +12,7 @@ from colonnade.comm.mesh import Mesh
 from colonnade.exchange import open_exchange
 from colonnade.exchange.cached import CachedExchange, find_cached_part
 from colonnade.exchange.exchange import Exchange
-from colonnade.lookup.layout import Declaration
+from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.lookup.views import Slices, slices_of
 from colonnade.plan.plan import Plan
 from colonnade.staleness import of_tables
@@ -48,11 +48,11 @@ class OpenRows:
 
     def slices_of(self, table: str) -> tuple[int, ...]:
         """Return the indices of a declared table's slices among all sharded tables, from the left."""
-        return self.views.of_table[self.views.declared.table_number(table)]
+        return self.views.of_table[self.views.declared.table_index(table)]
 
 
 def open_rows(
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     plan: Plan,
     mesh: Mesh,
     *,
@@ -146,7 +146,7 @@ def _open_policies(
     """Open the policies of each table's admission and eviction. overridden: policies by table, instead of these."""
     tables = [table_shard.table for table_shard in views.laid]
     declared = open_policies(tables, shards, seed=seed)
-    number_of = views.declared.table_number
+    number_of = views.declared.table_index
     overrides = {views.of_table[number_of(name)]: policy for name, policy in overridden.items()}
     check_policies(overrides, declared, tables, has_copies=cached.has_copies if cached else [])
     return declared | {t: policy for (t,), policy in overrides.items()}

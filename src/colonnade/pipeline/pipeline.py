@@ -188,7 +188,7 @@ class Pipeline:
         context = self.exchange.send_ids(rows, channel)
         context.hot = hot
         if views.local_attention:
-            context.sequence_offsets = views.offsets_of(batch)
+            context.sequence_offsets = views.sequence_offsets(batch)
         batch.world_weight = context.batch.weight
         return context
 
@@ -220,7 +220,7 @@ class Pipeline:
         step = self.steps.value
         pushed, contexts = self.gradients.take_pushed(step)
         if self.views.is_cut:
-            optimizers, settings = map(self.views.by_part, (optimizers, settings))
+            optimizers, settings = map(self.views.expand_by_part, (optimizers, settings))
         self.updates.apply_or_defer(Update(step, pushed, contexts, optimizers, settings.clone()))
         self.steps.value += 1
 

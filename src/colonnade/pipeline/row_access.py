@@ -16,7 +16,7 @@ from colonnade.errors import IdRangeError
 from colonnade.exchange.cached import check_uncached
 from colonnade.lookup.kernels import NativeKernels
 from colonnade.lookup.layout import (
-    Declaration,
+    EmbeddingDeclaration,
     build_lookup_columns,
     collect_lookups,
     explain_range_error,
@@ -35,7 +35,7 @@ PACKED = torch.contiguous_format
 def read_weights(rows: OpenRows, table: str, ids: Tensor) -> Tensor:
     """Implement `EmbeddingCollection.rows`. Collective, with the same ids (N,) on every rank."""
     declared = rows.views.declared
-    table_index = declared.table_number(table)
+    table_index = declared.table_index(table)
     slices = rows.views.of_table[table_index]
     num_rows = rows.views.laid[slices[0]].table.rows
     unique, inverse = torch.unique(ids, return_inverse=True)
@@ -85,7 +85,7 @@ def scan_rows(rows: OpenRows, table: str) -> Iterator[Rows]:
             )
 
 
-def adopt_rows(rows: OpenRows, t: int, ids: Tensor, records: Tensor, step: int) -> None:
+def admit_loaded_rows(rows: OpenRows, t: int, ids: Tensor, records: Tensor, step: int) -> None:
     """Admit rows of slice t that were loaded from a checkpoint or an import, between steps; others may be evicted for
     them. ids (N,) unique; records (N, record_bytes) uint8; step: updates made before."""
     policy = rows.policies.get(t)
@@ -103,7 +103,7 @@ class MappedLookup:
     """Reader of a declaration's features in mapped, read-only rows, in a world of one. It plans no batch, pins nothing
     and builds no graph."""
 
-    def __init__(self, declaration: Declaration, rows: MappedRows) -> None:
+    def __init__(self, declaration: EmbeddingDeclaration, rows: MappedRows) -> None:
         self.declaration, self.rows = declaration, rows
         self.outputs, self.lookup_columns = (
             list_outputs(declaration),

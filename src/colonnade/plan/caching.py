@@ -32,7 +32,7 @@ def cached_row_bytes(table: Table) -> int:
     return table.record_bytes + table.width * ITEM_BYTES[table.compute_dtype] + BOOKKEEPING
 
 
-def kept_bytes(cache: TableCache | None, table: Table) -> int:
+def full_cache_bytes(cache: TableCache | None, table: Table) -> int:
     """Return the bytes of a full cache of a table on one rank, not counting rows that the rank owns."""
     if cache is None:
         return 0

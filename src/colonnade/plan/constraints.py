@@ -14,7 +14,7 @@ from colonnade.config.plan import PlanConfig, TablePlanConfig
 from colonnade.errors import ConfigError
 from colonnade.exchange.operator_cut import tower_of
 from colonnade.lookup.hops import BY_TOWERS
-from colonnade.plan.search.candidates import Choice, Forced
+from colonnade.plan.search.candidates import Choice, Constraint
 from colonnade.plan.search.cutting import COLUMN_KINDS, shard_columns_everywhere
 from colonnade.table import Feature, Table
 from colonnade.topology.sharding import (
@@ -26,14 +26,16 @@ from colonnade.topology.sharding import (
     on_ranks,
     replicated,
     row_wise,
-    row_wise_in,
+    row_wise_over_owners,
     table_wise,
 )
 from colonnade.topology.towers import Partition, striped, tower_ranks
 from colonnade.topology.world import World
 
 
-def forced_by(config: PlanConfig, tables: Sequence[Table], world: World) -> dict[str, Forced]:
+def read_constraints(
+    config: PlanConfig, tables: Sequence[Table], world: World
+) -> dict[str, Constraint]:
     """Return the configured constraint of each table by name, with None for "auto".
 
     Raises ConfigError for unknown tables and for ranks that the world does not have."""
@@ -46,7 +48,7 @@ def forced_by(config: PlanConfig, tables: Sequence[Table], world: World) -> dict
     return {name: _read_constraint(config, name, world) for name in names}
 
 
-def _read_constraint(config: PlanConfig, name: str, world: World) -> Forced:
+def _read_constraint(config: PlanConfig, name: str, world: World) -> Constraint:
     own = config.tables.get(name, TablePlanConfig())
     exchange: Any = own.exchange or config.exchange
     kind: Any = own.kind or config.sharding
@@ -69,14 +71,16 @@ def _read_constraint(config: PlanConfig, name: str, world: World) -> Forced:
                 f"table {name!r}: got replicated rows with plan.servers={world.servers_per_host}; copies are stored "
                 "on trainers, and with servers trainers have no rows. Leave servers out, or choose another sharding"
             )
-        return Forced(kind)
+        return Constraint(kind)
     # A `Sharding` value may cut rows all the same: owners then send values and evaluate no operator.
     if exchange == "partials" and kind in COLUMN_KINDS and not isinstance(own.sharding, Sharding):
         raise ConfigError(
             f"table {name!r}: got exchange=partials with sharding={kind}; operators are evaluated on whole rows, "
             "wanted table_wise, row_wise or host_wise, or exchange pooled"
         )
-    return Forced(None if kind == "auto" else kind, None if exchange == "auto" else exchange, ranks)
+    return Constraint(
+        None if kind == "auto" else kind, None if exchange == "auto" else exchange, ranks
+    )
 
 
 def _check_ranks(setting: str, ranks: tuple[int, ...], world: World) -> None:
@@ -117,7 +121,7 @@ def resolve_tables(
 ) -> dict[str, tuple[Sharding, str] | None]:
     """Return the sharding and exchange of each table by name; None if a sample has to decide. Raises ConfigError."""
     resolved: dict[str, tuple[Sharding, str] | None] = {}
-    for name, constraint in forced_by(config, tables, world).items():
+    for name, constraint in read_constraints(config, tables, world).items():
         own = config.tables.get(name, TablePlanConfig()).sharding
         sharding = own if isinstance(own, Sharding) else _resolve_sharding(constraint, world)
         exchange = "replicated" if sharding and sharding.is_replicated else constraint.exchange
@@ -127,7 +131,7 @@ def resolve_tables(
     return resolved
 
 
-def _resolve_sharding(constraint: Forced, world: World) -> Sharding | None:
+def _resolve_sharding(constraint: Constraint, world: World) -> Sharding | None:
     """Return the sharding that a constraint determines; None if it leaves a choice."""
     if world.num_ranks == 1:
         return row_wise(1)
@@ -140,14 +144,14 @@ def _resolve_sharding(constraint: Forced, world: World) -> Sharding | None:
     if constraint.kind in COLUMN_KINDS:
         return shard_columns_everywhere(constraint.kind, world)
     if constraint.kind == "row_wise":
-        return row_wise_in(world)
+        return row_wise_over_owners(world)
     if constraint.kind == "host_wise" and world.num_hosts == 1:
         return host_wise(world, 0)
     return None
 
 
 def is_settled(config: PlanConfig, tables: Sequence[Table], world: World) -> bool:
-    """Return whether the configuration determines every sharding, exchange and hot row. Raises as `forced_by`."""
+    """Return whether the settings determine every sharding, exchange and hot row. Raises like `read_constraints`."""
     counts = [own.replicated_rows for own in config.tables.values()]
     if world.num_ranks > 1 and any(count for count in counts if isinstance(count, int)):
         return False
@@ -172,7 +176,7 @@ def settle_plan(
         if resolved is None and choice is not None:
             side = name if name in choice.shardings else f"{name}[cold]"
             resolved = choice.shardings[side], choice.exchanges[side]
-        sharding, exchange = resolved or (row_wise_in(world), "rows")
+        sharding, exchange = resolved or (row_wise_over_owners(world), "rows")
         own, ids = config.tables.get(name, TablePlanConfig()), (hot or {}).get(name)
         if isinstance(own.sharding, Sharding):  # The search knows only its kind and ranks.
             sharding = own.sharding

@@ -14,12 +14,12 @@ from torch import Tensor
 from colonnade.batch import Batch
 from colonnade.errors import ConfigError
 from colonnade.lookup.hot import deal
-from colonnade.lookup.layout import Declaration
+from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.lookup.views import slices_of
 from colonnade.plan.measure.profile import Profile, profile
-from colonnade.store.table_shards import Laid
+from colonnade.store.table_shards import TableShard
 from colonnade.table import Table, check_hot
-from colonnade.topology.sharding import Sharding, hot_rows, row_wise
+from colonnade.topology.sharding import Sharding, build_hot_rows, row_wise
 
 
 def add_hot_rows(
@@ -36,7 +36,7 @@ def add_hot_rows(
     for table, sharding in zip(tables, shardings, strict=True):
         ids = [*hot.get(table.name, ())]
         if num_ranks > 1 and ids:
-            sharding = replace(sharding, hot=hot_rows(map(int, ids), num_ranks))
+            sharding = replace(sharding, hot=build_hot_rows(map(int, ids), num_ranks))
         if sharding.hot is not None:
             check_hot(table, sharding.hot.ids)
             if sharding.hot.num_ranks != num_ranks:
@@ -53,8 +53,8 @@ def add_hot_rows(
     return combined
 
 
-def beside_hot(
-    shards: Sequence[Laid], budget: int | None, name: str, row_bytes: Callable[[Table], int]
+def subtract_hot_rows(
+    shards: Sequence[TableShard], budget: int | None, name: str, row_bytes: Callable[[Table], int]
 ) -> int | None:
     """Return a memory budget less the bytes of each rank's copies of hot rows; None: no limit.
 
@@ -78,9 +78,11 @@ def popular(batches: Sequence[Batch], features: Iterable[str], count: int) -> li
     return sorted(values[first].tolist())
 
 
-def sides_of(
-    declared: Declaration, hot: Mapping[str, Iterable[int] | Tensor], batches: Iterable[Batch]
-) -> tuple[Declaration, Profile]:
+def profile_hot_and_cold(
+    declared: EmbeddingDeclaration,
+    hot: Mapping[str, Iterable[int] | Tensor],
+    batches: Iterable[Batch],
+) -> tuple[EmbeddingDeclaration, Profile]:
     """Split each table with hot rows into a hot and a cold table, and profile a sample of the data split likewise.
 
     Returns the declaration with the split tables and the profile. Consumers of no split table are unchanged."""

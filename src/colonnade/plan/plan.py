@@ -14,23 +14,23 @@ from typing import Any, Literal
 from colonnade.config.plan import CacheTier, MemoryConfig, PlanConfig
 from colonnade.errors import ConfigError
 from colonnade.exchange.cached import TableCache
-from colonnade.formats import read_stamped, stamp
+from colonnade.formats import parse_stamped_json, stamp
 from colonnade.lookup.hops import EXCHANGES
 from colonnade.plan.caching import build_table_caches, check_cache_settings
 from colonnade.plan.constraints import resolve_tables
 from colonnade.plan.cost.memory import Tier
-from colonnade.plan.hot import add_hot_rows, beside_hot
+from colonnade.plan.hot import add_hot_rows, subtract_hot_rows
 from colonnade.sizes import Place
 from colonnade.staleness import RowClock
 from colonnade.store.budget import (
     capacity_rows,
     hbm_rows,
-    least_bytes,
     mapped_tables,
+    min_budget_bytes,
     slot_bytes,
 )
-from colonnade.store.table_shards import Laid, lay_out
-from colonnade.table import Table, check_slices
+from colonnade.store.table_shards import TableShard, lay_out
+from colonnade.table import Table, check_column_slices
 from colonnade.topology.sharding import (
     HotRows,
     Shard,
@@ -66,7 +66,9 @@ def check_memory_budget(
             )
     if dram_bytes is None:
         return
-    others = least_bytes([table for table in rank_tables if table.origin[0] not in table_bytes])
+    others = min_budget_bytes(
+        [table for table in rank_tables if table.origin[0] not in table_bytes]
+    )
     singles = sum(table_bytes.get(table.origin[0], 0) for table in rank_tables)
     least = singles + others
     if dram_bytes < least:
@@ -209,7 +211,7 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read the text of `plan.json`."""
-        values = read_stamped("plan.json", text, "colonnade plan")
+        values = parse_stamped_json("plan.json", text, "colonnade plan")
         tables = tuple(
             TablePlan(
                 **{
@@ -322,8 +324,8 @@ def _assemble_plan(
         )  # fmt: skip
     plan = Plan(
         num_ranks=world.num_ranks, dram_bytes=memory.dram, lookahead=config.lookahead,
-        staleness_steps=config.staleness_steps, tables=tuple(planned), mapped=memory.mapped_place,
-        ssd=memory.ssd_places, write_budget=config.write_budget, hbm_bytes=memory.hbm,
+        staleness_steps=config.staleness_steps, tables=tuple(planned), mapped=memory.mapped_location,
+        ssd=memory.ssd_locations, write_budget=config.write_budget, hbm_bytes=memory.hbm,
         codecs=Codecs(codec.values, codec.gradients, codec.dense), servers=world.servers,
         towers=config.towers if isinstance(config.towers, int) and world.num_ranks > 1 else None,
         cache_tier="dram" if config.cache is None else config.cache.tier,
@@ -357,15 +359,19 @@ def _divide_memory(
 
     Raises ConfigError for budgets without room for one row of each table.
     """
-    all_shards, mapped, table_bytes = lay_out(tables, shardings), memory.mapped_place, memory.tables
-    dram_bytes = beside_hot(all_shards, memory.dram, "plan.memory.dram", slot_bytes)
-    hbm_bytes = beside_hot(
+    all_shards, mapped, table_bytes = (
+        lay_out(tables, shardings),
+        memory.mapped_location,
+        memory.tables,
+    )
+    dram_bytes = subtract_hot_rows(all_shards, memory.dram, "plan.memory.dram", slot_bytes)
+    hbm_bytes = subtract_hot_rows(
         all_shards, memory.hbm, "plan.memory.hbm", lambda table: table.record_bytes
     )
     table_shards = [shard for shard in all_shards if not shard.is_hot]
     slices = [shard.table for shard in table_shards]
     for t, table in enumerate(tables):
-        check_slices(table, [shard.table for shard in table_shards if shard.number == t])
+        check_column_slices(table, [shard.table for shard in table_shards if shard.number == t])
     by_rank = distinct_shard_lists([shard.sharding for shard in table_shards], num_ranks)
     for shards in by_rank:
         rank_slices = [
@@ -413,7 +419,7 @@ def _check_hbm(rank_tables: Sequence[Table], hbm_bytes: int | None) -> None:
 
 
 def _choose_mapped(
-    table_shards: Sequence[Laid],
+    table_shards: Sequence[TableShard],
     by_rank: Sequence[Sequence[Shard]],
     capacities: Sequence[Sequence[int]],
     mapped: Place,
@@ -446,7 +452,7 @@ def _divide_unmapped(
     return [rows_of.get(s, shards[s].most_rows(table.rows or 0)) for s, table in enumerate(slices)]
 
 
-def placed_plan(
+def apply_placement(
     plan: Plan,
     tables: Sequence[Table],
     rows: Mapping[str, tuple[int, Tier]],
@@ -500,7 +506,7 @@ def _min_over_ranks(by_rank: Sequence[Sequence[Shard]], rows: Sequence[Sequence[
     ]
 
 
-def _min_over_slices(table_shards: Sequence[Laid], rows: Sequence[int]) -> list[int]:
+def _min_over_slices(table_shards: Sequence[TableShard], rows: Sequence[int]) -> list[int]:
     """Return for each table the smallest number of rows of its slices. rows: by slice."""
     table_rows: dict[int, int] = {}
     for shard, count in zip(table_shards, rows, strict=True):

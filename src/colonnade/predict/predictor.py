@@ -28,22 +28,22 @@ from colonnade.errors import CheckpointError, ConfigError, CorruptionError, Stor
 from colonnade.models.build import build_model
 from colonnade.ops.memory import keep_freed_memory
 from colonnade.publish.delivery import (
-    Following,
     Place,
+    Subscriber,
     carry,
-    distrust_copy,
+    find_newest_base,
+    invalidate_copy,
     is_url,
-    newest_base,
     place_of,
 )
-from colonnade.publish.deltas import WORD, Base
+from colonnade.publish.deltas import WORD, BaseExport
 from colonnade.publish.export import exported
-from colonnade.publish.exported import Export, check_lengths, read_dense, read_export
+from colonnade.publish.exported import Export, check_file_lengths, read_dense, read_export
 from colonnade.run.run import OWN
 from colonnade.run.validation import find_collection
 from colonnade.store.mapped import MappedRows, open_mapped
 from colonnade.store.untrusted import folder_inside
-from colonnade.train.objective import objective_of
+from colonnade.train.objective import get_objective
 
 READ_AHEAD = 2
 """Number of batches read ahead of scoring."""
@@ -77,7 +77,7 @@ class Predictor:
         self._failure: BaseException | None = None  # of the newest refresh by `follow`
         # Error that left rows and weights of different checkpoints.
         self._torn: BaseException | None = None
-        self._following: Following | None = None
+        self._following: Subscriber | None = None
         self._lock = threading.Lock()  # protects rows and weights
         self._refresh_lock = threading.Lock()  # one `refresh` at a time
         self._stop = threading.Event()
@@ -118,7 +118,7 @@ class Predictor:
         try:
             return cls._open_folder(copy, source, model, at, verify == "full")
         except CorruptionError:
-            distrust_copy(copy)
+            invalidate_copy(copy)
             raise
 
     @classmethod
@@ -136,12 +136,12 @@ class Predictor:
                 raise ConfigError(
                     f"{path} is a publication and has the newest checkpoint only; leave --at out"
                 )
-            folder, word = newest_base(path)
-            following = Following(path, word.run, word.bases[-1], source)
+            folder, word = find_newest_base(path)
+            following = Subscriber(path, word.run, word.bases[-1], source)
         else:
             folder = exported(path, at=at)
         export = read_export(folder)
-        check_lengths(folder, export)
+        check_file_lengths(folder, export)
         config = build_config(export.config) if export.config else None
         if model is None:
             model = _build_network(export, config, folder)
@@ -175,7 +175,7 @@ class Predictor:
 
         Raises IdRangeError or DataError for an invalid batch, CorruptionError or StorageError for a damaged file of
         rows, ConfigError for a model without predictions, such as a retrieval model."""
-        objective = objective_of(self.model)
+        objective = get_objective(self.model)
         predict = getattr(objective, "predict", None)
         if predict is None:
             raise ConfigError(
@@ -228,7 +228,7 @@ class Predictor:
                     base, word = following.behind()
             except CorruptionError:
                 if following.source is not None:
-                    distrust_copy(following.folder)
+                    invalidate_copy(following.folder)
                 raise
             return following.number - first_number
 
@@ -260,9 +260,9 @@ class Predictor:
                 self._failure = error
                 self.num_failures += 1
 
-    def _apply_change(self, following: Following) -> None:
+    def _apply_change(self, following: Subscriber) -> None:
         """Apply the next published change to rows and weights, between two batches."""
-        change = following.next_change(
+        change = following.read_next_delta(
             find_collection(self.model).tables, dense_weights(self.model)
         )
         with self._lock, torch.inference_mode():
@@ -276,11 +276,11 @@ class Predictor:
             self.step, self._torn = change.header.step, None
         following.applied(change)
 
-    def _open_base(self, following: Following, base: Base) -> None:
+    def _open_base(self, following: Subscriber, base: BaseExport) -> None:
         """Replace rows and weights by those of a full export of the publication."""
         folder = folder_inside(following.folder, base.folder)
         export = read_export(folder)
-        check_lengths(folder, export)
+        check_file_lengths(folder, export)
         # Outside the lock: other threads may predict meanwhile.
         dense, rows = _load_export(folder, export, self.model, self._is_full, self.rows)
         with self._lock:

@@ -14,7 +14,7 @@ from plotly.offline import get_plotlyjs
 
 from colonnade import __version__
 from colonnade.errors import StorageError
-from colonnade.formats import file_kind
+from colonnade.formats import describe_file_kind
 from colonnade.report.figures import Figure
 from colonnade.report.formatting import format_setting
 
@@ -68,8 +68,8 @@ def write_page(html: str, path: Path) -> None:
     replace."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise StorageError(
-            f"{path}: got {file_kind(path.stat().st_mode)}, wanted a file's name. Name a file in a folder you can "
-            "write to"
+            f"{path}: got {describe_file_kind(path.stat().st_mode)}, wanted a file's name. Name a file in a folder you "
+            "can write to"
         )
     path = Path(os.path.realpath(path))  # replace the target of a link, not the link
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")

@@ -75,7 +75,7 @@ def hbm_rows(tables: Sequence[Table], hbm_bytes: int, shards: Sequence[Shard]) -
     )
 
 
-def least_bytes(tables: Sequence[Table]) -> int:
+def min_budget_bytes(tables: Sequence[Table]) -> int:
     """Return the bytes of one row of each table: no smaller budget can work."""
     return sum(map(slot_bytes, tables))
 

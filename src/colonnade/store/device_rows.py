@@ -124,7 +124,7 @@ def update(
 def enlarged(rows: DeviceRows, num_slots: int) -> DeviceRows:
     """Copy rows into memory for `num_slots`; new slots have no defined content. Raises what torch raises if it does
     not fit."""
-    copy = device_rows(rows.table, num_slots, rows.device, rows.seed)
+    copy = reserve_device_rows(rows.table, num_slots, rows.device, rows.seed)
     used = slice(len(rows.clocks))
     copy.weights[used], copy.state[used] = rows.weights, rows.state
     copy.clocks[used] = rows.clocks
@@ -133,7 +133,9 @@ def enlarged(rows: DeviceRows, num_slots: int) -> DeviceRows:
     return copy
 
 
-def device_rows(table: Table, num_slots: int, device: torch.device, seed: int) -> DeviceRows:
+def reserve_device_rows(
+    table: Table, num_slots: int, device: torch.device, seed: int
+) -> DeviceRows:
     """Reserve memory for `num_slots` rows, `table.record_bytes` each. Raises what torch raises if it does not fit."""
     compute = getattr(torch, table.compute_dtype)
     shape = (num_slots, table.width)

@@ -25,7 +25,7 @@ from colonnade.store.stripes import Stripes
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class CommitDifference:
     """Rows that differ between two commits.
 
     ids (N,) int64 ascending with their records (N, record_bytes) uint8 of the later commit; gone (G,) int64 ascending:
@@ -37,11 +37,11 @@ class Difference:
     gone: np.ndarray
 
 
-class Incomparable(StorageError):
+class IncomparableCommits(StorageError):
     """Error: the two commits are of different stores, so their difference is undefined."""
 
 
-def difference(directory: Path, earlier: int, later: int) -> Difference:
+def difference(directory: Path, earlier: int, later: int) -> CommitDifference:
     """Compute the difference of the commits of two steps of the store in `directory`.
 
     Rows that garbage collection moved without a change are left out. Raises Incomparable; CorruptionError naming the
@@ -49,7 +49,9 @@ def difference(directory: Path, earlier: int, later: int) -> Difference:
     """
     old, new = _Commit(directory, earlier), _Commit(directory, later)
     if old.identity != new.identity:
-        raise Incomparable(f"{directory}: steps {earlier} and {later} are not commits of one store")
+        raise IncomparableCommits(
+            f"{directory}: steps {earlier} and {later} are not commits of one store"
+        )
     old_parts, new_parts = old.select_missing_from(new), new.select_missing_from(old)
     ids, records = _read_records(new_parts, new, is_checked=True)
     # Unchecked: an error in these can only mark an unchanged row as changed.
@@ -61,7 +63,7 @@ def difference(directory: Path, earlier: int, later: int) -> Difference:
         existed = old_ids[positions] == ids
         is_same[existed] = (records[existed] == old_records[positions[existed]]).all(axis=1)
     gone = np.setdiff1d(old_ids, ids, assume_unique=True)
-    return Difference(ids[~is_same], records[~is_same], gone)
+    return CommitDifference(ids[~is_same], records[~is_same], gone)
 
 
 @dataclass(frozen=True, slots=True)

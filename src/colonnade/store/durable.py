@@ -30,7 +30,7 @@ def write_durably(disk: Disk, path: Path, content: bytes, *, checked: bool = Tru
     try:
         file = disk.create(temporary)
         try:
-            disk.append(file, 0, with_trailer(content) if checked else content)
+            disk.append(file, 0, append_checksum(content) if checked else content)
             disk.sync(file)
         finally:
             file.close()
@@ -43,10 +43,10 @@ def write_durably(disk: Disk, path: Path, content: bytes, *, checked: bool = Tru
 
 def read_verified(path: Path) -> bytes:
     """Return the content of a durable file. Raises CorruptionError if a byte differs, StorageError if unreadable."""
-    return checked_content(path, read_regular(path))
+    return verify_content(path, read_regular(path))
 
 
-def checked_content(path: Path, data: bytes) -> bytes:
+def verify_content(path: Path, data: bytes) -> bytes:
     """Return the content in a durable file's bytes. Raises CorruptionError if a byte differs."""
     length = max(len(data) - len(trailer(b"")), 0)
     content, last_line = data[:length], data[length:]
@@ -59,7 +59,7 @@ def checked_content(path: Path, data: bytes) -> bytes:
     return content
 
 
-def checksum_of(path: Path) -> str:
+def read_checksum(path: Path) -> str:
     """Read the checksum in a durable file's last line; "" if it has none."""
     try:
         with path.open("rb") as file:
@@ -75,7 +75,7 @@ def trailer(content: bytes | np.ndarray) -> bytes:
     return b"\ncrc32c %08x\n" % _native.crc32c(np.frombuffer(content, np.uint8))
 
 
-def with_trailer(content: bytes | np.ndarray) -> memoryview:
+def append_checksum(content: bytes | np.ndarray) -> memoryview:
     """Build a durable file's bytes. numpy copies them without the interpreter's lock, so training continues."""
     last_line = trailer(content)
     data = np.empty(len(content) + len(last_line), np.uint8)

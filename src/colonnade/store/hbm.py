@@ -25,8 +25,8 @@ from torch import Tensor
 from colonnade.errors import BudgetExceeded, ConfigError, CorruptionError, StorageError
 from colonnade.ops.optimizers import Settings
 from colonnade.store.contract import Manifest, RowView
-from colonnade.store.device_rows import DeviceRows, device_rows, update
 from colonnade.store.dram import WRITTEN_TOGETHER, DramStore, RowSources, table_seed
+from colonnade.store.reserve_device_rows import DeviceRows, reserve_device_rows, update
 from colonnade.store.slot_directory import DIRTY, VALID, SlotDirectory
 from colonnade.table import CLOCK_BYTES
 
@@ -532,7 +532,9 @@ def open_hbm(
     target, rows = torch.device(device), []
     try:
         for table, count in zip(below.tables, capacity_rows, strict=True):
-            rows.append(device_rows(table, count, target, table_seed(seed, table.origin[0])))
+            rows.append(
+                reserve_device_rows(table, count, target, table_seed(seed, table.origin[0]))
+            )
     except RuntimeError as error:
         wanted = sum(
             n * table.record_bytes for n, table in zip(capacity_rows, below.tables, strict=True)

@@ -15,7 +15,7 @@ import numpy as np
 from colonnade.errors import CorruptionError
 from colonnade.formats import VERSIONS, check_version
 from colonnade.store.disk import DiskFile, storage_error
-from colonnade.store.durable import checked_content, trailer, with_trailer
+from colonnade.store.durable import append_checksum, trailer, verify_content
 from colonnade.store.segment import open_listed
 
 MAGIC = b"CLNDKEYS"
@@ -75,7 +75,7 @@ def encode_key_list(number: int, ids: np.ndarray, checksum: int) -> memoryview:
     keys = Keys.of(ids)
     head = (MAGIC, VERSION, number, keys.num_records, checksum, keys.base, keys.width, 0)
     packed = np.frombuffer(keys.packed, np.uint8, keys.width * keys.num_records)
-    return with_trailer(np.concatenate((np.frombuffer(HEADER.pack(*head), np.uint8), packed)))
+    return append_checksum(np.concatenate((np.frombuffer(HEADER.pack(*head), np.uint8), packed)))
 
 
 def open_key_list(path: Path) -> DiskFile:
@@ -87,7 +87,7 @@ def read_key_list(file: DiskFile, number: int, num_records: int, checksum: int) 
     """Read a key list. Raises CorruptionError (torn, altered, of another segment), CheckpointError (version),
     StorageError."""
     data = _read_file(file)
-    content = checked_content(file.path, data)
+    content = verify_content(file.path, data)
     fields = HEADER.unpack_from(content.ljust(HEADER.size, b"\0"))
     base, width = fields[5:7]
     if fields[0] == MAGIC:

@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from colonnade.errors import CheckpointError, CorruptionError
-from colonnade.formats import check_stamp, parse_object, stamp
+from colonnade.formats import check_format, parse_object, stamp
 from colonnade.store import key_list, live, segment
 from colonnade.store.contract import Manifest, SegmentEntry
 from colonnade.store.disk import Disk
@@ -119,7 +119,7 @@ def describe(directory: Path, step: int) -> dict[str, Any]:
             f"{path}: missing, but its run's commit names it. Restore it from a copy"
         )
     fields = parse_object(path, read_verified(path))
-    check_stamp(path, fields, FORMAT)
+    check_format(path, fields, FORMAT)
     try:
         _FIELDS.validate_python(fields)
     except ValidationError as error:
@@ -141,7 +141,7 @@ class CommitFile:
     content: str
 
 
-def files_of(directory: Path, fields: dict[str, Any]) -> Iterator[CommitFile]:
+def list_commit_files(directory: Path, fields: dict[str, Any]) -> Iterator[CommitFile]:
     """List the segments and key lists of a commit. fields: its manifest as read by `describe`."""
     stripes = Stripes(directory)
     stripes.directories |= {int(n): Path(path) for n, path in fields["stripes"].items()}
@@ -153,7 +153,7 @@ def files_of(directory: Path, fields: dict[str, Any]) -> Iterator[CommitFile]:
         yield CommitFile(keys, part["keys"], content)
 
 
-def live_file(directory: Path, fields: dict[str, Any]) -> Path:
+def live_bitmap_path(directory: Path, fields: dict[str, Any]) -> Path:
     return directory / fields["live"]["file"]
 
 

@@ -290,7 +290,7 @@ def check_policies(
         )
 
 
-def retention_words(admission: Admission | None, eviction: Eviction | None) -> dict[str, str]:
+def describe_retention(admission: Admission | None, eviction: Eviction | None) -> dict[str, str]:
     """Describe the settings in plain JSON, for naming differences; {} if all rows stay."""
     settings = {"admission": admission, "eviction": eviction}
     words = {name: repr(value) for name, value in settings.items() if value is not None}

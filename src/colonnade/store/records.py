@@ -36,7 +36,7 @@ def clock_bytes(table: Table) -> slice:
     return slice(table.record_bytes - CLOCK_BYTES, table.record_bytes)
 
 
-def fresh_records(table: Table, weights: Tensor) -> Tensor:
+def build_fresh_records(table: Table, weights: Tensor) -> Tensor:
     """Build records (N, record_bytes) uint8 of rows with these weights (N, D), first optimizer state and clock 1."""
     num_rows, width = weights.shape
     compute = getattr(torch, table.compute_dtype)
@@ -77,7 +77,7 @@ def _solve_ftrl(part: Part, weights: Tensor, state: Tensor) -> None:
     )
 
 
-class Index:
+class IdIndex:
     """Index from distinct ids to their positions in a list."""
 
     def __init__(self, ids: Tensor) -> None:
@@ -94,7 +94,7 @@ class Index:
 def records_of(table: Table, columns: Mapping[str, Tensor], rows: Tensor) -> Tensor:
     """Build records (M, record_bytes) of rows at these positions (M,), with first optimizer state."""
     weights = columns["weights"][rows]
-    records = fresh_records(table, weights)
+    records = build_fresh_records(table, weights)
     records[:, weight_bytes(table)] = bytes_of(weights)
     if table.master:
         records[:, low_bytes(table)] = bytes_of(columns["low_halves"][rows])
@@ -102,7 +102,7 @@ def records_of(table: Table, columns: Mapping[str, Tensor], rows: Tensor) -> Ten
     return records
 
 
-def find_misfits(values: Mapping[str, object]) -> list[str]:
+def list_invalid_values(values: Mapping[str, object]) -> list[str]:
     """List the values of a state_dict's rows that are no tensors, or no counts; empty if all are right."""
     problems = []
     for key, value in values.items():

@@ -99,7 +99,7 @@ class ReadOnly:
         raise _read_only_error()
 
 
-class Shards(ReadOnly):
+class ShardReader(ReadOnly):
     """`Backing` that only reads: each id from the shard of its owner rank."""
 
     def __init__(self, stores: Sequence[LogBacking], rows: int | None) -> None:

@@ -14,12 +14,12 @@ from colonnade.store.log import DEFAULT_CHUNK_BYTES
 
 
 def check_tiers(ssd: Sequence[Place], mapped: Place | None) -> None:
-    """Check the directories of both tiers (`check_places`), and that no two names lead to one directory.
+    """Check the directories of both tiers (`check_locations`), and that no two names lead to one directory.
 
     Symlinks and mounts are followed. Raises ConfigError. Changes nothing.
     """
-    check_places("ssd", ssd)
-    check_places("mapped", () if mapped is None else (mapped,))
+    check_locations("ssd", ssd)
+    check_locations("mapped", () if mapped is None else (mapped,))
     for place in ssd:
         # Size of one write of a store; a smaller directory could not take a row.
         if place.bytes is not None and place.bytes < DEFAULT_CHUNK_BYTES:
@@ -51,7 +51,7 @@ def _existing_ancestor(path: Path) -> Path:
     return path
 
 
-def check_places(name: str, places: Sequence[Place]) -> None:
+def check_locations(name: str, places: Sequence[Place]) -> None:
     """Check that the directories of `plan.memory.<name>` can be written and that their file systems are large enough.
 
     Raises ConfigError. Changes nothing.

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colonnade.errors import CheckpointError, StorageError
-from colonnade.formats import check_stamp, parse_object, stamp
+from colonnade.formats import check_format, parse_object, stamp
 from colonnade.store.disk import Disk, DiskFile
 from colonnade.store.durable import read_verified, write_durably
 
 
-class Space:
+class SpaceAccount:
     """Account of the bytes of segments and key lists in one directory. A limit of None: no limit.
 
     Manifests and live bitmaps are stored elsewhere and not counted. `used`: bytes of existing files; `expected_growth`:
@@ -61,7 +61,7 @@ class Space:
             return self.limit_bytes - self.used - (self.expected_growth if after_growth else 0)
 
 
-def no_space_error(spaces: Sequence[Space], num_bytes: int) -> StorageError:
+def no_space_error(spaces: Sequence[SpaceAccount], num_bytes: int) -> StorageError:
     """Build the error of a write that no directory has room for, like that of a full disk."""
     usage = ", ".join(f"{s.path} holds {s.used:,} of {s.limit_bytes:,} bytes" for s in spaces)
     return StorageError(
@@ -86,7 +86,7 @@ class Stripe:
 
     directory: Path
     capacity_bytes: int
-    space: Space | None = None
+    space: SpaceAccount | None = None
 
 
 class Stripes:
@@ -97,7 +97,7 @@ class Stripes:
         self.store_id = ""  # "" until the store has stripes
         self.directories: dict[int, Path] = {0: home}
         self.capacities: dict[int, int] = {0: 1}
-        self.spaces: dict[int, Space] = {}  # of stripes with a limit
+        self.spaces: dict[int, SpaceAccount] = {}  # of stripes with a limit
         self.known: dict[int, str] = {}  # their paths in the manifest
         self.locks = [home_lock] if home_lock is not None else []
 
@@ -236,7 +236,7 @@ def _read_mark(directory: Path) -> tuple[str, int] | None:
     if not path.exists():
         return None
     fields = parse_object(path, read_verified(path))
-    check_stamp(path, fields, FORMAT)
+    check_format(path, fields, FORMAT)
     return fields["store"], fields["number"]
 
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from colonnade.errors import ConfigError, StorageError
 from colonnade.store.contract import Pending, RowBatch
-from colonnade.store.shards import ReadOnly, Shards, ShardsRead
+from colonnade.store.shards import ReadOnly, ShardReader, ShardsRead
 from colonnade.table import CLOCK_BYTES, ITEM_BYTES, Table, TableSide, TableSlice, side_of, slice_of
 from colonnade.topology.sharding import HotRows, Sharding, columns_of, is_hot
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class TableShard:
     """Shard of a declared table: the whole table, one column slice of it, or its hot or cold rows."""
 
     number: int
@@ -65,7 +65,7 @@ def label(number: int, columns: tuple[int, int] | None = None, hot: HotRows | No
     return f"{number:03d}" if columns is None else f"{number:03d}-{columns[0]}-{columns[1]}"
 
 
-def lay_out(tables: Sequence[Table], shardings: Sequence[Sharding]) -> tuple[Laid, ...]:
+def lay_out(tables: Sequence[Table], shardings: Sequence[Sharding]) -> tuple[TableShard, ...]:
     """Split tables into shards: in the order of the tables, slices from the left, cold rows before hot ones.
 
     Pure. Raises ConfigError for more slices than columns.
@@ -73,11 +73,11 @@ def lay_out(tables: Sequence[Table], shardings: Sequence[Sharding]) -> tuple[Lai
     shards = []
     for t, (table, sharding) in enumerate(zip(tables, shardings, strict=True)):
         if sharding.has_hot:
-            shards.append(Laid(t, side_of(table, "cold"), sharding.of_cold))
-            shards.append(Laid(t, side_of(table, "hot"), sharding.of_hot))
+            shards.append(TableShard(t, side_of(table, "cold"), sharding.cold_sharding))
+            shards.append(TableShard(t, side_of(table, "hot"), sharding.hot_sharding))
             continue
         if sharding.slices == 1:
-            shards.append(Laid(t, table, sharding))
+            shards.append(TableShard(t, table, sharding))
             continue
         if sharding.slices > table.width:
             raise ConfigError(
@@ -86,8 +86,8 @@ def lay_out(tables: Sequence[Table], shardings: Sequence[Sharding]) -> tuple[Lai
                 f"(plan.tables.{table.name}.ranks), or choose another sharding"
             )
         columns = columns_of(table.width, sharding.slices)
-        for (first, last), own_sharding in zip(columns, sharding.of_slices, strict=True):
-            shards.append(Laid(t, slice_of(table, first, last), own_sharding))
+        for (first, last), own_sharding in zip(columns, sharding.slice_shardings, strict=True):
+            shards.append(TableShard(t, slice_of(table, first, last), own_sharding))
     return tuple(shards)
 
 
@@ -143,12 +143,12 @@ class RecordShape:
         return torch.cat(pieces)
 
 
-class Joined(ReadOnly):
+class ColumnShardReader(ReadOnly):
     """Reader of the column slices of a table as one store of whole records."""
 
     def __init__(
         self,
-        slices: Sequence[Shards],
+        slices: Sequence[ShardReader],
         columns: Sequence[tuple[int, int]],
         shape: RecordShape,
         identity: str = "",
@@ -200,10 +200,10 @@ class JoinedRead(Pending):
         return exists
 
 
-class Rejoined(ReadOnly):
+class HotColdReader(ReadOnly):
     """Reader of the cold and the hot rows of a table as one store."""
 
-    def __init__(self, cold: Shards, hot: Shards, ids: Tensor) -> None:
+    def __init__(self, cold: ShardReader, hot: ShardReader, ids: Tensor) -> None:
         """ids (H,) int64 ascending: the hot rows."""
         self.cold, self.hot, self.ids = cold, hot, ids
         self.record_bytes = cold.record_bytes
@@ -228,11 +228,14 @@ class Rejoined(ReadOnly):
         self.hot.close()
 
 
-class Sliced(ReadOnly):
+class ColumnSliceReader(ReadOnly):
     """Reader of some columns of a store of whole records, as a slice's store."""
 
     def __init__(
-        self, whole: Shards | Joined | Rejoined, columns: tuple[int, int], shape: RecordShape
+        self,
+        whole: ShardReader | ColumnShardReader | HotColdReader,
+        columns: tuple[int, int],
+        shape: RecordShape,
     ) -> None:
         self.whole, self.bytes = whole, shape.bytes_of(*columns)
         self.record_bytes = len(self.bytes)

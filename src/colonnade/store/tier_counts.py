@@ -87,7 +87,7 @@ class TierCounts:
         return asdict(self)
 
 
-def tier_counts(store: DramStore | HbmStore) -> dict[str, TierCounts]:
+def collect_tier_counts(store: DramStore | HbmStore) -> dict[str, TierCounts]:
     """Return the counts of each tier, from the top: "hbm" if rows are on a device, "dram", then those of its backings.
 
     Costs microseconds a table.
@@ -96,7 +96,7 @@ def tier_counts(store: DramStore | HbmStore) -> dict[str, TierCounts]:
     from colonnade.store.log import LogBacking
 
     if isinstance(store, HbmStore):
-        others = tier_counts(store.below)
+        others = collect_tier_counts(store.below)
         missed = others["dram"].hits + others["dram"].misses
         num_bytes = store.device_bytes()
         return {

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, cast
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from colonnade.errors import CorruptionError, StorageError
-from colonnade.formats import file_kind, read_stamped
+from colonnade.formats import describe_file_kind, parse_stamped_json
 from colonnade.store.disk import DiskFile, storage_error
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ def parse_stamped(kind: type[T], content: bytes, path: Path, name: str, remedy: 
 
     Raises CheckpointError for another format or version, before any other error; CorruptionError as `parse_json`.
     """
-    fields = read_stamped(path, content, name)
+    fields = parse_stamped_json(path, content, name)
     return parse_json(kind, json.dumps(fields).encode(), path, remedy)
 
 
@@ -89,7 +89,7 @@ def open_regular(path: Path, *, follow_links: bool = True, flags: int = 0) -> Di
     if not stat.S_ISREG(mode):
         file.close()
         raise StorageError(
-            f"{path}: got {file_kind(mode)}, wanted a regular file. Remove it, and have the file written again"
+            f"{path}: got {describe_file_kind(mode)}, wanted a regular file. Remove it, and have the file written again"
         )
     return file
 

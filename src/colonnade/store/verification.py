@@ -19,7 +19,7 @@ from colonnade.store.stripes import Stripe, Stripes, open_stripes
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerifiedFile:
     """Result of the verification of one file."""
 
     path: Path
@@ -28,21 +28,23 @@ class Verified:
     """Description of the damage; "" if every byte is right."""
 
 
-def verify_file(path: Path, read: Callable[[], object]) -> Verified:
+def verify_file(path: Path, read: Callable[[], object]) -> VerifiedFile:
     """Verify one file. read: reads the file and raises what is wrong with it."""
     try:
         read()
-        return Verified(path, path.stat().st_size)
+        return VerifiedFile(path, path.stat().st_size)
     except (CorruptionError, CheckpointError, StorageError) as error:
         problem = (
             str(error.strerror if error.strerror else error)
             if isinstance(error, OSError)
             else str(error)
         )
-        return Verified(path, path.stat().st_size if path.is_file() else 0, problem)
+        return VerifiedFile(path, path.stat().st_size if path.is_file() else 0, problem)
 
 
-def verify_store(directory: Path, step: int, *, places: Sequence[Path] = ()) -> Iterator[Verified]:
+def verify_store(
+    directory: Path, step: int, *, places: Sequence[Path] = ()
+) -> Iterator[VerifiedFile]:
     """Verify the files of a commit of one table's shard, in the order: manifest, bitmaps, then key lists and segments.
 
     places: present paths of directories of the store that are not where the manifest says. Raises no error of a file.
@@ -74,7 +76,7 @@ def verify_store(directory: Path, step: int, *, places: Sequence[Path] = ()) -> 
 
 def _verify_segment(
     entry: SegmentEntry, shape: SegmentShape, stripes: Stripes
-) -> Iterator[Verified]:
+) -> Iterator[VerifiedFile]:
     """Verify a key list, then its segment: without ids, only the segment's header and length can be checked."""
     rows_name, keys_name = segment.file_name(entry.number), key_list.file_name(entry.number)
     # The last known directory, in case it is out of reach.
@@ -102,6 +104,6 @@ def _verify_segment(
     yield verify_file(rows, read_rows)
 
 
-def verify_durable(path: Path) -> Verified:
+def verify_durable(path: Path) -> VerifiedFile:
     """Verify a small file that has a checksum line."""
     return verify_file(path, lambda: read_verified(path))

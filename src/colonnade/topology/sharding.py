@@ -59,7 +59,7 @@ class HotRows:
         return is_hot(ids, self.tensor) == (self.side == "hot")
 
 
-def hot_rows(ids: Iterable[int] | Tensor, num_ranks: int) -> HotRows:
+def build_hot_rows(ids: Iterable[int] | Tensor, num_ranks: int) -> HotRows:
     """Build the hot rows of a table from ids in any order, with or without duplicates."""
     values = ids.tolist() if isinstance(ids, Tensor) else ids
     return HotRows(tuple(sorted({int(row_id) for row_id in values})), num_ranks)
@@ -180,13 +180,13 @@ class Sharding:
         return self.hot is not None and self.hot.side == "both"
 
     @property
-    def of_hot(self) -> Sharding:
+    def hot_sharding(self) -> Sharding:
         """Sharding of the hot rows alone; requires hot rows."""
         assert self.hot is not None
         return replace(replicated(self.hot.num_ranks), hot=replace(self.hot, side="hot"))
 
     @property
-    def of_cold(self) -> Sharding:
+    def cold_sharding(self) -> Sharding:
         """Sharding of the cold rows alone; requires hot rows."""
         assert self.hot is not None
         return replace(self, hot=replace(self.hot, side="cold"))
@@ -199,7 +199,7 @@ class Sharding:
         return Shard(self.num_owners, owner_index, self.hot)
 
     @property
-    def of_slices(self) -> tuple[Sharding, ...]:
+    def slice_shardings(self) -> tuple[Sharding, ...]:
         """Sharding of each column slice, from the left; only this sharding if rows are not cut."""
         if self.slices == 1:
             return (self,)
@@ -207,7 +207,7 @@ class Sharding:
         runs = [range(i * self.num_owners, (i + 1) * self.num_owners) for i in range(self.slices)]
         return tuple(Sharding(kind, tuple(self.ranks[i] for i in run)) for run in runs)
 
-    def home_of(self, rank: int) -> str | None:
+    def row_folder_name(self, rank: int) -> str | None:
         """Return the name of the folder under a run's `rows` with the rows of `rank`; None if it has no rows.
 
         The name depends on the number of owners only, so shardings of other kinds or ranks share folders."""
@@ -217,7 +217,7 @@ class Sharding:
         return f"copy-{rank}" if self.is_replicated else f"{owner_index}-of-{self.num_owners}"
 
     def continues(self, before: Sharding, rank: int) -> bool:
-        """Return whether the rows of `rank` are those of one folder (`home_of`) written under `before`."""
+        """Return whether the rows of `rank` are those of one folder (`row_folder_name`) written under `before`."""
         if self.is_replicated or before.is_replicated:
             return self.is_replicated and before.is_replicated and rank in before.ranks
         return self.num_owners == before.num_owners
@@ -228,7 +228,7 @@ class Sharding:
         return self.ranks[: self.num_owners]
 
     def plain(self) -> dict[str, Any]:
-        """Return the sharding as JSON values, with ranks as runs [first, last]. `sharding_from` reads them."""
+        """Return the sharding as JSON values, with ranks as runs [first, last]. `read_sharding` reads them."""
         runs: list[list[int]] = []
         for rank in self.ranks:
             if runs and runs[-1][1] == rank - 1:
@@ -240,7 +240,7 @@ class Sharding:
         return {"kind": self.kind, "ranks": runs, **cut, **hot}
 
 
-def sharding_from(fields: Mapping[str, Any]) -> Sharding:
+def read_sharding(fields: Mapping[str, Any]) -> Sharding:
     """Build a sharding from the values of `Sharding.plain`."""
     ranks = (rank for first, last in fields["ranks"] for rank in range(first, last + 1))
     hot = HotRows(tuple(fields["hot"]), fields["copies"]) if "hot" in fields else None
@@ -252,7 +252,7 @@ def row_wise(num_ranks: int) -> Sharding:
     return Sharding("row_wise", tuple(range(num_ranks)))
 
 
-def row_wise_in(world: World) -> Sharding:
+def row_wise_over_owners(world: World) -> Sharding:
     """Return the sharding of rows over all ranks that can own rows: the servers, or else all ranks."""
     return Sharding("row_wise", world.owners)
 

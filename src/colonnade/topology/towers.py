@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from colonnade.errors import ConfigError
-from colonnade.formats import check_stamp, stamp
+from colonnade.formats import check_format, stamp
 from colonnade.topology.world import World
 
 
@@ -63,7 +63,7 @@ class Partition:
             fields = json.loads(text)
             towers = fields["towers"]
             # Users write partition files by hand, without a stamp.
-            check_stamp("partition", fields, "colonnade towers", is_needed=False)
+            check_format("partition", fields, "colonnade towers", is_needed=False)
             # A string would iterate by letters.
             if not all(isinstance(tower, list) for tower in towers):
                 raise TypeError

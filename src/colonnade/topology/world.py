@@ -107,7 +107,7 @@ class World:
         Raises ConfigError if no trainer remains."""
         return replace(self, servers_per_host=per_host)
 
-    def of_trainers(self) -> World:
+    def trainer_world(self) -> World:
         """Return the world of the trainers alone."""
         return replace(self, ranks_per_host=self.trainers_per_host, servers_per_host=0)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colonnade.comm.collectives import PIECE, Way, added, copy_in_pieces, gathered, scattered
+from colonnade.comm.collectives import PIECE, Way, added, copy_in_chunks, gathered, scattered
 from colonnade.comm.mesh import ALL, Mesh, Scope
 from colonnade.topology.world import World
 from colonnade.wire.codec import CODECS, Codec, RowBlock, decode, encode
@@ -64,7 +64,7 @@ class RoundingResidual:
         self.kept, self.before = self.before, self.kept
 
 
-class CodedSum:
+class CodedAllReduce:
     """Encoded all-reduce of one buffer of n elements."""
 
     def __init__(self, codec: Codec, world: World, way: Way, size: int, dtype: torch.dtype) -> None:
@@ -79,9 +79,9 @@ class CodedSum:
         the divisor of gradients before they are applied."""
         hosts, local = mesh.world.num_hosts, mesh.world.ranks_per_host
         if self.way == "by host":
-            host_sum = added(scattered(mesh, mesh.in_host, values, local).view(1, local, -1))
+            host_sum = added(scattered(mesh, mesh.host_scope, values, local).view(1, local, -1))
             self._sum_over_scope(mesh, mesh.over_hosts, host_sum, (hosts, 1), unit)
-            copy_in_pieces(gathered(mesh, mesh.in_host, host_sum, local), values)
+            copy_in_chunks(gathered(mesh, mesh.host_scope, host_sum, local), values)
         else:
             self._sum_over_scope(mesh, ALL, values, (hosts, local), unit)
 
@@ -124,7 +124,7 @@ def coded_size(name: str, elements: int, num_ranks: int) -> int:
     return num_ranks * coded_share_bytes(CODECS[name], elements // num_ranks)
 
 
-def lost_by_parameter(states: Sequence[State | None]) -> dict[int, Tensor]:
+def residuals_by_parameter(states: Sequence[State | None]) -> dict[int, Tensor]:
     """Return the sum of all ranks' residuals in a checkpoint by index of the dense parameter, flat. states: by rank of
     the checkpoint's world; None: no residuals."""
     residuals: dict[int, Tensor] = {}

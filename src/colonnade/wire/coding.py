@@ -11,7 +11,7 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.lookup.contract import Exactness
-from colonnade.lookup.layout import Declaration
+from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.lookup.row_layout import RowLayout
 from colonnade.ops.memory import empty
 from colonnade.store.dram import table_seed
@@ -49,7 +49,7 @@ NO_CODING = Coding()
 class RowCodec:
     """Codecs of the rows of a declaration's tables, and of their gradients."""
 
-    def __init__(self, declaration: Declaration, rank: int, coding: Coding) -> None:
+    def __init__(self, declaration: EmbeddingDeclaration, rank: int, coding: Coding) -> None:
         """Take the rank whose gradients are rounded, with random bits of `coding`."""
         self.values = CODECS[coding.codecs.values]
         self.gradients = CODECS[coding.codecs.gradients]

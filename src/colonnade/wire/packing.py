@@ -159,14 +159,14 @@ def expected_numbers_bytes(count: float, keys: float) -> float:
     )
 
 
-def expected_listed_bytes(count: float, rows: int, num_owners: int) -> float:
+def expected_unsorted_list_bytes(count: float, rows: int, num_owners: int) -> float:
     """Return the expected bytes of a list of `count` ids in any order, if each of an owner's rows is equally likely.
     rows 0: an open table."""
     keys = -(-rows // num_owners) if rows else 2.0**64
-    return expected_numbers_bytes(count, keys) + listed_head_bytes(count, rows)
+    return expected_numbers_bytes(count, keys) + list_header_bytes(count, rows)
 
 
-def listed_head_bytes(count: float, rows: int) -> float:
+def list_header_bytes(count: float, rows: int) -> float:
     """Return the bytes of the header of such a list: the count and, for an open table, the kind of the list and the
     least id."""
     return 1 + sum(count >= 1 << 7 * i for i in range(1, 10)) + (0 if rows else 11)

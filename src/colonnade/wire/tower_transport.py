@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from colonnade.comm.mesh import Mesh, Scope
-from colonnade.comm.process_groups import open_scopes
+from colonnade.comm.process_groups import open_tower_scopes
 from colonnade.lookup.fields import FieldColumns, find_runs
 from colonnade.ops.memory import empty
 from colonnade.wire.codec import CODECS, Codec, RoundingKey, RowBlock, encode
@@ -104,7 +104,7 @@ class TowerTransport:
         self.width = sum(self.widths)
         self.runs = find_runs([member.starts.items() for member in members], inside)
         self.scope = Scope(size)
-        open_scopes(mesh, size)
+        open_tower_scopes(mesh, size)
 
     def send(self, blocks: Iterable[Tensor], sizes: Sequence[int], tag: str) -> PendingTransfer:
         """Send block (G, P): the samples of each local rank's peers to that rank."""
@@ -200,7 +200,7 @@ class PeerTransport:
         self.runs = find_runs([columns.starts.items() for columns in carried], whole)
         self.dims = [tuple(columns.dims.values()) for columns in carried]
         self.scope = Scope(size, is_across=True)
-        open_scopes(mesh, size)
+        open_tower_scopes(mesh, size)
 
     def split_by_chunk(self, block: Tensor, sizes: Sequence[int]) -> Iterable[Tensor]:
         """Split block (M, W), whose samples are in the order of `order_peers`, by chunk. A tower without fields may

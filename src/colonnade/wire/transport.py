@@ -348,7 +348,7 @@ class HostRoute:
         received_blocks = [RowBlock(sum(own_sizes), self.dims)] * local
         data, _ = self.mesh.all_to_all(
             "fetch", encode(codec, send.view(-1), sent_blocks), self._lengths(codec, sent_blocks),
-            self._lengths(codec, received_blocks), scope=self.mesh.in_host, traffic_tag=tag,
+            self._lengths(codec, received_blocks), scope=self.mesh.host_scope, traffic_tag=tag,
         )  # fmt: skip
         received = decode_message(codec, data, received_blocks, self.dtype)
         host_sum = sum_in_order(received.view(1, local, -1))
@@ -389,7 +389,7 @@ class HostRoute:
             received.repeat(local),
             [len(received)] * local,
             list(map(sum, group_lengths)),
-            scope=self.mesh.in_host,
+            scope=self.mesh.host_scope,
         )
         # Received local rank by local rank and, from each, host by host: reorder by rank.
         starts = dict(

@@ -27,7 +27,7 @@ from colonnade.batch import Batch, Ids
 from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
 from colonnade.data.counter import mix64
 from colonnade.data.lines import LineFile, build_field_error, format_excerpt, locate, open_lines
-from colonnade.data.tensors import Columns, TensorSource
+from colonnade.data.tensors import TensorColumns, TensorSource
 from colonnade.errors import ConfigError, DataError
 
 FOLDER = "criteo10k"
@@ -213,7 +213,7 @@ def _slice_batch(batch: Batch, begin: int, end: int) -> Batch:
 
 def _load_in_memory(source: CriteoSource, *, shuffle_key: int) -> TensorSource:
     batch = source.read(0, source.num_samples)
-    columns = Columns(dense=batch.dense, ids=batch.ids, label=batch.label)
+    columns = TensorColumns(dense=batch.dense, ids=batch.ids, label=batch.label)
     return TensorSource(source.schema, columns, shuffle_key=shuffle_key)
 
 

@@ -23,7 +23,7 @@ from colonnade.data.sets.interactions import (
     QuerySource,
     concat_bags,
 )
-from colonnade.data.tensors import Columns, gather_ids
+from colonnade.data.tensors import TensorColumns, gather_ids
 from colonnade.errors import ConfigError
 
 NODE = "node"
@@ -157,7 +157,7 @@ def open_graph(
             zip(ROLES, (queries, torch.arange(interactions.num_items) + first_item), strict=True)
         )
     )
-    catalogue = Columns(dense=interactions.log_shares()[:, None], ids=item_columns)
+    catalogue = TensorColumns(dense=interactions.log_shares()[:, None], ids=item_columns)
 
     def build_queries(truth: Ids, excluded: Ids) -> QuerySource:
         return QuerySource(schema, query_columns, None, truth, excluded, catalogue, 0)

@@ -16,7 +16,7 @@ from torch import Tensor
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
 from colonnade.data.counter import random_permutation, random_words, stream_key
-from colonnade.data.tensors import Columns, gather_ids
+from colonnade.data.tensors import TensorColumns, gather_ids
 
 LOG_Q = "log_q"
 """Dense column of a pair: log of its item's share of the training interactions."""
@@ -88,14 +88,16 @@ def open_interactions(
         train: PairSource | SequenceSource = PairSource(
             schema, interactions, max_history, max_pairs, order, seed
         )
-        catalogue = Columns(dense=interactions.log_shares()[:, None], ids=dict(interactions.items))
+        catalogue = TensorColumns(
+            dense=interactions.log_shares()[:, None], ids=dict(interactions.items)
+        )
     else:
         names = ("history", "target", "negative")
         columns = tuple(Column(name, num_items, "sequence", table="item") for name in names)
         schema = Schema((), columns, labels=())
         train = SequenceSource(schema, interactions, max_history, negatives, order, seed)
         items = {"target": Ids(torch.arange(num_items))}
-        catalogue = Columns(dense=torch.empty(num_items, 0), ids=items)
+        catalogue = TensorColumns(dense=torch.empty(num_items, 0), ids=items)
     users = {} if samples == "sequences" else interactions.users
 
     def build_queries(truth: Ids, excluded: Ids) -> QuerySource:
@@ -240,7 +242,7 @@ class QuerySource:
     history: Ids | None
     truth: Ids
     excluded: Ids
-    catalogue: Columns
+    catalogue: TensorColumns
     max_history: int
 
     @property

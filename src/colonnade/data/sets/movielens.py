@@ -21,7 +21,7 @@ from torch import Tensor
 from colonnade.batch import Ids
 from colonnade.data.contract import Column, Schema, Splits
 from colonnade.data.lines import build_field_error, format_excerpt, locate, open_lines
-from colonnade.data.tensors import Columns, TensorSource, gather_ids
+from colonnade.data.tensors import TensorColumns, TensorSource, gather_ids
 from colonnade.errors import DataError
 
 FOLDER = "ml-1m"
@@ -66,7 +66,7 @@ def open_movielens(path: str | Path | None = None, *, seed: int = 0) -> Splits:
 
     schema = Schema(dense=(), categorical=tuple(columns))
     label = (rating >= POSITIVE_RATING).to(torch.float32).reshape(-1, 1)
-    samples = Columns(dense=torch.empty(len(rating), 0), ids=ids, label=label, group=user)
+    samples = TensorColumns(dense=torch.empty(len(rating), 0), ids=ids, label=label, group=user)
     order = torch.from_numpy(np.random.RandomState(SPLIT_SEED).permutation(len(rating)))
     num_train = int(TRAIN_FRACTION * len(rating))
     num_fit = num_train - int(VALIDATION_FRACTION * num_train)

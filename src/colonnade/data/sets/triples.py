@@ -23,7 +23,7 @@ RELATION = "relation"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Known:
+class KnownAnswers:
     """True answers of triples in a `Batch.key`: all known tails and heads, including the triple's own.
 
     Training does not use them as negatives, and evaluation does not rank them.
@@ -40,10 +40,10 @@ class TripleIndex:
     triples: Tensor  # (n, 3) int64: head, relation, tail
     num_entities: int
 
-    def find_answers(self, triples_B3: Tensor) -> Known:
+    def find_answers(self, triples_B3: Tensor) -> KnownAnswers:
         """Find the known tails and heads of triples (B, 3); unknown keys get empty bags."""
         h, r, t = triples_B3.T
-        return Known(
+        return KnownAnswers(
             self._tails.find(self._combine_key(r, h)), self._heads.find(self._combine_key(r, t))
         )
 
@@ -152,7 +152,7 @@ def open_triples(
 class TripleSource:
     """Source with one sample per triple: `head`, `relation`, `tail`, and `candidate`, a sequence of random entities.
 
-    `Batch.key` is `Known`. The order is new each epoch if `is_shuffled`, else that of `triples`.
+    `Batch.key` is `KnownAnswers`. The order is new each epoch if `is_shuffled`, else that of `triples`.
     """
 
     schema: Schema

@@ -32,7 +32,7 @@ KINDS = {
 """Names in SOURCES by file ending."""
 
 
-def kind_of(path: str | Path) -> str:
+def detect_format(path: str | Path) -> str:
     """Return the name in SOURCES of the format of the first file, by its ending. Raises ConfigError, DataError."""
     file = find_files(path, tuple(KINDS))[0]
     ending = file.suffix.lower()
@@ -61,7 +61,7 @@ def read_head(
     path: str | Path, kind: str | None = None, label: str | None = None, **options: Any
 ) -> TableHead:
     """Read the first rows and infer a schema. `options`: of the format. Raises ConfigError, DataError."""
-    kind = kind or kind_of(path)
+    kind = kind or detect_format(path)
     format = FORMATS[kind](**options)
     paths = find_files(path, format.endings)
     files = [format.open_file(file) for file in paths]
@@ -92,7 +92,7 @@ def infer_schema(path: str | Path, label: str | None = None, **options: Any) -> 
     return head.declaration
 
 
-def lasting_options(options: Mapping[str, Any], splits: Splits) -> dict[str, Any]:
+def portable_options(options: Mapping[str, Any], splits: Splits) -> dict[str, Any]:
     """Return `options` that open the same data in the same way later and from any folder, for the run folder.
 
     The schema, if a file or absent, becomes plain values; paths become absolute. Options of sources without a file

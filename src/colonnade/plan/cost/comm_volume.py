@@ -27,9 +27,9 @@ from colonnade.wire.id_distribution import SAMPLES, SIZE_BYTES, WEIGHT
 from colonnade.wire.packing import (
     FLAG_BYTES,
     expected_list_bytes,
-    expected_listed_bytes,
     expected_numbers_bytes,
-    listed_head_bytes,
+    expected_unsorted_list_bytes,
+    list_header_bytes,
 )
 
 HEAD_BYTES = SIZE_BYTES + 3
@@ -87,8 +87,10 @@ def expected_id_bytes(
     open table. list_ratio, raw_list_ratio: as in `TableLoad`."""
     if lookups <= 0:
         return 0.0
-    head = listed_head_bytes(lookups, rows)
-    raw_list = (expected_listed_bytes(lookups, rows, num_owners) - head) * raw_list_ratio + head
+    head = list_header_bytes(lookups, rows)
+    raw_list = (
+        expected_unsorted_list_bytes(lookups, rows, num_owners) - head
+    ) * raw_list_ratio + head
     # The number of distinct ids at an owner is random in the rows of the batch and in the owners of these rows.
     deviation = math.sqrt(unique * max(0.0, 1 - unique / (lookups * num_owners)))
     indices = sum(

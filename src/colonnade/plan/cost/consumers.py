@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from colonnade.errors import ConfigError
 from colonnade.exchange.operator_cut import (
     barred,
-    never_in_towers,
-    part_of,
     partial_width,
     remote_consumers,
+    restrict_to_tables,
     result_width,
+    why_never_in_towers,
 )
 from colonnade.interaction import Concat, SomeFields
-from colonnade.lookup.layout import Declaration, Field, queries_of
+from colonnade.lookup.layout import EmbeddingDeclaration, LookupField, query_fields
 from colonnade.lookup.views import slices_of
 from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
 from colonnade.topology.sharding import Sharding
@@ -114,15 +114,15 @@ def build_model_of_tables(loads: Sequence[TableLoad]) -> ModelLoad:
     )
 
 
-def model_load(
-    declaration: Declaration,
+def build_model_load(
+    declaration: EmbeddingDeclaration,
     loads: Sequence[TableLoad],
     *,
     codecs: Codecs = EXACT,
     bags: Collection[str] = (),
     world: World | None = None,
     reads_ahead: int = 0,
-    declared: Declaration | None = None,
+    declared: EmbeddingDeclaration | None = None,
 ) -> ModelLoad:
     """Build the sizes of a model's fields and consumers.
 
@@ -146,7 +146,7 @@ def model_load(
         _consumer_load(
             declaration, name, fields, codecs,
             barred(original, name, world=world, reads_ahead=reads_ahead),
-            never_in_towers(declaration, name, world, reads_ahead=reads_ahead) is None,
+            why_never_in_towers(declaration, name, world, reads_ahead=reads_ahead) is None,
             None if declared is None else _find_hot_table(name, declared, declaration),
         )
         for name in declaration.consumers
@@ -155,8 +155,8 @@ def model_load(
 
 
 def _field_load(
-    declaration: Declaration,
-    field: Field,
+    declaration: EmbeddingDeclaration,
+    field: LookupField,
     column: ColumnLoad | None,
     loads: Sequence[TableLoad],
     codecs: Codecs,
@@ -180,7 +180,7 @@ def _field_load(
 
 
 def _consumer_load(
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     name: str,
     fields: Sequence[FieldLoad],
     codecs: Codecs,
@@ -209,7 +209,7 @@ def _consumer_load(
     width = None if why_not_partial else partial_width(declaration, name)
     is_split = isinstance(consumer.interaction, SomeFields)  # Towers do not evaluate these.
     inside = result_width(declaration, name) if can_be_inside and not is_split else None
-    queries = queries_of(consumer)
+    queries = query_fields(consumer)
     query_floats = sum(fields[indices[query]].dim for query in queries)
     # Logarithms of sums are sent exactly (exchange/partials.py).
     codec, gradient_codec = (exact, exact) if queries else (values, gradients)
@@ -227,7 +227,9 @@ def _consumer_load(
     )  # fmt: skip
 
 
-def _find_hot_table(name: str, declared: Declaration, sides: Declaration) -> str | None:
+def _find_hot_table(
+    name: str, declared: EmbeddingDeclaration, sides: EmbeddingDeclaration
+) -> str | None:
     """Return a table of a consumer that `sides` splits into hot and cold rows; None if there is none."""
     unsplit = {table.name for table in sides.tables}
     features = declared.consumers[name].features
@@ -245,7 +247,7 @@ def _rows_per_sample(column: ColumnLoad | None, loads: Sequence[TableLoad]) -> f
 
 
 def find_remote_consumers(
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     exchanges: Sequence[str],
     *,
@@ -262,13 +264,13 @@ def find_remote_consumers(
         for shard, name in zip(slices.laid, names, strict=True)
         if name == "partials"
     }
-    under_partials = part_of(slices.declaration, tables, "partials")
+    under_partials = restrict_to_tables(slices.declaration, tables, "partials")
     slice_shardings = [shard.sharding for shard in slices.laid]
     return remote_consumers(under_partials, slice_shardings, world=world, reads_ahead=reads_ahead)
 
 
 def check_bags(
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     exchanges: Sequence[str],
     bags: Collection[str],

@@ -44,7 +44,7 @@ SPREAD = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class MemoryDemand:
     """Memory demand of one table on one rank."""
 
     name: str
@@ -71,13 +71,13 @@ class Demand:
         return float(np.interp(rows, self.rows, self.reads))
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """Bytes of memory of `most_rows`."""
         return self.most_rows * self.slot_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class TableMemory:
     """Memory assigned to one table: its rows, and the rows read from files per batch."""
 
     name: str
@@ -100,7 +100,7 @@ def demands(
     fixed_bytes: Mapping[str, int] | None = None,
     policy: str = "counting",
     shardings: Sequence[Sharding] | None = None,
-) -> list[Demand]:
+) -> list[MemoryDemand]:
     """Predict each table's mean memory demand over batches first_batch .. last_batch of a run.
 
     window: batches in flight. at_once: batches that must be in memory at once. num_samples: size of the data set, if
@@ -140,7 +140,7 @@ def demands(
         order = np.argsort(rows, kind="stable")
         rows = np.append(np.minimum(rows[order], max_rows), max_rows)
         reads = np.append(np.minimum.accumulate(reads[order]), 0.0)
-        demand = Demand(
+        demand = MemoryDemand(
             table.name, slot_bytes(table), least, max_rows, tuple(rows.tolist()), tuple(reads.tolist()),
             unique, births, table.rows is None, max(least, window_rows),
         )  # fmt: skip
@@ -163,12 +163,12 @@ def demands(
 
 
 def place(
-    table_demands: Sequence[Demand],
+    table_demands: Sequence[MemoryDemand],
     dram_bytes: int | None,
     mapped_bytes: int | None = 0,
     *,
     at_once: int = 1,
-) -> list[Placed]:
+) -> list[TableMemory]:
     """Divide a rank's memory among its tables; budgets of None have no limit.
 
     Batches in flight come first. Whole tables move to `mapped_bytes` of byte-addressable memory, those with the most
@@ -176,7 +176,7 @@ def place(
     numbers if the `at_once` batches that must be in memory do not fit.
     """
     if dram_bytes is None:
-        return [Placed(demand.name, demand.most_rows, 0.0) for demand in table_demands]
+        return [TableMemory(demand.name, demand.most_rows, 0.0) for demand in table_demands]
     rows = _divide_budget(table_demands, dram_bytes, at_once)
     if mapped_bytes == 0:
         return _assign_rows(table_demands, rows, set())
@@ -185,13 +185,13 @@ def place(
         free = (
             None
             if mapped_bytes is None
-            else mapped_bytes - sum(table_demands[t].most_bytes for t in mapped)
+            else mapped_bytes - sum(table_demands[t].max_bytes for t in mapped)
         )
         gains = {
-            t: demand.reads_at(rows[t]) / demand.most_bytes
+            t: demand.reads_at(rows[t]) / demand.max_bytes
             for t, demand in enumerate(table_demands)
             if t not in mapped and not demand.is_open and rows[t] < demand.most_rows
-            and (free is None or demand.most_bytes <= free)
+            and (free is None or demand.max_bytes <= free)
         }  # fmt: skip
         best = max(gains, key=lambda t: gains[t], default=None)
         if best is None or gains[best] <= 0:
@@ -205,15 +205,15 @@ def place(
         ]
 
 
-def place_on_ranks(
-    table_demands: Sequence[Demand],
+def divide_memory_on_ranks(
+    table_demands: Sequence[MemoryDemand],
     shardings: Sequence[Sharding],
     num_ranks: int,
     dram_bytes: int | None,
     mapped_bytes: int | None = 0,
     *,
     at_once: int = 1,
-) -> list[Placed]:
+) -> list[TableMemory]:
     """Divide memory as `place` does if ranks own rows of different tables.
 
     Each rank divides its memory among its own tables; a table gets the smallest number of rows of its ranks.
@@ -232,7 +232,11 @@ def place_on_ranks(
         # A rank has no mapped room for some table: that table stays in main memory on all ranks.
         mapped = {t for t, kinds in tiers.items() if kinds == {"mapped"}}
         by_rank = [
-            {t: Placed(table_demands[t].name, table_demands[t].most_rows, 0.0, "mapped") for t in tables if t in mapped}
+            {
+                t: TableMemory(table_demands[t].name, table_demands[t].most_rows, 0.0, "mapped")
+                for t in tables
+                if t in mapped
+            }
             | _place_on_rank(table_demands, [t for t in tables if t not in mapped], dram_bytes, 0, at_once)
             for tables in rank_tables
         ]  # fmt: skip
@@ -243,23 +247,23 @@ def place_on_ranks(
 
 
 def _place_on_rank(
-    table_demands: Sequence[Demand],
+    table_demands: Sequence[MemoryDemand],
     tables: Sequence[int],
     dram_bytes: int | None,
     mapped_bytes: int | None,
     at_once: int,
-) -> dict[int, Placed]:
+) -> dict[int, TableMemory]:
     """Divide the memory of a rank with rows of these tables. Returns the memory by table."""
     placed = place([table_demands[t] for t in tables], dram_bytes, mapped_bytes, at_once=at_once)
     return dict(zip(tables, placed, strict=True))
 
 
 def mean_over_ranks(
-    table_demands: Sequence[Demand],
-    placed: Sequence[Placed],
+    table_demands: Sequence[MemoryDemand],
+    placed: Sequence[TableMemory],
     shardings: Sequence[Sharding],
     num_ranks: int,
-) -> tuple[list[Demand], list[Placed]]:
+) -> tuple[list[MemoryDemand], list[TableMemory]]:
     """Average the reads, distinct rows and births of tables over all ranks, including ranks without rows of a table."""
     parts = [len(sharding.ranks) / num_ranks for sharding in shardings]
     return (
@@ -274,7 +278,7 @@ def mean_over_ranks(
     )  # fmt: skip
 
 
-def window_fits(table_demands: Sequence[Demand], dram_bytes: int | None) -> bool:
+def window_fits(table_demands: Sequence[MemoryDemand], dram_bytes: int | None) -> bool:
     """Return whether all batches in flight fit in memory at once, so that none waits for another to finish."""
     if dram_bytes is None:
         return True
@@ -342,15 +346,15 @@ def _upper_bound(mean: float, max_rows: float, is_random: bool = True) -> float:
     return min(max_rows, mean + SPREAD * math.sqrt(mean)) if is_random else min(max_rows, mean)
 
 
-def _window_rows(demand: Demand) -> int:
+def _window_rows(demand: MemoryDemand) -> int:
     return min(demand.most_rows, max(demand.least_rows, demand.window_rows))
 
 
-def _total_bytes(table_demands: Sequence[Demand], rows: Sequence[int]) -> int:
+def _total_bytes(table_demands: Sequence[MemoryDemand], rows: Sequence[int]) -> int:
     return sum(n * demand.slot_bytes for n, demand in zip(rows, table_demands, strict=True))
 
 
-def _window_shares(table_demands: Sequence[Demand], budget: int, at_once: int) -> list[int]:
+def _window_shares(table_demands: Sequence[MemoryDemand], budget: int, at_once: int) -> list[int]:
     """Return the rows that each table gets first: those of its window, or the same part of every table's window."""
     least = _total_bytes(table_demands, [demand.least_rows for demand in table_demands])
     if least > budget:
@@ -364,7 +368,7 @@ def _window_shares(table_demands: Sequence[Demand], budget: int, at_once: int) -
     ]
 
 
-def _divide_budget(table_demands: Sequence[Demand], budget: int, at_once: int) -> list[int]:
+def _divide_budget(table_demands: Sequence[MemoryDemand], budget: int, at_once: int) -> list[int]:
     """Return the rows of each table in memory: its window first, then the rows that save most reads per byte."""
     first = _window_shares(table_demands, budget, at_once)
     steps: list[tuple[float, int, int, float]] = []
@@ -396,7 +400,9 @@ def _divide_budget(table_demands: Sequence[Demand], budget: int, at_once: int) -
     return _spend_remainder(table_demands, floored, budget)
 
 
-def _spend_remainder(table_demands: Sequence[Demand], rows: list[int], budget: int) -> list[int]:
+def _spend_remainder(
+    table_demands: Sequence[MemoryDemand], rows: list[int], budget: int
+) -> list[int]:
     """Divide memory that saves no predicted reads, in case these are wrong: complete small tables, then evenly."""
     free = budget - _total_bytes(table_demands, rows)
     lacking = [t for t, demand in enumerate(table_demands) if rows[t] < demand.most_rows]
@@ -410,10 +416,10 @@ def _spend_remainder(table_demands: Sequence[Demand], rows: list[int], budget: i
 
 
 def _assign_rows(
-    table_demands: Sequence[Demand], rows: Sequence[int], mapped: set[int]
-) -> list[Placed]:
+    table_demands: Sequence[MemoryDemand], rows: Sequence[int], mapped: set[int]
+) -> list[TableMemory]:
     return [
-        Placed(
+        TableMemory(
             demand.name,
             rows[t],
             0.0 if t in mapped else demand.reads_at(rows[t]),
@@ -424,7 +430,7 @@ def _assign_rows(
 
 
 def _budget_error(
-    table: Demand, budget: int, setting: str, at_once: int, needed: int | None = None
+    table: MemoryDemand, budget: int, setting: str, at_once: int, needed: int | None = None
 ) -> BudgetExceeded:
     least = table.least_rows * table.slot_bytes
     others = f", and all tables together {needed:,}" if needed is not None else ""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from colonnade.plan.cost.comm_volume import step_seconds
-from colonnade.plan.cost.memory import Demand, Placed
+from colonnade.plan.cost.memory import MemoryDemand, TableMemory
 from colonnade.plan.measure.device import PAGE, Device
 from colonnade.table import Table
 
@@ -210,8 +210,8 @@ class Prediction:
 
 def predict(
     tables: Sequence[Table],
-    table_demands: Sequence[Demand],
-    placed: Sequence[Placed],
+    table_demands: Sequence[MemoryDemand],
+    placed: Sequence[TableMemory],
     lookups_per_sample: Sequence[float],
     costs: StepCosts,
     device: Device | None,
@@ -289,8 +289,8 @@ def predict(
     )
 
 
-def depth_for(
-    placed: Sequence[Placed],
+def choose_lookahead(
+    placed: Sequence[TableMemory],
     costs: StepCosts,
     device: Device | None,
     max_batches: int = MAX_LOOKAHEAD,

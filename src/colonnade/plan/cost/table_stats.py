@@ -106,7 +106,7 @@ class TableLoad:
         return self.rows * self.slot_bytes
 
 
-def table_loads(
+def build_table_loads(
     tables: Sequence[Table],
     features: Sequence[Feature],
     profile: Profile,

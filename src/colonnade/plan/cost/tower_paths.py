@@ -70,7 +70,7 @@ def predict_tower_traffic(world: World, sharding: Sharding, num_towers: int) -> 
     between: list[tuple[int, int, float]] = []
     peers: list[tuple[int, int, float]] = []
     owners: list[tuple[int, int, float]] = []
-    for slice_sharding in sharding.of_slices:
+    for slice_sharding in sharding.slice_shardings:
         tower = tower_of(slice_sharding, towers)
         if tower is None:
             return None

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from colonnade import _native
-from colonnade.formats import read_stamped, stamp
+from colonnade.formats import parse_stamped_json, stamp
 from colonnade.optimizers import RowWiseAdagrad
 from colonnade.processors import usable_processors
 from colonnade.store.disk import storage_error
@@ -119,7 +119,7 @@ class Device:
     @classmethod
     def from_json(cls, text: str) -> Device:
         """Read the text of `device.json`."""
-        values = read_stamped("device.json", text, "colonnade device")
+        values = parse_stamped_json("device.json", text, "colonnade device")
         directories = tuple(
             DirectoryRate(
                 **{**fields, "reads": tuple(ReadRate(**rate) for rate in fields["reads"])}

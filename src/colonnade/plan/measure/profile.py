@@ -19,13 +19,13 @@ from colonnade.batch import Batch
 from colonnade.batch import Ids as FeatureIds
 from colonnade.data.counter import GAMMA, mix64
 from colonnade.errors import ConfigError
-from colonnade.formats import read_stamped, stamp
+from colonnade.formats import parse_stamped_json, stamp
 from colonnade.plan.measure.popularity import Popularity, estimate_from_spectrum
 from colonnade.table import Feature, Table
 from colonnade.wire.packing import (
     expected_list_bytes,
-    expected_listed_bytes,
-    listed_head_bytes,
+    expected_unsorted_list_bytes,
+    list_header_bytes,
     measured_bytes,
 )
 
@@ -138,7 +138,7 @@ class Profile:
     @classmethod
     def from_json(cls, text: str) -> Profile:
         """Read a profile from JSON text."""
-        values = read_stamped("profile", text, "colonnade profile")
+        values = parse_stamped_json("profile", text, "colonnade profile")
         tables = tuple(TableProfile(**_tuples(table)) for table in values.pop("tables"))
         features = tuple(FeatureProfile(**feature) for feature in values.pop("features"))
         return cls(tables=tables, features=features, **values)
@@ -258,8 +258,8 @@ def measure_list_bytes(
         if len(first_ids):
             distinct, repeated = measured_bytes(torch.from_numpy(first_ids), rows)
             distinct_spread = expected_list_bytes(len(np.unique(first_ids)), rows, 1)
-            head = listed_head_bytes(len(first_ids), rows)
-            repeated_spread = expected_listed_bytes(len(first_ids), rows, 1) - head
+            head = list_header_bytes(len(first_ids), rows)
+            repeated_spread = expected_unsorted_list_bytes(len(first_ids), rows, 1) - head
             sizes_in_bytes[:, i] = (
                 distinct, distinct_spread, max(repeated - head, 0.0), repeated_spread,
             )  # fmt: skip

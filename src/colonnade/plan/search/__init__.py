@@ -9,7 +9,7 @@ from colonnade.plan.cost.consumers import ModelLoad
 from colonnade.plan.cost.partials import check_partials
 from colonnade.plan.cost.table_stats import TableLoad
 from colonnade.plan.measure.device import RowRate
-from colonnade.plan.search.candidates import OPTIONS, Choice, Forced, Memory, Option
+from colonnade.plan.search.candidates import OPTIONS, Choice, Constraint, Memory, Option
 from colonnade.plan.search.explanation import explain_choice
 from colonnade.plan.search.initial_candidates import build_initial_states
 from colonnade.plan.search.search import Search
@@ -23,7 +23,7 @@ def choose(
     *,
     memory: Memory | None = None,
     rates: Sequence[RowRate] = (),
-    forced: Mapping[str, Forced] | None = None,
+    forced: Mapping[str, Constraint] | None = None,
     options: Collection[Option] = OPTIONS,
     is_fetched_ahead: bool = False,
     model: ModelLoad | None = None,

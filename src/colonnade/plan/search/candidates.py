@@ -48,7 +48,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Forced:
+class Constraint:
     """Constraint on one table from the configuration; None: the planner chooses."""
 
     kind: Kind | None = None
@@ -57,7 +57,7 @@ class Forced:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class TableCost:
     """Cost of one table under one sharding and exchange, given those of all other tables."""
 
     exchange: ExchangeName
@@ -84,9 +84,9 @@ class TableChoice:
     """Decision for one table, with the cost of its alternatives."""
 
     name: str
-    chosen: Cost
+    chosen: TableCost
     """Sharding and exchange that the planner chose, and their cost."""
-    others: tuple[Cost, ...]
+    others: tuple[TableCost, ...]
     """Alternatives, cheapest first."""
     is_forced: bool = False
     """True if the configuration constrains the table."""

@@ -16,10 +16,10 @@ from colonnade.plan.search.candidates import (
     BY_OWNERS,
     OPTIONS,
     Choice,
+    Constraint,
     ConsumerChoice,
-    Cost,
-    Forced,
     TableChoice,
+    TableCost,
 )
 from colonnade.plan.search.cutting import COLUMN_KINDS, max_slices
 from colonnade.plan.search.search import Search, State
@@ -164,7 +164,9 @@ def explain_choice(search: Search, state: State, partials_delay: float | None) -
             others += sorted(costs, key=lambda cost: cost.more)[:1]
         search.add_table(state, t, *state.chosen[t])
         others.sort(key=lambda cost: cost.more)
-        tables.append(TableChoice(load.name, chosen, tuple(others), search.forced[t] != Forced()))
+        tables.append(
+            TableChoice(load.name, chosen, tuple(others), search.forced[t] != Constraint())
+        )
     sent = {(channel, link): 0.0 for channel in CHANNELS for link in ("local", "remote")}
     for table in tables:
         for key, size in table.chosen.sent.items():
@@ -219,7 +221,7 @@ def predict_table_cost(
     exchange: ExchangeName,
     sharding: Sharding,
     objective: float,
-) -> Cost:
+) -> TableCost:
     """Predict the cost of table t under an exchange and sharding, given the other tables of `state`.
 
     state: without table t. objective: of the state with the chosen option of table t."""
@@ -268,7 +270,7 @@ def predict_table_cost(
     for link, count in search.paths.all_to_all.by_link.items():
         sent["route", link] += TABLE_BYTES[exchange] * sharding.slices * count
     more = search.objective_with(state, t, exchange, sharding) - objective
-    return Cost(exchange, sharding, sent, seconds, more)
+    return TableCost(exchange, sharding, sent, seconds, more)
 
 
 def _add_tower_compression(

@@ -43,7 +43,7 @@ from colonnade.plan.measure.device import RowRate
 from colonnade.plan.search.candidates import (
     BY_OWNERS,
     OPTIONS,
-    Forced,
+    Constraint,
     Memory,
     Option,
     StepSeconds,
@@ -61,7 +61,7 @@ from colonnade.topology.sharding import (
     host_wise,
     on_ranks,
     replicated,
-    row_wise_in,
+    row_wise_over_owners,
     table_wise,
 )
 from colonnade.topology.world import World
@@ -106,7 +106,7 @@ class Search:
         world: World,
         memory: Memory,
         rates: Sequence[RowRate],
-        forced: Mapping[str, Forced],
+        forced: Mapping[str, Constraint],
         options: Collection[Option],
         is_fetched_ahead: bool,
         model: ModelLoad | None,
@@ -116,7 +116,7 @@ class Search:
         self.is_fetched_ahead = is_fetched_ahead
         # Otherwise every host is the whole world, or a single rank.
         self.has_hosts = world.num_hosts > 1 and world.ranks_per_host > 1
-        self.forced = [forced.get(load.name, Forced()) for load in loads]
+        self.forced = [forced.get(load.name, Constraint()) for load in loads]
         self.has_model = model is not None
         self.partials = Partials(
             model or build_model_of_tables(loads),
@@ -141,12 +141,12 @@ class Search:
             tuple[int, ExchangeName, int, int], tuple[PairTraffic, ProcessorSeconds]
         ] = {}
         self.fixed_shardings = dict(
-            row_wise=row_wise_in(world), replicated=replicated(world.num_ranks)
+            row_wise=row_wise_over_owners(world), replicated=replicated(world.num_ranks)
         )
         self.scale = 1.0  # seconds of a step, set from the first candidate
 
     def _find_options(
-        self, t: int, load: TableLoad, constraint: Forced, options: Collection[Option]
+        self, t: int, load: TableLoad, constraint: Constraint, options: Collection[Option]
     ) -> list[Option]:
         """Return the options of a table under its constraint. Raises ConfigError if there is none."""
         tried = [option for option in OPTIONS if option in options]
@@ -172,7 +172,7 @@ class Search:
         )
 
     def _can_have_exchange(
-        self, t: int, exchange: ExchangeName, kind: Kind, constraint: Forced
+        self, t: int, exchange: ExchangeName, kind: Kind, constraint: Constraint
     ) -> bool:
         """Return whether a table with this kind of sharding may have this exchange, or must have it."""
         if exchange == "partials":
@@ -184,7 +184,7 @@ class Search:
             return False
         return self.can_pool(t, exchange)
 
-    def _can_have_sharding(self, load: TableLoad, kind: Kind, constraint: Forced) -> bool:
+    def _can_have_sharding(self, load: TableLoad, kind: Kind, constraint: Constraint) -> bool:
         """Return whether the world allows this kind of sharding for a table, or the constraint demands it."""
         if kind == "replicated" and self.world.has_servers:
             return False

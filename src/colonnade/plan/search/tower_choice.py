@@ -12,7 +12,7 @@ from colonnade.exchange.operator_cut import sets
 from colonnade.plan.cost.comm_volume import ExchangeName
 from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad
 from colonnade.plan.cost.table_stats import TableLoad
-from colonnade.plan.search.candidates import Choice, Forced, Memory, Option
+from colonnade.plan.search.candidates import Choice, Constraint, Memory, Option
 from colonnade.topology.sharding import Kind
 from colonnade.topology.towers import tower_ranks
 from colonnade.topology.world import World
@@ -118,10 +118,10 @@ def constrain_to_towers(
     num_towers: int,
     *,
     memory: Memory,
-    forced: Mapping[str, Forced],
+    forced: Mapping[str, Constraint],
     options: Collection[Option],
     exchange: ExchangeName,
-) -> dict[str, Forced]:
+) -> dict[str, Constraint]:
     """Return constraints, by table name, that put the tables of each tower module on ranks of one tower.
 
     Whole tables are balanced over towers and ranks by bytes, with this exchange. Returns no constraints on one host, if
@@ -135,13 +135,13 @@ def constrain_to_towers(
     ]
     towers = tower_ranks(world, num_towers)
     rank_bytes = dict.fromkeys(range(world.num_ranks), 0.0)
-    constraints: dict[str, Forced] = {}
+    constraints: dict[str, Constraint] = {}
     for tables in sorted(groups, key=lambda group: -sum(loads[t].total_bytes for t in group)):
         ranks = min(towers, key=lambda tower: sum(rank_bytes[rank] for rank in tower))
         for t in sorted(tables, key=lambda t: -loads[t].total_bytes):
             rank = min(ranks, key=lambda rank: rank_bytes[rank])
             rank_bytes[rank] += loads[t].total_bytes
-            constraints[loads[t].name] = Forced(KIND, exchange, (rank,))
+            constraints[loads[t].name] = Constraint(KIND, exchange, (rank,))
     if memory.bytes is not None and max(rank_bytes.values()) > memory.bytes:
         return {}
     return constraints
@@ -179,7 +179,7 @@ def _is_compressing(model: ModelLoad, consumer: ConsumerLoad) -> bool:
     return consumer.is_whole and inside is not None and inside < floats
 
 
-def _is_free(constraint: Forced | None) -> bool:
+def _is_free(constraint: Constraint | None) -> bool:
     return constraint is None or (
         constraint.exchange is None and constraint.ranks is None and constraint.kind in (None, KIND)
     )

@@ -16,7 +16,7 @@ from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad, build_model_o
 from colonnade.plan.cost.table_stats import TableLoad
 from colonnade.plan.measure.device import RowRate
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import OPTIONS, Choice, Forced, Memory
+from colonnade.plan.search.candidates import OPTIONS, Choice, Constraint, Memory
 from colonnade.plan.search.tower_choice import constrain_to_towers
 from colonnade.plan.towers.forecast import RATIOS, count_towers
 from colonnade.topology.world import World
@@ -66,7 +66,7 @@ def advised(
     for ratio in RATIOS:
         model, widths = _add_modules(build_model_of_tables(loads), tables, num_towers, ratio)
         current = {
-            table.name: Forced(
+            table.name: Constraint(
                 table.chosen.sharding.kind, table.chosen.exchange, table.chosen.sharding.ranks
             )
             for table in choice.tables
