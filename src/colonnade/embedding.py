@@ -28,7 +28,7 @@ from colonnade.ops.memory import keep_freed_memory
 from colonnade.pipeline.lookahead import Lookahead
 from colonnade.pipeline.open_rows import open_rows
 from colonnade.pipeline.pipeline import Pipeline, StepCounter
-from colonnade.pipeline.prepared_batches import Held, PreparedBatch
+from colonnade.pipeline.prepared_batches import PrefetchedBatch, PreparedBatch
 from colonnade.pipeline.row_access import MappedLookup, delete_rows, read_weights, scan_rows
 from colonnade.plan.plan import Plan, build_plan
 from colonnade.row_state import StatefulRows
@@ -263,7 +263,9 @@ class EmbeddingCollection(StatefulRows):
         self.pipeline.gradients.contexts.append(context)
         return self.pipeline.values(context, self.backward_handle, self.device_buffer.device)
 
-    def lookahead(self, batches: Iterable[Batch], *, held: Sequence[Held] = ()) -> Lookahead:
+    def lookahead(
+        self, batches: Iterable[Batch], *, held: Sequence[PrefetchedBatch] = ()
+    ) -> Lookahead:
         """Return an iterator that prefetches: same batches, same order, with ids sent and rows resident.
 
         A thread prepares `plan.lookahead` batches ahead. Row values are read exactly k updates before their batch is

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, NonFiniteError
-from colonnade.exchange.cached_state import SavedRows, settled
+from colonnade.exchange.cached_state import SavedRows, synchronized_view
 from colonnade.pipeline.gradients import StepGradients
 
 # Columns of the settings of `_native.update`: named single numbers first, then betas, limits and the scale.
@@ -243,7 +243,7 @@ class RowOptimizer(Optimizer):
         kinds_and_settings = map(
             self.collection.slices.expand_by_part, (self._kinds, self._checked_settings())
         )
-        with settled(cached, *kinds_and_settings) as before:
+        with synchronized_view(cached, *kinds_and_settings) as before:
             yield before
 
     def _check_on_all_ranks(self, error: ConfigError | None = None) -> None:

@@ -20,7 +20,7 @@ from colonnade.run.run import open_run
 from colonnade.train import dense as buckets
 from colonnade.train.dense import DenseGradients
 from colonnade.wire.codec import CODECS
-from colonnade.wire.coded_sums import coded_size, residuals_by_parameter
+from colonnade.wire.coded_sums import coded_buffer_bytes, residuals_by_parameter
 
 NAMES = ("bf16", "fp16", "int8")
 STEPS, BUCKET = 12, 6000
@@ -86,7 +86,7 @@ def foretold(dense):
         if bucket.coded is None:
             told = sent(choose_sum_algorithm(world, size), world, size)
         else:
-            coded = coded_size(dense.codec, len(bucket.send_buffer), world.num_ranks)
+            coded = coded_buffer_bytes(dense.codec, len(bucket.send_buffer), world.num_ranks)
             told = sent(sum_algorithm_of_layout(world), world, size, coded)
         found = {link: found[link] + getattr(told, f"{link}_bytes") for link in found}
     return found

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from table_files import DECLARATION
 
-from colonnade.data import load_declaration
+from colonnade.data import load_file_schema
 from colonnade.data.contract import Column, Schema
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.fields import (
@@ -141,8 +141,8 @@ def test_a_schema_may_be_given_in_any_form(tmp_path):
     path.write_text(DECLARATION.to_yaml(), encoding="utf-8")
     forms = [DECLARATION, DECLARATION.fields, list(DECLARATION.fields), DECLARATION.to_dict()]
     forms += [path, str(path)]
-    assert all(load_declaration(form) == DECLARATION for form in forms)
-    assert load_declaration({"fields": {"price": "number"}}).fields == (Number("price"),)
+    assert all(load_file_schema(form) == DECLARATION for form in forms)
+    assert load_file_schema({"fields": {"price": "number"}}).fields == (Number("price"),)
 
 
 REFUSED = {
@@ -236,18 +236,18 @@ def test_a_schema_file_at_fault_is_named(said, tmp_path):
     path = tmp_path / "schema.yaml"
     path.write_text(REFUSED_YAML[said], encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
-        load_declaration(path)
+        load_file_schema(path)
     assert said in str(caught.value) and str(caught.value).startswith(f"schema {path}: ")
     assert "\n" not in str(caught.value)
 
 
 def test_a_schema_file_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match=r"No such file.*leave schema out to infer one"):
-        load_declaration(tmp_path / "no.yaml")
+        load_file_schema(tmp_path / "no.yaml")
     with pytest.raises(ConfigError, match="got a folder, wanted a regular file"):
-        load_declaration(tmp_path)
+        load_file_schema(tmp_path)
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not YAML"):
-        load_declaration(tmp_path / "bytes.yaml")
+        load_file_schema(tmp_path / "bytes.yaml")
     with pytest.raises(ConfigError, match="got schema=7"):
-        load_declaration(7)
+        load_file_schema(7)

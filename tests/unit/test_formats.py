@@ -19,7 +19,7 @@ from colonnade.checkpoint.completeness import verify_checkpoint
 from colonnade.checkpoint.header import list_checkpoints, read_header
 from colonnade.checkpoint.states import load_state
 from colonnade.config.run import load_config
-from colonnade.data.tabular.declaration import load_declaration
+from colonnade.data.tabular.declaration import load_file_schema
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
 from colonnade.formats import VERSIONS
 from colonnade.plan.measure.device import Device
@@ -81,7 +81,7 @@ KINDS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "colonnade metrics": ("run/metrics.jsonl", read_lines),
     "colonnade export": ("export/model.json", lambda p: Predictor.open(p.parent, model=Net())),
     "colonnade publication": ("published/published.json", lambda p: read_current(p.parent)),
-    "hash_version": ("schema.yaml", load_declaration),
+    "hash_version": ("schema.yaml", load_file_schema),
 }  # fmt: skip
 
 

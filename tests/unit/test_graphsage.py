@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 import colonnade
 from colonnade import SGD, Adam, Batch, Feature, Ids, Mesh, RowOptimizer, Table, Uniform
 from colonnade.data import open_source
-from colonnade.data.sets.interactions import Held
+from colonnade.data.sets.interactions import HeldOutItems
 from colonnade.data.sets.power_law import build_edge_distribution
 from colonnade.errors import ConfigError, DataError
 from colonnade.exchange.cached import TableCache
@@ -62,7 +62,7 @@ def test_with_all_neighbours_it_is_the_dense_one():
     log_q = torch.rand(n, 1, dtype=torch.float64)
     weight = torch.rand(n, dtype=torch.float64)
     taken = flat([[i, (i + 1) % n] for i in range(n)])
-    key = Held(Ids(after, torch.arange(n + 1)), taken)
+    key = HeldOutItems(Ids(after, torch.arange(n + 1)), taken)
     batch = Batch(n, log_q, ids, sample_weight=weight, key=key)
 
     rows = model.embeddings.rows("node", nodes).requires_grad_(True)
@@ -98,7 +98,7 @@ def test_a_rank_without_samples():
     none = Ids(torch.empty(0, dtype=torch.int64))
     bags = Ids(none.values, torch.zeros(1, dtype=torch.int64))
     ids = {name: none if each.offsets is None else bags for name, each in batch.ids.items()}
-    empty = Batch(0, batch.dense[:0], ids, key=Held(bags, bags))
+    empty = Batch(0, batch.dense[:0], ids, key=HeldOutItems(bags, bags))
     assert len(model(empty).queries) == 0
     assert len(model.queries(empty)) == len(model.items(empty)) == 0
 
@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_refused():
     model = build(80)
     (batch, *_) = graph().train.batches(16)
     batch.key = None
-    with pytest.raises(DataError, match="key is NoneType, wanted Held"):
+    with pytest.raises(DataError, match="key is NoneType, wanted HeldOutItems"):
         model(batch)
     (batch, *_) = graph().train.batches(16)
     lists = [batch.ids["item_hop2"].values[:5].tolist(), *[[1]] * 15]

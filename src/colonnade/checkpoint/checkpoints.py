@@ -515,7 +515,7 @@ def _restore_prefetched_reads(
 ) -> None:
     """Restore the prefetched rows of coming batches. Raises CheckpointError if tables are sharded differently now."""
     collection = trainer.collection
-    shards = collection.slices.laid
+    shards = collection.slices.table_shards
     # At most as many batches as this run reads ahead: rows for later batches must be read later, to be fresh enough.
     num_reads = min(collection.opened.reads_ahead, *(len(state["held"]) for state in ranks))
     if num_reads and len(collection.opened.bounds) == 1:

@@ -283,7 +283,7 @@ def _load_rows_to_memory(collection: EmbeddingCollection, checkpoints: Checkpoin
     """Load the rows of a checkpoint that this rank owns into memory."""
     store = collection.store
     for shard_index, source in enumerate(checkpoints.backings):
-        table = collection.slices.laid[shard_index].table
+        table = collection.slices.table_shards[shard_index].table
         rows_per_put = max(1, RUN_BYTES // table.record_bytes)
         for batch in source.scan():
             owned = collection.shards[shard_index].owns(batch.ids, table.rows)

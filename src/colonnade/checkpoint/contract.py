@@ -9,7 +9,7 @@ import torch
 
 from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import Position
-from colonnade.pipeline.prepared_batches import Held
+from colonnade.pipeline.prepared_batches import PrefetchedBatch
 
 if TYPE_CHECKING:
     from colonnade.embedding import EmbeddingCollection
@@ -34,7 +34,7 @@ class TrainerState(Protocol):
     days: Any
     loss_scale: Any
     progress: Any
-    restored_reads: list[Held]
+    restored_reads: list[PrefetchedBatch]
     earlier_work: Any
 
     def count_work(self) -> Mapping[str, Any]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def retention_policies(collection: EmbeddingCollection) -> dict[str, RowRetention]:
     """Return the admission and eviction policies with state, by table."""
     return {
-        collection.slices.laid[shard_index].table.origin[0]: policy
+        collection.slices.table_shards[shard_index].table.origin[0]: policy
         for shard_index, policy in collection.policies.items()
         if isinstance(policy, RowRetention)
     }

@@ -15,7 +15,7 @@ from colonnade.batch import Batch
 from colonnade.data.contract import Source
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import DataError
-from colonnade.lookup.stacking import stacked
+from colonnade.lookup.stacking import hash_ids
 from colonnade.plan.towers.affinity import Affinity
 from colonnade.plan.towers.partition import FeatureLoad
 from colonnade.table import Feature, Table
@@ -35,7 +35,7 @@ def measure_affinity(
     affinity = Affinity([feature.name for feature in features])
     lookups = dict.fromkeys(affinity.names, 0)
     for ids in islice(source.batches(batch_size), num_batches):
-        batch = stacked(ids, collection.declaration)
+        batch = hash_ids(ids, collection.declaration)
         affinity.add(
             [pool_rows(collection, tables[feature.table], feature, batch) for feature in features]
         )

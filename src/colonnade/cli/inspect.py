@@ -207,11 +207,11 @@ def _inspect_data(
     ]  # fmt: skip
     samples = [f"row {row + 1}" for row in range(min(SAMPLES, num_read))]
     _print_table(("column", "type", "missing", "distinct", *samples), lines, max_lines=MAX_COLUMNS)
-    if head.declaration is None:
+    if head.file_schema is None:
         say(f"no schema suggested: {_format_value(head.problem, 2000)}")
         return
     say("suggested schema (save, correct and give it with --set data.options.schema=FILE):\n")
-    say(head.declaration.to_yaml())
+    say(head.file_schema.to_yaml())
     for name, reason in head.left_out.items():
         say(f"left out: {_format_value(name)} ({reason})")
 

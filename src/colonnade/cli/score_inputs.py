@@ -13,7 +13,7 @@ from colonnade.data import SOURCES, open_source
 from colonnade.data.contract import START, Position, Schema, Source
 from colonnade.data.lines import LineFile, locate, open_lines
 from colonnade.data.sets.criteo import FILE, FOLDER, NAMES, CriteoSource, check_line
-from colonnade.data.tabular.declaration import load_declaration
+from colonnade.data.tabular.declaration import load_file_schema
 from colonnade.data.tabular.tables import FORMATS, KINDS, detect_format
 from colonnade.errors import ConfigError
 
@@ -70,7 +70,7 @@ def open_table_file(name: str, path: str | Path | None, options: Mapping[str, An
     # Options of reading files, not of splitting them into parts.
     read_options = {"threads", *signature(FORMATS[name]).parameters}
     values = {option: value for option, value in options.items() if option in read_options}
-    schema = load_declaration(options["schema"]).inputs()
+    schema = load_file_schema(options["schema"]).inputs()
     return open_source(name, path, **{**values, "schema": schema}).train
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from colonnade.data.sets.triples import open_triples
     from colonnade.data.sources import SOURCES, open_source
     from colonnade.data.tabular.csv import open_csv
-    from colonnade.data.tabular.declaration import FileSchema, load_declaration
+    from colonnade.data.tabular.declaration import FileSchema, load_file_schema
     from colonnade.data.tabular.fields import (
         Bag,
         Bucket,
@@ -57,7 +57,7 @@ _NAMES_BY_MODULE = {
     "sets.triples": ("open_triples",),
     "sources": ("SOURCES", "open_source"),
     "tabular.csv": ("open_csv",),
-    "tabular.declaration": ("FileSchema", "load_declaration"),
+    "tabular.declaration": ("FileSchema", "load_file_schema"),
     "tabular.fields": (
         "Bag", "Bucket", "Category", "Cross", "Group", "Key", "Label", "Number", "Sequence", "Time", "Weight",
     ),
@@ -93,7 +93,7 @@ __all__ = [
     "Time",
     "Weight",
     "infer_schema",
-    "load_declaration",
+    "load_file_schema",
     "num_steps",
     "open_batches",
     "open_criteo",

@@ -60,7 +60,7 @@ class Schema:
     labels: tuple[str, ...] = ("label",)  # one per task; a NaN in `Batch.label` is an unknown label
 
 
-def bags_of(schema: Schema) -> frozenset[str]:
+def multi_id_columns(schema: Schema) -> frozenset[str]:
     """Return the names of the columns that may have several ids per sample."""
     return frozenset(column.name for column in schema.categorical if column.kind != "one")
 

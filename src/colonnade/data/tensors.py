@@ -31,7 +31,7 @@ class TensorColumns:
     def num_samples(self) -> int:
         return self.dense.shape[0]
 
-    def take(self, rows_B: Tensor) -> Batch:
+    def gather_rows(self, rows_B: Tensor) -> Batch:
         """Gather the samples at `rows_B` (B,) int64, in that order, into a batch."""
         return Batch(
             size=len(rows_B),
@@ -96,7 +96,7 @@ class TensorSource:
             self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
         )
         order = self.epoch_order(start.epoch)
-        return (self.columns.take(order[begin:end]) for begin, end in blocks)
+        return (self.columns.gather_rows(order[begin:end]) for begin, end in blocks)
 
 
 def open_tensors(

@@ -84,7 +84,7 @@ def evaluated_fields(
     whole = {
         f
         for f in features
-        if shardings[declaration.table_of(declaration.features[f])].num_owners == 1
+        if shardings[declaration.table_index_of(declaration.features[f])].num_owners == 1
     }
     averaged = {f for f in features if declaration.features[f].pooling in ("mean", "sqrtn")}
     unsplit = {
@@ -197,7 +197,8 @@ def build_bag_layout(
             features,
             (),
             torch.tensor(
-                [declaration.table_of(declaration.features[f]) for f in features], dtype=torch.int32
+                [declaration.table_index_of(declaration.features[f]) for f in features],
+                dtype=torch.int32,
             ),
             torch.tensor(
                 [

@@ -51,7 +51,7 @@ class SavedRows:
 
 
 @contextmanager
-def settled(
+def synchronized_view(
     exchange: CachedExchange, optimizers: Tensor, settings: Tensor
 ) -> Iterator[list[SavedRows]]:
     """Apply gradients pending at copies to owners' rows until exit, which restores them. Collective.

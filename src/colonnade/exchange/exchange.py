@@ -75,7 +75,7 @@ class Exchange:
         by_table = [0] * len(declaration.tables)
         for i, part in enumerate(self.parts):
             for feature in part.declaration.features:
-                by_table[declaration.table_of(feature)] = i
+                by_table[declaration.table_index_of(feature)] = i
         # Runs of tables of one part: (part, first table, last table + 1).
         self.runs: list[tuple[int, int, int]] = []
         for i, run in groupby(range(len(by_table)), lambda t: by_table[t]):

@@ -228,7 +228,7 @@ def _attention(
         interaction = declaration.consumers[name].interaction
         assert isinstance(interaction, TargetAttention)
         feature = declaration.features[declaration.fields[sequence].feature]
-        ranks = shardings[declaration.table_of(feature)].ranks
+        ranks = shardings[declaration.table_index_of(feature)].ranks
         attention[name] = RemoteAttention(interaction, mesh, ranks, query, sequence)
     return attention
 
@@ -324,7 +324,7 @@ def _check_in_towers(
 ) -> None:
     """Check that the rows of each looked-up table are in one tower; else raise ConfigError."""
     for feature in declaration.features:
-        sharding = shardings[declaration.table_of(feature)]
+        sharding = shardings[declaration.table_index_of(feature)]
         if tower_of(sharding, towers) is None and feature.pooling != "sequence":
             raise ConfigError(
                 f"table {feature.table!r}: got exchange tower_rows and rows on ranks {list(sharding.ranks)}, "

@@ -134,7 +134,7 @@ def owners_by_field(
     declaration: EmbeddingDeclaration, shardings: Sequence[Sharding]
 ) -> Mapping[str, frozenset[int]]:
     """Return the ranks that have rows of each field's table, by field."""
-    tables = [declaration.table_of(feature) for feature in declaration.features]
+    tables = [declaration.table_index_of(feature) for feature in declaration.features]
     return {
         field.name: frozenset(shardings[tables[field.feature]].ranks)
         for field in declaration.fields

@@ -34,7 +34,9 @@ class SplitBatch:
     """Index of each lookup in the concatenation of cold and hot lookups, by feature of a sequence, (E,) int64."""
 
 
-def deal(batch: Batch, declared: EmbeddingDeclaration, hot: Mapping[int, Tensor]) -> SplitBatch:
+def split_hot_rows(
+    batch: Batch, declared: EmbeddingDeclaration, hot: Mapping[int, Tensor]
+) -> SplitBatch:
     """Split a batch's lookups into those of hot rows and those of cold rows.
 
     hot: ids of hot rows by table, (H,) int64 ascending. Raises IdRangeError, DataError and NonFiniteError, as exchanges
@@ -42,7 +44,7 @@ def deal(batch: Batch, declared: EmbeddingDeclaration, hot: Mapping[int, Tensor]
     ids, next_use = dict(batch.ids), None if batch.next_use is None else dict(batch.next_use)
     lengths, order = {}, {}
     for feature in declared.features:
-        t = declared.table_of(feature)
+        t = declared.table_index_of(feature)
         if t not in hot:
             continue
         column = get_checked_ids(batch, feature, declared.compute_dtype)

@@ -117,7 +117,7 @@ class EmbeddingDeclaration:
             raise ConfigError(f"unknown table {name!r}; choose from {', '.join(names)}")
         return names.index(name)
 
-    def table_of(self, feature: Feature) -> int:
+    def table_index_of(self, feature: Feature) -> int:
         return next(t for t, table in enumerate(self.tables) if table.name == feature.table)
 
 
@@ -318,7 +318,7 @@ def build_lookup_columns(declaration: EmbeddingDeclaration) -> LookupColumns:
     return LookupColumns(
         tuple(features),
         tuple(reads),
-        torch.tensor([declaration.table_of(f) for f in looked_up], dtype=torch.int32),
+        torch.tensor([declaration.table_index_of(f) for f in looked_up], dtype=torch.int32),
         torch.tensor([POOLINGS.index(f.pooling) for f in looked_up], dtype=torch.uint8),
     )
 

@@ -50,7 +50,7 @@ def hashed_tables_by_feature(declaration: EmbeddingDeclaration) -> Mapping[str, 
     }
 
 
-def stacked(batch: Batch, declaration: EmbeddingDeclaration) -> Batch:
+def hash_ids(batch: Batch, declaration: EmbeddingDeclaration) -> Batch:
     """Replace ids of hash-stacked tables in a batch by the rows that they select. Raises DataError and NonFiniteError
     that name the feature."""
     stacks = hashed_tables_by_feature(declaration)

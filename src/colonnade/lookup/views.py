@@ -21,10 +21,10 @@ from torch import Tensor
 from colonnade.batch import Batch
 from colonnade.interaction import Concat, SomeFields
 from colonnade.lookup.hops import EVALUATING
-from colonnade.lookup.hot import SplitBatch, deal
+from colonnade.lookup.hot import SplitBatch, split_hot_rows
 from colonnade.lookup.layout import Consumer, EmbeddingDeclaration, query_fields
 from colonnade.lookup.outputs import combine, evaluate
-from colonnade.lookup.stacking import hashed_tables_by_feature, stacked, sum_hashed_rows
+from colonnade.lookup.stacking import hash_ids, hashed_tables_by_feature, sum_hashed_rows
 from colonnade.store.table_shards import TableShard, lay_out
 from colonnade.table import Feature, Pooling, TableSide
 from colonnade.topology.sharding import Sharding
@@ -38,7 +38,7 @@ class Slices:
     """View of declaration `declared` whose tables are cut into slices, as they are sharded."""
 
     declared: EmbeddingDeclaration
-    laid: tuple[TableShard, ...]
+    table_shards: tuple[TableShard, ...]
     exchanged: frozenset[str]
     """Consumers that exchanges get as declared. If no table is cut, they also get all that take no sequence."""
     split_consumers: Mapping[str, tuple[int, ...]]
@@ -47,13 +47,13 @@ class Slices:
 
     @cached_property
     def is_cut(self) -> bool:
-        return len(self.laid) > len(self.declared.tables)
+        return len(self.table_shards) > len(self.declared.tables)
 
     @cached_property
-    def of_table(self) -> tuple[tuple[int, ...], ...]:
+    def slices_of_table(self) -> tuple[tuple[int, ...], ...]:
         """Indices of a table's slices by declared table, from the left."""
         by_table: list[list[int]] = [[] for _ in self.declared.tables]
-        for slice_index, shard in enumerate(self.laid):
+        for slice_index, shard in enumerate(self.table_shards):
             by_table[shard.number].append(slice_index)
         return tuple(map(tuple, by_table))
 
@@ -62,7 +62,7 @@ class Slices:
         """Index of the declared part that a part takes its settings from, by part of `declaration`."""
         part_indices = {(t, part.name): p for p, (t, part) in enumerate(self.declared.parts)}
         parts = self.declaration.parts
-        return tuple(part_indices[self.laid[t].number, part.name] for t, part in parts)
+        return tuple(part_indices[self.table_shards[t].number, part.name] for t, part in parts)
 
     def expand_by_part(self, values: Tensor) -> Tensor:
         """Map values (P, ..) by part of `declared` to values by part of `declaration`."""
@@ -77,7 +77,7 @@ class Slices:
         """Ids of hot rows, (H,) int64, ascending, by declared table that has a slice of hot rows."""
         return {
             shard.number: shard.sharding.hot.tensor
-            for shard in self.laid
+            for shard in self.table_shards
             if shard.is_hot and shard.sharding.hot is not None
         }
 
@@ -87,7 +87,7 @@ class Slices:
         return tuple(
             (f, slice_index)
             for f, feature in enumerate(self.declared.features)
-            for slice_index in self.of_table[self.declared.table_of(feature)]
+            for slice_index in self.slices_of_table[self.declared.table_index_of(feature)]
         )
 
     @cached_property
@@ -102,7 +102,7 @@ class Slices:
                 for name, consumer in declared.consumers.items()
             }
             return replace(declared, consumers=whole) if self.local_attention else declared
-        tables = tuple(shard.table for shard in self.laid)
+        tables = tuple(shard.table for shard in self.table_shards)
         features = tuple(
             self._slice_feature(f, slice_index) for f, slice_index in self.slice_readers
         )
@@ -141,7 +141,7 @@ class Slices:
 
     def _slice_feature(self, f: int, slice_index: int) -> Feature:
         """Return a declared feature as the reader of one slice of its table."""
-        feature, table = self.declared.features[f], self.laid[slice_index].table
+        feature, table = self.declared.features[f], self.table_shards[slice_index].table
         if not isinstance(table, TableSide):
             return replace(feature, table=table.name)
         pooling: Pooling = "sequence" if feature.pooling == "sequence" else "sum"
@@ -158,7 +158,7 @@ class Slices:
                 for f, slice_index in self.slice_readers
                 if f == field.feature
                 for feature, table in [
-                    (self._slice_feature(f, slice_index), self.laid[slice_index].table)
+                    (self._slice_feature(f, slice_index), self.table_shards[slice_index].table)
                 ]
                 if part.name in (other.name for other in table.parts)
             )
@@ -201,7 +201,7 @@ class Slices:
 
     def split_hot(self, batch: Batch) -> SplitBatch:
         """Split a batch's lookups into those of hot and of cold rows."""
-        return deal(batch, self.declared, self.hot)
+        return split_hot_rows(batch, self.declared, self.hot)
 
     @cached_property
     def is_hashed(self) -> bool:
@@ -210,7 +210,7 @@ class Slices:
 
     def prepare_ids(self, batch: Batch) -> Batch:
         """Map a batch's ids to rows, where some table hashes its ids."""
-        return stacked(batch, self.declared) if self.is_hashed else batch
+        return hash_ids(batch, self.declared) if self.is_hashed else batch
 
     def sequence_offsets(self, batch: Batch) -> dict[str, Tensor]:
         """Return the offsets (B + 1,) of each sequence of `local_attention` consumers, by field. The batch was checked
@@ -339,7 +339,7 @@ class Slices:
         for name in fields:
             feature, dim = self._feature_of(name), dims[name]
             part, column = values[:, column : column + dim], column + dim
-            if self.declared.table_of(feature) in self.hot:
+            if self.declared.table_index_of(feature) in self.hot:
                 part, column = part + values[:, column : column + dim], column + dim
                 if feature.name in split_batch.lengths:
                     part = part / split_batch.lengths[feature.name].to(part.device)

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 
 from colonnade.batch import Batch
 from colonnade.data.sets.graph import ROLES
-from colonnade.data.sets.interactions import Held
+from colonnade.data.sets.interactions import HeldOutItems
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, DataError
 from colonnade.models.fields import field_dims
@@ -72,14 +72,16 @@ class GraphSAGE(Retriever):
         return levels[0]
 
     def forward(self, batch: Batch) -> ContrastiveBatch:
-        if not isinstance(batch.key, Held):
+        if not isinstance(batch.key, HeldOutItems):
             raise DataError(
-                f"graphsage: got a training batch whose key is {type(batch.key).__name__}, wanted Held, with "
+                f"graphsage: got a training batch whose key is {type(batch.key).__name__}, wanted HeldOutItems, with "
                 "the items of each query; a source of graphs has it"
             )
         rows = self.embeddings(batch)
         queries, items = self._embed_role(rows, "query"), self._embed_role(rows, "item")
-        return self.contrast_pairs(batch, queries, items, batch.key.truth.values, [batch.key.seen])
+        return self.contrast_pairs(
+            batch, queries, items, batch.key.truth.values, [batch.key.excluded]
+        )
 
     def queries(self, batch: Batch) -> Tensor:
         rows = self.embeddings(self.fill_missing_features(batch))

@@ -60,7 +60,7 @@ class RetrievalObjective:
             raise ConfigError(
                 "this data set has no catalogue of items to rank, by which a retrieval model is judged; leave the part "
                 "out (test_fraction=0), or use movielens_retrieval, gowalla, power_law, or a source with a `catalogue` "
-                "and batches whose key is `data.interactions.Held`"
+                "and batches whose key is `data.interactions.HeldOutItems`"
             )
 
     def evaluate(
@@ -71,7 +71,7 @@ class RetrievalObjective:
         with evaluation_mode(model):
             catalogue: TensorColumns = source.catalogue  # type: ignore[attr-defined]
             chunks = torch.arange(catalogue.num_samples).split(CHUNK)
-            items = torch.cat([model.items(catalogue.take(chunk)) for chunk in chunks])
+            items = torch.cat([model.items(catalogue.gather_rows(chunk)) for chunk in chunks])
 
             def measure(batch: Batch) -> dict[str, Tensor]:
                 scores = (model.queries(batch) @ items.T).cpu()

@@ -19,8 +19,8 @@ from typing import Literal
 from colonnade.batch import Batch
 from colonnade.lookup.contract import LookupContext
 from colonnade.pipeline.prepared_batches import (
-    Held,
     PipelineSignals,
+    PrefetchedBatch,
     PreparedBatch,
     PreparedBatches,
 )
@@ -43,13 +43,13 @@ class Lookahead(Iterator[Batch]):
         self,
         batches: Iterable[Batch],
         *,
-        prepare: Callable[[Batch, Held | None], LookupContext],
+        prepare: Callable[[Batch, PrefetchedBatch | None], LookupContext],
         fetch: Callable[[LookupContext, int], None],
         drop: Callable[[LookupContext], None],
         window: PipelineSignals,
         depth: int | Literal["auto"],
         bounds: Sequence[int],
-        prefetched: Sequence[Held] = (),
+        prefetched: Sequence[PrefetchedBatch] = (),
         is_alone: bool = True,
         apply_oldest: Callable[[int], int] = lambda count: 0,
         is_in_order: bool = False,

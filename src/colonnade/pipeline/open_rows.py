@@ -46,9 +46,9 @@ class OpenRows:
         """Number of steps between the earliest read of a batch and its use."""
         return self.bounds[-1]
 
-    def slices_of(self, table: str) -> tuple[int, ...]:
+    def build_slices(self, table: str) -> tuple[int, ...]:
         """Return the indices of a declared table's slices among all sharded tables, from the left."""
-        return self.views.of_table[self.views.declared.table_index(table)]
+        return self.views.slices_of_table[self.views.declared.table_index(table)]
 
 
 def open_rows(
@@ -70,7 +70,7 @@ def open_rows(
     _, steps_ahead = of_tables(plan.bounds, is_read)
     names = [table_plan.exchange for table_plan in plan.tables]
     views = slices_of(declaration, plan.shardings, names, steps_ahead)
-    table_shards = views.laid
+    table_shards = views.table_shards
     shards = tuple(table_shard.sharding.shard_of(mesh.rank) for table_shard in table_shards)
     exchange = open_exchange(
         views.declaration,
@@ -109,7 +109,7 @@ def _open_store(
 ) -> tuple[DramStore, DramStore | HbmStore]:
     """Make room for this rank's rows in memory, mapped memory and, above these, device memory. Return the store in
     memory, and the topmost one."""
-    planned, table_shards = plan.tables, views.laid
+    planned, table_shards = plan.tables, views.table_shards
     tiers = [
         "dram" if table_shard.is_hot else planned[table_shard.number].tier
         for table_shard in table_shards
@@ -144,9 +144,11 @@ def _open_policies(
     overridden: Mapping[str, RowPolicy],
 ) -> dict[int, RowPolicy]:
     """Open the policies of each table's admission and eviction. overridden: policies by table, instead of these."""
-    tables = [table_shard.table for table_shard in views.laid]
+    tables = [table_shard.table for table_shard in views.table_shards]
     declared = open_policies(tables, shards, seed=seed)
     number_of = views.declared.table_index
-    overrides = {views.of_table[number_of(name)]: policy for name, policy in overridden.items()}
+    overrides = {
+        views.slices_of_table[number_of(name)]: policy for name, policy in overridden.items()
+    }
     check_policies(overrides, declared, tables, has_copies=cached.has_copies if cached else [])
     return declared | {t: policy for (t,), policy in overrides.items()}

@@ -31,7 +31,7 @@ CROWDED = 0.5  # part of a table's slots that a window may pin; the rest is for 
 LOOKED_AT = 16  # batches between two decisions about the depth
 PATIENCE = 2.0  # seconds to wait for reader processes whose batches are no longer needed
 
-Held = tuple[int, Sequence[Mapping[str, Tensor]]]
+PrefetchedBatch = tuple[int, Sequence[Mapping[str, Tensor]]]
 """Steps until a batch's use, and the values that all ranks had fetched for it: from a checkpoint with bounded
 staleness."""
 
@@ -99,11 +99,11 @@ class PreparedBatches:
     def __init__(
         self,
         batches: Iterator[Batch],
-        prepare: Callable[[Batch, Held | None], LookupContext],
+        prepare: Callable[[Batch, PrefetchedBatch | None], LookupContext],
         drop: Callable[[LookupContext], None],
         window: PipelineSignals,
         depth: int | Literal["auto"],
-        prefetched: Sequence[Held],
+        prefetched: Sequence[PrefetchedBatch],
         is_alone: bool,
     ) -> None:
         self._next = partial(_prepare_next, batches, prepare, chain(prefetched, repeat(None)))
@@ -257,8 +257,8 @@ def _prepare_batches(
 
 def _prepare_next(
     batches: Iterator[Batch],
-    prepare: Callable[[Batch, Held | None], LookupContext],
-    prefetched: Iterator[Held | None],
+    prepare: Callable[[Batch, PrefetchedBatch | None], LookupContext],
+    prefetched: Iterator[PrefetchedBatch | None],
 ) -> PreparedBatch | None:
     """Prepare a copy of the next batch, because a source may yield the same one twice. None after the last one."""
     batch = next(batches, None)

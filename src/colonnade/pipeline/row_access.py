@@ -36,8 +36,8 @@ def read_weights(rows: OpenRows, table: str, ids: Tensor) -> Tensor:
     """Implement `EmbeddingCollection.rows`. Collective, with the same ids (N,) on every rank."""
     declared = rows.views.declared
     table_index = declared.table_index(table)
-    slices = rows.views.of_table[table_index]
-    num_rows = rows.views.laid[slices[0]].table.rows
+    slices = rows.views.slices_of_table[table_index]
+    num_rows = rows.views.table_shards[slices[0]].table.rows
     unique, inverse = torch.unique(ids, return_inverse=True)
     if num_rows is not None and len(unique) and not (unique[0] >= 0 and unique[-1] < num_rows):
         raise IdRangeError(
@@ -46,7 +46,7 @@ def read_weights(rows: OpenRows, table: str, ids: Tensor) -> Tensor:
     width, compute = declared.tables[table_index].width, declared.compute_dtype
     weights = torch.zeros(len(unique), width, dtype=compute)
     for t in slices:
-        table_shard, shard = rows.views.laid[t], rows.shards[t]
+        table_shard, shard = rows.views.table_shards[t], rows.shards[t]
         is_owned = shard.owns(unique, num_rows)
         if rows.mesh.rank not in table_shard.sharding.holders:
             is_owned[:] = False  # a replicated row that another rank returns
@@ -60,8 +60,8 @@ def read_weights(rows: OpenRows, table: str, ids: Tensor) -> Tensor:
 
 def delete_rows(rows: OpenRows, table: str, ids: Tensor) -> None:
     """Implement `EmbeddingCollection.delete`: with the same ids (N,) on every rank."""
-    for t in check_uncached(rows.cached, rows.slices_of(table)):
-        own = ids[rows.shards[t].owns(ids, rows.views.laid[t].table.rows)].unique()
+    for t in check_uncached(rows.cached, rows.build_slices(table)):
+        own = ids[rows.shards[t].owns(ids, rows.views.table_shards[t].table.rows)].unique()
         rows.store.delete(t, own)
         policy = rows.policies.get(t)
         if isinstance(policy, RowRetention):
@@ -70,8 +70,8 @@ def delete_rows(rows: OpenRows, table: str, ids: Tensor) -> None:
 
 def scan_rows(rows: OpenRows, table: str) -> Iterator[Rows]:
     """Implement `EmbeddingCollection.scan`."""
-    for t in rows.slices_of(table):
-        slice_table = rows.views.laid[t].table
+    for t in rows.build_slices(table):
+        slice_table = rows.views.table_shards[t].table
         for ids, records in rows.store.scan(t):
             # Copied even where one row is contiguous already: its clock may begin at any byte.
             weights = records[:, : slice_table.width * slice_table.itemsize].clone(
@@ -91,7 +91,7 @@ def admit_loaded_rows(rows: OpenRows, t: int, ids: Tensor, records: Tensor, step
     policy = rows.policies.get(t)
     if not isinstance(policy, RowRetention):
         return
-    norms, table = None, rows.views.laid[t].table
+    norms, table = None, rows.views.table_shards[t].table
     if policy.reads_norms:
         indices = torch.arange(len(ids), dtype=torch.int32)
         view = RowView(records.data_ptr(), table.record_bytes, table.width, table.dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from colonnade.batch import Batch
 from colonnade.errors import ConfigError
-from colonnade.lookup.hot import deal
+from colonnade.lookup.hot import split_hot_rows
 from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.lookup.views import slices_of
 from colonnade.plan.measure.profile import Profile, profile
@@ -90,7 +90,7 @@ def profile_hot_and_cold(
     # Any sharding and any exchange that evaluates operators gives the same split.
     shardings = add_hot_rows(tables, [row_wise(2)] * len(tables), hot, 2)
     slices = slices_of(declared, shardings, ["partials"] * len(tables))
-    split_batches = (deal(batch, declared, slices.hot).batch for batch in batches)
+    split_batches = (split_hot_rows(batch, declared, slices.hot).batch for batch in batches)
     sides = slices.declaration
     declared_consumers = {
         name: consumer for name, consumer in sides.consumers.items() if name in declared.consumers

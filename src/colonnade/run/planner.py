@@ -33,7 +33,7 @@ from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import Partition
 from colonnade.topology.world import World
 from colonnade.wire.codec import EXACT, CodecName, Codecs
-from colonnade.wire.coded_sums import CODED_DTYPES, SIGNAL_BYTES, coded_size
+from colonnade.wire.coded_sums import CODED_DTYPES, SIGNAL_BYTES, coded_buffer_bytes
 
 REDUCED_FRACTION = 0.9
 """Fraction of the memory that is compared with all of it, to estimate what a byte saves."""
@@ -257,7 +257,7 @@ def estimate_reduction_seconds(
             trainers
         )
     if size:
-        coded_bytes = coded_size(codec, sum(p.numel() for p in coded), trainers.num_ranks)
+        coded_bytes = coded_buffer_bytes(codec, sum(p.numel() for p in coded), trainers.num_ranks)
         seconds += sent(sum_algorithm_of_layout(trainers), trainers, size, coded_bytes).seconds(
             trainers
         )

@@ -30,10 +30,10 @@ from colonnade.comm.mesh import Mesh
 from colonnade.config.plan import MemoryConfig, PlanConfig
 from colonnade.config.run import RunConfig
 from colonnade.data.batches import open_batches
-from colonnade.data.contract import Schema, Source, Splits, bags_of, num_steps
+from colonnade.data.contract import Schema, Source, Splits, multi_id_columns, num_steps
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ColonnadeError, ConfigError
-from colonnade.lookup.stacking import hashed_tables_by_feature, stacked
+from colonnade.lookup.stacking import hash_ids, hashed_tables_by_feature
 from colonnade.plan.constraints import settle_plan
 from colonnade.plan.cost.memory import (
     MemoryDemand,
@@ -284,7 +284,7 @@ def _plan_with_little_memory(
     The cost of a row depends on their number, because some reads are hidden behind computation.
     """
     declaration = collection.declaration
-    batches = [stacked(batch, declaration) for batch in batches]
+    batches = [hash_ids(batch, declaration) for batch in batches]
     budgets = {}
     for table in declaration.tables:
         features = [feature.name for feature in declaration.features if feature.table == table.name]
@@ -414,7 +414,7 @@ def plan_from_sample(
     tables, declared, owners = collection.tables, collection.declaration, len(world.owners)
     base_plan = build_plan(tables, world, settle_plan(config.plan, tables, world))
     sample = read_sample(data.train, config.train.samples_per_step, lookups)
-    stacked_sample = [stacked(batch, declared) for batch in sample]
+    stacked_sample = [hash_ids(batch, declared) for batch in sample]
     sample_profile = profile(collection.tables, declared.features, stacked_sample)
     hot_ids = choose_hot_ids(
         config.plan, declared, stacked_sample, world, _read_recorded_shardings(folder)
@@ -447,7 +447,7 @@ def plan_from_sample(
     loads = estimate_table_loads(
         sides, side_profile, world, last_batch=steps, num_samples=data.train.num_samples, codecs=base_plan.codecs,
     )  # fmt: skip
-    bags = bags_of(data.train.schema) | set(hashed_tables_by_feature(declared))
+    bags = multi_id_columns(data.train.schema) | set(hashed_tables_by_feature(declared))
     choice = choose_shardings_and_exchanges(
         collection, sides, loads, config, world, device, memory_demands, bags, hot_ids
     )

@@ -305,7 +305,7 @@ def _load_rows(trainer: Trainer, header: dict[str, Any], table: Table, start: Wa
                 is_valid = (rows.ids >= 0) & (rows.ids < table.rows)
             ids, records = rows.ids[is_valid], rows.records[is_valid]
             is_owned = torch.zeros(len(ids), dtype=torch.bool)
-            for shard_index in collection.slices.of_table[t]:
+            for shard_index in collection.slices.slices_of_table[t]:
                 is_owned |= collection.shards[shard_index].owns(ids, table.rows)
             ids, records = ids[is_owned], records[is_owned]
             if not is_same_format:

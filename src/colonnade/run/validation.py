@@ -6,7 +6,7 @@ from torch import nn
 
 from colonnade.config.run import RunConfig
 from colonnade.data import Splits
-from colonnade.data.contract import bags_of
+from colonnade.data.contract import multi_id_columns
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
 from colonnade.plan.cost.consumers import check_bags
@@ -60,4 +60,6 @@ def check_data(data: Splits, config: RunConfig, objective: Objective) -> None:
 def check_exchanges_of_features(plan: Plan, collection: EmbeddingCollection, data: Splits) -> None:
     """Raise ConfigError if a table's exchange does not support features with several ids per sample."""
     exchanges = [table.exchange for table in plan.tables]
-    check_bags(collection.declaration, plan.shardings, exchanges, bags_of(data.train.schema))
+    check_bags(
+        collection.declaration, plan.shardings, exchanges, multi_id_columns(data.train.schema)
+    )

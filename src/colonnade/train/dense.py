@@ -363,8 +363,10 @@ class DenseGradients:
                 {
                     "is_inside": bucket.tower_mesh is not None,
                     "numbers": list(bucket.indices),
-                    "sent": None if bucket.coded is None else bucket.coded.sent.kept.clone(),
-                    "summed": None if bucket.coded is None else bucket.coded.summed.kept.clone(),
+                    "sent": None if bucket.coded is None else bucket.coded.sent.residual.clone(),
+                    "summed": None
+                    if bucket.coded is None
+                    else bucket.coded.summed.residual.clone(),
                     "owed": None if bucket.residual is None else bucket.residual.cpu().clone(),
                 }
                 for bucket in self.buckets
@@ -503,8 +505,8 @@ class DenseGradients:
                 self.buckets, saved_states[self.mesh.rank]["buckets"], strict=True
             ):
                 if bucket.coded is not None:
-                    bucket.coded.sent.kept.copy_(saved_bucket["sent"])
-                    bucket.coded.summed.kept.copy_(saved_bucket["summed"])
+                    bucket.coded.sent.residual.copy_(saved_bucket["sent"])
+                    bucket.coded.summed.residual.copy_(saved_bucket["summed"])
                 if saved_bucket["owed"] is not None:
                     bucket.residual = saved_bucket["owed"].to(bucket.gradients)
         else:

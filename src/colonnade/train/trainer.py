@@ -26,7 +26,7 @@ from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, DataError, NonFiniteError
 from colonnade.exchange.cached_state import apply_planned_bounds
 from colonnade.pipeline.lookahead import Lookahead
-from colonnade.pipeline.prepared_batches import Held, PreparedBatch
+from colonnade.pipeline.prepared_batches import PrefetchedBatch, PreparedBatch
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.train.best import Best, check_monitor
 from colonnade.train.dense import DenseGradients
@@ -157,7 +157,9 @@ class Trainer:
         self.mesh = collection.mesh
         self.phases = Phases()
         self.position = Position()  # of the next batch to train on, in steps of `batch_size`
-        self.restored_reads: list[Held] = []  # reads that a resumed run must use unchanged
+        self.restored_reads: list[
+            PrefetchedBatch
+        ] = []  # reads that a resumed run must use unchanged
         # Outcome and start of the current call of `train`.
         self.outcome, self.started = Outcome(), time.perf_counter()
         # `count_work` of each rank in the checkpoint that this run resumed from; empty: a new run.

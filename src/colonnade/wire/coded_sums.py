@@ -41,15 +41,15 @@ State = dict[str, Any]
 class RoundingResidual:
     """Rounding errors of the values that this rank sent on one leg, in units of applied gradients."""
 
-    kept: Tensor  # (shares, n / N): added in the next step
+    residual: Tensor  # (shares, n / N): added in the next step
     before: Tensor  # before the last step
 
     def encode(self, codec: Codec, values: Tensor, unit: float) -> Tensor:
         """Encode values plus residuals to uint8, share by share, rounded to nearest, and store the new residuals.
         Elements that are not finite leave none."""
-        self.kept, self.before = self.before, self.kept
+        self.residual, self.before = self.before, self.residual
         coded = []
-        shares = zip(values.view(self.kept.shape), self.before, self.kept, strict=True)
+        shares = zip(values.view(self.residual.shape), self.before, self.residual, strict=True)
         for share in shares:
             for new, owed, error in zip(*(part.split(PIECE) for part in share), strict=True):
                 wanted, blocks = torch.add(new, owed, alpha=unit), _blocks(len(new))
@@ -61,7 +61,7 @@ class RoundingResidual:
 
     def take_back(self) -> None:
         """Restore the residuals before the last step."""
-        self.kept, self.before = self.before, self.kept
+        self.residual, self.before = self.before, self.residual
 
 
 class CodedAllReduce:
@@ -118,7 +118,7 @@ def coded_share_bytes(codec: Codec, elements: int) -> int:
     return sum(block.encoded_bytes(codec, torch.float32) for block in _blocks(elements))
 
 
-def coded_size(name: str, elements: int, num_ranks: int) -> int:
+def coded_buffer_bytes(name: str, elements: int, num_ranks: int) -> int:
     """Return the number of bytes of an encoded buffer, as `comm.collectives.sent` takes it. elements: a multiple of N.
     Not for "exact"."""
     return num_ranks * coded_share_bytes(CODECS[name], elements // num_ranks)

@@ -17,7 +17,7 @@ from colonnade.data.contract import START, Column, Position, Schema, Splits, ran
 from colonnade.data.counter import Words, random_words, stream_key
 from colonnade.data.sets.interactions import (
     LOG_Q,
-    Held,
+    HeldOutItems,
     Interactions,
     PairSource,
     QuerySource,
@@ -213,4 +213,4 @@ class NeighbourSource:
             key = stream_key(self.pairs.shuffle_key, epoch, 3, i)
             ids |= sample_hops(role, nodes[i], self.graph, self.fan_outs, key, begin, nodes[1 - i])
         truth = Ids(items, torch.arange(batch.size + 1))
-        return replace(batch, ids=ids, key=Held(truth, gather_ids(self.excluded, queries)))
+        return replace(batch, ids=ids, key=HeldOutItems(truth, gather_ids(self.excluded, queries)))

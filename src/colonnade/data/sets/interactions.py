@@ -39,11 +39,11 @@ SEQUENCE_SETTINGS = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class HeldOutItems:
     """Items of queries in a `Batch.key`: `truth`, which a model should rank first, and `seen`, which is not ranked."""
 
     truth: Ids  # (B,) bags of items
-    seen: Ids  # (B,) bags of items
+    excluded: Ids  # (B,) bags of items
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,7 +233,7 @@ class SequenceSource:
 class QuerySource:
     """Source of queries: one sample per user with held-out items (`truth`), in the order of users.
 
-    A sample has the user's columns, the newest training items as `history` (if given), and as `key` a `Held` with
+    A sample has the user's columns, the newest training items as `history` (if given), and as `key` a `HeldOutItems` with
     `truth` and the `excluded` items, which are not ranked. `catalogue`: all items.
     """
 
@@ -263,7 +263,7 @@ class QuerySource:
         ids = {name: gather_ids(column, users_B) for name, column in self.users.items()}
         if self.history is not None:
             ids["history"] = keep_newest(gather_ids(self.history, users_B), self.max_history)
-        key = Held(gather_ids(self.truth, users_B), gather_ids(self.excluded, users_B))
+        key = HeldOutItems(gather_ids(self.truth, users_B), gather_ids(self.excluded, users_B))
         dense = torch.zeros(len(users_B), len(self.schema.dense))
         return Batch(len(users_B), dense, ids, group=users_B, key=key)
 

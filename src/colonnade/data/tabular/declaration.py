@@ -157,7 +157,7 @@ class FileSchema:
         )
 
     def to_yaml(self) -> str:
-        """Return YAML with one line per field, which `from_yaml` and `load_declaration` read."""
+        """Return YAML with one line per field, which `from_yaml` and `load_file_schema` read."""
         values = self.to_dict()
         values["fields"] = {name: _Line(line) for name, line in values["fields"].items()}
         text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=1 << 30, allow_unicode=True)
@@ -177,7 +177,7 @@ class FileSchema:
         return FileSchema.from_dict(values)
 
 
-def load_declaration(
+def load_file_schema(
     schema: FileSchema | Mapping[str, Any] | Iterable[DeclaredField] | str | Path,
 ) -> FileSchema:
     """Return the file schema from any form a user may pass: itself, its fields, plain values, or a YAML file's path.

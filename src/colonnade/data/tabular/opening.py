@@ -9,7 +9,7 @@ from typing import Any
 
 from colonnade.data.contract import Splits
 from colonnade.data.tabular.columns import check_unique_names, resolve_dtypes
-from colonnade.data.tabular.declaration import FileSchema, load_declaration
+from colonnade.data.tabular.declaration import FileSchema, load_file_schema
 from colonnade.data.tabular.fields import NEWEST, Dtype, Number
 from colonnade.data.tabular.files import (
     TableFile,
@@ -52,7 +52,7 @@ def open_table_files(
             f"got both schema and label={label!r}; the schema says which field is the label"
         )
     else:
-        file_schema = load_declaration(schema)
+        file_schema = load_file_schema(schema)
     bound = resolve_schema(files, file_schema, splitting)
     held_out = [
         None

@@ -52,7 +52,7 @@ class TableHead:
     num_rows: int  # of all files
     num_bytes: int
     columns: Mapping[str, pa.Array]  # of the first INFER_ROWS rows
-    declaration: FileSchema | None
+    file_schema: FileSchema | None
     left_out: Mapping[str, str]
     problem: str
 
@@ -87,9 +87,9 @@ def read_head(
 def infer_schema(path: str | Path, label: str | None = None, **options: Any) -> FileSchema:
     """Infer a file schema by the rules of `infer.py`. `options`: open_csv's delimiter, quote, names, ..."""
     head = read_head(path, None, label, **options)
-    if head.declaration is None:
+    if head.file_schema is None:
         raise ConfigError(head.problem)
-    return head.declaration
+    return head.file_schema
 
 
 def portable_options(options: Mapping[str, Any], splits: Splits) -> dict[str, Any]:

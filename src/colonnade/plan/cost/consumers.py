@@ -258,14 +258,14 @@ def find_remote_consumers(
 
     shardings, exchanges: by table. world, reads_ahead: as in `operator_cut.remote_consumers`."""
     slices = slices_of(declaration, shardings, exchanges)
-    names = [exchanges[shard.number] for shard in slices.laid]
+    names = [exchanges[shard.number] for shard in slices.table_shards]
     tables = {
         shard.table.name
-        for shard, name in zip(slices.laid, names, strict=True)
+        for shard, name in zip(slices.table_shards, names, strict=True)
         if name == "partials"
     }
     under_partials = restrict_to_tables(slices.declaration, tables, "partials")
-    slice_shardings = [shard.sharding for shard in slices.laid]
+    slice_shardings = [shard.sharding for shard in slices.table_shards]
     return remote_consumers(under_partials, slice_shardings, world=world, reads_ahead=reads_ahead)
 
 
@@ -285,7 +285,7 @@ def check_bags(
             continue
         for field in consumer.features:
             feature = declaration.features[fields[field].feature]
-            sharding = shardings[declaration.table_of(feature)]
+            sharding = shardings[declaration.table_index_of(feature)]
             if sharding.has_hot:  # The ranks of the samples sum hot and cold rows.
                 continue
             if feature.name in bags and sharding.num_owners > 1:
