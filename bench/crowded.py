@@ -50,7 +50,7 @@ from train import BATCH_SIZE, BOTTOM, DENSE_LR, ROWS_LR, TOP, write_data
 from workers.loop import Case
 
 import colonnade
-from colonnade.processors import WAITING, usable_processors
+from colonnade.processors import WAITING, count_usable_processors
 
 SYSTEMS = {
     "colonnade": ("colonnade", WAITING),
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "crowded",
         version=colonnade.__version__,
         machine=describe_machine(
-            threads=usable_processors(), others_share=round(others_share(before), 2), versions=versions
+            threads=count_usable_processors(), others_share=round(others_share(before), 2), versions=versions
         ),
         measured=measured,
         ratios=find_ratios(measured),
@@ -123,7 +123,7 @@ def measure(rounds: int, steps: int, console: Console) -> tuple[list[Measured], 
             run_block(worker, WARM_UP_STEPS)
             return worker
 
-        processors = usable_processors()
+        processors = count_usable_processors()
         workers = [start(system, processors) for system in SYSTEMS]
         limited = []
         for quota in QUOTAS:

@@ -36,11 +36,11 @@ from workers.scored_blocks import BLOCKS, block_aucs, check_whole
 import colonnade
 from colonnade.cli.feature_sample import measure_affinity
 from colonnade.comm.mesh import Mesh
-from colonnade.config.run import RunConfig, override
+from colonnade.config.run import RunConfig, override_settings
 from colonnade.data.contract import Source
 from colonnade.errors import ColonnadeError
 from colonnade.plan.towers.partition import tower_map
-from colonnade.run.defaults import preset
+from colonnade.run.defaults import get_preset
 from colonnade.run.run import TrainingRun, open_run
 from colonnade.train.objective import Probability
 
@@ -57,8 +57,8 @@ Towers = list[list[str]]
 
 def config_of(system: System, towers: Towers | int | None, *, seed: int, epochs: int) -> RunConfig:
     """What the command line would be told."""
-    config = override(
-        preset(DATA, MODEL),
+    config = override_settings(
+        get_preset(DATA, MODEL),
         {
             "train.seed": seed, "data.options": {"seed": seed}, "train.epochs": epochs, "train.patience": 0,
             "train.threads": 1,
@@ -67,7 +67,7 @@ def config_of(system: System, towers: Towers | int | None, *, seed: int, epochs:
     if towers is None:
         return config
     dim = (config.model.dim or 0) // system.ratio
-    return override(config, {"model.towers": towers, "model.tower_dim": dim})
+    return override_settings(config, {"model.towers": towers, "model.tower_dim": dim})
 
 
 class Blocks(Probability):
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write runs here; go on with what it has")
     parser.add_argument("--quick", action="store_true", help="one epoch of one seed: to try it")
     parser.add_argument("--seeds", type=int, default=5, help="0 ..; 0 prints the file")
-    parser.add_argument("--epochs", type=int, default=preset(DATA, MODEL).train.epochs)
+    parser.add_argument("--epochs", type=int, default=get_preset(DATA, MODEL).train.epochs)
     parser.add_argument("--towers", type=int, nargs="+", default=[2, 4], choices=NATURAL)
     parser.add_argument("--ratios", type=int, nargs="+", default=[2], help="dim / D")
     parser.add_argument("--partitions", nargs="+", default=list(KINDS), choices=KINDS)

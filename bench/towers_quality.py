@@ -53,7 +53,7 @@ from colonnade.models.dlrm import DLRM
 from colonnade.models.linear import FactorizationMachine
 from colonnade.plan.towers.affinity import Affinity
 from colonnade.plan.towers.partition import FeatureLoad, tower_map
-from colonnade.topology.towers import Partition, striped
+from colonnade.topology.towers import Partition, round_robin_partition
 
 NAMES = tuple(f"C{f + 1}" for f in range(26))
 GROUPS = tuple(NAMES[26 * g // 8 : 26 * (g + 1) // 8] for g in range(8))
@@ -105,10 +105,10 @@ def partition(kind: str, towers: int, seed: int = 0) -> Partition:
             tuple(tuple(name for group in tower for name in group) for tower in groups)
         )
     if kind == "striped":
-        return striped(NAMES, towers)
+        return round_robin_partition(NAMES, towers)
     if kind == "random":
         order = torch.randperm(26, generator=torch.Generator().manual_seed(seed)).tolist()
-        return striped([NAMES[f] for f in order], towers)
+        return round_robin_partition([NAMES[f] for f in order], towers)
     if kind == "learned":
         affinity, loads = flat_run(seed)
         return tower_map(

@@ -8,7 +8,7 @@ import colonnade
 from colonnade.data import open_source
 from colonnade.models.dlrm import DLRM
 from colonnade.models.tower_modules import words_of
-from colonnade.plan.constraints import in_towers
+from colonnade.plan.constraints import shard_in_towers
 from colonnade.topology.towers import Partition
 
 DIM, ROWS = 16, [40, 60, 90, 120, 50, 70, 80, 110]
@@ -21,7 +21,7 @@ def train(mesh: colonnade.Mesh, **towers) -> None:
     features = [colonnade.Feature(table.name, table.name) for table in tables]
     torch.manual_seed(0)
     model = DLRM(tables, features, num_dense=13, bottom=(32,), top=(64, 32), **towers)
-    shardings = in_towers(tables, features, TOWERS, mesh.world) if mesh.num_ranks > 1 else {}
+    shardings = shard_in_towers(tables, features, TOWERS, mesh.world) if mesh.num_ranks > 1 else {}
     config = colonnade.PlanConfig(exchange="towers", towers=2, tables=shardings)
     model.embeddings.open(colonnade.build_plan(tables, mesh.world, config), mesh)
     data = open_source("synthetic", groups=TOWERS.towers, **DATA)

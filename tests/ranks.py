@@ -335,9 +335,9 @@ def _stand_by(pipe: connection.Connection, folder: str, rank: int) -> None:
             function = getattr(__import__(module), name)
             open_mesh()
             mesh = open_mesh()  # the same world with nothing counted, in a first call, too
-            assert mesh.presence is not None or mesh.num_ranks == 1
-            if mesh.presence is not None:
-                mesh.presence.timeout = process_groups.TIMEOUT.total_seconds()
+            assert mesh.peer_monitor is not None or mesh.num_ranks == 1
+            if mesh.peer_monitor is not None:
+                mesh.peer_monitor.timeout = process_groups.TIMEOUT.total_seconds()
                 mesh.at(0)
             before = State.now()
             result = function(mesh, *arguments)

@@ -277,10 +277,10 @@ class Bench:
             keep()
             tables.print_case(self.console, self.measured, case)
         long = [turn for turn in turns if turn.name == (same or AUTO)]
-        is_apart = not name.startswith("1x")
+        depends_on_hot_rows = not name.startswith("1x")
         if (
             long
-            and is_apart
+            and depends_on_hot_rows
             and self.extent.session_steps
             and not tables.has_session(self.measured)
         ):

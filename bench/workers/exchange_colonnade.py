@@ -39,13 +39,13 @@ from colonnade import (
     build_plan,
     open_mesh,
 )
-from colonnade.plan.constraints import settle_plan
+from colonnade.plan.constraints import resolve_plan_config
 from colonnade.plan.cost.consumers import build_model_load, check_bags
 from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
 from colonnade.plan.measure.device import RowRate, measure_rows
 from colonnade.plan.measure.links import measure_links
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Choice, Constraint, step_seconds
+from colonnade.plan.search.candidates import Constraint, Decision, step_seconds
 from colonnade.store.budget import slot_bytes
 from colonnade.topology.sharding import Sharding, host_wise, replicated, row_wise, table_wise
 from workers.exchange_loop import EPS, ROWS_LR, Case, Iterations, digest_of, serve
@@ -243,7 +243,7 @@ class Chooser:
             self.systems.pop(AUTO, None)
             is_open = PlanConfig(exchange=AUTO, sharding=AUTO)
             tables, _, _ = self.system.declared(self.case)
-            chosen = {"plan": settle_plan(is_open, tables, links, choices[AUTO])}
+            chosen = {"plan": resolve_plan_config(is_open, tables, links, choices[AUTO])}
             if same := self.opened_with(chosen):
                 found["same"] = same
             else:
@@ -277,14 +277,14 @@ class Chooser:
         plan = plan_of(tables, choice, self.case, self.mesh)
         return next((n for n, s in self.systems.items() if s.collection.plan == plan), None)
 
-    def step_seconds(self, choice: Choice, base: float, crowding: float) -> float:
+    def step_seconds(self, choice: Decision, base: float, crowding: float) -> float:
         """base: what the formulas say of the rehearsed system's processor, less what this one has of its own; what they
         leave out is the same for all."""
         seconds = choice.seconds
         processor = seconds.processor - base + (self.rehearsed or 0.0)
         return step_seconds(processor, seconds.waited, seconds.behind, crowding)
 
-    def forced(self, links: World, collection: EmbeddingCollection) -> Choice:
+    def forced(self, links: World, collection: EmbeddingCollection) -> Decision:
         """The prediction for its plan as it stands, and for its own operators."""
         tables = collection.plan.tables
         said = {t.name: Constraint(t.sharding.kind, t.exchange, t.sharding.ranks) for t in tables}

@@ -138,7 +138,7 @@ def train(
             said = mesh.all_gather_bytes("gather", logits.detach().numpy().tobytes())
             kept.append(torch.frombuffer(bytearray(b"".join(said)), dtype=dtype))
     collection.eval()
-    with rows.settled(), torch.no_grad():
+    with rows.synchronized_view(), torch.no_grad():
         scores = torch.cat([logits_of(as_batch(samples)).flatten() for samples in test])
     seconds = time.perf_counter() - began
     facts = {

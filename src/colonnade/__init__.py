@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     )
     from colonnade.row_optimizer import RowOptimizer
     from colonnade.row_state import dense_state_dict, load_dense_state_dict
-    from colonnade.run.fit import Fitted, fit, load_run
+    from colonnade.run.fit import FitResult, fit, load_run
     from colonnade.table import Feature, Table, Uniform
     from colonnade.topology.world import World
     from colonnade.train.objective import Objective
@@ -84,7 +84,7 @@ _NAMES_BY_MODULE = {
     "retention": ("AgeEviction", "CountMinAdmission", "MaxRowsEviction", "RandomAdmission"),
     "row_optimizer": ("RowOptimizer",),
     "row_state": ("dense_state_dict", "load_dense_state_dict"),
-    "run.fit": ("Fitted", "fit", "load_run"),
+    "run.fit": ("FitResult", "fit", "load_run"),
     "table": ("Feature", "Table", "Uniform"),
     "topology.world": ("World",),
     "train.objective": ("Objective",),
@@ -110,7 +110,7 @@ __all__ = [
     "EmbeddingCollection",
     "Feature",
     "FieldsLinear",
-    "Fitted",
+    "FitResult",
     "Ids",
     "Interaction",
     "LowRankCross",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.batch import Batch
-from colonnade.comm.collectives import announced
+from colonnade.comm.collectives import notify_servers
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import ConfigError, DataError
 from colonnade.interaction import Interaction
@@ -256,7 +256,7 @@ class EmbeddingCollection(StatefulRows):
         if not (self.training and torch.is_grad_enabled()):
             if context is not None:
                 self.pipeline.drop(context)
-            announced(self.mesh, True)
+            notify_servers(self.mesh, True)
             return self.read(batch)
         if context is None:
             context = self.pipeline.begin(batch)

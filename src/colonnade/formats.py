@@ -41,7 +41,7 @@ VERSIONS = {
 REMEDY = "read it with the Colonnade that wrote it, or write it again with this one"
 
 
-def stamp(name: str) -> dict[str, Any]:
+def make_format_stamp(name: str) -> dict[str, Any]:
     """Return the two fields that identify a file's format and version."""
     return {"format": name, "version": VERSIONS[name]}
 

@@ -23,7 +23,7 @@ def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
         environment.update(WAITING)
 
 
-def usable_processors() -> int:
+def count_usable_processors() -> int:
     """Count the processors that this process may use: its affinity, limited by the quota of its control groups.
 
     A quota of 1.5 counts as 2, because one thread cannot use it up.

@@ -228,7 +228,7 @@ class RowOptimizer(Optimizer):
             self.gradients.clear()
 
     @contextmanager
-    def settled(self) -> Iterator[list[SavedRows]]:
+    def synchronized_view(self) -> Iterator[list[SavedRows]]:
         """Apply gradients that are pending in row caches to the owners' rows, until the context exits.
 
         Collective, between steps. Each changed row gets one update with the current settings, and is restored at exit.

@@ -30,14 +30,14 @@ from colonnade.store.hbm import HbmStore
 from colonnade.store.policies import RowPolicy, RowRetention
 from colonnade.store.records import (
     IdIndex,
-    bytes_of,
+    build_records,
+    byte_positions,
     check_ids,
     check_shape,
     clock_bytes,
     find_problems,
     list_invalid_values,
     low_bytes,
-    records_of,
     state_bytes,
     weight_bytes,
 )
@@ -45,7 +45,7 @@ from colonnade.table import Part, Table
 
 MAX_STATE_DICT_BYTES = 16 * 2**30
 """Default of `EmbeddingCollection.max_state_dict_bytes`: largest size of rows in a state_dict."""
-RUN_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 """Bytes of records that are copied at a time."""
 RETENTION_DTYPES = {
     "ids": torch.int64,
@@ -322,7 +322,7 @@ class StatefulRows(nn.Module):
 
     def _rows_per_chunk(self, t: int) -> int:
         """Return the number of rows of table t that are copied at a time."""
-        return max(1, RUN_BYTES // self.declaration.tables[t].record_bytes)
+        return max(1, CHUNK_BYTES // self.declaration.tables[t].record_bytes)
 
     # ---- RowOptimizer.state_dict
 
@@ -438,7 +438,7 @@ class StatefulRows(nn.Module):
             self.store.delete(t, old_ids[~is_known].contiguous())
             position = position[is_known]
             is_new[position] = False
-            records, old = records_of(table, columns, position), old[is_known]
+            records, old = build_records(table, columns, position), old[is_known]
             # FTRL computes weights from its state, so where weights change its state restarts from them.
             is_same = (old[:, weight_bytes(table)] == records[:, weight_bytes(table)]).all(dim=1)
             is_same |= self._states_loaded_at == self.step
@@ -448,7 +448,7 @@ class StatefulRows(nn.Module):
                 records[rows, state] = old[rows, state]
             self._store_records(t, ids[position], records)
         for chunk in is_new.nonzero().flatten().split(self._rows_per_chunk(t)):
-            self._store_records(t, ids[chunk], records_of(table, columns, chunk))
+            self._store_records(t, ids[chunk], build_records(table, columns, chunk))
         policy = self.policies.get(t)
         if isinstance(policy, RowRetention):
             retention = {
@@ -461,7 +461,7 @@ class StatefulRows(nn.Module):
     def _store_optimizer_states(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
         for t, table in enumerate(self.declaration.tables):
             for group, part in self._parts_by_group(t).items():
-                ids, values = states[group]["ids"], bytes_of(states[group]["state"])
+                ids, values = states[group]["ids"], byte_positions(states[group]["state"])
                 known, index = 0, IdIndex(ids)
                 for old_ids, _ in self._scan_records(t):
                     known += int(index.find(old_ids)[1].sum())

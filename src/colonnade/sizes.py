@@ -64,21 +64,21 @@ def parse_positive_bytes(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class SettingWords:
     """Annotation of a setting's type: words that describe its values in lists of settings."""
 
     words: str
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StorageLocation:
     """Storage location: a directory, and the number of bytes of rows that each rank may store there. None: no limit."""
 
     path: str
     bytes: int | None = None
 
 
-def parse_storage_location(text: str) -> Place:
+def parse_storage_location(text: str) -> StorageLocation:
     """Parse `"/path:64GiB"` or `"/path"` into a storage location with an absolute path. Raises ValueError."""
     path, colon, size = text.rpartition(":")
     count = None
@@ -92,10 +92,10 @@ def parse_storage_location(text: str) -> Place:
         raise ValueError(f"got {text!r}, wanted a directory and a size, such as /data/rows:64GiB")
     if count is not None and count < 1:
         raise ValueError(f"got {text!r}, wanted a size of at least 1 byte, or no size for no limit")
-    return Place(os.path.abspath(os.path.expanduser(path)), count)
+    return StorageLocation(os.path.abspath(os.path.expanduser(path)), count)
 
 
-def absolute(text: str) -> str:
+def make_location_absolute(text: str) -> str:
     """Return the text of a storage location with its path made absolute and its size in bytes."""
     location = parse_storage_location(text)
     return location.path if location.bytes is None else f"{location.path}:{location.bytes}"

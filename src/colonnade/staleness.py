@@ -71,7 +71,9 @@ def consistency(staleness_steps: int) -> Consistency:
     return Synchronous() if staleness_steps == 0 else Bounded(staleness_steps)
 
 
-def of_tables(bounds: Sequence[int], is_read: Sequence[bool]) -> tuple[Consistency, list[int]]:
+def resolve_table_staleness(
+    bounds: Sequence[int], is_read: Sequence[bool]
+) -> tuple[Consistency, list[int]]:
     """Return the consistency of the table with the largest bound, and the steps that each table is read ahead.
 
     bounds: staleness of each table, in steps. is_read: whether a feature reads the table; a table that no feature reads

@@ -287,7 +287,7 @@ def check_column_slices(table: Table, slices: Sequence[Table]) -> None:
         )
 
 
-def check_hot(table: Table, ids: Sequence[int]) -> None:
+def check_hot_rows(table: Table, ids: Sequence[int]) -> None:
     """Raise ConfigError if a table does not have these hot rows, or cannot replicate them. ids: ascending."""
     if table.admission is not None or table.eviction is not None:
         raise ConfigError(

@@ -26,16 +26,16 @@ class Terminal(Console):
         super().print(*objects, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(printable(text), **options)
+        return super().render_str(escape_control_characters(text), **options)
 
 
-def printable(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Return the text with control characters, except newlines and tabs, as escapes: `\\x1b`."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
-def say(text: str) -> None:
+def print_text(text: str) -> None:
     """Print text to standard output, with control characters as escapes."""
-    print(printable(text), flush=True)
+    print(escape_control_characters(text), flush=True)

@@ -103,7 +103,7 @@ def test_operators_with_weights_however_fields_are_dealt(kind, size):
     for shards in ([[0, 1, 2, 3, 4]], [[1, 3], [], [0, 2, 4]]):
         found = interaction.combine(
             sum(
-                interaction.partial_of(
+                interaction.partial_of_fields(
                     torch.cat([fields[:, :0], *(parts[n] for n in shard)], 1), shard
                 )
                 for shard in shards
@@ -113,12 +113,12 @@ def test_operators_with_weights_however_fields_are_dealt(kind, size):
         torch.testing.assert_close(torch.autograd.grad(found, weights, given), gradients)
     torch.testing.assert_close(interaction(fields), wanted)
     vectors = torch.randn(size * 2, 4, dtype=torch.float64)  # of one width, sample by sample
-    one_width = WEIGHTED[kind]((4, 4)).double()
+    needs_equal_dims = WEIGHTED[kind]((4, 4)).double()
     samples = torch.arange(size).repeat_interleave(2)
-    found = one_width.combine(
-        one_width.partial(vectors, samples, size, torch.full((size * 2,), 2.0))
+    found = needs_equal_dims.combine(
+        needs_equal_dims.partial(vectors, samples, size, torch.full((size * 2,), 2.0))
     )
-    torch.testing.assert_close(found, plain(one_width, 2 * vectors.view(size, 8)))
+    torch.testing.assert_close(found, plain(needs_equal_dims, 2 * vectors.view(size, 8)))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_cross_layers_over_dense_columns_and_fields(rank, layers, out):
     gradients = torch.autograd.grad(wanted, weights, given, materialize_grads=True)
     parts = fields.split(dims, dim=1)
     partials = [
-        interaction.partial_of(torch.cat([parts[n] for n in some], 1), some)
+        interaction.partial_of_fields(torch.cat([parts[n] for n in some], 1), some)
         for some in ([1], [0, 2])
     ]
     assert all(each.shape == (size, interaction.width(max(dims))) for each in partials)
@@ -152,7 +152,7 @@ def test_rows_of_a_bag_are_enough():
     interaction = LowRankCross((2, 3), 2, 3, 1).double()
     assert interaction.needs() == "rows"
     fields = torch.randn(3, 4, 5, dtype=torch.float64)  # three shards' parts of four samples' sums
-    found = interaction.combine(sum(interaction.partial_of(each) for each in fields))
+    found = interaction.combine(sum(interaction.partial_of_fields(each) for each in fields))
     torch.testing.assert_close(found, plain(interaction, fields.sum(0)))
 
 

@@ -102,7 +102,7 @@ def test_hosts_of_two_share_in_their_own_groups_alone():
 
 def of_two_hosts(mesh):
     small_messages_too()
-    for scope, size in ((ALL, 4), (mesh.host_scope, 2), (mesh.over_hosts, 2)):
+    for scope, size in ((ALL, 4), (mesh.host_scope, 2), (mesh.cross_host_scope, 2)):
         send = torch.arange(size * 5) + 100 * mesh.rank
         received, _ = mesh.all_to_all("fetch", send, [5] * size, [5] * size, scope=scope)
         members = scope.members(mesh.rank, mesh.num_ranks)
@@ -218,7 +218,7 @@ def gone_before_it_is_read(mesh, place):
     if mesh.rank == 1:
         call.wait()
         os.kill(os.getpid(), signal.SIGKILL)
-    mesh.presence.wait("push", call.work)  # the ticket is here
+    mesh.peer_monitor.wait("push", call.work)  # the ticket is here
     while os.path.exists(f"/proc/{mesh.peers[1].pid}/fd/0"):
         time.sleep(0.01)
     try:

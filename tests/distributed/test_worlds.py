@@ -37,13 +37,13 @@ def change_what_is_reset(mesh):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(mesh.rank)
     os.environ["LEFT_BEHIND"] = "1"
-    mesh.presence.timeout = 0.1
+    mesh.peer_monitor.timeout = 0.1
     return os.getpid()
 
 
 def look_for_changes(mesh):
     is_reset = torch.get_default_dtype() == torch.float32 and "LEFT_BEHIND" not in os.environ
-    return os.getpid(), is_reset and mesh.presence.timeout > 100
+    return os.getpid(), is_reset and mesh.peer_monitor.timeout > 100
 
 
 def fail_on_rank_one(mesh):

@@ -27,7 +27,7 @@ from colonnade.checkpoint.checkpoints import load_state
 from colonnade.checkpoint.header import list_checkpoints, read_header
 from colonnade.checkpoint.stores import open_recorded_stores
 from colonnade.comm.peer_status import PeerMonitor
-from colonnade.config.run import RunConfig, build_config, override
+from colonnade.config.run import RunConfig, build_config, override_settings
 from colonnade.data import Splits, open_source, processes
 from colonnade.models.build import build_model
 from colonnade.run.run import load_run_config, open_run
@@ -131,13 +131,13 @@ def main(folder: str, settings: str, kill_at: str = "0") -> None:
     fail(Path(folder), "start")
     enter = PeerMonitor.begin_call
 
-    def enter_or_fail(presence: PeerMonitor, channel: str) -> None:
-        fail(Path(folder), channel, presence._calls.get(channel, 0))
-        enter(presence, channel)
+    def enter_or_fail(peer_monitor: PeerMonitor, channel: str) -> None:
+        fail(Path(folder), channel, peer_monitor._calls.get(channel, 0))
+        enter(peer_monitor, channel)
 
     PeerMonitor.begin_call = enter_or_fail  # type: ignore[method-assign]
     mesh = open_mesh(timeout=timedelta(seconds=float(os.environ.get("LIMIT", "60"))))
-    config = override(build_config(CONFIG), json.loads(settings))
+    config = override_settings(build_config(CONFIG), json.loads(settings))
     # Readers open the data themselves; a step or two ahead, so one that is lost is missed.
     data = None if config.data.readers else opened(config)
     processes.RUN_SAMPLES = 1

@@ -12,8 +12,8 @@ from ranks import run_ranks
 from small_run import CONFIG
 
 import colonnade
-from colonnade.comm.differences import disagreements, format_ranks
-from colonnade.config.run import build_config, override
+from colonnade.comm.differences import find_disagreements, format_ranks
+from colonnade.config.run import build_config, override_settings
 from colonnade.data import Splits, open_source
 from colonnade.errors import WorldError
 from colonnade.run.run import open_run
@@ -25,11 +25,11 @@ def test_who_has_what_is_said_with_the_fewest_first():
         {"train.lr": 0.05, "same": 1},
         {"train.lr": 0.1, "same": 1},
     ]
-    assert disagreements(told) == ["rank 2 has train.lr=0.1, ranks 0, 1 have 0.05"]
-    assert disagreements([{"a": 1}, {}]) == ["rank 0 has a=1, rank 1 has none"]
-    assert disagreements([{}, {}, {"a": None}]) == ["rank 2 has a=null, ranks 0, 1 have none"]
-    assert disagreements([{"a": 1}, {"a": 1.0}, {"a": 2}])[0].endswith("rank 2 has 2")
-    assert disagreements([{"a": float("nan")}] * 3) == []
+    assert find_disagreements(told) == ["rank 2 has train.lr=0.1, ranks 0, 1 have 0.05"]
+    assert find_disagreements([{"a": 1}, {}]) == ["rank 0 has a=1, rank 1 has none"]
+    assert find_disagreements([{}, {}, {"a": None}]) == ["rank 2 has a=null, ranks 0, 1 have none"]
+    assert find_disagreements([{"a": 1}, {"a": 1.0}, {"a": 2}])[0].endswith("rank 2 has 2")
+    assert find_disagreements([{"a": float("nan")}] * 3) == []
 
 
 def test_many_ranks_are_said_as_runs():
@@ -52,7 +52,9 @@ def started_differently(mesh, place) -> list[str]:
     """What this rank hears in each case; rank 2 is the other one."""
     other, folder = mesh.rank == 2, Path(place) / f"run-{mesh.rank}"
     found = []
-    config = override(SETTINGS, {"train.batch_size": 200, "embedding.lr": 0.5} if other else {})
+    config = override_settings(
+        SETTINGS, {"train.batch_size": 200, "embedding.lr": 0.5} if other else {}
+    )
     found.append(refused(mesh, folder, config))
 
     data = open_source("synthetic", **SETTINGS.data.options)

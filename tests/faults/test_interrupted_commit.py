@@ -19,7 +19,7 @@ from colonnade.checkpoint.header import list_checkpoints
 from colonnade.cli import ranks
 from colonnade.comm.mesh import Mesh
 from colonnade.config import plan as plan_config
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.run import interrupt
 from colonnade.run.run import open_run
 from colonnade.store.writer import LogWriter
@@ -31,7 +31,7 @@ def train_slowly(folder):
     sys.stdout.reconfigure(line_buffering=True)
     plan_config.LEAST_RATE = 1
     checkpoints.SLOW_SECONDS, interrupt.REPEAT_SECONDS = 0.3, 0.0
-    slow = override(build_config(CONFIG), {"plan.write_budget": 1, "train.max_steps": 3})
+    slow = override_settings(build_config(CONFIG), {"plan.write_budget": 1, "train.max_steps": 3})
     ranks.train(slow, Path(folder), 1, Console(width=400))
 
 

@@ -11,11 +11,13 @@ from small_run import CONFIG
 
 from colonnade import Mesh
 from colonnade.checkpoint.completeness import check_folder_is_shared
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.errors import CheckpointError, WorldError
 from colonnade.run.run import open_run
 
-SETTINGS = override(build_config(CONFIG), {"train.max_steps": 4, "data.options.num_train": 500})
+SETTINGS = override_settings(
+    build_config(CONFIG), {"train.max_steps": 4, "data.options.num_train": 500}
+)
 
 
 def trained(mesh, *folders):
@@ -45,7 +47,7 @@ def trained(mesh, *folders):
 
 def dealt_by_table(mesh, folder):
     """A run whose tables lie on either of two ranks, in folders of one name; one table of each is lost in turn."""
-    settings = override(SETTINGS, {"plan.sharding": "table_wise"})
+    settings = override_settings(SETTINGS, {"plan.sharding": "table_wise"})
     run = open_run(settings, mesh, Path(folder))
     run.train()
     last = {table.sharding.ranks: t for t, table in enumerate(run.trainer.collection.plan.tables)}

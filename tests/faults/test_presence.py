@@ -23,7 +23,7 @@ from colonnade.comm.peer_status import (
     PeerStatus,
     describe_status,
     diagnose_call,
-    telling,
+    report_errors,
 )
 from colonnade.comm.rendezvous import HEARTBEATS, STORE, Peer, connect_store, join_rendezvous
 from colonnade.errors import PeerLost, WorldError
@@ -253,13 +253,13 @@ def test_an_error_is_told_and_one_who_goes_on_is_not_blamed(server, kind, tmp_pa
     ranks = [PeerMonitor(heartbeats[r], [PEER, PEER], r, timedelta(seconds=5)) for r in range(2)]
     for each in ranks:
         each.start()
-    with pytest.raises(ZeroDivisionError), telling(ranks[1]):
+    with pytest.raises(ZeroDivisionError), report_errors(ranks[1]):
         raise ZeroDivisionError("by 0")
     lost = str(ranks[0].diagnose_loss("dense", None))
     assert "lost rank 1 in 'dense'" in lost and "ZeroDivisionError: by 0" in lost
     with pytest.raises(PeerLost, match="lost rank 1"):
         ranks[0].begin_call("route")
-    with telling(ranks[1]):
+    with report_errors(ranks[1]):
         ranks[1].begin_call("route")
     for each in ranks:
         each.stop("it ended")
@@ -267,8 +267,8 @@ def test_an_error_is_told_and_one_who_goes_on_is_not_blamed(server, kind, tmp_pa
 
 def stopped_at_the_end(mesh):
     """Rank 1 is stopped with nothing left to do; the other one does not take its leave without it."""
-    assert mesh.presence is not None
-    mesh.presence.timeout = 0.2  # of which closing has patience for twelve
+    assert mesh.peer_monitor is not None
+    mesh.peer_monitor.timeout = 0.2  # of which closing has patience for twelve
     if mesh.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     pid = mesh.peers[1].pid

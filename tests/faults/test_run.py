@@ -16,7 +16,7 @@ from small_run import CONFIG, digest
 
 from colonnade import Mesh, dense_state_dict
 from colonnade.checkpoint.header import list_checkpoints
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.data import Splits, open_source
 from colonnade.errors import (
     CheckpointError,
@@ -27,11 +27,13 @@ from colonnade.errors import (
 )
 from colonnade.run.run import open_run
 from colonnade.store.disk import Change, Disk
-from colonnade.store.manifest import describe, list_commit_files
+from colonnade.store.manifest import list_commit_files, read_manifest_fields
 
 
 def config(**settings):
-    return override(build_config(CONFIG), {k.replace("__", "."): v for k, v in settings.items()})
+    return override_settings(
+        build_config(CONFIG), {k.replace("__", "."): v for k, v in settings.items()}
+    )
 
 
 class Poisoned:
@@ -186,7 +188,7 @@ def test_a_flipped_byte_is_found_and_named(finished, victim):
     }
     path = sorted(finished.glob(patterns[victim]))[-1]
     if victim == "keys":
-        path = list(list_commit_files(path.parent, describe(path.parent, 15)))[-1].path
+        path = list(list_commit_files(path.parent, read_manifest_fields(path.parent, 15)))[-1].path
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(bytes(data))
@@ -197,7 +199,7 @@ def test_a_flipped_byte_is_found_and_named(finished, victim):
 def test_a_flipped_byte_of_a_row_is_found_and_named(finished):
     """Opening reads no row; reading all of them does."""
     place = finished / "rows" / "0-of-1" / "003"
-    path = next(list_commit_files(place, describe(place, 15))).path
+    path = next(list_commit_files(place, read_manifest_fields(place, 15))).path
     data = bytearray(path.read_bytes())
     data[-20] ^= 4
     path.write_bytes(bytes(data))

@@ -16,7 +16,7 @@ from small_run import CONFIG, digest
 
 from colonnade import Mesh
 from colonnade.checkpoint.header import list_checkpoints
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.run.run import open_run
 from colonnade.store.disk import Change, Disk
 
@@ -81,7 +81,7 @@ def traced(tmp_path_factory):
     folder = tmp_path_factory.mktemp("traced")
     disk = Traced()
     settings = {"plan.memory.dram": 90_000, "plan.staleness_steps": 1, "train.keep_checkpoints": 2}
-    config = override(build_config(CONFIG), settings)
+    config = override_settings(build_config(CONFIG), settings)
     run = open_run(config, Mesh(), folder, disk=disk)
     digests: dict[int, str] = {}
     write = run.checkpoints.write_snapshot

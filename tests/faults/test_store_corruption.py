@@ -18,7 +18,7 @@ from colonnade.errors import CheckpointError, CorruptionError, StorageError
 from colonnade.store import durable
 from colonnade.store.disk import Disk
 from colonnade.store.key_list import encode_key_list, open_key_list, read_key_list
-from colonnade.store.manifest import describe, file_name
+from colonnade.store.manifest import file_name, read_manifest_fields
 from colonnade.store.segment import HEADER, SegmentShape
 
 STRIDE = SegmentShape(RECORD_BYTES, b"").stride
@@ -247,7 +247,7 @@ def test_versions_to_come(tmp_path):
 def test_key_lists_that_contradict_each_other(tmp_path):
     """Whole files, but an id is live in two segments."""
     make_store(tmp_path)
-    checksum = int(describe(tmp_path, 2)["segments"][1]["checksum"], 16)
+    checksum = int(read_manifest_fields(tmp_path, 2)["segments"][1]["checksum"], 16)
     path = tmp_path / "segment-00000002.keys"
     ids = read_key_list(open_key_list(path), 2, 6, checksum).ids()
     ids[2] = 1

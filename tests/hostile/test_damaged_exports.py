@@ -19,9 +19,9 @@ from small_run import CONFIG, opened
 
 from colonnade import Mesh, Predictor, export_run
 from colonnade.cli import main
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, NonFiniteError
-from colonnade.publish.deltas import WORD
+from colonnade.publish.deltas import CURRENT
 from colonnade.publish.export import check_dense_finite
 from colonnade.publish.exported import serialize_model_json
 from colonnade.publish.transfer import build_fresh_records, store_records
@@ -41,7 +41,7 @@ def whole(tmp_path_factory) -> Path:
         "train.epochs": 1, "train.max_steps": 8, "train.checkpoint_steps": 4, "train.publish": str(place / "published"),
         "data.options.cardinalities": [40, 40, 40],
     }  # fmt: skip
-    config = override(build_config(CONFIG), settings)
+    config = override_settings(build_config(CONFIG), settings)
     run = open_run(config, Mesh(), place / "run", data=opened(config))
     run.train()
     run.close()
@@ -63,7 +63,7 @@ def published(whole, tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def batch():
-    config = override(build_config(CONFIG), {"data.options.cardinalities": [40, 40, 40]})
+    config = override_settings(build_config(CONFIG), {"data.options.cardinalities": [40, 40, 40]})
     return next(iter(opened(config).train.batches(200)))
 
 
@@ -279,7 +279,7 @@ def test_rows_are_checked_when_they_are_first_read(whole, tmp_path, monkeypatch)
 def test_nan_weights_are_not_exported(whole, tmp_path):
     with pytest.raises(NonFiniteError, match=r"top\.weight: got NaN or inf"):
         check_dense_finite({"top.weight": torch.tensor([1.0, torch.inf])})
-    config = override(
+    config = override_settings(
         build_config(CONFIG), {"data.options.cardinalities": [40, 40, 40], "train.max_steps": 4}
     )
     run = open_run(config, Mesh(), tmp_path / "run", data=opened(config))
@@ -301,13 +301,13 @@ def test_nan_weights_are_not_exported(whole, tmp_path):
 @pytest.mark.parametrize("name", EVIL)
 def test_names_in_a_publication_lead_nowhere_else(name, published, tmp_path):
     """By `open`, and by the copy that a URL is brought to."""
-    word = json.loads(read_verified(published / WORD))
+    word = json.loads(read_verified(published / CURRENT))
     word["bases"][0]["folder"] = name
-    write_durably(Disk(), published / WORD, json.dumps(word).encode())
+    write_durably(Disk(), published / CURRENT, json.dumps(word).encode())
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CorruptionError, match=WORD):
+    with pytest.raises(CorruptionError, match=CURRENT):
         Predictor.open(published)
-    with pytest.raises(CorruptionError, match=WORD):
+    with pytest.raises(CorruptionError, match=CURRENT):
         Predictor.open(f"file://{published}", copy=tmp_path / "copy")
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -350,7 +350,7 @@ def test_a_damaged_copy_is_carried_again_and_a_damaged_source_is_not(published, 
     flip(published / base.name / ROWS, -1)
     with pytest.raises(CorruptionError, match=ROWS):
         Predictor.open(url, copy=copy)
-    assert not (copy / WORD).exists() and not (base / ROWS).exists()
+    assert not (copy / CURRENT).exists() and not (base / ROWS).exists()
 
 
 def test_verify_reads_a_publication(published, capsys, monkeypatch):

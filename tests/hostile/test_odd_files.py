@@ -7,7 +7,7 @@ import os
 import pytest
 
 from colonnade.data.tabular.hashing import MAX_TEXT_BYTES
-from colonnade.terminal import Terminal, printable
+from colonnade.terminal import Terminal, escape_control_characters
 
 SMALL = ("--set", "train.batch_size=100", "--set", "model.top=[4]")
 HEADER = "label,user,item,price\n"
@@ -81,7 +81,7 @@ def test_names_are_printed_as_they_are(colonnade, tmp_path):
 
 
 def test_control_characters_become_escapes(capsys):
-    assert printable("a\x1b[2Jb\tc\nd\x07é") == "a\\x1b[2Jb\tc\nd\\x07é"
+    assert escape_control_characters("a\x1b[2Jb\tc\nd\x07é") == "a\\x1b[2Jb\tc\nd\\x07é"
     Terminal().print("[bold]x[/y] :smile: \x1b[31m")
     assert capsys.readouterr().out == "[bold]x[/y] :smile: \\x1b[31m\n"
 

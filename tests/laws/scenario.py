@@ -42,7 +42,7 @@ from colonnade.config.plan import CacheTier
 from colonnade.row_state import dense_state_dict
 from colonnade.store.log import open_log
 from colonnade.store.shards import AbsentRows
-from colonnade.store.table_shards import lay_out
+from colonnade.store.table_shards import shard_tables
 from colonnade.topology.sharding import Sharding, row_wise
 from colonnade.train.dense import DenseGradients
 
@@ -226,7 +226,7 @@ def open_backings(
             identity=each.table.name,
             step=None,
         )
-        for each in lay_out(tables, shardings or [row_wise(mesh.num_ranks)] * len(tables))
+        for each in shard_tables(tables, shardings or [row_wise(mesh.num_ranks)] * len(tables))
     ]
 
 

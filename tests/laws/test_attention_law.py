@@ -38,7 +38,7 @@ from colonnade.errors import ConfigError
 from colonnade.lookup.layout import declare
 from colonnade.plan.cost.consumers import build_model_load
 from colonnade.plan.cost.table_stats import build_table_loads
-from colonnade.plan.measure.profile import profile
+from colonnade.plan.measure.profile import profile_batches
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint
 from colonnade.store.checksums import compute_checksums
@@ -370,7 +370,9 @@ def test_bytes_are_foretold(hosts, ranks_per_host):
     everyone = run_ranks(num_ranks, counted, ranks_per_host=ranks_per_host)
     world = World(num_hosts=hosts, ranks_per_host=ranks_per_host)
     declaration = wide_collection().declaration
-    sampled = profile(WIDE, declaration.features, [many(t, SIZE * num_ranks) for t in range(20)])
+    sampled = profile_batches(
+        WIDE, declaration.features, [many(t, SIZE * num_ranks) for t in range(20)]
+    )
     for case, (kind, codecs) in SENT.items():
         loads = build_table_loads(
             WIDE, declaration.features, sampled, world, batch_size=SIZE * num_ranks, last_batch=100,
@@ -387,7 +389,7 @@ def test_bytes_are_foretold(hosts, ranks_per_host):
 def test_a_sequence_of_which_something_else_is_taken_cannot_stay():
     """Chosen neither, nor where it is asked for: its query's table travels otherwise."""
     declaration, world = wide_collection().declaration, World(ranks_per_host=2)
-    sampled = profile(WIDE, declaration.features, [many(0, 500)])
+    sampled = profile_batches(WIDE, declaration.features, [many(0, 500)])
     loads = build_table_loads(WIDE, declaration.features, sampled, world, batch_size=500)
     model = build_model_load(declaration, loads, world=world)
     both = dict.fromkeys(("item", "user"), Constraint(exchange="partials"))

@@ -25,8 +25,8 @@ from colonnade import (
 from colonnade.comm.traffic import Traffic
 from colonnade.plan.cost.comm_volume import CHANNELS
 from colonnade.plan.cost.table_stats import build_table_loads
-from colonnade.plan.hot import popular, profile_hot_and_cold
-from colonnade.plan.measure.profile import profile
+from colonnade.plan.hot import most_popular_ids, profile_hot_and_cold
+from colonnade.plan.measure.profile import profile_batches
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint
 from colonnade.topology.sharding import column_wise, replicated, row_wise, table_wise
@@ -119,7 +119,7 @@ def hot_of(case):
         return {}
     batches = [batch_of(step, FORCED[case][2]) for step in range(30)]
     readers = {name: [each.name for each in FEATURES if each.table == name] for name in MANY}
-    return {name: popular(batches, readers[name], count) for name, count in MANY.items()}
+    return {name: most_popular_ids(batches, readers[name], count) for name, count in MANY.items()}
 
 
 def counted(mesh, case, hot):
@@ -148,7 +148,7 @@ def counted(mesh, case, hot):
 @pytest.fixture(scope="module")
 def profiles():
     return {
-        order: profile(TABLES, FEATURES, [batch_of(step, order) for step in range(30)])
+        order: profile_batches(TABLES, FEATURES, [batch_of(step, order) for step in range(30)])
         for order in {order for _, _, order in FORCED.values()}
     }
 

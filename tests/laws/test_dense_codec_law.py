@@ -15,7 +15,7 @@ from colonnade import Mesh, World
 from colonnade.checkpoint.fingerprint import dense_weights
 from colonnade.comm.collectives import choose_sum_algorithm, sent, sum_algorithm_of_layout
 from colonnade.comm.traffic import Traffic
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.run.run import open_run
 from colonnade.train import dense as buckets
 from colonnade.train.dense import DenseGradients
@@ -313,7 +313,7 @@ def runs(mesh, folder):
         for stop in stops:
             mesh.traffic.sent_bytes.clear()
             given = {"plan.codec.dense": "int8", "train.max_steps": stop, "train.accumulate": parts}
-            run = open_run(override(build_config(CONFIG), given), mesh, folder / name)
+            run = open_run(override_settings(build_config(CONFIG), given), mesh, folder / name)
             run.train()
             dense = dense_weights(run.trainer.model)
             weights = {n: v.clone() for n, v in dense.items()}
@@ -335,7 +335,9 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(tmp_path):
         for name in whole:
             torch.testing.assert_close(parts[name], whole[name], rtol=0.05, atol=0.005)
             assert torch.equal(parts[name], all_found[0][3][0][name])
-    config = override(build_config(CONFIG), {"plan.codec.dense": "int8", "train.max_steps": 8})
+    config = override_settings(
+        build_config(CONFIG), {"plan.codec.dense": "int8", "train.max_steps": 8}
+    )
     run = open_run(config, Mesh(), tmp_path / "twice")
     lost = residuals_by_parameter([found[2][1] for found in all_found])
     owed = run.trainer.dense.state()["buckets"][0]

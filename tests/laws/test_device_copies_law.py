@@ -107,7 +107,7 @@ def train_with_copies(mesh, kind, tier, device):
     cached.caches[0] = replace(cached.caches[0], clock=RowClock(1, 1))
     apply_planned_bounds(cached)
     steps(5, 8)
-    with rows.settled() as before:
+    with rows.synchronized_view() as before:
         settled = all_rows()
         state = cached_state.state(collection.cached, before)
     for table in state["tables"].values():

@@ -9,7 +9,7 @@ from slow_directory import HIT, SlowDirectory
 from test_foresight import slowly
 from test_row_clock_law import CONFIG, Ones
 
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.run.run import open_run
 
 STEPS, ROWS, STALENESS, WINDOW = 40, 9, 6, 4
@@ -59,7 +59,7 @@ def test_it_decides_by_the_next_uses_that_a_window_shows():
 
 def train_on(mesh, folder, max_steps):
     """All rows with what waits, and what the directories remember."""
-    config = override(
+    config = override_settings(
         build_config(CONFIG),
         {
             "train.max_steps": max_steps,
@@ -70,7 +70,7 @@ def train_on(mesh, folder, max_steps):
     try:
         run.train()
         collection = run.trainer.collection
-        with run.trainer.rows.settled():
+        with run.trainer.rows.synchronized_view():
             rows = [
                 collection.rows("C1", torch.arange(50)),
                 collection.rows("C2", torch.arange(900)),

@@ -39,7 +39,7 @@ from colonnade import (
     load_rows,
 )
 from colonnade.cache.cached_rows import DeviceCachedRows
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.errors import ConfigError
 from colonnade.exchange import exchange
 from colonnade.exchange.cached import TableCache
@@ -233,7 +233,7 @@ def count_batches(mesh, cases, steps):
             mesh, staleness, rows, read=read, policy=policy, depth=depth, seed=staleness, tier=tier
         )
         total, worst = world.run(steps)
-        with world.rows.settled():
+        with world.rows.synchronized_view():
             for held in world.held():
                 assert np.array_equal(held, total), "I1: every batch once"
             world.collection.eval()
@@ -248,7 +248,7 @@ def count_batches(mesh, cases, steps):
         for held, before in zip(world.held(), after, strict=True):
             assert (held <= more).all()
             assert (held >= before).all()
-        with world.rows.settled():
+        with world.rows.synchronized_view():
             assert all(np.array_equal(held, more) for held in world.held())
         missed.append(worst)
     return missed
@@ -283,7 +283,7 @@ def count_batches_by_changing_bounds(mesh, cases, steps):
     for seed, (staleness, rows, policy, depth) in enumerate(cases):
         world = Ones(mesh, staleness, rows, policy=policy, depth=depth, seed=seed)
         total, _ = world.run(steps, np.random.default_rng(seed))
-        with world.rows.settled():
+        with world.rows.synchronized_view():
             for held in world.held():
                 assert np.array_equal(held, total), "I1: every batch once"
         counts, copies = world.collection.cached.counts, world.collection.cached.cached_rows
@@ -308,8 +308,8 @@ def begin_while_settled(mesh):
     ahead = world.collection.lookahead(mine)
     sum(output.sum() for output in world.collection(next(ahead)).values()).backward()
     world.rows.step()
-    with world.rows.settled():
-        for call in (lambda: world.rows.settled().__enter__(), lambda: next(ahead)):
+    with world.rows.synchronized_view():
+        for call in (lambda: world.rows.synchronized_view().__enter__(), lambda: next(ahead)):
             with pytest.raises(RuntimeError, match="settled"):
                 call()
         ahead.close()
@@ -355,7 +355,7 @@ def beside_tables_that_are_cut(mesh):
         for coming in collection.lookahead([batch] * 3):
             sum(output.square().sum() for output in collection(coming).values()).backward()
             rows.step()
-        with rows.settled():
+        with rows.synchronized_view():
             found.append([collection.rows(t.name, torch.arange(9)) for t in declared])
     return found
 
@@ -405,7 +405,7 @@ def gathering(mesh, batches, caches):
         rows.step()
     one = torch.tensor([1])
     held = [collection.rows(t.name, one) for t in declared]
-    with rows.settled():
+    with rows.synchronized_view():
         return seen, held, [collection.rows(t.name, one) for t in declared]
 
 
@@ -436,7 +436,7 @@ CONFIG = {
 
 def run_on(mesh, folder, epochs, staleness):
     """Goes on to `epochs`: all rows with what waits, those their owners have, test scores, rows used without a word."""
-    config = override(
+    config = override_settings(
         build_config(CONFIG), {"train.epochs": epochs, "plan.cache.staleness": staleness}
     )
     run = open_run(config, mesh, folder)
@@ -444,7 +444,7 @@ def run_on(mesh, folder, epochs, staleness):
         outcome = run.train()
         collection, ids = run.trainer.collection, torch.arange(50)
         held = collection.rows("C1", ids)
-        with run.trainer.rows.settled():
+        with run.trainer.rows.synchronized_view():
             every = [collection.rows("C1", ids), collection.rows("C2", torch.arange(900))]
         number = 0 if collection.cached is None else collection.cached.number
         return every, held, run.summary(outcome)["metrics"], number
@@ -471,7 +471,7 @@ def run_parts(mesh, folder, parts):
     batches that wait at a copy, and the bounds of C2."""
     for steps, settings in parts:
         said = {"train.epochs": 2, "train.max_steps": steps, **settings}
-        run = open_run(override(build_config(CONFIG), said), mesh, folder)
+        run = open_run(override_settings(build_config(CONFIG), said), mesh, folder)
         try:
             run.train()
             collection, waiting, bounds = run.trainer.collection, 0, None
@@ -481,7 +481,7 @@ def run_parts(mesh, folder, parts):
                 waiting = max(int(ticks.max(initial=0)) for ticks in cached.cached_rows.num_pending)
                 last = cached.directories[1]
                 bounds = last.read_bound, last.write_bound
-            with run.trainer.rows.settled():
+            with run.trainer.rows.synchronized_view():
                 sizes = {"C1": 50, "C2": 900}
                 every = [collection.rows(name, torch.arange(n)) for name, n in sizes.items()]
         finally:
@@ -564,7 +564,7 @@ def leave_one_out(mesh):
         other.open(world.collection.plan, mesh, policies={"any": object()})
     fresh = Ones(mesh, 6, 9)
     load_rows(fresh.collection, "few", torch.zeros(3, 2))  # nobody has a copy yet
-    with world.rows.settled():
+    with world.rows.synchronized_view():
         return str(said.value), [np.array_equal(held, total) for held in world.held()]
 
 
@@ -595,7 +595,7 @@ def go_on_after(mesh, staleness, reads):
                     with pytest.raises(RuntimeError, match=r"collection\.forget\(\)"):
                         world.collection(mine[4])
                 world.collection.forget()
-        with world.rows.settled():
+        with world.rows.synchronized_view():
             found.append(world.held())
     return found
 
@@ -621,7 +621,7 @@ def lose_letters(mesh):
             world.collection(batch)
     exchange.exchange_messages = sent
     total, _ = world.run(20)
-    with world.rows.settled():
+    with world.rows.synchronized_view():
         return [np.array_equal(held, total) for held in world.held()]
 
 

@@ -29,16 +29,16 @@ from colonnade import (
     embedding,
     fit,
 )
-from colonnade.comm.collectives import announced
+from colonnade.comm.collectives import notify_servers
 from colonnade.comm.mesh import TRAINING
 from colonnade.comm.process_groups import with_servers
 from colonnade.comm.traffic import Traffic
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_batches
 from colonnade.errors import ConfigError
 from colonnade.models.retriever import RetrievalObjective
 from colonnade.plan.cost.table_stats import build_table_loads
-from colonnade.plan.measure.profile import profile
+from colonnade.plan.measure.profile import profile_batches
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint
 from colonnade.report.reading import read_run
@@ -222,7 +222,7 @@ TIERED = {
 def run_until(mesh, folder, step, servers):
     """A run of files below memory, begun or gone on with; what this rank's rows came from."""
     settings = {**TIERED, "plan.servers": servers, "train.max_steps": step}
-    config = override(build_config(CONFIG), settings)
+    config = override_settings(build_config(CONFIG), settings)
     run = open_run(config, mesh, folder, data=opened(config))
     outcome = run.train()
     run.close()
@@ -247,7 +247,7 @@ def on_disk(mesh, folder, servers):
 def decided(mesh, servers):
     """What comes of a run whose second rank meets a NaN in step 3, and whose last is asked to stop after that."""
     settings = {"plan.servers": servers, "train.on_non_finite": "skip", "train.evaluate_steps": 4}
-    config = override(build_config(CONFIG), settings)
+    config = override_settings(build_config(CONFIG), settings)
     run = open_run(config, mesh, None, data=poisoned(3) if mesh.rank == 1 else opened(config))
     told, run.trainer.evaluate = run.trainer.evaluate, lambda source: ask(source)
 
@@ -261,7 +261,7 @@ def decided(mesh, servers):
 
 def begun(mesh):
     """Updates under way when a run's evaluations begin, and at each word of theirs to servers."""
-    config = override(
+    config = override_settings(
         build_config(CONFIG), LATE | {"train.max_steps": 5, "train.evaluate_steps": 2}
     )
     run = open_run(config, mesh, None, data=opened(config))
@@ -275,7 +275,7 @@ def begun(mesh):
 
     def heard(mesh, mine):
         at.append(len(updates))
-        return announced(mesh, mine)
+        return notify_servers(mesh, mine)
 
     run.trainer.evaluate = watched
     with pytest.MonkeyPatch.context() as patch:
@@ -411,7 +411,7 @@ def counted(mesh):
 
 def test_bytes_are_foretold_for_trainers_and_servers():
     everyone = run_ranks(4, counted, ranks_per_host=2)
-    sampled = profile(TABLES, FEATURES, [batch_of(step, "spread") for step in range(30)])
+    sampled = profile_batches(TABLES, FEATURES, [batch_of(step, "spread") for step in range(30)])
     loads = build_table_loads(TABLES, FEATURES, sampled, WORLD, batch_size=SIZE, last_batch=100)
     for case, said in FORCED.items():
         forced = {table.name: said.get(table.name, DEALT) for table in TABLES}
@@ -423,7 +423,7 @@ def test_bytes_are_foretold_for_trainers_and_servers():
 
 
 def test_tables_are_chosen_places_on_servers_alone():
-    sampled = profile(TABLES, FEATURES, [batch_of(step, "spread") for step in range(9)])
+    sampled = profile_batches(TABLES, FEATURES, [batch_of(step, "spread") for step in range(9)])
     for servers in (1, 3):
         world = World(num_hosts=2, ranks_per_host=4, servers_per_host=servers)
         loads = build_table_loads(TABLES, FEATURES, sampled, world, batch_size=SIZE, last_batch=100)
@@ -455,9 +455,9 @@ def test_every_rank_makes_the_groups_of_trainers_in_one_order(monkeypatch):
     orders = set()
     for rank in range(6):
         made.clear()
-        presence = SimpleNamespace(timeout=1.0, participants={})
+        peer_monitor = SimpleNamespace(timeout=1.0, participants={})
         world = World(num_hosts=2, ranks_per_host=3)
-        mesh = with_servers(Mesh(world, rank, presence=presence), 1)
+        mesh = with_servers(Mesh(world, rank, peer_monitor=peer_monitor), 1)
         orders.add(tuple(made))
         trainers = mesh.trainers
         assert mesh.is_server == (rank in (2, 5)) and mesh.num_ranks == 6
@@ -467,7 +467,7 @@ def test_every_rank_makes_the_groups_of_trainers_in_one_order(monkeypatch):
         assert (trainers.num_ranks, trainers.rank) == (4, (0, 1, None, 2, 3)[rank])
         assert trainers.group("dense") == trainers.group(TRAINING) == (0, 1, 3, 4)
         assert trainers.group("dense", trainers.host_scope) == ((0, 1) if rank < 3 else (3, 4))
-        over_hosts = trainers.group("dense", trainers.over_hosts)
+        over_hosts = trainers.group("dense", trainers.cross_host_scope)
         assert over_hosts == ((0, 3) if rank in (0, 3) else (1, 4))
-        assert presence.participants["trainers dense in host"] == {0, 1, 3, 4}
+        assert peer_monitor.participants["trainers dense in host"] == {0, 1, 3, 4}
     assert len(orders) == 1

@@ -27,7 +27,7 @@ from colonnade import (
     export_run,
     stacked_rows,
 )
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.data import Column, Schema
 from colonnade.data.counter import GAMMA, MASK
 from colonnade.data.tabular.hashing import _mix
@@ -268,8 +268,10 @@ def test_a_run_is_planned_checkpointed_exported_and_predicts(tmp_path):
         with Predictor.open(place) as predictor:
             assert torch.equal(predictor(batch), wanted)
     with pytest.raises(CheckpointError, match="hashes"):
-        open_run(override(config, {"embedding.tables.words.hashes": 3}), Mesh(), folder)
-    other = override(config, {"embedding.tables.words.rows": 41, "train.warm_start": str(folder)})
+        open_run(override_settings(config, {"embedding.tables.words.hashes": 3}), Mesh(), folder)
+    other = override_settings(
+        config, {"embedding.tables.words.rows": 41, "train.warm_start": str(folder)}
+    )
     with pytest.raises(
         CheckpointError, match="words has 2 hashes into 40 rows there, 2 hashes into 41"
     ):

@@ -37,7 +37,7 @@ from colonnade.plan.cost.consumers import build_model_load, find_remote_consumer
 from colonnade.plan.cost.partials import Partials
 from colonnade.plan.cost.table_stats import build_table_loads
 from colonnade.plan.hot import profile_hot_and_cold
-from colonnade.plan.measure.profile import profile
+from colonnade.plan.measure.profile import profile_batches
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint
 from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
@@ -204,7 +204,7 @@ def test_bytes_are_foretold(hosts, ranks_per_host, cases):
     world = World(num_hosts=hosts, ranks_per_host=ranks_per_host)
     size = SIZE * num_ranks
     batches = [batch_of(step, size) for step in range(20)]
-    sampled = profile(TABLES, FEATURES, batches)
+    sampled = profile_batches(TABLES, FEATURES, batches)
     for case in cases:
         consumers, says, codecs, wanted = CASES[case]
         declaration, forced = collection_of(consumers).declaration, says(num_ranks)
@@ -247,7 +247,7 @@ def test_bytes_are_foretold(hosts, ranks_per_host, cases):
             assert why["fm"] == "fewer floats; table a, which has hot rows, sends values"
         if case == "beside hot rows":
             assert "hot and cold rows of table a" in why["alone"]
-            assert [each.name for each in choice.consumers if each.is_apart] == ["alone"]
+            assert [each.name for each in choice.consumers if each.depends_on_hot_rows] == ["alone"]
         found = find_remote_consumers(
             declaration, plan.shardings, [table.exchange for table in plan.tables]
         )
@@ -278,7 +278,7 @@ def test_the_cut_of_numbers_is_the_exchanges():
             for _ in names
         ]
         declaration = declare(tables, features, consumers)
-        sampled = profile(tables, features, [one_of_each(features)])
+        sampled = profile_batches(tables, features, [one_of_each(features)])
         loads = build_table_loads(tables, features, sampled, World(ranks_per_host=n), batch_size=1)
         adds = dice.random() < 0.5
         partials = Partials(build_model_load(declaration, loads), len(tables), adds_in_host=adds)

@@ -29,7 +29,7 @@ from colonnade import (
     World,
     build_plan,
 )
-from colonnade.exchange.operator_cut import barred, floats, remote_consumers
+from colonnade.exchange.operator_cut import floats, remote_consumers, why_not_remote
 from colonnade.lookup.layout import declare
 from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
 
@@ -431,7 +431,7 @@ def test_what_owners_cannot_evaluate():
 
     def found(**given):
         names = remote_consumers(declaration, [row_wise(4)] * 4, **given)
-        why = {name: barred(declaration, name, **given) for name in consumers}
+        why = {name: why_not_remote(declaration, name, **given) for name in consumers}
         assert set(names) == {name for name, each in why.items() if each is None}
         return why
 

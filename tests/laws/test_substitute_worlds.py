@@ -26,7 +26,7 @@ from colonnade import (
     build_plan,
 )
 from colonnade.comm.process_groups import with_servers
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.errors import ConfigError
 from colonnade.models.build import build_model
 from colonnade.run.run import load_run_config, open_run, prepare_run
@@ -199,7 +199,7 @@ NFM = {"model.name": "nfm", "model.bottom": None, "plan.exchange": "partials"}
 
 
 def config_of(**settings):
-    return override(
+    return override_settings(
         build_config(CONFIG), NFM | {name.replace("__", "."): v for name, v in settings.items()}
     )
 

@@ -14,10 +14,10 @@ from test_towers_law import Tower
 
 from colonnade import Concat, EmbeddingCollection, PlanConfig, RowOptimizer, Sum, World, build_plan
 from colonnade.comm.traffic import Traffic
-from colonnade.plan.constraints import in_towers
+from colonnade.plan.constraints import shard_in_towers
 from colonnade.plan.cost.consumers import build_model_load
 from colonnade.plan.cost.table_stats import build_table_loads
-from colonnade.plan.measure.profile import profile
+from colonnade.plan.measure.profile import profile_batches
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint
 from colonnade.topology.sharding import Sharding, row_wise, table_wise
@@ -28,7 +28,7 @@ NUM_RANKS = WORLD.num_ranks
 
 
 def whole(towers, kinds=None):
-    own = in_towers(TABLES, FEATURES, towers, WORLD, kinds)
+    own = shard_in_towers(TABLES, FEATURES, towers, WORLD, kinds)
     return {name: settings.sharding for name, settings in own.items()}
 
 
@@ -164,7 +164,7 @@ def test_bytes_of_rows_are_foretold():
 
 def check_foretold(everyone, cases):
     size = SIZE * NUM_RANKS
-    sampled = profile(TABLES, FEATURES, [batch_of(step, size) for step in range(20)])
+    sampled = profile_batches(TABLES, FEATURES, [batch_of(step, size) for step in range(20)])
     for case in cases:
         place, towers, codecs, _ = CASES[case]
         loads = build_table_loads(

@@ -45,7 +45,7 @@ class Tower(Interaction):
     """A layer of all fields of a tower, side by side."""
 
     merge = "whole"
-    one_width = False
+    needs_equal_dims = False
 
     def __init__(self, dims: int, out: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Tower(Interaction):
     def needs(self):
         return "fields"
 
-    def partial_of(self, fields, numbers=None):
+    def partial_of_fields(self, fields, numbers=None):
         return torch.tanh(self.layer(fields))
 
     def combine(self, stats, dense=None):
@@ -372,22 +372,22 @@ def test_codecs_round_between_towers_alone(everyone):
 class Wrong(Tower):
     """Forgets a sample."""
 
-    def partial_of(self, fields, numbers=None):
-        return super().partial_of(fields, numbers)[1:]
+    def partial_of_fields(self, fields, numbers=None):
+        return super().partial_of_fields(fields, numbers)[1:]
 
 
 class Picky(Tower):
     """Cannot be asked about no samples, as nothing that has a view of so many rows can."""
 
-    def partial_of(self, fields, numbers=None):
-        return super().partial_of(fields.view(len(fields), -1), numbers)
+    def partial_of_fields(self, fields, numbers=None):
+        return super().partial_of_fields(fields.view(len(fields), -1), numbers)
 
 
 class Deaf(Tower):
     """What it gives has no gradient."""
 
-    def partial_of(self, fields, numbers=None):
-        return super().partial_of(fields, numbers).detach()
+    def partial_of_fields(self, fields, numbers=None):
+        return super().partial_of_fields(fields, numbers).detach()
 
 
 def first_of(tower, mesh):

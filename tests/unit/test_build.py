@@ -7,15 +7,15 @@ import torch
 
 from colonnade import FTRL, Adam, Mesh, RowOptimizer, RowWiseAdagrad
 from colonnade.batch import Batch, Ids
-from colonnade.config.run import ModelConfig, build_config, override
+from colonnade.config.run import ModelConfig, build_config, override_settings
 from colonnade.data import open_source
 from colonnade.data.contract import Column, Schema
 from colonnade.errors import ConfigError
-from colonnade.models.build import KINDS, build_model, build_tables
+from colonnade.models.build import MODEL_SPECS, build_model, build_tables
 from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.split import Scorer
 from colonnade.models.two_tower import TwoTower
-from colonnade.run.defaults import MODEL_PRESETS, PRESETS, preset
+from colonnade.run.defaults import MODEL_PRESETS, PRESETS, get_preset
 from colonnade.train.objective import weighted_loss
 
 SCHEMA = Schema(
@@ -28,7 +28,7 @@ SCHEMA = Schema(
     ),
     labels=("click", "buy"),
 )
-SCORERS = sorted(name for name, kind in KINDS.items() if issubclass(kind.model, Scorer))
+SCORERS = sorted(name for name, kind in MODEL_SPECS.items() if issubclass(kind.model, Scorer))
 
 
 def batch(size=4) -> Batch:
@@ -45,7 +45,7 @@ def batch(size=4) -> Batch:
 
 def test_every_name_of_the_configuration_is_a_model():
     names = ModelConfig.model_fields["name"].annotation.__args__
-    assert set(names) == set(KINDS)
+    assert set(names) == set(MODEL_SPECS)
 
 
 @pytest.mark.parametrize("name", SCORERS)
@@ -140,7 +140,7 @@ def test_a_table_has_an_optimizer_a_rate_and_first_values_of_its_own():
     assert [table.optimizer["deep"] for table in (user, tags, item)] == list(every)
     assert [t.initializer["deep"].scale for t in (user, tags, item)] == [0.125, 0.0, 0.5]
     assert {t.optimizer["wide"].lr for t in (user, tags, item)} == {2.0}
-    config = override(config, {"model.name": "lr", "embedding.by_table.user.lr": 3.0})
+    config = override_settings(config, {"model.name": "lr", "embedding.by_table.user.lr": 3.0})
     user, tags, item = build_tables(SCHEMA, config)[0]
     assert user.optimizer == RowWiseAdagrad(lr=3.0, eps=1e-3) and item.initializer.scale == 0.5
 
@@ -204,9 +204,9 @@ def test_precision_and_compilation_come_from_the_configuration():
 
 
 @pytest.mark.parametrize("data", sorted(PRESETS))
-@pytest.mark.parametrize("name", [None, *sorted(KINDS)])
+@pytest.mark.parametrize("name", [None, *sorted(MODEL_SPECS)])
 def test_presets_are_settings_that_their_model_has(data, name):
-    config = preset(data, name)
+    config = get_preset(data, name)
     assert config.model.name == (name or PRESETS[data].model.name)
     if name in (None, *MODEL_PRESETS.get(data, {})) or name in SCORERS:
         build_tables(SCHEMA, config)
@@ -214,9 +214,9 @@ def test_presets_are_settings_that_their_model_has(data, name):
 
 def test_a_model_no_preset_knows_is_named():
     with pytest.raises(ConfigError, match="transformer"):
-        preset("movielens", "transformer")
+        get_preset("movielens", "transformer")
     with pytest.raises(ConfigError, match="movielens"):
-        preset("netflix")
+        get_preset("netflix")
 
 
 def test_unknown_labels_add_nothing():
@@ -251,11 +251,12 @@ def test_ranks_losses_add_up_with_unknown_labels():
 
 def test_one_epoch_of_a_preset_learns(shared_data):
     """Real data: two towers beat popularity (recall@20 0.1402) after an epoch."""
-    from colonnade.config.run import override
+    from colonnade.config.run import override_settings
     from colonnade.run.run import open_run
 
-    config = override(
-        preset("movielens_retrieval"), {"train.epochs": 1, "data.path": str(shared_data / "ml-1m")}
+    config = override_settings(
+        get_preset("movielens_retrieval"),
+        {"train.epochs": 1, "data.path": str(shared_data / "ml-1m")},
     )
     assert open_source("movielens_retrieval", shared_data / "ml-1m").test is not None
     opened = open_run(config, Mesh(), None)

@@ -12,7 +12,7 @@ from plans import cache_settings
 from colonnade import CountMinAdmission, PlanConfig, Table, build_plan
 from colonnade.cache.cached_rows import DeviceCachedRows, NativeCachedRows
 from colonnade.cache.directory import Directory, VersionLog
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.exchange.cached import TableCache
 from colonnade.exchange.cached_state import can_load_cache
@@ -32,7 +32,7 @@ ONE = TableCache(10, RowClock(1, 2), "lfu")
 
 def configured(**settings):
     said = {f"plan.cache.{name.replace('__', '.')}": value for name, value in settings.items()}
-    return override(build_config({}), said).plan.cache
+    return override_settings(build_config({}), said).plan.cache
 
 
 def test_sizes_and_bounds_of_a_configuration():
@@ -148,7 +148,7 @@ def test_rows_that_leave_have_no_copies():
 def test_steps_of_several_batches_or_none_are_refused(name):
     value = 2 if name == "train.accumulate" else "skip"
     with pytest.raises(ConfigError, match=name):
-        override(build_config({}), {"plan.cache.staleness": 1, name: value})
+        override_settings(build_config({}), {"plan.cache.staleness": 1, name: value})
 
 
 @pytest.mark.parametrize("rows", [1, 2, 37, None])
@@ -236,8 +236,8 @@ def test_staleness_is_a_number_of_batches(name):
 
 def test_copies_on_a_device_need_one_that_has_room_for_them():
     with pytest.raises(ConfigError, match=r"tier=hbm with train.device=cpu.*leave tier out"):
-        override(build_config({}), {"plan.cache.tier": "hbm"})
-    config = override(build_config({}), {"plan.cache.tier": "hbm", "train.device": "cuda"})
+        override_settings(build_config({}), {"plan.cache.tier": "hbm"})
+    config = override_settings(build_config({}), {"plan.cache.tier": "hbm", "train.device": "cuda"})
     assert config.plan.cache.tier == "hbm"
     cpu = torch.device("cpu")
     with pytest.raises(ConfigError, match=r"got 10,000,000,000,000,000 copies .*'user' for cpu"):

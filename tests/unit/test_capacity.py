@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from colonnade.plan.cost.prediction import FRAME_BYTES, HEADER_BYTES, Machine, Work, simulate
+from colonnade.plan.cost.prediction import FRAME_BYTES, HEADER_BYTES, Machine, SampleCost, simulate
 
-WORK = Work(seconds=1e-5, moved_seconds=2e-6, rows=20.0, row_floats=100.0, record_bytes=412.0)
+WORK = SampleCost(seconds=1e-5, moved_seconds=2e-6, rows=20.0, row_floats=100.0, record_bytes=412.0)
 MACHINE = Machine(memory_bytes=400e9, ssd_bytes=8e12, ranks=16, uplink=1.25e9, pages=500_000)
 
 

@@ -249,7 +249,7 @@ def with_caches(mesh, folder):
     with pytest.raises(ConfigError, match=r"plan\.cache"):
         collection.save(folder, 3)
     collection.save(folder, 3, optimizer=rows)
-    with rows.settled():
+    with rows.synchronized_view():
         return all_rows(collection)
 
 

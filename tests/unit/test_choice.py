@@ -19,10 +19,10 @@ from colonnade.plan.cost.comm_volume import (
     FIXED_BYTES,
     SHARED_BYTES,
     TABLE_BYTES,
-    alone,
     interpolate_row_seconds,
     predict_pair_traffic,
     predict_processor_seconds,
+    single_rank_seconds,
 )
 from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
 from colonnade.plan.cost.tower_paths import tower_call_seconds
@@ -307,9 +307,13 @@ def test_rates_of_rows_lie_between_those_measured():
     assert interpolate_row_seconds(rates, 128) == pytest.approx((2 / 2e6, 2 / 1e6))
     assert 1 / 4e6 < interpolate_row_seconds(rates, 40)[0] < 1 / 2e6
     load = load_of("t", 1000, TWO_BY_TWO)
-    assert predict_processor_seconds(load, "rows", 1, 4, []).owner == 0 == alone(load, [])
+    assert (
+        predict_processor_seconds(load, "rows", 1, 4, []).owner
+        == 0
+        == single_rank_seconds(load, [])
+    )
     one = predict_processor_seconds(load, "rows", 1, 1, rates)
-    assert one.trainer + one.owner > alone(load, rates)  # messages cost something
+    assert one.trainer + one.owner > single_rank_seconds(load, rates)  # messages cost something
 
 
 def test_planning_and_packing_of_lookups_count_where_they_were_measured():
@@ -327,7 +331,9 @@ def test_planning_and_packing_of_lookups_count_where_they_were_measured():
     assert more["rows"] == pytest.approx((load.lookups / 1e7, 4 * load.unique_rank / 1e7))
     assert more["pooled"] == pytest.approx((load.lookups / 1e7, 4 * load.lookups * 2e-7))
     assert more["partials"] == pytest.approx(more["pooled"])
-    assert alone(load, seeing) - alone(load, blind) == pytest.approx(load.lookups / 1e7)
+    assert single_rank_seconds(load, seeing) - single_rank_seconds(load, blind) == pytest.approx(
+        load.lookups / 1e7
+    )
 
 
 def test_a_processor_that_is_slow_spreads_what_links_would_not():

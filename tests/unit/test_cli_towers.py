@@ -12,7 +12,7 @@ from browser import CHROMIUM, look
 from colonnade.batch import Batch, Ids
 from colonnade.cli.feature_sample import measure_affinity, pool_rows
 from colonnade.comm.mesh import Mesh
-from colonnade.config.run import RunConfig, override
+from colonnade.config.run import RunConfig, override_settings
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import DataError
 from colonnade.optimizers import SGD
@@ -45,7 +45,7 @@ class ListSource:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("towers") / "run"
-    run = open_run(override(RunConfig(), SETTINGS), Mesh(), folder)
+    run = open_run(override_settings(RunConfig(), SETTINGS), Mesh(), folder)
     run.train()
     run.close()
     return folder

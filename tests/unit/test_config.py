@@ -12,11 +12,11 @@ from colonnade.config.run import (
     build_config,
     dump_config,
     load_config,
-    override,
+    override_settings,
 )
 from colonnade.errors import ConfigError
 from colonnade.run.defaults import PRESETS
-from colonnade.sizes import Place, parse_bytes, parse_storage_location
+from colonnade.sizes import StorageLocation, parse_bytes, parse_storage_location
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,10 @@ def test_errors_name_the_setting_and_the_remedy(values, words):
 
 def test_override_names_the_nearest():
     with pytest.raises(ConfigError, match=r"did you mean train\.epochs"):
-        override(RunConfig(), {"train.epoch": 3})
+        override_settings(RunConfig(), {"train.epoch": 3})
     with pytest.raises(ConfigError, match="did you mean train"):
-        override(RunConfig(), {"trian.epochs": 3})
-    assert override(RunConfig(), {"train.epochs": 3}).train.epochs == 3
+        override_settings(RunConfig(), {"trian.epochs": 3})
+    assert override_settings(RunConfig(), {"train.epochs": 3}).train.epochs == 3
 
 
 def test_settings_by_table_and_sections_that_may_be_left_out_name_the_nearest_too():
@@ -98,21 +98,23 @@ def test_settings_by_table_and_sections_that_may_be_left_out_name_the_nearest_to
         with pytest.raises(ConfigError) as error:
             build_config(values)
         assert said in str(error.value)
-    config = override(
+    config = override_settings(
         build_config({}), {"embedding.tables.C1.hashes": 3, "embedding.tables.C1.rows": 50}
     )
     assert config.embedding.tables["C1"].hashes == 3
     with pytest.raises(ConfigError, match=r"plan\.cache\.tables\.C1: got 3, wanted settings"):
-        override(build_config({}), {"plan.cache.tables.C1": 3})
+        override_settings(build_config({}), {"plan.cache.tables.C1": 3})
 
 
 def test_places_have_a_path_and_perhaps_a_size(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert parse_storage_location("/a:64GiB") == Place("/a", 64 << 30)
-    assert parse_storage_location("/a") == Place("/a", None)
-    assert parse_storage_location("/a:b") == Place("/a:b", None)  # a colon may be part of a name
-    assert parse_storage_location("rows:5") == Place(str(tmp_path / "rows"), 5)
-    config = override(
+    assert parse_storage_location("/a:64GiB") == StorageLocation("/a", 64 << 30)
+    assert parse_storage_location("/a") == StorageLocation("/a", None)
+    assert parse_storage_location("/a:b") == StorageLocation(
+        "/a:b", None
+    )  # a colon may be part of a name
+    assert parse_storage_location("rows:5") == StorageLocation(str(tmp_path / "rows"), 5)
+    config = override_settings(
         RunConfig(),
         {
             "plan.memory.ssd": "rows:1KiB",
@@ -121,8 +123,8 @@ def test_places_have_a_path_and_perhaps_a_size(monkeypatch, tmp_path):
         },
     )
     memory = config.plan.memory
-    assert memory.ssd_locations == (Place(str(tmp_path / "rows"), 1024),)
-    assert memory.mapped_location == Place("/m") and memory.tables == {"t": 1024}
+    assert memory.ssd_locations == (StorageLocation(str(tmp_path / "rows"), 1024),)
+    assert memory.mapped_location == StorageLocation("/m") and memory.tables == {"t": 1024}
     assert build_config(yaml.safe_load(dump_config(config))) == config
     monkeypatch.chdir("/")
     assert build_config(yaml.safe_load(dump_config(config))) == config  # wherever it is read

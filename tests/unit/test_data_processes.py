@@ -22,7 +22,7 @@ from test_data_contract import open_columns, same
 
 from colonnade import Mesh
 from colonnade.batch import Batch, Ids
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.data import Position, open_source
 from colonnade.data import processes as module
 from colonnade.data import processes as waited
@@ -163,7 +163,7 @@ def test_a_run_with_readers_is_the_run_without(tmp_path, forked):
         for most in steps:
             folder = tmp_path / str(readers)
             changes = {"data.readers": readers, "train.max_steps": most}
-            run = open_run(override(build_config(values), changes), Mesh(), folder)
+            run = open_run(override_settings(build_config(values), changes), Mesh(), folder)
             metrics = run.train().metrics
             run.close()
         weights = {name: v.tolist() for name, v in run.trainer.model.named_parameters()}

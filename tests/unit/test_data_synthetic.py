@@ -30,7 +30,7 @@ from colonnade.data.sets.synthetic import (
     open_synthetic,
 )
 from colonnade.errors import ConfigError
-from colonnade.train.metrics import auc, ceiling
+from colonnade.train.metrics import auc, best_possible_metrics
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_every_task_has_its_ceiling_and_something_of_the_first():
     assert source.schema.labels == ("label", "label2", "label3")
     logits = torch.logit(batch.key)
     for task in range(3):
-        found = ceiling([batch], task=task)
+        found = best_possible_metrics([batch], task=task)
         assert found["auc"] == pytest.approx(0.80, abs=0.03)
         assert found["positive_rate"] == pytest.approx(0.25, abs=0.01)
         assert float(logits[:, task].std()) == pytest.approx(1.36, abs=0.1)
@@ -270,7 +270,7 @@ def test_no_word_picks_a_rank_outside_the_field(rows, exponent):
 @pytest.mark.parametrize("seed", range(4))
 def test_the_ceiling_is_about_0_80_with_a_quarter_of_clicks(seed):
     source = open_source("synthetic", num_test=100_000, seed=seed).test
-    best = ceiling(source.batches(10_000))
+    best = best_possible_metrics(source.batches(10_000))
     assert best["auc"] == pytest.approx(0.80, abs=0.006)
     assert best["positive_rate"] == pytest.approx(0.25, abs=0.006)
     assert best["num_samples"] == 100_000
@@ -295,7 +295,7 @@ def test_labels_follow_their_probability(source):
 
 def test_without_signal_there_is_nothing_to_learn():
     source = open_synthetic(num_train=20_000, signal=0.0, positive_rate=0.1).train
-    assert ceiling(source.batches(20_000))["auc"] == 0.5
+    assert best_possible_metrics(source.batches(20_000))["auc"] == 0.5
     assert source.read(0, 20_000).label.mean() == pytest.approx(0.1, abs=0.01)
 
 

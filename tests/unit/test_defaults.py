@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from colonnade import Mesh
-from colonnade.checkpoint.header import list_checkpoints, resolve
-from colonnade.config.run import RunConfig, override
+from colonnade.checkpoint.header import list_checkpoints, resolve_step
+from colonnade.config.run import RunConfig, override_settings
 from colonnade.data import Splits, TensorSource, open_source
 from colonnade.data.tensors import TensorColumns
 from colonnade.run.defaults import (
@@ -28,8 +28,8 @@ from colonnade.run.defaults import (
     choose_initial_accumulator,
     choose_open_settings,
     choose_training,
+    get_preset,
     open_data,
-    preset,
 )
 from colonnade.run.run import open_run
 
@@ -84,8 +84,8 @@ def train(config: RunConfig, folder: Path | None, data: Splits | None = None):
 
 def test_a_small_csv_is_learnt_without_a_setting(tmp_path):
     path, test = write_csv(tmp_path / "train.csv", 3000), write_csv(tmp_path / "test.csv", 3000, 2)
-    config = override(
-        preset("csv"), {"data.path": str(path), "data.options.test": str(test), **QUICK}
+    config = override_settings(
+        get_preset("csv"), {"data.path": str(path), "data.options.test": str(test), **QUICK}
     )
     outcome, printed = train(config, tmp_path / "run")
     assert outcome.metrics["test_auc"] >= 0.70
@@ -93,17 +93,19 @@ def test_a_small_csv_is_learnt_without_a_setting(tmp_path):
     recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert recorded["train"]["batch_size"] == 64 and recorded["train"]["monitor"] == "log_loss"
     assert recorded["data"]["options"]["validation_fraction"] == 0.1
-    assert resolve(tmp_path / "run", None) == outcome.best_step
+    assert resolve_step(tmp_path / "run", None) == outcome.best_step
 
 
 def test_a_run_keeps_what_was_chosen_for_it_when_its_data_change(tmp_path):
     path = write_csv(tmp_path / "train.csv", 2500)
-    config = override(preset("csv"), {"data.path": str(path), "train.max_steps": 3, **QUICK})
+    config = override_settings(
+        get_preset("csv"), {"data.path": str(path), "train.max_steps": 3, **QUICK}
+    )
     train(config, tmp_path / "run")
     write_csv(path, 1000)  # fewer: nothing would be held out
     recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     more = {"train.max_steps": 5, "data.options.schema": recorded["data"]["options"]["schema"]}
-    _, printed = train(override(config, more), tmp_path / "run")
+    _, printed = train(override_settings(config, more), tmp_path / "run")
     assert "chosen" not in printed and list_checkpoints(tmp_path / "run")[-1] == 5
 
 
@@ -117,7 +119,7 @@ def test_a_run_keeps_what_was_chosen_for_it_when_its_data_change(tmp_path):
 )  # fmt: skip
 def test_what_a_user_says_wins(tmp_path, given):
     path = write_csv(tmp_path / "train.csv", 2500)
-    config = override(preset("csv"), {"data.path": str(path), **given})
+    config = override_settings(get_preset("csv"), {"data.path": str(path), **given})
     opened, data, _ = open_data(config, None)
     values = opened.model_dump()
     for name, value in given.items():
@@ -130,7 +132,7 @@ def test_what_a_user_says_wins(tmp_path, given):
 
 def test_tiny_data_are_trained_on_whole_and_the_run_says_that_it_is_short(tmp_path):
     path = write_csv(tmp_path / "train.csv", 300)
-    config = override(preset("csv"), {"data.path": str(path), **QUICK})
+    config = override_settings(get_preset("csv"), {"data.path": str(path), **QUICK})
     outcome, printed = train(config, tmp_path / "run")
     assert outcome.best_step is None and "validation_fraction" not in printed
     assert f"at most {outcome.steps} steps: below 500" in " ".join(printed.split())
@@ -141,7 +143,7 @@ def test_every_preset_stops_early_where_a_part_validates():
         if data == "synthetic" or data in FILES:  # no such part; chosen by size
             continue
         for model in (None, *MODEL_PRESETS.get(data, {})):
-            assert preset(data, model).train.patience, (data, model)
+            assert get_preset(data, model).train.patience, (data, model)
         assert config.train.epochs is not None
 
 
@@ -220,8 +222,8 @@ def compare(name: str, share: float, split: int, folder: Path) -> tuple[float, f
         return TensorSource(schema, columns, rows=torch.from_numpy(rows), shuffle_key=shuffle_key)
 
     data = Splits(part(rows[:num_fit], 0), part(rows[num_fit:]), part(test_rows))
-    config = preset("csv")
-    config = override(
+    config = get_preset("csv")
+    config = override_settings(
         config, choose_open_settings(config, wanted, data) | QUICK | {"train.seed": split}
     )
     outcome, _ = train(config, None, data)

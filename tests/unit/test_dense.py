@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from colonnade import Mesh, World
 from colonnade.comm.collectives import (
-    WAYS,
+    SUM_ALGORITHMS,
     choose_sum_algorithm,
     sent,
     sum_in_order,
@@ -311,7 +311,7 @@ def values_of(rank, size, dtype):
 def on_every_way(mesh, sizes=(4, 8, 40_000)):  # the last in pieces
     """Collective, four ranks as 2 x 2: by any way and layout of hosts the same bits; what is sent is as foretold."""
     one_host = World(ranks_per_host=mesh.num_ranks)
-    layouts = [*product([mesh.world], WAYS), *product([one_host], WAYS[:2])]
+    layouts = [*product([mesh.world], SUM_ALGORITHMS), *product([one_host], SUM_ALGORITHMS[:2])]
     for (world, way), size, dtype in product(layouts, sizes, (torch.float32, torch.bfloat16)):
         again = replace(mesh, world=world, traffic=Traffic())
         values = values_of(mesh.rank, size, dtype)
@@ -386,7 +386,7 @@ def raises_in_backward(mesh):
             dense.reduce(finite=True, stop=False)
     except ZeroDivisionError as error:
         # Its thread has a bucket on the wire, or waits for one that never comes.
-        mesh.presence.stop(str(error))  # as a program that ends by this error does
+        mesh.peer_monitor.stop(str(error))  # as a program that ends by this error does
         return "raised", 0.0
     except PeerLost:
         return "lost", time.monotonic() - began

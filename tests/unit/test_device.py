@@ -9,12 +9,19 @@ import pytest
 
 from colonnade.errors import StorageError
 from colonnade.plan.measure import device
-from colonnade.plan.measure.device import PAGE, SIZES, Device, DirectoryRate, ReadRate, measure
+from colonnade.plan.measure.device import (
+    PAGE,
+    SIZES,
+    Device,
+    DirectoryRate,
+    ReadRate,
+    measure_device,
+)
 
 
 def test_rates_are_measured_printed_and_kept(tmp_path):
     place = tmp_path / "new" / "place"
-    found = measure([place], scratch_bytes=8 << 20, seconds=0.01, widths=(16,))
+    found = measure_device([place], scratch_bytes=8 << 20, seconds=0.01, widths=(16,))
     assert not place.exists() and not list(tmp_path.iterdir())
     (rates,) = found.directories
     assert rates.path == str(place) and {rate.bytes for rate in rates.reads} == set(SIZES)

@@ -9,7 +9,7 @@ import torch
 
 from colonnade import Table, Uniform, _native
 from colonnade.errors import CorruptionError, StorageError
-from colonnade.store.budget import capacity_rows, slot_bytes
+from colonnade.store.budget import slot_bytes, split_budget
 from colonnade.store.dram import open_dram
 from colonnade.store.log import open_log
 from colonnade.store.writer import LogWriter
@@ -318,7 +318,7 @@ def test_rows_take_no_more_than_the_budget_says(tmp_path, dtype, dim, rows):
     """While a commit is under way, and after evictions."""
     table = Table("item", dim, rows=rows, dtype=dtype, master=dtype == "bfloat16")
     budget = 20_000 * slot_bytes(table)
-    (capacity,) = capacity_rows([table], budget, [Shard()])
+    (capacity,) = split_budget([table], budget, [Shard()])
     log = open_log(
         tmp_path,
         table_name="item",

@@ -14,16 +14,18 @@ from small_run import CONFIG
 
 from colonnade import Mesh
 from colonnade.checkpoint.header import list_checkpoints
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.errors import CheckpointError, ConfigError, StorageError
 from colonnade.publish.export import export_run
 from colonnade.row_state import dense_state_dict
 from colonnade.run.run import open_run
-from colonnade.store.manifest import describe, list_commit_files
+from colonnade.store.manifest import list_commit_files, read_manifest_fields
 
 
 def train(mesh, folder, settings):
-    run = open_run(override(build_config(CONFIG), {"train.epochs": 1, **settings}), mesh, folder)
+    run = open_run(
+        override_settings(build_config(CONFIG), {"train.epochs": 1, **settings}), mesh, folder
+    )
     run.train()
     collection = run.trainer.collection
     rows = {
@@ -82,7 +84,9 @@ def test_nothing_is_left_of_an_export_that_fails(tmp_path):
     folder = tmp_path / "run"
     train(Mesh(), folder, {})
     place = folder / "rows" / "0-of-1" / "003"
-    victim = next(list_commit_files(place, describe(place, list_checkpoints(folder)[-1]))).path
+    victim = next(
+        list_commit_files(place, read_manifest_fields(place, list_checkpoints(folder)[-1]))
+    ).path
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(bytes(data))

@@ -21,7 +21,7 @@ from small_run import CONFIG, opened
 
 from colonnade import Mesh, Predictor
 from colonnade.checkpoint.header import list_checkpoints
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.errors import (
     CheckpointError,
     ColonnadeError,
@@ -32,7 +32,7 @@ from colonnade.errors import (
 from colonnade.publish import delivery as carriage
 from colonnade.publish import delivery as following
 from colonnade.publish import deltas as publication
-from colonnade.publish.deltas import WORD, delta_file_name, read_current, read_delta
+from colonnade.publish.deltas import CURRENT, delta_file_name, read_current, read_delta
 from colonnade.publish.export import export_run
 from colonnade.run.run import open_run
 from colonnade.store.checksums import CheckedFile
@@ -45,7 +45,9 @@ OPEN = {"embedding.eviction.max_rows": 300, "embedding.eviction.by": "recency"}
 
 
 def train(mesh, folder: Path, published: Path, settings: dict) -> int | None:
-    config = override(build_config(CONFIG), {**STEPS, "train.publish": str(published), **settings})
+    config = override_settings(
+        build_config(CONFIG), {**STEPS, "train.publish": str(published), **settings}
+    )
     run = open_run(config, mesh, folder, data=opened(config))
     run.train()
     run.close()
@@ -53,7 +55,7 @@ def train(mesh, folder: Path, published: Path, settings: dict) -> int | None:
 
 
 def batches(settings: dict) -> list:
-    config = override(build_config(CONFIG), settings)
+    config = override_settings(build_config(CONFIG), settings)
     data = opened(config)
     return [*data.test.batches(64), *data.train.batches(256)]
 
@@ -218,7 +220,7 @@ def test_a_run_that_went_back_is_followed(tmp_path):
     whole."""
     folder, published, samples = tmp_path / "run", tmp_path / "published", batches({})
     train(Mesh(), folder, published, {})
-    config = override(
+    config = override_settings(
         build_config(CONFIG),
         {**STEPS, "train.publish": str(published), "dense.lr": 0.1, "train.max_steps": 12},
     )
@@ -319,7 +321,7 @@ def test_a_writer_that_dies_at_any_change_is_made_up_for(stride, tmp_path, monke
             if writer.problem is None:
                 writer.send(step, steps, lambda _: None)
         survived = writer.problem is None
-        seen = (published / WORD).exists()
+        seen = (published / CURRENT).exists()
         predictor = Predictor.open(published) if seen else None
         if predictor is not None:
             told = wanted(folder, predictor.step, samples, tmp_path / str(predictor.step))
@@ -356,29 +358,35 @@ def test_a_url_is_followed_as_a_folder_is(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match="a folder of its own"):
             train(Mesh(), tmp_path / "three", url, {"train.max_steps": 4, "train.seed": 1})
         assert not list((tmp_path / "three").rglob("rank-0"))  # nothing was trained for it
-        place = carriage.place_of(url)
+        place = carriage.open_location(url)
         names = {os.path.basename(path) for path in place.files.ls(place.root, detail=False)}
-        assert WORD in names <= {path.name for path in (folder / "published").iterdir()}
-        word = place.path(WORD)
+        assert CURRENT in names <= {path.name for path in (folder / "published").iterdir()}
+        word = place.path(CURRENT)
         content = place.files.cat_file(word)
         place.files.pipe_file(word, content[:-3])
-        with pytest.raises(CorruptionError, match=WORD):
+        with pytest.raises(CorruptionError, match=CURRENT):
             predictor.refresh()
-        carriage.carry(carriage.place_of(folder / "published"), place)  # as at the next checkpoint
+        carriage.copy_publication(
+            carriage.open_location(folder / "published"), place
+        )  # as at the next checkpoint
         assert place.files.cat_file(word) == content
-        (copy / WORD).write_bytes(content[:-3])
-        assert predictor.refresh() == 0 and (copy / WORD).read_bytes() == content
+        (copy / CURRENT).write_bytes(content[:-3])
+        assert predictor.refresh() == 0 and (copy / CURRENT).read_bytes() == content
         place.files.rm(word)
         with pytest.raises(CheckpointError, match="holds no publication"):
             predictor.refresh()
         assert predictor.step == 12 and equal(scores(predictor, samples), told)
     train(Mesh(), tmp_path / "two", tmp_path / "other", {"train.max_steps": 4, "train.seed": 1})
     with pytest.raises(ConfigError, match="a folder of its own"):
-        carriage.carry(carriage.place_of(tmp_path / "other"), carriage.place_of(copy))
-    (copy / WORD).write_bytes(content[:-3])  # whose it was, its bases say
+        carriage.copy_publication(
+            carriage.open_location(tmp_path / "other"), carriage.open_location(copy)
+        )
+    (copy / CURRENT).write_bytes(content[:-3])  # whose it was, its bases say
     before = sorted(copy.iterdir())
-    with pytest.raises(CorruptionError, match=WORD):
-        carriage.carry(carriage.place_of(tmp_path / "other"), carriage.place_of(copy))
+    with pytest.raises(CorruptionError, match=CURRENT):
+        carriage.copy_publication(
+            carriage.open_location(tmp_path / "other"), carriage.open_location(copy)
+        )
     assert sorted(copy.iterdir()) == before
 
 
@@ -395,7 +403,7 @@ def test_a_killed_run_goes_on_publishing(tmp_path):
         command = [sys.executable, str(small_run), str(folder), said, str(kill_at)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == (-signal.SIGKILL if kill_at else 0), done.stderr
-        if (published / WORD).exists():
+        if (published / CURRENT).exists():
             with Predictor.open(published) as predictor:
                 step = predictor.step
                 told = wanted(folder, step, samples, tmp_path / f"{kill_at}-{step}")
@@ -432,10 +440,10 @@ def test_follows_by_itself_while_the_run_goes_on(tmp_path, monkeypatch):
         monkeypatch.undo()
         while predictor.problem is not None and time.monotonic() < deadline + 10:
             time.sleep(0.02)
-        (published / WORD).write_bytes(b"torn")
+        (published / CURRENT).write_bytes(b"torn")
         while predictor.problem is None and time.monotonic() < deadline + 10:
             time.sleep(0.02)
-        assert isinstance(predictor.problem, ColonnadeError) and WORD in str(predictor.problem)
+        assert isinstance(predictor.problem, ColonnadeError) and CURRENT in str(predictor.problem)
         assert "remove the publication's folder" in str(predictor.problem)
         assert equal(scores(predictor, samples), told)
 
@@ -472,20 +480,20 @@ def test_no_damage_ends_a_follower(snapshots, tmp_path, monkeypatch):
             without_bases, with_a_field, with_a_word_for_a_number, without_a_run, of_format_one, None,
         ):  # fmt: skip
             failures = predictor.num_failures
-            word = json.loads(read_verified(live / WORD))
-            content = (live / WORD).read_bytes()
+            word = json.loads(read_verified(live / CURRENT))
+            content = (live / CURRENT).read_bytes()
             if damage is None:
                 monkeypatch.setattr(following, "read_current", panics)
             else:
                 damage(word)
-                write_durably(Disk(), live / WORD, json.dumps(word).encode())
+                write_durably(Disk(), live / CURRENT, json.dumps(word).encode())
             wait_until(lambda before=failures: predictor.num_failures > before + 1)
             problem = predictor.problem
             assert isinstance(problem, Panic if damage is None else ColonnadeError)
-            assert damage is None or WORD in str(problem)
+            assert damage is None or CURRENT in str(problem)
             monkeypatch.setattr(following, "read_current", read_current)
-            (live / f"{WORD}.new").write_bytes(content)
-            os.replace(live / f"{WORD}.new", live / WORD)
+            (live / f"{CURRENT}.new").write_bytes(content)
+            os.replace(live / f"{CURRENT}.new", live / CURRENT)
             wait_until(lambda: predictor.problem is None)
         assert predictor.step == steps[0]
         flipped = dict(snapshots[steps[1]])
@@ -553,7 +561,7 @@ def test_a_base_that_was_checked_is_not_checked_again(tmp_path, monkeypatch):
         before = predictor.rows.tables
         assert all(table.file.file.checked.all() for table in before)
         monkeypatch.setattr(CheckedFile, "check", None)
-        predictor._following.distrust()
+        predictor._following.mark_base_damaged()
         predictor.refresh()
         assert predictor.rows.tables is not before
         assert all(table.file.file.checked.all() for table in predictor.rows.tables)

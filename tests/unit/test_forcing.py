@@ -20,10 +20,10 @@ from colonnade import (
     World,
 )
 from colonnade.config.plan import PlanConfig
-from colonnade.config.run import build_config, dump_config, override
+from colonnade.config.run import build_config, dump_config, override_settings
 from colonnade.errors import ConfigError
-from colonnade.plan.constraints import is_settled, read_constraints, settle_plan
-from colonnade.plan.plan import Plan, build_plan, explain
+from colonnade.plan.constraints import is_settled, read_constraints, resolve_plan_config
+from colonnade.plan.plan import Plan, build_plan, describe_tables
 from colonnade.plan.search.candidates import Constraint
 from colonnade.topology.sharding import Sharding, build_hot_rows, column_wise, grid, table_wise
 
@@ -83,23 +83,23 @@ def test_a_settled_plan_leaves_nothing_open():
     ):
         build_plan(TABLES, WORLD, config)
     for world in (WORLD, World()):
-        plan = build_plan(TABLES, world, settle_plan(config, TABLES, world))
+        plan = build_plan(TABLES, world, resolve_plan_config(config, TABLES, world))
         assert {(t.sharding.kind, t.exchange) for t in plan.tables} == {("row_wise", "rows")}
-    hot = settle_plan(config, TABLES, WORLD, hot={"a": [3, 1]})
+    hot = resolve_plan_config(config, TABLES, WORLD, hot={"a": [3, 1]})
     assert build_plan(TABLES, WORLD, hot).tables[0].sharding.hot.ids == (1, 3)
     assert build_plan(TABLES, 1, PlanConfig(exchange="pooled")).exchanges == ("pooled",)
 
 
 def test_a_file_holds_what_python_gives():
-    """A `Sharding` and ids of rows come back from a configuration's file, and go on under `override`."""
+    """A `Sharding` and ids of rows come back from a configuration's file, and go on under `override_settings`."""
     own = {"sharding": table_wise(2), "replicated_rows": torch.tensor([5, 3])}
     config = build_config({"plan": {"tables": {"a": own}}})
     text = yaml.safe_load(dump_config(config))
-    assert build_config(text) == override(config, {}) == config
+    assert build_config(text) == override_settings(config, {}) == config
     plan = build_plan(TABLES, WORLD, build_config(text).plan)
     assert plan.tables[0].sharding == replace(table_wise(2), hot=build_hot_rows([3, 5], 4))
     assert is_settled(config.plan, TABLES, WORLD)
-    assert settle_plan(config.plan, TABLES, WORLD).tables["a"].replicated_rows == (3, 5)
+    assert resolve_plan_config(config.plan, TABLES, WORLD).tables["a"].replicated_rows == (3, 5)
 
 
 @pytest.mark.parametrize(
@@ -132,10 +132,10 @@ def test_what_cannot_be_is_refused(plan, words):
 
 
 def test_a_table_is_forced_from_the_command_line():
-    config = override(build_config({}), {"plan.tables.a.exchange": "pooled"})
+    config = override_settings(build_config({}), {"plan.tables.a.exchange": "pooled"})
     assert config.plan.tables["a"].exchange == "pooled"
     with pytest.raises(ConfigError, match=r"did you mean plan\.tables\.a\.sharding"):
-        override(build_config({}), {"plan.tables.a.shading": "row_wise"})
+        override_settings(build_config({}), {"plan.tables.a.shading": "row_wise"})
 
 
 def test_rows_of_gpus_are_not_foretold():
@@ -160,7 +160,7 @@ def test_columns_are_cut_as_is_said():
         "grid, ranks 0 .. 3, 2 slices", "column_wise, ranks 0 .. 3",
     ]  # fmt: skip
     assert Plan.from_json(plan.to_json()) == plan
-    assert [line["rows per rank"] for line in explain(plan, CUTTABLE)] == ["5", "any"]
+    assert [line["rows per rank"] for line in describe_tables(plan, CUTTABLE)] == ["5", "any"]
     some = cut({"tables": {"b": {"sharding": "column_wise", "ranks": [3, 1]}}})
     assert some.tables[1].sharding == column_wise((1, 3)) == Sharding("column_wise", (1, 3), 2)
     assert some.tables[1].sharding.slice_shardings[1].ranks == (3,)

@@ -51,13 +51,13 @@ def read_state(path: Path) -> object:
 
 
 def read_keys(path: Path) -> object:
-    entry = manifest.describe(path.parent, STEP)["segments"][0]
+    entry = manifest.read_manifest_fields(path.parent, STEP)["segments"][0]
     checksum = int(entry["checksum"], 16)
     return key_list.read_key_list(key_list.open_key_list(path), 2, entry["records"], checksum)
 
 
 def read_segment(path: Path) -> object:
-    head, fields = path.read_bytes()[: segment.HEADER.size], manifest.describe(path.parent, STEP)
+    head, fields = path.read_bytes()[: segment.HEADER.size], manifest.read_manifest_fields(path.parent, STEP)
     owner = segment.owner_digest("user", fields["identity"])
     return segment.check_header(path, head, segment.SegmentShape(fields["record_bytes"], owner))
 
@@ -66,7 +66,7 @@ def read_segment(path: Path) -> object:
 KINDS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "colonnade checkpoint": (f"run/checkpoints/{STEP:012d}.json", lambda p: read_header(p.parents[1], STEP)),
     "colonnade state": (f"run/checkpoints/{STEP:012d}/dense", read_state),
-    "colonnade store manifest": (f"{ROWS}/manifest-4.json", lambda p: manifest.describe(p.parent, STEP)),
+    "colonnade store manifest": (f"{ROWS}/manifest-4.json", lambda p: manifest.read_manifest_fields(p.parent, STEP)),
     "colonnade stripe": ("stripe/stripe.json", lambda p: stripes._read_mark(p.parent)),
     "colonnade segment": (f"{ROWS}/segment-00000002.rows", read_segment),
     "colonnade key list": (f"{ROWS}/segment-00000002.keys", read_keys),

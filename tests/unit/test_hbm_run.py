@@ -13,7 +13,7 @@ from devices import DEVICES
 from small_run import CONFIG, digest, opened
 
 from colonnade import Mesh, PlanConfig, World, build_plan
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.errors import ConfigError
 from colonnade.plan.plan import Plan
 from colonnade.report.pages import run_page
@@ -31,7 +31,7 @@ def device(request, monkeypatch):
 
 
 def train(folder, settings):
-    config = override(build_config(CONFIG), settings)
+    config = override_settings(build_config(CONFIG), settings)
     run = runs.open_run(config, Mesh(), folder, data=opened(config))
     try:
         run.train()
@@ -107,4 +107,4 @@ def opened_tables():
 
 def test_colonnade_plan_does_not_foretell_it(tmp_path):
     with pytest.raises(ConfigError, match="plan of a sample does not predict"):
-        runs.plan_run(override(build_config(CONFIG), HBM), tmp_path, World())
+        runs.plan_run(override_settings(build_config(CONFIG), HBM), tmp_path, World())

@@ -13,7 +13,7 @@ from small_run import CONFIG, digest, opened
 from test_run import poisoned
 
 from colonnade import Mesh
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.errors import ConfigError, NonFiniteError
 from colonnade.report.pages import build_headline
 from colonnade.report.reading import read_run
@@ -28,7 +28,7 @@ ROLES = {"plan.servers": 1, "plan.staleness_steps": 2, "plan.codec.dense": "bf16
 
 
 def train(mesh, folder, said):
-    config = override(build_config(CONFIG), SHORT | said)
+    config = override_settings(build_config(CONFIG), SHORT | said)
     run = open_run(config, mesh, folder, data=opened(config))
     outcome = run.train()
     run.close()
@@ -98,7 +98,7 @@ def test_steps_that_overflow_are_skipped_until_they_do_not(tmp_path, monkeypatch
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_as_ever():
-    config = override(build_config(CONFIG), SHORT | {"train.loss_scale": "dynamic"})
+    config = override_settings(build_config(CONFIG), SHORT | {"train.loss_scale": "dynamic"})
     run = open_run(config, Mesh(), None, data=poisoned(3))
     with pytest.raises(NonFiniteError, match=r"step 3 .*nothing of this step was applied"):
         run.train()
@@ -116,4 +116,4 @@ def test_half_precision_learns(tmp_path):
 
 def test_copies_hear_of_every_step():
     with pytest.raises(ConfigError, match=r"train\.loss_scale=8\.0 with plan\.cache"):
-        override(build_config({}), {"plan.cache.staleness": 1, "train.loss_scale": 8})
+        override_settings(build_config({}), {"plan.cache.staleness": 1, "train.loss_scale": 8})

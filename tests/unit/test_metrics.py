@@ -21,8 +21,8 @@ from colonnade.train.metrics import (
     CLIP,
     Evaluation,
     auc,
+    best_possible_metrics,
     calibration,
-    ceiling,
     evaluate,
     expected_calibration_error,
     group_auc,
@@ -145,7 +145,7 @@ def test_bad_input_is_named():
 def test_a_ceiling_needs_true_probabilities():
     batch = Batch(size=1, dense=torch.empty(1, 0), ids={}, label=torch.ones(1, 1))
     with pytest.raises(DataError, match="only synthetic streams"):
-        ceiling([batch])
+        best_possible_metrics([batch])
 
 
 def many(num_samples=200_000, num_groups=5_000, seed=0):

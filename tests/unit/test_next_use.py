@@ -22,7 +22,7 @@ from colonnade import (
     build_plan,
 )
 from colonnade.cache.next_use import NEVER, encode_distance, with_next_use
-from colonnade.config.run import RunConfig, build_config, override
+from colonnade.config.run import RunConfig, build_config, override_settings
 from colonnade.data import Splits, open_source
 from colonnade.data.batches import open_batches
 from colonnade.data.contract import START, Column, Position, Schema
@@ -154,7 +154,7 @@ CONFIG = build_config(
 
 def run_on(mesh, folder, changes):
     """(hits, this rank's rows by table and id, their weights)."""
-    run = open_run(override(CONFIG, changes), mesh, folder)
+    run = open_run(override_settings(CONFIG, changes), mesh, folder)
     run.train()
     collection = run.trainer.collection
     rows = {
@@ -213,7 +213,7 @@ def test_data_whose_order_nobody_knows_is_refused():
         match=r"a data set of your own that yields batches.*Leave data\.next_use_hints out",
     ):
         with_next_use(own)
-    config = override(RunConfig(), {"data.next_use_hints": True})
+    config = override_settings(RunConfig(), {"data.next_use_hints": True})
     with pytest.raises(ConfigError, match="a data set of your own that yields batches"):
         colonnade.fit(
             Net(), Splits(train=open_batches([], splits(9).train.schema)), config=config, quiet=True

@@ -34,7 +34,13 @@ from colonnade import (
 )
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.store.log import open_log
-from colonnade.store.policies import RowRetention, SketchLayout, _mix64, chance, describe_retention
+from colonnade.store.policies import (
+    RowRetention,
+    SketchLayout,
+    _mix64,
+    describe_retention,
+    draw_bits,
+)
 from colonnade.topology.sharding import Shard
 
 COUNTED = CountMinAdmission(updates=2, expected_ids=5000)
@@ -299,10 +305,10 @@ def test_halved_counts_are_forgotten():
 
 def test_a_row_is_admitted_by_chance_and_stays():
     ids = torch.arange(20_000)
-    share = (chance(ids, 3, 7) < 0.3 * 2**53).double().mean()
+    share = (draw_bits(ids, 3, 7) < 0.3 * 2**53).double().mean()
     assert abs(share - 0.3) < 0.02
-    assert not torch.equal(chance(ids, 3, 7), chance(ids, 4, 7))
-    assert not torch.equal(chance(ids, 3, 7), chance(ids, 3, 8))
+    assert not torch.equal(draw_bits(ids, 3, 7), draw_bits(ids, 4, 7))
+    assert not torch.equal(draw_bits(ids, 3, 7), draw_bits(ids, 3, 8))
     embeddings = opened(table(admission=RandomAdmission(probability=0.25)))
     rows = RowOptimizer(embeddings)
     births = embeddings.rows("item", torch.arange(100))

@@ -15,11 +15,11 @@ from colonnade import Table
 from colonnade.errors import BudgetExceeded
 from colonnade.plan.cost.memory import (
     MemoryDemand,
-    demands,
+    divide_memory,
     divide_memory_on_ranks,
     lower_hull,
     mean_over_ranks,
-    place,
+    predict_demands,
     window_fits,
 )
 from colonnade.plan.measure.profile import Profile, profile_ids
@@ -45,9 +45,9 @@ def total(placed) -> float:
 @given(st.lists(SAVINGS, min_size=1, max_size=4), st.integers(0, 14))
 def test_convex_curves_are_shared_as_well_as_can_be(savings, budget):
     wanted = [demand(str(t), sorted(each, reverse=True)) for t, each in enumerate(savings)]
-    placed = place(wanted, budget)
+    placed = divide_memory(wanted, budget)
     assert sum(each.rows for each in placed) <= budget
-    ways = itertools.product(*(range(each.most_rows + 1) for each in wanted))
+    ways = itertools.product(*(range(each.max_rows + 1) for each in wanted))
     best = min(
         sum(each.reads_at(rows) for each, rows in zip(wanted, way, strict=True))
         for way in ways
@@ -66,14 +66,14 @@ def test_any_curves_within_one_piece_of_the_best(cases, more):
         for t, (savings, slot, least) in enumerate(cases)
     ]
     budget = more + sum(each.least_rows * each.slot_bytes for each in wanted)
-    placed = place(wanted, budget)
+    placed = divide_memory(wanted, budget)
     spent = 0
     for each, got in zip(wanted, placed, strict=True):
-        assert each.least_rows <= got.rows <= each.most_rows
+        assert each.least_rows <= got.rows <= each.max_rows
         assert got.reads == each.reads_at(got.rows)
         spent += got.rows * each.slot_bytes
     assert spent <= budget
-    ways = itertools.product(*(range(each.least_rows, each.most_rows + 1) for each in wanted))
+    ways = itertools.product(*(range(each.least_rows, each.max_rows + 1) for each in wanted))
     costs = [
         sum(each.reads_at(rows) for each, rows in zip(wanted, way, strict=True))
         for way in ways
@@ -97,22 +97,22 @@ def test_a_hull_is_convex_and_below(values):
 
 
 def test_what_saves_nothing_is_given_all_the_same():
-    placed = place([demand("a", [3, 0, 0]), demand("b", [0] * 9)], 8)
+    placed = divide_memory([demand("a", [3, 0, 0]), demand("b", [0] * 9)], 8)
     assert [each.rows for each in placed] == [3, 5]
 
 
 def test_no_limit_holds_everything():
-    assert [each.rows for each in place([demand("a", [1] * 7)], None)] == [7]
+    assert [each.rows for each in divide_memory([demand("a", [1] * 7)], None)] == [7]
 
 
 def test_a_window_that_does_not_fit_is_refused_and_names_the_table():
     wanted = [demand("a", [1] * 9, slot=10, least=3), demand("big", [1] * 9, slot=10, least=5)]
-    assert place(wanted, 80)
+    assert divide_memory(wanted, 80)
     with pytest.raises(
         BudgetExceeded,
         match=r"plan.memory.dram: got 79 bytes, .*'big' needs 5 rows \(50 bytes\) .*80",
     ):
-        place(wanted, 79)
+        divide_memory(wanted, 79)
 
 
 def test_the_window_comes_first_as_far_as_it_fits():
@@ -121,16 +121,16 @@ def test_the_window_comes_first_as_far_as_it_fits():
         demand("hot", [9] * 20, least=4, window_rows=8),
     ]
     assert not window_fits(wanted, 17) and window_fits(wanted, 18) and window_fits(wanted, None)
-    assert [each.rows for each in place(wanted, 6)] == [2, 4]
-    assert [each.rows for each in place(wanted, 12)] == [6, 6]  # half of each window
-    assert [each.rows for each in place(wanted, 18)] == [10, 8]
-    assert [each.rows for each in place(wanted, 25)] == [10, 15]
+    assert [each.rows for each in divide_memory(wanted, 6)] == [2, 4]
+    assert [each.rows for each in divide_memory(wanted, 12)] == [6, 6]  # half of each window
+    assert [each.rows for each in divide_memory(wanted, 18)] == [10, 8]
+    assert [each.rows for each in divide_memory(wanted, 25)] == [10, 15]
 
 
 def test_small_data_has_no_more_rows_than_it_has():
     of = replace(profile_ids("t0", np.arange(10), 10.0), most_unique=10)
     for rows in (None, 5000):
-        (found,) = demands(
+        (found,) = predict_demands(
             [Table("t0", 16, rows=rows)], Profile(10, 1, (of,), 10),
             batch_size=10, window=9, num_samples=10, last_batch=50,
         )  # fmt: skip
@@ -141,11 +141,11 @@ def test_what_is_read_most_for_its_size_lies_in_mapped():
     hot, cold = demand("hot", [9] * 10), demand("cold", [1] * 10)
     small = demand("small", [5] * 3)
     by_id = demand("open", [99] * 10, is_open=True)
-    placed = {each.name: each for each in place([hot, cold, small, by_id], 12, 10)}
+    placed = {each.name: each for each in divide_memory([hot, cold, small, by_id], 12, 10)}
     assert placed["hot"].tier == "mapped" and placed["hot"].reads == 0
     assert placed["open"].tier == "dram" and placed["open"].rows == 10
     assert placed["small"].rows + placed["cold"].rows == 2 and placed["small"].rows == 2
-    everything = place([hot, cold, small], 0, None)
+    everything = divide_memory([hot, cold, small], 0, None)
     assert total(everything) == 0 and {each.tier for each in everything} == {"mapped"}
 
 
@@ -167,37 +167,35 @@ def sample(num_tables: int, rows: int, *, seed: int = 0) -> tuple[list[Table], P
 def test_hundreds_of_tables_in_seconds(num_tables, seconds):
     tables, found = sample(num_tables, 5000)
     began = time.process_time()
-    wanted = demands(tables, found, batch_size=512, window=3, last_batch=100)
+    wanted = predict_demands(tables, found, batch_size=512, window=3, last_batch=100)
     rows = sum(each.max_bytes for each in wanted)
-    placed = place(wanted, rows // 2)
+    placed = divide_memory(wanted, rows // 2)
     assert time.process_time() - began < seconds
     assert sum(p.rows * d.slot_bytes for p, d in zip(placed, wanted, strict=True)) <= rows // 2
 
 
 def test_steep_tables_need_less_and_more_memory_never_reads_more():
     tables, found = sample(12, 5000)
-    wanted = demands(tables, found, batch_size=256, window=2, last_batch=200)
+    wanted = predict_demands(tables, found, batch_size=256, window=2, last_batch=200)
     least = sum(each.least_rows * each.slot_bytes for each in wanted)
     most = sum(each.max_bytes for each in wanted)
-    reads = [total(place(wanted, int(budget))) for budget in np.linspace(least, most, 9)]
+    reads = [total(divide_memory(wanted, int(budget))) for budget in np.linspace(least, most, 9)]
     assert (np.diff(reads) <= 1e-6).all() and reads[0] > 0 and reads[-1] == 0
     # Better than an even share, wherever that is possible.
     even = [int(most * 0.4 / 12 / each.slot_bytes) for each in wanted]
     budget = sum(n * each.slot_bytes for n, each in zip(even, wanted, strict=True))
     shared = sum(each.reads_at(n) for n, each in zip(even, wanted, strict=True))
-    assert total(place(wanted, budget)) < shared
+    assert total(divide_memory(wanted, budget)) < shared
 
 
 def test_ranks_share_rows_and_reads():
     tables, found = sample(3, 5000)
-    one = demands(tables, found, batch_size=256, window=2, last_batch=200)
-    four = demands(tables, found, batch_size=256, window=2, last_batch=200, num_ranks=4)
+    one = predict_demands(tables, found, batch_size=256, window=2, last_batch=200)
+    four = predict_demands(tables, found, batch_size=256, window=2, last_batch=200, num_ranks=4)
     for a, b in zip(one, four, strict=True):
-        assert b.most_rows == pytest.approx(a.most_rows / 4, abs=1)
+        assert b.max_rows == pytest.approx(a.max_rows / 4, abs=1)
         assert b.unique == pytest.approx(a.unique / 4)
-        assert b.reads_at(b.most_rows / 8) == pytest.approx(
-            a.reads_at(a.most_rows / 8) / 4, rel=0.01
-        )
+        assert b.reads_at(b.max_rows / 8) == pytest.approx(a.reads_at(a.max_rows / 8) / 4, rel=0.01)
 
 
 def test_memory_goes_to_the_tables_that_a_rank_has():
@@ -206,17 +204,17 @@ def test_memory_goes_to_the_tables_that_a_rank_has():
     tables = [replace(table, rows=5000) for table in tables]
     asked = {"batch_size": 256, "window": 2, "last_batch": 200, "num_ranks": 4}
     shardings = [table_wise(1), replicated(4), Sharding("host_wise", (2, 3)), row_wise(4)]
-    alone = demands(tables, found, **(asked | {"num_ranks": 1}))
-    wanted = demands(tables, found, **asked, shardings=shardings)
+    alone = predict_demands(tables, found, **(asked | {"num_ranks": 1}))
+    wanted = predict_demands(tables, found, **asked, shardings=shardings)
     for t, owners in enumerate((1, 1, 2, 4)):
-        assert wanted[t].most_rows == -(-5000 // owners)
+        assert wanted[t].max_rows == -(-5000 // owners)
         assert wanted[t].unique == pytest.approx(alone[t].unique / owners)
         if owners == 1:
             assert wanted[t] == alone[t]
     budget = wanted[0].slot_bytes * 6000
     placed = divide_memory_on_ranks(wanted, shardings, 4, budget)
     held = {0: [1, 3], 1: [0, 1, 3], 2: [1, 2, 3], 3: [1, 2, 3]}
-    by_rank = [place([wanted[t] for t in mine], budget) for mine in held.values()]
+    by_rank = [divide_memory([wanted[t] for t in mine], budget) for mine in held.values()]
     for t in range(4):
         given = [
             found[mine.index(t)].rows
@@ -227,9 +225,9 @@ def test_memory_goes_to_the_tables_that_a_rank_has():
     for mine in held.values():
         assert sum(placed[t].rows * wanted[t].slot_bytes for t in mine) <= budget
     evenly = [row_wise(4)] * 4
-    same = demands(tables, found, **asked, shardings=evenly)
-    assert same == demands(tables, found, **asked)
-    assert divide_memory_on_ranks(same, evenly, 4, budget // 2) == place(same, budget // 2)
+    same = predict_demands(tables, found, **asked, shardings=evenly)
+    assert same == predict_demands(tables, found, **asked)
+    assert divide_memory_on_ranks(same, evenly, 4, budget // 2) == divide_memory(same, budget // 2)
     mean, reads = mean_over_ranks(wanted, placed, shardings, 4)
     assert mean[0].unique == wanted[0].unique / 4 and reads[2].reads == placed[2].reads / 2
     assert reads[1].reads == placed[1].reads
@@ -240,8 +238,12 @@ def test_memory_goes_to_the_tables_that_a_rank_has():
 def test_a_table_with_bytes_of_its_own_gets_these():
     tables, found = sample(3, 5000)
     own = {"t1": 400 * (tables[1].record_bytes + 16)}
-    wanted = demands(tables, found, batch_size=64, window=2, last_batch=200, fixed_bytes=own)
-    placed = place(wanted, 3000 * wanted[1].slot_bytes)
+    wanted = predict_demands(
+        tables, found, batch_size=64, window=2, last_batch=200, fixed_bytes=own
+    )
+    placed = divide_memory(wanted, 3000 * wanted[1].slot_bytes)
     assert placed[1].rows == 400 and placed[1].reads > 0
     with pytest.raises(BudgetExceeded, match=r"plan.memory.tables.t1: got 84 bytes"):
-        demands(tables, found, batch_size=64, window=2, last_batch=9, fixed_bytes={"t1": 84})
+        predict_demands(
+            tables, found, batch_size=64, window=2, last_batch=9, fixed_bytes={"t1": 84}
+        )

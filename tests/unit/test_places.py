@@ -20,11 +20,11 @@ from colonnade.checkpoint.checkpoints import (
 )
 from colonnade.checkpoint.stores import choose_segment_size, open_stores, order_stripes
 from colonnade.comm.mesh import Mesh
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_tensors
 from colonnade.errors import CheckpointError, ConfigError, StorageError
 from colonnade.run.run import open_run
-from colonnade.sizes import Place
+from colonnade.sizes import StorageLocation
 from colonnade.store.disk import Disk
 from colonnade.store.storage_locations import check_locations, check_tiers
 from colonnade.store.stripes import SpaceAccount, Stripes
@@ -86,7 +86,7 @@ def plain(tmp_path_factory):
 def test_any_places_give_the_same_bits(memory, plain, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = {f"plan.memory.{name}": value for name, value in memory.items()}
-    config = override(CONFIG, {**settings, "plan.write_budget": "1GiB"})
+    config = override_settings(CONFIG, {**settings, "plan.write_budget": "1GiB"})
     metrics, rows, collection = trained(config, tmp_path / "run")
     assert metrics == plain[0]
     assert all(torch.equal(a, b) for a, b in zip(rows, plain[1], strict=True))
@@ -100,9 +100,9 @@ def test_any_places_give_the_same_bits(memory, plain, tmp_path, monkeypatch):
     assert size_of(tmp_path / "run") == 0 or "ssd" not in memory
     assert not list((tmp_path / "m").rglob("*")) if "mapped" in memory else True  # without names
     # Going on, with the places or without naming them again.
-    metrics, *_ = trained(override(config, {"train.epochs": 2}), tmp_path / "run")
+    metrics, *_ = trained(override_settings(config, {"train.epochs": 2}), tmp_path / "run")
     assert metrics["epoch"] == 2
-    without = override(CONFIG, {"train.epochs": 3})
+    without = override_settings(CONFIG, {"train.epochs": 3})
     assert trained(without, tmp_path / "run")[0]["epoch"] == 3
 
 
@@ -127,23 +127,23 @@ def test_two_runs_share_a_directory(tmp_path):
 
 def test_what_cannot_hold_rows_is_said(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    check_locations("ssd", [Place(str(tmp_path / "new" / "place"), 1)])
+    check_locations("ssd", [StorageLocation(str(tmp_path / "new" / "place"), 1)])
     assert not (tmp_path / "new").exists()
     with pytest.raises(ConfigError, match=r"plan\.memory\.ssd: .*file is a file"):
-        check_locations("ssd", [Place(str(tmp_path / "file" / "x"))])
+        check_locations("ssd", [StorageLocation(str(tmp_path / "file" / "x"))])
     with pytest.raises(ConfigError, match="the file system has"):
-        check_locations("mapped", [Place(str(tmp_path), 2**62)])
+        check_locations("mapped", [StorageLocation(str(tmp_path), 2**62)])
     with pytest.raises(ConfigError, match=r"ssd: .*got 1 bytes, wanted at least 1,048,576"):
-        check_tiers([Place(str(tmp_path), 1)], None)
+        check_tiers([StorageLocation(str(tmp_path), 1)], None)
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
         with pytest.raises(
             ConfigError, match=r"no room at all \(0 bytes\), so it cannot hold rows"
         ):
-            check_locations("ssd", [Place(str(tmp_path))])
+            check_locations("ssd", [StorageLocation(str(tmp_path))])
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(ConfigError, match=r"plan\.memory\.mapped: .* is not writable"):
-        check_locations("mapped", [Place(str(tmp_path))])
+        check_locations("mapped", [StorageLocation(str(tmp_path))])
 
 
 def test_a_directory_that_vanished_is_named(tmp_path):
@@ -162,14 +162,17 @@ def test_a_directory_that_vanished_is_named(tmp_path):
 def test_one_directory_under_two_names_is_refused(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    real, link = Place(str(tmp_path / "real" / "new")), Place(str(tmp_path / "link" / "new"))
+    real, link = (
+        StorageLocation(str(tmp_path / "real" / "new")),
+        StorageLocation(str(tmp_path / "link" / "new")),
+    )
     with pytest.raises(
         ConfigError, match=r"plan\.memory\.ssd: .*link/new is the same directory as .*real/new"
     ):
         check_tiers([real, link], None)
     with pytest.raises(ConfigError, match=r"plan\.memory\.mapped: .* is the same directory"):
         check_tiers([link], real)
-    check_tiers([real, Place(str(tmp_path / "link" / "other"))], None)
+    check_tiers([real, StorageLocation(str(tmp_path / "link" / "other"))], None)
     assert not list((tmp_path / "real").iterdir())
 
 
@@ -185,7 +188,7 @@ def test_a_size_is_a_limit_on_all_tables_of_a_rank_together(tmp_path):
     """Beyond it a store behaves as on a full disk; with a larger size it goes on, and all bytes are counted again."""
     tables = [Table(name, rows=None, dim=250) for name in ("one", "two")]
     place = tmp_path / "rows" / "colonnade-x"
-    stores, space = open_two(tmp_path / "run", None, Place(str(place), 12 << 20), tables)
+    stores, space = open_two(tmp_path / "run", None, StorageLocation(str(place), 12 << 20), tables)
     assert stores[1].files.stripes.spaces[1] is space and space.path == tmp_path / "rows"
     width = stores[0].record_bytes
     records = torch.arange(2000 * width).to(torch.uint8).reshape(2000, width)
@@ -220,7 +223,9 @@ def test_a_size_is_a_limit_on_all_tables_of_a_rank_together(tmp_path):
     assert space.used == sum(path.stat().st_size for path in place.rglob("segment-*")) < 4_000_000
     for store in stores:
         store.close()
-    (store, other), space = open_two(tmp_path / "run", None, Place(str(place), 1 << 20), tables)
+    (store, other), space = open_two(
+        tmp_path / "run", None, StorageLocation(str(place), 1 << 20), tables
+    )
     assert space.used == 0  # opened at no step: nothing is there
     store.close()
     other.close()
@@ -229,14 +234,16 @@ def test_a_size_is_a_limit_on_all_tables_of_a_rank_together(tmp_path):
 def test_files_of_a_checkpoint_count_when_it_is_opened(tmp_path):
     tables = [Table("one", rows=None, dim=250)]
     place = tmp_path / "rows" / "colonnade-x"
-    (store,), space = open_two(tmp_path / "run", None, Place(str(place), 12 << 20), tables)
+    (store,), space = open_two(
+        tmp_path / "run", None, StorageLocation(str(place), 12 << 20), tables
+    )
     records = torch.zeros(2000, store.record_bytes, dtype=torch.uint8)
     for step in (1, 2):  # the first checkpoint's segment is forgotten and kept for that checkpoint
         store.write(torch.arange(2000), records).wait()
         store.commit(step)
     store.close()
     # A size lowered since: nothing is lost, nothing more is written.
-    (store,), space = open_two(tmp_path / "run", 2, Place(str(place), 2 << 20), tables)
+    (store,), space = open_two(tmp_path / "run", 2, StorageLocation(str(place), 2 << 20), tables)
     assert space.used == sum(path.stat().st_size for path in place.rglob("segment-*")) > 4_000_000
     store.write(torch.arange(5), records[:5]).wait()
     with pytest.raises(StorageError, match=r"holds 4,\d\d\d,\d\d\d of 2,097,152 bytes"):
@@ -275,7 +282,7 @@ def test_an_older_checkpoint_out_of_reach_is_said_once(tmp_path):
     tables = Net().collection.tables
     # By hand what collection does in time: the newest checkpoint has no segment in the old directory.
     checkpoints, step = open_checkpoints(
-        tmp_path / "run", tables, Mesh(), directories=[Place(new["ssd"][0])]
+        tmp_path / "run", tables, Mesh(), directories=[StorageLocation(new["ssd"][0])]
     )
     for store in checkpoints.backings:
         for rows in list(store.scan()):
@@ -287,7 +294,7 @@ def test_an_older_checkpoint_out_of_reach_is_said_once(tmp_path):
     (tmp_path / "old").rename(tmp_path / "gone")
     stores = open_stores(
         tmp_path / "run", tables, [row_wise(1)] * len(tables), 0, UnsyncedDisk(), step + 1,
-        directories=[Place(checkpoints.outside_folders[0].as_posix())],
+        directories=[StorageLocation(checkpoints.outside_folders[0].as_posix())],
     )  # fmt: skip
     checkpoints = Checkpoints(tmp_path / "run", Mesh(), stores, keep=2, disk=UnsyncedDisk())
     (said,) = describe_lost_checkpoints(checkpoints)

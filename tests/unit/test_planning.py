@@ -17,7 +17,7 @@ from colonnade import Plan, fit
 from colonnade.cli import app
 from colonnade.cli.plan import _automatic_settings
 from colonnade.comm.mesh import Mesh
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_source, open_tensors
 from colonnade.errors import BudgetExceeded, DataError
 from colonnade.models.build import build_model
@@ -79,7 +79,7 @@ def quick(monkeypatch):
 
 def test_a_profiled_run_gives_the_bits_of_an_even_one_and_checks_its_prediction(tmp_path, quick):
     summary, plan, rows = trained(CONFIG, tmp_path / "profiled")
-    even = override(CONFIG, {"plan.placement": "even"})
+    even = override_settings(CONFIG, {"plan.placement": "even"})
     other, even_plan, even_rows = trained(even, tmp_path / "even")
     assert summary["metrics"] == other["metrics"]
     assert all(torch.equal(a, b) for a, b in zip(rows, even_rows, strict=True))
@@ -98,17 +98,19 @@ def test_a_profiled_run_gives_the_bits_of_an_even_one_and_checks_its_prediction(
 def test_going_on_plans_anew_without_measuring_the_disk_again(tmp_path, quick, monkeypatch):
     trained(CONFIG, tmp_path / "run")
     monkeypatch.setattr(planning, "measure", lambda places: pytest.fail("measured again"))
-    summary, plan, _ = trained(override(CONFIG, {"train.epochs": 2}), tmp_path / "run")
+    summary, plan, _ = trained(override_settings(CONFIG, {"train.epochs": 2}), tmp_path / "run")
     assert summary["steps"] == 40 and plan.prediction is not None
     (tmp_path / "run" / "device.json").write_text("{torn")
     with pytest.raises(pytest.fail.Exception, match="measured again"):
-        trained(override(CONFIG, {"train.epochs": 3}), tmp_path / "run")
+        trained(override_settings(CONFIG, {"train.epochs": 3}), tmp_path / "run")
 
 
 def test_reads_and_first_touches_are_foretold(tmp_path, quick, monkeypatch):
     costs = StepCosts(step_seconds=1e-3)
     monkeypatch.setattr(planning, "run_micro_benchmark", lambda *_, **__: costs)
-    config = override(CONFIG, {"data.options.num_train": 10_000, "plan.memory.dram": "300KiB"})
+    config = override_settings(
+        CONFIG, {"data.options.num_train": 10_000, "plan.memory.dram": "300KiB"}
+    )
     summary, _, _ = trained(config, tmp_path / "run")
     # 1M lookups would be the whole data: from a tenth of it.
     monkeypatch.setattr(planning, "SAMPLE_LOOKUPS", 2)
@@ -120,7 +122,7 @@ def test_reads_and_first_touches_are_foretold(tmp_path, quick, monkeypatch):
 
 def test_a_batch_that_does_not_fit_is_said_before_the_disk_is_touched(tmp_path, monkeypatch):
     monkeypatch.setattr(planning, "measure", lambda places: pytest.fail("measured"))
-    config = override(CONFIG, {"plan.memory.dram": "20KiB"})
+    config = override_settings(CONFIG, {"plan.memory.dram": "20KiB"})
     with pytest.raises(BudgetExceeded, match=r"plan.memory.dram: got 20,480 bytes"):
         open_run(config, Mesh(), tmp_path / "run")
     assert not list(tmp_path.iterdir())
@@ -129,8 +131,10 @@ def test_a_batch_that_does_not_fit_is_said_before_the_disk_is_touched(tmp_path, 
 def test_a_sample_of_one_batch_is_enough(tmp_path, quick):
     path = tmp_path / "ten.csv"
     path.write_text("label,item,price\n" + "".join(f"{i % 2},i{i},{i}.5\n" for i in range(10)))
-    small = override(CONFIG, {"data": {"name": "csv", "path": str(path)}, "plan.memory.dram": None})
-    for config in (small, override(small, {"plan.memory.dram": 440})):
+    small = override_settings(
+        CONFIG, {"data": {"name": "csv", "path": str(path)}, "plan.memory.dram": None}
+    )
+    for config in (small, override_settings(small, {"plan.memory.dram": 440})):
         found, _ = plan_run(config, tmp_path, World())
         assert found.profile.batches == 1 and found.profile.samples == 10
         assert found.prediction.samples_per_second > 0
@@ -145,7 +149,9 @@ def test_a_sample_of_one_batch_is_enough(tmp_path, quick):
 @pytest.mark.parametrize("batch_size", [50, pytest.param(600, marks=pytest.mark.slow), 4096])
 def test_what_one_batch_needs_is_enough_and_no_byte_less(batch_size, tmp_path, quick):
     """A plan accepts the least that training can do with; longer windows become shorter."""
-    config = override(CONFIG, {"train.batch_size": batch_size, "data.options.num_train": 1000})
+    config = override_settings(
+        CONFIG, {"train.batch_size": batch_size, "data.options.num_train": 1000}
+    )
     data = open_source("synthetic", None, **config.data.options)
     collection = find_collection(build_model(data.train.schema, config))
     most = dict.fromkeys((table.name for table in collection.tables), 0)
@@ -154,14 +160,14 @@ def test_what_one_batch_needs_is_enough_and_no_byte_less(batch_size, tmp_path, q
             unique = len(batch.ids[feature.name].values.unique())
             most[feature.table] = max(most[feature.table], unique)
     least = sum(most[table.name] * slot_bytes(table) for table in collection.tables)
-    enough = override(config, {"plan.memory.dram": least, "data.options.num_test": 50})
+    enough = override_settings(config, {"plan.memory.dram": least, "data.options.num_test": 50})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the window becomes shorter, and says so
         summary, plan, _ = trained(enough, tmp_path / "run")
     assert [table.capacity_rows for table in plan.tables] == list(most.values())
     assert summary["steps"] == -(-1000 // batch_size)
     with pytest.raises(BudgetExceeded, match=f"for a batch, and all tables together {least:,}"):
-        plan_run(override(config, {"plan.memory.dram": least - 1}), tmp_path, World())
+        plan_run(override_settings(config, {"plan.memory.dram": least - 1}), tmp_path, World())
 
 
 def test_rehearsals_change_no_random_bits(tmp_path, quick):
@@ -184,13 +190,15 @@ def test_a_rehearsal_that_fails_leaves_nothing(tmp_path, quick, monkeypatch):
 
 
 def test_auto_lookahead_is_chosen(tmp_path, quick):
-    found, _ = plan_run(override(CONFIG, {"plan.lookahead": "auto"}), tmp_path, World())
+    found, _ = plan_run(override_settings(CONFIG, {"plan.lookahead": "auto"}), tmp_path, World())
     assert 2 <= found.plan.lookahead <= 8 and found.prediction.lookahead == found.plan.lookahead
 
 
 def test_mapped_memory_takes_what_is_read_most(tmp_path, quick):
     found, _ = plan_run(
-        override(CONFIG, {"plan.memory.mapped": f"{tmp_path}/mapped:60KiB"}), tmp_path, World()
+        override_settings(CONFIG, {"plan.memory.mapped": f"{tmp_path}/mapped:60KiB"}),
+        tmp_path,
+        World(),
     )
     assert "mapped" in {table.tier for table in found.plan.tables}
     assert not (tmp_path / "mapped").exists()
@@ -301,7 +309,7 @@ def test_plan_says_that_copies_are_left_out(capsys, tmp_path, monkeypatch, quick
     assert len(said["left_out"]) == 1 and "plan.cache" in said["left_out"][0]
     kinds = {(each["cache"]["rows"], each["exchange"]) for each in said["plan"]["tables"]}
     assert kinds == {(7, "cached")}
-    config = override(build_config({}), {"model.dim": 4})
+    config = override_settings(build_config({}), {"model.dim": 4})
     tables = find_collection(
         build_model(open_source("synthetic", cardinalities=CARDINALITIES).train.schema, config)
     ).tables

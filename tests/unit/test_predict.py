@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from small_run import CONFIG
 
 from colonnade import Batch, Concat, EmbeddingCollection, Feature, Ids, Mesh, Predictor, Table, fit
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.data import Column, Schema, open_tensors
 from colonnade.errors import CheckpointError, ConfigError, CorruptionError, DataError, IdRangeError
 from colonnade.models.build import build_model
@@ -36,7 +36,9 @@ from colonnade.store.mapped import open_mapped
 
 
 def train(mesh, folder, settings):
-    run = open_run(override(build_config(CONFIG), {"train.epochs": 1, **settings}), mesh, folder)
+    run = open_run(
+        override_settings(build_config(CONFIG), {"train.epochs": 1, **settings}), mesh, folder
+    )
     run.train()
     run.close()
 

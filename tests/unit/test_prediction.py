@@ -6,7 +6,7 @@ import pytest
 
 from colonnade import Table
 from colonnade.plan.cost.memory import MemoryDemand, TableMemory
-from colonnade.plan.cost.prediction import AMPLIFICATION, StepCosts, choose_lookahead, predict
+from colonnade.plan.cost.prediction import AMPLIFICATION, StepCosts, choose_lookahead, predict_speed
 from colonnade.plan.measure.device import PAGE, Device, DirectoryRate, ReadRate
 
 TABLE = Table("t", 16, rows=1000)  # record 76 bytes, framed 16 + 80
@@ -20,9 +20,9 @@ def device(pages: float, latency: float = 1e-4) -> Device:
 
 def foretell(rows=500, *, step=1e-3, moved=1e-6, pages=1e6, **settings):
     placed = [TableMemory("t", rows, DEMAND.reads_at(rows))]
-    costs = StepCosts(step_seconds=step, born_seconds=2e-6, moved_seconds=moved)
+    costs = StepCosts(step_seconds=step, first_use_seconds=2e-6, moved_seconds=moved)
     settings = {"batch_size": 200, "num_batches": 100, **settings}
-    return predict([TABLE], [DEMAND], placed, [2.0], costs, device(pages), **settings)
+    return predict_speed([TABLE], [DEMAND], placed, [2.0], costs, device(pages), **settings)
 
 
 def test_all_in_memory_takes_the_steps_own_time():

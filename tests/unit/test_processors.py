@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from colonnade import processors
-from colonnade.processors import limit_spinning, read_quota, usable_processors
+from colonnade.processors import count_usable_processors, limit_spinning, read_quota
 
 FIRST = {"cpu.cfs_quota_us": "150000\n", "cpu.cfs_period_us": "100000\n"}
 UNLIMITED = {"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}
@@ -46,7 +46,7 @@ def test_groups_of_version_1_and_a_container_that_sees_its_hosts_path(tmp_path):
 def test_a_quota_bounds_the_processors_rounded_up(monkeypatch, quota, wanted):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr(processors, "read_quota", lambda _: quota)
-    assert usable_processors() == wanted
+    assert count_usable_processors() == wanted
 
 
 def run(code: str) -> list[str]:

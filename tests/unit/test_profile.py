@@ -29,7 +29,7 @@ from colonnade.plan.measure.profile import (
     count_unique_by_size,
     lru_miss_ratios,
     most_used_miss_ratios,
-    profile,
+    profile_batches,
     profile_ids,
     reuse_distances,
 )
@@ -185,7 +185,7 @@ def test_a_profile_of_batches_counts_what_is_looked_up():
         torch.zeros(3, 0),
         {"a": Ids(torch.tensor([1, 2, 1])), "b": bag, "c": Ids(torch.tensor([5, -(2**63), 5]))},
     )
-    found = profile(tables, features, [batch, batch])
+    found = profile_batches(tables, features, [batch, batch])
     assert (found.samples, found.batches) == (6, 2)
     item, user, unused = found.tables
     assert item.lookups == 12 and found.lookups_per_sample(0) == 2
@@ -195,7 +195,7 @@ def test_a_profile_of_batches_counts_what_is_looked_up():
     assert user.rows == 2 and unused.lookups == 0 and unused.rows == 0
     assert Profile.from_json(found.to_json()) == found
     with pytest.raises(ConfigError, match="no samples"):
-        profile(tables, features, [])
+        profile_batches(tables, features, [])
 
 
 def test_growth_is_of_the_first_lookups():
@@ -227,7 +227,7 @@ def test_unique_rows_of_pieces_are_those_of_sets(bags, first, second):
         runs = [bags[k * size : (k + 1) * size] for k in range(len(bags) // size)]
         assert count == sum(len({each for bag in run for each in bag}) for run in runs)
     batch = Batch(len(bags), torch.zeros(len(bags), 0), {"f": Ids(torch.from_numpy(ids), offsets)})
-    found = profile([Table("t", 4)], [Feature("f", "t")], [batch])
+    found = profile_batches([Table("t", 4)], [Feature("f", "t")], [batch])
     of = found.tables[0]
     assert of.unique[1][-1] == len(set(ids.tolist())) and of.unique[0][-1] == len(bags)
     assert found.features == (FeatureProfile("f", len(ids), max(map(len, bags)), False),)
@@ -247,7 +247,7 @@ def test_unique_rows_of_a_rank_are_foretold_within_a_percent():
         ids = {table.name: Ids(each) for table, each in zip(tables, drawn, strict=True)}
         return Batch(600, torch.zeros(600, 0), ids)
 
-    found = profile(tables, features, [batch(seed) for seed in range(40)])
+    found = profile_batches(tables, features, [batch(seed) for seed in range(40)])
     others = [batch(seed) for seed in range(40, 100)]
     for t, table in enumerate(tables):
         of = found.tables[t].popularity(table.rows)

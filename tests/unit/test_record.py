@@ -13,17 +13,17 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from colonnade.store.collect_tier_counts import TierCounts
 from rich.console import Console
 from small_run import CONFIG
 
 from colonnade import Batch, Mesh
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.data.contract import Position
 from colonnade.errors import StorageError
 from colonnade.report.reading import read_run, sum_lines
 from colonnade.run.machine import collect_machine_facts
 from colonnade.run.run import open_run
+from colonnade.store.tier_counts import TierCounts
 from colonnade.train.metrics_file import drop_lines_after, read_lines
 from colonnade.train.progress import Progress, _columns
 from colonnade.train.record import Counters, Record, TierActivity
@@ -33,7 +33,9 @@ from colonnade.train.record import Counters, Record, TierActivity
 def finished(tmp_path_factory):
     """A small run, and the run object after its training."""
     folder = tmp_path_factory.mktemp("run") / "run"
-    run = open_run(override(build_config(CONFIG), {"plan.memory.dram": 30_000}), Mesh(), folder)
+    run = open_run(
+        override_settings(build_config(CONFIG), {"plan.memory.dram": 30_000}), Mesh(), folder
+    )
     run.trainer.progress.every = 2
     with pytest.MonkeyPatch.context() as patch:  # lines by steps alone, however fast they are
         patch.setattr("colonnade.train.progress.MIN_SECONDS", 0.0)
@@ -103,7 +105,7 @@ def test_the_line_of_tiers_is_short():
 def test_no_words_of_tiers_where_all_rows_are_in_memory(tmp_path):
     out = io.StringIO()
     run = open_run(
-        override(build_config(CONFIG), {"train.max_steps": 3}),
+        override_settings(build_config(CONFIG), {"train.max_steps": 3}),
         Mesh(),
         None,
         console=Console(file=out),

@@ -18,7 +18,7 @@ from colonnade.checkpoint.completeness import verify_checkpoint
 from colonnade.checkpoint.header import list_checkpoints, read_header
 from colonnade.checkpoint.stores import list_store_folders
 from colonnade.config.plan import PlanConfig
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.models.build import build_model
 from colonnade.plan.plan import Plan
 from colonnade.publish.export import export_run
@@ -86,7 +86,7 @@ OPEN = {
 
 def go_on(mesh, folder, kind, epochs, settings=None, **arguments):
     """Train until `epochs` are done, with tables sharded so."""
-    config = override(build_config(SHORT), {**(settings or SMALL), "train.epochs": epochs})
+    config = override_settings(build_config(SHORT), {**(settings or SMALL), "train.epochs": epochs})
 
     def settle_plan(wanted, tables, world):
         shardings = {table.name: KINDS[kind](t, world.num_ranks) for t, table in enumerate(tables)}
@@ -289,7 +289,7 @@ def test_rows_become_hot_and_cold(tmp_path):
 
 def chosen_hot(mesh, folder, epochs, settings):
     """A run whose configuration asks for hot rows; the lists of its plan."""
-    config = override(build_config(SHORT), {**SMALL, **settings, "train.epochs": epochs})
+    config = override_settings(build_config(SHORT), {**SMALL, **settings, "train.epochs": epochs})
     run = runs.open_run(config, mesh, Path(folder), data=opened(config))
     run.train()
     run.close()

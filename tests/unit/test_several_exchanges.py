@@ -21,7 +21,7 @@ from colonnade import (
     Uniform,
     build_plan,
 )
-from colonnade.comm.mesh import Call
+from colonnade.comm.mesh import PendingCall
 from colonnade.topology.sharding import table_wise
 
 SAMPLES, DIM = 6, 4
@@ -136,7 +136,7 @@ def pushed(mesh: Mesh) -> list[str]:
     outputs = collection(batch_of(mesh.rank))
     torch.autograd.backward(list(outputs.values()), [torch.ones_like(o) for o in outputs.values()])
     said: list[str] = []
-    begins, waits = Mesh._begin_call, Call.wait
+    begins, waits = Mesh._begin_call, PendingCall.wait
     with pytest.MonkeyPatch.context() as patch:
 
         def begin(self, channel, start, *scope):
@@ -148,7 +148,7 @@ def pushed(mesh: Mesh) -> list[str]:
             return waits(self)
 
         patch.setattr(Mesh, "_begin_call", begin)
-        patch.setattr(Call, "wait", wait)
+        patch.setattr(PendingCall, "wait", wait)
         collection.pipeline.collect()
     return said
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.errors import CorruptionError, StorageError
-from colonnade.store.durable import trailer
+from colonnade.store.durable import checksum_line
 from colonnade.store.key_list import (
     HEADER,
     MAX_BYTES,
@@ -70,7 +70,7 @@ def test_what_is_not_the_key_list_is_refused(tmp_path):
         with pytest.raises(CorruptionError, match="they are of another commit"):
             read_key_list(file, number, num_records, checksum)
     whole = path.read_bytes()
-    content = whole[: -len(trailer(b""))]
+    content = whole[: -len(checksum_line(b""))]
     for changed in (
         content[:40] + (9).to_bytes(4, "little") + content[44:],  # a width beyond 8
         content[:40] + (7).to_bytes(4, "little") + content[44:],  # or other than the file's length
@@ -78,7 +78,7 @@ def test_what_is_not_the_key_list_is_refused(tmp_path):
         content[: HEADER.size - 1],
         b"",
     ):
-        path.write_bytes(changed + trailer(changed))
+        path.write_bytes(changed + checksum_line(changed))
         with pytest.raises(CorruptionError, match="they are of another commit"):
             read_key_list(open_key_list(path), 9, 3, 11)
     for length in range(len(whole)):

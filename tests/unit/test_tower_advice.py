@@ -9,7 +9,7 @@ from colonnade import World
 from colonnade.plan.cost.consumers import ConsumerLoad, FieldLoad, ModelLoad
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint, Memory
-from colonnade.plan.towers.advice import advised
+from colonnade.plan.towers.advice import advise_tower_modules
 
 SLOW = World(num_hosts=2, ranks_per_host=2, remote_bytes_per_second=25e6)
 DIM = 64
@@ -22,7 +22,7 @@ def loads_in(world, num=8):
 def test_it_is_what_the_plan_of_a_model_with_modules_would_save():
     loads = loads_in(SLOW)
     flat = choose(loads, SLOW)
-    found = advised(loads, SLOW, flat, memory=Memory())
+    found = advise_tower_modules(loads, SLOW, flat, memory=Memory())
     assert [each.ratio for each in found] == [2, 4, 8] and {each.towers for each in found} == {2}
     for each in found:
         out = 4 * DIM // each.ratio
@@ -51,7 +51,10 @@ def test_small_tables_that_every_rank_has_are_better_left_as_they_are():
     loads = [load_of(f"t{i}", 10, world, width=4) for i in range(8)]
     choice = choose(loads, world)
     assert {table.chosen.exchange for table in choice.tables} == {"replicated"}
-    assert all(each.saved_seconds < 0 for each in advised(loads, world, choice, memory=Memory()))
+    assert all(
+        each.saved_seconds < 0
+        for each in advise_tower_modules(loads, world, choice, memory=Memory())
+    )
 
 
 @pytest.mark.parametrize("kind", ["row_wise", "host_wise", "table_wise", "column_wise", "grid"])
@@ -66,7 +69,7 @@ def test_tables_that_cannot_go_stay_as_they_are(kind):
         "h[cold]": Constraint("row_wise", "rows"),
     }
     choice = choose([sequence, *loads, *hot], SLOW, forced=forced)
-    found = advised([sequence, *loads, *hot], SLOW, choice, memory=Memory())
+    found = advise_tower_modules([sequence, *loads, *hot], SLOW, choice, memory=Memory())
     assert all(each.products == 2 * (4 * DIM) ** 2 // each.ratio for each in found) and found
 
 
@@ -81,4 +84,4 @@ def test_tables_that_cannot_go_stay_as_they_are(kind):
 )
 def test_nothing_is_said_where_nothing_can_be_done(world, num, room):
     loads = loads_in(world, num)
-    assert advised(loads, world, choose(loads, world), memory=Memory(room)) == ()
+    assert advise_tower_modules(loads, world, choose(loads, world), memory=Memory(room)) == ()

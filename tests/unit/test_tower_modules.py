@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 import colonnade
 from colonnade import Batch, EmbeddingCollection, Feature, Ids, Mesh, Table
 from colonnade.cli.app import app
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.data.contract import Column, Schema
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.exchange.operator_cut import barred
+from colonnade.exchange.operator_cut import why_not_remote
 from colonnade.interaction import TowerModule
 from colonnade.models.build import build_model, resolve_towers
 from colonnade.models.dcnv2 import DCNv2
@@ -24,7 +24,7 @@ from colonnade.models.tower_modules import words_of
 from colonnade.publish.export import export_run
 from colonnade.row_state import dense_state_dict
 from colonnade.run.run import load_run_config, open_run
-from colonnade.topology.towers import Partition, striped
+from colonnade.topology.towers import Partition, round_robin_partition
 
 NAMES = list("abcde")
 TOWERS = Partition((("b", "d", "a"), ("e", "c")))
@@ -63,7 +63,7 @@ def test_any_module_is_a_consumer_of_its_tower():
     given = torch.cat([made.rows(name, batch().ids[name].values) for name in "ba"], 1)
     torch.testing.assert_close(made(batch())["mine"], wide(given))
     assert TowerModule(wide, [3, 6], 4).ratio == 9 / 4
-    assert "on one rank" in barred(made.declaration, "mine")
+    assert "on one rank" in why_not_remote(made.declaration, "mine")
 
 
 def test_a_partial_of_vectors_is_the_module():
@@ -86,7 +86,7 @@ class Viewed(nn.Module):
 
 def test_a_module_is_not_asked_about_no_samples():
     vectors = torch.zeros(0, 2, 6, requires_grad=True)
-    found = TowerModule(Viewed(), [6, 6], 12).partial_of(vectors)
+    found = TowerModule(Viewed(), [6, 6], 12).partial_of_fields(vectors)
     assert found.shape == (0, 12)
     found.sum().backward()
     assert vectors.grad is not None
@@ -138,9 +138,9 @@ def test_a_module_that_changes_its_fields_is_refused(is_training):
         model(batch())
     values = torch.ones(4, 2, 6, dtype=torch.float64)
     later = nn.Sequential(nn.Flatten(), nn.Linear(12, 3), nn.ReLU(inplace=True))
-    assert TowerModule(later, [6, 6], 3).partial_of(values).shape == (4, 3)
+    assert TowerModule(later, [6, 6], 3).partial_of_fields(values).shape == (4, 3)
     with torch.inference_mode():  # where changes are not counted
-        assert module.partial_of(torch.ones(4, 2, 6)).shape == (4, 12)
+        assert module.partial_of_fields(torch.ones(4, 2, 6)).shape == (4, 12)
 
 
 @pytest.mark.parametrize("model", [DLRM, DCNv2])
@@ -241,7 +241,7 @@ def test_partitions_come_from_numbers_files_and_lists(tmp_path):
     file = tmp_path / "towers.json"
     file.write_text(TOWERS.to_json())
     for said, wanted in (
-        (2, striped(NAMES, 2)),
+        (2, round_robin_partition(NAMES, 2)),
         (str(file), TOWERS),
         ([list(tower) for tower in TOWERS.towers], TOWERS),
     ):
@@ -303,7 +303,7 @@ OTHERWISE = {**TOWERED, "model.towers": [["C3", "C1"], ["C4", "C2"]]}
 
 
 def trained(folder, settings, **more):
-    run = open_run(override(BASE, settings), Mesh(), folder, **more)
+    run = open_run(override_settings(BASE, settings), Mesh(), folder, **more)
     try:
         return run.train(), run
     finally:
@@ -334,7 +334,7 @@ def test_a_towered_run_is_evaluated_exported_predicted_and_inspected(towered, tm
 def test_a_run_goes_on_with_its_towers_alone(towered, tmp_path):
     for other in (OTHERWISE, {**TOWERED, "model.tower_dim": 3}, {}):
         with pytest.raises(CheckpointError, match=r"model\.tower.* start anew; train\.warm_start="):
-            open_run(override(BASE, other), Mesh(), towered)
+            open_run(override_settings(BASE, other), Mesh(), towered)
     assert trained(towered, {**TOWERED, "train.max_steps": 5})[0].steps == 1
 
 
@@ -372,8 +372,8 @@ def test_a_warm_start_takes_rows_and_what_agrees(case, towered, tmp_path):
         source, start = tmp_path / "flat", TOWERED
         trained(source, {})
     warm = {**start, "train.warm_start": str(source), "train.max_steps": 0}
-    new = open_run(override(BASE, warm), Mesh(), tmp_path / "new")
-    fresh = open_run(override(BASE, start), Mesh(), None)
+    new = open_run(override_settings(BASE, warm), Mesh(), tmp_path / "new")
+    fresh = open_run(override_settings(BASE, start), Mesh(), None)
     old = open_run(load_run_config(source), Mesh(), source, read_only=True)
     ids = torch.arange(50)
     rows = [run.trainer.collection.rows("C1", ids) for run in (new, old, fresh)]
@@ -396,7 +396,7 @@ def test_a_warm_start_takes_rows_and_what_agrees(case, towered, tmp_path):
         run.close()
     from colonnade.run.start import plan_warm_start
 
-    built = build_model(new.trainer.data.train.schema, override(BASE, start))
+    built = build_model(new.trainer.data.train.schema, override_settings(BASE, start))
     said = str(plan_warm_start(built, built.embeddings.tables, str(source)))
     assert (
         "started anew, because towers or their modules differ: " in said and "top.0.weight" in said

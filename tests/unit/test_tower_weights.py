@@ -125,7 +125,7 @@ def refused(mesh):
 
 def sent(mesh, towers_of):
     """Bytes of dense gradients of a step, by link."""
-    model, alone = Model(), Mesh(mesh.world, mesh.rank, mesh.groups, Traffic(), mesh.presence)
+    model, alone = Model(), Mesh(mesh.world, mesh.rank, mesh.groups, Traffic(), mesh.peer_monitor)
     dense = DenseGradients(
         list(model.parameters()), alone, late=list(model.towers.parameters()), towers=towers_of(model)
     )  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 from colonnade import Feature, Table, World
 from colonnade.config.run import build_config
 from colonnade.errors import ConfigError
-from colonnade.plan.constraints import in_towers, is_settled, towered
+from colonnade.plan.constraints import apply_towers, is_settled, shard_in_towers
 from colonnade.plan.cost.tower_paths import (
     CALL_MESSAGES,
     saved_processor_seconds,
@@ -24,7 +24,7 @@ PARTITION = Partition((("b", "c", "a", "again"), ("d",)))
 
 
 def planned(plan, partition=None, world=WORLD, tables=TABLES):
-    config = towered(build_config({"plan": plan}).plan, tables, FEATURES, partition, world)
+    config = apply_towers(build_config({"plan": plan}).plan, tables, FEATURES, partition, world)
     assert is_settled(config, tables, world)
     return {each.name: str(each.sharding) for each in build_plan(tables, world, config).tables}
 
@@ -51,7 +51,7 @@ def test_tables_lie_in_their_towers():
 
 def test_a_number_of_towers_beside_exchanges_that_are_yet_to_be_chosen():
     config = build_config({"plan": {"exchange": "auto", "sharding": "auto", "towers": 4}}).plan
-    assert towered(config, TABLES, FEATURES, None, WORLD) is config  # choose() is told of it
+    assert apply_towers(config, TABLES, FEATURES, None, WORLD) is config  # choose() is told of it
 
 
 def test_a_partition_of_some_features_leaves_the_other_tables():
@@ -61,10 +61,10 @@ def test_a_partition_of_some_features_leaves_the_other_tables():
 
 def test_servers_of_a_tower_have_its_rows():
     world = World(num_hosts=2, ranks_per_host=3, servers_per_host=2)
-    found = in_towers(TABLES, FEATURES, 2, world, dict.fromkeys("abcd", "host_wise"))
+    found = shard_in_towers(TABLES, FEATURES, 2, world, dict.fromkeys("abcd", "host_wise"))
     assert (found["a"].sharding.ranks, found["b"].sharding.ranks) == ((1, 2), (4, 5))
     with pytest.raises(ConfigError, match="tower 0 has no server for its rows"):
-        in_towers(TABLES, FEATURES, 3, World(ranks_per_host=3, servers_per_host=1))
+        shard_in_towers(TABLES, FEATURES, 3, World(ranks_per_host=3, servers_per_host=1))
 
 
 @pytest.mark.parametrize(

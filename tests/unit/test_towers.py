@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from colonnade.errors import ConfigError
-from colonnade.topology.towers import Partition, striped, tower_ranks
+from colonnade.topology.towers import Partition, round_robin_partition, tower_ranks
 from colonnade.topology.world import World
 
 
@@ -13,7 +13,7 @@ def test_a_partition_has_each_feature_once_and_goes_through_json():
     partition = Partition((("a", "c"), ("b",)))
     assert partition.features == ("a", "c", "b") and partition.tower_of("b") == 1
     assert Partition.from_json(partition.to_json()) == partition
-    assert striped(["a", "b", "c"], 2) == partition
+    assert round_robin_partition(["a", "b", "c"], 2) == partition
 
 
 @pytest.mark.parametrize(
@@ -56,4 +56,4 @@ def test_ranks_of_towers():
     with pytest.raises(ConfigError, match="whole hosts"):
         tower_ranks(World(num_hosts=2, ranks_per_host=3), 3)
     with pytest.raises(ConfigError, match="0 towers"):
-        striped(["a"], 0)
+        round_robin_partition(["a"], 0)

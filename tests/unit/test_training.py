@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR,
 import colonnade
 from colonnade import Mesh
 from colonnade.checkpoint.checkpoints import steps_to_keep
-from colonnade.checkpoint.header import describe_checkpoint_choice, list_checkpoints, resolve
+from colonnade.checkpoint.header import describe_checkpoint_choice, list_checkpoints, resolve_step
 from colonnade.config.run import ScheduleConfig, build_config
 from colonnade.data import Splits
 from colonnade.errors import CheckpointError, ConfigError, NonFiniteError
@@ -64,9 +64,9 @@ def test_early_stopping_names_the_best_step(tmp_path):
     assert found.outcome.steps == 72 and script.heard == 6
     assert found.metrics["validation_auc"] == 0.7
     assert list_checkpoints(tmp_path) == [36, 60, 72]  # the best beside the newest two
-    assert [resolve(tmp_path, at) for at in ("best", "last", "60", None)] == [36, 72, 60, 36]
+    assert [resolve_step(tmp_path, at) for at in ("best", "last", "60", None)] == [36, 72, 60, 36]
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 12; it has \[36, 60, 72\]"):
-        resolve(tmp_path, 12)
+        resolve_step(tmp_path, 12)
 
 
 def test_patience_goes_on_where_it_was(tmp_path):
@@ -111,7 +111,7 @@ def test_monitor_chooses_the_best_step_and_ends_the_run(tmp_path, monitor, min_d
         monitor=monitor, min_delta=min_delta, **FAST,
     )  # fmt: skip
     assert (fitted.outcome.best_step, fitted.outcome.steps) == (best, steps)
-    assert resolve(tmp_path, None) == best
+    assert resolve_step(tmp_path, None) == best
     assert describe_checkpoint_choice(
         tmp_path, best
     ) == f"best of validation {monitor or 'auc'}".replace("_", " ")
@@ -145,7 +145,7 @@ def test_no_validation_part_means_the_last_step(tmp_path):
     fitted = colonnade.fit(
         Net(), Splits(train=source(600, 1), test=source(50, 2)), run=tmp_path, epochs=2, **FAST
     )
-    assert fitted.outcome.best_step is None and resolve(tmp_path, None) == 24
+    assert fitted.outcome.best_step is None and resolve_step(tmp_path, None) == 24
     assert describe_checkpoint_choice(tmp_path, 24) == "last; no validation part"
 
 

@@ -10,7 +10,7 @@ from small_run import CONFIG
 
 import colonnade
 from colonnade import Mesh
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.data import Splits
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.run.run import open_run
@@ -96,7 +96,7 @@ def test_what_was_dropped_and_what_is_new_is_said(tmp_path, capsys):
 
 
 def settings_of(**changes):
-    return override(
+    return override_settings(
         build_config(CONFIG), {"train.epochs": 1, **{k.replace("__", "."): v for k, v in changes.items()}}
     )  # fmt: skip
 

@@ -24,8 +24,8 @@ from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.lookup.row_layout import RowSums
 from colonnade.ops.optimizers import Settings
 from colonnade.store.contract import RowView
+from colonnade.store.device_rows import enlarge_device_rows, reserve_device_rows, update
 from colonnade.store.dram import open_dram, table_seed
-from colonnade.store.reserve_device_rows import enlarged, reserve_device_rows, update
 from colonnade.table import CLOCK_BYTES, Table
 
 SPARE = 2**22
@@ -334,7 +334,10 @@ class DeviceCachedRows(CachedRows):
         """Enlarge one table, which temporarily needs memory for both sizes. Raises torch's error if there is not
         enough."""
         num_new = num_slots - len(self.ids[table_index])
-        rows, pending = enlarged(self.rows[table_index], num_slots), self.pending[table_index]
+        rows, pending = (
+            enlarge_device_rows(self.rows[table_index], num_slots),
+            self.pending[table_index],
+        )
         self.pending[table_index] = torch.cat(
             [pending, pending.new_empty(num_new, pending.shape[1])]
         )

@@ -41,7 +41,7 @@ from colonnade.checkpoint.stores import (
     list_store_folders,
     open_saved_shards,
     open_stores,
-    shardings_of,
+    read_shardings,
     store_folder,
 )
 from colonnade.comm.mesh import Mesh
@@ -50,7 +50,7 @@ from colonnade.errors import CheckpointError, ColonnadeError, StorageError
 from colonnade.exchange.cached import CachedExchange
 from colonnade.exchange.cached_state import can_load_cache, load
 from colonnade.exchange.prefetched import prefetched_tables
-from colonnade.sizes import Place
+from colonnade.sizes import StorageLocation
 from colonnade.store.disk import Disk
 from colonnade.store.durable import write_durably
 from colonnade.store.log import LogBacking
@@ -60,7 +60,7 @@ from colonnade.store.table_shards import (
     ColumnSliceReader,
     HotColdReader,
     TableShard,
-    lay_out,
+    shard_tables,
 )
 from colonnade.store.writer import LogWriter
 from colonnade.table import Table
@@ -111,7 +111,7 @@ class Checkpoints:
         Waits for the previous checkpoint, and raises as `finish` does.
         """
         self.finish()
-        with trainer.rows.settled() as pending_copies:
+        with trainer.rows.synchronized_view() as pending_copies:
             snapshot = take_snapshot(trainer, prefetched, self.run, pending_copies)
             trainer.collection.store.begin_commit()
         self._print_line = trainer.progress.print_line
@@ -200,12 +200,12 @@ class Checkpoints:
             destination.send(step, retained, print_line)
         self._delete_old_checkpoints()
 
-    def end_writing(self) -> None:
+    def stop_writing(self) -> None:
         """Stop writing, so that other runs can open the folder. Saved rows can still be read."""
         self._wait_for_writer()
         for backing in self.backings:
             if isinstance(backing, LogBacking):
-                backing.end_writing()
+                backing.stop_writing()
 
     def close(self) -> None:
         """Close the stores after the current checkpoint is written. Unsaved changes are lost."""
@@ -314,7 +314,7 @@ def open_checkpoints(
     disk: Disk | None = None,
     read_only: bool = False,
     at: int | None = None,
-    directories: Sequence[Place] = (),
+    directories: Sequence[StorageLocation] = (),
     write_budget: int | None = None,
 ) -> tuple[Checkpoints, int | None]:
     """Open this rank's stores at the newest saved step. Collective. Returns the step; None for a new run.
@@ -342,12 +342,17 @@ def open_checkpoints(
     check_complete(folder, step, mesh)
     run_name = _share_run_name(folder, step, mesh)
     wanted_shardings = list(shardings or [row_wise_over_owners(mesh.world)] * len(tables))
-    saved_shardings = wanted_shardings if step is None else shardings_of(read_header(folder, step))
+    saved_shardings = (
+        wanted_shardings if step is None else read_shardings(read_header(folder, step))
+    )
     if len(saved_shardings) != len(tables):
         raise CheckpointError(
             f"{folder} was saved with {len(saved_shardings)} tables, this model has {len(tables)}; build the same model"
         )
-    saved_shards, shards = lay_out(tables, saved_shardings), lay_out(tables, wanted_shardings)
+    saved_shards, shards = (
+        shard_tables(tables, saved_shardings),
+        shard_tables(tables, wanted_shardings),
+    )
     new_shards = find_new_shards(saved_shards, shards, mesh.rank)
     if read_only and new_shards and step is not None:
         readers = open_saved_shards(folder, tables, saved_shards, shards, mesh.rank, disk, step)
@@ -521,7 +526,7 @@ def _restore_prefetched_reads(
     if num_reads and len(collection.opened.bounds) == 1:
         # If all tables have one bound, reads of only some tables are repeated.
         num_reads *= len(prefetched_tables([ranks[0]["held"][0]], len(shards))) == len(shards)
-    saved_shards = lay_out(collection.tables, shardings_of(header))
+    saved_shards = shard_tables(collection.tables, read_shardings(header))
     if num_reads and [shard.label for shard in saved_shards] != [shard.label for shard in shards]:
         raise CheckpointError(
             f"{folder}: got a checkpoint with rows read ahead of tables that were cut by columns otherwise, or "

@@ -19,7 +19,7 @@ import torch
 from colonnade.checkpoint.checkpoints import Checkpoints, open_checkpoints
 from colonnade.checkpoint.completeness import check_folder_is_shared
 from colonnade.checkpoint.fingerprint import check_model, dense_weights, load_dense
-from colonnade.checkpoint.header import list_checkpoints, read_header, resolve
+from colonnade.checkpoint.header import list_checkpoints, read_header, resolve_step
 from colonnade.checkpoint.snapshot import (
     Snapshot,
     build_header,
@@ -33,7 +33,7 @@ from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.plan.plan import Plan, build_plan
 from colonnade.row_optimizer import RowOptimizer
-from colonnade.row_state import RUN_BYTES
+from colonnade.row_state import CHUNK_BYTES
 from colonnade.store.dram import DramStore
 from colonnade.store.hbm import HbmStore
 from colonnade.store.log import LogBacking
@@ -138,7 +138,7 @@ def load(
         )
     mesh = mesh or Mesh()
     plan = plan or build_plan(collection.tables, mesh.world)
-    step = resolve(folder, step)
+    step = resolve_step(folder, step)
     header = read_header(folder, step)
     states_folder = folder / "checkpoints" / f"{step:012d}"
     state = load_state(states_folder / "dense", header["run"])
@@ -249,7 +249,7 @@ def _save_checkpoint(
 ) -> None:
     """Take a snapshot and write it. Collective."""
     if optimizer is not None:
-        with optimizer.settled():
+        with optimizer.synchronized_view():
             snapshot = _take_snapshot(collection, checkpoints.run, step, optimizer)
             collection.store.begin_commit()
     else:
@@ -284,7 +284,7 @@ def _load_rows_to_memory(collection: EmbeddingCollection, checkpoints: Checkpoin
     store = collection.store
     for shard_index, source in enumerate(checkpoints.backings):
         table = collection.slices.table_shards[shard_index].table
-        rows_per_put = max(1, RUN_BYTES // table.record_bytes)
+        rows_per_put = max(1, CHUNK_BYTES // table.record_bytes)
         for batch in source.scan():
             owned = collection.shards[shard_index].owns(batch.ids, table.rows)
             ids, records = batch.ids[owned], batch.records[owned]

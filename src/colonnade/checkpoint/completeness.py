@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colonnade.checkpoint.header import REMEDY, header_path, read_header, state_folder
-from colonnade.comm.differences import SHOWN, format_ranks
+from colonnade.comm.differences import MAX_SHOWN, format_ranks
 from colonnade.errors import CheckpointError, ColonnadeError, WorldError
 from colonnade.store.durable import read_checksum, read_verified
 from colonnade.store.manifest import file_name
@@ -133,9 +133,9 @@ def find_problems(
 def _raise_if_any(folder: Path, step: int | None, problems: Iterable[str]) -> None:
     """Raise CheckpointError that lists the first problems, if there are any."""
     if texts := list(problems):
-        more_text = f" (and {len(texts) - SHOWN} more)" if len(texts) > SHOWN else ""
+        more_text = f" (and {len(texts) - MAX_SHOWN} more)" if len(texts) > MAX_SHOWN else ""
         raise CheckpointError(
-            f"{folder}: the checkpoint of step {step} is not whole: {'; '.join(texts[:SHOWN])}{more_text}. "
+            f"{folder}: the checkpoint of step {step} is not whole: {'; '.join(texts[:MAX_SHOWN])}{more_text}. "
             f"{REMEDY[:1].upper()}{REMEDY[1:]}"
         )
 

@@ -117,7 +117,7 @@ def _check_ranks(path: Path, header: Mapping[str, Any]) -> None:
         )
 
 
-def resolve(folder: Path, at: int | str | None) -> int:
+def resolve_step(folder: Path, at: int | str | None) -> int:
     """Return the saved step for `at`: a step, "last", "best" (by the validation part), or None.
 
     None means the best if a validation part chose one that is still saved, else the last. Raises CheckpointError that

@@ -15,9 +15,9 @@ from colonnade.checkpoint.contract import TrainerState
 from colonnade.checkpoint.fingerprint import dense_weights, fingerprint
 from colonnade.checkpoint.header import FORMAT
 from colonnade.checkpoint.states import load_state
-from colonnade.checkpoint.stores import shardings_of
+from colonnade.checkpoint.stores import read_shardings
 from colonnade.exchange.cached_state import SavedRows, state
-from colonnade.formats import stamp
+from colonnade.formats import make_format_stamp
 from colonnade.store.policies import RowRetention
 from colonnade.store.table_shards import RecordShape
 
@@ -44,13 +44,13 @@ def restore_retentions(
     policies = retention_policies(collection)
     if not policies:
         return
-    mesh, saved_shardings = collection.mesh, shardings_of(header)
+    mesh, saved_shardings = collection.mesh, read_shardings(header)
     needed_ranks: dict[str, list[int | None]] = {}  # by table: ranks to read, by saved shard
     for table_index, (table, planned) in enumerate(
         zip(collection.tables, collection.plan.tables, strict=True)
     ):
         saved, current = saved_shardings[table_index], planned.sharding
-        ranks = list(saved.holders)
+        ranks = list(saved.row_owners)
         if saved.is_replicated and mesh.rank in saved.ranks:
             ranks = [mesh.rank]
         own_shard = current.shard_of(mesh.rank).place
@@ -86,7 +86,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Copy this rank's state between two steps; call it on every rank.
 
-    Rows are not included: `DramStore.begin_commit` tracks them. pending_copies: from `RowOptimizer.settled`.
+    Rows are not included: `DramStore.begin_commit` tracks them. pending_copies: from `RowOptimizer.synchronized_view`.
     """
     cached = trainer.collection.cached
     mesh, step = trainer.mesh, trainer.collection.step
@@ -118,7 +118,7 @@ def build_header(
 ) -> dict[str, Any]:
     """Build the header of a checkpoint: step, run, shardings and the model it belongs to."""
     return {
-        **stamp(FORMAT),
+        **make_format_stamp(FORMAT),
         "colonnade": __version__,
         "step": step,
         "num_ranks": collection.mesh.num_ranks,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from colonnade.errors import CorruptionError
-from colonnade.formats import check_format, stamp
+from colonnade.formats import check_format, make_format_stamp
 from colonnade.store.durable import read_verified
 
 FORMAT = "colonnade state"
@@ -18,7 +18,9 @@ FORMAT = "colonnade state"
 def serialize_state(state: dict[str, Any], run: str, path: Path) -> bytes:
     """Serialize the state file at `path` of a checkpoint of `run`."""
     buffer = io.BytesIO()
-    torch.save({**stamp(FORMAT), "of": _describe_owner(run, path), "state": state}, buffer)
+    torch.save(
+        {**make_format_stamp(FORMAT), "of": _describe_owner(run, path), "state": state}, buffer
+    )
     return buffer.getvalue()
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from colonnade import _native
 from colonnade.checkpoint.fingerprint import build_record_identity, record_identity
-from colonnade.sizes import Place
+from colonnade.sizes import StorageLocation
 from colonnade.store.compaction import Collector
 from colonnade.store.disk import Disk
 from colonnade.store.log import (
@@ -29,7 +29,7 @@ from colonnade.store.log import (
     LogBacking,
     open_log,
 )
-from colonnade.store.manifest import describe
+from colonnade.store.manifest import read_manifest_fields
 from colonnade.store.shards import AbsentRows, ShardReader
 from colonnade.store.stripes import SpaceAccount, Stripe
 from colonnade.store.table_shards import (
@@ -39,11 +39,11 @@ from colonnade.store.table_shards import (
     RecordShape,
     TableShard,
     label,
-    lay_out,
+    shard_tables,
 )
 from colonnade.store.writer import LogWriter
 from colonnade.table import ITEM_BYTES, Table, TableSlice
-from colonnade.topology.sharding import Shard, Sharding, columns_of, read_sharding, row_wise
+from colonnade.topology.sharding import Shard, Sharding, read_sharding, row_wise, slice_columns
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 """Factor with multiples modulo 1 that fill the unit interval evenly from the start."""
@@ -64,7 +64,7 @@ class StoreFolder:
     """Path relative to a run's `rows`, and to the directories of `plan.memory.ssd`."""
 
 
-def shardings_of(header: Mapping[str, Any]) -> list[Sharding]:
+def read_shardings(header: Mapping[str, Any]) -> list[Sharding]:
     """Return the shardings of a checkpoint by table. Old headers without shardings mean row_wise over all ranks."""
     saved_kinds, num_ranks = header.get("shardings", {}), header["num_ranks"]
     return [
@@ -79,7 +79,7 @@ def list_store_folders(header: Mapping[str, Any]) -> Iterator[StoreFolder]:
         zip(
             header["model"]["tables"],
             header["model"]["tables"].values(),
-            shardings_of(header),
+            read_shardings(header),
             strict=True,
         )
     ):
@@ -106,11 +106,11 @@ def find_row_folders(
     """
     table_header = list(header["model"]["tables"].values())[table_index]
     folders_by_columns = []
-    for slice_sharding, columns in _list_slices(shardings_of(header)[table_index], table_header):
+    for slice_sharding, columns in _list_slices(read_shardings(header)[table_index], table_header):
         folder_label = label(table_index, columns, slice_sharding.hot)
         paths = [
             path
-            for rank in slice_sharding.holders
+            for rank in slice_sharding.row_owners
             if (path := store_folder(slice_sharding, rank, folder_label)) is not None
         ]
         folders_by_columns.append((columns, paths))
@@ -131,7 +131,7 @@ def _list_slices(
         return [(sharding.cold_sharding, None), (sharding.hot_sharding, None)]
     if sharding.slices == 1:
         return [(sharding, None)]
-    columns = columns_of(sum(_part_dims(table_header)), sharding.slices)
+    columns = slice_columns(sum(_part_dims(table_header)), sharding.slices)
     return list(zip(sharding.slice_shardings, columns, strict=True))
 
 
@@ -155,7 +155,7 @@ def open_recorded_stores(
     They are opened as their manifests describe them, so the model is not needed.
     """
     name, table_header = list(header["model"]["tables"].items())[table_index]
-    sharding, stores_of_slices = shardings_of(header)[table_index], []
+    sharding, stores_of_slices = read_shardings(header)[table_index], []
     for slice_sharding, columns in _list_slices(sharding, table_header):
         stores_of_slices.append(
             _open_recorded_slice(folder, header, table_index, slice_sharding, columns)
@@ -174,7 +174,7 @@ def open_recorded_stores(
         else {"": table_header["dim"]}
     )
     identity = build_record_identity(name, parts, table_header["optimizer"], table_header["dtype"])
-    column_ranges = columns_of(sum(dims), sharding.slices)
+    column_ranges = slice_columns(sum(dims), sharding.slices)
     return [
         ColumnShardReader(
             [ShardReader(stores, table_header["rows"]) for stores in stores_of_slices],
@@ -197,13 +197,13 @@ def _open_recorded_slice(
     step = header["step"]
     reader = _native.PageReader("auto", READ_DEPTH)
     stores = []
-    for rank in sharding.holders:
+    for rank in sharding.row_owners:
         shard, path = (
             sharding.shard_of(rank),
             store_folder(sharding, rank, label(table_index, columns, sharding.hot)),
         )
         assert shard.place is not None and path is not None
-        manifest = describe(folder / "rows" / path, step)
+        manifest = read_manifest_fields(folder / "rows" / path, step)
         stores.append(
             open_log(
                 folder / "rows" / path,
@@ -229,11 +229,11 @@ def open_stores(
     disk: Disk,
     step: int | None,
     read_only: bool = False,
-    directories: Sequence[Place] = (),
+    directories: Sequence[StorageLocation] = (),
     write_budget: int | None = None,
     new_shards: Collection[int] = (),
 ) -> RankStores:
-    """Open one rank's stores, by table or slice (`lay_out`), as saved at `step`; empty if None.
+    """Open one rank's stores, by table or slice (`shard_tables`), as saved at `step`; empty if None.
 
     They share reader, writer and collector.
     shardings: by table; a rank without rows has no files.
@@ -249,7 +249,7 @@ def open_stores(
     ]
     opened: RankStores = []
     try:
-        for shard_index, table_shard in enumerate(lay_out(tables, shardings)):
+        for shard_index, table_shard in enumerate(shard_tables(tables, shardings)):
             table, sharding = table_shard.stored, table_shard.sharding
             shard, path = sharding.shard_of(rank), store_folder(sharding, rank, table_shard.label)
             if path is None or shard.place is None:
@@ -295,7 +295,7 @@ def _open_saved_shard(folder: Path, table_shard: TableShard, disk: Disk, step: i
     opened: list[LogBacking] = []
     reader = _native.PageReader("auto", READ_DEPTH)
     table, sharding = table_shard.stored, table_shard.sharding
-    for rank in sharding.holders:
+    for rank in sharding.row_owners:
         shard, path = sharding.shard_of(rank), store_folder(sharding, rank, table_shard.label)
         assert shard.place is not None and path is not None
         open_one = partial(open_log, folder / "rows" / path, table_name=table.name)
@@ -400,7 +400,7 @@ def find_new_shards(
         if table_shard.sharding.shard_of(rank).place is not None
         and not (
             (saved := saved_by_label.get(table_shard.label))
-            and table_shard.sharding.continues(saved, rank)
+            and table_shard.sharding.reuses_folder(saved, rank)
         )
     ]
 

@@ -29,7 +29,7 @@ from colonnade.cli import (
     verify,
 )
 from colonnade.errors import ColonnadeError, ConfigError
-from colonnade.terminal import Terminal, printable
+from colonnade.terminal import Terminal, escape_control_characters
 
 UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -147,7 +147,7 @@ def run(arguments: Sequence[str]) -> int:
 def print_error(text: str) -> None:
     """Print an error as one line to standard error, whatever file names and values are in it."""
     line = "; ".join(part for part in text.split("\n") if part)
-    line = printable(line).replace("\t", "\\t")
+    line = escape_control_characters(line).replace("\t", "\\t")
     console = Terminal(stderr=True, soft_wrap=True)
     console.print(f"error: {line}", style="red")
     sys.stderr.flush()

@@ -33,7 +33,7 @@ def compare(
         run_names,
     )
     from colonnade.report.reading import read_run
-    from colonnade.terminal import Terminal, printable
+    from colonnade.terminal import Terminal, escape_control_characters
 
     if len(runs) < 2:
         raise ConfigError(f"got {len(runs)} run, wanted at least two: colonnade compare RUN RUN")
@@ -53,7 +53,7 @@ def compare(
             grid.add_column(name, justify="right", overflow="fold")
         for line in lines:
             cells = [
-                Text(printable(value), style="bold green" if i in line.best else "")
+                Text(escape_control_characters(value), style="bold green" if i in line.best else "")
                 for i, value in enumerate(line.values)
             ]
             grid.add_row(line.name, *cells)

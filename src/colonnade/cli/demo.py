@@ -26,15 +26,15 @@ def demo(
     """Train a DLRM on a generated stream shaped like Criteo's: no download, no GPU."""
     from colonnade.cli.report import report
     from colonnade.cli.train import choose_run_folder, train_run
-    from colonnade.config.run import override
+    from colonnade.config.run import override_settings
     from colonnade.data import open_source
-    from colonnade.run.defaults import preset
+    from colonnade.run.defaults import get_preset
     from colonnade.terminal import Terminal
-    from colonnade.train.metrics import ceiling
+    from colonnade.train.metrics import best_possible_metrics
 
     console = Terminal(quiet=os.environ.get("RANK", "0") != "0")
     settings = {"data.options.num_train": samples}
-    config = override(preset("synthetic"), settings)
+    config = override_settings(get_preset("synthetic"), settings)
     folder = choose_run_folder(run, "demo")
     console.print("A click stream shaped like Criteo's: 13 numbers and 26 categories per sample.")
     started = time.perf_counter()
@@ -43,7 +43,7 @@ def demo(
         return  # another rank under torchrun, or a stopped run
     data = open_source("synthetic", **config.data.options)
     assert data.test is not None
-    best_auc = ceiling(data.test.batches(EVALUATION_BATCH))["auc"]
+    best_auc = best_possible_metrics(data.test.batches(EVALUATION_BATCH))["auc"]
     console.print(
         f"test AUC {summary['metrics']['test_auc']:.4f}, the best any model could reach on "
         f"this stream is {best_auc:.4f}; {time.perf_counter() - started:.0f} s in all",

@@ -33,7 +33,7 @@ def evaluate(
     """Compute the metrics of a checkpoint: AUC and log loss, or the model's own.
 
     The checkpoint may come from any number of ranks. The folder is not changed."""
-    from colonnade.checkpoint.header import describe_checkpoint_choice, resolve
+    from colonnade.checkpoint.header import describe_checkpoint_choice, resolve_step
     from colonnade.comm.mesh import Mesh
     from colonnade.run.run import load_run_config, open_run
     from colonnade.terminal import Terminal
@@ -41,7 +41,7 @@ def evaluate(
     parts = ("train", "validation", "test")
     if part is not None and part not in parts:
         raise ConfigError(f"unknown part {part!r}; choose from {', '.join(parts)}")
-    config, step = load_run_config(run), resolve(run, at)
+    config, step = load_run_config(run), resolve_step(run, at)
     opened = open_run(config, Mesh(), run, read_only=True, at=step)
     try:
         splits = opened.trainer.data

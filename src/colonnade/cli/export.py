@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from colonnade.terminal import say
+from colonnade.terminal import print_text
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade export runs/mine served\n\n"
@@ -32,7 +32,7 @@ def export(
     manifest = export_run(run, destination, at=at)
     rows = sum(table["count"] for table in manifest["tables"])
     size = sum(path.stat().st_size for path in destination.iterdir())
-    say(
+    print_text(
         f"step {manifest['step']} ({describe_checkpoint_choice(run, manifest['step'])}): "
         f"{len(manifest['tables'])} tables, {rows:,} trained rows, {size / 2**20:,.1f} MiB\nexport: {destination}"
     )

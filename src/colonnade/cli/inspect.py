@@ -10,7 +10,7 @@ import typer
 
 from colonnade.cli.convert import TAB
 from colonnade.errors import CheckpointError, ConfigError, DataError
-from colonnade.terminal import say
+from colonnade.terminal import print_text
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade inspect runs/mine\n\n  colonnade inspect served\n\n"
@@ -99,12 +99,12 @@ def _inspect_run(path: Path) -> None:
     _print_table(("table (rank 0)", "rows in memory", "rows in files", "memory", "files"), rows)
     if run.checkpoints:
         newest = path / "checkpoints" / f"{run.checkpoints[-1]:012d}.json"
-        say(f"newest checkpoint: colonnade inspect {newest}")
+        print_text(f"newest checkpoint: colonnade inspect {newest}")
 
 
 def _inspect_checkpoint(path: Path) -> None:
     from colonnade.checkpoint.header import read_header
-    from colonnade.checkpoint.stores import shardings_of
+    from colonnade.checkpoint.stores import read_shardings
 
     if not path.stem.isdecimal() or path.parent.name != "checkpoints":
         raise ConfigError(
@@ -124,7 +124,7 @@ def _inspect_checkpoint(path: Path) -> None:
     rows = [
         (name, str(t["dim"]), "any id" if t["rows"] is None else f"{t['rows']:,}", t["dtype"], t["optimizer"],
          str(sharding))
-        for (name, t), sharding in zip(model["tables"].items(), shardings_of(header), strict=True)
+        for (name, t), sharding in zip(model["tables"].items(), read_shardings(header), strict=True)
     ]  # fmt: skip
     _print_table(("table", "dim", "ids", "dtype", "optimizer", "rows on"), rows)
     towers = []
@@ -176,7 +176,7 @@ def _inspect_data(
     path: Path, kind: str | None, delimiter: str | None, names: Sequence[str] | None
 ) -> None:
     from colonnade.data.lines import check_regular
-    from colonnade.data.tabular.narrow import narrow
+    from colonnade.data.tabular.narrow import narrow_column
     from colonnade.data.tabular.tables import FORMATS, read_head
     from colonnade.report.formatting import format_bytes
 
@@ -188,7 +188,7 @@ def _inspect_data(
     head = read_head(
         path, kind, **{name: value for name, value in options.items() if value is not None}
     )
-    columns = {name: (array, narrow(array)) for name, array in head.columns.items()}
+    columns = {name: (array, narrow_column(array)) for name, array in head.columns.items()}
     num_read = max((len(array) for array in head.columns.values()), default=0)
     facts = {
         "file": str(path),
@@ -208,12 +208,14 @@ def _inspect_data(
     samples = [f"row {row + 1}" for row in range(min(SAMPLES, num_read))]
     _print_table(("column", "type", "missing", "distinct", *samples), lines, max_lines=MAX_COLUMNS)
     if head.file_schema is None:
-        say(f"no schema suggested: {_format_value(head.problem, 2000)}")
+        print_text(f"no schema suggested: {_format_value(head.problem, 2000)}")
         return
-    say("suggested schema (save, correct and give it with --set data.options.schema=FILE):\n")
-    say(head.file_schema.to_yaml())
+    print_text(
+        "suggested schema (save, correct and give it with --set data.options.schema=FILE):\n"
+    )
+    print_text(head.file_schema.to_yaml())
     for name, reason in head.left_out.items():
-        say(f"left out: {_format_value(name)} ({reason})")
+        print_text(f"left out: {_format_value(name)} ({reason})")
 
 
 def _describe_type(kind: Any) -> str:
@@ -248,7 +250,7 @@ def _format_value(value: Any, max_length: int = 40) -> str:
 def _print_facts(values: dict[str, Any]) -> None:
     width = max(map(len, values))
     for name, value in values.items():
-        say(f"{name:>{width}}  {value}")
+        print_text(f"{name:>{width}}  {value}")
 
 
 def _print_table(

@@ -105,7 +105,7 @@ def plan(
     """Choose where rows are stored and how values are exchanged, and predict the speed of training."""
     from colonnade.cli.plan_tables import print_plan
     from colonnade.cli.train import build_config
-    from colonnade.config.run import override
+    from colonnade.config.run import override_settings
     from colonnade.run.run import plan_run
 
     if simulate is None and host is not None:
@@ -121,7 +121,7 @@ def plan(
         raise ConfigError(
             f"--uplink: got {uplink} for one host, which sends nothing over it; give several hosts, e.g. --world 2x1"
         )
-    chosen = override(
+    chosen = override_settings(
         build_config(config, data, path, {"plan.memory.dram": dram}, set_),
         _automatic_settings(config, set_),
     )

@@ -13,9 +13,9 @@ from rich.table import Table as Grid
 from colonnade.errors import ConfigError
 from colonnade.models.dense_cost import FLOPS_PER_PRODUCT
 from colonnade.plan.caching import full_cache_bytes
-from colonnade.plan.cost.prediction import PERSIA, Machine, Simulated, Work, simulate
-from colonnade.plan.plan import held_bytes, memory_bytes
-from colonnade.plan.search.candidates import Choice, TableChoice, TableCost
+from colonnade.plan.cost.prediction import PERSIA, Machine, SampleCost, Simulated, simulate
+from colonnade.plan.plan import memory_bytes, resident_row_bytes
+from colonnade.plan.search.candidates import Decision, TableChoice, TableCost
 from colonnade.plan.towers.forecast import PAPER
 from colonnade.report.formatting import format_bytes, format_count, format_seconds
 from colonnade.run.planning import PlanningResult
@@ -48,7 +48,7 @@ def simulate_world(
     parameters: float,
     room: tuple[int, int],
     world: World,
-) -> tuple[Work, list[Simulated]]:
+) -> tuple[SampleCost, list[Simulated]]:
     """Simulate a world for a model with that many parameters. planned: a plan of one rank, for its sample and rates.
     room: bytes of memory and of disks of each host. Raises ConfigError if hosts have disks and no disk was measured."""
     work = work_per_sample(planned, tables, batch_size)
@@ -69,7 +69,7 @@ def simulate_world(
 
 
 def print_simulation(
-    parameters: float, batch_size: int, work: Work, cases: Sequence[Simulated]
+    parameters: float, batch_size: int, work: SampleCost, cases: Sequence[Simulated]
 ) -> None:
     """Print one line of measurements, one for each storage of the rows, and one of published figures."""
     console = Terminal(soft_wrap=True)
@@ -88,7 +88,9 @@ def print_simulation(
     console.print(PERSIA)
 
 
-def simulation_values(parameters: float, work: Work, cases: Sequence[Simulated]) -> dict[str, Any]:
+def simulation_values(
+    parameters: float, work: SampleCost, cases: Sequence[Simulated]
+) -> dict[str, Any]:
     """Return JSON values of a simulation, under the key `simulation`. Pure."""
     return {
         "simulation": {
@@ -99,7 +101,9 @@ def simulation_values(parameters: float, work: Work, cases: Sequence[Simulated])
     }
 
 
-def work_per_sample(planned: PlanningResult, tables: Sequence[Table], batch_size: int) -> Work:
+def work_per_sample(
+    planned: PlanningResult, tables: Sequence[Table], batch_size: int
+) -> SampleCost:
     """Return the work per training sample, from the profiled sample and the benchmarked steps. Pure."""
     rows = []
     for t, profile in enumerate(planned.profile.tables):
@@ -107,7 +111,7 @@ def work_per_sample(planned: PlanningResult, tables: Sequence[Table], batch_size
         unique_rows = counted[-1] / sizes[-1] if sizes else planned.profile.lookups_per_sample(t)
         rows.append(max(unique_rows, 1e-9))
     total = sum(rows)
-    return Work(
+    return SampleCost(
         seconds=planned.costs.step_seconds / batch_size,
         moved_seconds=planned.costs.moved_seconds,
         rows=total,
@@ -176,7 +180,7 @@ def _print_memory(
     ):
         rows = None if table.rows is None else -(-table.rows // table_plan.sharding.num_owners)
         backing = {"run folder": "+files", "ssd": "+ssd"}.get(table_plan.rest, "")
-        size = held_bytes(table, table_plan.sharding)
+        size = resident_row_bytes(table, table_plan.sharding)
         lines.append((prediction.reads_per_sample, prediction.bytes_per_sample, [
             table.name, "any" if rows is None else format_count(rows),
             "-" if rows is None else format_bytes(rows * size), f"{prediction.lookups_per_sample:.3g}",
@@ -222,7 +226,9 @@ def _print_consumers(console: Console, planned: PlanningResult) -> None:
     """Print whether values or partials of each consumer are sent, if owner ranks could evaluate one of them with this
     or another sharding."""
     consumers = planned.choice.consumers
-    if all(choice.partial_floats is None and not choice.is_apart for choice in consumers):
+    if all(
+        choice.partial_floats is None and not choice.depends_on_hot_rows for choice in consumers
+    ):
         return
     console.print("\nconsumers: sent for first operators; floats of a sample, all owners")
     for choice in consumers[:MAX_LINES]:
@@ -283,7 +289,7 @@ def _print_totals(console: Console, planned: PlanningResult, tables: Sequence[Ta
     costs = planned.costs
     console.print(
         f"a step takes {format_seconds(costs.step_seconds)} with all rows in memory, "
-        f"{format_seconds(costs.born_seconds)} more for each new row, {format_seconds(costs.moved_seconds)} "
+        f"{format_seconds(costs.first_use_seconds)} more for each new row, {format_seconds(costs.moved_seconds)} "
         "for each row read or evicted"
     )
     if planned.world.num_ranks > 1:
@@ -300,7 +306,7 @@ def _print_totals(console: Console, planned: PlanningResult, tables: Sequence[Ta
     )
 
 
-def _print_links(console: Console, choice: Choice, planned: PlanningResult) -> None:
+def _print_links(console: Console, choice: Decision, planned: PlanningResult) -> None:
     prediction, seconds = planned.prediction, choice.seconds
     console.print(str(planned.world))
     if planned.world.origin != "measured":

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from colonnade.errors import ConfigError
-from colonnade.terminal import say
+from colonnade.terminal import print_text
 
 EXAMPLES = (
     "Scores are probabilities, one column per label, in the order of the input. The output file appears when it is "
@@ -105,7 +105,7 @@ def predict(
         seconds = time.perf_counter() - started
         is_run = (model / "checkpoints").is_dir()
         choice = f" ({describe_checkpoint_choice(model, predictor.step)})" if is_run else ""
-        say(
+        print_text(
             f"step {predictor.step}{choice}: {file.num_samples:,} samples scored, "
             f"{file.num_samples / max(seconds, 1e-9):,.0f} samples/s\nscores: {output}"
         )

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colonnade.errors import ColonnadeError, ConfigError, PeerLost, WorldError
-from colonnade.processors import usable_processors
+from colonnade.processors import count_usable_processors
 from colonnade.run.interrupt import REPEAT_SECONDS
-from colonnade.terminal import Terminal, printable
+from colonnade.terminal import Terminal, escape_control_characters
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +69,7 @@ def run_ranks(
         memory_file("colonnade-heartbeats") as heartbeats,
         _record_signals() as signals,
     ):
-        threads = str(max(1, usable_processors() // num_ranks))
+        threads = str(max(1, count_usable_processors() // num_ranks))
         environment = {
             "OMP_NUM_THREADS": threads,
             **os.environ,
@@ -246,13 +246,15 @@ def _train_as_rank(config: RunConfig, folder: Path, at: int | None) -> dict[str,
         summary = _train_in_process(config, folder, mesh, console, at)
         close_mesh(mesh)
     except PeerLost as error:
-        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
+        print(escape_control_characters(f"error: {error}"), file=sys.stderr, flush=True)
         os._exit(3)
     except ColonnadeError as error:
         number = os.environ.get("RANK", "0") if mesh is None else mesh.rank
-        print(printable(f"error: rank {number}: {error}"), file=sys.stderr, flush=True)
-        if mesh is not None and mesh.presence is not None:
-            mesh.presence.tell(words_of(error))
+        print(
+            escape_control_characters(f"error: rank {number}: {error}"), file=sys.stderr, flush=True
+        )
+        if mesh is not None and mesh.peer_monitor is not None:
+            mesh.peer_monitor.tell(words_of(error))
         # Peers may wait for this rank in a collective; its exit ends their wait.
         os._exit(2)
     return summary if mesh.rank == 0 else {}

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from colonnade.terminal import say
+from colonnade.terminal import print_text
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade report runs/mine\n\n"
@@ -29,4 +29,4 @@ def report(
 
     path = output or run / "report.html"
     write_page(run_page(read_run(run)), path)
-    say(f"report: {path}")
+    print_text(f"report: {path}")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 
 from colonnade.errors import ConfigError
-from colonnade.sizes import Said
+from colonnade.sizes import SettingWords
 
 MEANINGS = {
     "bags": "Ids a sample, for each field with several ids.",
@@ -187,7 +187,7 @@ def _format_default(default: Any) -> str:
 
 def _describe_own_values(field: Any) -> str:
     """Return the description that the field's own type gives of its values; "" if none."""
-    return next((part.words for part in field.metadata if isinstance(part, Said)), "")
+    return next((part.words for part in field.metadata if isinstance(part, SettingWords)), "")
 
 
 def _describe_values(annotation: Any) -> str:
@@ -200,7 +200,7 @@ def _describe_values(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return " | ".join("none" if a is type(None) else _describe_values(a) for a in inner)
     if origin is Annotated:
-        words = [part.words for part in inner if isinstance(part, Said)]
+        words = [part.words for part in inner if isinstance(part, SettingWords)]
         return words[0] if words else _describe_values(inner[0])
     if origin is list:
         return f"list of {_describe_values(inner[0])}" if inner else "list"

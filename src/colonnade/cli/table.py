@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table as Grid
 
-from colonnade.plan.plan import Plan, explain
+from colonnade.plan.plan import Plan, describe_tables
 from colonnade.report.formatting import format_bytes
 from colonnade.report.tiers import TIER_LINES, format_tier
 from colonnade.report.traffic import COLUMNS, build_traffic_lines, flatten_counts
 from colonnade.run.start import describe_finished_run
-from colonnade.store.collect_tier_counts import TierCounts
+from colonnade.store.tier_counts import TierCounts
 from colonnade.table import Table
 from colonnade.train.progress import SHOWN_METRICS
 
@@ -42,7 +42,7 @@ def show_plan(console: Console, plan: Plan, tables: Sequence[Table]) -> None:
         f"memory for rows {memory}",
     ]
     order = sorted(range(len(tables)), key=lambda t: -plan.tables[t].capacity_rows)
-    lines = explain(plan, tables)
+    lines = describe_tables(plan, tables)
     values = {name: {line[name] for line in lines} for name in lines[0] if name != "table"}
     common = {name: min(column) for name, column in values.items() if len(column) == 1}
     if len(tables) > 1:

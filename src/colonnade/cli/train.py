@@ -135,8 +135,8 @@ def build_config(
 
     short: settings that have an option of their own; None: not given. --set overrides them. Raises ConfigError.
     """
-    from colonnade.config.run import OPTIMIZER_SETTINGS, load_config, override
-    from colonnade.run.defaults import preset
+    from colonnade.config.run import OPTIMIZER_SETTINGS, load_config, override_settings
+    from colonnade.run.defaults import get_preset
 
     if config is not None and data is not None:
         raise ConfigError(
@@ -159,15 +159,15 @@ def build_config(
     if config is not None:
         result = load_config(config)
     else:
-        result = preset(data or "synthetic", settings.get("model.name"))
+        result = get_preset(data or "synthetic", settings.get("model.name"))
     if config is None and "embedding.optimizer" in settings:
         # The preset's settings are for its own optimizer; reset them for another one.
         settings = {f"embedding.{name}": None for name in OPTIMIZER_SETTINGS} | settings
     if path is not None:
         settings["data.path"] = path
-    result = override(result, settings)
+    result = override_settings(result, settings)
     if result.data.path is not None:  # later commands may run in another working directory
-        result = override(
+        result = override_settings(
             result, {"data.path": os.path.realpath(Path(result.data.path).expanduser())}
         )
     return result

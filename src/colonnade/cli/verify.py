@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from colonnade.errors import ConfigError, CorruptionError
-from colonnade.terminal import say
+from colonnade.terminal import print_text
 
 if TYPE_CHECKING:
     from colonnade.store.verification import VerifiedFile
@@ -37,7 +37,7 @@ def verify(
 
     All bytes are read, rows included. Nothing is changed."""
     from colonnade.checkpoint.completeness import verify_checkpoint
-    from colonnade.checkpoint.header import resolve
+    from colonnade.checkpoint.header import resolve_step
     from colonnade.publish.exported import MODEL, verify_export
     from colonnade.report.formatting import format_bytes
 
@@ -57,7 +57,7 @@ def verify(
             else f"{run} does not exist; name the folder of a run, an export or a publication"
         )
     else:
-        step = resolve(run, at or "last")
+        step = resolve_step(run, at or "last")
         subject, files = f"{run}, step {step}", verify_checkpoint(run, step, directory or ())
         remedy = "Restore them from a copy, or go back to an older checkpoint (--at STEP)"
     num_files = num_bytes = 0
@@ -70,20 +70,20 @@ def verify(
             problem = (
                 file.problem if str(file.path) in file.problem else f"{file.path}: {file.problem}"
             )
-            say(f"damaged  {problem}")
+            print_text(f"damaged  {problem}")
     if damaged:
         raise CorruptionError(
             f"{subject}: {len(damaged):,} of {num_files:,} files are damaged or missing. {remedy}"
         )
-    say(f"{subject}: intact; {num_files:,} files, {format_bytes(num_bytes)} read")
+    print_text(f"{subject}: intact; {num_files:,} files, {format_bytes(num_bytes)} read")
 
 
 def _is_publication(folder: Path) -> bool:
     if (folder / "checkpoints").is_dir():
         return False  # a run; the import below would load torch
-    from colonnade.publish.deltas import WORD
+    from colonnade.publish.deltas import CURRENT
 
-    return (folder / WORD).exists()
+    return (folder / CURRENT).exists()
 
 
 def _publication_files(folder: Path) -> Iterator[VerifiedFile]:

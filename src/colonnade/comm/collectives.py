@@ -23,7 +23,7 @@ from colonnade.comm.mesh import ALL, Mesh, Scope
 from colonnade.topology.world import World
 
 
-def announced(mesh: Mesh, has_batch: bool) -> bool:
+def notify_servers(mesh: Mesh, has_batch: bool) -> bool:
     """Return whether any trainer has another batch to evaluate. Collective if there are servers (channel "evaluate").
 
     Tells the servers whether to serve another read. A server passes False."""
@@ -32,7 +32,7 @@ def announced(mesh: Mesh, has_batch: bool) -> bool:
     return bool(mesh.all_reduce("evaluate", torch.tensor(float(has_batch))))
 
 
-def gather(mesh: Mesh, values: Tensor, channel: str = "gather") -> Tensor:
+def gather_over_ranks(mesh: Mesh, values: Tensor, channel: str = "gather") -> Tensor:
     """Concatenate the rows (m, ...) of all ranks to (M, ...), in rank order; m may differ between ranks, and be 0.
 
     Differentiable; forward and backward are collective. A rank's rows receive the sum of all ranks' gradients, added in
@@ -65,9 +65,9 @@ class _Gather(torch.autograd.Function):
         return own_rows.to(gradient.device), None, None, None
 
 
-Way = Literal["whole", "scattered", "by host"]
-WAYS: tuple[Way, ...] = get_args(Way)
-PIECE = 16384
+SumAlgorithm = Literal["whole", "scattered", "by host"]
+SUM_ALGORITHMS: tuple[SumAlgorithm, ...] = get_args(SumAlgorithm)
+CHUNK_ELEMENTS = 16384
 """Elements per torch operation: torch would use several threads for more than 32768, and the thread that reduces must
 not start a second team of threads."""
 
@@ -91,12 +91,13 @@ class SumTraffic:
         )
 
 
-def sent(way: Way, world: World, size: float, coded: float | None = None) -> SumTraffic:
+def sent(way: SumAlgorithm, world: World, size: float, coded: float | None = None) -> SumTraffic:
     """Return what each rank sends to sum a buffer of `size` bytes with algorithm `way`. Pure.
 
     coded: bytes of the whole buffer on coded hops; None without a codec. `by host` codes the hops between hosts, the
     other algorithms all hops. A host's uplink sends L x `remote_bytes` and receives as much: 2 (H - 1) L / H x S for
-    `scattered`, 2 (H - 1) / H x S for `by host`. With `by host` and without a codec, two hosts send each other their
+    `exchange_shares`, 2 (H - 1) / H x S for `by host`. With `by host` and without a codec, two hosts send each other
+    their
     whole sums: the same number of bytes in one message."""
     ranks, hosts, local = world.num_ranks, world.num_hosts, world.ranks_per_host
     num_local, num_remote = local - 1, ranks - local
@@ -115,28 +116,28 @@ def sent(way: Way, world: World, size: float, coded: float | None = None) -> Sum
     )  # fmt: skip
 
 
-def choose_sum_algorithm(world: World, size: float) -> Way:
+def choose_sum_algorithm(world: World, size: float) -> SumAlgorithm:
     """Return the fastest algorithm for a buffer of `size` bytes, by the world's link speeds. Pure.
 
     All ranks must know the same link speeds, or they choose differently. Short buffers are sent whole, in one hop,
     because each further hop waits for another message. Long buffers cross an uplink once per host, instead of once per
     rank, if hosts have several ranks."""
-    hops: dict[Way, int] = {"whole": 1, "scattered": 2}
+    hops: dict[SumAlgorithm, int] = {"whole": 1, "scattered": 2}
     if world.num_hosts > 1 and world.ranks_per_host > 1:
         hops["by host"] = 3 if world.num_hosts == 2 else 4
     hop = world.remote_message_seconds if world.num_hosts > 1 else world.message_seconds
     return min(hops, key=lambda way: sent(way, world, size).seconds(world) + hops[way] * hop)
 
 
-def sum_algorithm_of_layout(world: World) -> Way:
+def sum_algorithm_of_layout(world: World) -> SumAlgorithm:
     """Return the algorithm for coded sums (wire/coded_sums.py) from the layout of hosts and ranks alone. Pure.
 
     Coded sums are rounded on each hop, so their bits depend on the algorithm, which therefore must not depend on
-    measured speeds. `by host` for several hosts of several ranks, else `scattered`."""
+    measured speeds. `by host` for several hosts of several ranks, else `exchange_shares`."""
     return "by host" if world.num_hosts > 1 and world.ranks_per_host > 1 else "scattered"
 
 
-def sum_over_ranks(mesh: Mesh, values: Tensor, way: Way) -> None:
+def sum_over_ranks(mesh: Mesh, values: Tensor, way: SumAlgorithm) -> None:
     """Sum values over ranks in place. Collective, from one issuing thread.
 
     values: (n,) on the CPU, contiguous, n a multiple of N."""
@@ -144,19 +145,26 @@ def sum_over_ranks(mesh: Mesh, values: Tensor, way: Way) -> None:
     if ranks == 1:
         return
     if way == "whole":
-        copies = gathered(mesh, ALL, values, ranks).view(hosts, local, -1)
+        copies = gather_copies(mesh, ALL, values, ranks).view(hosts, local, -1)
         _add(copies, values)
     elif way == "scattered":
-        share = added(scattered(mesh, ALL, values, ranks).view(hosts, local, -1))
-        copy_in_chunks(gathered(mesh, ALL, share, ranks), values)
+        share = sum_blocks(exchange_shares(mesh, ALL, values, ranks).view(hosts, local, -1))
+        copy_in_chunks(gather_copies(mesh, ALL, share, ranks), values)
     else:
-        host_share = added(scattered(mesh, mesh.host_scope, values, local).view(1, local, -1))
+        host_share = sum_blocks(
+            exchange_shares(mesh, mesh.host_scope, values, local).view(1, local, -1)
+        )
         if hosts == 2:  # as many bytes as by shares, in one hop
-            _add(gathered(mesh, mesh.over_hosts, host_share, hosts).view(hosts, 1, -1), host_share)
+            _add(
+                gather_copies(mesh, mesh.cross_host_scope, host_share, hosts).view(hosts, 1, -1),
+                host_share,
+            )
         else:
-            share = added(scattered(mesh, mesh.over_hosts, host_share, hosts).view(hosts, 1, -1))
-            host_share = gathered(mesh, mesh.over_hosts, share, hosts)
-        copy_in_chunks(gathered(mesh, mesh.host_scope, host_share, local), values)
+            share = sum_blocks(
+                exchange_shares(mesh, mesh.cross_host_scope, host_share, hosts).view(hosts, 1, -1)
+            )
+            host_share = gather_copies(mesh, mesh.cross_host_scope, share, hosts)
+        copy_in_chunks(gather_copies(mesh, mesh.host_scope, host_share, local), values)
 
 
 def sum_in_order(parts: Tensor) -> Tensor:
@@ -169,7 +177,7 @@ def sum_in_order(parts: Tensor) -> Tensor:
     return parts[0, 0]
 
 
-def scattered(mesh: Mesh, scope: Scope, values: Tensor, size: int) -> Tensor:
+def exchange_shares(mesh: Mesh, scope: Scope, values: Tensor, size: int) -> Tensor:
     """Send each member its share of `values` (n,); return this rank's share of all members' values, in rank order.
 
     Returns (size x n / size,)."""
@@ -177,7 +185,7 @@ def scattered(mesh: Mesh, scope: Scope, values: Tensor, size: int) -> Tensor:
     return mesh.all_to_all("dense", values, share, share, scope=scope)[0]
 
 
-def gathered(mesh: Mesh, scope: Scope, values: Tensor, size: int) -> Tensor:
+def gather_copies(mesh: Mesh, scope: Scope, values: Tensor, size: int) -> Tensor:
     """Send `values` (n,) to all members; return all members' values (size x n,), in rank order."""
     send = mesh.room(size * len(values), values.dtype, scope)
     for block in send.view(size, -1):
@@ -186,7 +194,7 @@ def gathered(mesh: Mesh, scope: Scope, values: Tensor, size: int) -> Tensor:
     return mesh.all_to_all("dense", send, share, share, scope=scope)[0]
 
 
-def added(parts: Tensor) -> Tensor:
+def sum_blocks(parts: Tensor) -> Tensor:
     """Return the sum of blocks (H, L, n), as `sum_in_order`, a chunk of elements at a time."""
     out = parts.new_empty(parts.shape[-1])
     _add(parts, out)
@@ -194,12 +202,14 @@ def added(parts: Tensor) -> Tensor:
 
 
 def _add(parts: Tensor, out: Tensor) -> None:
-    width = max(1, PIECE // (parts.shape[0] * parts.shape[1]))
+    width = max(1, CHUNK_ELEMENTS // (parts.shape[0] * parts.shape[1]))
     for chunk, out_chunk in zip(parts.split(width, 2), out.split(width), strict=True):
         out_chunk.copy_(sum_in_order(chunk))
 
 
 def copy_in_chunks(values: Tensor, out: Tensor) -> None:
     """Copy values to `out`, a chunk of elements at a time, so that torch uses one thread."""
-    for chunk, out_chunk in zip(values.split(PIECE), out.split(PIECE), strict=True):
+    for chunk, out_chunk in zip(
+        values.split(CHUNK_ELEMENTS), out.split(CHUNK_ELEMENTS), strict=True
+    ):
         out_chunk.copy_(chunk)

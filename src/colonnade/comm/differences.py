@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SHOWN = 3  # differences in one message; the others are counted
+MAX_SHOWN = 3  # differences in one message; the others are counted
 MAX_RUNS = 8  # runs of consecutive ranks in one message; the other ranks are counted
 ABSENT = "nothing"
 
 
-def disagreements(facts_by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
+def find_disagreements(facts_by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return one text for each fact that differs between ranks 0, 1, ..., in the order of the facts.
 
     No value is taken as the right one; a text lists the values with the fewest ranks first."""
@@ -29,11 +29,11 @@ def disagreements(facts_by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
     return texts
 
 
-def joined(differences: Sequence[str]) -> str:
+def format_differences(differences: Sequence[str]) -> str:
     """Join the first differences into one text, and count the others."""
-    more = len(differences) - SHOWN
+    more = len(differences) - MAX_SHOWN
     suffix = f" (and {more} more)" if more > 0 else ""
-    return f"ranks disagree: {'; '.join(differences[:SHOWN])}{suffix}"
+    return f"ranks disagree: {'; '.join(differences[:MAX_SHOWN])}{suffix}"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -81,7 +81,7 @@ ALL = Scope()
 
 
 @dataclass(slots=True)
-class Call:
+class PendingCall:
     """Pending collective."""
 
     monitor: PeerMonitor
@@ -137,7 +137,7 @@ class Mesh:
     """Process groups by issuing thread and scope; scopes of one rank have none, scopes of all ranks use ALL."""
     traffic: Traffic = field(default_factory=Traffic)
     """Counts of the payload bytes that this rank sent."""
-    presence: PeerMonitor | None = None
+    peer_monitor: PeerMonitor | None = None
     """Monitor of the other ranks; None in a world of one."""
     trainer_mesh: Mesh | None = None
     """Mesh of the trainers if some ranks are servers; else None."""
@@ -168,7 +168,7 @@ class Mesh:
     @property
     def peers(self) -> Sequence[Peer]:
         """Host, process and versions of each rank; () in a world of one."""
-        return () if self.presence is None else self.presence.peers
+        return () if self.peer_monitor is None else self.peer_monitor.peers
 
     @property
     def host_scope(self) -> Scope:
@@ -176,14 +176,14 @@ class Mesh:
         return Scope(self.world.ranks_per_host)
 
     @property
-    def over_hosts(self) -> Scope:
+    def cross_host_scope(self) -> Scope:
         """Scope of the ranks with the same local rank on their hosts."""
         return Scope(self.world.ranks_per_host, is_across=True)
 
     def at(self, step: int) -> None:
         """Publish the step that this rank is in to the other ranks."""
-        if self.presence is not None:
-            self.presence.step = step
+        if self.peer_monitor is not None:
+            self.peer_monitor.step = step
 
     def all_to_all(
         self,
@@ -196,7 +196,7 @@ class Mesh:
         wait: bool = True,
         traffic_tag: str | None = None,
         into: Tensor | None = None,  # what is received
-    ) -> tuple[Tensor, Call | None]:
+    ) -> tuple[Tensor, PendingCall | None]:
         """Send a block of variable size to each rank, and receive one from each. Collective.
 
         Returns (received, call). With `wait=False`, do not touch either buffer until the call is done. Never write
@@ -306,17 +306,19 @@ class Mesh:
         """Return the process group that a thread uses for its calls in a scope."""
         return self.groups[thread, self._links_in(scope).groups]
 
-    def _begin_call(self, channel: str, start: Callable[..., Any], scope: Scope = ALL) -> Call:
+    def _begin_call(
+        self, channel: str, start: Callable[..., Any], scope: Scope = ALL
+    ) -> PendingCall:
         """Begin a call of torch.distributed. Raises PeerLost."""
-        assert self.presence is not None
+        assert self.peer_monitor is not None
         links = self._links.get(scope) or self._links_in(scope)
         name = self.prefix + channel + links.suffix
-        self.presence.begin_call(name)
+        self.peer_monitor.begin_call(name)
         group = self.groups[THREADS.get(channel, TRAINING), links.groups]
         try:
-            return Call(self.presence, name, start(group=group, async_op=True))
+            return PendingCall(self.peer_monitor, name, start(group=group, async_op=True))
         except RuntimeError as error:
-            raise self.presence.diagnose_loss(name, error) from error
+            raise self.peer_monitor.diagnose_loss(name, error) from error
 
 
 def _find_links(world: World, rank: int, scope: Scope) -> ScopeLinks:

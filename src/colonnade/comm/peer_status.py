@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from colonnade.comm.differences import SHOWN, format_ranks
+from colonnade.comm.differences import MAX_SHOWN, format_ranks
 from colonnade.comm.heartbeat import Heartbeats
 from colonnade.comm.rendezvous import Peer, first_line
 from colonnade.errors import PeerLost
@@ -121,11 +121,11 @@ def diagnose_call(
 def _describe_causes(statuses: Mapping[int, PeerStatus], causes: Mapping[int, str]) -> str:
     """Return one text for messages: each rank with its process, the cause, and its last status."""
     parts = []
-    for rank in sorted(causes)[:SHOWN]:
+    for rank in sorted(causes)[:MAX_SHOWN]:
         peer, status = statuses[rank].peer, describe_status(statuses[rank])
         parts.append(f"rank {rank} (pid {peer.pid} on {peer.host}) {causes[rank]}; {status}")
-    if len(causes) > SHOWN:
-        parts.append(f"and so on for {format_ranks(sorted(causes)[SHOWN:])}")
+    if len(causes) > MAX_SHOWN:
+        parts.append(f"and so on for {format_ranks(sorted(causes)[MAX_SHOWN:])}")
     return "; ".join(parts)
 
 
@@ -362,7 +362,7 @@ class PeerMonitor:
 
 
 @contextmanager
-def telling(monitor: PeerMonitor | None) -> Iterator[None]:
+def report_errors(monitor: PeerMonitor | None) -> Iterator[None]:
     """Report an exception inside this context to the other ranks, which otherwise only see that this rank left."""
     if monitor is None:
         yield

@@ -97,9 +97,9 @@ def open_mesh(
         return Mesh()
     if timeout is not None and timeout.total_seconds() <= 0:
         raise ConfigError(f"got timeout={timeout}, wanted more than 0 seconds")
-    if _joined_mesh is not None and _joined_mesh.presence is not None:
+    if _joined_mesh is not None and _joined_mesh.peer_monitor is not None:
         if timeout is not None:
-            _joined_mesh.presence.timeout = timeout.total_seconds()
+            _joined_mesh.peer_monitor.timeout = timeout.total_seconds()
         return replace(_joined_mesh, traffic=Traffic())
     limit, rank = timeout or TIMEOUT, int(os.environ["RANK"])
     local = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
@@ -128,7 +128,7 @@ def open_mesh(
     groups: dict[tuple[str, Scope], dist.ProcessGroup] = {}
     make_groups(groups, ISSUING_THREADS, [ALL], ranks, rank, longest)
     make_groups(groups, HOST_SCOPE_THREADS, _host_scopes(world), ranks, rank, longest)
-    _joined_mesh = Mesh(world, rank, groups, presence=monitor)
+    _joined_mesh = Mesh(world, rank, groups, peer_monitor=monitor)
     _joined_mesh = replace(_joined_mesh, shared_memory=_open_shared_memory(_joined_mesh))
     atexit.register(_leave)  # without it gloo's threads abort the process at its end
     return _joined_mesh
@@ -170,8 +170,8 @@ def _open_shared_memory(mesh: Mesh) -> SharedMemory | None:
 def _call_timeout(mesh: Mesh) -> timedelta:
     """Return gloo's limit of a call: longer than any wait of Mesh, so that the rank gives up first and names the
     cause."""
-    assert mesh.presence is not None
-    return timedelta(seconds=mesh.presence.timeout * (PATIENCE + 1))
+    assert mesh.peer_monitor is not None
+    return timedelta(seconds=mesh.peer_monitor.timeout * (PATIENCE + 1))
 
 
 def open_tower_scopes(mesh: Mesh, size: int) -> None:
@@ -182,13 +182,13 @@ def open_tower_scopes(mesh: Mesh, size: int) -> None:
     proper = [s for s in scopes if 1 < len(s.members(mesh.rank, mesh.num_ranks)) < mesh.num_ranks]
     if all((TRAINING, scope) in mesh.groups for scope in proper):
         return
-    assert mesh.presence is not None
+    assert mesh.peer_monitor is not None
     ranks = range(mesh.num_ranks)
     make_groups(mesh.groups, [TRAINING], scopes, ranks, mesh.rank, _call_timeout(mesh))
     for scope in proper:
         members = frozenset(scope.members(mesh.rank, mesh.num_ranks))
         for channel in CHANNELS:
-            mesh.presence.participants[mesh.call_name(channel, scope)] = members
+            mesh.peer_monitor.participants[mesh.call_name(channel, scope)] = members
 
 
 def tower_mesh(mesh: Mesh, size: int, threads: Sequence[str] = ("dense",)) -> Mesh:
@@ -198,7 +198,7 @@ def tower_mesh(mesh: Mesh, size: int, threads: Sequence[str] = ("dense",)) -> Me
     """
     if size == 1:
         return Mesh(traffic=mesh.traffic)
-    assert mesh.presence is not None
+    assert mesh.peer_monitor is not None
     local = min(size, mesh.world.ranks_per_host)
     world = replace(mesh.world, num_hosts=size // local, ranks_per_host=local)
     groups: dict[tuple[str, Scope], dist.ProcessGroup] = {}
@@ -214,18 +214,18 @@ def tower_mesh(mesh: Mesh, size: int, threads: Sequence[str] = ("dense",)) -> Me
             (thread, scope): mesh.group(thread, outer) for scope, outer in outer_scopes.items()
         }
     first, prefix = mesh.rank // size * size, "tower "
-    tower = Mesh(world, mesh.rank - first, groups, mesh.traffic, mesh.presence, prefix=prefix)
+    tower = Mesh(world, mesh.rank - first, groups, mesh.traffic, mesh.peer_monitor, prefix=prefix)
     _set_participants(tower, range(first, first + size))
     return tower
 
 
 def _set_participants(mesh: Mesh, ranks: Sequence[int]) -> None:
     """Register `ranks` as the participants of all calls on this mesh, so that no other rank is blamed for them."""
-    assert mesh.presence is not None
+    assert mesh.peer_monitor is not None
     for channel in CHANNELS:
-        for scope in (ALL, mesh.host_scope, mesh.over_hosts):
-            mesh.presence.participants[mesh.prefix + mesh.call_name(channel, scope)] = frozenset(
-                ranks
+        for scope in (ALL, mesh.host_scope, mesh.cross_host_scope):
+            mesh.peer_monitor.participants[mesh.prefix + mesh.call_name(channel, scope)] = (
+                frozenset(ranks)
             )
 
 
@@ -236,7 +236,7 @@ def with_servers(mesh: Mesh, per_host: int) -> Mesh:
     if not per_host:
         return mesh
     world = mesh.world.with_servers(per_host)
-    assert mesh.presence is not None  # a world of one has no servers
+    assert mesh.peer_monitor is not None  # a world of one has no servers
     trainers, trainer_world = world.trainers, world.trainer_world()
     groups: dict[tuple[str, Scope], dist.ProcessGroup] = {}
     scopes = [ALL, *_host_scopes(trainer_world)]
@@ -245,7 +245,7 @@ def with_servers(mesh: Mesh, per_host: int) -> Mesh:
     if mesh.rank in trainers:
         rank = trainers.index(mesh.rank)
         trainer_mesh = Mesh(
-            trainer_world, rank, groups, mesh.traffic, mesh.presence, prefix="trainers "
+            trainer_world, rank, groups, mesh.traffic, mesh.peer_monitor, prefix="trainers "
         )
         _set_participants(trainer_mesh, trainers)
     return replace(mesh, world=world, trainer_mesh=trainer_mesh)
@@ -266,7 +266,9 @@ def host_mesh(mesh: Mesh) -> Iterator[Mesh]:
     ]
     own_group = host_groups[mesh.world.host(mesh.rank)]
     try:
-        yield Mesh(world, mesh.rank % size, {(TRAINING, ALL): own_group}, presence=mesh.presence)
+        yield Mesh(
+            world, mesh.rank % size, {(TRAINING, ALL): own_group}, peer_monitor=mesh.peer_monitor
+        )
     finally:
         dist.destroy_process_group(own_group)
 
@@ -278,7 +280,9 @@ def close_mesh(mesh: Mesh) -> None:
     its last instructions."""
     if mesh.num_ranks == 1 or _joined_mesh is None:
         return
-    is_complete = mesh.presence is not None and not (mesh.presence.lost or mesh.presence.is_over)
+    is_complete = mesh.peer_monitor is not None and not (
+        mesh.peer_monitor.lost or mesh.peer_monitor.is_over
+    )
     if is_complete:
         mesh.barrier()
     _leave()
@@ -289,11 +293,11 @@ def close_mesh(mesh: Mesh) -> None:
 def _leave() -> None:
     global _joined_mesh
     mesh, _joined_mesh = _joined_mesh, None
-    if mesh is None or mesh.presence is None:
+    if mesh is None or mesh.peer_monitor is None:
         return
     error = getattr(sys, "last_value", None)  # an exception that was not caught
-    mesh.presence.stop("it ended" if error is None else words_of(error))
-    if not mesh.presence.lost:
+    mesh.peer_monitor.stop("it ended" if error is None else words_of(error))
+    if not mesh.peer_monitor.lost:
         if dist.is_initialized():
             dist.destroy_process_group()
         return

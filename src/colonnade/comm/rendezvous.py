@@ -28,7 +28,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from colonnade.comm.differences import disagreements, format_ranks, joined
+from colonnade.comm.differences import find_disagreements, format_differences, format_ranks
 from colonnade.errors import PeerLost, WorldError
 
 ROOT = "colonnade"
@@ -203,9 +203,10 @@ def _check_compatible(peers: Sequence[Peer]) -> None:
         }
         for peer in peers
     ]
-    if differences := disagreements(facts_by_rank):
+    if differences := find_disagreements(facts_by_rank):
         raise WorldError(
-            f"{joined(differences)}; start every rank with the same command, Colonnade and torch, and the same number "
+            f"{format_differences(differences)}; start every rank with the same command, Colonnade and torch, "
+            f"and the same number "
             "on each host"
         )
     if len(peers) % peers[0].local_ranks:

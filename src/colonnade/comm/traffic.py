@@ -130,7 +130,7 @@ def end_waiting(channel: str) -> None:
 
 
 @contextmanager
-def waiting(channel: str) -> Iterator[None]:
+def count_waiting(channel: str) -> Iterator[None]:
     """Count the time inside this context as waiting time of this thread."""
     begin_waiting()
     try:
@@ -139,6 +139,6 @@ def waiting(channel: str) -> Iterator[None]:
         end_waiting(channel)
 
 
-def waited() -> Mapping[str, float]:
+def waiting_seconds() -> Mapping[str, float]:
     """Return this thread's seconds of waiting by channel; the mapping continues to be updated."""
     return _thread_waits.seconds

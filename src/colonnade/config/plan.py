@@ -12,9 +12,9 @@ from pydantic_core import PydanticKnownError
 
 from colonnade.config.section import Section
 from colonnade.sizes import (
-    Place,
-    Said,
-    absolute,
+    SettingWords,
+    StorageLocation,
+    make_location_absolute,
     parse_bytes,
     parse_positive_bytes,
     parse_storage_location,
@@ -66,9 +66,11 @@ def _validate_distinct_paths(texts: list[str]) -> list[str]:
     return texts
 
 
-Size = Annotated[int, BeforeValidator(parse_positive_bytes), Said("bytes")]
-Rate = Annotated[int, BeforeValidator(_validate_rate), Said("bytes")]
-PlaceText = Annotated[str, AfterValidator(absolute), Said("directory[:bytes]")]
+Size = Annotated[int, BeforeValidator(parse_positive_bytes), SettingWords("bytes")]
+Rate = Annotated[int, BeforeValidator(_validate_rate), SettingWords("bytes")]
+PlaceText = Annotated[
+    str, AfterValidator(make_location_absolute), SettingWords("directory[:bytes]")
+]
 CodecChoice = Literal["exact", "bf16", "fp16", "int8"]
 
 
@@ -91,12 +93,12 @@ class MemoryConfig(Section):
     """Memory of single tables per rank, by table name, taken out of dram; the other tables share the rest."""
 
     @property
-    def mapped_location(self) -> Place | None:
+    def mapped_location(self) -> StorageLocation | None:
         """Storage location of `mapped`; None if it is not set."""
         return None if self.mapped is None else parse_storage_location(self.mapped)
 
     @property
-    def ssd_locations(self) -> tuple[Place, ...]:
+    def ssd_locations(self) -> tuple[StorageLocation, ...]:
         """Storage locations of `ssd`."""
         return tuple(map(parse_storage_location, self.ssd))
 
@@ -271,7 +273,10 @@ def _validate_cache_staleness(value: Any) -> Any:
 Bound = Annotated[int, Field(ge=0, le=2**31 - 2)]
 Staleness = Annotated[int | None, PlainValidator(_validate_cache_staleness)]
 SizeOfCache = Annotated[
-    CacheSize, PlainValidator(_parse_cache_size), PlainSerializer(str), Said("part, bytes or rows")
+    CacheSize,
+    PlainValidator(_parse_cache_size),
+    PlainSerializer(str),
+    SettingWords("part, bytes or rows"),
 ]
 CachePolicy = Literal["lru", "lfu", "lookahead"]
 CacheTier = Literal["dram", "hbm"]

@@ -24,7 +24,7 @@ from colonnade.config.problems import explain_errors, explain_unknown
 from colonnade.config.retention import AdmissionConfig, EvictionConfig, OpenTableConfig
 from colonnade.config.section import Section
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.formats import check_format, parse_yaml, read_text, stamp
+from colonnade.formats import check_format, make_format_stamp, parse_yaml, read_text
 
 Width = Annotated[int, Field(ge=1)]
 DEFAULT_BATCH_SIZE = 4096
@@ -365,7 +365,9 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
     if not isinstance(values, Mapping):
         raise ConfigError(f"got a {type(values).__name__}, wanted sections such as `train:`")
     check_format("config", values, FORMAT, is_needed=False)
-    settings = {name: value for name, value in values.items() if name not in stamp(FORMAT)}
+    settings = {
+        name: value for name, value in values.items() if name not in make_format_stamp(FORMAT)
+    }
     try:
         return RunConfig.model_validate(settings)
     except ValidationError as error:
@@ -389,7 +391,7 @@ def load_config(path: str | Path) -> RunConfig:
         raise type(error)(f"config {path}: {error}") from None
 
 
-def override(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+def override_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     """Return `config` with settings changed by dotted name, such as `{"train.epochs": 3}`.
 
     Raises ConfigError for an unknown name.
@@ -413,4 +415,4 @@ def override(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
 
 
 def dump_config(config: RunConfig) -> str:
-    return yaml.safe_dump({**stamp(FORMAT), **config.model_dump()}, sort_keys=False)
+    return yaml.safe_dump({**make_format_stamp(FORMAT), **config.model_dump()}, sort_keys=False)

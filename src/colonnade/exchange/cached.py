@@ -185,7 +185,7 @@ class CachedExchange:
         self.widths, self.exactness = self.owner.widths, self.rows.exactness
         self.pooled, self.has_values = self.rows.pooled, self.rows.has_values
         self.prefetched, self.restore = self.rows.prefetched, self.rows.restore
-        self.has_copies = [cache is not None for cache in caches]
+        self.is_cached = [cache is not None for cache in caches]
         none = TableCache(0, RowClock(0, 0))
         self.caches = [cache or none for cache in caches]
         self.directories = [
@@ -410,7 +410,8 @@ class CachedExchange:
         transfer = lookup.transfer
         if self.is_synchronized:
             raise RuntimeError(
-                "got a batch to train on inside `with rows.settled()`, which restores rows when it ends; leave it first"
+                "got a batch to train on inside `with rows.synchronized_view()`, which restores rows when it "
+                "ends; leave it first"
             )
         if self._transfers[0] is not transfer:
             raise RuntimeError(
@@ -604,7 +605,7 @@ class CachedExchange:
 def check_uncached(cached: CachedExchange | None, tables: Sequence[int]) -> Sequence[int]:
     """Return these table indices, if none is cached: copies would outlive deleted rows. Else raise ConfigError."""
     for t in tables:
-        if cached is not None and cached.has_copies[t]:
+        if cached is not None and cached.is_cached[t]:
             raise ConfigError(
                 f"table {cached.declaration.tables[t].name!r}: got rows to delete that ranks may have copies of; leave "
                 "plan.cache out for this table"

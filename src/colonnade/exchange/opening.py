@@ -24,12 +24,12 @@ from colonnade.exchange.bags import BagsExchange
 from colonnade.exchange.cached import CachedExchange, TableCache
 from colonnade.exchange.exchange import Exchange
 from colonnade.exchange.operator_cut import (
-    barred,
     evaluated_in_towers,
     remote_consumers,
     restrict_to_tables,
     tower_of,
     towers_of_fields,
+    why_not_remote,
 )
 from colonnade.exchange.operators import Operators, RemoteAttention
 from colonnade.exchange.replicated import ReplicatedExchange
@@ -210,7 +210,7 @@ def _check_sequences(
     for name, consumer in declaration.consumers.items():
         if not consumer.interaction.sequences or name in consumers:
             continue
-        why = barred(declaration, name, world=mesh.world, reads_ahead=reads_ahead)
+        why = why_not_remote(declaration, name, world=mesh.world, reads_ahead=reads_ahead)
         by_name = {field.name: declaration.features[field.feature] for field in declaration.fields}
         feature = by_name[consumer.features[-1]]
         raise ConfigError(

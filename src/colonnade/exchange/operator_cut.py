@@ -36,7 +36,7 @@ def remote_consumers(
     candidates = [
         name
         for name in declaration.consumers
-        if barred(declaration, name, world=world, reads_ahead=reads_ahead) is None
+        if why_not_remote(declaration, name, world=world, reads_ahead=reads_ahead) is None
     ]
     # Rows of a sequence are not sent as a sample's values are: their consumers are evaluated where the rows are.
     required = tuple(
@@ -44,7 +44,9 @@ def remote_consumers(
     )
     best, others = required, [name for name in candidates if name not in required]
     least = floats(declaration, shardings, best)
-    for subset in sets(others, lambda subset: floats(declaration, shardings, (*required, *subset))):
+    for subset in consumer_sets(
+        others, lambda subset: floats(declaration, shardings, (*required, *subset))
+    ):
         selected = tuple(name for name in candidates if name in required or name in subset)
         num_floats = floats(declaration, shardings, selected)
         if num_floats < least:
@@ -52,7 +54,7 @@ def remote_consumers(
     return best
 
 
-def barred(
+def why_not_remote(
     declaration: EmbeddingDeclaration,
     name: str,
     *,
@@ -141,7 +143,7 @@ def owners_by_field(
     }
 
 
-def sets(names: Sequence[str], cost) -> Iterable[tuple[str, ...]]:
+def consumer_sets(names: Sequence[str], cost) -> Iterable[tuple[str, ...]]:
     """Yield sets of names to try, all or greedily grown ones of least cost, smaller before larger."""
     if len(names) <= MOST_CONSUMERS:
         for size in range(1, len(names) + 1):
@@ -192,7 +194,7 @@ def evaluated_in_towers(
     ]
     best: tuple[str, ...] = ()
     least = tower_floats(declaration, best)
-    for subset in sets(candidates, lambda subset: tower_floats(declaration, subset)):
+    for subset in consumer_sets(candidates, lambda subset: tower_floats(declaration, subset)):
         if (num_floats := tower_floats(declaration, subset)) < least:
             best, least = subset, num_floats
     return best

@@ -100,10 +100,10 @@ class Operators:
                 module.training = isinstance(module, _DropoutNd)
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                    if interaction.one_width:
+                    if interaction.needs_equal_dims:
                         values = values.unflatten(1, (len(fields), -1))
                     self._check_shape(
-                        name, interaction.partial_of(values, range(len(fields))), NUM_TRIED
+                        name, interaction.partial_of_fields(values, range(len(fields))), NUM_TRIED
                     )
             finally:
                 for module, is_training in modes:
@@ -190,8 +190,10 @@ class Operators:
             return Partial(taken, values, pooled.new_zeros(0, width))
         with torch.set_grad_enabled(is_trained):
             values.requires_grad_(is_trained)
-            shaped = values.unflatten(1, (len(taken), -1)) if interaction.one_width else values
-            result = interaction.partial_of(shaped, positions)
+            shaped = (
+                values.unflatten(1, (len(taken), -1)) if interaction.needs_equal_dims else values
+            )
+            result = interaction.partial_of_fields(shaped, positions)
         self._check_shape(name, result, len(pooled))
         return Partial(taken, values, result)
 

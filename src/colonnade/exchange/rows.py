@@ -21,7 +21,7 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.comm.mesh import Call, Mesh
+from colonnade.comm.mesh import Mesh, PendingCall
 from colonnade.exchange.prefetched import collect_prefetched_rows, gather_prefetched_rows
 from colonnade.exchange.row_owner import (
     RowOwner,
@@ -375,7 +375,7 @@ def received_gradients(
     )  # fmt: skip
 
 
-def _wait_for(call: Call | None, keep: Tensor) -> None:
+def _wait_for(call: PendingCall | None, keep: Tensor) -> None:
     """Wait for a call. keep: its message, which must live until then."""
     if call is not None:
         call.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from colonnade.interaction.attention import TargetAttention
-from colonnade.interaction.contract import Interaction, SomeFields
+from colonnade.interaction.contract import FieldSubset, Interaction
 from colonnade.interaction.linear import FieldsLinear, LowRankCross, NormalizedLinear
 from colonnade.interaction.statistics import FM, BiInteraction, Concat, Sum
 from colonnade.interaction.tower import TowerModule
@@ -12,11 +12,11 @@ __all__ = [
     "FM",
     "BiInteraction",
     "Concat",
+    "FieldSubset",
     "FieldsLinear",
     "Interaction",
     "LowRankCross",
     "NormalizedLinear",
-    "SomeFields",
     "Sum",
     "TargetAttention",
     "TowerModule",

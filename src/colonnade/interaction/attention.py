@@ -37,7 +37,7 @@ class TargetAttention(Interaction):
     def needs(self) -> Literal["rows", "fields"]:
         return "rows"
 
-    def refusal(self, dims: Sequence[int]) -> str | None:
+    def find_dims_problem(self, dims: Sequence[int]) -> str | None:
         if len(dims) != 2 or dims[0] != dims[1]:
             return f"takes a query and a sequence of one dim; got dims {list(dims)}"
         if self.heads < 1 or dims[0] % self.heads:

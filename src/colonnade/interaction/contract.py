@@ -20,13 +20,13 @@ class Interaction(nn.Module):
     partials. On one process the two compose to the ordinary operator.
 
     An operator may have parameters. They are dense weights: the same on every rank, part of `model.parameters()`, and
-    used by `partial_of` on the rank that evaluates it.
+    used by `partial_of_fields` on the rank that evaluates it.
     """
 
     merge: Literal["sum", "logsumexp", "whole"] = "sum"
     """Merge of partials. "whole": there are no partials; one rank with all of a sample's fields evaluates the operator
     (a tower module)."""
-    one_width: bool = True
+    needs_equal_dims: bool = True
     """True if all fields have one dim and are passed as (B, F, D); else they are passed concatenated, (B, W)."""
 
     sequences: int = 0
@@ -55,27 +55,30 @@ class Interaction(nn.Module):
     ) -> Tensor:
         """Compute the partial of each sample from its vectors, (B, P); the merge's neutral element without vectors.
 
-        An operator defines this method or, if it needs all fields together, `partial_of`: then every sample must have
+        An operator defines this method or, if it needs all fields together, `partial_of_fields`: then every sample
+        must have
         one vector per field, in field order.
         """
         if weights is not None:
             values = values * weights[:, None]
         fields = values.reshape(num_samples, len(values) // max(1, num_samples), values.shape[1])
-        return self.partial_of(fields if self.one_width else fields.flatten(1))
+        return self.partial_of_fields(fields if self.needs_equal_dims else fields.flatten(1))
 
     @abstractmethod
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         """Compute the operator's output (B, any) from merged statistics (B, P). dense: (B, num_dense), if it takes
         dense columns."""
 
-    def refusal(self, dims: Sequence[int]) -> str | None:
+    def find_dims_problem(self, dims: Sequence[int]) -> str | None:
         """Return why the operator cannot take fields of these dims, in this order; None if it can."""
-        if self.one_width and len(set(dims)) > 1 and self.width(max(dims)) is not None:
+        if self.needs_equal_dims and len(set(dims)) > 1 and self.width(max(dims)) is not None:
             return f"needs fields of one width; got dims {sorted(set(dims))}"
         return None
 
-    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
-        """Compute partials from pooled fields: (B, F, D), or (B, W) unless `one_width` -> (B, P).
+    def partial_of_fields(
+        self, fields: Tensor, field_indices: Sequence[int] | None = None
+    ) -> Tensor:
+        """Compute partials from pooled fields: (B, F, D), or (B, W) unless `needs_equal_dims` -> (B, P).
 
         field_indices: indices of these fields in the consumer, ascending, if a rank has only a part of them; None: all.
         """
@@ -84,11 +87,11 @@ class Interaction(nn.Module):
         return self.partial(fields.reshape(num_samples * num_fields, dim), samples, num_samples)
 
     def forward(self, fields: Tensor) -> Tensor:
-        """Evaluate the whole operator on pooled fields, as `partial_of` takes them, of one rank -> (B, any)."""
-        return self.combine(self.partial_of(fields))
+        """Evaluate the whole operator on pooled fields, as `partial_of_fields` takes them, of one rank -> (B, any)."""
+        return self.combine(self.partial_of_fields(fields))
 
 
-class SomeFields(Interaction):
+class FieldSubset(Interaction):
     """Partial of an operator over a subset of its fields. If values are sent instead of partials, it returns them
     unchanged, (B, W): the operator is then evaluated on the rank that has the other fields."""
 
@@ -96,7 +99,7 @@ class SomeFields(Interaction):
         """Create the partial. operator: its merge must be a sum. field_indices: indices of the subset, ascending."""
         super().__init__()
         self.operator, self.field_indices = operator, tuple(field_indices)
-        self.one_width = operator.one_width
+        self.needs_equal_dims = operator.needs_equal_dims
 
     def width(self, dim: int) -> int | None:
         return self.operator.width(dim)
@@ -104,9 +107,11 @@ class SomeFields(Interaction):
     def needs(self) -> Literal["rows", "fields"]:
         return self.operator.needs()
 
-    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
+    def partial_of_fields(
+        self, fields: Tensor, field_indices: Sequence[int] | None = None
+    ) -> Tensor:
         chosen = range(len(self.field_indices)) if field_indices is None else field_indices
-        return self.operator.partial_of(fields, [self.field_indices[i] for i in chosen])
+        return self.operator.partial_of_fields(fields, [self.field_indices[i] for i in chosen])
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         return stats

@@ -26,14 +26,14 @@ from colonnade.ops.linear import linear
 class ConcatenatedFields(Interaction):
     """Base class of operators over concatenated fields of known dims. It knows each field's columns."""
 
-    one_width = False
+    needs_equal_dims = False
 
     def __init__(self, dims: Sequence[int]) -> None:
         super().__init__()
         self.dims = tuple(dims)
         self.starts = tuple(accumulate(self.dims, initial=0))
 
-    def refusal(self, dims: Sequence[int]) -> str | None:
+    def find_dims_problem(self, dims: Sequence[int]) -> str | None:
         if tuple(dims) != self.dims:
             return f"takes fields of dims {list(dims)}; its operator was made for {list(self.dims)}"
         return None
@@ -49,10 +49,12 @@ class ConcatenatedFields(Interaction):
         """Compute partials. Every sample must have one vector per field, in field order."""
         if weights is not None:
             values = values * weights[:, None]
-        return self.partial_of(values.reshape(num_samples, self.starts[-1]))
+        return self.partial_of_fields(values.reshape(num_samples, self.starts[-1]))
 
     @abstractmethod
-    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor: ...
+    def partial_of_fields(
+        self, fields: Tensor, field_indices: Sequence[int] | None = None
+    ) -> Tensor: ...
 
     def _select_columns(self, values: Tensor, field_indices: Sequence[int] | None) -> Tensor:
         """Return the columns of these fields from all columns (..., W)."""
@@ -79,7 +81,9 @@ class FieldsLinear(ConcatenatedFields):
     def needs(self) -> Literal["rows", "fields"]:
         return "rows"
 
-    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
+    def partial_of_fields(
+        self, fields: Tensor, field_indices: Sequence[int] | None = None
+    ) -> Tensor:
         return linear(fields, self._select_columns(self.weight, field_indices).to(fields), None)
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
@@ -108,7 +112,9 @@ class NormalizedLinear(ConcatenatedFields):
     def needs(self) -> Literal["rows", "fields"]:
         return "fields"
 
-    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
+    def partial_of_fields(
+        self, fields: Tensor, field_indices: Sequence[int] | None = None
+    ) -> Tensor:
         weight = self._select_columns(self.weight * self.scale, field_indices).to(fields)
         sums, squares = fields.sum(1, keepdim=True), fields.square().sum(1, keepdim=True)
         return torch.cat([linear(fields, weight, None), sums, squares], dim=1)
@@ -174,7 +180,9 @@ class LowRankCross(ConcatenatedFields):
     def needs(self) -> Literal["rows", "fields"]:
         return "rows"
 
-    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
+    def partial_of_fields(
+        self, fields: Tensor, field_indices: Sequence[int] | None = None
+    ) -> Tensor:
         n = self.num_dense
         return self._compute_statistics(
             fields, lambda weight: self._select_columns(weight[..., n:], field_indices)

@@ -44,7 +44,9 @@ class FM(Interaction):
         sums, squares = stats[:, :-1], stats[:, -1:]
         return (sums.square().sum(1, keepdim=True) - squares) / 2
 
-    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
+    def partial_of_fields(
+        self, fields: Tensor, field_indices: Sequence[int] | None = None
+    ) -> Tensor:
         return torch.cat([fields.sum(1), fields.square().sum((1, 2))[:, None]], dim=1)
 
     def forward(self, fields: Tensor) -> Tensor:
@@ -75,7 +77,9 @@ class Sum(Interaction):
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         return stats
 
-    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
+    def partial_of_fields(
+        self, fields: Tensor, field_indices: Sequence[int] | None = None
+    ) -> Tensor:
         return fields.sum(1)
 
     def forward(self, fields: Tensor) -> Tensor:
@@ -110,7 +114,9 @@ class BiInteraction(Interaction):
         sums, squares = stats.chunk(2, dim=1)
         return (sums.square() - squares) / 2
 
-    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
+    def partial_of_fields(
+        self, fields: Tensor, field_indices: Sequence[int] | None = None
+    ) -> Tensor:
         return torch.cat([fields.sum(1), fields.square().sum(1)], dim=1)
 
     def forward(self, fields: Tensor) -> Tensor:
@@ -126,7 +132,9 @@ class Concat(Interaction):
     def needs(self) -> Literal["rows", "fields"]:
         return "fields"
 
-    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
+    def partial_of_fields(
+        self, fields: Tensor, field_indices: Sequence[int] | None = None
+    ) -> Tensor:
         return fields.flatten(1)
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:

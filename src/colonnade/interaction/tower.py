@@ -52,14 +52,14 @@ class TowerModule(Interaction):
             )
         self.module = module
         self.dims, self.out = tuple(dims), out
-        self.one_width = not side_by_side and len(set(dims)) == 1
+        self.needs_equal_dims = not side_by_side and len(set(dims)) == 1
 
     @property
     def ratio(self) -> float:
         """Compression ratio (CR): input floats of a sample divided by output floats."""
         return sum(self.dims) / self.out
 
-    def refusal(self, dims: Sequence[int]) -> str | None:
+    def find_dims_problem(self, dims: Sequence[int]) -> str | None:
         if tuple(dims) != self.dims:
             return f"takes fields of dims {list(dims)}; its tower module was made for {list(self.dims)}"
         return None
@@ -70,7 +70,9 @@ class TowerModule(Interaction):
     def needs(self) -> Literal["rows", "fields"]:
         return "fields"
 
-    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
+    def partial_of_fields(
+        self, fields: Tensor, field_indices: Sequence[int] | None = None
+    ) -> Tensor:
         """Evaluate the module on all fields. Raises ConfigError if its output has another shape than declared, or if it
         changes its fields."""
         weight = next(self.module.parameters(), fields)

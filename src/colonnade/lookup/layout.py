@@ -251,7 +251,7 @@ def _check_inputs(
                 f"consumer {name!r} takes feature {field!r} as a sequence, but it is pooled; declare "
                 "it with pooling='sequence'"
             )
-    if problem := interaction.refusal([fields[field].dim for field in wanted]):
+    if problem := interaction.find_dims_problem([fields[field].dim for field in wanted]):
         raise ConfigError(f"consumer {name!r} {problem}")
 
 

@@ -85,7 +85,7 @@ def evaluate(name: str, consumer: Consumer, pooled: Tensor, dense: Tensor | None
     dim = pooled.shape[1] // max(1, num_fields)
     if interaction.width(dim) is None:
         return interaction.combine(pooled)
-    if not interaction.one_width:
+    if not interaction.needs_equal_dims:
         return interaction(pooled, *_dense_columns(name, consumer, dense, pooled))
     return interaction(
         pooled.unflatten(1, (num_fields, dim)), *_dense_columns(name, consumer, dense, pooled)

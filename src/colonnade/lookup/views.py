@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch
-from colonnade.interaction import Concat, SomeFields
+from colonnade.interaction import Concat, FieldSubset
 from colonnade.lookup.hops import EVALUATING
 from colonnade.lookup.hot import SplitBatch, split_hot_rows
 from colonnade.lookup.layout import Consumer, EmbeddingDeclaration, query_fields
 from colonnade.lookup.outputs import combine, evaluate
 from colonnade.lookup.stacking import hash_ids, hashed_tables_by_feature, sum_hashed_rows
-from colonnade.store.table_shards import TableShard, lay_out
+from colonnade.store.table_shards import TableShard, shard_tables
 from colonnade.table import Feature, Pooling, TableSide
 from colonnade.topology.sharding import Sharding
 
@@ -125,7 +125,7 @@ class Slices:
         for name in self.split_consumers:
             consumer, (whole_fields, others) = declared.consumers[name], self._split_fields(name)
             positions = [consumer.features.index(field) for field in whole_fields]
-            consumers[name] = Consumer(SomeFields(consumer.interaction, positions), whole_fields)
+            consumers[name] = Consumer(FieldSubset(consumer.interaction, positions), whole_fields)
             taken = tuple(slice_name for other in others for slice_name in self.slice_names[other])
             consumers[f"{name}{OTHERS}"] = Consumer(Concat(), taken)
         for name in self.unconsumed:
@@ -323,9 +323,11 @@ class Slices:
             whole = torch.cat([parts[f] for f in consumer.features], 1)
             return evaluate(name, consumer, whole, dense)
         operator, others = consumer.interaction, others.to(values)
-        other_values = others.unflatten(1, (len(with_hot), -1)) if operator.one_width else others
+        other_values = (
+            others.unflatten(1, (len(with_hot), -1)) if operator.needs_equal_dims else others
+        )
         positions = [consumer.features.index(f) for f in with_hot]
-        stats = values + operator.partial_of(other_values, positions)
+        stats = values + operator.partial_of_fields(other_values, positions)
         return combine(name, consumer, stats, dense).to(output)
 
     def _merge_slices(
@@ -365,7 +367,7 @@ def slices_of(
     """Return the slices of a declaration under these shardings, by table. exchanges, by table, needed if one of them
     evaluates consumers; bounds: by table, steps that rows are read ahead. Raises ConfigError for a table that cannot be
     cut as its sharding says."""
-    shards = lay_out(declared.tables, shardings)
+    shards = shard_tables(declared.tables, shardings)
     if not exchanges:
         return Slices(declared, shards, frozenset(), {})
     late = bounds or [0] * len(exchanges)

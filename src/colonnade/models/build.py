@@ -18,7 +18,7 @@ from colonnade.config.run import (
     RunConfig,
     TableEmbeddingConfig,
     WideConfig,
-    override,
+    override_settings,
 )
 from colonnade.data.contract import Column, Schema
 from colonnade.data.sets.interactions import LOG_Q
@@ -47,7 +47,7 @@ from colonnade.retention import (
 )
 from colonnade.store.untrusted import read_regular
 from colonnade.table import Feature, Pooling, Table, Uniform
-from colonnade.topology.towers import Partition, striped
+from colonnade.topology.towers import Partition, round_robin_partition
 
 DEFAULT_DIM = 16
 TOWER_SETTINGS = {"tower_vectors", "tower_summaries", "tower_layers"}
@@ -76,7 +76,7 @@ class ModelSpec:
         )
 
 
-KINDS: dict[str, ModelSpec] = {
+MODEL_SPECS: dict[str, ModelSpec] = {
     "lr": ModelSpec(LR, "weights"),
     "fm": ModelSpec(FactorizationMachine, "vector and weights"),
     "nfm": ModelSpec(NFM, "vector and weights"),
@@ -102,13 +102,13 @@ def build_model(schema: Schema, config: RunConfig) -> SplitModel:
     arguments.pop("dim", None)
     tables, features = build_tables(schema, config)
     torch.manual_seed(config.train.seed)
-    spec = KINDS[config.model.name]
+    spec = MODEL_SPECS[config.model.name]
     parameters, log_q = spec.parameters, None
     if LOG_Q in schema.dense:
         log_q = schema.dense.index(LOG_Q)
     data_arguments = {"num_dense": len(schema.dense), "tasks": len(schema.labels), "log_q": log_q}
     if "tasks" in parameters and not schema.labels:
-        rankers = [name for name, other in KINDS.items() if other.model.objective is not None]
+        rankers = [name for name, other in MODEL_SPECS.items() if other.model.objective is not None]
         raise ConfigError(
             f"{config.model.name} learns labels and this data has none; choose a model that ranks "
             f"({', '.join(rankers)}), or other data"
@@ -137,7 +137,7 @@ def read_partition(
     Raises ConfigError."""
     try:
         if isinstance(setting, int):
-            return striped(features, setting)
+            return round_robin_partition(features, setting)
         if not isinstance(setting, str):
             return Partition(tuple(map(tuple, setting)))
         return Partition.from_json(read_regular(Path(setting)).decode())
@@ -159,12 +159,12 @@ def resolve_towers(schema: Schema, config: RunConfig) -> RunConfig:
         return config
     names = [column.name for column in schema.categorical]
     towers = read_partition(config.model.towers, names).towers
-    return override(config, {"model.towers": [list(tower) for tower in towers]})
+    return override_settings(config, {"model.towers": [list(tower) for tower in towers]})
 
 
 def collect_model_settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings made for the configured model, by name. Raises ConfigError for one that it does not have."""
-    known = KINDS[config.model.name].settings
+    known = MODEL_SPECS[config.model.name].settings
     all_settings = config.model.model_dump(exclude={"name", "compile"})
     settings = {name: value for name, value in all_settings.items() if value is not None}
     if unknown := sorted(set(settings) - known):
@@ -220,7 +220,7 @@ def _make_optimizer(
 
 def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[Feature]]:
     """Build one feature per categorical column, with bags mean-pooled, and one table per table name of the columns."""
-    spec = KINDS[config.model.name]
+    spec = MODEL_SPECS[config.model.name]
     if not schema.categorical:
         raise ConfigError(
             f"{config.model.name}: the data has no categorical column, and every model here needs one"

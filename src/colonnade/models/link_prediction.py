@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid
 
 from colonnade.batch import Batch, Ids
-from colonnade.comm.collectives import gather
+from colonnade.comm.collectives import gather_over_ranks
 from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import Source
 from colonnade.data.sets.triples import RELATION, KnownAnswers
@@ -261,8 +261,8 @@ def link_loss(model: KnowledgeGraph, links: LinkBatch, known: KnownAnswers, mesh
     A triple's loss is the mean of `model.loss` over both questions, against all ranks' candidates that are not known
     to be true, plus the penalty of the triple's own vectors.
     """
-    candidates = gather(mesh, links.candidates)
-    ids = gather(mesh, links.candidate_ids)
+    candidates = gather_over_ranks(mesh, links.candidates)
+    ids = gather_over_ranks(mesh, links.candidate_ids)
     total = mesh.all_reduce("dense", links.weight.sum(dtype=torch.float64))
     losses = []
     for queries, answers, true in (

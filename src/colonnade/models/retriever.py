@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.comm.collectives import gather
+from colonnade.comm.collectives import gather_over_ranks
 from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import Source
 from colonnade.data.tensors import TensorColumns
@@ -157,9 +157,9 @@ def contrastive_loss(contrast: ContrastiveBatch, temperature: float, mesh: Mesh)
     of its sample. Scores are dots divided by `temperature`, minus the log of the item's sampling frequency.
     """
     queries = contrast.queries
-    candidates = gather(mesh, contrast.candidates)
-    ids = gather(mesh, contrast.candidate_ids)
-    log_q = gather(mesh, contrast.candidate_log_q).to(queries)
+    candidates = gather_over_ranks(mesh, contrast.candidates)
+    ids = gather_over_ranks(mesh, contrast.candidate_ids)
+    log_q = gather_over_ranks(mesh, contrast.candidate_log_q).to(queries)
     weight = contrast.weight.to(queries)
     total = mesh.all_reduce("dense", contrast.weight.sum(dtype=torch.float64))
     positive = (queries * contrast.positives).sum(1, keepdim=True) / temperature

@@ -15,7 +15,7 @@ from colonnade.exchange.exchange import Exchange
 from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.lookup.views import Slices, slices_of
 from colonnade.plan.plan import Plan
-from colonnade.staleness import of_tables
+from colonnade.staleness import resolve_table_staleness
 from colonnade.store.contract import Backing
 from colonnade.store.dram import DramStore, open_dram
 from colonnade.store.hbm import HbmStore, open_hbm
@@ -67,7 +67,7 @@ def open_rows(
     for; policies: by table, instead of its own admission and eviction. Raises ConfigError for a plan that cannot work
     in this world."""
     is_read = [declaration.is_looked_up(table) for table in declaration.tables]
-    _, steps_ahead = of_tables(plan.bounds, is_read)
+    _, steps_ahead = resolve_table_staleness(plan.bounds, is_read)
     names = [table_plan.exchange for table_plan in plan.tables]
     views = slices_of(declaration, plan.shardings, names, steps_ahead)
     table_shards = views.table_shards
@@ -150,5 +150,5 @@ def _open_policies(
     overrides = {
         views.slices_of_table[number_of(name)]: policy for name, policy in overridden.items()
     }
-    check_policies(overrides, declared, tables, has_copies=cached.has_copies if cached else [])
+    check_policies(overrides, declared, tables, has_copies=cached.is_cached if cached else [])
     return declared | {t: policy for (t,), policy in overrides.items()}

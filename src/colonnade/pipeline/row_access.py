@@ -48,7 +48,7 @@ def read_weights(rows: OpenRows, table: str, ids: Tensor) -> Tensor:
     for t in slices:
         table_shard, shard = rows.views.table_shards[t], rows.shards[t]
         is_owned = shard.owns(unique, num_rows)
-        if rows.mesh.rank not in table_shard.sharding.holders:
+        if rows.mesh.rank not in table_shard.sharding.row_owners:
             is_owned[:] = False  # a replicated row that another rank returns
         num_owned = int(is_owned.sum())
         offsets = torch.tensor([0] * (t + 1) + [num_owned] * (len(rows.shards) - t))

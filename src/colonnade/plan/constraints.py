@@ -14,7 +14,7 @@ from colonnade.config.plan import PlanConfig, TablePlanConfig
 from colonnade.errors import ConfigError
 from colonnade.exchange.operator_cut import tower_of
 from colonnade.lookup.hops import BY_TOWERS
-from colonnade.plan.search.candidates import Choice, Constraint
+from colonnade.plan.search.candidates import Constraint, Decision
 from colonnade.plan.search.cutting import COLUMN_KINDS, shard_columns_everywhere
 from colonnade.table import Feature, Table
 from colonnade.topology.sharding import (
@@ -23,13 +23,13 @@ from colonnade.topology.sharding import (
     column_wise,
     grid,
     host_wise,
-    on_ranks,
     replicated,
     row_wise,
     row_wise_over_owners,
+    sharding_on_ranks,
     table_wise,
 )
-from colonnade.topology.towers import Partition, striped, tower_ranks
+from colonnade.topology.towers import Partition, round_robin_partition, tower_ranks
 from colonnade.topology.world import World
 
 
@@ -108,7 +108,7 @@ def _check_groups(setting: str, ranks: list[int], kind: Kind, exchange: str, wor
             )
     if (
         kind == "host_wise" and exchange not in BY_TOWERS
-    ):  # With towers, the ranks are those of a tower (`in_towers`).
+    ):  # With towers, the ranks are those of a tower (`shard_in_towers`).
         wanted = list(host_wise(world, world.host(ranks[0])).ranks)
         if ranks != wanted:
             raise ConfigError(
@@ -140,7 +140,7 @@ def _resolve_sharding(constraint: Constraint, world: World) -> Sharding | None:
     if constraint.kind is None:
         return None
     if constraint.ranks is not None:
-        return on_ranks(constraint.kind, constraint.ranks, world)
+        return sharding_on_ranks(constraint.kind, constraint.ranks, world)
     if constraint.kind in COLUMN_KINDS:
         return shard_columns_everywhere(constraint.kind, world)
     if constraint.kind == "row_wise":
@@ -158,11 +158,11 @@ def is_settled(config: PlanConfig, tables: Sequence[Table], world: World) -> boo
     return None not in resolve_tables(config, tables, world).values()
 
 
-def settle_plan(
+def resolve_plan_config(
     config: PlanConfig,
     tables: Sequence[Table],
     world: World,
-    choice: Choice | None = None,
+    choice: Decision | None = None,
     hot: Mapping[str, Sequence[int]] | None = None,
 ) -> PlanConfig:
     """Return `config` with the sharding, exchange and replicated ids of every table, as `build_plan` requires.
@@ -225,7 +225,7 @@ def assign_tables_to_towers(
     return {table.name: towers[table.name][0] for table in tables if table.name in towers}
 
 
-def in_towers(
+def shard_in_towers(
     tables: Sequence[Table],
     features: Sequence[Feature],
     towers: Partition | int,
@@ -243,7 +243,7 @@ def in_towers(
                 f"got {towers} towers for {len(tables)} tables, wanted at least one table in each; name fewer "
                 "(plan.towers)"
             )
-        partition = striped([table.name for table in tables], towers)
+        partition = round_robin_partition([table.name for table in tables], towers)
         tower_by_table = {
             name: tower for tower, names in enumerate(partition.towers) for name in names
         }
@@ -286,7 +286,7 @@ def in_towers(
     }
 
 
-def towered(
+def apply_towers(
     config: PlanConfig,
     tables: Sequence[Table],
     features: Sequence[Feature],
@@ -311,7 +311,7 @@ def towered(
                 "leave plan.towers out"
             )
         return config
-    count = num_towers(config, partition, world)
+    count = count_towers(config, partition, world)
     config = config.model_copy(update={"towers": count})
     with_kind = {name: own for name, own in config.tables.items() if own.kind not in (None, "auto")}
     ranks = tower_ranks(world, count)
@@ -337,14 +337,14 @@ def towered(
     names = {table.name for table in free}
     towers: Partition | int = count if partition is None else partition
     sharded = {}
-    for name, settings in in_towers(tables, features, towers, world, kinds).items():
+    for name, settings in shard_in_towers(tables, features, towers, world, kinds).items():
         if name in names:
             own = config.tables.get(name, TablePlanConfig())
             sharded[name] = own.model_copy(update={"sharding": settings.sharding})
     return config.model_copy(update={"tables": {**config.tables, **sharded}})
 
 
-def num_towers(config: PlanConfig, partition: Partition | None, world: World) -> int:
+def count_towers(config: PlanConfig, partition: Partition | None, world: World) -> int:
     """Return the number of towers: that of the partition, the configured one, or one for each host."""
     if partition is not None:
         return len(partition.towers)

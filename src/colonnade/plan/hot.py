@@ -16,9 +16,9 @@ from colonnade.errors import ConfigError
 from colonnade.lookup.hot import split_hot_rows
 from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.lookup.views import slices_of
-from colonnade.plan.measure.profile import Profile, profile
+from colonnade.plan.measure.profile import Profile, profile_batches
 from colonnade.store.table_shards import TableShard
-from colonnade.table import Table, check_hot
+from colonnade.table import Table, check_hot_rows
 from colonnade.topology.sharding import Sharding, build_hot_rows, row_wise
 
 
@@ -38,7 +38,7 @@ def add_hot_rows(
         if num_ranks > 1 and ids:
             sharding = replace(sharding, hot=build_hot_rows(map(int, ids), num_ranks))
         if sharding.hot is not None:
-            check_hot(table, sharding.hot.ids)
+            check_hot_rows(table, sharding.hot.ids)
             if sharding.hot.num_ranks != num_ranks:
                 raise ConfigError(
                     f"table {table.name!r}: got hot rows on {sharding.hot.num_ranks} of {num_ranks} ranks, wanted a "
@@ -68,7 +68,7 @@ def subtract_hot_rows(
     )
 
 
-def popular(batches: Sequence[Batch], features: Iterable[str], count: int) -> list[int]:
+def most_popular_ids(batches: Sequence[Batch], features: Iterable[str], count: int) -> list[int]:
     """Return the `count` ids that these features look up most often, ascending; of equally frequent ids the smaller.
 
     Returns fewer if the batches have fewer ids."""
@@ -96,4 +96,4 @@ def profile_hot_and_cold(
         name: consumer for name, consumer in sides.consumers.items() if name in declared.consumers
     }
     sides = replace(sides, consumers=declared_consumers)
-    return sides, profile(sides.tables, sides.features, split_batches)
+    return sides, profile_batches(sides.tables, sides.features, split_batches)

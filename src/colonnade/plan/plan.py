@@ -14,22 +14,22 @@ from typing import Any, Literal
 from colonnade.config.plan import CacheTier, MemoryConfig, PlanConfig
 from colonnade.errors import ConfigError
 from colonnade.exchange.cached import TableCache
-from colonnade.formats import parse_stamped_json, stamp
+from colonnade.formats import make_format_stamp, parse_stamped_json
 from colonnade.lookup.hops import EXCHANGES
 from colonnade.plan.caching import build_table_caches, check_cache_settings
 from colonnade.plan.constraints import resolve_tables
 from colonnade.plan.cost.memory import Tier
 from colonnade.plan.hot import add_hot_rows, subtract_hot_rows
-from colonnade.sizes import Place
+from colonnade.sizes import StorageLocation
 from colonnade.staleness import RowClock
 from colonnade.store.budget import (
-    capacity_rows,
-    hbm_rows,
     mapped_tables,
     min_budget_bytes,
     slot_bytes,
+    split_budget,
+    split_hbm_budget,
 )
-from colonnade.store.table_shards import TableShard, lay_out
+from colonnade.store.table_shards import TableShard, shard_tables
 from colonnade.table import Table, check_column_slices
 from colonnade.topology.sharding import (
     HotRows,
@@ -135,9 +135,9 @@ class Plan:
     staleness_steps: int
     """Number of steps that reads are late, for tables without a number of their own."""
     tables: tuple[TablePlan, ...]
-    mapped: Place | None = None
+    mapped: StorageLocation | None = None
     """Directory on byte-addressable memory for tables of tier "mapped"."""
-    ssd: tuple[Place, ...] = ()
+    ssd: tuple[StorageLocation, ...] = ()
     """Directories over which files of rows are striped; empty: the run folder."""
     write_budget: int | None = None
     """Largest rate of writes on each rank, in bytes per second; None: no limit."""
@@ -206,7 +206,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the text of `plan.json`."""
-        return json.dumps({**stamp("colonnade plan"), **asdict(self)}, indent=2)
+        return json.dumps({**make_format_stamp("colonnade plan"), **asdict(self)}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -225,8 +225,8 @@ class Plan:
         mapped = values.pop("mapped", None)
         return cls(
             tables=tables,
-            mapped=None if mapped is None else Place(**mapped),
-            ssd=tuple(Place(**location) for location in values.pop("ssd", ())),
+            mapped=None if mapped is None else StorageLocation(**mapped),
+            ssd=tuple(StorageLocation(**location) for location in values.pop("ssd", ())),
             codecs=Codecs(**values.pop("codecs", {})),
             servers=tuple(values.pop("servers", ())),
             **values,
@@ -360,7 +360,7 @@ def _divide_memory(
     Raises ConfigError for budgets without room for one row of each table.
     """
     all_shards, mapped, table_bytes = (
-        lay_out(tables, shardings),
+        shard_tables(tables, shardings),
         memory.mapped_location,
         memory.tables,
     )
@@ -382,9 +382,9 @@ def _divide_memory(
     on_device = [0] * len(slices)
     if hbm_bytes is not None:
         on_device = _min_over_ranks(
-            by_rank, [hbm_rows(slices, hbm_bytes, shards) for shards in by_rank]
+            by_rank, [split_hbm_budget(slices, hbm_bytes, shards) for shards in by_rank]
         )
-    divide = partial(capacity_rows, budget_bytes=dram_bytes, fixed_bytes=table_bytes)
+    divide = partial(split_budget, budget_bytes=dram_bytes, fixed_bytes=table_bytes)
     capacities = [divide(slices, shards=shards) for shards in by_rank]
     mapped_slices: set[int] = set()
     if mapped is not None:
@@ -422,7 +422,7 @@ def _choose_mapped(
     table_shards: Sequence[TableShard],
     by_rank: Sequence[Sequence[Shard]],
     capacities: Sequence[Sequence[int]],
-    mapped: Place,
+    mapped: StorageLocation,
 ) -> set[int]:
     """Choose the slices to store in mapped memory: those of tables that fit there on each of their ranks.
 
@@ -449,7 +449,7 @@ def _divide_unmapped(
     others = [s for s in range(len(slices)) if s not in mapped_slices]
     rows = divide([slices[s] for s in others], shards=[shards[s] for s in others])
     rows_of = dict(zip(others, rows, strict=True))
-    return [rows_of.get(s, shards[s].most_rows(table.rows or 0)) for s, table in enumerate(slices)]
+    return [rows_of.get(s, shards[s].max_rows(table.rows or 0)) for s, table in enumerate(slices)]
 
 
 def apply_placement(
@@ -514,23 +514,23 @@ def _min_over_slices(table_shards: Sequence[TableShard], rows: Sequence[int]) ->
     return list(table_rows.values())
 
 
-def held_bytes(table: Table, sharding: Sharding) -> int:
+def resident_row_bytes(table: Table, sharding: Sharding) -> int:
     """Return the bytes of memory that one row, or its widest slice, takes on an owner rank."""
-    return max(slot_bytes(shard.table) for shard in lay_out([table], [sharding]))
+    return max(slot_bytes(shard.table) for shard in shard_tables([table], [sharding]))
 
 
 def memory_bytes(table: Table, planned: TablePlan) -> int:
     """Return the bytes planned for a table on each of its ranks, with copies of its hot rows."""
     hot = planned.sharding.hot
     copies = 0 if hot is None else len(hot.ids) * slot_bytes(table)
-    return planned.capacity_rows * held_bytes(table, planned.sharding) + copies
+    return planned.capacity_rows * resident_row_bytes(table, planned.sharding) + copies
 
 
 def _exchange_columns(table: TablePlan) -> dict[str, str]:
     return {"sharding": str(table.sharding), "exchange": table.exchange}
 
 
-def explain(plan: Plan, tables: Sequence[Table]) -> list[dict[str, str]]:
+def describe_tables(plan: Plan, tables: Sequence[Table]) -> list[dict[str, str]]:
     """Describe a plan as one printable line per table, by column title."""
     lines = []
     for table, planned, late in zip(tables, plan.tables, plan.bounds, strict=True):

@@ -28,16 +28,16 @@ from colonnade.errors import CheckpointError, ConfigError, CorruptionError, Stor
 from colonnade.models.build import build_model
 from colonnade.ops.memory import keep_freed_memory
 from colonnade.publish.delivery import (
-    Place,
+    RemoteFolder,
     Subscriber,
-    carry,
+    copy_publication,
     find_newest_base,
     invalidate_copy,
     is_url,
-    place_of,
+    open_location,
 )
-from colonnade.publish.deltas import WORD, BaseExport
-from colonnade.publish.export import exported
+from colonnade.publish.deltas import CURRENT, BaseExport
+from colonnade.publish.export import export_if_missing
 from colonnade.publish.exported import Export, check_file_lengths, read_dense, read_export
 from colonnade.run.run import OWN
 from colonnade.run.validation import find_collection
@@ -113,8 +113,8 @@ class Predictor:
                 f"{path} is a URL, and rows are mapped from files; give a folder to copy it to: "
                 "Predictor.open(url, copy=folder)"
             )
-        source, copy = place_of(path), Path(copy)
-        carry(source, place_of(copy))
+        source, copy = open_location(path), Path(copy)
+        copy_publication(source, open_location(copy))
         try:
             return cls._open_folder(copy, source, model, at, verify == "full")
         except CorruptionError:
@@ -125,13 +125,13 @@ class Predictor:
     def _open_folder(
         cls,
         path: Path,
-        source: Place | None,
+        source: RemoteFolder | None,
         model: nn.Module | None,
         at: int | str | None,
         is_full: bool,
     ) -> Predictor:
         following = None
-        if (path / WORD).exists():
+        if (path / CURRENT).exists():
             if at is not None:
                 raise ConfigError(
                     f"{path} is a publication and has the newest checkpoint only; leave --at out"
@@ -139,7 +139,7 @@ class Predictor:
             folder, word = find_newest_base(path)
             following = Subscriber(path, word.run, word.bases[-1], source)
         else:
-            folder = exported(path, at=at)
+            folder = export_if_missing(path, at=at)
         export = read_export(folder)
         check_file_lengths(folder, export)
         config = build_config(export.config) if export.config else None
@@ -217,7 +217,7 @@ class Predictor:
         with self._refresh_lock:
             first_number = following.number
             if self.rows.problem is not None and (following.source or self.rows.is_replaced):
-                following.distrust()
+                following.mark_base_damaged()
             try:
                 base, word = following.behind()
                 while following.tag != word.tag:

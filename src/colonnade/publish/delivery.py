@@ -25,8 +25,8 @@ from colonnade.checkpoint.contract import Destination
 from colonnade.config.run import TrainConfig
 from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, StorageError
 from colonnade.publish.deltas import (
+    CURRENT,
     REMEDY,
-    WORD,
     BaseExport,
     CurrentPointer,
     Delta,
@@ -50,7 +50,7 @@ COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RemoteFolder:
     """Location of a publication: an fsspec file system and a folder in it."""
 
     files: Any
@@ -78,7 +78,7 @@ class Place:
 
     def read_current(self) -> bytes | None:
         """Read the bytes of published.json; None if nothing is published."""
-        return self.read(WORD) if self.files.exists(self.path(WORD)) else None
+        return self.read(CURRENT) if self.files.exists(self.path(CURRENT)) else None
 
     def size(self, name: str) -> int | None:
         """Return the size of a file in bytes; None if it is missing."""
@@ -91,12 +91,12 @@ def is_url(path: object) -> bool:
     return "://" in str(path)
 
 
-def place_of(path: str | Path) -> Place:
+def open_location(path: str | Path) -> RemoteFolder:
     """Return the location of a folder or URL. Raises ConfigError for an unknown protocol."""
-    return Place(*open_url(str(path)))
+    return RemoteFolder(*open_url(str(path)))
 
 
-def carry(source: Place, target: Place) -> None:
+def copy_publication(source: RemoteFolder, target: RemoteFolder) -> None:
     """Copy the publication at `source` to `target`.
 
     Raises CheckpointError if source publishes nothing, ConfigError if target publishes another run, CorruptionError
@@ -136,8 +136,8 @@ def carry(source: Place, target: Place) -> None:
             if number > known_number or size is None or target.size(name) != size:
                 _copy_file(source, target, name, None)
         target.files.makedirs(target.root, exist_ok=True)
-        target.files.pipe_file(target.path(f"{WORD}.part"), source_content)
-        target.files.mv(target.path(f"{WORD}.part"), target.path(WORD))
+        target.files.pipe_file(target.path(f"{CURRENT}.part"), source_content)
+        target.files.mv(target.path(f"{CURRENT}.part"), target.path(CURRENT))
         _delete_unneeded(target, current)
 
 
@@ -146,7 +146,7 @@ def check_url_owner(url: str, run: str) -> None:
 
     A location that cannot be read now is accepted: checkpoints are copied when it can be.
     """
-    location = place_of(url)
+    location = open_location(url)
     with (
         suppress(StorageError, CorruptionError),
         convert_to_storage_error(
@@ -157,13 +157,15 @@ def check_url_owner(url: str, run: str) -> None:
             check_publication_owner(Path(location.root), _parse_current_of(content, location), run)
 
 
-def _parse_current_of(content: bytes, location: Place) -> CurrentPointer:
+def _parse_current_of(content: bytes, location: RemoteFolder) -> CurrentPointer:
     """Check and parse the bytes of published.json at `location`."""
-    path = Path(location.path(WORD))
+    path = Path(location.path(CURRENT))
     return parse_current(verify_content(path, content), path)
 
 
-def _copy_base(source: Place, target: Place, base: BaseExport, *, is_known: bool) -> None:
+def _copy_base(
+    source: RemoteFolder, target: RemoteFolder, base: BaseExport, *, is_known: bool
+) -> None:
     """Copy a base's files that the target does not have, model.json last.
 
     is_known: the target has a valid pointer, so files of the right length are right, because a base's name identifies
@@ -182,7 +184,7 @@ def _copy_base(source: Place, target: Place, base: BaseExport, *, is_known: bool
         target.files.pipe_file(target.path(name), content)
 
 
-def _has_checksum(location: Place, name: str, checksums: FileChecksums) -> bool:
+def _has_checksum(location: RemoteFolder, name: str, checksums: FileChecksums) -> bool:
     """Read a file and return whether it has the right checksum."""
     crc = 0
     with location.open(name) as file:
@@ -191,7 +193,9 @@ def _has_checksum(location: Place, name: str, checksums: FileChecksums) -> bool:
     return f"{crc:08x}" == checksums.crc32c
 
 
-def _copy_file(source: Place, target: Place, name: str, checksums: FileChecksums | None) -> None:
+def _copy_file(
+    source: RemoteFolder, target: RemoteFolder, name: str, checksums: FileChecksums | None
+) -> None:
     """Copy a file and check its length, and its checksum if there is one."""
     target.files.makedirs(target.path(name).rpartition("/")[0], exist_ok=True)
     crc = num_bytes = 0
@@ -216,13 +220,13 @@ def _copy_file(source: Place, target: Place, name: str, checksums: FileChecksums
         )
 
 
-def _is_same_run(location: Place, current: CurrentPointer) -> bool:
+def _is_same_run(location: RemoteFolder, current: CurrentPointer) -> bool:
     """Return whether a folder with a torn pointer is this run's, by the names of its bases, which identify runs."""
     bases = {name for name in _list_names(location) if name.startswith("base-")}
     return not bases or any(base.folder in bases for base in current.bases)
 
 
-def _delete_unneeded(location: Place, current: CurrentPointer) -> None:
+def _delete_unneeded(location: RemoteFolder, current: CurrentPointer) -> None:
     """Delete bases and deltas that the current pointer does not need."""
     base_folders = {base.folder for base in current.bases}
     for name in _list_names(location):
@@ -234,7 +238,7 @@ def _delete_unneeded(location: Place, current: CurrentPointer) -> None:
             location.files.rm(path)
 
 
-def _list_names(location: Place) -> list[str]:
+def _list_names(location: RemoteFolder) -> list[str]:
     paths = location.files.ls(location.root, detail=False)
     return [path.rstrip("/").rpartition("/")[2] for path in paths]
 
@@ -256,7 +260,7 @@ class UrlPublisher:
         if self.local_publisher.problem is not None:
             return
         try:
-            carry(place_of(self.local_publisher.folder), place_of(self.url))
+            copy_publication(open_location(self.local_publisher.folder), open_location(self.url))
         except (ColonnadeError, OSError) as error:
             self.local_publisher.problem = error
             print_line(f"{error}. Training goes on; the next checkpoint publishes it")
@@ -305,7 +309,7 @@ class Subscriber:
     """Subscriber of a publication: position of one predictor in it. Not thread-safe."""
 
     def __init__(
-        self, folder: Path, run: str, base: BaseExport, source: Place | None = None
+        self, folder: Path, run: str, base: BaseExport, source: RemoteFolder | None = None
     ) -> None:
         """base: export that the predictor has opened; source: location that the folder is a copy of."""
         self.folder, self.run, self.source = folder, run, source
@@ -320,7 +324,7 @@ class Subscriber:
         read.
         """
         if self.source is not None:
-            carry(self.source, place_of(self.folder))
+            copy_publication(self.source, open_location(self.folder))
         current = read_current_or_raise(self.folder)
         if current.run != self.run:
             raise CheckpointError(
@@ -361,7 +365,7 @@ class Subscriber:
             )
         return delta
 
-    def distrust(self) -> None:
+    def mark_base_damaged(self) -> None:
         """Mark the open base as damaged, so that the next `behind` opens it again, from a new copy of the source."""
         self.base = self.tag = ""
         if self.source is not None:
@@ -377,8 +381,9 @@ class Subscriber:
 
 
 def invalidate_copy(folder: Path) -> None:
-    """Delete the pointer of a damaged copy, so that the next `carry` copies files that differ from the source."""
-    (folder / WORD).unlink(missing_ok=True)
+    """Delete the pointer of a damaged copy, so that the next `copy_publication` copies files that differ from the
+    source."""
+    (folder / CURRENT).unlink(missing_ok=True)
 
 
 def _are_ids_valid(delta: TableDelta, table: Table) -> bool:

@@ -36,10 +36,10 @@ from colonnade.errors import (
     ConfigError,
     CorruptionError,
 )
-from colonnade.formats import stamp
+from colonnade.formats import make_format_stamp
 from colonnade.publish.export import check_dense_finite, check_rows_finite, export_run
 from colonnade.publish.exported import Count, verify_export
-from colonnade.store.difference import CommitDifference, IncomparableCommits, difference
+from colonnade.store.difference import CommitDifference, IncomparableCommits, diff_commits
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
 from colonnade.store.untrusted import STRICT, FileName, folder_inside, parse_json, parse_stamped
@@ -47,7 +47,7 @@ from colonnade.store.verification import VerifiedFile, verify_file
 from colonnade.table import ITEM_BYTES
 
 FORMAT = "colonnade publication"
-WORD = "published.json"
+CURRENT = "published.json"
 MIN_BYTES_FOR_BASE = 1 << 20  # of all deltas together, below which a new base is not worth its cost
 REMEDY = "remove the publication's folder, and let the run publish a new one"
 NUM_OLD_BASES = 1  # kept in addition to the newest, for predictors that still read them
@@ -196,8 +196,8 @@ class DeltaPublisher:
 
     def _write_current(self, current: CurrentPointer) -> None:
         """Write the current pointer, then delete bases and deltas that it does not need."""
-        fields = {**stamp(FORMAT), **asdict(current)}
-        write_durably(self.disk, self.folder / WORD, json.dumps(fields, indent=2).encode())
+        fields = {**make_format_stamp(FORMAT), **asdict(current)}
+        write_durably(self.disk, self.folder / CURRENT, json.dumps(fields, indent=2).encode())
         base_folders = {base.folder for base in current.bases}
         for path in self.folder.iterdir():
             kind, _, suffix = path.name.partition("-")
@@ -265,7 +265,7 @@ def _build_table_delta(
     for columns, paths in find_row_folders(header, table_index):
         first, last = columns or (0, width)
         for path in paths:
-            part = difference(run_folder / "rows" / path, earlier_step, later_step)
+            part = diff_commits(run_folder / "rows" / path, earlier_step, later_step)
             differences.append(((first, last), part))
     slices = sorted({columns for columns, _ in differences})
     merged = [
@@ -301,7 +301,7 @@ def read_current(folder: Path) -> CurrentPointer | None:
 
     Raises CorruptionError, CheckpointError for another version.
     """
-    path = folder / WORD
+    path = folder / CURRENT
     if not path.exists():
         return None
     return parse_current(_read_checked(path), path)
@@ -376,7 +376,7 @@ def verify_publication(folder: Path) -> Iterator[VerifiedFile]:
     current = read_current(folder)
     if current is None:
         raise CheckpointError(f"{folder} holds no publication")
-    yield verify_file(folder / WORD, lambda: None)
+    yield verify_file(folder / CURRENT, lambda: None)
     yield from verify_export(folder_inside(folder, current.bases[-1].folder))
     for number in range(current.bases[-1].number + 1, current.number + 1):
         yield verify_file(folder / delta_file_name(number), partial(read_delta, folder, number))

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from colonnade import __version__
 from colonnade.checkpoint.completeness import read_checkpoint
-from colonnade.checkpoint.header import list_checkpoints, resolve
+from colonnade.checkpoint.header import list_checkpoints, resolve_step
 from colonnade.checkpoint.states import load_state
 from colonnade.checkpoint.stores import open_recorded_stores
 from colonnade.config.run import load_config
@@ -60,7 +60,7 @@ def export_run(
     the destination exists, NonFiniteError for NaN or inf among the weights, StorageError for a failing disk.
     """
     run_folder, destination = Path(run_folder), Path(destination)
-    step = resolve(run_folder, at)
+    step = resolve_step(run_folder, at)
     if destination.exists():
         raise ConfigError(f"{destination} exists; give a folder that does not, or remove this one")
     destination.parent.mkdir(parents=True, exist_ok=True)
@@ -244,7 +244,7 @@ FOLDER = "serving"
 ABANDONED_SECONDS = 3600.0
 
 
-def exported(path: Path, *, at: int | str | None = None) -> Path:
+def export_if_missing(path: Path, *, at: int | str | None = None) -> Path:
     """Return `path` if it is an export; for a run folder, the export of a checkpoint, which is written if missing.
 
     Raises CheckpointError if it is neither, or has no such checkpoint.
@@ -264,7 +264,7 @@ def exported(path: Path, *, at: int | str | None = None) -> Path:
             f"{path} is neither a run folder with a checkpoint nor an exported model; "
             "train first, or give another folder"
         )
-    step = resolve(path, at)
+    step = resolve_step(path, at)
     read_checkpoint(path, step)  # an export does not show whether its checkpoint was damaged later
     destination = path / FOLDER / _export_name(path, step)
     if destination.is_dir():

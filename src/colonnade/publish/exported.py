@@ -14,7 +14,7 @@ from pydantic import Field
 from colonnade import _native
 from colonnade.data.contract import Schema
 from colonnade.errors import CorruptionError
-from colonnade.formats import stamp
+from colonnade.formats import make_format_stamp
 from colonnade.store.checksums import FileChecksums, open_checked
 from colonnade.store.untrusted import (
     STRICT,
@@ -108,7 +108,7 @@ class Export:
 
 def serialize_model_json(fields: dict[str, Any]) -> bytes:
     """Return the content of model.json, whose last field is the checksum of all bytes before it."""
-    stamped_fields = {**stamp(FORMAT), **fields}
+    stamped_fields = {**make_format_stamp(FORMAT), **fields}
     content = json.dumps(stamped_fields, indent=2).encode().removesuffix(b"\n}")
     return content + LAST_LINES % _native.crc32c(np.frombuffer(content, np.uint8))
 

@@ -29,10 +29,10 @@ from colonnade.store.durable import read_verified, write_durably
 from colonnade.store.manifest import (
     FILE_NAME,
     CommitFile,
-    describe,
     file_name,
     list_commit_files,
     live_bitmap_path,
+    read_manifest_fields,
 )
 from colonnade.store.untrusted import check_file_name
 
@@ -232,7 +232,7 @@ def _list_store_files(folder: Path, header: dict[str, Any]) -> Iterator[_StoreFi
     step = header["step"]
     for store in list_store_folders(header):
         folder_of_store = folder / "rows" / store.path
-        manifest = describe(folder_of_store, step)
+        manifest = read_manifest_fields(folder_of_store, step)
         small_files = [
             folder_of_store / file_name(step),
             live_bitmap_path(folder_of_store, manifest),

@@ -84,7 +84,7 @@ def trained_ids(collection: EmbeddingCollection, table: str) -> Tensor:
     """Return the ids of all rows that were trained or loaded on any rank, (N,) int64 ascending. Collective."""
     collection.ensure_open()
     table_index = collection.declaration.table_index(table)
-    has_rows = collection.mesh.rank in collection.plan.tables[table_index].sharding.holders
+    has_rows = collection.mesh.rank in collection.plan.tables[table_index].sharding.row_owners
     own_ids = [rows.ids for rows in collection.scan(table)] if has_rows else []
     data = torch.cat([*own_ids, torch.empty(0, dtype=torch.int64)]).numpy().tobytes()
     gathered = collection.mesh.all_gather_bytes("control", data)
@@ -183,7 +183,7 @@ def _check_not_cached(collection: EmbeddingCollection, table_index: int) -> None
     if (
         cached is not None
         and cached.number
-        and any(cached.has_copies[shard_index] for shard_index in shard_indices)
+        and any(cached.is_cached[shard_index] for shard_index in shard_indices)
     ):
         raise ConfigError(
             f"load_rows: got rows of table {collection.tables[table_index].name!r} that ranks may have copies of, "

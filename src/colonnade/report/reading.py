@@ -17,7 +17,7 @@ from typing import Any
 
 from colonnade.checkpoint.header import list_checkpoints
 from colonnade.errors import CheckpointError
-from colonnade.formats import check_format, parse_yaml, read_text, stamp
+from colonnade.formats import check_format, make_format_stamp, parse_yaml, read_text
 from colonnade.report.formatting import format_metric_name
 from colonnade.train.best import is_judged, is_less_better
 from colonnade.train.metrics_file import FILE_NAME, ROWS_FILE_NAME, read_lines
@@ -364,4 +364,4 @@ def _load_file(path: Path, name: str) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         return {}
     check_format(path, loaded, name, is_needed=False)
-    return {key: value for key, value in loaded.items() if key not in stamp(name)}
+    return {key: value for key, value in loaded.items() if key not in make_format_stamp(name)}

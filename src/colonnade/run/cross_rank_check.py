@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from colonnade.checkpoint.fingerprint import dense_weights
-from colonnade.comm.differences import disagreements, joined
+from colonnade.comm.differences import find_disagreements, format_differences
 from colonnade.comm.mesh import Mesh
 from colonnade.config.run import RunConfig
 from colonnade.data.contract import Splits
@@ -41,8 +41,8 @@ def check_equal_on_all_ranks(mesh: Mesh, facts: Facts, advice: str) -> None:
     facts_by_rank = [
         json.loads(text_of_rank) for text_of_rank in mesh.all_gather_bytes("control", text)
     ]
-    if differences := disagreements(facts_by_rank):
-        raise WorldError(f"{joined(differences)}; {advice}")
+    if differences := find_disagreements(facts_by_rank):
+        raise WorldError(f"{format_differences(differences)}; {advice}")
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -18,10 +18,10 @@ from typing import Any
 from rich.console import Console
 
 from colonnade.checkpoint.header import list_checkpoints
-from colonnade.config.run import RunConfig, build_config, load_config, override
+from colonnade.config.run import RunConfig, build_config, load_config, override_settings
 from colonnade.data import SOURCES, Source, Splits, open_source
 from colonnade.errors import ConfigError
-from colonnade.models.build import KINDS
+from colonnade.models.build import MODEL_SPECS
 from colonnade.models.split import Scorer
 from colonnade.train.objective import Objective
 
@@ -49,7 +49,7 @@ MODEL_PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def preset(data: str, model: str | None = None) -> RunConfig:
+def get_preset(data: str, model: str | None = None) -> RunConfig:
     """Return the preset of a data set, with the settings of `model` if it is not the preset's own model.
 
     Raises ConfigError for an unknown data set.
@@ -61,7 +61,7 @@ def preset(data: str, model: str | None = None) -> RunConfig:
         return chosen
     values = chosen.model_dump()
     values["model"] = {"name": model}
-    return override(build_config(values), MODEL_PRESETS[data].get(model, {}))
+    return override_settings(build_config(values), MODEL_PRESETS[data].get(model, {}))
 
 
 FILES = ("csv", "parquet", "libsvm", "tfrecord", "criteo")
@@ -163,13 +163,13 @@ def open_data(config: RunConfig, folder: Path | None) -> tuple[RunConfig, Splits
         f"{name}={value:.3g}" for name, value in chosen.items() if name != "train.monitor"
     )
     line = f"chosen for {num_samples:,} training samples: {values}" if chosen else ""
-    return override(config, chosen), data, line
+    return override_settings(config, chosen), data, line
 
 
 def resolve_settings(config: RunConfig, objective: Objective) -> RunConfig:
     """Replace open settings by the effective defaults, so that the run folder records them."""
     train = config.train
-    return override(
+    return override_settings(
         config,
         {
             "train.batch_size": train.samples_per_step,
@@ -214,7 +214,7 @@ def choose_open_settings(config: RunConfig, suggested: Training, data: Splits) -
     if config.dense.weight_decay is None:
         chosen["dense.weight_decay"] = suggested.dense_weight_decay
     batch_size = chosen.get("train.batch_size") or train.samples_per_step
-    embedding, row_kind = config.embedding, KINDS[config.model.name].rows
+    embedding, row_kind = config.embedding, MODEL_SPECS[config.model.name].rows
     if embedding.initial_accumulator is None and embedding.optimizer in ACCUMULATORS:
         prior = suggested.wide_prior if row_kind == "weights" else suggested.prior
         chosen["embedding.initial_accumulator"] = choose_initial_accumulator(prior, batch_size)
@@ -230,7 +230,11 @@ def choose_open_settings(config: RunConfig, suggested: Training, data: Splits) -
 
 
 def _with_held_out_fraction(config: RunConfig, fraction: float) -> RunConfig:
-    return override(config, {"data.options.validation_fraction": fraction}) if fraction else config
+    return (
+        override_settings(config, {"data.options.validation_fraction": fraction})
+        if fraction
+        else config
+    )
 
 
 def _can_hold_out(config: RunConfig) -> bool:
@@ -242,7 +246,7 @@ def _can_hold_out(config: RunConfig) -> bool:
 
 
 def _is_scorer(config: RunConfig) -> bool:
-    return issubclass(KINDS[config.model.name].model, Scorer)
+    return issubclass(MODEL_SPECS[config.model.name].model, Scorer)
 
 
 def _with_default_shuffling(config: RunConfig) -> RunConfig:
@@ -253,7 +257,7 @@ def _with_default_shuffling(config: RunConfig) -> RunConfig:
         or "shuffle_window" in config.data.options
     ):
         return config
-    return override(config, {"data.options.shuffle_window": SHUFFLE_WINDOW})
+    return override_settings(config, {"data.options.shuffle_window": SHUFFLE_WINDOW})
 
 
 def _fill_from_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
@@ -273,7 +277,7 @@ def _fill_from_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
     ):
         if _get_setting(config, name) is None:
             settings[name] = _get_setting(recorded, name)
-    return override(config, settings)
+    return override_settings(config, settings)
 
 
 def _get_setting(config: RunConfig, name: str) -> Any:

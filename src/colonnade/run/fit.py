@@ -15,12 +15,18 @@ from torch import Tensor, nn
 from colonnade.batch import Batch
 from colonnade.checkpoint.checkpoints import open_checkpoints
 from colonnade.checkpoint.fingerprint import check_model, load_dense
-from colonnade.checkpoint.header import read_header, resolve
+from colonnade.checkpoint.header import read_header, resolve_step
 from colonnade.checkpoint.states import load_state
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.process_groups import open_mesh
 from colonnade.config.plan import PlanConfig
-from colonnade.config.run import DenseConfig, EmbeddingConfig, RunConfig, TrainConfig, override
+from colonnade.config.run import (
+    DenseConfig,
+    EmbeddingConfig,
+    RunConfig,
+    TrainConfig,
+    override_settings,
+)
 from colonnade.data.batches import read_rank_batches
 from colonnade.data.contract import Source, Splits
 from colonnade.errors import ConfigError, DataError
@@ -47,7 +53,7 @@ ROW_SETTINGS = ("clip_norm", "clip_value")
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class FitResult:
     """Result of `fit`.
 
     The model is trained in place and can be used, evaluated or fitted again (without `run`). On a server
@@ -76,7 +82,7 @@ def fit(
     mesh: Mesh | None = None,
     quiet: bool = False,
     **settings: Any,
-) -> Fitted:
+) -> FitResult:
     """Train `model` on `data`, and evaluate it after every epoch. Collective: under torchrun every rank calls it.
 
         result = colonnade.fit(model, data, run="runs/mine", epochs=3, batch_size=4096, dram="2GiB")
@@ -111,7 +117,7 @@ def fit(
         overrides["dense.schedule"], dense_schedule = dict(dense_schedule), None
     if isinstance(row_schedule, Mapping):
         overrides["embedding.schedule"], row_schedule = dict(row_schedule), None
-    full_config = override(config or RunConfig(), overrides)
+    full_config = override_settings(config or RunConfig(), overrides)
     mesh = mesh or open_mesh(timeout=timedelta(seconds=full_config.train.timeout))
     check_config_on_all_ranks(full_config, mesh)
     set_threads(full_config.train.threads, mesh)
@@ -135,8 +141,8 @@ def fit(
             outcome = opened_run.train()
     finally:
         if opened_run.checkpoints is not None:
-            opened_run.checkpoints.end_writing()
-    return Fitted(dict(outcome.metrics), outcome, opened_run.folder, opened_run.resumed_at)
+            opened_run.checkpoints.stop_writing()
+    return FitResult(dict(outcome.metrics), outcome, opened_run.folder, opened_run.resumed_at)
 
 
 def load_run(
@@ -154,7 +160,7 @@ def load_run(
     checkpoint is another model's.
     """
     folder, mesh = Path(run), mesh or open_mesh()
-    collection, step = find_collection(model), resolve(folder, at)
+    collection, step = find_collection(model), resolve_step(folder, at)
     header = read_header(folder, step)
     check_model(folder, header, collection.declaration, model)
     checkpoints, _ = open_checkpoints(folder, collection.tables, mesh, read_only=True, at=step)

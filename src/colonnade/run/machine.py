@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from colonnade import _native
-from colonnade.processors import usable_processors
+from colonnade.processors import count_usable_processors
 
 FEATURES = ("avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16")
 LIBRARIES = ("colonnade", "torch", "numpy", "pyarrow")
@@ -33,7 +33,7 @@ def collect_machine_facts(path: Path) -> dict[str, Any]:
         "processor": processor["name"],
         "features": processor["features"],
         "processors": os.cpu_count(),
-        "usable_processors": usable_processors(),
+        "usable_processors": count_usable_processors(),
         "threads": _native.num_threads(),
         "isa": _native.isa(),
         "isas": list(_native.available_isas()),

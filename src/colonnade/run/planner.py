@@ -17,18 +17,18 @@ from colonnade.errors import ConfigError
 from colonnade.formats import read_text
 from colonnade.lookup.hops import BY_TOWERS
 from colonnade.lookup.layout import EmbeddingDeclaration
-from colonnade.plan.constraints import read_constraints, towered
-from colonnade.plan.cost.comm_volume import alone
+from colonnade.plan.constraints import apply_towers, read_constraints
+from colonnade.plan.cost.comm_volume import single_rank_seconds
 from colonnade.plan.cost.consumers import build_model_load
-from colonnade.plan.cost.memory import MemoryDemand, place
+from colonnade.plan.cost.memory import MemoryDemand, divide_memory
 from colonnade.plan.cost.prediction import LinkCosts
 from colonnade.plan.cost.table_stats import TableLoad, build_table_loads
-from colonnade.plan.hot import popular
+from colonnade.plan.hot import most_popular_ids
 from colonnade.plan.measure.device import Device
 from colonnade.plan.measure.profile import Profile
 from colonnade.plan.plan import Plan
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Choice, Constraint, Memory
+from colonnade.plan.search.candidates import Constraint, Decision, Memory
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import Partition
 from colonnade.topology.world import World
@@ -59,7 +59,7 @@ def choose_hot_ids(
             hot_ids[name] = settings.replicated_rows
             continue
         readers = [feature.name for feature in declared.features if feature.table == name]
-        hot_ids[name] = popular(sample, readers, settings.replicated_rows)
+        hot_ids[name] = most_popular_ids(sample, readers, settings.replicated_rows)
         recorded_hot = recorded_shardings[name].hot if name in recorded_shardings else None
         if recorded_hot is not None and len(recorded_hot.ids) == len(hot_ids[name]):
             hot_ids[name] = recorded_hot.ids
@@ -98,7 +98,7 @@ def choose_shardings_and_exchanges(
     memory_demands: Sequence[MemoryDemand] = (),
     bags: Collection[str] = (),
     hot: Collection[str] = (),
-) -> Choice:
+) -> Decision:
     """Choose the shardings and exchanges that `config` does not fix.
 
     sides: the collection's declaration with hot and cold rows as separate tables; `loads` has these tables.
@@ -157,7 +157,7 @@ def apply_tower_partition(
         except ConfigError as error:
             raise ConfigError(f"plan.towers: {plan_config.towers}: {error}") from None
     declared = collection.declaration
-    plan = towered(plan_config, declared.tables, declared.features, partition, world)
+    plan = apply_towers(plan_config, declared.tables, declared.features, partition, world)
     return config if plan is plan_config else config.model_copy(update={"plan": plan})
 
 
@@ -174,14 +174,14 @@ def estimate_seconds_per_byte(
     if reduced_bytes >= full_bytes:
         return float("inf")
     reads = [
-        sum(placement.reads for placement in place(memory_demands, size))
+        sum(placement.reads for placement in divide_memory(memory_demands, size))
         for size in (reduced_bytes, full_bytes)
     ]
     return max(reads[0] - reads[1], 0.0) / pages / (full_bytes - reduced_bytes)
 
 
 def estimate_link_costs(
-    choice: Choice,
+    choice: Decision,
     loads: Sequence[TableLoad],
     device: Device,
     model: nn.Module,
@@ -201,7 +201,7 @@ def estimate_link_costs(
     reduce_seconds = estimate_reduction_seconds(
         model, trainers, codec, tower_parameters, num_towers
     )
-    one_rank_seconds = sum(alone(load, device.memory) for load in loads)
+    one_rank_seconds = sum(single_rank_seconds(load, device.memory) for load in loads)
     return LinkCosts(
         processor_seconds=choice.seconds.processor - one_rank_seconds,
         waited_seconds=choice.seconds.waited + reduce_seconds,
@@ -211,7 +211,7 @@ def estimate_link_costs(
     )
 
 
-def find_weights_in_towers(choice: Choice, declared: EmbeddingDeclaration) -> list[nn.Parameter]:
+def find_weights_in_towers(choice: Decision, declared: EmbeddingDeclaration) -> list[nn.Parameter]:
     """Return the weights of operators that are evaluated inside a tower."""
     table_of = {
         field.name: declared.tables[declared.parts[field.part][0]].name for field in declared.fields

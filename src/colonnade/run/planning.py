@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from colonnade.batch import Batch
 from colonnade.checkpoint.header import list_checkpoints, read_header
-from colonnade.checkpoint.stores import open_stores, shardings_of
+from colonnade.checkpoint.stores import open_stores, read_shardings
 from colonnade.comm.mesh import Mesh
 from colonnade.config.plan import MemoryConfig, PlanConfig
 from colonnade.config.run import RunConfig
@@ -34,24 +34,24 @@ from colonnade.data.contract import Schema, Source, Splits, multi_id_columns, nu
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.lookup.stacking import hash_ids, hashed_tables_by_feature
-from colonnade.plan.constraints import settle_plan
+from colonnade.plan.constraints import resolve_plan_config
 from colonnade.plan.cost.memory import (
     MemoryDemand,
     TableMemory,
-    demands,
+    divide_memory,
     divide_memory_on_ranks,
     mean_over_ranks,
-    place,
+    predict_demands,
     window_fits,
 )
-from colonnade.plan.cost.prediction import Prediction, StepCosts, choose_lookahead, predict
+from colonnade.plan.cost.prediction import Prediction, StepCosts, choose_lookahead, predict_speed
 from colonnade.plan.cost.table_stats import TableLoad
 from colonnade.plan.hot import profile_hot_and_cold, subtract_hot_rows
-from colonnade.plan.measure.device import Device, measure, missing_folders
+from colonnade.plan.measure.device import Device, measure_device, missing_folders
 from colonnade.plan.measure.links import measure_links
-from colonnade.plan.measure.profile import Profile, profile
+from colonnade.plan.measure.profile import Profile, profile_batches
 from colonnade.plan.plan import Plan, apply_placement, build_plan
-from colonnade.plan.search.candidates import Choice
+from colonnade.plan.search.candidates import Decision
 from colonnade.plan.towers.advice import Advice
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.run.planner import (
@@ -64,7 +64,7 @@ from colonnade.store.budget import slot_bytes
 from colonnade.store.disk import Disk
 from colonnade.store.dram import RowSources
 from colonnade.store.log import LogBacking
-from colonnade.store.table_shards import lay_out
+from colonnade.store.table_shards import shard_tables
 from colonnade.table import Table
 from colonnade.terminal import Terminal
 from colonnade.topology.sharding import Sharding
@@ -146,7 +146,7 @@ def _run_micro_benchmark(
             if with_little_memory is not None:
                 tight_passes.append(with_little_memory.next_pass())
     step_seconds = _median_step_seconds(ample_passes)
-    born_seconds = (
+    first_use_seconds = (
         max(_median_step_seconds([first_pass]) - step_seconds, 0.0) / first_pass.born_rows
         if first_pass.born_rows
         else 0.0
@@ -158,7 +158,7 @@ def _run_micro_benchmark(
         else 0.0
     )
     return StepCosts(
-        step_seconds=step_seconds, born_seconds=born_seconds, moved_seconds=moved_seconds
+        step_seconds=step_seconds, first_use_seconds=first_use_seconds, moved_seconds=moved_seconds
     )
 
 
@@ -349,7 +349,7 @@ class PlanningResult:
     device: Device
     costs: StepCosts
     prediction: Prediction
-    choice: Choice
+    choice: Decision
     loads: tuple[TableLoad, ...]
     world: World
     advice: tuple[Advice, ...] = ()
@@ -412,10 +412,10 @@ def plan_from_sample(
     StorageError if a directory cannot be measured.
     """
     tables, declared, owners = collection.tables, collection.declaration, len(world.owners)
-    base_plan = build_plan(tables, world, settle_plan(config.plan, tables, world))
+    base_plan = build_plan(tables, world, resolve_plan_config(config.plan, tables, world))
     sample = read_sample(data.train, config.train.samples_per_step, lookups)
     stacked_sample = [hash_ids(batch, declared) for batch in sample]
-    sample_profile = profile(collection.tables, declared.features, stacked_sample)
+    sample_profile = profile_batches(collection.tables, declared.features, stacked_sample)
     hot_ids = choose_hot_ids(
         config.plan, declared, stacked_sample, world, _read_recorded_shardings(folder)
     )
@@ -429,16 +429,17 @@ def plan_from_sample(
     batch_size = sample_profile.largest_batch  # all samples, if there are fewer than a batch
     batches_in_flight = 1 + base_plan.latest
     demands_of = partial(
-        demands, collection.tables, sample_profile, batch_size=batch_size, at_once=batches_in_flight, num_ranks=owners,
+        predict_demands, collection.tables, sample_profile, batch_size=batch_size, at_once=batches_in_flight,
+        num_ranks=owners,
         num_samples=data.train.num_samples, first_batch=first_step,
         last_batch=max(steps, first_step + 1), fixed_bytes=config.plan.memory.tables,
     )  # fmt: skip
     depths = AUTO_DEPTHS if is_auto else (int(config.plan.lookahead),)
     depth, memory_demands = _find_fitting_window(depths, batches_in_flight, demands_of, dram_bytes)
-    place(memory_demands, dram_bytes, mapped_bytes, at_once=batches_in_flight)
+    divide_memory(memory_demands, dram_bytes, mapped_bytes, at_once=batches_in_flight)
     # The disk is measured only after the checks of memory.
     paths = _folders_of_rows(base_plan, rows_folder)
-    device = device or read_measured_device(folder, paths) or measure(paths)
+    device = device or read_measured_device(folder, paths) or measure_device(paths)
     sides, side_profile = (
         profile_hot_and_cold(declared, hot_ids, stacked_sample)
         if hot_ids
@@ -451,7 +452,9 @@ def plan_from_sample(
     choice = choose_shardings_and_exchanges(
         collection, sides, loads, config, world, device, memory_demands, bags, hot_ids
     )
-    base_plan = build_plan(tables, world, settle_plan(config.plan, tables, world, choice, hot_ids))
+    base_plan = build_plan(
+        tables, world, resolve_plan_config(config.plan, tables, world, choice, hot_ids)
+    )
     shardings = [table.sharding for table in base_plan.tables]
     memory_demands = demands_of(window=depth + batches_in_flight, shardings=shardings)
     placements = (
@@ -473,7 +476,7 @@ def plan_from_sample(
         depth = base_plan.lookahead
     elif is_auto:
         depth = choose_lookahead(placements, costs, device, depth)
-    prediction = predict(
+    prediction = predict_speed(
         collection.tables, memory_demands, placements,
         [sample_profile.lookups_per_sample(t) for t in range(len(collection.tables))], costs, device,
         batch_size=batch_size, num_batches=max(steps - first_step, 1), num_ranks=owners, lookahead=depth,
@@ -494,7 +497,7 @@ def _read_recorded_shardings(folder: Path | None) -> dict[str, Sharding]:
     if folder is None or not steps:
         return {}
     header = read_header(folder, steps[-1])
-    return dict(zip(header["model"]["tables"], shardings_of(header), strict=True))
+    return dict(zip(header["model"]["tables"], read_shardings(header), strict=True))
 
 
 def place_as_planned(memory_demands: Sequence[MemoryDemand], plan: Plan) -> list[TableMemory]:
@@ -502,7 +505,7 @@ def place_as_planned(memory_demands: Sequence[MemoryDemand], plan: Plan) -> list
     return [
         TableMemory(
             demand.name,
-            min(table_plan.capacity_rows, demand.most_rows),
+            min(table_plan.capacity_rows, demand.max_rows),
             0.0
             if table_plan.fits or table_plan.tier == "mapped"
             else demand.reads_at(table_plan.capacity_rows),
@@ -516,8 +519,8 @@ def _dram_without_hot_rows(
     config: PlanConfig, tables: Sequence[Table], world: World, hot: Mapping[str, Sequence[int]]
 ) -> int | None:
     """Return the memory of each rank without its copies of hot rows; None: no limit."""
-    plan = build_plan(tables, world, settle_plan(config, tables, world, hot=hot))
-    shards = lay_out(tables, plan.shardings)
+    plan = build_plan(tables, world, resolve_plan_config(config, tables, world, hot=hot))
+    shards = shard_tables(tables, plan.shardings)
     return subtract_hot_rows(shards, config.memory.dram, "plan.memory.dram", slot_bytes)
 
 

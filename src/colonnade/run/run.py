@@ -27,26 +27,26 @@ from colonnade.checkpoint.checkpoints import (
     restore_trainer,
 )
 from colonnade.checkpoint.completeness import check_folder_is_shared
-from colonnade.checkpoint.header import list_checkpoints, resolve
+from colonnade.checkpoint.header import list_checkpoints, resolve_step
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.process_groups import with_servers
 from colonnade.config.plan import MemoryConfig
-from colonnade.config.run import RunConfig, dump_config, load_config, override
+from colonnade.config.run import RunConfig, dump_config, load_config, override_settings
 from colonnade.data import Splits, num_steps
 from colonnade.data.processes import read_in_processes
 from colonnade.data.tabular.tables import portable_options
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, StorageError
-from colonnade.formats import stamp
+from colonnade.formats import make_format_stamp
 from colonnade.interaction import TowerModule
 from colonnade.models.build import build_model, resolve_towers
 from colonnade.models.tower_modules import words_of
-from colonnade.plan.constraints import is_settled, settle_plan
+from colonnade.plan.constraints import is_settled, resolve_plan_config
 from colonnade.plan.measure.device import Device
 from colonnade.plan.plan import Plan, build_plan
 from colonnade.plan.search.candidates import Memory
-from colonnade.plan.towers.advice import advised
-from colonnade.processors import usable_processors
+from colonnade.plan.towers.advice import advise_tower_modules
+from colonnade.processors import count_usable_processors
 from colonnade.publish.delivery import open_destinations
 from colonnade.publish.mirror import fetch_run, list_mirrored_steps, name_url_in_errors, open_url
 from colonnade.row_optimizer import RowOptimizer
@@ -137,7 +137,9 @@ class TrainingRun:
         for destination in self.checkpoints.destinations if self.checkpoints is not None else ():
             destination.close()
         if self.folder is not None and self.mesh.rank == 0:
-            text = json.dumps({**stamp("colonnade summary"), **self.summary(outcome)}, indent=2)
+            text = json.dumps(
+                {**make_format_stamp("colonnade summary"), **self.summary(outcome)}, indent=2
+            )
             write_durably(Disk(), self.folder / "summary.json", text.encode(), checked=False)
         return outcome
 
@@ -207,7 +209,9 @@ def open_run(
         if console and chosen_settings:
             console.print(chosen_settings, highlight=False)
         # Write out an inferred schema, so that the recorded configuration opens the same data later.
-        config = override(config, {"data.options": portable_options(config.data.options, data)})
+        config = override_settings(
+            config, {"data.options": portable_options(config.data.options, data)}
+        )
     config = resolve_towers(data.train.schema, config)
     data = read_in_processes(data, config.data.readers)
     model = build_model(data.train.schema, config)
@@ -372,7 +376,7 @@ def _plan_rows(setup: _RunSetup, optimizer: Optimizer) -> tuple[Plan | None, Dev
         if setup.read_only:  # saved rows are read where they are, and nothing is written
             memory = MemoryConfig(dram=plan_config.memory.dram)
             plan_config = plan_config.model_copy(update={"memory": memory})
-        settled_config = settle_plan(plan_config, collection.tables, mesh.world)
+        settled_config = resolve_plan_config(plan_config, collection.tables, mesh.world)
         plan = build_plan(collection.tables, mesh.world, settled_config)
         check_exchanges_of_features(plan, collection, setup.data)
         if not setup.read_only:
@@ -425,7 +429,7 @@ def _open_rows(
             keep=setup.config.train.keep_checkpoints,
             disk=setup.disk,
             read_only=setup.read_only,
-            at=None if at is None else resolve(folder, at),
+            at=None if at is None else resolve_step(folder, at),
             shardings=None if plan is None else plan.shardings,
             directories=() if plan is None else plan.ssd,
             write_budget=None if plan is None else plan.write_budget,
@@ -490,7 +494,9 @@ def _write_run_files(setup: _RunSetup, folder: Path, device: Device | None) -> N
     write(folder / "plan.json", setup.collection.plan.to_json().encode())
     if device is not None:
         write(folder / "device.json", device.to_json().encode())
-    facts = json.dumps(stamp("colonnade machine") | collect_machine_facts(folder), indent=2)
+    facts = json.dumps(
+        make_format_stamp("colonnade machine") | collect_machine_facts(folder), indent=2
+    )
     write(folder / "machine.json", facts.encode())
 
 
@@ -528,7 +534,7 @@ def plan_run(
         raise ConfigError(
             "got plan.memory.hbm, which the plan of a sample does not predict; leave it out to plan memory and disks"
         )
-    config = override(config, {"plan.placement": "profiled"})
+    config = override_settings(config, {"plan.placement": "profiled"})
     set_threads(config.train.threads, Mesh())
     config, data, _ = open_data(config, None)
     model = build_model(data.train.schema, config)
@@ -540,7 +546,7 @@ def plan_run(
         )
     config = apply_tower_partition(config, collection, world)
     default_plan = build_plan(
-        collection.tables, world, settle_plan(config.plan, collection.tables, world)
+        collection.tables, world, resolve_plan_config(config.plan, collection.tables, world)
     )
     check_tiers(default_plan.ssd, default_plan.mapped)
     move_network(model, config.train.device, Mesh())
@@ -558,7 +564,9 @@ def plan_run(
     if not any(isinstance(operator, TowerModule) for operator in collection.interactions.values()):
         memory = Memory(config.plan.memory.dram)
         rates = planned.device.memory
-        advice = advised(planned.loads, world, planned.choice, memory=memory, rates=rates)
+        advice = advise_tower_modules(
+            planned.loads, world, planned.choice, memory=memory, rates=rates
+        )
         planned = replace(planned, advice=advice)
     return planned, collection.tables
 
@@ -604,7 +612,7 @@ def set_threads(num_threads: int, mesh: Mesh) -> None:
     if num_threads:
         torch.set_num_threads(num_threads)
     elif "OMP_NUM_THREADS" not in os.environ:
-        share = max(1, usable_processors() // mesh.world.ranks_per_host)
+        share = max(1, count_usable_processors() // mesh.world.ranks_per_host)
         torch.set_num_threads(min(share, torch.get_num_threads()))
         pa.set_cpu_count(min(share, pa.cpu_count()))
     # OpenMP applies torch's setting to this thread alone. The lookahead and checkpoint threads would use

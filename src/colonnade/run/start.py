@@ -18,7 +18,7 @@ from colonnade.checkpoint.fingerprint import (
     load_dense,
     record_identity,
 )
-from colonnade.checkpoint.header import list_checkpoints, read_header, resolve, state_folder
+from colonnade.checkpoint.header import list_checkpoints, read_header, resolve_step, state_folder
 from colonnade.checkpoint.snapshot import parameter_names
 from colonnade.checkpoint.states import load_state
 from colonnade.checkpoint.stores import open_recorded_stores
@@ -199,8 +199,8 @@ def parse_warm_start_source(source: str) -> tuple[Path, int]:
     """Parse "FOLDER" or "FOLDER@best|last|<step>" to folder and saved step."""
     folder, at, name = source.rpartition("@")
     if at and (name in ("best", "last") or name.isdigit()):
-        return Path(folder), resolve(Path(folder), name)
-    return Path(source), resolve(Path(source), None)
+        return Path(folder), resolve_step(Path(folder), name)
+    return Path(source), resolve_step(Path(source), None)
 
 
 def _find_weights_of_other_towers(

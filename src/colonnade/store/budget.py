@@ -19,7 +19,7 @@ def slot_bytes(table: Table) -> int:
     return table.record_bytes + SLOT_OVERHEAD_BYTES + padding
 
 
-def capacity_rows(
+def split_budget(
     tables: Sequence[Table],
     budget_bytes: int | None,
     shards: Sequence[Shard],
@@ -40,7 +40,7 @@ def capacity_rows(
     wanted, num_slots = [0] * len(tables), [0] * len(tables)
     for t in local_tables:
         rows = tables[t].rows
-        wanted[t] = open_rows if rows is None else max(1, shards[t].most_rows(rows))
+        wanted[t] = open_rows if rows is None else max(1, shards[t].max_rows(rows))
         fixed = fixed_bytes.get(tables[t].origin[0], 0) // row_bytes(tables[t])
         num_slots[t] = max(1, min(wanted[t], fixed))
     unmet = [t for t in local_tables if tables[t].origin[0] not in fixed_bytes]
@@ -64,9 +64,9 @@ def capacity_rows(
     return num_slots
 
 
-def hbm_rows(tables: Sequence[Table], hbm_bytes: int, shards: Sequence[Shard]) -> list[int]:
+def split_hbm_budget(tables: Sequence[Table], hbm_bytes: int, shards: Sequence[Shard]) -> list[int]:
     """Return the slots of each table in one rank's device memory: a record each; bookkeeping is in main memory."""
-    return capacity_rows(
+    return split_budget(
         tables,
         hbm_bytes,
         shards,
@@ -94,7 +94,7 @@ def mapped_tables(
     chosen: list[int] = []
     remaining = mapped_bytes
     num_rows = {
-        t: shards[t].most_rows(table.rows or 0)
+        t: shards[t].max_rows(table.rows or 0)
         for t, table in enumerate(tables)
         if shards[t].place is not None
     }

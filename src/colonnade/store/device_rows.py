@@ -121,7 +121,7 @@ def update(
         first = end
 
 
-def enlarged(rows: DeviceRows, num_slots: int) -> DeviceRows:
+def enlarge_device_rows(rows: DeviceRows, num_slots: int) -> DeviceRows:
     """Copy rows into memory for `num_slots`; new slots have no defined content. Raises what torch raises if it does
     not fit."""
     copy = reserve_device_rows(rows.table, num_slots, rows.device, rows.seed)

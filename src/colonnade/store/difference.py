@@ -41,7 +41,7 @@ class IncomparableCommits(StorageError):
     """Error: the two commits are of different stores, so their difference is undefined."""
 
 
-def difference(directory: Path, earlier: int, later: int) -> CommitDifference:
+def diff_commits(directory: Path, earlier: int, later: int) -> CommitDifference:
     """Compute the difference of the commits of two steps of the store in `directory`.
 
     Rows that garbage collection moved without a change are left out. Raises Incomparable; CorruptionError naming the
@@ -78,7 +78,7 @@ class _Commit:
     """Manifest and bitmaps of a step."""
 
     def __init__(self, directory: Path, step: int) -> None:
-        fields: dict[str, Any] = manifests.describe(directory, step)
+        fields: dict[str, Any] = manifests.read_manifest_fields(directory, step)
         self.manifest, store, stripes = manifests.read_manifest(
             directory, step,
             table=fields["table"], identity=fields["identity"], record_bytes=fields["record_bytes"],

@@ -48,11 +48,11 @@ def read_verified(path: Path) -> bytes:
 
 def verify_content(path: Path, data: bytes) -> bytes:
     """Return the content in a durable file's bytes. Raises CorruptionError if a byte differs."""
-    length = max(len(data) - len(trailer(b"")), 0)
+    length = max(len(data) - len(checksum_line(b"")), 0)
     content, last_line = data[:length], data[length:]
-    if last_line != trailer(content):
+    if last_line != checksum_line(content):
         raise CorruptionError(
-            f"{path}: got a last line {last_line!r}, wanted {trailer(content)!r} for the "
+            f"{path}: got a last line {last_line!r}, wanted {checksum_line(content)!r} for the "
             f"{len(content)} bytes before it: the file is torn or altered. Restore it from a copy, or "
             "go back to an older commit"
         )
@@ -63,21 +63,21 @@ def read_checksum(path: Path) -> str:
     """Read the checksum in a durable file's last line; "" if it has none."""
     try:
         with path.open("rb") as file:
-            file.seek(-len(trailer(b"")), os.SEEK_END)
+            file.seek(-len(checksum_line(b"")), os.SEEK_END)
             last_line = file.read()
     except OSError:  # shorter than the line, or unreadable: reading the file reports why
         return ""
     return last_line[-9:-1].decode("latin-1")
 
 
-def trailer(content: bytes | np.ndarray) -> bytes:
+def checksum_line(content: bytes | np.ndarray) -> bytes:
     """Build a durable file's last line."""
     return b"\ncrc32c %08x\n" % _native.crc32c(np.frombuffer(content, np.uint8))
 
 
 def append_checksum(content: bytes | np.ndarray) -> memoryview:
     """Build a durable file's bytes. numpy copies them without the interpreter's lock, so training continues."""
-    last_line = trailer(content)
+    last_line = checksum_line(content)
     data = np.empty(len(content) + len(last_line), np.uint8)
     data[: len(content)] = np.frombuffer(content, np.uint8)
     data[len(content) :] = np.frombuffer(last_line, np.uint8)

@@ -15,7 +15,7 @@ import numpy as np
 from colonnade.errors import CorruptionError
 from colonnade.formats import VERSIONS, check_version
 from colonnade.store.disk import DiskFile, storage_error
-from colonnade.store.durable import append_checksum, trailer, verify_content
+from colonnade.store.durable import append_checksum, checksum_line, verify_content
 from colonnade.store.segment import open_listed
 
 MAGIC = b"CLNDKEYS"
@@ -25,7 +25,7 @@ VERSION = VERSIONS[FORMAT]
 HEADER = struct.Struct("<8sIIQQqII")
 assert HEADER.size == 48
 ID_BYTES = 8
-MAX_BYTES = HEADER.size + len(trailer(b""))
+MAX_BYTES = HEADER.size + len(checksum_line(b""))
 """Size of a key list beyond `ID_BYTES` a record."""
 
 

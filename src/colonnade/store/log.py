@@ -116,7 +116,7 @@ class LogBacking:
         """Return the path of a segment's file, for messages."""
         return self.files.path_of(segment)
 
-    def end_writing(self) -> None:
+    def stop_writing(self) -> None:
         """Release the locks and stay open for reading. Uncommitted rows can be read here, and nowhere later."""
         self._stop_threads()
         self._stripes.release()
@@ -124,7 +124,7 @@ class LogBacking:
     def close(self) -> None:
         """Release the locks and close the files. The next opening for writing discards uncommitted rows."""
         self._closed = True
-        self.end_writing()
+        self.stop_writing()
         self.files.close()
 
     # ---- rows

@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from colonnade.errors import CheckpointError, CorruptionError
-from colonnade.formats import check_format, parse_object, stamp
+from colonnade.formats import check_format, make_format_stamp, parse_object
 from colonnade.store import key_list, live, segment
 from colonnade.store.contract import Manifest, SegmentEntry
 from colonnade.store.disk import Disk
@@ -80,7 +80,7 @@ def write_manifest(
 ) -> None:
     """Write a manifest; it is durable when this returns."""
     fields = {
-        **stamp(FORMAT),
+        **make_format_stamp(FORMAT),
         "step": manifest.step,
         "table": manifest.table,
         "identity": identity,
@@ -111,7 +111,7 @@ def write_manifest(
     write_durably(disk, directory / file_name(manifest.step), json.dumps(fields).encode())
 
 
-def describe(directory: Path, step: int) -> dict[str, Any]:
+def read_manifest_fields(directory: Path, step: int) -> dict[str, Any]:
     """Read a commit's manifest without knowing the table. Raises CorruptionError, CheckpointError."""
     path = directory / file_name(step)
     if not path.exists():
@@ -142,7 +142,7 @@ class CommitFile:
 
 
 def list_commit_files(directory: Path, fields: dict[str, Any]) -> Iterator[CommitFile]:
-    """List the segments and key lists of a commit. fields: its manifest as read by `describe`."""
+    """List the segments and key lists of a commit. fields: its manifest as read by `read_manifest_fields`."""
     stripes = Stripes(directory)
     stripes.directories |= {int(n): Path(path) for n, path in fields["stripes"].items()}
     for part in fields["segments"]:
@@ -176,7 +176,7 @@ def read_manifest(
             f"{directory}: step {step} was not committed here; committed steps: {known}. Open one of "
             "these, or step=None for an empty store"
         )
-    fields = describe(directory, step)
+    fields = read_manifest_fields(directory, step)
     wanted = {"step": step, "table": table, "identity": identity, "record_bytes": record_bytes}
     for name, value in wanted.items():
         if fields.get(name) != value:

@@ -204,10 +204,10 @@ class RowRetention:
         if self._sketch is not None:
             return torch.as_tensor(self._sketch.hear(ids, step)).bool()
         assert isinstance(self.admission, RandomAdmission)
-        return chance(ids, step, self._seed) < int(self.admission.probability * 2**53)
+        return draw_bits(ids, step, self._seed) < int(self.admission.probability * 2**53)
 
 
-def chance(ids: Tensor, step: int, seed: int) -> Tensor:
+def draw_bits(ids: Tensor, step: int, seed: int) -> Tensor:
     """Draw 53 bits for each id, (N,) int64, that depend on (seed, id, step) only."""
     words = ids.numpy().view(np.uint64)
     step_word = np.uint64((seed + (step + 1) * GOLDEN) & WORD)

@@ -55,10 +55,10 @@ def build_fresh_records(table: Table, weights: Tensor) -> Tensor:
         low = (bits & 0xFFFF).to(torch.int32).to(torch.uint16).view(torch.uint8)
     clocks = torch.ones(num_rows, 1, dtype=torch.int64)
     parts = [stored, state, low.reshape(num_rows, 2 * width * table.master), clocks]
-    return torch.cat([bytes_of(part) for part in parts], dim=1)
+    return torch.cat([byte_positions(part) for part in parts], dim=1)
 
 
-def bytes_of(values: Tensor) -> Tensor:
+def byte_positions(values: Tensor) -> Tensor:
     """View values as (N, bytes of a row) uint8."""
     if not values.numel():
         width = values.shape[1:].numel() * values.element_size()
@@ -91,14 +91,14 @@ class IdIndex:
         return self.order[positions], self.ids[positions] == ids
 
 
-def records_of(table: Table, columns: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+def build_records(table: Table, columns: Mapping[str, Tensor], rows: Tensor) -> Tensor:
     """Build records (M, record_bytes) of rows at these positions (M,), with first optimizer state."""
     weights = columns["weights"][rows]
     records = build_fresh_records(table, weights)
-    records[:, weight_bytes(table)] = bytes_of(weights)
+    records[:, weight_bytes(table)] = byte_positions(weights)
     if table.master:
-        records[:, low_bytes(table)] = bytes_of(columns["low_halves"][rows])
-    records[:, clock_bytes(table)] = bytes_of(columns["clocks"][rows][:, None])
+        records[:, low_bytes(table)] = byte_positions(columns["low_halves"][rows])
+    records[:, clock_bytes(table)] = byte_positions(columns["clocks"][rows][:, None])
     return records
 
 

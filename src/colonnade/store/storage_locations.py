@@ -9,11 +9,11 @@ from itertools import combinations
 from pathlib import Path
 
 from colonnade.errors import ConfigError
-from colonnade.sizes import Place
+from colonnade.sizes import StorageLocation
 from colonnade.store.log import DEFAULT_CHUNK_BYTES
 
 
-def check_tiers(ssd: Sequence[Place], mapped: Place | None) -> None:
+def check_tiers(ssd: Sequence[StorageLocation], mapped: StorageLocation | None) -> None:
     """Check the directories of both tiers (`check_locations`), and that no two names lead to one directory.
 
     Symlinks and mounts are followed. Raises ConfigError. Changes nothing.
@@ -37,7 +37,7 @@ def check_tiers(ssd: Sequence[Place], mapped: Place | None) -> None:
             )
 
 
-def _identity(place: Place) -> tuple[int, int, Path]:
+def _identity(place: StorageLocation) -> tuple[int, int, Path]:
     """Return a value that is equal for two names of one directory, even before it is created."""
     path = Path(os.path.realpath(place.path))
     ancestor = _existing_ancestor(path)
@@ -51,7 +51,7 @@ def _existing_ancestor(path: Path) -> Path:
     return path
 
 
-def check_locations(name: str, places: Sequence[Place]) -> None:
+def check_locations(name: str, places: Sequence[StorageLocation]) -> None:
     """Check that the directories of `plan.memory.<name>` can be written and that their file systems are large enough.
 
     Raises ConfigError. Changes nothing.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colonnade.errors import CheckpointError, StorageError
-from colonnade.formats import check_format, parse_object, stamp
+from colonnade.formats import check_format, make_format_stamp, parse_object
 from colonnade.store.disk import Disk, DiskFile
 from colonnade.store.durable import read_verified, write_durably
 
@@ -209,7 +209,7 @@ def _add_stripe(
             return None
         stripes.store_id = stripes.store_id or secrets.token_hex(16)
         number = 1 + max([*stripes.directories, *known])
-        fields = {**stamp(FORMAT), "store": stripes.store_id, "number": number}
+        fields = {**make_format_stamp(FORMAT), "store": stripes.store_id, "number": number}
         fields["home"] = str(stripes.home.absolute())  # for people
         write_durably(disk, directory / MARK_NAME, json.dumps(fields, indent=1).encode())
     else:

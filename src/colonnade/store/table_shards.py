@@ -18,7 +18,7 @@ from colonnade.errors import ConfigError, StorageError
 from colonnade.store.contract import Pending, RowBatch
 from colonnade.store.shards import ReadOnly, ShardReader, ShardsRead
 from colonnade.table import CLOCK_BYTES, ITEM_BYTES, Table, TableSide, TableSlice, side_of, slice_of
-from colonnade.topology.sharding import HotRows, Sharding, columns_of, is_hot
+from colonnade.topology.sharding import HotRows, Sharding, is_hot, slice_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def label(number: int, columns: tuple[int, int] | None = None, hot: HotRows | No
     return f"{number:03d}" if columns is None else f"{number:03d}-{columns[0]}-{columns[1]}"
 
 
-def lay_out(tables: Sequence[Table], shardings: Sequence[Sharding]) -> tuple[TableShard, ...]:
+def shard_tables(tables: Sequence[Table], shardings: Sequence[Sharding]) -> tuple[TableShard, ...]:
     """Split tables into shards: in the order of the tables, slices from the left, cold rows before hot ones.
 
     Pure. Raises ConfigError for more slices than columns.
@@ -85,7 +85,7 @@ def lay_out(tables: Sequence[Table], shardings: Sequence[Sharding]) -> tuple[Tab
                 f"{table.width} columns, wanted at least a column for each; name fewer ranks "
                 f"(plan.tables.{table.name}.ranks), or choose another sharding"
             )
-        columns = columns_of(table.width, sharding.slices)
+        columns = slice_columns(table.width, sharding.slices)
         for (first, last), own_sharding in zip(columns, sharding.slice_shardings, strict=True):
             shards.append(TableShard(t, slice_of(table, first, last), own_sharding))
     return tuple(shards)

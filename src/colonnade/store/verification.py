@@ -53,7 +53,7 @@ def verify_store(
     opened: list[tuple[manifest.Manifest, bytes, Stripes]] = []
 
     def read_manifest() -> None:
-        fields = manifest.describe(directory, step)
+        fields = manifest.read_manifest_fields(directory, step)
         table, identity, width = fields["table"], fields["identity"], fields["record_bytes"]
         commit, store_id, known = manifest.read_manifest(
             directory, step, table=table, identity=identity, record_bytes=width

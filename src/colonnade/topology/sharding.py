@@ -91,7 +91,7 @@ class Shard:
     hot: HotRows | None = None
     """Hot rows of the table; only rows on its `side` belong to the shard."""
 
-    def most_rows(self, rows: int) -> int:
+    def max_rows(self, rows: int) -> int:
         """Return the largest number of rows this shard can have of a vocabulary table with `rows` rows."""
         return 0 if self.place is None else max_rows_per_owner(rows, self.num_owners)
 
@@ -216,14 +216,14 @@ class Sharding:
             return None
         return f"copy-{rank}" if self.is_replicated else f"{owner_index}-of-{self.num_owners}"
 
-    def continues(self, before: Sharding, rank: int) -> bool:
+    def reuses_folder(self, before: Sharding, rank: int) -> bool:
         """Return whether the rows of `rank` are those of one folder (`row_folder_name`) written under `before`."""
         if self.is_replicated or before.is_replicated:
             return self.is_replicated and before.is_replicated and rank in before.ranks
         return self.num_owners == before.num_owners
 
     @property
-    def holders(self) -> tuple[int, ...]:
+    def row_owners(self) -> tuple[int, ...]:
         """Ranks that together store every row (of the first slice) once, in order of their owner index."""
         return self.ranks[: self.num_owners]
 
@@ -286,13 +286,13 @@ def grid(world: World, hosts: Sequence[int]) -> Sharding:
     return Sharding("grid", tuple(ranks), len(hosts))
 
 
-def on_ranks(kind: Kind, ranks: tuple[int, ...], world: World) -> Sharding:
+def sharding_on_ranks(kind: Kind, ranks: tuple[int, ...], world: World) -> Sharding:
     """Return the sharding of a kind on given ranks. `grid` requires all ranks of each of its hosts."""
     slices = {"column_wise": len(ranks), "grid": len(ranks) // world.ranks_per_host}
     return Sharding(kind, ranks, slices.get(kind, 1))
 
 
-def columns_of(width: int, slices: int) -> list[tuple[int, int]]:
+def slice_columns(width: int, slices: int) -> list[tuple[int, int]]:
     """Return the column range (first, last + 1) of each slice of `width` columns, of widths as equal as possible."""
     ends = [width * i // slices for i in range(slices + 1)]
     return list(pairwise(ends))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from colonnade.errors import ConfigError
-from colonnade.formats import check_format, stamp
+from colonnade.formats import check_format, make_format_stamp
 from colonnade.topology.world import World
 
 
@@ -52,7 +52,10 @@ class Partition:
     def to_json(self) -> str:
         """Return the text of a partition file."""
         return json.dumps(
-            {**stamp("colonnade towers"), "towers": [list(tower) for tower in self.towers]},
+            {
+                **make_format_stamp("colonnade towers"),
+                "towers": [list(tower) for tower in self.towers],
+            },
             indent=2,
         )
 
@@ -76,7 +79,7 @@ class Partition:
         return cls(feature_names)
 
 
-def striped(features: Sequence[str], num_towers: int) -> Partition:
+def round_robin_partition(features: Sequence[str], num_towers: int) -> Partition:
     """Return a round-robin partition, feature i in tower i modulo `num_towers`: the default without measured
     affinities."""
     if not 1 <= num_towers <= len(features):

@@ -27,16 +27,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colonnade.comm.collectives import (
-    PIECE,
-    WAYS,
-    Way,
+    CHUNK_ELEMENTS,
+    SUM_ALGORITHMS,
+    SumAlgorithm,
     choose_sum_algorithm,
     sum_algorithm_of_layout,
     sum_over_ranks,
 )
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.process_groups import tower_mesh
-from colonnade.comm.traffic import waiting
+from colonnade.comm.traffic import count_waiting
 from colonnade.errors import ConfigError
 from colonnade.train.tower_weights import TowerWeights
 from colonnade.wire.codec import CODECS, CodecName
@@ -55,7 +55,7 @@ class GradientBucket:
     send_buffer: (
         Tensor  # (m,) on the CPU, m >= n a multiple of the ranks; CPU `gradients` are its first n
     )
-    algorithm: Way
+    algorithm: SumAlgorithm
     stream: torch.Stream | None  # on a device: runs the copies to and from `send_buffer`
     is_late: bool = False  # is sent by `send`, not during backward
     tower_mesh: Mesh | None = None  # set where the ranks of one tower alone have the bucket
@@ -314,7 +314,7 @@ class DenseGradients:
         if self._thread is None:
             self._reduce_all()
         else:
-            with waiting("dense"):
+            with count_waiting("dense"):
                 self._thread.join()
             self._thread = None
         error, self._error = self._error, None
@@ -346,7 +346,7 @@ class DenseGradients:
             for bucket in self.buckets:
                 bucket.residual = bucket.previous_residual
                 if bucket.coded is not None:
-                    bucket.coded.take_back()
+                    bucket.coded.undo_last_step()
         self._can_restore_residuals = False
 
     def state(self) -> State | None:
@@ -523,10 +523,12 @@ class DenseGradients:
 
     def _agree_on_algorithms(self, mesh: Mesh, buckets: Sequence[GradientBucket]) -> None:
         """Take rank 0's reduction algorithms on all ranks, since ranks may have measured other links. Collective."""
-        algorithm_indices = torch.tensor([WAYS.index(bucket.algorithm) for bucket in buckets])
+        algorithm_indices = torch.tensor(
+            [SUM_ALGORITHMS.index(bucket.algorithm) for bucket in buckets]
+        )
         agreed_indices = mesh.broadcast("dense", algorithm_indices, traffic_tag="control").tolist()
         for bucket, algorithm_index in zip(buckets, agreed_indices, strict=True):
-            bucket.algorithm = WAYS[algorithm_index]
+            bucket.algorithm = SUM_ALGORITHMS[algorithm_index]
 
     def _build_hook(self, index: int) -> Callable[[Tensor], None]:
         """Return a hook that counts the gradients of a parameter."""
@@ -601,7 +603,7 @@ class DenseGradients:
         slot = SIGNALS + self.mesh.rank // self.towers.size
         norms = [
             float(torch.linalg.vector_norm(piece, dtype=torch.float64))
-            for piece in bucket.gradients.split(PIECE)
+            for piece in bucket.gradients.split(CHUNK_ELEMENTS)
         ]
         self._signals[slot] = math.hypot(float(self._signals[slot]), *norms)
 
@@ -648,7 +650,7 @@ def _reduce_bucket(bucket: GradientBucket, mesh: Mesh, gradient_scale: float) ->
         bucket.send_buffer[size:].zero_()
         bucket.coded.add(mesh, bucket.send_buffer, gradient_scale)
     bucket.total = sum(
-        float(piece.sum(dtype=torch.float64)) for piece in bucket.send_buffer.split(PIECE)
+        float(piece.sum(dtype=torch.float64)) for piece in bucket.send_buffer.split(CHUNK_ELEMENTS)
     )
     if bucket.stream is not None:
         with bucket.stream:

@@ -218,7 +218,7 @@ class Evaluation:
         return metrics
 
 
-def ceiling(batches: Iterable[Batch], *, task: int = 0) -> dict[str, float]:
+def best_possible_metrics(batches: Iterable[Batch], *, task: int = 0) -> dict[str, float]:
     """Compute the metrics of a perfect model: one that predicts the true probabilities, the batches' `key`.
 
     Synthetic streams have such a `key` (data/sets/synthetic.py): (B,), or (B, T) with several tasks.

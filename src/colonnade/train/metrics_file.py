@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from colonnade.formats import check_format, read_text, stamp
+from colonnade.formats import check_format, make_format_stamp, read_text
 
 FILE_NAME = "metrics.jsonl"
 FORMAT = "colonnade metrics"
-FIRST_LINE = json.dumps(stamp(FORMAT)) + "\n"
+FIRST_LINE = json.dumps(make_format_stamp(FORMAT)) + "\n"
 ROWS_FILE_NAME = "metrics-rows.jsonl"
 """Written by the first server of a run that has servers, about its rows."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from colonnade.comm.traffic import waited
+from colonnade.comm.traffic import waiting_seconds
 
 WAITING = "wait for rows"
 """Phase in which the training thread is idle."""
@@ -31,13 +31,13 @@ class Phases:
     @contextmanager
     def __call__(self, name: str, *, include_waits: bool = False) -> Iterator[None]:
         """Time a phase. include_waits: waits for other ranks inside count as this phase."""
-        start, waited_before = time.perf_counter(), dict(waited())
+        start, waited_before = time.perf_counter(), dict(waiting_seconds())
         try:
             yield
         finally:
             duration = time.perf_counter() - start
             if not include_waits:
-                for channel, seconds in waited().items():
+                for channel, seconds in waiting_seconds().items():
                     waited_seconds = seconds - waited_before.get(channel, 0.0)
                     if waited_seconds:
                         self.seconds[EXPOSED.get(channel, OTHER)] += waited_seconds

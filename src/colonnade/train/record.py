@@ -51,8 +51,8 @@ from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
 from colonnade.embedding import EmbeddingCollection
 from colonnade.plan.plan import Plan
-from colonnade.store.collect_tier_counts import TierCounts, collect_tier_counts
 from colonnade.store.disk import storage_error
+from colonnade.store.tier_counts import TierCounts, collect_tier_counts
 from colonnade.train.loss_scale import LossScale
 from colonnade.train.metrics_file import FILE_NAME, FIRST_LINE, ROWS_FILE_NAME, drop_lines_after
 from colonnade.train.phases import WAITING, Phases

@@ -17,9 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from colonnade.batch import Batch
 from colonnade.checkpoint.checkpoints import Checkpoints
-from colonnade.comm.collectives import announced
+from colonnade.comm.collectives import notify_servers
 from colonnade.comm.mesh import Mesh
-from colonnade.comm.peer_status import telling
+from colonnade.comm.peer_status import report_errors
 from colonnade.data.batches import build_empty_batch, read_rank_batches
 from colonnade.data.contract import Position, Source, Splits
 from colonnade.embedding import EmbeddingCollection
@@ -183,7 +183,7 @@ class Trainer:
             apply_planned_bounds(self.collection.cached)
         batches = self.collection.lookahead(self._read_batches(), held=self.restored_reads)
         try:
-            with telling(self.mesh.presence):
+            with report_errors(self.mesh.peer_monitor):
                 self._train_steps(batches, outcome)
                 self.broadcast_tower_weights()
         finally:
@@ -372,14 +372,14 @@ class Trainer:
             # On all ranks, before servers wait for requests: pending updates may need a reply from servers.
             self.collection.pipeline.updates.settle()
             if self.mesh.is_server:
-                while announced(self.mesh, False):
+                while notify_servers(self.mesh, False):
                     with torch.no_grad():
                         self.collection.read(build_empty_batch(source.schema))
             else:
                 size, trainers = self.schedule.batch_size, self.mesh.trainers
-                with self.rows.settled():
+                with self.rows.synchronized_view():
                     metrics = self.objective.evaluate(self.model, source, size, trainers)
-                announced(self.mesh, False)
+                notify_servers(self.mesh, False)
             return self._share_metrics(metrics)
 
     def _share_metrics(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -6,7 +6,8 @@ to the values of the next step (error feedback). So after any number of steps th
 by the residuals of the last step alone. Every rank decodes the messages, the sender too, so all ranks have the same
 bits.
 
-`scattered`: both legs are among all ranks. `by host`: messages inside a host are exact, and both legs are among hosts.
+`exchange_shares`: both legs are among all ranks. `by host`: messages inside a host are exact, and both legs are among
+hosts.
 
 Legend: N ranks, H hosts, L ranks of a host, n elements of the buffer, a multiple of N.
 """
@@ -20,7 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colonnade.comm.collectives import PIECE, Way, added, copy_in_chunks, gathered, scattered
+from colonnade.comm.collectives import (
+    CHUNK_ELEMENTS,
+    SumAlgorithm,
+    copy_in_chunks,
+    exchange_shares,
+    gather_copies,
+    sum_blocks,
+)
 from colonnade.comm.mesh import ALL, Mesh, Scope
 from colonnade.topology.world import World
 from colonnade.wire.codec import CODECS, Codec, RowBlock, decode, encode
@@ -51,7 +59,9 @@ class RoundingResidual:
         coded = []
         shares = zip(values.view(self.residual.shape), self.before, self.residual, strict=True)
         for share in shares:
-            for new, owed, error in zip(*(part.split(PIECE) for part in share), strict=True):
+            for new, owed, error in zip(
+                *(part.split(CHUNK_ELEMENTS) for part in share), strict=True
+            ):
                 wanted, blocks = torch.add(new, owed, alpha=unit), _blocks(len(new))
                 coded.append(encode(codec, wanted, blocks))
                 decode(codec, coded[-1], blocks, error)
@@ -59,7 +69,7 @@ class RoundingResidual:
                 error.div_(unit).masked_fill_(~error.isfinite(), 0.0)
         return torch.cat(coded)
 
-    def take_back(self) -> None:
+    def undo_last_step(self) -> None:
         """Restore the residuals before the last step."""
         self.residual, self.before = self.before, self.residual
 
@@ -67,7 +77,9 @@ class RoundingResidual:
 class CodedAllReduce:
     """Encoded all-reduce of one buffer of n elements."""
 
-    def __init__(self, codec: Codec, world: World, way: Way, size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, codec: Codec, world: World, way: SumAlgorithm, size: int, dtype: torch.dtype
+    ) -> None:
         """Begin with residuals of 0. way: not "whole"."""
         self.codec, self.way, self.dtype = codec, way, dtype
         self.share = size // world.num_ranks
@@ -79,33 +91,37 @@ class CodedAllReduce:
         the divisor of gradients before they are applied."""
         hosts, local = mesh.world.num_hosts, mesh.world.ranks_per_host
         if self.way == "by host":
-            host_sum = added(scattered(mesh, mesh.host_scope, values, local).view(1, local, -1))
-            self._sum_over_scope(mesh, mesh.over_hosts, host_sum, (hosts, 1), unit)
-            copy_in_chunks(gathered(mesh, mesh.host_scope, host_sum, local), values)
+            host_sum = sum_blocks(
+                exchange_shares(mesh, mesh.host_scope, values, local).view(1, local, -1)
+            )
+            self._sum_over_scope(mesh, mesh.cross_host_scope, host_sum, (hosts, 1), unit)
+            copy_in_chunks(gather_copies(mesh, mesh.host_scope, host_sum, local), values)
         else:
             self._sum_over_scope(mesh, ALL, values, (hosts, local), unit)
 
-    def take_back(self) -> None:
+    def undo_last_step(self) -> None:
         """Restore the residuals before the last sum."""
-        self.sent.take_back()
-        self.summed.take_back()
+        self.sent.undo_last_step()
+        self.summed.undo_last_step()
 
     def _sum_over_scope(
         self, mesh: Mesh, scope: Scope, values: Tensor, group_shape: tuple[int, int], unit: float
     ) -> None:
         peers = group_shape[0] * group_shape[1]
-        coded = scattered(mesh, scope, self.sent.encode(self.codec, values, unit), peers)
+        coded = exchange_shares(mesh, scope, self.sent.encode(self.codec, values, unit), peers)
         parts = values.new_empty(peers, self.share)
         self._decode(coded, parts)
-        total = added(parts.view(*group_shape, -1))
-        coded = gathered(mesh, scope, self.summed.encode(self.codec, total, unit), peers)
+        total = sum_blocks(parts.view(*group_shape, -1))
+        coded = gather_copies(mesh, scope, self.summed.encode(self.codec, total, unit), peers)
         self._decode(coded, values.view(peers, self.share))
 
     def _decode(self, coded: Tensor, out: Tensor) -> None:
         """Decode received shares (shares x bytes,) into `out` (shares, n / N)."""
-        step = coded_share_bytes(self.codec, PIECE)
+        step = coded_share_bytes(self.codec, CHUNK_ELEMENTS)
         for data, share in zip(coded.view(len(out), -1), out, strict=True):
-            for piece_data, piece in zip(data.split(step), share.split(PIECE), strict=True):
+            for piece_data, piece in zip(
+                data.split(step), share.split(CHUNK_ELEMENTS), strict=True
+            ):
                 decode(self.codec, piece_data, _blocks(len(piece)), piece)
 
     def _zero_residual(self, shares: int) -> RoundingResidual:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from colonnade.comm.collectives import sum_in_order
-from colonnade.comm.mesh import Call, Mesh
+from colonnade.comm.mesh import Mesh, PendingCall
 from colonnade.lookup.fields import ColumnKey, ColumnRun, FieldColumns, find_runs
 from colonnade.ops.memory import empty
 from colonnade.wire.codec import CODECS, Codec, RoundingKey, RowBlock, decode, encode
@@ -40,7 +40,7 @@ class PendingTransfer:
     """Pending message to this rank, or several of them."""
 
     received: Tensor  # flat, sender after sender
-    call: Call | None = None
+    call: PendingCall | None = None
     keep: Any = None  # objects that must live until it has arrived
     decode: Callable[[], None] | None = None  # called once it has
     parts: Sequence[PendingTransfer] = ()  # the messages, where there are several
@@ -356,7 +356,7 @@ class HostRoute:
         coded = encode(codec, host_sum, served)
         data, call = self.mesh.all_to_all(
             "fetch", coded, self._lengths(codec, served), self._lengths(codec, wanted),
-            scope=self.mesh.over_hosts, wait=False, traffic_tag=tag,
+            scope=self.mesh.cross_host_scope, wait=False, traffic_tag=tag,
         )  # fmt: skip
         received, finish = decode_on_arrival(codec, data, wanted, self.dtype)
         return PendingTransfer(received, call, coded, finish)
@@ -382,7 +382,7 @@ class HostRoute:
         group_lengths = [[lengths[r] for r in ranks] for ranks in self.local_rank_groups]
         received, _ = self.mesh.all_to_all(
             "push", data.repeat(hosts), [len(data)] * hosts, group_lengths[rank % local],
-            scope=self.mesh.over_hosts,
+            scope=self.mesh.cross_host_scope,
         )  # fmt: skip
         received, _ = self.mesh.all_to_all(
             "push",

@@ -36,7 +36,7 @@ from colonnade.data.tabular.fields import (
     Weight,
     suggest_name,
 )
-from colonnade.data.tabular.narrow import narrow
+from colonnade.data.tabular.narrow import narrow_column
 from colonnade.data.tabular.times import DAY
 from colonnade.errors import ConfigError
 
@@ -82,7 +82,7 @@ def infer_fields(
     label: str | None,
     types: Mapping[str, str] | None = None,
 ) -> InferredSchema:
-    """Infer fields from the first values of each column, in the narrowest type that holds them (`narrow.py`):
+    """Infer fields from the first values of each column, in the narrowest type that holds them (`narrow_column.py`):
 
     fractions            a number, through log1p if it is large and never negative, else (x - mean) / std
     times                hour and weekday as ids, and the age in days before the newest training sample: timestamps,
@@ -102,7 +102,7 @@ def infer_fields(
     types = dict(types or {})
     labels = [name for name, kind in types.items() if kind == "label"] if label is None else []
     labels = labels or [_choose_label_column(path, columns, label)]
-    narrowed = {name: narrow(array) for name, array in columns.items()}
+    narrowed = {name: narrow_column(array) for name, array in columns.items()}
     fields: list[DeclaredField] = [_infer_label(path, name, narrowed[name]) for name in labels]
     others = {name: array for name, array in narrowed.items() if name not in labels}
     if "key" not in types.values() and (key := _choose_key(others, types)) is not None:

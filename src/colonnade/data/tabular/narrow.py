@@ -21,7 +21,7 @@ EXACT = 2.0**53
 """Bound below which whole floats are exact integers."""
 
 
-def narrow(array: pa.Array) -> pa.Array:
+def narrow_column(array: pa.Array) -> pa.Array:
     """Convert a column to null, int64, bool, double, timestamp[us] or string, whichever holds all its values.
 
     Empty texts and NaN become null, whole floats integers, times UTC. Columns of other types are returned unchanged.

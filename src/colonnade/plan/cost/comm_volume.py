@@ -307,7 +307,7 @@ def tower_crossing_seconds(size: float, world: World, num_towers: int) -> float:
     return 2 * (1 - 1 / num_towers) * size * world.byte_processor_seconds
 
 
-def alone(load: TableLoad, rates: Sequence[RowRate]) -> float:
+def single_rank_seconds(load: TableLoad, rates: Sequence[RowRate]) -> float:
     """Return the processor time of a table on a rank that owns all its rows.
 
     A micro-benchmark on one process has this time in its step already."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from colonnade.errors import ConfigError
 from colonnade.exchange.operator_cut import (
-    barred,
     partial_width,
     remote_consumers,
     restrict_to_tables,
     result_width,
     why_never_in_towers,
+    why_not_remote,
 )
-from colonnade.interaction import Concat, SomeFields
+from colonnade.interaction import Concat, FieldSubset
 from colonnade.lookup.layout import EmbeddingDeclaration, LookupField, query_fields
 from colonnade.lookup.views import slices_of
 from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
@@ -74,7 +74,7 @@ class ConsumerLoad:
     """Number of floats of a sample's queries, which are sent to the owners of sequence rows."""
     query_bytes: float = 0.0
     """Bytes of a sample's queries in a message; their gradients have the same size."""
-    is_apart: bool = False
+    depends_on_hot_rows: bool = False
     """True if only the hot rows of a table keep it from having a partial."""
     hot_table: str = ""
     """Table with hot rows that it reads in addition; the values of this table are sent even if partials are."""
@@ -127,7 +127,8 @@ def build_model_load(
     """Build the sizes of a model's fields and consumers.
 
     loads: of the declaration's tables. bags: features with several ids per sample, in addition to those that a sample
-    of the data shows. world, reads_ahead: as in `operator_cut.barred`. declared: the model's own declaration, if
+    of the data shows. world, reads_ahead: as in `operator_cut.why_not_remote`. declared: the model's own declaration,
+    if
     `declaration` splits tables into hot and cold rows."""
     columns: dict[str, ColumnLoad] = {}
     for load in loads:
@@ -145,7 +146,7 @@ def build_model_load(
     consumers = [
         _consumer_load(
             declaration, name, fields, codecs,
-            barred(original, name, world=world, reads_ahead=reads_ahead),
+            why_not_remote(original, name, world=world, reads_ahead=reads_ahead),
             why_never_in_towers(declaration, name, world, reads_ahead=reads_ahead) is None,
             None if declared is None else _find_hot_table(name, declared, declaration),
         )
@@ -197,17 +198,17 @@ def _consumer_load(
         CODECS[codecs.values], CODECS[codecs.gradients], CODECS["exact"],
     )  # fmt: skip
     indices = {field.name: i for i, field in enumerate(fields)}
-    is_apart = (
+    depends_on_hot_rows = (
         hot_table is not None
         and why_not_partial is None
         and isinstance(consumer.interaction, Concat)
     )
-    if is_apart:
+    if depends_on_hot_rows:
         why_not_partial = (
             f"hot and cold rows of table {hot_table} are combined on the ranks of the samples"
         )
     width = None if why_not_partial else partial_width(declaration, name)
-    is_split = isinstance(consumer.interaction, SomeFields)  # Towers do not evaluate these.
+    is_split = isinstance(consumer.interaction, FieldSubset)  # Towers do not evaluate these.
     inside = result_width(declaration, name) if can_be_inside and not is_split else None
     queries = query_fields(consumer)
     query_floats = sum(fields[indices[query]].dim for query in queries)
@@ -223,7 +224,7 @@ def _consumer_load(
         float(gradients.row_bytes([inside or 0], compute)),
         tuple(indices[feature] for feature in sequences), query_floats,
         float(exact.row_bytes([query_floats], compute)) if queries else 0.0,
-        is_apart, str(hot_table) if is_split else "", consumer.interaction.merge == "whole",
+        depends_on_hot_rows, str(hot_table) if is_split else "", consumer.interaction.merge == "whole",
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ class MemoryDemand:
     slot_bytes: int
     least_rows: int
     """Number of rows of the batches that must be in memory at once: one batch without staleness."""
-    most_rows: int
+    max_rows: int
     """Number of rows beyond which memory saves nothing, or that the table may not exceed."""
     rows: tuple[float, ...]
     """Numbers of rows in memory, the points of the read curve."""
@@ -72,8 +72,8 @@ class MemoryDemand:
 
     @property
     def max_bytes(self) -> int:
-        """Bytes of memory of `most_rows`."""
-        return self.most_rows * self.slot_bytes
+        """Bytes of memory of `max_rows`."""
+        return self.max_rows * self.slot_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class TableMemory:
     tier: Tier = "dram"
 
 
-def demands(
+def predict_demands(
     tables: Sequence[Table],
     profile: Profile,
     *,
@@ -154,7 +154,7 @@ def demands(
                 demand,
                 least_rows=fixed,
                 window_rows=fixed,
-                most_rows=fixed,
+                max_rows=fixed,
                 rows=(0.0,),
                 reads=(demand.reads_at(fixed),),
             )
@@ -162,7 +162,7 @@ def demands(
     return results
 
 
-def place(
+def divide_memory(
     table_demands: Sequence[MemoryDemand],
     dram_bytes: int | None,
     mapped_bytes: int | None = 0,
@@ -176,7 +176,7 @@ def place(
     numbers if the `at_once` batches that must be in memory do not fit.
     """
     if dram_bytes is None:
-        return [TableMemory(demand.name, demand.most_rows, 0.0) for demand in table_demands]
+        return [TableMemory(demand.name, demand.max_rows, 0.0) for demand in table_demands]
     rows = _divide_budget(table_demands, dram_bytes, at_once)
     if mapped_bytes == 0:
         return _assign_rows(table_demands, rows, set())
@@ -190,7 +190,7 @@ def place(
         gains = {
             t: demand.reads_at(rows[t]) / demand.max_bytes
             for t, demand in enumerate(table_demands)
-            if t not in mapped and not demand.is_open and rows[t] < demand.most_rows
+            if t not in mapped and not demand.is_open and rows[t] < demand.max_rows
             and (free is None or demand.max_bytes <= free)
         }  # fmt: skip
         best = max(gains, key=lambda t: gains[t], default=None)
@@ -200,7 +200,7 @@ def place(
         others = [t for t in range(len(table_demands)) if t not in mapped]
         shares = iter(_divide_budget([table_demands[t] for t in others], dram_bytes, at_once))
         rows = [
-            demand.most_rows if t in mapped else next(shares)
+            demand.max_rows if t in mapped else next(shares)
             for t, demand in enumerate(table_demands)
         ]
 
@@ -214,10 +214,10 @@ def divide_memory_on_ranks(
     *,
     at_once: int = 1,
 ) -> list[TableMemory]:
-    """Divide memory as `place` does if ranks own rows of different tables.
+    """Divide memory as `divide_memory` does if ranks own rows of different tables.
 
     Each rank divides its memory among its own tables; a table gets the smallest number of rows of its ranks.
-    table_demands: under these shardings. Raises as `place`."""
+    table_demands: under these shardings. Raises as `divide_memory`."""
     rank_tables = [
         [t for t, shard in enumerate(shards) if shard.place is not None]
         for shards in distinct_shard_lists(shardings, num_ranks)
@@ -233,7 +233,7 @@ def divide_memory_on_ranks(
         mapped = {t for t, kinds in tiers.items() if kinds == {"mapped"}}
         by_rank = [
             {
-                t: TableMemory(table_demands[t].name, table_demands[t].most_rows, 0.0, "mapped")
+                t: TableMemory(table_demands[t].name, table_demands[t].max_rows, 0.0, "mapped")
                 for t in tables
                 if t in mapped
             }
@@ -254,7 +254,9 @@ def _place_on_rank(
     at_once: int,
 ) -> dict[int, TableMemory]:
     """Divide the memory of a rank with rows of these tables. Returns the memory by table."""
-    placed = place([table_demands[t] for t in tables], dram_bytes, mapped_bytes, at_once=at_once)
+    placed = divide_memory(
+        [table_demands[t] for t in tables], dram_bytes, mapped_bytes, at_once=at_once
+    )
     return dict(zip(tables, placed, strict=True))
 
 
@@ -347,7 +349,7 @@ def _upper_bound(mean: float, max_rows: float, is_random: bool = True) -> float:
 
 
 def _window_rows(demand: MemoryDemand) -> int:
-    return min(demand.most_rows, max(demand.least_rows, demand.window_rows))
+    return min(demand.max_rows, max(demand.least_rows, demand.window_rows))
 
 
 def _total_bytes(table_demands: Sequence[MemoryDemand], rows: Sequence[int]) -> int:
@@ -373,10 +375,10 @@ def _divide_budget(table_demands: Sequence[MemoryDemand], budget: int, at_once: 
     first = _window_shares(table_demands, budget, at_once)
     steps: list[tuple[float, int, int, float]] = []
     for t, demand in enumerate(table_demands):
-        if demand.most_rows <= first[t]:
+        if demand.max_rows <= first[t]:
             continue
-        inner = [x for x in demand.rows if first[t] < x < demand.most_rows]
-        points = [float(first[t]), *inner, float(demand.most_rows)]
+        inner = [x for x in demand.rows if first[t] < x < demand.max_rows]
+        points = [float(first[t]), *inner, float(demand.max_rows)]
         rows, reads = lower_hull(points, [demand.reads_at(x) for x in points])
         saved, sizes = -np.diff(reads), np.diff(rows)
         # Earlier pieces of a table's hull save more per byte than later ones, so sorting keeps their order.
@@ -394,7 +396,7 @@ def _divide_budget(table_demands: Sequence[MemoryDemand], budget: int, at_once: 
         if free <= 0:
             break
     floored = [
-        min(demand.most_rows, math.floor(table_rows[t] + 1e-6))
+        min(demand.max_rows, math.floor(table_rows[t] + 1e-6))
         for t, demand in enumerate(table_demands)
     ]
     return _spend_remainder(table_demands, floored, budget)
@@ -405,11 +407,11 @@ def _spend_remainder(
 ) -> list[int]:
     """Divide memory that saves no predicted reads, in case these are wrong: complete small tables, then evenly."""
     free = budget - _total_bytes(table_demands, rows)
-    lacking = [t for t, demand in enumerate(table_demands) if rows[t] < demand.most_rows]
-    lacking.sort(key=lambda t: (table_demands[t].most_rows - rows[t]) * table_demands[t].slot_bytes)
+    lacking = [t for t, demand in enumerate(table_demands) if rows[t] < demand.max_rows]
+    lacking.sort(key=lambda t: (table_demands[t].max_rows - rows[t]) * table_demands[t].slot_bytes)
     for i, t in enumerate(lacking):
         demand = table_demands[t]
-        more = min(demand.most_rows - rows[t], free // (len(lacking) - i) // demand.slot_bytes)
+        more = min(demand.max_rows - rows[t], free // (len(lacking) - i) // demand.slot_bytes)
         rows[t] += more
         free -= more * demand.slot_bytes
     return rows

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
-from colonnade.exchange.operator_cut import sets
+from colonnade.exchange.operator_cut import consumer_sets
 from colonnade.plan.cost.comm_volume import CHANNELS, interpolate_row_seconds
 from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad, split_bag_error
 from colonnade.plan.cost.paths import Paths
@@ -161,7 +161,9 @@ class Partials:
 
         best = tuple(required)
         least, names = count_floats(best), [str(c) for c in candidates if c not in required]
-        for subset in sets(names, lambda subset: count_floats([*required, *map(int, subset)])):
+        for subset in consumer_sets(
+            names, lambda subset: count_floats([*required, *map(int, subset)])
+        ):
             selected = tuple(sorted([*required, *map(int, subset)]))
             if (count := count_floats(selected)) < least:
                 best, least = selected, count

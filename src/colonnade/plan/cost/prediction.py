@@ -48,7 +48,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class SampleCost:
     """Measured cost of one sample."""
 
     seconds: float
@@ -82,7 +82,9 @@ class Simulated:
     """Samples per second if links and processor wait for each other."""
 
 
-def simulate(parameters: float, work: Work, machine: Machine, batch_size: int) -> list[Simulated]:
+def simulate(
+    parameters: float, work: SampleCost, machine: Machine, batch_size: int
+) -> list[Simulated]:
     """Simulate training a model with all rows in memory, and with all rows on disks.
 
     On disks, every row is read from disk: the worst case. Machines without disks only get the first."""
@@ -134,7 +136,7 @@ class StepCosts:
 
     step_seconds: float
     """Seconds of a step with every row in memory and none of them new."""
-    born_seconds: float = 0.0
+    first_use_seconds: float = 0.0
     """Additional seconds for each row that is used for the first time."""
     moved_seconds: float = 0.0
     """Additional seconds for each row that is read from files or evicted."""
@@ -208,7 +210,7 @@ class Prediction:
     """Copy of `LinkCosts.sent`."""
 
 
-def predict(
+def predict_speed(
     tables: Sequence[Table],
     table_demands: Sequence[MemoryDemand],
     placed: Sequence[TableMemory],
@@ -239,7 +241,7 @@ def predict(
         written += evicted * framed * AMPLIFICATION
         moved += memory.reads + evicted
     links = links or LinkCosts()
-    in_memory = costs.step_seconds + births * costs.born_seconds + links.processor_seconds
+    in_memory = costs.step_seconds + births * costs.first_use_seconds + links.processor_seconds
     processor = in_memory + moved * costs.moved_seconds
     disk = 0.0
     if device is not None and device.directories:

@@ -1,6 +1,7 @@
 """Measured speed of this machine: rows in memory, random and sequential access to a directory's disk.
 
-`measure` takes a few seconds and leaves no files: its scratch file has no name (or loses it before the first byte), so
+`measure_device` takes a few seconds and leaves no files: its scratch file has no name (or loses it before the first
+byte), so
 that it is gone even after a kill. The result is a frozen value that can be printed and converted to and from JSON.
 """
 
@@ -22,9 +23,9 @@ import numpy as np
 import torch
 
 from colonnade import _native
-from colonnade.formats import parse_stamped_json, stamp
+from colonnade.formats import make_format_stamp, parse_stamped_json
 from colonnade.optimizers import RowWiseAdagrad
-from colonnade.processors import usable_processors
+from colonnade.processors import count_usable_processors
 from colonnade.store.disk import storage_error
 from colonnade.store.dram import open_dram
 from colonnade.table import Table
@@ -114,7 +115,7 @@ class Device:
 
     def to_json(self) -> str:
         """Return the text of `device.json`."""
-        return json.dumps({**stamp("colonnade device"), **asdict(self)}, indent=2)
+        return json.dumps({**make_format_stamp("colonnade device"), **asdict(self)}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Device:
@@ -152,7 +153,7 @@ class Device:
         return "\n".join(lines)
 
 
-def measure(
+def measure_device(
     directories: Sequence[Path | str],
     *,
     scratch_bytes: int = 192 << 20,
@@ -164,7 +165,7 @@ def measure(
     Takes about `seconds` for each of a dozen rates of each directory. Raises StorageError with the directory that
     cannot be written or has no room for a few megabytes."""
     return Device(
-        usable_processors(),
+        count_usable_processors(),
         tuple(measure_rows(width, seconds) for width in widths),
         tuple(measure_directory(path, scratch_bytes, seconds) for path in directories),
     )

@@ -18,7 +18,7 @@ import torch
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.process_groups import host_mesh
 from colonnade.errors import ConfigError
-from colonnade.processors import usable_processors
+from colonnade.processors import count_usable_processors
 from colonnade.sizes import parse_rate
 from colonnade.topology.world import World
 
@@ -79,7 +79,7 @@ def measure_crowding(mesh: Mesh) -> float:
 
     Collective."""
     threads = mesh.world.ranks_per_host * torch.get_num_threads()
-    own_crowding = torch.tensor(max(1.0, threads / usable_processors()), dtype=torch.float64)
+    own_crowding = torch.tensor(max(1.0, threads / count_usable_processors()), dtype=torch.float64)
     return max(float(value) for value in mesh.all_gather(CHANNEL, own_crowding))
 
 

@@ -1,6 +1,7 @@
 """Profile of a sample of the data: lookups of each table, how often rows repeat, and after how many lookups.
 
-`profile` reads batches; all other functions are pure. A profile is a frozen value that can be converted to and from
+`profile_batches` reads batches; all other functions are pure. A profile is a frozen value that can be converted to
+and from
 JSON. Legend: n lookups, in the order of the samples.
 """
 
@@ -19,7 +20,7 @@ from colonnade.batch import Batch
 from colonnade.batch import Ids as FeatureIds
 from colonnade.data.counter import GAMMA, mix64
 from colonnade.errors import ConfigError
-from colonnade.formats import parse_stamped_json, stamp
+from colonnade.formats import make_format_stamp, parse_stamped_json
 from colonnade.plan.measure.popularity import Popularity, estimate_from_spectrum
 from colonnade.table import Feature, Table
 from colonnade.wire.packing import (
@@ -133,7 +134,7 @@ class Profile:
 
     def to_json(self) -> str:
         """Return the profile as JSON text."""
-        return json.dumps({**stamp("colonnade profile"), **asdict(self)})
+        return json.dumps({**make_format_stamp("colonnade profile"), **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
@@ -144,7 +145,7 @@ class Profile:
         return cls(tables=tables, features=features, **values)
 
 
-def profile(
+def profile_batches(
     tables: Sequence[Table], features: Sequence[Feature], batches: Iterable[Batch]
 ) -> Profile:
     """Profile the lookups of a sample of the data; reads all batches. Raises ConfigError if there are no samples."""

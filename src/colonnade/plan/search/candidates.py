@@ -105,7 +105,7 @@ class ConsumerChoice:
     """Number of floats of its fields' values."""
     why: str
     """Reason of the decision, for messages."""
-    is_apart: bool = False
+    depends_on_hot_rows: bool = False
     """True if only the hot rows of a table keep it from having a partial."""
 
 
@@ -142,7 +142,7 @@ class StepSeconds:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Decision:
     """Decision of the planner for all tables, with its cost."""
 
     tables: tuple[TableChoice, ...]

@@ -15,9 +15,9 @@ from colonnade.plan.cost.tower_paths import HopTraffic
 from colonnade.plan.search.candidates import (
     BY_OWNERS,
     OPTIONS,
-    Choice,
     Constraint,
     ConsumerChoice,
+    Decision,
     TableChoice,
     TableCost,
 )
@@ -79,7 +79,9 @@ def explain_consumers(
         if split and partial is not None and c not in remote and others:
             reason += f"; bags of {split[0]} are split"
         choices.append(
-            ConsumerChoice(consumer.name, c in remote, partial, values, reason, consumer.is_apart)
+            ConsumerChoice(
+                consumer.name, c in remote, partial, values, reason, consumer.depends_on_hot_rows
+            )
         )
     return tuple(choices)
 
@@ -140,7 +142,7 @@ def _format_floats(count: float | None) -> str:
     return f"{count or 0:,.0f}"
 
 
-def explain_choice(search: Search, state: State, partials_delay: float | None) -> Choice:
+def explain_choice(search: Search, state: State, partials_delay: float | None) -> Decision:
     """Build the planner's decision from the best state, with costs and alternatives of each table.
 
     partials_delay: seconds that the best state with partials takes longer; None: there is none."""
@@ -182,7 +184,7 @@ def explain_choice(search: Search, state: State, partials_delay: float | None) -
     # Values fetched ahead cost no waiting, so halving their bytes saves nothing.
     halved_seconds = (push + (0.0 if seconds.is_fetched_ahead else fetch)) / 2
     consumers = _explain_state_consumers(search, state, partials_delay)
-    return Choice(tuple(tables), seconds, sent, halved_seconds, consumers)
+    return Decision(tuple(tables), seconds, sent, halved_seconds, consumers)
 
 
 def _explain_state_consumers(

@@ -59,9 +59,9 @@ from colonnade.topology.sharding import (
     Kind,
     Sharding,
     host_wise,
-    on_ranks,
     replicated,
     row_wise_over_owners,
+    sharding_on_ranks,
     table_wise,
 )
 from colonnade.topology.world import World
@@ -382,7 +382,7 @@ class Search:
         ranks = self.forced[t].ranks
         if ranks is None:
             return self.propose_shardings(state, t, kind)
-        return [on_ranks(kind, ranks, self.world)]
+        return [sharding_on_ranks(kind, ranks, self.world)]
 
     def propose_shardings(self, state: State, t: int, kind: Kind) -> list[Sharding]:
         """Propose shardings of a kind on the least busy ranks or hosts."""

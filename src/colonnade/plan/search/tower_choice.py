@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from colonnade.exchange.operator_cut import sets
+from colonnade.exchange.operator_cut import consumer_sets
 from colonnade.plan.cost.comm_volume import ExchangeName
 from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad
 from colonnade.plan.cost.table_stats import TableLoad
-from colonnade.plan.search.candidates import Choice, Constraint, Memory, Option
+from colonnade.plan.search.candidates import Constraint, Decision, Memory, Option
 from colonnade.topology.sharding import Kind
 from colonnade.topology.towers import tower_ranks
 from colonnade.topology.world import World
@@ -69,7 +69,7 @@ def find_tower_compression(
         return widths + sum(fields[f].dim for f in find_sent_fields(inside))
 
     best: tuple[str, ...] = ()
-    for subset in sets(list(candidates), count_floats):
+    for subset in consumer_sets(list(candidates), count_floats):
         if count_floats(subset) < count_floats(best):
             best = tuple(subset)
     inside = {int(c): tower for c in best if (tower := candidates[c]) is not None}
@@ -147,7 +147,7 @@ def constrain_to_towers(
     return constraints
 
 
-def mark_as_chosen(choice: Choice, before: Choice, names: Collection[str]) -> Choice:
+def mark_as_chosen(choice: Decision, before: Decision, names: Collection[str]) -> Decision:
     """Return `choice` with the tables `names` as free decisions, not constraints; `before` supplies alternatives."""
     old = {table.name: table for table in before.tables}
     tables = tuple(

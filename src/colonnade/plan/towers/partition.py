@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
-from colonnade.formats import stamp
+from colonnade.formats import make_format_stamp
 from colonnade.plan.towers.affinity import DISTANCES, Distance, affinity_distances, mean_affinities
 from colonnade.topology.towers import Partition
 
@@ -291,7 +291,7 @@ class TowerMap:
         """Return the text of a map file, which `Partition.from_json` can read as well."""
         return json.dumps(
             {
-                **stamp("colonnade towers"),
+                **make_format_stamp("colonnade towers"),
                 "towers": [list(tower) for tower in self.partition.towers],
                 "distance": self.distance,
                 "places": self.places,
