@@ -24,15 +24,15 @@ constexpr std::array<int, 6> kBits = {1, 2, 4, 8, 16, 32};  // of a length
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("got " + what); }
 
-// What one rank is told, but for what all are.
+// Parts of the message that only one rank receives.
 struct Message {
-  std::vector<std::uint8_t> lengths;                      // as their columns' tables come
-  std::vector<std::pair<std::size_t, std::size_t>> runs;  // (C,) of `lengths`: where each column's lie
+  std::vector<std::uint8_t> lengths;                      // in the order of their columns' tables
+  std::vector<std::pair<std::size_t, std::size_t>> runs;  // (C,) range of each column in `lengths`
   std::vector<std::uint8_t> ids, weights;
   std::vector<std::uint64_t> codes;
 };
 
-// Deals a batch's lookups to the ranks that have their rows, table after table, and packs them.
+// Distributes a batch's lookups to the ranks that own their rows, table after table, and packs them.
 class Sender {
  public:
   Sender(const Lookups& lookups, const Dealt& dealt, std::span<const std::int64_t> places, bool keeps_ranks)
@@ -151,8 +151,8 @@ class Sender {
     }
   }
 
-  // Owner and key of each lookup, in the order of the table's columns, and how long each sample's bags are there. A key:
-  // the local row, of an open table the id.
+  // Owner and key of each lookup, in the order of the table's columns, and each sample's bag lengths at each owner.
+  // Key: the local row; in an open table the id.
   template <class Deal>
   void deal(std::size_t t, std::span<const std::uint8_t> is_weighted, const Deal& owner_and_key) {
     const std::size_t num_owners = counts_.size();
@@ -195,8 +195,8 @@ class Sender {
     }
   }
 
-  // From lookup `at` of the table's on; returns how many there are then. Everything as values: what is stored may alias
-  // whatever is reached through a reference.
+  // Continue from lookup `at` of the table; return the number of lookups after it. Uses local copies, because stores
+  // may alias anything reached through a reference.
   template <class Deal>
   std::size_t deal_ids(std::span<const std::int64_t> ids, std::size_t at, bool keeps_owners, Deal owner_and_key) {
     std::uint64_t* const keys = keys_.data() + at;
@@ -225,7 +225,7 @@ class Sender {
     packer.bits(lengths, bits);
   }
 
-  // Both forms are measured, and the shorter one is packed: a guess would have to know how ids lie.
+  // Measure both forms and pack the shorter one: an estimate would need to know how ids are distributed.
   void tell_rows(std::span<const std::uint64_t> rows, const IdSpace& space, std::vector<std::uint8_t>& out) {
     Packer packer(out);
     const auto limit = static_cast<std::uint64_t>((space.rows - 1) / space.num_owners + 1);
@@ -238,7 +238,7 @@ class Sender {
     }
     const std::size_t list = varint_bytes(unique.size()) + numbers_bytes(distances_);
     const std::size_t told = numbers_bytes(rows), listed = varint_bytes(rows.size()) + told;
-    const bool is_full = unique.size() == limit;  // a row is its own number
+    const bool is_full = unique.size() == limit;  // a row is its own index
     if (is_full ? list + told < listed : is_shorter(rows, list, listed)) {
       out.push_back(kDistinct);
       packer.varint(unique.size());
@@ -271,10 +271,10 @@ class Sender {
     out.insert(out.end(), told_listed_.begin(), told_listed_.end());
   }
 
-  // Whether keys are told in fewer bytes by a list of the different ones, of so many bytes, and their numbers, which are
-  // made where that can be.
+  // Return whether a list of unique keys, of this many bytes, and the indices of keys in it take fewer bytes; computes
+  // the indices if that is possible.
   bool is_shorter(std::span<const std::uint64_t> keys, std::size_t list, std::size_t listed) {
-    if (list + (keys.size() + 127) / 128 >= listed) return false;  // a byte for each block of numbers at least
+    if (list + (keys.size() + 127) / 128 >= listed) return false;  // a block of numbers takes at least one byte
     const std::span found(numbers_.data(), keys.size());
     distinct_.number(keys, found);
     return list + numbers_bytes(found) < listed;
@@ -292,14 +292,14 @@ class Sender {
   Buffer<std::uint32_t> owners_;
   std::vector<std::size_t> ranks_, counts_, starts_, next_;
   std::vector<std::uint64_t> lengths_;  // (N, B) of one column
-  Buffer<std::uint32_t> rank_of_;       // (E,) where weights or codes go; else empty
+  Buffer<std::uint32_t> rank_of_;       // (E,) destination of weights or codes; else empty
   Distinct distinct_;
   std::vector<std::uint64_t> distances_, hashes_;
   std::vector<std::int64_t> unique_, listed_;
   std::vector<std::uint8_t> told_, told_listed_;
 };
 
-// Reads one message: first how many lookups it tells of, then, once there is room for those of all messages, what they are.
+// Reader of one message: first the number of lookups; then, once memory for all messages is allocated, the lookups.
 class Reader {
  public:
   Reader(std::span<const std::uint8_t> data, std::span<const std::int32_t> tables, const Dealt& dealt,
@@ -312,7 +312,7 @@ class Reader {
     has_codes_ = unpacker_.byte();
     if (has_codes_ > 1) refuse("a flag of " + std::to_string(has_codes_));
     for (std::size_t c = 0; c < tables_.size(); ++c) read_column();
-    check_told(num_lookups());  // so a message bounds the memory it takes
+    check_told(num_lookups());  // bounds the memory by the message's size
   }
 
   std::size_t size() const { return static_cast<std::size_t>(size_); }
@@ -322,7 +322,7 @@ class Reader {
   bool has_weights(std::size_t c) const { return columns_[c].is_weighted && columns_[c].count; }
   bool has_codes() const { return has_codes_ && num_lookups_; }
 
-  // out (size(),): where each sample's bag begins, the first of them `at`; returns where the next begins.
+  // out (size(),): beginning of each sample's bag, starting at `at`; returns the beginning of the next bag.
   std::int64_t bags(std::size_t c, std::int64_t at, std::int64_t* out) const {
     const auto& column = columns_[c];
     for (std::size_t s = 0; s < size_; ++s) {
@@ -332,7 +332,7 @@ class Reader {
     return at;
   }
 
-  // out: by column, as many as it has lookups.
+  // out: by column, one entry per lookup.
   void read_ids(std::span<const std::span<std::int64_t>> out) {
     for (std::size_t t = 0; t < places_.size(); ++t) {
       mine_.clear();
@@ -346,7 +346,7 @@ class Reader {
     }
   }
 
-  // Then weights (count(c),) of item bytes each of the columns that have them, and at last codes (num_lookups(),).
+  // Then weights (count(c),) of item bytes for each column that has them, and finally codes (num_lookups(),).
   std::span<const std::uint8_t> read_weights(std::size_t c, std::size_t item) {
     return unpacker_.raw(columns_[c].is_weighted ? count(c) * item : 0);
   }
@@ -368,7 +368,7 @@ class Reader {
 
  private:
   struct Column {
-    std::vector<std::uint64_t> lengths;  // of each bag; empty where all are `equal`
+    std::vector<std::uint64_t> lengths;  // of each bag; empty if all are `equal`
     std::uint64_t equal = 0, count = 0;
     bool is_weighted = false;
   };
@@ -394,13 +394,13 @@ class Reader {
     columns_.push_back(std::move(column));
   }
 
-  // A block of 128 numbers takes a byte at least.
+  // A block of 128 numbers takes at least one byte.
   void check_told(std::uint64_t count) const {
     const std::uint64_t left = data_.size() - unpacker_.position();
     if (count > left * 128) refuse(std::to_string(count) + " lookups in " + std::to_string(left) + " bytes");
   }
 
-  // Of all columns of table t, `mine_`: in place where it has one.
+  // Columns of table t, as `mine_`: in place if the table has one column.
   void read_ids(std::size_t t, std::uint64_t count) {
     const IdSpace space{dealt_.table_rows[t], dealt_.num_owners[t], places_[t]};
     const auto kind = unpacker_.byte();
@@ -501,7 +501,7 @@ JoinedBags join_bags(std::span<const std::span<const std::uint8_t>> messages, st
     found.weights.resize(num_lookups * item);
     fill_ones(found.weights, dtype);
   }
-  // Column by column, in each rank by rank.
+  // Column by column, and in each column rank by rank.
   std::vector<std::span<std::int64_t>> ids(readers.size() * tables.size());  // (N, C)
   std::size_t at = 0, bag = 0;
   found.feature_offsets.push_back(0);

@@ -51,7 +51,7 @@ void give_block(Slab block) noexcept {
     blocks.push_back(std::move(block));
     kept().bytes += blocks.back().size();
   } catch (const std::bad_alloc&) {
-    // not kept, then
+    // not retained, then
   }
 }
 

@@ -1,4 +1,4 @@
-// Memory of one batch, kept for the next: a fresh page costs more than the sort that fills it.
+// Reusable memory blocks: a fresh page takes longer than the sort that fills it.
 #pragma once
 
 #include <algorithm>
@@ -11,11 +11,11 @@
 
 namespace colonnade {
 
-// Blocks of a power of two bytes; any thread. Blocks given back are kept, up to 256 MiB in all.
+// Blocks of a power of two bytes. Thread-safe. Freed blocks are retained, up to 256 MiB in all.
 Slab take_block(std::size_t bytes);  // throws NoRoom; content undefined
 void give_block(Slab block) noexcept;
 
-// n elements, content undefined.
+// Array of n elements, content undefined.
 template <class T>
 class Buffer {
   static_assert(std::is_trivially_copyable_v<T>);

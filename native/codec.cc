@@ -1,4 +1,4 @@
-// Compiled once, for any processor: what limits it is the network.
+// Compiled once, for any processor, because the network is the bottleneck.
 #include "codec.h"
 
 #include <algorithm>
@@ -15,10 +15,10 @@ using namespace COLONNADE_ISA;
 
 constexpr std::int64_t kWide = 16;
 constexpr std::uint32_t kInfinity = 0x7f800000u;
-// The largest number of 8 binary digits: every codec has it, so what is below it is not rounded to inf.
+// Largest number with 8 binary digits: every codec can represent it, so smaller values do not round to inf.
 constexpr float kMost = 0x1.fep+127f;
 
-// The largest magnitude; a NaN where there is one.
+// Return the largest magnitude, or a NaN if there is one.
 float largest_of(const float* part, std::int64_t dim) {
   std::uint32_t bits = 0;
   for (std::int64_t i = 0; i < dim; ++i) bits = std::max(bits, std::bit_cast<std::uint32_t>(part[i]) & 0x7fffffffu);
@@ -29,7 +29,7 @@ bool is_finite(float value) { return (std::bit_cast<std::uint32_t>(value) & 0x7f
 
 float power_of_two(int exponent) { return std::bit_cast<float>(static_cast<std::uint32_t>(exponent + 127) << 23); }
 
-// Calls visit(v, values times scale, random halves) for 16 elements at a time; those past the end are zeros.
+// Call visit(v, values times scale, random halves) for 16 elements at a time; elements past the end are zeros.
 template <class Visit>
 void in_vectors(const float* part, std::int64_t dim, float scale, const std::uint64_t* start, std::int64_t column,
                 const Visit& visit) {
@@ -62,7 +62,7 @@ void decode_halves(const std::uint8_t* coded, std::int64_t dim, float scale, flo
 void encode_steps(const float* part, std::int64_t dim, float scale, const std::uint64_t* start, std::int64_t column,
                   std::uint8_t* out) {
   const auto step = [](float value) { return static_cast<std::uint8_t>(static_cast<std::int8_t>(value)); };
-  if (!is_finite(scale) || scale == 0) {  // one step of inf or NaN; none of nothing
+  if (!is_finite(scale) || scale == 0) {  // one step of inf or NaN; none for zero
     std::fill_n(out, dim, step(scale == 0 ? 0.0f : 1.0f));
     return;
   }
@@ -149,7 +149,7 @@ void decode_rows(const CodedRows& shape, const std::uint8_t* coded, float* value
       } else if (shape.codec == RowCodec::fp16) {
         std::int16_t exponent;
         __builtin_memcpy(&exponent, coded, 2);
-        // What came from elsewhere may say anything.
+        // Bytes from another rank may have any value.
         decode_halves<Float16>(coded + 2, dim, power_of_two(std::clamp<int>(exponent, -126, 127)), values);
         coded += 2 + 2 * dim;
       } else {

@@ -15,7 +15,7 @@ constexpr std::uint32_t kPolynomial = 0x82f63b78;  // reflected
 
 using Tables = std::array<std::array<std::uint32_t, 256>, 8>;
 
-// tables[k][b]: what byte b becomes after k more zero bytes have passed ("slicing by 8").
+// tables[k][b]: result of byte b after k more zero bytes ("slicing by 8").
 constexpr Tables make_tables() {
   Tables tables{};
   for (std::uint32_t b = 0; b < 256; ++b) {
@@ -47,11 +47,11 @@ std::uint32_t portable(std::uint32_t crc, const unsigned char* at, std::size_t n
 
 #if defined(__x86_64__)
 
-// The instruction takes three cycles and one can start every cycle, so three lanes run side by side.
+// The instruction takes three cycles, and one can start every cycle, so three lanes run in parallel.
 constexpr std::size_t kLaneBytes = 1024;
 
-// lane_shift[k][b]: what byte k of a checksum, being b, becomes after kLaneBytes zero bytes.
-// The map is linear over GF(2), so 32 single bits define it.
+// lane_shift[k][b]: result of byte k of a checksum with value b after kLaneBytes zero bytes. The map is linear over
+// GF(2), so 32 single bits define it.
 using Shift = std::array<std::array<std::uint32_t, 256>, 4>;
 
 Shift make_lane_shift() noexcept {

@@ -1,4 +1,4 @@
-// Blocks of exactly the size that is needed, packed without holes.
+// Allocator of blocks of exact size, packed without gaps.
 #pragma once
 
 #include <algorithm>
@@ -11,10 +11,10 @@
 
 namespace colonnade {
 
-// A block holds 1 to `most` entries and belongs to an owner, which knows its size and its number among the blocks of that
-// size. All blocks of one size are a dense array on pages that the sizes share: where one leaves, the last one takes its
-// number, and its owner is told. So there is no free space but at the ends of arrays and pages, whatever came and went.
-// Not thread-safe; concurrent reads are.
+// A block has 1 to `most` entries and an owner, which stores the block's size and its number among blocks of that size.
+// All blocks of a size form a dense array on pages that the sizes share: if a block is removed, the last one of its
+// size takes its number, and its owner is notified. So the only free space is at the ends of arrays and pages, after
+// any sequence of calls. Not thread-safe, except for concurrent reads.
 class DenseBlocks {
  public:
   DenseBlocks(std::uint32_t entry_bytes, std::uint32_t most) : sizes_(most + 1) {
@@ -25,11 +25,11 @@ class DenseBlocks {
     }
   }
 
-  // The entries of a block.
+  // Entries of a block.
   std::uint8_t* at(std::uint32_t n, std::uint32_t number) const { return start(sizes_[n], number) + kOwnerBytes; }
   void prefetch(std::uint32_t n, std::uint32_t number) const { __builtin_prefetch(at(n, number), 0, 3); }
 
-  // So that `adds` calls of `add` succeed. NoRoom: nothing changed.
+  // Reserve memory so that `adds` calls of `add` succeed. NoRoom: nothing changed.
   void reserve(std::size_t adds) {
     while (free_.size() < adds) {
       slabs_.emplace_back(kPage * kPagesOfSlab);
@@ -37,7 +37,7 @@ class DenseBlocks {
         free_.push_back(reinterpret_cast<std::uint8_t*>(slabs_.back().data()) + i * kPage);
     }
   }
-  // A new block; content undefined.
+  // Add a block; content undefined.
   std::uint32_t add(std::uint32_t n, std::uint32_t owner) {
     Size& size = sizes_[n];
     if (size.num_blocks == size.pages.size() * size.per_page) {
@@ -50,7 +50,7 @@ class DenseBlocks {
     std::memcpy(start(size, number), &owner, kOwnerBytes);
     return number;
   }
-  // moved(owner, number): that owner's block of size n has another number now.
+  // moved(owner, number): that owner's block of size n got another number.
   template <class Moved>
   void remove(std::uint32_t n, std::uint32_t number, const Moved& moved) {
     Size& size = sizes_[n];
@@ -86,9 +86,9 @@ class DenseBlocks {
     return size.pages[page] + (number - page * size.per_page) * size.block_bytes;
   }
 
-  std::vector<Size> sizes_;  // by entries of a block
+  std::vector<Size> sizes_;  // by number of entries of a block
   std::vector<Slab> slabs_;
-  std::vector<std::uint8_t*> free_;  // pages; ever used ones are taken first
+  std::vector<std::uint8_t*> free_;  // pages; used ones are taken first
   std::int64_t num_pages_ = 0;
 };
 

@@ -21,33 +21,33 @@ namespace colonnade {
 
 namespace {
 
-constexpr std::int64_t kRun = 2048;                // rows of a batch that a thread takes: they take as long as waking one
-constexpr std::int64_t kForeseen = 1 << 30;         // address space; more comes with use
-// Entries in 100 buckets of the index. Copies come and go, and one that has overflown stays where it is: at 942 two thirds
-// of the searches begin at a bucket that somebody passed, at 860 less than half, for 0.6 bytes a row.
+constexpr std::int64_t kRun = 2048;                // rows of a batch per thread: as much work as waking a thread
+constexpr std::int64_t kForeseen = 1 << 30;         // address space; memory grows with use
+// Entries in 100 buckets of the index. Copies are added and removed, and an overflowed entry stays where it is: at 942
+// two thirds of the searches begin at a bucket with overflow, at 860 less than half, for 0.6 bytes a row.
 constexpr std::uint64_t kFill = 860;
 constexpr std::uint32_t kMostTicks = (1u << 24) - 1;
-constexpr std::int64_t kLeastShare = 16, kLateShare = 64;  // of the copies: one in so many is kept in order
-constexpr std::int64_t kSmall = 1024;              // copies, or fewer, are all kept in order
-constexpr std::size_t kAhead = 16;                 // entries whose rows are fetched early
+constexpr std::int64_t kLeastShare = 16, kLateShare = 64;  // one in this many copies is kept in order
+constexpr std::int64_t kSmall = 1024;              // this many copies, or fewer, are all kept in order
+constexpr std::size_t kAhead = 16;                 // entries with rows fetched early
 constexpr std::int64_t kForgive = 64;              // batches
 
-// Worth of lfu: log2 of the count, plus time; in 1/1024 of a doubling. Time is in half-lives.
+// lfu score: log2 of the count, plus time; in 1/1024 of a doubling. Time is in half-lives.
 constexpr int kDoubling = 1024, kTimeShift = 20;
 constexpr std::uint64_t kHalfLife = std::uint64_t{kDoubling} << kTimeShift;
-constexpr std::uint64_t kTurnover = 1;             // capacities that are used in a half-life
+constexpr std::uint64_t kTurnover = 1;             // capacities used in a half-life
 constexpr std::uint32_t kMostTime = std::numeric_limits<std::uint32_t>::max() - 64 * kDoubling;
 constexpr std::uint32_t kSetBack = 1u << 31;       // two million half-lives
 constexpr int kGainStep = 16;
-// What the smaller of two counts adds to the logarithm of the larger, by how far it is below.
-const std::array<std::uint16_t, 12 * kDoubling / kGainStep + 1> kGain = [] {  // the last one: of all that are further
+// Share that the smaller of two counts adds to the logarithm of the larger, by their distance.
+const std::array<std::uint16_t, 12 * kDoubling / kGainStep + 1> kGain = [] {  // the last one: for all larger distances
   std::array<std::uint16_t, 12 * kDoubling / kGainStep + 1> gain{};
   for (std::size_t i = 0; i + 1 < gain.size(); ++i)
     gain[i] = static_cast<std::uint16_t>(std::floor(kDoubling * std::log2(1 + std::exp2(-double(i * kGainStep) / kDoubling)) + 0.5));
   return gain;
 }();
 
-constexpr std::uint32_t kKnown = 1u << 31;  // of lookahead
+constexpr std::uint32_t kKnown = 1u << 31;  // lookahead
 
 std::uint8_t stamp_of(std::int64_t number) { return static_cast<std::uint8_t>(number); }
 
@@ -60,13 +60,13 @@ void check_ascending(std::span<const std::int64_t> ids, const char* name) {
                                   std::to_string(ids[i - 1]) + ", wanted ids ascending, each once");
 }
 
-constexpr std::int64_t kTogether = 16;  // worths that are looked at at once, most of them in vain
+constexpr std::int64_t kTogether = 16;  // scores compared at a time, most of them without a match
 
-// A bit for each of the worths that is 1 .. most.
+// Return one bit for each of the scores that is 1 .. most.
 unsigned up_to(const std::uint32_t* worths, std::uint32_t most) {
   unsigned bits = 0;
 #if defined(__SSE2__)
-  // Processors of this instruction set compare with signs only.
+  // Processors with this instruction set have only signed comparisons.
   const __m128i sign = _mm_set1_epi32(INT32_MIN), limit = _mm_xor_si128(_mm_set1_epi32(static_cast<int>(most)), sign);
   const auto four = [&](int k) {
     const __m128i found = _mm_loadu_si128(reinterpret_cast<const __m128i*>(worths) + k);
@@ -80,7 +80,7 @@ unsigned up_to(const std::uint32_t* worths, std::uint32_t most) {
   return bits;
 }
 
-// Of an id, so that they ascend as numbers without a sign.
+// Maps an id so that ids ascend as unsigned numbers.
 std::uint64_t unsigned_order(std::int64_t id) { return static_cast<std::uint64_t>(id) ^ std::uint64_t{1} << 63; }
 
 }  // namespace
@@ -91,7 +91,7 @@ Directory::Directory(const DirectorySettings& settings)
   make_room(foreseen + std::min<std::int64_t>(foreseen, 1 << 16) + 1024);
 }
 
-// Address space for so many slots in all.
+// Reserve address space for this many slots.
 void Directory::make_room(std::int64_t slots) {
   if (slots <= room_) return;
   const auto n = static_cast<std::size_t>(std::max(slots, room_ + room_ / 4));
@@ -148,8 +148,8 @@ void Directory::tick(std::size_t num_rows) noexcept {
   time_ += std::min(kHalfLife, turned);
 }
 
-// Worths are compared with each other alone, so all may be less by the same. What would be worth nothing is worth least.
-// bad_alloc: nothing changed.
+// Scores are only compared with each other, so all may be lowered by the same amount. A score that would become zero
+// becomes the lowest. bad_alloc: nothing changed.
 void Directory::set_back(DirectoryStep& done) {
   const auto num_lapsing = std::count_if(worths_, worths_ + num_slots_, [](std::uint32_t worth) { return worth && worth <= kSetBack; });
   done.lapsed.reserve(static_cast<std::size_t>(num_lapsing));
@@ -175,7 +175,7 @@ void Directory::undo_set_back(const DirectoryStep& done) {
   forget_order();
 }
 
-// Who is worth least is looked for anew.
+// Search again for the lowest scores.
 void Directory::forget_order() noexcept {
   least_.clear();
   late_.clear();
@@ -202,14 +202,14 @@ std::uint32_t Directory::used(std::uint32_t worth, std::uint32_t now) const noex
   return larger + kGain[std::min<std::size_t>(below, kGain.size() - 1)];
 }
 
-// Of all rows of the batch that have a copy.
+// Update all rows of the batch that have a copy.
 void Directory::find(std::span<const std::int64_t> wanted, std::span<const std::int32_t> next_uses, DirectoryStep& done) {
   const auto number = static_cast<std::uint32_t>(number_);
   const auto read_bound = static_cast<std::uint64_t>(settings_.read_bound);
   const std::int64_t write_bound = settings_.write_bound;
   Buffer<std::uint32_t> low_slots(wanted.size());
   std::atomic<std::size_t> num_low{0};
-  // As values: what is stored below in bytes may alias all that is reached through `this` or `done`.
+  // Local copies: byte stores below may alias anything reached through `this` or `done`.
   Row* const rows = rows_;
   std::uint32_t* const worths = worths_;
   const std::pair<std::uint32_t, std::int64_t> threshold = threshold_;
@@ -222,7 +222,7 @@ void Directory::find(std::span<const std::int64_t> wanted, std::span<const std::
   std::fill_n(done.leaving.data(), wanted.size(), 0);
   for_each_run(static_cast<std::int64_t>(wanted.size()), kRun, [&](std::int64_t begin, std::int64_t end) {
     index_.find_all(wanted.subspan(begin, end - begin), ids(), slots + begin);
-    std::uint32_t here[kRun];  // the run's rows that have one
+    std::uint32_t here[kRun];  // the run's rows that have a copy
     std::int64_t num_here = 0;
     for (std::int64_t i = begin; i < end; ++i) {
       here[num_here] = static_cast<std::uint32_t>(i);
@@ -253,14 +253,14 @@ void Directory::find(std::span<const std::int64_t> wanted, std::span<const std::
   for (std::size_t i = 0; i < num_low; ++i) hear(low[i]);
 }
 
-// Copies for those that have none.
+// Add copies for rows without one.
 void Directory::admit(std::span<const std::int64_t> wanted, std::span<const std::int32_t> next_uses, DirectoryStep& done) {
   const bool is_pushed = 1 > settings_.write_bound;
   Buffer<std::uint32_t> missing(wanted.size());
   std::uint32_t* const rows = missing.data();
   std::int32_t* const slots = done.slots.data();
   std::size_t num_missing = 0;
-  for (std::uint32_t i = 0; i < wanted.size(); ++i) {  // without a branch, which nobody could foretell
+  for (std::uint32_t i = 0; i < wanted.size(); ++i) {  // no branch, because it would be unpredictable
     rows[num_missing] = i;
     num_missing += static_cast<std::uint32_t>(slots[i]) == SlotIndex::kAbsent;
   }
@@ -287,7 +287,7 @@ void Directory::revalue(std::uint32_t slot, std::uint32_t worth, DirectoryStep& 
   hear(slot);
 }
 
-// Worths of revalued [begin, end), as they were.
+// Restore the scores of revalued [begin, end).
 void Directory::restore(const DirectoryStep& done, std::size_t begin, std::size_t end) {
   for (std::size_t i = end; i-- > begin;) {
     const auto [slot, worth] = done.revalued[i];
@@ -296,7 +296,7 @@ void Directory::restore(const DirectoryStep& done, std::size_t begin, std::size_
   }
 }
 
-// A use that was not known comes into sight.
+// A use that was unknown is now known.
 void Directory::foresee(std::span<const std::int64_t> coming, std::int64_t window, DirectoryStep& done) {
   const std::uint32_t worth = known(window);
   Buffer<std::uint32_t> slots(coming.size());
@@ -305,7 +305,7 @@ void Directory::foresee(std::span<const std::int64_t> coming, std::int64_t windo
     if (slots[i] != SlotIndex::kAbsent && worths_[slots[i]] < kKnown) revalue(slots[i], worth, done);
 }
 
-// Uses that were foretold and did not come would hold their rows for ever.
+// Predicted uses that did not happen would retain their rows forever.
 void Directory::forgive(DirectoryStep& done) {
   for (std::int64_t s = 0; s < num_slots_; ++s) {
     const std::uint32_t worth = worths_[s];
@@ -318,7 +318,7 @@ void Directory::evict(std::span<const std::int64_t> wanted, DirectoryStep& done)
   const std::int64_t surplus = num_rows_ - settings_.capacity;
   if (surplus <= 0) return;
   done.gone.reserve(static_cast<std::size_t>(surplus));
-  std::vector<std::uint32_t> dirty;  // of `gone`
+  std::vector<std::uint32_t> dirty;  // among `gone`
   dirty.reserve(static_cast<std::size_t>(surplus));
   for (std::int64_t left = surplus; left > 0; --left) {
     const std::uint32_t slot = take_least(left).slot;
@@ -368,7 +368,7 @@ void Directory::undo(std::span<const std::int64_t> ids, const DirectoryStep& don
     worths_[slot] = before.worth;
     hear(slot);
   }
-  restore(done, 0, done.num_forgiven);  // the batch's rows among them, after what they were when they were found
+  restore(done, 0, done.num_forgiven);  // the batch's rows among them get their state at the search afterwards
   for (std::int64_t s = done.num_slots; s < num_slots_; ++s) {
     free_[static_cast<std::size_t>(s) / 64] &= ~(std::uint64_t{1} << (s % 64));
     --num_free_;
@@ -398,7 +398,8 @@ std::vector<DirectoryRow> Directory::flush(std::int64_t above) {
   return found;
 }
 
-// What waited elsewhere when a copy was read was up to the old bound: it counts as read so many batches earlier.
+// Gradients that were pending elsewhere at a copy's read were within the old bound: the copy counts as read that many
+// batches earlier.
 void Directory::set_bounds(std::int64_t read_bound, std::int64_t write_bound) noexcept {
   const std::int64_t lowered = settings_.write_bound - write_bound;
   for (std::int64_t s = 0; lowered > 0 && s < num_slots_; ++s)
@@ -448,7 +449,7 @@ std::uint32_t Directory::take_slot() noexcept {
   return static_cast<std::uint32_t>(lowest_ * 64 + static_cast<std::size_t>(bit));
 }
 
-// A copy, in a slot that may be free.
+// Restore a copy, in a slot that may be free.
 void Directory::put(const DirectoryRow& row) {
   std::uint64_t& word = free_[row.slot / 64];
   const std::uint64_t bit = std::uint64_t{1} << (row.slot % 64);
@@ -457,7 +458,7 @@ void Directory::put(const DirectoryRow& row) {
   keep(row);
 }
 
-// A copy, in a slot that was taken.
+// Add a copy, in a slot that was taken.
 void Directory::keep(const DirectoryRow& row) {
   Row& at = rows_[row.slot];
   at.id = row.id;
@@ -482,13 +483,13 @@ void Directory::remove(std::uint32_t slot) noexcept {
 
 void Directory::add_late(const Entry& entry) {
   const auto most = static_cast<std::size_t>(num_rows_ / kLateShare + kSmall);
-  if (late_.size() >= most) return look(1);  // which finds this row too
+  if (late_.size() >= most) return look(1);  // finds this row too
   if (late_.size() == late_.capacity()) late_.reserve(std::min(most, 2 * late_.size() + 64));
   late_.push_back(entry);
   std::push_heap(late_.begin(), late_.end(), std::greater<>());
 }
 
-// Puts the copies that are worth least in order, `wanted` of them or more.
+// Put the copies with the lowest scores in order, `wanted` of them or more.
 void Directory::look(std::int64_t wanted) {
   constexpr std::uint64_t kSample = 256;
   least_.clear();
@@ -524,17 +525,17 @@ void Directory::look(std::int64_t wanted) {
   for (std::size_t i = order.size(); i-- > 0;) least_.push_back(low[order[i]]);
 }
 
-// All copies up to the threshold, by slot.
+// Collect all copies up to the threshold, by slot.
 void Directory::collect_low(std::vector<Entry>& low) const {
   constexpr std::int64_t kChunk = 1024;
-  const std::uint32_t* const worths = worths_;  // whole pages of them: those of slots that nobody has are 0
+  const std::uint32_t* const worths = worths_;  // whole pages of scores: unused slots have 0
   const auto threshold = threshold_;
   std::uint32_t slots[kChunk + kTogether];
   for (std::int64_t chunk = 0; chunk < num_slots_; chunk += kChunk) {
     std::int64_t n = 0;
     for (std::int64_t begin = chunk, end = std::min(chunk + kChunk, num_slots_); begin < end; begin += kTogether) {
       unsigned bits = up_to(worths + begin, threshold.first);
-      const auto take = [&] {  // written in any case, counted if there is one: nobody could foretell it
+      const auto take = [&] {  // written in any case, counted if present, because a branch would be unpredictable
         slots[n] = static_cast<std::uint32_t>(begin) + static_cast<std::uint32_t>(std::countr_zero(bits | 1u << 31));
         n += bits != 0;
         bits &= bits - 1;
@@ -552,7 +553,7 @@ void Directory::collect_low(std::vector<Entry>& low) const {
   }
 }
 
-// The copy that is worth least; there is one. wanted: copies that leave now, this one included.
+// Return the copy with the lowest score; there is one. wanted: copies to evict now, including this one.
 Directory::Entry Directory::take_least(std::int64_t wanted) {
   for (;;) {
     if (least_.size() >= kAhead) {

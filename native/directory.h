@@ -1,4 +1,4 @@
-// Which rows a rank keeps copies of: id -> slot, how old each copy is, what is pending, and who leaves.
+// Directory of a rank's cached rows: id -> slot, age of each copy, pending gradients, eviction.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +12,11 @@
 
 namespace colonnade {
 
-// What a copy is worth (32 bits; who is worth least leaves, of those alike the one with the smallest id):
-//   lru        the last batch that used it
-//   lfu        how often it was used; a count halves while as many rows are used as the cache holds, and those of rows
-//              that were not used for two million times as long may become alike
-//   lookahead  how soon it is used again, as told; of those not told, the last batch that used it
+// Eviction score of a copy (32 bits; the lowest score is evicted first, among equal scores the smallest id):
+//   lru        last batch that used it
+//   lfu        number of uses; a count halves while as many rows are used as the cache holds, and scores of rows that
+//              were not used for two million times as long may become equal
+//   lookahead  batches until its next use, from hints; without a hint, the last batch that used it
 enum class CachePolicy : std::uint8_t { lru, lfu, lookahead };
 
 struct DirectorySettings {
@@ -24,60 +24,60 @@ struct DirectorySettings {
   CachePolicy policy;
 };
 
-// Nothing is said; the owner is asked for a row; it is asked whether the copy still is as it was.
+// Request of a row: none, the row, or whether the copy is still current.
 enum class Asked : std::uint8_t { hit, miss, lease_over };
 
-// A copy as commits hold it.
+// Row of the directory in a checkpoint.
 struct DirectoryRow {
   std::int64_t id;
   std::uint32_t slot, copied, ticks, worth;
 };
 
-// One batch's decision, and what it changed, as it was.
+// Decision for one batch, and what it changed, for `undo`.
 struct DirectoryStep {
   std::int64_t number = 0;
-  // (U,) by row of the batch.
+  // (U,) for each row of the batch.
   Buffer<std::int32_t> slots, ages, ticks;
   Buffer<std::uint8_t> asked, pushed, leaving;
-  // (E,) of other rows that leave with something pending, ascending by id.
+  // (E,) other rows evicted with pending gradients, by ascending id.
   Buffer<std::int64_t> evicted_ids;
   Buffer<std::int32_t> evicted_slots, evicted_ticks;
 
   struct Before {
     std::uint32_t copied, ticks, worth;
   };
-  Buffer<Before> before;                     // (U,) of those that had a copy
-  std::vector<DirectoryRow> gone;            // all that left, of the batch or not
-  std::vector<std::pair<std::uint32_t, std::uint32_t>> revalued;  // of others: slot and worth
-  std::size_t num_forgiven = 0;  // of these, before the batch's rows were found
+  Buffer<Before> before;                     // (U,) state of rows that had a copy
+  std::vector<DirectoryRow> gone;            // all evicted rows, in the batch or not
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> revalued;  // of other rows: slot and score
+  std::size_t num_forgiven = 0;  // of these, changed before the batch's rows were searched
   std::uint64_t time = 0;
   std::int64_t num_slots = 0;
-  std::uint32_t set_back = 0;  // by how much all worths were lowered before anything else
-  std::vector<std::pair<std::uint32_t, std::uint32_t>> lapsed;  // slot and worth of those that were worth no more than that
+  std::uint32_t set_back = 0;  // amount by which all scores were lowered first
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> lapsed;  // slot and score of rows with a lower score than that
 };
 
-// Flat arrays: 16 bytes of each copy, 4 of its worth, 7.4 of the index, and 16 for each of some sixteenth of the copies,
-// those that are worth least: only they are kept in order. Worth rises with use (or a row is put in that order anew), so the
-// least of them is the least of all, until none is left and all copies are looked at for the next.
+// Stored in flat arrays: 16 bytes for each copy, 4 for its score, 7.4 for the index, and 16 for each of about a
+// sixteenth of the copies, those with the lowest scores. Only these are kept in order. A score only rises with use (or
+// the row is inserted in that order again), so the lowest of them is the lowest of all; when none remains, all copies
+// are scanned for the next.
 //
-// The contract is that of `cache/directory.py`; one thread at a time.
+// The contract is in `cache/directory.py`. One thread at a time.
 class Directory {
  public:
   explicit Directory(const DirectorySettings& settings);
 
-  // The next batch's rows, ascending, each once. next_uses: batches from this one to the next that uses each, 0: not
-  // known; or none. coming: ascending, rows of the batch `window` after this one. invalid_argument, NoRoom: nothing
-  // changed.
+  // Decide the next batch: its unique rows, ascending. next_uses: batches until the next use of each row, 0: unknown;
+  // or none. coming: ascending, rows of the batch `window` after this one. invalid_argument, NoRoom: nothing changed.
   DirectoryStep step(std::span<const std::int64_t> ids, std::span<const std::int32_t> next_uses,
                      std::span<const std::int64_t> coming, std::int64_t window);
-  // As if the newest step had not been. ids: its own. invalid_argument for another's.
+  // Undo the newest step. ids: those of that step. invalid_argument for another step's.
   void undo(std::span<const std::int64_t> ids, const DirectoryStep& done);
-  // Rows with more than so many batches pending are pushed: as they were, ascending by id.
+  // Return the rows with more than `above` pending batches, ascending by id, and clear their pending counts.
   std::vector<DirectoryRow> flush(std::int64_t above);
   void set_bounds(std::int64_t read_bound, std::int64_t write_bound) noexcept;
 
-  std::vector<DirectoryRow> rows() const;  // ascending by id
-  // Into a directory without copies. invalid_argument for an id or a slot twice.
+  std::vector<DirectoryRow> rows() const;  // by ascending id
+  // Load rows into an empty directory. invalid_argument for a repeated id or slot.
   void load(std::span<const DirectoryRow> rows, std::int64_t number, std::uint64_t time);
 
   std::int64_t size() const { return num_rows_; }
@@ -92,8 +92,8 @@ class Directory {
  private:
   struct Row {
     std::int64_t id;
-    std::uint32_t copied;       // the batch that read it
-    std::uint32_t ticks : 24;   // pending; stops at its most
+    std::uint32_t copied;       // batch that read it
+    std::uint32_t ticks : 24;   // pending batches; saturates
     std::uint32_t stamp : 8;    // of the last batch that used it
   };
   static_assert(sizeof(Row) == 16);
@@ -109,7 +109,7 @@ class Directory {
   struct Entry {
     std::uint32_t worth, slot;
     std::int64_t id;
-    // One number, in the order of (worth, id).
+    // Sort key: (score, id) as one number.
     unsigned __int128 key() const {
       return static_cast<unsigned __int128>(worth) << 64 | (static_cast<std::uint64_t>(id) ^ std::uint64_t{1} << 63);
     }
@@ -123,7 +123,7 @@ class Directory {
   void undo_set_back(const DirectoryStep& done);
   void forget_order() noexcept;
   std::uint32_t begun(std::int32_t next_use) const noexcept;
-  std::uint32_t used(std::uint32_t worth, std::uint32_t now) const noexcept;  // now: what `begun` says
+  std::uint32_t used(std::uint32_t worth, std::uint32_t now) const noexcept;  // now: result of `begun`
   std::uint32_t known(std::int64_t batches) const noexcept;
   void revalue(std::uint32_t slot, std::uint32_t worth, DirectoryStep& done);
   void restore(const DirectoryStep& done, std::size_t begin, std::size_t end);
@@ -152,17 +152,17 @@ class Directory {
   SlotIndex index_;
   Slab rows_slab_, worths_slab_;
   Row* rows_ = nullptr;
-  std::uint32_t* worths_ = nullptr;  // 0: the slot is free
-  std::int64_t room_ = 0;            // slots
-  std::vector<std::uint64_t> free_;  // a bit each, below num_slots_
-  std::size_t lowest_ = 0;           // no word of free_ below it has any
+  std::uint32_t* worths_ = nullptr;  // 0: free slot
+  std::int64_t room_ = 0;            // number of slots
+  std::vector<std::uint64_t> free_;  // one bit per slot below num_slots_
+  std::size_t lowest_ = 0;           // words of free_ below it are 0
   std::int64_t num_slots_ = 0, num_rows_ = 0, num_free_ = 0;
   std::int64_t number_ = 0;
-  std::uint64_t time_ = 0;  // of lfu: half-lives, in 2^-30
-  // Every copy up to the threshold has an entry with its worth in one of these; others there mean nothing.
+  std::uint64_t time_ = 0;  // lfu: half-lives, in 2^-30
+  // Each copy with a score up to the threshold has an entry with its score in one of these; other entries are stale.
   std::pair<std::uint32_t, std::int64_t> threshold_{0, 0};
   std::vector<Entry> least_;  // descending
-  std::vector<Entry> late_;   // a heap, the least on top
+  std::vector<Entry> late_;   // heap with the lowest on top
 };
 
 }  // namespace colonnade

@@ -1,4 +1,4 @@
-// Two bits for each slot: whether its row is newer than below, and whether a commit still has to save it.
+// Two bits for each slot: row is newer than the backing; row must still be saved by a checkpoint.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 
 namespace colonnade {
 
-// A snapshot takes all dirty bits at once, a word at a time; from then on a row is dirty only if it changed after it.
-// Threads may soil slots at once; all else is one thread at a time.
+// A snapshot takes all dirty bits at once, a word at a time; after it a row is dirty only if it has changed since.
+// Threads may set dirty bits concurrently; all other calls are from one thread at a time.
 class DirtyBits {
  public:
   DirtyBits() = default;
@@ -31,10 +31,10 @@ class DirtyBits {
     if (has_snapshot_) saves()[slot / 64] &= ~bit(slot);
   }
 
-  // In memory, of the first `slots`.
+  // Bytes in memory for the first `slots`.
   std::int64_t bytes(std::int64_t slots) const { return slots / 8 * (has_snapshot_ ? 2 : 1); }
 
-  // Of the first `slots`: those that are dirty are to be saved, and clean.
+  // Begin a snapshot of the first `slots`: dirty rows are marked to be saved, and become clean.
   void take_snapshot(std::int64_t slots) noexcept {
     has_snapshot_ = true;
     for (std::size_t w = 0; w < num_words(slots); ++w) {
@@ -43,7 +43,7 @@ class DirtyBits {
       dirty()[w] = 0;
     }
   }
-  // Those not saved yet are dirty again. The bits to save are no memory any more.
+  // End the snapshot: rows not saved are dirty again. Frees the bits to save.
   void end_snapshot(std::int64_t slots) noexcept {
     for (std::size_t w = 0; w < num_words(slots); ++w) {
       if (saves()[w] == 0) continue;
@@ -53,7 +53,7 @@ class DirtyBits {
     saves_slab_.give_back(0, saves_slab_.size());
     has_snapshot_ = false;
   }
-  // visit(slot) for those to save from `slot` on, ascending, until it says false; returns where to go on.
+  // Visit slots to save from `slot` on, ascending, until visit(slot) returns false; return where to continue.
   template <class Visit>
   std::int64_t for_each_to_save(std::int64_t slot, std::int64_t slots, const Visit& visit) const {
     return for_each(saves(), slot, slots, visit);

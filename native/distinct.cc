@@ -8,11 +8,11 @@
 namespace colonnade {
 namespace {
 
-constexpr std::uint64_t kRowsPerKey = 256;  // so sparse, words without marks cost as much as hashing
+constexpr std::uint64_t kRowsPerKey = 256;  // for sparser rows, words without marks take as long as hashing
 constexpr std::size_t kFew = 64;            // sorted by comparison
 constexpr int kPrefixBits = 8;              // of hashes, beyond those that count them
 
-// std::popcount is a call where the processor may have no instruction for it.
+// std::popcount is a function call if the processor may lack the instruction.
 constexpr std::uint64_t count_bits(std::uint64_t x) {
   x -= x >> 1 & 0x5555555555555555u;
   x = (x & 0x3333333333333333u) + (x >> 2 & 0x3333333333333333u);
@@ -50,7 +50,7 @@ void Distinct::mark(std::span<const std::uint64_t> keys, std::uint64_t limit) {
   marks_.assign(num_words, 0);
   before_.resize(num_words);
   for (const auto key : keys) marks_[key / 64] |= std::uint64_t{1} << key % 64;
-  // At most as many as there are keys; written without asking for room each time.
+  // At most as many as there are keys; written without a capacity check each time.
   unique_.resize(std::min(static_cast<std::uint64_t>(keys.size()), limit));
   std::uint64_t* next = unique_.data();
   for (std::size_t w = 0; w < num_words; ++w) {
@@ -94,7 +94,7 @@ void Distinct::sort(std::uint64_t limit) {
     radix_sort(words_, number_bits, bits);
   }
   const std::uint64_t mask = (std::uint64_t{1} << number_bits) - 1;
-  // Keys that these bits do not tell apart.
+  // Keys that these bits do not separate.
   for (std::size_t i = 0, end; dropped && i < count; i = end) {
     for (end = i + 1; end < count && words_[end] >> number_bits == words_[i] >> number_bits;) ++end;
     if (end - i < 2) continue;

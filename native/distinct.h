@@ -1,4 +1,4 @@
-// The different ones of a list of keys, ascending, and which of them each key is.
+// Deduplication of a list of keys: unique keys in ascending order, and the index of each key among them.
 #pragma once
 
 #include <cstddef>
@@ -8,14 +8,14 @@
 
 namespace colonnade {
 
-// Keys that are dense enough are marked, a bit each, and counted from there; others go through a hash table, and only the
-// different ones are sorted. Keeps its memory from call to call.
+// Dense keys are marked in a bitmap and counted from there; others go through a hash table, and only unique keys are
+// sorted. Reuses its memory between calls.
 class Distinct {
  public:
-  // limit: of vocabulary rows, which are below it; 0: any 64 bits, as mixed as a hash. Returns the different keys, valid
-  // until the next call.
+  // Return the unique keys, valid until the next call. limit: exclusive bound of vocabulary rows; 0: any 64 bits, mixed
+  // like a hash.
   std::span<const std::uint64_t> find(std::span<const std::uint64_t> keys, std::uint64_t limit);
-  // Of the keys of that call. numbers (n,): which of the different ones each is.
+  // Write the index of each key of that call among the unique keys to numbers (n,).
   void number(std::span<const std::uint64_t> keys, std::span<std::uint64_t> numbers) const;
 
  private:
@@ -25,11 +25,11 @@ class Distinct {
 
   std::vector<std::uint64_t> unique_;
   bool is_marked_ = false;
-  std::vector<std::uint64_t> marks_;   // a bit for each row
-  std::vector<std::uint32_t> before_;  // marks in the words before each
-  std::vector<std::uint32_t> slots_;   // of the hash table: 1 + which of the different ones as they came; 0: free
-  std::vector<std::uint32_t> came_;    // (n,) as which of these each key came
-  std::vector<std::uint32_t> place_;   // (U,) of these, ascending
+  std::vector<std::uint64_t> marks_;   // one bit per row
+  std::vector<std::uint32_t> before_;  // number of marks in earlier words
+  std::vector<std::uint32_t> slots_;   // hash table: 1 + index among unique keys in order of arrival; 0: free
+  std::vector<std::uint32_t> came_;    // (n,) index of each key in order of arrival
+  std::vector<std::uint32_t> place_;   // (U,) rank of each of these in ascending order
   std::vector<std::uint64_t> words_, sorted_;
 };
 

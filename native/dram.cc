@@ -107,11 +107,11 @@ void Dram::check_slots(std::int64_t table, std::span<const std::uint32_t> slots)
   }
 }
 
-// The first of ids that is not a row of this rank's.
+// Return the first id that is not a row of this rank.
 void Dram::refuse_id(std::int64_t table, std::span<const std::int64_t> ids) const {
   const auto& rows = at(table);
   const auto& share = rows.share();
-  const bool is_open = rows.settings().rows == 0;  // and without rows here
+  const bool is_open = rows.settings().rows == 0;  // and without rows on this rank
   const auto where =
       std::ranges::find_if(ids, [&](auto id) { return is_open || share.is_outside(id) || !share.owns(id); });
   const std::string id = "table " + std::to_string(table) + " position " + std::to_string(where - ids.begin()) +

@@ -14,80 +14,81 @@
 
 namespace colonnade {
 
-// What an acquire did beyond pinning.
+// Result of `acquire`: missing and evicted rows.
 struct Acquired {
-  std::vector<std::int32_t> missing;               // positions in ids, ascending: slot assigned
-  std::int64_t num_evicted = 0;        // rows that lost their slot
-  std::int64_t num_evicted_dirty = 0;  // of these, those that went to the sink
+  std::vector<std::int32_t> missing;               // positions in ids, ascending; slots are assigned
+  std::int64_t num_evicted = 0;        // evicted rows
+  std::int64_t num_evicted_dirty = 0;  // of these, dirty ones, passed to the sink
 };
 
-// Called with rows of a table that leave or are saved, under the Dram's lock: it must not call back.
+// Receives rows of a table that are evicted or saved. Called under the Dram's lock, so it must not call back.
 using TableSink = std::function<void(std::int64_t table, const LeftRows& rows)>;
 
-// Thread-safe: a lock for each table around its index, pins and bits; one acquire at a time. Row contents are not locked: a pinned row does not
-// move, and who reads or writes it is the caller's order of things.
+// Thread-safe: one lock per table for its index, pins and bits; one acquire at a time. Row contents are not locked: a
+// pinned row does not move, and callers order their reads and writes.
 class Dram {
  public:
   Dram(std::span<const TableSettings> tables, const RowFormat& format);
 
-  // ids (U,) unique inside each table's part; next_use (U,) codes of heat.h, or empty; slots (U,) out. A full table
-  // evicts unpinned rows, those that are newer than below to the sink. NoRoom, out_of_range and invalid_argument leave
-  // everything as it was (slots are all kNoSlot then); so does what the sink throws, but rows may have left.
+  // Pin rows. ids (U,) unique within each table; next_use (U,) codes of heat.h, or empty; slots (U,) output. A full
+  // table evicts unpinned rows, dirty ones to the sink. NoRoom, out_of_range and invalid_argument change nothing (all
+  // slots are then kNoSlot); so do exceptions of the sink, except that rows may have been evicted.
   Acquired acquire(std::span<const std::int64_t> ids, std::span<const std::int64_t> offsets,
                    std::span<const std::uint8_t> next_use, std::span<std::uint32_t> slots, bool is_birth,
                    const TableSink& sink);
-  // Rows just acquired that had been here before, and their heat then (heat.h).
+  // Restore the access frequency (heat.h) of rows that were just acquired and had been resident before.
   void resume(std::int64_t table, std::span<const std::uint32_t> slots, std::span<const std::uint8_t> heats);
-  // Rows just acquired and read that were used before only by processes that ended, in so many steps: their clocks say
-  // how often.
+  // Estimate from their clocks the access frequency of rows, just acquired and read, that only earlier processes used,
+  // in `steps` steps.
   void recall(std::int64_t table, std::span<const std::uint32_t> slots, std::int64_t steps);
-  // invalid_argument if a row is not pinned, once the others are released; of a table that indexes directly none are.
+  // Unpin rows. invalid_argument if a row is not pinned, after the others are released; directly indexed tables have no
+  // pins to check.
   void release(std::span<const std::uint32_t> slots, std::span<const std::int64_t> offsets, bool is_dirty);
 
-  // On slots the caller has pinned, or keeps from being evicted otherwise.
+  // For slots that the caller has pinned, or otherwise keeps from being evicted:
   void birth(std::int64_t table, std::span<const std::int64_t> ids, std::span<const std::uint32_t> slots);
   void birth_at(std::int64_t table, std::int64_t id, std::uint32_t slot) const { tables_[table].birth(id, slot); }
   void pack(std::int64_t table, std::span<const std::uint32_t> slots, std::byte* records) const;
   void unpack(std::int64_t table, std::span<const std::uint32_t> slots, const std::byte* records);
-  // The first widths[t] bytes of records, one after another in `message`, of rows listed in blocks: block b is counts[b]
-  // rows of table b % T. Unpacked, zeros are what was not sent of a record.
+  // Copy the first widths[t] bytes of records, one after another, to or from `message`. Rows are listed in blocks:
+  // block b has counts[b] rows of table b % T. Unpacking sets bytes of a record that were not sent to 0.
   void pack_blocks(std::span<const std::uint32_t> slots, std::span<const std::int64_t> counts,
                    std::span<const std::int64_t> widths, std::span<std::byte> message) const;
   void unpack_blocks(std::span<const std::uint32_t> slots, std::span<const std::int64_t> counts,
                      std::span<const std::int64_t> widths, std::span<const std::byte> message);
   std::vector<std::int64_t> clocks(std::int64_t table, std::span<const std::uint32_t> slots) const;
 
-  // Weights of resident rows to out; the positions of the others.
+  // Copy weights of resident rows to out; return the positions of the others.
   std::vector<std::int32_t> read(std::int64_t table, std::span<const std::int64_t> ids, std::byte* out) const;
   void birth_values(std::int64_t table, std::span<const std::int64_t> ids, std::byte* out) const;
 
   std::vector<std::pair<std::int64_t, std::uint32_t>> resident(std::int64_t table, bool only_dirty) const;
   void clean(std::int64_t table, std::span<const std::uint32_t> slots);
-  // A row in use is born again in place, the others give their slot back; absent ones are passed over. Those that a
-  // snapshot still needs go to the sink first.
+  // Delete rows. A row in use is reinitialised in place, the slots of others become free; absent ids are ignored. Rows
+  // that a snapshot still needs go to the sink first.
   void erase(std::int64_t table, std::span<const std::int64_t> ids, const TableSink& sink);
-  // At most `most` dirty rows of a table to the sink; they stay, clean.
+  // Write at most `most` dirty rows of a table to the sink; they remain resident, clean.
   void write_dirty(std::int64_t table, std::int64_t most, const TableSink& sink);
 
-  // A snapshot is of all rows that are dirty now, as they are now; nothing is copied yet. Each of them reaches a sink
-  // once, with is_for_commit: from `save`, which must come before a row changes; when it leaves; from `save_some`.
-  // invalid_argument if one is being taken already.
+  // Begin a snapshot of all dirty rows, without copying yet. Each row reaches a sink once, with is_for_commit: in
+  // `save`, to be called before a row changes; at its eviction; or in `save_some`. invalid_argument if a snapshot is
+  // being taken.
   void begin_snapshot();
   void save(std::span<const std::uint32_t> slots, std::span<const std::int64_t> offsets, const TableSink& sink);
   bool save_some(std::int64_t table, std::int64_t most, const TableSink& sink);  // false: none is left
-  void end_snapshot();  // what was not saved is dirty again
-  // Rows of an acquire that came to nothing, released: they are as if never admitted.
+  void end_snapshot();  // rows not saved are dirty again
+  // Release rows of an acquire that failed, as if never admitted.
   void drop(std::int64_t table, std::span<const std::int64_t> ids);
 
   std::int64_t num_tables() const { return static_cast<std::int64_t>(tables_.size()); }
   Dtype dtype() const { return format_.dtype; }
   bool is_split() const { return format_.is_split; }
-  bool has_rows(std::int64_t table) const { return at(table).share().has_rows(); }  // of those there can be
+  bool has_rows(std::int64_t table) const { return at(table).share().has_rows(); }  // whether this rank can have rows
   const RowLayout& layout(std::int64_t table) const { return at(table).layout(); }
   std::int64_t capacity_rows(std::int64_t table) const { return at(table).settings().capacity_rows; }
   std::int64_t num_rows(std::int64_t table) const;
-  std::uint64_t num_looked(std::int64_t table) const;  // slots, to choose who leaves, ever
-  double pinned_share(std::int64_t table) const;  // of the slots of a table whose rows may leave; else 0
+  std::uint64_t num_looked(std::int64_t table) const;  // slots examined so far for eviction
+  double pinned_share(std::int64_t table) const;  // of slots in tables that evict; else 0
   std::int64_t resident_bytes() const;
 
  private:
@@ -96,16 +97,16 @@ class Dram {
   };
   using Lock = std::unique_lock<std::mutex>;
   Lock lock(std::int64_t table) const;  // invalid_argument if there is no such table
-  // visit(first, last) for runs of whole tables, whose locks are held meanwhile: enough runs for all threads, and for
-  // them to share evenly; one thread alone holds as few as it can.
+  // Call visit(first, last) for runs of whole tables with their locks held: enough runs for all threads to share the
+  // work evenly; with one thread, as few locks at a time as possible.
   template <class Visit>
   void for_each_group(std::span<const Run> runs, const Visit& visit);
   const TableRows& at(std::int64_t table) const;
   TableRows& at(std::int64_t table) { return const_cast<TableRows&>(std::as_const(*this).at(table)); }
   std::vector<Run> runs(std::span<const std::int64_t> offsets, std::size_t size, const char* name) const;
   void check_slots(std::int64_t table, std::span<const std::uint32_t> slots) const;
-  // visit(layout, slot, a record to use (of zeros at first), where the row's bytes begin in the message, how many), for
-  // each row of each block.
+  // Call visit(layout, slot, scratch record (zeros at first), offset of the row's bytes in the message, their number)
+  // for each row of each block.
   template <class Visit>
   void for_each_block(std::span<const std::uint32_t> slots, std::span<const std::int64_t> counts,
                       std::span<const std::int64_t> widths, std::size_t message_bytes, const Visit& visit) const;
@@ -114,14 +115,14 @@ class Dram {
   RowFormat format_;
   std::vector<TableRows> tables_;
   std::atomic<bool> has_snapshot_ = false;
-  // Of acquire, whose rows get their first values when it has let go of their tables; who would read or change these
-  // rows meanwhile takes it too.
+  // Lock of an acquire that initialises rows after it has unlocked their tables; readers and writers of such rows take
+  // it too.
   mutable std::mutex acquiring_;
   std::unique_ptr<std::mutex[]> mutexes_;    // by table
-  mutable std::atomic<int> num_waiting_ = 0;  // threads that want one of them; who saves rows lets them go first
+  mutable std::atomic<int> num_waiting_ = 0;  // threads that wait for one; savers of rows yield to them
 };
 
-// offsets (T + 1,) must ascend from 0 to size; invalid_argument, naming `name`, if not.
+// Check that offsets (T + 1,) ascend from 0 to size; invalid_argument, with `name`, if not.
 void check_parts(std::span<const std::int64_t> offsets, std::int64_t num_tables, std::int64_t size,
                  const char* name);
 

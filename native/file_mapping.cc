@@ -13,19 +13,20 @@ namespace colonnade {
 
 namespace {
 
-// As many as a process may have mappings at all (vm.max_map_count is 65,530).
+// Largest number of mappings that a process may have (vm.max_map_count is 65,530).
 constexpr std::size_t kMost = 1 << 16;
 
-// Read by the handler while others write: an entry counts while `begin` is not 0, which is written last and goes first.
+// Read by the handler while other threads write: an entry is valid while `begin` is not 0; it is written last and
+// cleared first.
 struct Entry {
   std::atomic<std::uintptr_t> begin{0};
-  std::atomic<std::uintptr_t> file_end{0};  // of the pages that the file backs
-  std::atomic<std::size_t> bytes{0};        // with the room
+  std::atomic<std::uintptr_t> file_end{0};  // end of the pages that the file backs
+  std::atomic<std::size_t> bytes{0};        // including the room
   std::atomic<bool> is_damaged{false};
 };
 
 Entry entries[kMost];
-std::atomic<std::size_t> num_entries{0};  // that were ever used
+std::atomic<std::size_t> num_entries{0};  // ever used
 std::atomic<std::uint64_t> damaged{0};
 std::mutex changing;
 struct sigaction previous {};
@@ -46,8 +47,9 @@ Entry* find(std::uintptr_t address) noexcept {
   return nullptr;
 }
 
-// The whole mapping at once, since whoever is told throws all of it away: one call, however many pages are gone, and
-// no further mappings of the process's limited number. The flag first: who reads a zero must find it.
+// Replace the whole mapping at once, because its user discards all of it: one call for any number of missing pages, and
+// no additional mappings of the process's limited number. Set the flag first, so that a thread that reads a zero finds
+// it.
 bool replace(Entry& entry) noexcept {
   const std::uintptr_t begin = entry.begin.load(), end = entry.file_end.load();
   entry.is_damaged.store(true);
@@ -56,7 +58,7 @@ bool replace(Entry& entry) noexcept {
               MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) != MAP_FAILED;
 }
 
-// What would happen if nobody handled it: a load is repeated and ends the process, a signal that was sent is sent again.
+// Default action: a load is repeated and ends the process; a signal that was sent is sent again.
 void end_process(int number) noexcept {
   struct sigaction by_default {};
   by_default.sa_handler = SIG_DFL;
@@ -65,7 +67,7 @@ void end_process(int number) noexcept {
 }
 
 void pass_on(int number, siginfo_t* info, void* context) noexcept {
-  // Handlers that dump and raise the signal again (faulthandler) may have put ours back before: no second round.
+  // Handlers that dump and raise the signal again (faulthandler) may have restored ours before: avoid a second round.
   const bool is_raised = info->si_code == SI_TKILL && info->si_pid == getpid();
   if (is_raised && has_passed_on.load()) return end_process(number);
   has_passed_on.store(true);
@@ -102,7 +104,7 @@ FileMapping map_file(int fd, std::size_t offset, std::size_t length, std::size_t
   const std::lock_guard guard(changing);
   Entry* const entry = free_entry();
   if (!entry) return {nullptr, ENOMEM};
-  // Address space alone: files may be larger than memory.
+  // Only address space: files may be larger than memory.
   void* const base = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) return {nullptr, errno};
   const bool is_mapped =
@@ -161,7 +163,7 @@ std::size_t unchecked_blocks(const std::uint32_t* slots, std::size_t num_slots, 
                              const std::uint8_t* checked, std::int64_t* found, std::size_t room) noexcept {
   std::size_t count = 0;
   for (std::size_t i = 0; i < num_slots; ++i) {
-    if (slots[i] >= num_rows) continue;  // behind the file's rows
+    if (slots[i] >= num_rows) continue;  // beyond the file's rows
     const std::uint64_t first = begin + slots[i] * stride, last = (first + stride - 1) / block_bytes;
     for (std::uint64_t block = first / block_bytes; block <= last; ++block) {
       const auto number = static_cast<std::int64_t>(block);

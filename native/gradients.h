@@ -1,5 +1,4 @@
-// Where the gradients of a batch lie, by entry: outputs' gradients by lookup, or sums that others made by
-// row.
+// Sources of a batch's gradients by entry: outputs' gradients by lookup, or row sums from other ranks.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +11,7 @@
 
 namespace colonnade {
 
-// Borrows lookups and gradients. Use one of the two below.
+// Base of the two sources below; borrows lookups and gradients.
 class GradientSource {
  public:
   std::int64_t num_entries() const {
@@ -21,7 +20,7 @@ class GradientSource {
   Dtype dtype() const { return dtype_; }
 
  protected:
-  // One output: what was read, and where its gradients lie.
+  // One output: its read, and the address of its gradients.
   struct Output {
     Read read;
     std::int64_t base, stride;  // bytes
@@ -40,15 +39,15 @@ class GradientSource {
   Dtype dtype_;
 };
 
-// Laid out as `pool` lays its outputs out: bases and strides (R,), in bytes. Entry: a lookup.
+// Gradients in the layout of `pool`'s outputs: bases and strides (R,), in bytes. An entry is a lookup.
 class OutputGradients final : public GradientSource {
  public:
-  // invalid_argument if lengths differ, a read is of no feature, or two are of the same feature and column.
+  // invalid_argument if lengths differ, a read has an invalid feature, or two reads have the same feature and column.
   OutputGradients(const Lookups& lookups, const Reads& reads, std::span<const std::int64_t> bases,
                   std::span<const std::int64_t> strides, Dtype dtype);
 };
 
-// Entry e is the row of elements, all parts, at base + index[e] elements.
+// Row sums: entry e is the row of elements, with all parts, at base + index[e] elements.
 class RowGradients final : public GradientSource {
  public:
   RowGradients(std::int64_t base, std::span<const std::uint32_t> index, Dtype dtype);  // invalid_argument

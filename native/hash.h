@@ -1,13 +1,13 @@
-// The one mixing function, and what is derived from it. Twins: src/colonnade/ops/reference.py.
+// Mixing function of ids, and owners derived from it. Reference: src/colonnade/ops/reference.py.
 #pragma once
 
 #include <cstdint>
 
-// Always inlined: this header is compiled once per instruction set, and an out-of-line copy made for
-// AVX-512 must never be the one the linker keeps for everybody.
+// Always inlined: this header is compiled once per instruction set, and the linker must not keep an out-of-line copy
+// that was compiled for AVX-512.
 #define COLONNADE_INLINE_MEMBER inline __attribute__((always_inline))
 #define COLONNADE_INLINE static COLONNADE_INLINE_MEMBER
-// For lambdas. Compilers take a function that only prefetches for one that does nothing, and drop calls to it.
+// For lambdas. Compilers treat a function that only prefetches as one without effect, and drop calls to it.
 #define COLONNADE_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace colonnade {
@@ -19,18 +19,18 @@ COLONNADE_INLINE constexpr std::uint64_t mix64(std::uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// floor(x * n / 2^64): a fraction of n, monotonic in x.
+// Return floor(x * n / 2^64): x as a fraction of n, monotonic in x.
 COLONNADE_INLINE constexpr std::uint64_t scale_down(std::uint64_t x, std::uint64_t n) {
   return static_cast<std::uint64_t>((static_cast<unsigned __int128>(x) * n) >> 64);
 }
 
-// Open tables: the owner is a fraction of the hash, so hash order groups owners.
+// Owner in an open table: a fraction of the hash, so hash order groups owners.
 COLONNADE_INLINE constexpr std::uint32_t open_owner(std::int64_t id, std::uint32_t num_owners) {
   return static_cast<std::uint32_t>(scale_down(mix64(static_cast<std::uint64_t>(id)), num_owners));
 }
 
-// Vocabulary tables: every block of num_owners consecutive ids is dealt once to each owner, in an order
-// rotated by a hash of the block, so that local row numbers id / num_owners are dense.
+// Owner in a vocabulary table: each block of num_owners consecutive ids has one id per owner, in an order rotated by a
+// hash of the block, so that local row numbers id / num_owners are dense.
 COLONNADE_INLINE constexpr std::uint32_t vocabulary_owner(std::uint64_t id, std::uint32_t num_owners) {
   const std::uint64_t block = id / num_owners, place = id % num_owners;
   return static_cast<std::uint32_t>((place + mix64(block) % num_owners) % num_owners);

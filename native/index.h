@@ -1,4 +1,4 @@
-// Where the rows of a table are: any 64-bit id -> slot. A slot's id is kept where the row is, not here.
+// Index of a table's rows: any 64-bit id -> slot. The row stores its id, not the index.
 #pragma once
 
 #include <algorithm>
@@ -17,31 +17,32 @@
 
 namespace colonnade {
 
-// Buckets of one cache line hold twelve (8 bits of the hash, slot). A full bucket overflows into the next one and
-// counts who passed, so that a search stops at the first bucket nobody passed and erasing needs no tombstones.
+// Buckets of one cache line hold twelve entries (8 bits of the hash, slot). A full bucket overflows to the next bucket
+// and counts the entries that passed it. A search stops at the first bucket that no entry passed, and erasing needs no
+// tombstones.
 //
-// Homes are monotonic in the hash, so it grows in hash order: rows below a frontier live in an array a fifth
-// larger, the others still in the smaller one, whose memory is given back behind the frontier. Each row inserted
-// moves the frontier on by the buckets it needs, so there are 6.8 bytes a row at any time and no pause, and a fifth
-// of growth costs each row one move: five moves for each row inserted.
+// Homes are monotonic in the hash, so the index grows in hash order: rows below a frontier are in an array a fifth
+// larger, the others still in the smaller array, whose memory is freed behind the frontier. Each insertion advances the
+// frontier by the buckets it needs. So the index takes 6.8 bytes a row at any time and never pauses; growth by a fifth
+// moves each row once, which is five moves for each inserted row.
 //
-// `ids` is how a slot's id is found: ids(slot) -> int64, ids.fetch(slot) to have it soon. Not thread-safe;
-// concurrent searches are.
+// `ids` finds a slot's id: ids(slot) -> int64, ids.fetch(slot) prefetches it. Not thread-safe, except for concurrent
+// searches.
 class SlotIndex {
   struct Bucket;
 
  public:
   static constexpr std::uint32_t kAbsent = 0xffffffff;
-  static constexpr std::int64_t kBlock = 64;  // ids whose cache lines are on their way at once
+  static constexpr std::int64_t kBlock = 64;  // ids with cache lines being fetched at a time
   static constexpr std::uint64_t kFill = 942;  // entries in 100 buckets: 78.5 % full, 6.8 bytes a row
 
-  // num_shares: into how many equal parts of the hashes of all ids the rows of a table are dealt, of which this one
-  // is one (the ranks, of an open table); 0: its ids are any. fill: entries in 100 buckets. foreseen: how many there will be
-  // for long, so that no growth is half done by then: the smaller array is fuller meanwhile.
+  // num_shares: number of equal parts of the hash range, of which this index has one (the ranks, for an open table); 0:
+  // any ids. fill: entries in 100 buckets. foreseen: expected number of rows for long, so that no growth is half done
+  // at that size: the smaller array is fuller until then.
   explicit SlotIndex(std::uint64_t num_shares, std::uint64_t fill = kFill, std::int64_t foreseen = 0)
       : num_shares_(num_shares), fill_(fill), now_(first_size(foreseen)) {}
 
-  // Memory for `entries` in all. NoRoom: nothing changed. Call `grow` before inserting.
+  // Reserve memory for `entries` in all. NoRoom: nothing changed. Call `grow` before inserting.
   void reserve(std::int64_t entries) {
     target_ = buckets_for(entries);
     if (target_ <= now_.size) return;
@@ -49,7 +50,7 @@ class SlotIndex {
     if (target_ > next_.size && target_ > last_.size) last_ = Array(std::max(grown(next_.size), target_));
   }
 
-  // Moves the frontier to where `reserve` wants it.
+  // Advance the frontier to the position that `reserve` requires.
   template <class Ids>
   void grow(const Ids& ids) noexcept {
     while (target_ > now_.size) {
@@ -63,18 +64,18 @@ class SlotIndex {
     }
   }
 
-  // The slot of `id`, or kAbsent.
+  // Return the slot of `id`, or kAbsent.
   template <class Ids>
   std::uint32_t find(std::int64_t id, const Ids& ids) const {
     return find(probe(id), id, ids);
   }
 
-  // visit(i, slot or kAbsent) for all of wanted, in order. `visit` may insert and erase, not grow.
+  // Call visit(i, slot or kAbsent) for all of wanted, in order. `visit` may insert and erase, but not grow.
   template <class Ids, class Visit>
   void for_each(std::span<const std::int64_t> wanted, const Ids& ids, const Visit& visit) const {
     constexpr std::uint64_t kAhead = kBlock / 4;
     Probe probes[kBlock];
-    const Bucket* overflows[kBlock];  // the bucket behind, if only that can have it
+    const Bucket* overflows[kBlock];  // next bucket, if only that can contain it
     const std::size_t n = wanted.size();
     const auto fetch_bucket = [&](std::uint64_t i) COLONNADE_INLINE_LAMBDA {
       if (i >= n) return;
@@ -108,14 +109,14 @@ class SlotIndex {
     }
   }
 
-  // slots[i]: that of wanted[i], or kAbsent. Block by block, in loops without branches that nobody could foretell: they
-  // look at one bucket, or at the second where only that can have it, which is enough for nine ids in ten.
-  // ids(0) may be asked for whether or not a row is there.
+  // Write the slot of wanted[i], or kAbsent, to slots[i]. Works block by block, in loops without branches that are hard
+  // to predict: they check one bucket, or the second if only that can contain the id, which settles nine ids in ten.
+  // May call ids(0) even if there is no row.
   template <class Ids>
   void find_all(std::span<const std::int64_t> wanted, const Ids& ids, std::uint32_t* slots) const {
-    Probe probes[2][kBlock];           // of two blocks, by turns
-    const Bucket* buckets[2][kBlock];  // the one that is looked at
-    std::uint16_t others[kBlock];      // of a block: those that it does not settle
+    Probe probes[2][kBlock];           // of two blocks, alternating
+    const Bucket* buckets[2][kBlock];  // bucket being checked
+    std::uint16_t others[kBlock];      // ids of a block that need a full search
     const auto n = static_cast<std::int64_t>(wanted.size());
     const auto count = [&](std::int64_t begin) { return std::clamp<std::int64_t>(n - begin, 0, kBlock); };
     const auto probe_block = [&](std::int64_t begin, Probe* at) COLONNADE_INLINE_LAMBDA {
@@ -164,7 +165,7 @@ class SlotIndex {
     }
   }
 
-  // `id` must be absent, and room reserved.
+  // `id` must be absent, and memory reserved.
   void insert(std::int64_t id, std::uint32_t slot) noexcept {
     const Probe at = probe(id);
     put(const_cast<Bucket*>(at.bucket), at.tag, slot);
@@ -186,23 +187,23 @@ class SlotIndex {
 
   COLONNADE_INLINE_MEMBER void prefetch(std::int64_t id) const { __builtin_prefetch(probe(id).bucket, 0, 2); }
 
-  // Bytes in use, whole pages apart.
+  // Bytes in use, in addition to whole pages.
   std::int64_t bytes() const {
     const std::uint64_t filled = frontier_ ? scale(frontier_, next_.size, now_.size) + 1 : 0;
     return static_cast<std::int64_t>((now_.size + filled) * sizeof(Bucket) - given_back_);
   }
-  std::uint64_t num_moved() const { return num_moved_; }  // buckets, ever
+  std::uint64_t num_moved() const { return num_moved_; }  // buckets moved so far
 
  private:
   static constexpr int kWays = 12;
   static constexpr unsigned kAll = (1u << kWays) - 1;
-  static constexpr std::uint64_t kSmallestPart = 16384;    // buckets of an array given back 16 KiB at a time
+  static constexpr std::uint64_t kSmallestPart = 16384;    // buckets of an array that is freed 16 KiB at a time
   static constexpr std::uint64_t kBucketsOfPage = 4096 / 64;
-  static constexpr std::uint64_t kWalkAhead = 6;           // buckets whose ids are fetched early
+  static constexpr std::uint64_t kWalkAhead = 6;           // buckets with ids fetched early
 
   struct alignas(64) Bucket {
     std::uint8_t tags[kWays];  // 0: free
-    std::uint32_t passed;      // entries that live further on because this bucket was full
+    std::uint32_t passed;      // entries stored further on because this bucket was full
     std::uint32_t slots[kWays];
 
     unsigned matches(std::uint8_t tag) const {
@@ -219,13 +220,13 @@ class SlotIndex {
   };
   static_assert(sizeof(Bucket) == 64);
 
-  // Where a search for an id begins.
+  // First bucket of a search for an id.
   struct Probe {
     const Bucket* bucket;
     std::uint8_t tag;
   };
 
-  // Homes are [0, size); behind them is address space for what overflows from the last, were it everything.
+  // Homes are [0, size); the address space behind them could hold every entry as overflow of the last home.
   struct Array {
     Slab slab;
     Bucket* buckets = nullptr;
@@ -244,7 +245,7 @@ class SlotIndex {
     return static_cast<std::uint64_t>(entries) * 100 / fill_ + 1;
   }
   static std::uint64_t grown(std::uint64_t size) { return size + size / 5 + 1; }
-  // A size from which growing comes to what is foreseen.
+  // Initial size from which growth reaches the foreseen number.
   std::uint64_t first_size(std::int64_t foreseen) const {
     std::uint64_t size = std::max<std::uint64_t>(4, buckets_for(foreseen));
     while (size > 2048) size -= size / 6;
@@ -254,14 +255,13 @@ class SlotIndex {
     return static_cast<std::uint64_t>(static_cast<unsigned __int128>(x) * by / of);
   }
 
-  // Monotonic in mix64 inside one share, which is the order in which a plan lists the rows of an open table: a batch
-  // then walks the buckets in address order. Without shares mix64's low half comes first, because all the high
-  // bits may be the same.
+  // Monotonic in mix64 within a share, which is the order of an open table's rows in a plan: a batch then visits
+  // buckets in address order. Without shares, mix64's low half comes first, because all the high bits may be equal.
   std::uint64_t hash(std::int64_t id) const {
     const std::uint64_t mixed = mix64(static_cast<std::uint64_t>(id));
     return num_shares_ ? mixed * num_shares_ : std::rotl(mixed, 32);
   }
-  // From bits that choose homes only where there are more than 2^40 of them.
+  // From bits that select homes only if there are more than 2^40 of them.
   static std::uint8_t tag_of(std::uint64_t hash) {
     return static_cast<std::uint8_t>(1 + ((hash >> 8 & 0xffff) * 255 >> 16));
   }
@@ -301,7 +301,7 @@ class SlotIndex {
     for (std::uint64_t b = frontier_; b < frontier_ + kWalkAhead; ++b) fetch(b);
     for (std::uint64_t b = frontier_; b < goal; ++b) {
       fetch(b + kWalkAhead);
-      // A page is written to before it is read: one fault, not two. What it holds may have overflowed into it.
+      // Write to a page before reading it: one fault instead of two. It may contain overflow of earlier pages.
       for (const std::uint64_t end = scale(b + 1, next_.size, now_.size); next_touched_ <= end;
            next_touched_ += kBucketsOfPage)
         std::atomic_ref(next_.buckets[next_touched_].passed).fetch_add(0, std::memory_order_relaxed);
@@ -312,7 +312,7 @@ class SlotIndex {
     boundary_ = goal == now_.size ? 0
                                   : static_cast<std::uint64_t>(
                                         ((static_cast<unsigned __int128>(goal) << 64) + now_.size - 1) / now_.size);
-    // Parts of at most a 64th, which is 0.1 bytes a row: in large arrays whole huge pages.
+    // Free parts of at most a 64th, which is 0.1 bytes a row: whole huge pages in large arrays.
     const std::size_t part = std::max(std::bit_floor(now_.size), kSmallestPart) * sizeof(Bucket) / 64;
     const std::size_t behind = goal * sizeof(Bucket) / part * part;
     if (behind > given_back_) {
@@ -321,7 +321,7 @@ class SlotIndex {
     }
   }
 
-  // To the next array: all rows whose home is `home`, the first that is left. No other row is in its bucket.
+  // Move all rows with home `home`, the first one remaining, to the next array. No other row is in its bucket.
   template <class Ids>
   void move_home(std::uint64_t home, const Ids& ids) noexcept {
     const auto move = [&](std::uint64_t h, std::uint8_t tag, std::uint32_t slot) {
@@ -347,10 +347,10 @@ class SlotIndex {
   Array now_, next_;  // next_ is empty unless reserved
   Array last_;        // reserved for when next_ is full
   std::uint64_t target_ = 0;
-  std::uint64_t frontier_ = 0;  // homes of now_ below it are empty, their rows in next_
-  std::uint64_t boundary_ = 0;  // the first hash at the frontier or beyond
-  std::size_t given_back_ = 0;  // bytes
-  std::uint64_t next_touched_ = 0;  // of next_: the first bucket of the next page to write to
+  std::uint64_t frontier_ = 0;  // homes of now_ below it are empty, their rows are in next_
+  std::uint64_t boundary_ = 0;  // smallest hash at or beyond the frontier
+  std::size_t given_back_ = 0;  // bytes freed
+  std::uint64_t next_touched_ = 0;  // in next_: first bucket of the next page to write to
   std::uint64_t num_moved_ = 0;
 };
 

@@ -12,9 +12,9 @@ namespace colonnade {
 
 namespace {
 
-constexpr std::int64_t kStreamedBytes = std::int64_t{1} << 23;  // less may still be cached when it is read
+constexpr std::int64_t kStreamedBytes = std::int64_t{1} << 23;  // smaller outputs may still be cached when read
 
-// Whether gradients are written around the cache: there are many, and their rows are whole cache lines.
+// Return whether gradients bypass the cache: there are many, and their rows are whole cache lines.
 bool is_streamed(const Vectors& vectors, std::span<const TargetPlace> out) {
   const std::int64_t bytes = vectors.dim * item_bytes(vectors.dtype);
   const auto is_whole_lines = [](const TargetPlace& place) {
@@ -24,7 +24,7 @@ bool is_streamed(const Vectors& vectors, std::span<const TargetPlace> out) {
          std::ranges::all_of(out, is_whole_lines);
 }
 
-// By vector: its place among the kept ones, or -1.
+// By vector: its index among the kept ones, or -1.
 std::vector<std::int32_t> places_of(std::span<const std::int32_t> kept, std::int64_t num_vectors) {
   std::vector<std::int32_t> places(static_cast<std::size_t>(num_vectors), -1);
   for (std::size_t k = 0; k < kept.size(); ++k) {
@@ -38,8 +38,8 @@ std::vector<std::int32_t> places_of(std::span<const std::int32_t> kept, std::int
   return places;
 }
 
-// run(begin, end, scratch, rows) over all samples; scratch: `bytes` cleared bytes, rows: `num_rows` pointers.
-// A few slices for each thread even out what else the machine does.
+// Call run(begin, end, scratch, rows) over all samples; scratch: `bytes` cleared bytes, rows: `num_rows` pointers. A
+// few slices per thread balance other load of the machine.
 template <class Run>
 void for_each_slice(std::int64_t num_samples, std::int64_t bytes, std::int64_t num_rows, const Run& run) {
   const std::int64_t num_slices = std::min<std::int64_t>(num_samples, 4 * num_threads());

@@ -1,4 +1,4 @@
-// Which compilation of kernels/ runs here. All give the same bits.
+// Selection of the instruction set that kernels/ are compiled for. All give the same bits.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace colonnade {
 
-const Kernels& kernels() noexcept;          // the best this processor has, unless set_isa chose another
+const Kernels& kernels() noexcept;          // the best that this processor supports, unless set_isa selected another
 std::vector<std::string> available_isas();  // best first
 void set_isa(const std::string& name);      // invalid_argument if this processor lacks it
 

@@ -50,7 +50,7 @@ void LogSegment::add_chunk() {
   chunk->offset = (num_dropped_ + static_cast<std::int64_t>(chunks_.size())) * chunk_bytes_;
   chunk->num_bytes = chunk_bytes_;
   chunk->bytes = Buffer<std::uint8_t>(static_cast<std::size_t>(chunk_bytes_));
-  // The writer puts the file's header here.
+  // The writer fills in the file's header here.
   if (chunk->offset == 0) std::memset(chunk->bytes.data(), 0, kSegmentHeaderBytes);
   chunks_.push_back(std::move(chunk));
 }
@@ -62,7 +62,7 @@ std::uint8_t* LogSegment::begin_frame(std::deque<std::shared_ptr<LogChunk>>& ful
     keys_->emplace_back();
     keys_->back().reserve(kKeysOfBlock);
   }
-  // Frames are no longer than chunks: at most the first frame of all needs two new ones.
+  // Frames are at most as long as chunks: only the first frame of a segment may need two new ones.
   while (num_dropped_ + static_cast<std::int64_t>(chunks_.size()) <= last) {
     add_chunk();
     if (chunks_.size() > 1) full.push_back(chunks_[chunks_.size() - 2]);

@@ -1,4 +1,4 @@
-// One segment of a log: what is live in it, and those of its bytes that are not on the disk yet.
+// Segment of a log: its live records, and its bytes that are not on disk yet.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +13,14 @@
 
 namespace colonnade {
 
-// A bit for each record. Bit r is bit r % 8 of byte r / 8.
+// Bitmap of records. Bit r is bit r % 8 of byte r / 8.
 class LiveBits {
  public:
   bool operator[](std::int64_t record) const {
     const auto word = static_cast<std::size_t>(record / 64);
     return word < words_.size() && (words_[word] >> (record % 64) & 1);
   }
-  // Whether it changed.
+  // Set a bit; return whether it changed.
   bool set(std::int64_t record, bool value);
   std::vector<std::uint8_t> bytes(std::int64_t num_records) const;
   static LiveBits of(std::span<const std::uint8_t> bytes, std::int64_t num_records);
@@ -30,18 +30,18 @@ class LiveBits {
   std::vector<std::uint64_t> words_;
 };
 
-// Some bytes of a segment file in the order of the file, on their way to the disk.
+// Chunk of a segment file to be written; chunks come in the order of the file.
 struct LogChunk {
   std::int64_t segment;
   std::int64_t offset;  // in the file; a multiple of kPageBytes, as is num_bytes
   std::int64_t num_bytes = 0;
   Buffer<std::uint8_t> bytes;
-  std::vector<std::uint8_t> straddler;  // all of the frame that began in the chunk before and ends here
-  bool is_last = false;                 // of its segment
+  std::vector<std::uint8_t> straddler;  // complete frame that began in the previous chunk and ends here
+  bool is_last = false;                 // last chunk of its segment
   bool is_written = false;
 };
 
-// Not thread-safe: the log locks.
+// Not thread-safe: the log has the lock.
 class LogSegment {
  public:
   LogSegment(std::int64_t number, std::size_t stride, std::int64_t chunk_bytes)
@@ -55,8 +55,8 @@ class LogSegment {
   bool is_sealed() const { return is_sealed_; }
   bool is_written() const { return is_sealed_ && chunks_.empty(); }
 
-  // The next record. `pack(payload)` writes its bytes. A chunk that is full goes to `full`.
-  // NoRoom: nothing changed. The record is not live yet.
+  // Append a record, which is not live yet. `pack(payload)` writes its bytes. A full chunk is appended to `full`.
+  // NoRoom: nothing changed.
   template <class Pack>
   void append(std::int64_t id, std::size_t record_bytes, const Pack& pack,
               std::deque<std::shared_ptr<LogChunk>>& full) {
@@ -64,19 +64,19 @@ class LogSegment {
     pack(frame + kFrameHeadBytes);
     end_frame(id, record_bytes, frame);
   }
-  // No more records. The last chunk, padded with zeros, goes to `full`.
+  // Accept no more records. The last chunk, padded with zeros, is appended to `full`.
   void seal(std::deque<std::shared_ptr<LogChunk>>& full);
-  // A sealed segment as a commit has it.
+  // Restore a sealed segment of a checkpoint.
   void load(std::int64_t num_records, LiveBits live);
-  // Gives back the memory of chunks from the first one on, as far as all are written.
+  // Free the memory of chunks from the first one on, as far as all are written.
   void drop_written();
 
-  // A record's frame, if some of it is not on the disk; else null.
+  // Return a record's frame if part of it is not on disk; else null.
   const std::uint8_t* frame_in_memory(std::int64_t record) const;
 
   const LiveBits& live() const { return live_; }
   void set_live(std::int64_t record, bool value);
-  // The content of a commit: a copy that is made when it first differs.
+  // Live bitmap of a checkpoint: copied when it first differs from the current one.
   void freeze();
   void begin_frozen() { is_frozen_ = is_frozen_own_ = true; }  // the segment is younger than the freeze
   void thaw();
@@ -84,8 +84,8 @@ class LogSegment {
   std::int64_t num_frozen() const { return is_frozen_own_ ? num_frozen_ : num_live_; }
   void set_frozen(std::int64_t record, bool value);
 
-  using Keys = std::vector<std::vector<std::int64_t>>;  // by block: growing copies none
-  // The ids of all records; null once forgotten. Of a sealed segment they change no more.
+  using Keys = std::vector<std::vector<std::int64_t>>;  // by block, so that growing copies none
+  // Ids of all records; null once freed. They do not change after the segment is sealed.
   const std::shared_ptr<Keys>& keys() const { return keys_; }
   std::shared_ptr<Keys> forget_keys() { return std::move(keys_); }
 
@@ -106,8 +106,8 @@ class LogSegment {
   bool is_sealed_ = false, is_frozen_ = false, is_frozen_own_ = false;
   LiveBits live_, frozen_;
   std::shared_ptr<Keys> keys_ = std::make_shared<Keys>();
-  std::deque<std::shared_ptr<LogChunk>> chunks_;  // not dropped yet, ascending
-  std::int64_t num_dropped_ = 0;                  // chunks
+  std::deque<std::shared_ptr<LogChunk>> chunks_;  // not freed yet, ascending
+  std::int64_t num_dropped_ = 0;                  // freed chunks
 };
 
 }  // namespace colonnade

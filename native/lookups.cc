@@ -136,7 +136,7 @@ void check_inside(const Lookups& lookups, std::span<const std::int32_t> features
   const auto* const ids = lookups.ids().data();
   const auto is_outside = [&](std::int64_t e) { return static_cast<std::uint64_t>(ids[e]) >= static_cast<std::uint64_t>(rows); };
   for (const auto f : features) {
-    // Below 0 or not below `rows`: the top bit of one or of the other difference.
+    // Below 0 or not below `rows`: the top bit of one of the two differences.
     std::uint64_t signs = 0;
     for (auto e = lookups.first(f); e < lookups.last(f); ++e) {
       signs |= static_cast<std::uint64_t>(ids[e]) | (static_cast<std::uint64_t>(rows - 1) - static_cast<std::uint64_t>(ids[e]));

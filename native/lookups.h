@@ -1,4 +1,4 @@
-// One batch's lookups of all features, feature-major: what every operation on a batch starts from.
+// Lookups of a batch for all features, feature-major: input of every operation on a batch.
 #pragma once
 
 #include <cstdint>
@@ -20,10 +20,10 @@ struct Weights {
   Dtype dtype;
 };
 
-// Borrows the arrays for its whole life. Immutable once made: any thread may read it.
+// Borrows the arrays for its lifetime. Immutable: any thread may read it.
 class Lookups {
  public:
-  // invalid_argument, naming feature and position, if offsets decrease, overrun or disagree in length.
+  // invalid_argument, with feature and position, if offsets decrease, overrun or have the wrong length.
   Lookups(std::span<const std::int64_t> ids, std::span<const std::int64_t> feature_offsets,
           std::span<const std::int32_t> feature_tables, std::span<const std::uint8_t> poolings,
           std::int64_t batch_size, std::optional<std::span<const std::int64_t>> bag_offsets,
@@ -38,8 +38,7 @@ class Lookups {
   std::int32_t table(std::int64_t f) const { return tables_[f]; }
   Pooling pooling(std::int64_t f) const { return static_cast<Pooling>(poolings_[f]); }
 
-  // (B + 1,) bounds of a pooled feature's bags; null: lookup first(f) + b is bag b. Always null for a
-  // sequence.
+  // Bounds (B + 1,) of a pooled feature's bags; null: lookup first(f) + b is bag b. Always null for a sequence.
   const std::int64_t* bags(std::int64_t f) const {
     return bag_offsets_ && pooling(f) != Pooling::sequence ? bag_offsets_ + f * batch_size_ : nullptr;
   }
@@ -47,8 +46,7 @@ class Lookups {
 
   const std::optional<Weights>& weights() const { return weights_; }
 
-  // The output row of each lookup, (E,), for features with bags; null if there are none. Made at the first
-  // call.
+  // Output row of each lookup, (E,), for features with bags; null without bags. Computed at the first call.
   const std::int32_t* output_rows() const;
 
   // Features of each table, ascending: features[first[t] .. first[t + 1]).
@@ -56,7 +54,7 @@ class Lookups {
     std::vector<std::int32_t> features;
     std::vector<std::int64_t> first;
   };
-  // invalid_argument if a feature names a table outside [0, num_tables).
+  // invalid_argument if a feature has a table outside [0, num_tables).
   ByTable by_table(std::int64_t num_tables) const;
 
  private:
@@ -71,7 +69,7 @@ class Lookups {
   mutable Buffer<std::int32_t> output_rows_;
 };
 
-// out_of_range, naming the first lookup, if an id of a table's features is not one of its rows.
+// Check ids against their tables' vocabularies; out_of_range, with the first invalid lookup.
 void check_inside(const Lookups& lookups, std::span<const std::int32_t> features, std::int64_t table, std::int64_t rows);
 
 }  // namespace colonnade

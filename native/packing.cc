@@ -26,7 +26,7 @@ constexpr std::size_t bytes_of(std::size_t count, int width) {
   return (count * static_cast<std::size_t>(width) + 7) / 8;
 }
 
-// Hashes of owner `place` begin here: the least h with scale_down(h, num_owners) == place.
+// First hash of owner `place`: the smallest h with scale_down(h, num_owners) == place.
 Wide first_hash(std::int64_t place, std::int64_t num_owners) {
   const auto n = static_cast<Wide>(num_owners);
   return ((static_cast<Wide>(place) << 64) + n - 1) / n;
@@ -43,8 +43,8 @@ constexpr std::int64_t unzigzag(std::uint64_t value) {
   throw std::invalid_argument("message of ids: got " + what);
 }
 
-// Eight numbers of W bits are W bytes, so shifts are known to the compiler. Words are read and written whole: up to
-// kSlack bytes beyond the last group.
+// Eight numbers of W bits are W bytes, so the compiler knows all shifts. Words are read and written whole: up to kSlack
+// bytes beyond the last group.
 constexpr int kGroup = 8, kWidest = 32;
 constexpr std::size_t kSlack = 7;
 
@@ -257,7 +257,7 @@ void Unpacker::bits(std::span<std::uint64_t> values, int width) {
 
 std::uint64_t Unpacker::count() {
   const std::uint64_t count = varint();
-  // A block of numbers takes a byte at least: what follows cannot be more, so memory is bounded by the message.
+  // A block of numbers takes at least one byte, so the message bounds the memory.
   const std::size_t left = data_.size() - position_;
   if (count > left * kBlock) {
     refuse(std::to_string(count) + " ids in " + std::to_string(left) + " bytes");
@@ -294,7 +294,7 @@ void Unpacker::rows(const IdSpace& space, bool is_ascending, std::span<std::int6
   if (is_ascending) {
     std::uint64_t next = 0;
     for (auto& key : keys_) {
-      // next <= limit, so the sum cannot wrap where the distance is below it.
+      // next <= limit, so the sum cannot wrap if the distance is below it.
       if (key >= limit) refuse("a row beyond its table's");
       key += next;
       if (key >= limit) refuse("a row beyond its table's");
@@ -305,11 +305,11 @@ void Unpacker::rows(const IdSpace& space, bool is_ascending, std::span<std::int6
     for (const auto key : keys_) highest = std::max(highest, key);
     if (highest >= limit) refuse("a row beyond its table's");
   }
-  // Of an owner's rows only the last may be none.
+  // Of an owner's rows only the last may be missing.
   if (share.is_outside(share.id_of(highest))) refuse("an id beyond its table's");
   if (share.is_whole()) {
     for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(keys_[i]);
-  } else if (!is_ascending && highest < ids.size() / 2) {  // each row several times: its id is found once
+  } else if (!is_ascending && highest < ids.size() / 2) {  // repeated rows: find each id once
     ids_.resize(highest + 1);
     for (std::uint64_t row = 0; row <= highest; ++row) ids_[row] = share.id_of(row);
     for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = ids_[keys_[i]];

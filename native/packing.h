@@ -1,15 +1,15 @@
-// Numbers and lists of ids as they travel: few bits each, and nothing read beyond a message's end.
+// Compact encoding of numbers and lists of ids in messages. Decoding never reads beyond a message's end.
 //
 // numbers   blocks of 128 (the last may be shorter): a byte w, 0 .. 64, then the block's numbers of w bits each,
 //           the first in the lowest bits of the first byte; bits after the last are 0
-// varint    7 bits a byte, the lowest first; the top bit says that more follow
-// list      varint n; then, where n > 0:
-//             vocabulary, ascending   numbers: local rows, each as its distance from the one before, less 1
-//             vocabulary, as listed   numbers: local rows
-//             open table              a byte 0 (only ascending): numbers: distances of hashes, the first from where the
-//                                     owner's hashes begin, the others less 1
-//                                     a byte 1: varint: the least id, as 2x or -2x - 1; numbers: ids less that
-//                                     whichever is shorter
+// varint    7 bits a byte, the lowest first; the top bit means that more follow
+// list      varint n; then, if n > 0:
+//             vocabulary, ascending   numbers: local rows, each as its distance from the previous one, less 1
+//             vocabulary, any order   numbers: local rows
+//             open table, the shorter of:
+//               a byte 0 (only ascending): numbers: distances of hashes, the first from the beginning of the owner's
+//                                       hash range, the others less 1
+//               a byte 1: varint: the smallest id, as 2x or -2x - 1; numbers: ids less that
 #pragma once
 
 #include <cstddef>
@@ -19,32 +19,33 @@
 
 namespace colonnade {
 
-// Ids of a table that one owner has: rows 0 = open table; the owner is `place` of `num_owners`.
+// Ids of a table that one owner has: rows 0 = open table; the owner is number `place` of `num_owners`.
 struct IdSpace {
   std::int64_t rows, num_owners, place;
 };
 
-// x of mix64(x): its steps backwards.
+// Return x for mix64(x): its steps in reverse.
 constexpr std::uint64_t unmix64(std::uint64_t x) {
   x = (x ^ (x >> 31) ^ (x >> 62)) * 0x319642b2d24d8ec3u;
   x = (x ^ (x >> 27) ^ (x >> 54)) * 0x96de1b173f119089u;
   return x ^ (x >> 30) ^ (x >> 60);
 }
 
-// What `Packer` makes of it.
+// Result of `Packer`.
 std::size_t varint_bytes(std::uint64_t value);
 std::size_t numbers_bytes(std::span<const std::uint64_t> values);
 
-// Appends to a message.
+// Encoder that appends to a message.
 class Packer {
  public:
   explicit Packer(std::vector<std::uint8_t>& out) : out_(out) {}
 
   void varint(std::uint64_t value);
   void numbers(std::span<const std::uint64_t> values);
-  // Of `width` bits each, 1 .. 64, without a word before them.
+  // Append numbers of `width` bits each, 1 .. 64, without a length.
   void bits(std::span<const std::uint64_t> values, int width);
-  // is_ascending: strictly, by local row or by hash, as a plan lists its unique rows. Ids are of the space.
+  // Append a list of ids, which must belong to the space. is_ascending: strictly, by local row or by hash, as unique
+  // rows in a plan.
   void list(std::span<const std::int64_t> ids, const IdSpace& space, bool is_ascending);
 
  private:
@@ -52,8 +53,8 @@ class Packer {
   std::vector<std::uint64_t> keys_, offsets_;
 };
 
-// Reads what a Packer appended. Everything throws invalid_argument for what no Packer makes: an end too early, a number
-// too wide, an id that is not of its space.
+// Decoder of a Packer's bytes. Throws invalid_argument for bytes that no Packer produces: a truncated message, a number
+// too wide, an id outside its space.
 class Unpacker {
  public:
   explicit Unpacker(std::span<const std::uint8_t> data) : data_(data) {}
@@ -64,10 +65,10 @@ class Unpacker {
   std::uint64_t varint();
   void numbers(std::span<std::uint64_t> values);
   void bits(std::span<std::uint64_t> values, int width);
-  // Of a list: how many ids it has, which are no more than the message has room for; then these.
+  // Read the number of ids of a list, which fits the rest of the message; then the ids.
   std::uint64_t count();
   void ids(const IdSpace& space, bool is_ascending, std::span<std::int64_t> found);
-  // Both; appends to `ids`, returns how many.
+  // Read both; append to `ids` and return the number.
   std::int64_t list(const IdSpace& space, bool is_ascending, std::vector<std::int64_t>& ids);
 
  private:

@@ -12,8 +12,8 @@ namespace colonnade {
 
 namespace {
 
-constexpr int kGroupBits = 11;         // groups of pages per table: its counters stay in the first-level cache
-constexpr std::int64_t kFewRows = 64;  // of one table, in any order
+constexpr int kGroupBits = 11;         // groups of pages per table: its counters fit in the first-level cache
+constexpr std::int64_t kFewRows = 64;  // rows of one table; any order
 
 bool is_sound(std::size_t num_slots, const Segments& segments) {
   const auto& offsets = segments.segment_offsets;
@@ -24,7 +24,7 @@ bool is_sound(std::size_t num_slots, const Segments& segments) {
          std::ranges::is_sorted(offsets) && offsets.front() >= 0 && offsets.back() <= num_entries;
 }
 
-// By how much slots are shifted to say their group.
+// Shift from a slot to its group.
 int group_shift(std::span<const std::uint32_t> slots) {
   std::uint32_t all = 0;
   for (const auto slot : slots) all |= slot;
@@ -74,7 +74,7 @@ void PageOrder::copy(std::int64_t table, const Segments& given, std::span<const 
             ordered_entries_.data() + offsets[begin]);
 }
 
-// A stable counting sort by the high bits of slots.
+// Stable counting sort by the high bits of slots.
 void PageOrder::order(std::int64_t table, const Segments& given, std::span<const std::uint32_t> slots) {
   const std::int64_t begin = given.table_offsets[table], end = given.table_offsets[table + 1];
   const int shift = group_shift(slots.subspan(begin, end - begin));

@@ -25,7 +25,7 @@ class ThreadEngine final : public PageReader::Engine {
     for (int i = 0; i < num_threads; ++i) {
       try {
         threads_.emplace_back([this] { work(); });
-      } catch (const std::system_error&) {  // no more threads: fewer will do
+      } catch (const std::system_error&) {  // no more threads: continue with fewer
         if (threads_.empty()) throw;
         break;
       }

@@ -1,4 +1,4 @@
-// Which columns of a row belong together: parts of tables, and what features read of them.
+// Column ranges of rows: parts of tables, and the ranges that features read.
 #pragma once
 
 #include <cstdint>
@@ -7,16 +7,16 @@
 
 namespace colonnade {
 
-// Some columns of a table's rows, with an optimizer of their own.
+// Range of a table's columns with its own optimizer.
 struct Part {
   std::int32_t table, column, dim;
   std::int32_t state;  // first state element in the row's state
 };
 
-// All parts of all tables.
+// Parts of all tables.
 class Parts {
  public:
-  // (P,) each. invalid_argument unless tables ascend and a table's parts lie side by side from column 0.
+  // (P,) each. invalid_argument unless tables ascend and a table's parts are adjacent from column 0.
   Parts(std::span<const std::int32_t> tables, std::span<const std::int32_t> columns,
         std::span<const std::int32_t> dims, std::span<const std::int32_t> states);
 
@@ -36,14 +36,14 @@ class Parts {
   std::vector<std::int64_t> first_;  // by table
 };
 
-// Some columns of the rows that a feature looks up: one output.
+// Range of columns that a feature reads: one output.
 struct Read {
   std::int32_t feature, column, dim;
 };
 
 class Reads {
  public:
-  // (R,) each. invalid_argument if lengths differ or a number is negative or a dim 0.
+  // (R,) each. invalid_argument if lengths differ, a number is negative or a dim is 0.
   Reads(std::span<const std::int32_t> features, std::span<const std::int32_t> columns,
         std::span<const std::int32_t> dims);
 

@@ -16,7 +16,7 @@ constexpr std::int64_t kRun = 1024;
   throw std::invalid_argument(std::string("pending sums: ") + what);
 }
 
-// Every row lies where its table has slots.
+// Check that every row is in its table's slots.
 template <class Table>
 void check_slots(std::span<const Table> tables, std::span<const std::int64_t> counts,
                  std::span<const std::int64_t> slots) {
@@ -79,7 +79,7 @@ void add_pending(std::span<const Pending<T>> tables, std::span<const std::int64_
         const T* const sum = batch.elements.data() + batch.index[i];
         if (table.ticks[slot]++ > 0) {
           for (std::int64_t k = 0; k < table.width; ++k) row[k] += sum[k];
-        } else {  // not even to 0: it would make another zero of -0
+        } else {  // do not add even 0: it would turn -0 into 0
           std::copy_n(sum, table.width, row);
         }
       }

@@ -1,4 +1,4 @@
-// Sums of gradients at copies of rows, of which their owners have yet to hear.
+// Gradient sums of cached rows that were not sent to their owners yet.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace colonnade {
 
-// Of one table, by slot. Sums of a row whose ticks are 0 are none.
+// Pending sums of one table, by slot. Sums of rows with a tick count of 0 are invalid.
 template <class T>
 struct Pending {
   T* sums;  // rows of `width`
@@ -15,7 +15,7 @@ struct Pending {
   std::int64_t width, num_slots;
 };
 
-// Rows of a batch: block t is counts[t] rows of table t, each row once.
+// Rows of a batch: block t has counts[t] rows of table t, each row once.
 template <class T>
 struct BatchSums {
   std::span<const std::int64_t> slots;
@@ -23,26 +23,26 @@ struct BatchSums {
   std::span<const T> elements;
 };
 
-// Of one table, by slot.
+// Row names of one table, by slot.
 struct SlotNames {
   std::int64_t* ids;
   const std::int32_t* ticks;
   std::int64_t num_slots;
 };
 
-// Slots get other rows; 1 where something is pending there. Blocks as of `take_pending`. invalid_argument.
+// Assign slots to other rows; write 1 for slots with pending sums. Blocks as in `take_pending`. invalid_argument.
 void name_slots(std::span<const SlotNames> tables, std::span<const std::int64_t> counts,
                 std::span<const std::int64_t> slots, std::span<const std::int64_t> ids, std::span<std::uint8_t> has);
 
-// One tick of each row that stays: its sum is added to what is pending. invalid_argument for slots and sums that are
-// none.
+// Add a batch's sums to the pending sums of rows that remain in the cache, one tick each. invalid_argument for invalid
+// slots and sums.
 template <class T>
 void add_pending(std::span<const Pending<T>> tables, std::span<const std::int64_t> counts, const BatchSums<T>& batch,
                  std::span<const std::uint8_t> leaves);
 
-// What is pending of rows, one after another in `out`, and is not from here on; with a batch's own sums, which are
-// not in there. Rows are listed in blocks: block b is counts[b] rows of table b % T. origin: which of the batch's rows
-// each is; -1: none of them.
+// Move the pending sums of rows to `out`, one after another, and add the batch's own sums, which are not pending yet.
+// Rows are listed in blocks: block b has counts[b] rows of table b % T. origin: index of the row in the batch; -1: not
+// in the batch.
 template <class T>
 void take_pending(std::span<const Pending<T>> tables, std::span<const std::int64_t> counts,
                   std::span<const std::int64_t> slots, std::span<const std::int64_t> origin, const BatchSums<T>& batch,

@@ -199,7 +199,7 @@ void OpenPlaces::merge() {
   const std::uint64_t from = num_buckets_ - 1, to = from - base_;
   const Bucket a = bucket(to), b = bucket(from);
   const std::uint32_t n = a.size + b.size;
-  if (n > kMost) return;  // as good as it is
+  if (n > kMost) return;  // not worth moving
   if (b.size > 0) {
     const std::uint32_t number = blocks_.add(n, static_cast<std::uint32_t>(to));
     std::uint8_t* const now = blocks_.at(n, number);
@@ -211,7 +211,7 @@ void OpenPlaces::merge() {
       std::memcpy(now + kIdBytes * n + kEntryBytes * done, block + kIdBytes * part.size, kEntryBytes * part.size);
       done += part.size;
     }
-    // A removal gives another block its number: where `to` had none, perhaps the one just added.
+    // A removal renumbers another block: if `to` had none, perhaps the one just added.
     if (a.size == 0) bucket(to) = {number, n};
     remove_block(b.size, b.number);
     bucket(from) = {0, 0};
@@ -225,7 +225,7 @@ void OpenPlaces::merge() {
 }
 
 std::int64_t OpenPlaces::bytes() const {
-  constexpr std::int64_t kOverflowBytes = 48;  // of a node and its share of the table
+  constexpr std::int64_t kOverflowBytes = 48;  // a node and its share of the table
   return blocks_.bytes() + static_cast<std::int64_t>(num_buckets_ * sizeof(Bucket)) +
          static_cast<std::int64_t>(overflow_.size()) * kOverflowBytes;
 }

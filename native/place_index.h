@@ -1,4 +1,4 @@
-// Where the rows of one table lie at rest, and how hot they are: 40 bits of place, 8 bits of heat.
+// Index of one table's stored rows: 40 bits of place, 8 bits of heat (access frequency).
 #pragma once
 
 #include <bit>
@@ -20,7 +20,7 @@ struct PlaceEntry {
 inline constexpr std::uint64_t kNoPlace = ~std::uint64_t{0};
 inline constexpr PlaceEntry kNoEntry{kNoPlace, 0};
 
-// Six bytes as they lie in an index.
+// Entry of six bytes in an index.
 inline constexpr std::uint32_t kEntryBytes = 6;
 inline PlaceEntry load_entry(const std::uint8_t* at) {
   std::uint64_t word = 0;
@@ -32,8 +32,8 @@ inline void store_entry(std::uint8_t* at, PlaceEntry entry) {
   std::memcpy(at, &word, kEntryBytes);
 }
 
-// By row number. 64 rows are a group: a bitmap of who is here, and a block of just their entries. A group's header and its
-// block's owner are 0.25 bytes a row; headers become memory when touched.
+// Index by row number. A group has 64 rows: a bitmap of its rows, and a block with just their entries. A group's header
+// and its block's owner take 0.25 bytes a row; headers become memory when touched.
 class VocabularyPlaces {
  public:
   explicit VocabularyPlaces(std::int64_t rows);
@@ -45,8 +45,8 @@ class VocabularyPlaces {
     return load_entry(entries(group) + kEntryBytes * rank(bits, bit));
   }
   void put(std::int64_t row, PlaceEntry entry);  // NoRoom: nothing changed
-  // n rows that are not here: row_of(i) ascending, entry_of(i). A group's block is made once, where `put` makes one for each
-  // row. NoRoom: some are here.
+  // Insert n absent rows: row_of(i) ascending, entry_of(i). Allocates a group's block once, unlike `put` for each row.
+  // NoRoom: some rows are inserted.
   template <class RowOf, class EntryOf>
   void add(std::size_t n, const RowOf& row_of, const EntryOf& entry_of) {
     for (std::size_t begin = 0, end = 0; begin < n; begin = end) {
@@ -61,7 +61,7 @@ class VocabularyPlaces {
   }
   void erase(std::int64_t row);
   void prefetch_group(std::int64_t row) const { __builtin_prefetch(&group_of(row), 0, 3); }
-  // Of a group that is in the cache.
+  // For a group in the cache.
   void prefetch_entry(std::int64_t row) const {
     const Group& group = group_of(row);
     const std::uint64_t bits = group.bits(), bit = bit_of(row);
@@ -73,7 +73,7 @@ class VocabularyPlaces {
  private:
   struct Group {
     std::uint32_t low, high;
-    std::uint32_t number;  // of its block
+    std::uint32_t number;  // number of its block
     std::uint64_t bits() const { return static_cast<std::uint64_t>(high) << 32 | low; }
     void set_bits(std::uint64_t bits) {
       low = static_cast<std::uint32_t>(bits);
@@ -94,7 +94,7 @@ class VocabularyPlaces {
   void remove_block(std::uint32_t n, std::uint32_t number) {
     blocks_.remove(n, number, [this](std::uint32_t owner, std::uint32_t now) { groups()[owner].number = now; });
   }
-  // The rows `bits` of a group, none of them here, get their entries from next_entry() in ascending order.
+  // Insert rows `bits` of a group, all absent, with entries from next_entry() in ascending order.
   template <class NextEntry>
   void grow(std::int64_t number, std::uint64_t bits, const NextEntry& next_entry) {
     Group& group = groups()[number];
@@ -126,8 +126,9 @@ class VocabularyPlaces {
   std::int64_t size_ = 0;
 };
 
-// By any id: a hash table that grows and shrinks bucket by bucket (linear hashing: Litwin 1980). A bucket is a block of
-// exactly its ids and entries, 24 on average: 14 bytes a row, one for bucket and block, and what is free at pages' ends.
+// Index by any id: a hash table that grows and shrinks bucket by bucket (linear hashing: Litwin 1980). A bucket is a
+// block of exactly its ids and entries, 24 on average: 14 bytes a row, one more for bucket and block, and free space at
+// pages' ends.
 class OpenPlaces {
  public:
   OpenPlaces() { add_bucket(); }
@@ -141,7 +142,7 @@ class OpenPlaces {
   std::int64_t bytes() const;
 
  private:
-  static constexpr std::uint32_t kMost = 255;      // of a bucket; more are put elsewhere
+  static constexpr std::uint32_t kMost = 255;      // entries of a bucket; further ones go to overflow_
   static constexpr std::int64_t kMeanEntries = 24;
   static constexpr std::uint32_t kIdBytes = 8;
   static constexpr std::uint64_t kBucketsOfPiece = 1 << 16;
@@ -161,7 +162,7 @@ class OpenPlaces {
   void remove_block(std::uint32_t n, std::uint32_t number) {
     blocks_.remove(n, number, [this](std::uint32_t owner, std::uint32_t now) { bucket(owner).number = now; });
   }
-  // Index of `id` among n ids; n if it is not there.
+  // Return the index of `id` among n ids; n if it is absent.
   static std::uint32_t search(const std::uint8_t* ids, std::uint32_t n, std::int64_t id);
   void split();
   void merge();
@@ -170,17 +171,17 @@ class OpenPlaces {
   std::uint64_t base_ = 1;    // a power of two: base_ <= num_buckets_ < 2 base_, after a split
   std::uint64_t num_buckets_ = 0;
   DenseBlocks blocks_{kIdBytes + kEntryBytes, kMost};
-  std::unordered_map<std::int64_t, PlaceEntry> overflow_;  // for ids chosen so that their hashes agree
+  std::unordered_map<std::int64_t, PlaceEntry> overflow_;  // for ids with deliberately equal hashes
   std::int64_t size_ = 0;
 };
 
-// The one that a table needs.
+// Index of either kind, as the table needs.
 class PlaceIndex {
  public:
   explicit PlaceIndex(std::int64_t rows) : is_open_(rows == 0), vocabulary_(rows) {}  // keys 0..rows-1; 0: any
   PlaceEntry find(std::int64_t key) const { return is_open_ ? open_.find(key) : vocabulary_.find(key); }
   void put(std::int64_t key, PlaceEntry entry) { is_open_ ? open_.put(key, entry) : vocabulary_.put(key, entry); }
-  // Of a vocabulary; see VocabularyPlaces.
+  // For a vocabulary; see VocabularyPlaces.
   template <class KeyOf, class EntryOf>
   void add(std::size_t n, const KeyOf& key_of, const EntryOf& entry_of) {
     vocabulary_.add(n, key_of, entry_of);
@@ -189,7 +190,7 @@ class PlaceIndex {
   std::int64_t size() const { return is_open_ ? open_.size() : vocabulary_.size(); }
   std::int64_t bytes() const { return is_open_ ? open_.bytes() : vocabulary_.bytes(); }
 
-  // visit(i, key, entry) for the keys key_of(0), ..., key_of(n - 1) in order; `visit` may change the index.
+  // Call visit(i, key, entry) for the keys key_of(0), ..., key_of(n - 1) in order; `visit` may change the index.
   template <class KeyOf, class Visit>
   void for_each(std::size_t n, const KeyOf& key_of, const Visit& visit) const {
     if (is_open_) {
@@ -202,7 +203,7 @@ class PlaceIndex {
  private:
   template <class Places, class KeyOf, class Visit>
   static void walk(const Places& places, std::size_t n, const KeyOf& key_of, const Visit& visit) {
-    constexpr std::size_t kAhead = 12;  // entries on their way, and as many groups before them
+    constexpr std::size_t kAhead = 12;  // entries being fetched, and as many groups before them
     for (std::size_t i = 0; i < n + 2 * kAhead; ++i) {
       if (i < n) places.prefetch_group(key_of(i));
       if (i >= kAhead && i - kAhead < n) places.prefetch_entry(key_of(i - kAhead));

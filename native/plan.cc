@@ -21,10 +21,10 @@ namespace colonnade {
 
 namespace {
 
-constexpr std::uint32_t kStartsRow = std::uint32_t{1} << 31;  // beside a lookup, of which there are fewer
+constexpr std::uint32_t kStartsRow = std::uint32_t{1} << 31;  // flag bit of a lookup; there are fewer lookups
 constexpr std::int64_t kFew = 32;                             // sorted by comparison
 constexpr std::int64_t kSharedTable = 1 << 15;                // lookups from which threads share one table
-constexpr int kPrefixBits = 8;  // of hash, beyond those that count the lookups: 1 in 256 meets another id
+constexpr int kPrefixBits = 8;  // hash bits beyond those that count the lookups: 1 in 256 collides
 
 void check_owners(std::int64_t num_owners) {
   if (num_owners < 1 || num_owners > std::numeric_limits<std::int32_t>::max()) {
@@ -38,25 +38,25 @@ struct Range {
 
 struct TableOrder {
   std::span<const std::int32_t> features;
-  std::vector<Range> lookups;  // neighbours joined
+  std::vector<Range> lookups;  // adjacent ones joined
   std::int64_t rows, num_owners;
-  std::int64_t first_block;         // of the plan's
+  std::int64_t first_block;         // in the plan
   std::int64_t begin = 0, end = 0;  // the table's entries in the plan
   bool out_of_range = false;
-  std::int64_t num_unique = -1;  // not counted yet
+  std::int64_t num_unique = -1;  // -1: not counted yet
   std::int64_t first_unique = 0;
 
   std::int64_t size() const { return end - begin; }
 };
 
-// A run of a table's entries, written by one thread.
+// Run of a table's entries, written by one thread.
 struct Run {
   std::int64_t table, begin, end;
   std::int64_t rows_begun = 0, rows_before = 0;  // rows that begin in the run, and in the table before it
   bool is_written = false;
 };
 
-// What the sort of one table needs at a time.
+// Working memory for the sort of one table.
 struct Desk {
   std::uint64_t* words;
   std::uint64_t* spare;
@@ -101,7 +101,7 @@ class Planner {
       }
       table.end = next;
     }
-    // Longest first, so that the threads finish together; about equal ones in the order they are written.
+    // Longest first, so that the threads finish together; similar ones in the order in which they are written.
     for (std::size_t t = 0; t < tables_.size(); ++t) {
       if (tables_[t].size() > 0) {
         order_.push_back(t);
@@ -136,7 +136,7 @@ class Planner {
   }
 
  private:
-  // Threads share a table that would keep one of them busy alone; of the others each sorts whole ones.
+  // Threads share a table that would occupy one of them alone; other tables are sorted by one thread each.
   void sort_and_write(Plan& plan) {
     const std::int64_t num_lookups = lookups_.num_lookups(), threads = num_threads();
     std::vector<std::size_t> whole;
@@ -154,8 +154,8 @@ class Planner {
     const std::size_t first_run = runs_.size();
     for (const auto t : whole)
       runs_.push_back({static_cast<std::int64_t>(t), tables_[t].begin, tables_[t].end});
-    // One desk per thread, so that its memory stays in that processor's cache. For the same reason a table is
-    // written by who sorted it, as soon as the tables before it are counted.
+    // One desk per thread, so that its memory stays in that processor's cache. For the same reason the thread that
+    // sorted a table writes it, once the tables before it are counted.
     const auto num_desks = std::min<std::int64_t>(threads, static_cast<std::int64_t>(whole.size()));
     Buffer<std::uint64_t> words(2 * longest * num_desks);
     Buffer<Counters> counters(num_desks);
@@ -169,7 +169,7 @@ class Planner {
         auto& table = tables_[whole[i]];
         auto& run = runs_[first_run + i];
         run.rows_begun = sort(table, desk);
-        if (table.out_of_range) continue;  // the tables behind it stay unwritten, the plan is refused
+        if (table.out_of_range) continue;  // later tables stay unwritten, and the plan is rejected
         waiting[d].push_back(&run);
         const std::int64_t num_counted = publish(table, run.rows_begun);
         std::erase_if(waiting[d], [&](Run* of) {
@@ -205,8 +205,8 @@ class Planner {
     publish(table, num_rows);
   }
 
-  // A table's rows are counted. Returns how many tables are, with all before them: their first unique rows
-  // are known.
+  // Record that a table's rows are counted. Return the number of tables that are counted with all before them: the
+  // positions of their first unique rows are known.
   std::int64_t publish(TableOrder& table, std::int64_t num_rows) noexcept {
     const std::scoped_lock lock(mutex_);
     table.num_unique = num_rows;
@@ -217,13 +217,13 @@ class Planner {
     return static_cast<std::int64_t>(num_counted_);
   }
 
-  // Where chunk c of n things begins.
+  // Return the beginning of chunk c of n items.
   static std::int64_t cut(std::int64_t n, std::int64_t chunks, std::int64_t c) {
     return static_cast<std::int64_t>(static_cast<unsigned __int128>(n) * c / chunks);
   }
 
-  // entries[table.begin, table.end): its lookups in the plan's order, | kStartsRow. Returns how many rows
-  // they are, if the desk has one chunk.
+  // Write entries[table.begin, table.end): its lookups in the plan's order, | kStartsRow. Return their number of rows,
+  // if the desk has one chunk.
   std::int64_t sort(TableOrder& table, const Desk& desk) noexcept {
     if (table.rows == 0) return sort(table, desk, HashOrder{});
     if (table.num_owners == 1) return sort(table, desk, DirectOrder{static_cast<std::uint64_t>(table.rows)});
@@ -244,7 +244,7 @@ class Planner {
                                       : sort_words<std::uint64_t>(table, desk, order, position_bits, bits);
   }
 
-  // By the highest `bits` of the keys; rows that these do not tell apart are compared afterwards.
+  // Sort by the highest `bits` of the keys; rows with equal bits are compared afterwards.
   template <class Word, class Order>
   std::int64_t sort_words(TableOrder& table, const Desk& desk, const Order& order, int position_bits,
                           int bits) noexcept {
@@ -278,7 +278,7 @@ class Planner {
       if (!all_inside) out_of_range = true;
     });
     table.out_of_range = out_of_range;
-    if (table.out_of_range) return 0;  // its words have overflown
+    if (table.out_of_range) return 0;  // its words have overflowed
 
     if (n <= kFew) {
       std::sort(words, words + n);
@@ -316,8 +316,8 @@ class Planner {
     return dropped > 0 ? num_rows + tell_apart(table, order, num_chunks) : num_rows;
   }
 
-  // Runs of lookups that share a prefix of their keys: by key, if they are of different rows. Returns how
-  // many rows more that makes.
+  // Sort runs of lookups that share a prefix of their keys by key, if they have different rows. Return the number of
+  // additional rows.
   template <class Order>
   std::int64_t tell_apart(const TableOrder& table, const Order& order, std::size_t num_chunks) noexcept {
     std::uint32_t* const entries = entries_ + table.begin;
@@ -355,13 +355,13 @@ class Planner {
     return more;
   }
 
-  // visit(begin, end) the lookups of a table's positions [begin, end).
+  // Call visit(begin, end) for the lookups of a table's positions [begin, end).
   template <class Visit>
   static void for_each_range(const TableOrder& table, std::int64_t begin, std::int64_t end,
                              const Visit& visit) {
     std::int64_t position = 0;
     for (const auto& range : table.lookups) {
-      const std::int64_t past = range.begin - position;  // position -> lookup
+      const std::int64_t past = range.begin - position;  // offset from position to lookup
       const std::int64_t lo = std::max(begin, position);
       position += range.end - range.begin;
       const std::int64_t hi = std::min(end, position);
@@ -375,14 +375,14 @@ class Planner {
     return rows;
   }
 
-  // The run may begin inside a row of the run before.
+  // The run may begin within a row of the previous run.
   void write(Plan& plan, Run& run) noexcept {
     const std::int64_t first_unique = tables_[run.table].first_unique + run.rows_before;
     std::int64_t lead = run.begin;
     std::int32_t* const inverse = plan.inverse.data();
     for (; lead < run.end && !(entries_[lead] & kStartsRow); ++lead)
       inverse[entries_[lead]] = static_cast<std::int32_t>(first_unique - 1);
-    // Backwards, so that a row's first entry has the last word.
+    // Backwards, so that a row's first entry is written last.
     std::int64_t u = first_unique + run.rows_begun - 1;
     std::int32_t* const segment_offsets = plan.segment_offsets.data();
     for (std::int64_t i = run.end; i-- > lead;) {
@@ -398,7 +398,7 @@ class Planner {
     run.is_written = true;
   }
 
-  // counts[r] += how many of the ids, which are in order of their owners, owner r has.
+  // Add to counts[r] the number of ids of owner r; ids are ordered by owner.
   template <class Owner>
   static void count_owners(std::span<const std::int64_t> ids, const Owner& owner, std::int64_t* counts) {
     if (ids.empty()) return;

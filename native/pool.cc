@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::int64_t kLongestRun = 8192, kShortestRun = 1024;  // lookups
 constexpr std::int64_t kRunsPerThread = 8;
-constexpr std::int64_t kCheckedAlone = 1 << 17;  // of so many a thread is done before a second one has come
+constexpr std::int64_t kCheckedAlone = 1 << 17;  // one thread finishes these before a second one joins
 constexpr std::int64_t kStreamedBytes = std::int64_t{1}
                                         << 20;  // smaller outputs are worth keeping in the cache
 
@@ -91,7 +91,7 @@ void check(const Lookups& lookups, std::span<const std::uint32_t> index, const R
   check_index(index);
 }
 
-// Whether all of order's are among lookups [first, last).
+// Return whether all of order's entries are among lookups [first, last).
 bool is_within(std::span<const std::int32_t> order, std::int64_t first, std::int64_t last) {
   const auto lo = static_cast<std::uint32_t>(first), length = static_cast<std::uint32_t>(last - first);
   int strangers = 0;
@@ -122,7 +122,7 @@ void pool(const Lookups& lookups, std::span<const std::uint32_t> index, const Re
     read_bytes += num_lookups * read.dim * item_bytes(dtype);
     out_bytes += lookups.num_outputs(read.feature) * read.dim * item_bytes(out_dtype);
   }
-  // Long runs, because the first rows of one are not fetched ahead; enough of them for all threads.
+  // Long runs, because the first rows of a run are not prefetched; enough of them for all threads.
   const std::int64_t longest =
       std::clamp(read_lookups / (kRunsPerThread * num_threads()), kShortestRun, kLongestRun);
   std::vector<PoolTask> tasks;
@@ -164,7 +164,7 @@ void pool(const Lookups& lookups, std::span<const std::uint32_t> index, const Re
 
 namespace {
 
-// By the bits: a 16-bit number is infinite or no number if its exponent is all ones.
+// Checks bits: a 16-bit number is infinite or NaN if its exponent is all ones.
 bool all_finite(const std::uint16_t* values, std::int64_t n, Dtype dtype) {
   const std::uint16_t exponent = dtype == Dtype::bfloat16 ? 0x7f80 : 0x7c00;
   bool is_special = false;

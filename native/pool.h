@@ -1,4 +1,4 @@
-// Rows -> outputs: gather, weigh, sum and divide, per read of a feature.
+// Pooling of rows to outputs, for each read of a feature: gather, weight, sum and divide.
 #pragma once
 
 #include <cstdint>
@@ -10,18 +10,18 @@
 
 namespace colonnade {
 
-// Where rows and outputs lie. T tables, R reads; all addresses belong to the caller.
+// Addresses of rows and outputs. T tables, R reads; the caller owns all memory.
 struct PoolPlaces {
   std::span<const std::int64_t> bases, strides;          // (T,) address of row 0; bytes between rows
   std::span<const std::int64_t> out_bases, out_strides;  // (R,) address of output row 0; bytes between
 };
 
-// index (E,): row of each lookup. invalid_argument, nothing written, if lengths or types disagree, a read
-// names a feature or table that is not there or is wider than the strides, or a lookup has no row.
+// Pool rows to outputs. index (E,): row of each lookup. invalid_argument, with nothing written, if lengths or types
+// disagree, a read has an invalid feature or table or is wider than the strides, or a lookup has no row.
 //
-// order: (E,) all lookups, as a batch's entries are listed page by page (PageOrder), or empty. A feature of one lookup
-// an output whose lookups stand in their own places there, among themselves, is read in that order: each row once,
-// its neighbours next. Outputs are the same.
+// order: (E,) all lookups, page by page, as PageOrder lists a batch's entries; or empty. A feature with one lookup per
+// output, listed there at its own positions, is read in that order: each row once, followed by its neighbours. Outputs
+// are the same.
 void pool(const Lookups& lookups, std::span<const std::uint32_t> index, const Reads& reads,
           const PoolPlaces& places, Dtype dtype, Dtype out_dtype, std::span<const std::int32_t> order = {});
 

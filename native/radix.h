@@ -1,5 +1,5 @@
-// A stable least-significant-digit radix sort of words = key << position_bits | position, pass by pass, over
-// chunks that threads may share: each counts and places its own words, so the result is that of one chunk.
+// Stable least-significant-digit radix sort of words = key << position_bits | position, pass by pass, over chunks that
+// threads may share: each thread counts and moves its own words, so the result is the same as for one chunk.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ inline constexpr int kMaxKeyBits = kMaxPasses * kMaxDigitBits;
 struct Digits {
   int passes = 0, width = 0;
 
-  // Fewest operations: a pass moves every word, then visits every counter.
+  // Choose the digits with the fewest operations: a pass moves every word, then visits every counter.
   Digits(std::int64_t n, int key_bits) {
     std::int64_t least = INT64_MAX;
     for (int p = (key_bits + kMaxDigitBits - 1) / kMaxDigitBits; p <= kMaxPasses; ++p) {
@@ -35,7 +35,7 @@ struct Digits {
   std::size_t values() const { return std::size_t{1} << width; }
 };
 
-// One chunk's words by digit, then the place of each digit's next word.
+// Count one chunk's words by digit; then the position of each digit's next word.
 struct Counters {
   alignas(64) std::uint32_t counts[1 << kMaxDigitBits];
   alignas(64) std::uint32_t odd[1 << kMaxDigitBits];
@@ -43,7 +43,7 @@ struct Counters {
 
 template <class Word>
 void count_digits(std::span<const Word> words, int shift, std::size_t values, Counters& counters) {
-  // By turns in two places: one counter alone would wait for itself where many words have one digit.
+  // Two alternating counters: a single one would stall if many words have the same digit.
   std::fill_n(counters.counts, values, 0);
   std::fill_n(counters.odd, values, 0);
   std::size_t i = 0;
@@ -55,7 +55,7 @@ void count_digits(std::span<const Word> words, int shift, std::size_t values, Co
   for (std::size_t d = 0; d < values; ++d) counters.counts[d] += counters.odd[d];
 }
 
-// Counts become places: digit by digit, chunk by chunk.
+// Turn counts into positions: digit by digit, chunk by chunk.
 inline void place_digits(std::span<Counters> chunks, std::size_t values) {
   std::uint32_t sum = 0;
   for (std::size_t d = 0; d < values; ++d) {
@@ -68,7 +68,7 @@ void scatter(std::span<const Word> words, int shift, std::size_t values, Counter
   for (const Word word : words) out[counters.counts[word >> shift & (values - 1)]++] = word;
 }
 
-// By their bits from `shift` on, key_bits of them, on this thread.
+// Sort by key_bits bits from `shift` on, on this thread.
 inline void radix_sort(std::vector<std::uint64_t>& words, int shift, int key_bits) {
   const Digits digits(static_cast<std::int64_t>(words.size()), key_bits);
   std::vector<std::uint64_t> sorted(words.size());
@@ -81,12 +81,12 @@ inline void radix_sort(std::vector<std::uint64_t>& words, int shift, int key_bit
   }
 }
 
-// Positions 0 .. n - 1, ascending by (high(i), low(i)), of which no two are alike: by as many leading bits as tell most
-// of them apart, then, where these do not, by comparison. For some thousands a fifth of a sort's time.
+// Return positions 0 .. n - 1, ascending by (high(i), low(i)), all distinct: sort by as many leading bits as separate
+// most of them, then by comparison where they do not. A fifth of a sort's time for some thousands.
 template <class High, class Low>
 std::vector<std::uint32_t> ordered(std::size_t n, const High& high, const Low& low) {
   constexpr std::size_t kFew = 64;
-  constexpr int kPrefixBits = 6;  // beyond those that count them
+  constexpr int kPrefixBits = 6;  // in addition to those that count them
   std::vector<std::uint32_t> order(n);
   const auto is_before = [&](std::uint32_t a, std::uint32_t b) {
     return high(a) != high(b) ? high(a) < high(b) : low(a) < low(b);

@@ -1,4 +1,4 @@
-// What is to be read from files: which records, and where they go.
+// Plan of reads from files: records, and where to deliver them.
 #pragma once
 
 #include <atomic>
@@ -14,14 +14,14 @@
 
 namespace colonnade {
 
-// A segment's open file. Its descriptor stays open until nobody uses it: whoever closes it waits for that first.
+// Open file of a segment. Its descriptor stays open while it is in use: closing waits for all users.
 class SegmentFile {
  public:
   // mapped: the file's bytes in memory, or null.
   SegmentFile(int fd, const std::uint8_t* mapped) : fd_(fd), mapped_(mapped) {}
   int fd() const { return fd_; }
   const std::uint8_t* mapped() const { return mapped_; }
-  // Blocks until nobody uses it. Only after it has been taken from where users find it.
+  // Block until it is not in use. Call it only after removing it from where users find it.
   void wait_unused() const {
     for (int users; (users = users_.load()) != 0;) users_.wait(users);
   }
@@ -33,7 +33,7 @@ class SegmentFile {
   std::atomic<int> users_{0};
 };
 
-// Holds a file open.
+// Guard that keeps a file open.
 class FileUse {
  public:
   explicit FileUse(std::shared_ptr<SegmentFile> file) : file_(std::move(file)) { file_->users_.fetch_add(1); }
@@ -51,10 +51,10 @@ class FileUse {
   std::shared_ptr<SegmentFile> file_;
 };
 
-// Gets the payload of the row at `position`, checked. The pointer is good for the call.
+// Receives the checked payload of the row at `position`. The pointer is valid during the call.
 using Deliver = std::function<void(std::uint32_t position, const std::uint8_t* payload)>;
 
-// Records to read, of any number of logs.
+// Records to read, from any number of logs.
 struct ReadPlan {
   struct File {
     FileUse use;
@@ -64,12 +64,12 @@ struct ReadPlan {
   };
   struct Item {
     std::uint32_t file, record;
-    std::uint32_t position;  // what `Deliver` is told
-    std::int64_t id;         // whose row the record must be
+    std::uint32_t position;  // passed to `Deliver`
+    std::int64_t id;         // id of the row that the record must contain
   };
   std::vector<File> files;
   std::vector<Item> items;
-  std::optional<ReadFault> fault;  // of what was read from a mapped file while planning
+  std::optional<ReadFault> fault;  // fault of a mapped file that was read while planning
 
   void fail(const ReadFault& found) {
     if (!fault || std::pair(found.source, found.place) < std::pair(fault->source, fault->place)) fault = found;

@@ -1,4 +1,4 @@
-// Jobs of reads, cut into runs of pages, in the order in which they are served.
+// Queue of read jobs, divided into runs of pages, in the order of service.
 #pragma once
 
 #include <atomic>
@@ -17,39 +17,39 @@
 namespace colonnade {
 
 inline constexpr std::size_t kPageBytes = 4096;
-inline constexpr std::size_t kMaxRunBytes = std::size_t{64} << 10;  // but one record is always read whole
+inline constexpr std::size_t kMaxRunBytes = std::size_t{64} << 10;  // except that one record is always read whole
 
-// Whole pages of one file, and the items that lie in them.
+// Run of whole pages of one file, with the items in them.
 struct ReadRun {
   std::uint32_t file, first, last;  // items [first, last)
   std::uint64_t offset, bytes;      // multiples of kPageBytes
 };
 
-// `items` ascend by file and record. Pages are read once; small gaps are read through.
+// Divide items into runs. `items` ascend by file and record. Pages are read once; small gaps are read too.
 std::vector<ReadRun> plan_runs(std::span<const ReadPlan::Item> items, std::span<const ReadPlan::File> files);
 
-// How much of a run is in `bytes`, and why not all that is `needed`: errno, or 0 where the file ends.
+// Number of bytes of a run that were read, and the errno if fewer than `needed`; 0 at the end of the file.
 struct Arrived {
   std::uint64_t have = 0;
   int error = 0;
 };
 Arrived read_run(int fd, const ReadRun& run, std::uint64_t needed, std::uint8_t* bytes) noexcept;  // by pread
 
-// One plan being read. Any thread may wait.
+// Job that reads one plan. Any thread may wait.
 class ReadJob {
  public:
   ReadJob(ReadPlan plan, Deliver deliver);  // sorts
-  // Blocks until every read is done, faults or not. May be called again: same answer.
+  // Block until every read is done, with or without faults. Repeated calls return the same result.
   std::optional<ReadFault> wait();
   bool is_done() const { return is_done_.load(); }
 
-  // For those who read.
+  // For reading threads:
   std::span<const ReadRun> runs() const { return runs_; }
   int fd_of(const ReadRun& run) const { return plan_.files[run.file].use->fd(); }
-  // How many of the run's bytes its items need.
+  // Return the number of the run's bytes that its items need.
   std::uint64_t needed_bytes(const ReadRun& run) const;
-  // What came of reading a run. If that was refused, its items are read again one by one: only those that cannot be read
-  // are at fault.
+  // Handle the result of reading a run. If the read failed, its items are read again one by one, so that only
+  // unreadable ones are at fault.
   void arrived(const ReadRun& run, const std::uint8_t* bytes, Arrived what);
 
  private:
@@ -66,13 +66,13 @@ class ReadJob {
   std::condition_variable done_;
 };
 
-// What was read so far.
+// Totals of reads so far.
 struct ReadCounts {
   std::int64_t reads = 0, pages = 0, bytes = 0, rows = 0;
-  double busy_seconds = 0.0;  // with something to read
+  double busy_seconds = 0.0;  // time with reads in flight
 };
 
-// Demand before prefetch, earlier jobs before later ones. Thread-safe.
+// Queue of jobs: demand reads before prefetches, earlier jobs before later ones. Thread-safe.
 class ReadQueue {
  public:
   struct Work {
@@ -80,13 +80,13 @@ class ReadQueue {
     ReadRun run;
   };
   void push(std::shared_ptr<ReadJob> job, bool is_demand);
-  // Adds up to `most` runs to `out`; whether any were there.
+  // Append up to `most` runs to `out`; return whether there were any.
   bool take(std::vector<Work>& out, std::size_t most);
-  // Blocks for one run; false: stopped, and nothing is left.
+  // Block until a run is available; false: stopped, and none is left.
   bool wait_and_take(std::vector<Work>& out);
   void stop();
   bool is_stopped() const;
-  // After ReadJob::arrived, and before the job is let go of.
+  // Call it after ReadJob::arrived, and before releasing the job.
   void done(const Work& work, std::uint64_t have) noexcept;
   ReadCounts counts() const;
 
@@ -100,7 +100,7 @@ class ReadQueue {
   mutable std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<Waiting> demand_, prefetch_;
-  std::size_t unfinished_ = 0;  // runs
+  std::size_t unfinished_ = 0;  // number of runs
   std::chrono::steady_clock::time_point busy_since_;
   bool is_stopped_ = false;
   ReadCounts counts_;

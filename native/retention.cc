@@ -15,11 +15,11 @@ namespace colonnade {
 
 namespace {
 
-constexpr std::uint32_t kOne = 256;  // an update's count: eight halvings until it is nothing
+constexpr std::uint32_t kOne = 256;  // count of one update: eight halvings until it is 0
 constexpr std::uint64_t kBucketRows = 9;
 constexpr std::size_t kAhead = 12;
 
-// Four to a doubling, ascending.
+// Score: four levels per doubling, ascending.
 std::int64_t quarter_log(std::uint32_t count) {
   if (count == 0) return -1;
   const int high = std::bit_width(count) - 1;
@@ -42,7 +42,7 @@ std::int64_t Retention::score(std::uint32_t step, std::uint32_t value) const {
       return 4 * halvings + quarter_log(value);
     }
     case LeaveBy::norm:
-      return value >> 21;  // exponent and two bits of fraction of a number that is not negative
+      return value >> 21;  // exponent and two fraction bits of a non-negative number
     default:
       return 0;
   }
@@ -68,7 +68,7 @@ std::vector<std::int64_t> Retention::hear(std::span<const std::int64_t> ids, std
   if (num_rows_ + static_cast<std::int64_t>(ids.size()) >= kNone)
     throw std::invalid_argument("Retention: a rank remembers fewer than 2^32 - 1 rows of a table");
   const auto hash = [&](std::size_t k) { return mix64(static_cast<std::uint64_t>(ids[k])); };
-  std::vector<std::uint32_t> order;  // empty: as they are named, which is how plans list them
+  std::vector<std::uint32_t> order;  // empty: in the order of the arguments, which is the order of plans
   for (std::size_t k = 1; k < ids.size() && order.empty(); ++k) {
     if (hash(k) > hash(k - 1)) continue;
     order.resize(ids.size());
@@ -78,7 +78,7 @@ std::vector<std::int64_t> Retention::hear(std::span<const std::int64_t> ids, std
   const std::scoped_lock lock(mutex_);
   index_.reserve(num_rows_ + static_cast<std::int64_t>(ids.size()));
   index_.grow(Ids{*this});
-  // Searching first, moving then: neighbours in the lists are known, and on their way, before they are changed.
+  // Search first, move then: neighbours in the lists are known and prefetched before they are changed.
   std::vector<std::uint32_t> slots(ids.size());
   std::vector<std::uint8_t> is_new(ids.size());
   index_.for_each(ids, Ids{*this}, [&](std::int64_t i, std::uint32_t slot) {
@@ -109,7 +109,7 @@ std::vector<std::int64_t> Retention::hear(std::span<const std::int64_t> ids, std
     }
     entry.value = count;
     if (by_norm) {
-      // NaN counts as the largest number: nothing is said of it, so it stays.
+      // NaN counts as the largest number, because nothing is known about it, so the row stays.
       const double norm = norms[i];
       entry.value = std::bit_cast<std::uint32_t>(
           norm >= 0 ? static_cast<float>(norm) : std::numeric_limits<float>::infinity());
@@ -191,7 +191,7 @@ std::vector<RetainedRow> Retention::save_some(std::int64_t most) {
   const std::scoped_lock lock(mutex_);
   std::vector<RetainedRow> found = std::exchange(saved_, {});
   const std::size_t end = std::min(to_save_.size(), cursor_ + static_cast<std::size_t>(most) / 64 + 1);
-  // A run whose rows have all changed or gone gives none: it is not the end.
+  // A run with only changed or deleted rows yields none: it is not the end.
   for (; cursor_ < to_save_.size() && (cursor_ < end || found.empty()); ++cursor_) {
     for (std::uint64_t left = std::exchange(to_save_[cursor_], 0); left; left &= left - 1) {
       const auto slot = static_cast<std::uint32_t>(cursor_ * 64 + static_cast<std::size_t>(std::countr_zero(left)));
@@ -203,7 +203,7 @@ std::vector<RetainedRow> Retention::save_some(std::int64_t most) {
   return found;
 }
 
-// Whether the snapshot still needs the slot's row as it is; then no more.
+// Return whether the snapshot still needs the slot's row, and clear that.
 bool Retention::take_save(std::uint32_t slot) noexcept {
   if (slot / 64 >= to_save_.size()) return false;
   std::uint64_t& word = to_save_[slot / 64];

@@ -1,4 +1,4 @@
-// Which rows of a table stay: what is remembered of each to say who leaves first.
+// Eviction of a table's rows: state of each row that determines the order of eviction.
 #pragma once
 
 #include <cstdint>
@@ -16,49 +16,50 @@ enum class LeaveBy : std::uint8_t { recency, frequency, norm };
 
 struct RetentionSettings {
   LeaveBy by;
-  std::int64_t max_rows;     // 0: any number
-  std::int64_t max_age;      // steps without an update after which a row leaves; 0: never. Recency only
+  std::int64_t max_rows;     // 0: unlimited
+  std::int64_t max_age;      // steps without an update after which a row is evicted; 0: never. Recency only
   std::int64_t halve_steps;  // frequency: counts are halved at every multiple of it; 0: never
-  std::int64_t num_shares;   // ranks among which the ids are dealt by hash, see SlotIndex; 0: ids are any
+  std::int64_t num_shares;   // ranks that ids are hashed to, see SlotIndex; 0: any ids
 };
 
-// A row's state, as a commit has it.
+// State of a row in a checkpoint.
 struct RetainedRow {
   std::int64_t id;
-  std::uint32_t step;   // of its newest update
+  std::uint32_t step;   // of its last update
   std::uint32_t value;  // frequency: count in 1/256, as of `step`; norm: bits of the squared norm as a float
 };
 
-// Rows stand in lists, one for each score, a list in order of the rows' newest update, those of one step by mix64 of
-// their ids, which is the order of a plan; the first of the lowest list leaves first. Recency is one list. Scores of frequencies and norms are floating point numbers of two bits of
-// fraction, so there are four to a doubling. Counts are halved by standing still: a score is that of the count times
-// 2 to the number of halvings before the newest update, and grows with the steps for those that go on to be updated.
+// Rows are in lists, one for each score. A list is ordered by the rows' last update, and within a step by mix64 of
+// their ids, which is the order of a plan. The first row of the lowest list is evicted first. Recency has one list.
+// Scores of frequencies and norms are floating-point numbers with two fraction bits: four for each doubling. Halving
+// changes no stored score: a score is the count times 2 to the number of halvings before the last update, so it grows
+// with the steps for rows that are still updated.
 //
-// Each update costs one search and one move between lists, each row that is new five moves in the index, and no step
-// evicts more rows than came, or than were last updated in one step: there is no pause, whatever the size. Nor is there
-// one when a commit begins: a snapshot is a bit for each row, and rows are saved when they change or by `save_some`.
-// 24 bytes a row and 6.8 in the index. Another thread may call save_some; all else is one thread at a time.
+// Each update takes one search and one move between lists, each new row five moves in the index. No step evicts more
+// rows than it added, or than were last updated in one step, so there is no pause at any size. A checkpoint causes none
+// either: a snapshot is one bit per row, and rows are saved when they change or by `save_some`. Memory: 24 bytes a row
+// and 6.8 in the index. Another thread may call save_some; all other calls are from one thread at a time.
 class Retention {
  public:
   explicit Retention(const RetentionSettings& settings);
 
-  // These rows (unique ids) were updated in `step`, which never descends; norms (N,) squared, or empty where the order is
-  // another. Returns the rows that leave, some of these perhaps among them.
+  // Record updates of unique ids in `step`, and return the ids to evict, possibly some of the updated ones. Steps never
+  // decrease. norms (N,): squared, or empty for other orders.
   std::vector<std::int64_t> hear(std::span<const std::int64_t> ids, std::span<const double> norms, std::int64_t step);
-  void remove(std::span<const std::int64_t> ids);  // those that are absent are passed over
+  void remove(std::span<const std::int64_t> ids);  // absent ids are ignored
 
-  std::vector<RetainedRow> rows() const;  // first who leaves first
-  // Instead of what is there, in any order.
+  std::vector<RetainedRow> rows() const;  // in the order of eviction
+  // Replace the state, in any order.
   void restore(std::vector<RetainedRow> rows);
 
-  // From here on save_some gives the rows as they are now, each once; a snapshot before this one is over.
+  // Begin a snapshot of the current rows for save_some, which returns each once; ends an earlier snapshot.
   void begin_snapshot();
-  // Some rows of the snapshot, about `most` and those that changed meanwhile; empty: it is over.
+  // Return rows of the snapshot: about `most`, and those that changed meanwhile; empty: it is complete.
   std::vector<RetainedRow> save_some(std::int64_t most);
 
   std::int64_t size() const { return num_rows_; }
   std::int64_t bytes() const;
-  std::uint64_t work() const;  // rows touched, ever
+  std::uint64_t work() const;  // rows touched so far
 
  private:
   static constexpr std::uint32_t kNone = SlotIndex::kAbsent;
@@ -66,7 +67,7 @@ class Retention {
 
   struct Entry {
     std::int64_t id;
-    std::uint32_t previous, next;  // in its list; of a free one, itself and the next free one
+    std::uint32_t previous, next;  // in its list; for a free slot: itself and the next free one
     std::uint32_t step, value;
   };
   struct List {
@@ -96,7 +97,7 @@ class Retention {
   std::uint32_t free_ = kNone, num_slots_ = 0;
   std::int64_t num_rows_ = 0;
   std::uint64_t work_ = 0;
-  // A snapshot's: slots still to save, by bit; up to where save_some has looked; rows that changed before it came.
+  // Snapshot: bits of slots still to save; position of save_some; rows that changed before it reached them.
   std::vector<std::uint64_t> to_save_;
   std::size_t cursor_ = 0;
   std::vector<RetainedRow> saved_;

@@ -13,7 +13,7 @@ namespace colonnade {
 
 namespace {
 
-// Of newer headers.
+// Constants of newer headers.
 constexpr unsigned kSingleIssuer = 1u << 12, kDeferTaskrun = 1u << 13, kCoopTaskrun = 1u << 8;
 
 template <class T>
@@ -24,7 +24,7 @@ T* at(void* base, unsigned offset) {
 }  // namespace
 
 std::unique_ptr<Ring> Ring::make(unsigned depth) {
-  // Completions wait until this thread asks for them, and interrupt nobody: Linux 6.1; less of it before.
+  // Completions wait until this thread asks for them, and interrupt no thread: Linux 6.1; less effective before.
   for (const unsigned flags : {kSingleIssuer | kDeferTaskrun, kCoopTaskrun, 0u}) {
     io_uring_params params{};
     params.flags = flags;
@@ -95,7 +95,7 @@ void Ring::enter(unsigned least) {
   for (;;) {
     const long taken = syscall(__NR_io_uring_enter, fd_, num_put_, least, IORING_ENTER_GETEVENTS, nullptr, 0);
     if (taken >= 0) num_put_ -= static_cast<unsigned>(taken);
-    // EAGAIN, EBUSY: no memory for requests just now; completions free some.
+    // EAGAIN, EBUSY: no memory for requests at the moment; completions free some.
     if (taken >= 0 || errno == EAGAIN || errno == EBUSY) return;
     if (errno != EINTR) return;
   }

@@ -1,4 +1,4 @@
-// io_uring by its system calls: submissions and completions of one thread.
+// io_uring through its system calls: submissions and completions of one thread.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 #if defined(__linux__) && __has_include(<linux/io_uring.h>)
 #include <linux/io_uring.h>
 #include <sys/syscall.h>
-#if defined(__NR_io_uring_setup) && defined(IORING_FEAT_FAST_POLL)  // headers of Linux 5.7 or newer
+#if defined(__NR_io_uring_setup) && defined(IORING_FEAT_FAST_POLL)  // kernel headers of Linux 5.7 or newer
 #define COLONNADE_HAS_RING 1
 #endif
 #endif
@@ -23,20 +23,20 @@ namespace colonnade {
 
 class Ring {
  public:
-  // To be used by the calling thread alone; at most `depth` submissions in flight. Null where the system has none.
+  // Open a ring for the calling thread only; at most `depth` submissions in flight. Null on a system without io_uring.
   static std::unique_ptr<Ring> make(unsigned depth);
   ~Ring();
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
-  // Pins memory that reads may then go to without being pinned again and again. Not allowed: false.
+  // Pin memory, so that reads into it need no pinning of their own. false: not permitted.
   bool register_memory(void* base, std::size_t bytes);
 
-  // Put down for the next `enter`. is_registered: `to` lies in registered memory.
+  // Queue a read for the next `enter`. is_registered: `to` is in registered memory.
   void read(int fd, void* to, std::uint32_t bytes, std::uint64_t offset, bool is_registered, std::uint64_t tag);
-  // Submits what was put down and waits for `least` completions.
+  // Submit queued reads and wait for `least` completions.
   void enter(unsigned least);
-  // completed(tag, result or -errno) for all that have completed.
+  // Call completed(tag, result or -errno) for each completion.
   template <class Completed>
   void reap(const Completed& completed) {
     std::atomic_ref<unsigned> head(*cq_head_), tail(*cq_tail_);

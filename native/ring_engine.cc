@@ -1,4 +1,4 @@
-// Reads of pages by io_uring.
+// Page reader engine on io_uring.
 #include "page_reader.h"
 #include "ring.h"
 
@@ -33,7 +33,7 @@ class RingEngine final : public PageReader::Engine {
     if (wake_fd_ < 0) return;
     std::promise<bool> started;
     auto is_started = started.get_future();
-    // The thread that makes a ring is the one that may use it.
+    // Only the thread that creates a ring may use it.
     try {
       thread_ = JoinedThread([this, &started] {
         bool is_ready = false;
@@ -72,7 +72,7 @@ class RingEngine final : public PageReader::Engine {
   struct Slot {
     ReadQueue::Work work;
     std::uint8_t* bytes = nullptr;  // kMaxRunBytes of memory_
-    Buffer<std::uint8_t> large;     // instead, of a run that is longer
+    Buffer<std::uint8_t> large;     // used instead for a run that is longer
     std::uint64_t from = 0, have = 0, needed = 0;
   };
 
@@ -89,7 +89,7 @@ class RingEngine final : public PageReader::Engine {
     std::vector<ReadQueue::Work> taken;
     read_wake();
     for (;;) {
-      const bool is_stopped = queue_.is_stopped();  // before looking: what came earlier is then seen
+      const bool is_stopped = queue_.is_stopped();  // read before checking for runs, so that earlier runs are seen
       if (!free_.empty()) queue_.take(taken, free_.size());
       for (auto& work : taken) start(std::move(work));
       taken.clear();
@@ -116,7 +116,7 @@ class RingEngine final : public PageReader::Engine {
     read(i);
   }
 
-  // What is missing, again from the start of a page: direct reads need it.
+  // Read the missing rest, from the start of a page, as direct reads require.
   void read(std::size_t i) {
     Slot& slot = slots_[i];
     const ReadRun& run = slot.work.run;

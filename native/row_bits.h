@@ -1,4 +1,4 @@
-// One bit for each row of a table that indexes directly: whether it was born.
+// Bitmap of the rows of a directly indexed table: whether a row is initialised.
 #pragma once
 
 #include <bit>
@@ -28,7 +28,7 @@ class RowBits {
   void bear(std::uint64_t row) { words_[row / 64] |= bit(row); }
   void forget(std::uint64_t row) { words_[row / 64] &= ~bit(row); }
 
-  template <class Visit>  // visit(row) for every row that was born, ascending
+  template <class Visit>  // calls visit(row) for every initialised row, ascending
   void for_each_born(std::int64_t rows, const Visit& visit) const {
     for (std::int64_t w = 0; w < (rows + 63) / 64; ++w) {
       for (std::uint64_t left = words_[w]; left; left &= left - 1)

@@ -1,4 +1,4 @@
-// Where rows at rest lie: any 64-bit id -> a 64-bit place. Batch at a time, one thread at a time.
+// Index of stored rows: any 64-bit id -> a 64-bit place. Batched, one thread at a time.
 #pragma once
 
 #include <cstdint>
@@ -11,24 +11,24 @@
 
 namespace colonnade {
 
-// 23 bytes a row at any time; it grows without a pause. Up to 2^32 - 2 rows.
+// 23 bytes a row at any time; grows without a pause. Up to 2^32 - 2 rows.
 class RowIndex {
  public:
   static constexpr std::int64_t kAbsent = -1;
 
-  // A later value of the same id replaces the earlier one. No value may be kAbsent (invalid_argument).
+  // Insert values; a later value of the same id replaces the earlier one. No value may be kAbsent (invalid_argument).
   // NoRoom: nothing changed.
   void put(std::span<const std::int64_t> ids, std::span<const std::int64_t> values);
   void get(std::span<const std::int64_t> ids, std::span<std::int64_t> out) const noexcept;
   void erase(std::span<const std::int64_t> ids) noexcept;
-  std::vector<std::pair<std::int64_t, std::int64_t>> items() const;  // ascending id
+  std::vector<std::pair<std::int64_t, std::int64_t>> items() const;  // ascending by id
   std::int64_t size() const { return size_; }
   std::int64_t bytes() const { return num_touched_ * static_cast<std::int64_t>(sizeof(Row)) + index_.bytes(); }
 
  private:
   struct Row {
-    std::int64_t id;     // of a free one: the next free one
-    std::int64_t value;  // of a free one: kAbsent
+    std::int64_t id;     // free slot: the next free one
+    std::int64_t value;  // free slot: kAbsent
   };
   // Rows in blocks of 2 MiB.
   struct Rows {

@@ -13,9 +13,9 @@ namespace colonnade {
 
 namespace {
 
-constexpr std::size_t kRowsAtOnce = 256;  // that garbage collection moves under one lock
-constexpr std::size_t kHotShare = 8;      // the hottest eighth of the rows that it moves goes apart
-constexpr double kHotMemory = 10;         // calls, over which the heat that this takes is averaged
+constexpr std::size_t kRowsAtOnce = 256;  // rows that compaction moves under one lock
+constexpr std::size_t kHotShare = 8;      // the hottest eighth of the moved rows is collected separately
+constexpr double kHotMemory = 10;         // calls over which the heat threshold is averaged
 
 [[noreturn]] void refuse(const std::string& message) {
   throw std::invalid_argument(message);
@@ -229,12 +229,12 @@ void RowLog::plan_reads(std::span<const std::int64_t> ids, std::span<const std::
       ++(is_mapped ? counts_.rows_copied : counts_.rows_planned);
     });
   }
-  // Not under the lock: the pages may have to come from a disk.
+  // Without the lock: the pages may have to be read from a disk.
   const auto frame_of = [&plan](const ReadPlan::Item& item) {
     const auto& file = plan.files[item.file];
     return file.use->mapped() + frame_offset(item.record, file.stride);
   };
-  constexpr std::size_t kAhead = 4;  // rows on their way from memory
+  constexpr std::size_t kAhead = 4;  // rows being fetched from memory
   for (std::size_t i = 0; i < mapped.size(); ++i) {
     if (i + kAhead < mapped.size()) {
       const std::uint8_t* ahead = frame_of(mapped[i + kAhead]);
@@ -313,7 +313,7 @@ std::vector<std::int64_t> RowLog::keys(std::int64_t segment) const {
   const auto blocks = part.keys();
   if (!blocks) refuse("segment " + std::to_string(segment) + ": its keys are in its key list, not here");
   const auto n = static_cast<std::size_t>(part.num_records());
-  // Tens of megabytes, which training would wait for.
+  // Tens of megabytes, which would delay training under the lock.
   if (part.is_sealed()) lock.unlock();
   std::vector<std::int64_t> all;
   all.reserve(n);
@@ -322,7 +322,7 @@ std::vector<std::int64_t> RowLog::keys(std::int64_t segment) const {
 }
 
 void RowLog::forget_keys(std::int64_t segment) {
-  std::shared_ptr<LogSegment::Keys> gone;  // after the lock
+  std::shared_ptr<LogSegment::Keys> gone;  // freed after unlocking
   const std::lock_guard lock(mutex_);
   LogSegment& part = at(segment);
   if (!part.is_sealed()) refuse("segment " + std::to_string(segment) + ": it still takes rows; seal it first");
@@ -420,7 +420,7 @@ std::int64_t RowLog::load_open(std::span<const std::int64_t> ids, const LiveBits
   return twice;
 }
 
-// By ascending key: neighbours share a group, whose block is then made once.
+// By ascending key: neighbours share a group, and its block is then allocated once.
 std::int64_t RowLog::load_vocabulary(std::span<const std::int64_t> ids, const LiveBits& bits, std::uint32_t handle) {
   std::vector<std::uint64_t> words;  // key << kRecordBits | record
   words.reserve(ids.size());
@@ -472,7 +472,7 @@ std::int64_t RowLog::rewrite(std::int64_t segment, std::span<const std::int64_t>
     std::uint8_t heat;
   };
   std::vector<Row> rows;
-  // Where the index says a row lies while it is the record of this frame.
+  // Check that the index still has the row at the record of this frame.
   const auto here = [&](std::uint32_t handle, std::size_t frame) {
     return packed(handle, first_record + static_cast<std::int64_t>(frame));
   };
@@ -492,7 +492,7 @@ std::int64_t RowLog::rewrite(std::int64_t segment, std::span<const std::int64_t>
   }
   std::ranges::stable_sort(rows, [](const Row& a, const Row& b) { return a.heat > b.heat; });
   const std::uint8_t hot = hot_heat(rows.size(), [&](std::size_t i) { return rows[i].heat; });
-  // Few at a time: training may wait for the lock. Meanwhile rows may be written anew, and frozen.
+  // Few at a time, because training may wait for the lock. In between, rows may be written again, and frozen.
   std::int64_t num_moved = 0;
   for (std::size_t begin = 0; begin < rows.size(); begin += kRowsAtOnce) {
     const auto part = std::span(rows).subspan(begin, std::min(kRowsAtOnce, rows.size() - begin));
@@ -505,7 +505,7 @@ std::int64_t RowLog::rewrite(std::int64_t segment, std::span<const std::int64_t>
           const std::uint32_t frame = part[i].frame;
           if (entry.place != here(handle, frame)) return;
           const std::uint8_t* const payload = frames.data() + frame * stride_ + kFrameHeadBytes;
-          // The frozen content, if it has the row here, has it where it goes.
+          // If the frozen content has the row at this place, move it there too.
           const bool is_frozen = is_frozen_ && victim.frozen()[first_record + frame];
           append_one(ids[frame], key, entry,
                      [&](std::uint8_t* to) { std::memcpy(to, payload, static_cast<std::size_t>(settings_.record_bytes)); },

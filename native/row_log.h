@@ -1,4 +1,4 @@
-// One table's rows at rest: an append-only log of segments, and the index of what is live in it.
+// Stored rows of one table: an append-only log of segments, with an index of live records.
 #pragma once
 
 #include <atomic>
@@ -22,20 +22,19 @@ namespace colonnade {
 struct RowLogSettings {
   std::int64_t record_bytes;
   std::int64_t rows;  // 0: open table
-  std::int64_t num_owners = 1, place = 0;  // rows are dealt to so many, of whom this is one
-  std::int64_t segment_bytes;  // a segment ends before it is longer, but holds one record
+  std::int64_t num_owners = 1, place = 0;  // number of owners of the rows, and this one among them
+  std::int64_t segment_bytes;  // largest segment, unless a single record is larger
   std::int64_t chunk_bytes;    // a multiple of 4096, at least a frame
   std::int64_t num_streams = 1;
   std::int64_t first_segment = 1;
 };
 
-// Where a row was found.
+// Place of a row.
 enum class RowAt : std::uint8_t { nowhere, memory, disk };
 
-// Places are segment << 32 | record, -1 nowhere. Thread-safe: one lock inside, never held while a disk is waited for, and by
-// garbage collection only for a few rows at a time.
-// Every call that takes ids checks them first: out_of_range for an id outside a vocabulary, invalid_argument for an id of
-// another owner; then nothing has changed.
+// Places are segment << 32 | record; -1: absent. Thread-safe by one lock, which is never held during disk accesses, and
+// by compaction only for a few rows at a time. Calls check ids first: out_of_range for an id outside the vocabulary,
+// invalid_argument for an id of another owner; then nothing changes.
 class RowLog {
  public:
   static constexpr std::int64_t kNowhere = -1;
@@ -50,68 +49,69 @@ class RowLog {
     std::uint64_t checksum;  // sum of the records' crcs
   };
   struct Counts {
-    std::int64_t rows_written = 0;    // rewritten ones apart
-    std::int64_t rows_rewritten = 0;  // by garbage collection
+    std::int64_t rows_written = 0;    // without rewritten ones
+    std::int64_t rows_rewritten = 0;  // by compaction
     std::int64_t rows_deleted = 0;
     std::int64_t bytes_framed = 0;    // of both
     std::int64_t rows_copied = 0;     // read from write buffers or mapped files
     std::int64_t rows_planned = 0;    // to be read from files
-    std::int64_t rows_absent = 0;     // looked up, found nowhere
+    std::int64_t rows_absent = 0;     // looked up and absent
   };
 
   explicit RowLog(const RowLogSettings& settings);  // invalid_argument
 
-  // Appends to the stream's write buffer; of equal ids the last wins. heats (N,) or empty: a row keeps what it has, a new
-  // one gets 0. for_commit: the row also becomes part of the frozen content, in the place of what that has of it; a row
-  // of the frozen content that changed since must be written so before it is written otherwise or deleted.
-  // `pack` is called under the lock. NoRoom: the first rows of the call are written.
+  // Append rows to the stream's write buffer; the last of equal ids wins. heats (N,) or empty: a row keeps its heat, a
+  // new row gets 0. for_commit: the row also replaces its version in the frozen content; a row of the frozen content
+  // that changed since must first be written with for_commit, before any other write or delete of it. `pack` is called
+  // under the lock. NoRoom: the first rows of the call are written.
   void append(std::span<const std::int64_t> ids, const Pack& pack, std::span<const std::uint8_t> heats,
               std::int64_t stream, bool for_commit);
-  std::int64_t erase(std::span<const std::int64_t> ids);  // how many were there
+  std::int64_t erase(std::span<const std::int64_t> ids);  // returns the number of rows that existed
 
   void places(std::span<const std::int64_t> ids, std::span<std::int64_t> out) const;
-  void heats(std::span<const std::int64_t> ids, std::span<std::uint8_t> out) const;  // 0 nowhere
-  void touch(std::span<const std::int64_t> ids, std::span<const std::uint8_t> heats);  // absent rows are passed over
+  void heats(std::span<const std::int64_t> ids, std::span<std::uint8_t> out) const;  // 0 for absent rows
+  void touch(std::span<const std::int64_t> ids, std::span<const std::uint8_t> heats);  // absent rows are ignored
 
-  // Rows in memory are delivered at once, on this thread (from write buffers under the lock); those on the disk are
-  // added to the plan, and delivered when it is submitted. positions (N,): what `deliver` is told. found (N,) out;
-  // heats (N,) out, or empty. source: what a fault calls this log.
+  // Read rows. Rows in memory are delivered at once, on this thread (from write buffers under the lock). Rows on disk
+  // are added to the plan, and delivered when it is submitted. positions (N,): passed to `deliver`. found (N,) output;
+  // heats (N,) output, or empty. source: number of this log in faults.
   void plan_reads(std::span<const std::int64_t> ids, std::span<const std::uint32_t> positions, std::uint32_t source,
                   ReadPlan& plan, const Deliver& deliver, std::span<RowAt> found, std::span<std::uint8_t> heats);
 
-  // The oldest full chunk that nobody took; null if there is none.
+  // Return the oldest full chunk that was not returned before; null if there is none.
   std::shared_ptr<LogChunk> next_chunk();
-  // It is in its file, which is attached: from now on its rows are read there.
+  // Mark a chunk as written to its file, which must be attached: its rows are then read there.
   void written(const std::shared_ptr<LogChunk>& chunk);
   void attach(std::int64_t segment, int fd, const std::uint8_t* mapped);
-  void detach(std::int64_t segment);  // returns when no read uses the descriptor any more
-  // Ends the segments that take rows, and says which.
+  void detach(std::int64_t segment);  // returns when no read uses the descriptor
+  // Seal the open segments and return their numbers.
   std::vector<std::int64_t> seal();
   Sealed sealed(std::int64_t segment) const;
   std::vector<std::int64_t> keys(std::int64_t segment) const;
   void forget_keys(std::int64_t segment);
 
-  std::vector<SegmentUse> segments() const;  // ascending number
+  std::vector<SegmentUse> segments() const;  // by ascending number
   std::vector<std::uint8_t> live(std::int64_t segment) const;
-  // The content as it is now, kept beside the current one.
+  // Retain the current content next to the changing one.
   void freeze();
   std::vector<std::uint8_t> frozen_live(std::int64_t segment) const;
-  std::vector<std::int64_t> frozen_segments() const;  // those with rows in it
+  std::vector<std::int64_t> frozen_segments() const;  // with rows of the frozen content
   void thaw();
 
-  // A sealed segment of a commit; ids (n,) of its records. fd -1: attach later. invalid_argument, nothing changed: a
-  // live id that is live elsewhere, or twice.
+  // Add a sealed segment of a checkpoint; ids (n,) of its records. fd -1: attach later. invalid_argument, with nothing
+  // changed, for a live id that is live elsewhere, or repeated.
   void load(std::int64_t segment, std::span<const std::int64_t> ids, std::span<const std::uint8_t> live, int fd);
-  // ids (n,) and frames (n, stride) of a segment's records as read from its files. Those of rows that still lie there are
-  // appended, hottest first; to `hot_stream`, what is hotter than seven in eight of the rows moved lately: such rows stay in
-  // memory and are written seldom, or are written by every commit. invalid_argument naming the first record whose crc is wrong: nothing changed.
+  // Append the live records of a segment to write buffers, hottest first. ids (n,), frames (n, stride): its records as
+  // read from its files. Rows hotter than seven in eight of the rows moved lately go to `hot_stream`: such rows stay in
+  // memory and are written rarely, or by every checkpoint. invalid_argument, with the first record that has a wrong crc
+  // and nothing changed.
   std::int64_t rewrite(std::int64_t segment, std::span<const std::int64_t> ids, std::span<const std::uint8_t> frames,
                        std::int64_t first_record, std::int64_t stream, std::int64_t hot_stream);
-  void forget(std::int64_t segment);  // nothing in it is live, now or in the frozen content, and all of it is written
+  void forget(std::int64_t segment);  // requires: fully written, no live record, in the frozen content either
 
   std::int64_t record_bytes() const { return settings_.record_bytes; }
   std::int64_t stride() const { return static_cast<std::int64_t>(stride_); }
-  // Of full chunks that are not written yet. Takes no lock: every batch asks every log.
+  // Bytes of full chunks that are not written yet. Takes no lock: every batch asks every log.
   std::int64_t pending_bytes() const { return pending_bytes_.load(std::memory_order_relaxed); }
   std::int64_t num_rows() const;
   std::int64_t index_bytes() const;
@@ -130,21 +130,22 @@ class RowLog {
   LogSegment& at(std::int64_t segment) const;  // invalid_argument if there is none
   std::uint32_t handle_of(std::int64_t segment) const;
   std::uint32_t add_segment(std::int64_t number);
-  // Where a record lies, as the index says it.
+  // Place of a record, from the index.
   static std::uint64_t packed(std::uint32_t handle, std::int64_t record) {
     return static_cast<std::uint64_t>(handle) << kRecordBits | static_cast<std::uint64_t>(record);
   }
   static std::int64_t record_of(PlaceEntry entry) { return static_cast<std::int64_t>(entry.place & kRecordMask); }
-  // visit(i, key, entry) for all ids in order.
+  // Call visit(i, key, entry) for all ids in order.
   template <class Visit>
   void for_each(std::span<const std::int64_t> ids, const Visit& visit) const {
     index_.for_each(ids.size(), [&](std::size_t i) { return key_of(ids[i]); }, visit);
   }
-  // The row `id`, which is at `old` now.
+  // Move the row `id`, which is at `old` now.
   template <class Write>
   void append_one(std::int64_t id, std::int64_t key, PlaceEntry old, const Write& write, std::uint8_t heat,
                   std::int64_t stream, bool for_commit);
-  // Live records of a segment of a commit, into the index; the first whose id is there already (then nothing changed), or -1.
+  // Index the live records of a checkpoint's segment; return the first with an id that is indexed already (then nothing
+  // changed), or -1.
   std::int64_t load_open(std::span<const std::int64_t> ids, const LiveBits& bits, std::uint32_t handle);
   std::int64_t load_vocabulary(std::span<const std::int64_t> ids, const LiveBits& bits, std::uint32_t handle);
   template <class HeatOf>
@@ -163,16 +164,16 @@ class RowLog {
   VocabularyShare share_;
   mutable std::mutex mutex_;
   PlaceIndex index_;
-  // An entry of the index names a segment by its handle, which is used again.
+  // Index entries refer to a segment by a handle, which is reused.
   std::vector<std::unique_ptr<LogSegment>> by_handle_;
   std::vector<std::uint32_t> free_handles_;
   std::map<std::int64_t, std::uint32_t> handles_;  // by number
   std::vector<std::uint32_t> active_;              // by stream: handle, or kNoSegment
   std::int64_t next_segment_;
   Frames full_;                     // not taken yet
-  std::atomic<std::int64_t> pending_bytes_ = 0;  // full ones, taken or not; less those written
+  std::atomic<std::int64_t> pending_bytes_ = 0;  // bytes of full chunks, taken or not, that are not written
   bool is_frozen_ = false;
-  double hot_heat_ = -1;  // what is hotter is collected apart; -1: nothing was moved yet
+  double hot_heat_ = -1;  // hotter rows are collected separately; -1: nothing was moved yet
   Counts counts_;
 };
 

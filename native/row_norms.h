@@ -1,4 +1,4 @@
-// How long rows are.
+// Squared norms of rows.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,8 @@
 
 namespace colonnade {
 
-// Sums of squares of `dim` weights of the rows at base + slot * stride, in float64: in eight lanes, in one fixed order.
+// Return sums of squares of `dim` weights of the rows at base + slot * stride, in float64, in eight lanes and one fixed
+// order.
 std::vector<double> squared_norms(const std::byte* base, std::int64_t stride, std::int64_t dim, Dtype dtype,
                                   std::span<const std::uint32_t> slots);
 

@@ -1,4 +1,4 @@
-// The order of a table's rows in a plan.
+// Order of a table's rows in a plan.
 #pragma once
 
 #include <bit>
@@ -9,7 +9,7 @@
 
 namespace colonnade {
 
-// vocabulary_owner and local row of ids below 2^63 for two owners or more, without a division.
+// Computes vocabulary_owner and local row of ids below 2^63 for two owners or more, without a division.
 class VocabularyDeal {
  public:
   explicit VocabularyDeal(std::uint32_t num_owners)
@@ -29,11 +29,11 @@ class VocabularyDeal {
   }
 
  private:
-  // n / num_owners for n < 2^63 (Granlund and Montgomery 1994, theorem 4.2).
+  // Return n / num_owners for n < 2^63 (Granlund and Montgomery 1994, theorem 4.2).
   std::uint64_t quotient(std::uint64_t n) const {
     return static_cast<std::uint64_t>(static_cast<unsigned __int128>(n) * inverse_ >> 64) >> shift_;
   }
-  // Without a branch, which nobody could foretell.
+  // No branch, because it would be unpredictable.
   std::uint64_t within(std::uint64_t x) const { return x - (num_owners_ & (0 - static_cast<std::uint64_t>(x >= num_owners_))); }
 
   std::uint64_t num_owners_;
@@ -41,17 +41,17 @@ class VocabularyDeal {
   std::uint64_t inverse_;  // 2^(64 + shift) / num_owners, rounded up
 };
 
-// Rows in their order of a plan: by owner, then by local row (vocabulary) or by hash, as one number.
-struct DirectOrder {  // a vocabulary of one owner
+// Sort keys of rows: by owner, then by local row (vocabulary) or by hash, as one number.
+struct DirectOrder {  // vocabulary with one owner
   std::uint64_t rows;
   std::uint64_t key(std::int64_t id) const { return static_cast<std::uint64_t>(id); }
   int key_bits() const { return std::bit_width(rows - 1); }
   bool has(std::int64_t id) const { return static_cast<std::uint64_t>(id) < rows; }
 };
-struct DealtOrder {  // a vocabulary of several owners
+struct DealtOrder {  // vocabulary with several owners
   std::uint64_t rows;
   VocabularyDeal deal;
-  std::uint64_t share;  // most rows of one owner
+  std::uint64_t share;  // largest number of rows of one owner
 
   DealtOrder(std::int64_t rows, std::int64_t num_owners)
       : rows(static_cast<std::uint64_t>(rows)),

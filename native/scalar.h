@@ -1,4 +1,4 @@
-// The element types of rows and outputs.
+// Element types of rows and outputs.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ constexpr std::string_view name_of(Dtype dtype) {
       return "float32";
   }
 }
-// What sums, weights of lookups and optimizer state are made of.
+// Element type of sums, lookup weights and optimizer state.
 constexpr Dtype compute_dtype(Dtype dtype) {
   return dtype == Dtype::float64 ? Dtype::float64 : Dtype::float32;
 }

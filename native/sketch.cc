@@ -51,7 +51,7 @@ std::vector<std::uint8_t> CountMinSketch::hear(std::span<const std::int64_t> ids
   return found;
 }
 
-// Block b's turn comes b / num_blocks of the way between two multiples of halve_steps.
+// Block b is halved b / num_blocks of the way between two multiples of halve_steps.
 void CountMinSketch::halve(std::int64_t step) {
   if (step < step_) throw std::invalid_argument("CountMinSketch: got an earlier step than before");
   const std::int64_t every = settings_.halve_steps, block_size = settings_.depth * settings_.width;

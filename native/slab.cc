@@ -15,8 +15,8 @@ namespace colonnade {
 
 namespace {
 
-// Tables that grow alike would all touch their next huge page in the same step: each slab begins elsewhere inside one.
-// Multiples of the golden ratio, whole small pages.
+// Slabs begin at different offsets in a huge page, because tables that grow alike would otherwise all touch their next
+// huge page in the same step. Offsets are multiples of the golden ratio, rounded to small pages.
 std::size_t next_offset() {
   static std::atomic<std::uint32_t> number{0};
   const std::uint32_t fraction = number.fetch_add(1, std::memory_order_relaxed) * 0x9e3779b9u;
@@ -82,7 +82,7 @@ void Slab::ask_for_huge_pages(std::size_t touched_bytes) const noexcept {
 #ifdef MADV_HUGEPAGE
   if (bytes_ < kHugePageBytes) return;
   madvise(data_, bytes_, MADV_HUGEPAGE);  // advice: failure costs speed only
-  constexpr int kCollapse = 25;           // MADV_COLLAPSE, Linux 6.1: what is there in small pages already
+  constexpr int kCollapse = 25;           // MADV_COLLAPSE, Linux 6.1: for memory that is already in small pages
   if (touched_bytes) madvise(data_, std::min(bytes_, touched_bytes), kCollapse);
 #else
   static_cast<void>(touched_bytes);

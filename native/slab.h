@@ -1,4 +1,4 @@
-// Address space that is reserved at once and becomes memory as it is touched.
+// Reserved address space that becomes memory as it is touched.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace colonnade {
 
-// Out of memory, or of slots; becomes MemoryError in Python.
+// Out of memory, or of slots; MemoryError in Python.
 class NoRoom final : public std::bad_alloc {
  public:
   explicit NoRoom(std::string message) : message_(std::move(message)) {}
@@ -18,18 +18,18 @@ class NoRoom final : public std::bad_alloc {
   std::string message_;
 };
 
-// Zeroed bytes. The address never changes.
+// Zeroed bytes at a fixed address.
 class Slab {
  public:
   Slab() = default;
   explicit Slab(std::size_t bytes);  // throws NoRoom; 0 bytes: no memory
-  // In a file of its own in `directory`, which has no name and goes with the slab: memory that is mounted as files, or
-  // the page cache. Its blocks are taken at once, for a full disk would otherwise be found by a touch. Throws NoRoom.
+  // Use an anonymous file in `directory`, deleted with the slab: memory mounted as files, or the page cache. Allocates
+  // its blocks at once, because otherwise a full disk would be detected only by a touch. Throws NoRoom.
   Slab(std::size_t bytes, const std::string& directory);
-  // From here on, a first touch brings 2 MiB at once: twice as fast where accesses are random, and wasteful
-  // where only a little will be touched.
-  void ask_for_huge_pages(std::size_t touched_bytes = 0) const noexcept;  // touched: in small pages, perhaps
-  // Whole pages in bytes [begin, end) are no longer memory; their content is lost.
+  // Use huge pages from here on: a first touch allocates 2 MiB at once, twice as fast for random accesses, and wasteful
+  // if only a little will be touched.
+  void ask_for_huge_pages(std::size_t touched_bytes = 0) const noexcept;  // bytes perhaps touched in small pages
+  // Free whole pages in bytes [begin, end); their content is lost.
   void give_back(std::size_t begin, std::size_t end) const noexcept;
   ~Slab();
   Slab(Slab&& other) noexcept { swap(other); }
@@ -57,7 +57,7 @@ class Slab {
 
 inline constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 
-// bytes per item * items, or NoRoom if that overflows.
+// Return bytes per item * items, or throw NoRoom if that overflows.
 std::size_t checked_bytes(std::size_t item_bytes, std::size_t items);
 
 }  // namespace colonnade

@@ -1,4 +1,4 @@
-// Nine bytes for each slot of a table whose rows lie anywhere: id, pins, whether a row is there.
+// Headers of nine bytes for the slots of a hashed table: id, pin count, whether it has a row.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace colonnade {
 
-// Free slots are a list through their ids. Threads may pin and release different slots at once.
+// Free slots are linked through their ids. Threads may pin and release different slots concurrently.
 class SlotHeaders {
  public:
   static constexpr std::int64_t kStride = 9;
@@ -27,14 +27,14 @@ class SlotHeaders {
         many_(std::make_unique<ManyPins>()) {}
 
   const Slab& slab() const { return slab_; }
-  std::int64_t num_touched() const { return num_touched_; }  // slots behind have never been used
+  std::int64_t num_touched() const { return num_touched_; }  // later slots were never used
 
-  std::int64_t operator()(std::uint32_t slot) const {  // the id
+  std::int64_t operator()(std::uint32_t slot) const {  // id of a slot
     std::int64_t id;
     std::memcpy(&id, at(slot), 8);
     return id;
   }
-  // One header of eight lies in two cache lines.
+  // One header in eight crosses cache lines.
   COLONNADE_INLINE_MEMBER void fetch(std::uint32_t slot) const {
     __builtin_prefetch(at(slot), 1, 2);
     __builtin_prefetch(at(slot) + 8, 1, 2);
@@ -43,7 +43,7 @@ class SlotHeaders {
   bool is_resident(std::uint32_t slot) const { return flags(slot) & kResident; }
   bool is_pinned(std::uint32_t slot) const { return flags(slot) & kPins; }
 
-  // A free slot becomes that of a row, pinned once.
+  // Assign a free slot to a row, pinned once.
   std::uint32_t take(std::int64_t id) noexcept {
     std::uint32_t slot = first_free_;
     if (slot == kNone) {
@@ -55,7 +55,7 @@ class SlotHeaders {
     flags(slot) = kResident | 1;
     return slot;
   }
-  void give(std::uint32_t slot) noexcept {  // nobody has it pinned
+  void give(std::uint32_t slot) noexcept {  // must not be pinned
     const std::int64_t next = first_free_;
     std::memcpy(at(slot), &next, 8);
     flags(slot) = 0;
@@ -78,19 +78,19 @@ class SlotHeaders {
     return pins == 1;
   }
 
-  // False for pinned rows and free slots. True: nobody asks it again.
+  // Give up an unpinned row: false for pinned rows and free slots; after true the slot is not returned again.
   bool give_up(std::uint32_t slot) noexcept {
     std::uint8_t& word = flags(slot);
     if (!(word & kResident) || (word & kPins)) return false;
     word &= static_cast<std::uint8_t>(~kResident);
     return true;
   }
-  void take_back(std::uint32_t slot) noexcept { flags(slot) |= kResident; }  // what was given up
+  void take_back(std::uint32_t slot) noexcept { flags(slot) |= kResident; }  // undoes a give-up
 
  private:
   static constexpr std::uint8_t kPins = 0x1f, kMany = 31, kResident = 0x80;
 
-  // Slots whose pins are kMany, and how many these are.
+  // Slots with pin count kMany, and their number of pins.
   struct ManyPins {
     std::mutex mutex;
     std::unordered_map<std::uint32_t, std::uint32_t> by_slot;

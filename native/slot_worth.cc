@@ -9,13 +9,13 @@ namespace colonnade {
 
 namespace {
 
-constexpr std::int64_t kHalfLife = 32;        // uses, by the number of slots
-constexpr std::int64_t kSample = 1024;        // rows the threshold is taken from
+constexpr std::int64_t kHalfLife = 32;        // uses, relative to the number of slots
+constexpr std::int64_t kSample = 1024;        // rows from which the threshold is estimated
 constexpr double kQuantile = 0.02;
 constexpr std::int64_t kBlock = 64;           // scores compared together
-constexpr std::uint16_t kFarthest = 0xbfff;   // batches ahead that a hint is told apart
+constexpr std::uint16_t kFarthest = 0xbfff;   // largest distance in batches that a hint distinguishes
 constexpr std::uint16_t kAll = 0xffff;        // every key is at or below it
-constexpr std::int64_t kApart = 1024;         // ticks in which the far past of all scores is seen once
+constexpr std::int64_t kApart = 1024;         // ticks in which the oldest scores of all slots are moved up once
 
 }  // namespace
 
@@ -43,7 +43,7 @@ void SlotWorth::tick(std::int64_t rows, std::int64_t touched, bool is_hinted) no
   keep_apart(touched / kApart + rows / 64 + 1, touched);
 }
 
-// The scores of one kind mean nothing to the other.
+// Scores of one kind cannot be compared with the other.
 void SlotWorth::change(bool is_hinted, std::int64_t touched) noexcept {
   flip_ = is_hinted ? 0xffff : 0;
   now_ = static_cast<std::uint16_t>(is_hinted ? num_ticks_ : time_ >> 32);
@@ -54,7 +54,7 @@ void SlotWorth::change(bool is_hinted, std::int64_t touched) noexcept {
   std::fill_n(scores_, touched, score);
 }
 
-// Time is modulo 2^16: what lies so far behind that it would soon look new is moved up, a part of the slots at a time.
+// Time is modulo 2^16: scores so old that they would soon look new are moved up, a part of the slots at a time.
 void SlotWorth::keep_apart(std::int64_t slots, std::int64_t touched) noexcept {
   const std::uint16_t least = has_hints() ? 0xffff - kFarthest : 8 * heat::kDoubling;
   const std::uint16_t moved = score_of(has_hints() ? 0 : least);
@@ -81,10 +81,10 @@ void SlotWorth::recall(std::uint32_t slot, std::uint32_t uses, std::int64_t step
   const double kept = decay > 0 ? -std::expm1(-decay) / decay : 1.0;
   const double doublings = std::clamp(std::log2(kept * uses), -8.0, 23.0);
   const auto score = static_cast<std::uint16_t>(now_ + std::lround(doublings * heat::kDoubling));
-  scores_[slot] = heat::used(scores_[slot], score, random_of(slot));  // which adds any two counts
+  scores_[slot] = heat::used(scores_[slot], score, random_of(slot));  // `used` adds any two counts
 }
 
-// A row used every d batches has a count of about half-life / (ln 2 * d), in uses of a row by batches.
+// A row used every d batches has a count of about half-life / (ln 2 * d), in uses of rows by batches.
 std::uint8_t SlotWorth::at_rest(std::uint32_t slot) const noexcept {
   if (!has_hints()) return heat::at_rest(score_of(std::max(key(scores_[slot]), std::uint16_t{heat::kDoubling})));
   const std::uint16_t here = key(scores_[slot]);
@@ -103,7 +103,7 @@ std::int64_t SlotWorth::choose(std::span<std::uint32_t> victims, std::int64_t wa
   }
   for (int attempt = 0; n < room && attempt < 3; ++attempt) {
     if (attempt) estimate(wanted - n, headers);
-    // Of so many slots the rows wanted are found, were all as in the sample; four times that is a bad estimate.
+    // Among this many slots the wanted rows are found if all are like the sample; four times that means a bad estimate.
     const double expected = static_cast<double>(room - n) / kQuantile;
     n += sweep(victims.subspan(n), std::min<std::int64_t>(touched, 4 * static_cast<std::int64_t>(expected) + 4096), headers);
   }
@@ -116,7 +116,7 @@ std::int64_t SlotWorth::choose(std::span<std::uint32_t> victims, std::int64_t wa
   return n;
 }
 
-// The worth of the least `wanted` rows, and of no less than 2 %.
+// Return the score of the lowest `wanted` rows, and at least of the lowest 2 %.
 void SlotWorth::estimate(std::int64_t wanted, const SlotHeaders& headers) noexcept {
   const std::int64_t touched = headers.num_touched();
   std::uint16_t keys[kSample];
@@ -160,7 +160,7 @@ void SlotWorth::estimate(std::int64_t wanted, const SlotHeaders& headers) noexce
   chosen_until_ = std::max<std::int64_t>(1, static_cast<std::int64_t>(share * unpinned / 2));
 }
 
-// Looks at up to `slots` slots from the hand on.
+// Examine up to `slots` slots from the hand on.
 std::int64_t SlotWorth::sweep(std::span<std::uint32_t> victims, std::int64_t slots, SlotHeaders& headers) noexcept {
   const std::int64_t touched = headers.num_touched();
   const std::uint16_t flip = flip_, offset = offset_, threshold = threshold_;
@@ -170,7 +170,7 @@ std::int64_t SlotWorth::sweep(std::span<std::uint32_t> victims, std::int64_t slo
     if (hand_ >= touched) hand_ = 0;
     const std::int64_t count = std::min({kBlock, touched - hand_, slots});
     const std::uint16_t* const scores = scores_ + hand_;
-    std::uint16_t lowest = kAll;  // whole blocks: what is behind the last slot is memory too
+    std::uint16_t lowest = kAll;  // whole blocks: there is memory beyond the last slot too
     for (std::int64_t i = 0; i < kBlock; ++i)
       lowest = std::min(lowest, static_cast<std::uint16_t>((scores[i] ^ flip) + offset));
     std::int64_t i = 0;

@@ -1,4 +1,4 @@
-// Two bytes for each slot of a table that evicts: what its row is worth, and the choice of who leaves.
+// Eviction scores of two bytes for the slots of a table that evicts, and the choice of rows to evict.
 #pragma once
 
 #include <atomic>
@@ -11,14 +11,14 @@
 
 namespace colonnade {
 
-// Worth is how often a row was used (heat.h), or, from the first hint on, how soon it is used again: hints know more.
+// The score is the access frequency (heat.h) or, from the first hint on, the next use: hints are more accurate.
 //
-// Who leaves: rows that are among the least worth 2 %, by a threshold taken from a random sample. A hand sweeps the
-// scores, two bytes a row and thus many at a time, for those at or below it; rows below it that were just released go
-// before any other, so that a row worth less than what is here does not stay. A pinned row is never chosen. Where rows
-// below the threshold are too few it is estimated anew, and in the end anything that is not pinned goes.
+// Eviction takes rows among the lowest 2 %, by a threshold estimated from a random sample. A hand sweeps the scores,
+// two bytes a row and many at a time, for those at or below it. Rows below it that were just released go first, so that
+// a row with a lower score than the resident ones does not stay. A pinned row is never chosen. If too few rows are
+// below the threshold, it is estimated again, and finally any unpinned row goes.
 //
-// Threads may call use, begin, resume and released for different slots at once.
+// Threads may call use, begin, resume and released for different slots concurrently.
 class SlotWorth {
  public:
   SlotWorth() = default;
@@ -28,31 +28,31 @@ class SlotWorth {
   bool has_hints() const { return flip_ != 0; }
   COLONNADE_INLINE_MEMBER void fetch(std::uint32_t slot) const { __builtin_prefetch(scores_ + slot, 1, 2); }
 
-  // Before the rows of one acquire are used: time passes. A count halves after uses of 32 times as many rows as there
-  // are slots. touched: slots that were ever used.
+  // Advance the clock, before the rows of one acquire are used. A count halves after uses of 32 times as many rows as
+  // there are slots. touched: slots that were ever used.
   void tick(std::int64_t rows, std::int64_t touched, bool is_hinted) noexcept;
 
-  // next: a code of heat.h; looked at if hints are given.
+  // next: a code of heat.h; used if there are hints.
   void use(std::uint32_t slot, std::uint8_t next) noexcept {
     scores_[slot] = has_hints() ? hinted(next) : heat::used(scores_[slot], now_, random_of(slot));
   }
-  void begin(std::uint32_t slot, std::uint8_t next) noexcept {  // a row used for the first time
+  void begin(std::uint32_t slot, std::uint8_t next) noexcept {  // first use of a row
     scores_[slot] = has_hints() ? hinted(next) : now_;
   }
-  // A row begun that had been here before. What it says to be worth above the threshold is an old count that the clock
-  // has lapped: it starts at the threshold.
+  // Begin a row that had been resident before. A score above the threshold is an old count that the clock has lapped;
+  // it starts at the threshold.
   void resume(std::uint32_t slot, std::uint8_t heat) noexcept {
     if (has_hints()) return;
     const std::uint16_t score = heat::from_rest(heat);
     const std::uint16_t most = is_estimated_ ? threshold_ : heat::kBehind;
     scores_[slot] = heat::used(key(score) > most ? score_of(most) : score, now_, random_of(slot));
   }
-  // A row begun that processes before this one used `uses` times, in `steps` steps: the uses that would be left of a
-  // count fed evenly are added to its own.
+  // Begin a row that earlier processes used `uses` times, in `steps` steps: adds the uses that would remain of an
+  // evenly fed count.
   void recall(std::uint32_t slot, std::uint32_t uses, std::int64_t steps) noexcept;
   std::uint8_t at_rest(std::uint32_t slot) const noexcept;  // never kUnknown
 
-  void released(std::uint32_t slot) noexcept {  // its last pin is gone
+  void released(std::uint32_t slot) noexcept {  // after its last pin is released
     if (!is_estimated_ || key(scores_[slot]) > threshold_) return;
     const auto place = std::atomic_ref(num_candidates_).fetch_add(1, std::memory_order_relaxed);
     if (place < most_candidates_) {
@@ -62,13 +62,13 @@ class SlotWorth {
     }
   }
 
-  // Up to victims.size() slots of unpinned rows, of which `wanted` or more are to go in all; they become free in
-  // `headers`. At least one if there is one.
+  // Choose up to victims.size() slots of unpinned rows, of which `wanted` or more are to go in all; marks them free in
+  // `headers`. Returns at least one if there is one.
   std::int64_t choose(std::span<std::uint32_t> victims, std::int64_t wanted, SlotHeaders& headers) noexcept;
-  std::uint64_t num_looked() const { return num_looked_; }  // slots, ever
+  std::uint64_t num_looked() const { return num_looked_; }  // slots examined so far
 
  private:
-  // Ascending with worth: of counts kBehind is a count of 1; of hints 65535 - batches until used, 0 if never.
+  // Ascending with the score: for counts, kBehind is a count of 1; for hints, 65535 - batches until use, 0 if never.
   std::uint16_t key(std::uint16_t score) const { return static_cast<std::uint16_t>((score ^ flip_) + offset_); }
   std::uint16_t score_of(std::uint16_t key) const { return static_cast<std::uint16_t>((key - offset_) ^ flip_); }
   std::uint16_t hinted(std::uint8_t next) const noexcept;
@@ -89,11 +89,11 @@ class SlotWorth {
   std::uint64_t time_ = 0;  // half-lives, 1/1024 doublings in the high part: 16 bits and 32 more below
   std::uint64_t num_ticks_ = 0;
   std::uint16_t now_ = 0;
-  double half_lives_ = 0;  // of one tick
+  double half_lives_ = 0;  // per tick
   std::uint16_t flip_ = 0, offset_ = heat::kBehind;  // key = (score ^ flip) + offset
   std::uint16_t threshold_ = 0;                      // a key
   bool is_estimated_ = false;
-  std::int64_t chosen_until_ = 0, num_chosen_ = 0;  // when to estimate anew
+  std::int64_t chosen_until_ = 0, num_chosen_ = 0;  // when to estimate again
   std::int64_t hand_ = 0, apart_hand_ = 0;
   std::uint64_t num_looked_ = 0;
 };

@@ -9,7 +9,7 @@ namespace colonnade {
 namespace {
 
 constexpr std::int64_t kRunEntries = 2048;
-constexpr std::int64_t kCheckedAlone = 1 << 17;  // entries: of these a thread is done before a second one has come
+constexpr std::int64_t kCheckedAlone = 1 << 17;  // entries; one thread finishes these before a second one joins
 
 std::string number(std::int64_t n) {
   return std::to_string(n);
@@ -65,7 +65,7 @@ Summation::Summation(const Segments& segments, const GradientSource& source, con
            std::string(name_of(dtype)) + "; float64 goes with float64 and nothing else");
   }
   if (offsets.empty()) refuse("segment_offsets is empty, wanted unique rows + 1 elements");
-  // The checks are plain reductions over numbers, which compilers turn into vector loops.
+  // The checks are plain reductions over numbers, which compilers vectorise.
   int descents = 0;
   for (std::size_t u = 0; u + 1 < offsets.size(); ++u) descents |= offsets[u + 1] < offsets[u];
   const bool ascends = !descents;
@@ -114,7 +114,7 @@ void Summation::find_features() {
       }
     }
   }
-  // A read is one part or several side by side: each takes its columns of the read's gradients.
+  // A read covers one part or several adjacent ones: each takes its columns of the read's gradients.
   for (const auto& [read, base, stride] : source_.outputs_) {
     const std::int64_t t = lookups.table(read.feature), end = std::int64_t{read.column} + read.dim;
     const auto& mine = by_table.features;
@@ -144,8 +144,8 @@ void Summation::find_features() {
   }
 }
 
-// A run ends where it has kRunEntries entries; a row that has more is a run of its own. Such rows come first,
-// the longest before the others, so that no thread is left with one at the end.
+// A run ends at kRunEntries entries; a row with more is a run of its own. Such rows come first, the longest at the
+// beginning, so that no thread still has one at the end.
 void Summation::cut() {
   const auto* offsets = segments_.segment_offsets.data();
   for (std::int64_t t = 0; t < parts_.num_tables(); ++t) {
@@ -163,7 +163,7 @@ void Summation::cut() {
   std::stable_sort(runs_.begin(), others, [&](const Run& a, const Run& b) { return length(a) > length(b); });
 }
 
-// Every entry must be one of the source's, and of a feature of the row's table.
+// Check that every entry belongs to the source, and to a feature of the row's table.
 void Summation::check_entries() const {
   std::vector<char> is_wrong(runs_.size(), 0);
   const auto check = [&](std::int64_t r) {
@@ -172,7 +172,7 @@ void Summation::check_entries() const {
     const std::int64_t lo = segments_.segment_offsets[begin], hi = segments_.segment_offsets[end];
     const auto& intervals = intervals_[t];
     if (intervals.size() == 1) {
-      // Outside an interval one of the two differences is negative, as a number of 32 bits too.
+      // Outside an interval one of the two differences is negative, also as a 32-bit number.
       const auto first = static_cast<std::uint32_t>(intervals[0].first);
       const auto last = static_cast<std::uint32_t>(intervals[0].last - 1);
       std::uint32_t signs = 0;

@@ -1,4 +1,4 @@
-// One pass over all unique rows of a batch, cut into runs that threads take.
+// Pass over all unique rows of a batch, divided into runs for threads.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,15 @@
 
 namespace colonnade {
 
-// Checks everything it is made from, so that what follows cannot fail half-way. Borrows it all.
+// Checks its inputs at construction, so that later steps cannot fail half-way. Borrows them.
 class Summation {
  public:
-  // dtype: of the sums. invalid_argument, naming what disagrees.
+  // dtype: of the sums. invalid_argument, with the mismatch.
   Summation(const Segments& segments, const GradientSource& source, const Parts& parts, Dtype dtype);
 
   std::int64_t num_rows() const { return static_cast<std::int64_t>(segments_.segment_offsets.size()) - 1; }
 
-  // run(task, part number) for each part of each run of rows: a run's parts one after the other on one thread.
+  // Call run(task, part number) for each part of each run of rows: a run's parts one after another on one thread.
   template <class Run>
   void for_each_task(const Run& run) const {
     const std::int64_t scratch_bytes = this->scratch_bytes();
@@ -56,7 +56,7 @@ class Summation {
   const GradientSource& source_;
   const Parts& parts_;
   Dtype dtype_;
-  std::vector<std::vector<FeatureGradients>> features_;  // by part: of all features of its table
+  std::vector<std::vector<FeatureGradients>> features_;  // by part: for all features of its table
   std::vector<std::vector<Interval>> intervals_;         // by table: its features' lookups
   std::vector<char> is_straddling_;                      // by part
   std::vector<Run> runs_;

@@ -9,8 +9,8 @@ namespace colonnade {
 
 namespace {
 
-constexpr std::int64_t kVictims = 256;  // rows evicted together, their cache lines fetched first
-constexpr std::int64_t kLeft = 256;     // rows handed over together
+constexpr std::int64_t kVictims = 256;  // rows evicted together, with their cache lines prefetched
+constexpr std::int64_t kLeft = 256;     // rows passed to the sink at a time
 
 [[noreturn]] void refuse(const std::string& message) {
   throw std::invalid_argument("dram: " + message);
@@ -79,16 +79,16 @@ TableRows::TableRows(const TableSettings& settings, const RowFormat& format)
              .num_owners = static_cast<std::uint64_t>(settings.num_owners),
              .place = static_cast<std::uint64_t>(settings.place),
              .first_column = settings.first_column};
-  if (is_direct_) {  // rows are touched anywhere
+  if (is_direct_) {  // rows are touched at random positions
     weights_slab_.ask_for_huge_pages();
     states_slab_.ask_for_huge_pages();
     born_.slab().ask_for_huge_pages();
   }
 }
 
-// Slots fill up from the start: a table of few rows keeps to small pages.
+// Slots fill up from the start, so a table with few rows stays on small pages.
 void TableRows::ask_for_huge_pages(std::int64_t slots) noexcept {
-  const auto filled = [](const Slab& slab, std::int64_t bytes) {  // and what lies before it in its huge page
+  const auto filled = [](const Slab& slab, std::int64_t bytes) {  // including what precedes it in its huge page
     return reinterpret_cast<std::uintptr_t>(slab.data()) % kHugePageBytes + static_cast<std::size_t>(bytes);
   };
   if (!has_huge_rows_ && filled(weights_slab_, slots * layout_.weights_stride) >= 3 * kHugePageBytes) {
@@ -120,7 +120,7 @@ TableRows::Found TableRows::pin_direct(std::span<const std::int64_t> ids,
                                        std::span<std::uint32_t> slots) const noexcept {
   Found found;
   const std::size_t n = ids.size();
-  const VocabularyShare share = share_;  // copies: the compiler knows that writing slots changes nothing of these
+  const VocabularyShare share = share_;  // copies, so that the compiler knows that writing slots does not change them
   const RowBits::View bits = born_.view();
   std::int64_t num_outside = 0, num_foreign = 0, num_here = 0;
   if (share.is_whole()) {
@@ -220,7 +220,7 @@ void TableRows::admit(std::span<const std::int64_t> ids, std::span<const std::ui
   for (std::size_t i = 0; i < ids.size(); ++i) {
     if (slots[i] != kNoSlot) continue;
     const std::uint64_t place = share_.place_of(ids[i]);
-    num_rows_ += !born_.is_born(place);  // not if the caller named it twice
+    num_rows_ += !born_.is_born(place);  // not if the id is repeated
     born_.bear(place);
     slots[i] = static_cast<std::uint32_t>(place);
   }
@@ -240,7 +240,7 @@ void TableRows::admit_hashed(std::span<const std::int64_t> ids, std::span<const 
         ++num_rows_;
         ++num_pinned_;
         if (has_worth) worth_.begin(slot, next_use.empty() ? next_use::kUnknown : next_use[missing[i]]);
-      } else {  // the caller named it twice
+      } else {  // repeated id
         headers_.pin(slot);
       }
       slots[missing[i]] = slot;
@@ -266,7 +266,7 @@ void TableRows::recall(std::span<const std::uint32_t> slots, std::int64_t steps)
   for (const auto slot : slots) worth_.recall(slot, layout_.clock_of(slot), steps);
 }
 
-// Gives rows to the sink, a run at a time.
+// Pass rows to the sink, a run at a time.
 void TableRows::hand_over(std::span<const std::uint32_t> slots, bool is_for_commit, const RowSink& sink) const {
   std::int64_t ids[kLeft];
   std::uint8_t heats[kLeft];
@@ -314,7 +314,7 @@ std::pair<std::int64_t, std::int64_t> TableRows::evict(const Found& found, const
   return {num_evicted, num_dirty};
 }
 
-// Of a row that nobody has pinned.
+// For a row that is not pinned.
 void TableRows::free_slot(std::uint32_t slot) noexcept {
   bits_.clean(slot);
   bits_.saved(slot);
@@ -339,8 +339,8 @@ void TableRows::save(std::span<const std::uint32_t> slots, const RowSink& sink) 
     if (bits_.is_to_save(slot) && layout_.clock_of(slot) != 0) to_save.push_back(slot);
   }
   hand_over(to_save, true, sink);
-  // The others too: a row that was never updated, or forgotten and born again, is none of the snapshot's, and an update
-  // that comes now must not make it one.
+  // Also the others: a row that was never updated, or was deleted and reinitialised, is not part of the snapshot, and a
+  // later update must not add it.
   for (const auto slot : slots) bits_.saved(slot);
 }
 

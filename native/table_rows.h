@@ -1,4 +1,4 @@
-// One table's rows in this process's memory: index, slab, pins, dirty bits, eviction. No lock: see dram.h.
+// Rows of one table in this process's memory: index, slab, pins, dirty bits, eviction. No lock: see dram.h.
 #pragma once
 
 #include <algorithm>
@@ -22,48 +22,48 @@
 
 namespace colonnade {
 
-// How rows begin: the values and state of some of their columns.
+// Initial values and optimizer state of one part of a row.
 struct PartBirth {
-  std::int64_t dim;           // columns, after those of the parts before
+  std::int64_t dim;           // columns, after those of earlier parts
   std::int64_t state = 0;     // first state element
   double init_scale = 0.0;    // values are uniform in [-init_scale, init_scale)
-  double initial_state = 0.0; // of the first initial_count state elements; all others begin at 0
+  double initial_state = 0.0; // first initial_count state elements; all others start at 0
   std::int64_t initial_count = 0;
 };
 
 struct TableSettings {
-  std::vector<PartBirth> parts;  // side by side
+  std::vector<PartBirth> parts;  // adjacent
   std::int64_t state_elements;   // of all parts
   std::int64_t rows;             // 0: open table
   std::int64_t capacity_rows;
   std::uint64_t seed;
-  bool can_evict = true;  // whether rows may leave: there is somewhere else for them to be
-  std::string directory = {};  // where rows are memory mounted as files; empty: anonymous memory
-  std::int64_t num_owners = 1, place = 0;  // rows are dealt to so many; this rank's among them, or VocabularyShare::kNone
-  std::int64_t first_column = 0;  // of the rows that these are a slice of: random bits are drawn by it
+  bool can_evict = true;  // whether rows can be evicted: there is a backing for them
+  std::string directory = {};  // folder of the mounted file for rows; empty: anonymous memory
+  std::int64_t num_owners = 1, place = 0;  // number of owners, and this rank's number or VocabularyShare::kNone
+  std::int64_t first_column = 0;  // first column in the whole row; random bits depend on it
 };
 
-// What all tables of a rank share.
+// Row format that all tables of a rank share.
 struct RowFormat {
   Dtype dtype;
   bool is_split = false;
 };
 
-// Where rows lie. Addresses never change.
+// Memory layout of rows. Addresses never change.
 struct RowLayout {
   Dtype dtype;
   bool is_split;  // bfloat16 rows are the high halves of float32 masters
   std::int64_t dim, state_elements;
-  std::byte* weights;  // plane of dim elements a slot
+  std::byte* weights;  // plane of dim elements per slot
   std::int64_t weights_stride;
   std::byte* states;  // plane of state elements of the compute dtype, low halves if split, clock
   std::int64_t state_stride;
-  std::int64_t lows_offset, clock_offset;  // bytes, inside a slot's state; the clock is a uint32
+  std::int64_t lows_offset, clock_offset;  // bytes, within a slot's state; the clock is a uint32
   std::uint64_t seed;
-  const std::byte* ids;  // an unaligned int64 every ids_stride bytes, by slot; null: a slot's number is its row's place
+  const std::byte* ids;  // an unaligned int64 every ids_stride bytes, by slot; null: a slot's number is its local row
   std::int64_t ids_stride;
-  std::uint64_t num_owners, place;  // of the vocabulary rows that this rank has
-  std::int64_t first_column;  // of the rows that these are a slice of
+  std::uint64_t num_owners, place;  // of the vocabulary rows of this rank
+  std::int64_t first_column;  // first column in the whole row
 
   std::int64_t weights_bytes() const { return dim * item_bytes(dtype); }
   std::int64_t state_bytes() const {
@@ -77,7 +77,7 @@ struct RowLayout {
   std::uint32_t& clock_of(std::uint32_t slot) const {
     return *reinterpret_cast<std::uint32_t*>(state_of(slot) + clock_offset);
   }
-  // A record's clock is a uint64; here it stops at its largest value.
+  // A record's clock is a uint64; here it saturates.
   void pack(std::uint32_t slot, std::byte* record) const {
     const std::uint64_t clock = clock_of(slot);
     std::memcpy(record, weights_of(slot), weights_bytes());
@@ -95,11 +95,11 @@ struct RowLayout {
 
 inline constexpr std::uint32_t kNoSlot = SlotIndex::kAbsent;
 
-// Rows of one table that are to be kept below.
+// Rows of one table to be written to the backing.
 struct LeftRows {
   std::span<const std::int64_t> ids;
   std::span<const std::uint8_t> heats;
-  bool is_for_commit;  // as they were when the snapshot was taken
+  bool is_for_commit;  // with their content at the time of the snapshot
   std::span<const std::uint32_t> slots;
   const RowLayout* layout;
 
@@ -111,22 +111,22 @@ struct LeftRows {
     layout->pack(slots[i], record);
   }
 };
-// Called with some rows at a time; must not call back. What it throws leaves the rows where and as they were.
+// Receives some rows at a time; must not call back. If it throws, the rows stay unchanged.
 using RowSink = std::function<void(const LeftRows&)>;
 
-// A vocabulary table whose share of rows fits the capacity is direct: a row's place is its slot, bits say whether
-// it was born and is dirty, and nothing is ever evicted. Its pins are one number for the whole table. All other
-// tables are hashed: an index finds a slot, whose header has id and pins. A table of which this rank has no rows takes no
+// A vocabulary table with capacity for all its local rows is direct: a row's local number is its slot, bits store
+// whether it is initialised and dirty, and nothing is evicted. It has one pin count for the whole table. All other
+// tables are hashed: an index finds a slot, and its header has id and pins. A table without rows on this rank takes no
 // memory and refuses all ids.
 class TableRows {
  public:
-  // What pinning the rows of a request that are here has found; sums over the runs of a request.
+  // Result of pinning the resident rows of a request; sums over the runs of a request.
   struct Found {
     std::int64_t missing = 0;
     std::int64_t newly_pinned = 0;
     std::int64_t outside = 0;     // ids outside the vocabulary
     std::int64_t foreign = 0;     // ids of other owners
-    std::int64_t overpinned = 0;  // no memory for one more pin
+    std::int64_t overpinned = 0;  // rows that cannot be pinned once more
     Found& operator+=(const Found& other) {
       missing += other.missing;
       newly_pinned += other.newly_pinned;
@@ -145,19 +145,19 @@ class TableRows {
   bool can_evict() const { return !is_direct_ && settings_.can_evict; }
   std::uint64_t num_looked() const { return worth_.num_looked(); }
   std::int64_t num_rows() const { return num_rows_; }
-  std::int64_t num_pinned() const { return num_pinned_; }  // rows; of a direct table, pins
+  std::int64_t num_pinned() const { return num_pinned_; }  // rows; pins in a direct table
   std::int64_t resident_bytes() const;
 
-  // The steps of an acquire, of unique ids. next_use: by id, codes of heat.h; empty: nothing is said. Runs of step 2
-  // may be on different threads.
+  // Steps of an acquire of unique ids. next_use: by id, codes of heat.h; empty: no hints. Runs of step 2 may be on
+  // different threads.
   void tick(std::int64_t rows, bool is_hinted) noexcept {  // 1
     if (can_evict()) worth_.tick(rows, headers_.num_touched(), is_hinted);
   }
   Found pin_resident(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
-                     std::span<std::uint32_t> slots) noexcept;  // 2: kNoSlot where absent
-  void pinned(std::int64_t rows) noexcept { num_pinned_ += rows; }           // newly, by step 2: before others see it
+                     std::span<std::uint32_t> slots) noexcept;  // 2: kNoSlot if absent
+  void pinned(std::int64_t rows) noexcept { num_pinned_ += rows; }           // by step 2, before other threads see it
   void unpin(std::span<std::uint32_t> slots, const Found& found) noexcept;  // undoes step 2; slots become kNoSlot
-  // 3: rows that cannot leave for the `wanted` ones to come, and are not among these.
+  // 3: rows that cannot be evicted for the `wanted` new ones, other than these.
   std::int64_t num_others(const Found& found, std::int64_t wanted) const {
     return (can_evict() ? num_pinned_ : num_rows_) - (wanted - found.missing);
   }
@@ -165,18 +165,19 @@ class TableRows {
     return is_direct_ || num_others(found, wanted) + wanted <= settings_.capacity_rows;
   }
   void reserve(const Found& found);  // 4: memory for step 6. NoRoom: nothing changed
-  // 5: rows leave for those missing; dirty ones to the sink. Returns how many, and how many of them were dirty.
+  // 5: evict rows for the missing ones, dirty ones to the sink. Returns their number, and how many were dirty.
   std::pair<std::int64_t, std::int64_t> evict(const Found& found, const RowSink& sink);
   void admit(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
              std::span<std::uint32_t> slots, const Found& found) noexcept;  // 6: a pinned slot for every missing row
-  // Of rows just admitted that had been here before.
+  // Restore the access frequency of rows just admitted that had been resident before.
   void resume(std::span<const std::uint32_t> slots, std::span<const std::uint8_t> heats) noexcept;
-  // Of rows just read that this process did not use before: their clocks say how often others did, in `steps` steps.
+  // Estimate the access frequency of rows just read that this process has not used: their clocks count the uses of
+  // earlier processes, in `steps` steps.
   void recall(std::span<const std::uint32_t> slots, std::int64_t steps) noexcept;
 
-  // A slot that is not one of a pinned row is passed over, and told; a direct table, where rows are born and not
-  // pinned, then releases none. `pins` ended: by so many num_pinned falls. Runs may be on different threads; of a
-  // direct table all slots at once.
+  // Unpin slots. A slot without a pinned row is skipped and reported; a direct table, with initialised but unpinned
+  // rows, then releases none. `pins` ended: decrease of num_pinned. Runs may be on different threads; for a direct
+  // table, pass all slots at once.
   struct Released {
     std::int64_t pins = 0;
     bool has_strangers = false;
@@ -184,7 +185,7 @@ class TableRows {
   Released release(std::span<const std::uint32_t> slots, bool is_dirty) noexcept;
   void unpinned(std::int64_t pins) noexcept { num_pinned_ -= pins; }
 
-  // visit(i, slot) for all ids in order; kNoSlot if absent. The slots' index entries are fetched ahead.
+  // Call visit(i, slot) for all ids in order; kNoSlot if absent. Prefetches the slots' index entries.
   template <class Visit>
   void for_each_slot(std::span<const std::int64_t> ids, const Visit& visit) const {
     if (!is_direct_) return index_.for_each(ids, headers_, visit);
@@ -194,32 +195,32 @@ class TableRows {
   void birth_values(std::int64_t id, std::byte* weights) const noexcept { birth_values(id, weights, nullptr); }
   void birth(std::int64_t id, std::uint32_t slot) const noexcept;
 
-  std::vector<std::pair<std::int64_t, std::uint32_t>> resident(bool only_dirty) const;  // ascending id
+  std::vector<std::pair<std::int64_t, std::uint32_t>> resident(bool only_dirty) const;  // ascending by id
   void clean(std::span<const std::uint32_t> slots) noexcept;
-  // At most `most` dirty rows to the sink; they are clean.
+  // Write at most `most` dirty rows to the sink; they become clean.
   void write_dirty(std::int64_t most, const RowSink& sink);
   std::int64_t num_slots() const { return is_direct_ ? settings_.capacity_rows : headers_.num_touched(); }
 
-  // What a commit has to save: rows dirty now, as they are now.
+  // Begin a snapshot of dirty rows for a checkpoint.
   void begin_snapshot() noexcept {
     snapshot_cursor_ = 0;
     bits_.take_snapshot(num_slots());
   }
   void end_snapshot() noexcept { bits_.end_snapshot(num_slots()); }  // rows not saved are dirty again
-  // Of these slots, those still to save, before their rows change.
+  // Save those of these slots that are still to be saved, before their rows change.
   void save(std::span<const std::uint32_t> slots, const RowSink& sink);
-  bool save_some(std::int64_t most, const RowSink& sink);  // any; false: none is left
+  bool save_some(std::int64_t most, const RowSink& sink);  // any rows; false: none is left
 
-  void drop(std::int64_t id) noexcept;  // a row that is not pinned and holds nothing, if it is here
-  // An unpinned row gives its slot back, a pinned one is born again; in a direct table, where any are pinned.
-  // One that a commit has yet to save goes to the sink first.
+  void drop(std::int64_t id) noexcept;  // an unpinned row without content, if resident
+  // Delete rows: an unpinned row frees its slot, a pinned one is reinitialised; in a direct table, if any are pinned. A
+  // row that a checkpoint must still save goes to the sink first.
   void erase(std::int64_t id, const RowSink& sink);
 
  private:
-  // lows: where a split row's go, or null.
+  // lows: target of a split row's low halves, or null.
   void birth_values(std::int64_t id, std::byte* weights, std::uint16_t* lows) const noexcept;
 
-  bool is_newer(std::uint32_t slot) const {  // than what lies below: a row never updated has nothing to keep
+  bool is_newer(std::uint32_t slot) const {  // than the backing: a row that was never updated has nothing to save
     return (bits_.is_dirty(slot) || bits_.is_to_save(slot)) && layout_.clock_of(slot) != 0;
   }
   std::int64_t id_of(std::uint32_t slot) const { return is_direct_ ? share_.id_of(slot) : headers_(slot); }
@@ -232,7 +233,7 @@ class TableRows {
   std::int64_t num_evictions(const Found& found) const {
     return can_evict() ? std::max<std::int64_t>(0, num_rows_ + found.missing - settings_.capacity_rows) : 0;
   }
-  // How the index finds ids, with what a use of the row will touch fetched alongside.
+  // Id lookup for the index, which also prefetches what a use of the row touches.
   struct Fetched {
     const SlotHeaders& headers;
     const SlotWorth* worth;
@@ -243,7 +244,7 @@ class TableRows {
     }
   };
   void free_slot(std::uint32_t slot) noexcept;
-  void ask_for_huge_pages(std::int64_t slots) noexcept;  // that will have been used soon
+  void ask_for_huge_pages(std::int64_t slots) noexcept;  // slots that will soon have been used
 
   TableSettings settings_;
   VocabularyShare share_;
@@ -251,10 +252,10 @@ class TableRows {
   RowLayout layout_;
   Slab weights_slab_, states_slab_;
   DirtyBits bits_;
-  RowBits born_;         // direct
-  SlotHeaders headers_;  // hashed, as all that follows but the counts
+  RowBits born_;         // direct tables
+  SlotHeaders headers_;  // hashed tables, as all that follows except the counts
   SlotIndex index_;
-  SlotWorth worth_;  // where rows may leave
+  SlotWorth worth_;  // if rows can be evicted
   std::int64_t snapshot_cursor_ = 0;
   bool has_huge_rows_ = false, has_huge_headers_ = false;
   std::int64_t num_rows_ = 0;

@@ -20,7 +20,7 @@ std::atomic<int> wanted{0};
 thread_local int limit = 0;
 thread_local bool is_sharing = false;
 
-constexpr int kSpins = 1500;  // some tens of microseconds: what waking a thread takes
+constexpr int kSpins = 1500;  // some tens of microseconds: the time to wake a thread
 
 void pause_here() noexcept {
 #if defined(__x86_64__)
@@ -28,16 +28,16 @@ void pause_here() noexcept {
 #endif
 }
 
-// On the stack of who shares it.
+// On the stack of the sharing thread.
 struct Job {
   void* work;
   Work run;
-  int wanted;                   // helpers that may still come
-  std::atomic<int> running{0};  // that came and are not done
+  int wanted;                   // helpers that may still join
+  std::atomic<int> running{0};  // helpers that joined and are not done
   Job* next = nullptr;
 };
 
-// One for the process, never destroyed: its threads sleep until the process ends.
+// One per process, never destroyed: its threads sleep until the process ends.
 class Helpers {
  public:
   void share(Job& job) noexcept {
@@ -58,7 +58,7 @@ class Helpers {
       }
     }
     job.run(job.work);
-    {  // nobody comes any more
+    {  // no further helper can join
       const std::scoped_lock lock(mutex_);
       for (Job** at = &first_; *at; at = &(*at)->next) {
         if (*at == &job) {
@@ -79,7 +79,7 @@ class Helpers {
       std::thread([this] { serve(); }).detach();
       ++num_threads_;
       return true;
-    } catch (...) {  // no more threads: fewer will do
+    } catch (...) {  // no more threads: continue with fewer
       return false;
     }
   }
@@ -118,7 +118,7 @@ class Helpers {
   std::atomic<std::uint64_t> version_{0};
 };
 
-// A child of fork has none of the threads, and a mutex that may be locked: it begins anew.
+// A child of fork has none of the threads, and perhaps a locked mutex: start over.
 Helpers& helpers() {
   alignas(Helpers) static std::byte memory[sizeof(Helpers)];
   static Helpers* const here = [] {
@@ -146,7 +146,7 @@ void limit_threads_here(int n) noexcept {
 }
 
 namespace {
-// As many as the OpenMP runtime that torch brings has; before torch is loaded, as there are processors.
+// The number of threads of torch's OpenMP runtime; before torch is loaded, the number of processors.
 int omp_max_threads() noexcept {
   using Ask = int (*)();
   static std::atomic<Ask> known{nullptr};

@@ -1,4 +1,4 @@
-// Threads that help: who has work shares it with those that are free, and waits for no other.
+// Helper threads: a thread with work shares it with idle ones, and waits for no other.
 #pragma once
 
 #include <atomic>
@@ -8,9 +8,9 @@
 
 namespace colonnade {
 
-// How the core's threads end: a JoinedThread with the object that started it, whose destructor first tells it to stop,
-// also where its constructor throws; the helpers of `share` never: they own nothing and sleep until the process ends. A
-// child of fork has neither, and leaves alone what they used.
+// End of the core's threads: a JoinedThread ends with the object that started it; the destructor first tells it to
+// stop, also if the constructor throws. The helpers of `share` never end: they own nothing and sleep until the process
+// ends. A child of fork has neither, and leaves their memory alone.
 class JoinedThread {
  public:
   JoinedThread() = default;
@@ -31,19 +31,19 @@ class JoinedThread {
   std::thread thread_;
 };
 
-void set_num_threads(int n) noexcept;  // 0: as many as torch
-// At most n for calls from the calling thread; 0: no limit. For a thread that works beside training.
+void set_num_threads(int n) noexcept;  // 0: as many as torch has
+// Limit calls from the calling thread to n threads; 0: no limit. For threads that work during training.
 void limit_threads_here(int n) noexcept;
 int num_threads() noexcept;
 
 using Work = void (*)(void*);
-// run(work) here, and on up to `helpers` threads that come while it runs here; returns when all of these are done. A
-// helper that gets no processor meanwhile is not waited for, and one without work sleeps: there may be more threads
-// than processors (the lookahead's, other ranks'), where a team that has to be complete waits for its last member, and
-// members that spin take the processor from who would let it end. Work shared inside of it is done alone.
+// Call run(work) on this thread, and on up to `helpers` threads that join while it runs; return when all are done. Does
+// not wait for a helper without a processor, and an idle helper sleeps. So there may be more threads than processors
+// (the lookahead's, other ranks'), while a complete team waits for its last member, and spinning members take the
+// processor from it. Nested shared work runs on one thread.
 void share(int helpers, void* work, Work run) noexcept;
 
-// visit(i) for i in [0, n), each by one thread, handed out in order. `visit` must not throw.
+// Call visit(i) for i in [0, n), each on one thread, in order of assignment. `visit` must not throw.
 template <class Visit>
 void for_each_unit(std::int64_t n, const Visit& visit) noexcept {
   const int threads = static_cast<int>(n < num_threads() ? n : num_threads());
@@ -58,7 +58,8 @@ void for_each_unit(std::int64_t n, const Visit& visit) noexcept {
   share(threads - 1, &work, [](void* self) { (*static_cast<decltype(work)*>(self))(); });
 }
 
-// The same where all visits together touch so many bytes: of few, one thread is done before a second one has come.
+// Call visit likewise, if all visits together touch `bytes`: for few bytes one thread is done before a second one
+// joins.
 template <class Visit>
 void for_each_unit(std::int64_t n, std::int64_t bytes, const Visit& visit) noexcept {
   constexpr std::int64_t kAlone = std::int64_t{1} << 18;
@@ -66,7 +67,7 @@ void for_each_unit(std::int64_t n, std::int64_t bytes, const Visit& visit) noexc
   for (std::int64_t i = 0; i < n; ++i) visit(i);
 }
 
-// visit(begin, end) over [0, n) in runs of `run`.
+// Call visit(begin, end) over [0, n) in runs of `run`.
 template <class Visit>
 void for_each_run(std::int64_t n, std::int64_t run, const Visit& visit) noexcept {
   for_each_unit((n + run - 1) / run, [&](std::int64_t i) {

@@ -12,9 +12,9 @@ namespace colonnade {
 
 namespace {
 
-constexpr std::int64_t kHot = 0;        // the stream of rows as they leave; garbage collection has others
-constexpr std::int64_t kSaves = 512;    // rows a commit saves at a time: training may wait so long
-constexpr std::int64_t kBirths = 256;   // rows a thread gives birth to at a time
+constexpr std::int64_t kHot = 0;        // stream of evicted rows; compaction has others
+constexpr std::int64_t kSaves = 512;    // rows that a checkpoint saves at a time, for which training may wait
+constexpr std::int64_t kBirths = 256;   // rows that a thread initialises at a time
 
 }  // namespace
 
@@ -64,7 +64,7 @@ std::shared_ptr<AcquireJob> TieredRows::acquire(std::span<const std::int64_t> id
   const std::span<const std::int32_t> missing = acquired.missing;
   const std::int64_t num_tables = dram_.num_tables();
   try {
-    // Positions below are in `missing`, whose ids and slots the job keeps for itself.
+    // Positions below are in `missing`; the job keeps its ids and slots.
     struct Row {
       std::int64_t table, id;
       std::uint32_t slot;
@@ -166,7 +166,7 @@ std::optional<ReadFault> TieredRows::wait_before(std::uint64_t number) {
     const std::scoped_lock lock(jobs_mutex_);
     if (fault && !fault_) fault_ = fault;
     if (jobs_.empty() || jobs_.front() != job) continue;
-    // Before anybody who waits goes on: nobody has let go of these rows or changed them.
+    // Before any waiting thread continues: no thread has released or changed these rows.
     for (const auto& [t, slots] : job->strange_) {
       if (!fault_) dram_.recall(t, slots, steps_);
     }

@@ -92,7 +92,7 @@ OptimizerSettings checked_settings(std::int64_t p, Optimizer optimizer, std::spa
           .powers2 = nullptr};
 }
 
-// 4 x 256: entry 256 * k + i is base^(i * 256^k), each the one before times base^(256^k).
+// 4 x 256: entry 256 * k + i is base^(i * 256^k), each the previous one times base^(256^k).
 std::vector<double> powers_of(double base) {
   std::vector<double> powers;
   for (int level = 0; level < 4; ++level) {
@@ -151,7 +151,7 @@ void update(Dram& dram, std::span<const std::uint32_t> given_slots, const Segmen
            " unique rows");
   }
   std::map<double, std::vector<double>> powers;
-  std::vector<UpdateTask> tasks;  // by part, what all its runs share
+  std::vector<UpdateTask> tasks;  // by part: fields that all its runs share
   for (std::int64_t t = 0; t < parts.num_tables(); ++t) {
     const RowLayout& layout = dram.layout(t);
     std::int64_t state_end = 0;

@@ -1,4 +1,5 @@
-// Which rows of a table a rank has, and the numbers of a vocabulary table's: `vocabulary_owner` of hash.h without a division.
+// Rows of a table that a rank owns, with local numbers for a vocabulary: `vocabulary_owner` of hash.h without a
+// division.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +8,12 @@
 
 namespace colonnade {
 
-// A table's rows are dealt to owners 0 .. num_owners - 1; this rank is owner `place`, or none of them.
-// rows 0: an open table, whose ids are never outside, and which only says whether the rank has rows at all. Of a
-// vocabulary table an owner has one id of each block of num_owners; its place among the owner's rows is the block's number.
+// A table's rows belong to owners 0 .. num_owners - 1; this rank is owner `place`, or none of them. rows 0: open table,
+// for which any id is valid, and which only tells whether the rank owns rows. In a vocabulary table an owner has one id
+// of each block of num_owners; its local number is the block's number.
 class VocabularyShare {
  public:
-  static constexpr std::int64_t kNone = -1;  // the place of a rank without rows of the table
+  static constexpr std::int64_t kNone = -1;  // `place` of a rank without rows of the table
 
   VocabularyShare(std::int64_t rows, std::int64_t num_owners, std::int64_t place)
       : rows_(static_cast<std::uint64_t>(rows)),
@@ -22,13 +23,13 @@ class VocabularyShare {
         reciprocal_(num_owners == 1 ? 0 : static_cast<std::uint64_t>(-1) / num_owners_) {}
 
   bool has_rows() const { return has_rows_; }
-  bool is_whole() const { return num_owners_ == 1; }  // an id is its own place
+  bool is_whole() const { return num_owners_ == 1; }  // then an id is its own local number
   bool is_outside(std::int64_t id) const { return static_cast<std::uint64_t>(id) >= rows_; }
   std::int64_t num_places() const {
     return rows_ && has_rows_ ? static_cast<std::int64_t>((rows_ - 1) / num_owners_ + 1) : 0;
   }
 
-  bool owns(std::int64_t id) const {  // an id that is not outside
+  bool owns(std::int64_t id) const {  // for a valid id
     if (is_whole()) return has_rows_;
     const std::uint64_t place = place_of(id), within = static_cast<std::uint64_t>(id) - place * num_owners_;
     const std::uint64_t sum = within + rest(mix64(place));
@@ -40,7 +41,7 @@ class VocabularyShare {
   std::int64_t id_of(std::uint64_t place) const {
     if (is_whole()) return static_cast<std::int64_t>(place);
     const std::uint64_t turn = rest(mix64(place));
-    // Without a branch, which nobody could foretell.
+    // No branch, because it would be unpredictable.
     return static_cast<std::int64_t>(place * num_owners_ + place_ - turn + (num_owners_ & (0 - static_cast<std::uint64_t>(turn > place_))));
   }
 

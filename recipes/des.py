@@ -1,8 +1,8 @@
-"""DES (Rong et al. 2020): a DeepFM for ads whose owners of rows evaluate its first operators; sums travel, not rows.
+"""DES (Rong et al. 2020): an ads DeepFM with its first operators evaluated on owner ranks, which send sums, not rows.
 
     torchrun --nproc-per-node 2 recipes/des.py
 
-FM, first-order weights and the first layer of the deep part are partial results of one message from each rank to each.
+Each rank sends each other rank one message with partial results of FM, first-order weights and the first deep layer.
 """
 
 import torch
@@ -15,7 +15,7 @@ OPTIMIZERS = {"deep": colonnade.Adagrad(lr=0.05), "wide": colonnade.FTRL(lr=0.1,
 
 
 def train(mesh: colonnade.Mesh) -> colonnade.Fitted:
-    bags = [20_000] * 12  # rows of columns with 0 to 8 ids a sample
+    bags = [20_000] * 12  # rows of each column, which has 0 to 8 ids per sample
     data = open_source("synthetic", num_train=9_000, num_test=2_000, cardinalities=[5], bags=bags)
     schema = data.train.schema
     kind = {"dim": {"deep": 16, "wide": 1}, "optimizer": OPTIMIZERS}
@@ -24,17 +24,17 @@ def train(mesh: colonnade.Mesh) -> colonnade.Fitted:
     torch.manual_seed(0)
     model = DeepFM(tables, features, num_dense=len(schema.dense), top=(32, 16))
     ranks = {table.name: t % mesh.num_ranks for t, table in enumerate(tables)}
-    whole = {name: {"sharding": "table_wise", "ranks": [rank]} for name, rank in ranks.items()}
-    config = colonnade.PlanConfig(exchange="partials", tables=whole)
+    shardings = {name: {"sharding": "table_wise", "ranks": [rank]} for name, rank in ranks.items()}
+    config = colonnade.PlanConfig(exchange="partials", tables=shardings)
     model.embeddings.open(colonnade.build_plan(tables, mesh.world, config), mesh)
     return colonnade.fit(model, data, mesh=mesh, epochs=1, batch_size=500, quiet=True)
 
 
 if __name__ == "__main__":
     mesh = colonnade.open_mesh()
-    found = train(mesh)
-    sent = [mesh.traffic.bytes_of(each) // found.outcome.steps for each in ("fetch", "push")]
+    result = train(mesh)
+    sent = [mesh.traffic.bytes_of(channel) // result.outcome.steps for channel in ("fetch", "push")]
     if mesh.rank == 0:
-        print(f"test_auc {found.metrics['test_auc']:.4f}")
+        print(f"test_auc {result.metrics['test_auc']:.4f}")
         print("bytes a step: {:,} of partials, {:,} of their gradients".format(*sent))
     colonnade.close_mesh(mesh)

@@ -1,4 +1,4 @@
-"""DMT (Luo et al. 2024): a DLRM by two towers, flat, and with modules that let half of the fields' floats out.
+"""DMT (Luo et al. 2024): a DLRM on two towers, first flat, then with tower modules that halve the floats sent.
 torchrun --nproc-per-node 2 recipes/dmt.py
 """
 
@@ -12,7 +12,7 @@ from colonnade.plan.constraints import in_towers
 from colonnade.topology.towers import Partition
 
 DIM, ROWS = 16, [40, 60, 90, 120, 50, 70, 80, 110]
-TOWERS = Partition((("C1", "C3", "C5", "C7"), ("C2", "C4", "C6", "C8")))  # which interact
+TOWERS = Partition((("C1", "C3", "C5", "C7"), ("C2", "C4", "C6", "C8")))  # these interact
 DATA = {"num_train": 20_000, "num_test": 4_000, "label_model": "pairs", "cardinalities": ROWS}
 
 
@@ -21,15 +21,15 @@ def train(mesh: colonnade.Mesh, **towers) -> None:
     features = [colonnade.Feature(table.name, table.name) for table in tables]
     torch.manual_seed(0)
     model = DLRM(tables, features, num_dense=13, bottom=(32,), top=(64, 32), **towers)
-    own = in_towers(tables, features, TOWERS, mesh.world) if mesh.num_ranks > 1 else {}
-    config = colonnade.PlanConfig(exchange="towers", towers=2, tables=own)
+    shardings = in_towers(tables, features, TOWERS, mesh.world) if mesh.num_ranks > 1 else {}
+    config = colonnade.PlanConfig(exchange="towers", towers=2, tables=shardings)
     model.embeddings.open(colonnade.build_plan(tables, mesh.world, config), mesh)
     data = open_source("synthetic", groups=TOWERS.towers, **DATA)
     before = mesh.traffic.sent_bytes.copy()
-    found = colonnade.fit(model, data, mesh=mesh, batch_size=500, dense_lr=2e-3, quiet=True)
+    result = colonnade.fit(model, data, mesh=mesh, batch_size=500, dense_lr=2e-3, quiet=True)
     sent = mesh.traffic.sent_bytes - before
     if mesh.rank == 0:
-        print("test_auc {test_auc:.4f}".format(**found.metrics), words_of(model, model.embeddings))
+        print("test_auc {test_auc:.4f}".format(**result.metrics), words_of(model, model.embeddings))
         print("bytes of values: {:,} {:,}".format(sent["fetch", "local"], sent["fetch", "remote"]))
 
 

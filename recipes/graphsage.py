@@ -1,8 +1,8 @@
-"""GraphSAGE (Hamilton et al. 2017) with learned node embeddings, whose workers keep copies of rows, as HET trains it.
+"""GraphSAGE (Hamilton et al. 2017) with learned node embeddings and a row cache on each rank, as in HET.
 
     torchrun --nproc-per-node 2 recipes/graphsage.py [STALENESS [FOLDER]]
 
-On a power-law graph made to order; on that of Gowalla's users and places where FOLDER has its files."""
+Trains on a synthetic power-law graph, or on Gowalla's graph of users and places if FOLDER contains its files."""
 
 import sys
 
@@ -26,14 +26,14 @@ def train(mesh: colonnade.Mesh, staleness: int, *folder: str) -> tuple[colonnade
     copies = {"size": nodes, "staleness": staleness, "policy": "lfu"}
     plan = colonnade.build_plan([table], mesh.world, colonnade.PlanConfig(cache=copies))
     model.embeddings.open(plan, mesh)
-    found = colonnade.fit(model, data, mesh=mesh, epochs=5, batch_size=512, quiet=True)
-    return found, vars(model.embeddings.cached.counts)
+    result = colonnade.fit(model, data, mesh=mesh, epochs=5, batch_size=512, quiet=True)
+    return result, vars(model.embeddings.cached.counts)
 
 
 if __name__ == "__main__":
     mesh = colonnade.open_mesh()
-    found, counts = train(mesh, *([int(sys.argv[1]), *sys.argv[2:]] if sys.argv[1:] else [10]))
-    sent = sum(mesh.traffic.bytes_of(each) for each in ("route", "fetch", "push"))
+    result, counts = train(mesh, *([int(sys.argv[1]), *sys.argv[2:]] if sys.argv[1:] else [10]))
+    sent = sum(mesh.traffic.bytes_of(channel) for channel in ("route", "fetch", "push"))
     if mesh.rank == 0:
-        print(f"test_recall@20 {found.metrics['test_recall@20']:.4f}  bytes {sent:,}  {counts}")
+        print(f"test_recall@20 {result.metrics['test_recall@20']:.4f}  bytes {sent:,}  {counts}")
     colonnade.close_mesh(mesh)

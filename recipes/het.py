@@ -1,8 +1,9 @@
-"""HET (Miao et al. 2022): Wide & Deep whose workers keep copies of rows, at most 100 batches behind each other.
+"""HET (Miao et al. 2022): Wide & Deep with a row cache on each rank, at most 100 batches stale.
 
     torchrun --nproc-per-node 2 recipes/het.py [STALENESS]
 
-Copies inside their bounds are used without a word to the rows' owners; gradients wait until their sum is sent."""
+A rank uses a cached row within its bounds without a request to the owner, and accumulates gradients before it sends
+their sum."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""100 trillion parameters on one machine: 781 billion ids of 128 floats, of which those that were trained exist.
+"""100 trillion parameters on one machine: 781 billion ids of 128 floats; only trained rows are stored.
 
     python recipes/hundred_trillion.py [FOLDER]
 
-Trains a few steps within a memory budget, checkpoints, and goes on from there; says what memory and disk that took.
+Trains a few steps within a memory budget, saves a checkpoint, continues from it, and prints the memory and disk used.
 """
 
 import sys
@@ -31,9 +31,9 @@ if __name__ == "__main__":
     settings = {"batch_size": 1024, "run": folder, "dram": "8MiB", "quiet": True}
     for epochs in (1, 2):
         model = build()
-        found = colonnade.fit(model, data, epochs=epochs, **settings)
+        result = colonnade.fit(model, data, epochs=epochs, **settings)
         table, store = model.embeddings.tables[0], model.embeddings.store
         rows, files = len(store.backings[0]), sum(p.stat().st_size for p in folder.rglob("*.rows"))
-        print(f"{NUM_IDS * DIM:,} parameters, step {model.embeddings.step}, from {found.resumed_at}: "
+        print(f"{NUM_IDS * DIM:,} parameters, step {model.embeddings.step}, from {result.resumed_at}: "
               f"{rows:,} rows exist; {store.resident_bytes():,} bytes of memory for rows, {files:,} of files, "
               f"{files / rows:.0f} a row of {table.record_bytes}")  # fmt: skip

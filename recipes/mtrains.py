@@ -1,8 +1,8 @@
-"""MTrainS (Kassa et al.): a DLRM whose rows rest on an SSD, the memory given to the tables that read most.
+"""MTrainS (Kassa et al.): a DLRM with rows on an SSD; the tables that are read most get the memory.
 
     python recipes/mtrains.py [RUN_FOLDER]
 
-A sample of the data says what each table would read, batches are looked ahead, and their rows are read meanwhile.
+A sample of the data predicts the reads of each table. A lookahead reads the rows of later batches in the background.
 """
 
 import sys
@@ -36,5 +36,5 @@ def train(folder: Path) -> dict:
 if __name__ == "__main__":
     summary = train(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/mtrains"))
     print("  ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items()))
-    for name in ("resident", "born", "read", "copied"):  # copied: evicted, and not yet written
+    for name in ("resident", "born", "read", "copied"):  # copied: evicted, not yet written
         print(f"rows {name}: {summary['row_sources'][name]:,}")

@@ -1,4 +1,4 @@
-// What the binding files share: arrays in, arrays out, and how a wrong one is refused.
+// Array arguments and results that the binding files share, and errors for invalid ones.
 #pragma once
 
 #include <nanobind/stl/optional.h>
@@ -36,7 +36,7 @@ inline std::string describe(nb::dlpack::dtype dtype, size_t ndim, const int64_t*
   return text + ")";
 }
 
-// ValueError where an array of some elements has no memory: a tensor whose storage was freed keeps its shape.
+// ValueError for a non-empty array without memory: a tensor with freed storage keeps its shape.
 template <class Array>
 void check_memory(const Array& array, const char* name) {
   if (array.data() || array.size() == 0) return;
@@ -45,7 +45,7 @@ void check_memory(const Array& array, const char* name) {
                               " without memory, wanted one whose storage was not freed");
 }
 
-// ValueError unless it is a contiguous CPU array of such elements. wanted: its shape; -1 stands for any extent.
+// ValueError unless it is a contiguous CPU array of this element type. wanted: its shape; -1 accepts any extent.
 template <class Array>
 void check_elements(const Array& array, const char* name, nb::dlpack::dtype dtype,
                     std::initializer_list<int64_t> wanted) {
@@ -68,17 +68,17 @@ void check_elements(const Array& array, const char* name, nb::dlpack::dtype dtyp
   check_memory(array, name);
 }
 
-// The elements of such an array.
+// Elements of such an array.
 template <class T, class Array>
 std::span<T> elements(const Array& array, const char* name, std::initializer_list<int64_t> wanted) {
   check_elements(array, name, nb::dtype<std::remove_const_t<T>>(), wanted);
   return {static_cast<T*>(array.data()), array.size()};
 }
 
-// For properties whose array already says what keeps it alive.
+// For properties with an array that already keeps its owner alive.
 inline constexpr auto kOwned = nb::rv_policy::automatic;
 
-// A tensor that owns `values`.
+// Return a tensor that owns `values`.
 template <class T>
 Made<T> tensor(std::vector<T> values) {
   auto* kept = new std::vector<T>(std::move(values));
@@ -93,7 +93,7 @@ Made<T> tensor(Buffer<T> values) {
   return Made<T>(kept->data(), {kept->size()}, owner);
 }
 
-// A tensor that looks into `owner` and keeps it alive.
+// Return a tensor that refers to memory of `owner` and keeps it alive.
 template <class T>
 Made<T> view(const Buffer<T>& values, nb::handle owner) {
   return Made<T>(const_cast<T*>(values.data()), {values.size()}, owner);
@@ -122,7 +122,7 @@ inline int64_t length(auto span) {
   return static_cast<int64_t>(span.size());
 }
 
-// Lookups, and the arrays they look into.
+// Lookups with the arrays that they refer to.
 struct HeldLookups {
   In ids, feature_offsets, feature_tables, poolings, bag_offsets, weights;
   std::unique_ptr<Lookups> lookups;

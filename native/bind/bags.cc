@@ -1,4 +1,4 @@
-// Lookups as they travel to the ranks that pool them.
+// Bindings of bag messages.
 #include "bags.h"
 
 #include "bind/arrays.h"

@@ -1,4 +1,4 @@
-// Which rows a rank keeps copies of.
+// Bindings of the directory of cached rows.
 #include "directory.h"
 
 #include "bind/arrays.h"
@@ -38,7 +38,7 @@ DirectoryStep step(Directory& self, In ids, std::optional<In> next_uses, std::op
   return self.step(i, n, c, window);
 }
 
-// A read-only property that looks into the step: a numpy array, which is made in a third of a tensor's time.
+// Read-only property that refers to the step: a numpy array, which takes a third of a tensor's time to create.
 template <class T, auto Member>
 auto array() {
   return [](nb::handle handle) {

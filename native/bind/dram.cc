@@ -1,4 +1,4 @@
-// Rows in memory.
+// Bindings of rows in memory.
 #include "bind/arrays.h"
 #include "dram.h"
 #include "parts.h"
@@ -7,7 +7,7 @@ namespace colonnade {
 
 namespace {
 
-// What an acquire did, and the rows that left.
+// Result of an acquire, with the evicted rows.
 struct Collected {
   Acquired acquired;
   std::vector<std::vector<int64_t>> ids;       // by table
@@ -30,7 +30,7 @@ struct Collected {
   }
 };
 
-// For tables without anything below: no row that is newer ever leaves.
+// For tables without a backing, which never evict a dirty row.
 void nowhere(int64_t, const LeftRows&) {}
 
 void make_dram(Dram* self, const Parts& parts, const std::vector<int64_t>& state_elements,

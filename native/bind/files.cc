@@ -1,4 +1,4 @@
-// What files of rows need: an index of ids, frames, checksums, mappings.
+// Bindings for files of rows: an index of ids, frames, checksums, mappings.
 #include "bind/arrays.h"
 #include "crc32c.h"
 #include "file_mapping.h"

@@ -1,4 +1,4 @@
-// Interactions of vectors that lie anywhere.
+// Bindings of interactions of vectors at any addresses.
 #include "bind/arrays.h"
 #include "interaction.h"
 
@@ -15,7 +15,7 @@ constexpr Dtype dtype_of = sizeof(T) == 4 ? Dtype::float32 : Dtype::float64;
                               wanted);
 }
 
-// The vectors of one array (B, k, D), element after element.
+// Vectors of one array (B, k, D), one after another.
 template <class Array, class Place>
 void add_places(const Array& array, std::vector<Place>& places) {
   const auto bytes = static_cast<int64_t>(array.dtype().bits / 8);
@@ -59,7 +59,7 @@ Vectors vectors_of(const std::vector<In>& arrays) {
   return vectors;
 }
 
-// Where each vector's gradient goes.
+// Address of each vector's gradient.
 std::vector<TargetPlace> targets_of(const std::vector<std::optional<Out>>& out, const std::vector<In>& arrays,
                                     const Vectors& vectors) {
   if (out.size() != arrays.size()) {
@@ -81,7 +81,7 @@ std::vector<TargetPlace> targets_of(const std::vector<std::optional<Out>>& out, 
   return places;
 }
 
-// A contiguous array of the vectors' dtype.
+// Contiguous array of the vectors' dtype.
 template <class Pointer>
 Pointer data_of(const auto& array, const char* name, const Vectors& vectors,
                 std::initializer_list<int64_t> shape) {

@@ -1,4 +1,4 @@
-// Rows at rest: logs, and reads of their pages.
+// Bindings of stored rows: logs, and reads of their pages.
 #include <cstring>
 
 #include "bind/arrays.h"
@@ -21,14 +21,14 @@ Made<bool> flags(const std::vector<RowAt>& found) {
   return Made<bool>(kept->data(), {kept->size()}, owner);
 }
 
-// What a log answers under its lock, which others may hold for a while.
+// Calls a log without the GIL, because its lock may be held for a while.
 template <class Ask>
 auto without_gil(const Ask& ask) {
   nb::gil_scoped_release released;
   return ask();
 }
 
-// One batch of reads under way; holds its output until the reader is done with it.
+// Pending reads of a batch; keeps its output alive until the reader is done.
 class LogRead {
  public:
   LogRead(RowLog& log, PageReader& reader, const In& ids, Out out, bool is_demand) : out_(std::move(out)) {

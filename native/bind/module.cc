@@ -1,5 +1,4 @@
-// The module. The files of this folder are the only ones that know Python: they check what they are given, let go
-// of the GIL and call the core.
+// Python module. Only the files of this folder use Python: they check arguments, release the GIL and call the core.
 #include <unistd.h>
 
 #include <cstdlib>
@@ -38,9 +37,9 @@ bool is_main_thread() noexcept {
 #endif
 }
 
-// Python before 3.14 ends a daemon thread that comes back from native code while the process exits by unwinding its
-// stack, and where a destructor takes the GIL, ours or torch's, that is std::terminate. Such a thread sleeps instead, as
-// from 3.14 on: the process exits without it.
+// Python before 3.14 ends a daemon thread that returns from native code while the process exits by unwinding its stack;
+// if a destructor then takes the GIL, ours or torch's, that is std::terminate. Such a thread sleeps instead, as from
+// 3.14 on: the process exits without it.
 [[noreturn]] void sleep_in_an_exit() {
   while (is_exiting() && !is_main_thread()) pause();
   if (next_handler) next_handler();
@@ -53,7 +52,7 @@ NB_MODULE(_native, m) {
 #if PY_VERSION_HEX < 0x030e0000
   next_handler = std::set_terminate(sleep_in_an_exit);
 #endif
-  nb::set_leak_warnings(false);  // objects that live until the interpreter ends are no mistake of the user's
+  nb::set_leak_warnings(false);  // objects that live until the interpreter ends are not leaks of the user
   m.def("isa", [] { return std::string(kernels().name); });
   m.def("available_isas", &available_isas);
   m.def("set_isa", &set_isa, "name"_a);

@@ -1,4 +1,4 @@
-// Numbers, ids and rows as they travel.
+// Bindings of numbers, ids and rows in messages.
 #include "packing.h"
 
 #include "bind/arrays.h"

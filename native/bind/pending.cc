@@ -1,4 +1,4 @@
-// Sums of gradients at copies of rows.
+// Bindings of pending gradient sums of cached rows.
 #include "pending.h"
 
 #include "bind/arrays.h"

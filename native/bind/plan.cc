@@ -1,4 +1,4 @@
-// Lookups and plans.
+// Bindings of lookups and plans.
 #include "bind/arrays.h"
 #include "parts.h"
 #include "plan.h"

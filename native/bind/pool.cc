@@ -1,4 +1,4 @@
-// Rows -> outputs.
+// Bindings of pooling.
 #include "bind/arrays.h"
 #include "pool.h"
 

@@ -1,4 +1,4 @@
-// Who stays in an open table: orders of eviction, sketches of admission, norms of rows.
+// Bindings of eviction orders, admission sketches and row norms of open tables.
 #include "retention.h"
 
 #include "bind/arrays.h"

@@ -1,7 +1,7 @@
-// Arrays in and out: torch's tensors by its C functions, others as nanobind takes and makes them.
+// Conversion of arrays: torch's tensors by its C functions, other arrays by nanobind.
 //
-// torch's Python functions take three microseconds for each array, its C ones (DLPack's exchange API) a twentieth. A torch
-// that has none yet goes by Python.
+// torch's Python functions take three microseconds for each array, its C functions (DLPack's exchange API) a twentieth
+// of that. A torch version without them uses Python.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -17,7 +17,7 @@ namespace colonnade {
 
 namespace nb = nanobind;
 
-// DLManagedTensorVersioned of DLPack 1: who holds it calls `release`.
+// DLManagedTensorVersioned of DLPack 1: its holder calls `release`.
 struct ManagedTensor {
   uint32_t major, minor;
   void* context;
@@ -26,17 +26,17 @@ struct ManagedTensor {
   nb::dlpack::dltensor tensor;
 };
 
-// DLPackExchangeAPI of DLPack 1. Both functions that are used return 0, or leave a Python error.
+// DLPackExchangeAPI of DLPack 1. Both functions used here return 0, or set a Python error.
 struct TensorExchange {
   uint32_t major, minor;
   const TensorExchange* older;
   void *allocate, *take;
-  int (*give)(ManagedTensor* tensor, void** out);  // takes hold of it
-  int (*look)(void* tensor, nb::dlpack::dltensor* out);  // which is valid as long as the tensor is as it was
+  int (*give)(ManagedTensor* tensor, void** out);  // takes a reference
+  int (*look)(void* tensor, nb::dlpack::dltensor* out);  // valid as long as the tensor does not change
 };
 
-// Of torch.Tensor itself; null until torch is imported, and where it has none. Its classes that derive from it have
-// their own ways. With the GIL.
+// Exchange API of torch.Tensor itself; null until torch is imported, and for versions without one. Subclasses have
+// their own. Requires the GIL.
 struct TorchTensors {
   PyTypeObject* type = nullptr;
   const TensorExchange* exchange = nullptr;
@@ -53,13 +53,13 @@ inline const TorchTensors& torch_tensors() noexcept {
       while (exchange && exchange->major > 1) exchange = exchange->older;
       if (exchange && exchange->major == 1 && exchange->give && exchange->look) found.exchange = exchange;
     }
-    found.type = reinterpret_cast<PyTypeObject*>(nb::object(type).release().ptr());  // for good
+    found.type = reinterpret_cast<PyTypeObject*>(nb::object(type).release().ptr());  // never released
   }
   PyErr_Clear();
   return found;
 }
 
-// An array that is read; one that is written.
+// Array arguments that are read; those that are written.
 struct In : nb::ndarray<nb::ro> {
   using Base = nb::ndarray<nb::ro>;
   using Base::Base;
@@ -69,7 +69,7 @@ struct Out : nb::ndarray<> {
   using Base::Base;
 };
 
-// Whether `array` is a tensor of torch, which is then in `out` and kept alive by it.
+// Return whether `array` is a torch tensor, which is then in `out` and keeps it alive.
 template <class Array>
 bool look_at(nb::handle array, Array& out) noexcept {
   const auto& [type, exchange] = torch_tensors();
@@ -85,14 +85,14 @@ bool look_at(nb::handle array, Array& out) noexcept {
   return true;
 }
 
-// A tensor that looks into memory of `owner`.
+// Return a tensor that refers to memory of `owner`.
 template <class T>
 struct Made : nb::ndarray<nb::pytorch, T> {
   using Base = nb::ndarray<nb::pytorch, T>;
   Made(void* data, std::initializer_list<size_t> shape, nb::handle owner) : Base(data, shape, owner) {}
 };
 
-// The same as a Python object; without one: torch cannot be asked.
+// Return the same as a Python object; null if torch is not available.
 template <class T>
 nb::object given(const Made<T>& made) noexcept {
   struct Held {

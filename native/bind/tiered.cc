@@ -1,4 +1,4 @@
-// Rows in memory over logs.
+// Bindings of rows in memory over logs.
 #include "bind/arrays.h"
 #include "tiered_rows.h"
 

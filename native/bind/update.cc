@@ -1,4 +1,4 @@
-// Gradients -> rows.
+// Bindings of gradient sums and updates.
 #include "bind/arrays.h"
 #include "gradients.h"
 #include "page_order.h"
@@ -8,7 +8,7 @@ namespace colonnade {
 
 namespace {
 
-// RowGradients, and the array they look into.
+// RowGradients with the array that they refer to.
 struct HeldRowGradients {
   In index;
   RowGradients gradients;

@@ -1,4 +1,4 @@
-// First values of rows.
+// Initial values of rows.
 #include "convert.h"
 #include "rows.h"
 #include "vector.h"
@@ -7,7 +7,7 @@ namespace colonnade::COLONNADE_ISA {
 
 namespace {
 
-// A word's top bits as a number in [-1, 1), exact: 24 bits for float32, 53 for float64.
+// Return a word's top bits as a number in [-1, 1), exact: 24 bits for float32, 53 for float64.
 COLONNADE_INLINE float centred(std::uint64_t word, float) {
   return static_cast<float>(static_cast<std::int32_t>(word >> 40)) * 0x1p-23f - 1.0f;
 }
@@ -26,7 +26,7 @@ COLONNADE_INLINE bool is_special(double value) {
   return (bits & 0x7ff0000000000000u) == 0x7ff0000000000000u;
 }
 
-// put(j, value) for each of the task's columns. The value of column j of a row is word j + 1 of the splitmix64
+// Call put(j, value) for each of the task's columns. The value of column j of a row is word j + 1 of the splitmix64
 // stream that starts at a hash of (seed, id).
 template <class T, class Put>
 COLONNADE_INLINE void for_each_value(const BirthTask& task, std::int64_t id, const Put& put) {
@@ -58,7 +58,7 @@ void birth_float16(const BirthTask& task, std::int64_t id, std::uint16_t* out) {
                         [=](std::int64_t j, float value) { out[j] = narrow<Float16>(value).bits; });
 }
 
-// Halfway goes up, unlike above: the low half, a signed number, then always holds the rest.
+// Halves are rounded up, unlike above, so that the signed low half can always store the rest.
 void birth_split(const BirthTask& task, std::int64_t id, std::uint16_t* highs, std::uint16_t* lows) {
   for_each_value<float>(task, id, [=](std::int64_t j, float value) {
     const std::uint32_t bits = bits_of(value);

@@ -1,7 +1,8 @@
-// 16-bit elements of rows and outputs, and 16 of them as one vector of float32. Same bits everywhere.
+// Conversion of 16-bit elements of rows and outputs, alone or 16 as one vector of float32. Same bits on all instruction
+// sets.
 //
-// A kernel that is a template on its rows' element type reads with load_as / widen and writes with store_as /
-// narrow; for float32 and float64 these do nothing but load and store.
+// A kernel that is a template on its rows' element type reads with load_as / widen and writes with store_as / narrow;
+// for float32 and float64 these only load and store.
 #pragma once
 
 #include "vector.h"
@@ -20,7 +21,7 @@ struct Float16 {
 namespace colonnade::COLONNADE_ISA {
 namespace {
 
-// The type that elements are computed in.
+// Type in which elements are computed.
 template <class Row>
 struct Computed {
   typedef Row Type;
@@ -47,7 +48,7 @@ COLONNADE_INLINE float float_of(std::uint32_t bits) {
   return value;
 }
 
-// One element, exactly.
+// Convert one element exactly.
 COLONNADE_INLINE float widen(float value) {
   return value;
 }
@@ -57,7 +58,7 @@ COLONNADE_INLINE double widen(double value) {
 COLONNADE_INLINE float widen(Bfloat16 value) {
   return float_of(static_cast<std::uint32_t>(value.bits) << 16);
 }
-// A signalling NaN becomes quiet, as processors do it.
+// A signalling NaN becomes quiet, as on processors.
 COLONNADE_INLINE float widen(Float16 value) {
   constexpr std::uint32_t kInfinity = 0x7c00u << 13, kRebias = (127u - 15u) << 23;
   const std::uint32_t sign = static_cast<std::uint32_t>(value.bits & 0x8000u) << 16;
@@ -72,7 +73,7 @@ COLONNADE_INLINE float widen(Float16 value) {
   return float_of(sign | bits);
 }
 
-// One element to the nearest Row, ties to even; too large: infinity; a NaN stays one, quiet.
+// Convert one element to the nearest Row, ties to even; too large: infinity; a NaN stays a quiet NaN.
 template <class Row>
 COLONNADE_INLINE Row narrow(Compute<Row> value) {
   return value;
@@ -93,7 +94,7 @@ COLONNADE_INLINE_MEMBER Float16 narrow<Float16>(float value) {
     bits = 0x7c00u;
   } else if (bits < (127u - 14u) << 23) {  // subnormal: adding 0.5 rounds to steps of 2^-24
     bits = bits_of(float_of(bits) + 0.5f) - bits_of(0.5f);
-  } else {  // a carry out of the fraction is right, up to infinity
+  } else {  // a carry out of the fraction is correct, up to infinity
     bits = (bits - ((127u - 15u) << 23) + 0xfffu + (bits >> 13 & 1u)) >> 13;
   }
   return {static_cast<std::uint16_t>(sign | bits)};
@@ -103,7 +104,7 @@ COLONNADE_INLINE_MEMBER Float16 narrow<Float16>(float value) {
 typedef std::uint16_t Halves __attribute__((vector_size(32)));
 
 #if defined(__AVX512F__)
-// maskz of all lanes: compilers warn of the value that the plain intrinsics leave undefined.
+// maskz with all lanes: compilers warn about the undefined value in the plain intrinsics.
 constexpr __mmask16 kAll = 0xffff;
 
 COLONNADE_INLINE Vector<float> widen_lanes(const Bfloat16* at) {
@@ -204,7 +205,7 @@ COLONNADE_INLINE void store_as(Row* at, Vector<Compute<Row>> value) {
   }
 }
 
-// Around the cache; `at` aligned to the bytes written: 32 for 16-bit elements, else 64.
+// Non-temporal stores; `at` is aligned to the bytes written: 32 for 16-bit elements, else 64.
 template <class Row>
 COLONNADE_INLINE void stream_as(Row* at, Vector<Compute<Row>> value) {
   if constexpr (sizeof(Row) == 2) {

@@ -1,4 +1,4 @@
-// Sums of gradients per row: what `sum` and every optimizer start from.
+// Sums of gradients per row: first step of `sum` and of every optimizer.
 #pragma once
 
 #include "convert.h"
@@ -11,13 +11,13 @@ namespace {
 constexpr std::int64_t kGradientsAhead = 32;
 constexpr std::uint64_t kWaiting = 64;  // power of two above kGradientsAhead
 
-// kVectors: vectors of a row that is a few whole ones; 0: any dim.
+// kVectors: number of vectors of a row if it is a few whole ones; 0: any dim.
 template <class T, int kVectors>
 COLONNADE_INLINE constexpr std::int64_t columns(std::int64_t dim) {
   return kVectors ? kVectors * kLanes<T> : dim;
 }
 
-// Vector v of a row of dim elements; past the end: zeros.
+// Return vector v of a row of dim elements; zeros past the end.
 template <class Row>
 COLONNADE_INLINE Vector<Compute<Row>> load_columns(const Row* row, std::int64_t v, std::int64_t dim) {
   constexpr std::int64_t kWidth = kLanes<Compute<Row>>;
@@ -28,7 +28,7 @@ COLONNADE_INLINE Vector<Compute<Row>> load_columns(const Row* row, std::int64_t 
   return load_as(lanes);
 }
 
-// Its first elements from the lanes of a row's vector v.
+// Return its first elements from the lanes of a row's vector v.
 template <class T>
 COLONNADE_INLINE void store_columns(T* row, std::int64_t v, std::int64_t dim, Vector<T> value) {
   const std::int64_t column = v * kLanes<T>;
@@ -38,8 +38,8 @@ COLONNADE_INLINE void store_columns(T* row, std::int64_t v, std::int64_t dim, Ve
   for (std::int64_t j = column; j < dim; ++j) row[j] = lanes[j - column];
 }
 
-// The elements of one row in the type they are computed in: in registers where it is a few whole vectors, else
-// in `scratch`, whose last vector is filled up.
+// Elements of one row in the type of computation: in registers if it is a few whole vectors, else in `scratch`, with
+// the last vector filled up.
 template <class T, int kVectors>
 struct RowValues {
   Vector<T> vectors[kVectors];
@@ -65,7 +65,7 @@ COLONNADE_INLINE double root(double value) {
   return __builtin_sqrt(value);
 }
 
-// visit(typed pointer) for a row of elements of `dtype`, computed in T.
+// Call visit(typed pointer) for a row of elements of `dtype`, computed in T.
 template <class T, bool kIsNarrow, class Visit>
 COLONNADE_INLINE void visit_elements(const void* at, Dtype dtype, const Visit& visit) {
   if constexpr (kIsNarrow) {
@@ -75,8 +75,8 @@ COLONNADE_INLINE void visit_elements(const void* at, Dtype dtype, const Visit& v
   visit(static_cast<const T*>(at));
 }
 
-// The gradients of a task's entries, one after the other, each found and fetched some entries before its
-// turn. A task's fields as values: stores to rows may alias anything that is reached through a reference.
+// Gradients of a task's entries, one after another, each located and prefetched some entries ahead. The task's fields
+// are copied to values, because stores to rows may alias anything reached through a reference.
 template <class T, int kVectors, bool kIsNarrow>
 class Gradients {
  public:
@@ -111,10 +111,11 @@ class Gradients {
     }
   }
 
-  // First term copied, the others added in entry order; no terms: zeros. Entries [lo, hi) follow those before.
+  // Sum terms: the first is copied, the others are added in entry order; zeros without terms. Entries [lo, hi) follow
+  // those of the previous call.
   COLONNADE_INLINE_MEMBER void add_up(std::int64_t lo, std::int64_t hi, std::int64_t dim,
                                       RowValues<T, kVectors>& sum) {
-    // -0 + x is x, whatever x.
+    // -0 + x is x for every x.
     bool is_empty = true;
     if constexpr (kVectors) {
       Vector<T> sums[kVectors];
@@ -159,7 +160,7 @@ class Gradients {
                : static_cast<std::int64_t>(sizeof(T));
   }
 
-  // The term of entry i, for i ascending by one.
+  // Return the term of entry i, for i ascending by one.
   COLONNADE_INLINE_MEMBER Term take(std::int64_t i) {
     find_next();
     return waiting_[static_cast<std::uint64_t>(i) % kWaiting];
@@ -167,7 +168,7 @@ class Gradients {
 
   COLONNADE_INLINE_MEMBER void find_next() {
     if (next_ == end_) return;
-    // Entries of a row lie anywhere in what is kept by lookup.
+    // Entries of a row are at any position in data that is stored by lookup.
     if (next_ + kGradientsAhead < end_) {
       const std::int32_t later = entries_[next_ + kGradientsAhead];
       if (output_rows_) fetch(output_rows_ + later);
@@ -188,14 +189,14 @@ class Gradients {
     if (is_straddling_) fetch(at + row_bytes_ - 1);
   }
 
-  // Where the term of entry i lies, if `is_plain_`.
+  // Address of the term of entry i, if `is_plain_`.
   COLONNADE_INLINE_MEMBER const std::byte* plain(std::int64_t i) const {
     return outputs_ + (entries_[i] - first_) * stride_;
   }
 
   COLONNADE_INLINE_MEMBER Term find(std::int32_t e) {
     if (index_) return {base_ + static_cast<std::int64_t>(index_[e]) * item_bytes(), T{1}};
-    if (e < feature_->first) feature_ = features_;  // entries ascend inside a row
+    if (e < feature_->first) feature_ = features_;  // entries ascend within a row
     while (e >= feature_->last) ++feature_;
     const FeatureGradients& feature = *feature_;
     if (!feature.base) return {nullptr, T{1}};
@@ -223,8 +224,8 @@ class Gradients {
   Term waiting_[kWaiting];
 };
 
-// Loop::run<T, kVectors, kIsNarrow>(task) for the loop that fits the task. Float64 is for tests and small
-// models: one loop for any dim.
+// Call Loop::run<T, kVectors, kIsNarrow>(task) with the loop that fits the task. Float64 is for tests and small models:
+// one loop for any dim.
 template <class T, class Loop, class Task>
 void run_by_dim(const Task& task, std::int64_t dim, bool is_narrow) {
   if constexpr (sizeof(T) == 8) {

@@ -1,7 +1,7 @@
-// Loops over rows, compiled once per instruction set. Plain values in, no allocation, no exception, one
-// thread each.
+// Loops over rows, compiled once per instruction set. They use plain values, allocate nothing, throw nothing, and run
+// on one thread each.
 //
-// This header and everything in this folder is compiled with different flags for each path, so it may not
+// This header and everything in this folder is compiled with different flags for each instruction set, so it must not
 // use anything of the standard library that the linker could share between them.
 #pragma once
 
@@ -12,39 +12,39 @@
 
 namespace colonnade {
 
-// What the sum of a bag of n rows is divided by, and what the quotient is rounded to.
+// Divisor of the sum of a bag of n rows, and how the quotient is rounded.
 enum class Divisor : std::uint8_t { one, n, sqrt_n };
 enum class Rounding : std::uint8_t { none, bfloat16, float16 };
 
-// Output rows [begin, end) of one read.
+// Pooling of output rows [begin, end) of one read.
 struct PoolTask {
   const std::byte* rows;    // the read's first column of row 0
   std::int64_t row_stride;  // bytes
   std::int64_t dim;
   const std::uint32_t* index;  // row of each lookup
-  const void* weights;         // element of each lookup in the type computed in, or null
+  const void* weights;         // element of each lookup in the type of computation, or null
   const std::int64_t* bags;    // output b sums lookups [bags[b], bags[b + 1]); null: it is lookup first + b
   std::int64_t first;          // the feature's first lookup
-  const std::int32_t* order;   // without bags: the i-th output made is that of lookup order[i]; null: ascending
+  const std::int32_t* order;   // without bags: the i-th output computed is that of lookup order[i]; null: ascending
   Divisor divisor;
   Rounding rounding;
-  bool is_streamed;         // write around the cache; rows are whole, aligned cache lines
+  bool is_streamed;         // non-temporal stores; rows are whole, aligned cache lines
   std::byte* out;           // output row 0
   std::int64_t out_stride;  // bytes
-  std::int64_t begin, end;  // the task's outputs, or places in `order`
+  std::int64_t begin, end;  // the task's outputs, or positions in `order`
 };
 
-// Gradients of the outputs that one feature read of a part.
+// Gradients of the outputs of one feature for a part.
 struct FeatureGradients {
   std::int64_t first, last;         // its lookups
-  const std::byte* base;            // the part's first column in output row 0; null: the feature did not read it
+  const std::byte* base;            // the part's first column in output row 0; null: the feature does not read it
   std::int64_t stride;              // bytes
   const std::int32_t* output_rows;  // by lookup; null: lookup e has row e - first
   const std::int64_t* bags;         // bounds of the bags if pooled by mean or sqrtn, else null
   bool is_sqrtn;
 };
 
-// One part of unique rows [begin, end) of one table, and the gradients that each of them received.
+// One part of unique rows [begin, end) of one table, with the gradients of each.
 struct SumTask {
   const std::int32_t* segment_offsets;
   const std::int32_t* entries;
@@ -52,13 +52,13 @@ struct SumTask {
   std::int64_t dim;  // of the part
 
   Dtype gradient_dtype;
-  const FeatureGradients* features;  // of this table, ascending; every entry lies in one of them
-  const std::int32_t* output_rows;   // those of the features that have some, or null
+  const FeatureGradients* features;  // of this table, ascending; every entry is in one of them
+  const std::int32_t* output_rows;   // of the features that have some, or null
   const void* weights;               // element of each lookup, or null
-  const std::uint32_t* index;        // or: entry e is the row at base + index[e] elements
+  const std::uint32_t* index;        // alternative: entry e is the row at base + index[e] elements
   const std::byte* base;
-  bool is_straddling;  // a gradient may touch one cache line more than its bytes need
-  bool is_plain;       // of one feature, whose lookup e alone makes output row e - first: no bags, no weights
+  bool is_straddling;  // a gradient may touch one cache line more than its size requires
+  bool is_plain;       // one feature, with lookup e alone in output row e - first: no bags, no weights
 
   void* scratch;  // two rows of dim elements, each rounded up to 64 bytes; aligned to 64 bytes
 
@@ -66,14 +66,14 @@ struct SumTask {
   const std::uint32_t* sum_index;
 };
 
-// The numbers of one part's optimizer; optimizers.h says what each means.
+// Settings of one part's optimizer; optimizers.h defines them.
 struct OptimizerSettings {
   double lr, weight_decay, eps, beta1, beta2, l1, l2, beta, max_norm, clip_value, weight_bound, gradient_scale;
   bool is_nesterov;
   const double *powers1, *powers2;  // of beta1 and beta2: 4 x 256, see `power`
 };
 
-// Where the rows to update lie: what RowLayout says, from the part's first column and state element on.
+// Addresses of the rows to update: as RowLayout, from the part's first column and state element on.
 struct UpdateTask {
   SumTask sum;
   OptimizerSettings settings;
@@ -85,7 +85,7 @@ struct UpdateTask {
   std::byte* states;
   std::int64_t state_stride;  // bytes
   std::byte *lows, *clocks;   // at the stride of states
-  bool is_last;               // of the table's parts: advances the clock
+  bool is_last;               // last of the table's parts: advances the clock
   std::int64_t column;        // the part's first
   std::uint64_t seed;
   const std::byte* ids;
@@ -93,34 +93,34 @@ struct UpdateTask {
   std::uint64_t num_owners, place;
 };
 
-typedef std::uint32_t Clock;  // stops at its largest value
+typedef std::uint32_t Clock;  // saturates
 
 inline constexpr int kNumOptimizers = 9;
 
-// First values of some columns of a row.
+// Initial values of some columns of a row.
 struct BirthTask {
   std::uint64_t seed;
   double scale;
   std::int64_t column, dim;
 };
 
-// One vector of every sample: sample b's starts at base + b * stride.
+// One vector of every sample: that of sample b begins at base + b * stride.
 struct VectorPlace {
   const std::byte* base;
   std::int64_t stride;  // bytes
 };
 struct TargetPlace {
-  std::byte* base;  // null: not wanted
+  std::byte* base;  // null: not needed
   std::int64_t stride;
 };
 
-// Samples [begin, end): the kept vectors side by side, then the dot <v_i, v_j> of every pair j < i, by i, then j.
+// Samples [begin, end): the kept vectors, adjacent, then the dot products <v_i, v_j> of all pairs j < i, by i, then j.
 struct DotsTask {
   const VectorPlace* vectors;
   std::int64_t num_vectors, dim;
   const std::int32_t* kept;
   std::int64_t num_kept;
-  void* out;  // samples side by side
+  void* out;  // samples are adjacent
   std::int64_t begin, end;
   void* scratch;           // dots_scratch elements, cleared
   const std::byte** rows;  // scratch: num_vectors + 3
@@ -130,15 +130,15 @@ constexpr std::int64_t dots_scratch(std::int64_t num_vectors, std::int64_t dim) 
   return ((num_vectors + 15) / 16 * 16 + 1) * dim + num_vectors * (num_vectors - 1) / 2 + kDotsOverrun;
 }
 
-// What the vectors of samples [begin, end) receive.
+// Gradients of the vectors of samples [begin, end).
 struct DotsGradientTask {
   const VectorPlace* vectors;
   std::int64_t num_vectors, dim;
-  const std::int32_t* kept_at;  // by vector: its place among the kept ones, or -1
+  const std::int32_t* kept_at;  // by vector: its index among the kept ones, or -1
   std::int64_t num_kept;
   const void* gradient;       // as DotsTask::out
   const TargetPlace* out;     // by vector
-  bool is_streamed;           // write around the cache; rows of `out` are whole, aligned cache lines
+  bool is_streamed;           // non-temporal stores; rows of `out` are whole, aligned cache lines
   std::int64_t begin, end;
   void* scratch;           // num_vectors * 64 bytes, cleared
   const std::byte** rows;  // scratch: 2 * num_vectors
@@ -161,7 +161,7 @@ struct FMGradientTask {
   std::int64_t begin, end;
 };
 
-// Elements [begin, end): out = first * factor + input. Streamed: `out` and `begin` start cache lines.
+// Elements [begin, end): out = first * factor + input. Streamed: `out` and `begin` are at cache-line boundaries.
 struct CrossTask {
   const void *first, *factor, *input;
   void* out;
@@ -197,7 +197,7 @@ struct Kernels {
   void (*pool[4])(const PoolTask&);  // by Dtype of the rows
   RowKernels<float> float32;
   RowKernels<double> float64;
-  // 16-bit rows are born as float32 and rounded. Split ones are what their masters' high halves are; lows may be
+  // 16-bit rows are initialised as float32 and rounded. Split ones get the high halves of their masters; lows may be
   // null.
   void (*birth_bfloat16)(const BirthTask&, std::int64_t id, std::uint16_t* out);
   void (*birth_float16)(const BirthTask&, std::int64_t id, std::uint16_t* out);

@@ -1,4 +1,4 @@
-// The optimizers that look at a whole row before they step: LAMB and row-wise Adam.
+// Optimizers that need a whole row before they step: LAMB and row-wise Adam.
 #include "moments.h"
 #include "rows.h"
 

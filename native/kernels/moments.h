@@ -1,4 +1,4 @@
-// The two running moments of Adam and its kin, and their bias corrections.
+// Running moments of Adam and related optimizers, with their bias corrections.
 #pragma once
 
 #include "optimizers.h"

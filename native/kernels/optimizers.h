@@ -1,5 +1,5 @@
-// What all optimizers share: rows and their clocks in memory, and what happens to a gradient before and to a row
-// after the step that each file of optimizers defines. Twins and papers: src/colonnade/ops/optimizers.py.
+// Common code of all optimizers: rows and their clocks in memory, processing of the gradient before and of the row
+// after the step that each optimizer's file defines. References and papers: src/colonnade/ops/optimizers.py.
 #pragma once
 
 #include "gradients.h"
@@ -41,7 +41,7 @@ COLONNADE_INLINE Vector<T> roots(const Vector<T>& value) {
   return Vector<T>::of([&](int p) COLONNADE_INLINE_LAMBDA { return root_of_lanes(value.parts[p]); });
 }
 
-// Sum of the squares of a row's columns: column j in lane j mod lanes, then the lanes as a tree.
+// Sum the squares of a row's columns: column j in lane j mod lanes, then the lanes as a tree.
 template <class T, int kVectors>
 COLONNADE_INLINE T sum_squares(const RowValues<T, kVectors>& row, std::int64_t dim) {
   Vector<T> squares = {};
@@ -57,7 +57,7 @@ COLONNADE_INLINE T sum_squares(const RowValues<T, kVectors>& row, std::int64_t d
   return tree_sum(squares);
 }
 
-// base^t from the table of powers: entry 256 * k + i is base^(i * 256^k).
+// Return base^t from the table of powers: entry 256 * k + i is base^(i * 256^k).
 COLONNADE_INLINE double power(const double* table, std::uint64_t t) {
   if (t > 0xffffffffu) t = 0xffffffffu;
   double product = table[t & 0xff];
@@ -68,7 +68,7 @@ COLONNADE_INLINE double power(const double* table, std::uint64_t t) {
   return product;
 }
 
-// A task's fields as values: stores to rows may alias anything that is reached through a reference.
+// A copy of the task's fields: stores to rows may alias anything reached through a reference.
 template <class T, int kVectors, bool kIsNarrow>
 class Rows {
  public:
@@ -186,7 +186,7 @@ class Rows {
   std::uint64_t seed_, num_owners_, place_;
 };
 
-// Every element to +-most; a NaN stays.
+// Clamp every element to +-most; a NaN stays.
 template <class T, int kVectors>
 COLONNADE_INLINE void clamp(RowValues<T, kVectors>& values, T most) {
   const auto is_above = [most](auto lanes) COLONNADE_INLINE_LAMBDA { return lanes > most; };
@@ -197,10 +197,10 @@ COLONNADE_INLINE void clamp(RowValues<T, kVectors>& values, T most) {
   }
 }
 
-// An optimizer is made from a task's settings, and has
+// An optimizer is constructed from a task's settings, and has
 //   kIsDecayAdded           weight decay is added to the gradient
-//   state_elements(dim)     how much of a row's state is its own
-//   step(w, g, state, dim, clock)    clock: how often the row was updated before; may overwrite g
+//   state_elements(dim)     number of elements of a row's state that it uses
+//   step(w, g, state, dim, clock)    clock: number of earlier updates of the row; may overwrite g
 template <template <class> class Optimizer>
 struct Updates {
   template <class T, int kVectors, bool kIsNarrow>
@@ -232,7 +232,7 @@ struct Updates {
         for (std::int64_t v = 0; v < g.num_vectors(); ++v) g.set(v, g.get(v) * scale);
       }
       if (clip < kAny) clamp(g, clip);
-      if (decay != 0) {  // zero adds nothing, not even a NaN
+      if (decay != 0) {  // zero decay adds nothing, not even a NaN
         for (std::int64_t v = 0; v < g.num_vectors(); ++v) g.set(v, g.get(v) + w.get(v) * decay);
       }
       optimizer.step(w, g, rows.state(u), dim, std::uint64_t{rows.clock(u)});

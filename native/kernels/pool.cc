@@ -1,4 +1,4 @@
-// Pooling: the rows of a bag to its output.
+// Pooling of a bag's rows to its output.
 #include "convert.h"
 #include "rows.h"
 
@@ -6,9 +6,9 @@ namespace colonnade::COLONNADE_ISA {
 
 namespace {
 
-constexpr std::int64_t kBlock = 4;  // vectors of a column block: registers left for AVX2
+constexpr std::int64_t kBlock = 4;  // vectors of a column block: leaves registers for AVX2
 
-// Rows on the way while one is read: about 16 KiB of them.
+// Rows prefetched while one is read: about 16 KiB of them.
 COLONNADE_INLINE std::int64_t rows_ahead(std::int64_t row_bytes) {
   const std::int64_t rows = 16384 / row_bytes;
   return rows < 16 ? 16 : rows > 128 ? 128 : rows;
@@ -21,8 +21,8 @@ COLONNADE_INLINE double square_root(double value) {
   return __builtin_sqrt(value);
 }
 
-// A task's fields as values: stores to the output may alias anything that is reached through a reference.
-// kVectors: of a whole row; 0: any dim.
+// A copy of the task's fields: stores to the output may alias anything reached through a reference. kVectors: of a
+// whole row; 0: any dim.
 template <class Row, int kVectors>
 struct Bags {
   using T = Compute<Row>;
@@ -43,7 +43,7 @@ struct Bags {
         divisor(task.divisor),
         rounding(task.rounding),
         is_streamed(task.is_streamed) {
-    // Rows start at multiples of `step` from row 0; the furthest one into a cache line decides.
+    // Rows start at multiples of `step` from row 0; the one with the largest offset in a cache line decides.
     const std::int64_t step = row_stride % 64 ? row_stride & -row_stride : 64;
     const std::int64_t start = reinterpret_cast<std::intptr_t>(rows) & (step - 1);
     may_straddle = start + 64 - step + row_bytes() > (row_bytes() + 63) / 64 * 64;
@@ -63,7 +63,7 @@ struct Bags {
     if (may_straddle) COLONNADE_ISA::fetch(at + bytes - 1);
   }
 
-  // What the sum of n rows is divided by; 1: left as it is.
+  // Divisor of the sum of n rows; 1: no division.
   COLONNADE_INLINE_MEMBER T divisor_of(std::int64_t n) const {
     if (divisor == Divisor::one || n < 2) return T{1};
     const T count = static_cast<T>(n);
@@ -102,19 +102,19 @@ struct Bags {
   }
 };
 
-// Lookups of one output, and how far ahead of them to fetch, up to which lookup.
+// Lookups of one output, and the distance and limit of prefetching.
 struct Bag {
   std::int64_t lo, hi, ahead, last;
 };
 
-// kIsLast: among the last bags of a task, where less is left than is fetched ahead.
+// kIsLast: for the last bags of a task, with fewer lookups left than the prefetch distance.
 template <bool kIsLast, class Row, int kVectors>
 COLONNADE_INLINE void fetch_ahead(const Bags<Row, kVectors>& bags, const Bag& bag, std::int64_t lookup) {
   if (!kIsLast || lookup + bag.ahead < bag.last) bags.fetch(lookup + bag.ahead);
 }
 
-// kSummed vectors from `column` of one output row. The first row is copied and the others added in lookup
-// order; no lookups: zeros.
+// Sum kSummed vectors from `column` of one output row. The first row is copied and the others are added in lookup
+// order; zeros without lookups.
 template <int kSummed, bool kIsWeighted, bool kIsLast, class Row, int kVectors>
 COLONNADE_INLINE void pool_vectors(const Bags<Row, kVectors>& bags, const Bag& bag, std::int64_t column,
                                    std::byte* out) {
@@ -139,7 +139,7 @@ COLONNADE_INLINE void pool_vectors(const Bags<Row, kVectors>& bags, const Bag& b
   bags.write(out, column, sums);
 }
 
-// The columns that do not fill a vector.
+// Columns that do not fill a vector.
 template <bool kIsWeighted, bool kIsLast, class Row, int kVectors>
 COLONNADE_INLINE void pool_rest(const Bags<Row, kVectors>& bags, const Bag& bag, std::int64_t column,
                                 std::byte* out) {
@@ -193,7 +193,7 @@ COLONNADE_INLINE void pool_range(const Bags<Row, kVectors>& bags, const PoolTask
   }
 }
 
-// One lookup an output, as they come in `order`.
+// One lookup per output, in the order of `order`.
 template <bool kIsWeighted, class Row, int kVectors>
 COLONNADE_INLINE void pool_in_order(const Bags<Row, kVectors>& bags, const PoolTask& task) {
   const std::int32_t* const order = task.order;

@@ -1,4 +1,4 @@
-// Vectors of samples on their way to registers.
+// Loads of samples' vectors to registers.
 #pragma once
 
 #include "kernels.h"
@@ -7,8 +7,8 @@
 namespace colonnade::COLONNADE_ISA {
 namespace {
 
-// The vectors of a later sample. Those of one cache line are read in the order in which they lie: the processor
-// sees them coming.
+// Prefetch the vectors of a later sample. Those of one cache line are read in address order, which the processor's
+// prefetcher detects.
 template <class T>
 COLONNADE_INLINE void fetch_vectors(const VectorPlace* vectors, std::int64_t num_vectors, std::int64_t dim,
                                     std::int64_t sample) {

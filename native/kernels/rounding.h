@@ -1,4 +1,4 @@
-// How updated rows become 16-bit ones: rounded at random, or split into two halves that lose nothing.
+// Conversion of updated rows to 16 bits: stochastic rounding, or a split into two halves without loss.
 #pragma once
 
 #include "convert.h"
@@ -6,20 +6,19 @@
 namespace colonnade::COLONNADE_ISA {
 namespace {
 
-// Longer than registers may be: compilers make do. For 16-bit elements alone.
+// Longer than registers may be: compilers split it. For 16-bit elements only.
 typedef float Floats __attribute__((vector_size(64)));
 typedef std::uint32_t Words __attribute__((vector_size(64)));
 typedef std::int32_t SignedWords __attribute__((vector_size(64)));
 typedef std::int16_t SignedHalves __attribute__((vector_size(32)));
 typedef std::uint64_t LongWords __attribute__((vector_size(64)));
 
-// Where the random bits of a row's update start: word k of its stream is mix64(start + k * golden).
+// Start of the random bits of a row's update: word k of its stream is mix64(start + k * golden).
 COLONNADE_INLINE std::uint64_t stream_start(std::uint64_t seed, std::int64_t id, std::uint64_t clock) {
   return mix64(mix64(mix64(static_cast<std::uint64_t>(id)) ^ seed) ^ (clock + 1));
 }
 
-// 16 random bits for each of the columns from `column` on: column c has bits 16 * (c mod 4) and up of word
-// c / 4 + 1.
+// 16 random bits for each of the columns from `column` on: column c has bits 16 * (c mod 4) and up of word c / 4 + 1.
 COLONNADE_INLINE Halves random_halves(std::uint64_t start, std::int64_t column) {
   constexpr std::uint64_t kGolden = 0x9e3779b97f4a7c15u;
   const LongWords places = {1, 2, 3, 4, 5, 6, 7, 8};
@@ -34,8 +33,8 @@ COLONNADE_INLINE Halves random_halves(std::uint64_t start, std::int64_t column) 
   return halves;
 }
 
-// To one of the two neighbours, the nearer the likelier, so that the mean is the value; what is exact stays.
-// The upper neighbour of the largest number is infinity; a NaN stays one, quiet.
+// Round to one of the two neighbours, so that the expected value is exact; representable values stay. The upper
+// neighbour of the largest number is infinity; a NaN stays a quiet NaN.
 template <class Row>
 COLONNADE_INLINE Halves round_at_random(Vector<float> value, Halves random);
 template <>
@@ -55,7 +54,7 @@ COLONNADE_INLINE_MEMBER Halves round_at_random<Float16>(Vector<float> value, Hal
   const Words up = __builtin_convertvector(random >> 3, Words);  // 13 bits
   Words words = ((magnitude + up) >> 13) - ((127u - 15u) << 10);
   words = words > 0x7c00u ? (Words{} + 0x7c00u) : words;
-  // Below the smallest normal number: steps of 2^-24, counted.
+  // Below the smallest normal number: count steps of 2^-24.
   const Words small = magnitude < kSmallestNormal ? magnitude : Words{};
   Floats steps;
   __builtin_memcpy(&steps, &small, 64);
@@ -66,7 +65,7 @@ COLONNADE_INLINE_MEMBER Halves round_at_random<Float16>(Vector<float> value, Hal
   return __builtin_convertvector(words | (bits >> 16 & 0x8000u), Halves);
 }
 
-// A master's bits are (high << 16) + low, low signed: high is the master to the nearest, half up.
+// A master's bits are (high << 16) + low with signed low: high is the master rounded to nearest, half up.
 COLONNADE_INLINE Vector<float> join(Halves high, Halves low) {
   SignedHalves signed_low;
   __builtin_memcpy(&signed_low, &low, 32);
@@ -83,7 +82,7 @@ COLONNADE_INLINE void split(Vector<float> value, Halves& high, Halves& low) {
   low = __builtin_convertvector(bits & 0xffffu, Halves);
 }
 
-// 16 elements from column 16 * v of a row of dim; those past the end are zeros, and not written.
+// 16 elements from column 16 * v of a row of dim; elements past the end are zeros, and are not written.
 COLONNADE_INLINE Halves load_halves(const std::byte* row, std::int64_t v, std::int64_t dim) {
   Halves halves = {};
   const std::int64_t rest = dim - 16 * v;

@@ -1,4 +1,4 @@
-// What this folder's files offer each other, per instruction set. Each is instantiated where it is defined.
+// Functions that this folder's files share, per instruction set. Each is instantiated where it is defined.
 #pragma once
 
 #include "convert.h"

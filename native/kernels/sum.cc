@@ -1,4 +1,4 @@
-// Gradients of the entries of a row, summed, and the optimizers that take them.
+// Gradient sums of a row's entries, and the optimizers that use them.
 #include "gradients.h"
 #include "rows.h"
 

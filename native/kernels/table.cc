@@ -1,4 +1,4 @@
-// The table of functions that one compilation offers.
+// Table of the functions of one compilation.
 #include "rows.h"
 
 #define COLONNADE_QUOTE(name) #name

@@ -1,4 +1,4 @@
-// 64 bytes of elements as one value, in as many registers as that takes. Same bits everywhere.
+// Vector of 64 bytes of elements, in as many registers as needed. Same bits on all instruction sets.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 namespace colonnade::COLONNADE_ISA {
 namespace {
 
-// Compilers keep a vector type in registers where one of its size exists, and else on the stack, lane by lane.
+// Compilers put a vector type in registers if one of its size exists, and otherwise on the stack, lane by lane.
 #if defined(__AVX512F__)
 constexpr int kRegisterBytes = 64;
 #elif defined(__AVX__)
@@ -31,8 +31,8 @@ struct Register {
 
   COLONNADE_INLINE_MEMBER static Value load(const T* at) { return *reinterpret_cast<const Unaligned*>(at); }
   COLONNADE_INLINE_MEMBER static void store(T* at, Value value) { *reinterpret_cast<Unaligned*>(at) = value; }
-  // Around the cache where a register is a cache line, which `at` is then aligned to. stream_end() before other
-  // threads may look.
+  // Non-temporal store if a register is a cache line, to which `at` is then aligned. Call stream_end() before other
+  // threads may read.
   COLONNADE_INLINE_MEMBER static void stream(T* at, Value value) {
 #if defined(__AVX512F__)
     if constexpr (kBytes == 64) {
@@ -88,7 +88,7 @@ COLONNADE_INLINE Vector<T> splat(T value) {
   return Vector<T>{} + value;
 }
 
-// Lane by lane `then` where `holds` says so of the lanes of a, else `otherwise`.
+// Return, lane by lane, `then` if `holds` is true for the lane of a, else `otherwise`.
 template <class T, class Holds>
 COLONNADE_INLINE Vector<T> where(const Vector<T>& a, const Holds& holds, const Vector<T>& then,
                                  const Vector<T>& otherwise) {
@@ -110,7 +110,7 @@ COLONNADE_INLINE void store(T* at, const Vector<T>& value) {
   for (int p = 0; p < kParts; ++p) Register<T>::store(at + p * Register<T>::kLanes, value.parts[p]);
 }
 
-// Around the cache; `at` aligned to 64 bytes. stream_end() before other threads may look.
+// Non-temporal store; `at` aligned to 64 bytes. Call stream_end() before other threads may read.
 template <class T>
 COLONNADE_INLINE void stream(T* at, const Vector<T>& value) {
 #if defined(__AVX512F__)
@@ -135,7 +135,7 @@ COLONNADE_INLINE void stream_end() {
 #endif
 }
 
-// Sum of the lanes as a tree: lane i + lane i + half, and again.
+// Sum the lanes as a tree: lane i + lane i + half, repeatedly.
 template <class T>
 COLONNADE_INLINE T tree_sum(const Vector<T>& value) {
   T lanes[kLanes<T>];
@@ -151,7 +151,7 @@ COLONNADE_INLINE void fetch(const void* at) {
   __builtin_prefetch(at, 0, 2);
 }  // prefetcht1
 
-// The cache lines of a row of `bytes` bytes. A row that is not whole lines may straddle one more.
+// Prefetch the cache lines of a row of `bytes` bytes. A row that is not whole lines may straddle one more.
 COLONNADE_INLINE void fetch_row(const void* at, std::int64_t bytes) {
   const auto* line = static_cast<const std::byte*>(at);
   for (std::int64_t b = 0; b < bytes; b += 64) fetch(line + b);

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from colonnade.processors import limit_spinning
 
-limit_spinning()  # before torch is loaded: it counts only then
+limit_spinning()  # before torch is loaded: OpenMP reads the settings then
 
 TYPE_CHECKING = False  # typing's own would be the slowest import here
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from colonnade.topology.world import World
     from colonnade.train.objective import Objective
 
-_HOMES = {
+_NAMES_BY_MODULE = {
     "batch": ("Batch", "Ids"),
     "comm.mesh": ("Mesh",),
     "comm.process_groups": ("close_mesh", "open_mesh"),
@@ -89,9 +89,9 @@ _HOMES = {
     "topology.world": ("World",),
     "train.objective": ("Objective",),
 }  # fmt: skip
-"""By module: the names it gives. They are imported when first asked for, so that `colonnade --help` needs no torch."""
+"""Public names by module. A name is imported when it is first used, so that `colonnade --help` does not load torch."""
 
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULE_OF_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 __all__ = [
     "FM",
@@ -155,16 +155,16 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("colonnade")
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF_NAME:
         try:
             return import_module(
                 f"colonnade.{name}"
-            )  # colonnade.errors, without an import of its own
+            )  # a submodule, such as colonnade.errors, without `import colonnade.errors`
         except ModuleNotFoundError as error:
             if name.startswith("_") or error.name == f"colonnade.{name}":
                 raise AttributeError(f"module 'colonnade' has no attribute {name!r}") from None
             raise
-    value = getattr(import_module(f"colonnade.{_HOME_OF[name]}"), name)
+    value = getattr(import_module(f"colonnade.{_MODULE_OF_NAME[name]}"), name)
     globals()[name] = value
     return value
 

@@ -1,6 +1,7 @@
-"""Embedding collection: the nn.Module built of tables, features, consumers and a plan.
+"""Embedding collection: the nn.Module built from tables, features, consumers and a plan.
 
-It alone combines where rows are stored (`store`), what is sent (`exchange`) and when rows may be read (`staleness`).
+Only this module combines where rows are stored (`store`), what is sent (`exchange`) and when rows may be read
+(`staleness`).
 Legend: B samples, T tables.
 """
 
@@ -41,10 +42,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def run_eagerly(method: F) -> F:
-    """Make a compiled model call this method outside its graphs: one clean break before it, one after.
+    """Make a compiled model call this method outside its graphs, with one graph break before it and one after.
 
-    This is `torch.compiler.disable`, except that the compiler, which takes longer to import than torch, is imported
-    only by programs that use it.
+    Does the same as `torch.compiler.disable`, but does not import the compiler unless the program uses it: importing
+    it takes longer than importing torch.
     """
     disabled: list[Callable[..., Any]] = []
 
@@ -56,10 +57,10 @@ def run_eagerly(method: F) -> F:
             disabled.append(torch.compiler.disable(method))
         return disabled[0](*args, **kwargs)
 
-    # Read by the compiler, which then breaks its graph here and does not look inside.
-    marks: Any = run
-    marks._torchdynamo_disable = True
-    marks._torchdynamo_disable_msg = "rows are looked up outside of compiled graphs"
+    # The compiler reads these attributes, breaks its graph here and does not look inside.
+    attributes: Any = run
+    attributes._torchdynamo_disable = True
+    attributes._torchdynamo_disable_msg = "rows are looked up outside of compiled graphs"
     result: Any = run
     return result
 
@@ -67,8 +68,8 @@ def run_eagerly(method: F) -> F:
 T = TypeVar("T")
 
 
-class OneCaller:
-    """Lock that never waits: a thread that enters while another is inside gets an error."""
+class SingleCallerLock:
+    """Lock that raises an error instead of waiting, when a thread enters while another thread is inside."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -84,12 +85,12 @@ class OneCaller:
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
-    def __reduce__(self) -> tuple[type[OneCaller], tuple[()]]:
-        return OneCaller, ()  # a copy has a lock of its own
+    def __reduce__(self) -> tuple[type[SingleCallerLock], tuple[()]]:
+        return SingleCallerLock, ()  # a copied collection gets its own lock
 
 
-def one_at_a_time(forward: Callable[[Any, Batch], T]) -> Callable[[Any, Batch], T]:
-    """Wrap a collection's `forward`: check that it gets a batch, and that no other thread is inside."""
+def reject_concurrent_calls(forward: Callable[[Any, Batch], T]) -> Callable[[Any, Batch], T]:
+    """Wrap a collection's `forward` with two checks: the argument is a Batch, and no other thread is inside."""
 
     @wraps(forward)
     def checked(collection: Any, batch: Batch) -> T:
@@ -98,32 +99,33 @@ def one_at_a_time(forward: Callable[[Any, Batch], T]) -> Callable[[Any, Batch], 
                 f"model(batch): got a {type(batch).__name__}, wanted a colonnade.Batch: "
                 "Batch(size, dense, {feature: Ids(values)})"
             )
-        if collection._served is not None:  # rows that nobody changes: any number of threads
+        if collection._exported_rows is not None:
+            # Exported rows never change, so any number of threads may read them.
             return forward(collection, batch)
-        with collection.caller:
+        with collection.call_lock:
             return forward(collection, batch)
 
     return checked
 
 
 class EmbeddingCollection(StatefulRows):
-    """Embedding tables, the features that look ids up in them, and the operators that take the results. It does what
-    TorchRec's EmbeddingBagCollection and EmbeddingCollection do.
+    """Embedding tables with their features and interactions: what TorchRec's EmbeddingBagCollection and
+    EmbeddingCollection do together.
 
-    `collection(batch)` returns a dict: by consumer, the output of its interaction (B, ...); by feature
-    without a consumer, pooled (B, dim) or, for a sequence, (lookups, dim). Rows are no parameters:
-    `parameters()` are the dense ones, and rows change in `RowOptimizer(collection).step()`.
+    `collection(batch)` returns a dict. For each consumer: the output of its interaction (B, ...). For each feature
+    without a consumer: pooled vectors (B, dim), or one vector per lookup (lookups, dim) for a sequence. Rows are not
+    parameters: `parameters()` returns the dense parameters, and `RowOptimizer(collection).step()` updates rows.
 
-    Outputs are on the device the module was moved to; ids, rows and their gradients are on the CPU. With
-    `Plan.hbm_bytes` rows and gradients are also on the device that the module is on when it is opened; with
-    `Plan.cache_tier` hbm copies of rows are.
+    Outputs are on the device that the module was moved to. Ids, rows and row gradients are on the CPU. With
+    `Plan.hbm_bytes`, rows and gradients are also on the device that the module is on when it is opened. With
+    `Plan.cache_tier` set to hbm, cached copies of rows are also there.
 
     Works in any training loop. `collection.lookahead(batches)` prepares later batches in the background.
-    Until `open` is called, everything is in this process, in memory. Opening makes malloc reuse freed memory
-    in the next step (`ops.memory`).
+    Without `open`, all rows are in this process's memory. Opening makes malloc reuse freed memory in the next
+    step (`ops.memory`).
     """
 
-    place: Tensor
+    device_buffer: Tensor
 
     def __init__(
         self,
@@ -134,25 +136,27 @@ class EmbeddingCollection(StatefulRows):
         output_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
-        """Declare tables and features. `output_dtype`: of outputs; default float32, or float64 for float64 tables."""
+        """Declare tables and features. `output_dtype`: default float32, or float64 for float64 tables."""
         super().__init__()
         consumers = consumers or {}
         self.declaration = declare(tables, features, consumers, output_dtype)
         self.interactions = nn.ModuleDict({name: pair[0] for name, pair in consumers.items()})
         self.seed = seed
-        # A placeholder that makes torch call our backward. Not a parameter, so that an optimizer over
-        # model.parameters() is an optimizer over the dense network.
-        self.handle = torch.empty(0, dtype=self.declaration.output_dtype, requires_grad=True)
-        # Its device is that of outputs: `to` moves it with the module, but does not move rows.
-        self.register_buffer("place", torch.empty(0), persistent=False)
+        # Placeholder that makes autograd call our backward. Not a parameter, so that an optimizer over
+        # model.parameters() covers the dense network only.
+        self.backward_handle = torch.empty(
+            0, dtype=self.declaration.output_dtype, requires_grad=True
+        )
+        # Outputs are on the device of this buffer: `to` moves it with the module, but does not move rows.
+        self.register_buffer("device_buffer", torch.empty(0), persistent=False)
         self.steps = StepCounter()
-        self.caller = OneCaller()
-        self._waiting: dict[str, Any] = {}  # loaded state of rows, until `open` stores it
+        self.call_lock = SingleCallerLock()
+        self._loaded_state: dict[str, Any] = {}  # loaded row state, until `open` stores it
         self._opened = False
-        self._served: MappedRows | None = None
+        self._exported_rows: MappedRows | None = None
 
     def extra_repr(self) -> str:
-        """List tables and features for `print(model)`, one a line."""
+        """List tables and features for `print(model)`, one per line."""
         lines = [
             f"table {t.name!r}: dim {t.dim}, {'any id' if t.rows is None else f'{t.rows:,} rows'}"
             for t in self.tables
@@ -177,13 +181,13 @@ class EmbeddingCollection(StatefulRows):
         policies: Mapping[str, RowPolicy] | None = None,
         step: int | None = None,
     ) -> EmbeddingCollection:
-        """Lay the rows out as planned. Collective; call it once, before the first batch.
+        """Allocate rows, caches and exchanges as planned. Collective; call it once, before the first batch.
 
-        `folder`: an empty one, for rows that memory has no room for; `save` saves there.
-        `backings`: instead, one per table, for rows that memory has no room for and for checkpoints.
-        `policies`: by table, policies that decide after each update which rows are forgotten, instead of the table's
-        own admission and eviction. Checkpoints do not hold their state.
-        `step`: step of the checkpoint in the backings. Raises CheckpointError where a loaded state_dict has other rows.
+        `folder`: empty folder for rows that do not fit in memory; `save` saves there.
+        `backings`: alternative to `folder`, one per table, for rows that do not fit in memory and for checkpoints.
+        `policies`: for a table, the policy that decides after each update which rows to forget. It replaces the
+        table's own admission and eviction. Checkpoints do not contain the state of such a policy.
+        `step`: step of the checkpoint in the backings. Raises CheckpointError if a loaded state_dict has other rows.
         """
         if self._opened:
             raise ConfigError("this collection is open already; build a new one to change its plan")
@@ -200,7 +204,7 @@ class EmbeddingCollection(StatefulRows):
                 "the memory budget does not hold every row, and there is nowhere to put the rest; "
                 "open the collection with folder=..., or raise plan.memory.dram"
             )
-        self._check_waiting(self.plan, self.mesh, step)
+        self._check_loaded_state(self.plan, self.mesh, step)
         self.step = self.step if step is None else step
         keep_freed_memory()
         self.opened = open_rows(
@@ -208,7 +212,7 @@ class EmbeddingCollection(StatefulRows):
             self.plan,
             self.mesh,
             seed=self.seed,
-            device=self.place.device,
+            device=self.device_buffer.device,
             backings=backings,
             policies=policies or {},
         )
@@ -217,12 +221,12 @@ class EmbeddingCollection(StatefulRows):
         self.policies, self.cached = dict(self.opened.policies), self.opened.cached
         self.pipeline = Pipeline(self.opened, self.steps)
         self._opened = True
-        self._put_waiting()
+        self._store_loaded_state()
         return self
 
     @property
     def step(self) -> int:
-        """Number of updates, pending ones included."""
+        """Number of updates, including pending ones."""
         return self.steps.value
 
     @step.setter
@@ -230,20 +234,20 @@ class EmbeddingCollection(StatefulRows):
         self.steps.value = value
 
     def serve(self, rows: MappedRows) -> EmbeddingCollection:
-        """Open for prediction only, instead of `open`: look up exported rows in place."""
+        """Open the collection for prediction only: look up exported rows in place. Replaces `open`."""
         if self._opened:
             raise ConfigError("this collection is open already; build a new one to predict with")
         self.mesh = Mesh()
         self.slices = slices_of(self.declaration, [row_wise(1)] * len(self.tables))
         self._reader = MappedLookup(self.slices.declaration, rows)
-        self._served, self._opened = rows, True
+        self._exported_rows, self._opened = rows, True
         return self
 
     @run_eagerly
-    @one_at_a_time
+    @reject_concurrent_calls
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        if self._served is not None:
-            rows, device = self.slices.prepare_ids(batch), self.place.device
+        if self._exported_rows is not None:
+            rows, device = self.slices.prepare_ids(batch), self.device_buffer.device
             values = self._reader.read(rows, device)
             return self.slices.merge_outputs(values, self.slices.offsets_of(batch))
         if not self._opened:
@@ -257,64 +261,67 @@ class EmbeddingCollection(StatefulRows):
         if context is None:
             context = self.pipeline.begin(batch)
         self.pipeline.gradients.contexts.append(context)
-        return self.pipeline.values(context, self.handle, self.place.device)
+        return self.pipeline.values(context, self.backward_handle, self.device_buffer.device)
 
     def lookahead(self, batches: Iterable[Batch], *, held: Sequence[Held] = ()) -> Lookahead:
-        """Return an iterator over the same batches in the same order, each ready to use: its ids were sent, its rows
-        are resident.
+        """Return an iterator that prefetches: same batches, same order, with ids sent and rows resident.
 
-        A thread prepares `plan.lookahead` batches ahead; a batch's values are read exactly as many updates before its
-        use as the plan's staleness. Close the iterator to stop early. held: from a checkpoint, for each of the first
-        batches, steps until its use and the values that every rank had read for it.
+        A thread prepares `plan.lookahead` batches ahead. Row values are read exactly k updates before their batch is
+        used, where k is the plan's staleness. Close the iterator to stop early. `held`: from a checkpoint, one for
+        each of the first batches: the number of steps until its use, and the values that every rank had read for it.
         """
         self.ensure_open()
         return self.pipeline.lookahead(batches, held)
 
     def forget(self) -> None:
-        """Drop every batch since the last step without applying it."""
+        """Drop all batches since the last step, with their gradients, without applying them."""
         if self._opened:
             self.pipeline.gradients.forget()
 
     def rows(self, table: str, ids: Tensor) -> Tensor:
-        """Return the current weights (N, dim) of rows. Collective, with the same ids (N,) on every rank.
+        """Return the current weights (N, dim) of rows. Collective; pass the same ids (N,) on every rank.
 
-        Rows never trained have their initial value; the call changes nothing.
+        Rows that were never trained have their initial value. The call changes nothing.
         """
         self.ensure_open()
         self.pipeline.updates.settle()
         return read_weights(self.opened, table, ids)
 
     def delete(self, table: str, ids: Tensor) -> None:
-        """Delete rows from memory and storage; the next read of one returns its initial value. Call it on every rank
-        with the same ids (N,). A row that a batch in flight uses is initialised again in place. Ids never trained are
-        ignored."""
+        """Delete rows from memory and storage; the next read of a deleted row returns its initial value.
+
+        Call it on every rank with the same ids (N,). A row that a batch in flight uses is reinitialised in place.
+        Ids that were never trained are ignored."""
         self.ensure_open()
         self.pipeline.updates.settle()
         delete_rows(self.opened, table, ids)
 
     def scan(self, table: str) -> Iterator[Rows]:
-        """Yield this rank's trained rows, each once, in runs, from memory and storage. Every rank has all rows of a
-        replicated table, and its slice's columns of one cut by columns. Changes nothing; the table must not be trained
-        meanwhile. Collective while updates are pending."""
+        """Yield this rank's trained rows from memory and storage, several per item, each row once.
+
+        Every rank has all rows of a replicated table. Of a table sharded by columns, a rank has the columns of its
+        slice. Changes nothing; do not train the table meanwhile. Collective while updates are pending."""
         self.ensure_open()
         self.pipeline.updates.settle()
         yield from scan_rows(self.opened, table)
 
     def read(self, batch: Batch) -> dict[str, Tensor]:
-        """Return a batch's outputs for evaluation: after every update, and without changing anything; any number of
-        training batches may be in flight. A server calls it where the others call the collection: `topology.reads`."""
+        """Return a batch's outputs for evaluation: reads see every update, and nothing changes.
+
+        Any number of training batches may be in flight. Servers call `read` when the trainers call the collection
+        (`topology.reads`)."""
         context = self.pipeline.read(batch)
-        return self.pipeline.values(context, self.handle, self.place.device)
+        return self.pipeline.values(context, self.backward_handle, self.device_buffer.device)
 
     @property
     def is_open(self) -> bool:
         return self._opened
 
     def ensure_open(self) -> None:
-        """Open with everything on this process, in memory, unless `open` was called."""
-        if self._served is not None:
+        """Open with all rows in this process's memory, unless `open` was called."""
+        if self._exported_rows is not None:
             raise ConfigError(
-                "this collection serves exported rows, which are read by forward and nothing else; "
+                "this collection serves exported rows, which only forward reads; "
                 "open the run to train, list or change them"
             )
         if not self._opened:

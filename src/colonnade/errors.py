@@ -1,12 +1,12 @@
-"""The exception tree. Every message says: got / wanted / do this.
+"""Exceptions of Colonnade. Every message has the form: got / wanted / do this.
 
 ColonnadeError
 +-- ConfigError          a setting or a model declaration that cannot work      (ValueError)
 +-- DataError            input that does not fit the schema: file, row, column  (ValueError)
 |   +-- IdRangeError     an id outside its vocabulary table
-+-- ReaderLost           a process that reads ahead of training ended
-+-- BudgetExceeded       the rows one window must hold do not fit in the memory budget
-+-- StorageError         bytes at rest: full disk, torn or flipped record, wrong table  (OSError)
++-- ReaderLost           a process that reads batches ahead of training ended
++-- BudgetExceeded       the rows of the batches in flight do not fit in the memory budget
++-- StorageError         stored bytes: full disk, torn or flipped record, wrong table  (OSError)
 |   +-- CorruptionError  a checksum does not match; names file and record
 |   +-- StoreLocked      another run has this store open
 +-- CheckpointError      a checkpoint that does not belong to this model, version or world
@@ -19,11 +19,11 @@ from __future__ import annotations
 
 
 class ColonnadeError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base class of the exceptions that this package raises deliberately."""
 
 
 class ConfigError(ColonnadeError, ValueError):
-    """A setting, flag or declaration that cannot work."""
+    """Setting, flag or declaration that cannot work."""
 
 
 class DataError(ColonnadeError, ValueError):
@@ -31,31 +31,31 @@ class DataError(ColonnadeError, ValueError):
 
 
 class IdRangeError(DataError):
-    """An id outside `0 .. rows - 1` of a vocabulary table."""
+    """Id outside `0 .. rows - 1` of a vocabulary table."""
 
 
 class ReaderLost(ColonnadeError, RuntimeError):
-    """A process that reads ahead of training ended without a word."""
+    """Process that reads batches ahead of training ended without an error message."""
 
 
 class BudgetExceeded(ColonnadeError):
-    """The rows that must be resident together do not fit in the memory budget."""
+    """Memory budget too small for the rows that must be resident together."""
 
 
 class StorageError(ColonnadeError, OSError):
-    """The disk or the bytes on it: full, unreadable, or not what was written."""
+    """Storage failure: the disk is full or unreadable, or its bytes are not those that were written."""
 
 
 class CorruptionError(StorageError):
-    """A checksum does not match; the message names the file and the record."""
+    """Checksum mismatch; the message names the file and the record."""
 
 
 class StoreLocked(StorageError):
-    """Another run holds this store."""
+    """Store that another run has open."""
 
 
 class CheckpointError(ColonnadeError):
-    """A checkpoint that does not belong to this model, version or world."""
+    """Checkpoint that does not belong to this model, version or world."""
 
 
 class NonFiniteError(ColonnadeError, ArithmeticError):
@@ -63,8 +63,8 @@ class NonFiniteError(ColonnadeError, ArithmeticError):
 
 
 class WorldError(ColonnadeError, RuntimeError):
-    """Ranks disagree about what they run."""
+    """World whose ranks run different programs or settings."""
 
 
 class PeerLost(WorldError):
-    """Another rank ended or hangs."""
+    """Peer rank that ended or hangs."""

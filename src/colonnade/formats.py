@@ -1,6 +1,6 @@
-"""Names and versions of the file formats that Colonnade writes, and what to say of a file that has another one.
+"""Names and versions of the file formats that Colonnade writes, and errors for files with other versions.
 
-`store/format.md` has a table of all of them. The binary files of a store state their versions in their headers.
+`store/format.md` has a table of all formats. The binary files of a store have their versions in their headers.
 """
 
 from __future__ import annotations
@@ -36,94 +36,94 @@ VERSIONS = {
     "colonnade export": 2,
     "colonnade publication": 2,
 }
-"""Version of each format, as the files state it under `format` and `version`."""
+"""Version of each format; files contain both as the fields `format` and `version`."""
 
 REMEDY = "read it with the Colonnade that wrote it, or write it again with this one"
 
 
 def stamp(name: str) -> dict[str, Any]:
-    """Return the two fields that state a file's format."""
+    """Return the two fields that identify a file's format and version."""
     return {"format": name, "version": VERSIONS[name]}
 
 
 def check_stamp(
-    where: Path | str, fields: Mapping[str, Any], name: str, *, is_needed: bool = True
+    path: Path | str, fields: Mapping[str, Any], name: str, *, is_needed: bool = True
 ) -> None:
-    """Raise CheckpointError, which gives both versions, unless `fields` state format `name` in the version known.
+    """Check that `fields` contain format `name` and its current version. Raises CheckpointError, with both versions.
 
-    is_needed: False for files that people write by hand, which may state none.
+    is_needed: False for files that people write by hand, which may omit both fields.
     """
     got, wanted = (fields.get("format"), fields.get("version")), (name, VERSIONS[name])
     if got == (None, None) and not is_needed:
         return
     if got != wanted:
-        raise _another_version(where, f"format {got[0]!r} version {got[1]!r}", name)
+        raise _another_version(path, f"format {got[0]!r} version {got[1]!r}", name)
 
 
-def check_version(where: Path | str, name: str, version: int) -> None:
+def check_version(path: Path | str, name: str, version: int) -> None:
     """Check the version in a binary file's header as `check_stamp` does."""
     if version != VERSIONS[name]:
-        raise _another_version(where, f"{name!r} version {version}", name)
+        raise _another_version(path, f"{name!r} version {version}", name)
 
 
-def _another_version(where: Path | str, got: str, name: str) -> CheckpointError:
+def _another_version(path: Path | str, got: str, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{where}: got {got}, this Colonnade reads {name!r} version {VERSIONS[name]}; {REMEDY}"
+        f"{path}: got {got}, this Colonnade reads {name!r} version {VERSIONS[name]}; {REMEDY}"
     )
 
 
-def read_stamped(where: Path | str, text: str | bytes, name: str) -> dict[str, Any]:
-    """Parse a JSON object of format `name`, without its stamp. Raises CorruptionError, CheckpointError."""
-    fields = parse_object(where, text)
-    check_stamp(where, fields, name)
+def read_stamped(path: Path | str, text: str | bytes, name: str) -> dict[str, Any]:
+    """Parse a JSON object of format `name`; return it without its stamp. Raises CorruptionError, CheckpointError."""
+    fields = parse_object(path, text)
+    check_stamp(path, fields, name)
     return {key: value for key, value in fields.items() if key not in ("format", "version")}
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """Read a whole text file. Raises OSError, also for what is no regular file, on which `open` may wait for ever;
-    UnicodeDecodeError."""
-    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    """Read a whole text file. Raises UnicodeDecodeError and OSError, the latter also for anything other than a regular
+    file, because `open` may block on a pipe."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        mode = os.fstat(number).st_mode
+        mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, f"got {file_kind(mode)}, wanted a regular file", str(path))
-        with os.fdopen(number, encoding="utf-8", errors=errors, closefd=False) as file:
+        with os.fdopen(descriptor, encoding="utf-8", errors=errors, closefd=False) as file:
             return file.read()
     finally:
-        os.close(number)
+        os.close(descriptor)
 
 
 def file_kind(mode: int) -> str:
-    """Name what a file's mode says it is, where it is no regular file."""
+    """Name the kind of a file that is not a regular file, from its mode."""
     kinds = (
         (stat.S_ISDIR, "a folder"),
         (stat.S_ISFIFO, "a pipe (FIFO)"),
         (stat.S_ISSOCK, "a socket"),
     )
-    return next((words for is_kind, words in kinds if is_kind(mode)), "a device")
+    return next((name for is_kind, name in kinds if is_kind(mode)), "a device")
 
 
 def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
-    """Parse YAML. Raises ValueError, which says why in one line, for text that is none or is nested too deeply."""
+    """Parse YAML. Raises ValueError, with the reason in one line, for invalid or too deeply nested text."""
     try:
         return yaml.load(text, Loader=loader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date
         raise ValueError(" ".join(str(error).split())) from None
     except RecursionError:
         raise ValueError("values are nested too deeply") from None
 
 
-def parse_object(where: Path | str, content: str | bytes) -> dict[str, Any]:
+def parse_object(path: Path | str, content: str | bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises CorruptionError for anything else."""
     try:
         fields = json.loads(content)
     except (ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
         raise CorruptionError(
-            f"{where}: got text that is no JSON ({why}), wanted an object; restore it from a copy"
+            f"{path}: got text that is no JSON ({why}), wanted an object; restore it from a copy"
         ) from None
     if not isinstance(fields, dict):
         raise CorruptionError(
-            f"{where}: got a JSON {type(fields).__name__}, wanted an object; restore it from a copy"
+            f"{path}: got a JSON {type(fields).__name__}, wanted an object; restore it from a copy"
         )
     return fields

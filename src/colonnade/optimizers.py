@@ -1,8 +1,8 @@
-"""Settings of the sparse optimizers: plain frozen values, named and defaulted as in torch.optim.
+"""Settings of the sparse optimizers: frozen values with the names and defaults of torch.optim.
 
-All are the *lazy* forms: a row changes only in steps that looked it up. A row trains exactly as it
-would under the named reference as a parameter of its own, stepped only when touched; where the
-reference counts steps (Adam's bias correction), the row's own clock counts. D: width of a part.
+All optimizers are *lazy*: a row changes only in steps that look it up. A row trains exactly like a parameter of its
+own under the reference optimizer, stepped only when touched. Where the reference counts steps (Adam's bias
+correction), the row's own clock counts. D: width of a part.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Betas = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseOptimizer:
-    """What all have in common: a name, what they keep with each row, and settings for a param group."""
+    """Base of the sparse optimizers: a name, optimizer state of each row, and settings of a param group."""
 
     name: ClassVar[str]
     kind: ClassVar[int]
-    """Number of the rule in the native core (`_native.update`)."""
+    """Number of the optimizer in the native core (`_native.update`)."""
     is_of_rows: ClassVar[bool] = False
-    """Whether a weight's update depends on other columns of its row."""
+    """True if the update of a weight depends on other columns of its row."""
     counts_steps: ClassVar[bool] = False
-    """Whether it depends on the row's clock."""
+    """True if the update depends on the row's clock."""
 
     lr: NonNegative
 
@@ -39,22 +39,22 @@ class SparseOptimizer:
         validate_fields(self)
 
     def state_floats(self, dim: int) -> int:
-        """Scalars of optimizer state that lie with each row."""
+        """Return the number of scalars of optimizer state that are stored with each row of a part of width `dim`."""
         return 0
 
     def initial_state(self, dim: int) -> tuple[float, int]:
-        """(value, how many): the first state scalars of a new row start there, the others at 0."""
+        """Return (value, count): the first `count` state scalars of a new row start at `value`, the others at 0."""
         return 0.0, 0
 
     def settings(self) -> dict[str, Any]:
-        """By name, as a param group holds them."""
+        """Return the settings by name, as a param group stores them."""
         return {setting.name: getattr(self, setting.name) for setting in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SGD(SparseOptimizer):
-    """`g += weight_decay * w; w -= lr * g`: torch.optim.SGD. With `momentum`, `b = momentum * b + g` takes g's
-    place, or `g + momentum * b` with `nesterov`."""
+    """SGD as torch.optim.SGD: `g += weight_decay * w; w -= lr * g`. With `momentum`, `b = momentum * b + g` replaces g;
+    with `nesterov`, `g + momentum * b` does."""
 
     name = "sgd"
 
@@ -77,7 +77,8 @@ class SGD(SparseOptimizer):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adagrad(SparseOptimizer):
-    """`g += weight_decay * w; s += g**2; w -= lr * g / (sqrt(s) + eps)`: torch.optim.Adagrad (Duchi et al. 2011)."""
+    """Adagrad as torch.optim.Adagrad (Duchi et al. 2011): `g += weight_decay * w; s += g**2;
+    w -= lr * g / (sqrt(s) + eps)`."""
 
     name = "adagrad"
     kind = 3
@@ -95,9 +96,10 @@ class Adagrad(SparseOptimizer):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowWiseAdagrad(SparseOptimizer):
-    """`g += weight_decay * w; s += mean(g**2); w -= lr * g / (sqrt(s) + eps)`; one `s` per row.
+    """Adagrad with one accumulator `s` per row: `g += weight_decay * w; s += mean(g**2);
+    w -= lr * g / (sqrt(s) + eps)`.
 
-    The row-wise form of Duchi et al. (2011) that FBGEMM calls EXACT_ROWWISE_ADAGRAD.
+    Row-wise form of Duchi et al. (2011), called EXACT_ROWWISE_ADAGRAD in FBGEMM.
     """
 
     name = "rowwise_adagrad"
@@ -117,7 +119,7 @@ class RowWiseAdagrad(SparseOptimizer):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adam(SparseOptimizer):
-    """torch.optim.Adam (Kingma and Ba 2015); `weight_decay` is added to the gradient."""
+    """Adam as torch.optim.Adam (Kingma and Ba 2015); `weight_decay` is added to the gradient."""
 
     name = "adam"
     kind = 4
@@ -150,7 +152,8 @@ class RowWiseAdam(SparseOptimizer):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamW(SparseOptimizer):
-    """torch.optim.AdamW (Loshchilov and Hutter 2019): `w -= lr * weight_decay * w`, apart from the gradient."""
+    """AdamW as torch.optim.AdamW (Loshchilov and Hutter 2019): `w -= lr * weight_decay * w`, decoupled from the
+    gradient."""
 
     name = "adamw"
     kind = 6
@@ -175,7 +178,7 @@ class FTRL(SparseOptimizer):
         float,
         AllowInfNan(False),
         Limits(gt=0),
-        Expected("a finite number above 0, which the rule divides by"),
+        Expected("a finite number above 0, because FTRL divides by it"),
     ]
     beta: NonNegative = 1.0
     l1: NonNegative = 0.0

@@ -1,8 +1,8 @@
-"""Which rows of an open table stay: settings of admission and eviction, plain frozen values.
+"""Settings of admission and eviction in open tables: frozen values.
 
-Both are decided by a row's owner when an update has been applied, from ids, clocks, steps and the row's values, never
-from what happens to be in memory: budgets, lookahead and threads change nothing. A row that is not admitted, or is
-evicted, is forgotten with its optimizer state and clock; the next read of its id gives its first value.
+A row's owner decides after each update, from ids, clocks, steps and the row's values. Memory budgets, lookahead and
+thread counts do not affect the decision. A row that is not admitted, or is evicted, is deleted with its optimizer state
+and clock; the next read of its id returns its initial value.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ AgeSteps = Annotated[int, Limits(ge=1, le=2**31)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountMinAdmission:
-    """A row stays from the update on in which its id was seen for the `updates`-th time, counted by a count-min sketch.
+    """Admission of an id at its `updates`-th update, counted by a count-min sketch.
 
-    Before, it is forgotten after every update: its lookups read its first value, a gradient reaches the dense
-    network through it, and what the row itself learned is lost. An update is a step that trained the id, however often
-    it occurs in that step. An id that was evicted is admitted anew, with the count that the sketch still has.
+    Until admission the row is deleted after every update: lookups read its initial value, gradients pass through it to
+    the dense network, and its own update is lost. An update is a step that trained the id, however often the id occurs
+    in that step. An evicted id must be admitted again; the sketch still has its count.
 
-    The sketch never counts too few. Sized for `expected_ids` different ids over all ranks, it admits a new id too
-    early with a probability of at most about `error`: 1.44 * log2(1 / error) bytes for each expected id, dealt among
-    the ranks. With `halve_steps`, every count is halved once in so many steps, so that only ids pass that come often.
+    The sketch never counts too few updates. Sized for `expected_ids` distinct ids over all ranks, it admits a new id
+    too early with a probability of at most about `error`. It needs 1.44 * log2(1 / error) bytes for each expected id,
+    divided among the ranks. With `halve_steps`, all counts are halved every `halve_steps` steps, so that only frequent
+    ids are admitted.
     """
 
     updates: Annotated[
         int,
         Limits(ge=2, le=255),
-        Expected("a whole number, 2 .. 255: it is a byte that counts"),
+        Expected("a whole number, 2 .. 255: counters are bytes"),
     ]
     expected_ids: Annotated[int, Limits(ge=1, le=2**40)]
     error: Annotated[float, Limits(ge=1e-6, le=0.5), Expected("1e-6 .. 0.5, such as 0.01")] = 0.01
@@ -47,8 +48,10 @@ class CountMinAdmission:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomAdmission:
-    """A row stays from an update on with this probability, drawn at each of its updates until it does: by a hash of
-    (seed, table, id, step), the same in every run. Until then as `CountMinAdmission` has it. Takes no memory."""
+    """Admission at random: each update of an id admits its row with this probability.
+
+    The draw is a hash of (seed, table, id, step), so it is the same in every run. Until admission the row is treated as
+    in `CountMinAdmission`. Needs no memory."""
 
     probability: Annotated[float, Limits(gt=0, lt=1), Expected("more than 0, less than 1")]
 
@@ -58,7 +61,7 @@ class RandomAdmission:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgeEviction:
-    """A row is forgotten when `steps` steps have passed without an update of it. 31 bytes of memory a row."""
+    """Eviction of rows that were not updated for `steps` steps. Needs 31 bytes of memory per row."""
 
     steps: AgeSteps
 
@@ -68,22 +71,22 @@ class AgeEviction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaxRowsEviction:
-    """Of a table of more than `rows` rows, some are forgotten after each step until there are as many. 31 bytes of
-    memory for each of these, and for those that one step adds.
+    """Eviction from a table with more than `rows` rows: after each step, until `rows` rows remain. Needs 31 bytes of
+    memory for each of them and for each row that one step adds.
 
-    `rows` counts over all ranks, each of which keeps its share: ids are dealt evenly by a hash, so a rank's share
-    is full when about as many are there in all. Who leaves first, `by`:
+    `rows` counts the rows of all ranks. Each rank has an equal share of it; a hash assigns ids evenly to ranks, so the
+    shares fill up at about the same time. `by` selects the row to evict first:
 
-    "recency": whose newest update is oldest.
-    "frequency": whose number of updates is smallest, halved at every multiple of `halve_steps` where that is given.
-        Without it a row that was popular once stays, and in a full table of such rows a new one leaves at once.
-    "norm": whose weights, after its newest update, have the smallest 2-norm (all parts together).
+    "recency": the row with the oldest last update.
+    "frequency": the row with the fewest updates. With `halve_steps`, counts are halved at every multiple of it.
+        Without it a row that was popular once is never evicted, and a full table of such rows evicts a new row at once.
+    "norm": the row with the smallest 2-norm of its weights (all parts together) after its last update.
 
-    Frequencies and squared norms are compared as numbers of two binary digits after the first, four to a doubling; of
-    rows alike, the one whose update is oldest leaves.
+    Frequencies and squared norms are compared after rounding to three significant binary digits: four levels for each
+    doubling. Among equal rows, the one with the oldest update is evicted.
 
-    With `age_steps` (by recency) a row is forgotten, too, when so many steps have passed without an update of it, as by
-    `AgeEviction`, whether the table is full or not.
+    With `age_steps` (by recency), a row that was not updated for `age_steps` steps is evicted too, as by `AgeEviction`,
+    even if the table is not full.
     """
 
     rows: Annotated[int, Limits(ge=1, le=2**48)]
@@ -100,8 +103,8 @@ class MaxRowsEviction:
             )
         if self.age_steps is not None and self.by != "recency":
             raise ConfigError(
-                f"MaxRowsEviction: got age_steps={self.age_steps} with by={self.by!r}; only the order of recency says "
-                "who is that old: leave it out, or evict by='recency'"
+                f"MaxRowsEviction: got age_steps={self.age_steps} with by={self.by!r}; only the order of recency tells "
+                "the age of a row: leave it out, or evict by='recency'"
             )
 
 

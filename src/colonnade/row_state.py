@@ -1,7 +1,7 @@
-"""Rows of a collection as tensors: in `state_dict()`, in the optimizer's, in copies and in pickles.
+"""Rows of a collection as tensors: in `state_dict()`, in the optimizer's `state_dict()`, in copies and in pickles.
 
-Possible in a world of one rank whose memory holds every row; otherwise rows are saved to a folder
-(`train.checkpoint`). Keys, by table: rows.NAME.ids, rows.NAME.weights, ...; beside them `step` and `seed`.
+Works only in a world of one rank with every row in memory; otherwise save rows to a folder (`train.checkpoint`).
+Keys for each table: rows.NAME.ids, rows.NAME.weights, ...; in addition `step` and `seed`.
 
 Legend: N trained rows of a table, D its width, S scalars of optimizer state of a part.
 """
@@ -44,51 +44,51 @@ from colonnade.store.records import (
 from colonnade.table import Part, Table
 
 MAX_STATE_DICT_BYTES = 16 * 2**30
-"""Largest size of rows in a state_dict: default of `EmbeddingCollection.max_state_dict_bytes`."""
+"""Default of `EmbeddingCollection.max_state_dict_bytes`: largest size of rows in a state_dict."""
 RUN_BYTES = 1 << 20
-"""Size of records that are copied at a time."""
-RETENTION = {
+"""Bytes of records that are copied at a time."""
+RETENTION_DTYPES = {
     "ids": torch.int64,
     "steps": torch.int32,
     "values": torch.int32,
     "counters": torch.uint8,
     "counted_to": torch.int64,
 }
-"""What `RowRetention.state` may hold."""
-OTHER_WAY = (
+"""Dtypes of the tensors that `RowRetention.state` may contain."""
+USE_FOLDERS = (
     "save rows with collection.save(folder, step) and load them with collection.load(folder); "
     "colonnade.dense_state_dict(model) holds the rest of the model"
 )
 
 
 class DenseDestination(OrderedDict):
-    """Destination of a `state_dict()` that leaves rows out."""
+    """Destination of a `state_dict()` call that omits rows."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._metadata: OrderedDict[str, Any] = OrderedDict()  # torch keeps modules' versions in it
+        self._metadata: OrderedDict[str, Any] = OrderedDict()  # torch stores modules' versions here
 
 
 def dense_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return `model.state_dict()` without the rows of its collections: small in any world, at any size."""
+    """Return `model.state_dict()` without the rows of its collections; works in any world, at any size."""
     destination = DenseDestination()
     model.state_dict(destination=destination)
-    state = OrderedDict(destination)  # a class of torch's own list, which weights_only=True loads
+    state = OrderedDict(destination)  # a class that torch.load(weights_only=True) accepts
     state._metadata = destination._metadata  # type: ignore[attr-defined]
     return state
 
 
 def load_dense_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load what `dense_state_dict` returned; no row changes. Raises CheckpointError unless the keys are the same."""
+    """Load a state from `dense_state_dict`; no row changes. Raises CheckpointError if the keys differ."""
     rows = {
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
         if isinstance(module, StatefulRows)
         for key in module.row_keys()
     }
-    if given := sorted(rows & set(state)):
+    if row_keys := sorted(rows & set(state)):
         raise CheckpointError(
-            f"load_dense_state_dict: got rows ({given[0]}), wanted the dense weights alone; "
+            f"load_dense_state_dict: got rows ({row_keys[0]}), wanted the dense weights alone; "
             "load a whole state with model.load_state_dict"
         )
     result = model.load_state_dict(state, strict=False)
@@ -101,12 +101,12 @@ def load_dense_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None
 
 
 class StatefulRows(nn.Module):
-    """Base of `EmbeddingCollection`: its rows in state_dicts, copies, pickles and checkpoint folders."""
+    """Base class of `EmbeddingCollection`: rows in state_dicts, copies, pickles and checkpoint folders."""
 
     max_state_dict_bytes: int = MAX_STATE_DICT_BYTES
-    """Size of rows with their optimizer state up to which they go into a state_dict; set it on a collection."""
+    """Largest size of rows with optimizer state that a state_dict may contain; you can set it on a collection."""
     checkpoint: Any = None
-    """Folder and step that `save` goes on from (`train.checkpoint.Checkpoint`)."""
+    """Folder and step that the next `save` continues from (`train.checkpoint.Checkpoint`)."""
     _states_loaded_at: int | None = None  # step at which optimizer state was loaded
 
     if TYPE_CHECKING:  # set by EmbeddingCollection
@@ -119,8 +119,8 @@ class StatefulRows(nn.Module):
         store: DramStore | HbmStore
         policies: dict[int, RowPolicy]
         pipeline: Pipeline
-        _served: Any
-        _waiting: dict[str, Any]
+        _exported_rows: Any
+        _loaded_state: dict[str, Any]
         _closed_names: frozenset[str]
 
         @property
@@ -131,13 +131,13 @@ class StatefulRows(nn.Module):
     # ---- checkpoint folders
 
     def save(self, folder: str | Path, step: int, *, optimizer: Any = None) -> None:
-        """Collective, between steps: write all rows, with optimizer state, to a folder; any size, any world.
+        """Write all rows with their optimizer state to a folder. Collective, between steps; any size, any world.
 
-        A later save to the same folder writes what has changed since. The two newest steps stay. `optimizer`: the
-        RowOptimizer, whose settings (learning rates) are then saved too; a plan with caches needs it.
-        Raises CheckpointError where the folder has saves that this collection does not go on from, StorageError.
+        A later save to the same folder writes only changes. The two newest steps are retained. `optimizer`: the
+        RowOptimizer, to save its settings (learning rates) too; required for a plan with caches.
+        Raises StorageError, and CheckpointError if the folder has saves that this collection does not continue from.
         """
-        _folders().save(self, Path(folder), step, optimizer)
+        _import_checkpoint_folders().save(self, Path(folder), step, optimizer)
 
     def load(
         self,
@@ -148,12 +148,13 @@ class StatefulRows(nn.Module):
         plan: Plan | None = None,
         mesh: Mesh | None = None,
     ) -> int:
-        """Collective, instead of `open`: open with the rows that `save` wrote, on any number of ranks; return the step.
+        """Open the collection with the rows that `save` wrote, on any number of ranks; return the step.
 
-        `step`: default the newest. `optimizer`: takes over saved settings. Rows that the plan's memory does not hold
-        stay in the folder, which is then this collection's alone. Raises CheckpointError, CorruptionError.
+        Collective; replaces `open`. `step`: default the newest. `optimizer`: receives the saved settings. Rows that do
+        not fit in the plan's memory remain in the folder, which no other collection may then use.
+        Raises CheckpointError, CorruptionError.
         """
-        return _folders().load(self, Path(folder), step, optimizer, plan, mesh)
+        return _import_checkpoint_folders().load(self, Path(folder), step, optimizer, plan, mesh)
 
     def _open_in(
         self,
@@ -162,7 +163,7 @@ class StatefulRows(nn.Module):
         mesh: Mesh | None,
         policies: Mapping[str, RowPolicy] | None,
     ) -> Any:
-        return _folders().open_in(self, folder, plan, mesh, policies)
+        return _import_checkpoint_folders().open_in(self, folder, plan, mesh, policies)
 
     # ---- state_dict
 
@@ -171,7 +172,7 @@ class StatefulRows(nn.Module):
         names = (
             f"rows.{table.name}.{column}"
             for table in self.declaration.tables
-            for column in self._columns_of(table)
+            for column in self._column_names(table)
         )
         return ["step", "seed", *names]
 
@@ -197,79 +198,83 @@ class StatefulRows(nn.Module):
         error_msgs: list[str],
     ) -> None:
         keys = self.row_keys()
-        given = {key: state_dict[prefix + key] for key in keys if prefix + key in state_dict}
-        others = {
+        row_state = {key: state_dict[prefix + key] for key in keys if prefix + key in state_dict}
+        dense_state = {
             key: value
             for key, value in state_dict.items()
-            if not (key.startswith(prefix) and key[len(prefix) :] in given)
+            if not (key.startswith(prefix) and key[len(prefix) :] in row_state)
         }
         super()._load_from_state_dict(
-            others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            dense_state, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        missing_keys.extend(prefix + key for key in keys if key not in given)
-        if not given:
+        missing_keys.extend(prefix + key for key in keys if key not in row_state)
+        if not row_state:
             return
-        tables, problems = self._read_rows(given)
+        tables, problems = self._read_rows(row_state)
         if problems:
-            error_msgs.extend(f"{prefix.removesuffix('.') or 'rows'}: {each}" for each in problems)
+            error_msgs.extend(
+                f"{prefix.removesuffix('.') or 'rows'}: {problem}" for problem in problems
+            )
             return
-        seed = int(given["seed"])
+        seed = int(row_state["seed"])
         if self.is_open and seed != self.seed:
             raise CheckpointError(
                 f"load_state_dict: got rows of a collection with seed {seed}, this one is open with seed {self.seed}, "
                 f"so rows never trained would differ; load before the first batch, or build it with seed={seed}"
             )
         self.seed = seed
-        self._receive("rows", {"step": int(given["step"]), "seed": seed, "tables": tables})
+        self._store_or_defer(
+            "rows", {"step": int(row_state["step"]), "seed": seed, "tables": tables}
+        )
 
     def _read_rows(
-        self, given: Mapping[str, Tensor]
+        self, row_state: Mapping[str, Tensor]
     ) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
-        """Columns by table, and what is wrong with them. A table none of whose keys are given is left out."""
+        """Return the columns of each table in a state_dict, and problems with them. Tables without keys are omitted."""
         problems = [
             f"got rows without the key {key!r}; give the whole state_dict, or no key of rows"
             for key in ("step", "seed")
-            if key not in given
+            if key not in row_state
         ]
-        problems += find_misfits(given)
+        problems += find_misfits(row_state)
         if problems:
             return {}, problems
         tables: dict[str, dict[str, Tensor]] = {}
         for table in self.declaration.tables:
-            wanted = self._columns_of(table)
+            wanted = self._column_names(table)
             columns = {
-                column: given[key]
+                column: row_state[key]
                 for column in wanted
-                if (key := f"rows.{table.name}.{column}") in given
+                if (key := f"rows.{table.name}.{column}") in row_state
             }
             if len(columns) == len(wanted):
                 problems += find_problems(table, columns)
                 tables[table.name] = columns
             elif columns:
-                lacking = [f"rows.{table.name}.{each}" for each in wanted if each not in columns]
+                missing = [f"rows.{table.name}.{name}" for name in wanted if name not in columns]
                 problems.append(
-                    f"table {table.name!r}: got part of its keys, without {', '.join(lacking)}; give all or none"
+                    f"table {table.name!r}: got part of its keys, without {', '.join(missing)}; give all or none"
                 )
         return tables, problems
 
-    def _columns_of(self, table: Table) -> list[str]:
-        """Name what a state_dict holds of a table."""
+    def _column_names(self, table: Table) -> list[str]:
+        """Return the names of the columns that a state_dict contains for a table."""
         columns = ["ids", "weights", *["low_halves"] * table.master, "clocks"]
-        order = ["ids", "steps", "values"] if table.eviction is not None else []
-        sketch = isinstance(table.admission, CountMinAdmission)
-        order += ["counters", "counted_to"] if sketch else []
-        return columns + [f"retention_{name}" for name in order]
+        retention = ["ids", "steps", "values"] if table.eviction is not None else []
+        has_sketch = isinstance(table.admission, CountMinAdmission)
+        retention += ["counters", "counted_to"] if has_sketch else []
+        return columns + [f"retention_{name}" for name in retention]
 
-    def _collect_rows(self, channel: str) -> dict[str, Any]:
-        """Copy weights, clocks and the memory of admission and eviction, by table."""
-        self._ensure_received()
+    def _collect_rows(self, operation: str) -> dict[str, Any]:
+        """Copy weights, clocks and the state of admission and eviction policies of each table."""
+        self._apply_loaded_state()
         if self.is_open:
-            self._check_in_memory(channel)
+            self._check_in_memory(operation)
             self.pipeline.updates.settle()
         tables = {}
         for t, table in enumerate(self.declaration.tables):
-            places = [weight_bytes(table), low_bytes(table), clock_bytes(table)]
-            ids, (weights, low, clocks) = self._copy_columns(t, places)
+            byte_ranges = [weight_bytes(table), low_bytes(table), clock_bytes(table)]
+            ids, (weights, low, clocks) = self._copy_columns(t, byte_ranges)
             columns = {"ids": ids, "weights": weights.view(getattr(torch, table.dtype))}
             if table.master:
                 columns["low_halves"] = low.view(torch.int16)
@@ -284,76 +289,77 @@ class StatefulRows(nn.Module):
         policy = self.policies[t] if self.is_open else RowRetention(table, seed=self.seed)
         assert isinstance(policy, RowRetention)
         state = policy.state()
-        found = {
+        columns = {
             name: torch.cat([torch.empty(0, dtype=dtype), *state[name]])
-            for name, dtype in RETENTION.items()
+            for name, dtype in RETENTION_DTYPES.items()
             if name in state
         }
-        if "ids" in found:
-            found["ids"], order = found["ids"].sort()
-            found |= {name: found[name][order] for name in ("steps", "values")}
-        return {f"retention_{name}": values for name, values in found.items()}
+        if "ids" in columns:
+            columns["ids"], order = columns["ids"].sort()
+            columns |= {name: columns[name][order] for name in ("steps", "values")}
+        return {f"retention_{name}": values for name, values in columns.items()}
 
-    def _copy_columns(self, t: int, places: Sequence[slice]) -> tuple[Tensor, list[Tensor]]:
-        """ids (N,) of trained rows, and these bytes of their records, (N, bytes) uint8 each.
+    def _copy_columns(self, t: int, byte_ranges: Sequence[slice]) -> tuple[Tensor, list[Tensor]]:
+        """Copy the ids (N,) of trained rows, and these byte ranges of their records, (N, bytes) uint8 each.
 
-        Two passes, so that each tensor is allocated once, at its final size.
+        Makes two passes, so that each tensor is allocated once, at its final size.
         """
-        count = sum(len(ids) for ids, _ in self._scan(t))
-        found = torch.empty(count, dtype=torch.int64)
-        columns = [torch.empty(count, p.stop - p.start, dtype=torch.uint8) for p in places]
+        count = sum(len(ids) for ids, _ in self._scan_records(t))
+        all_ids = torch.empty(count, dtype=torch.int64)
+        columns = [torch.empty(count, b.stop - b.start, dtype=torch.uint8) for b in byte_ranges]
         first = 0
-        for ids, records in self._scan(t):
-            run = slice(first, first + len(ids))
-            found[run] = ids
-            for column, place in zip(columns, places, strict=True):
-                column[run] = records[:, place]
+        for ids, records in self._scan_records(t):
+            chunk = slice(first, first + len(ids))
+            all_ids[chunk] = ids
+            for column, byte_range in zip(columns, byte_ranges, strict=True):
+                column[chunk] = records[:, byte_range]
             first += len(ids)
-        return found, columns
+        return all_ids, columns
 
-    def _scan(self, t: int) -> Any:
-        """Yield ids and records of table t's trained rows, some at a time."""
-        return self.store.scan(t, self._run_of(t)) if self.is_open else ()
+    def _scan_records(self, t: int) -> Any:
+        """Yield ids and records of table t's trained rows, one chunk at a time."""
+        return self.store.scan(t, self._rows_per_chunk(t)) if self.is_open else ()
 
-    def _run_of(self, t: int) -> int:
-        """Count the rows that are copied at a time."""
+    def _rows_per_chunk(self, t: int) -> int:
+        """Return the number of rows of table t that are copied at a time."""
         return max(1, RUN_BYTES // self.declaration.tables[t].record_bytes)
 
     # ---- RowOptimizer.state_dict
 
     def optimizer_states(self) -> dict[int, dict[str, Tensor]]:
-        """By param group of RowOptimizer: ids (N,) and state (N, S) of rows; groups without state are left out."""
-        self._ensure_received()
+        """Return ids (N,) and state (N, S) of rows by param group of RowOptimizer, without groups that have no
+        state."""
+        self._apply_loaded_state()
         if self.is_open:
             self._check_in_memory("RowOptimizer.state_dict()")
             self.pipeline.updates.settle()
         states: dict[int, dict[str, Tensor]] = {}
         for t, table in enumerate(self.declaration.tables):
-            groups = self._groups_of(t)
+            groups = self._parts_by_group(t)
             if not groups:
                 continue
-            places = [state_bytes(table, part) for part in groups.values()]
-            ids, columns = self._copy_columns(t, places)
-            compute = getattr(torch, table.compute_dtype)
-            for number, column in zip(groups, columns, strict=True):
-                states[number] = {"ids": ids, "state": column.view(compute)}
+            byte_ranges = [state_bytes(table, part) for part in groups.values()]
+            ids, columns = self._copy_columns(t, byte_ranges)
+            dtype = getattr(torch, table.compute_dtype)
+            for group, column in zip(groups, columns, strict=True):
+                states[group] = {"ids": ids, "state": column.view(dtype)}
         return states
 
     def load_optimizer_states(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Take `optimizer_states` back. Raises CheckpointError, with nothing changed, for state of other rows, widths
-        or groups."""
+        """Load the result of `optimizer_states`. Raises CheckpointError, and changes nothing, for state of other rows,
+        widths or groups."""
         wanted = {
-            number: (table, part)
+            group: (table, part)
             for t, table in enumerate(self.declaration.tables)
-            for number, part in self._groups_of(t).items()
+            for group, part in self._parts_by_group(t).items()
         }
         if set(states) != set(wanted):
             raise CheckpointError(
                 f"RowOptimizer: got state of param groups {sorted(states)}, wanted {sorted(wanted)}; it was saved "
                 "without its rows, or with other tables or optimizers"
             )
-        for number, (table, part) in wanted.items():
-            columns = states[number]
+        for group, (table, part) in wanted.items():
+            columns = states[group]
             if set(columns) != {"ids", "state"}:
                 raise CheckpointError(
                     f"RowOptimizer: got {sorted(columns)} of table {table.name!r}, wanted ids and state"
@@ -368,81 +374,81 @@ class StatefulRows(nn.Module):
             )
             if problems:
                 raise CheckpointError(f"RowOptimizer: {problems[0]}")
-        self._receive("states", {number: dict(columns) for number, columns in states.items()})
+        self._store_or_defer("states", {group: dict(columns) for group, columns in states.items()})
 
-    def _groups_of(self, t: int) -> dict[int, Part]:
-        """Parts of table t that have optimizer state, by their param group."""
+    def _parts_by_group(self, t: int) -> dict[int, Part]:
+        """Return the parts of table t that have optimizer state, by param group."""
         return {
-            number: part
-            for number, (table, part) in enumerate(self.declaration.parts)
+            group: part
+            for group, (table, part) in enumerate(self.declaration.parts)
             if table == t and part.optimizer.state_floats(part.dim)
         }
 
     # ---- loading
 
-    def _receive(self, kind: str, state: Any) -> None:
-        """Put rows or states in place; before the collection is open, keep them until it is."""
+    def _store_or_defer(self, kind: str, state: Any) -> None:
+        """Store loaded rows or optimizer states; if the collection is not open yet, defer this to `open`."""
         if not self.is_open:
-            self._waiting[kind] = state
+            self._loaded_state[kind] = state
             return
         self._check_in_memory("load_state_dict()")
-        self._put(kind, state)
+        self._store_state(kind, state)
 
-    def _ensure_received(self) -> None:
-        if self._served is not None:
+    def _apply_loaded_state(self) -> None:
+        if self._exported_rows is not None:
             raise CheckpointError(
-                f"got a collection that serves exported rows, wanted one with rows of its own; {OTHER_WAY}"
+                f"got a collection that serves exported rows, wanted one with rows of its own; {USE_FOLDERS}"
             )
-        if self._waiting:
+        if self._loaded_state:
             self.ensure_open()
 
-    def _check_waiting(self, plan: Plan, mesh: Mesh, step: int | None) -> None:
-        """Before opening: raise CheckpointError where loaded rows cannot be put."""
-        if self._waiting and step is not None:
+    def _check_loaded_state(self, plan: Plan, mesh: Mesh, step: int | None) -> None:
+        """Check, before opening, that loaded rows can be stored. Raises CheckpointError."""
+        if self._loaded_state and step is not None:
             raise CheckpointError(
                 f"got a state_dict that was loaded, and a folder whose rows are those of step {step}; "
                 "load one of them"
             )
-        if self._waiting:
+        if self._loaded_state:
             _check_plan("load_state_dict()", plan, mesh)
 
-    def _put_waiting(self) -> None:
-        """Just opened: put what was loaded before, rows first."""
-        waiting, self._waiting = self._waiting, {}
+    def _store_loaded_state(self) -> None:
+        """Store the state that was loaded before opening, rows first."""
+        state, self._loaded_state = self._loaded_state, {}
         for kind in ("rows", "states"):
-            if kind in waiting:
-                self._put(kind, waiting.pop(kind))
+            if kind in state:
+                self._store_state(kind, state.pop(kind))
 
-    def _put(self, kind: str, state: Any) -> None:
+    def _store_state(self, kind: str, state: Any) -> None:
         self.pipeline.updates.settle()
         if kind == "states":
-            self._put_states(state)
+            self._store_optimizer_states(state)
             return
         for t, table in enumerate(self.declaration.tables):
             if table.name in state["tables"]:
-                self._put_rows(t, table, state["tables"][table.name])
+                self._replace_rows(t, table, state["tables"][table.name])
         self.step = state["step"]
 
-    def _put_rows(self, t: int, table: Table, columns: Mapping[str, Tensor]) -> None:
-        """Make table t hold these rows and no others. Rows that were there keep their optimizer state, as in torch."""
-        ids, new = columns["ids"], torch.ones(len(columns["ids"]), dtype=torch.bool)
+    def _replace_rows(self, t: int, table: Table, columns: Mapping[str, Tensor]) -> None:
+        """Replace the rows of table t by these. Rows that existed before keep their optimizer state, as in torch."""
+        ids, is_new = columns["ids"], torch.ones(len(columns["ids"]), dtype=torch.bool)
         index = Index(ids)
-        for old_ids, old in self._scan(t):
+        for old_ids, old in self._scan_records(t):
             position, is_known = index.find(old_ids)
             self.store.delete(t, old_ids[~is_known].contiguous())
             position = position[is_known]
-            new[position] = False
+            is_new[position] = False
             records, old = records_of(table, columns, position), old[is_known]
-            # FTRL's weights follow from its state: where they change, its state starts anew with them.
+            # FTRL computes weights from its state, so where weights change its state restarts from them.
             is_same = (old[:, weight_bytes(table)] == records[:, weight_bytes(table)]).all(dim=1)
             is_same |= self._states_loaded_at == self.step
             for part in table.parts:
                 rows = is_same if part.optimizer.name == "ftrl" else slice(None)
-                place = state_bytes(table, part)
-                records[rows, place] = old[rows, place]
-            self._put_run(t, ids[position], records)
-        for some in new.nonzero().flatten().split(self._run_of(t)):
-            self._put_run(t, ids[some], records_of(table, columns, some))
+                state = state_bytes(table, part)
+                records[rows, state] = old[rows, state]
+            self._store_records(t, ids[position], records)
+        for chunk in is_new.nonzero().flatten().split(self._rows_per_chunk(t)):
+            self._store_records(t, ids[chunk], records_of(table, columns, chunk))
         policy = self.policies.get(t)
         if isinstance(policy, RowRetention):
             retention = {
@@ -452,33 +458,33 @@ class StatefulRows(nn.Module):
             }
             policy.restore([retention])
 
-    def _put_states(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
+    def _store_optimizer_states(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
         for t, table in enumerate(self.declaration.tables):
-            for number, part in self._groups_of(t).items():
-                ids, values = states[number]["ids"], bytes_of(states[number]["state"])
+            for group, part in self._parts_by_group(t).items():
+                ids, values = states[group]["ids"], bytes_of(states[group]["state"])
                 known, index = 0, Index(ids)
-                for old_ids, _ in self._scan(t):
+                for old_ids, _ in self._scan_records(t):
                     known += int(index.find(old_ids)[1].sum())
                 if known != len(ids):
                     raise CheckpointError(
                         f"RowOptimizer: got state of {len(ids):,} rows of table {table.name!r}, of which the "
                         f"collection has {known:,}; load the model's state_dict first, and of the same step"
                     )
-                place = state_bytes(table, part)
-                for old_ids, records in self._scan(t):
+                state = state_bytes(table, part)
+                for old_ids, records in self._scan_records(t):
                     position, is_known = index.find(old_ids)
                     records = records[is_known].contiguous()
-                    records[:, place] = values[position[is_known]]
-                    self._put_run(t, old_ids[is_known].contiguous(), records)
+                    records[:, state] = values[position[is_known]]
+                    self._store_records(t, old_ids[is_known].contiguous(), records)
         self._states_loaded_at = self.step
 
-    def _put_run(self, t: int, ids: Tensor, records: Tensor) -> None:
+    def _store_records(self, t: int, ids: Tensor, records: Tensor) -> None:
         if len(ids):
             self.store.put(t, ids.contiguous(), records)
 
-    def _check_in_memory(self, channel: str) -> None:
-        """Raise CheckpointError unless every row is in this process's memory, and below `max_state_dict_bytes`."""
-        _check_plan(channel, self.plan, self.mesh)
+    def _check_in_memory(self, operation: str) -> None:
+        """Check that all rows are in this process's memory, within `max_state_dict_bytes`. Raises CheckpointError."""
+        _check_plan(operation, self.plan, self.mesh)
         backings = self.store.backings
         size = sum(
             max(self.store.num_rows(t), len(backings[t]) if backings else 0) * table.record_bytes
@@ -486,35 +492,35 @@ class StatefulRows(nn.Module):
         )
         if size > self.max_state_dict_bytes:
             raise CheckpointError(
-                f"{channel}: got {size:,} bytes of rows, wanted at most collection.max_state_dict_bytes = "
-                f"{self.max_state_dict_bytes:,}; {OTHER_WAY}"
+                f"{operation}: got {size:,} bytes of rows, wanted at most collection.max_state_dict_bytes = "
+                f"{self.max_state_dict_bytes:,}; {USE_FOLDERS}"
             )
 
     # ---- copies and pickles
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._served is not None:
+        if self._exported_rows is not None:
             raise ConfigError(
                 "got a collection that serves exported rows, which cannot be copied or pickled; open the export again"
             )
         if not self.is_open:
             return dict(self.__dict__)
-        own = [t for t, policy in self.policies.items() if not isinstance(policy, RowRetention)]
-        if own:
+        custom = [t for t, policy in self.policies.items() if not isinstance(policy, RowRetention)]
+        if custom:
             raise ConfigError(
-                f"table {self.declaration.tables[own[0]].name!r}: got a policy of your own, which cannot be copied or "
-                "pickled with its rows; copy the collection before it is opened"
+                f"table {self.declaration.tables[custom[0]].name!r}: got a policy of your own, which cannot be copied "
+                "or pickled with its rows; copy the collection before it is opened"
             )
-        waiting = {
+        row_state = {
             "rows": self._collect_rows("a copy or pickle"),
             "states": self.optimizer_states(),
         }
         state = {name: self.__dict__[name] for name in self._closed_names}
         return {
             **state,
-            "steps": StepCounter(self.step),  # a copy counts its own
+            "steps": StepCounter(self.step),  # a copy has its own counter
             "_opened": False,
-            "_waiting": waiting,
+            "_loaded_state": row_state,
             "_plan": self.plan,
         }
 
@@ -525,8 +531,8 @@ class StatefulRows(nn.Module):
             self.open(plan)
 
 
-def _check_plan(channel: str, plan: Plan, mesh: Mesh) -> None:
-    """Raise CheckpointError unless the plan keeps every row in this process's memory."""
+def _check_plan(operation: str, plan: Plan, mesh: Mesh) -> None:
+    """Check that the plan stores every row in this process's memory. Raises CheckpointError."""
     if mesh.num_ranks > 1:
         problem = f"rows on {mesh.num_ranks} ranks"
     elif plan.needs_backing:
@@ -534,10 +540,10 @@ def _check_plan(channel: str, plan: Plan, mesh: Mesh) -> None:
     else:
         return
     raise CheckpointError(
-        f"{channel}: got {problem}, wanted all rows in this process's memory; {OTHER_WAY}"
+        f"{operation}: got {problem}, wanted all rows in this process's memory; {USE_FOLDERS}"
     )
 
 
-def _folders() -> ModuleType:
-    """Load the code of checkpoint folders by name: it is built on collections, two layers above."""
+def _import_checkpoint_folders() -> ModuleType:
+    """Import the module of checkpoint folders by name, because it is two layers above this one."""
     return import_module("colonnade.checkpoint.collection")

@@ -1,4 +1,4 @@
-"""Sizes and places as people write them: `2GiB`, `/data/rows:64GiB`."""
+"""Parsers of sizes, rates and storage locations in the form people write: `2GiB`, `10Gbit`, `/data/rows:64GiB`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 
 
 def parse_bytes(value: Any) -> Any:
-    """`"2GiB"`, `"500 MB"` or a number of bytes. Raises ValueError naming the units."""
+    """Parse a size such as `"2GiB"` or `"500 MB"` into bytes; return a number unchanged. Raises ValueError, which names
+    the units."""
     if not isinstance(value, str):
         return value
     text = value.strip().lower().replace("_", "")
@@ -27,12 +28,14 @@ def parse_bytes(value: Any) -> Any:
 
 
 LEAST_RATE = 1e3
-"""Bytes per second below which a link is a slip of the pen: `5B/s` for `5GB/s`."""
+"""Slowest link rate accepted, in bytes per second; a slower one is taken for a typing error, `5B/s` for `5GB/s`."""
 
 
 def parse_rate(value: str) -> float:
-    """`"1Gbit"`, `"10Gbit/s"`, `"5GB/s"` -> bytes per second. Raises ValueError naming the units, also for a number
-    that has none: links are said in bits as often as in bytes."""
+    """Parse a rate such as `"1Gbit"`, `"10Gbit/s"` or `"5GB/s"` into bytes per second.
+
+    Raises ValueError, which names the units, also for a number without a unit: link rates are written in bits as often
+    as in bytes."""
     text = value.strip().lower().removesuffix("/s").strip()
     bits = re.fullmatch(r"([\d.]+)\s*([kmgt]?)bits?", text)
     try:
@@ -50,7 +53,7 @@ def parse_rate(value: str) -> float:
 
 
 def positive_bytes(value: Any) -> Any:
-    """`parse_bytes` of a size that is not nothing. Raises ValueError."""
+    """Parse a size of at least 1 byte, as `parse_bytes` does. Raises ValueError."""
     count = parse_bytes(value)
     is_number = isinstance(count, int | float) and not isinstance(count, bool)
     if not is_number or count != count // 1 or count < 1:
@@ -62,37 +65,37 @@ def positive_bytes(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Beside an annotated type: what a person calls its values, in lists of settings."""
+    """Annotation of a setting's type: words that describe its values in lists of settings."""
 
     words: str
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A directory and how many bytes of rows each rank may keep there; None: as many as there are."""
+    """Storage location: a directory, and the number of bytes of rows that each rank may store there. None: no limit."""
 
     path: str
     bytes: int | None = None
 
 
 def parse_place(text: str) -> Place:
-    """`"/path:64GiB"` or `"/path"`. The path becomes absolute. Raises ValueError."""
+    """Parse `"/path:64GiB"` or `"/path"` into a storage location with an absolute path. Raises ValueError."""
     path, colon, size = text.rpartition(":")
     count = None
     if colon and size[:1].isdecimal():
         count = parse_bytes(size)
-    elif not colon or size:  # a colon may be part of a name, but not its end
+    elif not colon or size:  # a name may contain a colon, but not end with one
         path = text
     else:
         path = ""
     if not path.strip() or "\0" in path:
         raise ValueError(f"got {text!r}, wanted a directory and a size, such as /data/rows:64GiB")
     if count is not None and count < 1:
-        raise ValueError(f"got {text!r}, wanted a size of at least 1 byte, or none: all there is")
+        raise ValueError(f"got {text!r}, wanted a size of at least 1 byte, or no size for no limit")
     return Place(os.path.abspath(os.path.expanduser(path)), count)
 
 
 def absolute(text: str) -> str:
-    """A place with an absolute path and its size in bytes."""
-    place = parse_place(text)
-    return place.path if place.bytes is None else f"{place.path}:{place.bytes}"
+    """Return the text of a storage location with its path made absolute and its size in bytes."""
+    location = parse_place(text)
+    return location.path if location.bytes is None else f"{location.path}:{location.bytes}"

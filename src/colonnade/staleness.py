@@ -1,13 +1,14 @@
-"""Staleness: which updates a read of rows sees, by table.
+"""Staleness: which updates a read of rows sees, for each table.
 
-The read happens k steps before its use, right after update t-1-k, and its values wait in a delay line.
-So the same k gives the same bits, and k = 0 is synchronous (Lian et al. 2021 bound k from above only).
+`bounded(k)`: rows for step t are read k steps before their use, right after update t-1-k, and the values wait in a
+delay line. The same k therefore gives the same bits, and k = 0 is synchronous. (PERSIA, Lian et al. 2021, only bounds k
+from above.)
 
-A rank keeps copies of rows. A copy is read without a word for `read_bound` batches after it was last compared with its
-owner's row; gradients of up to `write_bound` batches wait at a copy before their sum goes to the owner. A batch that
-uses a row is one tick of it. What another rank had yet to send of a row when it was read (at most write_bound ticks),
-and what it did since then (at most read_bound), is all that the copy misses: s = read_bound + write_bound ticks. A rank
-misses nothing of its own.
+`row_clock(s)`: ranks cache copies of rows (HET). A rank uses a cached row for `read_bound` batches after its last
+comparison with the owner's row, and accumulates gradients of up to `write_bound` batches before it sends their sum to
+the owner. The row clock counts the batches that use a row. A cached row misses two kinds of updates of another rank:
+those that were not yet sent when the row was read (at most write_bound batches) and those made since (at most
+read_bound). So s = read_bound + write_bound. A rank misses none of its own updates.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ from colonnade.errors import ConfigError
 
 
 class Consistency(Protocol):
-    """A pure value. Only row values may be stale: dense weights are always those of the step."""
+    """Staleness of row values, as a pure value. Dense weights are never stale."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def reads_ahead(self) -> int:
-        """Steps between a batch's read and its use; also the number of fetched batches held in between."""
+        """Steps between the read of a batch's rows and their use; also the length of the delay line, in batches."""
         ...
 
     def newest_visible(self, step: int) -> int:
-        """The newest update (by step) that the read for `step` sees; below 0: none. It sees every older one. With a row
-        clock it may see newer ones."""
+        """Return the step of the newest update that the read for `step` sees; below 0 if it sees none.
+
+        The read sees every older update. With a row clock it may see newer ones."""
         ...
 
 
@@ -49,7 +51,7 @@ class Synchronous:
 @dataclass(frozen=True, slots=True)
 class Bounded:
     reads_ahead: int
-    """k, in steps."""
+    """Staleness k, in steps."""
 
     name = "bounded"
 
@@ -65,50 +67,55 @@ CONSISTENCIES = {"synchronous": Synchronous, "bounded": Bounded}
 
 
 def consistency(staleness_steps: int) -> Consistency:
-    """0: synchronous; k > 0: every read misses exactly the newest k updates."""
+    """Return the consistency for a staleness in steps. 0: synchronous; k > 0: reads miss the newest k updates."""
     return Synchronous() if staleness_steps == 0 else Bounded(staleness_steps)
 
 
 def of_tables(bounds: Sequence[int], is_read: Sequence[bool]) -> tuple[Consistency, list[int]]:
-    """By table: what it is told, and whether a feature reads it -> that of the latest that is read, which batches enter
-    the line by; and how many steps each is read ahead. Tables that nobody reads are as the latest."""
-    latest = max(bound for bound, is_one in zip(bounds, is_read, strict=True) if is_one)
+    """Return the consistency of the table with the largest bound, and the steps that each table is read ahead.
+
+    bounds: staleness of each table, in steps. is_read: whether a feature reads the table; a table that no feature reads
+    gets the largest bound. The largest bound sets the length of the delay line."""
+    latest = max(
+        bound for bound, is_table_read in zip(bounds, is_read, strict=True) if is_table_read
+    )
     return consistency(latest), [
-        bound if is_one else latest for bound, is_one in zip(bounds, is_read, strict=True)
+        bound if is_table_read else latest
+        for bound, is_table_read in zip(bounds, is_read, strict=True)
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class RowClock:
     read_bound: int
-    """Batches that a copy is used for after it was read, without asking its owner."""
+    """Batches for which a cached row is used after its read, without a request to its owner."""
     write_bound: int
-    """Batches whose gradients of a row may wait at its copy."""
+    """Batches whose gradients of a row may accumulate in the cache before they are sent."""
 
     name = "row_clock"
     reads_ahead = 0
 
     def __post_init__(self) -> None:
         for name in ("read_bound", "write_bound"):
-            object.__setattr__(self, name, _batches(name, getattr(self, name)))
+            object.__setattr__(self, name, _check_num_batches(name, getattr(self, name)))
 
     @property
     def staleness(self) -> int:
-        """s: batches of each other rank that a read misses at most."""
+        """Largest number of batches of each other rank that a read misses (s)."""
         return self.read_bound + self.write_bound
 
     @property
     def is_late(self) -> bool:
-        """Whether a read may miss anything."""
+        """True if a read may miss updates."""
         return self.staleness > 0
 
     def newest_visible(self, step: int) -> int:
-        """See the contract; of updates by other ranks."""
+        """Return the newest update by other ranks that every read for `step` sees, as in `Consistency`."""
         return step - 1 - self.staleness
 
 
-def _batches(name: str, value: object) -> int:
-    """A whole number, of NumPy or not. Raises ConfigError."""
+def _check_num_batches(name: str, value: object) -> int:
+    """Return a number of batches as an int; NumPy integers are accepted. Raises ConfigError for anything else."""
     if isinstance(value, SupportsIndex) and not isinstance(value, bool) and index(value) >= 0:
         return index(value)
     raise ConfigError(f"row_clock: got {name}={value!r}, wanted 0 or more batches")
@@ -117,12 +124,14 @@ def _batches(name: str, value: object) -> int:
 def row_clock(
     staleness: int, read_bound: int | None = None, write_bound: int | None = None
 ) -> RowClock:
-    """s = `staleness`, half of it for reads and the rest for writes; one bound that is given leaves the other the rest.
-    Raises ConfigError where both are given and are not `staleness` together, and where one is beyond it."""
-    staleness = _batches("staleness", staleness)
-    given = {"read_bound": read_bound, "write_bound": write_bound}
-    for name, bound in given.items():
-        if bound is not None and _batches(name, bound) > staleness:
+    """Return a row clock with s = `staleness`. By default half of s is the read bound and the rest the write bound; if
+    you pass one bound, the other gets the rest.
+
+    Raises ConfigError if a bound is larger than `staleness`, or both do not add up to it."""
+    staleness = _check_num_batches("staleness", staleness)
+    bounds = {"read_bound": read_bound, "write_bound": write_bound}
+    for name, bound in bounds.items():
+        if bound is not None and _check_num_batches(name, bound) > staleness:
             raise ConfigError(
                 f"row_clock: got {name}={bound} with staleness={staleness}, wanted at most that; raise staleness, "
                 "which is the sum of the two bounds, or leave it out"
@@ -134,6 +143,6 @@ def row_clock(
     if read_bound + write_bound != staleness:
         raise ConfigError(
             f"row_clock: got staleness={staleness} with read_bound={read_bound} and write_bound={write_bound}, wanted "
-            "bounds whose sum it is; leave one of the three out"
+            "bounds that add up to staleness; leave one of the three out"
         )
     return RowClock(read_bound, write_bound)

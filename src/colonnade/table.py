@@ -1,4 +1,4 @@
-"""Tables and features: plain frozen values, no memory behind them."""
+"""Tables and features: frozen values that describe embedding tables; they allocate no memory."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from colonnade.optimizers import RowWiseAdagrad, SparseOptimizer
 from colonnade.retention import Admission, Eviction, MaxRowsEviction
 
 Pooling = Literal["mean", "sequence", "sqrtn", "sum"]
-POOLINGS = ("sum", "mean", "sequence", "sqrtn")  # a pooling's place is its number in the core
+POOLINGS = ("sum", "mean", "sequence", "sqrtn")  # the native core numbers poolings by this order
 ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 CLOCK_BYTES = 8
 MAX_RECORD_BYTES = 1 << 31
-"""Size that a row with its optimizer state stays below: the native core counts bytes of a row in 32 bits."""
-MOST_HASHES = 16
+"""Upper bound, exclusive, of a row's size with optimizer state: the native core counts bytes of a row in 32 bits."""
+MAX_HASHES = 16
 
 T = TypeVar("T")
 Width = Annotated[int, Limits(ge=1)]
 ByPart = Annotated[
     Mapping[Annotated[str, Limits(pattern=r"^[^.]+$")], T],
     Limits(min_length=1),
-    # Strict validation takes no mapping but a dict.
+    # Strict validation accepts no mapping other than a dict.
     BeforeValidator(lambda value: dict(value) if isinstance(value, Mapping) else value),
 ]
-"""One for each part, by its name."""
+"""Mapping from the name of each part to its value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Uniform:
-    """Each weight of a new row is drawn from `[-scale, scale)` by (seed, table, id, position)."""
+    """Uniform initializer: draws each weight of a new row from `[-scale, scale)` by (seed, table, id, position)."""
 
     scale: NonNegative
 
@@ -45,9 +45,9 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some columns of a table's rows, with an optimizer of their own."""
+    """Range of columns of a table's rows that has its own optimizer."""
 
-    name: str  # "" where the table has only one
+    name: str  # "" if the table has only one part
     column: int  # first element in the row
     dim: int
     state: int  # first scalar in the row's optimizer state
@@ -57,20 +57,20 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A named set of rows of one width.
+    """Embedding table: a named set of rows of one width.
 
-    With `rows` a *vocabulary table*: ids 0 .. rows-1, anything else is an error. Without, an *open
-    table*: any 64-bit id, rows appear when first trained. A row's first value depends only on
-    (seed, table name, id), so a row never trained costs no storage. With `rows` and `hashes` a *hash-stacked table*:
-    any 64-bit id, in N rows (`lookup/stacking.py`).
+    With `rows`: a *vocabulary table* with ids 0 .. rows-1; any other id is an error. Without `rows`: an *open
+    table* that accepts any 64-bit id and creates a row when the id is first trained. A row's initial value depends
+    only on (seed, table name, id), so an untrained row needs no storage. With `rows` and `hashes`: a *hash-stacked
+    table* that maps any 64-bit id to its N rows (`lookup/stacking.py`).
 
-    A table may have parts, `Table("item", {"deep": 64, "wide": 1})`, so that a model routes an id once and
-    gets both; `optimizer` and `initializer` then are one for all or one by part.
+    A table may have parts: with `Table("item", {"deep": 64, "wide": 1})` a model looks an id up once and gets both
+    vectors. `optimizer` and `initializer` are then one for all parts, or one for each part by name.
 
-    `dtype` is that of the weights; sums and optimizer state are float64 for float64 and float32 otherwise.
-    16-bit weights are rounded at random when they are updated, which keeps small updates alive on average;
-    `master` (bfloat16) keeps the lost half of every weight with the state instead: lookups read the upper
-    half, updates are those of float32, to the bit.
+    `dtype` is the dtype of weights. Sums and optimizer state are float64 for float64 tables, else float32.
+    Updated 16-bit weights are rounded stochastically, which preserves small updates on average. `master` (bfloat16)
+    instead stores the lower 16 bits of every weight with the optimizer state: lookups read the upper half, and
+    updates have the exact bits of float32 training.
     """
 
     name: Annotated[
@@ -94,30 +94,31 @@ class Table:
         Uniform | ByPart[Uniform | None] | None,
         Expected("Uniform(scale=...), or one for each part by name"),
     ] = None
-    """None: uniform in +-1/sqrt(dim)."""
+    """Initial weights. None: uniform in +-1/sqrt(dim)."""
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32", "float64"],
-        # torch.bfloat16 says the same as "bfloat16".
+        # torch.bfloat16 is accepted for "bfloat16".
         BeforeValidator(lambda value: str(value).removeprefix("torch.")),
     ] = "float32"
     master: bool = False
     max_norm: Annotated[float | None, Limits(gt=0)] = None
-    """An updated row (of each part) that is longer than this is shrunk to it, as in nn.Embedding."""
+    """Largest 2-norm of an updated row (of each part); a longer row is scaled down to it, as in nn.Embedding."""
     weight_bound: Annotated[float | None, Limits(gt=0)] = None
-    """Weights of an updated row are clamped to +-this, before they are rounded to 16 bits (PERSIA's weight_bound)."""
+    """Bound that weights of an updated row are clamped to (+-), before rounding to 16 bits (PERSIA's weight_bound)."""
     admission: Annotated[
         Admission | None, Expected("CountMinAdmission(...) or RandomAdmission(...)")
     ] = None
-    """Of an open table: from which update on a row stays (`CountMinAdmission`, `RandomAdmission`). None: the first."""
+    """Admission policy of an open table (`CountMinAdmission`, `RandomAdmission`). None: rows stay from their first
+    update."""
     eviction: Annotated[Eviction | None, Expected("AgeEviction(...) or MaxRowsEviction(...)")] = (
         None
     )
-    """Of an open table: which rows leave (`AgeEviction`, `MaxRowsEviction`). None: none."""
+    """Eviction policy of an open table (`AgeEviction`, `MaxRowsEviction`). None: no row is evicted."""
     hashes: Annotated[
-        int | None, Limits(ge=1, le=MOST_HASHES), Expected("a whole number, 1 .. 16, such as 2")
+        int | None, Limits(ge=1, le=MAX_HASHES), Expected("a whole number, 1 .. 16, such as 2")
     ] = None
-    """With `rows`: any 64-bit id is taken, and its vector is the sum of so many rows, chosen by hashes. None: ids are
-    rows."""
+    """Number of hash functions of a hash-stacked table, which needs `rows`; an id's vector is the sum of one row per
+    function. None: ids are row numbers."""
 
     def __post_init__(self) -> None:
         validate_fields(self, f"table {self.name!r}")
@@ -153,32 +154,32 @@ class Table:
 
     @property
     def origin(self) -> tuple[str, int]:
-        """What random bits of its rows are drawn by: a name, and the column that they begin with."""
+        """Seed of the rows' random bits: a table name, and the column of that table that these rows begin with."""
         return self.name, 0
 
     @property
     def suffix(self) -> str:
-        """Of what is named by features that read it."""
+        """Suffix of the names of features that read this table."""
         return ""
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """In declared order; their columns and their state lie side by side in a row."""
+        """Parts in declared order; their columns, and their state, are adjacent in a row."""
         dims = self.dim if isinstance(self.dim, Mapping) else {"": self.dim}
-        found: list[Part] = []
+        parts: list[Part] = []
         column = state = 0
         for name, dim in dims.items():
-            optimizer = _of(self.optimizer, name)
-            initializer = _of(self.initializer, name)
+            optimizer = _value_of_part(self.optimizer, name)
+            initializer = _value_of_part(self.initializer, name)
             scale = initializer.scale if initializer else dim**-0.5
-            found.append(Part(name, column, dim, state, optimizer, scale))
+            parts.append(Part(name, column, dim, state, optimizer, scale))
             column += dim
             state += optimizer.state_floats(dim)
-        return tuple(found)
+        return tuple(parts)
 
     @property
     def width(self) -> int:
-        """Elements of a row: the dims of its parts."""
+        """Number of elements of a row: the sum of its parts' dims."""
         return sum(part.dim for part in self.parts)
 
     @property
@@ -188,28 +189,28 @@ class Table:
 
     @property
     def compute_dtype(self) -> Literal["float32", "float64"]:
-        """Of sums, lookup weights and optimizer state."""
+        """Dtype of sums, lookup weights and optimizer state."""
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
     def state_floats(self) -> int:
-        """Scalars of optimizer state that lie with a row."""
+        """Number of scalars of optimizer state that are stored with a row."""
         return sum(part.optimizer.state_floats(part.dim) for part in self.parts)
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one row at rest: weights, optimizer state, low halves if `master`, and a 64-bit clock."""
+        """Bytes of one stored row: weights, optimizer state, low halves if `master`, and a 64-bit clock."""
         state = self.state_floats * ITEM_BYTES[self.compute_dtype]
         return self.width * self.itemsize + state + 2 * self.width * self.master + CLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class TableSlice(Table):
-    """Some columns of a table, a table by itself wherever rows lie and travel: `slice_of` makes one."""
+    """Column slice of a table, treated as a table of its own by stores and exchanges. `slice_of` makes one."""
 
     whole: Table = field(kw_only=True)
     first: int = field(kw_only=True)
-    """Column of the whole row."""
+    """First column of the slice in the whole row."""
 
     @property
     def origin(self) -> tuple[str, int]:
@@ -222,7 +223,8 @@ class TableSlice(Table):
 
 @dataclass(frozen=True, slots=True)
 class TableSide(Table):
-    """Hot rows of a table, or its cold ones, a table by itself wherever rows lie and travel: `side_of` makes one."""
+    """Hot rows of a table, or its cold rows, treated as a table of their own by stores and exchanges. `side_of` makes
+    one."""
 
     whole: Table = field(kw_only=True)
     side: Literal["hot", "cold"] = field(kw_only=True)
@@ -233,27 +235,31 @@ class TableSide(Table):
 
 
 def side_of(table: Table, side: Literal["hot", "cold"]) -> TableSide:
-    """Its rows have the first values, updates and records of the whole table's."""
-    rest = {"name", "hashes"}  # lookups of a side are of rows
-    said = {each.name: getattr(table, each.name) for each in fields(Table) if each.name not in rest}
-    return TableSide(f"{table.name}[{side}]", **said, whole=table, side=side)
+    """Return the hot or cold side of `table`; its rows have the initial values, updates and records of the table."""
+    excluded = {"name", "hashes"}  # a side is looked up by row, after hashing
+    settings = {
+        setting.name: getattr(table, setting.name)
+        for setting in fields(Table)
+        if setting.name not in excluded
+    }
+    return TableSide(f"{table.name}[{side}]", **settings, whole=table, side=side)
 
 
 def slice_of(table: Table, first: int, last: int) -> TableSlice:
-    """Columns first .. last - 1 of `table`: what whole rows would have there, first values and updates alike, where
-    `check_slices` has nothing against it."""
-    taken = [
+    """Return columns first .. last - 1 of `table` as a table. Initial values and updates equal those of whole rows, for
+    tables that pass `check_slices`."""
+    overlaps = [
         (part, min(last, part.column + part.dim) - max(first, part.column)) for part in table.parts
     ]
-    taken = [(part, dim) for part, dim in taken if dim > 0]
-    columns = {part.name: dim for part, dim in taken}
-    scales = {part.name: Uniform(scale=part.init_scale) for part, _ in taken}
+    overlaps = [(part, dim) for part, dim in overlaps if dim > 0]
+    columns = {part.name: dim for part, dim in overlaps}
+    scales = {part.name: Uniform(scale=part.init_scale) for part, _ in overlaps}
     has_parts = isinstance(table.dim, Mapping)
     return TableSlice(
         f"{table.name}[{first}:{last}]",
         columns if has_parts else last - first,
         rows=table.rows,
-        optimizer={part.name: part.optimizer for part, _ in taken}
+        optimizer={part.name: part.optimizer for part, _ in overlaps}
         if has_parts
         else table.optimizer,
         initializer=scales if has_parts else scales[""],
@@ -269,18 +275,20 @@ def slice_of(table: Table, first: int, last: int) -> TableSlice:
 
 
 def check_slices(table: Table, slices: Sequence[Table]) -> None:
-    """Raises ConfigError where a table asks for what only whole rows can give."""
+    """Raise ConfigError if a table that is sharded into column slices has a setting that needs whole rows."""
     dims = {part.name: part.dim for part in table.parts}
-    cut = {part.name for each in slices for part in each.parts if part.dim < dims[part.name]}
-    if len(slices) > 1 and (said := needs_whole_rows(table, cut)):
+    cut_parts = {
+        part.name for piece in slices for part in piece.parts if part.dim < dims[part.name]
+    }
+    if len(slices) > 1 and (problem := needs_whole_rows(table, cut_parts)):
         raise ConfigError(
             f"table {table.name!r}: got column_wise or grid, which cut rows by columns, for what needs whole rows: "
-            f"{said}, or choose row_wise, host_wise or table_wise"
+            f"{problem}, or choose row_wise, host_wise or table_wise"
         )
 
 
 def check_hot(table: Table, ids: Sequence[int]) -> None:
-    """ids ascending. Raises ConfigError where a table has no such rows, or may not have them on every rank."""
+    """Raise ConfigError if a table does not have these hot rows, or cannot replicate them. ids: ascending."""
     if table.admission is not None or table.eviction is not None:
         raise ConfigError(
             f"table {table.name!r}: got hot rows of a table with admission or eviction, which decide for the rows that "
@@ -296,13 +304,14 @@ def check_hot(table: Table, ids: Sequence[int]) -> None:
         )
 
 
-def needs_whole_rows(table: Table, cut: Collection[str]) -> str:
-    """What of a table only whole rows can give, if its rows were cut, and these parts of them; "": nothing."""
+def needs_whole_rows(table: Table, cut_parts: Collection[str]) -> str:
+    """Describe the setting of `table` that needs whole rows, with a remedy; "" if none does. cut_parts: names of the
+    parts that would be cut into column slices."""
     for part in table.parts:
-        if part.name in cut and part.optimizer.is_of_rows:
+        if part.name in cut_parts and part.optimizer.is_of_rows:
             of = f" of part {part.name!r}" if part.name else ""
             return f"optimizer {part.optimizer.name}{of}; give it sgd, adagrad, adam, adamw or ftrl"
-    if cut and table.max_norm is not None:
+    if cut_parts and table.max_norm is not None:
         return f"max_norm={table.max_norm}; leave it out"
     if isinstance(table.eviction, MaxRowsEviction) and table.eviction.by == "norm":
         return "eviction by norm; evict by recency or frequency"
@@ -311,11 +320,11 @@ def needs_whole_rows(table: Table, cut: Collection[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A column of the input that looks ids up in a table; several features may share a table.
+    """Feature: an input column of ids that are looked up in a table; several features may share a table.
 
-    `pooling`: "sum", "mean" (sum / n) and "sqrtn" (sum / sqrt(n)) give one vector per sample, n being its number
-    of ids (an empty bag gives zeros); "sequence" gives one vector per lookup. Of a table with parts a feature
-    gives one tensor per part, named "feature.part".
+    `pooling`: "sum", "mean" (sum / n) and "sqrtn" (sum / sqrt(n)) produce one vector per sample with n ids (zeros for
+    an empty bag); "sequence" produces one vector per lookup. For a table with parts, a feature produces one tensor
+    per part, named "feature.part".
     """
 
     name: str
@@ -326,6 +335,6 @@ class Feature:
         validate_fields(self, f"feature {self.name!r}")
 
 
-def _of(value: T | Mapping[str, T], part: str) -> T:
-    chosen: Any = value[part] if isinstance(value, Mapping) else value
-    return chosen
+def _value_of_part(value: T | Mapping[str, T], part: str) -> T:
+    result: Any = value[part] if isinstance(value, Mapping) else value
+    return result

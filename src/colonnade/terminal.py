@@ -1,4 +1,4 @@
-"""Terminal output: text of files and users is printed as it is, never as markup or as control characters."""
+"""Terminal output: text from files and users is printed literally, never as markup or control characters."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from rich.text import Text
 
 
 class Terminal(Console):
-    """Console without markup, emoji codes and highlighting, which shows control characters as escapes.
+    """Console without markup, emoji codes and highlighting; prints control characters as escapes.
 
-    Give it plain strings, in tables too: a `rich.text.Text` is printed unchecked. In a file or a pipe a string is one
-    line whatever its length, so that it can be searched; COLUMNS sets a width there, too.
+    Pass plain strings, also in tables: a `rich.text.Text` is printed unchecked. In a file or a pipe a string is not
+    wrapped, so that it can be searched; set COLUMNS to wrap it.
     """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **settings)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        is_text = all(isinstance(each, str) for each in objects)
+        is_text = all(isinstance(item, str) for item in objects)
         if is_text and not self.is_terminal and "COLUMNS" not in os.environ:
             options["soft_wrap"] = True
         super().print(*objects, **options)
@@ -30,12 +30,12 @@ class Terminal(Console):
 
 
 def printable(text: str) -> str:
-    """Return the text with its control characters, but for newlines and tabs, as escapes: `\\x1b`."""
+    """Return the text with control characters, except newlines and tabs, as escapes: `\\x1b`."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def say(text: str) -> None:
-    """Print to standard output."""
+    """Print text to standard output, with control characters as escapes."""
     print(printable(text), flush=True)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from colonnade.comm.mesh import ALL, CHANNELS, THREADS, TRAINING, Scope, thread_of
+from colonnade.comm.mesh import ALL, CHANNELS, THREADS, TRAINING, Scope, issuing_thread
 from colonnade.comm.process_groups import open_scopes, with_servers
 
 
@@ -42,7 +42,7 @@ def on_two_hosts(mesh):
     open_scopes(mesh, 2)  # towers that are hosts: nothing new
     assert len(mesh.groups) == len(threads) + 4
     assert all(dist.get_backend(group) == "gloo" for group in mesh.groups.values())
-    crew = with_servers(mesh, 1).crew
+    crew = with_servers(mesh, 1).trainer_mesh
     assert mesh.rank % 2 or {thread for thread, _ in crew.groups} == {"dense", TRAINING}
     calls_overlap(mesh)
 
@@ -51,7 +51,7 @@ def calls_overlap(mesh):
     """Threads begin in another order on each rank; each keeps its own order."""
     by_thread = defaultdict(list)
     for number, channel in enumerate(CHANNELS):
-        by_thread[thread_of(channel)].append((number, channel))
+        by_thread[issuing_thread(channel)].append((number, channel))
     errors = []
 
     def call(channels):

@@ -25,7 +25,7 @@ WIDTH = 3
 
 
 def small_messages_too():
-    mates_module.LEAST_BYTES = 1
+    mates_module.MIN_SHARED_BYTES = 1
 
 
 def message(sender, receiver, call, rows):
@@ -66,7 +66,7 @@ def check_calls(mesh, channel, num_calls):
 
 
 def all_purposes(mesh, least):
-    mates_module.LEAST_BYTES = least
+    mates_module.MIN_SHARED_BYTES = least
     errors = []
 
     def run(channel):
@@ -84,8 +84,8 @@ def all_purposes(mesh, least):
         thread.join()
     if errors:
         raise errors[0]
-    lanes = {} if mesh.mates is None else mesh.mates.lanes
-    return {channel: lane.num_held for channel, lane in lanes.items()}
+    lanes = {} if mesh.shared_memory is None else mesh.shared_memory.trackers
+    return {channel: lane.num_retained for channel, lane in lanes.items()}
 
 
 @pytest.mark.parametrize("num_ranks, least", [(2, 1), (3, 1), (3, 20_000)])
@@ -109,7 +109,7 @@ def of_two_hosts(mesh):
         place = members.index(mesh.rank)
         wanted = [torch.arange(5) + 5 * place + 100 * r for r in members]
         assert torch.equal(received, torch.cat(wanted))
-    return sorted(mesh.mates.lanes)
+    return sorted(mesh.shared_memory.trackers)
 
 
 def with_and_without(mesh, names):
@@ -118,10 +118,10 @@ def with_and_without(mesh, names):
     for name in names:
         both = [
             run_exchange(each, CHOICES[name], [9, 0, 1, 13], "float32", 1)
-            for each in (replace(mesh, mates=None), mesh)
+            for each in (replace(mesh, shared_memory=None), mesh)
         ]
         found.append(both)
-    return found, sorted(mesh.mates.lanes)
+    return found, sorted(mesh.shared_memory.trackers)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def assert_same(a, b):
 def unreadable(mesh):
     """The world was opened where rank 1 cannot read others' memory."""
     check_calls(mesh, "fetch", 6)
-    return mesh.mates is None
+    return mesh.shared_memory is None
 
 
 def test_one_that_cannot_read_has_all_messages_travel(monkeypatch, tmp_path):
@@ -168,10 +168,10 @@ def test_one_that_cannot_read_has_all_messages_travel(monkeypatch, tmp_path):
 
 def blinded(mesh):
     small_messages_too()
-    assert mesh.mates is not None
+    assert mesh.shared_memory is not None
     if mesh.rank == 1:
-        mesh_module.readable = lambda *_: False
-    again = replace(mesh, mates=mesh_module._open_mates(mesh))
+        mesh_module.can_read_buffer = lambda *_: False
+    again = replace(mesh, shared_memory=mesh_module._open_shared_memory(mesh))
     return unreadable(again)
 
 

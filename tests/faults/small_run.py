@@ -26,7 +26,7 @@ from colonnade import close_mesh, open_mesh
 from colonnade.checkpoint.checkpoints import load_state
 from colonnade.checkpoint.header import list_checkpoints, read_header
 from colonnade.checkpoint.stores import open_recorded_stores
-from colonnade.comm.peer_status import Presence
+from colonnade.comm.peer_status import PeerMonitor
 from colonnade.config.run import RunConfig, build_config, override
 from colonnade.data import Splits, open_source, processes
 from colonnade.models.build import build_model
@@ -129,13 +129,13 @@ def fail(folder: Path, channel: str, number: int = 0) -> None:
 
 def main(folder: str, settings: str, kill_at: str = "0") -> None:
     fail(Path(folder), "start")
-    enter = Presence.enter
+    enter = PeerMonitor.begin_call
 
-    def enter_or_fail(presence: Presence, channel: str) -> None:
+    def enter_or_fail(presence: PeerMonitor, channel: str) -> None:
         fail(Path(folder), channel, presence._calls.get(channel, 0))
         enter(presence, channel)
 
-    Presence.enter = enter_or_fail  # type: ignore[method-assign]
+    PeerMonitor.begin_call = enter_or_fail  # type: ignore[method-assign]
     mesh = open_mesh(timeout=timedelta(seconds=float(os.environ.get("LIMIT", "60"))))
     config = override(build_config(CONFIG), json.loads(settings))
     # Readers open the data themselves; a step or two ahead, so one that is lost is missed.

@@ -1,4 +1,4 @@
-"""A rank that is lost is named, with what it was doing; nobody waits longer than the timeout."""
+"""A rank that is lost is named, with what it was describe_status; nobody waits longer than the timeout."""
 
 from __future__ import annotations
 
@@ -18,46 +18,58 @@ from ranks import run_ranks, start_child, store_in
 
 from colonnade import close_mesh, open_mesh
 from colonnade.comm.heartbeat import FileHeartbeats, StoreHeartbeats
-from colonnade.comm.peer_status import Heard, Presence, doing, telling, verdict
-from colonnade.comm.rendezvous import HEARTBEATS, STORE, Peer, connect, meet
+from colonnade.comm.peer_status import (
+    PeerMonitor,
+    PeerStatus,
+    describe_status,
+    diagnose_call,
+    telling,
+)
+from colonnade.comm.rendezvous import HEARTBEATS, STORE, Peer, connect_store, join_rendezvous
 from colonnade.errors import PeerLost, WorldError
 
 PEER = Peer("node", "one", 4711, 1, "1.0", "2.0", "x86_64")
-FINE = Heard(PEER, 0.3, calls={"dense": 58}, waiting={"dense": 3.0}, step=57)
+FINE = PeerStatus(PEER, 0.3, calls={"dense": 58}, waiting={"dense": 3.0}, step=57)
 
 
 def blamed(channel="dense", number=58, **ranks) -> tuple[tuple[int, ...], str]:
     heard = {number: FINE for number in range(1, 4)}
     heard |= {int(name[1:]): replace(FINE, **said) for name, said in ranks.items()}
-    found = verdict(heard, channel, number)
-    return found.ranks, found.why
+    found = diagnose_call(heard, channel, number)
+    return found.ranks, found.reason
 
 
 def test_the_rank_that_caused_it_is_blamed_and_none_that_followed():
     assert blamed() == ((), "")
     assert blamed(r2={"calls": {"dense": 57}})[0] == (2,)
-    assert "has not come" in blamed(r2={"calls": {"dense": 57}})[1]
+    assert "has not joined this call" in blamed(r2={"calls": {"dense": 57}})[1]
     late = {"calls": {"dense": 50}}
-    assert blamed(r1=late, r2={"silent": 9.0, **late})[0] == (2,)  # rank 1 waits for it elsewhere
-    assert blamed(r1=late, r2={"state": "gone"})[1].startswith("rank 2 (pid 4711 on node) is gone")
-    assert "stopped" in blamed(r3={"state": "stopped", "silent": 9.0})[1]
-    assert blamed(r3={"state": "running", "silent": 9.0}) == (
+    assert blamed(r1=late, r2={"silent_seconds": 9.0, **late})[0] == (
+        2,
+    )  # rank 1 waits for it elsewhere
+    assert blamed(r1=late, r2={"process_state": "gone"})[1].startswith(
+        "rank 2 (pid 4711 on node) is gone"
+    )
+    assert "stopped" in blamed(r3={"process_state": "stopped", "silent_seconds": 9.0})[1]
+    assert blamed(r3={"process_state": "running", "silent_seconds": 9.0}) == (
         (),
         "",
     )  # its thread is slow, not the rank
-    assert blamed(r1={"left": "DataError: row 7"}, r2={"silent": 99.0})[0] == (1,)
-    assert "DataError: row 7" in blamed(r1={"left": "DataError: row 7"})[1]
-    followed = {"left": "rank 1 lost rank 3", "follows": True, "state": "gone"}
-    assert blamed(r1=followed, r3={"state": "stopped"})[0] == (3,)
-    assert blamed(r1=followed | {"lost": [9]})[0] == (9,)
-    everyone = {f"r{n}": {"silent": 5.0} for n in range(1, 4)}
+    assert blamed(r1={"stop_reason": "DataError: row 7"}, r2={"silent_seconds": 99.0})[0] == (1,)
+    assert "DataError: row 7" in blamed(r1={"stop_reason": "DataError: row 7"})[1]
+    followed = {"stop_reason": "rank 1 lost rank 3", "is_follower": True, "process_state": "gone"}
+    assert blamed(r1=followed, r3={"process_state": "stopped"})[0] == (3,)
+    assert blamed(r1=followed | {"lost_ranks": [9]})[0] == (9,)
+    everyone = {f"r{n}": {"silent_seconds": 5.0} for n in range(1, 4)}
     assert blamed(**everyone)[0] == (1, 2, 3)
 
 
 def test_what_it_did_last():
-    assert doing(FINE) == "last seen in step 57, 3 s in 'dense'"
-    assert "12 s after its last call: computing" in doing(replace(FINE, waiting={}, idle=12.2))
-    assert "never said" in doing(Heard(PEER, 1.0))
+    assert describe_status(FINE) == "last seen in step 57, 3 s in 'dense'"
+    assert "12 s after its last call: computing" in describe_status(
+        replace(FINE, waiting={}, idle_seconds=12.2)
+    )
+    assert "never reported" in describe_status(PeerStatus(PEER, 1.0))
 
 
 def free_port() -> int:
@@ -80,7 +92,7 @@ def come(port, rank, num_ranks, seconds, found, peer=PEER):
         "127.0.0.1", port, 1, False, timeout=timedelta(seconds=20), wait_for_workers=False
     )
     try:
-        found[rank] = meet(store, rank, num_ranks, peer, timedelta(seconds=seconds))
+        found[rank] = join_rendezvous(store, rank, num_ranks, peer, timedelta(seconds=seconds))
     except Exception as error:
         found[rank] = error
 
@@ -167,32 +179,34 @@ def test_a_taken_port_and_a_missing_address_are_said(monkeypatch):
             WorldError,
             match=r"rank 0 cannot listen at MASTER_ADDR=127.0.0.1, MASTER_PORT=\d+: Addr",
         ):
-            connect(0, 2, timedelta(seconds=1))
+            connect_store(0, 2, timedelta(seconds=1))
     monkeypatch.setenv("MASTER_PORT", "70000")
     with pytest.raises(WorldError, match="MASTER_PORT='70000'"):
-        connect(0, 2, timedelta(seconds=1))
+        connect_store(0, 2, timedelta(seconds=1))
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    with pytest.raises(PeerLost, match=r"rank 1 of 2 found nobody at MASTER_ADDR=127.0.0.1"):
-        connect(1, 2, timedelta(seconds=1))
+    with pytest.raises(PeerLost, match=r"rank 1 of 2 found no server at MASTER_ADDR=127.0.0.1"):
+        connect_store(1, 2, timedelta(seconds=1))
 
 
 def test_a_file_that_ranks_do_not_share_is_refused_and_who_is_missing_named(monkeypatch, tmp_path):
     for name, file in store_in(tmp_path).items():
         monkeypatch.setenv(name, file)
-    store = connect(0, 2, timedelta(seconds=5))
+    store = connect_store(0, 2, timedelta(seconds=5))
     with pytest.raises(PeerLost) as lost:
-        meet(store, 0, 2, PEER, timedelta(seconds=0.3))
+        join_rendezvous(store, 0, 2, PEER, timedelta(seconds=0.3))
     first = str(lost.value)
     with pytest.raises(PeerLost) as lost:
-        meet(connect(1, 3, timedelta(seconds=5)), 1, 3, PEER, timedelta(seconds=0.3))
+        join_rendezvous(
+            connect_store(1, 3, timedelta(seconds=5)), 1, 3, PEER, timedelta(seconds=0.3)
+        )
     for words, missing in ((first, "rank 1 of 2"), (str(lost.value), "rank 0 of 3")):
         assert f"{missing} did not come in time: not started, or another program" in words
     monkeypatch.setenv(HEARTBEATS, str(tmp_path / "nowhere"))
     with pytest.raises(WorldError, match=r"got COLONNADE_HEARTBEATS='.*nowhere', wanted a file"):
-        connect(0, 2, timedelta(seconds=1))
+        connect_store(0, 2, timedelta(seconds=1))
     monkeypatch.setenv(STORE, "/proc/self/fd/999")
     with pytest.raises(WorldError, match="got COLONNADE_STORE='/proc/self/fd/999', wanted a file"):
-        connect(0, 2, timedelta(seconds=1))
+        connect_store(0, 2, timedelta(seconds=1))
 
 
 def test_heartbeats_in_a_file_do_not_grow_it_and_are_read_whole(tmp_path):
@@ -223,7 +237,7 @@ def test_rank_0_listens_where_it_is_told(monkeypatch):
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.2")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    store = connect(0, 2, timedelta(seconds=5))
+    store = connect_store(0, 2, timedelta(seconds=5))
     store.set("a", "b")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=2)
@@ -236,17 +250,17 @@ def test_an_error_is_told_and_one_who_goes_on_is_not_blamed(server, kind, tmp_pa
         heartbeats = [FileHeartbeats(path) for _ in range(2)]
     else:
         heartbeats = [StoreHeartbeats(dist.PrefixStore("p", server.clone()), "h:1") for _ in "ab"]
-    ranks = [Presence(heartbeats[r], [PEER, PEER], r, timedelta(seconds=5)) for r in range(2)]
+    ranks = [PeerMonitor(heartbeats[r], [PEER, PEER], r, timedelta(seconds=5)) for r in range(2)]
     for each in ranks:
         each.start()
     with pytest.raises(ZeroDivisionError), telling(ranks[1]):
         raise ZeroDivisionError("by 0")
-    lost = str(ranks[0].lose("dense", None))
+    lost = str(ranks[0].diagnose_loss("dense", None))
     assert "lost rank 1 in 'dense'" in lost and "ZeroDivisionError: by 0" in lost
     with pytest.raises(PeerLost, match="lost rank 1"):
-        ranks[0].enter("route")
+        ranks[0].begin_call("route")
     with telling(ranks[1]):
-        ranks[1].enter("route")
+        ranks[1].begin_call("route")
     for each in ranks:
         each.stop("it ended")
 

@@ -248,5 +248,5 @@ def test_ctrl_c_checkpoints_and_ends(ranks, way, tmp_path):
     child.wait(60)
     output = child.said()
     assert child.code == 0, output
-    assert "stopped as asked" in output and "Traceback" not in output, output
+    assert "stopped as requested" in output and "Traceback" not in output, output
     assert list_checkpoints(tmp_path / "run")

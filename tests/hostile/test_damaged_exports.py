@@ -360,7 +360,7 @@ def test_verify_reads_a_publication(published, capsys, monkeypatch):
             main()
         return ended.value.code
 
-    assert not verify() and "whole" in capsys.readouterr().out
+    assert not verify() and "intact" in capsys.readouterr().out
     changes = sorted(published.glob("change-*"))
     flip(changes[-1], 300)
     assert verify() == 2 and changes[-1].name in capsys.readouterr().out

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from colonnade import Mesh, World
-from colonnade.comm.mesh import ALL, TRAINING, Scope, thread_of
+from colonnade.comm.mesh import ALL, TRAINING, Scope, issuing_thread
 
 PATIENCE = 60.0
 """Seconds that a rank waits for another."""
@@ -76,12 +76,12 @@ class Simulated(Mesh):
     ):
         members = scope.members(self.rank, self.num_ranks)
         if 1 < len(members) < self.num_ranks:
-            assert self.group(thread_of(channel), scope) == scope, (
+            assert self.group(issuing_thread(channel), scope) == scope, (
                 f"{channel}: a group that nobody opened"
             )
         width = send.element_size() * (send[0].numel() if send.dim() > 1 and len(send) else 1)
         for peer, rows in zip(members, send_rows, strict=True):
-            self._count(traffic_tag or channel, peer, width * rows)
+            self._count_traffic(traffic_tag or channel, peer, width * rows)
         group = channel, scope, members[0]
         heard = self.office.swap(group, self.rank, members, send.split(list(send_rows)))
         assert [len(each) for each in heard] == list(receive_rows)

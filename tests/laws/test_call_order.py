@@ -17,7 +17,7 @@ from colonnade import (
     build_plan,
 )
 from colonnade.batch import Batch, Ids
-from colonnade.comm.mesh import TRAINING, thread_of
+from colonnade.comm.mesh import TRAINING, issuing_thread
 from colonnade.topology.sharding import table_wise
 
 TABLES = [Table("kept", 4, eviction=MaxRowsEviction(rows=8)), Table("whole", 4, rows=50)]
@@ -26,11 +26,11 @@ FEATURES = [Feature(table.name, table.name) for table in TABLES]
 
 def calls_of(mesh: Mesh, staleness: int) -> list[str]:
     """Train some steps where one rank alone has a table that forgets; return the training thread's calls."""
-    calls, begin = [], Mesh._begin
+    calls, begin = [], Mesh._begin_call
 
     def record(self, channel, start, *scope):
-        if thread_of(channel) == TRAINING:
-            calls.append(self.called + self.label(channel, *scope))
+        if issuing_thread(channel) == TRAINING:
+            calls.append(self.prefix + self.call_name(channel, *scope))
         return begin(self, channel, start, *scope)
 
     shardings = {"kept": table_wise(1), "whole": table_wise(0)}
@@ -46,13 +46,13 @@ def calls_of(mesh: Mesh, staleness: int) -> list[str]:
         Batch(4, None, {t.name: Ids(torch.randint(50, (4,), generator=generator)) for t in TABLES})
         for _ in range(8)
     ]
-    Mesh._begin = record
+    Mesh._begin_call = record
     try:
         for batch in collection.lookahead(batches):
             sum(output.sum() for output in collection(batch).values()).backward()
             rows.step()
     finally:
-        Mesh._begin = begin
+        Mesh._begin_call = begin
     return calls
 
 

@@ -270,7 +270,7 @@ def test_a_plan_says_what_is_hot():
         ({"replicated_rows": {"item": [1]}, "sharding": {"item": replicated(2)}}, "with sharding=replicated, wanted"),
         ({"replicated_rows": {"item": [1]}, "sharding": {"item": column_wise([0, 1])}},
          "with sharding=column_wise, wanted"),
-        ({"replicated_rows": {"item": [1]}, "servers": 1}, "got hot rows beside servers"),
+        ({"replicated_rows": {"item": [1]}, "servers": 1}, "got hot rows and servers"),
         ({"replicated_rows": {"item": range(50)}, "memory": {"dram": 1500}},
          "plan.memory.dram: got 1,500 bytes, wanted more than"),
         ({"sharding": {"item": replace(row_wise(2), hot=hot_rows([1], 3))}}, "hot rows on 3 of 2 ranks"),

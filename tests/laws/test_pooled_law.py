@@ -112,7 +112,7 @@ def hold(mesh, choice: Choice = MIXED):
     ticket = collection.pipeline.prepare(share_of(global_batch(3, 11), mesh.rank, mesh.num_ranks))
     collection.pipeline.fetch(ticket)
     held = collection.exchange.prefetched(ticket)
-    values = collection.exchange.values(ticket, collection.handle)
+    values = collection.exchange.values(ticket, collection.backward_handle)
     collection.pipeline.drop(ticket)
     return held, {name: value.detach() for name, value in values.items()}
 
@@ -124,7 +124,7 @@ def restored(choice: Choice, held, step: int = 3):
     batch = global_batch(step, 11)
     ticket = collection.pipeline.prepare(batch, (0, held))  # no step is left before it
     again = collection.exchange.prefetched(ticket)
-    return collection.exchange.values(ticket, collection.handle), again
+    return collection.exchange.values(ticket, collection.backward_handle), again
 
 
 def test_what_was_read_ahead_is_read_in_another_world(everyone):

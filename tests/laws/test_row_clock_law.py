@@ -38,7 +38,7 @@ from colonnade import (
     build_plan,
     load_rows,
 )
-from colonnade.cache.copies import DeviceCopies
+from colonnade.cache.cached_rows import DeviceCachedRows
 from colonnade.config.run import build_config, override
 from colonnade.errors import ConfigError
 from colonnade.exchange import exchange
@@ -286,7 +286,7 @@ def count_batches_by_changing_bounds(mesh, cases, steps):
         with world.rows.settled():
             for held in world.held():
                 assert np.array_equal(held, total), "I1: every batch once"
-        counts, copies = world.collection.cached.counts, world.collection.cached.copies
+        counts, copies = world.collection.cached.counts, world.collection.cached.cached_rows
         waiting = sum(int(ticks.sum()) for ticks in copies.ticks)
         assert counts.ticks + waiting == counts.hits + counts.misses + counts.lease_over
 
@@ -477,8 +477,8 @@ def run_parts(mesh, folder, parts):
             collection, waiting, bounds = run.trainer.collection, 0, None
             if (cached := collection.cached) is not None:
                 on_device = settings.get("plan.cache.tier") == "hbm"
-                assert isinstance(cached.copies, DeviceCopies) == on_device
-                waiting = max(int(ticks.max(initial=0)) for ticks in cached.copies.ticks)
+                assert isinstance(cached.cached_rows, DeviceCachedRows) == on_device
+                waiting = max(int(ticks.max(initial=0)) for ticks in cached.cached_rows.num_pending)
                 last = cached.directories[1]
                 bounds = last.read_bound, last.write_bound
             with run.trainer.rows.settled():
@@ -560,7 +560,7 @@ def leave_one_out(mesh):
     with pytest.raises(ConfigError, match="load_rows: got rows of table 'few' that ranks may have"):
         load_rows(world.collection, "few", torch.ones(2, 2))
     other = EmbeddingCollection(world.collection.tables, world.collection.declaration.features)
-    with pytest.raises(ConfigError, match="'any': got a policy of your own beside copies"):
+    with pytest.raises(ConfigError, match="'any': got a policy of your own together with copies"):
         other.open(world.collection.plan, mesh, policies={"any": object()})
     fresh = Ones(mesh, 6, 9)
     load_rows(fresh.collection, "few", torch.zeros(3, 2))  # nobody has a copy yet

@@ -36,7 +36,7 @@ from colonnade.comm.traffic import Traffic
 from colonnade.config.run import build_config, override
 from colonnade.data import open_batches
 from colonnade.errors import ConfigError
-from colonnade.models.retriever import Retrieval
+from colonnade.models.retriever import RetrievalObjective
 from colonnade.plan.cost.table_stats import table_loads
 from colonnade.plan.measure.profile import profile
 from colonnade.plan.search import choose
@@ -350,7 +350,7 @@ def retrieved(mesh, servers):
         if mesh.is_server:
             collection(batch)
         else:
-            Retrieval().loss(model, batch, trainers).backward()
+            RetrievalObjective().loss(model, batch, trainers).backward()
         dense.reduce(finite=collection.pipeline.gradients.are_finite(), stop=False)
         rows.step(agreed=True)
         optimizer.step()
@@ -455,7 +455,7 @@ def test_every_rank_makes_the_groups_of_trainers_in_one_order(monkeypatch):
     orders = set()
     for rank in range(6):
         made.clear()
-        presence = SimpleNamespace(timeout=1.0, only={})
+        presence = SimpleNamespace(timeout=1.0, participants={})
         world = World(num_hosts=2, ranks_per_host=3)
         mesh = with_servers(Mesh(world, rank, presence=presence), 1)
         orders.add(tuple(made))
@@ -469,5 +469,5 @@ def test_every_rank_makes_the_groups_of_trainers_in_one_order(monkeypatch):
         assert trainers.group("dense", trainers.in_host) == ((0, 1) if rank < 3 else (3, 4))
         over_hosts = trainers.group("dense", trainers.over_hosts)
         assert over_hosts == ((0, 3) if rank in (0, 3) else (1, 4))
-        assert presence.only["trainers dense in host"] == {0, 1, 3, 4}
+        assert presence.participants["trainers dense in host"] == {0, 1, 3, 4}
     assert len(orders) == 1

@@ -33,7 +33,7 @@ from colonnade import (
 from colonnade.comm.traffic import Traffic
 from colonnade.exchange.operator_cut import remote_consumers
 from colonnade.lookup.layout import declare
-from colonnade.plan.cost.consumers import evaluated_at_owners, model_load
+from colonnade.plan.cost.consumers import find_remote_consumers, model_load
 from colonnade.plan.cost.partials import Partials
 from colonnade.plan.cost.table_stats import table_loads
 from colonnade.plan.hot import sides_of
@@ -242,11 +242,11 @@ def test_bytes_are_foretold(hosts, ranks_per_host, cases):
         if "columns" in case:
             assert why["linear"] == "rows of table a are cut by columns"
         if case == "over hot rows":
-            assert why["fm"] == "fewer floats; of table a, which has hot rows, values travel"
+            assert why["fm"] == "fewer floats; table a, which has hot rows, sends values"
         if case == "beside hot rows":
             assert "hot and cold rows of table a" in why["alone"]
             assert [each.name for each in choice.consumers if each.is_apart] == ["alone"]
-        found = evaluated_at_owners(
+        found = find_remote_consumers(
             declaration, plan.shardings, [table.exchange for table in plan.tables]
         )
         assert set(found) == everyone[0][case][1], case
@@ -283,15 +283,17 @@ def test_the_cut_of_numbers_is_the_exchanges():
         owners = torch.zeros(len(tables), n).double().numpy()
         for t, sharding in enumerate(shardings):
             owners[t, list(sharding.ranks)] = 1.0
-        found = [partials.model.consumers[c].name for c in partials.cut(owners)]
+        found = [partials.model.consumers[c].name for c in partials.select_remote_consumers(owners)]
         assert tuple(found) == remote_consumers(declaration, shardings)
-        joint = partials.joint(owners)
-        shares = [partials.shares(joint, owners, t) for t in range(len(tables))]
-        assert joint.lone is None
-        for b, sent in enumerate((joint.values, joint.gradients)):
-            straight = sent.sum() + joint.queries.sum()
-            assert sum(share[b].straight for share in shares) == pytest.approx(straight)
-            assert sum(share[b].common for share in shares) == pytest.approx(joint.common[b])
+        traffic = partials.predict_traffic(owners)
+        shares = [partials.table_bytes(traffic, owners, t) for t in range(len(tables))]
+        assert traffic.unsendable_field is None
+        for b, sent in enumerate((traffic.values, traffic.gradients)):
+            straight = sent.sum() + traffic.queries.sum()
+            assert sum(share[b].direct for share in shares) == pytest.approx(straight)
+            assert sum(share[b].host_summed for share in shares) == pytest.approx(
+                traffic.host_summed[b]
+            )
 
 
 def one_of_each(features):

@@ -389,7 +389,7 @@ def held(mesh):
 
 def hold_and_see(mesh):
     collection, _, ticket, found = held(mesh)
-    values = collection.exchange.values(ticket, collection.handle)
+    values = collection.exchange.values(ticket, collection.backward_handle)
     return found, {name: value.detach() for name, value in values.items()}
 
 
@@ -406,7 +406,7 @@ def test_what_was_read_ahead_is_read_in_another_world():
             name for each in reads for name in each
         }
         collection.pipeline.gradients.contexts.append(ticket)
-        values = collection.exchange.values(ticket, collection.handle)
+        values = collection.exchange.values(ticket, collection.backward_handle)
         sum(value.sum() for value in values.values()).backward()
         square = collection.pipeline.gradients.squared_norm(collection.step)
         found.append(({name: value.detach() for name, value in values.items()}, square))
@@ -437,7 +437,7 @@ def test_what_owners_cannot_evaluate():
 
     assert found() == {
         "deep": None,
-        "beside": "nothing smaller than its fields' values stands for them in Concat",
+        "beside": "Concat has no result that is smaller than its fields' values",
     }
     assert remote_consumers(declaration, whole) == ("deep",)
     assert "read ahead" in found(reads_ahead=2)["deep"]

@@ -481,7 +481,7 @@ def test_rows_of_no_single_tower_are_said():
     declaration, world = declare(tables("float64"), LOOKED_UP, MODULES), World(ranks_per_host=4)
     shardings = [row_wise(4)] * 4
     said = barred_in_towers(declaration, "first", shardings, world, num_towers=2)
-    assert said == "rows of user.deep do not all lie in one tower"
+    assert said == "rows of user.deep are not all in one tower"
 
 
 def test_nothing_is_evaluated_inside_where_that_saves_nothing():

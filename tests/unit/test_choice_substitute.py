@@ -203,15 +203,15 @@ def test_the_search_finds_what_trying_all_finds(num_ranks):
     best, evaluated = float("inf"), False
     for exchanges in itertools.product(("rows", "pooled", "partials"), repeat=3):
         for shardings in itertools.product(places, repeat=3):
-            state = search.empty()
+            state = search.empty_state()
             for t in range(3):
-                search.add(state, t, exchanges[t], shardings[t])
-            if state.joint is not None and state.joint.split is not None:
+                search.add_table(state, t, exchanges[t], shardings[t])
+            if state.partials is not None and state.partials.split_bag is not None:
                 assert "partials" in exchanges
                 continue
             if search.seconds(state).step < best:
                 best = search.seconds(state).step
-                evaluated = state.joint is not None and len(state.joint.consumers) > 0
+                evaluated = state.partials is not None and len(state.partials.consumers) > 0
     assert choice.seconds.step <= 1.05 * best
     assert evaluated == any(each.is_partial for each in choice.consumers) == (num_ranks == 2)
 
@@ -245,8 +245,10 @@ def test_who_takes_a_table_that_is_cut_falls_back_alone():
 def test_reasons_in_words():
     case = CASES["DeepFM: its linear part alone"]
     fm, top, linear = choose(case.loads(), case.world, model=case.model()).consumers
-    assert fm.why == "values travel anyway for c1" and not fm.is_partial
-    assert top.why == "its operator has no partial that adds up" and top.partial_floats is None
+    assert fm.why == "values are sent anyway for c1" and not fm.is_partial
+    assert (
+        top.why == "its operator has no partial that can be summed" and top.partial_floats is None
+    )
     assert linear.is_partial and (linear.partial_floats, linear.value_floats) == (4, 40)
     case = CASES["LR + FM, too many ranks, many ids"]
     fm, linear = choose(case.loads(), case.world, model=case.model()).consumers

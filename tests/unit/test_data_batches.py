@@ -14,7 +14,7 @@ from colonnade import Mesh
 from colonnade.batch import Batch, Ids
 from colonnade.config.run import build_config
 from colonnade.data import Column, Position, Schema, Splits, open_batches
-from colonnade.data.batches import ENDED, until_all_end
+from colonnade.data.batches import ENDED, pad_with_empty_batches
 from colonnade.data.processes import read_ahead
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.run.run import open_run
@@ -197,7 +197,7 @@ def test_data_sets_that_cannot_work_are_refused():
     with pytest.raises(DataError, match="its function returned a int"):
         list(open_batches(lambda epoch: epoch, SCHEMA).batches(4))
     with pytest.raises(
-        DataError, match="ended after 10 batches, and the run goes on from batch 11"
+        DataError, match="ended after 10 batches, and the run resumes from batch 11"
     ):
         list(open_batches(Stream(), SCHEMA).batches(6, start=Position(0, 11)))
     with pytest.raises(DataError, match="a Stream has no load_state_dict"):
@@ -281,4 +281,4 @@ def test_ranks_may_end_at_different_times(tmp_path, kind):
 
 def test_alone_nothing_is_added():
     batches = [make_batch(0), make_batch(1)]
-    assert list(until_all_end(iter(batches), SCHEMA, Mesh(), channel="route")) == batches
+    assert list(pad_with_empty_batches(iter(batches), SCHEMA, Mesh(), channel="route")) == batches

@@ -90,7 +90,7 @@ def test_libffm_is_a_bag_of_each_field(tmp_path):
     path = tmp_path / "a.ffm"
     path.write_text("1 0:10:1 2:30:1 2:31:1\n0 2:32:1 0:11:1\n")
     assert [field.name for field in infer_schema(path).fields] == ["label", "field_0", "field_2"]
-    schema = open_source("libsvm", path).train.declaration
+    schema = open_source("libsvm", path).train.file_schema
     batch = read_all(path)
     assert bags(batch.ids["field_0"]) == [[10], [11]]
     assert bags(batch.ids["field_2"]) == [[30, 31], [32]]

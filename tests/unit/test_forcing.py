@@ -143,7 +143,7 @@ def test_rows_of_gpus_are_not_foretold():
         "plan": {"exchange": "auto", "memory": {"hbm": "1GiB"}},
         "train": {"device": "cuda"},
     }
-    with pytest.raises(ConfigError, match="whose rows are not foretold"):
+    with pytest.raises(ConfigError, match="which predictions do not cover"):
         build_config(settings)
 
 

@@ -67,7 +67,7 @@ KINDS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "colonnade checkpoint": (f"run/checkpoints/{STEP:012d}.json", lambda p: read_header(p.parents[1], STEP)),
     "colonnade state": (f"run/checkpoints/{STEP:012d}/dense", read_state),
     "colonnade store manifest": (f"{ROWS}/manifest-4.json", lambda p: manifest.describe(p.parent, STEP)),
-    "colonnade stripe": ("stripe/stripe.json", lambda p: stripes._mark(p.parent)),
+    "colonnade stripe": ("stripe/stripe.json", lambda p: stripes._read_mark(p.parent)),
     "colonnade segment": (f"{ROWS}/segment-00000002.rows", read_segment),
     "colonnade key list": (f"{ROWS}/segment-00000002.keys", read_keys),
     "colonnade live bitmaps": (f"{ROWS}/live-4.bits", lambda p: live.parse_live(p, read_verified(p), STEP)),

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from colonnade.comm import shm as rooms_module
 from colonnade.comm.shm import (
-    LEAST_BYTES,
-    SMALLEST,
-    Lane,
-    OthersRooms,
-    Rooms,
-    by_ticket,
-    readable,
-    size_of_room,
+    MIN_BUFFER_BYTES,
+    MIN_SHARED_BYTES,
+    BufferPool,
+    MessageTracker,
+    PeerBuffers,
+    buffer_size,
+    can_read_buffer,
+    uses_shared_memory,
 )
 from colonnade.errors import WorldError
 
@@ -32,15 +32,15 @@ CALLS = st.lists(
 
 
 @given(
-    st.lists(st.lists(st.integers(0, 2 * LEAST_BYTES), min_size=NUM, max_size=NUM), min_size=NUM, max_size=NUM)
+    st.lists(st.lists(st.integers(0, 2 * MIN_SHARED_BYTES), min_size=NUM, max_size=NUM), min_size=NUM, max_size=NUM)
 )  # fmt: skip
 def test_both_ends_agree(sizes):
     """sizes[i][j]: bytes from i to j."""
-    found = [by_ticket(sizes[i], [row[i] for row in sizes], i) for i in range(NUM)]
+    found = [uses_shared_memory(sizes[i], [row[i] for row in sizes], i) for i in range(NUM)]
     for i in range(NUM):
         for j in range(NUM):
             assert found[i][j] == found[j][i]
-            assert found[i][j] == (i != j and max(sizes[i][j], sizes[j][i]) >= LEAST_BYTES)
+            assert found[i][j] == (i != j and max(sizes[i][j], sizes[j][i]) >= MIN_SHARED_BYTES)
 
 
 @settings(max_examples=examples(40, 200))
@@ -48,7 +48,7 @@ def test_both_ends_agree(sizes):
 def test_rooms_are_kept_until_all_have_read(data):
     """Two ranks or more whose calls begin in one order each and end in any: no room that was not read is let go, and
     each that was told as read is."""
-    lanes = [Lane() for _ in range(NUM)]
+    lanes = [MessageTracker() for _ in range(NUM)]
     posted = {}  # (sender, receiver, number) -> the ticket's "read"
     waiting = {i: [] for i in range(NUM)}  # calls begun: {mate: number}
     done = set()  # (sender, receiver, number) that were read
@@ -62,7 +62,7 @@ def test_rooms_are_kept_until_all_have_read(data):
             mates = [j for j in range(NUM) if j != i and pairs[(i + j) % NUM]]
             ahead[i] += 1
             room = torch.empty(1)
-            numbers = lanes[i].begin(room, mates)
+            numbers = lanes[i].begin_call(room, mates)
             for mate, (number, read) in numbers.items():
                 posted[i, mate, number] = read
             kept[i].append((room, {mate: number for mate, (number, _) in numbers.items()}))
@@ -74,8 +74,8 @@ def test_rooms_are_kept_until_all_have_read(data):
                 continue  # has not arrived
             waiting[i].pop(which)
             done |= {(mate, i, number) for mate, number in call.items()}
-            lanes[i].end({m: (number, posted[m, i, number]) for m, number in call.items()})
-        held = [{id(room) for room, _ in lane._held} for lane in lanes]
+            lanes[i].end_call({m: (number, posted[m, i, number]) for m, number in call.items()})
+        held = [{id(room) for room, _ in lane._retained} for lane in lanes]
         for rank in range(NUM):
             for room, numbers in kept[rank]:
                 if any((rank, mate, number) not in done for mate, number in numbers.items()):
@@ -83,49 +83,49 @@ def test_rooms_are_kept_until_all_have_read(data):
 
 
 def test_a_steady_purpose_keeps_two_rooms():
-    here, there = Lane(), Lane()
+    here, there = MessageTracker(), MessageTracker()
     for step in range(5):
-        ours, theirs = here.begin(torch.empty(1), [1]), there.begin(torch.empty(1), [0])
-        assert here.num_held == (1 if step == 0 else 2)
-        here.end({1: (ours[1][0], theirs[0][1])})
-        there.end({0: (theirs[0][0], ours[1][1])})
-        assert here.num_held == 1
+        ours, theirs = here.begin_call(torch.empty(1), [1]), there.begin_call(torch.empty(1), [0])
+        assert here.num_retained == (1 if step == 0 else 2)
+        here.end_call({1: (ours[1][0], theirs[0][1])})
+        there.end_call({0: (theirs[0][0], ours[1][1])})
+        assert here.num_retained == 1
 
 
 @given(st.integers(0, 1 << 34))
 def test_sizes_of_rooms(num_bytes):
-    size = size_of_room(num_bytes)
-    assert size >= max(num_bytes, SMALLEST) and size & (size - 1) == 0
-    assert size == SMALLEST or size < 2 * num_bytes
+    size = buffer_size(num_bytes)
+    assert size >= max(num_bytes, MIN_BUFFER_BYTES) and size & (size - 1) == 0
+    assert size == MIN_BUFFER_BYTES or size < 2 * num_bytes
 
 
 def test_a_room_serves_again_once_nothing_looks_into_it():
-    rooms = Rooms()
-    first = rooms.empty(300_000)
+    rooms = BufferPool()
+    first = rooms.allocate(300_000)
     view, address = first[7:100].view(torch.int8), first.data_ptr()
-    second = rooms.empty(300_000)
+    second = rooms.allocate(300_000)
     assert second.data_ptr() != address and rooms.num_bytes == 2 << 19
     del first
     gc.collect()
-    assert rooms.empty(300_000).data_ptr() not in (address, second.data_ptr())  # `view` looks
-    assert rooms.file_of(view) is not None and rooms.file_of(torch.empty(5)) is None
+    assert rooms.allocate(300_000).data_ptr() not in (address, second.data_ptr())  # `view` looks
+    assert rooms.fd_of(view) is not None and rooms.fd_of(torch.empty(5)) is None
     del view
     gc.collect()
-    assert rooms.empty(290_000).data_ptr() in {address, *rooms._files} - {second.data_ptr()}
+    assert rooms.allocate(290_000).data_ptr() in {address, *rooms._fds} - {second.data_ptr()}
     assert rooms.num_bytes == 3 << 19
 
 
 def test_others_read_what_is_written():
-    rooms = Rooms()
-    room = rooms.empty(1 << 20)
-    file = rooms.file_of(room)
-    others = OthersRooms(os.getpid())
+    rooms = BufferPool()
+    room = rooms.allocate(1 << 20)
+    file = rooms.fd_of(room)
+    others = PeerBuffers(os.getpid())
     address = others.address(file)
     assert address != room.data_ptr() and others.address(file) == address
     room.copy_(torch.arange(1 << 20).to(torch.uint8))
-    assert readable(os.getpid(), file, bytes(range(16)))
-    assert not readable(os.getpid(), file, bytes(range(1, 17)))
-    assert not readable(2**22 + 1, file, bytes(range(16)))  # nobody
+    assert can_read_buffer(os.getpid(), file, bytes(range(16)))
+    assert not can_read_buffer(os.getpid(), file, bytes(range(1, 17)))
+    assert not can_read_buffer(2**22 + 1, file, bytes(range(16)))  # nobody
     with pytest.raises(OSError):
         others.address(10**6)
 
@@ -136,13 +136,13 @@ def test_no_room_is_told(monkeypatch):
 
     monkeypatch.setattr(rooms_module.os, "memfd_create", refused)
     with pytest.raises(WorldError, match=r"Too many open files.*ulimit -n"):
-        Rooms().empty(1 << 20)
+        BufferPool().allocate(1 << 20)
 
 
 def test_rooms_are_given_back():
     before = len(os.listdir("/proc/self/fd"))
-    rooms = Rooms()
-    block = rooms.empty(1000)
+    rooms = BufferPool()
+    block = rooms.allocate(1000)
     block.fill_(7)
     rooms.close()
     assert rooms.num_bytes == 0 and int(block.sum()) == 7000  # who still looks into one may
@@ -152,9 +152,9 @@ def test_rooms_are_given_back():
 
 
 def test_who_has_no_file_left_says_so_and_blames_nobody(monkeypatch):
-    rooms = Rooms()
-    file = rooms.file_of(rooms.empty(1000))
-    others = OthersRooms(os.getpid())
+    rooms = BufferPool()
+    file = rooms.fd_of(rooms.allocate(1000))
+    others = PeerBuffers(os.getpid())
 
     def none_left(*_, **__):
         raise OSError(errno.EMFILE, "Too many open files")

@@ -34,7 +34,7 @@ from colonnade import (
 )
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.store.log import open_log
-from colonnade.store.policies import Blocks, RowRetention, _mix64, chance, retention_words
+from colonnade.store.policies import RowRetention, SketchLayout, _mix64, chance, retention_words
 from colonnade.topology.sharding import Shard
 
 COUNTED = CountMinAdmission(updates=2, expected_ids=5000)
@@ -562,7 +562,7 @@ def test_on_two_ranks_and_on_one_after_two(stays, tmp_path):
 def test_counters_find_their_ranks(worlds):
     """Many blocks: every id is counted at least as often as in the world before, whatever rank it has now."""
     kind = table(admission=CountMinAdmission(updates=3, expected_ids=50_000))
-    assert Blocks(kind.admission).count > 64
+    assert SketchLayout(kind.admission).count > 64
     ids = torch.arange(3000) * 7919
 
     def world(size):

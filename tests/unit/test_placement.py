@@ -16,7 +16,7 @@ from colonnade.errors import BudgetExceeded
 from colonnade.plan.cost.memory import (
     Demand,
     demands,
-    hull,
+    lower_hull,
     mean_over_ranks,
     place,
     place_on_ranks,
@@ -89,7 +89,7 @@ def test_any_curves_within_one_piece_of_the_best(cases, more):
 @given(st.lists(st.floats(0, 10), min_size=2, max_size=20))
 def test_a_hull_is_convex_and_below(values):
     reads = np.sort(np.array(values))[::-1]
-    rows, low = hull(list(range(len(reads))), reads.tolist())
+    rows, low = lower_hull(list(range(len(reads))), reads.tolist())
     assert rows[0] == 0 and rows[-1] == len(reads) - 1
     assert (np.interp(range(len(reads)), rows, low) <= reads + 1e-9).all()
     slopes = np.diff(low) / np.diff(rows)

@@ -230,7 +230,7 @@ def test_a_network_of_ones_own_is_served(tmp_path):
     with pytest.raises(IdRangeError, match=r"feature 'user'.*got id 50, wanted 0 \.\. 49"):
         model(batch)
     with pytest.raises(ConfigError, match="open already"):
-        collection.serve(collection._served)
+        collection.serve(collection._exported_rows)
     with pytest.raises(ConfigError, match="serves exported rows"):
         collection.rows("user", torch.arange(3))
 

@@ -612,9 +612,9 @@ def test_tensors_in_a_tuple_are_read_again():
     embeddings = EmbeddingCollection(tables, [Feature("a", "a")]).open()
     rows, beta = RowOptimizer(embeddings), torch.tensor(0.5)
     rows.param_groups[0]["betas"] = (beta, 0.9)
-    before = rows._own_settings().clone()
+    before = rows._checked_settings().clone()
     beta.fill_(0.25)
-    assert not torch.equal(rows._own_settings(), before)
+    assert not torch.equal(rows._checked_settings(), before)
 
 
 def test_settings_are_read_again_when_they_change():

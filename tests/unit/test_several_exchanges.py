@@ -136,7 +136,7 @@ def pushed(mesh: Mesh) -> list[str]:
     outputs = collection(batch_of(mesh.rank))
     torch.autograd.backward(list(outputs.values()), [torch.ones_like(o) for o in outputs.values()])
     said: list[str] = []
-    begins, waits = Mesh._begin, Call.wait
+    begins, waits = Mesh._begin_call, Call.wait
     with pytest.MonkeyPatch.context() as patch:
 
         def begin(self, channel, start, *scope):
@@ -147,7 +147,7 @@ def pushed(mesh: Mesh) -> list[str]:
             said.append(f"{self.channel} is waited for")
             return waits(self)
 
-        patch.setattr(Mesh, "_begin", begin)
+        patch.setattr(Mesh, "_begin_call", begin)
         patch.setattr(Call, "wait", wait)
         collection.pipeline.collect()
     return said

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from colonnade.comm.traffic import Traffic, link, ring_sum, tree_children
+from colonnade.comm.traffic import Traffic, count_ring_sum, find_tree_children, link_between
 from colonnade.topology.world import World
 
 
@@ -16,7 +16,7 @@ from colonnade.topology.world import World
 @pytest.mark.parametrize("elements", [1, 2, 5, 63, 64, 1000])
 @pytest.mark.parametrize("itemsize", [1, 4, 8])
 def test_a_sum_moves_each_chunk_around_the_ring_twice(size, elements, itemsize):
-    sent = [ring_sum(elements * itemsize, itemsize, place, size)[0] for place in range(size)]
+    sent = [count_ring_sum(elements * itemsize, itemsize, place, size)[0] for place in range(size)]
     # Everything but one member's chunk passes each link, once summed and once spread.
     assert sum(sent) == 2 * (size - 1) * elements * itemsize
     assert all(each % itemsize == 0 for each in sent)
@@ -26,7 +26,7 @@ def test_a_sum_moves_each_chunk_around_the_ring_twice(size, elements, itemsize):
 def test_a_broadcast_reaches_everybody_once(size):
     reached, waiting = [0], [0]
     while waiting:
-        children = tree_children(waiting.pop(), size)
+        children = find_tree_children(waiting.pop(), size)
         reached += children
         waiting += children
     assert sorted(reached) == list(range(size))
@@ -34,9 +34,14 @@ def test_a_broadcast_reaches_everybody_once(size):
 
 def test_links_follow_hosts():
     world = World(num_hosts=2, ranks_per_host=2)
-    assert [link(world, 1, peer) for peer in range(4)] == ["local", "local", "remote", "remote"]
+    assert [link_between(world, 1, peer) for peer in range(4)] == [
+        "local",
+        "local",
+        "remote",
+        "remote",
+    ]
     traffic = Traffic()
-    links = [None if peer == 1 else link(world, 1, peer) for peer in range(4)]
+    links = [None if peer == 1 else link_between(world, 1, peer) for peer in range(4)]
     traffic.count("push", links, [10 * (peer + 1) for peer in range(4)])
     traffic.count("push", links[:1], [0])
     assert traffic.sent_bytes == {("push", "local"): 10, ("push", "remote"): 70}

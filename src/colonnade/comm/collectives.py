@@ -1,13 +1,14 @@
-"""Sums and gathers over ranks: one order of additions for every world, and three ways for the bytes to travel.
+"""Sums and gathers over ranks: one order of additions for each world, and three algorithms that send the bytes.
 
-The order belongs to the world and never to the way: the ranks of a host are added as neighbours in pairs, the pairs in
-pairs, and so on, then the hosts likewise. All ways give the same bits on every rank, and so do all layouts of N ranks
-whose `ranks_per_host` is a power of two, 1 and N among them: a host is then one node of the tree of all ranks. (gloo's
-all_reduce adds along a ring that begins elsewhere for every chunk, so its bits follow the length of the buffer.)
+The order of additions depends on the world only, not on the algorithm: neighbouring ranks of a host are added in pairs,
+then the pairs in pairs, and so on; then the hosts likewise. All algorithms give the same bits on every rank. So do all
+layouts of N ranks with a power of two as `ranks_per_host`, including 1 and N: each host is then one node of the tree
+over all ranks. (gloo's all_reduce adds each chunk along a ring with another start, so its bits depend on the buffer's
+length.)
 
-Every message is an all_to_all, which is one hop; gloo's all_gather is a ring of as many hops as ranks.
+Every message is an all_to_all, which is one hop; gloo's all_gather is a ring with as many hops as ranks.
 
-Legend: N ranks, H hosts, L ranks of a host, S bytes of the buffer, m rows of this rank, M of all.
+Legend: N ranks, H hosts, L ranks of a host, S bytes of the buffer, m rows of this rank, M rows of all ranks.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ from colonnade.comm.mesh import ALL, Mesh, Scope
 from colonnade.topology.world import World
 
 
-def announced(mesh: Mesh, mine: bool) -> bool:
-    """Collective where there are servers, on the channel "evaluate": whether the trainers read once more, or (all of
-    them `mine` False) have read all. A server, which only listens, says False."""
+def announced(mesh: Mesh, has_batch: bool) -> bool:
+    """Return whether any trainer has another batch to evaluate. Collective if there are servers (channel "evaluate").
+
+    Tells the servers whether to serve another read. A server passes False."""
     if not mesh.world.has_servers:
-        return mine
-    return bool(mesh.all_reduce("evaluate", torch.tensor(float(mine))))
+        return has_batch
+    return bool(mesh.all_reduce("evaluate", torch.tensor(float(has_batch))))
 
 
 def gather(mesh: Mesh, values: Tensor, channel: str = "gather") -> Tensor:
-    """Collective, and its backward too: (m, ...) of every rank -> (M, ...) in rank order; m may differ, and be 0.
+    """Concatenate the rows (m, ...) of all ranks to (M, ...), in rank order; m may differ between ranks, and be 0.
 
-    A rank's rows receive the sum of all ranks' gradients, whose order is fixed. Every rank must take part in the
-    backward, which it does when its loss is made of the result.
+    Differentiable; forward and backward are collective. A rank's rows receive the sum of all ranks' gradients, added in
+    a fixed order. Every rank must take part in the backward: compute its loss from the result.
     """
     if mesh.num_ranks == 1:
         return values
@@ -46,7 +48,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, mesh: Mesh, counts: list[int], channel: str) -> Tensor:
         ctx.mesh, ctx.counts, ctx.channel = mesh, counts, channel
-        # gloo gathers blocks of one size, and on the CPU.
+        # gloo gathers equal blocks only, on the CPU.
         padded = torch.zeros(max(counts), *values.shape[1:], dtype=values.dtype)
         padded[: len(values)] = values
         blocks = mesh.all_gather(channel, padded)
@@ -59,20 +61,20 @@ class _Gather(torch.autograd.Function):
         total = gradient.to("cpu", copy=True).contiguous()
         ctx.mesh.all_reduce(ctx.channel, total)
         begin = sum(ctx.counts[: ctx.mesh.rank])
-        mine = total[begin : begin + ctx.counts[ctx.mesh.rank]]
-        return mine.to(gradient.device), None, None, None
+        own_rows = total[begin : begin + ctx.counts[ctx.mesh.rank]]
+        return own_rows.to(gradient.device), None, None, None
 
 
 Way = Literal["whole", "scattered", "by host"]
 WAYS: tuple[Way, ...] = get_args(Way)
 PIECE = 16384
-"""Elements that one operation of torch takes at a time: it would share more than 32768 among threads, and the thread
-that reduces is not to begin a second team of them."""
+"""Elements per torch operation: torch would use several threads for more than 32768, and the thread that reduces must
+not start a second team of threads."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """By one rank, for the sum of one buffer."""
+class SumTraffic:
+    """Messages and bytes that one rank sends for the sum of one buffer."""
 
     local_messages: int  # to other ranks of its host
     remote_messages: int  # to other hosts
@@ -80,6 +82,7 @@ class Sent:
     remote_bytes: float
 
     def seconds(self, world: World) -> float:
+        """Return the time that the world's links take for this traffic."""
         return (
             self.local_messages * world.message_seconds
             + self.remote_messages * world.remote_message_seconds
@@ -88,26 +91,36 @@ class Sent:
         )
 
 
-def sent(way: Way, world: World, size: float, coded: float | None = None) -> Sent:
-    """Pure. `size` bytes of buffer; the same for every rank. `coded`: bytes that stand for the whole buffer where
-    they are fewer, which is on the slow hop: between hosts `by host`, everywhere else. A host's uplink carries
-    L x `remote_bytes` out, and as much in: 2 (H - 1) L / H x S `scattered`, and 2 (H - 1) / H x S `by host`. `by host`
-    two hosts send each other their sums whole, which is as many bytes in one message, unless it is coded."""
+def sent(way: Way, world: World, size: float, coded: float | None = None) -> SumTraffic:
+    """Return what each rank sends to sum a buffer of `size` bytes with algorithm `way`. Pure.
+
+    coded: bytes of the whole buffer on coded hops; None without a codec. `by host` codes the hops between hosts, the
+    other algorithms all hops. A host's uplink sends L x `remote_bytes` and receives as much: 2 (H - 1) L / H x S for
+    `scattered`, 2 (H - 1) / H x S for `by host`. With `by host` and without a codec, two hosts send each other their
+    whole sums: the same number of bytes in one message."""
     ranks, hosts, local = world.num_ranks, world.num_hosts, world.ranks_per_host
-    near, far = local - 1, ranks - local
-    slow = size if coded is None else coded
+    num_local, num_remote = local - 1, ranks - local
+    coded_size = size if coded is None else coded
     if way == "whole":
-        return Sent(near, far, near * slow, far * slow)
+        return SumTraffic(num_local, num_remote, num_local * coded_size, num_remote * coded_size)
     if way == "scattered":
-        return Sent(2 * near, 2 * far, 2 * near * slow / ranks, 2 * far * slow / ranks)
-    far, hops = hosts - 1, 1 if hosts == 2 and coded is None else 2
-    return Sent(2 * near, hops * far, 2 * near * size / local, 2 * far * slow / ranks)
+        return SumTraffic(
+            2 * num_local, 2 * num_remote,
+            2 * num_local * coded_size / ranks, 2 * num_remote * coded_size / ranks,
+        )  # fmt: skip
+    num_remote, hops = hosts - 1, 1 if hosts == 2 and coded is None else 2
+    return SumTraffic(
+        2 * num_local, hops * num_remote,
+        2 * num_local * size / local, 2 * num_remote * coded_size / ranks,
+    )  # fmt: skip
 
 
 def choose_way(world: World, size: float) -> Way:
-    """Pure: the fewest seconds by the world's links; a rank that knows them otherwise chooses otherwise. Short buffers
-    go whole, in one hop, for every other hop waits for one more message; long ones cross an uplink once per host, not
-    once per rank, where a host has several."""
+    """Return the fastest algorithm for a buffer of `size` bytes, by the world's link speeds. Pure.
+
+    All ranks must know the same link speeds, or they choose differently. Short buffers are sent whole, in one hop,
+    because each further hop waits for another message. Long buffers cross an uplink once per host, instead of once per
+    rank, if hosts have several ranks."""
     hops: dict[Way, int] = {"whole": 1, "scattered": 2}
     if world.num_hosts > 1 and world.ranks_per_host > 1:
         hops["by host"] = 3 if world.num_hosts == 2 else 4
@@ -116,34 +129,38 @@ def choose_way(world: World, size: float) -> Way:
 
 
 def way_of_layout(world: World) -> Way:
-    """Pure: of sums that are rounded on their way (wire/coded_sums.py), whose bits follow the way and so may follow
-    nothing that was measured. `by host` where there are several hosts of several ranks."""
+    """Return the algorithm for coded sums (wire/coded_sums.py) from the layout of hosts and ranks alone. Pure.
+
+    Coded sums are rounded on each hop, so their bits depend on the algorithm, which therefore must not depend on
+    measured speeds. `by host` for several hosts of several ranks, else `scattered`."""
     return "by host" if world.num_hosts > 1 and world.ranks_per_host > 1 else "scattered"
 
 
 def sum_over_ranks(mesh: Mesh, values: Tensor, way: Way) -> None:
-    """Collective, one issuing thread, in place. values (n,) on the CPU, contiguous, n a multiple of N."""
+    """Sum values over ranks in place. Collective, from one issuing thread.
+
+    values: (n,) on the CPU, contiguous, n a multiple of N."""
     ranks, hosts, local = mesh.num_ranks, mesh.world.num_hosts, mesh.world.ranks_per_host
     if ranks == 1:
         return
     if way == "whole":
-        every = gathered(mesh, ALL, values, ranks).view(hosts, local, -1)
-        _add(every, values)
+        copies = gathered(mesh, ALL, values, ranks).view(hosts, local, -1)
+        _add(copies, values)
     elif way == "scattered":
-        part = added(scattered(mesh, ALL, values, ranks).view(hosts, local, -1))
-        copy_in_pieces(gathered(mesh, ALL, part, ranks), values)
+        share = added(scattered(mesh, ALL, values, ranks).view(hosts, local, -1))
+        copy_in_pieces(gathered(mesh, ALL, share, ranks), values)
     else:
-        of_host = added(scattered(mesh, mesh.in_host, values, local).view(1, local, -1))
+        host_share = added(scattered(mesh, mesh.in_host, values, local).view(1, local, -1))
         if hosts == 2:  # as many bytes as by shares, in one hop
-            _add(gathered(mesh, mesh.over_hosts, of_host, hosts).view(hosts, 1, -1), of_host)
+            _add(gathered(mesh, mesh.over_hosts, host_share, hosts).view(hosts, 1, -1), host_share)
         else:
-            part = added(scattered(mesh, mesh.over_hosts, of_host, hosts).view(hosts, 1, -1))
-            of_host = gathered(mesh, mesh.over_hosts, part, hosts)
-        copy_in_pieces(gathered(mesh, mesh.in_host, of_host, local), values)
+            share = added(scattered(mesh, mesh.over_hosts, host_share, hosts).view(hosts, 1, -1))
+            host_share = gathered(mesh, mesh.over_hosts, share, hosts)
+        copy_in_pieces(gathered(mesh, mesh.in_host, host_share, local), values)
 
 
 def sum_in_order(parts: Tensor) -> Tensor:
-    """(H, L, n) of all ranks -> (n,): the order that all ways keep."""
+    """Sum the blocks (H, L, n) of all ranks to (n,), in the order of additions that all algorithms share."""
     for _ in range(2):  # over the ranks of a host, then over hosts
         parts = parts.transpose(0, 1)
         while len(parts) > 1:
@@ -153,13 +170,15 @@ def sum_in_order(parts: Tensor) -> Tensor:
 
 
 def scattered(mesh: Mesh, scope: Scope, values: Tensor, size: int) -> Tensor:
-    """(n,) -> (size x n / size,): this rank's share of every member's values, in rank order."""
+    """Send each member its share of `values` (n,); return this rank's share of all members' values, in rank order.
+
+    Returns (size x n / size,)."""
     share = [len(values) // size] * size
     return mesh.all_to_all("dense", values, share, share, scope=scope)[0]
 
 
 def gathered(mesh: Mesh, scope: Scope, values: Tensor, size: int) -> Tensor:
-    """(n,) -> (size x n,): every member's values, in rank order."""
+    """Send `values` (n,) to all members; return all members' values (size x n,), in rank order."""
     send = mesh.room(size * len(values), values.dtype, scope)
     for block in send.view(size, -1):
         copy_in_pieces(values, block)
@@ -168,6 +187,7 @@ def gathered(mesh: Mesh, scope: Scope, values: Tensor, size: int) -> Tensor:
 
 
 def added(parts: Tensor) -> Tensor:
+    """Return the sum of blocks (H, L, n), as `sum_in_order`, a chunk of elements at a time."""
     out = parts.new_empty(parts.shape[-1])
     _add(parts, out)
     return out
@@ -175,10 +195,11 @@ def added(parts: Tensor) -> Tensor:
 
 def _add(parts: Tensor, out: Tensor) -> None:
     width = max(1, PIECE // (parts.shape[0] * parts.shape[1]))
-    for piece, here in zip(parts.split(width, 2), out.split(width), strict=True):
-        here.copy_(sum_in_order(piece))
+    for chunk, out_chunk in zip(parts.split(width, 2), out.split(width), strict=True):
+        out_chunk.copy_(sum_in_order(chunk))
 
 
 def copy_in_pieces(values: Tensor, out: Tensor) -> None:
-    for piece, here in zip(values.split(PIECE), out.split(PIECE), strict=True):
-        here.copy_(piece)
+    """Copy values to `out`, a chunk of elements at a time, so that torch uses one thread."""
+    for chunk, out_chunk in zip(values.split(PIECE), out.split(PIECE), strict=True):
+        out_chunk.copy_(chunk)

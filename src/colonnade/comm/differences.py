@@ -1,4 +1,4 @@
-"""Where ranks that should be alike differ, in words: who has what. Pure."""
+"""Differences between facts that all ranks should share, as text that names the ranks. Pure."""
 
 from __future__ import annotations
 
@@ -7,32 +7,37 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SHOWN = 3  # differences in one message; the others are counted
-LISTED = 8  # runs of ranks in one message; the others are counted
+MAX_RUNS = 8  # runs of consecutive ranks in one message; the other ranks are counted
 ABSENT = "nothing"
 
 
-def disagreements(told: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the facts of ranks 0, 1, ... differ in, one text for each, in the order in which they are said. Nobody's
-    are right; those that fewest have come first."""
-    found = []
-    for name in dict.fromkeys(name for facts in told for name in facts):
-        ranks: dict[str, list[int]] = {}
-        for rank, facts in enumerate(told):
+def disagreements(facts_by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return one text for each fact that differs between ranks 0, 1, ..., in the order of the facts.
+
+    No value is taken as the right one; a text lists the values with the fewest ranks first."""
+    texts = []
+    for name in dict.fromkeys(name for facts in facts_by_rank for name in facts):
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, facts in enumerate(facts_by_rank):
             value = json.dumps(facts[name], default=str) if name in facts else ABSENT
-            ranks.setdefault(value, []).append(rank)
-        if len(ranks) > 1:
-            few = sorted(ranks.items(), key=lambda item: len(item[1]))
-            found.append(", ".join(_said(name, *item, i == 0) for i, item in enumerate(few)))
-    return found
+            ranks_by_value.setdefault(value, []).append(rank)
+        if len(ranks_by_value) > 1:
+            rarest_first = sorted(ranks_by_value.items(), key=lambda item: len(item[1]))
+            texts.append(
+                ", ".join(_format_value(name, *item, i == 0) for i, item in enumerate(rarest_first))
+            )
+    return texts
 
 
-def joined(found: Sequence[str]) -> str:
-    left = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
-    return f"ranks disagree: {'; '.join(found[:SHOWN])}{left}"
+def joined(differences: Sequence[str]) -> str:
+    """Join the first differences into one text, and count the others."""
+    more = len(differences) - SHOWN
+    suffix = f" (and {more} more)" if more > 0 else ""
+    return f"ranks disagree: {'; '.join(differences[:SHOWN])}{suffix}"
 
 
 def rank_words(ranks: Sequence[int]) -> str:
-    """[2] -> "rank 2"; [0, 1, 3] -> "ranks 0, 1, 3"; longer runs as "0-62"."""
+    """Format ranks for messages: [2] as "rank 2", [0, 1, 3] as "ranks 0, 1, 3", longer runs as "0-62"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -40,16 +45,18 @@ def rank_words(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     parts = [
-        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs[:LISTED]
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
+        for run in runs[:MAX_RUNS]
     ]
-    more = sum(map(len, runs[LISTED:]))
+    more = sum(map(len, runs[MAX_RUNS:]))
     text = ", ".join(parts) + (f" and {more} more" if more else "")
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
-def _said(name: str, value: str, ranks: Sequence[int], first: bool) -> str:
+def _format_value(name: str, value: str, ranks: Sequence[int], is_first: bool) -> str:
+    """Return "rank 2 has name=value"; the name only in the first text of a fact."""
     if value == ABSENT:
-        value = f"no {name}" if first else "none"
-    elif first:
+        value = f"no {name}" if is_first else "none"
+    elif is_first:
         value = f"{name}={value}"
     return f"{rank_words(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}"

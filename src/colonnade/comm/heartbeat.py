@@ -1,6 +1,6 @@
-"""Lines in which ranks say once a second what they are doing: in a file on one host, in the store on several.
+"""Heartbeats: each rank writes a status line once a second, to a file on one host, to the store on several hosts.
 
-A FileStore would grow by every line, so ranks of one host overwrite their part of a file instead.
+A FileStore would grow with every line, so ranks of one host overwrite their own part of a file instead.
 """
 
 from __future__ import annotations
@@ -13,31 +13,34 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-PART_BYTES = 1 << 18  # of a file without a name, in memory: what is not written takes none
-HEADER = struct.Struct("=II")  # bytes and CRC-32 of the line
+PART_BYTES = 1 << 18  # of an anonymous file in memory: unwritten pages need no memory
+HEADER = struct.Struct("=II")  # length and CRC-32 of the line
 
 
 class Heartbeats(Protocol):
-    silence: str
-    """Why this rank cannot read or write lines, in words, where it cannot."""
+    """Status lines of all ranks."""
+
+    failure_reason: str
+    """Text for messages if this rank cannot read or write lines."""
 
     def write(self, rank: int, line: str) -> None:
-        """Replace this rank's line. Raises RuntimeError where the store is gone."""
+        """Replace this rank's line. Raises RuntimeError if the store is gone."""
 
     def read(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the newest lines of these ranks, of those that have written one."""
+        """Return the newest lines of these ranks; a rank that has not written a line is omitted."""
 
 
 class FileHeartbeats:
-    """Lines in a file that all ranks of one host have open; each rank overwrites its own part."""
+    """Heartbeats in a file that all ranks of one host have open; each rank overwrites its own part."""
 
-    silence = (
-        "this rank's own heartbeat does not run, so nobody can be named: the machine is overloaded, or this process "
+    failure_reason = (
+        "this rank's own heartbeat does not run, so no rank can be named: the machine is overloaded, or this process "
         "was stopped"
     )
 
     def __init__(self, path: str) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # open until the process ends
+        """Open the file; it remains open until the process ends."""
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def write(self, rank: int, line: str) -> None:
         text = line.encode()
@@ -52,22 +55,24 @@ class FileHeartbeats:
                 continue
             size, checksum = HEADER.unpack(header)
             text = os.pread(self._file, size, rank * PART_BYTES + HEADER.size)
-            # A line that is being overwritten has the wrong checksum, and is read at the next look.
+            # A line that is being overwritten has a wrong checksum; the next read returns it.
             if text and zlib.crc32(text) == checksum:
                 lines[rank] = text.decode()
         return lines
 
 
 class StoreHeartbeats:
-    """Lines in a store that a process serves on a port, which forgets a line when it is replaced."""
+    """Heartbeats in a store that a process serves at a port; the store replaces a rank's older line."""
 
-    def __init__(self, store: dist.Store, place: str) -> None:
-        """`store` is for one thread alone: its calls may hang. `place`: host and port that it is served at."""
+    def __init__(self, store: dist.Store, address: str) -> None:
+        """Use `store`, from one thread only, because its calls may hang. `address`: its host and port."""
         self._store = store
-        self._written: set[int] = set()  # ranks whose lines exist: the store is not asked again
-        self.silence = (
-            f"the rendezvous at {place} does not answer, so nobody can be named: the process or host that serves it "
-            "ended, is stopped or cut off, or this one is"
+        self._written: set[int] = (
+            set()
+        )  # ranks that have a line, so that the store is not queried again
+        self.failure_reason = (
+            f"the rendezvous at {address} does not answer, so no rank can be named: the process or host that serves "
+            "it ended, is stopped or cut off, or this one is"
         )
 
     def write(self, rank: int, line: str) -> None:

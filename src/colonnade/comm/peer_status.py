@@ -1,8 +1,8 @@
-"""What every rank is doing, as the others can read it, so that a lost one can be named.
+"""Status of every rank, readable by the other ranks, so that an error can name a lost rank.
 
-A thread of each rank writes a line (`heartbeat.py`) once a second: the step, the calls it made and the one it
-waits in. Nobody reads them until a call takes long or breaks. A rank whose lines stop coming is cut off, stopped or
-gone; one whose lines come is alive, and the numbers of its calls tell whether it is the one waited for.
+A thread of each rank writes a line (`heartbeat.py`) once a second: the step, the number of calls made, and the calls it
+waits in. Other ranks read these lines only when a call takes long or fails. A rank without new lines is cut off,
+stopped or gone. A rank with new lines is alive, and its call counts tell whether the others wait for it.
 """
 
 from __future__ import annotations
@@ -25,111 +25,125 @@ from colonnade.comm.rendezvous import Peer, first_line
 from colonnade.errors import PeerLost
 
 BEAT_SECONDS = 1.0
-LONG_SECONDS = 3.0  # a call that takes longer has its thread look at the others
-VERDICT_SECONDS = 2.5  # two beats: whoever is not heard meanwhile is silent
-ANSWER_SECONDS = 6.0  # for a verdict, where the store may not answer
+LONG_SECONDS = 3.0  # during a longer call, the thread reads the lines of other ranks
+DIAGNOSIS_SECONDS = 2.5  # two beats: a rank without a new line in this time is silent
+ANSWER_SECONDS = 6.0  # limit of a diagnosis, because the store may not answer
 LINGER_SECONDS = (
-    2.0  # the rank that serves the store stays, so that others find in it whom they lost
+    2.0  # the rank that serves the store stays up, so that other ranks can read who was lost
 )
-LEAVE_SECONDS = 5.0  # a thread of a rank that failed waits so long for the others
-LOOK = timedelta(seconds=0.5)  # between two looks at whether waiting makes sense
+LEAVE_SECONDS = 5.0  # limit of a thread's wait for other ranks after its own rank failed
+POLL_INTERVAL = timedelta(seconds=0.5)  # between two checks whether waiting is still useful
 PATIENCE = 12
-"""Times `timeout` that a checkpoint or a start may take others longer than this rank: a disk, a download, a plan."""
-PATIENT = ("checkpoint", "control")
-LONGEST_WORDS = 2000  # characters of an error that are told to others
+"""Multiple of `timeout` that applies to checkpoints and starts, which may take other ranks longer: a slow disk, a
+download, planning."""
+PATIENT_CHANNELS = ("checkpoint", "control")
+MAX_ERROR_LENGTH = 2000  # characters of an error that other ranks receive
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """What is known of another rank."""
+class PeerStatus:
+    """Status of another rank, as far as this rank knows it."""
 
     peer: Peer
-    silent: float
-    """Seconds since a line of it came, as far as somebody looked."""
-    state: str = ""
-    """Of its process, where it can be seen: "gone", "stopped", "running"; "": it cannot."""
+    silent_seconds: float
+    """Seconds since this rank last read a new line of it."""
+    process_state: str = ""
+    """State of its process: "gone", "stopped" or "running"; "" if unknown."""
     step: int = 0
     calls: Mapping[str, int] | None = None
-    """Made so far, by channel."""
+    """Number of calls made, by channel."""
     waiting: Mapping[str, float] | None = None
-    """Seconds, by the channel of the call it is in."""
-    idle: float = 0.0
+    """Seconds waited in unfinished calls, by channel."""
+    idle_seconds: float = 0.0
     """Seconds since its last call."""
-    left: str = ""
-    """Why it stopped, in its own words."""
-    follows: bool = False
-    """It stopped because of others, which are `lost` where it could name them."""
-    lost: Sequence[int] = ()
+    stop_reason: str = ""
+    """Error or reason with which it stopped, in its own words; "" if it runs."""
+    is_follower: bool = False
+    """True if it stopped because of other ranks: `lost_ranks`, if it could name them."""
+    lost_ranks: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Diagnosis:
+    """Ranks that prevent a call from completing, with a reason."""
+
     ranks: tuple[int, ...] = ()
-    """That are waited for in vain; (): all seem well."""
-    why: str = ""
+    """Ranks that have stopped responding; empty if none."""
+    reason: str = ""
     is_certain: bool = False
-    """Nothing that is heard later can change it."""
+    """True if later lines cannot change the diagnosis."""
 
 
-def verdict(
-    heard: Mapping[int, Heard], channel: str, number: int, only: Collection[int] | None = None
-) -> Verdict:
-    """Who is to blame for call `number` of `channel`, which does not end, of all other ranks. Pure. `only`: ranks that
-    take part in it, where not all do; another one that is lost may still be why one of them does not come.
+def diagnose_call(
+    statuses: Mapping[int, PeerStatus],
+    channel: str,
+    number: int,
+    participants: Collection[int] | None = None,
+) -> Diagnosis:
+    """Find the ranks that prevent call `number` of `channel` from completing. Pure.
 
-    A rank that stopped because of another one is not the cause."""
-    failed = {r: f"left ({h.left})" for r, h in heard.items() if h.left and not h.follows}
-    gone = {r: "is gone, as if killed" for r, h in heard.items() if h.state == "gone"}
-    stopped = {r: "is stopped (SIGSTOP)" for r, h in heard.items() if h.state == "stopped"}
+    statuses: all other ranks. participants: ranks that take part in the call, None for all. A lost rank outside the
+    call may still be the reason why a participant does not join. A rank that stopped because of another one is not the
+    cause."""
+    failed = {
+        r: f"left ({s.stop_reason})"
+        for r, s in statuses.items()
+        if s.stop_reason and not s.is_follower
+    }
+    gone = {r: "is gone, as if killed" for r, s in statuses.items() if s.process_state == "gone"}
+    stopped = {
+        r: "is stopped (SIGSTOP)" for r, s in statuses.items() if s.process_state == "stopped"
+    }
     silent = {
-        r: f"has not been heard of for {h.silent:.0f} s: killed, stopped, or its host is down or cut off"
-        for r, h in heard.items()
-        if h.silent > VERDICT_SECONDS and h.state != "running"
+        r: f"sent no heartbeat for {s.silent_seconds:.0f} s: killed, stopped, or its host is down or cut off"
+        for r, s in statuses.items()
+        if s.silent_seconds > DIAGNOSIS_SECONDS and s.process_state != "running"
     }
     behind = {
-        r: "has not come, though it is alive"
-        for r, h in heard.items()
-        if h.calls is not None and h.calls.get(channel, 0) < number
-        if only is None or r in only
+        r: "has not joined this call, though it is alive"
+        for r, s in statuses.items()
+        if s.calls is not None and s.calls.get(channel, 0) < number
+        if participants is None or r in participants
     }
-    followed = {r for r, h in heard.items() if h.follows}
+    followers = {r for r, s in statuses.items() if s.is_follower}
     gone_or_silent = {**silent, **stopped, **gone}
-    for found in (failed, gone_or_silent, behind):
-        causes = {r: why for r, why in found.items() if r not in followed}
+    for candidates in (failed, gone_or_silent, behind):
+        causes = {r: why for r, why in candidates.items() if r not in followers}
         if causes:
-            is_certain = found is failed or any(r in gone or r in stopped for r in causes)
-            return Verdict(tuple(sorted(causes)), _told(heard, causes), is_certain)
-    for rank in sorted(followed):
-        why = f"rank {rank} stopped first: {heard[rank].left}"
-        return Verdict(tuple(heard[rank].lost), why, True)
-    return Verdict()
+            is_certain = candidates is failed or any(r in gone or r in stopped for r in causes)
+            return Diagnosis(tuple(sorted(causes)), _describe_causes(statuses, causes), is_certain)
+    for rank in sorted(followers):
+        reason = f"rank {rank} stopped first: {statuses[rank].stop_reason}"
+        return Diagnosis(tuple(statuses[rank].lost_ranks), reason, True)
+    return Diagnosis()
 
 
-def _told(heard: Mapping[int, Heard], causes: Mapping[int, str]) -> str:
-    said = []
+def _describe_causes(statuses: Mapping[int, PeerStatus], causes: Mapping[int, str]) -> str:
+    """Return one text for messages: each rank with its process, the cause, and its last status."""
+    parts = []
     for rank in sorted(causes)[:SHOWN]:
-        peer = heard[rank].peer
-        said.append(
-            f"rank {rank} (pid {peer.pid} on {peer.host}) {causes[rank]}; {doing(heard[rank])}"
-        )
+        peer, status = statuses[rank].peer, describe_status(statuses[rank])
+        parts.append(f"rank {rank} (pid {peer.pid} on {peer.host}) {causes[rank]}; {status}")
     if len(causes) > SHOWN:
-        said.append(f"and so on for {rank_words(sorted(causes)[SHOWN:])}")
-    return "; ".join(said)
+        parts.append(f"and so on for {rank_words(sorted(causes)[SHOWN:])}")
+    return "; ".join(parts)
 
 
-def doing(heard: Heard) -> str:
-    """What it last said of itself."""
-    if heard.calls is None:
-        return "it never said what it does"
-    where = f"last seen in step {heard.step}"
-    if heard.waiting:
-        calls = sorted(heard.waiting.items(), key=lambda item: -item[1])
-        return where + ", " + ", ".join(f"{s:.0f} s in {p!r}" for p, s in calls)
-    return f"{where}, {heard.idle:.0f} s after its last call: computing, or at its data or files"
+def describe_status(status: PeerStatus) -> str:
+    """Describe the step and calls that a rank last reported."""
+    if status.calls is None:
+        return "it never reported its status"
+    step = f"last seen in step {status.step}"
+    if status.waiting:
+        calls = sorted(status.waiting.items(), key=lambda item: -item[1])
+        return step + ", " + ", ".join(f"{s:.0f} s in {p!r}" for p, s in calls)
+    return f"{step}, {status.idle_seconds:.0f} s after its last call: computing, or at its data or files"
 
 
-class Presence:
-    """One rank's own line, and its view of the others'. `start` and `stop` its thread."""
+class PeerMonitor:
+    """Thread that writes this rank's status line and, when a call hangs or fails, reads those of the other ranks.
+
+    Also counts this rank's calls, and waits for them. Begin with `start`, end with `stop`."""
 
     def __init__(
         self,
@@ -140,65 +154,65 @@ class Presence:
         *,
         serves: bool = False,
     ) -> None:
-        """`serves`: this process serves the store that the heartbeats are in."""
+        """Create the monitor of `rank`. `serves`: this process serves the store that contains the heartbeats."""
         self.rank, self.peers, self.timeout = rank, tuple(peers), timeout.total_seconds()
         self._heartbeats, self._serves = heartbeats, serves
         self.step = 0
-        self.lost = ""  # why no call is made any more
+        self.lost = ""  # reason why no further call can be made
         self.lost_ranks: tuple[int, ...] = ()
-        self.only: dict[str, Collection[int]] = {}  # who takes part, by channel, where not all do
+        self.participants: dict[str, Collection[int]] = {}  # by channel, if not all ranks
         self._calls: dict[str, int] = {}
         self._waiting: dict[str, float] = {}
-        self._idle = time.monotonic()
-        self._left, self._left_at = "", 0.0
+        self._idle_since = time.monotonic()
+        self._stop_reason, self._stopped_at = "", 0.0
         self._beats = 0
-        self._seen: dict[int, tuple[int, float, dict[str, Any]]] = {}  # beat, when, line
-        self._looking_since = 0.0
-        self._losing = threading.Lock()
+        self._lines: dict[int, tuple[int, float, dict[str, Any]]] = {}  # beat, read at, line
+        self._loss_lock = threading.Lock()
         self._wake, self._over = threading.Event(), threading.Event()
-        self._asked: tuple[str, int] | None = None
-        self._answer = Verdict()
-        self._follows = False
+        self._failed_call: tuple[str, int] | None = None  # channel and number to diagnose
+        self._diagnosis = Diagnosis()
+        self._is_follower = False
         self._store_error = ""
-        self._answered, self._written = threading.Event(), threading.Event()
+        self._diagnosed, self._written = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
-    def stop(self, words: str) -> None:
-        """This rank ends."""
+    def stop(self, reason: str) -> None:
+        """Announce that this rank ends, and stop the thread."""
         if not self._over.is_set():
-            self.tell(words)
+            self.tell(reason)
             self._over.set()
             self._wake.set()
             self._thread.join(1.0)
 
     @property
     def is_over(self) -> bool:
-        """This rank has said that it ends."""
+        """True once this rank has announced its end."""
         return self._over.is_set()
 
-    def enter(self, channel: str) -> None:
-        """A call begins. Raises PeerLost where an earlier one has shown that it would not end."""
+    def begin_call(self, channel: str) -> None:
+        """Count a call that begins. Raises PeerLost if an earlier call has failed."""
         if self.lost:
             raise PeerLost(self.lost)
         self._calls[channel] = self._calls.get(channel, 0) + 1
 
     def wait(self, channel: str, work: dist.Work) -> None:
-        """Until the call is done. Raises PeerLost: its end cannot be waited for."""
+        """Wait until the call is done. Raises PeerLost if it fails or times out."""
         began = self._waiting[channel] = time.monotonic()
-        limit = self.timeout * (PATIENCE if channel in PATIENT else 1)
+        limit = self.timeout * (PATIENCE if channel in PATIENT_CHANNELS else 1)
         is_over = False
         try:
             while True:
                 try:
-                    work.wait(LOOK)
+                    work.wait(POLL_INTERVAL)
                     return
                 except RuntimeError as error:
                     if is_over:
-                        raise self.lose(channel, error) from None
-                    # Its end may have come right after the look: then it is asked once more.
+                        raise self.diagnose_loss(channel, error) from None
+                    # The call may have completed right after the wait timed out: then wait once more.
                     is_over = work.is_completed()
                 if is_over:
                     continue
@@ -206,166 +220,176 @@ class Presence:
                 if self.lost:
                     raise PeerLost(self.lost)
                 if now - began > limit:
-                    raise self.lose(channel, None)
-                if self._left and now - max(began, self._left_at) > LEAVE_SECONDS:
-                    self.lost = f"rank {self.rank} stopped: {self._left}"
+                    raise self.diagnose_loss(channel, None)
+                if self._stop_reason and now - max(began, self._stopped_at) > LEAVE_SECONDS:
+                    self.lost = f"rank {self.rank} stopped: {self._stop_reason}"
                     raise PeerLost(self.lost)
         finally:
             self._waiting.pop(channel, None)
-            self._idle = time.monotonic()
+            self._idle_since = time.monotonic()
 
-    def lose(self, channel: str, error: BaseException | None) -> PeerLost:
-        """The call has failed, or took too long: whose fault it is. No call is made from here on."""
+    def diagnose_loss(self, channel: str, error: BaseException | None) -> PeerLost:
+        """Return the error for a call that failed or timed out, naming the ranks that caused it. No call can be made
+        after this."""
         waited = time.monotonic() - self._waiting.get(channel, time.monotonic())
-        with self._losing:
+        with self._loss_lock:
             if self.lost:
                 return PeerLost(self.lost)
             number = self._calls.get(channel, 0)
-            self._answered.clear()
-            self._asked = channel, number
+            self._diagnosed.clear()
+            self._failed_call = channel, number
             self._wake.set()
-            if self._answers():
-                self.lost_ranks, why = self._answer.ranks, self._answer.why
-                why = why or "every rank is alive and in this call: the network between them failed"
+            if self._wait_for_diagnosis():
+                self.lost_ranks, reason = self._diagnosis.ranks, self._diagnosis.reason
+                reason = reason or (
+                    "every rank is alive and in this call: the network between them failed"
+                )
             else:
-                why = f"{self._heartbeats.silence}{self._store_error}"
-            whom = rank_words(self.lost_ranks) if self.lost_ranks else "a peer"
-            heard = f" (gloo: {_plain(first_line(error))})" if error is not None else ""
+                reason = f"{self._heartbeats.failure_reason}{self._store_error}"
+            peers = rank_words(self.lost_ranks) if self.lost_ranks else "a peer"
+            cause = f" (gloo: {_shorten_gloo(first_line(error))})" if error is not None else ""
             lost = (
-                f"rank {self.rank} of {len(self.peers)} lost {whom} in {channel!r} (call {number}, step {self.step}, "
-                f"after {waited:.0f} s): {why}. The run goes on from its newest checkpoint: start it again, "
+                f"rank {self.rank} of {len(self.peers)} lost {peers} in {channel!r} (call {number}, step {self.step}, "
+                f"after {waited:.0f} s): {reason}. The run goes on from its newest checkpoint: start it again, "
                 f"which torchrun "
-                f"--max-restarts does{heard}"
+                f"--max-restarts does{cause}"
             )
-            self._follows = True
+            self._is_follower = True
             self.tell(lost)
             if self._serves:
                 time.sleep(LINGER_SECONDS)
             self.lost = lost
             return PeerLost(lost)
 
-    def _answers(self) -> bool:
+    def _wait_for_diagnosis(self) -> bool:
+        """Return whether the thread finished the diagnosis in time."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while self._thread.is_alive() and time.monotonic() < deadline:
-            if self._answered.wait(0.1):
+            if self._diagnosed.wait(0.1):
                 return True
-        return self._answered.is_set()
+        return self._diagnosed.is_set()
 
-    def tell(self, words: str) -> None:
-        """This rank stops, and says why to those that will wait for it."""
-        self._left, self._left_at = self._left or words, self._left_at or time.monotonic()
+    def tell(self, reason: str) -> None:
+        """Write to the other ranks that this rank stops, and why."""
+        self._stop_reason = self._stop_reason or reason
+        self._stopped_at = self._stopped_at or time.monotonic()
         self._written.clear()
         self._wake.set()
         if self._thread.is_alive():
             self._written.wait(1.0)
 
-    def come_back(self) -> None:
-        """This rank goes on after an error that it told."""
-        self._left, self._left_at = "", 0.0
+    def withdraw_stop(self) -> None:
+        """Clear an announced stop, because this rank continues after an error."""
+        self._stop_reason, self._stopped_at = "", 0.0
 
     def _run(self) -> None:
         try:
             while not self._over.is_set():
-                self._beat()
-                asked = self._asked
-                if asked is not None:
-                    self._asked = None
-                    self._answer = self._judge(*asked)
-                    self._answered.set()
-                elif self._is_long():
-                    self._look()
-                self._wake.wait(self._pause())
+                self._write_line()
+                failed_call = self._failed_call
+                if failed_call is not None:
+                    self._failed_call = None
+                    self._diagnosis = self._diagnose(*failed_call)
+                    self._diagnosed.set()
+                elif self._has_long_call():
+                    self._read_lines()
+                self._wake.wait(self._choose_interval())
                 self._wake.clear()
-        except RuntimeError as error:  # the store is gone: what it was asked stays unanswered
+        except RuntimeError as error:  # the store is gone, so a pending diagnosis is never made
             self._store_error = f" ({first_line(error)})"
 
-    def _pause(self) -> float:
-        """All ranks may look at all others' lines at once."""
-        return BEAT_SECONDS if not self._is_long() else max(BEAT_SECONDS, len(self.peers) / 100)
+    def _choose_interval(self) -> float:
+        """Return the seconds until the next line; more in large worlds, where all ranks may read all lines at once."""
+        return (
+            BEAT_SECONDS if not self._has_long_call() else max(BEAT_SECONDS, len(self.peers) / 100)
+        )
 
-    def _is_long(self) -> bool:
+    def _has_long_call(self) -> bool:
         oldest = min(list(self._waiting.values()), default=None)
         return oldest is not None and time.monotonic() - oldest > LONG_SECONDS
 
-    def _beat(self) -> None:
+    def _write_line(self) -> None:
         now, self._beats = time.monotonic(), self._beats + 1
         line = {
             "beat": self._beats,
             "step": self.step,
             "calls": dict(self._calls),
             "waiting": {channel: now - began for channel, began in list(self._waiting.items())},
-            "idle": now - self._idle,
-            "left": self._left,
-            "follows": self._follows,
+            "idle": now - self._idle_since,
+            "left": self._stop_reason,
+            "follows": self._is_follower,
             "lost": self.lost_ranks,
         }
         self._heartbeats.write(self.rank, json.dumps(line))
-        if line["left"] == self._left:
+        if line["left"] == self._stop_reason:
             self._written.set()
 
-    def _look(self) -> None:
+    def _read_lines(self) -> None:
         now = time.monotonic()
         others = [r for r in range(len(self.peers)) if r != self.rank]
         for rank, text in self._heartbeats.read(others).items():
             line = json.loads(text)
-            before = self._seen.get(rank)
+            before = self._lines.get(rank)
             if before is None or before[0] != line["beat"]:
-                self._seen[rank] = line["beat"], now, line
+                self._lines[rank] = line["beat"], now, line
 
-    def _judge(self, channel: str, number: int) -> Verdict:
-        """Looks until somebody is to blame, or everybody was heard twice."""
+    def _diagnose(self, channel: str, number: int) -> Diagnosis:
+        """Read lines until the cause is certain, or every rank had time to write two lines."""
         began = time.monotonic()
         while True:
-            self._look()
-            heard = {r: self._heard(r, began) for r in range(len(self.peers)) if r != self.rank}
-            found = verdict(heard, channel, number, self.only.get(channel))
-            if found.is_certain or time.monotonic() - began > VERDICT_SECONDS + 0.5:
-                return found
+            self._read_lines()
+            statuses = {
+                r: self._status_of(r, began) for r in range(len(self.peers)) if r != self.rank
+            }
+            diagnosis = diagnose_call(statuses, channel, number, self.participants.get(channel))
+            if diagnosis.is_certain or time.monotonic() - began > DIAGNOSIS_SECONDS + 0.5:
+                return diagnosis
             self._over.wait(0.2)
-            self._beat()
+            self._write_line()
 
-    def _heard(self, rank: int, began: float) -> Heard:
+    def _status_of(self, rank: int, began: float) -> PeerStatus:
         peer, now = self.peers[rank], time.monotonic()
         state = ""
         if peer.machine == self.peers[self.rank].machine:
             state = process_state(peer.pid)
-        if rank not in self._seen:
-            return Heard(peer, now - began, state)
-        _, when, line = self._seen[rank]
-        return Heard(
-            peer, now - when, state, line["step"], line["calls"], line["waiting"], line["idle"],
+        if rank not in self._lines:
+            return PeerStatus(peer, now - began, state)
+        _, read_at, line = self._lines[rank]
+        return PeerStatus(
+            peer, now - read_at, state, line["step"], line["calls"], line["waiting"], line["idle"],
             line["left"], line["follows"], line["lost"],
         )  # fmt: skip
 
 
 @contextmanager
-def telling(presence: Presence | None) -> Iterator[None]:
-    """An error in here is told to the other ranks, which would else only see this one leave."""
-    if presence is None:
+def telling(monitor: PeerMonitor | None) -> Iterator[None]:
+    """Report an exception inside this context to the other ranks, which otherwise only see that this rank left."""
+    if monitor is None:
         yield
         return
-    presence.come_back()
+    monitor.withdraw_stop()
     try:
         yield
     except PeerLost:
         raise
     except BaseException as error:
-        presence.tell(words_of(error))
+        monitor.tell(words_of(error))
         raise
 
 
 def words_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:LONGEST_WORDS]
+    """Format an exception as one text of limited length: its class and message."""
+    return f"{type(error).__name__}: {error}"[:MAX_ERROR_LENGTH]
 
 
-def _plain(text: str) -> str:
-    """What gloo says, without where in its source it does, and advice that is ours to give."""
+def _shorten_gloo(text: str) -> str:
+    """Remove gloo's source position from its message, and advice that Colonnade's own message replaces."""
     text = text.partition(". This is typically")[0]
     return text.partition(".cc:")[2].partition("] ")[2] or text
 
 
 def process_state(pid: int) -> str:
-    """ "running", "stopped" or "gone"; "" where this system does not say."""
+    """Return the state of a process of this machine: "running", "stopped" or "gone"; "" if the system does not tell."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             letter = file.read().rpartition(")")[2].split()[0]

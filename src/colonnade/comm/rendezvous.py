@@ -1,13 +1,16 @@
-"""Rendezvous of the ranks, by keys in a store: a file that ranks of one host inherit (`colonnade train --ranks`), or
-what torchrun, or rank 0, serves at MASTER_ADDR:MASTER_PORT.
+"""Rendezvous of the ranks through keys in a store.
 
-torchrun serves one store for all its restarts, so keys of ranks that are gone lie in it: torch's own groups read their
-addresses there and wait for them. Here every attempt has a token that nobody had before it, under which all else lies:
+The store is a file that ranks of one host inherit (`colonnade train --ranks`), or a server at MASTER_ADDR:MASTER_PORT
+that torchrun or rank 0 runs.
 
-    hello/<rank>              who I am, and a word of my own         overwritten at each attempt
-    reply/<word>              rank 0's token, for whoever said the word
-    <token>/here/<rank>       who came, in this attempt
-    <token>/go                all have
+torchrun serves one store for all its restarts, so the store also contains keys of ranks that are gone: torch's own
+groups would read their addresses there and wait for them. Here each attempt has a new token, which prefixes its other
+keys:
+
+    hello/<rank>              a rank's identity and random word      overwritten at each attempt
+    reply/<word>              rank 0's token, for the rank with that word
+    <token>/here/<rank>       identity of a rank that joined this attempt
+    <token>/go                set once all ranks have joined
 """
 
 from __future__ import annotations
@@ -30,28 +33,29 @@ from colonnade.errors import PeerLost, WorldError
 
 ROOT = "colonnade"
 STORE, HEARTBEATS = "COLONNADE_STORE", "COLONNADE_HEARTBEATS"
-"""Variables that name the files in which ranks of one host meet, and write their heartbeats (`cli/ranks.py`)."""
-LOOK_SECONDS = 0.05  # between two looks at who has come
+"""Environment variables: paths of the store and heartbeat files that ranks of one host share (`cli/ranks.py`)."""
+POLL_SECONDS = 0.05  # between two checks for new ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who a rank is."""
+    """Identity of a rank: its host, process and versions."""
 
     host: str
     machine: str
-    """The same where processes see each other's numbers."""
+    """Machine and pid namespace; processes with equal values can use each other's pids."""
     pid: int
     local_ranks: int
-    """Ranks on its host."""
+    """Number of ranks on its host."""
     colonnade: str
     torch: str
     processor: str
     verb: str = ""
-    """Of the command line; "": a program of the user's own."""
+    """Command-line verb; "" for a program of the user."""
 
 
-def myself(local_ranks: int, verb: str = "") -> Peer:
+def describe_this_rank(local_ranks: int, verb: str = "") -> Peer:
+    """Return the identity of this process's rank."""
     from colonnade import __version__
 
     boot, space = "", ""
@@ -60,7 +64,7 @@ def myself(local_ranks: int, verb: str = "") -> Peer:
             boot = file.read().strip()
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
-        boot = uuid.uuid4().hex  # nothing to compare by: nobody is on the same machine
+        boot = uuid.uuid4().hex  # cannot compare machines: no other rank counts as on this machine
     return Peer(
         socket.gethostname(), f"{boot}/{space}", os.getpid(), local_ranks,
         __version__, str(torch.__version__), platform.machine(), verb,
@@ -68,7 +72,7 @@ def myself(local_ranks: int, verb: str = "") -> Peer:
 
 
 def serves_store(rank: int) -> bool:
-    """Whether the store ends with this process."""
+    """Return whether the process of this rank serves the store, which then ends with it."""
     return rank == 0 and STORE not in os.environ and not _served_by_torchrun()
 
 
@@ -76,12 +80,13 @@ def _served_by_torchrun() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def connect(rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
-    """Open the store that the environment names: the file COLONNADE_STORE, which no port leads to, or the server at
-    MASTER_ADDR:MASTER_PORT. Without torchrun rank 0 serves that: at MASTER_ADDR alone if it is a number, else on all of
-    its host's addresses. Raises WorldError, PeerLost."""
+def connect_store(rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
+    """Open the store that the environment names: the file COLONNADE_STORE, or the server at MASTER_ADDR:MASTER_PORT.
+
+    Without torchrun, rank 0 runs the server: only at MASTER_ADDR if it is a numeric address, else on all addresses of
+    its host. Raises WorldError, PeerLost."""
     if path := os.environ.get(STORE):
-        return _open_file(path, timeout)
+        return _open_file_store(path, timeout)
     address, text = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not address or not text.isdecimal() or not 0 < int(text) < 2**16:
         raise WorldError(
@@ -90,21 +95,21 @@ def connect(rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
         )
     port = int(text)
     serves = serves_store(rank)
-    listening = _listen(address, port) if serves else None
+    listening = _open_listening_socket(address, port) if serves else None
     try:
         return dist.TCPStore(
             address, port, num_ranks, serves, timeout=timeout, wait_for_workers=False,
             master_listen_fd=listening,
         )  # fmt: skip
     except RuntimeError as error:
-        where = "rank 0" if not _served_by_torchrun() else "torchrun on the first host"
+        server = "rank 0" if not _served_by_torchrun() else "torchrun on the first host"
         raise PeerLost(
-            f"rank {rank} of {num_ranks} found nobody at MASTER_ADDR={address}, MASTER_PORT={port}, where {where} "
+            f"rank {rank} of {num_ranks} found no server at MASTER_ADDR={address}, MASTER_PORT={port}, where {server} "
             f"should be: start all ranks, and let this host reach that port. ({first_line(error)})"
         ) from None
 
 
-def _open_file(path: str, timeout: timedelta) -> dist.FileStore:
+def _open_file_store(path: str, timeout: timedelta) -> dist.FileStore:
     for name in (STORE, HEARTBEATS):
         file = os.environ.get(name, "")
         if not os.access(file, os.R_OK | os.W_OK):
@@ -112,80 +117,83 @@ def _open_file(path: str, timeout: timedelta) -> dist.FileStore:
                 f"got {name}={file!r}, wanted a file that this process may read and write; "
                 "colonnade train --ranks sets it"
             )
-    store = dist.FileStore(path)  # without a number of ranks: none of them removes the file
+    store = dist.FileStore(path)  # without a number of ranks, so that no rank removes the file
     store.set_timeout(timeout)
     return store
 
 
-def meet(
+def join_rendezvous(
     store: dist.Store, rank: int, num_ranks: int, me: Peer, timeout: timedelta
 ) -> tuple[str, list[Peer]]:
-    """Collective: a prefix for the keys of this attempt alone, and who all ranks are. Raises PeerLost, naming the ranks
-    that have not come within `timeout`, and WorldError where they cannot work together."""
+    """Exchange identities with all ranks; return a key prefix unique to this attempt, and the identities. Collective.
+
+    Raises PeerLost, which names the ranks that did not join within `timeout`, and WorldError if the ranks cannot work
+    together."""
     deadline = time.monotonic() + timeout.total_seconds()
     word = uuid.uuid4().hex
-    said = json.dumps({**asdict(me), "word": word})
-    store.set(f"{ROOT}/hello/{rank}", said)
+    greeting = json.dumps({**asdict(me), "word": word})
+    store.set(f"{ROOT}/hello/{rank}", greeting)
     if rank == 0:
         token = word
-        store.set(_here(token, 0), said)
-        _welcome(store, token, num_ranks, deadline)
+        store.set(_arrival_key(token, 0), greeting)
+        _answer_hellos(store, token, num_ranks, deadline)
     else:
-        _wait(store, [f"{ROOT}/reply/{word}"], deadline, lambda: _missing([0], num_ranks))
+        _wait_for_keys(
+            store, [f"{ROOT}/reply/{word}"], deadline, lambda: _describe_missing([0], num_ranks)
+        )
         token = store.get(f"{ROOT}/reply/{word}").decode()
-        first = json.loads(store.compare_set(_here(token, rank), "", said))
+        first = json.loads(store.compare_set(_arrival_key(token, rank), "", greeting))
         if first["word"] != word:
             raise WorldError(
                 f"two processes came as rank {rank} of {num_ranks}: pid {first['pid']} on {first['host']} and pid "
                 f"{me.pid} on {me.host}; give every process a RANK of its own"
             )
-        everybody = range(num_ranks)
-        _wait(store, [f"{ROOT}/{token}/go"], deadline, lambda: _missing(
-            [r for r in everybody if not store.check([_here(token, r)])], num_ranks
+        _wait_for_keys(store, [f"{ROOT}/{token}/go"], deadline, lambda: _describe_missing(
+            [r for r in range(num_ranks) if not store.check([_arrival_key(token, r)])], num_ranks
         ))  # fmt: skip
-    heard = [
-        json.loads(text) for text in store.multi_get([_here(token, r) for r in range(num_ranks)])
+    greetings = [
+        json.loads(text)
+        for text in store.multi_get([_arrival_key(token, r) for r in range(num_ranks)])
     ]
-    peers = [Peer(**{k: v for k, v in each.items() if k != "word"}) for each in heard]
-    _check(peers)
+    peers = [Peer(**{k: v for k, v in fields.items() if k != "word"}) for fields in greetings]
+    _check_compatible(peers)
     return f"{ROOT}/{token}", peers
 
 
-def _welcome(store: dist.Store, token: str, num_ranks: int, deadline: float) -> None:
-    """Rank 0: answer every hello, those of earlier attempts too, until one rank of each number took the answer."""
+def _answer_hellos(store: dist.Store, token: str, num_ranks: int, deadline: float) -> None:
+    """Answer on rank 0 every hello, including those of earlier attempts, until each rank has joined."""
     missing, answered = list(range(1, num_ranks)), set()
     while missing:
-        missing = [r for r in missing if not store.check([_here(token, r)])]
-        for r in (
-            range(1, num_ranks) if missing else ()
-        ):  # all: another may come as a rank that is there
+        missing = [r for r in missing if not store.check([_arrival_key(token, r)])]
+        # Check all ranks: a second process may announce itself as a rank that has joined.
+        for r in range(1, num_ranks) if missing else ():
             if store.check([f"{ROOT}/hello/{r}"]):
                 word = json.loads(store.get(f"{ROOT}/hello/{r}"))["word"]
                 if word not in answered:
                     store.set(f"{ROOT}/reply/{word}", token)
                     answered.add(word)
         if missing and time.monotonic() > deadline:
-            raise PeerLost(_missing(missing, num_ranks))
+            raise PeerLost(_describe_missing(missing, num_ranks))
         if missing:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
     store.set(f"{ROOT}/{token}/go", "")
 
 
-def _wait(store: dist.Store, keys: list[str], deadline: float, words) -> None:
+def _wait_for_keys(store: dist.Store, keys: list[str], deadline: float, describe) -> None:
     try:
         store.wait(keys, timedelta(seconds=max(0.001, deadline - time.monotonic())))
     except RuntimeError as error:
-        # A FileStore's timeout has no type of its own; its file cannot go away.
+        # A FileStore's timeout has no exception type of its own, and its file cannot disappear.
         if isinstance(error, dist.DistStoreError) or STORE in os.environ:
-            raise PeerLost(words()) from None
+            raise PeerLost(describe()) from None
         raise PeerLost(
             f"the rendezvous at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} went away while ranks "
             f"met: the process that serves it ended. ({first_line(error)})"
         ) from None
 
 
-def _check(peers: Sequence[Peer]) -> None:
-    told = [
+def _check_compatible(peers: Sequence[Peer]) -> None:
+    facts_by_rank = [
         {
             "colonnade": peer.colonnade,
             "torch": peer.torch,
@@ -195,29 +203,31 @@ def _check(peers: Sequence[Peer]) -> None:
         }
         for peer in peers
     ]
-    if found := disagreements(told):
+    if differences := disagreements(facts_by_rank):
         raise WorldError(
-            f"{joined(found)}; start every rank with the same command, Colonnade and torch, as many on each host"
+            f"{joined(differences)}; start every rank with the same command, Colonnade and torch, and the same number "
+            "on each host"
         )
     if len(peers) % peers[0].local_ranks:
         raise WorldError(
-            f"got {len(peers)} ranks, {peers[0].local_ranks} on each host, wanted as many on each; give torchrun the "
-            "same --nproc-per-node everywhere"
+            f"got {len(peers)} ranks, {peers[0].local_ranks} on each host, wanted the same number on each; give "
+            "torchrun the same --nproc-per-node everywhere"
         )
 
 
-def _missing(ranks: Sequence[int], num_ranks: int) -> str:
+def _describe_missing(ranks: Sequence[int], num_ranks: int) -> str:
     server = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     unreachable = "" if STORE in os.environ else f" cannot reach {server},"
     return f"{rank_words(ranks)} of {num_ranks} did not come in time: not started,{unreachable} or another program"
 
 
-def _here(token: str, rank: int) -> str:
+def _arrival_key(token: str, rank: int) -> str:
     return f"{ROOT}/{token}/here/{rank}"
 
 
-def _listen(address: str, port: int) -> int | None:
-    """A socket bound to `address` if it is a number of this host; None: all addresses."""
+def _open_listening_socket(address: str, port: int) -> int | None:
+    """Open a listening socket at `address` if it is numeric, and return its descriptor; None: listen on all
+    addresses."""
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         socket.inet_pton(family, address)

@@ -1,15 +1,16 @@
-"""Shared memory for messages between ranks of one host, so that no byte of them passes a socket.
+"""Shared-memory transport: messages between ranks of one host that do not pass through a socket.
 
-Each room is a nameless file in memory (memfd), which others open by the number of its process and its own there: no
-folder is needed, /dev/shm's size does not count, and what is left of a killed process is nothing.
+Each buffer is an anonymous file in memory (memfd). Other ranks open it by the pid and file descriptor of its owner:
+this needs no folder, the size of /dev/shm does not limit it, and a killed process leaves nothing.
 
-    sender                                       receiver
-    has its message in a room (`Rooms`)
-    ticket: file, place in it, what was read ->  maps the room once, and copies its part out of it
-    keeps the room                           <-  a later ticket of the same channel: what was read
+    sender                                           receiver
+    writes its message to a buffer (`BufferPool`)
+    descriptor: fd, offset, first unread message ->  maps the buffer once, and copies its part out of it
+    retains the buffer                           <-  a later descriptor of the same channel: first unread message
 
-Nothing but messages is shared: that one is written, and that it has been read, is told through torch.distributed, so
-memory is as ordered as its calls are, on any processor. A channel so keeps the rooms of its last two calls or so.
+Only message bytes are in shared memory. torch.distributed carries the notices that a message was written and that it
+was read, so memory accesses are ordered by its calls, on any processor. Therefore a channel retains the buffers of
+about its last two calls.
 """
 
 from __future__ import annotations
@@ -34,261 +35,288 @@ from torch import Tensor
 from colonnade.errors import WorldError
 from colonnade.ops.memory import empty
 
-SMALLEST = 1 << 17  # bytes
-FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+MIN_BUFFER_BYTES = 1 << 17
+LIMIT_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
-def size_of_room(num_bytes: int) -> int:
-    """Pure. A power of two, so that steps whose messages differ a little use the same rooms. What is not written to
-    takes no memory."""
-    return max(SMALLEST, 1 << max(0, num_bytes - 1).bit_length())
+def buffer_size(num_bytes: int) -> int:
+    """Round a message's size up to a power of two, so that steps with similar messages reuse buffers. Pure. Unwritten
+    pages need no memory."""
+    return max(MIN_BUFFER_BYTES, 1 << max(0, num_bytes - 1).bit_length())
 
 
-class Rooms:
-    """This process's own. A room serves again once no tensor looks into it any more, so there are as many as were in
-    use at once, of each size; they are given back by `close`, or when the process ends. Any thread may ask."""
+class BufferPool:
+    """Shared-memory buffers of this process. Thread-safe.
+
+    A buffer is reused once no tensor refers to it, so for each size there are as many buffers as were in use at once.
+    `close`, or the end of the process, frees them."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
-        self._files: dict[int, int] = {}  # by where a room begins
+        self._fds: dict[int, int] = {}  # by start address of the buffer
 
-    def empty(self, num_bytes: int) -> Tensor:
-        """(num_bytes,) uint8, at the begin of a room. Raises WorldError where the system gives none."""
-        size = size_of_room(num_bytes)
-        try:  # one call, for other threads take rooms, too
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return an uninitialised tensor (num_bytes,) uint8 at the start of a free buffer. Raises WorldError if the
+        system refuses a new buffer."""
+        size = buffer_size(num_bytes)
+        try:  # one atomic call, because other threads take buffers too
             memory = self._free[size].pop()
         except IndexError:
-            memory = self._new(size)
+            memory = self._create_buffer(size)
         block = np.frombuffer(memory, np.uint8)
-        # Lists are appended to and popped from at once, so this may run at any point of any thread.
+        # `append` is atomic, so the finalizer may run at any point of any thread.
         weakref.finalize(block, self._free[size].append, memory).atexit = False
         return torch.from_numpy(block)[:num_bytes]
 
-    def file_of(self, values: Tensor) -> int | None:
-        """Of the room that they lie in; None: in none."""
-        return self._files.get(values.untyped_storage().data_ptr())
+    def fd_of(self, values: Tensor) -> int | None:
+        """Return the file descriptor of the buffer that contains a tensor; None if no buffer does."""
+        return self._fds.get(values.untyped_storage().data_ptr())
 
     @property
     def num_bytes(self) -> int:
-        """Of all rooms, as if each had been written to as a whole."""
-        return sum(os.fstat(file).st_size for file in self._files.values())
+        """Size of all buffers, including unwritten pages."""
+        return sum(os.fstat(fd).st_size for fd in self._fds.values())
 
     def close(self) -> None:
-        """Nobody reads any of them any more: their memory is given back when no tensor looks into it."""
+        """Free the buffers once no tensor refers to them. Call it when no other rank reads them any more."""
         self._free.clear()
-        while self._files:
-            os.close(self._files.popitem()[1])
+        while self._fds:
+            os.close(self._fds.popitem()[1])
 
-    def _new(self, size: int) -> mmap.mmap:
-        file = -1
+    def _create_buffer(self, size: int) -> mmap.mmap:
+        fd = -1
         try:
-            file = os.memfd_create("colonnade")
-            os.truncate(file, size)
-            memory = mmap.mmap(file, size)
+            fd = os.memfd_create("colonnade")
+            os.truncate(fd, size)
+            memory = mmap.mmap(fd, size)
         except OSError as error:
-            if file >= 0:
-                os.close(file)
+            if fd >= 0:
+                os.close(fd)
             raise WorldError(
-                f"got no room of {size / 1e6:.0f} MB for a message to ranks of this host ({error.strerror}), beside "
-                f"{len(self._files)} of {self.num_bytes / 1e6:.0f} MB, wanted one; raise the limits of open files and "
-                "of addresses (ulimit -n, ulimit -v)"
+                f"got no buffer of {size / 1e6:.0f} MB for a message to ranks of this host ({error.strerror}), in "
+                f"addition to {len(self._fds)} of {self.num_bytes / 1e6:.0f} MB, wanted one; raise the limits of open "
+                "files and of addresses (ulimit -n, ulimit -v)"
             ) from None
-        self._files[np.frombuffer(memory, np.uint8).ctypes.data] = file  # open: others come to it
+        self._fds[np.frombuffer(memory, np.uint8).ctypes.data] = (
+            fd  # open, so that others can map it
+        )
         return memory
 
 
-class OthersRooms:
-    """Rooms of another process, mapped when they are first asked for."""
+class PeerBuffers:
+    """Buffers of another process of this host, each mapped at its first use."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._mapped: dict[int, tuple[int, np.ndarray]] = {}
 
-    def address(self, file: int) -> int:
-        """Where that file's room begins here. Raises OSError where it is not there any more, WorldError where this
-        process has no room for it."""
-        if file not in self._mapped:
+    def address(self, fd: int) -> int:
+        """Return the address at which this process has mapped the peer's buffer `fd`. Raises OSError if the peer is
+        gone, WorldError if this process cannot map another buffer."""
+        if fd not in self._mapped:
             try:
-                memory = self._map(file)
+                memory = self._map_buffer(fd)
             except OSError as error:
-                if error.errno not in FULL:
+                if error.errno not in LIMIT_ERRORS:
                     raise
                 raise WorldError(
-                    f"cannot read a message of process {self._pid} of this host ({error.strerror}), beside "
-                    f"{len(self._mapped)} rooms of it, wanted one more; raise the limits of open files and of "
-                    "addresses (ulimit -n, ulimit -v)"
+                    f"cannot read a message of process {self._pid} of this host ({error.strerror}), with "
+                    f"{len(self._mapped)} of its buffers mapped, wanted one more; raise the limits of open files and "
+                    "of addresses (ulimit -n, ulimit -v)"
                 ) from None
-            # Another thread may have mapped it meanwhile, and be reading.
+            # Another thread may have mapped it in the meantime and be reading from it.
             block = np.frombuffer(memory, np.uint8)
-            self._mapped.setdefault(file, (block.ctypes.data, block))
-        return self._mapped[file][0]
+            self._mapped.setdefault(fd, (block.ctypes.data, block))
+        return self._mapped[fd][0]
 
-    def _map(self, file: int) -> mmap.mmap:
-        here = os.open(f"/proc/{self._pid}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
+    def _map_buffer(self, fd: int) -> mmap.mmap:
+        own_fd = os.open(f"/proc/{self._pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return mmap.mmap(here, 0, prot=mmap.PROT_READ)
+            return mmap.mmap(own_fd, 0, prot=mmap.PROT_READ)
         finally:
-            os.close(here)
+            os.close(own_fd)
 
 
-LEAST_BYTES = 1 << 18
-"""That one of two ranks sends the other, for both to send tickets: measured, of smaller ones the processors gain
-nothing."""
-TICKET = struct.Struct("=qqq")  # file, place, number of the first message that is not read
+MIN_SHARED_BYTES = 1 << 18
+"""Smallest message sent through shared memory. Below 256 KiB it was not faster (measured)."""
+DESCRIPTOR = struct.Struct("=qqq")  # fd, offset, number of the first unread message
 
 
-def by_ticket(sent: Sequence[int], got: Sequence[int], me: int) -> list[bool]:
-    """Pure, and the same at both ends. With whom a call of these bytes exchanges tickets: both ways or none, for what
-    was read is told by tickets."""
-    pairs = zip(sent, got, strict=True)
-    return [rank != me and max(pair) >= LEAST_BYTES for rank, pair in enumerate(pairs)]
+def uses_shared_memory(sent: Sequence[int], received: Sequence[int], own_index: int) -> list[bool]:
+    """Return, for each member of a call, whether its messages go through shared memory. Pure; the same at both ends.
+
+    sent, received: bytes to and from each member. A pair uses shared memory in both directions or in none, because
+    descriptors also acknowledge reads."""
+    pairs = zip(sent, received, strict=True)
+    return [i != own_index and max(pair) >= MIN_SHARED_BYTES for i, pair in enumerate(pairs)]
 
 
-class Lane:
-    """One channel's messages, numbered mate by mate, as its calls begin in one order on all ranks. They may end in any
-    order, on any thread."""
+class MessageTracker:
+    """Tracker of one channel's messages: numbers them per peer, and retains buffers until all peers have read them.
+
+    Calls of a channel begin in the same order on all ranks. They may end in any order, on any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._begun: dict[int, int] = defaultdict(int)
-        self._unread: dict[int, set[int]] = defaultdict(set)
-        self._read: dict[int, int] = defaultdict(int)  # by mates: all that came before this one
-        self._held: list[tuple[Tensor, Mapping[int, int]]] = []
+        self._num_begun: dict[int, int] = defaultdict(int)
+        self._unread: dict[int, set[int]] = defaultdict(set)  # numbers of messages from a peer
+        self._read_by_peer: dict[int, int] = defaultdict(
+            int
+        )  # the peer has read all earlier messages
+        self._retained: list[tuple[Tensor, Mapping[int, int]]] = []
 
-    def begin(self, room: Tensor, mates: Iterable[int]) -> dict[int, tuple[int, int]]:
-        """A message to each of `mates`, and one from each: by mate its number, and that of the first which was not
-        read here. Keeps `room`."""
-        with self._lock:
-            found = {}
-            for mate in mates:
-                number = self._begun[mate]
-                self._begun[mate] += 1
-                self._unread[mate].add(number)
-                found[mate] = number, min(self._unread[mate])
-            self._held.append((room, {mate: number for mate, (number, _) in found.items()}))
-            return found
+    def begin_call(self, buffer: Tensor, peers: Iterable[int]) -> dict[int, tuple[int, int]]:
+        """Begin a call that exchanges one message with each peer, and retain `buffer`, which contains those to send.
 
-    def end(self, read: Mapping[int, tuple[int, int]]) -> None:
-        """A call's messages were read here. read: by mate the number of its message, and of the first message to it
-        that was not read there when it sent that one."""
+        Returns by peer the message number, and the number of the peer's first message that is still unread here."""
         with self._lock:
-            for mate, (number, there) in read.items():
-                self._unread[mate].remove(number)
-                self._read[mate] = max(there, self._read[mate])
-            self._held = [
-                (room, numbers)
-                for room, numbers in self._held
-                if any(number >= self._read[mate] for mate, number in numbers.items())
+            numbers = {}
+            for peer in peers:
+                number = self._num_begun[peer]
+                self._num_begun[peer] += 1
+                self._unread[peer].add(number)
+                numbers[peer] = number, min(self._unread[peer])
+            self._retained.append((buffer, {peer: number for peer, (number, _) in numbers.items()}))
+            return numbers
+
+    def end_call(self, read: Mapping[int, tuple[int, int]]) -> None:
+        """End a call after its messages were read here, and release buffers that all peers have read.
+
+        read: by peer, its message's number, and the first of our messages that it had not read when it sent that."""
+        with self._lock:
+            for peer, (number, first_unread) in read.items():
+                self._unread[peer].remove(number)
+                self._read_by_peer[peer] = max(first_unread, self._read_by_peer[peer])
+            self._retained = [
+                (buffer, numbers)
+                for buffer, numbers in self._retained
+                if any(number >= self._read_by_peer[peer] for peer, number in numbers.items())
             ]
 
     @property
-    def num_held(self) -> int:
-        return len(self._held)
+    def num_retained(self) -> int:
+        """Number of buffers that a peer may still read."""
+        return len(self._retained)
 
 
 @dataclass(slots=True)
-class Post:
-    """A call of tickets under way. What gloo is to carry: `send`, of so many bytes to each member, and `got`."""
+class SharedMessages:
+    """Pending all-to-all with some of its messages in shared memory.
 
-    mates: Mates
-    lane: Lane
+    gloo sends `gloo_send`, with `gloo_send_bytes` for each member: descriptors, and small messages as they are. It
+    receives `gloo_received` likewise."""
+
+    shared_memory: SharedMemory
+    tracker: MessageTracker
     members: Sequence[int]
     numbers: Mapping[int, tuple[int, int]]
-    keep: Tensor
+    buffer: Tensor
     received: Tensor
     received_bytes: Sequence[int]
-    send: Tensor
-    send_bytes: Sequence[int]
-    got: Tensor
-    got_bytes: Sequence[int]
+    gloo_send: Tensor
+    gloo_send_bytes: Sequence[int]
+    gloo_received: Tensor
+    gloo_received_bytes: Sequence[int]
 
-    def arrive(self) -> None:
-        """gloo has carried it. Once. Raises OSError where a mate is gone."""
-        there, here = self.received.data_ptr(), self.got.data_ptr()
-        tickets: Any = self.got.numpy()
+    def receive(self) -> None:
+        """Copy all messages to `received`. Call it once, when gloo is done. Raises OSError if a peer is gone."""
+        target, source = self.received.data_ptr(), self.gloo_received.data_ptr()
+        descriptors: Any = self.gloo_received.numpy()
         read = {}
-        places = zip(
+        blocks = zip(
             self.members, self.received_bytes, accumulate(self.received_bytes, initial=0),
-            accumulate(self.got_bytes, initial=0), strict=False,
+            accumulate(self.gloo_received_bytes, initial=0), strict=False,
         )  # fmt: skip
-        for member, size, to, at in places:
+        for member, size, target_begin, source_begin in blocks:
             if member in self.numbers:
-                file, place, unread = TICKET.unpack_from(tickets, at)
+                fd, offset, first_unread = DESCRIPTOR.unpack_from(descriptors, source_begin)
                 if size:
-                    memmove(there + to, self.mates.others[member].address(file) + place, size)
-                read[member] = self.numbers[member][0], unread
-            elif member != self.mates.rank:
-                memmove(there + to, here + at, size)
-        self.lane.end(read)
+                    message = self.shared_memory.peers[member].address(fd) + offset
+                    memmove(target + target_begin, message, size)
+                read[member] = self.numbers[member][0], first_unread
+            elif member != self.shared_memory.rank:
+                memmove(target + target_begin, source + source_begin, size)
+        self.tracker.end_call(read)
 
 
 @dataclass(slots=True)
-class Mates:
-    """The ranks of this rank's host, which can read each other's rooms."""
+class SharedMemory:
+    """Shared memory of the ranks of one host, which can read each other's buffers."""
 
     rank: int
-    others: Mapping[int, OthersRooms]
-    rooms: Rooms = field(default_factory=Rooms)
-    lanes: dict[str, Lane] = field(default_factory=dict)
+    peers: Mapping[int, PeerBuffers]
+    pool: BufferPool = field(default_factory=BufferPool)
+    trackers: dict[str, MessageTracker] = field(default_factory=dict)
 
-    def room(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """(num_elements,), to be written to and sent once."""
+    def allocate_buffer(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return a tensor (num_elements,) to write once and send; in ordinary memory if it is small."""
         num_bytes = num_elements * dtype.itemsize
-        if num_bytes < LEAST_BYTES:
+        if num_bytes < MIN_SHARED_BYTES:
             return empty(num_elements, dtype=dtype)
-        return self.rooms.empty(num_bytes).view(dtype)
+        return self.pool.allocate(num_bytes).view(dtype)
 
-    def post(
+    def prepare_messages(
         self,
         channel: str,
         members: Sequence[int],
         send: Tensor,
         sent: Sequence[int],
         received: Tensor,
-        got: Sequence[int],
-    ) -> Post | None:
-        """Of a call among `members`, of this host all, that sends each `sent` bytes of `send`, and gets `got`. None:
-        the call is too small for tickets. Nobody may write to `send` again if it lies in a room of `rooms`; else it
-        is copied. Raises WorldError where there is no room."""
-        me = members.index(self.rank)
-        tickets = by_ticket(sent, got, me)
-        if not any(tickets):
+        received_bytes: Sequence[int],
+    ) -> SharedMessages | None:
+        """Prepare an all-to-all among `members`, all of this host; return None if all messages are small.
+
+        sent, received_bytes: bytes to and from each member. `send` must not change any more if it is in a buffer of
+        `pool`; otherwise it is copied to one. Raises WorldError if no buffer is available."""
+        own = members.index(self.rank)
+        is_shared = uses_shared_memory(sent, received_bytes, own)
+        if not any(is_shared):
             return None
-        if self.rooms.file_of(send) is None:
-            room = self.rooms.empty(send.nbytes)
-            memmove(room.data_ptr(), send.data_ptr(), send.nbytes)
+        if self.pool.fd_of(send) is None:
+            buffer = self.pool.allocate(send.nbytes)
+            memmove(buffer.data_ptr(), send.data_ptr(), send.nbytes)
         else:
-            room = send
-        file, begin = self.rooms.file_of(room), room.untyped_storage().data_ptr()
-        lane = self.lanes.setdefault(channel, Lane())
-        numbers = lane.begin(room, [m for m, by in zip(members, tickets, strict=True) if by])
-        out = [TICKET.size if by else size for by, size in zip(tickets, sent, strict=True)]
-        back = [TICKET.size if by else size for by, size in zip(tickets, got, strict=True)]
-        out[me] = back[me] = 0
-        message = bytearray(sum(out))
-        base = room.data_ptr()
-        starts = list(accumulate(sent, initial=0))
-        carried = torch.frombuffer(message, dtype=torch.uint8)
-        for i, at in enumerate(accumulate(out[:-1], initial=0)):
-            if tickets[i]:
-                TICKET.pack_into(
-                    message, at, file, base + starts[i] - begin, numbers[members[i]][1]
+            buffer = send
+        fd, buffer_begin = self.pool.fd_of(buffer), buffer.untyped_storage().data_ptr()
+        tracker = self.trackers.setdefault(channel, MessageTracker())
+        peers = [m for m, shared in zip(members, is_shared, strict=True) if shared]
+        numbers = tracker.begin_call(buffer, peers)
+        out_bytes = [
+            DESCRIPTOR.size if shared else size
+            for shared, size in zip(is_shared, sent, strict=True)
+        ]
+        in_bytes = [
+            DESCRIPTOR.size if shared else size
+            for shared, size in zip(is_shared, received_bytes, strict=True)
+        ]
+        out_bytes[own] = in_bytes[own] = 0
+        message = bytearray(sum(out_bytes))
+        data = buffer.data_ptr()
+        begins = list(accumulate(sent, initial=0))
+        gloo_send = torch.frombuffer(message, dtype=torch.uint8)
+        for i, at in enumerate(accumulate(out_bytes[:-1], initial=0)):
+            if is_shared[i]:
+                DESCRIPTOR.pack_into(
+                    message, at, fd, data + begins[i] - buffer_begin, numbers[members[i]][1]
                 )
-            elif out[i]:
-                memmove(carried.data_ptr() + at, base + starts[i], out[i])
-        memmove(received.data_ptr() + sum(got[:me]), base + starts[me], sent[me])
-        into = torch.empty(sum(back), dtype=torch.uint8)
-        return Post(self, lane, members, numbers, room, received, got, carried, out, into, back)
+            elif out_bytes[i]:
+                memmove(gloo_send.data_ptr() + at, data + begins[i], out_bytes[i])
+        memmove(received.data_ptr() + sum(received_bytes[:own]), data + begins[own], sent[own])
+        gloo_received = torch.empty(sum(in_bytes), dtype=torch.uint8)
+        return SharedMessages(
+            self, tracker, members, numbers, buffer, received, received_bytes,
+            gloo_send, out_bytes, gloo_received, in_bytes,
+        )  # fmt: skip
 
 
-def readable(pid: int, file: int, word: bytes) -> bool:
-    """Whether a room of that process can be read, and begins with that word: another process may have its number in
-    another space."""
+def can_read_buffer(pid: int, fd: int, token: bytes) -> bool:
+    """Return whether this process can read buffer `fd` of process `pid`, and it begins with `token`. The token detects
+    another process with the same pid in another pid namespace."""
     try:
-        here = os.open(f"/proc/{pid}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
+        own_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return os.pread(here, len(word), 0) == word
+            return os.pread(own_fd, len(token), 0) == token
         finally:
-            os.close(here)
+            os.close(own_fd)
     except OSError:
         return False

@@ -1,8 +1,8 @@
-"""Traffic of a rank, bytes and messages by channel and link, and the time that its threads wait for other ranks.
+"""Traffic counters of a rank (bytes and messages by channel and link) and timers of waits for other ranks.
 
-Traffic is counted where `Mesh` calls torch.distributed, each byte once, on the rank that sends it. All-to-alls go
-directly to their receivers. Sums, gathers and broadcasts are counted along gloo's rings and trees, so bytes that a rank
-only forwards are counted, too. Protocol overhead of sockets is not counted.
+`Mesh` counts traffic when it calls torch.distributed: each byte once, on the rank that sends it. All-to-alls go
+directly to their receivers. Sums, gathers and broadcasts are counted along gloo's rings and trees, including bytes that
+a rank only forwards. Protocol overhead of sockets is not counted.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from colonnade.topology.world import World
 
 Link = Literal["local", "remote"]
 LINKS: tuple[Link, ...] = ("local", "remote")
-"""Links to ranks of the same host, and of another."""
+"""Links: to a rank of the same host, and to a rank of another host."""
 
 SEGMENT_BYTES = 1 << 20
 """Largest segment that gloo sums at once."""
 
 
-def link(world: World, rank: int, peer: int) -> Link:
+def link_between(world: World, rank: int, peer: int) -> Link:
+    """Return the link between two ranks."""
     return "local" if world.host(rank) == world.host(peer) else "remote"
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Payload this rank sent to other ranks, by (channel, link). Messages to itself are not counted."""
+    """Payload that this rank sent to other ranks, by (channel, link). Messages to itself are not counted."""
 
     sent_bytes: Counter[tuple[str, Link]] = field(default_factory=Counter)
     messages: Counter[tuple[str, Link]] = field(default_factory=Counter)
     _counting: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
-    """Lock of the counts, because two threads send rows of one channel."""
+    """Lock of the counts, because two threads may send rows on one channel."""
 
     def count(
         self,
@@ -46,8 +47,8 @@ class Traffic:
         num_bytes: Sequence[int],
         messages: int = 1,
     ) -> None:
-        """Count bytes that this rank sends over links, `messages` for each. Sends of 0 bytes, or to itself (link None),
-        are not counted."""
+        """Count the bytes sent over each link, as `messages` messages per link. Ignores sends of 0 bytes, and sends to
+        itself (link None)."""
         with self._counting:
             for link, count in zip(links, num_bytes, strict=True):
                 if count and link is not None:
@@ -55,48 +56,55 @@ class Traffic:
                     self.messages[channel, link] += messages
 
     def bytes_of(self, channel: str) -> int:
+        """Return the bytes sent on a channel over all links."""
         return sum(self.sent_bytes[channel, link] for link in LINKS)
 
     def plain(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return the counts as a new dict {"bytes" or "messages": {channel: {link: number}}}."""
-        return {"bytes": _nested(self.sent_bytes), "messages": _nested(self.messages)}
+        """Return a copy of the counts: {"bytes" or "messages": {channel: {link: count}}}."""
+        return {
+            "bytes": _group_by_channel(self.sent_bytes),
+            "messages": _group_by_channel(self.messages),
+        }
 
 
-def _nested(counts: Counter[tuple[str, Link]]) -> dict[str, dict[str, int]]:
-    by_purpose: dict[str, dict[str, int]] = defaultdict(dict)
-    # At once: another thread may be counting.
-    for (channel, link), number in dict(counts).items():
-        by_purpose[channel][link] = number
-    return dict(by_purpose)
+def _group_by_channel(counts: Counter[tuple[str, Link]]) -> dict[str, dict[str, int]]:
+    by_channel: dict[str, dict[str, int]] = defaultdict(dict)
+    # The copy is atomic: another thread may be counting.
+    for (channel, link), count in dict(counts).items():
+        by_channel[channel][link] = count
+    return dict(by_channel)
 
 
 @lru_cache(maxsize=1024)
-def ring_sum(num_bytes: int, itemsize: int, place: int, size: int) -> tuple[int, int]:
-    """Return (bytes, messages) that the member at `place` of `size` sends to the one before it, to sum `num_bytes`.
+def count_ring_sum(num_bytes: int, itemsize: int, position: int, size: int) -> tuple[int, int]:
+    """Count the (bytes, messages) that one member of gloo's ring all-reduce sends to the previous member.
 
-    In gloo's ring a chunk for each member is passed round once to be summed and once to be broadcast, in two segments
-    or more. The last chunks may be short or empty.
+    num_bytes: size of the buffer to sum. position, size: the member's position in the ring, and the ring's size. Gloo
+    passes one chunk per member round the ring twice, to sum it and to broadcast it, in two segments or more. The last
+    chunks may be short or empty.
     """
     chunk = 2 * itemsize * -(-num_bytes // (2 * size * itemsize))
-    own, after = (min(max(num_bytes - k * chunk, 0), chunk) for k in (place, (place + 1) % size))
+    own_chunk, next_chunk = (
+        min(max(num_bytes - k * chunk, 0), chunk) for k in (position, (position + 1) % size)
+    )
     segments = max(2, -(-chunk // SEGMENT_BYTES))
-    # In the sum a member never forwards its own chunk; in the broadcast, not the one that the ring ends with.
-    return 2 * num_bytes - own - after, 2 * (size - 1) * segments
+    # A member does not forward its own chunk in the sum, or the next member's chunk in the broadcast.
+    return 2 * num_bytes - own_chunk - next_chunk, 2 * (size - 1) * segments
 
 
-def tree_children(place: int, size: int) -> Sequence[int]:
-    """Return the members that the one at `place` forwards a broadcast of member 0 to, in gloo's binomial tree."""
+def find_tree_children(position: int, size: int) -> Sequence[int]:
+    """Find the members to which one member forwards a broadcast of member 0, in gloo's binomial tree."""
     children, step = [], 1
     while step < size:
-        # A member receives over the highest bit of its place, and forwards over all higher ones.
-        if place < step and place + step < size:
-            children.append(place + step)
+        # A member receives along the highest bit of its position, and forwards along all higher bits.
+        if position < step and position + step < size:
+            children.append(position + step)
         step *= 2
     return children
 
 
-class _OfThread(threading.local):
-    """Waits of one thread."""
+class _ThreadWaits(threading.local):
+    """Wait timer of one thread: nesting depth, start, and seconds by channel."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -104,26 +112,26 @@ class _OfThread(threading.local):
         self.seconds: dict[str, float] = defaultdict(float)
 
 
-_of_thread = _OfThread()
+_thread_waits = _ThreadWaits()
 
 
 def begin_waiting() -> None:
-    """Begin a wait of this thread; one inside another is part of it."""
-    if not _of_thread.depth:
-        _of_thread.since = time.perf_counter()
-    _of_thread.depth += 1
+    """Begin a wait of this thread; a nested wait counts as part of the outer one."""
+    if not _thread_waits.depth:
+        _thread_waits.since = time.perf_counter()
+    _thread_waits.depth += 1
 
 
 def end_waiting(channel: str) -> None:
-    """End the wait that began last."""
-    _of_thread.depth -= 1
-    if not _of_thread.depth:
-        _of_thread.seconds[channel] += time.perf_counter() - _of_thread.since
+    """End the innermost wait of this thread; count an outermost wait under `channel`."""
+    _thread_waits.depth -= 1
+    if not _thread_waits.depth:
+        _thread_waits.seconds[channel] += time.perf_counter() - _thread_waits.since
 
 
 @contextmanager
 def waiting(channel: str) -> Iterator[None]:
-    """Count the time inside this context as a wait of this thread."""
+    """Count the time inside this context as waiting time of this thread."""
     begin_waiting()
     try:
         yield
@@ -132,5 +140,5 @@ def waiting(channel: str) -> Iterator[None]:
 
 
 def waited() -> Mapping[str, float]:
-    """Return this thread's seconds of waiting by channel, a mapping that continues to count."""
-    return _of_thread.seconds
+    """Return this thread's seconds of waiting by channel; the mapping continues to be updated."""
+    return _thread_waits.seconds

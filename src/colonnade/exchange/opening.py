@@ -17,8 +17,8 @@ from colonnade.errors import ConfigError
 from colonnade.exchange.bag_layout import (
     BagLayout,
     LastHop,
+    build_bag_layout,
     evaluated_fields,
-    lay_out_bags,
 )
 from colonnade.exchange.bags import BagsExchange
 from colonnade.exchange.cached import CachedExchange, TableCache
@@ -42,9 +42,9 @@ from colonnade.topology.sharding import Sharding, row_wise_in, table_wise
 from colonnade.topology.towers import tower_ranks
 from colonnade.wire.codec import EXACT, Codecs
 from colonnade.wire.coding import Coding
-from colonnade.wire.owner_map import deal
-from colonnade.wire.tower_transport import PeerTransport, TowerTransport, peers_of
-from colonnade.wire.transport import LastTransport, LocalTransport, WorldTransport, only
+from colonnade.wire.owner_map import build_owner_map
+from colonnade.wire.tower_transport import PeerTransport, TowerTransport, order_peers
+from colonnade.wire.transport import LastTransport, LocalTransport, WorldTransport, select_columns
 
 TOWER_THREADS = ("lookahead", TRAINING)
 """Threads that issue the calls of a tower's small world."""
@@ -177,8 +177,8 @@ def _open_bags(
         )
         _check_sequences(declaration, mesh, consumers, reads_ahead)
     evaluated = evaluated_fields(declaration, shardings, consumers, has_whole_bags=False)
-    layout = lay_out_bags(declaration, shardings, mesh.num_ranks, evaluated)
-    messages = [layout.from_owner(rank) for rank in range(mesh.num_ranks)]
+    layout = build_bag_layout(declaration, shardings, mesh.num_ranks, evaluated)
+    messages = [layout.sent_columns(rank) for rank in range(mesh.num_ranks)]
     sent, dtype = messages[mesh.rank], declaration.compute_dtype
     transport: LastTransport
     if mesh.num_ranks == 1:
@@ -192,10 +192,10 @@ def _open_bags(
         )
     return BagsExchange(
         layout,
-        deal(shardings, mesh.num_ranks),
+        build_owner_map(shardings, mesh.num_ranks),
         mesh,
         [],
-        LastHop(transport, layout.pooled(mesh.rank), sent),
+        LastHop(transport, layout.pooled_columns(mesh.rank), sent),
         coding,
         operators=operators,
         attention=_attention(layout, mesh, shardings),
@@ -255,30 +255,34 @@ def _open_towers(
         declaration, pooled_on, mesh.world, num_towers=len(towers), reads_ahead=reads_ahead
     )
     evaluated = evaluated_fields(declaration, pooled_on, consumers, has_whole_bags=True)
-    layout = lay_out_bags(declaration, pooled_on, mesh.num_ranks, evaluated)
+    layout = build_bag_layout(declaration, pooled_on, mesh.num_ranks, evaluated)
     by_field = towers_of_fields(declaration, pooled_on, towers)
     inside = [
-        only(layout.fields.columns, _fields_in_tower(by_field, tower))
+        select_columns(layout.fields.columns, _fields_in_tower(by_field, tower))
         for tower in range(len(towers))
     ]
     carried = [
-        only(
+        select_columns(
             layout.arriving,
-            [key for key in layout.arriving.dims if by_field[layout.fields_of(key)[0]] == tower],
+            [
+                key
+                for key in layout.arriving.dims
+                if by_field[layout.fields_of_column(key)[0]] == tower
+            ],
         )
         for tower in range(len(towers))
     ]
-    dtype, peers = declaration.compute_dtype, peers_of(mesh.rank, size, mesh.num_ranks)
+    dtype, peers = declaration.compute_dtype, order_peers(mesh.rank, size, mesh.num_ranks)
     last = PeerTransport(mesh, size, carried, layout.arriving, coding, dtype)
     inner, tower = [], None
     if sends_rows:
         tower = RowsExchange(
-            layout.sums(mesh.rank),
+            layout.pooled_declaration(mesh.rank),
             tower_mesh(mesh, size, TOWER_THREADS),
             _shardings_in_tower(mesh.rank, shardings, towers),
         )
     else:
-        messages = [layout.pooled(rank) for rank in range(mesh.num_ranks)]
+        messages = [layout.pooled_columns(rank) for rank in range(mesh.num_ranks)]
         inner = [TowerTransport(mesh, size, messages, inside[own], dtype)]
     tower_by_consumer = {
         name: number
@@ -296,7 +300,7 @@ def _open_towers(
         )
     return BagsExchange(
         layout,
-        deal(pooled_on, mesh.num_ranks),
+        build_owner_map(pooled_on, mesh.num_ranks),
         mesh,
         inner,
         LastHop(last, inside[own], carried[own]),
