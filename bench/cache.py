@@ -171,7 +171,7 @@ def count_recovery(shape: Shape, to: Figures) -> None:
                 decision = directory.step(ids, said.next_uses, said.coming, window)
             else:
                 decision = directory.step(ids)
-            hits.append(float((decision.asked == HIT).mean()))
+            hits.append(float((decision.outcomes == HIT).mean()))
         enough = RECOVERED * fmean(hits[shape.warm - 10 : shape.warm])
         after = (n for n, share in enumerate(hits[shape.warm :]) if share >= enough)
         to.recovery[f"{shape.batch_size}x{FIELDS}", name] = next(after, None)

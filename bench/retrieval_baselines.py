@@ -20,7 +20,7 @@ from torch import Tensor
 from colonnade.batch import Ids
 from colonnade.data import open_source
 from colonnade.data.contract import Source
-from colonnade.models.retriever import best, recall_and_ndcg, without_seen
+from colonnade.models.retriever import mask_items, recall_and_ndcg, top_items
 
 BLOCK = 512  # users, or items, solved at a time
 
@@ -99,7 +99,7 @@ def score(source: Source, scores_of, k: int = 20) -> tuple[float, float]:
     """(recall@k, NDCG@k); `scores_of(users (B,)) -> (B, I)`."""
     recalls, gains = [], []
     for batch in source.batches(512):
-        top = best(without_seen(scores_of(batch.group).clone(), batch.key.seen), k)
+        top = top_items(mask_items(scores_of(batch.group).clone(), batch.key.seen), k)
         recall, gain = recall_and_ndcg(top, batch.key.truth, k)
         recalls.append(recall)
         gains.append(gain)

@@ -34,7 +34,7 @@ from towers_quality import System
 from workers.scored_blocks import BLOCKS, block_aucs, check_whole
 
 import colonnade
-from colonnade.cli.feature_sample import probe
+from colonnade.cli.feature_sample import measure_affinity
 from colonnade.comm.mesh import Mesh
 from colonnade.config.run import RunConfig, override
 from colonnade.data.contract import Source
@@ -98,7 +98,7 @@ def trained(run: TrainingRun) -> list[float]:
 def learned(run: TrainingRun, number: int, seed: int) -> Towers:
     """By how alike the fields' vectors are to a run that has ended."""
     trainer = run.trainer
-    affinity, loads = probe(
+    affinity, loads = measure_affinity(
         trainer.collection, trainer.data.train, run.config.train.batch_size, PROBED
     )
     found = tower_map(affinity.matrix(), loads, number, silent=affinity.silent, seed=seed)

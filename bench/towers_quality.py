@@ -44,13 +44,13 @@ from workers.scored_blocks import block_aucs, block_ceiling, check_whole
 
 import colonnade
 from colonnade import Adagrad, Feature, Mesh, Table, Uniform, build_plan, fit
-from colonnade.cli.feature_sample import probe
+from colonnade.cli.feature_sample import measure_affinity
 from colonnade.data import open_source
 from colonnade.data.contract import Splits
 from colonnade.errors import ConfigError
 from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.dlrm import DLRM
-from colonnade.models.linear import FM
+from colonnade.models.linear import FactorizationMachine
 from colonnade.plan.towers.affinity import Affinity
 from colonnade.plan.towers.partition import FeatureLoad, tower_map
 from colonnade.topology.towers import Partition, striped
@@ -131,13 +131,15 @@ def flat_run(seed: int) -> tuple[Affinity, list[FeatureLoad]]:
     ]  # fmt: skip
     features, mesh = [Feature(table.name, table.name) for table in tables], Mesh()
     torch.manual_seed(seed)
-    model = FM(tables, features, num_dense=len(splits.train.schema.dense), seed=seed)
+    model = FactorizationMachine(
+        tables, features, num_dense=len(splits.train.schema.dense), seed=seed
+    )
     model.embeddings.open(build_plan(tables, 1), mesh)
     done = fit(
         model, splits, mesh=mesh, batch_size=LEARNED_BATCH, dense_lr=DENSE_LR, quiet=True, seed=seed
     )
     check_whole(done.outcome)
-    return probe(model.embeddings, splits.train, LEARNED_BATCH, PROBED)
+    return measure_affinity(model.embeddings, splits.train, LEARNED_BATCH, PROBED)
 
 
 def kept_pairs(found: Partition) -> float:

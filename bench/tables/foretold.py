@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from colonnade import EmbeddingCollection, World
-from colonnade.plan.cost.consumers import model_load
+from colonnade.plan.cost.consumers import build_model_load
 from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
 from colonnade.plan.measure.popularity import Popularity
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Forced
+from colonnade.plan.search.candidates import Constraint
 from colonnade.store.budget import slot_bytes
 
 RANKS = (16, 64, 256)
@@ -75,9 +75,9 @@ def foretell(
         )
         loads = [load_of(table, law, world, batch_size, lookups) for table in tables]
         bags = [feature.name for feature in features] if lookups > 1 else ()
-        model = model_load(declaration, loads, world=world, bags=bags)
+        model = build_model_load(declaration, loads, world=world, bags=bags)
         for exchange in EXCHANGES:
-            forced = {table.name: Forced(exchange=exchange) for table in tables}  # type: ignore[arg-type]
+            forced = {table.name: Constraint(exchange=exchange) for table in tables}  # type: ignore[arg-type]
             choice = choose(loads, world, forced=forced, model=model)
             over = sum(size for (_, link), size in choice.sent.items() if link == "remote")
             found.append(

@@ -24,8 +24,8 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, spans
-from colonnade.data.counter import permutation, stream_key, words
+from colonnade.data.contract import START, Column, Position, Schema, rank_blocks
+from colonnade.data.counter import random_permutation, random_words, stream_key
 
 FIELDS, EACH = 20, 10
 PLACES = 10_000
@@ -70,8 +70,8 @@ def open_ads(num_samples: int, *, seed: int = 0, start: int = 0) -> Ads:
     sign = 1 - 2 * (np.arange(TABLE) % 2)
     normal = NormalDist()
     quantiles = np.array([normal.inv_cdf((i + 0.5) / TABLE) for i in range(TABLE)], np.float32)
-    shuffled = [quantiles[permutation(TABLE, stream_key(key, 2, r))] for r in range(3)]
-    births = words(stream_key(key, 1), 0, FIELDS * PLACES) >> np.uint64(64 - LIFE_BITS)
+    shuffled = [quantiles[random_permutation(TABLE, stream_key(key, 2, r))] for r in range(3)]
+    births = random_words(stream_key(key, 1), 0, FIELDS * PLACES) >> np.uint64(64 - LIFE_BITS)
     law = Law(
         key=stream_key(key, 0),
         place_of=place.astype(np.int64),
@@ -104,7 +104,9 @@ class Ads:
     def batches(
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
-        blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        blocks = rank_blocks(
+            self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
+        )
         return (self.read(begin, end) for begin, end in blocks)
 
     def read(self, begin: int, end: int) -> Batch:
@@ -118,7 +120,7 @@ class Ads:
             logit = law.bias + law.scales[0] * effects + law.scales[1] * pairs
             chance[part] = 1 / (1 + np.exp(-logit.astype(np.float64)))
         first = self.start + begin
-        drawn = words(stream_key(law.key, 1), first, first + size) >> np.uint64(11)
+        drawn = random_words(stream_key(law.key, 1), first, first + size) >> np.uint64(11)
         label = drawn.astype(np.float64) * 2.0**-53 < chance
         offsets = torch.arange(0, size * EACH + 1, EACH)
         return Batch(
@@ -137,7 +139,7 @@ def draw(law: Law, first: int, ids: NDArray[np.int64]) -> tuple[Floats, Floats]:
     """Ids of samples first, first + 1, ... into `ids` (F, B, J); returns their effects and pairs (B,), not scaled."""
     size = ids.shape[1]
     each = FIELDS * EACH // 4  # words of a sample: four ids of 16 bits
-    drawn = words(law.key, first * each, (first + size) * each).astype("<u8", copy=False)
+    drawn = random_words(law.key, first * each, (first + size) * each).astype("<u8", copy=False)
     bits = drawn.view("<u2").reshape(size, FIELDS, EACH)
     now = np.arange(first, first + size)[:, None]
     effects = np.zeros(size, dtype=np.float32)

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from colonnade.data.sets.synthetic import draw as draw_samples
-from colonnade.data.sets.synthetic import open_synthetic
+from colonnade.data.sets.synthetic import draw_samples, open_synthetic
 from workers.workload import draw
 
 RANKS, FIELDS, SKEW = 8, 26, 1.05
@@ -94,7 +93,7 @@ def _zipf(shape: Shape, seed: int, shift_at: int | None) -> Lookups:
 
 
 def _criteo(shape: Shape, seed: int) -> tuple[int, Lookups]:
-    law = open_synthetic(max_cardinality=shape.rows, num_test=0, seed=seed).train.law
+    law = open_synthetic(max_cardinality=shape.rows, num_test=0, seed=seed).train.distribution
     starts = np.cumsum([0, *(field.rows for field in law.fields)])
 
     def lookups(step: int, rank: int) -> Ids:

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from colonnade.cache.directory import HIT, LEASE_OVER, MISS, Directory
-from colonnade.cache.next_use import Foreseen, Foresight
+from colonnade.cache.directory import EXPIRED, HIT, MISS, Directory
+from colonnade.cache.next_use import NextUseWindow, RowNextUses
 from workers.cache_streams import RANKS, Ids, Stream
 from workers.light_lfu import LightLfu
 
@@ -110,17 +110,17 @@ class Caches:
         return directory.step(ids, said.next_uses, said.coming, self.policy.window)
 
 
-def foreseen(batches: Iterable[Ids], window: int) -> Iterator[Foreseen]:
+def foreseen(batches: Iterable[Ids], window: int) -> Iterator[RowNextUses]:
     """What training knows of each of one rank's batches."""
-    sight, waiting = Foresight(window), 0
+    sight, waiting = NextUseWindow(window), 0
     for ids in batches:
-        sight.see(ids)
+        sight.add_batch(ids)
         waiting += 1
         if waiting > window:
-            yield sight.next()
+            yield sight.pop_next_uses()
             waiting -= 1
     for _ in range(waiting):
-        yield sight.next()
+        yield sight.pop_next_uses()
 
 
 def row_clock(
@@ -135,15 +135,17 @@ def row_clock(
         said = [caches.step(step, rank) for rank in range(RANKS)]
         if step >= stream.shape.warm:
             for ids, each in zip(batches, said, strict=True):
-                is_over = each.asked == LEASE_OVER
+                is_over = each.outcomes == EXPIRED
                 is_new = changed[ids[is_over]] >= step - each.ages[is_over]
-                num_missing, num_over = int((each.asked == MISS).sum()), len(is_new)
-                num_named = int(((each.asked != HIT) | each.pushed).sum()) + len(each.evicted_ids)
+                num_missing, num_over = int((each.outcomes == MISS).sum()), len(is_new)
+                num_named = int(((each.outcomes != HIT) | each.pushed).sum()) + len(
+                    each.evicted_ids
+                )
                 found.rows += num_missing + int(is_new.sum())
                 found.rows += int(each.pushed.sum()) + len(each.evicted_ids)
                 found.named += num_named * (NAME + FLAGS) + num_over * (AGE + BIT)
                 found.uses += len(ids)
-                found.hits += int((each.asked == HIT).sum())
+                found.hits += int((each.outcomes == HIT).sum())
         for ids, each in zip(batches, said, strict=True):
             changed[ids[each.pushed]] = changed[each.evicted_ids] = step
     return found
@@ -158,7 +160,7 @@ def het(stream: Stream, policy: Policy, capacity: int, staleness: int) -> Traffi
     for step, batches in enumerate(stream.batches[: stream.shape.warm + stream.shape.measured]):
         for rank, ids in enumerate(batches):
             each = caches.step(step, rank)
-            is_sent = (each.asked == MISS) | (versions[ids] - seen[rank, ids] > staleness)
+            is_sent = (each.outcomes == MISS) | (versions[ids] - seen[rank, ids] > staleness)
             seen[rank, ids[is_sent]] = versions[ids[is_sent]]
             pushed = ids[each.pushed]
             for some, ticks in (

@@ -40,12 +40,12 @@ from colonnade import (
     open_mesh,
 )
 from colonnade.plan.constraints import settle_plan
-from colonnade.plan.cost.consumers import check_bags, model_load
+from colonnade.plan.cost.consumers import build_model_load, check_bags
 from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
 from colonnade.plan.measure.device import RowRate, measure_rows
 from colonnade.plan.measure.links import measure_links
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Choice, Forced, step_seconds
+from colonnade.plan.search.candidates import Choice, Constraint, step_seconds
 from colonnade.store.budget import slot_bytes
 from colonnade.topology.sharding import Sharding, host_wise, replicated, row_wise, table_wise
 from workers.exchange_loop import EPS, ROWS_LR, Case, Iterations, digest_of, serve
@@ -222,7 +222,7 @@ class Chooser:
         self.rates = [RowRate(rate.width, *torch.stack(heard).min(0).values.tolist())]
         tables, features, consumers = system.declared(case)
         declaration = EmbeddingCollection(tables, features, consumers=consumers).declaration
-        self.model = model_load(declaration, self.loads, world=mesh.world)
+        self.model = build_model_load(declaration, self.loads, world=mesh.world)
         self.rehearsed: float | None = None
         self.own: dict[str, float] = {}  # by system
         self.crowding = max(1.0, mesh.num_ranks / (os.cpu_count() or 1))
@@ -287,8 +287,8 @@ class Chooser:
     def forced(self, links: World, collection: EmbeddingCollection) -> Choice:
         """The prediction for its plan as it stands, and for its own operators."""
         tables = collection.plan.tables
-        said = {t.name: Forced(t.sharding.kind, t.exchange, t.sharding.ranks) for t in tables}
-        model = model_load(collection.declaration, self.loads, world=links)
+        said = {t.name: Constraint(t.sharding.kind, t.exchange, t.sharding.ranks) for t in tables}
+        model = build_model_load(collection.declaration, self.loads, world=links)
         return choose(self.loads, links, rates=self.rates, forced=said, model=model)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from colonnade.cache.directory import HIT, LEASE_OVER, MISS, Decision
+from colonnade.cache.directory import EXPIRED, HIT, MISS, Decision
 
 MOST_USES = 10
 USE = 2**28  # more than there are batches
@@ -34,7 +34,7 @@ class LightLfu:
         is_cached = self.score[ids] > 0
         ages = np.where(is_cached, self.number - self.read_at[ids], 0)
         is_over = ages > self.read_bound
-        status = np.where(is_cached, np.where(is_over, LEASE_OVER, HIT), MISS).astype(np.uint8)
+        status = np.where(is_cached, np.where(is_over, EXPIRED, HIT), MISS).astype(np.uint8)
         self.read_at[ids[status != HIT]] = self.number
         ticks = np.where(is_cached, self.ticks[ids], 0) + 1
         is_full = ticks > self.write_bound

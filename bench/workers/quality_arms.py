@@ -22,7 +22,7 @@ from colonnade import Adagrad, Batch, Feature, PlanConfig, RowOptimizer, Table, 
 from colonnade.comm.mesh import Mesh
 from colonnade.embedding import EmbeddingCollection
 from colonnade.models.deepfm import DeepFM
-from colonnade.models.linear import FM
+from colonnade.models.linear import FactorizationMachine
 from colonnade.models.split import Scorer
 from colonnade.pipeline.prepared_batches import as_prepared
 from colonnade.train.metrics import auc, log_loss
@@ -72,7 +72,7 @@ def build(kind: str, lr: float, dtype: str = "float32") -> Scorer:
     torch.manual_seed(0)
     if kind == "deepfm":
         return DeepFM(tables, features, num_dense=0, top=TOP)
-    return FM(tables, features, num_dense=0)
+    return FactorizationMachine(tables, features, num_dense=0)
 
 
 def train(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from colonnade.comm.mesh import Mesh
-from colonnade.data.batches import batches_of
+from colonnade.data.batches import read_rank_batches
 from colonnade.data.contract import Source
 from colonnade.train.metrics import auc
 from colonnade.train.trainer import Outcome
@@ -30,7 +30,7 @@ def block_aucs(model: nn.Module, source: Source, mesh: Mesh) -> list[float]:
     was_training, found = model.training, []
     model.eval()
     size = block_size(source)
-    for batch in batches_of(source, size, mesh, channel="evaluate"):
+    for batch in read_rank_batches(source, size, mesh, channel="evaluate"):
         if batch.size == size:
             assert batch.label is not None
             found.append(round(auc(model(batch).double(), batch.label), 6))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from colonnade import SGD, Batch, Feature, Mesh, Sum, Table
-from colonnade.models.layers import first_layer
+from colonnade.models.layers import build_first_layer
 from colonnade.models.wide_deep import WideDeep
 from colonnade.train.dense import DenseGradients
 from workers import exchange_colonnade
@@ -63,7 +63,7 @@ class Trained(exchange_colonnade.Opened):
             for name, rows in zip(case.names, case.rows, strict=True)
         ]
         deep, wide = ([f"{name}.{part}" for name in case.names] for part in dims)
-        first = first_layer(NUM_DENSE, [case.dim] * len(deep), TOP[0])
+        first = build_first_layer(NUM_DENSE, [case.dim] * len(deep), TOP[0])
         features = [Feature(name, name) for name in case.names]
         return tables, features, {"deep": (first, deep), "linear": (Sum(), wide)}
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 from torch.nn.functional import embedding
 
-from colonnade.cache.directory import HIT, LEASE_OVER, MISS, Changes, Directory
-from colonnade.cache.messages import FAR
+from colonnade.cache.directory import EXPIRED, HIT, MISS, Directory, VersionLog
+from colonnade.cache.messages import MAX_AGE
 from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import share
 from colonnade.optimizers import SGD, Adagrad, SparseOptimizer
@@ -73,7 +73,7 @@ def trainable(first: Tensor, rule: SparseOptimizer) -> Trainable:
     return Trainable(first, torch.full((len(first), width), value, dtype=first.dtype), rule)
 
 
-class Copies:
+class CachedRows:
     """One table: owners' rows, and the copies that each of R ranks keeps of them. `read`, then `write`, once a step."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Copies:
         bounds = clock.read_bound, clock.write_bound
         self.directories = [Directory(capacity, *bounds, POLICY) for _ in range(num_ranks)]
         # An owner may call a row changed that is not, by what else it owns; so who owns what matters.
-        self.changes = [Changes([len(first)]) for _ in range(num_ranks)]
+        self.changes = [VersionLog([len(first)]) for _ in range(num_ranks)]
         self.owner = np.zeros(len(first), np.int64)
         for rank in range(num_ranks):
             shard, ids = row_wise(num_ranks).shard_of(rank), torch.arange(len(first))
@@ -113,11 +113,11 @@ class Copies:
         ]
         self.rows = np.concatenate([rows for rows, _ in parts])
         self.at = np.concatenate(self._slots([decision.slots for decision in self.decisions]))
-        asked = np.concatenate([decision.asked for decision in self.decisions])
+        asked = np.concatenate([decision.outcomes for decision in self.decisions])
         ages = np.concatenate([decision.ages for decision in self.decisions]).astype(np.int64)
         self.used += len(asked)
         self.hits += int((asked == HIT).sum())
-        over = np.flatnonzero(asked == LEASE_OVER)
+        over = np.flatnonzero(asked == EXPIRED)
         over = over[self._changed(self.rows[over], ages[over])]
         fresh = np.concatenate([np.flatnonzero(asked == MISS), over])
         slots = torch.from_numpy(self.at[fresh])
@@ -151,7 +151,7 @@ class Copies:
             self.ticks[evicted[rank]] = 0
         rows = self._apply(sent_rows, sent)
         for owner, changes in enumerate(self.changes):
-            changes.mark(0, rows[self.owner[rows] == owner], self.number)
+            changes.record_changes(0, rows[self.owner[rows] == owner], self.number)
         self.copies.step(at, sums)
 
     def settle(self) -> None:
@@ -174,10 +174,10 @@ class Copies:
 
     def _changed(self, rows: Numbers, ages: Numbers) -> NDArray[np.bool_]:
         """Whether copies as old as this are not what their owners have."""
-        found = ages >= FAR
+        found = ages >= MAX_AGE
         for owner, changes in enumerate(self.changes):
             mine = self.owner[rows] == owner
-            found[mine] |= changes.since(0, rows[mine], self.number - ages[mine])
+            found[mine] |= changes.has_changed_since(0, rows[mine], self.number - ages[mine])
         return found
 
     def _slots(self, by_rank: Sequence[NDArray[np.int32]]) -> list[Numbers]:
@@ -200,7 +200,7 @@ def train(
     dtype, num_fields = getattr(torch, learning.dtype), len(data.columns)
     whole = open_rows(data, learning, System("first values"), Mesh())
     assert system.clock is not None
-    copies = Copies(
+    copies = CachedRows(
         whole.rows(ROWS, torch.arange(data.num_rows)), learning.rule, system.clock,
         capacity(data, system), num_ranks=num_ranks,
         most_lookups=-(-RANKS * PER_RANK // num_ranks) * num_fields,

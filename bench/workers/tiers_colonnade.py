@@ -18,7 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
 import colonnade
 from colonnade import Batch, Feature, Ids, RowOptimizer, Table
-from colonnade.cache.next_use import code_of
+from colonnade.cache.next_use import encode_distance
 from colonnade.config.plan import PlanConfig
 from colonnade.models.dlrm import DLRM
 from colonnade.plan.plan import Plan, build_plan
@@ -184,7 +184,7 @@ def warm(system: TieredTraining, capacities: Sequence[int]) -> None:
             values[name] = Ids(torch.from_numpy(part), torch.tensor([0, len(part)]))
             if first_use is not None:
                 away = first_use[starts[t] + part] + len(firsts) - number
-                told[name] = torch.from_numpy(code_of(away))
+                told[name] = torch.from_numpy(encode_distance(away))
         batch = Batch(size=1, dense=system.inputs[:1], ids=values, next_use=told or None)
         system.embeddings(batch)["fields"].backward(torch.zeros(1, width))
         system.rows.step()

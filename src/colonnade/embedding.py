@@ -249,7 +249,7 @@ class EmbeddingCollection(StatefulRows):
         if self._exported_rows is not None:
             rows, device = self.slices.prepare_ids(batch), self.device_buffer.device
             values = self._reader.read(rows, device)
-            return self.slices.merge_outputs(values, self.slices.offsets_of(batch))
+            return self.slices.merge_outputs(values, self.slices.sequence_offsets(batch))
         if not self._opened:
             self.ensure_open()
         context = batch.take_context() if isinstance(batch, PreparedBatch) else None

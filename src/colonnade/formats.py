@@ -46,7 +46,7 @@ def stamp(name: str) -> dict[str, Any]:
     return {"format": name, "version": VERSIONS[name]}
 
 
-def check_stamp(
+def check_format(
     path: Path | str, fields: Mapping[str, Any], name: str, *, is_needed: bool = True
 ) -> None:
     """Check that `fields` contain format `name` and its current version. Raises CheckpointError, with both versions.
@@ -61,7 +61,7 @@ def check_stamp(
 
 
 def check_version(path: Path | str, name: str, version: int) -> None:
-    """Check the version in a binary file's header as `check_stamp` does."""
+    """Check the version in a binary file's header as `check_format` does."""
     if version != VERSIONS[name]:
         raise _another_version(path, f"{name!r} version {version}", name)
 
@@ -72,10 +72,10 @@ def _another_version(path: Path | str, got: str, name: str) -> CheckpointError:
     )
 
 
-def read_stamped(path: Path | str, text: str | bytes, name: str) -> dict[str, Any]:
+def parse_stamped_json(path: Path | str, text: str | bytes, name: str) -> dict[str, Any]:
     """Parse a JSON object of format `name`; return it without its stamp. Raises CorruptionError, CheckpointError."""
     fields = parse_object(path, text)
-    check_stamp(path, fields, name)
+    check_format(path, fields, name)
     return {key: value for key, value in fields.items() if key not in ("format", "version")}
 
 
@@ -86,14 +86,16 @@ def read_text(path: Path, errors: str = "strict") -> str:
     try:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, f"got {file_kind(mode)}, wanted a regular file", str(path))
+            raise OSError(
+                errno.EINVAL, f"got {describe_file_kind(mode)}, wanted a regular file", str(path)
+            )
         with os.fdopen(descriptor, encoding="utf-8", errors=errors, closefd=False) as file:
             return file.read()
     finally:
         os.close(descriptor)
 
 
-def file_kind(mode: int) -> str:
+def describe_file_kind(mode: int) -> str:
     """Name the kind of a file that is not a regular file, from its mode."""
     kinds = (
         (stat.S_ISDIR, "a folder"),

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, NonFiniteError
-from colonnade.exchange.cached_state import Before, settled
+from colonnade.exchange.cached_state import SavedRows, settled
 from colonnade.pipeline.gradients import StepGradients
 
 # Columns of the settings of `_native.update`: named single numbers first, then betas, limits and the scale.
@@ -228,7 +228,7 @@ class RowOptimizer(Optimizer):
             self.gradients.clear()
 
     @contextmanager
-    def settled(self) -> Iterator[list[Before]]:
+    def settled(self) -> Iterator[list[SavedRows]]:
         """Apply gradients that are pending in row caches to the owners' rows, until the context exits.
 
         Collective, between steps. Each changed row gets one update with the current settings, and is restored at exit.
@@ -241,7 +241,7 @@ class RowOptimizer(Optimizer):
             yield []
             return
         kinds_and_settings = map(
-            self.collection.slices.by_part, (self._kinds, self._checked_settings())
+            self.collection.slices.expand_by_part, (self._kinds, self._checked_settings())
         )
         with settled(cached, *kinds_and_settings) as before:
             yield before

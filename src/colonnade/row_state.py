@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.lookup.layout import Declaration
+from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.lookup.views import Slices
 from colonnade.pipeline.pipeline import Pipeline, StepCounter
 from colonnade.plan.plan import Plan
@@ -29,13 +29,13 @@ from colonnade.store.dram import DramStore
 from colonnade.store.hbm import HbmStore
 from colonnade.store.policies import RowPolicy, RowRetention
 from colonnade.store.records import (
-    Index,
+    IdIndex,
     bytes_of,
     check_ids,
     check_shape,
     clock_bytes,
-    find_misfits,
     find_problems,
+    list_invalid_values,
     low_bytes,
     records_of,
     state_bytes,
@@ -110,7 +110,7 @@ class StatefulRows(nn.Module):
     _states_loaded_at: int | None = None  # step at which optimizer state was loaded
 
     if TYPE_CHECKING:  # set by EmbeddingCollection
-        declaration: Declaration
+        declaration: EmbeddingDeclaration
         seed: int
         step: int
         mesh: Mesh
@@ -163,7 +163,7 @@ class StatefulRows(nn.Module):
         mesh: Mesh | None,
         policies: Mapping[str, RowPolicy] | None,
     ) -> Any:
-        return _import_checkpoint_folders().open_in(self, folder, plan, mesh, policies)
+        return _import_checkpoint_folders().open_in_folder(self, folder, plan, mesh, policies)
 
     # ---- state_dict
 
@@ -236,7 +236,7 @@ class StatefulRows(nn.Module):
             for key in ("step", "seed")
             if key not in row_state
         ]
-        problems += find_misfits(row_state)
+        problems += list_invalid_values(row_state)
         if problems:
             return {}, problems
         tables: dict[str, dict[str, Tensor]] = {}
@@ -432,7 +432,7 @@ class StatefulRows(nn.Module):
     def _replace_rows(self, t: int, table: Table, columns: Mapping[str, Tensor]) -> None:
         """Replace the rows of table t by these. Rows that existed before keep their optimizer state, as in torch."""
         ids, is_new = columns["ids"], torch.ones(len(columns["ids"]), dtype=torch.bool)
-        index = Index(ids)
+        index = IdIndex(ids)
         for old_ids, old in self._scan_records(t):
             position, is_known = index.find(old_ids)
             self.store.delete(t, old_ids[~is_known].contiguous())
@@ -462,7 +462,7 @@ class StatefulRows(nn.Module):
         for t, table in enumerate(self.declaration.tables):
             for group, part in self._parts_by_group(t).items():
                 ids, values = states[group]["ids"], bytes_of(states[group]["state"])
-                known, index = 0, Index(ids)
+                known, index = 0, IdIndex(ids)
                 for old_ids, _ in self._scan_records(t):
                     known += int(index.find(old_ids)[1].sum())
                 if known != len(ids):

@@ -52,7 +52,7 @@ def parse_rate(value: str) -> float:
     return rate
 
 
-def positive_bytes(value: Any) -> Any:
+def parse_positive_bytes(value: Any) -> Any:
     """Parse a size of at least 1 byte, as `parse_bytes` does. Raises ValueError."""
     count = parse_bytes(value)
     is_number = isinstance(count, int | float) and not isinstance(count, bool)
@@ -78,7 +78,7 @@ class Place:
     bytes: int | None = None
 
 
-def parse_place(text: str) -> Place:
+def parse_storage_location(text: str) -> Place:
     """Parse `"/path:64GiB"` or `"/path"` into a storage location with an absolute path. Raises ValueError."""
     path, colon, size = text.rpartition(":")
     count = None
@@ -97,5 +97,5 @@ def parse_place(text: str) -> Place:
 
 def absolute(text: str) -> str:
     """Return the text of a storage location with its path made absolute and its size in bytes."""
-    location = parse_place(text)
+    location = parse_storage_location(text)
     return location.path if location.bytes is None else f"{location.path}:{location.bytes}"

@@ -247,7 +247,7 @@ def side_of(table: Table, side: Literal["hot", "cold"]) -> TableSide:
 
 def slice_of(table: Table, first: int, last: int) -> TableSlice:
     """Return columns first .. last - 1 of `table` as a table. Initial values and updates equal those of whole rows, for
-    tables that pass `check_slices`."""
+    tables that pass `check_column_slices`."""
     overlaps = [
         (part, min(last, part.column + part.dim) - max(first, part.column)) for part in table.parts
     ]
@@ -274,7 +274,7 @@ def slice_of(table: Table, first: int, last: int) -> TableSlice:
     )
 
 
-def check_slices(table: Table, slices: Sequence[Table]) -> None:
+def check_column_slices(table: Table, slices: Sequence[Table]) -> None:
     """Raise ConfigError if a table that is sharded into column slices has a setting that needs whole rows."""
     dims = {part.name: part.dim for part in table.parts}
     cut_parts = {

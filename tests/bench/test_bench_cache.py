@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from slow_directory import HIT, LEASE_OVER, MISS, SlowDirectory
+from slow_directory import EXPIRED, HIT, MISS, SlowDirectory
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))  # benches are scripts, not part of the package
@@ -66,12 +66,10 @@ def test_bytes_of_row_clock_are_those_of_a_count_row_by_row(stream, policy):
             used += len(ids) * is_counted
             for id, (_, asked, age, _, pushed, _) in said.by_row.items():
                 hits += (asked == HIT) * is_counted
-                is_sent = asked == MISS or (
-                    asked == LEASE_OVER and changed.get(id, -1) >= step - age
-                )
+                is_sent = asked == MISS or (asked == EXPIRED and changed.get(id, -1) >= step - age)
                 rows += (is_sent + pushed) * is_counted
                 named += (asked != HIT or pushed) * 8.25 * is_counted
-                named += (asked == LEASE_OVER) * 4.125 * is_counted
+                named += (asked == EXPIRED) * 4.125 * is_counted
             rows += len(said.evicted) * is_counted
             named += len(said.evicted) * 8.25 * is_counted
         for said in all_said:
@@ -92,7 +90,7 @@ def test_light_lfu_decides_row_by_row(read, write, seed):
         ids = np.unique(random.zipf(1.3, 25) % 90)
         mine, said = fast.step(ids), slow.step(ids.tolist())
         by_row = np.array([said.by_row[id][1:5] for id in ids.tolist()])
-        found = np.stack([mine.asked, mine.ages, mine.ticks, mine.pushed], 1)
+        found = np.stack([mine.outcomes, mine.ages, mine.ticks, mine.pushed], 1)
         assert found.tolist() == by_row.tolist()
         evicted = dict(zip(mine.evicted_ids.tolist(), mine.evicted_ticks.tolist(), strict=True))
         assert evicted == {id: ticks for id, (_, ticks) in said.evicted.items()}

@@ -21,7 +21,7 @@ from tables.exchange import UPLINK  # noqa: E402
 from workers.staleness_colonnade import WideDeepCase  # noqa: E402
 
 from colonnade.config.plan import CacheConfig  # noqa: E402
-from colonnade.plan.caching import caches_of  # noqa: E402
+from colonnade.plan.caching import build_table_caches  # noqa: E402
 from colonnade.table import Table  # noqa: E402
 
 SLOW, FAST = "2x2 mixed 0.2 Gbit/s", "2x2 mixed 10 Gbit/s"
@@ -60,7 +60,7 @@ def test_blocks_of_row_clocks_have_whole_periods_and_every_choice_is_a_plan(syst
     assert (said is None) == (not system.startswith("row_clock"))
     if said is None:
         return
-    [cache] = caches_of(CacheConfig(**said), [Table("t", 4, rows=1000)]).values()
+    [cache] = build_table_caches(CacheConfig(**said), [Table("t", 4, rows=1000)]).values()
     assert cache.rows == (100 if "10 %" in system and "100 %" not in system else 1000)
     assert steps.block % (cache.clock.read_bound + 1) == 0
     assert steps.block % (cache.clock.write_bound + 1) == 0

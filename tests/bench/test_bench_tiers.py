@@ -23,7 +23,7 @@ from workers.tier_stream import Law, Shape, Stream, probabilities, scaled, write
 from workers.tiers_loop import Gate  # noqa: E402
 from workers.tiers_peer import look_up, update  # noqa: E402
 
-from colonnade.cache.next_use import code_of  # noqa: E402
+from colonnade.cache.next_use import encode_distance  # noqa: E402
 
 SMALL = Shape((50, 400, 3, 90), 1.1, batch_size=16, num_batches=60, history=800.0)
 HORIZON = 1 << 17
@@ -216,7 +216,7 @@ def test_hints_are_distances_on_a_logarithmic_scale(
             distance = (
                 later[0] + 1 if len(later) else int(SMALL.num_batches + float(after[row])) - number
             )
-            [code] = code_of(np.array([max(1, distance)]))
+            [code] = encode_distance(np.array([max(1, distance)]))
             assert hints[(number, *place)] == code
 
 

@@ -128,9 +128,9 @@ class HbmContract(ResidentContract):
                 slots, job = store.acquire(ids, offsets)
                 store.wait(job)
                 store.release(slots, offsets, dirty=False)
-        before = store.num_found
+        before = store.num_hits
         store.acquire(*grouped([often, often]))
-        assert store.num_found - before == 20
+        assert store.num_hits - before == 20
 
     def test_rows_needed_soonest_stay(self, tmp_path):
         store = self.open(tmp_path, [20, 20])
@@ -229,13 +229,13 @@ class TestHbmOverFiles(HbmContract):
         self.step(store, [torch.arange(20), torch.arange(20)], truth)
         calls = []
 
-        def fail(t, ids, records, write=store.below.write_down):
+        def fail(t, ids, records, write=store.below.write_back):
             calls.append(t)
             if len(calls) == 2:  # the first table's rows are below, the second's are not
                 raise BudgetExceeded("no room")
             write(t, ids, records)
 
-        monkeypatch.setattr(store.below, "write_down", fail)
+        monkeypatch.setattr(store.below, "write_back", fail)
         wanted = grouped([torch.arange(30, 40), torch.arange(30, 40)])
         with pytest.raises(BudgetExceeded):
             store.acquire(*wanted)

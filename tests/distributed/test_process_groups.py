@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from colonnade.comm.mesh import ALL, CHANNELS, THREADS, TRAINING, Scope, issuing_thread
-from colonnade.comm.process_groups import open_scopes, with_servers
+from colonnade.comm.process_groups import open_tower_scopes, with_servers
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 6, 7, 12])
@@ -39,7 +39,7 @@ def on_two_hosts(mesh):
     assert {thread for thread, scope in mesh.groups if scope == ALL} == threads
     assert len(mesh.groups) == len(threads) + 4  # two threads call in hosts and over them
     assert len({id(group) for group in mesh.groups.values()}) == len(mesh.groups)
-    open_scopes(mesh, 2)  # towers that are hosts: nothing new
+    open_tower_scopes(mesh, 2)  # towers that are hosts: nothing new
     assert len(mesh.groups) == len(threads) + 4
     assert all(dist.get_backend(group) == "gloo" for group in mesh.groups.values())
     crew = with_servers(mesh, 1).trainer_mesh

@@ -102,7 +102,7 @@ def test_hosts_of_two_share_in_their_own_groups_alone():
 
 def of_two_hosts(mesh):
     small_messages_too()
-    for scope, size in ((ALL, 4), (mesh.in_host, 2), (mesh.over_hosts, 2)):
+    for scope, size in ((ALL, 4), (mesh.host_scope, 2), (mesh.over_hosts, 2)):
         send = torch.arange(size * 5) + 100 * mesh.rank
         received, _ = mesh.all_to_all("fetch", send, [5] * size, [5] * size, scope=scope)
         members = scope.members(mesh.rank, mesh.num_ranks)

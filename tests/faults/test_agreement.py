@@ -12,7 +12,7 @@ from ranks import run_ranks
 from small_run import CONFIG
 
 import colonnade
-from colonnade.comm.differences import disagreements, rank_words
+from colonnade.comm.differences import disagreements, format_ranks
 from colonnade.config.run import build_config, override
 from colonnade.data import Splits, open_source
 from colonnade.errors import WorldError
@@ -33,9 +33,9 @@ def test_who_has_what_is_said_with_the_fewest_first():
 
 
 def test_many_ranks_are_said_as_runs():
-    assert rank_words([5]) == "rank 5"
-    assert rank_words([*range(63), *range(64, 128)]) == "ranks 0-62, 64-127"
-    assert rank_words(range(0, 100, 2)).endswith("12, 14 and 42 more")
+    assert format_ranks([5]) == "rank 5"
+    assert format_ranks([*range(63), *range(64, 128)]) == "ranks 0-62, 64-127"
+    assert format_ranks(range(0, 100, 2)).endswith("12, 14 and 42 more")
 
 
 SETTINGS = build_config(CONFIG)

@@ -13,7 +13,7 @@ from colonnade.checkpoint.header import state_folder
 from colonnade.checkpoint.states import load_state
 from colonnade.cli import main
 from colonnade.errors import CorruptionError
-from colonnade.store.durable import with_trailer
+from colonnade.store.durable import append_checksum
 
 SETTINGS = (
     "train.batch_size=150", "train.checkpoint_steps=1", "embedding.eviction.max_rows=50", "model.name=lr",
@@ -100,7 +100,7 @@ def test_no_verb_raises(file, damage, trained, tmp_path, capsys):
         folder = tmp_path / f"run-{is_checked}"
         shutil.copytree(trained / "run", folder)
         path = sorted(folder.glob(file))[-1]
-        path.write_bytes(bytes(with_trailer(content)) if is_checked else content)
+        path.write_bytes(bytes(append_checksum(content)) if is_checked else content)
         capsys.readouterr()
         commands = [(verb, folder, *more) for verb, more in verbs.items()]
         commands.append(train(trained, folder, "train.epochs=3"))
@@ -120,7 +120,7 @@ def test_a_pickle_in_a_state_file_is_refused_and_not_run(trained, tmp_path, caps
     shutil.copytree(trained / "run", folder)
     pickle = b"cos\nsystem\n(S'touch " + str(tmp_path / "evil").encode() + b"'\ntR."
     state = state_folder(folder, 2) / "dense"
-    state.write_bytes(with_trailer(pickle))
+    state.write_bytes(append_checksum(pickle))
     assert run("verify", folder) == 2
     assert "dense is not what this run saved there" in capsys.readouterr().out
     with pytest.raises(CorruptionError, match="holds more than tensors") as caught:

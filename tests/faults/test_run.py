@@ -27,7 +27,7 @@ from colonnade.errors import (
 )
 from colonnade.run.run import open_run
 from colonnade.store.disk import Change, Disk
-from colonnade.store.manifest import describe, files_of
+from colonnade.store.manifest import describe, list_commit_files
 
 
 def config(**settings):
@@ -186,7 +186,7 @@ def test_a_flipped_byte_is_found_and_named(finished, victim):
     }
     path = sorted(finished.glob(patterns[victim]))[-1]
     if victim == "keys":
-        path = list(files_of(path.parent, describe(path.parent, 15)))[-1].path
+        path = list(list_commit_files(path.parent, describe(path.parent, 15)))[-1].path
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(bytes(data))
@@ -197,7 +197,7 @@ def test_a_flipped_byte_is_found_and_named(finished, victim):
 def test_a_flipped_byte_of_a_row_is_found_and_named(finished):
     """Opening reads no row; reading all of them does."""
     place = finished / "rows" / "0-of-1" / "003"
-    path = next(files_of(place, describe(place, 15))).path
+    path = next(list_commit_files(place, describe(place, 15))).path
     data = bytearray(path.read_bytes())
     data[-20] ^= 4
     path.write_bytes(bytes(data))
@@ -248,5 +248,5 @@ def test_ctrl_c_checkpoints_and_ends(ranks, way, tmp_path):
     child.wait(60)
     output = child.said()
     assert child.code == 0, output
-    assert "stopped as asked" in output and "Traceback" not in output, output
+    assert "stopped as requested" in output and "Traceback" not in output, output
     assert list_checkpoints(tmp_path / "run")

@@ -17,7 +17,7 @@ from colonnade import _native
 from colonnade.errors import CheckpointError, CorruptionError, StorageError
 from colonnade.store import durable
 from colonnade.store.disk import Disk
-from colonnade.store.key_list import key_list_bytes, open_key_list, read_key_list
+from colonnade.store.key_list import encode_key_list, open_key_list, read_key_list
 from colonnade.store.manifest import describe, file_name
 from colonnade.store.segment import HEADER, SegmentShape
 
@@ -251,7 +251,7 @@ def test_key_lists_that_contradict_each_other(tmp_path):
     path = tmp_path / "segment-00000002.keys"
     ids = read_key_list(open_key_list(path), 2, 6, checksum).ids()
     ids[2] = 1
-    path.write_bytes(key_list_bytes(2, ids, checksum))
+    path.write_bytes(encode_key_list(2, ids, checksum))
     refused(tmp_path, path, "does not fit the other segments")
 
 

@@ -28,7 +28,7 @@ from disks import (
 )
 
 from colonnade.store.disk import Change, Disk
-from colonnade.store.manifest import committed_steps, describe, files_of
+from colonnade.store.manifest import committed_steps, describe, list_commit_files
 
 
 def go_on(directory: Path, steps: list[int], telling: Telling) -> None:
@@ -155,7 +155,7 @@ def test_killed_with_several_directories(tmp_path):
         with open_store(directory, 1000, stripes=stripes) as store:  # and leftovers are gone
             assert content(store) == rows
             left = {p for s in stripes for p in s.directory.glob("segment-*")}
-            assert left == {f.path for f in files_of(directory, describe(directory, 1000))}
+            assert left == {f.path for f in list_commit_files(directory, describe(directory, 1000))}
         number += 9
     assert number > 60
 

@@ -24,7 +24,7 @@ from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, N
 from colonnade.publish.deltas import WORD
 from colonnade.publish.export import check_dense_finite
 from colonnade.publish.exported import serialize_model_json
-from colonnade.publish.transfer import fresh_records, store_records
+from colonnade.publish.transfer import build_fresh_records, store_records
 from colonnade.run.run import open_run
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
@@ -286,7 +286,7 @@ def test_nan_weights_are_not_exported(whole, tmp_path):
     run.train()
     collection = run.trainer.collection
     table = collection.tables[1]
-    records = fresh_records(table, torch.full((1, table.width), torch.nan))
+    records = build_fresh_records(table, torch.full((1, table.width), torch.nan))
     store_records(collection, 1, torch.tensor([7]), records)
     collection.step += 1
     run.checkpoints.write(run.trainer, ())
@@ -360,7 +360,7 @@ def test_verify_reads_a_publication(published, capsys, monkeypatch):
             main()
         return ended.value.code
 
-    assert not verify() and "whole" in capsys.readouterr().out
+    assert not verify() and "intact" in capsys.readouterr().out
     changes = sorted(published.glob("change-*"))
     flip(changes[-1], 300)
     assert verify() == 2 and changes[-1].name in capsys.readouterr().out

@@ -36,14 +36,14 @@ from colonnade.comm.process_groups import with_servers
 from colonnade.comm.traffic import Traffic
 from colonnade.errors import ConfigError
 from colonnade.lookup.layout import declare
-from colonnade.plan.cost.consumers import model_load
-from colonnade.plan.cost.table_stats import table_loads
+from colonnade.plan.cost.consumers import build_model_load
+from colonnade.plan.cost.table_stats import build_table_loads
 from colonnade.plan.measure.profile import profile
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Forced
+from colonnade.plan.search.candidates import Constraint
 from colonnade.store.checksums import compute_checksums
 from colonnade.store.mapped import open_mapped
-from colonnade.topology.sharding import Sharding, column_wise, hot_rows, row_wise, table_wise
+from colonnade.topology.sharding import Sharding, build_hot_rows, column_wise, row_wise, table_wise
 from colonnade.wire.codec import EXACT, Codecs
 
 LR, SIZES = 0.3, [13, 0, 1, 24]
@@ -84,7 +84,7 @@ class Case:
             return {name: table_wise(t % num_ranks) for t, name in enumerate(NAMES)}
         if self.kind == "host_wise":  # the last two ranks
             return {name: Sharding("host_wise", tuple(range(num_ranks))[-2:]) for name in NAMES}
-        hot = {"place": replace(row_wise(num_ranks), hot=hot_rows(range(0, 9, 2), num_ranks))}
+        hot = {"place": replace(row_wise(num_ranks), hot=build_hot_rows(range(0, 9, 2), num_ranks))}
         if self.kind == "cut":
             cut = {"item": column_wise(range(min(2, num_ranks)))} if num_ranks > 1 else {}
             return {**cut, **hot}
@@ -327,10 +327,10 @@ def wide_collection() -> EmbeddingCollection:
     return EmbeddingCollection(WIDE, features, consumers=ATTEND)
 
 
-def forced(kind: str, num_ranks: int) -> dict[str, Forced]:
+def forced(kind: str, num_ranks: int) -> dict[str, Constraint]:
     ranks = {"item": (0,), "user": (num_ranks - 1,)}
     return {
-        name: Forced(kind, "partials", ranks[name] if kind == "table_wise" else None)
+        name: Constraint(kind, "partials", ranks[name] if kind == "table_wise" else None)
         for name in ranks
     }
 
@@ -372,11 +372,11 @@ def test_bytes_are_foretold(hosts, ranks_per_host):
     declaration = wide_collection().declaration
     sampled = profile(WIDE, declaration.features, [many(t, SIZE * num_ranks) for t in range(20)])
     for case, (kind, codecs) in SENT.items():
-        loads = table_loads(
+        loads = build_table_loads(
             WIDE, declaration.features, sampled, world, batch_size=SIZE * num_ranks, last_batch=100,
             codecs=codecs,
         )  # fmt: skip
-        model = model_load(declaration, loads, codecs=codecs)
+        model = build_model_load(declaration, loads, codecs=codecs)
         choice = choose(loads, world, forced=forced(kind, num_ranks), model=model)
         assert [each.is_partial for each in choice.consumers][:2] == [True, True]
         for key, foretold in choice.sent.items():
@@ -388,14 +388,14 @@ def test_a_sequence_of_which_something_else_is_taken_cannot_stay():
     """Chosen neither, nor where it is asked for: its query's table travels otherwise."""
     declaration, world = wide_collection().declaration, World(ranks_per_host=2)
     sampled = profile(WIDE, declaration.features, [many(0, 500)])
-    loads = table_loads(WIDE, declaration.features, sampled, world, batch_size=500)
-    model = model_load(declaration, loads, world=world)
-    both = dict.fromkeys(("item", "user"), Forced(exchange="partials"))
+    loads = build_table_loads(WIDE, declaration.features, sampled, world, batch_size=500)
+    model = build_model_load(declaration, loads, world=world)
+    both = dict.fromkeys(("item", "user"), Constraint(exchange="partials"))
     assert set(choose(loads, world, forced=both, model=model).exchanges.values()) == {"partials"}
-    one = {"item": both["item"], "user": Forced(exchange="rows")}
+    one = {"item": both["item"], "user": Constraint(exchange="rows")}
     with pytest.raises(ConfigError, match=r"'item': got exchange partials for 'history'"):
         choose(loads, world, forced=one, model=model)
-    stale = model_load(declaration, loads, world=world, reads_ahead=1)
+    stale = build_model_load(declaration, loads, world=world, reads_ahead=1)
     with pytest.raises(ConfigError, match="a feature reads it as a sequence"):
         choose(loads, world, forced=both, model=stale)
 

@@ -24,11 +24,11 @@ from colonnade import (
 )
 from colonnade.comm.traffic import Traffic
 from colonnade.plan.cost.comm_volume import CHANNELS
-from colonnade.plan.cost.table_stats import table_loads
-from colonnade.plan.hot import popular, sides_of
+from colonnade.plan.cost.table_stats import build_table_loads
+from colonnade.plan.hot import popular, profile_hot_and_cold
 from colonnade.plan.measure.profile import profile
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Forced
+from colonnade.plan.search.candidates import Constraint
 from colonnade.topology.sharding import column_wise, replicated, row_wise, table_wise
 from colonnade.wire.codec import EXACT, Codecs
 
@@ -45,17 +45,20 @@ FEATURES = [
     Feature("weighed", "open", pooling="sum"),
 ]  # fmt: skip
 NAMES = [table.name for table in TABLES]
-EVERYWHERE = Forced("row_wise", "rows")
-DEALT = {"big": Forced("table_wise", "rows", (1,)), "small": Forced("table_wise", "rows", (2,))}
+EVERYWHERE = Constraint("row_wise", "rows")
+DEALT = {
+    "big": Constraint("table_wise", "rows", (1,)),
+    "small": Constraint("table_wise", "rows", (2,)),
+}
 MIXED = {
-    "small": Forced("replicated", "replicated"),
-    "bags": Forced("table_wise", "pooled", (0,)), "open": Forced("row_wise", "pooled"),
+    "small": Constraint("replicated", "replicated"),
+    "bags": Constraint("table_wise", "pooled", (0,)), "open": Constraint("row_wise", "pooled"),
 }  # fmt: skip
-POOLED = dict.fromkeys(NAMES, Forced("row_wise", "pooled"))
-COPIES = dict.fromkeys(NAMES, Forced("replicated", "replicated"))
+POOLED = dict.fromkeys(NAMES, Constraint("row_wise", "pooled"))
+COPIES = dict.fromkeys(NAMES, Constraint("replicated", "replicated"))
 CUT = {
-    "big": Forced("column_wise", "rows", (0, 1, 2)),
-    "bags": Forced("column_wise", "pooled", (0, 1, 2)),
+    "big": Constraint("column_wise", "rows", (0, 1, 2)),
+    "bags": Constraint("column_wise", "pooled", (0, 1, 2)),
 }
 CODED = Codecs("int8", "fp16")
 FORCED = {
@@ -160,11 +163,13 @@ def test_what_a_choice_foretells_is_counted(profiles, case):
     forced = {name: forced.get(name, EVERYWHERE) for name in NAMES}
     if hot:
         declared = EmbeddingCollection(TABLES, FEATURES).declaration
-        sides, seen = sides_of(declared, hot, [batch_of(step, order) for step in range(30)])
+        sides, seen = profile_hot_and_cold(
+            declared, hot, [batch_of(step, order) for step in range(30)]
+        )
         tables, features = sides.tables, sides.features
         forced |= {f"{name}[cold]": forced[name] for name in hot}
-        forced |= {f"{name}[hot]": Forced("replicated", "replicated") for name in hot}
-    loads = table_loads(
+        forced |= {f"{name}[hot]": Constraint("replicated", "replicated") for name in hot}
+    loads = build_table_loads(
         tables, features, seen, world, batch_size=SIZE, last_batch=100, codecs=codecs
     )
     choice = choose(loads, world, forced=forced)

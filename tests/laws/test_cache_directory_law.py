@@ -26,7 +26,7 @@ class Rank:
         said = self.directory.step(ids)
         seen = []
         for id, slot, asked in zip(
-            ids.tolist(), said.slots.tolist(), said.asked.tolist(), strict=True
+            ids.tolist(), said.slots.tolist(), said.outcomes.tolist(), strict=True
         ):
             if asked == MISS:
                 assert self.pending[slot] == 0, (

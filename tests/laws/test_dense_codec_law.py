@@ -13,14 +13,14 @@ from torch import nn
 
 from colonnade import Mesh, World
 from colonnade.checkpoint.fingerprint import dense_weights
-from colonnade.comm.collectives import choose_way, sent, way_of_layout
+from colonnade.comm.collectives import choose_sum_algorithm, sent, sum_algorithm_of_layout
 from colonnade.comm.traffic import Traffic
 from colonnade.config.run import build_config, override
 from colonnade.run.run import open_run
 from colonnade.train import dense as buckets
 from colonnade.train.dense import DenseGradients
 from colonnade.wire.codec import CODECS
-from colonnade.wire.coded_sums import coded_size, lost_by_parameter
+from colonnade.wire.coded_sums import coded_size, residuals_by_parameter
 
 NAMES = ("bf16", "fp16", "int8")
 STEPS, BUCKET = 12, 6000
@@ -84,10 +84,10 @@ def foretold(dense):
     for bucket in dense.buckets:
         size = bucket.send_buffer.nbytes
         if bucket.coded is None:
-            told = sent(choose_way(world, size), world, size)
+            told = sent(choose_sum_algorithm(world, size), world, size)
         else:
             coded = coded_size(dense.codec, len(bucket.send_buffer), world.num_ranks)
-            told = sent(way_of_layout(world), world, size, coded)
+            told = sent(sum_algorithm_of_layout(world), world, size, coded)
         found = {link: found[link] + getattr(told, f"{link}_bytes") for link in found}
     return found
 
@@ -224,7 +224,7 @@ def test_every_rank_has_the_same_bits(everyone, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_applied_is_what_was_computed_less_the_last_residuals(everyone, name):
     codec = CODECS[name]
-    lost = lost_by_parameter([results[name]["state"] for results in everyone])
+    lost = residuals_by_parameter([results[name]["state"] for results in everyone])
     alone = everyone[0][name, "alone"]["applied"]
     assert set(lost) == {0, 1, 2}
     for number in lost:
@@ -257,7 +257,7 @@ def test_a_network_learns_nearly_as_well(everyone):
 def test_another_world_is_given_what_was_kept(everyone, name):
     """One rank alone, with other buckets: what was applied is then all that was computed."""
     states = [results[name]["state"] for results in everyone]
-    lost = lost_by_parameter(states)
+    lost = residuals_by_parameter(states)
     dense = opened(Mesh(), name, states)
     nothing = [torch.zeros(n, dtype=torch.float64) for n in SIZES.values()]
     assert not step_of(dense, 0, 0, gradients=[torch.full_like(g, float("nan")) for g in nothing])[1][0]  # fmt: skip
@@ -288,8 +288,8 @@ def given_on_two(mesh, states, name):
 def test_a_coded_world_of_another_size_is_given_what_was_kept(everyone):
     states = [results["int8"]["state"] for results in everyone]
     (found, _), (same_found, _) = both = run_ranks(2, given_on_two, states, "int8")
-    left = lost_by_parameter([state for _, state in both])
-    for number, part in lost_by_parameter(states).items():
+    left = residuals_by_parameter([state for _, state in both])
+    for number, part in residuals_by_parameter(states).items():
         assert torch.equal(found[number], same_found[number])
         total = found[number].double() + left[number].double()
         torch.testing.assert_close(total, part.double(), rtol=1e-5, atol=1e-6)
@@ -337,7 +337,7 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(tmp_path):
             assert torch.equal(parts[name], all_found[0][3][0][name])
     config = override(build_config(CONFIG), {"plan.codec.dense": "int8", "train.max_steps": 8})
     run = open_run(config, Mesh(), tmp_path / "twice")
-    lost = lost_by_parameter([found[2][1] for found in all_found])
+    lost = residuals_by_parameter([found[2][1] for found in all_found])
     owed = run.trainer.dense.state()["buckets"][0]
     parts = [lost[number] for number in owed["numbers"]]
     assert torch.equal(owed["owed"], torch.cat(parts)) and bool(owed["owed"].any())

@@ -28,7 +28,7 @@ from colonnade import (
     World,
     build_plan,
 )
-from colonnade.cache.copies import DeviceCopies
+from colonnade.cache.cached_rows import DeviceCachedRows
 from colonnade.exchange import cached_state
 from colonnade.exchange.cached import TableCache
 from colonnade.exchange.cached_state import apply_planned_bounds
@@ -83,7 +83,7 @@ def train_with_copies(mesh, kind, tier, device):
         tables, mesh.num_ranks, PlanConfig(cache=cache_settings(caches, tier), lookahead=2)
     )
     collection.open(plan, mesh)
-    assert isinstance(collection.cached.copies, DeviceCopies) == (tier == "hbm")
+    assert isinstance(collection.cached.cached_rows, DeviceCachedRows) == (tier == "hbm")
     rows, seen = RowOptimizer(collection), []
     stream = list(batches([each.name for each in looked_up], mesh.rank, STEPS))
 

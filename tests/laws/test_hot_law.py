@@ -32,12 +32,12 @@ from colonnade.errors import ConfigError, DataError, IdRangeError
 from colonnade.publish.transfer import load_rows, trained_ids
 from colonnade.store.budget import slot_bytes
 from colonnade.topology.sharding import (
+    build_hot_rows,
     column_wise,
     host_wise,
-    hot_rows,
+    read_sharding,
     replicated,
     row_wise,
-    sharding_from,
     table_wise,
 )
 
@@ -248,7 +248,7 @@ def test_a_plan_says_what_is_hot():
     item, user = (each.sharding for each in plan.tables)
     assert (item.hot.ids, user.hot.ids) == ((1, 3, 49), (-5, 2**63 - 1))
     assert str(item) == "row_wise, ranks 0 .. 1, 3 hot rows on each of 2 ranks"
-    assert sharding_from(user.plain()) == user
+    assert read_sharding(user.plain()) == user
     assert build_plan(TABLES, 1, PlanConfig(tables=by_table(replicated_rows=LISTED))) == build_plan(
         TABLES, 1
     )
@@ -270,10 +270,10 @@ def test_a_plan_says_what_is_hot():
         ({"replicated_rows": {"item": [1]}, "sharding": {"item": replicated(2)}}, "with sharding=replicated, wanted"),
         ({"replicated_rows": {"item": [1]}, "sharding": {"item": column_wise([0, 1])}},
          "with sharding=column_wise, wanted"),
-        ({"replicated_rows": {"item": [1]}, "servers": 1}, "got hot rows beside servers"),
+        ({"replicated_rows": {"item": [1]}, "servers": 1}, "got hot rows and servers"),
         ({"replicated_rows": {"item": range(50)}, "memory": {"dram": 1500}},
          "plan.memory.dram: got 1,500 bytes, wanted more than"),
-        ({"sharding": {"item": replace(row_wise(2), hot=hot_rows([1], 3))}}, "hot rows on 3 of 2 ranks"),
+        ({"sharding": {"item": replace(row_wise(2), hot=build_hot_rows([1], 3))}}, "hot rows on 3 of 2 ranks"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_hot(settings, wanted):

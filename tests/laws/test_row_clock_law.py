@@ -38,7 +38,7 @@ from colonnade import (
     build_plan,
     load_rows,
 )
-from colonnade.cache.copies import DeviceCopies
+from colonnade.cache.cached_rows import DeviceCachedRows
 from colonnade.config.run import build_config, override
 from colonnade.errors import ConfigError
 from colonnade.exchange import exchange
@@ -47,7 +47,7 @@ from colonnade.exchange.cached_state import apply_planned_bounds
 from colonnade.run import run as runs
 from colonnade.run.run import open_run
 from colonnade.staleness import RowClock, row_clock
-from colonnade.topology.sharding import column_wise, hot_rows, row_wise
+from colonnade.topology.sharding import build_hot_rows, column_wise, row_wise
 
 SIZES = [23, 23, 1, 0, 24, 2, 23, 23]
 
@@ -286,7 +286,7 @@ def count_batches_by_changing_bounds(mesh, cases, steps):
         with world.rows.settled():
             for held in world.held():
                 assert np.array_equal(held, total), "I1: every batch once"
-        counts, copies = world.collection.cached.counts, world.collection.cached.copies
+        counts, copies = world.collection.cached.counts, world.collection.cached.cached_rows
         waiting = sum(int(ticks.sum()) for ticks in copies.ticks)
         assert counts.ticks + waiting == counts.hits + counts.misses + counts.lease_over
 
@@ -334,7 +334,7 @@ def test_bounds_are_whole_numbers(given):
 def beside_tables_that_are_cut(mesh):
     """By sharding of a table without copies: the rows of one with copies, and of that table, after a few steps."""
     found = []
-    hot = replace(row_wise(2), hot=hot_rows([0, 3], 2))
+    hot = replace(row_wise(2), hot=build_hot_rows([0, 3], 2))
     for sharding in (row_wise(2), hot, column_wise([0, 1])):
         declared = [
             Table("cut", 4, rows=9, optimizer=Adagrad(lr=0.3), dtype="float64"),
@@ -477,8 +477,8 @@ def run_parts(mesh, folder, parts):
             collection, waiting, bounds = run.trainer.collection, 0, None
             if (cached := collection.cached) is not None:
                 on_device = settings.get("plan.cache.tier") == "hbm"
-                assert isinstance(cached.copies, DeviceCopies) == on_device
-                waiting = max(int(ticks.max(initial=0)) for ticks in cached.copies.ticks)
+                assert isinstance(cached.cached_rows, DeviceCachedRows) == on_device
+                waiting = max(int(ticks.max(initial=0)) for ticks in cached.cached_rows.num_pending)
                 last = cached.directories[1]
                 bounds = last.read_bound, last.write_bound
             with run.trainer.rows.settled():
@@ -560,7 +560,7 @@ def leave_one_out(mesh):
     with pytest.raises(ConfigError, match="load_rows: got rows of table 'few' that ranks may have"):
         load_rows(world.collection, "few", torch.ones(2, 2))
     other = EmbeddingCollection(world.collection.tables, world.collection.declaration.features)
-    with pytest.raises(ConfigError, match="'any': got a policy of your own beside copies"):
+    with pytest.raises(ConfigError, match="'any': got a policy of your own together with copies"):
         other.open(world.collection.plan, mesh, policies={"any": object()})
     fresh = Ones(mesh, 6, 9)
     load_rows(fresh.collection, "few", torch.zeros(3, 2))  # nobody has a copy yet

@@ -36,14 +36,14 @@ from colonnade.comm.traffic import Traffic
 from colonnade.config.run import build_config, override
 from colonnade.data import open_batches
 from colonnade.errors import ConfigError
-from colonnade.models.retriever import Retrieval
-from colonnade.plan.cost.table_stats import table_loads
+from colonnade.models.retriever import RetrievalObjective
+from colonnade.plan.cost.table_stats import build_table_loads
 from colonnade.plan.measure.profile import profile
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Forced
+from colonnade.plan.search.candidates import Constraint
 from colonnade.report.reading import read_run
 from colonnade.run.run import load_run_config, open_run
-from colonnade.topology.sharding import Sharding, row_wise_in, table_wise
+from colonnade.topology.sharding import Sharding, row_wise_over_owners, table_wise
 from colonnade.topology.world import World
 from colonnade.train import trainer
 from colonnade.train.dense import DenseGradients
@@ -350,7 +350,7 @@ def retrieved(mesh, servers):
         if mesh.is_server:
             collection(batch)
         else:
-            Retrieval().loss(model, batch, trainers).backward()
+            RetrievalObjective().loss(model, batch, trainers).backward()
         dense.reduce(finite=collection.pipeline.gradients.are_finite(), stop=False)
         rows.step(agreed=True)
         optimizer.step()
@@ -369,18 +369,18 @@ def test_nan_and_a_wish_to_stop_are_heard_by_all():
 
 
 WORLD = World(num_hosts=2, ranks_per_host=2, servers_per_host=1)
-DEALT = Forced("row_wise", "rows")
+DEALT = Constraint("row_wise", "rows")
 FORCED = {
     "rows": {},
     "rows of some on one server": {
-        "big": Forced("table_wise", "rows", (1,)), "small": Forced("table_wise", "rows", (3,)),
+        "big": Constraint("table_wise", "rows", (1,)), "small": Constraint("table_wise", "rows", (3,)),
     },
-    "pooled beside rows": {"bags": Forced("row_wise", "pooled"), "small": Forced("table_wise", "pooled", (3,))},
+    "pooled beside rows": {"bags": Constraint("row_wise", "pooled"), "small": Constraint("table_wise", "pooled", (3,))},
 }  # fmt: skip
 
 
-def sharding_of(said: Forced) -> Sharding:
-    return table_wise(*said.ranks) if said.ranks else row_wise_in(WORLD)
+def sharding_of(said: Constraint) -> Sharding:
+    return table_wise(*said.ranks) if said.ranks else row_wise_over_owners(WORLD)
 
 
 def counted(mesh):
@@ -412,7 +412,7 @@ def counted(mesh):
 def test_bytes_are_foretold_for_trainers_and_servers():
     everyone = run_ranks(4, counted, ranks_per_host=2)
     sampled = profile(TABLES, FEATURES, [batch_of(step, "spread") for step in range(30)])
-    loads = table_loads(TABLES, FEATURES, sampled, WORLD, batch_size=SIZE, last_batch=100)
+    loads = build_table_loads(TABLES, FEATURES, sampled, WORLD, batch_size=SIZE, last_batch=100)
     for case, said in FORCED.items():
         forced = {table.name: said.get(table.name, DEALT) for table in TABLES}
         choice = choose(loads, WORLD, forced=forced)
@@ -426,7 +426,7 @@ def test_tables_are_chosen_places_on_servers_alone():
     sampled = profile(TABLES, FEATURES, [batch_of(step, "spread") for step in range(9)])
     for servers in (1, 3):
         world = World(num_hosts=2, ranks_per_host=4, servers_per_host=servers)
-        loads = table_loads(TABLES, FEATURES, sampled, world, batch_size=SIZE, last_batch=100)
+        loads = build_table_loads(TABLES, FEATURES, sampled, world, batch_size=SIZE, last_batch=100)
         for table in choose(loads, world).tables:
             for each in (table.chosen, *table.others):
                 assert set(each.sharding.ranks) <= set(world.servers)
@@ -466,7 +466,7 @@ def test_every_rank_makes_the_groups_of_trainers_in_one_order(monkeypatch):
             continue
         assert (trainers.num_ranks, trainers.rank) == (4, (0, 1, None, 2, 3)[rank])
         assert trainers.group("dense") == trainers.group(TRAINING) == (0, 1, 3, 4)
-        assert trainers.group("dense", trainers.in_host) == ((0, 1) if rank < 3 else (3, 4))
+        assert trainers.group("dense", trainers.host_scope) == ((0, 1) if rank < 3 else (3, 4))
         over_hosts = trainers.group("dense", trainers.over_hosts)
         assert over_hosts == ((0, 3) if rank in (0, 3) else (1, 4))
         assert presence.participants["trainers dense in host"] == {0, 1, 3, 4}

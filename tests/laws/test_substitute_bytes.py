@@ -33,13 +33,13 @@ from colonnade import (
 from colonnade.comm.traffic import Traffic
 from colonnade.exchange.operator_cut import remote_consumers
 from colonnade.lookup.layout import declare
-from colonnade.plan.cost.consumers import evaluated_at_owners, model_load
+from colonnade.plan.cost.consumers import build_model_load, find_remote_consumers
 from colonnade.plan.cost.partials import Partials
-from colonnade.plan.cost.table_stats import table_loads
-from colonnade.plan.hot import sides_of
+from colonnade.plan.cost.table_stats import build_table_loads
+from colonnade.plan.hot import profile_hot_and_cold
 from colonnade.plan.measure.profile import profile
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Forced
+from colonnade.plan.search.candidates import Constraint
 from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
 from colonnade.wire.codec import EXACT, Codecs
 
@@ -77,30 +77,32 @@ BESIDE = {
 
 
 def dealt(num_ranks, exchange="partials"):
-    return {name: Forced("table_wise", exchange, (t % num_ranks,)) for t, name in enumerate(NAMES)}
+    return {
+        name: Constraint("table_wise", exchange, (t % num_ranks,)) for t, name in enumerate(NAMES)
+    }
 
 
 def all_over(num_ranks, exchange="partials"):
-    return dict.fromkeys(NAMES, Forced("row_wise", exchange))
+    return dict.fromkeys(NAMES, Constraint("row_wise", exchange))
 
 
 def on_one(num_ranks):
-    first = dict.fromkeys(NAMES[:5], Forced("table_wise", "partials", (1,)))
+    first = dict.fromkeys(NAMES[:5], Constraint("table_wise", "partials", (1,)))
     return {**all_over(num_ranks, "pooled"), **first}
 
 
 def beside_columns(num_ranks):
-    return {**on_one(num_ranks), "a": Forced("column_wise", "pooled")}
+    return {**on_one(num_ranks), "a": Constraint("column_wise", "pooled")}
 
 
 def mixed(num_ranks):
-    beside = {"e": Forced("row_wise", "rows"), "f": Forced("table_wise", "pooled", (0,))}
+    beside = {"e": Constraint("row_wise", "rows"), "f": Constraint("table_wise", "pooled", (0,))}
     return {**all_over(num_ranks), **beside}
 
 
 def half_split(num_ranks):
     """Whose partials are, attributed to tables on different ranks."""
-    return {**dealt(num_ranks), **dict.fromkeys(NAMES[:3], Forced("row_wise", "partials"))}
+    return {**dealt(num_ranks), **dict.fromkeys(NAMES[:3], Constraint("row_wise", "partials"))}
 
 
 CASES = {
@@ -139,7 +141,7 @@ def batch_of(step: int, size: int = SIZE) -> Batch:
     return Batch(size, torch.zeros(size, 0), ids)
 
 
-def sharding_of(said: Forced, num_ranks: int) -> Sharding:
+def sharding_of(said: Constraint, num_ranks: int) -> Sharding:
     if said.kind == "column_wise":
         return column_wise(range(num_ranks))
     return row_wise(num_ranks) if said.kind == "row_wise" else table_wise(*said.ranks)
@@ -208,10 +210,10 @@ def test_bytes_are_foretold(hosts, ranks_per_host, cases):
         declaration, forced = collection_of(consumers).declaration, says(num_ranks)
         sides, seen, hot = declaration, sampled, HOT.get(case, {})
         if hot:
-            sides, seen = sides_of(declaration, hot, batches)
+            sides, seen = profile_hot_and_cold(declaration, hot, batches)
             forced |= {f"{name}[cold]": forced[name] for name in hot}
-            forced |= {f"{name}[hot]": Forced("replicated") for name in hot}
-        loads = table_loads(
+            forced |= {f"{name}[hot]": Constraint("replicated") for name in hot}
+        loads = build_table_loads(
             sides.tables,
             sides.features,
             seen,
@@ -220,7 +222,7 @@ def test_bytes_are_foretold(hosts, ranks_per_host, cases):
             last_batch=100,
             codecs=codecs,
         )
-        model = model_load(sides, loads, codecs=codecs, declared=declaration)
+        model = build_model_load(sides, loads, codecs=codecs, declared=declaration)
         choice = choose(loads, world, forced=forced, model=model)
         for key, foretold in choice.sent.items():
             mean = sum(each[case][0].get(key, 0) for each in everyone) / (num_ranks * STEPS)
@@ -242,11 +244,11 @@ def test_bytes_are_foretold(hosts, ranks_per_host, cases):
         if "columns" in case:
             assert why["linear"] == "rows of table a are cut by columns"
         if case == "over hot rows":
-            assert why["fm"] == "fewer floats; of table a, which has hot rows, values travel"
+            assert why["fm"] == "fewer floats; table a, which has hot rows, sends values"
         if case == "beside hot rows":
             assert "hot and cold rows of table a" in why["alone"]
             assert [each.name for each in choice.consumers if each.is_apart] == ["alone"]
-        found = evaluated_at_owners(
+        found = find_remote_consumers(
             declaration, plan.shardings, [table.exchange for table in plan.tables]
         )
         assert set(found) == everyone[0][case][1], case
@@ -277,21 +279,23 @@ def test_the_cut_of_numbers_is_the_exchanges():
         ]
         declaration = declare(tables, features, consumers)
         sampled = profile(tables, features, [one_of_each(features)])
-        loads = table_loads(tables, features, sampled, World(ranks_per_host=n), batch_size=1)
+        loads = build_table_loads(tables, features, sampled, World(ranks_per_host=n), batch_size=1)
         adds = dice.random() < 0.5
-        partials = Partials(model_load(declaration, loads), len(tables), adds_in_host=adds)
+        partials = Partials(build_model_load(declaration, loads), len(tables), adds_in_host=adds)
         owners = torch.zeros(len(tables), n).double().numpy()
         for t, sharding in enumerate(shardings):
             owners[t, list(sharding.ranks)] = 1.0
-        found = [partials.model.consumers[c].name for c in partials.cut(owners)]
+        found = [partials.model.consumers[c].name for c in partials.select_remote_consumers(owners)]
         assert tuple(found) == remote_consumers(declaration, shardings)
-        joint = partials.joint(owners)
-        shares = [partials.shares(joint, owners, t) for t in range(len(tables))]
-        assert joint.lone is None
-        for b, sent in enumerate((joint.values, joint.gradients)):
-            straight = sent.sum() + joint.queries.sum()
-            assert sum(share[b].straight for share in shares) == pytest.approx(straight)
-            assert sum(share[b].common for share in shares) == pytest.approx(joint.common[b])
+        traffic = partials.predict_traffic(owners)
+        shares = [partials.table_bytes(traffic, owners, t) for t in range(len(tables))]
+        assert traffic.unsendable_field is None
+        for b, sent in enumerate((traffic.values, traffic.gradients)):
+            straight = sent.sum() + traffic.queries.sum()
+            assert sum(share[b].direct for share in shares) == pytest.approx(straight)
+            assert sum(share[b].host_summed for share in shares) == pytest.approx(
+                traffic.host_summed[b]
+            )
 
 
 def one_of_each(features):

@@ -437,7 +437,7 @@ def test_what_owners_cannot_evaluate():
 
     assert found() == {
         "deep": None,
-        "beside": "nothing smaller than its fields' values stands for them in Concat",
+        "beside": "Concat has no result that is smaller than its fields' values",
     }
     assert remote_consumers(declaration, whole) == ("deep",)
     assert "read ahead" in found(reads_ahead=2)["deep"]

@@ -31,7 +31,7 @@ from colonnade.errors import ConfigError
 from colonnade.models.build import build_model
 from colonnade.run.run import load_run_config, open_run, prepare_run
 from colonnade.topology.sharding import table_wise
-from colonnade.train.objective import objective_of
+from colonnade.train.objective import get_objective
 from colonnade.wire.codec import EXACT, Codecs
 
 SIZES = [23, 0, 1, 24, 23, 22]
@@ -262,7 +262,7 @@ def refusals(mesh):
         data = replace(data, train=Bags(data.train), test=Bags(data.test))
         model = build_model(data.train.schema, config)
         try:
-            prepare_run(model, data, config, mesh, None, objective=objective_of(model))
+            prepare_run(model, data, config, mesh, None, objective=get_objective(model))
             said.append("")
         except ConfigError as error:
             said.append(str(error))

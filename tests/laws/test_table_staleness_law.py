@@ -30,7 +30,7 @@ from colonnade.config.plan import PlanConfig
 from colonnade.errors import ConfigError
 from colonnade.plan.plan import Plan
 from colonnade.report.pages import run_page
-from colonnade.report.reading import read_run, sums_of
+from colonnade.report.reading import read_run, sum_lines
 from colonnade.staleness import of_tables
 
 STEPS = 12
@@ -179,8 +179,8 @@ def test_a_run_that_is_cut_goes_on_to_the_same_bits(tmp_path):
     assert_same(whole, models[-1])
     run = read_run(tmp_path / "whole")
     # Each step reads films at once, and users 3 steps early but for the first ones.
-    assert sums_of(run, "missed") == {"0": 12 + 1, "1": 1, "2": 1, "3": 12 - 3}
-    assert "How late reads of rows were" in run_page(run)
+    assert sum_lines(run, "missed") == {"0": 12 + 1, "1": 1, "2": 1, "3": 12 - 3}
+    assert "Staleness of row reads" in run_page(run)
 
 
 CHANGES = {

@@ -15,11 +15,11 @@ from test_towers_law import Tower
 from colonnade import Concat, EmbeddingCollection, PlanConfig, RowOptimizer, Sum, World, build_plan
 from colonnade.comm.traffic import Traffic
 from colonnade.plan.constraints import in_towers
-from colonnade.plan.cost.consumers import model_load
-from colonnade.plan.cost.table_stats import table_loads
+from colonnade.plan.cost.consumers import build_model_load
+from colonnade.plan.cost.table_stats import build_table_loads
 from colonnade.plan.measure.profile import profile
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Forced
+from colonnade.plan.search.candidates import Constraint
 from colonnade.topology.sharding import Sharding, row_wise, table_wise
 from colonnade.wire.codec import EXACT, Codecs
 
@@ -167,17 +167,17 @@ def check_foretold(everyone, cases):
     sampled = profile(TABLES, FEATURES, [batch_of(step, size) for step in range(20)])
     for case in cases:
         place, towers, codecs, _ = CASES[case]
-        loads = table_loads(
+        loads = build_table_loads(
             TABLES, FEATURES, sampled, WORLD, batch_size=size, last_batch=100, codecs=codecs
         )
         exchanges = exchanges_of(case)
         forced = {
-            name: Forced(
+            name: Constraint(
                 sharding.kind, exchanges[name], None if sharding.kind == "row_wise" else sharding.ranks
             )
             for name, sharding in place(towers).items()
         }  # fmt: skip
-        model = model_load(
+        model = build_model_load(
             collection_of(case).declaration, loads, codecs=codecs, world=WORLD, reads_ahead=int(case == LATE)
         )  # fmt: skip
         choice = choose(

@@ -13,7 +13,7 @@ from test_towers_law import MODULES, VALUES, close, train
 
 from colonnade import Mesh
 from colonnade.comm.mesh import ALL
-from colonnade.wire.tower_transport import peers_of, turns_of
+from colonnade.wire.tower_transport import order_peers, plan_chunks
 
 NUM_RANKS, TOWERS = 6, 3
 CASES = {
@@ -73,12 +73,12 @@ def test_bits_are_the_same(everyone, found, wanted):
 
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
 def test_a_rank_serves_itself_last(rank):
-    peers = peers_of(rank, 2, NUM_RANKS)
+    peers = order_peers(rank, 2, NUM_RANKS)
     assert peers[-1] == rank
     assert sorted(peers) == list(range(rank % 2, NUM_RANKS, 2))
     sizes = [3, 0, 5, 7, 11, 13]
     others = sum(sizes[each] for each in range(rank % 2, NUM_RANKS, 2) if each != rank)
-    turns = turns_of(rank, 2, tuple(sizes))
+    turns = plan_chunks(rank, 2, tuple(sizes))
     assert [turn.num_samples for turn in turns] == [others, sizes[rank]]
     for turn in turns:
         samples = torch.arange(sum(sizes)).split(sizes)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from colonnade.ops.optimizers import random_bits, round_at_random
-from colonnade.wire.codec import Codec, Draw
+from colonnade.wire.codec import Codec, RoundingKey
 
 MOST = (2 - 2**-7) * 2.0**127
 """The largest number of 8 binary digits, which every codec has."""
 
 
-def encode_rows(codec: Codec, rows: Tensor, dims: Sequence[int], draw: Draw | None) -> Tensor:
+def encode_rows(codec: Codec, rows: Tensor, dims: Sequence[int], key: RoundingKey | None) -> Tensor:
     """rows (n, sum of dims) -> (n, row_bytes) uint8. Not for "exact"."""
     coded, column = [], 0
     for dim in dims:
@@ -24,20 +24,20 @@ def encode_rows(codec: Codec, rows: Tensor, dims: Sequence[int], draw: Draw | No
         part = torch.where(is_finite[:, None], part.clamp(-MOST, MOST), part)
         largest = torch.where(is_finite, largest.clamp(max=MOST), largest)
         if codec.name == "bf16":
-            coded.append(_bytes(_halves(part, torch.bfloat16, draw, column)))
+            coded.append(_bytes(_halves(part, torch.bfloat16, key, column)))
         elif codec.name == "fp16":
             exponents = torch.where(largest.isfinite(), torch.frexp(largest).exponent - 14, 0)
             exponents = exponents.clamp(min=-126)
             scaled = torch.ldexp(part, -exponents[:, None])
             coded.append(_bytes(exponents.short()[:, None]))
-            coded.append(_bytes(_halves(scaled, torch.float16, draw, column)))
+            coded.append(_bytes(_halves(scaled, torch.float16, key, column)))
         else:
             scales = largest / 127
             steps = part / scales[:, None]
-            if draw is None:
+            if key is None:
                 steps = steps.round()
             else:
-                random = random_bits(draw.ids, _steps(draw), draw.seed, dim, column=column)
+                random = random_bits(key.ids, _steps(key), key.seed, dim, column=column)
                 steps = (steps + random.float() * 2**-16).floor()
             is_odd = ~scales.isfinite()[:, None]  # one step of inf or NaN
             steps = torch.where(scales[:, None] > 0, steps, 0.0).clamp(-127, 127)
@@ -65,14 +65,14 @@ def decode_rows(codec: Codec, data: Tensor, dims: Sequence[int]) -> Tensor:
     return torch.cat(found, 1)
 
 
-def _halves(part: Tensor, dtype: torch.dtype, draw: Draw | None, column: int) -> Tensor:
-    if draw is None:
+def _halves(part: Tensor, dtype: torch.dtype, key: RoundingKey | None, column: int) -> Tensor:
+    if key is None:
         return part.to(dtype)
-    return round_at_random(part, draw.ids, _steps(draw), draw.seed, dtype, column=column)
+    return round_at_random(part, key.ids, _steps(key), key.seed, dtype, column=column)
 
 
-def _steps(draw: Draw) -> Tensor:
-    return torch.full_like(draw.ids, draw.step)
+def _steps(key: RoundingKey) -> Tensor:
+    return torch.full_like(key.ids, key.step)
 
 
 def _bytes(values: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def wait_for_a_stopped_reader(notes: Path, end: str) -> None:
     """Interrupt a training loop whose lookahead waits for a reader that is stopped."""
     from test_lookahead import Slow
 
-    processes.RUN_SAMPLES, processes.STARTED_BY = 1, "fork"
+    processes.RUN_SAMPLES, processes.START_METHOD = 1, "fork"
     lookahead = Slow(0.0, 2, batches=processes.ProcessSource(Noted(notes), 1).batches(1)).lookahead
     next(lookahead)
     (reader,) = multiprocessing.active_children()
@@ -54,7 +54,7 @@ def wait_for_a_stopped_reader(notes: Path, end: str) -> None:
 
 def read_and_sleep(notes: Path) -> None:
     """Print the readers' pids, of which the first is stopped."""
-    processes.RUN_SAMPLES, processes.STARTED_BY = 1, "fork"
+    processes.RUN_SAMPLES, processes.START_METHOD = 1, "fork"
     batches = processes.ProcessSource(Noted(notes), 2).batches(1)
     read: list[Batch] = []  # threads come and go, as those of one lookahead after another
     for _ in range(2):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-HIT, MISS, LEASE_OVER = 0, 1, 2
+HIT, MISS, EXPIRED = 0, 1, 2
 DOUBLING, HALF_LIFE, GAIN_STEP = 1024, 1024 << 20, 16
 MOST_TIME, SET_BACK = 2**32 - 1 - 64 * DOUBLING, 2**31
 GAIN = [
@@ -82,7 +82,7 @@ class SlowDirectory:
             row, asked, age = self.rows.get(id), MISS, 0
             if row is not None:
                 age = self.number - row.copied
-                asked = LEASE_OVER if age > self.read_bound else HIT
+                asked = EXPIRED if age > self.read_bound else HIT
             else:
                 row = self.rows[id] = Row(free.pop(0), self.number)
             if asked != HIT:

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from colonnade.data.tabular.declaration import Declaration
+from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.fields import (
     Bag,
     Bucket,
@@ -29,7 +29,7 @@ TYPES = {
     "click": pa.int8(), "price": pa.float64(), "age": pa.int32(), "city": pa.string(), "user": pa.int64(),
     "tags": pa.list_(pa.string()), "history": pa.list_(pa.int64()), "weight": pa.float32(), "row": pa.int64(),
 }  # fmt: skip
-DECLARATION = Declaration(
+DECLARATION = FileSchema(
     (
         Label("click"),
         Number("price", missing=0.0, transform="log1p"),

@@ -16,11 +16,11 @@ from references.packing_reference import IdSpace
 from colonnade import _native
 from colonnade.batch import Batch, Ids
 from colonnade.errors import WorldError
-from colonnade.lookup.layout import Consumption, collect, consumption, declare
+from colonnade.lookup.layout import LookupColumns, build_lookup_columns, collect_lookups, declare
 from colonnade.table import Feature, Table
 from colonnade.topology.sharding import row_wise, table_wise
 from colonnade.wire import bags
-from colonnade.wire.owner_map import deal
+from colonnade.wire.owner_map import build_owner_map
 
 TABLES = [
     Table("user", 2, rows=53), Table("open", 2), Table("item", 2, rows=2**40), Table("own", 2, rows=9),
@@ -49,32 +49,34 @@ def batch_of(random, size, kinds, weighted, dtype, spread):
     return Batch(size, torch.zeros(size, 0), ids)
 
 
-def asked(batch, dealt, codes, dtype=torch.float32):
+def asked(batch, owner_map, codes, dtype=torch.float32):
     """(messages by rank, lookups)."""
     declaration = DECLARATIONS[dtype]
-    lookups = collect(batch, declaration, consumption(declaration))
-    return bags.pack(lookups, ROWS, dealt, codes), lookups
+    lookups = collect_lookups(batch, declaration, build_lookup_columns(declaration))
+    return bags.pack_bags(lookups, ROWS, owner_map, codes), lookups
 
 
-def owners_of(batch, dealt):
+def owners_of(batch, owner_map):
     """By column: the rank of each lookup."""
     found = []
     for name, t in zip(NAMES, TABLE_OF, strict=True):
         place = torch.as_tensor(
-            _native.owner_of(batch.ids[name].values, int(ROWS[t]), int(dealt.num_owners[t]))
+            _native.owner_of(batch.ids[name].values, int(ROWS[t]), int(owner_map.num_owners[t]))
         )
-        found.append([int(np.flatnonzero(dealt.places[:, t] == p)[0]) for p in place.tolist()])
+        found.append(
+            [int(np.flatnonzero(owner_map.owner_indices[:, t] == p)[0]) for p in place.tolist()]
+        )
     return found
 
 
-def columns_at(rank, batch, dealt, codes):
+def columns_at(rank, batch, owner_map, codes):
     """What the twin says of a rank's share of a batch."""
-    owners, found, before = owners_of(batch, dealt), [], 0
+    owners, found, before = owners_of(batch, owner_map), [], 0
     for c, (name, t) in enumerate(zip(NAMES, TABLE_OF, strict=True)):
         ids = batch.ids[name]
         ends = np.arange(batch.size + 1) if ids.offsets is None else ids.offsets.numpy()
         mine = [e for e in range(len(ids.values)) if owners[c][e] == rank]
-        if dealt.places[rank, t] >= 0:
+        if owner_map.owner_indices[rank, t] >= 0:
             bag_of = np.searchsorted(ends, mine, side="right") - 1
             of_bag: list[list[int]] = [[] for _ in range(batch.size)]
             for e, bag in zip(mine, bag_of, strict=True):
@@ -86,17 +88,19 @@ def columns_at(rank, batch, dealt, codes):
     return found
 
 
-def owned_by(rank, dealt):
-    mine = [c for c, t in enumerate(TABLE_OF) if dealt.places[rank, t] >= 0]
+def owned_by(rank, owner_map):
+    mine = [c for c, t in enumerate(TABLE_OF) if owner_map.owner_indices[rank, t] >= 0]
     tables = torch.tensor([TABLE_OF[c] for c in mine], dtype=torch.int32)
-    return Consumption(tuple(mine), (), tables, torch.zeros(len(mine), dtype=torch.uint8))
+    return LookupColumns(tuple(mine), (), tables, torch.zeros(len(mine), dtype=torch.uint8))
 
 
-def spaces_of(rank, dealt):
+def spaces_of(rank, owner_map):
     return {
-        t: IdSpace(int(ROWS[t]), int(dealt.num_owners[t]), int(dealt.places[rank, t]))
+        t: IdSpace(
+            int(ROWS[t]), int(owner_map.num_owners[t]), int(owner_map.owner_indices[rank, t])
+        )
         for t in range(len(TABLES))
-        if dealt.places[rank, t] >= 0
+        if owner_map.owner_indices[rank, t] >= 0
     }
 
 
@@ -104,7 +108,7 @@ def spaces_of(rank, dealt):
 @given(st.data())
 def test_messages_equal_their_twins_and_arrive(data):
     num_ranks = data.draw(st.sampled_from([1, 2, 3, 5]))
-    dealt = deal([*[row_wise(num_ranks)] * 3, table_wise(num_ranks - 1)], num_ranks)
+    owner_map = build_owner_map([*[row_wise(num_ranks)] * 3, table_wise(num_ranks - 1)], num_ranks)
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
     random = np.random.default_rng(data.draw(st.integers(0, 10**6)))
     batches, codes, sent = [], [], []
@@ -117,11 +121,11 @@ def test_messages_equal_their_twins_and_arrive(data):
         count = sum(len(each.values) for each in batches[-1].ids.values())
         known = data.draw(st.booleans())
         codes.append(random.integers(0, 256, count).astype(np.uint8) if known else None)
-        sent.append(asked(batches[-1], dealt, codes[-1], dtype)[0])
+        sent.append(asked(batches[-1], owner_map, codes[-1], dtype)[0])
     for rank in range(num_ranks):
-        spaces, owned = spaces_of(rank, dealt), owned_by(rank, dealt)
+        spaces, owned = spaces_of(rank, owner_map), owned_by(rank, owner_map)
         shares = [
-            columns_at(rank, batch, dealt, known)
+            columns_at(rank, batch, owner_map, known)
             for batch, known in zip(batches, codes, strict=True)
         ]
         for share, batch, message in zip(shares, batches, sent, strict=True):
@@ -135,7 +139,9 @@ def test_messages_equal_their_twins_and_arrive(data):
                 for b, c, e in zip(back, share, empty, strict=True)
             )
         messages = [message[rank] for message in sent]
-        check_joined(bags.join(messages, owned, ROWS, dealt, rank, dtype), shares, batches, dtype)
+        check_joined(
+            bags.unpack_bags(messages, owned, ROWS, owner_map, rank, dtype), shares, batches, dtype
+        )
 
 
 def check_joined(found, shares, batches, dtype):
@@ -172,17 +178,17 @@ def check_joined(found, shares, batches, dtype):
             assert not any(column.codes for column in mine)
 
 
-def many(random, distinct, dealt, size=64):
+def many(random, distinct, owner_map, size=64):
     """One rank's messages for bags of 30 of so many different ids."""
     batch = batch_of(random, size, ["many"] * 5, {"item"}, torch.float32, distinct)
-    return asked(batch, dealt, None)
+    return asked(batch, owner_map, None)
 
 
 def test_ids_that_come_again_are_told_once():
-    dealt = deal([row_wise(2)] * 4, 2)
+    owner_map = build_owner_map([row_wise(2)] * 4, 2)
     random = np.random.default_rng(0)
     for distinct, most in ((30, 1.0), (2**40, 8.1)):
-        messages, lookups = many(random, distinct, dealt)
+        messages, lookups = many(random, distinct, owner_map)
         weights = 4 * len(lookups.weights[3])
         bytes_each = (sum(map(len, messages)) - weights) / len(lookups.ids)
         assert bytes_each < most
@@ -215,11 +221,16 @@ def test_the_shorter_form_is_told_however_it_is_found(rows, spread, size, longes
     if rows is None:
         values *= -0x61C8864680B583EB  # anywhere
     ids = Ids(values, torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])))
-    lookups = collect(
-        Batch(size, torch.zeros(size, 0), {"user": ids}), declaration, consumption(declaration)
+    lookups = collect_lookups(
+        Batch(size, torch.zeros(size, 0), {"user": ids}),
+        declaration,
+        build_lookup_columns(declaration),
     )
-    dealt, table_rows = deal([row_wise(num_ranks)], num_ranks), torch.tensor([rows or 0])
-    messages = bags.pack(lookups, table_rows, dealt, None)
+    owner_map, table_rows = (
+        build_owner_map([row_wise(num_ranks)], num_ranks),
+        torch.tensor([rows or 0]),
+    )
+    messages = bags.pack_bags(lookups, table_rows, owner_map, None)
     owners = np.asarray(_native.owner_of(values, rows or 0, num_ranks))
     bounds = np.cumsum(lengths)[:-1]
     for rank, message in enumerate(messages):
@@ -233,16 +244,20 @@ def test_the_shorter_form_is_told_however_it_is_found(rows, spread, size, longes
 
 def test_an_id_outside_is_refused_in_the_words_of_a_plan():
     declaration = declare(TABLES[:1], [Feature("user", "user", pooling="sum")], {})
-    dealt = deal([row_wise(2)], 2)
+    owner_map = build_owner_map([row_wise(2)], 2)
     for wrong in (53, -1, 2**63 - 1, -(2**63)):
         ids = Ids(torch.tensor([5, 52, wrong, 0]), torch.tensor([0, 3, 4]))
-        lookups = collect(
-            Batch(2, torch.zeros(2, 0), {"user": ids}), declaration, consumption(declaration)
+        lookups = collect_lookups(
+            Batch(2, torch.zeros(2, 0), {"user": ids}),
+            declaration,
+            build_lookup_columns(declaration),
         )
         said = []
         for ask in (
-            lambda lookups=lookups: bags.pack(lookups, ROWS[:1], dealt, None),
-            lambda lookups=lookups: _native.make_plan(lookups.native, ROWS[:1], dealt.num_owners),
+            lambda lookups=lookups: bags.pack_bags(lookups, ROWS[:1], owner_map, None),
+            lambda lookups=lookups: _native.make_plan(
+                lookups.native, ROWS[:1], owner_map.num_owners
+            ),
         ):
             with pytest.raises(IndexError) as refused:
                 ask()
@@ -251,9 +266,9 @@ def test_an_id_outside_is_refused_in_the_words_of_a_plan():
 
 
 def test_a_column_of_a_table_elsewhere_takes_no_byte():
-    dealt = deal([table_wise(0), table_wise(0), table_wise(0), table_wise(1)], 2)
+    owner_map = build_owner_map([table_wise(0), table_wise(0), table_wise(0), table_wise(1)], 2)
     batch = batch_of(np.random.default_rng(0), 3, ["one"] * 5, set(), torch.float32, 9)
-    messages, _ = asked(batch, dealt, None)
+    messages, _ = asked(batch, owner_map, None)
     # samples, no codes; a column: equal lengths of 1; ids as listed: kind, count, width of a block, 3 rows of 9
     assert len(messages[1]) == 2 + 2 + 3 + 2
 
@@ -263,18 +278,18 @@ def test_lengths_take_as_few_bits_as_they_need(longest):
     bits = next(bits for bits in bags.BITS if longest < 2**bits)
     declaration = declare(TABLES[:1], [Feature("user", "user", pooling="sum")], {})
     ids = Ids(torch.zeros(longest, dtype=torch.int64), torch.tensor([0, 0, longest]))
-    lookups = collect(
-        Batch(2, torch.zeros(2, 0), {"user": ids}), declaration, consumption(declaration)
+    lookups = collect_lookups(
+        Batch(2, torch.zeros(2, 0), {"user": ids}), declaration, build_lookup_columns(declaration)
     )
-    dealt = deal([row_wise(1)], 1)
-    (message,) = bags.pack(lookups, ROWS[:1], dealt, None)
+    owner_map = build_owner_map([row_wise(1)], 1)
+    (message,) = bags.pack_bags(lookups, ROWS[:1], owner_map, None)
     assert message[2] == bits
 
 
 def test_damaged_messages_are_refused_or_ask_for_rows_that_are_there():
-    dealt, random = deal([row_wise(2)] * 4, 2), np.random.default_rng(1)
-    whole = [m for distinct in (30, 2**40) for m in many(random, distinct, dealt, 20)[0][1:]]
-    owned, refused = owned_by(1, dealt), 0
+    owner_map, random = build_owner_map([row_wise(2)] * 4, 2), np.random.default_rng(1)
+    whole = [m for distinct in (30, 2**40) for m in many(random, distinct, owner_map, 20)[0][1:]]
+    owned, refused = owned_by(1, owner_map), 0
     for i in range(600):
         bad = whole[i % 2].copy()
         if random.integers(2):
@@ -283,7 +298,7 @@ def test_damaged_messages_are_refused_or_ask_for_rows_that_are_there():
             if len(bad):
                 bad[random.integers(len(bad))] = int(random.integers(256))
         try:
-            found = bags.join([whole[0], bad], owned, ROWS, dealt, 1, torch.float32)
+            found = bags.unpack_bags([whole[0], bad], owned, ROWS, owner_map, 1, torch.float32)
         except WorldError as error:
             assert f"rank 1 sent {len(bad)} bytes that are no lookups" in str(error)
             refused += 1
@@ -296,9 +311,9 @@ def test_damaged_messages_are_refused_or_ask_for_rows_that_are_there():
 
 
 def test_what_is_no_message_is_refused():
-    dealt = deal([row_wise(1)] * 4, 1)
-    (message,), _ = many(np.random.default_rng(2), 30, dealt, 4)
-    owned = owned_by(0, dealt)
+    owner_map = build_owner_map([row_wise(1)] * 4, 1)
+    (message,), _ = many(np.random.default_rng(2), 30, owner_map, 4)
+    owned = owned_by(0, owner_map)
     for bad, words in (
         (message[:0], "rank 0 sent 0 bytes that are no lookups"),
         (np.append(message, message[:3]), "3 bytes after its end"),
@@ -307,4 +322,4 @@ def test_what_is_no_message_is_refused():
         (message[:-3], "wanted 28|more bytes"),
     ):
         with pytest.raises(WorldError, match=words):
-            bags.join([bad], owned, ROWS, dealt, 0, torch.float32)
+            bags.unpack_bags([bad], owned, ROWS, owner_map, 0, torch.float32)

@@ -193,7 +193,7 @@ def test_columns_of_one_table_share_rows_and_sequences_are_pooled():
 def test_two_towers_use_the_columns_they_are_given():
     values = {"name": "two_tower", "item_columns": ["item"], "query_columns": ["history"]}
     model = build_model(SCHEMA, build_config({"model": values}))
-    assert isinstance(model, TwoTower) and model.taken == ["history"]
+    assert isinstance(model, TwoTower) and model.known_items == ["history"]
     assert [t.name for t in model.embeddings.tables] == ["item"]
 
 

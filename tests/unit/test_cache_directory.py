@@ -14,17 +14,17 @@ from colonnade.cache.directory import (
     HIT,
     POLICIES,
     UNBOUNDED,
-    Changes,
     Decision,
     Directory,
-    renumbered,
-    surplus,
+    VersionLog,
+    renumber_state,
+    surplus_batches,
 )
 from colonnade.errors import ColonnadeError, ConfigError
 
 ENDS = [-(2**63), -1, 0, 1, 2**62, 2**63 - 1]
 FIELDS = (
-    "number", "slots", "asked", "ages", "ticks", "pushed", "leaving",
+    "number", "slots", "outcomes", "ages", "ticks", "pushed", "leaving",
     "evicted_ids", "evicted_slots", "evicted_ticks",
 )  # fmt: skip
 
@@ -208,7 +208,7 @@ def same_state(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None
 @pytest.mark.parametrize("policy", ["lru", "lfu", "lookahead"])
 def test_batches_are_counted_from_less_and_nothing_else_changes(policy):
     """A directory at the end of its numbers, and one that goes on from its state with small ones."""
-    random, shift = np.random.default_rng(3), surplus(2**28 - 200)
+    random, shift = np.random.default_rng(3), surplus_batches(2**28 - 200)
     end, begun = Directory(10, 5, 3, policy), Directory(10, 5, 3, policy)
 
     def draw() -> tuple:
@@ -220,20 +220,20 @@ def test_batches_are_counted_from_less_and_nothing_else_changes(policy):
         begun.step(*draw())
     end.load(begun.state())
     begun = Directory(10, 5, 3, policy)
-    begun.load(renumbered(end.state(), policy, shift))
+    begun.load(renumber_state(end.state(), policy, shift))
     for _ in range(100):
         drawn = draw()
         one, other = end.step(*drawn), begun.step(*drawn)
         assert one.number == other.number + shift
         for name in FIELDS[1:]:
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
-    same_state(renumbered(end.state(), policy, shift), begun.state())
-    changes, rows = Changes([8]), np.arange(8)
-    changes.mark(0, rows[2:4], shift - 5)
-    changes.mark(0, rows[4:], shift + 7)
-    wanted = changes.since(0, rows, np.full(8, shift + 7))
+    same_state(renumber_state(end.state(), policy, shift), begun.state())
+    changes, rows = VersionLog([8]), np.arange(8)
+    changes.record_changes(0, rows[2:4], shift - 5)
+    changes.record_changes(0, rows[4:], shift + 7)
+    wanted = changes.has_changed_since(0, rows, np.full(8, shift + 7))
     changes.renumber(shift)
-    assert changes.since(0, rows, np.full(8, 7)).tolist() == wanted.tolist()
+    assert changes.has_changed_since(0, rows, np.full(8, 7)).tolist() == wanted.tolist()
     assert wanted.any() and not wanted.all()
 
 
@@ -300,7 +300,7 @@ def test_hits_recover_after_what_is_popular_changed(policy):
         if step == 100:
             order = random.permutation(4000)
         drawn = order[np.minimum(random.zipf(1.4, 300), 4000) - 1]
-        asked = directory.step(np.unique(drawn)).asked
+        asked = directory.step(np.unique(drawn)).outcomes
         hits.append(float((asked == HIT).mean()))
     assert hits[100] < 0.5 * np.mean(hits[80:100])
     assert np.mean(hits[120:140]) > 0.95 * np.mean(hits[80:100])

@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 
 from colonnade.cache.messages import (
-    FAR,
-    Named,
-    read_notes,
-    with_notes,
-    without_notes,
+    MAX_AGE,
+    RowRequests,
+    add_row_flags,
+    parse_row_flags,
+    split_row_flags,
 )
 from colonnade.errors import WorldError
 
 
 def named(random, counts):
     said = random.random((counts.sum(), 3)) < 0.5
-    ages = np.where(said[:, 0], random.integers(0, 2 * FAR, len(said)), 0)
-    return Named(counts, *said.T, ages)
+    ages = np.where(said[:, 0], random.integers(0, 2 * MAX_AGE, len(said)), 0)
+    return RowRequests(counts, *said.T, ages)
 
 
 @pytest.mark.parametrize("high", [1, 2, 20])
@@ -27,16 +27,16 @@ def test_notes_come_back(high):
     for _ in range(20):
         said = named(random, random.integers(0, high, (3, 4)))
         requests = [random.integers(0, 256, n).astype(np.uint8) for n in (0, 5, 9)]
-        notes, others = without_notes(with_notes(said, requests))
+        notes, others = split_row_flags(add_row_flags(said, requests))
         assert all(np.array_equal(one, other) for one, other in zip(others, requests, strict=True))
-        heard = read_notes(notes, said.counts)
+        heard = parse_row_flags(notes, said.counts)
         for name in ("renewed", "wanted", "written"):
             np.testing.assert_array_equal(getattr(heard, name), getattr(said, name))
-        np.testing.assert_array_equal(heard.ages, np.minimum(said.ages, FAR))
+        np.testing.assert_array_equal(heard.ages, np.minimum(said.ages, MAX_AGE))
         for mine in (said.renewed, said.written):
-            assert heard.counted(mine).sum() == mine.sum()
+            assert heard.count_rows(mine).sum() == mine.sum()
         with pytest.raises(WorldError, match="rank 2 sent"):
-            read_notes([*notes[:2], np.append(notes[2], np.uint8(1))], said.counts)
+            parse_row_flags([*notes[:2], np.append(notes[2], np.uint8(1))], said.counts)
     for message in ([1], [9, 0, 0, 0], [255, 255, 255, 255]):
         with pytest.raises(WorldError, match="rank 0 sent"):
-            without_notes([np.array(message, np.uint8)])
+            split_row_flags([np.array(message, np.uint8)])

@@ -10,13 +10,18 @@ import torch
 from plans import cache_settings
 
 from colonnade import CountMinAdmission, PlanConfig, Table, build_plan
-from colonnade.cache.copies import DeviceCopies, NativeCopies
-from colonnade.cache.directory import Changes, Directory
+from colonnade.cache.cached_rows import DeviceCachedRows, NativeCachedRows
+from colonnade.cache.directory import Directory, VersionLog
 from colonnade.config.run import build_config, override
 from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.exchange.cached import TableCache
-from colonnade.exchange.cached_state import is_taken_up
-from colonnade.plan.caching import BOOKKEEPING, LOOKAHEAD_WINDOW, caches_of, copy_bytes
+from colonnade.exchange.cached_state import can_load_cache
+from colonnade.plan.caching import (
+    BOOKKEEPING,
+    LOOKAHEAD_WINDOW,
+    build_table_caches,
+    cached_row_bytes,
+)
 from colonnade.plan.plan import Plan
 from colonnade.staleness import RowClock, row_clock
 from colonnade.topology.sharding import column_wise
@@ -31,8 +36,8 @@ def configured(**settings):
 
 
 def test_sizes_and_bounds_of_a_configuration():
-    size = 5 * copy_bytes(TABLES[1])
-    found = caches_of(
+    size = 5 * cached_row_bytes(TABLES[1])
+    found = build_table_caches(
         configured(
             staleness=7, policy="lfu", tables__user__size=f"{size}B", tables__user__read_bound=3
         ),
@@ -40,11 +45,11 @@ def test_sizes_and_bounds_of_a_configuration():
     )
     assert found["item"] == TableCache(100, RowClock(3, 4), "lfu")  # a tenth of its rows
     assert found["user"] == TableCache(5, RowClock(3, 0), "lfu")
-    assert caches_of(None, TABLES) == {}
+    assert build_table_caches(None, TABLES) == {}
     with pytest.raises(ConfigError, match="which takes any id"):
-        caches_of(configured(size="3%"), TABLES)
+        build_table_caches(configured(size="3%"), TABLES)
     with pytest.raises(ConfigError, match=r"got 'x', wanted a table of this model"):
-        caches_of(configured(tables__x__size=3), TABLES)
+        build_table_caches(configured(tables__x__size=3), TABLES)
     for bad in (-1, "101%", "ten", True, "-3%"):
         with pytest.raises(ConfigError, match=r"plan\.cache\.size"):
             configured(size=bad)
@@ -62,9 +67,9 @@ def test_bounds_share_the_staleness():
 
 def test_bounds_that_contradict_are_said_as_they_were_given():
     with pytest.raises(ConfigError, match=r"table 'item'.*got read_bound=30 with staleness=10"):
-        caches_of(configured(staleness=10, read_bound=30, size=5), TABLES)
+        build_table_caches(configured(staleness=10, read_bound=30, size=5), TABLES)
     with pytest.raises(ConfigError, match=r"table 'user'.*got write_bound=3 with staleness=2"):
-        caches_of(
+        build_table_caches(
             configured(size=5, tables__user__staleness=2, tables__user__write_bound=3), TABLES
         )
 
@@ -107,9 +112,9 @@ def test_unknown_policies_are_refused():
 def test_windows_of_policies_that_look_ahead():
     """All tables that need one share it; the policy of the others may be another."""
     said = {"size": 7, "staleness": 1, "policy": "lookahead"}
-    found = caches_of(configured(**said, tables__user__policy="lru"), TABLES)
+    found = build_table_caches(configured(**said, tables__user__policy="lru"), TABLES)
     assert [each.window for each in found.values()] == [LOOKAHEAD_WINDOW, 0]
-    found = caches_of(
+    found = build_table_caches(
         configured(size=7, staleness=1, window=3, tables__user__policy="lookahead"), TABLES
     )
     assert [(each.policy, each.window) for each in found.values()] == [("lru", 0), ("lookahead", 3)]
@@ -122,11 +127,11 @@ def test_windows_of_policies_that_look_ahead():
 
 def test_a_copy_costs_what_sizes_in_bytes_take_it_for():
     """A directory's bytes, and those of a slot's tick count and id; records and sums are counted as such."""
-    directory, copies = Directory(20_000, 5, 5, "lfu"), NativeCopies([TABLES[1]], [20_000])
+    directory, copies = Directory(20_000, 5, 5, "lfu"), NativeCachedRows([TABLES[1]], [20_000])
     slots = np.arange(1000)
     copies.grow(0, len(slots))
     assert len(copies.ids[0]) == len(slots)
-    arrays = copies.ids[0].nbytes + copies.ticks[0].nbytes
+    arrays = copies.ids[0].nbytes + copies.num_pending[0].nbytes
     for first in range(0, 40_000, 1000):
         directory.step(np.arange(first, first + 1000))
     assert directory.num_slots == 21_000
@@ -148,35 +153,36 @@ def test_steps_of_several_batches_or_none_are_refused(name):
 
 @pytest.mark.parametrize("rows", [1, 2, 37, None])
 def test_a_change_is_never_overlooked(rows):
-    random, changes, newest = np.random.default_rng(0), Changes([rows, 5, rows]), {}
+    random, changes, newest = np.random.default_rng(0), VersionLog([rows, 5, rows]), {}
     for number in range(1, 40):
         ids = np.unique(random.integers(0, rows or 2**62, 5)) * (1 if rows else -1)
         tables = random.integers(0, 2, len(ids)) * 2
-        changes.mark(tables, ids, number)
+        changes.record_changes(tables, ids, number)
         newest |= dict.fromkeys(zip(tables.tolist(), ids.tolist(), strict=True), number)
     tables, ids = np.array(list(newest)).T
     for read in range(1, 42):
         really = np.array(list(newest.values())) >= read
-        assert changes.since(tables, ids, np.full(len(ids), read))[really].all()
-    assert not changes.since(tables, ids, np.full(len(ids), 40)).any()
-    assert not changes.of(1).any() and max(changes.of(0).max(), changes.of(2).max()) == 39
+        assert changes.has_changed_since(tables, ids, np.full(len(ids), read))[really].all()
+    assert not changes.has_changed_since(tables, ids, np.full(len(ids), 40)).any()
+    newest_of = [changes.table_versions(t).max() for t in range(3)]
+    assert newest_of[1] == 0 and max(newest_of) == 39
 
 
 @pytest.mark.parametrize("rows", [3, 50, None])
 def test_marks_are_undone_newest_first(rows):
     """Rows share numbers where a table is small, within a batch and over several."""
-    random, changes = np.random.default_rng(1), Changes([rows, 5])
+    random, changes = np.random.default_rng(1), VersionLog([rows, 5])
     before, marked = [], []
     for number in range(1, 12):
-        before.append([changes.of(t).copy() for t in range(2)])
+        before.append([changes.table_versions(t).copy() for t in range(2)])
         ids = random.integers(0, 2 if rows is None else rows, 9)
-        marked.append(changes.mark(np.arange(9) % 2, ids % 5, number))
+        marked.append(changes.record_changes(np.arange(9) % 2, ids % 5, number))
     for number, wanted in enumerate(before):
-        undone = changes.without(reversed(marked[number:]))
+        undone = changes.copy_without(reversed(marked[number:]))
         assert all(map(np.array_equal, undone, wanted))
     for wanted in reversed(before[4:]):
         changes.undo(marked.pop())
-        assert all(np.array_equal(changes.of(t), wanted[t]) for t in range(2))
+        assert all(np.array_equal(changes.table_versions(t), wanted[t]) for t in range(2))
 
 
 def test_copies_of_checkpoints_go_on_in_a_world_like_theirs_alone():
@@ -185,13 +191,13 @@ def test_copies_of_checkpoints_go_on_in_a_world_like_theirs_alone():
     here = SimpleNamespace(
         declaration=SimpleNamespace(tables=TABLES[:1]),
         directories=[directory],
-        is_kept=[True],
+        outlasts_batch=[True],
         mesh=SimpleNamespace(num_ranks=2),
-        copies=SimpleNamespace(rooms=[3]),
+        cached_rows=SimpleNamespace(max_slots=[3]),
     )
     said = {"policy": "lfu", "kept": True, "directory": directory.state()}
     state = {"tables": {"item": said}}
-    assert is_taken_up(here, [state, state])
+    assert can_load_cache(here, [state, state])
     of_before = {name: each for name, each in said.items() if name != "kept"}
     for other in (
         None,
@@ -200,12 +206,12 @@ def test_copies_of_checkpoints_go_on_in_a_world_like_theirs_alone():
         {"tables": {"item": said | {"kept": False}}},
         {"tables": {"item": of_before}},
     ):
-        assert not is_taken_up(here, [state, other])
-    assert not is_taken_up(here, [state])
+        assert not can_load_cache(here, [state, other])
+    assert not can_load_cache(here, [state])
     for num_slots in (3, 4):  # as many as there is room for here, and one more
         slots = {"slots": torch.arange(num_slots, dtype=torch.int32)}
         more = {"tables": {"item": said | {"directory": directory.state() | slots}}}
-        assert is_taken_up(here, [state, more]) == (num_slots == 3)
+        assert can_load_cache(here, [state, more]) == (num_slots == 3)
 
 
 @pytest.mark.parametrize("late", [{"staleness_steps": 2}, {"tables": {"a": {"staleness_steps": 1}}}])  # fmt: skip
@@ -216,7 +222,7 @@ def test_two_kinds_of_lateness_are_refused_on_one_rank_too(late):
 
 def test_a_window_is_for_the_policy_that_looks_ahead():
     with pytest.raises(ConfigError, match="got window=3 with policy=lru, wanted policy=lookahead"):
-        caches_of(configured(staleness=5, size=7, window=3), TABLES)
+        build_table_caches(configured(staleness=5, size=7, window=3), TABLES)
 
 
 @pytest.mark.parametrize("name", ["staleness", "tables__item__staleness"])
@@ -235,8 +241,8 @@ def test_copies_on_a_device_need_one_that_has_room_for_them():
     assert config.plan.cache.tier == "hbm"
     cpu = torch.device("cpu")
     with pytest.raises(ConfigError, match=r"got 10,000,000,000,000,000 copies .*'user' for cpu"):
-        DeviceCopies(TABLES, [10, 10**16], cpu)
-    copies = DeviceCopies([Table("user", 2**28)], [0], cpu)
+        DeviceCachedRows(TABLES, [10, 10**16], cpu)
+    copies = DeviceCachedRows([Table("user", 2**28)], [0], cpu)
     with pytest.raises(
         BudgetExceeded, match=r"table 'user'.*has room for 0.*leave plan.cache.tier"
     ):

@@ -15,21 +15,21 @@ from colonnade import World
 from colonnade.errors import ConfigError
 from colonnade.lookup.hops import BY_TOWERS
 from colonnade.plan.cost.comm_volume import (
-    BESIDE_SECONDS,
+    EXTRA_EXCHANGE_SECONDS,
     FIXED_BYTES,
     SHARED_BYTES,
     TABLE_BYTES,
     alone,
-    pair,
-    row_seconds,
-    work,
+    interpolate_row_seconds,
+    predict_pair_traffic,
+    predict_processor_seconds,
 )
 from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
-from colonnade.plan.cost.tower_paths import call_seconds
+from colonnade.plan.cost.tower_paths import tower_call_seconds
 from colonnade.plan.measure.device import RowRate
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Forced, Memory
-from colonnade.plan.search.cutting import LEAST_COLUMNS
+from colonnade.plan.search.candidates import Constraint, Memory
+from colonnade.plan.search.cutting import MIN_SLICE_COLUMNS
 from colonnade.plan.search.search import OPTIONS
 from colonnade.topology.sharding import Sharding
 
@@ -61,7 +61,9 @@ def counted_by_hand(load, sharding: Sharding, exchange, world):
     if exchange in BY_TOWERS and is_inside(sharding, world):
         return counted_by_towers(load, sharding, world, exchange == "tower_rows")
     exchange = "pooled" if exchange in BY_TOWERS else exchange
-    costs = pair(load, exchange, len(sharding.ranks) // sharding.slices, sharding.slices)
+    costs = predict_pair_traffic(
+        load, exchange, len(sharding.ranks) // sharding.slices, sharding.slices
+    )
     found = {p: (np.zeros((2, n)), np.zeros((2, world.num_hosts))) for p in ("fetch", "push")}
     is_added = exchange == "pooled" and sharding.kind == "row_wise"  # inside a host first
     hops = []
@@ -88,7 +90,9 @@ def counted_by_hand(load, sharding: Sharding, exchange, world):
 
 def is_inside(sharding: Sharding, world) -> bool:
     """Whether each slice lies on one host, which is a tower."""
-    hosts = [{rank // world.ranks_per_host for rank in each.ranks} for each in sharding.of_slices]
+    hosts = [
+        {rank // world.ranks_per_host for rank in each.ranks} for each in sharding.slice_shardings
+    ]
     return all(len(each) == 1 for each in hosts)
 
 
@@ -99,12 +103,12 @@ def counted_by_towers(load, sharding: Sharding, world, of_rows):
     bag = load.bags * 4 * load.width / sharding.slices
     found = {p: (np.zeros((2, n)), np.zeros((2, world.num_hosts))) for p in ("fetch", "push")}
     hops = []
-    for asker, each in itertools.product(range(n), sharding.of_slices):
+    for asker, each in itertools.product(range(n), sharding.slice_shardings):
         there = each.ranks[0] // size * size + asker % size
         if not of_rows:
             hops += [(owner, there, bag) for owner in each.ranks]
         elif asker // size == 0:
-            rows = load.unique_of(world.num_hosts, world) * 4 * load.width
+            rows = load.expected_unique_rows(world.num_hosts, world) * 4 * load.width
             hops += [(owner, there, rows / len(sharding.ranks)) for owner in each.ranks]
         hops += [(there, asker, bag)]
     for source, target, size_of in hops:
@@ -136,7 +140,7 @@ def test_seconds_are_those_of_the_busiest_link(world, option):
     if kind in ("host_wise", "grid") and world.num_hosts == 1:
         pytest.skip("row_wise, column_wise")
     load = load_of("t", 500, world, hot=3)
-    choice = choose([load], world, forced={"t": Forced(kind, exchange)})
+    choice = choose([load], world, forced={"t": Constraint(kind, exchange)})
     (table,) = choice.tables
     assert table.chosen.option == option and table.is_forced
     for channel, (ranks, hosts) in counted_by_hand(
@@ -146,7 +150,7 @@ def test_seconds_are_those_of_the_busiest_link(world, option):
             ranks.max() / world.local_bytes_per_second, hosts.max() / world.remote_bytes_per_second
         )
         if exchange != "replicated" or channel == "push":
-            by_towers = call_seconds(world, world.num_hosts)
+            by_towers = tower_call_seconds(world, world.num_hosts)
             wanted += by_towers if exchange in BY_TOWERS else world.call_seconds
         assert getattr(choice.seconds, channel) == pytest.approx(wanted)
         sent = table.chosen.sent
@@ -156,10 +160,11 @@ def test_seconds_are_those_of_the_busiest_link(world, option):
 
 def test_every_owner_sends_a_block_of_all_bags():
     load = load_of("t", 1000, TWO_BY_TWO, hot=2, samples=100)
-    rows, pooled = (pair(load, exchange, 1) for exchange in ("rows", "pooled"))
+    rows, pooled = (predict_pair_traffic(load, exchange, 1) for exchange in ("rows", "pooled"))
     assert rows.fetch == load.unique_rank * 64 and pooled.fetch == 100 * 64
     assert (
-        pair(load, "pooled", 4).fetch == pooled.fetch and pair(load, "rows", 4).fetch < rows.fetch
+        predict_pair_traffic(load, "pooled", 4).fetch == pooled.fetch
+        and predict_pair_traffic(load, "rows", 4).fetch < rows.fetch
     )
     assert 2 + 200 * 7 < pooled.route < 2 + 200 * 8  # any 64 bits; bags are all alike: no lengths
 
@@ -172,12 +177,12 @@ def check_that_nothing_beats_the_choice(bytes_per_second, shapes) -> None:
         for i, (rows, hot, width) in enumerate(shapes)
     ]
     places = [
-        Forced(kind, exchange, ranks)
+        Constraint(kind, exchange, ranks)
         for exchange, kind in OPTIONS
         if exchange != "towers"  # as `pooled` where there are no modules
         for ranks in ([(0,), (1,)] if kind in ("table_wise", "host_wise") else [(0, 1)])
         if kind not in ("host_wise", "grid")  # hosts of one rank
-        if kind != "column_wise" or all(load.width >= 2 * LEAST_COLUMNS for load in loads)
+        if kind != "column_wise" or all(load.width >= 2 * MIN_SLICE_COLUMNS for load in loads)
     ]
     best = min(
         choose(loads, world, forced={f"t{i}": each for i, each in enumerate(some)}).seconds.step
@@ -231,12 +236,18 @@ def test_long_bags_of_wide_rows_are_cut():
     (table,) = choose(wide, TWO_BY_TWO).tables
     assert str(table.chosen.sharding) == "column_wise, ranks 0 .. 3"
     assert table.chosen.exchange == "pooled"
-    cut, whole = pair(wide[0], "pooled", 1, 4), pair(wide[0], "pooled", 1)
+    cut, whole = (
+        predict_pair_traffic(wide[0], "pooled", 1, 4),
+        predict_pair_traffic(wide[0], "pooled", 1),
+    )
     assert cut.route == whole.route and 4 * cut.fetch == whole.fetch and 4 * cut.push == whole.push
     many = World(num_hosts=4, ranks_per_host=2)
     narrow = [load_of("n", 10**6, many, hot=20, width=64, may_be_cut=True)]
     assert choose(narrow, many).tables[0].chosen.sharding.kind == "grid"
-    for whole_rows in (replace(wide[0], may_be_cut=False), replace(wide[0], width=LEAST_COLUMNS)):
+    for whole_rows in (
+        replace(wide[0], may_be_cut=False),
+        replace(wide[0], width=MIN_SLICE_COLUMNS),
+    ):
         (table,) = choose([whole_rows], TWO_BY_TWO).tables
         assert not {"column_wise", "grid"} & {
             c.sharding.kind for c in (table.chosen, *table.others)
@@ -249,7 +260,7 @@ def test_sequences_are_never_pooled():
     assert table.chosen.exchange == "rows"
     assert "pooled" not in {other.exchange for other in table.others}
     with pytest.raises(ConfigError, match=r"table 's': got pooled, which it cannot have.*sequence"):
-        choose(loads, TWO_BY_TWO, forced={"s": Forced(exchange="pooled")})
+        choose(loads, TWO_BY_TWO, forced={"s": Constraint(exchange="pooled")})
 
 
 def test_small_tables_of_slow_messages_are_on_every_rank():
@@ -284,7 +295,7 @@ def test_a_step_s_rows_must_be_in_memory_whatever_files_cost():
 
 def test_forced_ranks_are_kept_and_others_balanced_around_them():
     loads = [load_of(f"b{i}", 10**5, TWO_BY_TWO, hot=20) for i in range(4)]
-    forced = {"b0": Forced("table_wise", "pooled", (2,))}
+    forced = {"b0": Constraint("table_wise", "pooled", (2,))}
     choice = choose(loads, TWO_BY_TWO, forced=forced)
     assert choice.shardings["b0"].ranks == (2,)
     assert sorted(each.ranks for each in choice.shardings.values()) == [(0,), (1,), (2,), (3,)]
@@ -292,13 +303,13 @@ def test_forced_ranks_are_kept_and_others_balanced_around_them():
 
 def test_rates_of_rows_lie_between_those_measured():
     rates = [RowRate(16, 4e6, 2e6), RowRate(64, 2e6, 1e6)]
-    assert row_seconds(rates, 16) == pytest.approx((1 / 4e6, 1 / 2e6))
-    assert row_seconds(rates, 128) == pytest.approx((2 / 2e6, 2 / 1e6))
-    assert 1 / 4e6 < row_seconds(rates, 40)[0] < 1 / 2e6
+    assert interpolate_row_seconds(rates, 16) == pytest.approx((1 / 4e6, 1 / 2e6))
+    assert interpolate_row_seconds(rates, 128) == pytest.approx((2 / 2e6, 2 / 1e6))
+    assert 1 / 4e6 < interpolate_row_seconds(rates, 40)[0] < 1 / 2e6
     load = load_of("t", 1000, TWO_BY_TWO)
-    assert work(load, "rows", 1, 4, []).owner == 0 == alone(load, [])
-    one = work(load, "rows", 1, 1, rates)
-    assert one.asker + one.owner > alone(load, rates)  # messages cost something
+    assert predict_processor_seconds(load, "rows", 1, 4, []).owner == 0 == alone(load, [])
+    one = predict_processor_seconds(load, "rows", 1, 1, rates)
+    assert one.trainer + one.owner > alone(load, rates)  # messages cost something
 
 
 def test_planning_and_packing_of_lookups_count_where_they_were_measured():
@@ -307,9 +318,9 @@ def test_planning_and_packing_of_lookups_count_where_they_were_measured():
     blind, seeing = [RowRate(16, 4e6, 2e6)], [RowRate(16, 4e6, 2e6, 1e7, 5e6)]
     more = {
         exchange: tuple(
-            getattr(work(load, exchange, 1, 4, seeing), who)
-            - getattr(work(load, exchange, 1, 4, blind), who)
-            for who in ("asker", "owner")
+            getattr(predict_processor_seconds(load, exchange, 1, 4, seeing), who)
+            - getattr(predict_processor_seconds(load, exchange, 1, 4, blind), who)
+            for who in ("trainer", "owner")
         )
         for exchange in ("rows", "pooled", "partials")
     }
@@ -355,12 +366,12 @@ def test_another_exchange_has_to_save_what_it_takes_of_a_processor(samples, is_m
     choice = choose(loads, TWO_BY_TWO, options=options, rates=rates)
     assert choice.exchanges == {"few": "rows" if is_mixed else "pooled", "long": "pooled"}
     more = choice.seconds.processor - by_links.seconds.processor
-    assert more == pytest.approx(BESIDE_SECONDS * is_mixed, abs=1e-6)
+    assert more == pytest.approx(EXTRA_EXCHANGE_SECONDS * is_mixed, abs=1e-6)
 
 
 def test_messages_take_a_processor_s_time():
     loads = [load_of("t", 10**6, TWO_BY_TWO, width=64)]
-    forced = {"t": Forced("row_wise", "rows")}
+    forced = {"t": Constraint("row_wise", "rows")}
     costly = replace(TWO_BY_TWO, byte_processor_seconds=1e-9, message_processor_seconds=1e-4)
     free, busy = (choose(loads, world, forced=forced) for world in (TWO_BY_TWO, costly))
     assert free.seconds.processor == 0.0

@@ -13,7 +13,7 @@ from colonnade import LowRankCross, World
 from colonnade.errors import ConfigError
 from colonnade.plan.cost.consumers import ConsumerLoad, FieldLoad, ModelLoad
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Forced, Memory
+from colonnade.plan.search.candidates import Constraint, Memory
 from colonnade.plan.search.search import OPTIONS, Search
 from colonnade.topology.sharding import Sharding, row_wise, table_wise
 
@@ -167,7 +167,7 @@ def test_chosen_as_the_formulas_say(name):
     assert sent == pytest.approx(2 * 4 * case.samples * volumes[case.wanted], rel=0.12)
     # No other exchange of all tables would make a shorter step.
     for exchange in {"rows", "pooled", "partials"} - {case.wanted}:
-        forced = {load.name: Forced(None, exchange) for load in loads}
+        forced = {load.name: Constraint(None, exchange) for load in loads}
         other = choose(loads, case.world, forced=forced, model=model)
         assert choice.seconds.step <= other.seconds.step * 1.001, exchange
     assert any(each.is_partial for each in choice.consumers) == (case.wanted == "partials")
@@ -203,15 +203,15 @@ def test_the_search_finds_what_trying_all_finds(num_ranks):
     best, evaluated = float("inf"), False
     for exchanges in itertools.product(("rows", "pooled", "partials"), repeat=3):
         for shardings in itertools.product(places, repeat=3):
-            state = search.empty()
+            state = search.empty_state()
             for t in range(3):
-                search.add(state, t, exchanges[t], shardings[t])
-            if state.joint is not None and state.joint.split is not None:
+                search.add_table(state, t, exchanges[t], shardings[t])
+            if state.partials is not None and state.partials.split_bag is not None:
                 assert "partials" in exchanges
                 continue
             if search.seconds(state).step < best:
                 best = search.seconds(state).step
-                evaluated = state.joint is not None and len(state.joint.consumers) > 0
+                evaluated = state.partials is not None and len(state.partials.consumers) > 0
     assert choice.seconds.step <= 1.05 * best
     assert evaluated == any(each.is_partial for each in choice.consumers) == (num_ranks == 2)
 
@@ -219,7 +219,7 @@ def test_the_search_finds_what_trying_all_finds(num_ranks):
 def test_a_split_bag_is_refused_with_what_to_do():
     world, loads, model = small()
     model = replace(model, consumers=model.consumers[:1])
-    forced = {load.name: Forced("row_wise", "partials") for load in loads}
+    forced = {load.name: Constraint("row_wise", "partials") for load in loads}
     wide = replace(model, consumers=(replace(model.consumers[0], width=2),))
     with pytest.raises(ConfigError, match=r"'f2' has bags.*plan.tables.t2.sharding=table_wise"):
         choose(loads, world, forced=forced, model=wide)
@@ -233,8 +233,8 @@ def test_who_takes_a_table_that_is_cut_falls_back_alone():
         consumer(name, some, 1 if name == "linear" else 17) for name, some in groups.items()
     )
     model = replace(case.model(), consumers=consumers)
-    forced = {f"t{t}": Forced(None, "partials") for t in range(1, 39)}
-    forced["t0"] = Forced("column_wise", "pooled")
+    forced = {f"t{t}": Constraint(None, "partials") for t in range(1, 39)}
+    forced["t0"] = Constraint("column_wise", "pooled")
     loads = [replace(load, may_be_cut=True) for load in case.loads()]
     a, b, linear = choose(loads, case.world, model=model, forced=forced).consumers
     assert b.is_partial and b.why == "fewer floats"
@@ -245,12 +245,14 @@ def test_who_takes_a_table_that_is_cut_falls_back_alone():
 def test_reasons_in_words():
     case = CASES["DeepFM: its linear part alone"]
     fm, top, linear = choose(case.loads(), case.world, model=case.model()).consumers
-    assert fm.why == "values travel anyway for c1" and not fm.is_partial
-    assert top.why == "its operator has no partial that adds up" and top.partial_floats is None
+    assert fm.why == "values are sent anyway for c1" and not fm.is_partial
+    assert (
+        top.why == "its operator has no partial that can be summed" and top.partial_floats is None
+    )
     assert linear.is_partial and (linear.partial_floats, linear.value_floats) == (4, 40)
     case = CASES["LR + FM, too many ranks, many ids"]
     fm, linear = choose(case.loads(), case.world, model=case.model()).consumers
     assert fm.why.startswith("its tables are under pooled") and not linear.is_partial
-    forced = {f"t{t}": Forced("table_wise", "partials") for t in range(39)}
+    forced = {f"t{t}": Constraint("table_wise", "partials") for t in range(39)}
     fm, linear = choose(case.loads(), case.world, model=case.model(), forced=forced).consumers
     assert fm.why == "costs more: 663 floats, not 624" and fm.partial_floats == 39 * 17

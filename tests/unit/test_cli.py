@@ -217,7 +217,7 @@ def test_doctor_says_what_follows(colonnade):
         "huge pages",
         "io_uring",
         "memory",
-        "what follows",
+        "what it means",
         "gloo",
         "127.0.0.1",
     ):
@@ -285,8 +285,8 @@ def test_ctrl_c_in_an_import_ends_the_process_there(tmp_path):
     )
     program = """
 import signal
-from colonnade.cli import end_in_an_import
-signal.signal(signal.SIGINT, end_in_an_import)
+from colonnade.cli import exit_during_import
+signal.signal(signal.SIGINT, exit_during_import)
 try:
     signal.raise_signal(signal.SIGINT)
 except KeyboardInterrupt:
@@ -312,7 +312,7 @@ def test_verify_names_what_is_damaged(colonnade, tmp_path):
     ssd = f"plan.memory.ssd={tmp_path / 'disk'}"
     assert colonnade("train", "--run", str(folder), *SMALL, "--set", ssd)[0] == 0
     status, said, err = colonnade("verify", str(folder))
-    assert status == 0 and "step 6: whole; " in said and err == ""
+    assert status == 0 and "step 6: intact; " in said and err == ""
     rows = sorted((tmp_path / "disk").rglob("segment-*.rows"))[3]
     keys = sorted((tmp_path / "disk").rglob("segment-*.keys"))[5]
     state = folder / "checkpoints" / "000000000006" / "rank-0"
@@ -349,7 +349,7 @@ def test_verify_finds_directories_that_moved(colonnade, tmp_path):
     status, said, err = colonnade("verify", folder)
     assert status == 2 and "--set plan.memory.ssd=" in said and "damaged or missing" in err
     status, said, _ = colonnade("verify", folder, "--directory", str(tmp_path / "moved"))
-    assert status == 0 and "whole" in said
+    assert status == 0 and "intact" in said
 
 
 def test_from_a_run_to_scores_and_pages(colonnade, tmp_path):

@@ -10,7 +10,7 @@ import torch
 from browser import CHROMIUM, look
 
 from colonnade.batch import Batch, Ids
-from colonnade.cli.feature_sample import pooled, probe
+from colonnade.cli.feature_sample import measure_affinity, pool_rows
 from colonnade.comm.mesh import Mesh
 from colonnade.config.run import RunConfig, override
 from colonnade.embedding import EmbeddingCollection
@@ -93,19 +93,19 @@ def test_vectors_and_loads_of_bags_parts_and_shared_tables():
         },
     )
     deep = collection.rows("item", torch.arange(50))[:, 1:]
-    found = [pooled(collection, tables[f.table == "open"], f, batch) for f in features]
+    found = [pool_rows(collection, tables[f.table == "open"], f, batch) for f in features]
     assert [each.shape for each in found] == [(3, 4)] * 3
     np.testing.assert_allclose(found[0][0], (deep[4] + 2 * deep[9]).numpy(), rtol=1e-6)
     assert (found[0][1] == 0).all()  # an empty bag
     np.testing.assert_array_equal(found[1], deep[[3, 2, 1]].numpy())
-    affinity, loads = probe(collection, ListSource([batch]), 3, 5)
+    affinity, loads = measure_affinity(collection, ListSource([batch]), 3, 5)
     assert affinity.num_samples == 3 and affinity.silent == ()
     assert [(load.table, load.lookups) for load in loads] == [
         ("item", 1.6667), ("item", 1.0), ("open", 1.6667)
     ]  # fmt: skip
     assert loads[0].table_bytes == 50 * tables[0].record_bytes and loads[2].table_bytes == 0
     with pytest.raises(DataError, match="no samples"):
-        probe(collection, ListSource([]), 3, 5)
+        measure_affinity(collection, ListSource([]), 3, 5)
 
 
 def test_the_report_draws_them(trained, colonnade, tmp_path):
@@ -117,7 +117,7 @@ def test_the_report_draws_them(trained, colonnade, tmp_path):
     assert "Features in the plane" not in run_page(read_run(trained))
     colonnade("towers", trained, "--towers", 3, "--capacity", "count=1.5")
     html = run_page(read_run(trained))
-    assert "Features in the plane" in html and "What each tower holds" in html
+    assert "Features in the plane" in html and "Load of each tower" in html
     if CHROMIUM is not None:
         write_page(html, tmp_path / "run.html")
         seen = look(tmp_path / "run.html", 390, tmp_path)
@@ -136,7 +136,7 @@ def test_predictions_are_marked_as_such(trained, colonnade):
         "--local", "450GB/s", "--latency", 10, "--batch-size", 2048, "--compute", 5,
     )  # fmt: skip
     assert status == 0
-    for words in ("prediction", "8x8", "64x8", "1.9x", "measured by nobody", "computes 5 ms"):
+    for words in ("prediction", "8x8", "64x8", "1.9x", "not a measurement", "computes 5 ms"):
         assert words in said
     assert not (trained / "towers.json").exists()
 
@@ -151,7 +151,7 @@ def test_predictions_are_marked_as_such(trained, colonnade):
         (("--towers", 2, "--capacity", "rows=2"), "count, bytes, lookups"),
         (("--towers", 2, "--capacity", "bytes=lots"), "bytes=1.5"),
         (("--towers", 2, "--capacity", "bytes=0.5"), "1 or more"),
-        (("--towers", 4, "--capacity", "bytes=1.01"), "Say bytes=1.34"),
+        (("--towers", 4, "--capacity", "bytes=1.01"), "Set bytes=1.34"),
         (("--towers", 2, "--part", "exam"), "train, validation, test"),
         (("--towers", 2, "--part", "validation"), "no validation part"),
         (("--towers", 2, "--at", "7"), "7"),

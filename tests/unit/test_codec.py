@@ -11,8 +11,8 @@ from references import codec_reference as twin
 
 from colonnade.wire.codec import (
     CODECS,
-    Block,
-    Draw,
+    RoundingKey,
+    RowBlock,
     decode,
     decode_rows,
     encode,
@@ -22,9 +22,9 @@ from colonnade.wire.codec import (
 LOSSY = [CODECS[name] for name in ("bf16", "fp16", "int8")]
 
 
-def error_of(codec, rows, dims, draw):
+def error_of(codec, rows, dims, key):
     """The largest, relative to the largest element of its part."""
-    coded = encode_rows(codec, rows, dims, draw)
+    coded = encode_rows(codec, rows, dims, key)
     assert coded.dtype == torch.uint8 and coded.shape == (
         len(rows),
         codec.row_bytes(dims, rows.dtype),
@@ -50,10 +50,12 @@ def test_the_native_codecs_have_the_bits_of_their_twins(codec, seed, exponent, i
     rows[2, : dims[0]] = 0
     rows[3] = torch.rand(sum(dims), generator=random).round() * rows[3]
     rows[4, dims[0] // 2] = torch.tensor([float("inf"), float("-inf"), 1e38])[seed % 3]
-    draw = Draw(torch.randint(-(2**62), 2**62, (5,), generator=random), 2**64 - 1 - seed, seed)
-    draw = draw if is_random else None
-    coded = encode_rows(codec, rows, dims, draw)
-    assert torch.equal(coded, twin.encode_rows(codec, rows, dims, draw))
+    key = RoundingKey(
+        torch.randint(-(2**62), 2**62, (5,), generator=random), 2**64 - 1 - seed, seed
+    )
+    key = key if is_random else None
+    coded = encode_rows(codec, rows, dims, key)
+    assert torch.equal(coded, twin.encode_rows(codec, rows, dims, key))
     back = decode_rows(codec, coded, dims)
     wanted = twin.decode_rows(codec, coded, dims)
     assert torch.equal(back.view(torch.int32), wanted.view(torch.int32)) or back.isnan().any()
@@ -71,22 +73,23 @@ def test_errors_are_as_described(codec, seed, exponent, is_random, is_wide):
     rows[:, 8:13] *= 10.0 ** torch.randint(-5, 5, (7, 1), generator=random)
     rows[3, :8] = 0
     ids = torch.randint(-(2**62), 2**62, (7,), generator=random)
-    draw = Draw(ids, seed, 5) if is_random else None
+    key = RoundingKey(ids, seed, 5) if is_random else None
     bound = codec.random_error if is_random else codec.nearest_error
-    assert error_of(codec, rows, (8, 5, 1), draw) <= bound
+    assert error_of(codec, rows, (8, 5, 1), key) <= bound
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
 def test_random_rounding_is_right_on_the_mean_and_the_same_every_time(codec):
     rows = torch.randn(1, 12, generator=torch.Generator().manual_seed(1))
     ids = torch.arange(20_000)
-    draw = Draw(ids, 3, 7)
-    coded = encode_rows(codec, rows.expand(20_000, -1), (8, 4), draw)
-    assert torch.equal(coded, encode_rows(codec, rows.expand(20_000, -1), (8, 4), draw))
+    key = RoundingKey(ids, 3, 7)
+    coded = encode_rows(codec, rows.expand(20_000, -1), (8, 4), key)
+    assert torch.equal(coded, encode_rows(codec, rows.expand(20_000, -1), (8, 4), key))
     # A row's bits are its own: alone or among others, in any order.
     back = torch.randperm(20_000)[:50]
-    assert torch.equal(coded[back], encode_rows(codec, rows.expand(50, -1), (8, 4), Draw(ids[back], 3, 7)))  # fmt: skip
-    for other in (Draw(ids, 4, 7), Draw(ids, 3, 8), Draw(ids + 1, 3, 7)):
+    again = encode_rows(codec, rows.expand(50, -1), (8, 4), RoundingKey(ids[back], 3, 7))
+    assert torch.equal(coded[back], again)
+    for other in (RoundingKey(ids, 4, 7), RoundingKey(ids, 3, 8), RoundingKey(ids + 1, 3, 7)):
         assert not torch.equal(coded, encode_rows(codec, rows.expand(20_000, -1), (8, 4), other))
     found = decode_rows(codec, coded, (8, 4)).double()
     largest = torch.cat([rows[0, :8].abs().max().expand(8), rows[0, 8:].abs().max().expand(4)])
@@ -101,8 +104,8 @@ def test_random_rounding_is_right_on_the_mean_and_the_same_every_time(codec):
 def test_what_is_not_finite_stays_so(codec, bad, is_random):
     rows = torch.ones(3, 6)
     rows[1, 2] = bad
-    draw = Draw(torch.arange(3), 1, 1) if is_random else None
-    back = decode_rows(codec, encode_rows(codec, rows, (4, 2), draw), (4, 2))
+    key = RoundingKey(torch.arange(3), 1, 1) if is_random else None
+    back = decode_rows(codec, encode_rows(codec, rows, (4, 2), key), (4, 2))
     assert not bool(back[1, :4].isfinite().all())
     assert bool(back[[0, 2]].isfinite().all()) and bool(back[1, 4:].isfinite().all())
 
@@ -117,14 +120,14 @@ def test_what_is_finite_stays_so(codec, is_random):
         .expand(50, 6)
         .contiguous()
     )
-    draw = Draw(torch.arange(50), 1, 1) if is_random else None
-    coded = encode_rows(codec, rows, (4, 2), draw)
+    key = RoundingKey(torch.arange(50), 1, 1) if is_random else None
+    coded = encode_rows(codec, rows, (4, 2), key)
     found = decode_rows(codec, coded, (4, 2))
     assert bool(found.isfinite().all())
     assert bool(
         ((found.double() - rows.double()).abs() <= max(codec.random_error, 2**-8) * most).all()
     )
-    assert torch.equal(coded, twin.encode_rows(codec, rows, (4, 2), draw))
+    assert torch.equal(coded, twin.encode_rows(codec, rows, (4, 2), key))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-8, 1e6, 1e38])
@@ -136,7 +139,7 @@ def test_fp16_has_no_limits_of_its_own(scale):
 @pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_blocks_of_any_shape(codec, dtype):
-    blocks = [Block(3, (4, 1)), Block(0, (2,)), Block(1, (5,)), Block(2, (1,))]
+    blocks = [RowBlock(3, (4, 1)), RowBlock(0, (2,)), RowBlock(1, (5,)), RowBlock(2, (1,))]
     elements = torch.randn(22).to(dtype)
     data = encode(codec, elements, blocks)
     assert len(data) == sum(block.bytes_of(codec, dtype) for block in blocks)
@@ -146,4 +149,4 @@ def test_blocks_of_any_shape(codec, dtype):
         assert torch.equal(out, elements)
     else:
         assert float((out - elements).abs().max()) <= 0.02 * float(elements.abs().max())
-    assert len(encode(codec, elements[:0], [Block(0, (4,))])) == 0
+    assert len(encode(codec, elements[:0], [RowBlock(0, (4,))])) == 0

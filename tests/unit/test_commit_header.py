@@ -17,7 +17,7 @@ from colonnade.cli import main
 from colonnade.errors import CheckpointError, CorruptionError
 from colonnade.publish.deltas import DeltaPublisher
 from colonnade.store.disk import Disk
-from colonnade.store.durable import read_verified, with_trailer
+from colonnade.store.durable import append_checksum, read_verified
 
 SETTINGS = (
     "train.batch_size=500",
@@ -163,7 +163,7 @@ def test_a_header_with_wrong_values_is_refused(name, folder, monkeypatch, capsys
     fields, words = CHANGES[name]
     path = header_path(folder, 6)
     header = json.loads(read_verified(path)) | fields
-    path.write_bytes(with_trailer(json.dumps(header).encode()))
+    path.write_bytes(append_checksum(json.dumps(header).encode()))
     with pytest.raises((CheckpointError, CorruptionError), match=words):
         read_header(folder, 6)
     for verb in ("verify", "evaluate"):
@@ -176,6 +176,6 @@ def test_a_header_with_wrong_values_is_refused(name, folder, monkeypatch, capsys
 )
 @pytest.mark.parametrize("is_checked", [True, False])
 def test_a_header_that_is_none_is_refused(content, is_checked, folder):
-    header_path(folder, 6).write_bytes(with_trailer(content) if is_checked else content)
+    header_path(folder, 6).write_bytes(append_checksum(content) if is_checked else content)
     with pytest.raises((CheckpointError, CorruptionError), match=r"000000000006\.json: got"):
         read_header(folder, 6)

@@ -16,7 +16,7 @@ from colonnade.config.run import (
 )
 from colonnade.errors import ConfigError
 from colonnade.run.defaults import PRESETS
-from colonnade.sizes import Place, parse_bytes, parse_place
+from colonnade.sizes import Place, parse_bytes, parse_storage_location
 
 
 @pytest.mark.parametrize(
@@ -108,10 +108,10 @@ def test_settings_by_table_and_sections_that_may_be_left_out_name_the_nearest_to
 
 def test_places_have_a_path_and_perhaps_a_size(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert parse_place("/a:64GiB") == Place("/a", 64 << 30)
-    assert parse_place("/a") == Place("/a", None)
-    assert parse_place("/a:b") == Place("/a:b", None)  # a colon may be part of a name
-    assert parse_place("rows:5") == Place(str(tmp_path / "rows"), 5)
+    assert parse_storage_location("/a:64GiB") == Place("/a", 64 << 30)
+    assert parse_storage_location("/a") == Place("/a", None)
+    assert parse_storage_location("/a:b") == Place("/a:b", None)  # a colon may be part of a name
+    assert parse_storage_location("rows:5") == Place(str(tmp_path / "rows"), 5)
     config = override(
         RunConfig(),
         {
@@ -121,8 +121,8 @@ def test_places_have_a_path_and_perhaps_a_size(monkeypatch, tmp_path):
         },
     )
     memory = config.plan.memory
-    assert memory.ssd_places == (Place(str(tmp_path / "rows"), 1024),)
-    assert memory.mapped_place == Place("/m") and memory.tables == {"t": 1024}
+    assert memory.ssd_locations == (Place(str(tmp_path / "rows"), 1024),)
+    assert memory.mapped_location == Place("/m") and memory.tables == {"t": 1024}
     assert build_config(yaml.safe_load(dump_config(config))) == config
     monkeypatch.chdir("/")
     assert build_config(yaml.safe_load(dump_config(config))) == config  # wherever it is read

@@ -8,9 +8,9 @@ import torch
 from devices import DEVICES
 
 from colonnade import Adam, Table, _native
-from colonnade.cache.copies import DeviceCopies, NativeCopies
-from colonnade.cache.messages import tables_of
-from colonnade.lookup.row_layout import Elements, row_layout
+from colonnade.cache.cached_rows import DeviceCachedRows, NativeCachedRows
+from colonnade.cache.messages import row_tables
+from colonnade.lookup.row_layout import RowSums, build_row_layout
 from colonnade.store.dram import open_dram
 
 WIDTHS = np.array([3, 1, 5])
@@ -36,14 +36,14 @@ PLACES = [None, *DEVICES]
 def opened(tables, place: str | None):
     rooms = [40] * len(tables)
     if place is None:
-        return NativeCopies(tables, rooms)
-    return DeviceCopies(tables, [11] * len(tables), torch.device(place))
+        return NativeCachedRows(tables, rooms)
+    return DeviceCachedRows(tables, [11] * len(tables), torch.device(place))
 
 
 def made(place: str | None, sums: torch.Tensor, index: torch.Tensor, counts: np.ndarray):
     """Sums as these copies take them."""
     if place is None:
-        return Elements(sums, index)
+        return RowSums(sums, index)
     parts = sums.to(place).split((counts * WIDTHS).tolist())
     return [part.view(-1, int(width)) for part, width in zip(parts, WIDTHS, strict=True)]
 
@@ -63,11 +63,11 @@ def test_what_is_pending_is_what_a_twin_says(seed, dtype, device):
     twin: dict[tuple[int, int], np.ndarray] = {}
     for _ in range(12):
         (counts,), slots = (each for each in counted(random, 1))
-        tables_here = tables_of(counts[None, :])
-        layout = row_layout(counts[None, :], WIDTHS)
+        tables_here = row_tables(counts[None, :])
+        layout = build_row_layout(counts[None, :], WIDTHS)
         sums = torch.randn(layout.num_elements, dtype=getattr(torch, dtype))
         sums[torch.rand(len(sums)) < 0.1] = -0.0
-        index = layout.rank_major(WIDTHS)
+        index = layout.rank_major_index(WIDTHS)
         leaves = random.random(len(slots)) < 0.4
         rows = {
             (int(t), int(slot)): sums.numpy()[i : i + WIDTHS[t]].copy()
@@ -75,22 +75,22 @@ def test_what_is_pending_is_what_a_twin_says(seed, dtype, device):
         }
         # Rows that leave, and some of no batch that are driven out, on their way to two ranks.
         out_counts, out = counted(random, 2)
-        keys = list(zip(tables_of(out_counts).tolist(), out.tolist(), strict=True))
+        keys = list(zip(row_tables(out_counts).tolist(), out.tolist(), strict=True))
         place = {key: i for i, key in enumerate(rows)}
         named = [key for key in keys if (leaves[place[key]] if key in place else key in twin)]
         named_by = np.array([key in set(named) for key in keys], bool)
         leaves = np.array([key in set(named) for key in rows], bool)
         sent_counts = np.array(
             [
-                [np.sum(tables_of(out_counts[:1])[named_by[: out_counts[0].sum()]] == t) for t in range(3)],
-                [np.sum(tables_of(out_counts[1:])[named_by[out_counts[0].sum() :]] == t) for t in range(3)],
+                [np.sum(row_tables(out_counts[:1])[named_by[: out_counts[0].sum()]] == t) for t in range(3)],
+                [np.sum(row_tables(out_counts[1:])[named_by[out_counts[0].sum() :]] == t) for t in range(3)],
             ]
         )  # fmt: skip
         origin = np.array([place.get(key, -1) for key in named], np.int64)
         message = torch.empty(int((sent_counts * WIDTHS).sum()), dtype=sums.dtype)
         given = made(device, sums, index, counts)
-        copies.take(sent_counts, out[named_by], origin, given, message)
-        copies.add(counts, slots, given, leaves)
+        copies.take_pending(sent_counts, out[named_by], origin, given, message)
+        copies.add_gradients(counts, slots, given, leaves)
         none = {t: np.zeros(WIDTHS[t], dtype) for t in range(3)}
         wanted = [
             (rows[key] + twin[key] if key in twin else rows[key]) if key in rows else twin[key]
@@ -104,9 +104,9 @@ def test_what_is_pending_is_what_a_twin_says(seed, dtype, device):
         for key in named:
             twin.pop(key, None)
         for t in range(3):
-            assert sorted(copies.dirty(t).tolist()) == sorted(s for u, s in twin if u == t)
-            for slot in copies.dirty(t).tolist():
-                (waiting,) = copies.waiting_of(t, np.array([slot])).numpy()
+            assert sorted(copies.dirty_slots(t).tolist()) == sorted(s for u, s in twin if u == t)
+            for slot in copies.dirty_slots(t).tolist():
+                (waiting,) = copies.table_pending_sums(t, np.array([slot])).numpy()
                 np.testing.assert_array_equal(waiting, twin[t, slot])
 
 
@@ -129,7 +129,7 @@ def test_records_of_all_tables_travel_in_one_message(seed, device):
     store.native.pack_blocks(
         torch.from_numpy(rows.astype(np.int32)), counts.ravel(), widths, message
     )
-    tables = tables_of(counts)
+    tables = row_tables(counts)
     wanted = [whole[t][row, : widths[t]] for t, row in zip(tables.tolist(), rows.tolist(), strict=True)]  # fmt: skip
     assert torch.equal(message, torch.cat([*wanted, message[:0]]))
 
@@ -137,10 +137,10 @@ def test_records_of_all_tables_travel_in_one_message(seed, device):
     for t in range(3):
         copies.grow(t, 40)
     ids = rows + 1000
-    assert not copies.receive(counts, rows, ids, message, widths).any()
+    assert not copies.store_received(counts, rows, ids, message, widths).any()
     for t in range(3):
         mine = np.flatnonzero(tables == t)
-        found = copies.records(t, rows[mine])
+        found = copies.read_records(t, rows[mine])
         assert torch.equal(found[:, : widths[t]], whole[t][rows[mine], : widths[t]])
         assert not found[:, widths[t] :].any()
         assert copies.ids[t][rows[mine]].tolist() == ids[mine].tolist()
@@ -151,7 +151,7 @@ def test_a_checkpoint_has_no_sums_where_nothing_waits(device):
     copies = opened(TABLES, device)
     copies.grow(0, 4)
     copies.pending[0][:] = 7  # as memory may be before anything was written there
-    copies.ticks[0][:4] = [0, 2, 0, 1]
+    copies.num_pending[0][:4] = [0, 2, 0, 1]
     assert copies.state(0, np.arange(4))["pending"][:, 0].tolist() == [0, 7, 0, 7]
 
 

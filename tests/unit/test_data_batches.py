@@ -14,8 +14,8 @@ from colonnade import Mesh
 from colonnade.batch import Batch, Ids
 from colonnade.config.run import build_config
 from colonnade.data import Column, Position, Schema, Splits, open_batches
-from colonnade.data.batches import ENDED, until_all_end
-from colonnade.data.processes import read_ahead
+from colonnade.data.batches import ENDED, pad_with_empty_batches
+from colonnade.data.processes import read_in_processes
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.run.run import open_run
 
@@ -197,7 +197,7 @@ def test_data_sets_that_cannot_work_are_refused():
     with pytest.raises(DataError, match="its function returned a int"):
         list(open_batches(lambda epoch: epoch, SCHEMA).batches(4))
     with pytest.raises(
-        DataError, match="ended after 10 batches, and the run goes on from batch 11"
+        DataError, match="ended after 10 batches, and the run resumes from batch 11"
     ):
         list(open_batches(Stream(), SCHEMA).batches(6, start=Position(0, 11)))
     with pytest.raises(DataError, match="a Stream has no load_state_dict"):
@@ -205,7 +205,7 @@ def test_data_sets_that_cannot_work_are_refused():
     with pytest.raises(DataError, match=r"batch 0: got a state_dict\(\) that cannot be saved"):
         list(open_batches(Stateless(), SCHEMA).batches(6))
     with pytest.raises(ConfigError, match=r"readers=2 for a data set of your own.*num_workers"):
-        read_ahead(Splits(open_batches(Stream(), SCHEMA)), 2)
+        read_in_processes(Splits(open_batches(Stream(), SCHEMA)), 2)
 
 
 # --- in a run ---------------------------------------------------------------------------------
@@ -281,4 +281,4 @@ def test_ranks_may_end_at_different_times(tmp_path, kind):
 
 def test_alone_nothing_is_added():
     batches = [make_batch(0), make_batch(1)]
-    assert list(until_all_end(iter(batches), SCHEMA, Mesh(), channel="route")) == batches
+    assert list(pad_with_empty_batches(iter(batches), SCHEMA, Mesh(), channel="route")) == batches

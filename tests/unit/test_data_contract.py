@@ -14,7 +14,7 @@ from table_files import DECLARATION, write_folder
 
 from colonnade.batch import Batch, Ids
 from colonnade.data import Position, num_steps, open_source, open_tensors
-from colonnade.data.contract import share, spans
+from colonnade.data.contract import rank_block, rank_blocks
 from colonnade.errors import ConfigError, DataError
 
 
@@ -185,7 +185,7 @@ def test_bad_arguments_are_refused_at_the_call(source):
 
 @given(st.integers(0, 10**12), st.integers(1, 2000))
 def test_shares_tile_and_differ_by_at_most_one(size, num_ranks):
-    blocks = [share(size, r, num_ranks) for r in range(num_ranks)]
+    blocks = [rank_block(size, r, num_ranks) for r in range(num_ranks)]
     assert blocks[0][0] == 0 and blocks[-1][1] == size
     assert all(a[1] == b[0] for a, b in itertools.pairwise(blocks))
     sizes = [end - begin for begin, end in blocks]
@@ -195,7 +195,11 @@ def test_shares_tile_and_differ_by_at_most_one(size, num_ranks):
 @given(st.integers(0, 200), st.integers(1, 50), st.integers(1, 5), st.integers(0, 12))
 def test_spans_of_all_ranks_tile_the_rest_of_the_epoch(num_samples, batch_size, num_ranks, step):
     by_rank = [
-        list(spans(num_samples, batch_size, rank=r, num_ranks=num_ranks, start=Position(0, step)))
+        list(
+            rank_blocks(
+                num_samples, batch_size, rank=r, num_ranks=num_ranks, start=Position(0, step)
+            )
+        )
         for r in range(num_ranks)
     ]
     read = [i for blocks in zip(*by_rank, strict=True) for b, e in blocks for i in range(b, e)]

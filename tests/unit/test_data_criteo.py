@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.data import Position, open_source
-from colonnade.data.counter import GAMMA, mix64, words
+from colonnade.data.counter import GAMMA, mix64, random_words
 from colonnade.data.lines import STRIDE, open_lines
 from colonnade.data.sets.criteo import (
     CATEGORIES,
@@ -24,7 +24,7 @@ from colonnade.data.sets.criteo import (
     NAMES,
     check_line,
     open_criteo,
-    parse,
+    parse_lines,
 )
 from colonnade.errors import ColonnadeError, ConfigError, DataError
 
@@ -70,7 +70,7 @@ def test_lines_parsed_together_are_the_lines_parsed_alone(
     monkeypatch.setattr("colonnade.data.sets.criteo.RUN_LINES", run_lines)
     write_criteo(tmp_path, 300)
     source = open_criteo(tmp_path, test_fraction=0, hash_rows=97).train
-    lines = [source._read(i, i + 1) for i in range(300)]
+    lines = [source._parse_range(i, i + 1) for i in range(300)]
     seen = 0
     for batch in source.batches(batch_size):
         alone = lines[seen : seen + batch.size]
@@ -111,8 +111,8 @@ def test_hashed_ids_are_mix64_modulo_rows(tmp_path):
 def test_words_are_splitmix64():
     """The first outputs of the published generator (Vigna's splitmix64.c) for state 1234567."""
     known = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    assert words(1234567, 0, 3).tolist() == known
-    assert len(set(mix64(words(0, 0, 1000)).tolist())) == 1000
+    assert random_words(1234567, 0, 3).tolist() == known
+    assert len(set(mix64(random_words(0, 0, 1000)).tolist())) == 1000
     assert GAMMA % 2 == 1
 
 
@@ -266,7 +266,7 @@ def test_no_damage_is_read_as_if_it_were_data(data):
     lines = GOOD[0].encode() + b"\n" + bytes(line) + b"\n"
     path = Path("train.txt")  # for messages only
     try:
-        label, dense, ids = parse(lines, 2, path=path, first_line=1)
+        label, dense, ids = parse_lines(lines, 2, path=path, first_line=1)
     except DataError as error:
         with pytest.raises(DataError, match="line 2"):
             check_line(bytes(line), path, 2)

@@ -11,7 +11,7 @@ from table_files import DECLARATION
 
 from colonnade.data import load_declaration
 from colonnade.data.contract import Column, Schema
-from colonnade.data.tabular.declaration import Declaration
+from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.fields import (
     Bag,
     Bucket,
@@ -88,18 +88,18 @@ def declarations(draw):
     crossable = [field.name for field in fields if isinstance(field, Category | Bucket)]
     if len(crossable) >= 2:
         fields.append(Cross("crossed over all", of=crossable, rows=draw(st.none() | st.just(5))))
-    return Declaration(fields)
+    return FileSchema(fields)
 
 
 @given(declarations())
 def test_plain_values_json_and_yaml_give_it_back(declaration):
-    assert Declaration.from_dict(declaration.to_dict()) == declaration
-    assert Declaration.from_dict(json.loads(json.dumps(declaration.to_dict()))) == declaration
-    assert Declaration.from_yaml(declaration.to_yaml()) == declaration
+    assert FileSchema.from_dict(declaration.to_dict()) == declaration
+    assert FileSchema.from_dict(json.loads(json.dumps(declaration.to_dict()))) == declaration
+    assert FileSchema.from_yaml(declaration.to_yaml()) == declaration
 
 
 def test_yaml_has_one_line_per_field_and_only_what_was_said():
-    text = Declaration(
+    text = FileSchema(
         [Label("click"), Number("price", missing=0.0), Category("user", column="user_id")]
     ).to_yaml()
     assert text == (
@@ -132,7 +132,7 @@ def test_the_schema_of_batches():
 
 
 def test_fields_may_share_a_table():
-    shared = Declaration([Category("seen", table="item"), Bag("bought", table="item")])
+    shared = FileSchema([Category("seen", table="item"), Bag("bought", table="item")])
     assert [column.table for column in shared.schema.categorical] == ["item", "item"]
 
 
@@ -178,20 +178,20 @@ REFUSED = {
     "one without a dot": lambda: Number("a.b"),
     "field '': got this name": lambda: Number(""),
     "field 3: got name=3, wanted text": lambda: Number(3),
-    "nothing that a model can read": lambda: Declaration([Label("y")]),
-    "two fields named 'a'": lambda: Declaration([Number("a"), Category("a")]),
-    "2 fields of type weight (v, w)": lambda: Declaration([Number("a"), Weight("v"), Weight("w")]),
-    "2 fields of type group": lambda: Declaration([Number("a"), Group("v"), Group("w")]),
-    "2 fields of type key": lambda: Declaration([Number("a"), Key("v"), Key("w")]),
-    "got 'price' as a field": lambda: Declaration(["price"]),
-    "hash_version=2, wanted 1": lambda: Declaration([Number("a")], 2),
-    "no field 'bb'; did you mean 'b'": lambda: Declaration(
+    "nothing that a model can read": lambda: FileSchema([Label("y")]),
+    "two fields named 'a'": lambda: FileSchema([Number("a"), Category("a")]),
+    "2 fields of type weight (v, w)": lambda: FileSchema([Number("a"), Weight("v"), Weight("w")]),
+    "2 fields of type group": lambda: FileSchema([Number("a"), Group("v"), Group("w")]),
+    "2 fields of type key": lambda: FileSchema([Number("a"), Key("v"), Key("w")]),
+    "got 'price' as a field": lambda: FileSchema(["price"]),
+    "hash_version=2, wanted 1": lambda: FileSchema([Number("a")], 2),
+    "no field 'bb'; did you mean 'b'": lambda: FileSchema(
         [Category("a"), Category("b"), Cross("c", of=("a", "bb"))]
     ),
-    "got 'n', a number, wanted categories": lambda: Declaration(
+    "got 'n', a number, wanted categories": lambda: FileSchema(
         [Category("a"), Number("n"), Cross("c", of=("a", "n"))]
     ),
-    "got 3 rows and an open table": lambda: Declaration(
+    "got 3 rows and an open table": lambda: FileSchema(
         [Category("a", rows=3), Category("b", table="a")]
     ),
 }  # fmt: skip

@@ -18,20 +18,20 @@ from hypothesis import strategies as st
 from colonnade.data import infer_schema, open_source
 from colonnade.data.tabular import times
 from colonnade.data.tabular.fields import Bag, Category, Key, Label, Number, Sequence
-from colonnade.data.tabular.tables import kind_of
+from colonnade.data.tabular.tables import detect_format
 from colonnade.data.tabular.tfrecord import masked_crc, parse_example
 from colonnade.errors import ColonnadeError, ConfigError, DataError
 
 
 def read_all(path, **options):
-    (batch,) = open_source(kind_of(path), path, **options).train.batches(10**6)
+    (batch,) = open_source(detect_format(path), path, **options).train.batches(10**6)
     return batch
 
 
 def fault(path, **options) -> str:
     """Return the one line that opening and reading end in."""
     with pytest.raises(ColonnadeError) as caught:
-        list(open_source(kind_of(path), path, **options).train.batches(7))
+        list(open_source(detect_format(path), path, **options).train.batches(7))
     text = str(caught.value)
     assert "\n" not in text and len(text) < 900, text
     return text
@@ -90,7 +90,7 @@ def test_libffm_is_a_bag_of_each_field(tmp_path):
     path = tmp_path / "a.ffm"
     path.write_text("1 0:10:1 2:30:1 2:31:1\n0 2:32:1 0:11:1\n")
     assert [field.name for field in infer_schema(path).fields] == ["label", "field_0", "field_2"]
-    schema = open_source("libsvm", path).train.declaration
+    schema = open_source("libsvm", path).train.file_schema
     batch = read_all(path)
     assert bags(batch.ids["field_0"]) == [[10], [11]]
     assert bags(batch.ids["field_2"]) == [[30, 31], [32]]

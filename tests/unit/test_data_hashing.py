@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.data.counter import MASK, stream_key
-from colonnade.data.tabular.encode import encode_ids, encode_several
+from colonnade.data.tabular.encode import encode_ids, encode_lists
 from colonnade.data.tabular.fields import Bag, Category, field_from_dict, field_to_dict
 from colonnade.data.tabular.hashing import (
     HASH_VERSION,
@@ -17,10 +17,10 @@ from colonnade.data.tabular.hashing import (
     SLICE,
     _mix,
     add_namespace,
-    cross_ids,
+    combine_ids,
     hash_text,
     hash_texts,
-    rows_of,
+    hash_to_rows,
 )
 from colonnade.errors import ConfigError
 
@@ -70,7 +70,7 @@ def test_zeros_at_the_end_count():
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 def test_rows_are_spread_evenly(rows):
     """Chi-square over 100,000 consecutive ids stays within five standard deviations."""
-    counts = np.bincount(rows_of(np.arange(-50_000, 50_000), rows), minlength=rows)
+    counts = np.bincount(hash_to_rows(np.arange(-50_000, 50_000), rows), minlength=rows)
     assert len(counts) == rows
     expected = 100_000 / rows
     chi = float(((counts - expected) ** 2 / expected).sum())
@@ -81,7 +81,7 @@ def test_rows_are_spread_evenly(rows):
 def test_a_cross_is_the_stream_key_of_its_parts(rows):
     parts = [np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)]
     expected = [stream_key(*(value % 2**64 for value in row)) for row in rows]
-    assert cross_ids(parts).view(np.uint64).tolist() == expected
+    assert combine_ids(parts).view(np.uint64).tolist() == expected
 
 
 def test_a_thousand_fields_of_one_table_stay_apart():
@@ -109,7 +109,7 @@ def test_fields_of_one_table_share_rows_or_keep_apart():
         for ids in (plain, ours, theirs):
             assert len({*ids}) == 3
     listed = pa.array([["a", "b"], ["a"]])
-    of_bag = encode_several(Bag("x", table="words", namespace=True), listed).values
+    of_bag = encode_lists(Bag("x", table="words", namespace=True), listed).values
     assert of_bag.tolist() == [*ours_of("a", "b"), *ours_of("a")]
     for numbered in ({"cardinality": 5}, {"vocabulary": ("a",)}):
         with pytest.raises(ConfigError, match="namespace"):

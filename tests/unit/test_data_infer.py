@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from colonnade.data import infer_schema, open_source
 from colonnade.data.tabular.convert import open_csv_conversion, write_parquet
 from colonnade.data.tabular.fields import Category, Group, Key, Label, Number, Sequence, Time
-from colonnade.data.tabular.tables import lasting_options, read_head
+from colonnade.data.tabular.tables import portable_options, read_head
 from colonnade.errors import ConfigError, DataError
 
 WHEN = datetime.datetime(2024, 3, 1, 22, 30)
@@ -35,14 +35,14 @@ def assert_same(folder, table):
     """Assert that both files have one schema and one batch; return the schema."""
     paths = write_both(folder, table)
     sources = [open_source(path.suffix[1:], path).train for path in paths]
-    assert sources[0].declaration == sources[1].declaration
-    assert infer_schema(paths[0]) == infer_schema(paths[1]) == sources[0].declaration
+    assert sources[0].file_schema == sources[1].file_schema
+    assert infer_schema(paths[0]) == infer_schema(paths[1]) == sources[0].file_schema
     text, typed = (next(iter(source.batches(len(table)))) for source in sources)
     torch.testing.assert_close(text.dense, typed.dense, rtol=0, atol=0)
     torch.testing.assert_close(text.label, typed.label, rtol=0, atol=0, equal_nan=True)
     for name, ids in typed.ids.items():
         assert text.ids[name].values.tolist() == ids.values.tolist(), name
-    return {field.name: field for field in sources[0].declaration.fields}
+    return {field.name: field for field in sources[0].file_schema.fields}
 
 
 def gaps(values):
@@ -160,9 +160,9 @@ def test_the_newest_time_is_the_training_samples(tmp_path):
     for path in write_both(tmp_path, table):
         options = {"test_fraction": 0.2, "validation_fraction": 0.1}
         splits = open_source(path.suffix[1:], path, **options)
-        (age,) = splits.train.declaration.numbers
+        (age,) = splits.train.file_schema.numbers
         assert age.days_before == "2024-03-07T22:30:00"
-        lasting = lasting_options(options, splits)
+        lasting = portable_options(options, splits)
         assert lasting["schema"]["fields"]["when_age"]["days_before"] == "2024-03-07T22:30:00"
         pq.write_table(table.slice(0, 2), tmp_path / "later.parquet")
         (batch,) = open_source(
@@ -224,7 +224,7 @@ def test_an_empty_header_cell_is_a_key(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text(",label,city\n0,1,Oslo\n1,0,Bern\n")
     splits = open_source("csv", path)
-    assert splits.train.declaration.one(Key) == Key("column_0", dtype="integer")
+    assert splits.train.file_schema.find_field(Key) == Key("column_0", dtype="integer")
     (batch,) = splits.train.batches(9)
     assert batch.key.tolist() == [0, 1] and list(batch.ids) == ["city"]
     path.write_text(",label,,city\n0,1,,Oslo\n1,0,,Bern\n")

@@ -13,7 +13,7 @@ from movielens_files import write_movielens
 
 from colonnade.batch import Ids
 from colonnade.data import Position, open_source
-from colonnade.data.sets.interactions import bags_of, hold_out, join, newest
+from colonnade.data.sets.interactions import concat_bags, group_items_by_user, hold_out, keep_newest
 from colonnade.errors import DataError
 
 
@@ -43,15 +43,15 @@ def test_held_out_and_kept_make_the_whole(lists, fraction, key):
 
 @given(lists=LISTS, most=st.integers(1, 13))
 def test_newest_and_join(lists, most):
-    assert lists_of(newest(bags(lists), most)) == [one[-most:] for one in lists]
-    assert lists_of(join(bags(lists), bags(lists[::-1]))) == [
+    assert lists_of(keep_newest(bags(lists), most)) == [one[-most:] for one in lists]
+    assert lists_of(concat_bags(bags(lists), bags(lists[::-1]))) == [
         a + b for a, b in zip(lists, lists[::-1], strict=True)
     ]
 
 
 def test_an_item_counts_once_for_a_user():
     users, items = torch.tensor([1, 0, 1, 1]), torch.tensor([5, 5, 7, 5])
-    assert lists_of(bags_of(users, items, 3)) == [[5], [5, 7], []]
+    assert lists_of(group_items_by_user(users, items, 3)) == [[5], [5, 7], []]
 
 
 def gowalla(folder, train=None, valid="0 4\n1 6 5\n"):
@@ -71,21 +71,21 @@ def opened(tmp_path):
 
 
 def test_the_split_of_gowalla(opened):
-    found = opened().train.found
+    found = opened().train.interactions
     assert lists_of(found.test) == [[4], [6, 5], [], []]
     assert [len(one) for one in lists_of(found.validation)] == [0, 1, 0, 0]
-    whole = lists_of(join(found.train, found.validation))
+    whole = lists_of(concat_bags(found.train, found.validation))
     assert [sorted(one) for one in whole] == [
         [0, 1, 2, 3, 7], [0, 1, 2, 3, 4, 8, 9, 10, 11, 12], [5, 6], [1],
     ]  # fmt: skip
-    assert lists_of(opened(seed=3).train.found.train) == lists_of(found.train)
+    assert lists_of(opened(seed=3).train.interactions.train) == lists_of(found.train)
 
 
 @pytest.mark.parametrize("order", ["shuffled", "file"])
 def test_a_pair_brings_other_items_as_history(opened, order):
     source = opened(max_history=3, order=order).train
-    lists, seen = lists_of(source.found.train), []
-    counts = torch.bincount(source.found.train.values)
+    lists, seen = lists_of(source.interactions.train), []
+    counts = torch.bincount(source.interactions.train.values)
     for batch in source.batches(5, start=Position(2, 0)):
         for s, history in enumerate(lists_of(batch.ids["history"])):
             user, item = int(batch.ids["user"].values[s]), int(batch.ids["item"].values[s])
@@ -100,7 +100,7 @@ def test_a_pair_brings_other_items_as_history(opened, order):
 
 def test_an_epoch_brings_so_many_pairs_of_a_user(opened):
     source = opened(max_pairs=3).train
-    lists = lists_of(source.found.train)
+    lists = lists_of(source.interactions.train)
     epochs = []
     for epoch in range(6):
         users = torch.cat([b.group for b in source.batches(4, start=Position(epoch, 0))])
@@ -119,7 +119,7 @@ def test_an_epoch_brings_so_many_pairs_of_a_user(opened):
 @pytest.mark.parametrize("order", ["shuffled", "file"])
 def test_a_sequence_is_learned_place_by_place(opened, order):
     source = opened(samples="sequences", max_history=4, negatives=6, order=order).train
-    lists = lists_of(source.found.train)
+    lists = lists_of(source.interactions.train)
     users = []
     for batch in source.batches(2):
         columns = zip(
@@ -139,12 +139,12 @@ def test_a_sequence_is_learned_place_by_place(opened, order):
 @pytest.mark.parametrize("samples", ["pairs", "sequences"])
 def test_queries_rank_what_was_held_out(opened, samples):
     splits = opened(samples=samples, max_history=2)
-    found = splits.test.truth, splits.test.seen
+    found = splits.test.truth, splits.test.excluded
     (batch,) = splits.test.batches(10)
     assert batch.group.tolist() == [0, 1] and batch.size == splits.test.num_samples
     assert lists_of(batch.key.truth) == lists_of(found[0])[:2]
     train, validation = (
-        lists_of(p) for p in (splits.train.found.train, splits.train.found.validation)
+        lists_of(p) for p in (splits.train.interactions.train, splits.train.interactions.validation)
     )
     assert lists_of(batch.key.seen) == [a + b for a, b in zip(train, validation, strict=True)][:2]
     assert lists_of(batch.ids["history"]) == [one[-2:] for one in train[:2]]
@@ -189,7 +189,7 @@ def test_movielens_as_implicit_feedback(tmp_path):
 
 def test_real_movielens(shared_data):
     splits = open_source("movielens_retrieval", shared_data / "ml-1m")
-    found = splits.train.found
+    found = splits.train.interactions
     sizes = [len(part.values) for part in (found.train, found.validation, found.test)]
     assert sum(sizes) == 575_281  # ratings of 4 and 5
     assert splits.test.num_samples == 6034

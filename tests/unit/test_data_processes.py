@@ -26,7 +26,7 @@ from colonnade.config.run import build_config, override
 from colonnade.data import Position, open_source
 from colonnade.data import processes as module
 from colonnade.data import processes as waited
-from colonnade.data.processes import ProcessSource, pack, unpack
+from colonnade.data.processes import ProcessSource, pack_batches, unpack_batches
 from colonnade.data.sets.criteo import open_criteo
 from colonnade.errors import ConfigError, DataError, ReaderLost
 from colonnade.run.run import open_run
@@ -48,9 +48,11 @@ def test_a_block_gives_back_what_was_packed(sizes, shared):
         )
         for size in sizes
     ]
-    block = pack(batches, shared=shared)
-    assert all(same(a, b) for a, b in zip(unpack(block), batches, strict=True))
-    starts = [t.data_ptr() % 8 for b in unpack(block) for t in (b.dense, b.ids["one"].values)]
+    block = pack_batches(batches, shared=shared)
+    assert all(same(a, b) for a, b in zip(unpack_batches(block), batches, strict=True))
+    starts = [
+        t.data_ptr() % 8 for b in unpack_batches(block) for t in (b.dense, b.ids["one"].values)
+    ]
     assert not any(starts)
 
 
@@ -99,9 +101,9 @@ class Peculiar(Exception):
 
 
 def test_errors_travel_as_they_are_or_are_quoted():
-    plain = module._portable(DataError("file, line 3"))
+    plain = module._picklable_error(DataError("file, line 3"))
     assert type(plain) is DataError and str(plain) == "file, line 3"
-    quoted = module._portable(Peculiar(1, 2))
+    quoted = module._picklable_error(Peculiar(1, 2))
     assert type(quoted) is RuntimeError and str(quoted) == "Peculiar: 1 and 2"
 
 
@@ -116,7 +118,7 @@ def wait_until(condition, seconds: float = 60) -> None:
 def forked(monkeypatch):
     """Have readers forked with torch imported: for tests of what they read, not of how they start."""
     preloaded_context()
-    monkeypatch.setattr(module, "STARTED_BY", "forkserver")
+    monkeypatch.setattr(module, "START_METHOD", "forkserver")
 
 
 @pytest.fixture
@@ -171,8 +173,8 @@ def test_a_run_with_readers_is_the_run_without(tmp_path, forked):
 
 def test_a_reader_that_is_stopped_is_named_once(tmp_path, monkeypatch, capfd, readers_of, forked):
     monkeypatch.setattr(module, "RUN_SAMPLES", 1)
-    monkeypatch.setattr(waited, "SAID_SECONDS", 0.2)
-    monkeypatch.setattr(waited, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(waited, "REPORT_SECONDS", 0.2)
+    monkeypatch.setattr(waited, "CHECK_SECONDS", 0.05)
     batches = ProcessSource(Noted(tmp_path), 1).batches(1)
     next(batches)
     (reader,) = readers_of()

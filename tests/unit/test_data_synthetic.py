@@ -13,21 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.data import open_source
-from colonnade.data.counter import GAMMA, permutation, stream_key
+from colonnade.data.counter import GAMMA, random_permutation, stream_key
 from colonnade.data.sets.synthetic import (
     CHUNK,
     CRITEO_CARDINALITIES,
     HALF_EFFECT_RANK,
     KNOT_BITS,
-    LONGEST,
+    MAX_LENGTH,
     TEST_START,
-    Field,
-    Law,
+    ClickDistribution,
+    SyntheticField,
     SyntheticSource,
     _build_field,
-    draw,
+    compute_terms,
+    draw_samples,
     open_synthetic,
-    parts,
 )
 from colonnade.errors import ConfigError
 from colonnade.train.metrics import auc, ceiling
@@ -62,7 +62,7 @@ def word(key: int, sample: int, number: int) -> int:
     return mix((key + GAMMA * (sample * 32 + number)) % 2**64)
 
 
-def pick(field: Field, bits: int) -> tuple[int, int]:
+def pick(field: SyntheticField, bits: int) -> tuple[int, int]:
     """32 bits -> popularity rank, id."""
     knot, rest = divmod(bits, 1 << (32 - KNOT_BITS))
     rank = int(field.knots[knot] + field.slopes[knot] * rest)
@@ -73,7 +73,7 @@ def half(key: int, sample: int, first: int, i: int) -> int:
     return word(key, sample, first + i // 2) >> (32 if i % 2 == 0 else 0) & 0xFFFFFFFF
 
 
-def sample_slowly(law: Law, sample: int):
+def sample_slowly(law: ClickDistribution, sample: int):
     """Dense values, ids by column, and by task probability and label: the module's docstring, written out."""
     dense = [
         float(law.quantiles[word(law.key, sample, 1 + i // 4) >> 16 * (i % 4) & 0xFFFF])
@@ -82,7 +82,7 @@ def sample_slowly(law: Law, sample: int):
     picked = [pick(f, half(law.key, sample, 5, i)) for i, f in enumerate(law.fields)]
     lists = []
     for column in law.lists:
-        length = word(column.key, sample, 0) % (LONGEST + 1)
+        length = word(column.key, sample, 0) % (MAX_LENGTH + 1)
         lists.append([pick(column.field, half(column.key, sample, 1, i)) for i in range(length)])
 
     def entry_of(field, task, number):
@@ -154,7 +154,7 @@ def test_samples_are_those_of_the_definition(world):
     one = [c.name for c in source.schema.categorical if c.kind == "one"]
     several = [c.name for c in source.schema.categorical if c.kind != "one"]
     for i in range(batch.size):
-        dense, ids, lists, probabilities, labels = sample_slowly(source.law, 20_000 + i)
+        dense, ids, lists, probabilities, labels = sample_slowly(source.distribution, 20_000 + i)
         assert batch.dense[i].tolist() == dense
         assert [int(batch.ids[name].values[i]) for name in one] == ids
         for name, wanted in zip(several, lists, strict=True):
@@ -182,8 +182,8 @@ def test_every_task_has_its_ceiling_and_something_of_the_first():
 
 def test_only_fields_of_a_group_interact():
     """Changing one of them changes what another is worth only inside the group."""
-    law = open_synthetic(**WORLDS["grouped"]).train.law
-    draws = draw(law, 0, 2000)
+    law = open_synthetic(**WORLDS["grouped"]).train.distribution
+    draws = draw_samples(law, 0, 2000)
     rolled = {}
     for f in range(5):
         ids, ranks = draws.ids.copy(), draws.ranks.copy()
@@ -196,7 +196,7 @@ def test_only_fields_of_a_group_interact():
         return draws._replace(ids=ids)
 
     def value(of):
-        return parts(law, 0, of)["interaction"]
+        return compute_terms(law, 0, of)["interaction"]
 
     for f, g in itertools.combinations(range(5), 2):
         joint = value(both(f, g)) - value(rolled[f]) - value(rolled[g]) + value(draws)
@@ -227,12 +227,12 @@ def test_test_samples_never_meet_training_and_do_not_depend_on_its_length(source
 def test_seeds_are_different_worlds(source):
     other = open_synthetic(seed=1).train
     assert not torch.equal(source.read(0, 100).dense, other.read(0, 100).dense)
-    assert not np.array_equal(source.law.normals, other.law.normals)
+    assert not np.array_equal(source.distribution.normals, other.distribution.normals)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 10, 583, 20_000, 12_517])
 def test_popular_ids_lie_anywhere_but_every_id_once(rows):
-    (field,) = open_synthetic(cardinalities=[rows], num_train=1).train.law.fields
+    (field,) = open_synthetic(cardinalities=[rows], num_train=1).train.distribution.fields
     ids = (np.arange(rows) * field.spread + field.shift) % rows
     assert sorted(ids) == list(range(rows))
     if rows > 100:  # the ten most popular ids: no two are neighbours
@@ -245,7 +245,7 @@ def test_popularity_follows_the_power_law(exponent):
     source = open_synthetic(
         cardinalities=[rows], exponent=exponent, num_train=size, signal=0.0
     ).train
-    (field,) = source.law.fields
+    (field,) = source.distribution.fields
     of_id = np.empty(rows, dtype=np.int64)
     of_id[(np.arange(rows) * field.spread + field.shift) % rows] = np.arange(rows)
     ranks = of_id[source.read(0, size).ids["C1"].values.numpy()]
@@ -301,7 +301,7 @@ def test_without_signal_there_is_nothing_to_learn():
 
 def test_cardinalities_of_the_real_shape():
     """Nothing in the stream is as large as its tables, so the full Criteo shape costs no more memory."""
-    law = open_synthetic(max_cardinality=None, num_train=1).train.law
+    law = open_synthetic(max_cardinality=None, num_train=1).train.distribution
     assert tuple(field.rows for field in law.fields) == CRITEO_CARDINALITIES
     assert sum(CRITEO_CARDINALITIES) == 33_762_577
     assert sum(field.knots.nbytes for field in law.fields) < 1 << 20
@@ -311,10 +311,10 @@ def test_cardinalities_of_the_real_shape():
 
 @given(st.integers(0, 5000), st.integers(0, 2**64 - 1))
 def test_a_permutation_is_one_and_depends_on_its_key(size, key):
-    order = permutation(size, key)
+    order = random_permutation(size, key)
     assert np.array_equal(np.sort(order), np.arange(size))
     if size > 20:
-        assert not np.array_equal(order, permutation(size, (key + 1) % 2**64))
+        assert not np.array_equal(order, random_permutation(size, (key + 1) % 2**64))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from table_files import DECLARATION, cut, samples, write_csv, write_folder, writ
 
 from colonnade.data import Position, infer_schema, open_source
 from colonnade.data.counter import mix64, stream_key
-from colonnade.data.tabular.declaration import Declaration
+from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.fields import (
     Bag,
     Bucket,
@@ -35,7 +35,7 @@ from colonnade.data.tabular.fields import (
 )
 from colonnade.data.tabular.hashing import MISSING_ID, hash_text
 from colonnade.data.tabular.source import TableSource
-from colonnade.data.tabular.tables import kind_of, lasting_options
+from colonnade.data.tabular.tables import detect_format, portable_options
 from colonnade.errors import ConfigError, DataError
 
 WRITE = {"csv": write_csv, "parquet": write_parquet}
@@ -176,7 +176,7 @@ def test_other_declarations(name, tmp_path, kind):
         row for row in samples(40, seed=5) if "k" not in {f.name for f in fields} or row["city"]
     ]
     path = WRITE[kind](tmp_path / f"a.{kind}", rows)
-    declaration = Declaration(fields)
+    declaration = FileSchema(fields)
     (batch,) = open_source(kind, path, schema=declaration).train.batches(100)
     check(batch, declaration, rows)
 
@@ -291,7 +291,7 @@ def test_lists_of_every_kind_and_their_missing_elements(tmp_path):
         "nothing": pa.nulls(4),
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    declaration = Declaration([Bag(name, vocabulary=("a", "b")) for name in columns])
+    declaration = FileSchema([Bag(name, vocabulary=("a", "b")) for name in columns])
     (batch,) = open_source("parquet", tmp_path, schema=declaration).train.batches(9)
     a, b, missing = 0, 1, 3
     for name in ("list", "large", "text", "coded"):
@@ -340,7 +340,7 @@ def test_files_are_read_in_natural_order(tmp_path, kind):
     ]
     for path in paths:
         assert order_of(open_source(kind, path, schema=DECLARATION).train) == list(range(60))
-    assert kind_of(tmp_path) == kind
+    assert detect_format(tmp_path) == kind
 
 
 def test_days_are_files_or_folders_in_order(tmp_path, kind):
@@ -507,9 +507,9 @@ def test_an_inferred_schema_reads_the_file(tmp_path, kind):
     assert by_name["tags"] == Bag("tags", dtype="text")
     assert isinstance(by_name["weight"], Number) and by_name["weight"].std != 1
     source = open_source(kind, folder, schema=declaration).train
-    assert source.declaration == declaration
+    assert source.file_schema == declaration
     assert sum(batch.size for batch in source.batches(64)) == 200
-    assert open_source(kind, folder).train.declaration == declaration
+    assert open_source(kind, folder).train.file_schema == declaration
 
 
 def test_integers_are_categories_unless_they_are_nearly_all_different(tmp_path):
@@ -549,21 +549,21 @@ def test_lasting_options_open_the_same_data(tmp_path, kind, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = {"label": "click", "test": f"b.{kind}", "shuffle_window": 20}
     splits = open_source(kind, train, **options)
-    lasting = lasting_options(options, splits)
+    lasting = portable_options(options, splits)
     assert "label" not in lasting and lasting["shuffle_window"] == 20
     monkeypatch.chdir("/")
     again = open_source(kind, train, **lasting)
-    assert again.train.declaration == splits.train.declaration
-    assert lasting_options(lasting, again) == lasting
+    assert again.train.file_schema == splits.train.file_schema
+    assert portable_options(lasting, again) == lasting
     assert again.test.num_samples == len(two)
     synthetic = open_source("synthetic", num_train=5)
-    assert lasting_options({"num_train": 5}, synthetic) == {"num_train": 5}
+    assert portable_options({"num_train": 5}, synthetic) == {"num_train": 5}
 
 
 def test_files_without_labels_are_read_as_inputs(tmp_path, kind):
     rows = samples(20)
     full = WRITE[kind](tmp_path / f"a.{kind}", rows)
-    declaration = open_source(kind, full, schema=DECLARATION).train.declaration
+    declaration = open_source(kind, full, schema=DECLARATION).train.file_schema
     inputs = declaration.inputs()
     (batch,) = open_source(kind, full, schema=inputs).train.batches(99)
     assert batch.label is None and batch.sample_weight is None
@@ -573,9 +573,9 @@ def test_files_without_labels_are_read_as_inputs(tmp_path, kind):
 def test_a_kind_that_its_name_does_not_say(tmp_path):
     (tmp_path / "data.bin").write_text("x")
     with pytest.raises(ConfigError, match=r"--data csv or --data parquet"):
-        kind_of(tmp_path / "data.bin")
+        detect_format(tmp_path / "data.bin")
     with pytest.raises(DataError, match="without a file that ends in"):
-        kind_of(tmp_path)
+        detect_format(tmp_path)
 
 
 def test_a_label_may_be_a_word(tmp_path):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from colonnade.batch import Ids
 from colonnade.data import Position, open_tensors
-from colonnade.data.tensors import take_ids
+from colonnade.data.tensors import gather_ids
 from colonnade.errors import DataError, IdRangeError
 
 BAGS = st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4), min_size=1, max_size=20)
@@ -34,7 +34,7 @@ def jagged(bags: list[list[int]]) -> Ids:
 @given(BAGS, st.data())
 def test_bags_are_taken_whole_in_any_order(bags, data):
     rows = data.draw(st.lists(st.integers(0, len(bags) - 1), max_size=30))
-    taken = take_ids(jagged(bags), torch.tensor(rows, dtype=torch.int64))
+    taken = gather_ids(jagged(bags), torch.tensor(rows, dtype=torch.int64))
     assert bags_of(taken) == [bags[i] for i in rows]
     weights = bags_of(Ids(jagged(bags).weights, jagged(bags).offsets))
     assert bags_of(Ids(taken.weights, taken.offsets)) == [weights[i] for i in rows]

@@ -20,7 +20,7 @@ from colonnade import Mesh
 from colonnade.checkpoint.header import list_checkpoints, resolve
 from colonnade.config.run import RunConfig, override
 from colonnade.data import Splits, TensorSource, open_source
-from colonnade.data.tensors import Columns
+from colonnade.data.tensors import TensorColumns
 from colonnade.run.defaults import (
     FILES,
     MODEL_PRESETS,
@@ -148,7 +148,7 @@ def test_every_preset_stops_early_where_a_part_validates():
 # ---- beside logistic regression: run in pieces, `pytest -m slow tests/unit/test_defaults.py -k criteo10k-0.1`
 
 
-def columns_of(name: str, folder: Path) -> tuple[object, Columns]:
+def columns_of(name: str, folder: Path) -> tuple[object, TensorColumns]:
     """All samples of a data set."""
     if name == "criteo10k":
         whole = open_source("criteo", folder / name, test_fraction=0.0, shuffle=True).train
@@ -156,10 +156,10 @@ def columns_of(name: str, folder: Path) -> tuple[object, Columns]:
         whole = open_source("movielens", folder / name).train
     assert isinstance(whole, TensorSource)
     held = whole.columns
-    return whole.schema, Columns(dense=held.dense, ids=held.ids, label=held.label)
+    return whole.schema, TensorColumns(dense=held.dense, ids=held.ids, label=held.label)
 
 
-def encode(columns: Columns, schema, rows: NDArray, vocabularies: dict):
+def encode(columns: TensorColumns, schema, rows: NDArray, vocabularies: dict):
     """One-hot categories (bags: shares) and numbers as they are; ids that training had not are left out."""
     from scipy import sparse
 
@@ -180,7 +180,7 @@ def encode(columns: Columns, schema, rows: NDArray, vocabularies: dict):
     return batch.dense.numpy(), sparse.hstack(blocks).tocsr(), batch.label[:, 0].numpy()
 
 
-def logistic_regression(schema, columns: Columns, train_rows: NDArray, test_rows: NDArray):
+def logistic_regression(schema, columns: TensorColumns, train_rows: NDArray, test_rows: NDArray):
     """(AUC, log loss) of scikit-learn's, with its C by cross validation."""
     from scipy import sparse
     from sklearn.linear_model import LogisticRegressionCV

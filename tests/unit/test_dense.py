@@ -14,7 +14,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from colonnade import Mesh, World
-from colonnade.comm.collectives import WAYS, choose_way, sent, sum_in_order, sum_over_ranks
+from colonnade.comm.collectives import (
+    WAYS,
+    choose_sum_algorithm,
+    sent,
+    sum_in_order,
+    sum_over_ranks,
+)
 from colonnade.comm.traffic import Traffic
 from colonnade.errors import PeerLost
 from colonnade.train import dense as buckets
@@ -325,7 +331,7 @@ def on_links_known_otherwise(mesh):
         num_hosts=2, ranks_per_host=2, remote_bytes_per_second=1e12, local_bytes_per_second=1e6
     )
     size = 4 * (8 + 3)
-    assert choose_way(slow, size) != choose_way(fast, size)
+    assert choose_sum_algorithm(slow, size) != choose_sum_algorithm(fast, size)
     model = nn.Linear(7, 1)
     dense = attached(model, replace(mesh, world=fast if mesh.rank == 2 else slow))
     dense.broadcast_parameters()
@@ -340,9 +346,9 @@ def on_four(mesh):
     on_links_known_otherwise(mesh)
     bits = []
     for world in (mesh.world, World(ranks_per_host=4)):  # 2 x 2, and one host
-        dense_module.choose_way = lambda world, size: "scattered"
+        dense_module.choose_sum_algorithm = lambda world, size: "scattered"
         if world.num_hosts > 1:
-            dense_module.choose_way = lambda world, size: "by host"
+            dense_module.choose_sum_algorithm = lambda world, size: "by host"
         again = replace(mesh, world=world)
         bits.append(bits_at_any_time(again))
     return bits

@@ -78,7 +78,7 @@ def test_a_failing_read_is_raised_from_the_thread_that_met_it(tmp_path, monkeypa
     def fail(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(device, "_read_runs", lambda *_: 1.0)
+    monkeypatch.setattr(device, "_measure_sequential_reads", lambda *_: 1.0)
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(StorageError, match="Input/output error"):
         device.measure_directory(tmp_path, scratch_bytes=8 << 20, seconds=0.005)

@@ -19,7 +19,7 @@ from colonnade.errors import CheckpointError, ConfigError, StorageError
 from colonnade.publish.export import export_run
 from colonnade.row_state import dense_state_dict
 from colonnade.run.run import open_run
-from colonnade.store.manifest import describe, files_of
+from colonnade.store.manifest import describe, list_commit_files
 
 
 def train(mesh, folder, settings):
@@ -82,7 +82,7 @@ def test_nothing_is_left_of_an_export_that_fails(tmp_path):
     folder = tmp_path / "run"
     train(Mesh(), folder, {})
     place = folder / "rows" / "0-of-1" / "003"
-    victim = next(files_of(place, describe(place, list_checkpoints(folder)[-1]))).path
+    victim = next(list_commit_files(place, describe(place, list_checkpoints(folder)[-1]))).path
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(bytes(data))

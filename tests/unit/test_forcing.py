@@ -22,21 +22,21 @@ from colonnade import (
 from colonnade.config.plan import PlanConfig
 from colonnade.config.run import build_config, dump_config, override
 from colonnade.errors import ConfigError
-from colonnade.plan.constraints import forced_by, is_settled, settle_plan
+from colonnade.plan.constraints import is_settled, read_constraints, settle_plan
 from colonnade.plan.plan import Plan, build_plan, explain
-from colonnade.plan.search.candidates import Forced
-from colonnade.topology.sharding import Sharding, column_wise, grid, hot_rows, table_wise
+from colonnade.plan.search.candidates import Constraint
+from colonnade.topology.sharding import Sharding, build_hot_rows, column_wise, grid, table_wise
 
 TABLES = [Table("a", 4, rows=10), Table("b", 4)]
 WORLD = World(num_hosts=2, ranks_per_host=2)
 
 
 def said(**plan):
-    return forced_by(build_config({"plan": plan}).plan, TABLES, WORLD)
+    return read_constraints(build_config({"plan": plan}).plan, TABLES, WORLD)
 
 
 def test_without_a_word_rows_are_dealt_to_all_and_nothing_is_chosen():
-    assert said()["a"] == Forced("row_wise", "rows")
+    assert said()["a"] == Constraint("row_wise", "rows")
     assert is_settled(build_config({}).plan, TABLES, WORLD)
     plan = build_plan(TABLES, WORLD)
     assert {(t.sharding.kind, t.exchange) for t in plan.tables} == {("row_wise", "rows")}
@@ -45,15 +45,15 @@ def test_without_a_word_rows_are_dealt_to_all_and_nothing_is_chosen():
 def test_a_table_s_own_word_counts_more():
     own = {"a": {"sharding": "table_wise", "ranks": [2]}}
     assert said(exchange="pooled", tables=own) == {
-        "a": Forced("table_wise", "pooled", (2,)), "b": Forced("row_wise", "pooled"),
+        "a": Constraint("table_wise", "pooled", (2,)), "b": Constraint("row_wise", "pooled"),
     }  # fmt: skip
-    assert said(exchange="auto", sharding="auto")["a"] == Forced()
-    copies = Forced("replicated")
+    assert said(exchange="auto", sharding="auto")["a"] == Constraint()
+    copies = Constraint("replicated")
     assert said(sharding="replicated") == {"a": copies, "b": copies}
     assert said(exchange="pooled", tables={"a": {"sharding": "replicated"}})["a"] == copies
     own = {"a": {"sharding": "row_wise", "exchange": "pooled"}}
     mixed = said(sharding="replicated", tables=own)
-    assert mixed == {"a": Forced("row_wise", "pooled"), "b": copies}
+    assert mixed == {"a": Constraint("row_wise", "pooled"), "b": copies}
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_file_holds_what_python_gives():
     text = yaml.safe_load(dump_config(config))
     assert build_config(text) == override(config, {}) == config
     plan = build_plan(TABLES, WORLD, build_config(text).plan)
-    assert plan.tables[0].sharding == replace(table_wise(2), hot=hot_rows([3, 5], 4))
+    assert plan.tables[0].sharding == replace(table_wise(2), hot=build_hot_rows([3, 5], 4))
     assert is_settled(config.plan, TABLES, WORLD)
     assert settle_plan(config.plan, TABLES, WORLD).tables["a"].replicated_rows == (3, 5)
 
@@ -143,7 +143,7 @@ def test_rows_of_gpus_are_not_foretold():
         "plan": {"exchange": "auto", "memory": {"hbm": "1GiB"}},
         "train": {"device": "cuda"},
     }
-    with pytest.raises(ConfigError, match="whose rows are not foretold"):
+    with pytest.raises(ConfigError, match="which predictions do not cover"):
         build_config(settings)
 
 
@@ -163,8 +163,8 @@ def test_columns_are_cut_as_is_said():
     assert [line["rows per rank"] for line in explain(plan, CUTTABLE)] == ["5", "any"]
     some = cut({"tables": {"b": {"sharding": "column_wise", "ranks": [3, 1]}}})
     assert some.tables[1].sharding == column_wise((1, 3)) == Sharding("column_wise", (1, 3), 2)
-    assert some.tables[1].sharding.of_slices[1].ranks == (3,)
-    assert grid(WORLD, [1, 0]).of_slices[1].ranks == (2, 3)
+    assert some.tables[1].sharding.slice_shardings[1].ranks == (3,)
+    assert grid(WORLD, [1, 0]).slice_shardings[1].ranks == (2, 3)
     assert cut({"sharding": "grid"}, world=World()).tables[0].sharding.kind == "row_wise"
 
 

@@ -7,7 +7,7 @@ from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colonnade.cache.next_use import Foresight
+from colonnade.cache.next_use import NextUseWindow
 
 ENDS = np.array([-(2**63), -1, 0, 2**63 - 1])
 
@@ -38,13 +38,13 @@ def test_it_says_of_each_row_when_it_is_used_again(window, most, steps, seed):
         ends = random.choice(ENDS, random.integers(0, min(most, 3) + 1))
         batches.append(np.unique(np.concatenate([drawn, ends])))
     plain = [ids.tolist() for ids in batches]
-    sight, told = Foresight(window), []
+    sight, told = NextUseWindow(window), []
     for number, ids in enumerate(batches):
-        sight.see(ids)
+        sight.add_batch(ids)
         if number >= window:
-            told.append(sight.next())
+            told.append(sight.pop_next_uses())
     while len(told) < steps:
-        told.append(sight.next())
+        told.append(sight.pop_next_uses())
     for step, said in enumerate(told):
         next_uses, coming = slowly(plain, step, window)
         assert said.next_uses.tolist() == next_uses
@@ -53,10 +53,10 @@ def test_it_says_of_each_row_when_it_is_used_again(window, most, steps, seed):
 
 def test_what_it_remembers_is_what_is_in_sight():
     """However many batches pass, each with rows of its own."""
-    sight = Foresight(3)
+    sight = NextUseWindow(3)
     for number in range(400):
-        sight.see(np.arange(100) + 50 * number)
+        sight.add_batch(np.arange(100) + 50 * number)
         if number >= 3:
-            sight.next()
+            sight.pop_next_uses()
     assert len(sight._newest) == 2 * 50 + 100
-    assert len(sight._following) <= 8 * 100
+    assert len(sight._next_batch) <= 8 * 100

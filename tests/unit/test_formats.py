@@ -29,7 +29,7 @@ from colonnade.predict import Predictor
 from colonnade.publish.deltas import read_current
 from colonnade.report.reading import read_run
 from colonnade.store import key_list, live, manifest, segment, stripes
-from colonnade.store.durable import checked_content, read_verified, with_trailer
+from colonnade.store.durable import append_checksum, read_verified, verify_content
 from colonnade.store.verification import verify_store
 from colonnade.topology.towers import Partition
 from colonnade.train.metrics_file import read_lines
@@ -67,7 +67,7 @@ KINDS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "colonnade checkpoint": (f"run/checkpoints/{STEP:012d}.json", lambda p: read_header(p.parents[1], STEP)),
     "colonnade state": (f"run/checkpoints/{STEP:012d}/dense", read_state),
     "colonnade store manifest": (f"{ROWS}/manifest-4.json", lambda p: manifest.describe(p.parent, STEP)),
-    "colonnade stripe": ("stripe/stripe.json", lambda p: stripes._mark(p.parent)),
+    "colonnade stripe": ("stripe/stripe.json", lambda p: stripes._read_mark(p.parent)),
     "colonnade segment": (f"{ROWS}/segment-00000002.rows", read_segment),
     "colonnade key list": (f"{ROWS}/segment-00000002.keys", read_keys),
     "colonnade live bitmaps": (f"{ROWS}/live-4.bits", lambda p: live.parse_live(p, read_verified(p), STEP)),
@@ -94,28 +94,28 @@ def change_version(path: Path, by: int) -> tuple[int, int]:
     """Raise the version that a file states, its checksums made good again. Returns (old, new)."""
     data = path.read_bytes()
     if path.suffix in (".rows", ".keys", ".bits"):
-        content = bytearray(data if path.suffix == ".rows" else checked_content(path, data))
+        content = bytearray(data if path.suffix == ".rows" else verify_content(path, data))
         (old,) = struct.unpack_from("<I", content, 8)
         struct.pack_into("<I", content, 8, old + by)
         if path.suffix == ".rows":
             struct.pack_into("<I", content, 60, segment.crc32c(bytes(content[:60])))
-        path.write_bytes(content if path.suffix == ".rows" else with_trailer(bytes(content)))
+        path.write_bytes(content if path.suffix == ".rows" else append_checksum(bytes(content)))
         return old, old + by
     if path.name == "dense":
-        state = torch.load(io.BytesIO(checked_content(path, data)), weights_only=True)
+        state = torch.load(io.BytesIO(verify_content(path, data)), weights_only=True)
         buffer = io.BytesIO()
         torch.save(state | {"version": state["version"] + by}, buffer)
-        path.write_bytes(with_trailer(buffer.getvalue()))
+        path.write_bytes(append_checksum(buffer.getvalue()))
         return state["version"], state["version"] + by
     is_checked = data.rstrip().rpartition(b"\n")[2].startswith(b"crc32c ")
-    text = (checked_content(path, data) if is_checked else data).decode()
+    text = (verify_content(path, data) if is_checked else data).decode()
     name = "hash_version" if path.name == "schema.yaml" else "version"
     mark = f"{name}: " if path.suffix == ".yaml" else f'"{name}": '
     before, _, after = text.partition(mark)
     digits = len(after) - len(after.lstrip("0123456789"))
     old = int(after[:digits])
     content = f"{before}{mark}{old + by}{after[digits:]}".encode()
-    path.write_bytes(with_trailer(content) if is_checked else content)
+    path.write_bytes(append_checksum(content) if is_checked else content)
     return old, old + by
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from colonnade.batch import Ids
 from colonnade.data import Position, open_source
-from colonnade.data.counter import stream_key, words
-from colonnade.data.sets.graph import around, graph_of
-from colonnade.data.sets.power_law import EdgeLaw, edge_law
+from colonnade.data.counter import random_words, stream_key
+from colonnade.data.sets.graph import build_graph, sample_hops
+from colonnade.data.sets.power_law import EdgeDistribution, build_edge_distribution
 from colonnade.errors import ConfigError
 
 NODES = 9
@@ -33,13 +33,13 @@ def beside(edges) -> list[list[int]]:
 
 def build(edges):
     ends = torch.tensor(edges, dtype=torch.int64).reshape(-1, 2)
-    return graph_of(ends[:, 0], ends[:, 1], NODES)
+    return build_graph(ends[:, 0], ends[:, 1], NODES)
 
 
 @given(edges=EDGES, key=st.integers(0, 2**63), nodes=st.lists(st.integers(0, NODES - 1)))
 def test_neighbours_are_drawn_as_by_a_loop(edges, key, nodes):
     graph, lists = build(edges), beside(edges)
-    drawn = words(key, 0, 4 * len(nodes)).reshape(len(nodes), 4)
+    drawn = random_words(key, 0, 4 * len(nodes)).reshape(len(nodes), 4)
     without = [(3 * node + 1) % NODES for node in nodes]
     for left_out in (None, without):
         wanted = []
@@ -49,7 +49,7 @@ def test_neighbours_are_drawn_as_by_a_loop(edges, key, nodes):
                 kept[int(word % np.uint64(len(kept)))] if kept else node for word in drawn[i]
             ]
         others = None if left_out is None else torch.tensor(left_out, dtype=torch.int64)
-        found = graph.draw(torch.tensor(nodes, dtype=torch.int64), drawn, others)
+        found = graph.sample_neighbours(torch.tensor(nodes, dtype=torch.int64), drawn, others)
         assert found.tolist() == wanted
 
 
@@ -58,7 +58,7 @@ def test_no_hop_goes_between_the_nodes_of_a_pair(edges, key):
     """A node whose only neighbour is left out is drawn itself, and was asked for that neighbour at the next hop."""
     graph, nodes = build(edges), torch.arange(NODES)
     others = (3 * nodes + 1) % NODES
-    found = around("x", nodes, graph, (3, 2, 2), key, without_P=others)
+    found = sample_hops("x", nodes, graph, (3, 2, 2), key, excluded_P=others)
     above, size = nodes, 1
     for hop, fan_out in enumerate((3, 2, 2), 1):
         below = found[f"x_hop{hop}"].values
@@ -72,8 +72,8 @@ def test_no_hop_goes_between_the_nodes_of_a_pair(edges, key):
 def test_neighbours_are_drawn_alike():
     """Chi-squared of 30,000 draws from four neighbours, one of five left out: 99.9 % lie below 16.3."""
     graph = build([(0, n) for n in (2, 3, 5, 7, 8)])
-    drawn = words(stream_key(1), 0, 30_000).reshape(1, -1)
-    counts = Counter(graph.draw(torch.tensor([0]), drawn, torch.tensor([5])).tolist())
+    drawn = random_words(stream_key(1), 0, 30_000).reshape(1, -1)
+    counts = Counter(graph.sample_neighbours(torch.tensor([0]), drawn, torch.tensor([5])).tolist())
     assert set(counts) == {2, 3, 7, 8}
     assert sum((count - 7500) ** 2 / 7500 for count in counts.values()) < 16.3
 
@@ -82,7 +82,7 @@ def test_neighbours_are_drawn_alike():
 def test_hops_go_from_neighbour_to_neighbour(edges, key):
     graph, lists = build(edges), beside(edges)
     nodes = torch.arange(NODES)
-    found = around("x", nodes, graph, (3, 2), key)
+    found = sample_hops("x", nodes, graph, (3, 2), key)
     assert list(found) == ["x", "x_hop1", "x_hop2"]
     assert found["x_hop1"].offsets.tolist() == list(range(0, 3 * NODES + 1, 3))
     assert found["x_hop2"].offsets.tolist() == list(range(0, 6 * NODES + 1, 6))
@@ -91,7 +91,7 @@ def test_hops_go_from_neighbour_to_neighbour(edges, key):
         for a, b in zip(above.tolist(), below.tolist(), strict=True):
             assert b in (lists[a] or [a])
     # Draws belong to numbers, not to calls.
-    rest = around("x", nodes[4:], graph, (3, 2), key, first=4)
+    rest = sample_hops("x", nodes[4:], graph, (3, 2), key, first=4)
     assert torch.equal(rest["x_hop2"].values, two[6 * 4 :])
 
 
@@ -109,7 +109,7 @@ def opened(tmp_path):
 
 
 def test_a_pair_is_no_edge_of_its_sample(opened):
-    found = opened.train.found
+    found = opened.train.interactions
     pairs = {(user, item) for user, items in enumerate(beside_users(found.train)) for item in items}
     seen = set()
     for epoch in range(12):
@@ -156,8 +156,8 @@ LAW = {"exponent": 2.5, "communities": 4, "mixing": 0.2, "graph_seed": 3}
 
 def test_edges_follow_their_law():
     """40,000 edges: how often each pair of communities meets, and each node, within five standard errors."""
-    law, count = edge_law(60, **LAW), 40_000
-    ends = law.draw(count, stream_key(7))
+    law, count = build_edge_distribution(60, **LAW), 40_000
+    ends = law.draw_edges(count, stream_key(7))
     chance = law.share[:, None] * law.scores(torch.arange(60))
     assert float(chance.sum()) == pytest.approx(1)
     torch.testing.assert_close(chance, chance.T)  # so both ends have the same law
@@ -171,19 +171,19 @@ def test_edges_follow_their_law():
 
 
 def test_shares_are_a_power_law():
-    share = edge_law(1000, **LAW).share.sort(descending=True).values
+    share = build_edge_distribution(1000, **LAW).share.sort(descending=True).values
     assert float((share[0] / share[99]).log() / torch.tensor(100.0).log()) == pytest.approx(2 / 3)
 
 
 def test_scores_are_likelihoods():
-    law = EdgeLaw(torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0, 0, 1]), 0.25)
+    law = EdgeDistribution(torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0, 0, 1]), 0.25)
     wanted = [0.5 * (0.75 / 0.8 + 0.25), 0.3 * (0.75 / 0.8 + 0.25), 0.2 * 0.25]
     torch.testing.assert_close(law.scores(torch.tensor([1]))[0], torch.tensor(wanted).double())
 
 
 def test_a_made_up_graph_has_each_edge_in_one_part_and_both_ways():
     data = open_source("power_law", nodes=200, degree=8, communities=5, fan_outs=[2])
-    found = data.train.found
+    found = data.train.interactions
     edges = []
     for bags in (found.train, found.validation, found.test):
         pairs = {
@@ -195,7 +195,7 @@ def test_a_made_up_graph_has_each_edge_in_one_part_and_both_ways():
     total = sum(map(len, edges))
     assert 0.05 < len(edges[2]) / total < 0.15 and 0.02 < len(edges[1]) / total < 0.08
     other = open_source("power_law", nodes=200, degree=8, communities=5, fan_outs=[2], seed=5)
-    assert torch.equal(other.train.found.train.values, found.train.values)
+    assert torch.equal(other.train.interactions.train.values, found.train.values)
     for batch in data.test.batches(50):  # no node is ranked for itself
         ends = batch.key.seen.offsets.tolist()
         for node, a, b in zip(batch.group.tolist(), ends, ends[1:], strict=False):

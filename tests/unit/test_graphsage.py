@@ -15,14 +15,14 @@ import colonnade
 from colonnade import SGD, Adam, Batch, Feature, Ids, Mesh, RowOptimizer, Table, Uniform
 from colonnade.data import open_source
 from colonnade.data.sets.interactions import Held
-from colonnade.data.sets.power_law import edge_law
+from colonnade.data.sets.power_law import build_edge_distribution
 from colonnade.errors import ConfigError, DataError
 from colonnade.exchange.cached import TableCache
 from colonnade.models.graphsage import GraphSAGE
-from colonnade.models.retriever import Retrieval, best, recall_and_ndcg, without_seen
+from colonnade.models.retriever import RetrievalObjective, mask_items, recall_and_ndcg, top_items
 from colonnade.staleness import row_clock
 from colonnade.train.dense import DenseGradients
-from colonnade.train.objective import objective_of
+from colonnade.train.objective import get_objective
 
 DIM = 6
 
@@ -82,7 +82,7 @@ def test_with_all_neighbours_it_is_the_dense_one():
     wanted = (losses * weight).sum() / weight.sum()
     gradients = torch.autograd.grad(wanted, [*model.parameters(), rows])
 
-    loss = Retrieval().loss(model, batch, Mesh())
+    loss = RetrievalObjective().loss(model, batch, Mesh())
     torch.testing.assert_close(loss, wanted)
     loss.backward()
     for parameter, gradient in zip(model.parameters(), gradients, strict=False):
@@ -118,13 +118,13 @@ def train(mesh, plan=None):
     batches = data.train.batches(160, rank=mesh.rank, num_ranks=mesh.num_ranks)
     for batch in collection.lookahead(batches):
         dense.zero()
-        loss = Retrieval().loss(model, batch, mesh)
+        loss = RetrievalObjective().loss(model, batch, mesh)
         loss.backward()
         dense.reduce(finite=collection.pipeline.gradients.are_finite(), stop=False)
         rows.step(agreed=True)
         optimizer.step()
         losses.append(float(mesh.all_reduce("control", loss.detach().clone())))
-    scored = Retrieval().evaluate(model, data.test, 30, mesh)
+    scored = RetrievalObjective().evaluate(model, data.test, 30, mesh)
     weights = {name: value.detach().clone() for name, value in model.named_parameters()}
     return losses, weights, collection.rows("node", torch.arange(80)), scored
 
@@ -155,7 +155,7 @@ def test_ranks_train_and_score_what_one_does(how):
 def recall(source, scores_of) -> float:
     found = []
     for batch in source.batches(100):
-        top = best(without_seen(scores_of(batch.group).clone(), batch.key.seen), 20)
+        top = top_items(mask_items(scores_of(batch.group).clone(), batch.key.seen), 20)
         found.append(recall_and_ndcg(top, batch.key.truth, 20)[0])
     return float(torch.cat(found).mean())
 
@@ -164,9 +164,9 @@ def test_a_power_law_graph_is_learned():
     """Beyond popularity by far, and towards whoever knows what edges are drawn by."""
     made = {"nodes": 600, "communities": 12, "mixing": 0.05}
     data = graph(**made, degree=16, fan_outs=[5, 3])
-    law = edge_law(600, exponent=2.5, communities=12, mixing=0.05, graph_seed=0)
+    law = build_edge_distribution(600, exponent=2.5, communities=12, mixing=0.05, graph_seed=0)
     model = build(600, dtype="float32", dim=16, optimizer=Adam(lr=0.01), log_q=0)
-    assert isinstance(objective_of(model), Retrieval)
+    assert isinstance(get_objective(model), RetrievalObjective)
     found = colonnade.fit(model, data, epochs=10, batch_size=256, dense_lr=0.005, quiet=True)
     ceiling = recall(data.test, law.scores)
     popular = recall(data.test, lambda nodes: law.share.expand(len(nodes), -1))

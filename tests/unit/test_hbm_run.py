@@ -61,7 +61,7 @@ def test_a_run_that_goes_on_ends_as_one_in_memory(device, settings, tmp_path):
     run = train(tmp_path / "hbm", {**settings, **HBM, "train.max_steps": 23})
     assert run.resumed_at == 9
     store = run.trainer.collection.store
-    assert store.sources.evicted_dirty > 0 and store.num_found > 100
+    assert store.sources.evicted_dirty > 0 and store.num_hits > 100
     train(tmp_path / "hbm", settings)
     if device == "cpu":
         assert digest(tmp_path / "hbm") == digest(tmp_path / "dram")

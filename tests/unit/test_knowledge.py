@@ -18,20 +18,20 @@ from colonnade.cli import app
 from colonnade.config.run import build_config
 from colonnade.data import open_source, open_triples
 from colonnade.data.contract import Position
-from colonnade.data.sets.triples import Facts
+from colonnade.data.sets.triples import TripleIndex
 from colonnade.errors import ConfigError, DataError, NonFiniteError
 from colonnade.models.knowledge import ComplEx, DistMult, RotatE, TransE
 from colonnade.models.link_prediction import (
     KnowledgeGraph,
-    LinkPrediction,
-    filtered_ranks,
+    LinkPredictionObjective,
+    compute_filtered_ranks,
     link_loss,
-    which_of_all,
+    sampled_softmax_loss,
 )
 from colonnade.predict.predictor import Predictor
 from colonnade.run.run import open_run
 from colonnade.train.dense import DenseGradients
-from colonnade.train.objective import objective_of
+from colonnade.train.objective import get_objective
 
 MODELS = {"transe": TransE, "distmult": DistMult, "complex": ComplEx, "rotate": RotatE}
 SQUARED = {"norm": 2, "squared": True}
@@ -125,12 +125,12 @@ def test_both_questions_have_the_score_of_the_triple(name, settings):
         there, back = there.chunk(2, 1)
         asked = [(links.heads, there, links.tails), (links.tails, back, links.heads)]
     for queries, answers, triple in (
-        (links.toward_tail, links.tails, asked[0]),
-        (links.toward_head, links.heads, asked[1]),
+        (links.tail_queries, links.tails, asked[0]),
+        (links.head_queries, links.heads, asked[1]),
     ):
         scores = [slow_score(model, *row) for row in zip(*triple, strict=True)]
         wanted = torch.tensor(scores, dtype=torch.float64)
-        torch.testing.assert_close(model.compare_one(queries, answers), wanted)
+        torch.testing.assert_close(model.compare_pairs(queries, answers), wanted)
         torch.testing.assert_close(model.compare(queries, answers).diagonal(), wanted)
 
 
@@ -154,9 +154,9 @@ def test_vectors_of_entities_are_rows_around_their_center():
 @given(seed=st.integers(0, 10**6), size=st.integers(0, 30))
 def test_known_answers_are_those_of_a_search(seed, size):
     every, asked = triples(seed, size), triples(seed + 1, 7)
-    facts = Facts(every, ENTITIES)
-    known, listed = facts.known(asked), {tuple(row) for row in every.tolist()}
-    counts = facts.counts(asked)
+    facts = TripleIndex(every, ENTITIES)
+    known, listed = facts.find_answers(asked), {tuple(row) for row in every.tolist()}
+    counts = facts.count_answers(asked)
     for i, (h, r, t) in enumerate(asked.tolist()):
         tails = sorted({c for a, b, c in listed if (a, b) == (h, r)})
         heads = sorted({a for a, b, c in listed if (b, c) == (r, t)})
@@ -177,7 +177,7 @@ def test_ranks_are_the_slow_ones(seed, levels, size):
     bags = [{int(t), *torch.randint(ENTITIES, (3,), generator=random).tolist()} for t in truth]
     offsets = torch.tensor([0, *map(len, bags)]).cumsum(0)
     known = Ids(torch.tensor([i for bag in bags for i in sorted(bag)], dtype=torch.int64), offsets)
-    found = filtered_ranks(scores, truth, known).tolist()
+    found = compute_filtered_ranks(scores, truth, known).tolist()
     for row, t, bag, rank in zip(scores.tolist(), truth.tolist(), bags, found, strict=True):
         others = [s for i, s in enumerate(row) if i not in bag]
         above, level = sum(s > row[t] for s in others), sum(s == row[t] for s in others)
@@ -187,7 +187,9 @@ def test_ranks_are_the_slow_ones(seed, levels, size):
 def test_scores_that_are_no_numbers_are_refused():
     none = Ids(torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1]))
     with pytest.raises(NonFiniteError, match="diverged"):
-        filtered_ranks(torch.full((1, 3), math.nan), torch.zeros(1, dtype=torch.int64), none)
+        compute_filtered_ranks(
+            torch.full((1, 3), math.nan), torch.zeros(1, dtype=torch.int64), none
+        )
 
 
 @pytest.mark.parametrize("name, settings", KINDS)
@@ -195,18 +197,18 @@ def test_the_loss_is_the_slow_one(name, settings):
     model, temperature = build(name, temperature=0.7, margin=1.5, **settings), 0.7
     source = opened(candidates=2).train
     (batch,) = source.batches(40)
-    found = LinkPrediction().loss(model, batch, Mesh())
+    found = LinkPredictionObjective().loss(model, batch, Mesh())
     links, total = model(batch), 0.0
     start = 1.5 + float(model.offset.detach())
     for queries, answers, known in (
-        (links.toward_tail, links.tails, batch.key.tails),
-        (links.toward_head, links.heads, batch.key.heads),
+        (links.tail_queries, links.tails, batch.key.tails),
+        (links.head_queries, links.heads, batch.key.heads),
     ):
         for i in range(batch.size):
             first, last = known.offsets[i : i + 2].tolist()
             true = set(known.values[first:last].tolist())
             wrong = [c for c, e in enumerate(links.candidate_ids.tolist()) if e not in true]
-            score = model.compare_one(queries[i : i + 1], answers[i : i + 1])[0] + start
+            score = model.compare_pairs(queries[i : i + 1], answers[i : i + 1])[0] + start
             scores = model.compare(queries[i : i + 1], links.candidates[wrong])[0] + start
             each = -logsigmoid(score)
             each = each - ((scores * temperature).softmax(0) * logsigmoid(-scores)).sum()
@@ -225,8 +227,8 @@ def test_softmax_over_all_entities_is_cross_entropy(name, settings):
     found = link_loss(model, links, batch.key, Mesh())
     total = 0.0
     for queries, answers, known in (
-        (links.toward_tail, batch.ids["tail"], batch.key.tails),
-        (links.toward_head, batch.ids["head"], batch.key.heads),
+        (links.tail_queries, batch.ids["tail"], batch.key.tails),
+        (links.head_queries, batch.ids["head"], batch.key.heads),
     ):
         scores = 0.7 * model.compare(queries, links.candidates)
         for i, answer in enumerate(answers.values.tolist()):
@@ -243,7 +245,9 @@ def test_the_penalty_is_the_cubes_of_the_triples_own_numbers(name, settings):
     plain = build(name, loss="softmax", **settings)
     held = build(name, loss="softmax", penalty=0.3, **settings)
     (batch,) = opened(candidates=2).train.batches(40)
-    found = LinkPrediction().loss(held, batch, Mesh()) - LinkPrediction().loss(plain, batch, Mesh())
+    found = LinkPredictionObjective().loss(held, batch, Mesh()) - LinkPredictionObjective().loss(
+        plain, batch, Mesh()
+    )
     links, relation = plain(batch), plain.embeddings(batch)["relation"]
 
     def cubes(row):
@@ -270,7 +274,7 @@ def test_candidates_stand_for_all_wrong_entities(seed):
     wrong = torch.randn(3, 5, generator=random, dtype=torch.float64)
     out = torch.rand(3, 5, generator=random) < 0.3
     all_wrong = torch.tensor([7.0, 100.0, 1e6], dtype=torch.float64)
-    found = which_of_all(right, wrong, out, all_wrong, 0.5)
+    found = sampled_softmax_loss(right, wrong, out, all_wrong, 0.5)
     for i in range(3):
         kept = [math.exp(0.5 * float(wrong[i, j])) for j in range(5) if not out[i, j]]
         others = float(all_wrong[i]) * sum(kept) / len(kept) if kept else 0.0
@@ -286,7 +290,7 @@ def test_a_batch_whose_candidates_are_all_true_has_a_loss(loss):
         every.long(), every[:1].long(), every[:1].long(), num_entities=ENTITIES, num_relations=1
     )
     (batch,) = one.train.batches(ENTITIES)
-    loss = LinkPrediction().loss(model, batch, Mesh())
+    loss = LinkPredictionObjective().loss(model, batch, Mesh())
     loss.backward()
     assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters())
 
@@ -314,13 +318,13 @@ def train(mesh, name, settings):
     batches = source.batches(40, rank=mesh.rank, num_ranks=mesh.num_ranks)
     for batch in collection.lookahead(batches):
         dense.zero()
-        loss = LinkPrediction().loss(model, batch, mesh)
+        loss = LinkPredictionObjective().loss(model, batch, mesh)
         loss.backward()
         dense.reduce(finite=collection.pipeline.gradients.are_finite(), stop=False)
         rows.step(agreed=True)
         optimizer.step()
         losses.append(float(mesh.all_reduce("control", loss.detach().clone())))
-    scored = LinkPrediction().evaluate(model, opened(size=82).test, 3, mesh)
+    scored = LinkPredictionObjective().evaluate(model, opened(size=82).test, 3, mesh)
     return losses, collection.rows("entity", torch.arange(ENTITIES)), scored
 
 
@@ -371,7 +375,7 @@ def test_a_ring_is_learned(name, settings):
         candidates=4,
     )
     model = build(name, "float32", Adam(lr=0.05), n, 16, **settings)
-    assert isinstance(objective_of(model), LinkPrediction)
+    assert isinstance(get_objective(model), LinkPredictionObjective)
     found = colonnade.fit(model, data, epochs=60, batch_size=20)
     assert found.metrics["test_hits@1"] > 0.9
 
@@ -401,7 +405,7 @@ def test_files_are_head_tail_relation(tmp_path):
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ({"train2id": "2\n0 1 0\n"}, "got 1 triples, wanted the 2"),
+        ({"train2id": "2\n0 1 0\n"}, "got 1 triples, wanted 2"),
         ({"train2id": "1\n0 1 2\n"}, "line 2.*got '0 1 2'.*below 2"),
         ({"train2id": "1\n0 3 1\n"}, "line 2"),
         ({"train2id": "1\n0 1\n"}, "line 2"),
@@ -427,17 +431,17 @@ def test_what_does_not_fit_is_refused():
         build("rotate", center=math.inf)
     with pytest.raises(ConfigError, match=r"got penalty=-1, wanted a finite number, 0 or more"):
         build("complex", penalty=-1)
-    with pytest.raises(ConfigError, match=r"got squared beside norm=1.*set norm=2"):
+    with pytest.raises(ConfigError, match=r"got squared with norm=1.*set norm=2"):
         build("transe", squared=True)
     with pytest.raises(ConfigError, match="got loss='hinge', wanted sigmoid or softmax"):
         build("complex", loss="hinge")
-    with pytest.raises(ConfigError, match=r"got margin=3 beside loss=softmax.*leave margin out"):
+    with pytest.raises(ConfigError, match=r"got margin=3 with loss=softmax.*leave margin out"):
         build("transe", loss="softmax", margin=3.0)
     with pytest.raises(ConfigError, match=r"open table of entities.*Table"):
         build("transe", loss="softmax", entities=None)
     model, source = build("transe"), opened().test
     with pytest.raises(ConfigError, match="no entities to rank"):
-        LinkPrediction().evaluate(model, replace_schema(source), 4, Mesh())
+        LinkPredictionObjective().evaluate(model, replace_schema(source), 4, Mesh())
 
 
 def replace_schema(source):
@@ -455,7 +459,7 @@ def test_an_answer_that_is_reached_has_a_gradient(name, settings):
     model = build(name, **settings)
     queries = torch.ones(2, DIM, dtype=torch.float64, requires_grad=True)
     answers = torch.ones(2, DIM, dtype=torch.float64)
-    model.compare_one(queries, answers).sum().backward()
+    model.compare_pairs(queries, answers).sum().backward()
     (alone,) = torch.autograd.grad(model.compare(queries, answers).diagonal().sum(), queries)
     assert torch.equal(queries.grad, alone)
 
@@ -478,7 +482,7 @@ def test_predictions_of_links_are_refused_with_what_to_do(tmp_path, more):
         predictor(batch)
     entities = predictor.model.entities(torch.arange(3))
     links = predictor.model(batch)
-    assert predictor.model.compare(links.toward_tail, entities).shape == (1, 3)
+    assert predictor.model.compare(links.tail_queries, entities).shape == (1, 3)
 
 
 @pytest.mark.parametrize(
@@ -500,7 +504,7 @@ def test_a_batch_of_nothing():
     ids = {"head": none, "relation": none, "tail": none, "candidate": empty}
     key = replace(batch.key, tails=empty, heads=empty)
     bare = Batch(0, torch.empty(0, 0), ids, sample_weight=torch.empty(0), key=key)
-    assert float(LinkPrediction().loss(model, bare, Mesh()).detach()) == 0
+    assert float(LinkPredictionObjective().loss(model, bare, Mesh()).detach()) == 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from colonnade import World
 from colonnade.comm.process_groups import open_mesh
 from colonnade.errors import ConfigError
-from colonnade.plan.measure.links import SIZES, fit, measure_links, planned_world
+from colonnade.plan.measure.links import SIZES, fit_message_cost, measure_links, planned_world
 from colonnade.sizes import parse_rate
 
 
@@ -23,7 +23,7 @@ def measured(mesh):
 @pytest.mark.parametrize("rate", [1e7, 1.25e8, 4e9])
 def test_a_link_that_keeps_to_its_law_is_found(rate):
     seconds = [3e-4 + size / rate for size in SIZES]
-    fixed, found = fit(SIZES, seconds)
+    fixed, found = fit_message_cost(SIZES, seconds)
     assert found == pytest.approx(rate, rel=1e-6)
     assert fixed == pytest.approx(3e-4, abs=SIZES[0] / rate * 1.01)
 
@@ -31,7 +31,7 @@ def test_a_link_that_keeps_to_its_law_is_found(rate):
 def test_one_slow_exchange_of_a_small_size_does_not_move_the_rate():
     seconds = [3e-4 + size / 1e8 for size in SIZES]
     seconds[1] *= 3
-    assert fit(SIZES, seconds)[1] == pytest.approx(1e8, rel=0.02)
+    assert fit_message_cost(SIZES, seconds)[1] == pytest.approx(1e8, rel=0.02)
 
 
 def test_ranks_agree_on_their_links():
@@ -100,6 +100,6 @@ def test_a_world_without_speed_is_refused():
 
 
 def test_a_world_in_words_fits_a_terminal():
-    assert str(World()) == "1 rank: nothing travels"
+    assert str(World()) == "1 rank: nothing is sent"
     assert "between hosts" not in str(World(ranks_per_host=2))
     assert "125 MB/s a host" in str(World(num_hosts=2, ranks_per_host=2))

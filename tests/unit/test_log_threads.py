@@ -118,7 +118,7 @@ def test_rows_that_can_wait_leave_room_for_those_that_cannot():
     source.gate.clear()
     writer.add(source)
     assert writer.wait_for_room(timeout=0) is True and writer.stall_seconds == 0.0
-    behind = threading.Thread(target=writer.wait_behind)
+    behind = threading.Thread(target=writer.wait_for_spare_room)
     behind.start()
     behind.join(0.05)
     assert behind.is_alive()
@@ -132,10 +132,10 @@ def test_collecting_goes_on_while_a_full_disk_refuses_to_write():
     writer = LogWriter(pending_bytes=8000)
     source = Source(6, StorageError(errno.ENOSPC, "full"))
     writer.add(source)
-    writer.wait_behind()
+    writer.wait_for_spare_room()
     source.left = 9
     with pytest.raises(StorageError, match="full"):
-        writer.wait_behind()
+        writer.wait_for_spare_room()
     writer.remove(source)
 
 

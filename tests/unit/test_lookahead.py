@@ -25,7 +25,13 @@ from colonnade import (
 )
 from colonnade.errors import BudgetExceeded
 from colonnade.pipeline.lookahead import Lookahead
-from colonnade.pipeline.prepared_batches import DEEPEST, LOOKED_AT, Window, _run, next_depth
+from colonnade.pipeline.prepared_batches import (
+    DEEPEST,
+    LOOKED_AT,
+    PipelineSignals,
+    _prepare_batches,
+    next_depth,
+)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +62,7 @@ class Slow:
         self.seconds, self.stall, self.ahead = seconds, 0.0, []
         self.prepared = 0
         events = [threading.Event() for _ in range(3)]
-        self.window = Window(lambda: self.stall, lambda: 0.001 * self.prepared, *events)
+        self.window = PipelineSignals(lambda: self.stall, lambda: 0.001 * self.prepared, *events)
         self.lookahead = Lookahead(
             batches or (Batch(1, torch.zeros(1, 0), {}) for _ in range(400)),
             prepare=self.prepare,
@@ -159,7 +165,7 @@ def test_a_window_that_does_not_fit_is_made_smaller(tmp_path, lookahead):
 
 def test_who_has_a_batch_is_not_starved_of_it():
     """However long training takes to wake: the batch after it may wait for its rows."""
-    window = Window(lambda: 0.0, lambda: 0.0, *(threading.Event() for _ in range(3)))
+    window = PipelineSignals(lambda: 0.0, lambda: 0.0, *(threading.Event() for _ in range(3)))
     starved_then = []
 
     coming = batches(3, 2)
@@ -172,7 +178,7 @@ def test_who_has_a_batch_is_not_starved_of_it():
     for said in (True, True, False):
         permits.put(said)
     window.starved.set()  # training waits for the first, and is not heard again
-    _run(prepare_next, permits, ready, window)
+    _prepare_batches(prepare_next, permits, ready, window)
     assert starved_then == [True, False] and ready.qsize() == 2
 
 

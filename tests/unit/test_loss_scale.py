@@ -15,7 +15,7 @@ from test_run import poisoned
 from colonnade import Mesh
 from colonnade.config.run import build_config, override
 from colonnade.errors import ConfigError, NonFiniteError
-from colonnade.report.pages import headline
+from colonnade.report.pages import build_headline
 from colonnade.report.reading import read_run
 from colonnade.run.run import open_run
 from colonnade.train import loss_scale as module
@@ -68,7 +68,7 @@ def test_powers_of_two_change_no_bit(said, tmp_path):
         outcome, _ = train(Mesh(), tmp_path / str(number), said | {"train.loss_scale": scale})
         assert outcome.skipped == 0
         assert digest(tmp_path / str(number)) == digest(tmp_path / "0")
-    assert ("loss scale", "65,536", "0 steps skipped") in headline(read_run(tmp_path / "2"))
+    assert ("loss scale", "65,536", "0 steps skipped") in build_headline(read_run(tmp_path / "2"))
 
 
 def of_roles(mesh, folder):

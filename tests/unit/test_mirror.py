@@ -67,7 +67,7 @@ def test_what_is_kept_there_is_what_is_kept_here(url, tmp_path):
         file.path.name
         for place in (tmp_path / "run" / "rows" / "0-of-1").iterdir()
         for step in manifests.committed_steps(place)
-        for file in manifests.files_of(place, manifests.describe(place, step))
+        for file in manifests.list_commit_files(place, manifests.describe(place, step))
     )
     copied = sorted(path.split("/")[-1].rsplit("-", 1)[0] for path in files.find(f"{root}/rows"))
     assert copied == local

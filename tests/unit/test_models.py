@@ -33,7 +33,7 @@ from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.deepfm import DeepFM
 from colonnade.models.dlrm import DLRM
 from colonnade.models.layers import mlp
-from colonnade.models.linear import FM, LR
+from colonnade.models.linear import LR, FactorizationMachine
 from colonnade.models.nfm import NFM
 from colonnade.models.wide_deep import WideDeep
 from colonnade.ops.linear import ONEDNN, linear
@@ -109,7 +109,7 @@ def dcn_towers(dim, layers, rank=None):
 
 CASES = {
     "lr": (LR, "weights", {}, PlainLR),
-    "fm": (FM, "both", {}, PlainFM),
+    "fm": (FactorizationMachine, "both", {}, PlainFM),
     "nfm": (NFM, "both", {"top": [5]}, lambda *given: PlainNFM(*given, [5])),
     "wide_deep": (WideDeep, "both", {"top": [6, 5]}, lambda *given: PlainWideDeep(*given, [6, 5])),
     "deepfm": (DeepFM, "both", {"top": [5]}, lambda *given: PlainDeepFM(*given, [5])),
@@ -338,7 +338,7 @@ def test_outputs_arrive_where_the_module_was_moved():
         (lambda: DeepFM(tables("vector", 1), FEATURES, num_dense=0), ["'a'", "deep", "Table("]),
         (lambda: DLRM(tables("both", 1), FEATURES, num_dense=0), ["'a'", "no parts"]),
         (
-            lambda: FM(tables("both", 2), FEATURES, num_dense=0, tasks=1),
+            lambda: FactorizationMachine(tables("both", 2), FEATURES, num_dense=0, tasks=1),
             ["'a.wide'", "2", "1 tasks"],
         ),
         (lambda: LR(tables("vector", 1), FEATURES, num_dense=0), ["'a'", "4", "1 tasks"]),

@@ -41,7 +41,7 @@ def test_equals_twin(batch, pattern):
     for isa, num_threads in everywhere():
         with running_on(isa, num_threads):
             plan = batch.plan(pattern)
-        for name in reference.Plan._fields:
+        for name in reference.LookupGroups._fields:
             assert torch.equal(getattr(plan, name), getattr(wanted, name)), name
         assert plan.num_unique == len(wanted.unique_ids)
 
@@ -106,7 +106,7 @@ def grouped(ids, feature_offsets, feature_tables, table_rows, num_owners):
         counts += np.bincount(owners, minlength=dealt_to).tolist()
         entries.append(lookups[np.argsort(row, kind="stable")])
         lengths.append(np.bincount(row, minlength=len(mine)))
-    return reference.Plan(
+    return reference.LookupGroups(
         torch.from_numpy(np.concatenate(unique)),
         torch.tensor(counts).cumsum(0),
         torch.from_numpy(inverse),
@@ -148,7 +148,7 @@ def test_tables_that_threads_share(table_rows, sizes, hot, spread, owners, seed)
     for num_threads in (1, 2, 3):
         with running_on(_native.isa(), num_threads):
             plan = _native.make_plan(lookups, torch.tensor(table_rows), torch.tensor(owners))
-        for name in reference.Plan._fields:
+        for name in reference.LookupGroups._fields:
             assert torch.equal(getattr(plan, name), getattr(wanted, name)), name
 
 
@@ -169,7 +169,7 @@ def test_shared_tables_ids_with_one_hash_prefix_are_told_apart():
     for num_threads in (1, 2, 3):
         with running_on(_native.isa(), num_threads):
             plan = _native.make_plan(one_hot(lookups), torch.tensor([0]), torch.tensor([3]))
-        for name in reference.Plan._fields:
+        for name in reference.LookupGroups._fields:
             assert torch.equal(getattr(plan, name), getattr(wanted, name)), name
 
 

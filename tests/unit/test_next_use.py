@@ -21,12 +21,12 @@ from colonnade import (
     Table,
     build_plan,
 )
-from colonnade.cache.next_use import NEVER, code_of, with_next_use
+from colonnade.cache.next_use import NEVER, encode_distance, with_next_use
 from colonnade.config.run import RunConfig, build_config, override
 from colonnade.data import Splits, open_source
 from colonnade.data.batches import open_batches
 from colonnade.data.contract import START, Column, Position, Schema
-from colonnade.data.processes import pack, unpack
+from colonnade.data.processes import pack_batches, unpack_batches
 from colonnade.errors import ConfigError, DataError
 from colonnade.run.run import open_run
 
@@ -58,7 +58,7 @@ def distance_of(code: int) -> int:
 
 def test_codes_are_never_too_near_and_at_most_a_tenth_too_far():
     distances = np.array([*range(1, 3000), 2**20, 2**31 - 1, 2**31, 2**40])
-    codes = code_of(distances)
+    codes = encode_distance(distances)
     assert codes.min() >= 1 and codes.max() == 254
     for distance, code in zip(distances.tolist(), codes.tolist(), strict=True):
         if code < 254:
@@ -92,7 +92,7 @@ def test_every_batch_says_when_its_ids_come_again(epochs):
         for row, code in said.items():
             until = 20 if epochs == 1 else 40
             later = [s for s in range(step + 1, until) if row in uses[s]]
-            wanted = code_of(np.array([later[0] - step]))[0] if later else NEVER
+            wanted = encode_distance(np.array([later[0] - step]))[0] if later else NEVER
             assert code == wanted
             num_said += code != NEVER
     assert num_said > 100
@@ -112,9 +112,11 @@ def test_hints_from_the_middle_of_an_epoch_and_of_the_next():
 
 def test_hints_cross_processes():
     batch = next(with_next_use(Listed()).batches(4))
-    (again,) = unpack(pack([batch], shared=True))
+    (again,) = unpack_batches(pack_batches([batch], shared=True))
     assert all(torch.equal(again.next_use[name], codes) for name, codes in batch.next_use.items())
-    assert unpack(pack([next(Listed().batches(4))], shared=False))[0].next_use is None
+    assert (
+        unpack_batches(pack_batches([next(Listed().batches(4))], shared=False))[0].next_use is None
+    )
 
 
 def opened(folder, slots):

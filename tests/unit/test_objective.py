@@ -24,7 +24,7 @@ from colonnade import (
 )
 from colonnade.data import Splits, open_tensors
 from colonnade.errors import ConfigError
-from colonnade.train.objective import Probability, objective_of
+from colonnade.train.objective import Probability, get_objective
 
 USERS, ITEMS = 12, 20
 CARDINALITIES = {"user": USERS, "liked": ITEMS, "other": ITEMS}
@@ -198,12 +198,12 @@ def test_what_is_passed_to_fit_comes_before_the_models_own():
             return {"half": 0.5}
 
     data = parts()
-    assert isinstance(objective_of(Preferences()), Pairwise)
+    assert isinstance(get_objective(Preferences()), Pairwise)
     fitted = colonnade.fit(Preferences(), data, objective=Counting(), **SETTINGS)
     assert fitted.metrics["test_half"] == 0.5
     fitted = colonnade.fit(Preferences(), data, loss=lambda out, batch: out.square(), **SETTINGS)
     assert "test_loss" in fitted.metrics
-    assert isinstance(objective_of(nn.Linear(1, 1)), Probability)
+    assert isinstance(get_objective(nn.Linear(1, 1)), Probability)
 
 
 def test_what_does_not_fit_is_refused_before_training():

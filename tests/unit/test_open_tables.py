@@ -34,7 +34,7 @@ from colonnade import (
 )
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.store.log import open_log
-from colonnade.store.policies import Blocks, RowRetention, _mix64, chance, retention_words
+from colonnade.store.policies import RowRetention, SketchLayout, _mix64, chance, describe_retention
 from colonnade.topology.sharding import Shard
 
 COUNTED = CountMinAdmission(updates=2, expected_ids=5000)
@@ -349,8 +349,8 @@ def test_rows_leave_the_disk_too(tmp_path):
 def test_a_table_without_an_age_is_named_as_checkpoints_of_before_name_it():
     one, other = MaxRowsEviction(rows=5), MaxRowsEviction(rows=5, age_steps=3)
     before = "MaxRowsEviction(rows=5, by='recency', halve_steps=None)"
-    assert retention_words(None, one) == {"eviction": before}
-    assert retention_words(None, other) == {"eviction": f"{before[:-1]}, age_steps=3)"}
+    assert describe_retention(None, one) == {"eviction": before}
+    assert describe_retention(None, other) == {"eviction": f"{before[:-1]}, age_steps=3)"}
 
 
 def test_rows_leave_a_table_for_age_before_it_is_full():
@@ -562,7 +562,7 @@ def test_on_two_ranks_and_on_one_after_two(stays, tmp_path):
 def test_counters_find_their_ranks(worlds):
     """Many blocks: every id is counted at least as often as in the world before, whatever rank it has now."""
     kind = table(admission=CountMinAdmission(updates=3, expected_ids=50_000))
-    assert Blocks(kind.admission).count > 64
+    assert SketchLayout(kind.admission).count > 64
     ids = torch.arange(3000) * 7919
 
     def world(size):

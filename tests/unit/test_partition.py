@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colonnade.errors import ConfigError, DataError
-from colonnade.plan.towers.affinity import Affinity, distances, within_and_between
+from colonnade.plan.towers.affinity import Affinity, affinity_distances, mean_affinities
 from colonnade.plan.towers.partition import (
     Capacity,
     FeatureLoad,
     TowerMap,
-    assign,
-    flow,
-    overflow,
-    place,
-    searched,
+    assign_by_flow,
+    assign_by_local_search,
+    assign_to_bins,
+    embed_in_plane,
+    max_bin_fill,
     tower_map,
 )
 from colonnade.topology.towers import Partition
@@ -93,7 +93,7 @@ def test_vectors_that_are_not_finite_are_refused():
 def test_the_plane_keeps_distances_that_a_plane_can_have():
     points = np.random.default_rng(0).normal(size=(20, 2))
     wanted = np.linalg.norm(points[:, None] - points[None], axis=-1)
-    found, stress = place(wanted)
+    found, stress = embed_in_plane(wanted)
     assert stress < 1e-12
     np.testing.assert_allclose(
         np.linalg.norm(found[:, None] - found[None], axis=-1), wanted, atol=1e-6
@@ -101,15 +101,15 @@ def test_the_plane_keeps_distances_that_a_plane_can_have():
 
 
 def test_majorisation_never_makes_it_worse_than_classical_scaling():
-    from colonnade.plan.towers.partition import _stress, classical
+    from colonnade.plan.towers.partition import _stress, classical_scaling
 
     for seed in range(5):
         rng = np.random.default_rng(seed)
         wanted = rng.uniform(size=(15, 15))
         wanted = (wanted + wanted.T) / 2
         np.fill_diagonal(wanted, 0.0)
-        points, stress = place(wanted)
-        before = _stress(classical(wanted, 2), wanted)
+        points, stress = embed_in_plane(wanted)
+        before = _stress(classical_scaling(wanted, 2), wanted)
         assert stress * (wanted**2).sum() == pytest.approx(_stress(points, wanted))
         assert _stress(points, wanted) < before
 
@@ -117,7 +117,7 @@ def test_majorisation_never_makes_it_worse_than_classical_scaling():
 @pytest.mark.parametrize("num", [1, 2, 3])
 def test_few_or_equal_features_have_places(num):
     for wanted in (np.zeros((num, num)), 1 - np.eye(num)):
-        points, stress = place(wanted)
+        points, stress = embed_in_plane(wanted)
         assert points.shape == (num, 2) and np.isfinite(points).all() and stress < 1e-6
 
 
@@ -136,8 +136,8 @@ def test_the_flow_is_the_cheapest_of_all_assignments(seed):
         if all(1 <= label.count(p) <= room for p in range(places))
     )
     for label in (
-        flow(costs, room),
-        assign(costs, np.ones((num, 2)), np.array([room, np.inf])),
+        assign_by_flow(costs, room),
+        assign_to_bins(costs, np.ones((num, 2)), np.array([room, np.inf])),
     ):
         held = np.bincount(label, minlength=places)
         assert held.min() >= 1 and held.max() <= room
@@ -153,9 +153,9 @@ def test_the_search_keeps_within_capacities_that_have_room(seed):
     weights = rng.uniform(0, 1, size=(num, 2))
     # Twice the mean and the largest: there is an assignment, by the pigeonhole.
     capacities = 2 * weights.sum(0) / places + 2 * weights.max(0)
-    label = searched(rng.normal(size=(num, places)), weights, capacities)
+    label = assign_by_local_search(rng.normal(size=(num, places)), weights, capacities)
     assert set(label) == set(range(places))
-    assert overflow(label, weights, capacities).max() <= 1 + 1e-6
+    assert max_bin_fill(label, weights, capacities).max() <= 1 + 1e-6
 
 
 @pytest.mark.parametrize(("num", "groups"), [(26, 4), (26, 8), (23, 3), (12, 12), (7, 1)])
@@ -216,12 +216,12 @@ def test_capacity_by_bytes_and_lookups(seed):
 def test_what_cannot_be_met_is_refused_with_what_could():
     affinity, _ = planted(6, 2)
     sizes = [1000.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    with pytest.raises(ConfigError, match=r"table 't0' alone is 1.99 .* Say bytes=2") as refused:
+    with pytest.raises(ConfigError, match=r"table 't0' alone is 1.99 .* Set bytes=2") as refused:
         tower_map(affinity, loads_of(6, sizes=sizes), 2, capacity=Capacity(bytes=1.5))
     assert "got 1.5 for 2 towers" in str(refused.value)
     tower_map(affinity, loads_of(6, sizes=sizes), 2, capacity=Capacity(bytes=2))
     # Three tables of two features on two towers: 3 each cannot be.
-    with pytest.raises(ConfigError, match=r"capacity by count: got 1 .* Say count=1.34"):
+    with pytest.raises(ConfigError, match=r"capacity by count: got 1 .* Set count=1.34"):
         tower_map(affinity, loads_of(6, tables=3), 2)
     assert (
         max(
@@ -266,7 +266,7 @@ def test_a_map_goes_through_json_and_is_a_partition():
 
 def test_within_and_between():
     affinity = np.array([[1, 0.5, 0.1], [0.5, 1, 0.2], [0.1, 0.2, 1]])
-    assert within_and_between(affinity, [0, 0, 1]) == pytest.approx((0.5, 0.15))
-    assert math.isnan(within_and_between(affinity, [0, 1, 2])[0])
-    np.testing.assert_allclose(distances(affinity, "coherent")[0], [0, 0.5, 0.9])
-    np.testing.assert_allclose(distances(affinity, "diverse")[0], [0, 0.5, 0.1])
+    assert mean_affinities(affinity, [0, 0, 1]) == pytest.approx((0.5, 0.15))
+    assert math.isnan(mean_affinities(affinity, [0, 1, 2])[0])
+    np.testing.assert_allclose(affinity_distances(affinity, "coherent")[0], [0, 0.5, 0.9])
+    np.testing.assert_allclose(affinity_distances(affinity, "diverse")[0], [0, 0.5, 0.1])

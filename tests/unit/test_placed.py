@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colonnade.wire.transport import placed
+from colonnade.wire.transport import assemble_columns
 
 
 def placed_slowly(blocks, dims):
@@ -42,7 +42,7 @@ def cases(draw):
 def test_as_column_by_column(case):
     blocks, dims = case
     before = [block.clone() for block, _ in blocks]
-    found = placed(blocks, dims)
+    found = assemble_columns(blocks, dims)
     assert torch.equal(found, placed_slowly(blocks, dims)) and found.is_contiguous()
     assert all(torch.equal(block, old) for (block, _), old in zip(blocks, before, strict=True))
 
@@ -50,6 +50,6 @@ def test_as_column_by_column(case):
 def test_what_is_the_whole_already_is_not_copied():
     block = torch.rand(3, 5)
     dims = {0: 2, "a": 3}
-    assert placed([(block, ((0, 0), ("a", 2)))], dims) is block
-    turned = placed([(block, ((0, 3), ("a", 0)))], dims)
+    assert assemble_columns([(block, ((0, 0), ("a", 2)))], dims) is block
+    turned = assemble_columns([(block, ((0, 3), ("a", 0)))], dims)
     assert torch.equal(turned, block[:, [3, 4, 0, 1, 2]])

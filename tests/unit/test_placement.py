@@ -14,23 +14,23 @@ from hypothesis import strategies as st
 from colonnade import Table
 from colonnade.errors import BudgetExceeded
 from colonnade.plan.cost.memory import (
-    Demand,
+    MemoryDemand,
     demands,
-    hull,
+    divide_memory_on_ranks,
+    lower_hull,
     mean_over_ranks,
     place,
-    place_on_ranks,
     window_fits,
 )
 from colonnade.plan.measure.profile import Profile, profile_ids
 from colonnade.topology.sharding import Sharding, replicated, row_wise, table_wise
 
 
-def demand(name, savings, *, slot=1, least=0, **more) -> Demand:
+def demand(name, savings, *, slot=1, least=0, **more) -> MemoryDemand:
     """Row i of the table saves savings[i] reads."""
     reads = np.append(sum(savings), sum(savings) - np.cumsum(savings)).clip(0)
     rows = np.arange(len(reads), dtype=float)
-    return Demand(
+    return MemoryDemand(
         name, slot, least, len(savings), tuple(rows), tuple(reads.tolist()), 5.0, 1.0, **more
     )
 
@@ -89,7 +89,7 @@ def test_any_curves_within_one_piece_of_the_best(cases, more):
 @given(st.lists(st.floats(0, 10), min_size=2, max_size=20))
 def test_a_hull_is_convex_and_below(values):
     reads = np.sort(np.array(values))[::-1]
-    rows, low = hull(list(range(len(reads))), reads.tolist())
+    rows, low = lower_hull(list(range(len(reads))), reads.tolist())
     assert rows[0] == 0 and rows[-1] == len(reads) - 1
     assert (np.interp(range(len(reads)), rows, low) <= reads + 1e-9).all()
     slopes = np.diff(low) / np.diff(rows)
@@ -168,7 +168,7 @@ def test_hundreds_of_tables_in_seconds(num_tables, seconds):
     tables, found = sample(num_tables, 5000)
     began = time.process_time()
     wanted = demands(tables, found, batch_size=512, window=3, last_batch=100)
-    rows = sum(each.most_bytes for each in wanted)
+    rows = sum(each.max_bytes for each in wanted)
     placed = place(wanted, rows // 2)
     assert time.process_time() - began < seconds
     assert sum(p.rows * d.slot_bytes for p, d in zip(placed, wanted, strict=True)) <= rows // 2
@@ -178,7 +178,7 @@ def test_steep_tables_need_less_and_more_memory_never_reads_more():
     tables, found = sample(12, 5000)
     wanted = demands(tables, found, batch_size=256, window=2, last_batch=200)
     least = sum(each.least_rows * each.slot_bytes for each in wanted)
-    most = sum(each.most_bytes for each in wanted)
+    most = sum(each.max_bytes for each in wanted)
     reads = [total(place(wanted, int(budget))) for budget in np.linspace(least, most, 9)]
     assert (np.diff(reads) <= 1e-6).all() and reads[0] > 0 and reads[-1] == 0
     # Better than an even share, wherever that is possible.
@@ -214,7 +214,7 @@ def test_memory_goes_to_the_tables_that_a_rank_has():
         if owners == 1:
             assert wanted[t] == alone[t]
     budget = wanted[0].slot_bytes * 6000
-    placed = place_on_ranks(wanted, shardings, 4, budget)
+    placed = divide_memory_on_ranks(wanted, shardings, 4, budget)
     held = {0: [1, 3], 1: [0, 1, 3], 2: [1, 2, 3], 3: [1, 2, 3]}
     by_rank = [place([wanted[t] for t in mine], budget) for mine in held.values()]
     for t in range(4):
@@ -229,11 +229,11 @@ def test_memory_goes_to_the_tables_that_a_rank_has():
     evenly = [row_wise(4)] * 4
     same = demands(tables, found, **asked, shardings=evenly)
     assert same == demands(tables, found, **asked)
-    assert place_on_ranks(same, evenly, 4, budget // 2) == place(same, budget // 2)
+    assert divide_memory_on_ranks(same, evenly, 4, budget // 2) == place(same, budget // 2)
     mean, reads = mean_over_ranks(wanted, placed, shardings, 4)
     assert mean[0].unique == wanted[0].unique / 4 and reads[2].reads == placed[2].reads / 2
     assert reads[1].reads == placed[1].reads
-    mapped = place_on_ranks(wanted, shardings, 4, budget // 2, wanted[1].most_bytes)
+    mapped = divide_memory_on_ranks(wanted, shardings, 4, budget // 2, wanted[1].max_bytes)
     assert {each.tier for each in mapped} <= {"dram", "mapped"} and len(mapped) == 4
 
 

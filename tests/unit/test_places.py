@@ -26,8 +26,8 @@ from colonnade.errors import CheckpointError, ConfigError, StorageError
 from colonnade.run.run import open_run
 from colonnade.sizes import Place
 from colonnade.store.disk import Disk
-from colonnade.store.storage_locations import check_places, check_tiers
-from colonnade.store.stripes import Space, Stripes
+from colonnade.store.storage_locations import check_locations, check_tiers
+from colonnade.store.stripes import SpaceAccount, Stripes
 from colonnade.table import Table
 from colonnade.topology.sharding import row_wise
 
@@ -127,12 +127,12 @@ def test_two_runs_share_a_directory(tmp_path):
 
 def test_what_cannot_hold_rows_is_said(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    check_places("ssd", [Place(str(tmp_path / "new" / "place"), 1)])
+    check_locations("ssd", [Place(str(tmp_path / "new" / "place"), 1)])
     assert not (tmp_path / "new").exists()
     with pytest.raises(ConfigError, match=r"plan\.memory\.ssd: .*file is a file"):
-        check_places("ssd", [Place(str(tmp_path / "file" / "x"))])
+        check_locations("ssd", [Place(str(tmp_path / "file" / "x"))])
     with pytest.raises(ConfigError, match="the file system has"):
-        check_places("mapped", [Place(str(tmp_path), 2**62)])
+        check_locations("mapped", [Place(str(tmp_path), 2**62)])
     with pytest.raises(ConfigError, match=r"ssd: .*got 1 bytes, wanted at least 1,048,576"):
         check_tiers([Place(str(tmp_path), 1)], None)
     with monkeypatch.context() as patched:
@@ -140,10 +140,10 @@ def test_what_cannot_hold_rows_is_said(tmp_path, monkeypatch):
         with pytest.raises(
             ConfigError, match=r"no room at all \(0 bytes\), so it cannot hold rows"
         ):
-            check_places("ssd", [Place(str(tmp_path))])
+            check_locations("ssd", [Place(str(tmp_path))])
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(ConfigError, match=r"plan\.memory\.mapped: .* is not writable"):
-        check_places("mapped", [Place(str(tmp_path))])
+        check_locations("mapped", [Place(str(tmp_path))])
 
 
 def test_a_directory_that_vanished_is_named(tmp_path):
@@ -194,7 +194,7 @@ def test_a_size_is_a_limit_on_all_tables_of_a_rank_together(tmp_path):
         store.commit(1)
     on_disk = [path for path in place.rglob("segment-*")]
     assert space.used == sum(path.stat().st_size for path in on_disk) > 4_000_000
-    assert space.promised == 0
+    assert space.expected_growth == 0
     for n in range(2, 8):
         stores[0].write(torch.arange(2000 * n, 2000 * n + 2000), records).wait()
     with pytest.raises(
@@ -249,20 +249,20 @@ def test_files_of_a_checkpoint_count_when_it_is_opened(tmp_path):
 def test_a_new_segment_goes_where_there_is_room(tmp_path):
     stripes = Stripes(tmp_path)
     stripes.capacities = {1: 100, 2: 1000}
-    stripes.spaces = {1: Space(tmp_path / "a", 100), 2: Space(tmp_path / "b", 1000)}
-    stripes.spaces[1].count(40)
-    stripes.spaces[2].count(500)
-    assert stripes.choose({}, 10, 50) == 1  # the least full
-    assert stripes.choose({}, 10, 70) == 2  # that has room for all of it
-    stripes.spaces[2].promise(450)
-    assert stripes.choose({}, 10, 70) == 1  # neither has: what nobody else wants is more there
-    stripes.spaces[1].count(60)
-    assert stripes.choose({}, 10, 70) == 2
-    stripes.spaces[2].count(500)
+    stripes.spaces = {1: SpaceAccount(tmp_path / "a", 100), 2: SpaceAccount(tmp_path / "b", 1000)}
+    stripes.spaces[1].adjust_used(40)
+    stripes.spaces[2].adjust_used(500)
+    assert stripes.choose_stripe({}, 10, 50) == 1  # the least full
+    assert stripes.choose_stripe({}, 10, 70) == 2  # that has room for all of it
+    stripes.spaces[2].adjust_growth(450)
+    assert stripes.choose_stripe({}, 10, 70) == 1  # neither has room for all: the freest of the two
+    stripes.spaces[1].adjust_used(60)
+    assert stripes.choose_stripe({}, 10, 70) == 2
+    stripes.spaces[2].adjust_used(500)
     with pytest.raises(
         StorageError, match=r"a holds 100 of 100 bytes, .*b holds 1,000 of 1,000 bytes"
     ):
-        stripes.choose({}, 10, 70)
+        stripes.choose_stripe({}, 10, 70)
     assert choose_segment_size([None]) == choose_segment_size([]) == 256 << 20
     assert choose_segment_size([None, 80 << 20]) == 10 << 20 and choose_segment_size([5]) == 1 << 20
 
@@ -297,7 +297,7 @@ def test_an_older_checkpoint_out_of_reach_is_said_once(tmp_path):
 
 
 def test_a_space_gives_no_byte_beyond_its_limit(tmp_path):
-    space = Space(tmp_path, 100)
-    assert space.take(60) and not space.take(41) and space.used == 60
-    assert space.take(40) and not space.take(1)
-    assert Space(tmp_path, None).take(2**62)
+    space = SpaceAccount(tmp_path, 100)
+    assert space.reserve(60) and not space.reserve(41) and space.used == 60
+    assert space.reserve(40) and not space.reserve(1)
+    assert SpaceAccount(tmp_path, None).reserve(2**62)

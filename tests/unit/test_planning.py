@@ -15,13 +15,13 @@ from rich.console import Console
 
 from colonnade import Plan, fit
 from colonnade.cli import app
-from colonnade.cli.plan import _left_open
+from colonnade.cli.plan import _automatic_settings
 from colonnade.comm.mesh import Mesh
 from colonnade.config.run import build_config, override
 from colonnade.data import open_source, open_tensors
 from colonnade.errors import BudgetExceeded, DataError
 from colonnade.models.build import build_model
-from colonnade.plan.caching import copy_bytes
+from colonnade.plan.caching import cached_row_bytes
 from colonnade.plan.cost.prediction import StepCosts
 from colonnade.plan.measure.device import Device
 from colonnade.run import planning
@@ -270,11 +270,11 @@ def test_plan_of_a_world_fits_a_terminal_and_shows_a_table_s_choices(
     assert app.run(command) == 0
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= 80
-    for words in ("exchange:", "rows, all", "next best", "does not run here", "waiting for links"):
+    for words in ("exchange:", "rows, all", "next best", "is not running", "waiting for links"):
         assert words in said
     for words in (
-        "a prediction of 2 towers",
-        "never put in",
+        "prediction for 2 towers",
+        "never added",
         "step saves",
         "Published: up to 1.9x",
     ):
@@ -283,7 +283,7 @@ def test_plan_of_a_world_fits_a_terminal_and_shows_a_table_s_choices(
     force = ["--set", "plan.tables.C8.sharding=table_wise", "--table", "C8"]
     assert app.run([*command, *force]) == 0
     said = capsys.readouterr().out
-    assert "rows, rank" in said and "as it was said" in said and "copies" in said
+    assert "rows, rank" in said and "set by you" in said and "copies" in said
     assert app.run(["plan", *SETTINGS, "--world", "2 by 2"]) == 2
     assert "HOSTSxRANKS" in capsys.readouterr().err
 
@@ -295,7 +295,7 @@ def test_plan_says_that_copies_are_left_out(capsys, tmp_path, monkeypatch, quick
     command = ["plan", *EIGHT_TABLES, "--set", "model.dim=4", "--world", "2x1"]
     assert app.run([*command, "--set", "plan.cache.staleness=10"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "beside it for plan.cache" in said and "plan.cache is not foretold" in said
+    assert "more for plan.cache" in said and "plan.cache is not predicted" in said
     assert app.run([*command, "--set", "plan.cache.size=7", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert len(said["left_out"]) == 1 and "plan.cache" in said["left_out"][0]
@@ -305,14 +305,16 @@ def test_plan_says_that_copies_are_left_out(capsys, tmp_path, monkeypatch, quick
     tables = find_collection(
         build_model(open_source("synthetic", cardinalities=CARDINALITIES).train.schema, config)
     ).tables
-    assert said["cache_bytes"] == sum(min(7, table.rows) * copy_bytes(table) for table in tables)
+    assert said["cache_bytes"] == sum(
+        min(7, table.rows) * cached_row_bytes(table) for table in tables
+    )
 
 
 def test_only_copies_that_there_are_leave_exchanges_alone(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text("plan: {cache: null}\n")
-    assert "plan.exchange" in _left_open(config, None)
-    assert not _left_open(config, ["plan.cache.staleness=3"])
+    assert "plan.exchange" in _automatic_settings(config, None)
+    assert not _automatic_settings(config, ["plan.cache.staleness=3"])
 
 
 def test_plan_refuses_before_it_measures(capsys, tmp_path, monkeypatch):
@@ -348,7 +350,7 @@ def test_plan_says_of_each_consumer_what_travels(capsys, tmp_path, monkeypatch, 
     assert "partials, all!" in said and "…" not in said
     assert "linear: partial (values 416, partial 16): fewer floats" in said
     lines = " ".join(said.split())
-    assert "fm: values (values 1,664, partial 80): values travel anyway for deep" in lines
+    assert "fm: values (values 1,664, partial 80): values are sent anyway for deep" in lines
     assert "deep: values (values 1,664, partial 2,048): costs more" in lines, said
 
 

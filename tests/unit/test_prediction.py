@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from colonnade import Table
-from colonnade.plan.cost.memory import Demand, Placed
-from colonnade.plan.cost.prediction import AMPLIFICATION, StepCosts, depth_for, predict
+from colonnade.plan.cost.memory import MemoryDemand, TableMemory
+from colonnade.plan.cost.prediction import AMPLIFICATION, StepCosts, choose_lookahead, predict
 from colonnade.plan.measure.device import PAGE, Device, DirectoryRate, ReadRate
 
 TABLE = Table("t", 16, rows=1000)  # record 76 bytes, framed 16 + 80
-DEMAND = Demand("t", 92, 10, 1000, (0.0, 1000.0), (50.0, 0.0), 100.0, 4.0)
+DEMAND = MemoryDemand("t", 92, 10, 1000, (0.0, 1000.0), (50.0, 0.0), 100.0, 4.0)
 
 
 def device(pages: float, latency: float = 1e-4) -> Device:
@@ -19,7 +19,7 @@ def device(pages: float, latency: float = 1e-4) -> Device:
 
 
 def foretell(rows=500, *, step=1e-3, moved=1e-6, pages=1e6, **settings):
-    placed = [Placed("t", rows, DEMAND.reads_at(rows))]
+    placed = [TableMemory("t", rows, DEMAND.reads_at(rows))]
     costs = StepCosts(step_seconds=step, born_seconds=2e-6, moved_seconds=moved)
     settings = {"batch_size": 200, "num_batches": 100, **settings}
     return predict([TABLE], [DEMAND], placed, [2.0], costs, device(pages), **settings)
@@ -68,10 +68,12 @@ def test_ranks_work_side_by_side():
 
 
 def test_lookahead_is_as_deep_as_reads_are_slow():
-    placed, costs = [Placed("t", 500, 25.0)], StepCosts(step_seconds=1e-3)
-    assert depth_for(placed, costs, None) == 2
-    assert depth_for([Placed("t", 1000, 0.0)], costs, device(1e6)) == 2
-    assert depth_for(placed, costs, device(1e6)) == 3
-    assert depth_for(placed, costs, device(25 / 4e-3)) == 7  # four steps of reads and a little
-    assert depth_for(placed, costs, device(1.0)) == 64
-    assert depth_for(placed, costs, device(1.0), 5) == 5
+    placed, costs = [TableMemory("t", 500, 25.0)], StepCosts(step_seconds=1e-3)
+    assert choose_lookahead(placed, costs, None) == 2
+    assert choose_lookahead([TableMemory("t", 1000, 0.0)], costs, device(1e6)) == 2
+    assert choose_lookahead(placed, costs, device(1e6)) == 3
+    assert (
+        choose_lookahead(placed, costs, device(25 / 4e-3)) == 7
+    )  # four steps of reads and a little
+    assert choose_lookahead(placed, costs, device(1.0)) == 64
+    assert choose_lookahead(placed, costs, device(1.0), 5) == 5

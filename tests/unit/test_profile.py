@@ -16,22 +16,22 @@ from colonnade.errors import ConfigError
 from colonnade.plan.measure.popularity import (
     Popularity,
     best_curve,
-    births,
     counting_curve,
-    popularity,
+    estimate_popularity,
+    expected_births,
+    expected_used_rows,
     recency_curve,
-    seen,
 )
 from colonnade.plan.measure.profile import (
     FeatureProfile,
     Profile,
-    best_misses,
-    inversions,
+    count_inversions,
+    count_unique_by_size,
+    lru_miss_ratios,
+    most_used_miss_ratios,
     profile,
     profile_ids,
-    recency_misses,
     reuse_distances,
-    unique_of_pieces,
 )
 
 STREAMS = st.lists(st.integers(-3, 12), max_size=80).map(lambda ids: np.array(ids, dtype=np.int64))
@@ -70,12 +70,12 @@ def test_reuse_distances_are_those_of_a_walk(ids):
 def test_inversions_count_larger_ones_before(order, size):
     values = np.array(order[:size], dtype=np.int64)
     wanted = [int((values[:i] > values[i]).sum()) for i in range(size)]
-    assert inversions(values).tolist() == wanted
+    assert count_inversions(values).tolist() == wanted
 
 
 @given(STREAMS.filter(len))
 def test_the_curve_of_recency_is_that_of_an_lru_cache(ids):
-    capacity, misses = recency_misses(ids)
+    capacity, misses = lru_miss_ratios(ids)
     for rows, share in zip(capacity, misses, strict=True):
         simulated = lru_misses(ids, int(rows)) if rows else len(ids)
         assert share * len(ids) == pytest.approx(simulated)
@@ -83,7 +83,7 @@ def test_the_curve_of_recency_is_that_of_an_lru_cache(ids):
 
 def test_a_sample_of_ids_gives_nearly_the_same_curve():
     ids, _ = zipf(20_000, 1.0, 120_000)
-    exact, sampled = recency_misses(ids), recency_misses(ids, rate=0.1)
+    exact, sampled = lru_miss_ratios(ids), lru_miss_ratios(ids, rate=0.1)
     for rows in (100, 500, 2000, 8000):
         assert np.interp(rows, *sampled) == pytest.approx(np.interp(rows, *exact), abs=0.02)
 
@@ -93,7 +93,7 @@ def test_the_best_rows_are_not_praised_for_having_been_seen():
     ids, _ = zipf(50_000, 0.9, 80_000)
     half, other = ids[::2], ids[1::2]
     values, rows = np.unique(np.unique(half, return_counts=True)[1], return_counts=True)
-    curve = best_misses(values, rows)
+    curve = most_used_miss_ratios(values, rows)
     ranked = [i for i, _ in Counter(half.tolist()).most_common()]
     naive = np.sort(np.unique(half, return_counts=True)[1])[::-1].cumsum() / len(half)
     for size in (50, 500, 5000):
@@ -107,16 +107,18 @@ def test_the_best_rows_are_not_praised_for_having_been_seen():
 def test_popularity_foretells_what_the_law_says_four_samples_on(rows, exponent, known):
     count, lookups = 60_000, 2048
     ids, chance = zipf(rows, exponent, count)
-    found = popularity(np.bincount(ids)[np.bincount(ids) > 0], rows if known else None)
+    found = estimate_popularity(np.bincount(ids)[np.bincount(ids) > 0], rows if known else None)
     true = Popularity(np.ones(rows), chance)
     assert found.rows @ found.chance == pytest.approx(1)
     batches = 4 * count / lookups
     close = 0.05 if known else 0.3
     assert found.unique(lookups) == pytest.approx(true.unique(lookups), rel=0.02)
-    assert births(found, lookups, batches) == pytest.approx(
-        births(true, lookups, batches), rel=close, abs=0.5
+    assert expected_births(found, lookups, batches) == pytest.approx(
+        expected_births(true, lookups, batches), rel=close, abs=0.5
     )
-    assert seen(found, lookups, batches) == pytest.approx(seen(true, lookups, batches), rel=close)
+    assert expected_used_rows(found, lookups, batches) == pytest.approx(
+        expected_used_rows(true, lookups, batches), rel=close
+    )
     for curve in (counting_curve, recency_curve):
         mine, law = curve(found, lookups, batches), curve(true, lookups, batches)
         for share in (1 / 16, 1 / 8):
@@ -220,7 +222,7 @@ def test_unique_rows_of_pieces_are_those_of_sets(bags, first, second):
     offsets = torch.tensor([0, *np.cumsum([len(bag) for bag in bags])])
     owner = np.repeat(np.arange(len(bags)), [len(bag) for bag in bags])
     sizes = sorted({first, second})
-    found = unique_of_pieces(ids, owner, sizes, len(bags))
+    found = count_unique_by_size(ids, owner, sizes, len(bags))
     for size, count in zip(sizes, found.tolist(), strict=True):
         runs = [bags[k * size : (k + 1) * size] for k in range(len(bags) // size)]
         assert count == sum(len({each for bag in run for each in bag}) for run in runs)

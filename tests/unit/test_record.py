@@ -13,6 +13,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
+from colonnade.store.collect_tier_counts import TierCounts
 from rich.console import Console
 from small_run import CONFIG
 
@@ -20,10 +21,9 @@ from colonnade import Batch, Mesh
 from colonnade.config.run import build_config, override
 from colonnade.data.contract import Position
 from colonnade.errors import StorageError
-from colonnade.report.reading import read_run, sums_of
-from colonnade.run.machine import machine_facts
+from colonnade.report.reading import read_run, sum_lines
+from colonnade.run.machine import collect_machine_facts
 from colonnade.run.run import open_run
-from colonnade.store.tier_counts import TierCounts
 from colonnade.train.metrics_file import drop_lines_after, read_lines
 from colonnade.train.progress import Progress, _columns
 from colonnade.train.record import Counters, Record, TierActivity
@@ -47,28 +47,28 @@ def test_lines_add_up_to_the_counters(finished):
     record, trainer = read_run(folder), run.trainer
     assert record.status == "finished" and record.step == 30
     sources = trainer.collection.store.sources
-    sums = sums_of(record, "rows")
+    sums = sum_lines(record, "rows")
     assert (
         sums["resident"] == sources.resident and sums["read"] == sources.read + sources.copied > 0
     )
     assert sums["born"] == sources.born
     assert sums["evicted"] == sources.evicted_clean + sources.evicted_dirty > 0
-    phases = sums_of(record, "phases")
+    phases = sum_lines(record, "phases")
     total = phases.pop("total")
     for name, seconds in phases.items():
         assert seconds == pytest.approx(trainer.phases.seconds[name], rel=1e-9)
     assert sum(phases.values()) <= total
-    for line in record.of_kind("train"):
+    for line in record.lines_of_kind("train"):
         assert line["lr"] == {"rows": 0.02, "dense": 0.001} and line["samples_per_second"] > 0
-    assert record.of_kind("train")[-1]["step"] == 30
-    assert [line["epoch"] for line in record.of_kind("evaluate")] == [1, 2]
+    assert record.lines_of_kind("train")[-1]["step"] == 30
+    assert [line["epoch"] for line in record.lines_of_kind("evaluate")] == [1, 2]
 
 
 def test_tiers_add_up_to_the_stores_own_counts(finished):
     folder, run = finished
     record, store = read_run(folder), run.trainer.collection.store
     sources, summary = store.sources, json.loads((folder / "summary.json").read_text())["tiers"]
-    lines = record.of_kind("tiers")
+    lines = record.lines_of_kind("tiers")
     assert len(lines) >= 15 and list(lines[0]["tiers"]) == ["dram", "ssd"]
 
     def total(tier, name):
@@ -117,13 +117,13 @@ def test_traffic_and_tables_are_counted(finished):
     folder, run = finished
     record = read_run(folder)
     batch = next(iter(run.trainer.data.train.batches(100)))
-    traffic = record.of_kind("traffic")[0]
+    traffic = record.lines_of_kind("traffic")[0]
     for name in batch.ids:
         assert traffic["lookups"][name] == 100
         assert 1 <= traffic["unique"][name] <= 100
     watched = Counters(run.trainer).collect_traffic(batch)
     assert watched["unique"] == {n: len(set(ids.values.tolist())) for n, ids in batch.ids.items()}
-    tables = record.of_kind("tables")[-1]["tables"]
+    tables = record.lines_of_kind("tables")[-1]["tables"]
     store = run.trainer.collection.store
     for t, table in enumerate(run.trainer.collection.tables):
         found = tables[table.name]
@@ -131,7 +131,7 @@ def test_traffic_and_tables_are_counted(finished):
         assert found["bytes_in_memory"] == found["rows_in_memory"] * table.record_bytes
     assert record.summary["tables"]["C4"]["rows_in_files"] > 0
     facts = json.loads((folder / "machine.json").read_text())
-    assert set(facts) == {"format", "version", *machine_facts(folder)}
+    assert set(facts) == {"format", "version", *collect_machine_facts(folder)}
 
 
 def test_lines_are_json_for_anyone(finished):

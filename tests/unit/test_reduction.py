@@ -11,7 +11,7 @@ from torch import nn
 
 from colonnade import World, open_mesh
 from colonnade.comm import process_groups as mesh_module
-from colonnade.comm.collectives import choose_way, sent, sum_in_order
+from colonnade.comm.collectives import choose_sum_algorithm, sent, sum_in_order
 from colonnade.errors import ConfigError
 from colonnade.run.planner import estimate_reduction_seconds
 
@@ -39,14 +39,14 @@ def test_the_order_of_additions(hosts, local):
 def test_the_way_follows_the_links():
     world = World(num_hosts=4, ranks_per_host=2)
     # Signals alone: messages are all that counts.
-    assert choose_way(World(num_hosts=2, ranks_per_host=2), 12) == "whole"
-    assert choose_way(World(num_hosts=8, ranks_per_host=8), 12) == "by host"
-    assert choose_way(world, 1 << 20) == "by host"
-    assert choose_way(World(ranks_per_host=8), 1 << 20) == "scattered"
-    assert choose_way(World(num_hosts=8), 1 << 20) == "scattered"
+    assert choose_sum_algorithm(World(num_hosts=2, ranks_per_host=2), 12) == "whole"
+    assert choose_sum_algorithm(World(num_hosts=8, ranks_per_host=8), 12) == "by host"
+    assert choose_sum_algorithm(world, 1 << 20) == "by host"
+    assert choose_sum_algorithm(World(ranks_per_host=8), 1 << 20) == "scattered"
+    assert choose_sum_algorithm(World(num_hosts=8), 1 << 20) == "scattered"
     # Hosts joined as fast as their ranks are: nothing to save on the uplink, and more to do inside.
     fast = replace(world, num_hosts=2, remote_bytes_per_second=1e12, local_bytes_per_second=1e8)
-    assert choose_way(fast, 1 << 20) == "scattered"
+    assert choose_sum_algorithm(fast, 1 << 20) == "scattered"
 
 
 @pytest.mark.parametrize("hosts, local", [(2, 2), (4, 2), (8, 8), (125, 8)])

@@ -17,17 +17,24 @@ from run_records import write_run
 
 from colonnade.errors import CheckpointError, StorageError
 from colonnade.report import figures, tiers
+from colonnade.report.formatting import format_bytes, format_count, format_seconds
 from colonnade.report.page import write_page
 from colonnade.report.pages import (
+    build_figure_lines,
+    build_headline,
     compare_page,
-    different_settings,
-    figure_lines,
-    headline,
-    names_of,
+    find_different_settings,
+    run_names,
     run_page,
 )
-from colonnade.report.reading import best_of, is_judged, metrics_of, read_run, sums_of, tables_of
-from colonnade.report.words import bytes_words, count_words, seconds_words
+from colonnade.report.reading import (
+    collect_metrics,
+    collect_tables,
+    find_best,
+    is_judged,
+    read_run,
+    sum_lines,
+)
 
 
 def figures_in(html: str) -> list[dict]:
@@ -39,17 +46,17 @@ def figures_in(html: str) -> list[dict]:
 def test_what_is_read_is_what_was_written(tmp_path):
     run = read_run(write_run(tmp_path / "run", steps=400, every=20, evaluations=4))
     assert run.status == "finished" and run.step == 400
-    metrics = metrics_of(run)
+    metrics = collect_metrics(run)
     assert [step for step, _ in metrics["auc"]["validation"]] == [100, 200, 300, 400]
-    assert best_of("auc", metrics["auc"]["validation"])[0] == 400
-    assert best_of("log_loss", metrics["log_loss"]["validation"])[0] == 400
-    assert sums_of(run, "rows") == {
+    assert find_best("auc", metrics["auc"]["validation"])[0] == 400
+    assert find_best("log_loss", metrics["log_loss"]["validation"])[0] == 400
+    assert sum_lines(run, "rows") == {
         "resident": 180000,
         "read": 14000,
         "born": 6000,
         "evicted": 13000,
     }
-    tables = tables_of(run)
+    tables = collect_tables(run)
     assert [t.name for t in tables] == [f"C{i}" for i in range(6)]  # most bytes first
     assert tables[0].rows_known == 12000 and tables[0].lookups == 4096 and tables[3].unique == 103
 
@@ -58,12 +65,12 @@ def test_what_is_read_is_what_was_written(tmp_path):
     ("settings", "status", "words"),
     [
         ({}, "finished", ["Training loss", "Phases of a step", "Bytes sent", "Learning rates"]),
-        ({"finished": False}, "ended early", ["ended without a word"]),
+        ({"finished": False}, "ended early", ["ended without a summary"]),
         ({"steps": 20, "evaluations": 0, "finished": False}, "ended early", ["No evaluation yet"]),
         ({"steps": 0, "finished": False}, "not begun", ["Nothing recorded yet"]),
         ({"nan_from": 200}, "finished", ["11 of 20 recorded losses are not finite, the first at step 200"]),
         ({"nan_from": 0}, "finished", ["20 of 20 recorded losses are not finite"]),
-        ({"tables": 1000, "ranks": 1}, "finished", ["960 more", "985 smaller tables", "One rank: nothing travels"]),
+        ({"tables": 1000, "ranks": 1}, "finished", ["960 more", "985 smaller tables", "One rank: nothing is sent"]),
         ({"steps": 200000}, "finished", ["One point in 20 steps"]),
     ],
 )  # fmt: skip
@@ -87,22 +94,22 @@ def test_every_state_of_a_run_makes_a_page(settings, status, words, tmp_path):
 
 def test_tiers_are_shown_where_there_are_some(tmp_path):
     run = read_run(write_run(tmp_path / "run", steps=400, every=20, finished=False))
-    found = tiers.totals(run)
+    found = tiers.sum_tiers(run)
     assert list(found) == ["dram", "ssd"]
-    lines = run.of_kind("tiers")
+    lines = run.lines_of_kind("tiers")
     ssd = found["ssd"]
     assert ssd.reads == sum(line["tiers"]["ssd"]["reads"] for line in lines) > 0
     assert ssd.lifetime_bytes == lines[-1]["tiers"]["ssd"]["lifetime_bytes"]
     assert ssd.held_bytes == 500_000
     assert found["dram"].hit_rate == 0.9 and ssd.write_amplification == pytest.approx(1.5)
-    words = dict(zip(tiers.TIER_LINES, tiers.tier_words(ssd), strict=True))
+    words = dict(zip(tiers.TIER_LINES, tiers.format_tier(ssd), strict=True))
     assert (
         words["write amp."] == "1.50x"
         and words["space amp."] == "1.25x"
         and words["hit rate"] == "70.0%"
     )
-    assert set(tiers.tier_words(found["dram"])) >= {"-", "90.0%"}
-    charts = [chart for chart in tiers.charts(run) if chart is not None]
+    assert set(tiers.format_tier(found["dram"])) >= {"-", "90.0%"}
+    charts = [chart for chart in tiers.tier_charts(run) if chart is not None]
     assert len(charts) == 6
     rates = charts[0]["data"]
     assert [trace["name"] for trace in rates] == ["dram", "ssd"] and set(rates[0]["y"]) == {90.0}
@@ -110,15 +117,15 @@ def test_tiers_are_shown_where_there_are_some(tmp_path):
     (tmp_path / "run" / "summary.json").write_text(
         json.dumps({"tiers": {"dram": {"hits": 5}, "ssd": {"hits": 7}}})
     )
-    assert tiers.totals(read_run(tmp_path / "run"))["ssd"].hits == 7
+    assert tiers.sum_tiers(read_run(tmp_path / "run"))["ssd"].hits == 7
     old = read_run(write_run(tmp_path / "old", tiers=False))
-    assert tiers.totals(old) == {} and tiers.charts(old) == [None] * 6
+    assert tiers.sum_tiers(old) == {} and tiers.tier_charts(old) == [None] * 6
     assert "<h2>Tiers</h2>" not in run_page(old) and "<h2>Tiers</h2>" in run_page(run)
 
 
 def test_copies_of_rows_are_shown_where_there_are_some(tmp_path):
     folder = write_run(tmp_path / "run")
-    assert "Copies of rows" not in run_page(read_run(folder))
+    assert "Row cache" not in run_page(read_run(folder))
     counts = {
         "hits": 60,
         "misses": 30,
@@ -133,9 +140,9 @@ def test_copies_of_rows_are_shown_where_there_are_some(tmp_path):
     with (folder / "metrics.jsonl").open("a") as lines:
         lines.write(json.dumps({"step": 400, "kind": "copy_ages", "time": 0.0, **ages}) + "\n")
     html = run_page(read_run(folder))
-    assert "Copies of rows on rank 0" in html
+    assert "Row cache of rank 0" in html
     assert "60.0%" in html and "4.0 batches" in html
-    assert "How old rows were" in html and "32 to 63" in html and "15.0%" in html
+    assert "Age of cached rows" in html and "32 to 63" in html and "15.0%" in html
 
 
 def test_headline_takes_the_test_value_of_the_best_validated_step(tmp_path):
@@ -149,7 +156,9 @@ def test_headline_takes_the_test_value_of_the_best_validated_step(tmp_path):
                 "test_auc": test,
             }
             lines.write(json.dumps(line) + "\n")
-    assert ("test AUC", "0.6000", "step 200, best of validation AUC") in headline(read_run(folder))
+    assert ("test AUC", "0.6000", "step 200, best of validation AUC") in build_headline(
+        read_run(folder)
+    )
 
 
 def test_headline_never_takes_the_best_of_the_test_part(tmp_path):
@@ -158,9 +167,9 @@ def test_headline_never_takes_the_best_of_the_test_part(tmp_path):
     lines = [{"step": step, "kind": "evaluate", "test_auc": auc} for step, auc in scores]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = read_run(folder)
-    assert ("test AUC", "0.7000", "last step, 300; no validation part") in headline(run)
+    assert ("test AUC", "0.7000", "last step, 300; no validation part") in build_headline(run)
     assert "0.9000 at step" not in run_page(run)
-    assert {line.name: line.values for line in figure_lines([run])}["test AUC, chosen"] == (
+    assert {line.name: line.values for line in build_figure_lines([run])}["test AUC, chosen"] == (
         "0.7000",
     )
 
@@ -175,7 +184,7 @@ def test_headline_goes_by_the_metric_that_the_run_monitored(tmp_path):
         {"step": 200, "kind": "evaluate", "validation_auc": 0.8, "validation_log_loss": 0.9, "test_auc": 0.9},
     ]  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert ("test AUC", "0.6000", "step 100, best of validation log loss") in headline(
+    assert ("test AUC", "0.6000", "step 100, best of validation log loss") in build_headline(
         read_run(folder)
     )
 
@@ -214,10 +223,10 @@ def test_comparison_shows_only_what_differs_and_marks_the_best(tmp_path):
     one = write_run(tmp_path / "a" / "run", lr=0.1, loss=0.6)
     two = write_run(tmp_path / "b" / "run", lr=0.2, loss=0.5, steps=800, evaluations=2)
     runs = [read_run(one), read_run(two)]
-    assert names_of(runs) == ["a/run", "b/run"]
-    assert {line.name for line in different_settings(runs)} == {"embedding.lr", "train.epochs"}
-    assert different_settings([runs[0], runs[0]]) == []
-    lines = {line.name: line for line in figure_lines(runs)}
+    assert run_names(runs) == ["a/run", "b/run"]
+    assert {line.name for line in find_different_settings(runs)} == {"embedding.lr", "train.epochs"}
+    assert find_different_settings([runs[0], runs[0]]) == []
+    lines = {line.name: line for line in build_figure_lines(runs)}
     assert lines["steps"].values == ("400", "800")
     assert lines["test AUC, chosen"].best == ()  # equal
     drawn = figures_in(compare_page(runs))
@@ -225,7 +234,10 @@ def test_comparison_shows_only_what_differs_and_marks_the_best(tmp_path):
         assert [trace["name"] for trace in figure["data"]] == ["a/run", "b/run"]
     empty = read_run(write_run(tmp_path / "c", steps=0, finished=False))
     assert (
-        "-" in {line.name: line for line in figure_lines([*runs, empty])}["test AUC, chosen"].values
+        "-"
+        in {line.name: line for line in build_figure_lines([*runs, empty])}[
+            "test AUC, chosen"
+        ].values
     )
     assert "3 runs compared" in compare_page([*runs, empty])
 
@@ -233,7 +245,7 @@ def test_comparison_shows_only_what_differs_and_marks_the_best(tmp_path):
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5000))
 def test_thinned_curves_keep_their_mean_and_ends(values):
     points = list(enumerate(values))
-    steps, means = figures.thinned(points)
+    steps, means = figures.thin_points(points)
     run = -(-len(values) // figures.MAX_POINTS)
     assert len(steps) <= figures.MAX_POINTS and steps[-1] == len(values) - 1
     assert steps == sorted(set(steps))
@@ -243,7 +255,7 @@ def test_thinned_curves_keep_their_mean_and_ends(values):
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=300))
 def test_smoothed_curves_stay_inside(values):
-    smooth = figures.smoothed(values)
+    smooth = figures.smooth_curve(values)
     assert len(smooth) == len(values)
     slack = 1e-4 * max(1.0, *map(abs, values))
     assert all(min(values) - slack <= v <= max(values) + slack for v in smooth)
@@ -252,11 +264,11 @@ def test_smoothed_curves_stay_inside(values):
 @pytest.mark.parametrize(
     ("function", "value", "words"),
     [
-        (count_words, 1234567, "1.23 M"), (count_words, 99999, "99,999"), (count_words, 0, "0"),
-        (count_words, None, "-"), (count_words, float("nan"), "-"), (count_words, 3.14159, "3.14"),
-        (count_words, 123456, "123 k"), (bytes_words, 2**20, "1 MiB"), (bytes_words, 12, "12 B"),
-        (bytes_words, 1000 * 2**30, "1,000 GiB"), (seconds_words, 0.0123, "12.3 ms"),
-        (seconds_words, 3600 * 2 + 120, "2 h 2 min"), (seconds_words, 5e-5, "50 µs"),
+        (format_count, 1234567, "1.23 M"), (format_count, 99999, "99,999"), (format_count, 0, "0"),
+        (format_count, None, "-"), (format_count, float("nan"), "-"), (format_count, 3.14159, "3.14"),
+        (format_count, 123456, "123 k"), (format_bytes, 2**20, "1 MiB"), (format_bytes, 12, "12 B"),
+        (format_bytes, 1000 * 2**30, "1,000 GiB"), (format_seconds, 0.0123, "12.3 ms"),
+        (format_seconds, 3600 * 2 + 120, "2 h 2 min"), (format_seconds, 5e-5, "50 µs"),
     ],
 )  # fmt: skip
 def test_numbers_in_words(function, value, words):
@@ -271,7 +283,7 @@ def test_numbers_in_words(function, value, words):
 def test_which_way_a_metric_is_better(metric, judged, best):
     assert is_judged(metric) is judged
     if best is not None:
-        assert best_of(metric, [(1, 0.2), (2, 0.4)])[0] == best
+        assert find_best(metric, [(1, 0.2), (2, 0.4)])[0] == best
 
 
 def test_a_page_takes_no_device_away_and_follows_links(tmp_path):
@@ -321,7 +333,7 @@ def test_the_last_batch_of_an_epoch_does_not_count_as_a_typical_one(tmp_path):
     small = first | {"lookups": dict.fromkeys(first["lookups"], 7)}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(small) + "\n")
-    assert tables_of(read_run(folder))[0].lookups == 4096
+    assert collect_tables(read_run(folder))[0].lookups == 4096
 
 
 def test_tiers_are_left_out_where_files_hold_checkpoints_alone(tmp_path):
@@ -338,10 +350,10 @@ def test_tiers_are_left_out_where_files_hold_checkpoints_alone(tmp_path):
 
 def test_small_tables_are_drawn_in_kib_and_few_losses_as_one_curve(tmp_path):
     run = read_run(write_run(tmp_path / "run", steps=400, every=20))
-    sizes = figures.table_sizes(
-        [replace(t, bytes_in_memory=40_960, bytes_in_files=0) for t in tables_of(run)]
+    sizes = figures.table_size_chart(
+        [replace(t, bytes_in_memory=40_960, bytes_in_files=0) for t in collect_tables(run)]
     )
     assert sizes["data"][0]["x"][0] == 40 and "KiB" in json.dumps(sizes["layout"])
-    assert [trace["name"] for trace in figures.losses(run)["data"]] == ["loss"]
+    assert [trace["name"] for trace in figures.loss_chart(run)["data"]] == ["loss"]
     many = read_run(write_run(tmp_path / "many", steps=4000, every=20))
-    assert [trace["name"] for trace in figures.losses(many)["data"]] == ["recorded", "smoothed"]
+    assert [trace["name"] for trace in figures.loss_chart(many)["data"]] == ["recorded", "smoothed"]

@@ -27,9 +27,9 @@ from colonnade.run import run as runs
 from colonnade.store.log import LogBacking
 from colonnade.topology.sharding import (
     Sharding,
+    build_hot_rows,
     column_wise,
     host_wise,
-    hot_rows,
     replicated,
     row_wise,
     table_wise,
@@ -70,7 +70,7 @@ KINDS = {
 
 
 def hot(sharding, num_ranks, ids):
-    return replace(sharding, hot=hot_rows(ids, num_ranks)) if num_ranks > 1 else sharding
+    return replace(sharding, hot=build_hot_rows(ids, num_ranks)) if num_ranks > 1 else sharding
 
 
 DATA = {"num_train": 500, "num_test": 100, "cardinalities": [50, 900, 7, 3000]}

@@ -17,16 +17,16 @@ from colonnade import SGD, Batch, Feature, Ids, Mesh, RowOptimizer, Table, Unifo
 from colonnade.errors import ConfigError, DataError, NonFiniteError
 from colonnade.models.dlrm import DLRM
 from colonnade.models.retriever import (
-    Retrieval,
-    best,
+    RetrievalObjective,
     contrastive_loss,
+    mask_items,
     recall_and_ndcg,
-    without_seen,
+    top_items,
 )
 from colonnade.models.sasrec import SASRec
 from colonnade.models.two_tower import TwoTower
 from colonnade.train.dense import DenseGradients
-from colonnade.train.objective import Probability, objective_of
+from colonnade.train.objective import Probability, get_objective
 
 ITEMS = 30
 
@@ -60,8 +60,8 @@ def test_metrics_are_the_slow_ones(seed, shape, k, levels):
     cuts = torch.randint(1, shape[1] + 1, (shape[0],), generator=random).tolist()
     truth = [order[q, :cut].tolist() for q, cut in enumerate(cuts)]
     seen = [order[q, cut : cut + 2].tolist() for q, cut in enumerate(cuts)]
-    scores = without_seen(scores, bags(seen))
-    top = best(scores, k)
+    scores = mask_items(scores, bags(seen))
+    top = top_items(scores, k)
     assert top.shape == (shape[0], min(k, shape[1]))
     recall, ndcg = recall_and_ndcg(top, bags(truth), k)
     for q in range(shape[0]):
@@ -78,7 +78,7 @@ def test_known_metrics():
 
 def test_scores_that_are_no_numbers_are_refused():
     with pytest.raises(NonFiniteError, match="diverged"):
-        best(torch.tensor([[0.0, math.nan]]), 1)
+        top_items(torch.tensor([[0.0, math.nan]]), 1)
 
 
 def two_tower(dtype="float64", **settings):
@@ -151,7 +151,7 @@ def test_two_towers_are_plain_torch():
     wanted = (losses * batch.sample_weight).sum() / batch.sample_weight.sum()
     gradients = torch.autograd.grad(wanted, [*model.parameters(), user, item, year])
 
-    loss = Retrieval().loss(model, batch, Mesh())
+    loss = RetrievalObjective().loss(model, batch, Mesh())
     torch.testing.assert_close(loss, wanted)
     loss.backward()
     for parameter, gradient in zip(model.parameters(), gradients[:-3], strict=True):
@@ -247,7 +247,7 @@ def test_sasrec_is_plain_torch(positions):
             total += batch.sample_weight[s]
     wanted = losses / total
     gradients = torch.autograd.grad(wanted, [*model.parameters(), item])
-    loss = Retrieval().loss(model, batch, Mesh())
+    loss = RetrievalObjective().loss(model, batch, Mesh())
     torch.testing.assert_close(loss, wanted)
     loss.backward()
     for parameter, gradient in zip(model.parameters(), gradients, strict=False):
@@ -311,7 +311,7 @@ def train(mesh, name, sizes=(8, 2, 7, 1)):
     batches = (share_of(make(n, n), mesh.rank, mesh.num_ranks) for n in sizes)
     for batch in collection.lookahead(batches):
         dense.zero()
-        loss = Retrieval().loss(model, batch, mesh)
+        loss = RetrievalObjective().loss(model, batch, mesh)
         loss.backward()
         dense.reduce(finite=collection.pipeline.gradients.are_finite(), stop=False)
         rows.step(agreed=True)
@@ -359,9 +359,9 @@ def test_attention_with_a_gap_would_be_seen():
 
 
 def test_objectives_follow_from_the_model():
-    assert isinstance(objective_of(two_tower()), Retrieval)
+    assert isinstance(get_objective(two_tower()), RetrievalObjective)
     table = Table("a", 2, rows=3)
-    assert isinstance(objective_of(DLRM([table], [Feature("a", "a")], num_dense=0)), Probability)
+    assert isinstance(get_objective(DLRM([table], [Feature("a", "a")], num_dense=0)), Probability)
 
 
 def test_what_does_not_fit_is_refused():
@@ -384,4 +384,4 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(DataError, match="one item"):
         two_tower()(pairs)
     with pytest.raises(ConfigError, match="catalogue"):
-        Retrieval().evaluate(two_tower(), object(), 4, Mesh())
+        RetrievalObjective().evaluate(two_tower(), object(), 4, Mesh())

@@ -11,13 +11,13 @@ from colonnade.store.slot_directory import SlotDirectory
 
 def use(directory, ids, codes=None):
     """Pins ids (N,), unique, as a store does; their slots."""
-    directory.tick(len(ids), codes is not None)
+    directory.advance_clock(len(ids), codes is not None)
     slots = directory.find(ids)
     is_here = slots >= 0
     count = int((~is_here).sum())
-    assert directory.num_others(slots[is_here], len(ids)) + len(ids) <= directory.num_slots
+    assert directory.count_pinned_others(slots[is_here], len(ids)) + len(ids) <= directory.num_slots
     directory.pin(slots[is_here], None if codes is None else codes[is_here])
-    victims = directory.choose(count)
+    victims = directory.choose_victims(count)
     slots[~is_here] = directory.admit(
         ids[~is_here], victims, None if codes is None else codes[~is_here]
     )
@@ -27,8 +27,8 @@ def use(directory, ids, codes=None):
 @pytest.mark.parametrize(("exact", "rows"), [(8192, None), (0, None), (0, 900)])
 def test_rows_are_where_it_says(monkeypatch, exact, rows):
     """Also where victims are swept for; a pinned row never leaves."""
-    monkeypatch.setattr(slot_directory, "EXACT", exact)
-    monkeypatch.setattr(slot_directory, "RUN", 64)
+    monkeypatch.setattr(slot_directory, "EXACT_SLOTS", exact)
+    monkeypatch.setattr(slot_directory, "SWEEP_SLOTS", 64)
     random = np.random.default_rng(1)
     directory, memory = SlotDirectory(300, rows), np.full(300, -1)
     scale = 1 if rows else 0x1234567
@@ -49,7 +49,7 @@ def test_rows_are_where_it_says(monkeypatch, exact, rows):
             here = directory.find(random.permutation(900)[:50] * scale)
             here = here[here >= 0]
             directory.drop(here[~directory.is_pinned(here)])
-        held = np.flatnonzero(directory.marks & slot_directory.HELD)
+        held = np.flatnonzero(directory.flags & slot_directory.OCCUPIED)
         assert directory.num_rows == len(held) and np.array_equal(directory.ids[held], memory[held])
         assert np.array_equal(directory.find(directory.ids[held]), held)
         assert directory.num_pinned == len(np.unique(np.concatenate([s for _, s in pinned])))
@@ -61,7 +61,7 @@ def test_releasing_what_is_not_pinned_is_refused():
     directory.unpin(slots[:1], dirty=False)
     with pytest.raises(ValueError, match="not pinned"):
         directory.unpin(slots, dirty=True)
-    assert directory.is_pinned(slots).tolist() == [False, True] and not len(directory.dirty())
+    assert directory.is_pinned(slots).tolist() == [False, True] and not len(directory.dirty_slots())
 
 
 def hits(directory, stream, codes=None):
@@ -86,7 +86,7 @@ def skewed(seed, steps, rows=60_000):
 def test_sweeping_keeps_as_good_rows_as_the_exact_choice(monkeypatch):
     stream = skewed(0, 150)
     exact = hits(SlotDirectory(4000), stream)
-    monkeypatch.setattr(slot_directory, "EXACT", 0)
+    monkeypatch.setattr(slot_directory, "EXACT_SLOTS", 0)
     swept = hits(SlotDirectory(4000), stream)
     # All that counts can do: the rows that are likeliest.
     best = np.mean([(ids < 4000).mean() for ids in stream[75:]])
@@ -94,14 +94,16 @@ def test_sweeping_keeps_as_good_rows_as_the_exact_choice(monkeypatch):
 
 
 def test_what_was_used_most_long_ago_leaves(monkeypatch):
-    monkeypatch.setattr(slot_directory, "LATEST", 7.0)  # counts are scaled down several times
+    monkeypatch.setattr(
+        slot_directory, "MAX_HALF_LIVES", 7.0
+    )  # counts are scaled down several times
     directory = SlotDirectory(100)
     for _ in range(50):
         directory.unpin(use(directory, np.arange(100)), dirty=False)
     for turn in range(2000):  # other rows, for 40 half-lives
         directory.unpin(use(directory, 1000 + (np.arange(80) + 80 * (turn % 3)) % 160), dirty=False)
     assert (directory.find(np.arange(100)) >= 0).sum() == 0
-    assert np.isfinite(directory._worth).all()
+    assert np.isfinite(directory._scores).all()
 
 
 def test_hints_beat_what_is_least_recent():

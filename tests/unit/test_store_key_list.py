@@ -13,7 +13,7 @@ from colonnade.store.key_list import (
     HEADER,
     MAX_BYTES,
     Keys,
-    key_list_bytes,
+    encode_key_list,
     open_key_list,
     read_key_list,
 )
@@ -51,7 +51,7 @@ def test_ids_come_back(ids, cut):
 )
 def test_as_few_bytes_as_the_range_needs(ids, width, tmp_path):
     ids = as_ids(list(ids))
-    data = key_list_bytes(9, ids, 2**64 - 1)
+    data = encode_key_list(9, ids, 2**64 - 1)
     assert len(data) == MAX_BYTES + width * len(ids) and Keys.of(ids).width == width
     path = tmp_path / "segment-00000009.keys"
     path.write_bytes(data)
@@ -63,7 +63,7 @@ def test_what_is_not_the_key_list_is_refused(tmp_path):
     with pytest.raises(CorruptionError, match="missing"):
         open_key_list(path)
     ids = as_ids([3, 2**63 - 1, -5])
-    path.write_bytes(key_list_bytes(9, ids, 11))
+    path.write_bytes(encode_key_list(9, ids, 11))
     file = open_key_list(path)
     assert read_key_list(file, 9, 3, 11).ids().tolist() == ids.tolist()
     for number, num_records, checksum in ((8, 3, 11), (9, 2, 11), (9, 3, 12)):

@@ -8,7 +8,7 @@ from test_choice import load_of
 from colonnade import World
 from colonnade.plan.cost.consumers import ConsumerLoad, FieldLoad, ModelLoad
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Forced, Memory
+from colonnade.plan.search.candidates import Constraint, Memory
 from colonnade.plan.towers.advice import advised
 
 SLOW = World(num_hosts=2, ranks_per_host=2, remote_bytes_per_second=25e6)
@@ -36,7 +36,7 @@ def test_it_is_what_the_plan_of_a_model_with_modules_would_save():
         ]  # fmt: skip
         model = ModelLoad(tuple(fields), tuple(modules))
         forced = {
-            load.name: Forced("table_wise", "towers", (2 * (t % 2) + t // 2 % 2,))
+            load.name: Constraint("table_wise", "towers", (2 * (t % 2) + t // 2 % 2,))
             for t, load in enumerate(loads)
         }
         towered = choose(loads, SLOW, model=model, forced=forced).seconds
@@ -61,9 +61,9 @@ def test_tables_that_cannot_go_stay_as_they_are(kind):
     sequence = load_of("s", 10**6, SLOW, width=DIM, is_pooled=False, may_be_cut=True)
     hot = [load_of("h[hot]", 10, SLOW, width=DIM), load_of("h[cold]", 10**6, SLOW, width=DIM)]
     forced = {
-        "s": Forced(kind, "rows"),
-        "h[hot]": Forced("replicated"),
-        "h[cold]": Forced("row_wise", "rows"),
+        "s": Constraint(kind, "rows"),
+        "h[hot]": Constraint("replicated"),
+        "h[cold]": Constraint("row_wise", "rows"),
     }
     choice = choose([sequence, *loads, *hot], SLOW, forced=forced)
     found = advised([sequence, *loads, *hot], SLOW, choice, memory=Memory())

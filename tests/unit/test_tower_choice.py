@@ -11,7 +11,7 @@ from colonnade import World
 from colonnade.plan.cost.comm_volume import FIXED_BYTES, SHARED_BYTES
 from colonnade.plan.cost.consumers import ConsumerLoad, FieldLoad, ModelLoad
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Forced, Memory
+from colonnade.plan.search.candidates import Constraint, Memory
 
 SLOW = World(num_hosts=2, ranks_per_host=2, remote_bytes_per_second=25e6)
 DIM = 64
@@ -72,7 +72,7 @@ def test_rows_come_together_in_towers_where_many_samples_share_them():
     choice = choose(popular, world, model=model)
     assert {table.chosen.option for table in choice.tables} == {("tower_rows", "table_wise")}
     names = {table.name: table.chosen.sharding.ranks for table in choice.tables}
-    forced = {name: Forced("table_wise", "towers", ranks) for name, ranks in names.items()}
+    forced = {name: Constraint("table_wise", "towers", ranks) for name, ranks in names.items()}
     bags = choose(popular, world, model=model, forced=forced)
     assert choice.seconds.step < bags.seconds.step
     for channel in ("fetch", "push"):
@@ -82,7 +82,7 @@ def test_rows_come_together_in_towers_where_many_samples_share_them():
 
 def test_what_a_person_says_of_one_table_keeps_its_module_flat(loads):
     model = model_of(loads, 8)
-    forced = {"t1": Forced(exchange="rows")}
+    forced = {"t1": Constraint(exchange="rows")}
     choice = choose(loads, SLOW, model=model, forced=forced)
     assert choice.tables[1].chosen.exchange == "rows"
     assert "towers" not in {t.chosen.exchange for t in choice.tables[1::2]}
@@ -106,7 +106,7 @@ def test_nothing_is_put_where_there_is_no_room(loads):
 
 
 def test_ids_of_tables_sum_to_those_of_all_but_for_headers(loads):
-    forced = {load.name: Forced("table_wise", "towers") for load in loads}
+    forced = {load.name: Constraint("table_wise", "towers") for load in loads}
     choice = choose(loads, SLOW, forced=forced, model=model_of(loads, 8))
     local = sum(table.chosen.sent["route", "local"] for table in choice.tables)
     assert 0 < local < choice.sent["route", "local"]
@@ -118,7 +118,7 @@ def test_processors_move_what_is_sent_and_what_is_got(hosts, num_towers, ratio):
     """Of values and gradients by towers: the bytes that are counted, not as many as would go straight."""
     world = World(num_hosts=hosts, ranks_per_host=2)
     tables = [load_of(f"t{i}", 10**6, world, width=DIM) for i in range(world.num_ranks)]
-    forced = {f"t{i}": Forced("table_wise", "towers", (i,)) for i in range(world.num_ranks)}
+    forced = {f"t{i}": Constraint("table_wise", "towers", (i,)) for i in range(world.num_ranks)}
     model = model_of(tables, ratio, num_towers)
     size = world.num_ranks // num_towers
     mine = [

@@ -16,9 +16,9 @@ from colonnade.data.contract import Column, Schema
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.exchange.operator_cut import barred
 from colonnade.interaction import TowerModule
-from colonnade.models import work
-from colonnade.models.build import build_model, lasting_towers
+from colonnade.models.build import build_model, resolve_towers
 from colonnade.models.dcnv2 import DCNv2
+from colonnade.models.dense_cost import cross_cost, dlrm_cost, dlrm_tower_cost, mlp_cost
 from colonnade.models.dlrm import DLRM
 from colonnade.models.tower_modules import words_of
 from colonnade.publish.export import export_run
@@ -150,7 +150,7 @@ def test_what_a_partition_must_be(model):
 
     with pytest.raises(ConfigError, match="'film', 'user': this model has no such feature"):
         make(("a", "b", "film"), ("c", "d", "e", "user"))
-    with pytest.raises(ConfigError, match="'c', 'e': it stands in no tower; the partition is for"):
+    with pytest.raises(ConfigError, match="'c', 'e': it is in no tower; the partition is for"):
         make(("a", "b"), ("d",))
     with pytest.raises(ConfigError, match="tower_dim=3 without towers"):
         model(*declared(), num_dense=2, tower_dim=3)
@@ -190,7 +190,7 @@ def test_towers_without_modules_are_the_flat_model(model):
     torch.manual_seed(3)
     flat = model(*declared(), num_dense=2)
     assert torch.equal(towered(batch()), flat(batch())) and towered.towers == TOWERS
-    assert list(weights(towered)) == list(weights(flat)) and towered.work == flat.work
+    assert list(weights(towered)) == list(weights(flat)) and towered.dense_cost == flat.dense_cost
 
 
 @pytest.mark.parametrize("num_dense", [0, 2])
@@ -209,9 +209,9 @@ def test_towers_without_modules_are_the_flat_model(model):
 )
 def test_work_counts_all_weights(model, more, settings, num_dense):
     made = model(*declared(), num_dense=num_dense, **more, **settings)
-    assert made.work.parameters == sum(each.numel() for each in made.parameters())
+    assert made.dense_cost.parameters == sum(each.numel() for each in made.parameters())
     if not settings:
-        assert made.work == made.flat_work
+        assert made.dense_cost == made.flat_dense_cost
 
 
 def test_work_is_that_of_the_literature():
@@ -219,15 +219,15 @@ def test_work_is_that_of_the_literature():
     bottom, top = [512, 256], [1024, 1024, 512, 256]
 
     def dlrm(dim):
-        return work.dlrm(13, 27, dim, bottom=bottom, top=top)
+        return dlrm_cost(13, 27, dim, bottom=bottom, top=top)
 
     assert dlrm(128).products == 2_458_496 and round(dlrm(128).flops / 1e6, 2) == 14.75
     found = [
-        round((work.dlrm_tower(26, 128, dim) + dlrm(dim)).flops / 1e6, 2) for dim in (64, 32, 16, 8)
+        round((dlrm_tower_cost(26, 128, dim) + dlrm(dim)).flops / 1e6, 2) for dim in (64, 32, 16, 8)
     ]
     assert found == [15.26, 14.23, 13.72, 13.46]
-    dcn = work.mlp([13, *bottom, 128]) + work.cross(27 * 128, layers=3, rank=512)
-    assert round((dcn + work.mlp([27 * 128, *top, 1])).flops / 1e6, 2) == 96.18
+    dcn = mlp_cost([13, *bottom, 128]) + cross_cost(27 * 128, layers=3, rank=512)
+    assert round((dcn + mlp_cost([27 * 128, *top, 1])).flops / 1e6, 2) == 96.18
 
 
 SCHEMA = Schema(("x",), tuple(Column(name, 20) for name in NAMES))
@@ -248,9 +248,9 @@ def test_partitions_come_from_numbers_files_and_lists(tmp_path):
         config = configured(towers=said, tower_dim=3)
         model = build_model(SCHEMA, config)
         assert model.towers == wanted and model.dim == 3
-        kept = lasting_towers(SCHEMA, config)
+        kept = resolve_towers(SCHEMA, config)
         assert kept.model.towers == [list(tower) for tower in wanted.towers]
-        assert lasting_towers(SCHEMA, kept) == kept
+        assert resolve_towers(SCHEMA, kept) == kept
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,9 @@ def test_what_modules_save_is_said():
     model = DLRM(*declared(), num_dense=2, towers=TOWERS, tower_dim=3)
     said = words_of(model, model.embeddings)
     assert "2 tower modules (3+2 fields): 15 floats of a sample leave them of 30 (CR 2.00)" in said
-    assert f"42 parameters. The dense network takes {model.work.flops / 1e6:.2f} MFLOP" in said
+    assert (
+        f"42 parameters. The dense network takes {model.dense_cost.flops / 1e6:.2f} MFLOP" in said
+    )
     flat = DLRM(*declared(), num_dense=2)
     assert words_of(flat, flat.embeddings) == ""
     own = collection(TowerModule(Squared(), [6, 6], 2), ["a", "b"])

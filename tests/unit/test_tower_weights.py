@@ -11,10 +11,10 @@ from colonnade import EmbeddingCollection, Feature, Mesh, Table
 from colonnade.comm.traffic import Traffic
 from colonnade.errors import ConfigError
 from colonnade.interaction import TowerModule
-from colonnade.lookup.contract import Inside
+from colonnade.lookup.contract import TowerConsumers
 from colonnade.train.dense import DenseGradients
 from colonnade.train.tower_weights import TowerWeights, find_tower_weights
-from colonnade.wire.coded_sums import lost_by_parameter
+from colonnade.wire.coded_sums import residuals_by_parameter
 
 NUM_RANKS, STEPS, SAMPLES = 4, 4, 24
 INPUTS = torch.randn(STEPS, SAMPLES, 3, generator=torch.Generator().manual_seed(5)).double()
@@ -173,7 +173,7 @@ def test_buffers_of_a_tower_are_handed_out(everyone):
 
 
 def test_sums_inside_a_tower_are_exact_where_others_are_coded(everyone):
-    lost = lost_by_parameter([rank["coded"]["state"] for rank in everyone])
+    lost = residuals_by_parameter([rank["coded"]["state"] for rank in everyone])
     names = [name for name, _ in Model().named_parameters()]
     assert {names[number] for number in lost} == {"top.weight", "top.bias"}
 
@@ -202,7 +202,7 @@ def test_which_weights_are_a_towers_own():
     declared = EmbeddingCollection(
         tables, [Feature(name, name) for name in "abcd"], consumers=consumers
     ).declaration
-    inside = Inside(2, {"one": 0, "two": 1})
+    inside = TowerConsumers(2, {"one": 0, "two": 1})
     adam = torch.optim.Adam([torch.zeros(1)])
     found = find_tower_weights(declared, inside, 4, adam)
     assert found is not None and found.modules == ((declared.consumers["one"].interaction,), ())
@@ -210,7 +210,7 @@ def test_which_weights_are_a_towers_own():
     for refused_by in (
         find_tower_weights(declared, None, 4, adam),
         find_tower_weights(declared, inside, 2, adam),  # one tower of all ranks
-        find_tower_weights(declared, Inside(2, {"two": 1}), 4, adam),
+        find_tower_weights(declared, TowerConsumers(2, {"two": 1}), 4, adam),
         find_tower_weights(declared, inside, 4, torch.optim.LBFGS([torch.zeros(1)])),
     ):
         assert refused_by is None

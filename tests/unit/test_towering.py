@@ -8,7 +8,11 @@ from colonnade import Feature, Table, World
 from colonnade.config.run import build_config
 from colonnade.errors import ConfigError
 from colonnade.plan.constraints import in_towers, is_settled, towered
-from colonnade.plan.cost.tower_paths import CALL_MESSAGES, call_seconds, spared_seconds
+from colonnade.plan.cost.tower_paths import (
+    CALL_MESSAGES,
+    saved_processor_seconds,
+    tower_call_seconds,
+)
 from colonnade.plan.plan import build_plan
 from colonnade.run.planner import apply_tower_partition
 from colonnade.topology.towers import Partition
@@ -68,9 +72,9 @@ def test_servers_of_a_tower_have_its_rows():
     [
         ({"exchange": "towers", "towers": 3}, None, "3 towers on 4 ranks"),
         ({"exchange": "towers", "towers": 8}, None, "8 towers on 4 ranks"),
-        ({"towers": 2}, None, "no table travels by towers"),
+        ({"towers": 2}, None, "no table is exchanged by towers"),
         ({"exchange": "auto", "towers": 3}, None, "3 towers on 4 ranks"),
-        ({"exchange": "auto", "towers": "file"}, PARTITION, "no table travels by towers"),
+        ({"exchange": "auto", "towers": "file"}, PARTITION, "no table is exchanged by towers"),
         ({"exchange": "towers"}, Partition((("a", "b"), ("again",))), "'a' in tower 0 and 'again'"),
         ({"exchange": "towers"}, Partition((("a",), ("x",))), "the partition is for another model"),
         ({"exchange": "towers", "tables": {"a": {"sharding": "host_wise", "ranks": [1, 2]}}}, None, "of one tower"),
@@ -110,15 +114,15 @@ def test_a_file_says_which_features_stand_together(tmp_path):
 def test_calls_by_towers_have_fewer_slow_messages():
     world = World(num_hosts=8, ranks_per_host=8, message_seconds=1.0, remote_message_seconds=100.0)
     assert world.call_seconds == 7 + 56 * 100
-    assert call_seconds(world, 8) == 7 + 7 * 100
-    assert call_seconds(world, 64) == world.call_seconds
-    assert call_seconds(world, 16) == 3 + 1 + 14 * 100  # halves of hosts
+    assert tower_call_seconds(world, 8) == 7 + 7 * 100
+    assert tower_call_seconds(world, 64) == world.call_seconds
+    assert tower_call_seconds(world, 16) == 3 + 1 + 14 * 100  # halves of hosts
 
 
 def test_processors_have_fewer_messages_in_more_calls():
     world = World(num_hosts=4, ranks_per_host=4, message_processor_seconds=1e-3)
     each = 1e-3 * 15 / (15 + CALL_MESSAGES)
-    assert spared_seconds(world, 4) == pytest.approx(2 * (15 - 6 - CALL_MESSAGES) * each)
+    assert saved_processor_seconds(world, 4) == pytest.approx(2 * (15 - 6 - CALL_MESSAGES) * each)
     turns = 2 * (15 - 9 - 2 * CALL_MESSAGES) * each
-    assert spared_seconds(world, 4, turns=2) == pytest.approx(turns)
-    assert spared_seconds(world, 16) == spared_seconds(world, 1) == 0.0
+    assert saved_processor_seconds(world, 4, chunks=2) == pytest.approx(turns)
+    assert saved_processor_seconds(world, 16) == saved_processor_seconds(world, 1) == 0.0

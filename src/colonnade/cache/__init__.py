@@ -1,5 +1,10 @@
-"""Copies of rows that their ranks keep: who has one, how old it is, what it has yet to tell its owner."""
+"""Row caches: which remote rows a rank stores copies of, their ages, and gradients not yet sent to their owners."""
 
-from colonnade.cache.copies import Copies, DeviceCopies, NativeCopies, travelling_bytes
+from colonnade.cache.cached_rows import (
+    CachedRows,
+    DeviceCachedRows,
+    NativeCachedRows,
+    sent_record_bytes,
+)
 
-__all__ = ["Copies", "DeviceCopies", "NativeCopies", "travelling_bytes"]
+__all__ = ["CachedRows", "DeviceCachedRows", "NativeCachedRows", "sent_record_bytes"]

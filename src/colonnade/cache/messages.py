@@ -1,12 +1,12 @@
-"""Messages between a rank that has copies of rows and the owners of these rows.
+"""Messages between a rank that caches rows and the owners of these rows.
 
 A message of `cached`, one from each rank to each:
     4 bytes       little-endian: bytes of what follows, before the request
-    bits          three for each row named, as the request lists them: a copy to renew, wanted whole, a sum to come
-    2 bytes each  of copies to renew: batches since they were read, FAR for so many or more
-    a request     `packing.pack_requests`: all rows named
+    bits          three per row, in the order of the request: renew the copy, send the whole row, a sum will follow
+    2 bytes each  for copies to renew: batches since they were read, at most MAX_AGE
+    a request     `packing.pack_requests`: all rows
 
-Legend: N ranks, T tables, W rows that a rank names, P rows named to it.
+Legend: N ranks, T tables, W rows that a rank requests or will send sums of, P such rows of other ranks at their owner.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from colonnade import _native
 from colonnade.errors import WorldError
 
 
-def pack_marks(marks: np.ndarray, counts: np.ndarray) -> tuple[Tensor, list[int]]:
+def pack_bits(marks: np.ndarray, counts: np.ndarray) -> tuple[Tensor, list[int]]:
     """Pack marks (R,) bool of counts (N,) rows of each rank into bits, each rank's in bytes of its own.
 
     Returns the bytes (B,) uint8 and how many belong to each rank.
@@ -33,105 +33,108 @@ def pack_marks(marks: np.ndarray, counts: np.ndarray) -> tuple[Tensor, list[int]
     return torch.from_numpy(np.concatenate(parts)), [len(part) for part in parts]
 
 
-def mark_bytes(counts: np.ndarray) -> list[int]:
-    """Return the number of bytes of each rank that `pack_marks` makes of counts (N,)."""
+def packed_bit_sizes(counts: np.ndarray) -> list[int]:
+    """Return the bytes of each rank in the result of `pack_bits` for counts (N,)."""
     return (-(-counts // 8)).tolist()
 
 
-def unpack_marks(data: Tensor, counts: np.ndarray) -> np.ndarray:
-    """Unpack what `pack_marks` made: marks (R,) bool of counts (N,) rows of each rank."""
-    firsts = [0, *np.cumsum(mark_bytes(counts)).tolist()]
+def unpack_bits(data: Tensor, counts: np.ndarray) -> np.ndarray:
+    """Unpack the result of `pack_bits`: marks (R,) bool of counts (N,) rows of each rank."""
+    firsts = [0, *np.cumsum(packed_bit_sizes(counts)).tolist()]
     marks, sizes = data.numpy(), counts.tolist()
     bits = [np.unpackbits(marks[a:], count=n) for a, n in zip(firsts, sizes, strict=False)]
     return np.concatenate(bits).view(bool)
 
 
 HEAD_BYTES = 4
-FAR = 2**16 - 1
+MAX_AGE = 2**16 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """Rows that are named in messages, rank by rank and table by table, and what is said of each."""
+class RowRequests:
+    """Rows listed in messages, rank by rank and table by table, with their flags."""
 
     counts: np.ndarray  # (N, T) int64
-    renewed: np.ndarray  # (W,) bool
-    wanted: np.ndarray  # (W,) bool
-    written: np.ndarray  # (W,) bool
-    ages: np.ndarray  # (W,) int64; of those renewed
+    renewed: np.ndarray  # (W,) bool: send the row only if it changed since it was copied
+    wanted: np.ndarray  # (W,) bool: send the whole row
+    written: np.ndarray  # (W,) bool: a sum of gradients will follow
+    ages: np.ndarray  # (W,) int64, of renewed rows: batches since they were copied
 
-    def counted(self, mine: np.ndarray) -> np.ndarray:
-        """(N, T): rows of `mine` (W,) bool."""
-        before = np.concatenate([[0], np.cumsum(mine)])
+    def count_rows(self, mask: np.ndarray) -> np.ndarray:
+        """Count the rows of `mask` (W,) bool by rank and table, (N, T)."""
+        before = np.concatenate([[0], np.cumsum(mask)])
         ends = self.counts.ravel().cumsum()
         return (before[ends] - before[ends - self.counts.ravel()]).reshape(self.counts.shape)
 
 
-def with_notes(named: Named, requests: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """requests: by rank, uint8. The whole messages."""
-    borders = np.concatenate([[0], named.counts.sum(1).cumsum()]).tolist()
+def add_row_flags(row_requests: RowRequests, requests: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Prepend flags and ages to the requests, by rank, uint8. Return the whole messages."""
+    borders = np.concatenate([[0], row_requests.counts.sum(1).cumsum()]).tolist()
     messages = []
     for rank, request in enumerate(requests):
-        mine = slice(borders[rank], borders[rank + 1])
-        renewed = named.renewed[mine]
-        bits = np.packbits(np.stack([renewed, named.wanted[mine], named.written[mine]], 1).ravel())
-        ages = np.minimum(named.ages[mine][renewed], FAR).astype("<u2").view(np.uint8)
+        mask = slice(borders[rank], borders[rank + 1])
+        renewed = row_requests.renewed[mask]
+        bits = np.packbits(
+            np.stack([renewed, row_requests.wanted[mask], row_requests.written[mask]], 1).ravel()
+        )
+        ages = np.minimum(row_requests.ages[mask][renewed], MAX_AGE).astype("<u2").view(np.uint8)
         head = np.array([len(bits) + len(ages)], "<u4").view(np.uint8)
         messages.append(np.concatenate([head, bits, ages, request]))
     return messages
 
 
-def without_notes(messages: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """By rank: (notes, requests). Raises WorldError naming the rank whose message is none."""
-    notes, requests = [], []
+def split_row_flags(messages: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Split messages into flags with ages, and requests, both by rank. Raises WorldError that names the rank that sent
+    another kind of message."""
+    headers, requests = [], []
     for rank, message in enumerate(messages):
         size = int(message[:HEAD_BYTES].view("<u4")[0]) if len(message) >= HEAD_BYTES else -1
         if not 0 <= size <= len(message) - HEAD_BYTES:
-            raise _no_message(rank, len(message))
-        notes.append(message[HEAD_BYTES : HEAD_BYTES + size])
+            raise _bad_message_error(rank, len(message))
+        headers.append(message[HEAD_BYTES : HEAD_BYTES + size])
         requests.append(message[HEAD_BYTES + size :])
-    return notes, requests
+    return headers, requests
 
 
-def read_notes(notes: Sequence[np.ndarray], counts: np.ndarray) -> Named:
-    """Of `counts` (N, T) rows. Raises WorldError."""
-    said, ages = [], []
-    for rank, (note, rows) in enumerate(zip(notes, counts.sum(1).tolist(), strict=True)):
+def parse_row_flags(headers: Sequence[np.ndarray], counts: np.ndarray) -> RowRequests:
+    """Parse the flags and ages of `counts` (N, T) rows. Raises WorldError."""
+    flags, ages = [], []
+    for rank, (header, rows) in enumerate(zip(headers, counts.sum(1).tolist(), strict=True)):
         size = -(-3 * rows // 8)
-        bits = np.unpackbits(note[:size], count=min(3 * rows, 8 * len(note))).astype(bool)
-        if len(bits) != 3 * rows or 2 * bits[::3].sum() != len(note) - size:
-            raise _no_message(rank, len(note))
-        said.append(bits.reshape(rows, 3))
+        bits = np.unpackbits(header[:size], count=min(3 * rows, 8 * len(header))).astype(bool)
+        if len(bits) != 3 * rows or 2 * bits[::3].sum() != len(header) - size:
+            raise _bad_message_error(rank, len(header))
+        flags.append(bits.reshape(rows, 3))
         age = np.zeros(rows, np.int64)
-        age[said[-1][:, 0]] = note[size:].copy().view("<u2")
+        age[flags[-1][:, 0]] = header[size:].copy().view("<u2")
         ages.append(age)
-    renewed, wanted, written = np.concatenate(said).T
-    return Named(counts, renewed, wanted, written, np.concatenate(ages))
+    renewed, wanted, written = np.concatenate(flags).T
+    return RowRequests(counts, renewed, wanted, written, np.concatenate(ages))
 
 
-def _no_message(rank: int, size: int) -> WorldError:
+def _bad_message_error(rank: int, size: int) -> WorldError:
     return WorldError(
-        f"rank {rank} sent {size} bytes that are not what a rank with a cache sends; all ranks must run one version of "
-        "Colonnade on one model and plan"
+        f"rank {rank} sent {size} bytes that are not a message of a rank with a cache; all ranks must run one version "
+        "of Colonnade on one model and plan"
     )
 
 
-def tables_of(counts: np.ndarray) -> np.ndarray:
-    """counts (N, T) of rows listed rank by rank, table by table: (rows,) int64, the table of each."""
+def row_tables(counts: np.ndarray) -> np.ndarray:
+    """Return the table index of each of counts (N, T) rows listed rank by rank, table by table, (rows,) int64."""
     return np.repeat(_tables(*counts.shape), counts.ravel())
 
 
 @lru_cache(maxsize=64)
 def _tables(num_ranks: int, num_tables: int) -> np.ndarray:
-    """Of each block, the same in every step; read only."""
+    """Return the table index of each block. Cached, because it is the same in every step; read only."""
     return np.tile(np.arange(num_tables), num_ranks)
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
-    """Owner's side of a batch."""
+class ServedRequests:
+    """Requests for one batch on the owner's side."""
 
-    named: Named
+    row_requests: RowRequests
     ids: np.ndarray  # (P,) int64
-    plan: _native.Plan  # of those that sums will come of, each row once
-    requests: _native.Lookups  # of these
+    plan: _native.Plan  # of rows that will receive sums, each row once
+    requests: _native.Lookups  # of the same rows

@@ -48,17 +48,23 @@ from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import Position
 from colonnade.errors import CheckpointError, ColonnadeError, StorageError
 from colonnade.exchange.cached import CachedExchange
-from colonnade.exchange.cached_state import is_taken_up, load
-from colonnade.exchange.prefetched import tables_held
+from colonnade.exchange.cached_state import can_load_cache, load
+from colonnade.exchange.prefetched import prefetched_tables
 from colonnade.sizes import Place
 from colonnade.store.disk import Disk
 from colonnade.store.durable import write_durably
 from colonnade.store.log import LogBacking
-from colonnade.store.shards import AbsentRows, Shards
-from colonnade.store.table_shards import Joined, Laid, Rejoined, Sliced, lay_out
+from colonnade.store.shards import AbsentRows, ShardReader
+from colonnade.store.table_shards import (
+    ColumnShardReader,
+    ColumnSliceReader,
+    HotColdReader,
+    TableShard,
+    lay_out,
+)
 from colonnade.store.writer import LogWriter
 from colonnade.table import Table
-from colonnade.topology.sharding import Sharding, row_wise_in
+from colonnade.topology.sharding import Sharding, row_wise_over_owners
 
 if TYPE_CHECKING:
     from colonnade.embedding import EmbeddingCollection
@@ -75,7 +81,14 @@ class Checkpoints:
         self,
         folder: Path,
         mesh: Mesh,
-        backings: Sequence[LogBacking | Shards | Joined | Rejoined | Sliced | AbsentRows],
+        backings: Sequence[
+            LogBacking
+            | ShardReader
+            | ColumnShardReader
+            | HotColdReader
+            | ColumnSliceReader
+            | AbsentRows
+        ],
         *,
         keep: int,
         disk: Disk,
@@ -328,7 +341,7 @@ def open_checkpoints(
     step = None if newest < 0 else int(newest)
     check_complete(folder, step, mesh)
     run_name = _share_run_name(folder, step, mesh)
-    wanted_shardings = list(shardings or [row_wise_in(mesh.world)] * len(tables))
+    wanted_shardings = list(shardings or [row_wise_over_owners(mesh.world)] * len(tables))
     saved_shardings = wanted_shardings if step is None else shardings_of(read_header(folder, step))
     if len(saved_shardings) != len(tables):
         raise CheckpointError(
@@ -371,7 +384,7 @@ def _delete_overwritten_checkpoints(
     mesh: Mesh,
     disk: Disk,
     older_steps: Sequence[int],
-    shards: Sequence[Laid],
+    shards: Sequence[TableShard],
     new_shards: Sequence[int],
 ) -> None:
     """Delete the headers of older checkpoints with rows in folders that are about to be overwritten. Collective.
@@ -507,7 +520,7 @@ def _restore_prefetched_reads(
     num_reads = min(collection.opened.reads_ahead, *(len(state["held"]) for state in ranks))
     if num_reads and len(collection.opened.bounds) == 1:
         # If all tables have one bound, reads of only some tables are repeated.
-        num_reads *= len(tables_held([ranks[0]["held"][0]], len(shards))) == len(shards)
+        num_reads *= len(prefetched_tables([ranks[0]["held"][0]], len(shards))) == len(shards)
     saved_shards = lay_out(collection.tables, shardings_of(header))
     if num_reads and [shard.label for shard in saved_shards] != [shard.label for shard in shards]:
         raise CheckpointError(
@@ -525,7 +538,7 @@ def _restore_cached_rows(
     copies: list[Any] = [state.get("cache") for state in ranks]
     shardings = [sharding.plain() for sharding in trainer.collection.plan.shardings]
     is_same = shardings == list(header["shardings"].values())
-    if cached is not None and is_same and is_taken_up(cached, copies):
+    if cached is not None and is_same and can_load_cache(cached, copies):
         load(cached, copies[trainer.mesh.rank])
 
 

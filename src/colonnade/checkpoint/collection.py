@@ -56,7 +56,7 @@ class Checkpoint:
     """Open stores, if rows are stored in the folder."""
 
 
-def open_in(
+def open_in_folder(
     collection: EmbeddingCollection,
     folder: Path,
     plan: Plan | None,

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colonnade.checkpoint.header import REMEDY, header_path, read_header, state_folder
-from colonnade.comm.differences import SHOWN, rank_words
+from colonnade.comm.differences import SHOWN, format_ranks
 from colonnade.errors import CheckpointError, ColonnadeError, WorldError
-from colonnade.store.durable import checksum_of, read_verified
+from colonnade.store.durable import read_checksum, read_verified
 from colonnade.store.manifest import file_name
-from colonnade.store.verification import Verified, verify_durable, verify_store
+from colonnade.store.verification import VerifiedFile, verify_durable, verify_store
 
 if TYPE_CHECKING:
     from colonnade.comm.mesh import Mesh
@@ -54,7 +54,7 @@ def describe_files(
             rows_folder: [*names, _digest_manifests(folder / "rows" / rows_folder, names, step)]
             for rows_folder, names in sorted(tables.items())
         },
-        "states": {name: checksum_of(state_folder(folder, step) / name) for name in states},
+        "states": {name: read_checksum(state_folder(folder, step) / name) for name in states},
     }
     rows: dict[str, list[list[str]]] = {}
     checksums: dict[str, str] = {}
@@ -108,7 +108,7 @@ def find_problems(
         shown_path = f"checkpoints/{path.parent.name}/{name}"
         if not path.is_file():
             yield path, f"{shown_path} is missing"
-        elif checksum_of(path) != checksum:
+        elif read_checksum(path) != checksum:
             yield (
                 path,
                 f"{shown_path} is not what this run saved there: of another checkpoint, or cut short",
@@ -172,7 +172,7 @@ def check_folder_is_shared(folder: Path, mesh: Mesh) -> None:
     if blind_ranks:
         hosts = ", ".join(sorted({mesh.peers[rank].host for rank in blind_ranks}))
         raise WorldError(
-            f"{rank_words(blind_ranks)} on {hosts} cannot see the run folder of rank 0, {folder} on "
+            f"{format_ranks(blind_ranks)} on {hosts} cannot see the run folder of rank 0, {folder} on "
             f"{mesh.peers[0].host}: give all ranks one folder, on a file system that all hosts share. "
             "Rows may be stored on each host's own disks (plan.memory.ssd)"
         )
@@ -200,7 +200,7 @@ def _digest_manifests(rows: Path, tables: Sequence[str], step: int) -> str:
 
 def verify_checkpoint(
     folder: Path, step: int, moved_folders: Sequence[Path] = ()
-) -> Iterator[Verified]:
+) -> Iterator[VerifiedFile]:
     """Verify every byte of a checkpoint and yield each file.
 
     Order: header, each rank's state, dense network, every rank's rows; last, undamaged files of another checkpoint.
@@ -217,12 +217,12 @@ def verify_checkpoint(
         if not any(
             damaged_path == path or path in damaged_path.parents for damaged_path in damaged
         ):
-            yield Verified(path, 0, problem)
+            yield VerifiedFile(path, 0, problem)
 
 
 def _verify_files(
     run_folder: Path, header: dict, moved_folders: Sequence[Path]
-) -> Iterator[Verified]:
+) -> Iterator[VerifiedFile]:
     """Verify every byte of all files that a header lists, and yield each file."""
     step = header["step"]
     yield verify_durable(header_path(run_folder, step))

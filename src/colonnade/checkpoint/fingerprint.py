@@ -10,14 +10,17 @@ import torch
 
 from colonnade.errors import CheckpointError
 from colonnade.interaction import TowerModule
-from colonnade.lookup.layout import Declaration
+from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.row_state import dense_state_dict, load_dense_state_dict
-from colonnade.store.policies import retention_words
+from colonnade.store.policies import describe_retention
 from colonnade.table import Table, TableSide
 
 
 def check_model(
-    folder: Path, header: Mapping[str, Any], declaration: Declaration, model: torch.nn.Module
+    folder: Path,
+    header: Mapping[str, Any],
+    declaration: EmbeddingDeclaration,
+    model: torch.nn.Module,
 ) -> None:
     """Raise CheckpointError that names the first difference unless the checkpoint belongs to this model."""
     own_fingerprint = fingerprint(declaration, model)
@@ -38,7 +41,7 @@ def check_model(
         )
 
 
-def fingerprint(declaration: Declaration, model: torch.nn.Module) -> dict[str, Any]:
+def fingerprint(declaration: EmbeddingDeclaration, model: torch.nn.Module) -> dict[str, Any]:
     """Return the facts that a checkpoint and a model must share, as plain JSON."""
     towers = describe_towers(declaration)
     return {
@@ -49,7 +52,7 @@ def fingerprint(declaration: Declaration, model: torch.nn.Module) -> dict[str, A
                 "rows": table.rows,
                 "optimizer": "+".join(part.optimizer.name for part in table.parts),
                 "dtype": describe_dtype(table),
-                **retention_words(table.admission, table.eviction),
+                **describe_retention(table.admission, table.eviction),
                 **({} if table.hashes is None else {"hashes": table.hashes}),
             }
             for table in declaration.tables
@@ -59,7 +62,7 @@ def fingerprint(declaration: Declaration, model: torch.nn.Module) -> dict[str, A
     }
 
 
-def describe_towers(declaration: Declaration) -> dict[str, Any]:
+def describe_towers(declaration: EmbeddingDeclaration) -> dict[str, Any]:
     """Describe tower modules by name: their fields, module, and floats per sample in and out."""
     dims = {field.name: field.dim for field in declaration.fields}
     descriptions = {}

@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from colonnade.errors import CheckpointError, CorruptionError
-from colonnade.formats import check_stamp, parse_object
+from colonnade.formats import check_format, parse_object
 from colonnade.store.durable import read_verified
 from colonnade.store.untrusted import FileName
 
@@ -87,7 +87,7 @@ def read_header(folder: Path, step: int) -> dict[str, Any]:
 def parse_header(path: Path, content: bytes) -> dict[str, Any]:
     """Parse and check a header's content; its step must be the one in the name of `path`."""
     header = parse_object(path, content)
-    check_stamp(path, header, FORMAT)
+    check_format(path, header, FORMAT)
     try:
         _HEADER.validate_python(header)
     except ValidationError as error:
@@ -151,7 +151,7 @@ def resolve(folder: Path, at: int | str | None) -> int:
     return int(at)
 
 
-def describe_choice(folder: Path, step: int) -> str:
+def describe_checkpoint_choice(folder: Path, step: int) -> str:
     """Describe why a saved step is chosen: "best of validation auc", "last; no validation part", ..."""
     steps = list_checkpoints(folder)
     header = read_header(folder, steps[-1])

@@ -16,7 +16,7 @@ from colonnade.checkpoint.fingerprint import dense_weights, fingerprint
 from colonnade.checkpoint.header import FORMAT
 from colonnade.checkpoint.states import load_state
 from colonnade.checkpoint.stores import shardings_of
-from colonnade.exchange.cached_state import Before, state
+from colonnade.exchange.cached_state import SavedRows, state
 from colonnade.formats import stamp
 from colonnade.store.policies import RowRetention
 from colonnade.store.table_shards import RecordShape
@@ -82,7 +82,7 @@ class Snapshot:
 
 
 def take_snapshot(
-    trainer: TrainerState, prefetched: Sequence[dict], run: str, pending_copies: Sequence[Before]
+    trainer: TrainerState, prefetched: Sequence[dict], run: str, pending_copies: Sequence[SavedRows]
 ) -> Snapshot:
     """Copy this rank's state between two steps; call it on every rank.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from colonnade.errors import CorruptionError
-from colonnade.formats import check_stamp, stamp
+from colonnade.formats import check_format, stamp
 from colonnade.store.durable import read_verified
 
 FORMAT = "colonnade state"
@@ -40,7 +40,7 @@ def load_state(path: Path, run: str) -> dict[str, Any]:
             "state. It is not what was saved, and nothing in it was run. Restore it from a copy, or go back to an "
             "older checkpoint"
         )
-    check_stamp(path, saved, FORMAT)
+    check_format(path, saved, FORMAT)
     if saved["of"] != _describe_owner(run, path):
         raise CorruptionError(
             f"{path}: got the state {saved['of']}, wanted {_describe_owner(run, path)}: the file is another's. "

@@ -1,6 +1,6 @@
 """Stores of a run: find and open the folders with each rank's rows of each table, and copy rows when resharding.
 
-run/rows/<shard>-of-<owners>/<table>/   rows sharded over <owners> ranks; `Sharding.home_of`
+run/rows/<shard>-of-<owners>/<table>/   rows sharded over <owners> ranks; `Sharding.row_folder_name`
 run/rows/copy-<rank>/<table>/           a rank's copy of a replicated table
 
 <table> is the table's index. If it is cut by columns, the columns follow: 003-16-32. If it has hot rows, the side and a
@@ -30,12 +30,20 @@ from colonnade.store.log import (
     open_log,
 )
 from colonnade.store.manifest import describe
-from colonnade.store.shards import AbsentRows, Shards
-from colonnade.store.stripes import Space, Stripe
-from colonnade.store.table_shards import Joined, Laid, RecordShape, Rejoined, Sliced, label, lay_out
+from colonnade.store.shards import AbsentRows, ShardReader
+from colonnade.store.stripes import SpaceAccount, Stripe
+from colonnade.store.table_shards import (
+    ColumnShardReader,
+    ColumnSliceReader,
+    HotColdReader,
+    RecordShape,
+    TableShard,
+    label,
+    lay_out,
+)
 from colonnade.store.writer import LogWriter
 from colonnade.table import ITEM_BYTES, Table, TableSlice
-from colonnade.topology.sharding import Shard, Sharding, columns_of, row_wise, sharding_from
+from colonnade.topology.sharding import Shard, Sharding, columns_of, read_sharding, row_wise
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 """Factor with multiples modulo 1 that fill the unit interval evenly from the start."""
@@ -60,7 +68,7 @@ def shardings_of(header: Mapping[str, Any]) -> list[Sharding]:
     """Return the shardings of a checkpoint by table. Old headers without shardings mean row_wise over all ranks."""
     saved_kinds, num_ranks = header.get("shardings", {}), header["num_ranks"]
     return [
-        sharding_from(saved_kinds[name]) if name in saved_kinds else row_wise(num_ranks)
+        read_sharding(saved_kinds[name]) if name in saved_kinds else row_wise(num_ranks)
         for name in header["model"]["tables"]
     ]
 
@@ -111,7 +119,7 @@ def find_row_folders(
 
 def store_folder(sharding: Sharding, rank: int, label: str) -> Path | None:
     """Return the folder of a rank's rows of the table or slice with this label; None if it has no rows."""
-    folder = sharding.home_of(rank)
+    folder = sharding.row_folder_name(rank)
     return None if folder is None else Path(folder) / label
 
 
@@ -120,11 +128,11 @@ def _list_slices(
 ) -> list[tuple[Sharding, tuple[int, int] | None]]:
     """List the slices of a saved table: the sharding of each, and its columns if rows are cut."""
     if sharding.has_hot:
-        return [(sharding.of_cold, None), (sharding.of_hot, None)]
+        return [(sharding.cold_sharding, None), (sharding.hot_sharding, None)]
     if sharding.slices == 1:
         return [(sharding, None)]
     columns = columns_of(sum(_part_dims(table_header)), sharding.slices)
-    return list(zip(sharding.of_slices, columns, strict=True))
+    return list(zip(sharding.slice_shardings, columns, strict=True))
 
 
 def _part_dims(table_header: Mapping[str, Any]) -> tuple[int, ...]:
@@ -141,7 +149,7 @@ def _stored_name(table: str, sharding: Sharding, columns: tuple[int, int] | None
 
 def open_recorded_stores(
     folder: Path, header: dict[str, Any], table_index: int
-) -> Sequence[LogBacking | Joined]:
+) -> Sequence[LogBacking | ColumnShardReader]:
     """Open the stores of a saved table read-only. Together they have each row once, with all columns.
 
     They are opened as their manifests describe them, so the model is not needed.
@@ -168,8 +176,8 @@ def open_recorded_stores(
     identity = build_record_identity(name, parts, table_header["optimizer"], table_header["dtype"])
     column_ranges = columns_of(sum(dims), sharding.slices)
     return [
-        Joined(
-            [Shards(stores, table_header["rows"]) for stores in stores_of_slices],
+        ColumnShardReader(
+            [ShardReader(stores, table_header["rows"]) for stores in stores_of_slices],
             column_ranges,
             record_shape,
             identity,
@@ -236,7 +244,9 @@ def open_stores(
     writer, collector = LogWriter(bytes_per_second=write_budget), Collector()
     sizes = [directory.bytes or _disk_bytes(Path(directory.path)) for directory in directories]
     # The limits apply to the configured directory, which is the parent of this run's.
-    spaces = [Space(Path(directory.path).parent, directory.bytes) for directory in directories]
+    spaces = [
+        SpaceAccount(Path(directory.path).parent, directory.bytes) for directory in directories
+    ]
     opened: RankStores = []
     try:
         for shard_index, table_shard in enumerate(lay_out(tables, shardings)):
@@ -280,7 +290,7 @@ def open_stores(
     return opened
 
 
-def _open_saved_shard(folder: Path, table_shard: Laid, disk: Disk, step: int) -> Shards:
+def _open_saved_shard(folder: Path, table_shard: TableShard, disk: Disk, step: int) -> ShardReader:
     """Open the stores that together have all rows of a saved table or slice, in shard order, read-only."""
     opened: list[LogBacking] = []
     reader = _native.PageReader("auto", READ_DEPTH)
@@ -302,17 +312,17 @@ def _open_saved_shard(folder: Path, table_shard: Laid, disk: Disk, step: int) ->
                 read_only=True,
             )
         )
-    return Shards(opened, table.rows)
+    return ShardReader(opened, table.rows)
 
 
 def _open_rows_of_shard(
     folder: Path,
     tables: Sequence[Table],
-    saved_shards: Sequence[Laid],
-    table_shard: Laid,
+    saved_shards: Sequence[TableShard],
+    table_shard: TableShard,
     disk: Disk,
     step: int,
-) -> Shards | Joined | Rejoined | Sliced:
+) -> ShardReader | ColumnShardReader | HotColdReader | ColumnSliceReader:
     """Open a reader of all rows of a table or slice, from a checkpoint that may have other slices.
 
     It may also read other rows of the table.
@@ -325,26 +335,26 @@ def _open_rows_of_shard(
             return _open_saved_shard(folder, saved_shard, disk, step)
     record_shape = RecordShape.of(tables[table_shard.number])
     readers = [_open_saved_shard(folder, saved_shard, disk, step) for saved_shard in saved_of_table]
-    all_rows: Shards | Joined | Rejoined = readers[0]
+    all_rows: ShardReader | ColumnShardReader | HotColdReader = readers[0]
     if (hot_ids := saved_of_table[0].sharding.hot) is not None:
-        all_rows = Rejoined(readers[0], readers[1], hot_ids.tensor)
+        all_rows = HotColdReader(readers[0], readers[1], hot_ids.tensor)
     elif len(saved_of_table) > 1:
-        all_rows = Joined(
+        all_rows = ColumnShardReader(
             readers, [saved_shard.columns for saved_shard in saved_of_table], record_shape
         )
     is_cut = isinstance(table_shard.table, TableSlice)
-    return Sliced(all_rows, table_shard.columns, record_shape) if is_cut else all_rows
+    return ColumnSliceReader(all_rows, table_shard.columns, record_shape) if is_cut else all_rows
 
 
 def open_saved_shards(
     folder: Path,
     tables: Sequence[Table],
-    saved_shards: Sequence[Laid],
-    shards: Sequence[Laid],
+    saved_shards: Sequence[TableShard],
+    shards: Sequence[TableShard],
     rank: int,
     disk: Disk,
     step: int,
-) -> list[Shards | Joined | Rejoined | Sliced | AbsentRows]:
+) -> list[ShardReader | ColumnShardReader | HotColdReader | ColumnSliceReader | AbsentRows]:
     """Open readers of a checkpoint with other shardings, for each table or slice that this rank has rows of."""
     return [
         AbsentRows(table_shard.table.name, table_shard.table.record_bytes)
@@ -357,8 +367,8 @@ def open_saved_shards(
 def copy_rows_to_new_shards(
     folder: Path,
     tables: Sequence[Table],
-    saved_shards: Sequence[Laid],
-    shards: Sequence[Laid],
+    saved_shards: Sequence[TableShard],
+    shards: Sequence[TableShard],
     rank: int,
     disk: Disk,
     step: int,
@@ -379,7 +389,9 @@ def copy_rows_to_new_shards(
         target.commit(step)
 
 
-def find_new_shards(saved_shards: Sequence[Laid], shards: Sequence[Laid], rank: int) -> list[int]:
+def find_new_shards(
+    saved_shards: Sequence[TableShard], shards: Sequence[TableShard], rank: int
+) -> list[int]:
     """Return the indices in `shards` of tables or slices with no folder of this rank's rows yet. Pure."""
     saved_by_label = {table_shard.label: table_shard.sharding for table_shard in saved_shards}
     return [

@@ -1,4 +1,4 @@
-"""The verbs, and how a command ends: status 0, 1 (nobody reads the output), 2 (one line says what was wrong), 130."""
+"""Verbs of the command, and its exit status: 0, 1 (output closed by its reader), 2 (one-line error), 130 (stopped)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from colonnade.terminal import Terminal, printable
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 
-class Verbs(TyperGroup):
-    """Unknown verbs name the nearest."""
+class VerbGroup(TyperGroup):
+    """Group of verbs that suggests the nearest one for an unknown verb."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
@@ -44,12 +44,14 @@ class Verbs(TyperGroup):
                 for name in self.list_commands(ctx)
                 if not getattr(self.get_command(ctx, name), "hidden", False)
             ]
-            raise ConfigError(f"unknown verb {args[0]!r}; {settings.nearest(args[0], known)}")
+            raise ConfigError(
+                f"unknown verb {args[0]!r}; {settings.suggest_nearest(args[0], known)}"
+            )
         return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(
-    cls=Verbs,
+    cls=VerbGroup,
     help="Train recommendation models whose embedding tables outgrow memory.",
     epilog="First time here: [bold]colonnade demo[/bold], then [bold]colonnade report[/bold] with the folder it "
     "names. Every verb has its own [bold]--help[/bold] with examples.",
@@ -89,13 +91,13 @@ EPILOGS = {
     "settings": settings.EXAMPLES,
     "bench": bench.EXAMPLES,
 }
-PASSES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+PASS_OPTIONS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 for _name, _verb in VERBS.items():
-    _context = PASSES_ON if _name == "bench" else None
+    _context = PASS_OPTIONS_ON if _name == "bench" else None
     app.command(_name, epilog=EPILOGS.get(_name), context_settings=_context)(_verb)
     if _name == "predict":
-        app.add_typer(convert.app, name="convert", cls=Verbs, epilog=convert.EXAMPLES)
-app.command("rank", hidden=True)(ranks.rank)
+        app.add_typer(convert.app, name="convert", cls=VerbGroup, epilog=convert.EXAMPLES)
+app.command("rank", hidden=True)(ranks.run_rank)
 
 
 def print_version(is_wanted: bool) -> None:
@@ -108,42 +110,42 @@ def print_version(is_wanted: bool) -> None:
 
 
 @app.callback()
-def common(
+def handle_global_options(
     version: bool = typer.Option(
         False, "--version", is_eager=True, callback=print_version, help="Print the version."
     ),
 ) -> None:
-    """Take the options that stand before a verb."""
+    """Accept the options before a verb."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit status. Raises KeyboardInterrupt, BrokenPipeError for `main` to end with."""
+    """Run one command and return its exit status. `main` handles KeyboardInterrupt and BrokenPipeError."""
     try:
-        ended = app(list(arguments), prog_name="colonnade", standalone_mode=False)
-        if ended == 130:  # typer's word for Ctrl-C
+        status = app(list(arguments), prog_name="colonnade", standalone_mode=False)
+        if status == 130:  # typer returns this after Ctrl-C
             raise KeyboardInterrupt
-        return ended if isinstance(ended, int) else 0
+        return status if isinstance(status, int) else 0
     except ColonnadeError as error:
-        # An OSError's own words begin with its number.
-        say_error(str(error.strerror if isinstance(error, OSError) and error.strerror else error))
+        # The text of an OSError begins with its number.
+        print_error(str(error.strerror if isinstance(error, OSError) and error.strerror else error))
     except UsageError as error:
         if not arguments:  # the help has been shown
             return 2
-        say_error(usage_words(error))
+        print_error(describe_usage_error(error))
     except typer.Abort:
         raise KeyboardInterrupt from None
     except BrokenPipeError:
         raise
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        say_error(
-            f"{where}{error.strerror or error}. Check the path, its permissions and the space on its disk"
+        path = f"{error.filename}: " if error.filename else ""
+        print_error(
+            f"{path}{error.strerror or error}. Check the path, its permissions and the space on its disk"
         )
     return 2
 
 
-def say_error(text: str) -> None:
-    """One line, whatever file names and values are in it."""
+def print_error(text: str) -> None:
+    """Print an error as one line to standard error, whatever file names and values are in it."""
     line = "; ".join(part for part in text.split("\n") if part)
     line = printable(line).replace("\t", "\\t")
     console = Terminal(stderr=True, soft_wrap=True)
@@ -151,12 +153,14 @@ def say_error(text: str) -> None:
     sys.stderr.flush()
 
 
-def usage_words(error: Any) -> str:
-    """What a command line lacks or has too much, and what to do."""
+def describe_usage_error(error: Any) -> str:
+    """Describe a usage error: what the command line lacks or has too much, and what to do."""
     context = getattr(error, "ctx", None)
     name = str(getattr(error, "option_name", ""))
     verb = "" if context is None else context.info_name
-    shown = f"colonnade {verb} --help" if verb and verb != "colonnade" else "colonnade --help"
+    help_command = (
+        f"colonnade {verb} --help" if verb and verb != "colonnade" else "colonnade --help"
+    )
     if type(error).__name__ == "NoSuchOption" and context is not None:
         options = [
             option
@@ -164,24 +168,24 @@ def usage_words(error: Any) -> str:
             for option in p.opts
             if option.startswith("-")
         ]
-        hint = nearest_setting(name, options) if "--set" in options else ""
-        return f"unknown option {name!r}; {hint or settings.nearest(name, options)} See `{shown}`"
+        hint = suggest_setting(name, options) if "--set" in options else ""
+        return f"unknown option {name!r}; {hint or settings.suggest_nearest(name, options)} See `{help_command}`"
     message = " ".join(error.format_message().split()).rstrip(".")
-    return f"{message[:1].lower()}{message[1:]}. See `{shown}`"
+    return f"{message[:1].lower()}{message[1:]}. See `{help_command}`"
 
 
-def nearest_setting(option: str, options: Sequence[str]) -> str:
-    """Name the setting that an unknown option is meant to be, as `--set` takes it; "" where an option is as near."""
-    wanted = option.lstrip("-").replace("-", "_")
+def suggest_setting(option: str, options: Sequence[str]) -> str:
+    """Suggest the setting that an unknown option may mean, in `--set` form; "" if a real option is as near."""
+    setting = option.lstrip("-").replace("-", "_")
     if difflib.get_close_matches(option, options, n=1, cutoff=0.8):
         return ""
     names = [name for name in settings.setting_names() if ".NAME." not in name]
-    meant = [name for name in names if wanted in (name, name.rpartition(".")[2])]
-    if not meant:
+    matches = [name for name in names if setting in (name, name.rpartition(".")[2])]
+    if not matches:
         by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
-        meant = difflib.get_close_matches(wanted, names, n=1, cutoff=0.8)
-        meant = meant or [
-            by_last[m] for m in difflib.get_close_matches(wanted, by_last, n=1, cutoff=0.8)
+        matches = difflib.get_close_matches(setting, names, n=1, cutoff=0.8)
+        matches = matches or [
+            by_last[m] for m in difflib.get_close_matches(setting, by_last, n=1, cutoff=0.8)
         ]
-    shown = " or ".join(f"--set {name}=VALUE" for name in meant[:3])
-    return f"did you mean {shown}?" if shown else ""
+    suggestions = " or ".join(f"--set {name}=VALUE" for name in matches[:3])
+    return f"did you mean {suggestions}?" if suggestions else ""

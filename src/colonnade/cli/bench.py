@@ -22,25 +22,26 @@ EXAMPLES = (
 
 def bench(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Which question, e.g. train.")],
+    name: Annotated[str, typer.Argument(help="Name of the bench, e.g. train.")],
     json: Annotated[
-        Path | None, typer.Option(help="Write cases, raw values and ratios here.")
+        Path | None, typer.Option(help="File to write cases, raw values and ratios to.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option(help="Fewer rounds: to try the bench, not to quote.")
+        bool, typer.Option(help="Fewer rounds: to try the bench, not to quote its figures.")
     ] = False,
 ) -> None:
-    """Measure Colonnade beside its peers, interleaved in one run, and print a table. Options that only one bench has
-    (towers-quality: --samples, --seeds) go on to it."""
+    """Compare the speed of Colonnade and other libraries, interleaved in one run.
+
+    Options that only one bench has (towers-quality: --samples, --seeds) are passed on to it."""
     name = name.replace("-", "_")
     known = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem != "harness")
     if name not in known:
-        where = (
+        hint = (
             ""
             if known
             else f"; no benches at {SCRIPTS}: they come with a source checkout, not the wheel"
         )
-        raise ConfigError(f"unknown bench {name!r}; choose from {', '.join(known)}{where}")
+        raise ConfigError(f"unknown bench {name!r}; choose from {', '.join(known)}{hint}")
     command = [sys.executable, str(SCRIPTS / f"{name}.py")]
     command += ["--json", str(json)] if json else []
     command += ["--quick"] if quick else []

@@ -1,4 +1,4 @@
-"""`colonnade compare`: runs side by side, on the terminal and as a page."""
+"""`colonnade compare`: compare runs on the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ EXAMPLES = (
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Two run folders or more.")],
+    runs: Annotated[list[Path], typer.Argument(help="Two or more run folders.")],
     output: Annotated[
-        Path | None, typer.Option(help="Write a page with the curves of all runs here.")
+        Path | None, typer.Option(help="File to write a page with the curves of all runs to.")
     ] = None,
 ) -> None:
-    """Final and best metrics, throughput, and the settings that differ (only those)."""
+    """Compare final and best metrics, throughput, and the settings that differ."""
     from rich.table import Table as Grid
     from rich.text import Text
 
     from colonnade.report.page import write_page
     from colonnade.report.pages import (
+        build_figure_lines,
         compare_page,
-        different_settings,
-        figure_lines,
-        names_of,
+        find_different_settings,
+        run_names,
     )
     from colonnade.report.reading import read_run
     from colonnade.terminal import Terminal, printable
@@ -38,9 +38,12 @@ def compare(
     if len(runs) < 2:
         raise ConfigError(f"got {len(runs)} run, wanted at least two: colonnade compare RUN RUN")
     records = [read_run(run) for run in runs]
-    console, names = Terminal(), names_of(records)
-    different = different_settings(records)
-    for title, lines in (("figures", figure_lines(records)), ("settings that differ", different)):
+    console, names = Terminal(), run_names(records)
+    different = find_different_settings(records)
+    for title, lines in (
+        ("figures", build_figure_lines(records)),
+        ("settings that differ", different),
+    ):
         if not lines:
             console.print(f"{title}: none")
             continue

@@ -1,4 +1,4 @@
-"""`colonnade convert`: text to Parquet."""
+"""`colonnade convert`: convert text files to Parquet."""
 
 from __future__ import annotations
 
@@ -19,64 +19,68 @@ EXAMPLES = (
     "  colonnade train --data parquet --path clicks.parquet"
 )
 app = typer.Typer(
-    help="Turn text into Parquet: typed, checked, about a quarter of the size, and several times faster to read.",
+    help="Convert text to Parquet: typed, checked, about a quarter of the size, and several times faster to read.",
     no_args_is_help=True,
 )
 
-ROWS_PER_GROUP = 1 << 17  # as colonnade.data.tabular.convert, which takes seconds to import
-Target = Annotated[Path, typer.Argument(help="The Parquet file to write.", metavar="DST")]
+ROWS_PER_GROUP = 1 << 17  # as in colonnade.data.tabular.convert, which takes seconds to import
+Target = Annotated[Path, typer.Argument(help="Parquet file to write.", metavar="DST")]
 RowsPerGroup = Annotated[
     int,
     typer.Option(
-        min=1, help="Rows that are read at once; readers hold at least one group in memory."
+        min=1, help="Rows in a group of the file; readers need memory for at least one group."
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace the file where it is there already.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")]
 
 
 @app.command()
 def criteo(
     source: Annotated[
-        Path, typer.Argument(help="A Criteo text file with labels, or its folder.", metavar="SRC")
+        Path, typer.Argument(help="Criteo text file with labels, or its folder.", metavar="SRC")
     ],
     target: Target,
     rows_per_group: RowsPerGroup = ROWS_PER_GROUP,
     force: Force = False,
 ) -> None:
-    """Criteo display-ads text: columns label, I1 .. I13 (empty = null), C1 .. C26 (integers; empty = 4294967296)."""
+    """Convert Criteo display-ads text.
+
+    Columns: label, I1 .. I13 (empty = null), C1 .. C26 (integers; empty = 4294967296)."""
     from colonnade.data.tabular.convert import check_target, open_criteo_conversion
 
     check_target(source, target, overwrite=force)
-    run(open_criteo_conversion(source), target, rows_per_group, force)
+    write_conversion(open_criteo_conversion(source), target, rows_per_group, force)
 
 
 @app.command()
 def csv(
-    source: Annotated[Path, typer.Argument(help="A delimited text file.", metavar="SRC")],
+    source: Annotated[Path, typer.Argument(help="Delimited text file.", metavar="SRC")],
     target: Target,
     delimiter: Annotated[
         str | None,
         typer.Option(help="One character; default: tab for .tsv and .tab, else a comma."),
     ] = None,
     quote: Annotated[
-        str, typer.Option(help="Around fields that hold delimiters or newlines; '' for none.")
+        str, typer.Option(help="Character around fields with delimiters or newlines; '' for none.")
     ] = '"',
     names: Annotated[
         str | None,
-        typer.Option(help="Columns' names, separated by commas, where the file has no header."),
+        typer.Option(help="Column names, separated by commas, of a file without a header."),
     ] = None,
     null: Annotated[
         list[str] | None,
-        typer.Option(help="A text that is a missing value, such as NA. Repeatable."),
+        typer.Option(help="Text that means a missing value, such as NA. Repeatable."),
     ] = None,
     rows_per_group: RowsPerGroup = ROWS_PER_GROUP,
     force: Force = False,
 ) -> None:
-    """CSV: every column as integers, numbers or text, whichever holds all its values unchanged; empty = null."""
+    """Convert CSV.
+
+    A column becomes integers, numbers or text: the first type that keeps all its values unchanged; empty = null."""
     from colonnade.data.tabular.convert import check_target, open_csv_conversion
 
     check_target(source, target, overwrite=force)
-    with bars() as progress:
+    with create_row_progress() as progress:
         task = progress.add_task("reading")
         conversion = open_csv_conversion(
             source,
@@ -86,15 +90,15 @@ def csv(
             null_values=null or (),
             on_rows=lambda rows, total: progress.update(task, advance=rows, total=total),
         )
-    run(conversion, target, rows_per_group, force)
+    write_conversion(conversion, target, rows_per_group, force)
 
 
 TAB = {"\\t": "\t", "tab": "\t"}
-"""How one types it."""
+"""Spellings of a tab on the command line."""
 
 
-def bars() -> Progress:
-    """Rows done of rows there are."""
+def create_row_progress() -> Progress:
+    """Create a progress bar of rows."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -112,14 +116,16 @@ def bars() -> Progress:
     )  # fmt: skip
 
 
-def run(conversion: Conversion, target: Path, rows_per_group: int, force: bool) -> None:
-    """Write it under a progress bar, and say what came of it."""
+def write_conversion(
+    conversion: Conversion, target: Path, rows_per_group: int, force: bool
+) -> None:
+    """Write the Parquet file with a progress bar, and print its size and time."""
     from colonnade.data.tabular.convert import write_parquet
     from colonnade.terminal import Terminal
 
     console = Terminal()
     started = time.perf_counter()
-    with bars() as progress:
+    with create_row_progress() as progress:
         task = progress.add_task(target.name, total=conversion.num_rows)
         write_parquet(
             conversion,

@@ -1,4 +1,4 @@
-"""`colonnade demo`: a real model on a stream whose best reachable AUC is known, in about a minute."""
+"""`colonnade demo`: train a model for about a minute on a stream with a known best AUC."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def demo(
         ),
     ] = 3_000_000,
 ) -> None:
-    """Train a DLRM on a Criteo-shaped stream made on the spot: no download, no GPU."""
+    """Train a DLRM on a generated stream shaped like Criteo's: no download, no GPU."""
     from colonnade.cli.report import report
-    from colonnade.cli.train import run_folder, train_run
+    from colonnade.cli.train import choose_run_folder, train_run
     from colonnade.config.run import override
     from colonnade.data import open_source
     from colonnade.run.defaults import preset
@@ -35,18 +35,18 @@ def demo(
     console = Terminal(quiet=os.environ.get("RANK", "0") != "0")
     settings = {"data.options.num_train": samples}
     config = override(preset("synthetic"), settings)
-    folder = run_folder(run, "demo")
+    folder = choose_run_folder(run, "demo")
     console.print("A click stream shaped like Criteo's: 13 numbers and 26 categories per sample.")
     started = time.perf_counter()
     summary = train_run(config, folder, ranks)
     if not summary or summary["stopped"] or "test_auc" not in summary["metrics"]:
-        return  # another rank's, under torchrun, or no end to praise
+        return  # another rank under torchrun, or a stopped run
     data = open_source("synthetic", **config.data.options)
     assert data.test is not None
-    best = ceiling(data.test.batches(EVALUATION_BATCH))["auc"]
+    best_auc = ceiling(data.test.batches(EVALUATION_BATCH))["auc"]
     console.print(
         f"test AUC {summary['metrics']['test_auc']:.4f}, the best any model could reach on "
-        f"this stream is {best:.4f}; {time.perf_counter() - started:.0f} s in all",
+        f"this stream is {best_auc:.4f}; {time.perf_counter() - started:.0f} s in all",
         style="bold",
     )
     report(folder)

@@ -1,4 +1,4 @@
-"""`colonnade doctor`: what this machine has, and what follows."""
+"""`colonnade doctor`: list what this machine has and what it means for training."""
 
 from __future__ import annotations
 
@@ -10,40 +10,45 @@ import typer
 
 
 def doctor(
-    place: Annotated[
-        Path, typer.Option(help="Where run folders are to lie: whose disk to look at.")
+    folder: Annotated[
+        Path,
+        typer.Option("--place", help="Folder for run folders; the disk shown is the one it is on."),
     ] = Path("runs"),
 ) -> None:
-    """Processor, memory, huge pages, io_uring, disk, GPU, libraries; and what each means for training."""
+    """List processor, memory, huge pages, io_uring, disk, GPU, libraries, and what each means for training."""
     from rich.table import Table as Grid
     from rich.text import Text
 
-    from colonnade.run.machine import machine_facts
+    from colonnade.run.machine import collect_machine_facts
     from colonnade.terminal import Terminal
 
     grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("what", "here", "what follows"):
+    for title in ("item", "this machine", "what it means"):
         grid.add_column(title, overflow="fold")
-    for what, here, follows in findings(machine_facts(place)):
-        grid.add_row(Text(what, style="bold"), here, follows)
+    for item, value, meaning in describe_machine(collect_machine_facts(folder)):
+        grid.add_row(Text(item, style="bold"), value, meaning)
     Terminal().print(grid)
 
 
-def findings(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(what, what is here, what follows) of `machine_facts`."""
+def describe_machine(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return a line (item, this machine's value, what it means) for each of the `collect_machine_facts`."""
     versions, gpus, pages = facts["versions"], facts["gpus"], facts["huge_pages"]
     usable = f"{facts['usable_processors']} of {facts['processors']} usable"
-    pages_follow = _HUGE_PAGES.get(pages, "rows may be slower to reach at random")
+    pages_meaning = _HUGE_PAGES.get(pages, "random reads of rows may be slower")
     return [
         ("colonnade", str(versions["colonnade"]), ""),
         ("torch", str(versions["torch"]), f"{facts['threads']} threads; fewer with train.threads"),
         ("python", facts["python"], ""),
-        ("processor", f"{facts['processor']}, {usable}", _threads(facts)),
+        ("processor", f"{facts['processor']}, {usable}", _explain_threads(facts)),
         ("features", ", ".join(facts["features"]) or "none of those used", ""),
         ("native path", facts["isa"], _NATIVE_PATHS.get(facts["isa"], "")),
-        ("memory", _memory(facts), _memory_follows(facts)),
-        ("huge pages", pages or "cannot tell", pages_follow),
-        ("disk", _disk(facts), "rows beyond memory and checkpoints rest here" + _rotates(facts)),
+        ("memory", _describe_memory(facts), _explain_memory(facts)),
+        ("huge pages", pages or "cannot tell", pages_meaning),
+        (
+            "disk",
+            _describe_disk(facts),
+            "rows beyond memory and checkpoints are stored here" + _warn_of_rotation(facts),
+        ),
         ("io_uring", facts["io_uring"], _IO_URING[facts["io_uring"] == "yes"]),
         ("GPU", ", ".join(gpus) or "none", _GPU[bool(gpus)]),
         ("ranks", "gloo", _RANKS),
@@ -52,11 +57,11 @@ def findings(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 _NATIVE_PATHS = {
     "avx512": "vectors of 512 bits",
-    "avx2": "vectors of 256 bits; the same bits as any other path",
-    "portable": "no vector instructions of this processor are used: slower, the same bits",
+    "avx2": "vectors of 256 bits; results equal those of any other path bit for bit",
+    "portable": "no vector instructions of this processor are used: slower, the same results bit for bit",
 }
 _GPU = {
-    True: "the dense network can run there, and rows lie there with plan.memory.hbm, copies with plan.cache.tier=hbm",
+    True: "can run the dense network; stores rows with plan.memory.hbm, cached rows with plan.cache.tier=hbm",
     False: "the dense network trains on the processor",
 }
 _IO_URING = {
@@ -64,8 +69,8 @@ _IO_URING = {
     False: "rows beyond memory are read by a few threads instead",
 }
 _RANKS = (
-    "--ranks listens on 127.0.0.1, where other users of this machine can connect. torchrun's ranks and store listen to "
-    "the network, and its c10d rendezvous (also --standalone) lets whoever connects run commands as you: "
+    "--ranks listens on 127.0.0.1, where other users of this machine can connect. torchrun's ranks and store listen on "
+    "the network, and its c10d rendezvous (also --standalone) lets anyone who connects run commands as you: "
     "docs/howto/failures.md"
 )
 _HUGE_PAGES = {
@@ -76,31 +81,31 @@ _HUGE_PAGES = {
 }
 
 
-def _threads(facts: Mapping[str, Any]) -> str:
+def _explain_threads(facts: Mapping[str, Any]) -> str:
     usable = facts["usable_processors"] or 1
     if usable < 2:
-        return "one: preparing batches and training take turns"
-    return "batches are prepared while others train"
+        return "only one: preparing batches and training alternate"
+    return "batches are prepared during training"
 
 
-def _rotates(facts: Mapping[str, Any]) -> str:
+def _warn_of_rotation(facts: Mapping[str, Any]) -> str:
     return (
-        "; the system says it has a head that moves: slow at random"
+        "; the system reports a rotating disk: slow at random reads"
         if facts["disk_rotates"]
         else ""
     )
 
 
-def _memory(facts: Mapping[str, Any]) -> str:
+def _describe_memory(facts: Mapping[str, Any]) -> str:
     total, free = facts["memory_bytes"], facts["available_memory_bytes"]
     if total is None or free is None:
         return "cannot tell"
     limit = facts["memory_limit_bytes"]
-    words = f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} free"
-    return f"{words}, limit {limit / 2**30:.1f} GiB here" if limit and limit < total else words
+    text = f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} free"
+    return f"{text}, limit {limit / 2**30:.1f} GiB here" if limit and limit < total else text
 
 
-def _memory_follows(facts: Mapping[str, Any]) -> str:
+def _explain_memory(facts: Mapping[str, Any]) -> str:
     known = [v for v in (facts["available_memory_bytes"], facts["memory_limit_bytes"]) if v]
     if not known:
         return ""
@@ -108,6 +113,6 @@ def _memory_follows(facts: Mapping[str, Any]) -> str:
     return f"room for about {rows / 1e6:,.0f} million rows of 16 floats; beyond it set plan.memory.dram"
 
 
-def _disk(facts: Mapping[str, Any]) -> str:
+def _describe_disk(facts: Mapping[str, Any]) -> str:
     free = facts["disk_free_bytes"]
     return facts["disk"] if free is None else f"{free / 2**30:,.0f} GiB free at {facts['disk']}"

@@ -1,4 +1,4 @@
-"""`colonnade evaluate`: score a run's best checkpoint, or another."""
+"""`colonnade evaluate`: compute metrics of a run's best checkpoint, or of another one."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ def evaluate(
     at: Annotated[
         str | None,
         typer.Option(
-            help="A saved step, best or last; default: best where a validation part chose one, else last."
+            help="Saved step, best or last; default: best if there is a validation part, else last."
         ),
     ] = None,
     part: Annotated[
         str | None,
         typer.Option(
-            help="train, validation or test; default: test where the data has one, else validation."
+            help="train, validation or test; default: test if the data has one, else validation."
         ),
     ] = None,
 ) -> None:
-    """AUC and log loss of a run's checkpoint, made by any number of ranks; changes nothing in the folder."""
-    from colonnade.checkpoint.header import describe_choice, resolve
+    """Compute the metrics of a checkpoint: AUC and log loss, or the model's own.
+
+    The checkpoint may come from any number of ranks. The folder is not changed."""
+    from colonnade.checkpoint.header import describe_checkpoint_choice, resolve
     from colonnade.comm.mesh import Mesh
     from colonnade.run.run import load_run_config, open_run
     from colonnade.terminal import Terminal
@@ -63,7 +65,7 @@ def evaluate(
             f"got no samples in the {part} part, wanted some; choose another with --part"
         )
     console = Terminal()
-    console.print(f"{run}, step {step} ({describe_choice(run, step)}), {part}:")
+    console.print(f"{run}, step {step} ({describe_checkpoint_choice(run, step)}), {part}:")
     for name, value in metrics.items():
-        shown = f"{value:,.0f}" if name.startswith("num") else f"{value:.4f}"
-        console.print(f"  {name.replace('_', ' ')}: {shown}")
+        text = f"{value:,.0f}" if name.startswith("num") else f"{value:.4f}"
+        console.print(f"  {name.replace('_', ' ')}: {text}")

@@ -1,4 +1,4 @@
-"""`colonnade export`: a checkpoint as files that other programs read."""
+"""`colonnade export`: write a checkpoint's weights as files for other programs."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ EXAMPLES = (
 
 def export(
     run: Annotated[Path, typer.Argument(help="Run folder with at least one checkpoint.")],
-    destination: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
+    destination: Annotated[Path, typer.Argument(help="Folder to create.")],
     at: Annotated[
         str | None,
         typer.Option(
-            help="A saved step, best or last; default: best where a validation part chose one, else last."
+            help="Saved step, best or last; default: best if there is a validation part, else last."
         ),
     ] = None,
 ) -> None:
     """Write weights as safetensors: dense.safetensors, one file of ids and rows per table, model.json."""
-    from colonnade.checkpoint.header import describe_choice
+    from colonnade.checkpoint.header import describe_checkpoint_choice
     from colonnade.publish.export import export_run
 
-    said = export_run(run, destination, at=at)
-    rows = sum(table["count"] for table in said["tables"])
+    manifest = export_run(run, destination, at=at)
+    rows = sum(table["count"] for table in manifest["tables"])
     size = sum(path.stat().st_size for path in destination.iterdir())
     say(
-        f"step {said['step']} ({describe_choice(run, said['step'])}): {len(said['tables'])} tables, "
-        f"{rows:,} trained rows, {size / 2**20:,.1f} MiB\nexport: {destination}"
+        f"step {manifest['step']} ({describe_checkpoint_choice(run, manifest['step'])}): "
+        f"{len(manifest['tables'])} tables, {rows:,} trained rows, {size / 2**20:,.1f} MiB\nexport: {destination}"
     )

@@ -1,6 +1,6 @@
-"""Pooled vectors of a run's features on samples of its data: what a partition of its features is made from.
+"""Affinities of a run's features on samples of its data, from which their partition into towers is computed.
 
-Reads only: the run is opened as for an evaluation.
+The run is only read: it is opened as for an evaluation.
 """
 
 from __future__ import annotations
@@ -22,48 +22,47 @@ from colonnade.table import Feature, Table
 from colonnade.train.record import table_sizes
 
 
-def probe(
+def measure_affinity(
     collection: EmbeddingCollection, source: Source, batch_size: int, num_batches: int
 ) -> tuple[Affinity, list[FeatureLoad]]:
-    """Over the first `num_batches` batches: how alike the collection's features are, and what each asks of its tower.
+    """Measure the features' affinities, and each one's load on its tower, over the first `num_batches` batches.
 
-    Of a table with parts the widest one counts; sequences are pooled by their mean. A process of its own, with all
-    rows. Raises DataError where there are no samples.
+    For a table with parts the widest part is used; sequences are pooled by their mean. The process must have all rows.
+    Raises DataError without samples.
     """
     features = collection.declaration.features
     tables = {table.name: table for table in collection.tables}
-    found = Affinity([feature.name for feature in features])
-    lookups = dict.fromkeys(found.names, 0)
+    affinity = Affinity([feature.name for feature in features])
+    lookups = dict.fromkeys(affinity.names, 0)
     for ids in islice(source.batches(batch_size), num_batches):
         batch = stacked(ids, collection.declaration)
-        found.add(
-            [pooled(collection, tables[feature.table], feature, batch) for feature in features]
+        affinity.add(
+            [pool_rows(collection, tables[feature.table], feature, batch) for feature in features]
         )
-        for name in found.names:
+        for name in affinity.names:
             lookups[name] += len(batch.ids[name].values)
-    if not found.num_samples:
+    if not affinity.num_samples:
         raise DataError(
             "got no samples to probe with, wanted a part with some; choose another with --part"
         )
     sizes = _table_bytes(collection)
-    return found, [
+    return affinity, [
         FeatureLoad(
             feature.name,
             feature.table,
             float(sizes[feature.table]),
-            round(lookups[feature.name] / found.num_samples, 4),
+            round(lookups[feature.name] / affinity.num_samples, 4),
         )
         for feature in features
     ]
 
 
-def pooled(
+def pool_rows(
     collection: EmbeddingCollection, table: Table, feature: Feature, batch: Batch
 ) -> NDArray[np.float32]:
-    """(B, dim): sums of the rows of each sample's ids, by their weights. Sums and means point the same way, and a
-    cosine asks for no more."""
+    """Sum the rows of each sample's ids, times their weights: (B, dim). A cosine is the same for sums and means."""
     ids = batch.ids[feature.name]
-    part = max(table.parts, key=lambda each: each.dim)
+    part = max(table.parts, key=lambda candidate: candidate.dim)
     rows = collection.rows(table.name, ids.values)[:, part.column : part.column + part.dim].float()
     if ids.weights is not None:
         rows = rows * ids.weights[:, None].to(rows.dtype)
@@ -74,10 +73,10 @@ def pooled(
 
 
 def _table_bytes(collection: EmbeddingCollection) -> dict[str, int]:
-    """At rest: of a vocabulary table all its rows, of an open one those there are."""
-    there = table_sizes(collection)
+    """Return the stored bytes by table: of all rows of a vocabulary table, of the existing rows of an open table."""
+    sizes = table_sizes(collection)
     return {
-        table.name: max(there[table.name]["bytes_in_memory"], there[table.name]["bytes_in_files"])
+        table.name: max(sizes[table.name]["bytes_in_memory"], sizes[table.name]["bytes_in_files"])
         if table.rows is None
         else table.rows * table.record_bytes
         for table in collection.tables

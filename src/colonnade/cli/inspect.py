@@ -1,4 +1,4 @@
-"""`colonnade inspect`: what a run folder, an export, a checkpoint or a data file holds."""
+"""`colonnade inspect`: show the contents of a run folder, an export, a checkpoint or a data file."""
 
 from __future__ import annotations
 
@@ -19,33 +19,34 @@ EXAMPLES = (
 )
 MAX_LINES = 30
 MAX_COLUMNS = 200
-"""Of a data file."""
+"""Number of columns shown of a data file."""
 SAMPLES = 3
-"""Rows shown."""
+"""Number of rows shown of a data file."""
 
 
 def inspect(
     path: Annotated[
         Path,
         typer.Argument(
-            help="Run folder, exported folder, checkpoint (.json), or data as --path takes it."
+            help="Run folder, exported folder, checkpoint (.json), or data file or folder, as in --path of train."
         ),
     ],
     data: Annotated[
         str | None,
-        typer.Option("--data", help="Kind of data file: csv, parquet, ... Default: by its name."),
+        typer.Option("--data", help="Kind of data file: csv, parquet, ... Default: from its name."),
     ] = None,
     delimiter: Annotated[
-        str | None, typer.Option("--delimiter", help="One character, or tab. Default: by its name.")
+        str | None,
+        typer.Option("--delimiter", help="One character, or tab. Default: from the file's name."),
     ] = None,
     names: Annotated[
         str | None,
         typer.Option("--names", help="Column names of a file without a header: label,user,item."),
     ] = None,
 ) -> None:
-    """Show what is in there: steps, tables, rows, bytes; or columns, first rows and a schema. Changes nothing."""
+    """Show steps, tables, rows and bytes; or, of data, columns, first rows and a suggested schema. Changes nothing."""
     if data is not None or delimiter is not None or names is not None:
-        _data(
+        _inspect_data(
             path,
             data,
             TAB.get(delimiter or "", delimiter),
@@ -56,52 +57,52 @@ def inspect(
         raise ConfigError(f"{path} does not exist; give a run folder, an export or a file")
     if path.is_dir():
         if (path / "model.json").is_file():
-            _export(path)
+            _inspect_export(path)
         elif (path / "config.yaml").is_file() or (path / "checkpoints").is_dir():
-            _run(path)
+            _inspect_run(path)
         else:
             raise CheckpointError(
                 f"{path} is neither a run folder (config.yaml) nor an export (model.json); "
                 "give one of these, a file, or a folder of data files with --data"
             )
     elif path.suffix == ".json":
-        _save_checkpoint(path)
+        _inspect_checkpoint(path)
     elif path.suffix == ".safetensors":
-        _safetensors(path)
+        _inspect_safetensors(path)
     else:
-        _data(path, None, None, None)
+        _inspect_data(path, None, None, None)
 
 
-def _run(path: Path) -> None:
-    from colonnade.report.reading import read_run, tables_of
-    from colonnade.report.words import bytes_words, count_words, seconds_words
+def _inspect_run(path: Path) -> None:
+    from colonnade.report.formatting import format_bytes, format_count, format_seconds
+    from colonnade.report.reading import collect_tables, read_run
 
     run = read_run(path)
     model, data = run.config.get("model", {}), run.config.get("data", {})
-    _facts(
+    _print_facts(
         {
             "run": str(path),
             "model": f"{model.get('name', '-')}, dim {model.get('dim', '-')}",
             "data": data.get("name", "-"),
-            "status": f"{run.status}, step {run.step:,}, {seconds_words(run.seconds or None)}",
+            "status": f"{run.status}, step {run.step:,}, {format_seconds(run.seconds or None)}",
             "checkpoints": ", ".join(f"{step:,}" for step in run.checkpoints) or "none",
-            "on disk": bytes_words(_size(path)),
+            "on disk": format_bytes(_folder_bytes(path)),
         }
     )
     rows = [
         (
-            t.name, count_words(t.rows_in_memory), count_words(t.rows_in_files),
-            bytes_words(t.bytes_in_memory), bytes_words(t.bytes_in_files),
+            t.name, format_count(t.rows_in_memory), format_count(t.rows_in_files),
+            format_bytes(t.bytes_in_memory), format_bytes(t.bytes_in_files),
         )
-        for t in tables_of(run)
+        for t in collect_tables(run)
     ]  # fmt: skip
-    _table(("table (rank 0)", "rows in memory", "rows in files", "memory", "files"), rows)
+    _print_table(("table (rank 0)", "rows in memory", "rows in files", "memory", "files"), rows)
     if run.checkpoints:
         newest = path / "checkpoints" / f"{run.checkpoints[-1]:012d}.json"
         say(f"newest checkpoint: colonnade inspect {newest}")
 
 
-def _save_checkpoint(path: Path) -> None:
+def _inspect_checkpoint(path: Path) -> None:
     from colonnade.checkpoint.header import read_header
     from colonnade.checkpoint.stores import shardings_of
 
@@ -111,12 +112,12 @@ def _save_checkpoint(path: Path) -> None:
         )
     header = read_header(path.parent.parent, int(path.stem))
     model = header["model"]
-    _facts(
+    _print_facts(
         {
             "checkpoint of step": f"{header['step']:,}",
             "ranks": header["num_ranks"],
             "written by": f"colonnade {header.get('colonnade', '-')}",
-            "dense weights": f"{sum(_product(s) for s in model['dense'].values()):,} in {len(model['dense'])} tensors",
+            "dense weights": f"{sum(map(_num_elements, model['dense'].values())):,} in {len(model['dense'])} tensors",
             "features": len(model["features"]),
         }
     )
@@ -125,39 +126,39 @@ def _save_checkpoint(path: Path) -> None:
          str(sharding))
         for (name, t), sharding in zip(model["tables"].items(), shardings_of(header), strict=True)
     ]  # fmt: skip
-    _table(("table", "dim", "ids", "dtype", "optimizer", "rows on"), rows)
+    _print_table(("table", "dim", "ids", "dtype", "optimizer", "rows on"), rows)
     towers = []
     for name, tower in model.get("towers", {}).items():
         shapes = [s for n, s in model["dense"].items() if f".interactions.{name}." in f".{n}"]
-        enter, leave = tower["floats"]
+        inputs, outputs = tower["floats"]
         towers.append(
-            (name, ", ".join(tower["features"]), tower["module"], f"{enter:,}", f"{leave:,}", f"{enter / leave:.2f}",
-             f"{sum(map(_product, shapes)):,}")
+            (name, ", ".join(tower["features"]), tower["module"], f"{inputs:,}", f"{outputs:,}",
+             f"{inputs / outputs:.2f}", f"{sum(map(_num_elements, shapes)):,}")
         )  # fmt: skip
-    _table(("tower", "fields", "module", "floats in", "out", "ratio", "parameters"), towers)
+    _print_table(("tower", "fields", "module", "floats in", "out", "ratio", "parameters"), towers)
 
 
-def _export(path: Path) -> None:
+def _inspect_export(path: Path) -> None:
     from colonnade.publish.exported import read_export
-    from colonnade.report.words import bytes_words, count_words
+    from colonnade.report.formatting import format_bytes, format_count
 
     export = read_export(path)
     rows = [
-        (t.name, str(t.dim), "any id" if t.rows is None else f"{t.rows:,}", t.dtype, count_words(t.count),
-         bytes_words(export.files[t.file].bytes))
+        (t.name, str(t.dim), "any id" if t.rows is None else f"{t.rows:,}", t.dtype, format_count(t.count),
+         format_bytes(export.files[t.file].bytes))
         for t in export.tables
     ]  # fmt: skip
     facts = {
         "exported model": str(path),
         "step": f"{export.step:,}",
         "written by": f"colonnade {export.colonnade}",
-        "on disk": bytes_words(_size(path)),
+        "on disk": format_bytes(_folder_bytes(path)),
     }
-    _facts(facts)
-    _table(("table", "dim", "ids", "dtype", "trained rows", "file"), rows)
+    _print_facts(facts)
+    _print_table(("table", "dim", "ids", "dtype", "trained rows", "file"), rows)
 
 
-def _safetensors(path: Path) -> None:
+def _inspect_safetensors(path: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -168,14 +169,16 @@ def _safetensors(path: Path) -> None:
         raise DataError(
             f"{path}: not a safetensors file: {error}; fetch or export it again"
         ) from None
-    _table(("tensor", "dtype", "shape"), rows)
+    _print_table(("tensor", "dtype", "shape"), rows)
 
 
-def _data(path: Path, kind: str | None, delimiter: str | None, names: Sequence[str] | None) -> None:
+def _inspect_data(
+    path: Path, kind: str | None, delimiter: str | None, names: Sequence[str] | None
+) -> None:
     from colonnade.data.lines import check_regular
     from colonnade.data.tabular.narrow import narrow
     from colonnade.data.tabular.tables import FORMATS, read_head
-    from colonnade.report.words import bytes_words
+    from colonnade.report.formatting import format_bytes
 
     if kind is not None and kind not in FORMATS:
         raise ConfigError(f"got --data {kind}, wanted a kind of file: {', '.join(sorted(FORMATS))}")
@@ -190,41 +193,41 @@ def _data(path: Path, kind: str | None, delimiter: str | None, names: Sequence[s
     facts = {
         "file": str(path),
         "rows": f"{head.num_rows:,}",
-        "on disk": bytes_words(head.num_bytes),
+        "on disk": format_bytes(head.num_bytes),
     }
     if num_read < head.num_rows:
         facts["read"] = f"the first {num_read:,} rows"
-    _facts(facts)
+    _print_facts(facts)
     lines = [
         (
-            _shown(name), _type_words(narrowed.type), f"{narrowed.null_count:,}", _distinct(narrowed),
-            *(_shown(array[row], 11) for row in range(min(SAMPLES, num_read))),
+            _format_value(name), _describe_type(narrowed.type), f"{narrowed.null_count:,}", _count_distinct(narrowed),
+            *(_format_value(array[row], 11) for row in range(min(SAMPLES, num_read))),
         )
         for name, (array, narrowed) in columns.items()
     ]  # fmt: skip
     samples = [f"row {row + 1}" for row in range(min(SAMPLES, num_read))]
-    _table(("column", "type", "missing", "distinct", *samples), lines, most=MAX_COLUMNS)
+    _print_table(("column", "type", "missing", "distinct", *samples), lines, max_lines=MAX_COLUMNS)
     if head.declaration is None:
-        say(f"no schema suggested: {_shown(head.problem, 2000)}")
+        say(f"no schema suggested: {_format_value(head.problem, 2000)}")
         return
     say("suggested schema (save, correct and give it with --set data.options.schema=FILE):\n")
     say(head.declaration.to_yaml())
-    for name, why in head.left_out.items():
-        say(f"left out: {_shown(name)} ({why})")
+    for name, reason in head.left_out.items():
+        say(f"left out: {_format_value(name)} ({reason})")
 
 
-def _type_words(kind: Any) -> str:
-    words = {
+def _describe_type(kind: Any) -> str:
+    names = {
         "int64": "integer",
         "double": "fraction",
         "string": "text",
         "bool": "true, false",
         "null": "empty",
     }
-    return words.get(str(kind), "time" if str(kind).startswith("timestamp") else str(kind))
+    return names.get(str(kind), "time" if str(kind).startswith("timestamp") else str(kind))
 
 
-def _distinct(array: Any) -> str:
+def _count_distinct(array: Any) -> str:
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -234,21 +237,23 @@ def _distinct(array: Any) -> str:
         return "-"
 
 
-def _shown(value: Any, most: int = 40) -> str:
-    """Return a value on one line, without control characters."""
+def _format_value(value: Any, max_length: int = 40) -> str:
+    """Return a value as text on one line, without control characters."""
     value = value.as_py() if hasattr(value, "as_py") else value
     text = "" if value is None else str(value)
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: most + 1])
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: max_length + 1])
+    return text if len(text) <= max_length else f"{text[: max_length - 1]}…"
 
 
-def _facts(values: dict[str, Any]) -> None:
+def _print_facts(values: dict[str, Any]) -> None:
     width = max(map(len, values))
     for name, value in values.items():
         say(f"{name:>{width}}  {value}")
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], most: int = MAX_LINES) -> None:
+def _print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], max_lines: int = MAX_LINES
+) -> None:
     from rich.table import Table as Grid
 
     from colonnade.terminal import Terminal
@@ -259,19 +264,19 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], most: int = MA
     console = Terminal()
     for number, name in enumerate(columns):
         grid.add_column(name, justify="right" if number else "left", overflow="fold")
-    for row in rows[:most]:
+    for row in rows[:max_lines]:
         grid.add_row(*row)
     console.print(grid)
-    if len(rows) > most:
-        console.print(f"  and {len(rows) - most:,} more")
+    if len(rows) > max_lines:
+        console.print(f"  and {len(rows) - max_lines:,} more")
 
 
-def _size(path: Path) -> int:
-    return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+def _folder_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def _product(shape: Sequence[int]) -> int:
-    found = 1
+def _num_elements(shape: Sequence[int]) -> int:
+    product = 1
     for size in shape:
-        found *= size
-    return found
+        product *= size
+    return product

@@ -1,4 +1,4 @@
-"""`colonnade plan`: which rows get the memory, who owns them, what travels, and how fast that will train."""
+"""`colonnade plan`: choose memory, owners and exchanges for the rows, and predict the speed of training."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from colonnade.errors import ConfigError
 
 if TYPE_CHECKING:
     from colonnade.config.run import RunConfig
-    from colonnade.run.planning import Planned
+    from colonnade.run.planning import PlanningResult
     from colonnade.table import Table
     from colonnade.topology.world import World
 
 HOST = "480GiB:8TiB"
-"""What --simulate takes a host to have."""
+"""Default memory and disk of a host for --simulate."""
 
 EXAMPLES = (
-    "A sample of the data says how often rows are used; the disk and the model are timed; each table gets the memory "
-    "that saves most reads. For several ranks each table gets the sharding and exchange that cost least on the links: "
-    "those of --world, --uplink and --local, or under torchrun as measured. [bold]colonnade train[/bold] does the same "
-    "with --set plan.placement=profiled and auto for plan.exchange, plan.sharding; it says what came of "
-    "the prediction.\n\n"
+    "The command writes nothing. It counts row uses in a sample of the data, times the disk and the model, and gives "
+    "each table the memory that saves most reads. For several ranks each table gets the sharding and exchange that "
+    "cost least on the links: those of --world, --uplink and --local, or, under torchrun, as measured. "
+    "[bold]colonnade train[/bold] does the same with --set plan.placement=profiled and auto for plan.exchange, "
+    "plan.sharding; at the end it compares the prediction with what it measured.\n\n"
     "[bold]Examples[/bold]\n\n"
     "  colonnade plan --data synthetic --dram 16MiB\n\n"
     "  colonnade plan mine.yaml --dram 8GiB --set plan.memory.ssd=/fast:200GiB --target 100000\n\n"
@@ -38,22 +38,22 @@ EXAMPLES = (
 
 
 RunOption = Annotated[
-    Path, typer.Option(help="Where the run folder is to lie: whose disk rows rest on by default.")
+    Path, typer.Option(help="Run folder, or a folder on its disk, which stores rows by default.")
 ]
 RanksOption = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Processes of one machine that the plan is for, default 1; or --world."
+        min=1, help="Number of processes, on one machine; default 1. For several machines: --world."
     ),
 ]
 WorldOption = Annotated[
     str | None,
-    typer.Option(help="Hosts and ranks that the plan is for, e.g. 4x2; under torchrun: its."),
+    typer.Option(help="Hosts x ranks per host, e.g. 4x2; under torchrun: leave it out."),
 ]
 HostOption = Annotated[
     str | None,
     typer.Option(
-        help=f"With --simulate: memory for rows of each host, or MEMORY:SSD. Default: {HOST}."
+        help=f"With --simulate: each host's memory for rows, or MEMORY:SSD. Default: {HOST}."
     ),
 ]
 
@@ -61,10 +61,10 @@ HostOption = Annotated[
 def plan(
     config: Annotated[
         Path | None,
-        typer.Argument(help="YAML file with sections data, model, rows, dense, plan, train."),
+        typer.Argument(help="YAML file with sections data, model, embedding, dense, plan, train."),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Data set, with settings that suit it; as of train.")
+        str | None, typer.Option(help="Data set, with its preset of settings; as in train.")
     ] = None,
     path: Annotated[
         str | None,
@@ -74,73 +74,72 @@ def plan(
     ranks: RanksOption = None,
     world: WorldOption = None,
     uplink: Annotated[
-        str | None, typer.Option(help="What a host's link to others carries, e.g. 10Gbit.")
+        str | None, typer.Option(help="Bandwidth of a host's link to other hosts, e.g. 10Gbit.")
     ] = None,
     local: Annotated[
-        str | None, typer.Option(help="What a rank gets from others of its host, e.g. 5GB/s.")
+        str | None, typer.Option(help="Bandwidth between ranks of a host, e.g. 5GB/s.")
     ] = None,
     table: Annotated[
-        str | None, typer.Option(help="Show every choice that this table has.")
+        str | None, typer.Option(help="Show all candidate shardings and exchanges of this table.")
     ] = None,
     dram: Annotated[
         str | None, typer.Option(help="Memory for rows on each rank, e.g. 2GiB: plan.memory.dram.")
     ] = None,
     target: Annotated[
         float | None,
-        typer.Option(min=1.0, help="Samples/s to say bytes per second for; default: as foretold."),
+        typer.Option(min=1.0, help="Samples/s to show MB/s for; default: as predicted."),
     ] = None,
     simulate: Annotated[
         float | None,
-        typer.Option(min=1.0, help="Parameters: hosts and seconds for so many, as a simulation."),
+        typer.Option(min=1.0, help="Simulate a model of this many parameters: hosts and seconds."),
     ] = None,
     host: HostOption = None,
-    sample: Annotated[int, typer.Option(min=1, help="Lookups of the sample that is profiled.")] = 1
-    << 20,
+    sample: Annotated[int, typer.Option(min=1, help="Lookups in the profiled sample.")] = 1 << 20,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Any setting, as of train. Repeatable.")
+        list[str] | None, typer.Option("--set", help="Any setting, as in train. Repeatable.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print plan, prediction and measurements as JSON.")
     ] = False,
 ) -> None:
-    """Profile a sample, measure tiers and links, choose where rows lie and what travels, predict. Writes nothing."""
-    from colonnade.cli.plan_tables import show
-    from colonnade.cli.train import choose_config
+    """Choose where rows are stored and how values are exchanged, and predict the speed of training."""
+    from colonnade.cli.plan_tables import print_plan
+    from colonnade.cli.train import build_config
     from colonnade.config.run import override
     from colonnade.run.run import plan_run
 
     if simulate is None and host is not None:
         raise ConfigError(
-            f"--host: got {host} without --simulate, which alone has other hosts than this one; say how many "
-            "parameters, e.g. --simulate 100e12, or leave it out"
+            f"--host: got {host} without --simulate, which is the only option with hosts other than this one; give a "
+            "number of parameters, e.g. --simulate 100e12, or leave --host out"
         )
-    topology = _world(world, ranks, uplink, local)
-    if topology is None:  # another rank says it
+    topology = _plan_world(world, ranks, uplink, local)
+    if topology is None:  # another rank prints the plan
         return
     is_one_host = topology.num_hosts == 1 and topology.origin == "planned"
     if simulate is None and uplink is not None and is_one_host:
         raise ConfigError(
-            f"--uplink: got {uplink} for one host, which sends nothing over it; say how many, e.g. --world 2x1"
+            f"--uplink: got {uplink} for one host, which sends nothing over it; give several hosts, e.g. --world 2x1"
         )
     chosen = override(
-        choose_config(config, data, path, {"plan.memory.dram": dram}, set_),
-        _left_open(config, set_),
+        build_config(config, data, path, {"plan.memory.dram": dram}, set_),
+        _automatic_settings(config, set_),
     )
     if simulate is not None:
         if table is not None:
             raise ConfigError(
-                "--table: got a table beside --simulate, which has no choices to show; leave one of them out"
+                "--table: got a table with --simulate, which has no choices to show; leave one of them out"
             )
-        _simulate(chosen, run, topology, simulate, host or HOST, sample, as_json)
+        _print_simulation(chosen, run, topology, simulate, host or HOST, sample, as_json)
         return
     choice, tables = plan_run(chosen, run, topology, lookups=sample, table=table)
     if as_json:
-        print(json.dumps(as_values(choice, tables), indent=2))
+        print(json.dumps(plan_values(choice, tables), indent=2))
     else:
-        show(choice, tables, target, table)
+        print_plan(choice, tables, target, table)
 
 
-def _simulate(
+def _print_simulation(
     config: RunConfig,
     run: Path,
     world: World,
@@ -149,94 +148,102 @@ def _simulate(
     sample: int,
     as_json: bool,
 ) -> None:
-    """Print hosts and seconds for a model of so many parameters, from what this machine measures of a smaller one."""
-    from colonnade.cli.plan_tables import as_values, room_of, show_simulation, simulated
+    """Print hosts and seconds for a model with that many parameters, scaled from measurements of a smaller model."""
+    from colonnade.cli.plan_tables import (
+        parse_host_sizes,
+        print_simulation,
+        simulate_world,
+        simulation_values,
+    )
     from colonnade.plan.measure.links import planned_world
     from colonnade.run.run import plan_run
 
-    room = room_of(host, parameters)  # refused before anything is measured
+    room = parse_host_sizes(host, parameters)  # raises before anything is measured
     planned, tables = plan_run(config, run, planned_world("1"), lookups=sample)
     batch_size = config.train.samples_per_step
-    work, cases = simulated(planned, tables, batch_size, parameters, room, world)
+    work, cases = simulate_world(planned, tables, batch_size, parameters, room, world)
     if as_json:
-        print(json.dumps(as_values(parameters, work, cases), indent=2))
+        print(json.dumps(simulation_values(parameters, work, cases), indent=2))
     else:
-        show_simulation(parameters, batch_size, work, cases)
+        print_simulation(parameters, batch_size, work, cases)
 
 
-def _world(
+def _plan_world(
     shape: str | None, ranks: int | None, uplink: str | None, local: str | None
 ) -> World | None:
-    """Under torchrun the running world with its links measured, None on all ranks but 0; else as it is said to be."""
+    """Return the world of the plan: as the options declare it or, under torchrun, the running one with measured links,
+    on rank 0; None on its other ranks."""
     from colonnade.comm.process_groups import close_mesh, open_mesh
     from colonnade.plan.measure.links import measure_links, planned_world
 
-    said = {"--world": shape, "--ranks": ranks, "--uplink": uplink, "--local": local}
+    options = {"--world": shape, "--ranks": ranks, "--uplink": uplink, "--local": local}
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         if shape is not None and ranks is not None:
             raise ConfigError(
-                f"got --ranks {ranks} beside --world {shape}, which says how many there are; leave one of them out"
+                f"got --ranks {ranks} with --world {shape}, which has a number of ranks; leave one of them out"
             )
         return planned_world(shape or str(ranks or 1), uplink=uplink, local=local)
-    if given := [name for name, value in said.items() if value is not None]:
+    if forbidden := [name for name, value in options.items() if value is not None]:
         raise ConfigError(
-            f"got {', '.join(given)} in a world that runs, whose links are measured; leave it out, or plan without "
+            f"got {', '.join(forbidden)} under torchrun, where the links are measured; leave it out, or plan without "
             "torchrun"
         )
     mesh = open_mesh(verb="plan")
-    found = measure_links(mesh)
+    world = measure_links(mesh)
     close_mesh(mesh)
-    return found if mesh.rank == 0 else None
+    return world if mesh.rank == 0 else None
 
 
-def _left_open(config: Path | None, set_: list[str] | None) -> dict[str, str]:
-    """Return `auto` for the shardings and exchanges that the user left out, which this command is to choose; nothing
-    beside `plan.cache`, whose cached rows need the exchange rows and whole rows."""
+def _automatic_settings(config: Path | None, set_: list[str] | None) -> dict[str, str]:
+    """Return `auto` for shardings and exchanges, which this command chooses if the user sets neither. Return nothing
+    with `plan.cache`: cached rows need the exchange rows and rows that are not cut by columns."""
     from colonnade.cli.train import parse_settings
     from colonnade.formats import parse_yaml, read_text
 
-    said: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if config is not None:
         values = parse_yaml(read_text(config))
-        said |= {f"plan.{name}": each for name, each in ((values or {}).get("plan") or {}).items()}
-    said |= parse_settings(set_ or [])
-    if said.keys() & {"plan.exchange", "plan.sharding"}:
+        plan_section = (values or {}).get("plan") or {}
+        settings |= {f"plan.{name}": value for name, value in plan_section.items()}
+    settings |= parse_settings(set_ or [])
+    if settings.keys() & {"plan.exchange", "plan.sharding"}:
         return {}
-    of_copies = [said[name] for name in said if f"{name}.".startswith("plan.cache.")]
-    if any(each is not None for each in of_copies):
+    cache = [value for name, value in settings.items() if f"{name}.".startswith("plan.cache.")]
+    if any(value is not None for value in cache):
         return {}
     return {"plan.exchange": "auto", "plan.sharding": "auto"}
 
 
-def as_values(found: Planned, tables: Sequence[Table]) -> dict[str, Any]:
-    """Plain values: the plan with its prediction, what it cost, what machine and links do, what else there was; and
-    what of it the prediction leaves out, in words."""
+def plan_values(planned: PlanningResult, tables: Sequence[Table]) -> dict[str, Any]:
+    """Return JSON values of the plan: its prediction, the measured costs, device and links, the alternatives, and notes
+    on what the prediction leaves out."""
     from dataclasses import asdict
 
-    from colonnade.cli.plan_tables import NO_COPIES, copies_bytes
+    from colonnade.cli.plan_tables import CACHE_NOT_PREDICTED, cache_bytes
 
-    copies = copies_bytes(found, tables)
+    cached_bytes = cache_bytes(planned, tables)
 
-    def cost(each: Any) -> dict[str, Any]:
+    def cost_values(cost: Any) -> dict[str, Any]:
         return {
-            "exchange": each.exchange,
-            "sharding": asdict(each.sharding),
-            "sent": {f"{channel} {link}": size for (channel, link), size in each.sent.items()},
-            "seconds": each.seconds,
-            "more_seconds": each.more,
+            "exchange": cost.exchange,
+            "sharding": asdict(cost.sharding),
+            "sent": {f"{channel} {link}": size for (channel, link), size in cost.sent.items()},
+            "seconds": cost.seconds,
+            "more_seconds": cost.more,
         }
 
     return {
-        "plan": json.loads(found.plan.to_json()),
-        "costs": asdict(found.costs),
-        "device": asdict(found.device),
-        "world": asdict(found.world),
+        "plan": json.loads(planned.plan.to_json()),
+        "costs": asdict(planned.costs),
+        "device": asdict(planned.device),
+        "world": asdict(planned.world),
         "choices": {
-            each.name: [cost(each.chosen), *map(cost, each.others)] for each in found.choice.tables
+            table.name: [cost_values(table.chosen), *map(cost_values, table.others)]
+            for table in planned.choice.tables
         },
-        "consumers": [asdict(each) for each in found.choice.consumers],
-        "tower_modules": [asdict(each) for each in found.advice],
-        "cache_bytes": copies,
-        "left_out": [NO_COPIES] if copies else [],
-        "sample": {"samples": found.profile.samples, "batches": found.profile.batches},
+        "consumers": [asdict(consumer) for consumer in planned.choice.consumers],
+        "tower_modules": [asdict(advice) for advice in planned.advice],
+        "cache_bytes": cached_bytes,
+        "left_out": [CACHE_NOT_PREDICTED] if cached_bytes else [],
+        "sample": {"samples": planned.profile.samples, "batches": planned.profile.batches},
     }

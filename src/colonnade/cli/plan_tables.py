@@ -1,6 +1,4 @@
-"""Tables that `colonnade plan` shows: memory, shardings and exchanges by table, what a step will take, and simulated
-worlds.
-"""
+"""Output of `colonnade plan`: memory, sharding and exchange by table, a step's predicted time, and simulated worlds."""
 
 from __future__ import annotations
 
@@ -13,15 +11,15 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from colonnade.errors import ConfigError
-from colonnade.models.work import FLOPS_PER_PRODUCT
-from colonnade.plan.caching import kept_bytes
+from colonnade.models.dense_cost import FLOPS_PER_PRODUCT
+from colonnade.plan.caching import full_cache_bytes
 from colonnade.plan.cost.prediction import PERSIA, Machine, Simulated, Work, simulate
 from colonnade.plan.plan import held_bytes, memory_bytes
-from colonnade.plan.search.candidates import Choice, Cost, TableChoice
+from colonnade.plan.search.candidates import Choice, TableChoice, TableCost
 from colonnade.plan.towers.forecast import PAPER
-from colonnade.report.words import bytes_words, count_words, seconds_words
-from colonnade.run.planning import Planned
-from colonnade.sizes import positive_bytes
+from colonnade.report.formatting import format_bytes, format_count, format_seconds
+from colonnade.run.planning import PlanningResult
+from colonnade.sizes import parse_positive_bytes
 from colonnade.store.budget import slot_bytes
 from colonnade.table import Table
 from colonnade.terminal import Terminal
@@ -29,36 +27,36 @@ from colonnade.topology.sharding import Sharding
 from colonnade.topology.world import World
 
 
-def room_of(host: str, parameters: float) -> tuple[int, int]:
-    """Bytes of memory and of disks of a host, said as MEMORY or MEMORY:SSD. Raises ConfigError for what is none, or
-    where `parameters` are no number of any."""
+def parse_host_sizes(host: str, parameters: float) -> tuple[int, int]:
+    """Parse a host's bytes of memory and of disks from MEMORY or MEMORY:SSD. Raises ConfigError for other text, and if
+    `parameters` is not finite."""
     if not math.isfinite(parameters):
         raise ConfigError(
             f"--simulate: got {parameters}, wanted a number of parameters, e.g. 100e12"
         )
     memory, _, disk = host.partition(":")
     try:
-        return positive_bytes(memory), positive_bytes(disk) if disk else 0
+        return parse_positive_bytes(memory), parse_positive_bytes(disk) if disk else 0
     except ValueError as error:
         raise ConfigError(f"--host: {error}; give MEMORY or MEMORY:SSD, e.g. 480GiB:8TiB") from None
 
 
-def simulated(
-    found: Planned,
+def simulate_world(
+    planned: PlanningResult,
     tables: Sequence[Table],
     batch_size: int,
     parameters: float,
     room: tuple[int, int],
     world: World,
 ) -> tuple[Work, list[Simulated]]:
-    """`found`: a plan of one rank, whose sample and rates are taken. `room`: of each host of `world`. Raises
-    ConfigError where it has disks and none was measured."""
-    work = work_of(found, tables, batch_size)
-    pages = sum(place.pages for place in found.device.directories)
+    """Simulate a world for a model with that many parameters. planned: a plan of one rank, for its sample and rates.
+    room: bytes of memory and of disks of each host. Raises ConfigError if hosts have disks and no disk was measured."""
+    work = work_per_sample(planned, tables, batch_size)
+    pages = sum(directory.pages for directory in planned.device.directories)
     if room[1] and not pages:
         raise ConfigError(
-            "--host: got a size of disks, but no disk was measured; give --dram less than the rows take, so that some "
-            "rest on this one"
+            "--host: got a size of disks, but no disk was measured; give --dram less than the rows need, so that some "
+            "are stored on this machine's disk"
         )
     machine = Machine(
         memory_bytes=room[0],
@@ -70,90 +68,90 @@ def simulated(
     return work, simulate(parameters, work, machine, batch_size)
 
 
-def show_simulation(
+def print_simulation(
     parameters: float, batch_size: int, work: Work, cases: Sequence[Simulated]
 ) -> None:
-    """A line of what was measured, one for each place of rows, one of what was published."""
+    """Print one line of measurements, one for each storage of the rows, and one of published figures."""
     console = Terminal(soft_wrap=True)
     console.print(
-        f"SIMULATION of {parameters:,.0f} parameters, run by nobody: rates of one rank of this machine "
+        f"SIMULATION of {parameters:,.0f} parameters, not a run: rates of one rank of this machine "
         f"({1 / work.seconds:,.0f} samples/s, {work.rows:.1f} rows of {work.row_floats:.0f} floats a sample, "
-        f"{work.record_bytes:.0f} bytes each with state), links and hosts as given."
+        f"{work.record_bytes:.0f} bytes each with state), links and hosts as in the options."
     )
-    for each in cases:
+    for case in cases:
         console.print(
-            f"rows in {each.where}: {each.rows:,.0f} rows, {bytes_words(each.total_bytes)}: {each.hosts:,} hosts, "
-            f"{each.ranks:,} ranks. A step of {batch_size:,} samples: processors {1e3 * each.compute_seconds:.3f} ms, "
-            f"uplinks {1e3 * each.link_seconds:.3f} ms each way, disks {1e3 * each.disk_seconds:.3f} ms; "
-            f"{each.samples_per_second:,.0f} samples/s reading ahead, {each.synchronous:,.0f} synchronously"
+            f"rows in {case.where}: {case.rows:,.0f} rows, {format_bytes(case.total_bytes)}: {case.hosts:,} hosts, "
+            f"{case.ranks:,} ranks. A step of {batch_size:,} samples: processors {1e3 * case.compute_seconds:.3f} ms, "
+            f"uplinks {1e3 * case.link_seconds:.3f} ms each way, disks {1e3 * case.disk_seconds:.3f} ms; "
+            f"{case.samples_per_second:,.0f} samples/s reading ahead, {case.synchronous:,.0f} synchronously"
         )
     console.print(PERSIA)
 
 
-def as_values(parameters: float, work: Work, cases: Sequence[Simulated]) -> dict[str, Any]:
-    """Plain values of the same, under a name that says that nobody ran it. Pure."""
+def simulation_values(parameters: float, work: Work, cases: Sequence[Simulated]) -> dict[str, Any]:
+    """Return JSON values of a simulation, under the key `simulation`. Pure."""
     return {
         "simulation": {
             "parameters": parameters,
             "measured": asdict(work),
-            "cases": [asdict(each) for each in cases],
+            "cases": [asdict(case) for case in cases],
         }
     }
 
 
-def work_of(found: Planned, tables: Sequence[Table], batch_size: int) -> Work:
-    """Of one sample, by the sample that was profiled and the steps that were rehearsed. Pure."""
+def work_per_sample(planned: PlanningResult, tables: Sequence[Table], batch_size: int) -> Work:
+    """Return the work per training sample, from the profiled sample and the benchmarked steps. Pure."""
     rows = []
-    for t, profile in enumerate(found.profile.tables):
+    for t, profile in enumerate(planned.profile.tables):
         sizes, counted = profile.unique
-        most = counted[-1] / sizes[-1] if sizes else found.profile.lookups_per_sample(t)
-        rows.append(max(most, 1e-9))
+        unique_rows = counted[-1] / sizes[-1] if sizes else planned.profile.lookups_per_sample(t)
+        rows.append(max(unique_rows, 1e-9))
     total = sum(rows)
     return Work(
-        seconds=found.costs.step_seconds / batch_size,
-        moved_seconds=found.costs.moved_seconds,
+        seconds=planned.costs.step_seconds / batch_size,
+        moved_seconds=planned.costs.moved_seconds,
         rows=total,
-        row_floats=sum(n * each.width for n, each in zip(rows, tables, strict=True)) / total,
-        record_bytes=sum(n * each.record_bytes for n, each in zip(rows, tables, strict=True))
+        row_floats=sum(n * table.width for n, table in zip(rows, tables, strict=True)) / total,
+        record_bytes=sum(n * table.record_bytes for n, table in zip(rows, tables, strict=True))
         / total,
     )
 
 
 MAX_LINES = 40
-NO_COPIES = (
-    "plan.cache is not foretold: bytes and seconds are of a run without it. What it saves follows from the order of "
+CACHE_NOT_PREDICTED = (
+    "plan.cache is not predicted: bytes and seconds are those of a run without it. Its savings depend on the order of "
     "batches: train some steps with it and look at `cache` and `sent` of the record, or the report"
 )
 
 
-def show(
-    found: Planned, tables: Sequence[Table], target: float | None, table: str | None = None
+def print_plan(
+    planned: PlanningResult, tables: Sequence[Table], target: float | None, table: str | None = None
 ) -> None:
-    """`target`: samples/s that bytes per second are said for; `table`: show this one's choices."""
+    """Print a plan. target: samples/s for which bytes per second are shown; table: show only its candidates."""
     console = Terminal()
     if table is not None:
-        _show_choices(console, found, next(t for t in found.choice.tables if t.name == table))
+        _print_choices(console, planned, next(t for t in planned.choice.tables if t.name == table))
         return
-    _show_memory(console, found, tables, target or found.prediction.samples_per_second)
-    if found.world.num_ranks > 1:
-        _show_exchanges(console, found)
-    _show_totals(console, found, tables)
+    _print_memory(console, planned, tables, target or planned.prediction.samples_per_second)
+    if planned.world.num_ranks > 1:
+        _print_exchanges(console, planned)
+    _print_totals(console, planned, tables)
 
 
-def copies_bytes(found: Planned, tables: Sequence[Table]) -> int:
-    """That `plan.cache` takes on each rank, beside the memory of its own rows."""
-    kept = [each.cache for each in found.plan.tables]
-    return sum(kept_bytes(cache, table) for cache, table in zip(kept, tables, strict=True))
+def cache_bytes(planned: PlanningResult, tables: Sequence[Table]) -> int:
+    """Return the bytes of `plan.cache` on each rank, in addition to the memory of its own rows."""
+    caches = [planned.cache for planned in planned.plan.tables]
+    return sum(full_cache_bytes(cache, table) for cache, table in zip(caches, tables, strict=True))
 
 
-def _grid(columns: Sequence[str], left: Sequence[str]) -> Grid:
-    """Fits 80 columns: the first column gives way."""
+def _create_grid(columns: Sequence[str], left_aligned: Sequence[str]) -> Grid:
+    """Create a table that fits 80 columns by shortening the first one."""
     grid = Grid(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for name in columns:
         is_name = name == columns[0]
         grid.add_column(
             name,
-            justify="left" if name in left or is_name else "right",
+            justify="left" if name in left_aligned or is_name else "right",
             no_wrap=True,
             overflow="ellipsis",
             min_width=8 if is_name else len(name),
@@ -161,190 +159,196 @@ def _grid(columns: Sequence[str], left: Sequence[str]) -> Grid:
     return grid
 
 
-def _show_memory(console: Console, found: Planned, tables: Sequence[Table], rate: float) -> None:
+def _print_memory(
+    console: Console, planned: PlanningResult, tables: Sequence[Table], rate: float
+) -> None:
     console.print(
-        f"memory: {found.profile.samples:,} samples for {found.plan.num_ranks} rank(s); rows and bytes of "
-        f"{'a server' if found.world.has_servers else 'one'}, "
+        f"memory: {planned.profile.samples:,} samples for {planned.plan.num_ranks} rank(s); rows and bytes of "
+        f"{'a server' if planned.world.has_servers else 'one'}, "
         f"MB/s at {rate:,.0f} samples/s, lookups per sample, reads per 1,000"
     )
-    grid = _grid(
+    grid = _create_grid(
         ("table", "rows", "bytes", "lookups", "MB/s", "memory", "tier", "hits", "reads"), ("tier",)
     )
     lines = []
-    for table, planned, each in zip(
-        tables, found.plan.tables, found.prediction.tables, strict=True
+    for table, table_plan, prediction in zip(
+        tables, planned.plan.tables, planned.prediction.tables, strict=True
     ):
-        rows = None if table.rows is None else -(-table.rows // planned.sharding.num_owners)
-        rest = {"run folder": "+files", "ssd": "+ssd"}.get(planned.rest, "")
-        size = held_bytes(table, planned.sharding)
-        lines.append((each.reads_per_sample, each.bytes_per_sample, [
-            table.name, "any" if rows is None else count_words(rows),
-            "-" if rows is None else bytes_words(rows * size), f"{each.lookups_per_sample:.3g}",
-            _short(each.bytes_per_sample * rate / 1e6),
-            bytes_words(each.rows_in_memory * slot_bytes(table)), planned.tier + rest, f"{each.hit_rate:.1%}",
-            f"{1000 * each.reads_per_sample:.3g}",
+        rows = None if table.rows is None else -(-table.rows // table_plan.sharding.num_owners)
+        backing = {"run folder": "+files", "ssd": "+ssd"}.get(table_plan.rest, "")
+        size = held_bytes(table, table_plan.sharding)
+        lines.append((prediction.reads_per_sample, prediction.bytes_per_sample, [
+            table.name, "any" if rows is None else format_count(rows),
+            "-" if rows is None else format_bytes(rows * size), f"{prediction.lookups_per_sample:.3g}",
+            _format_number(prediction.bytes_per_sample * rate / 1e6),
+            format_bytes(prediction.rows_in_memory * slot_bytes(table)), table_plan.tier + backing,
+            f"{prediction.hit_rate:.1%}", f"{1000 * prediction.reads_per_sample:.3g}",
         ]))  # fmt: skip
     lines.sort(key=lambda line: (-line[0], -line[1]))
     for *_, cells in lines[:MAX_LINES]:
         grid.add_row(*cells)
     console.print(grid)
     if len(lines) > MAX_LINES:
-        console.print(f"  and {len(lines) - MAX_LINES} more, which read less")
+        console.print(f"  and {len(lines) - MAX_LINES} more with fewer reads")
 
 
-def _show_exchanges(console: Console, found: Planned) -> None:
+def _print_exchanges(console: Console, planned: PlanningResult) -> None:
     console.print(
-        "\nexchange: what travels and who owns the rows; bytes that a rank sends per step, in its host and over its "
+        "\nexchange: exchange and owners of each table; bytes that a rank sends per step, in its host and over its "
         "uplink"
     )
-    grid = _grid(
+    grid = _create_grid(
         ("table", "choice", "in host", "uplink", "takes", "next best", "more"),
         ("choice", "next best"),
     )
-    lines = sorted(found.choice.tables, key=lambda table: -table.chosen.seconds)
+    lines = sorted(planned.choice.tables, key=lambda table: -table.chosen.seconds)
     for table in lines[:MAX_LINES]:
-        best, other = table.chosen, table.others[0] if table.others else None
+        best, runner_up = table.chosen, table.others[0] if table.others else None
         grid.add_row(
-            table.name, _words(best, found) + ("!" if table.is_forced else ""),
-            bytes_words(best.bytes_over("local")), bytes_words(best.bytes_over("remote")),
-            seconds_words(best.seconds), "-" if other is None else _kind_words(other),
-            "-" if other is None else _more(other.more),
+            table.name, _describe_choice(best, planned) + ("!" if table.is_forced else ""),
+            format_bytes(best.bytes_over("local")), format_bytes(best.bytes_over("remote")),
+            format_seconds(best.seconds), "-" if runner_up is None else _describe_exchange(runner_up),
+            "-" if runner_up is None else _format_added_seconds(runner_up.more),
         )  # fmt: skip
     console.print(grid)
     if len(lines) > MAX_LINES:
-        console.print(f"  and {len(lines) - MAX_LINES} more, which take less")
+        console.print(f"  and {len(lines) - MAX_LINES} more with fewer seconds")
     if any(table.is_forced for table in lines):
-        console.print("  !: as it was said, not chosen")
-    _show_consumers(console, found)
+        console.print("  !: set by you, not chosen")
+    _print_consumers(console, planned)
 
 
-def _show_consumers(console: Console, found: Planned) -> None:
-    """What travels of the model's first operators, where one of them could be evaluated at the owners, or could if rows
-    were laid out otherwise."""
-    consumers = found.choice.consumers
-    if all(each.partial_floats is None and not each.is_apart for each in consumers):
+def _print_consumers(console: Console, planned: PlanningResult) -> None:
+    """Print whether values or partials of each consumer are sent, if owner ranks could evaluate one of them with this
+    or another sharding."""
+    consumers = planned.choice.consumers
+    if all(choice.partial_floats is None and not choice.is_apart for choice in consumers):
         return
-    console.print("\nconsumers: what travels of first operators; floats of a sample, all owners")
-    for each in consumers[:MAX_LINES]:
+    console.print("\nconsumers: sent for first operators; floats of a sample, all owners")
+    for choice in consumers[:MAX_LINES]:
         partial = "no partial"
-        if each.partial_floats is not None:
-            partial = f"partial {each.partial_floats:,.0f}"
-        what = "partial" if each.is_partial else "values"
+        if choice.partial_floats is not None:
+            partial = f"partial {choice.partial_floats:,.0f}"
+        what = "partial" if choice.is_partial else "values"
         console.print(
-            f"  {each.name}: {what} (values {each.value_floats:,.0f}, {partial}): {each.why}",
+            f"  {choice.name}: {what} (values {choice.value_floats:,.0f}, {partial}): {choice.why}",
             markup=False,
         )
 
 
-def _show_choices(console: Console, found: Planned, table: TableChoice) -> None:
+def _print_choices(console: Console, planned: PlanningResult, table: TableChoice) -> None:
     console.print(f"choices of table {table.name}; bytes that a rank sends per step", markup=False)
     columns = ("choice", "route", "fetch", "push", "in host", "uplink", "takes", "more")
-    grid = _grid(columns, ("choice",))
+    grid = _create_grid(columns, ("choice",))
     for cost in (table.chosen, *table.others):
-        by_purpose = [
-            bytes_words(cost.sent[channel, "local"] + cost.sent[channel, "remote"])
+        by_channel = [
+            format_bytes(cost.sent[channel, "local"] + cost.sent[channel, "remote"])
             for channel in ("route", "fetch", "push")
         ]
         grid.add_row(
-            _words(cost, found), *by_purpose, bytes_words(cost.bytes_over("local")),
-            bytes_words(cost.bytes_over("remote")), seconds_words(cost.seconds),
-            "chosen" if cost is table.chosen else _more(cost.more),
+            _describe_choice(cost, planned), *by_channel, format_bytes(cost.bytes_over("local")),
+            format_bytes(cost.bytes_over("remote")), format_seconds(cost.seconds),
+            "chosen" if cost is table.chosen else _format_added_seconds(cost.more),
         )  # fmt: skip
     console.print(grid)
-    how = "as it was said" if table.is_forced else "the fewest seconds of the whole step"
+    reason = "set by you" if table.is_forced else "the fewest seconds of the whole step"
     name = table.name.removesuffix("[cold]").removesuffix("[hot]")
     console.print(
-        f"chosen: {how}, all other tables staying as they are. To force another: "
+        f"chosen: {reason}, with all other tables as they are. To set another: "
         f"--set plan.tables.{name}.exchange=... --set plan.tables.{name}.sharding=...",
         markup=False,
     )
-    console.print(str(found.world))
+    console.print(str(planned.world))
 
 
-def _show_totals(console: Console, found: Planned, tables: Sequence[Table]) -> None:
+def _print_totals(console: Console, planned: PlanningResult, tables: Sequence[Table]) -> None:
     console.print()
-    said = found.prediction
+    prediction = planned.prediction
     used: dict[str, Any] = {"dram": 0, "mapped": 0}
-    for table, planned in zip(tables, found.plan.tables, strict=True):
-        used[planned.tier] += memory_bytes(table, planned)
-    budget = found.plan.dram_bytes
-    memory = f"memory {bytes_words(used['dram'])}"
-    memory += " (no limit)" if budget is None else f" of {bytes_words(budget)}"
+    for table, table_plan in zip(tables, planned.plan.tables, strict=True):
+        used[table_plan.tier] += memory_bytes(table, table_plan)
+    budget = planned.plan.dram_bytes
+    memory = f"memory {format_bytes(used['dram'])}"
+    memory += " (no limit)" if budget is None else f" of {format_bytes(budget)}"
     if used["mapped"]:
-        memory += f", mapped {bytes_words(used['mapped'])}"
-    if copies := copies_bytes(found, tables):
-        memory += f", and up to {bytes_words(copies)} beside it for plan.cache"
+        memory += f", mapped {format_bytes(used['mapped'])}"
+    if cached_bytes := cache_bytes(planned, tables):
+        memory += f", and up to {format_bytes(cached_bytes)} more for plan.cache"
     console.print(
-        f"{memory}; {said.hit_rate:.2%} of a batch's rows are there or new; a sample reads {said.reads_per_sample:.3g} "
-        f"rows from files and meets {said.births_per_sample:.3g} for the first time; "
-        f"{bytes_words(said.written_per_second)}/s written; lookahead {said.lookahead}"
+        f"{memory}; {prediction.hit_rate:.2%} of a batch's rows are in memory or new; a sample reads "
+        f"{prediction.reads_per_sample:.3g} rows from files and initialises {prediction.births_per_sample:.3g}; "
+        f"{format_bytes(prediction.written_per_second)}/s written; lookahead {prediction.lookahead}"
     )
-    console.print(str(found.device), markup=False)
-    costs = found.costs
+    console.print(str(planned.device), markup=False)
+    costs = planned.costs
     console.print(
-        f"a step takes {seconds_words(costs.step_seconds)} with all rows in memory, "
-        f"{seconds_words(costs.born_seconds)} more for each new row, {seconds_words(costs.moved_seconds)} "
-        "for each that is read or evicted"
+        f"a step takes {format_seconds(costs.step_seconds)} with all rows in memory, "
+        f"{format_seconds(costs.born_seconds)} more for each new row, {format_seconds(costs.moved_seconds)} "
+        "for each row read or evicted"
     )
-    if found.world.num_ranks > 1:
-        _show_links(console, found.choice, found)
-    if found.advice:
-        _show_advice(console, found)
-    if copies:
-        console.print(NO_COPIES, markup=False)
+    if planned.world.num_ranks > 1:
+        _print_links(console, planned.choice, planned)
+    if planned.advice:
+        _print_advice(console, planned)
+    if cached_bytes:
+        console.print(CACHE_NOT_PREDICTED, markup=False)
     console.print(
-        f"predicted: {said.samples_per_second:,.0f} samples/s, {said.samples_per_second / said.all_in_memory:.0%} of "
-        f"{said.all_in_memory:,.0f} with all rows in memory; what limits: {said.limit}",
+        f"predicted: {prediction.samples_per_second:,.0f} samples/s, "
+        f"{prediction.samples_per_second / prediction.all_in_memory:.0%} of {prediction.all_in_memory:,.0f} with all "
+        f"rows in memory; what limits: {prediction.limit}",
         style="bold",
     )
 
 
-def _show_links(console: Console, choice: Choice, found: Planned) -> None:
-    said, seconds = found.prediction, choice.seconds
-    console.print(str(found.world))
-    if found.world.origin != "measured":
-        console.print("this world does not run here: what is said of its links is taken as it is")
+def _print_links(console: Console, choice: Choice, planned: PlanningResult) -> None:
+    prediction, seconds = planned.prediction, choice.seconds
+    console.print(str(planned.world))
+    if planned.world.origin != "measured":
+        console.print("this world is not running: its links are as declared, not measured")
     total = {
         link: sum(size for (_, over), size in choice.sent.items() if over == link)
         for link in ("local", "remote")
     }
-    dense = said.waited_seconds - seconds.waited
+    dense = prediction.waited_seconds - seconds.waited
     console.print(
-        f"a rank sends {bytes_words(total['local'])} in its host and {bytes_words(total['remote'])} over the uplink "
-        f"per step, which takes {seconds_words(seconds.fetch)} for rows, {seconds_words(seconds.push)} for gradients, "
-        f"{seconds_words(dense)} for dense ones, and {seconds_words(seconds.route)} behind the model for ids"
+        f"a rank sends {format_bytes(total['local'])} in its host and {format_bytes(total['remote'])} over the uplink "
+        f"per step, which takes {format_seconds(seconds.fetch)} for rows, {format_seconds(seconds.push)} for "
+        f"gradients, {format_seconds(dense)} for dense gradients, and {format_seconds(seconds.route)} for ids, hidden "
+        "by the model"
     )
     console.print(
-        f"a step: {seconds_words(said.step_seconds)}, of which {seconds_words(said.processor_seconds)} computing and "
-        f"{seconds_words(said.waited_seconds)} waiting for links; 16-bit values and gradients, which are not exact "
-        f"and never chosen, would save {seconds_words(choice.halved_seconds)}"
+        f"a step: {format_seconds(prediction.step_seconds)}: {format_seconds(prediction.processor_seconds)} computing "
+        f"and {format_seconds(prediction.waited_seconds)} waiting for links; 16-bit values and gradients, which are "
+        f"not exact and never chosen, would save {format_seconds(choice.halved_seconds)}"
     )
 
 
-def _show_advice(console: Console, found: Planned) -> None:
-    """What tower modules would do to a step, beside what was published of them."""
-    step = found.prediction.step_seconds
+def _print_advice(console: Console, planned: PlanningResult) -> None:
+    """Print the predicted effect of tower modules on a step, and published figures."""
+    step = planned.prediction.step_seconds
     console.print(
-        f"a prediction of {found.advice[0].towers} towers whose modules, a linear layer each, let less out; they "
-        "change the model, so they are never put in (model.towers, model.tower_dim, or a TowerModule):"
+        f"prediction for {planned.advice[0].towers} towers whose modules compress their values, a linear layer each; "
+        "they change the model, so they are never added for you (model.towers, model.tower_dim, or a TowerModule):"
     )
-    grid = _grid(("CR", "step saves", "faster", "MFLOP a sample", "weights"), ())
-    for each in found.advice:
-        saved, flops = each.saved_seconds, FLOPS_PER_PRODUCT * each.products
+    grid = _create_grid(("CR", "step saves", "faster", "MFLOP a sample", "weights"), ())
+    for advice in planned.advice:
+        saved, flops = advice.saved_seconds, FLOPS_PER_PRODUCT * advice.products
         faster = f"{step / max(step - saved, 1e-9):.2f}x"
-        said = seconds_words(saved) if saved > 0 else "nothing"
-        grid.add_row(str(each.ratio), said, faster, f"{flops / 1e6:.2f}", f"{each.parameters:,}")
+        savings = format_seconds(saved) if saved > 0 else "nothing"
+        grid.add_row(
+            str(advice.ratio), savings, faster, f"{flops / 1e6:.2f}", f"{advice.parameters:,}"
+        )
     console.print(grid)
-    console.print(f"computing them is not in it. Published: {PAPER}", markup=False)
+    console.print(f"without the time to compute the modules. Published: {PAPER}", markup=False)
 
 
-def _words(cost: Cost, found: Planned) -> str:
+def _describe_choice(cost: TableCost, planned: PlanningResult) -> str:
     if cost.exchange == "replicated":
         return "copies"
-    return f"{cost.exchange}, {_place(cost.sharding, found)}"
+    return f"{cost.exchange}, {_describe_owners(cost.sharding, planned)}"
 
 
-def _place(sharding: Sharding, found: Planned) -> str:
+def _describe_owners(sharding: Sharding, planned: PlanningResult) -> str:
     first = sharding.ranks[0]
     if sharding.kind == "table_wise":
         return f"rank {first}"
@@ -352,14 +356,17 @@ def _place(sharding: Sharding, found: Planned) -> str:
         of = "ranks" if sharding.kind == "column_wise" else "hosts"
         return f"columns on {sharding.slices} {of}"
     if sharding.kind == "host_wise":
-        hosts = {found.world.host(rank) for rank in sharding.ranks}
-        if len(hosts) > 1 or len(sharding.ranks) < len(found.world.owners) // found.world.num_hosts:
+        hosts = {planned.world.host(rank) for rank in sharding.ranks}
+        if (
+            len(hosts) > 1
+            or len(sharding.ranks) < len(planned.world.owners) // planned.world.num_hosts
+        ):
             return f"ranks {first}-{sharding.ranks[-1]}"  # a tower
-        return f"host {found.world.host(first)}"
-    return "servers" if found.world.has_servers else "all"
+        return f"host {planned.world.host(first)}"
+    return "servers" if planned.world.has_servers else "all"
 
 
-def _kind_words(cost: Cost) -> str:
+def _describe_exchange(cost: TableCost) -> str:
     if cost.exchange == "replicated":
         return "copies"
     kinds = {
@@ -368,9 +375,9 @@ def _kind_words(cost: Cost) -> str:
     return f"{cost.exchange}, {kinds.get(cost.sharding.kind, 'all')}"
 
 
-def _more(seconds: float) -> str:
-    return f"+{seconds_words(seconds)}" if seconds > 1e-9 else "same"
+def _format_added_seconds(seconds: float) -> str:
+    return f"+{format_seconds(seconds)}" if seconds > 1e-9 else "same"
 
 
-def _short(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -12,8 +12,8 @@ from colonnade.errors import ConfigError
 from colonnade.terminal import say
 
 EXAMPLES = (
-    "Scores are probabilities, one column per label, in the order of the input; the output appears when it is whole. "
-    "A run folder's checkpoint is exported to RUN/serving first, once; rows are then read in place.\n\n"
+    "Scores are probabilities, one column per label, in the order of the input. The output file appears when it is "
+    "complete. The first time, a run folder's checkpoint is exported to RUN/serving; rows are then read in place.\n\n"
     "[bold]Examples[/bold]\n\n"
     "  colonnade predict runs/mine --path tomorrow.txt --output scores.parquet\n\n"
     "  colonnade predict served --part test --output scores.csv\n\n"
@@ -24,17 +24,18 @@ EXAMPLES = (
 AtOption = Annotated[
     str | None,
     typer.Option(
-        help="A saved step, best or last; default: best where a validation part chose one, else last."
+        help="Saved step, best or last; default: best if there is a validation part, else last."
     ),
 ]
 
 
 def predict(
     model: Annotated[
-        Path, typer.Argument(help="Run folder, or one that `colonnade export` wrote.")
+        Path, typer.Argument(help="Run folder, or a folder that `colonnade export` wrote.")
     ],
     output: Annotated[
-        Path, typer.Option(help="Where the scores go; its ending says how: .parquet, .csv, .tsv.")
+        Path,
+        typer.Option(help="File for the scores; its suffix is its format: .parquet, .csv, .tsv."),
     ],
     path: Annotated[
         str | None,
@@ -43,20 +44,23 @@ def predict(
     part: Annotated[
         str | None,
         typer.Option(
-            help="Instead of all samples: train, validation or test of the model's data (or of --path)."
+            help="Score only this part of the model's data (or of --path): train, validation or test."
         ),
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="Reader of --path; default: the one the model was trained with."),
+        typer.Option(help="Reader of --path; default: the reader that the model was trained with."),
     ] = None,
     at: AtOption = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Samples scored at a time; default: that of training."),
+        typer.Option(min=1, help="Samples scored at a time; default: the batch size of training."),
     ] = None,
 ) -> None:
-    """Score files: same bits as evaluation of the same checkpoint, with rows mapped read-only and no training state."""
+    """Score files with a trained model.
+
+    Scores equal those of evaluating the same checkpoint, bit for bit. Rows are mapped read-only, without training
+    state."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -65,7 +69,7 @@ def predict(
         TimeRemainingColumn,
     )
 
-    from colonnade.checkpoint.header import describe_choice
+    from colonnade.checkpoint.header import describe_checkpoint_choice
     from colonnade.cli.score_files import ScoreFile
     from colonnade.cli.score_inputs import open_inputs
     from colonnade.data.tabular.tables import FORMATS
@@ -79,29 +83,29 @@ def predict(
     console = Terminal(stderr=True)
     with Predictor.open(model, at=at) as predictor:
         config = predictor.config
-        assert config is not None  # of a model that could be built
-        both_tables = data in FORMATS and config.data.name in FORMATS  # one schema reads either
+        assert config is not None  # since the model could be built
+        share_schema = data in FORMATS and config.data.name in FORMATS
         source = open_inputs(
             data or config.data.name,
             config.data.path if path is None else path,
-            config.data.options if data in (None, config.data.name) or both_tables else {},
+            config.data.options if data in (None, config.data.name) or share_schema else {},
             part=part,
         )
         size = batch_size or config.train.samples_per_step
-        bars = Progress(
+        progress = Progress(
             TextColumn("score"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeRemainingColumn(compact=True),
             console=console, disable=not console.is_terminal, transient=True,
         )  # fmt: skip
         started = time.perf_counter()
-        with ScoreFile(output, predictor.labels) as file, bars:
-            task = bars.add_task("score", total=source.num_samples)
+        with ScoreFile(output, predictor.labels) as file, progress:
+            task = progress.add_task("score", total=source.num_samples)
             for batch, scores in predictor.scores(source.batches(size)):
                 file.add(batch, scores)
-                bars.update(task, completed=file.num_samples)
+                progress.update(task, completed=file.num_samples)
         seconds = time.perf_counter() - started
         is_run = (model / "checkpoints").is_dir()
-        chosen = f" ({describe_choice(model, predictor.step)})" if is_run else ""
+        choice = f" ({describe_checkpoint_choice(model, predictor.step)})" if is_run else ""
         say(
-            f"step {predictor.step}{chosen}: {file.num_samples:,} samples scored, "
+            f"step {predictor.step}{choice}: {file.num_samples:,} samples scored, "
             f"{file.num_samples / max(seconds, 1e-9):,.0f} samples/s\nscores: {output}"
         )

@@ -1,8 +1,7 @@
-"""Ranks of a training: one process, several of this machine, or one rank of torchrun's; their launcher and what each
-runs.
+"""Launcher and main functions of training ranks: one process, several on this machine, or one rank under torchrun.
 
-Ranks find each other through nameless files in memory (memfd) that they inherit from the launcher: no port listens, no
-other user can open them, and nothing of them is left however the processes end. Ranks talk to each other by gloo, on
+Ranks find each other through nameless files in memory (memfd) that they inherit from the launcher. No port listens for
+this, no other user can open the files, and they disappear however the processes end. Ranks communicate by gloo, on
 127.0.0.1 only.
 """
 
@@ -33,13 +32,13 @@ if TYPE_CHECKING:
     from colonnade.config.run import RunConfig
 
 
-LOOK_SECONDS = 0.1  # between two looks at whether a rank has ended or a signal has come
+POLL_SECONDS = 0.1  # between two checks for ended ranks and signals
 END_SECONDS = 30.0  # between SIGTERM and SIGKILL
 
 
 @contextmanager
 def memory_file(name: str) -> Iterator[str]:
-    """Yield the path of a nameless file in memory, valid here and in processes that inherit `descriptor(path)`."""
+    """Yield the path of a nameless file in memory, valid in this process and in those that inherit its descriptor."""
     number = os.memfd_create(name)
     try:
         os.fchmod(number, 0o600)
@@ -48,7 +47,8 @@ def memory_file(name: str) -> Iterator[str]:
         os.close(number)
 
 
-def descriptor(path: str) -> int:
+def descriptor_of(path: str) -> int:
+    """Return the file descriptor of a memory file's path."""
     return int(path.rpartition("/")[2])
 
 
@@ -57,9 +57,9 @@ def run_ranks(
 ) -> Mapping[int, int] | None:
     """Run `command` as every rank, and return when all have ended.
 
-    `files`: paths of memory files that the ranks inherit. Returns the status of the ranks that failed first, by rank;
-    the others are then ended. Returns None if SIGINT or SIGTERM came: the first is passed on to the ranks, which then
-    checkpoint and end; the next one ends them at once.
+    `files`: paths of memory files that the ranks inherit. Returns the exit status of the ranks that failed first, by
+    rank; the others are then ended. Returns None after SIGINT or SIGTERM: the first signal is passed on to the ranks,
+    which then checkpoint and end; the next one ends them at once.
     """
     from colonnade.comm.rendezvous import HEARTBEATS, STORE  # imports torch
 
@@ -85,13 +85,13 @@ def run_ranks(
                     subprocess.Popen(
                         command,
                         env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        pass_fds=[descriptor(path) for path in (store, heartbeats, *files)],
+                        pass_fds=[descriptor_of(path) for path in (store, heartbeats, *files)],
                     )
                 )
-            return _watch(ranks, signals)
+            return _watch_ranks(ranks, signals)
         finally:
             signals.clear()
-            _end(ranks, signals)
+            _end_ranks(ranks, signals)
 
 
 @contextmanager
@@ -109,10 +109,10 @@ def _record_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _watch(
+def _watch_ranks(
     ranks: Sequence[subprocess.Popen[bytes]], signals: list[int]
 ) -> Mapping[int, int] | None:
-    """Wait until all ranks have ended well, one has failed, or a second signal has come."""
+    """Wait until all ranks have ended without failure, one has failed, or a second signal has come."""
     stopped_at = 0.0
     while True:
         codes = [rank.poll() for rank in ranks]
@@ -126,11 +126,11 @@ def _watch(
             stopped_at = stopped_at or now
             for rank in ranks:
                 rank.send_signal(number)
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
-def _end(ranks: Sequence[subprocess.Popen[bytes]], signals: Sequence[int]) -> None:
-    """End the ranks that still run: by SIGTERM, and by SIGKILL after `END_SECONDS` or at one more signal."""
+def _end_ranks(ranks: Sequence[subprocess.Popen[bytes]], signals: Sequence[int]) -> None:
+    """End the ranks that still run: by SIGTERM, then by SIGKILL after `END_SECONDS` or one more signal."""
     for rank in ranks:
         rank.terminate()
     deadline = time.monotonic() + END_SECONDS
@@ -138,16 +138,16 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]], signals: Sequence[int]) -> No
         if signals or time.monotonic() > deadline:
             for rank in ranks:
                 rank.kill()
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
 def train(
     config: RunConfig, folder: Path, ranks: int, console: Console, at: int | None = None
 ) -> dict[str, Any]:
-    """Train in this process, or in `ranks` of them, or as one of torchrun's; returns the summary of rank 0, and {} on
-    the others.
+    """Train in this process, in `ranks` new processes, or as a rank under torchrun. Return the summary on rank 0, {} on
+    other ranks.
 
-    Raises KeyboardInterrupt if it was stopped before the first step.
+    Raises KeyboardInterrupt if stopped before the first step.
     """
     from colonnade.comm.mesh import Mesh
     from colonnade.config.run import dump_config
@@ -157,27 +157,33 @@ def train(
             raise ConfigError("got --ranks under torchrun, which starts the ranks; leave it out")
         if at is not None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             raise ConfigError(
-                "got --at with torchrun --max-restarts, which would go back there again after every restart; go back "
+                "got --at with torchrun --max-restarts, which would go back to that step after every restart; go back "
                 "without restarts first"
             )
-        _die_with_parent()
+        _end_with_launcher()
         return _train_as_rank(config, folder, at)
     if ranks == 1:
-        return _train_here(config, folder, Mesh(), console, at)
+        return _train_in_process(config, folder, Mesh(), console, at)
     if not hasattr(os, "memfd_create"):
         raise ConfigError(
             f"got --ranks {ranks} on {sys.platform}, wanted Linux; train on one rank, or start ranks with torchrun"
         )
 
-    with memory_file("colonnade-config") as wanted, memory_file("colonnade-summary") as summary:
-        Path(wanted).write_text(dump_config(config), encoding="utf-8")
-        arguments = [wanted, str(folder), summary, str(-1 if at is None else at), str(os.getpid())]
+    with memory_file("colonnade-config") as settings, memory_file("colonnade-summary") as summary:
+        Path(settings).write_text(dump_config(config), encoding="utf-8")
+        arguments = [
+            settings,
+            str(folder),
+            summary,
+            str(-1 if at is None else at),
+            str(os.getpid()),
+        ]
         command = [sys.executable, "-u", "-m", "colonnade", "rank", "--", *arguments]
-        failures = run_ranks(command, ranks, [wanted, summary])
+        failures = run_ranks(command, ranks, [settings, summary])
         if failures:
-            ended = ", ".join(f"rank {r} with status {code}" for r, code in failures.items())
+            failed = ", ".join(f"rank {r} with status {code}" for r, code in failures.items())
             raise WorldError(
-                f"a rank failed ({ended}); its own words are above. The run goes on from its newest checkpoint: "
+                f"a rank failed ({failed}); its error is above. The run can continue from its newest checkpoint: "
                 f"train again with --run {folder}"
             )
         text = Path(summary).read_text(encoding="utf-8")
@@ -186,9 +192,10 @@ def train(
     return json.loads(text)
 
 
-def _train_here(
+def _train_in_process(
     config: RunConfig, folder: Path, mesh: Mesh, console: Console | None, at: int | None
 ) -> dict[str, Any]:
+    """Train in this process as one rank of `mesh`, and return the summary."""
     from colonnade.cli.table import show_plan
     from colonnade.run.interrupt import stop_on_signals
     from colonnade.run.run import open_run
@@ -209,24 +216,24 @@ def _train_here(
 
 
 def is_under_torchrun() -> bool:
-    """Whether somebody has started this process as one of several ranks."""
+    """Return whether torchrun, or another launcher, started this process as one of several ranks."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def rank(config: Path, folder: Path, summary: Path, at: int, launcher: int) -> None:
+def run_rank(config: Path, folder: Path, summary: Path, at: int, launcher: int) -> None:
     """Train as one of the ranks that process `launcher` started; `at` -1: the newest checkpoint."""
-    _die_with_parent()
-    if os.getppid() != launcher:  # it was killed before that call
+    _end_with_launcher()
+    if os.getppid() != launcher:  # the launcher was killed before that call
         os._exit(3)
     from colonnade.config.run import load_config
 
-    found = _train_as_rank(load_config(config), folder, None if at < 0 else at)
-    if found:
-        summary.write_text(json.dumps(found), encoding="utf-8")
+    values = _train_as_rank(load_config(config), folder, None if at < 0 else at)
+    if values:
+        summary.write_text(json.dumps(values), encoding="utf-8")
 
 
 def _train_as_rank(config: RunConfig, folder: Path, at: int | None) -> dict[str, Any]:
-    """Ends the process where the run cannot go on: what comes then is up to torchrun."""
+    """Train as one rank. End the process if the run cannot continue; torchrun decides on a restart."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts there is nothing to save
 
     from colonnade.comm.peer_status import words_of
@@ -236,32 +243,33 @@ def _train_as_rank(config: RunConfig, folder: Path, at: int | None) -> dict[str,
     try:
         mesh = open_mesh(timeout=timedelta(seconds=config.train.timeout), verb="train")
         console = Terminal() if mesh.rank == 0 else None
-        found = _train_here(config, folder, mesh, console, at)
+        summary = _train_in_process(config, folder, mesh, console, at)
         close_mesh(mesh)
-    except PeerLost as lost:
-        print(printable(f"error: {lost}"), file=sys.stderr, flush=True)
+    except PeerLost as error:
+        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
         os._exit(3)
     except ColonnadeError as error:
         number = os.environ.get("RANK", "0") if mesh is None else mesh.rank
         print(printable(f"error: rank {number}: {error}"), file=sys.stderr, flush=True)
         if mesh is not None and mesh.presence is not None:
             mesh.presence.tell(words_of(error))
-        # Peers may wait for this rank in a collective; leaving at once is what tells them.
+        # Peers may wait for this rank in a collective; its exit ends their wait.
         os._exit(2)
-    return found if mesh.rank == 0 else {}
+    return summary if mesh.rank == 0 else {}
 
 
-def _die_with_parent() -> None:
-    """A rank whose launcher was killed ends too, instead of training on unseen."""
+def _end_with_launcher() -> None:
+    """Let the kernel end this rank when its launcher is killed, so that it does not train on unnoticed."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, death_signal(os.environ))
 
 
 def death_signal(environment: Mapping[str, str]) -> int:
-    """On one host SIGTERM: the run checkpoints and ends, for nothing would start it again. On several a launcher that
-    is
-    gone is a host that is lost: SIGKILL, so that the others' launchers start anew, and wait for it."""
+    """Return the signal for a rank that has lost its launcher.
+
+    On one host SIGTERM: the run checkpoints and ends, because nothing would restart it. On several hosts SIGKILL: a
+    lost launcher means a lost host, and the other hosts' launchers restart their ranks and wait for it."""
     ranks = int(environment.get("WORLD_SIZE", "1"))
     is_alone = ranks == int(environment.get("LOCAL_WORLD_SIZE", ranks))
     return signal.SIGTERM if is_alone else signal.SIGKILL

@@ -1,4 +1,4 @@
-"""`colonnade report`: a run as one HTML page."""
+"""`colonnade report`: write a run's report as one HTML page."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ from colonnade.terminal import say
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade report runs/mine\n\n"
     "  colonnade report runs/mine --output mine.html\n\n"
-    "The page holds everything it needs (about 5 MB) and opens in any browser, without a network."
+    "The page contains everything it needs (about 5 MB) and opens in any browser, without a network."
 )
 
 
 def report(
-    run: Annotated[
-        Path, typer.Argument(help="Run folder; it may be under way, or have been killed.")
-    ],
+    run: Annotated[Path, typer.Argument(help="Run folder; the run may be in progress, or killed.")],
     output: Annotated[
-        Path | None, typer.Option(help="The page; default: report.html in the run folder.")
+        Path | None, typer.Option(help="File for the page; default: report.html in the run folder.")
     ] = None,
 ) -> None:
-    """Draw a run: losses and metrics, throughput, phases of a step, row sources, tables, settings, machine."""
+    """Write a run's report: metrics, throughput, time by phase, rows, tables, settings, machine."""
     from colonnade.report.page import write_page
     from colonnade.report.pages import run_page
     from colonnade.report.reading import read_run
 
-    place = output or run / "report.html"
-    write_page(run_page(read_run(run)), place)
-    say(f"report: {place}")
+    path = output or run / "report.html"
+    write_page(run_page(read_run(run)), path)
+    say(f"report: {path}")

@@ -1,6 +1,6 @@
-"""Score files: Parquet, CSV or TSV, streamed, and there only when whole.
+"""Score files in Parquet, CSV or TSV, written as a stream and renamed into place when complete.
 
-Columns: `key` where the batches have one, then `score`, or `score_<label>` of several labels. One line per
+Columns: `key` if the batches have one, then `score`, or `score_<label>` for each of several labels. One line per
 sample, in the order of the input. Legend: B samples, T tasks.
 """
 
@@ -26,31 +26,32 @@ FORMATS = (".parquet", ".csv", ".tsv")
 
 
 class ScoreFile:
-    """Writes beside `path` and takes its name at the end; of an exception nothing is left. A context manager."""
+    """Context manager that writes scores to a temporary file, renamed to `path` at the end, deleted after an
+    exception."""
 
     def __init__(self, path: Path, labels: Sequence[str]) -> None:
-        """Raises ConfigError for an ending that names no format."""
+        """Choose the format by the suffix of `path`. Raises ConfigError for an unknown suffix."""
         if path.suffix not in FORMATS:
             raise ConfigError(
                 f"got output {str(path)!r}, wanted a name that ends in {', '.join(FORMATS)}"
             )
         self.path = path
         self.names = score_names(labels)
-        self._beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+        self._temporary_path = path.with_name(f".{path.name}.{os.getpid()}.part")
         self._writer: Any = None
         self._has_key: bool | None = None
         self.num_samples = 0
 
     def __enter__(self) -> ScoreFile:
-        """Raises StorageError where nothing can be written: before any work is done."""
+        """Create the temporary file, so that StorageError is raised before any work is done."""
         try:
-            self._beside.touch()
+            self._temporary_path.touch()
         except OSError as error:
-            raise self._explain(error) from None
+            raise self._storage_error(error) from None
         return self
 
     def add(self, batch: Batch, scores: Tensor) -> None:
-        """scores (B, T) of the batch."""
+        """Append the scores (B, T) of a batch."""
         if scores.shape != (batch.size, len(self.names)):
             raise ConfigError(
                 f"got scores of shape {tuple(scores.shape)} for {batch.size} samples and {len(self.names)} labels; "
@@ -63,16 +64,16 @@ class ScoreFile:
         if has_key != self._has_key:
             raise DataError("got keys with some batches only, wanted them with all or with none")
         if has_key:
-            columns["key"] = _column(batch.key)
+            columns["key"] = _to_array(batch.key)
         values = scores.cpu().numpy()
         columns |= {name: np.ascontiguousarray(values[:, t]) for t, name in enumerate(self.names)}
         table = pa.table(columns)
         try:
             if self._writer is None:
-                self._writer = self._open(table.schema)
+                self._writer = self._open_writer(table.schema)
             self._writer.write_table(table)
         except OSError as error:
-            raise self._explain(error) from None
+            raise self._storage_error(error) from None
         self.num_samples += batch.size
 
     def __exit__(
@@ -81,39 +82,42 @@ class ScoreFile:
         try:
             if kind is None and self._writer is None:
                 empty = pa.table({name: pa.array([], pa.float64()) for name in self.names})
-                self._writer = self._open(empty.schema)
+                self._writer = self._open_writer(empty.schema)
             if self._writer is not None:
                 self._writer.close()
             if kind is None:
-                os.replace(self._beside, self.path)
+                os.replace(self._temporary_path, self.path)
         except OSError as problem:
             if kind is None:
-                raise self._explain(problem) from None
+                raise self._storage_error(problem) from None
         finally:
-            self._beside.unlink(missing_ok=True)
+            self._temporary_path.unlink(missing_ok=True)
 
-    def _open(self, schema: pa.Schema) -> Any:
+    def _open_writer(self, schema: pa.Schema) -> Any:
+        """Open the writer of the output's format on the temporary file."""
         if self.path.suffix == ".parquet":
-            return pa.parquet.ParquetWriter(str(self._beside), schema)
+            return pa.parquet.ParquetWriter(str(self._temporary_path), schema)
         delimiter = "\t" if self.path.suffix == ".tsv" else ","
         options = pa.csv.WriteOptions(delimiter=delimiter, quoting_style="needed")
-        return pa.csv.CSVWriter(str(self._beside), schema, write_options=options)
+        return pa.csv.CSVWriter(str(self._temporary_path), schema, write_options=options)
 
-    def _explain(self, error: OSError) -> StorageError:
-        words = os.strerror(error.errno) if error.errno else str(error)
-        fix = (
+    def _storage_error(self, error: OSError) -> StorageError:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        advice = (
             "Free space there"
             if error.errno == errno.ENOSPC
             else "Name a file in a folder you can write to"
         )
         return StorageError(
-            error.errno, f"{self.path}: could not write: {words}. {fix}; nothing is left of it"
+            error.errno,
+            f"{self.path}: could not write: {reason}. {advice}; the partial file was deleted",
         )
 
 
 def score_names(labels: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the score columns."""
     return ("score",) if len(labels) == 1 else tuple(f"score_{label}" for label in labels)
 
 
-def _column(key: Any) -> Any:
+def _to_array(key: Any) -> Any:
     return key.cpu().numpy() if isinstance(key, Tensor) else key

@@ -1,4 +1,4 @@
-"""Samples to score: files read in their own order, with or without labels."""
+"""Sources of samples to score: files read in their own order, with or without labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from colonnade.data.contract import START, Position, Schema, Source
 from colonnade.data.lines import LineFile, locate, open_lines
 from colonnade.data.sets.criteo import FILE, FOLDER, NAMES, CriteoSource, check_line
 from colonnade.data.tabular.declaration import load_declaration
-from colonnade.data.tabular.tables import FORMATS, KINDS, kind_of
+from colonnade.data.tabular.tables import FORMATS, KINDS, detect_format
 from colonnade.errors import ConfigError
 
 PARTS = ("train", "validation", "test")
@@ -23,10 +23,10 @@ PARTS = ("train", "validation", "test")
 def open_inputs(
     name: str, path: str | Path | None, options: Mapping[str, Any], *, part: str | None = None
 ) -> Source:
-    """All samples of the files at `path`, in their order; or with `part` that part of the data set.
+    """Open all samples of the files at `path`, in their order, or only `part` of the data set.
 
-    name, options: of the reader (colonnade.data.SOURCES), as the model was trained with. Raises ConfigError for a
-    reader that cannot read samples without parting them, DataError for files at fault.
+    name, options: reader (colonnade.data.SOURCES) and its options in training. Raises ConfigError for a reader that
+    always splits its samples into parts, DataError for bad files.
     """
     if part is not None:
         if part not in PARTS:
@@ -38,45 +38,45 @@ def open_inputs(
     if name not in SOURCES:
         raise ConfigError(f"unknown source {name!r}; choose from {', '.join(sorted(SOURCES))}")
     if name in FORMATS and path is not None and Path(path).suffix.lower() in KINDS:
-        name = kind_of(path)  # a model trained on one kind scores the other
+        name = detect_format(path)  # a model trained on one file format can score another
     if name in FORMATS:
-        return open_table_whole(name, path, options)
+        return open_table_file(name, path, options)
     if name != "criteo":
         raise ConfigError(
             f"the {name} reader has no files of samples by themselves; score a part of it with --part test"
         )
-    return open_criteo_whole(path, options)
+    return open_criteo_file(path, options)
 
 
-def open_criteo_whole(path: str | Path | None, options: Mapping[str, Any]) -> Source:
-    """Every line; the label may be missing from all of them (39 fields instead of 40)."""
+def open_criteo_file(path: str | Path | None, options: Mapping[str, Any]) -> Source:
+    """Open all lines of a Criteo file; the label may be missing from all of them (39 fields instead of 40)."""
     lines: Any = open_lines(locate(path, folder=FOLDER, file=FILE))
     first = lines.read(0, 1)
     has_label = first.rstrip(b"\r\n").count(b"\t") != len(NAMES) - 2
     if not has_label:
-        lines = Relabelled(lines)
+        lines = ZeroLabelledLines(lines)
     check_line(lines.read(0, 1), lines.path, 1)
     source = CriteoSource(lines, 0, lines.num_lines, hash_rows=options.get("hash_rows"))
-    return source if has_label else Unlabelled(source)
+    return source if has_label else UnlabelledSource(source)
 
 
-def open_table_whole(name: str, path: str | Path | None, options: Mapping[str, Any]) -> Source:
-    """Every row under the schema the model was trained with; columns of labels and weights need not be there."""
+def open_table_file(name: str, path: str | Path | None, options: Mapping[str, Any]) -> Source:
+    """Open all rows of a table file with the schema of training; columns of labels and weights may be missing."""
     if path is None or "schema" not in options:
         raise ConfigError(
-            "got no schema for these files, wanted the one the model was trained with: score with the reader it was "
+            "got no schema for these files, wanted the schema of training: score with the reader that the model was "
             "trained with (leave --data out)"
         )
-    # Options that say how files are read, not how they are parted.
-    reading = {"threads", *signature(FORMATS[name]).parameters}
-    values = {option: value for option, value in options.items() if option in reading}
+    # Options of reading files, not of splitting them into parts.
+    read_options = {"threads", *signature(FORMATS[name]).parameters}
+    values = {option: value for option, value in options.items() if option in read_options}
     schema = load_declaration(options["schema"]).inputs()
     return open_source(name, path, **{**values, "schema": schema}).train
 
 
 @dataclass(frozen=True, slots=True)
-class Relabelled:
-    """A file of lines without a label, read as if each had one: 0."""
+class ZeroLabelledLines:
+    """File of lines without labels, read with a label 0 added to each line."""
 
     lines: LineFile
 
@@ -90,14 +90,14 @@ class Relabelled:
 
     def read(self, begin: int, end: int) -> bytes:
         text = self.lines.read(begin, end)
-        ends = text.endswith(b"\n")
-        body = b"0\t" + (text[:-1] if ends else text).replace(b"\n", b"\n0\t")
-        return body + b"\n" if ends else body
+        ends_with_newline = text.endswith(b"\n")
+        body = b"0\t" + (text[:-1] if ends_with_newline else text).replace(b"\n", b"\n0\t")
+        return body + b"\n" if ends_with_newline else body
 
 
 @dataclass(frozen=True, slots=True)
-class Unlabelled:
-    """Another source's batches without their labels."""
+class UnlabelledSource:
+    """Batches of another source without their labels."""
 
     source: Source
 

@@ -1,4 +1,4 @@
-"""`colonnade settings`: every setting of a run, with unit and default."""
+"""`colonnade settings`: list the settings of a run with their units and defaults."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from colonnade.errors import ConfigError
 from colonnade.sizes import Said
 
 MEANINGS = {
-    "bags": "Ids a sample, for each field that holds several ids.",
+    "bags": "Ids a sample, for each field with several ids.",
     "candidates": "Wrong heads and tails that each triple is compared with.",
     "cardinalities": "Number of different ids of each field.",
     "communities": "Groups of nodes that link mostly among themselves.",
-    "days": "true: every file or folder right below data.path is a day (train.progressive).",
+    "days": "true: every file or folder directly in data.path is a day (train.progressive).",
     "degree": "Mean number of links of a node.",
     "delimiter": "One character; default: tab for .tsv and .tab, else a comma.",
     "exponent": "Skew of the popularity of ids or nodes; larger is more skewed.",
-    "fan_outs": "Neighbours drawn of a node, then of each neighbour.",
+    "fan_outs": "Number of neighbours sampled of a node, then of each neighbour, e.g. [10, 5].",
     "graph_seed": "Seed of the graph itself.",
     "groups": "Lists of fields that interact; default: drawn at random.",
     "hash_rows": "Rows of each field's table, to which ids are hashed; default: one row for each id.",
-    "label": "The label's column where no schema names it; default: label, click, clicked, target or y.",
+    "label": "Label column if no schema names it; default: label, click, clicked, target or y.",
     "label_model": "How labels depend on ids.",
     "max_cardinality": "Larger fields are cut to this number of ids.",
-    "max_history": "Newest items of a person that a sample holds.",
-    "max_pairs": "Training pairs of a person; default: all.",
-    "max_validation": "Triples of the validation part that are ranked; default: all.",
+    "max_history": "Number of a person's newest items in a sample.",
+    "max_pairs": "Number of training pairs of a person; default: all.",
+    "max_validation": "Number of validation triples that are ranked; default: all.",
     "mixing": "Share of links that leave their community.",
     "names": "Column names of files without a header, e.g. [label, user, item].",
     "negatives": "Wrong items that each item of a sequence is compared with.",
     "nodes": "Number of nodes.",
-    "null_values": "Texts that are missing values beside the empty one, e.g. [NA, NULL].",
+    "null_values": "Texts that mean a missing value, in addition to empty text, e.g. [NA, NULL].",
     "num_test": "Number of test samples.",
     "num_train": "Number of training samples.",
     "order": "Whether a person's pairs are shuffled or in the order of the file.",
     "positive_rate": "Share of samples with label 1.",
-    "quote": "Character around fields that hold delimiters or newlines; none: there are no such fields.",
-    "samples": "What a sample is: one pair, a person's sequence, or a node with its neighbours.",
-    "schema": "What columns mean: a mapping, or the path of a YAML file; default: inferred.",
-    "seed": "Seed of the order of samples, or of made-up samples.",
+    "quote": "Character around fields with delimiters or newlines; none: there are no such fields.",
+    "samples": "Kind of a sample: one pair, a person's sequence, or a node with its neighbours.",
+    "schema": "Meaning of the columns: a mapping, or the path of a YAML file; default: inferred.",
+    "seed": "Seed of the order of samples, or of generated samples.",
     "sequences": "Ids a sample, for each field that is a sequence.",
     "shuffle": "Whether training samples are shuffled.",
     "shuffle_window": "Samples that are shuffled together, e.g. 100000; 0: the order of the files.",
@@ -51,18 +51,19 @@ MEANINGS = {
     "split_by": "Column whose values stay together in one part, e.g. user.",
     "subsample": "Whether frequent entities are drawn less often.",
     "tasks": "Number of labels.",
-    "test": "A test file or folder of its own.",
-    "test_fraction": "Else this share of the samples, 0 to 1: the last in the order of the files.",
-    "threads": "Parts of a file that are read at a time.",
-    "validation": "A validation file or folder of its own.",
-    "validation_fraction": "Else this share of the samples, 0 to 1: the last before the test part.",
+    "test": "Separate file or folder with the test samples.",
+    "test_fraction": "Without `test`: share of the samples for testing, 0 to 1, the last in the order of the files.",
+    "threads": "Number of parts of a file that are read at a time.",
+    "validation": "Separate file or folder with the validation samples.",
+    "validation_fraction": "Without `validation`: share of the samples for validation, 0 to 1, the last before the "
+    "test part.",
 }  # fmt: skip
 
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade settings\n\n  colonnade settings train\n\n"
     "  colonnade settings plan.memory.dram\n\n  colonnade settings learning rate\n\n"
-    "  colonnade settings data.options.csv   (what --data csv takes)"
+    "  colonnade settings data.options.csv   (the options of --data csv)"
 )
 OPTIONS = "data.options"
 
@@ -72,11 +73,11 @@ def settings(
         list[str] | None,
         typer.Argument(
             help="A section (train), a setting (plan.memory.dram), data.options with or without a kind of data, or "
-            "words that all occur in a name or its meaning; default: all settings."
+            "words to search for in names and meanings; default: all settings."
         ),
     ] = None,
 ) -> None:
-    """List settings: name, default, possible values, meaning."""
+    """List settings with their defaults, possible values and meanings."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text
@@ -84,22 +85,22 @@ def settings(
     from colonnade.terminal import Terminal
 
     blocks: list[Any] = []
-    for name, default, values, meaning in _chosen_lines(" ".join(which or [])):
+    for name, default, values, meaning in _select_lines(" ".join(which or [])):
         title = Text(name, style="bold")
         title.append(f" = {default}" if default else "", style="not bold")
         title.append(f"  ({values})" if values else "", style="not bold dim")
         blocks += [title, Padding(Text(meaning), (0, 0, 0, 4), expand=False)]
-    Terminal().print(Group(*blocks))  # written at once: a reader that leaves early is no error
+    Terminal().print(Group(*blocks))  # one write, so that a pipe closed early is no error
 
 
 def setting_names() -> list[str]:
-    """Dotted names of all settings, sections inside sections included."""
+    """Return the dotted names of all settings, nested sections included."""
     from colonnade.config.run import RunConfig
 
-    return [name for name, _ in _lines(RunConfig)]
+    return [name for name, _ in _setting_fields(RunConfig)]
 
 
-def _chosen_lines(which: str) -> list[tuple[str, str, str, str]]:
+def _select_lines(which: str) -> list[tuple[str, str, str, str]]:
     """Return (name, default, values, meaning) of each setting that `which` selects; all of them if it is empty.
 
     Raises ConfigError if there is none.
@@ -107,15 +108,15 @@ def _chosen_lines(which: str) -> list[tuple[str, str, str, str]]:
     from colonnade.config.run import RunConfig
 
     if which == OPTIONS or which.startswith(f"{OPTIONS}."):
-        return _option_lines(which[len(OPTIONS) + 1 :])
+        return _list_options(which[len(OPTIONS) + 1 :])
     lines = [
         (
             name,
-            _shown(field.get_default(call_default_factory=True)),
-            _said(field) or _values(field.annotation),
+            _format_default(field.get_default(call_default_factory=True)),
+            _describe_own_values(field) or _describe_values(field.annotation),
             " ".join((field.description or "").split()),
         )
-        for name, field in _lines(RunConfig)
+        for name, field in _setting_fields(RunConfig)
     ]
     if not which:
         return lines
@@ -131,12 +132,12 @@ def _chosen_lines(which: str) -> list[tuple[str, str, str, str]]:
         sections = list(RunConfig.model_fields)
         raise ConfigError(
             f"no setting, section or description has {which!r}; "
-            f"{nearest(which, [*sections, *(line[0] for line in lines)])}"
+            f"{suggest_nearest(which, [*sections, *(line[0] for line in lines)])}"
         )
     return chosen
 
 
-def _option_lines(selected: str) -> list[tuple[str, str, str, str]]:
+def _list_options(selected: str) -> list[tuple[str, str, str, str]]:
     """Return the options of one kind of data, one option of every kind that has it, or all of all."""
     from inspect import signature
 
@@ -146,7 +147,7 @@ def _option_lines(selected: str) -> list[tuple[str, str, str, str]]:
     if selected and not is_kind and selected not in MEANINGS:
         known = sorted(SOURCES) + sorted(MEANINGS)
         raise ConfigError(
-            f"unknown kind of data or option {selected!r}; {nearest(selected, known)}"
+            f"unknown kind of data or option {selected!r}; {suggest_nearest(selected, known)}"
         )
     lines = []
     for name in [selected] if is_kind else sorted(SOURCES):
@@ -155,28 +156,28 @@ def _option_lines(selected: str) -> list[tuple[str, str, str, str]]:
                 default = "none" if option.default is None else str(option.default).lower()
                 default = default if len(default) < 40 else f"{default[:37]}..."
                 setting = f"{OPTIONS}.{option.name}"
-                shown = setting if is_kind else f"{name}: {setting}"
-                lines.append((shown, default, "", MEANINGS[option.name]))
+                title = setting if is_kind else f"{name}: {setting}"
+                lines.append((title, default, "", MEANINGS[option.name]))
     return lines
 
 
-def _lines(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(name, field) of every setting, those of sections inside sections after their own line."""
+def _setting_fields(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (name, field) of every setting; a nested section comes before its own settings."""
     for name, field in section.model_fields.items():
-        inner = _section(field.annotation)
+        inner = _section_class(field.annotation)
         if prefix or not hasattr(inner, "model_fields"):
             yield f"{prefix}{name}", field
         if hasattr(inner, "model_fields"):
-            named = "NAME." if get_origin(field.annotation) is dict else ""
-            yield from _lines(inner, f"{prefix}{name}.{named}")
+            key = "NAME." if get_origin(field.annotation) is dict else ""
+            yield from _setting_fields(inner, f"{prefix}{name}.{key}")
 
 
-def _section(annotation: Any) -> Any:
-    """The section's class; of an optional one, what it may be."""
+def _section_class(annotation: Any) -> Any:
+    """Return the section class of an annotation, also inside an optional or a mapping; else the annotation."""
     return next((a for a in get_args(annotation) if hasattr(a, "model_fields")), annotation)
 
 
-def _shown(default: Any) -> str:
+def _format_default(default: Any) -> str:
     if default is None:
         return "none"
     if hasattr(default, "model_fields_set"):
@@ -184,31 +185,32 @@ def _shown(default: Any) -> str:
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 
-def _said(field: Any) -> str:
-    """What its own type says of itself, "" if nothing."""
+def _describe_own_values(field: Any) -> str:
+    """Return the description that the field's own type gives of its values; "" if none."""
     return next((part.words for part in field.metadata if isinstance(part, Said)), "")
 
 
-def _values(annotation: Any) -> str:
-    """A type in words."""
+def _describe_values(annotation: Any) -> str:
+    """Describe the values of a type."""
     if hasattr(annotation, "model_fields"):
         return "a section"
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return " | ".join(map(str, inner))
     if origin in (Union, types.UnionType):
-        return " | ".join("none" if a is type(None) else _values(a) for a in inner)
+        return " | ".join("none" if a is type(None) else _describe_values(a) for a in inner)
     if origin is Annotated:
-        said = [part.words for part in inner if isinstance(part, Said)]
-        return said[0] if said else _values(inner[0])
+        words = [part.words for part in inner if isinstance(part, Said)]
+        return words[0] if words else _describe_values(inner[0])
     if origin is list:
-        return f"list of {_values(inner[0])}" if inner else "list"
+        return f"list of {_describe_values(inner[0])}" if inner else "list"
     if origin is tuple:
-        return ", ".join(_values(a) for a in inner if a is not Ellipsis)
-    words = {int: "integer", float: "number", str: "text", bool: "true | false", dict: "mapping"}
-    return words.get(origin or annotation, getattr(annotation, "__name__", str(annotation)))
+        return ", ".join(_describe_values(a) for a in inner if a is not Ellipsis)
+    names = {int: "integer", float: "number", str: "text", bool: "true | false", dict: "mapping"}
+    return names.get(origin or annotation, getattr(annotation, "__name__", str(annotation)))
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {found[0]}?" if found else f"choose from {', '.join(known)}"
+def suggest_nearest(name: str, known: Sequence[str]) -> str:
+    """Suggest the known name nearest to `name`; all known names if none is near."""
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {matches[0]}?" if matches else f"choose from {', '.join(known)}"

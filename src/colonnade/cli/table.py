@@ -1,4 +1,4 @@
-"""Tables a person reads on a terminal."""
+"""Terminal output of `colonnade train`: the plan's table, and the outcome of a run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 
 from colonnade.plan.plan import Plan, explain
-from colonnade.report.tiers import TIER_LINES, tier_words
-from colonnade.report.traffic import COLUMNS, flat, table_lines
-from colonnade.report.words import bytes_words
-from colonnade.run.start import describe_end
-from colonnade.store.tier_counts import TierCounts
+from colonnade.report.formatting import format_bytes
+from colonnade.report.tiers import TIER_LINES, format_tier
+from colonnade.report.traffic import COLUMNS, build_traffic_lines, flatten_counts
+from colonnade.run.start import describe_finished_run
+from colonnade.store.collect_tier_counts import TierCounts
 from colonnade.table import Table
 from colonnade.train.progress import SHOWN_METRICS
 
@@ -23,16 +23,17 @@ MAX_LINES = 12
 
 
 def show_plan(console: Console, plan: Plan, tables: Sequence[Table]) -> None:
-    """Print the plan: one line per table, of many tables the largest. Columns that agree are said once."""
-    late = plan.latest
-    staleness = (f"bounded({late})" if late else "synchronous") + (
+    """Print the plan, one line per table, the largest tables only if there are many. Columns with one value for all
+    tables become part of the heading."""
+    bound = plan.latest
+    staleness = (f"bounded({bound})" if bound else "synchronous") + (
         " by table" if len(set(plan.bounds)) > 1 else ""
     )
     memory = "no limit" if plan.dram_bytes is None else f"{plan.dram_bytes / 2**20:,.0f} MiB"
     wire = plan.codecs
     facts = [
         f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
-        + (f" ({len(plan.servers)} of them for rows only)" if plan.servers else ""),
+        + (f" ({len(plan.servers)} of them servers)" if plan.servers else ""),
         f"exchange {', '.join(plan.exchanges)}" if plan.num_ranks > 1 else "",
         "" if wire.is_exact else f"values {wire.values}, gradients {wire.gradients}",
         "" if wire.dense == "exact" else f"dense gradients {wire.dense}",
@@ -43,7 +44,7 @@ def show_plan(console: Console, plan: Plan, tables: Sequence[Table]) -> None:
     order = sorted(range(len(tables)), key=lambda t: -plan.tables[t].capacity_rows)
     lines = explain(plan, tables)
     values = {name: {line[name] for line in lines} for name in lines[0] if name != "table"}
-    common = {name: min(each) for name, each in values.items() if len(each) == 1}
+    common = {name: min(column) for name, column in values.items() if len(column) == 1}
     if len(tables) > 1:
         facts += [f"{name} {value}" for name, value in common.items() if value not in ("-", "")]
     else:
@@ -60,22 +61,25 @@ def show_plan(console: Console, plan: Plan, tables: Sequence[Table]) -> None:
         console.print(f"  and {len(order) - MAX_LINES} smaller tables")
 
 
-def _tiers(by_name: Mapping[str, Mapping[str, Any]]) -> Grid:
-    """Build a table with one column per tier, from the top: that fits any terminal."""
+def _tier_grid(by_name: Mapping[str, Mapping[str, Any]]) -> Grid:
+    """Build a table with one column per tier, the fastest first, and one line per count."""
     grid = Grid(title="tiers (this rank)", title_justify="left", box=None, pad_edge=False)
     for name in ("", *by_name):
         grid.add_column(name, justify="right" if name else "left")
-    by_tier = [tier_words(TierCounts.of(values)) for values in by_name.values()]
+    by_tier = [format_tier(TierCounts.of(values)) for values in by_name.values()]
     for name, *values in zip(TIER_LINES, *by_tier, strict=True):
         grid.add_row(name, *values)
     return grid
 
 
-def _sent(sent: Mapping[str, Any], steps: int) -> Grid:
+def _traffic_grid(sent: Mapping[str, Any], steps: int) -> Grid:
+    """Build a table of the bytes and messages sent to other ranks."""
     grid = Grid(title="sent to other ranks (this rank)", title_justify="left", box=None)
     for column, name in enumerate(COLUMNS):
         grid.add_column(name, justify="left" if column < 2 else "right")
-    for line in table_lines(flat(sent["bytes"]), flat(sent["messages"]), steps):
+    for line in build_traffic_lines(
+        flatten_counts(sent["bytes"]), flatten_counts(sent["messages"]), steps
+    ):
         grid.add_row(*line)
     return grid
 
@@ -86,17 +90,17 @@ SOURCES = {
     "copied": "not yet in files",
     "born": "new (first value)",
 }
-LEAST_SHARE = 0.005  # of the whole: what is less is left out
+MIN_SHARE = 0.005  # smaller shares are not shown
 
 
-def _shares(amounts: Mapping[str, float], whole: float) -> str:
+def _format_shares(amounts: Mapping[str, float], total: float) -> str:
     """Join names with their percentages, largest first."""
     shown = sorted(amounts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{n} {a / whole:.0%}" for n, a in shown if a >= LEAST_SHARE * whole)
+    return ", ".join(f"{n} {a / total:.0%}" for n, a in shown if a >= MIN_SHARE * total)
 
 
-def describe_chosen_step(summary: Mapping[str, Any]) -> str:
-    """Say at which step the metrics were measured, and which part chose it."""
+def describe_metrics_step(summary: Mapping[str, Any]) -> str:
+    """Describe the step of the metrics, and the metric that selected it."""
     if summary["best_step"] is None:
         return f"at the last step, {summary['step']:,}; no validation part"
     monitor = str(summary.get("monitor", "validation")).replace("_", " ")
@@ -104,7 +108,7 @@ def describe_chosen_step(summary: Mapping[str, Any]) -> str:
 
 
 def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | None) -> None:
-    """Print what was reached, then the speed, where the time went and where rows came from."""
+    """Print the final metrics, the speed, the time by phase and the rows by source."""
     metrics = {
         name: value
         for name, value in summary["metrics"].items()
@@ -113,27 +117,27 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
     for name, value in metrics.items():
         console.print(f"{name.replace('_', ' ')}: {value:.4f}", style="bold")
     if metrics:
-        console.print(describe_chosen_step(summary))
+        console.print(describe_metrics_step(summary))
     if summary["stopped_early"]:
-        console.print("stopped early: it no longer got better (train.patience)")
+        console.print("stopped early: no improvement (train.patience)")
     if summary["stopped"]:
-        console.print("stopped as asked; everything is saved, the same command goes on from here")
+        console.print("stopped as requested; everything is saved, the same command continues here")
     seconds = summary["seconds"] or 1e-9
     console.print(
         f"{summary['steps']:,} steps in {seconds:,.1f} s, {summary['samples_per_second']:,.0f} samples/s while training"
     )
     phases = dict(summary["phases_seconds"])
     phases["everything else"] = max(0.0, seconds - sum(phases.values()))
-    console.print(f"where the time went: {_shares(phases, seconds)}")
+    console.print(f"where the time went: {_format_shares(phases, seconds)}")
     sources = summary["row_sources"]
     total = sum(sources[name] for name in SOURCES)
     if total:
         rows = {words: sources[name] for name, words in SOURCES.items()}
-        console.print(f"where rows came from: {_shares(rows, total)}")
+        console.print(f"where rows came from: {_format_shares(rows, total)}")
     if sources["read"] or sources["evicted_dirty"]:
-        console.print(_tiers(summary["tiers"]))
+        console.print(_tier_grid(summary["tiers"]))
     if summary["sent"]["bytes"]:
-        console.print(_sent(summary["sent"], summary["steps"]))
+        console.print(_traffic_grid(summary["sent"], summary["steps"]))
     if "prediction_error" in summary:
         console.print(
             f"the plan predicted {summary['predicted_samples_per_second']:,.0f} samples/s: "
@@ -141,11 +145,11 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
         )
     if "sent_error" in summary:
         console.print(
-            f"the plan predicted {bytes_words(summary['predicted_sent_bytes'])} sent by a rank per step for rows and "
+            f"the plan predicted {format_bytes(summary['predicted_sent_bytes'])} sent by a rank per step for rows and "
             f"gradients: {summary['sent_error']:+.1%} of what was counted"
         )
     if folder is not None and summary.get("ended_before"):
-        console.print(describe_end(folder, summary["step"]), markup=False, soft_wrap=True)
+        console.print(describe_finished_run(folder, summary["step"]), markup=False, soft_wrap=True)
     elif folder is not None:
         console.print(f"run folder: {folder}", markup=False, soft_wrap=True)
     if folder is not None:

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 SHORT = "Settings with an option of their own"
 EXAMPLES = (
-    "[bold]Settings[/bold] have a section and a name, as in [bold]train.epochs[/bold]. Give them in a YAML file "
-    "(CONFIG), or one by one with --set, which wins. Without a file they start from what suits --data. Sizes take "
-    "units (512MiB, 2GiB); lists are written \\[64,32]; none means the default. "
+    "[bold]Settings[/bold] have a section and a name, as in [bold]train.epochs[/bold]. Give them in a YAML "
+    "file (CONFIG), or one by one with --set, which overrides the file. Without a file they start from the preset of "
+    "--data. Sizes take units (512MiB, 2GiB); lists are written \\[64,32]; none means the default. "
     "[bold]colonnade settings[/bold] lists all of them.\n\n"
     "[bold]Examples[/bold]\n\n"
     "  colonnade train --data movielens --path ml-1m --run runs/films\n\n"
     "  colonnade train --data criteo --path train.txt --dram 2GiB --epochs 2\n\n"
     "  colonnade train mine.yaml --ranks 2\n\n"
-    "  colonnade train --data movielens --run runs/films --set train.epochs=8   (goes on)\n\n"
+    "  colonnade train --data movielens --run runs/films --set train.epochs=8   (resumes)\n\n"
     "  torchrun --nproc-per-node 2 --max-restarts 3 -m -- colonnade train mine.yaml --run runs/films"
 )
 
@@ -34,12 +34,12 @@ EXAMPLES = (
 def train(
     config: Annotated[
         Path | None,
-        typer.Argument(help="YAML file with sections data, model, rows, dense, plan, train."),
+        typer.Argument(help="YAML file with sections data, model, embedding, dense, plan, train."),
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
-            help="Data set, with settings that suit it: csv, parquet, libsvm, tfrecord, criteo, "
+            help="Data set, with its preset of settings: csv, parquet, libsvm, tfrecord, criteo, "
             "movielens, movielens_retrieval, gowalla, fb15k237, power_law or synthetic."
         ),
     ] = None,
@@ -50,7 +50,7 @@ def train(
     run: Annotated[
         Path | None,
         typer.Option(
-            help="Run folder. One that holds checkpoints is resumed. Default: runs/<data>-<time>."
+            help="Run folder. A run with checkpoints is resumed. Default: runs/<data>-<time>."
         ),
     ] = None,
     model: Annotated[
@@ -74,14 +74,14 @@ def train(
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Of first values: train.seed.", rich_help_panel=SHORT)
+        int | None, typer.Option(help="Seed of initial values: train.seed.", rich_help_panel=SHORT)
     ] = None,
     ranks: Annotated[
         int,
         typer.Option(min=1, help="Processes on this machine; no port is open to other machines."),
     ] = 1,
     at: Annotated[
-        int | None, typer.Option(help="Go back to this saved step of the run folder first.")
+        int | None, typer.Option(help="Saved step of the run folder to go back to before training.")
     ] = None,
     dram: Annotated[
         str | None,
@@ -98,7 +98,7 @@ def train(
         ),
     ] = None,
 ) -> None:
-    """Train, evaluate after every epoch, checkpoint to the run folder; Ctrl-C checkpoints and ends cleanly."""
+    """Train a model, evaluate it after every epoch and save checkpoints; Ctrl-C saves a checkpoint and ends."""
     short = {
         "model.name": model,
         "train.epochs": epochs,
@@ -108,22 +108,23 @@ def train(
         "train.seed": seed,
         "plan.memory.dram": dram,
     }
-    chosen = choose_config(config, data, path, short, set_)
-    train_run(chosen, run_folder(run, chosen.data.name), ranks, at)
+    settings = build_config(config, data, path, short, set_)
+    train_run(settings, choose_run_folder(run, settings.data.name), ranks, at)
 
 
-def run_folder(said: Path | None, name: str) -> Path:
-    """`said`, or a new one by name and time. Raises ConfigError under torchrun, whose ranks differ in it."""
+def choose_run_folder(folder: Path | None, name: str) -> Path:
+    """Return `folder`, or a new one by name and time. Raises ConfigError for None under torchrun, where each rank would
+    choose another name."""
     from colonnade.cli.ranks import is_under_torchrun
 
-    if said is None and is_under_torchrun():
+    if folder is None and is_under_torchrun():
         raise ConfigError(
-            "torchrun starts several ranks, and starts them again: say where their run is, with --run"
+            "torchrun starts several ranks, and may restart them: give their run folder with --run"
         )
-    return said or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    return folder or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def choose_config(
+def build_config(
     config: Path | None,
     data: str | None,
     path: str | None,
@@ -132,19 +133,18 @@ def choose_config(
 ) -> RunConfig:
     """Build the configuration of a command line.
 
-    short: settings that have an option of their own, None where it is left out; --set wins over them.
-    Raises ConfigError.
+    short: settings that have an option of their own; None: not given. --set overrides them. Raises ConfigError.
     """
     from colonnade.config.run import OPTIMIZER_SETTINGS, load_config, override
     from colonnade.run.defaults import preset
 
     if config is not None and data is not None:
         raise ConfigError(
-            "got both a config file and --data; the file's data section says what to read"
+            "got both a config file and --data; the file's data section has the data set already"
         )
     if config is None and data is None and path is not None:
         raise ConfigError(
-            f"got --path without --data, which says how to read it; give --data {_guess_reader(path) or 'NAME'} too "
+            f"got --path without --data, which names its reader; give --data {_guess_reader(path) or 'NAME'} too "
             "(colonnade train --help lists the names)"
         )
     if config is not None and config.suffix.lower() not in (".yaml", ".yml"):
@@ -157,31 +157,31 @@ def choose_config(
     settings = {name: value for name, value in short.items() if value is not None}
     settings |= parse_settings(set_ or [])
     if config is not None:
-        chosen = load_config(config)
+        result = load_config(config)
     else:
-        chosen = preset(data or "synthetic", settings.get("model.name"))
+        result = preset(data or "synthetic", settings.get("model.name"))
     if config is None and "embedding.optimizer" in settings:
-        # What suits the data set's own optimizer is not for another one.
+        # The preset's settings are for its own optimizer; reset them for another one.
         settings = {f"embedding.{name}": None for name in OPTIMIZER_SETTINGS} | settings
     if path is not None:
         settings["data.path"] = path
-    chosen = override(chosen, settings)
-    if chosen.data.path is not None:  # the folder is read from other places later
-        chosen = override(
-            chosen, {"data.path": os.path.realpath(Path(chosen.data.path).expanduser())}
+    result = override(result, settings)
+    if result.data.path is not None:  # later commands may run in another working directory
+        result = override(
+            result, {"data.path": os.path.realpath(Path(result.data.path).expanduser())}
         )
-    return chosen
+    return result
 
 
 def _guess_reader(path: str | Path) -> str | None:
-    """Return the reader of files whose names end like this one, None if there is none."""
+    """Return the reader of files with this suffix, None if there is none."""
     from colonnade.data.tabular.tables import KINDS
 
     return KINDS.get(Path(path).suffix.lower())
 
 
 def train_run(config: RunConfig, folder: Path, ranks: int, at: int | None = None) -> dict[str, Any]:
-    """Train to the end and show what came of it; returns the run's summary."""
+    """Train to the end, print the outcome and return the run's summary."""
     from colonnade.cli import ranks as launch
     from colonnade.cli.table import show_outcome
     from colonnade.terminal import Terminal
@@ -193,11 +193,11 @@ def train_run(config: RunConfig, folder: Path, ranks: int, at: int | None = None
     return summary
 
 
-WORDS = {"true": True, "false": False, "none": None, "null": None, "~": None, "": None}
+LITERALS = {"true": True, "false": False, "none": None, "null": None, "~": None, "": None}
 
 
-def _as_yaml(text: str) -> Any:
-    """`[user, item]` without quotes, as in a YAML file; text where it is no YAML."""
+def _parse_yaml(text: str) -> Any:
+    """Parse a value as YAML, such as `[user, item]` without quotes; return the text if it is not YAML."""
     from colonnade.formats import parse_yaml
 
     try:
@@ -207,8 +207,8 @@ def _as_yaml(text: str) -> Any:
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """`["train.epochs=3"]` -> {"train.epochs": 3}. Values are Python literals, or lists and
-    mappings as in YAML, else text."""
+    """Parse `--set` options: `["train.epochs=3"]` -> {"train.epochs": 3}. Values are Python literals, YAML lists and
+    mappings, or else text."""
     settings: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
@@ -216,11 +216,9 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
             raise ConfigError(f"--set got {pair!r}, wanted name=value, e.g. --set train.epochs=3")
         try:
             settings[name] = ast.literal_eval(text)
-        except (
-            ValueError,
-            SyntaxError,
-            RecursionError,
-            MemoryError,
-        ):  # the last two: nested too deeply
-            settings[name] = _as_yaml(text) if text[:1] in "[{" else WORDS.get(text.lower(), text)
+        # RecursionError and MemoryError: nested too deeply.
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            settings[name] = (
+                _parse_yaml(text) if text[:1] in "[{" else LITERALS.get(text.lower(), text)
+            )
     return settings

@@ -1,4 +1,4 @@
-"""`colonnade verify`: is every byte of a run's checkpoint, an export or a publication as it was written?"""
+"""`colonnade verify`: check every file of a checkpoint, an export or a publication against its checksums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from colonnade.errors import ConfigError, CorruptionError
 from colonnade.terminal import say
 
 if TYPE_CHECKING:
-    from colonnade.store.verification import Verified
+    from colonnade.store.verification import VerifiedFile
 
 EXAMPLES = (
     "[bold]Examples[/bold]\n\n  colonnade verify runs/mine\n\n  colonnade verify runs/mine --at 2000\n\n"
@@ -27,28 +27,25 @@ def verify(
             help="Run folder with at least one checkpoint, an exported folder or a publication (train.publish)."
         ),
     ],
-    at: Annotated[
-        str | None, typer.Option(help="best, last or a saved step; default: last.")
-    ] = None,
+    at: Annotated[str | None, typer.Option(help="Saved step, best or last; default: last.")] = None,
     directory: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Where a directory of plan.memory.ssd lies now, if it was moved; repeat for more."
-        ),
+        typer.Option(help="New path of a directory of plan.memory.ssd that was moved. Repeatable."),
     ] = None,
 ) -> None:
-    """Read a checkpoint, an export or a publication whole, rows included, and name every file that is not as it was
-    written. Changes nothing."""
+    """Check all files of a checkpoint, an export or a publication, and name damaged or missing ones.
+
+    All bytes are read, rows included. Nothing is changed."""
     from colonnade.checkpoint.completeness import verify_checkpoint
     from colonnade.checkpoint.header import resolve
     from colonnade.publish.exported import MODEL, verify_export
-    from colonnade.report.words import bytes_words
+    from colonnade.report.formatting import format_bytes
 
     is_export = (run / MODEL).exists()
     if is_export or _is_publication(run):
         if at is not None or directory:
             raise ConfigError(
-                f"{run} holds one checkpoint and no stores; leave --at and --directory out"
+                f"{run} has one checkpoint and no stores; leave --at and --directory out"
             )
         subject, remedy = str(run), "Restore them from a copy, or export the run again"
         files = verify_export(run) if is_export else _publication_files(run)
@@ -70,26 +67,26 @@ def verify(
         num_bytes += file.num_bytes
         if file.problem:
             damaged.append(file.path)
-            words = (
+            problem = (
                 file.problem if str(file.path) in file.problem else f"{file.path}: {file.problem}"
             )
-            say(f"damaged  {words}")
+            say(f"damaged  {problem}")
     if damaged:
         raise CorruptionError(
             f"{subject}: {len(damaged):,} of {num_files:,} files are damaged or missing. {remedy}"
         )
-    say(f"{subject}: whole; {num_files:,} files, {bytes_words(num_bytes)} read")
+    say(f"{subject}: intact; {num_files:,} files, {format_bytes(num_bytes)} read")
 
 
 def _is_publication(folder: Path) -> bool:
     if (folder / "checkpoints").is_dir():
-        return False  # a run: it starts without torch, which the other module imports
+        return False  # a run; the import below would load torch
     from colonnade.publish.deltas import WORD
 
     return (folder / WORD).exists()
 
 
-def _publication_files(folder: Path) -> Iterator[Verified]:
+def _publication_files(folder: Path) -> Iterator[VerifiedFile]:
     from colonnade.publish.deltas import verify_publication
 
     return verify_publication(folder)

@@ -115,7 +115,7 @@ def sent(way: Way, world: World, size: float, coded: float | None = None) -> Sum
     )  # fmt: skip
 
 
-def choose_way(world: World, size: float) -> Way:
+def choose_sum_algorithm(world: World, size: float) -> Way:
     """Return the fastest algorithm for a buffer of `size` bytes, by the world's link speeds. Pure.
 
     All ranks must know the same link speeds, or they choose differently. Short buffers are sent whole, in one hop,
@@ -128,7 +128,7 @@ def choose_way(world: World, size: float) -> Way:
     return min(hops, key=lambda way: sent(way, world, size).seconds(world) + hops[way] * hop)
 
 
-def way_of_layout(world: World) -> Way:
+def sum_algorithm_of_layout(world: World) -> Way:
     """Return the algorithm for coded sums (wire/coded_sums.py) from the layout of hosts and ranks alone. Pure.
 
     Coded sums are rounded on each hop, so their bits depend on the algorithm, which therefore must not depend on
@@ -148,15 +148,15 @@ def sum_over_ranks(mesh: Mesh, values: Tensor, way: Way) -> None:
         _add(copies, values)
     elif way == "scattered":
         share = added(scattered(mesh, ALL, values, ranks).view(hosts, local, -1))
-        copy_in_pieces(gathered(mesh, ALL, share, ranks), values)
+        copy_in_chunks(gathered(mesh, ALL, share, ranks), values)
     else:
-        host_share = added(scattered(mesh, mesh.in_host, values, local).view(1, local, -1))
+        host_share = added(scattered(mesh, mesh.host_scope, values, local).view(1, local, -1))
         if hosts == 2:  # as many bytes as by shares, in one hop
             _add(gathered(mesh, mesh.over_hosts, host_share, hosts).view(hosts, 1, -1), host_share)
         else:
             share = added(scattered(mesh, mesh.over_hosts, host_share, hosts).view(hosts, 1, -1))
             host_share = gathered(mesh, mesh.over_hosts, share, hosts)
-        copy_in_pieces(gathered(mesh, mesh.in_host, host_share, local), values)
+        copy_in_chunks(gathered(mesh, mesh.host_scope, host_share, local), values)
 
 
 def sum_in_order(parts: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def gathered(mesh: Mesh, scope: Scope, values: Tensor, size: int) -> Tensor:
     """Send `values` (n,) to all members; return all members' values (size x n,), in rank order."""
     send = mesh.room(size * len(values), values.dtype, scope)
     for block in send.view(size, -1):
-        copy_in_pieces(values, block)
+        copy_in_chunks(values, block)
     share = [len(values)] * size
     return mesh.all_to_all("dense", send, share, share, scope=scope)[0]
 
@@ -199,7 +199,7 @@ def _add(parts: Tensor, out: Tensor) -> None:
         out_chunk.copy_(sum_in_order(chunk))
 
 
-def copy_in_pieces(values: Tensor, out: Tensor) -> None:
+def copy_in_chunks(values: Tensor, out: Tensor) -> None:
     """Copy values to `out`, a chunk of elements at a time, so that torch uses one thread."""
     for chunk, out_chunk in zip(values.split(PIECE), out.split(PIECE), strict=True):
         out_chunk.copy_(chunk)

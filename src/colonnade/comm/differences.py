@@ -36,7 +36,7 @@ def joined(differences: Sequence[str]) -> str:
     return f"ranks disagree: {'; '.join(differences[:SHOWN])}{suffix}"
 
 
-def rank_words(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Format ranks for messages: [2] as "rank 2", [0, 1, 3] as "ranks 0, 1, 3", longer runs as "0-62"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
@@ -59,4 +59,4 @@ def _format_value(name: str, value: str, ranks: Sequence[int], is_first: bool) -
         value = f"no {name}" if is_first else "none"
     elif is_first:
         value = f"{name}={value}"
-    return f"{rank_words(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}"
+    return f"{format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}"

@@ -3,7 +3,7 @@
 A process group needs the same calls in the same order on every rank. So each thread that issues calls has its own
 groups (`THREADS`): one thread sends ids of later batches while others send rows, gradients and dense gradients of
 earlier batches, or write a checkpoint. A call is among all ranks or in a `Scope`: the ranks of a block of neighbours (a
-host, a tower), or the ranks with the same local rank in each block. Users open the scopes of towers (`open_scopes`).
+host, a tower), or the ranks with the same local rank in each block. `open_tower_scopes` opens those of towers.
 
 Large messages between ranks of one host go through shared memory (`shm.py`), in calls of this mesh with all ranks on
 one host. Derived meshes (trainers, towers) do not use shared memory.
@@ -171,7 +171,7 @@ class Mesh:
         return () if self.presence is None else self.presence.peers
 
     @property
-    def in_host(self) -> Scope:
+    def host_scope(self) -> Scope:
         """Scope of the ranks of a host."""
         return Scope(self.world.ranks_per_host)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from colonnade.comm.differences import SHOWN, rank_words
+from colonnade.comm.differences import SHOWN, format_ranks
 from colonnade.comm.heartbeat import Heartbeats
 from colonnade.comm.rendezvous import Peer, first_line
 from colonnade.errors import PeerLost
@@ -125,7 +125,7 @@ def _describe_causes(statuses: Mapping[int, PeerStatus], causes: Mapping[int, st
         peer, status = statuses[rank].peer, describe_status(statuses[rank])
         parts.append(f"rank {rank} (pid {peer.pid} on {peer.host}) {causes[rank]}; {status}")
     if len(causes) > SHOWN:
-        parts.append(f"and so on for {rank_words(sorted(causes)[SHOWN:])}")
+        parts.append(f"and so on for {format_ranks(sorted(causes)[SHOWN:])}")
     return "; ".join(parts)
 
 
@@ -246,7 +246,7 @@ class PeerMonitor:
                 )
             else:
                 reason = f"{self._heartbeats.failure_reason}{self._store_error}"
-            peers = rank_words(self.lost_ranks) if self.lost_ranks else "a peer"
+            peers = format_ranks(self.lost_ranks) if self.lost_ranks else "a peer"
             cause = f" (gloo: {_shorten_gloo(first_line(error))})" if error is not None else ""
             lost = (
                 f"rank {self.rank} of {len(self.peers)} lost {peers} in {channel!r} (call {number}, step {self.step}, "

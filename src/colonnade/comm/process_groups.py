@@ -156,7 +156,7 @@ def _open_shared_memory(mesh: Mesh) -> SharedMemory | None:
         buffer.view(torch.int64).copy_(token)
         fd = pool.fd_of(buffer) or -1
     probes = mesh.all_gather("control", torch.cat([torch.tensor([fd]), token]))
-    peers = [r for r in mesh.in_host.members(mesh.rank, mesh.num_ranks) if r != mesh.rank]
+    peers = [r for r in mesh.host_scope.members(mesh.rank, mesh.num_ranks) if r != mesh.rank]
     can_read_all = all(
         can_read_buffer(mesh.peers[r].pid, int(probes[r][0]), probes[r][1:].numpy().tobytes())
         for r in peers
@@ -174,7 +174,7 @@ def _call_timeout(mesh: Mesh) -> timedelta:
     return timedelta(seconds=mesh.presence.timeout * (PATIENCE + 1))
 
 
-def open_scopes(mesh: Mesh, size: int) -> None:
+def open_tower_scopes(mesh: Mesh, size: int) -> None:
     """Open two scopes for the training thread: each tower of `size` neighbours, and the ranks with the same local rank
     in all towers. Collective, the first time.
     """
@@ -223,7 +223,7 @@ def _set_participants(mesh: Mesh, ranks: Sequence[int]) -> None:
     """Register `ranks` as the participants of all calls on this mesh, so that no other rank is blamed for them."""
     assert mesh.presence is not None
     for channel in CHANNELS:
-        for scope in (ALL, mesh.in_host, mesh.over_hosts):
+        for scope in (ALL, mesh.host_scope, mesh.over_hosts):
             mesh.presence.participants[mesh.prefix + mesh.call_name(channel, scope)] = frozenset(
                 ranks
             )
@@ -237,7 +237,7 @@ def with_servers(mesh: Mesh, per_host: int) -> Mesh:
         return mesh
     world = mesh.world.with_servers(per_host)
     assert mesh.presence is not None  # a world of one has no servers
-    trainers, trainer_world = world.trainers, world.of_trainers()
+    trainers, trainer_world = world.trainers, world.trainer_world()
     groups: dict[tuple[str, Scope], dist.ProcessGroup] = {}
     scopes = [ALL, *_host_scopes(trainer_world)]
     make_groups(groups, TRAINER_THREADS, scopes, trainers, mesh.rank, _call_timeout(mesh))

@@ -28,7 +28,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from colonnade.comm.differences import disagreements, joined, rank_words
+from colonnade.comm.differences import disagreements, format_ranks, joined
 from colonnade.errors import PeerLost, WorldError
 
 ROOT = "colonnade"
@@ -218,7 +218,7 @@ def _check_compatible(peers: Sequence[Peer]) -> None:
 def _describe_missing(ranks: Sequence[int], num_ranks: int) -> str:
     server = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     unreachable = "" if STORE in os.environ else f" cannot reach {server},"
-    return f"{rank_words(ranks)} of {num_ranks} did not come in time: not started,{unreachable} or another program"
+    return f"{format_ranks(ranks)} of {num_ranks} did not come in time: not started,{unreachable} or another program"
 
 
 def _arrival_key(token: str, rank: int) -> str:

@@ -1,1 +1,1 @@
-"""Sections of a run's configuration: typed, validated, every field documented with its unit."""
+"""Sections of a run's configuration: typed and validated, with unit and default of every setting."""

@@ -1,4 +1,4 @@
-"""Section `model` of a configuration: which network, and its settings."""
+"""Section `model` of a configuration: the network and its settings."""
 
 from __future__ import annotations
 
@@ -12,69 +12,75 @@ Width = Annotated[int, Field(ge=1)]
 
 
 class ModelConfig(Section):
-    """A setting that the chosen model does not have must be left out (none); its default is the model's own."""
+    """Network and its settings. Leave out settings that the chosen model does not have (none); the model supplies
+    their defaults."""
 
     name: Literal[
         "lr", "fm", "nfm", "wide_deep", "deepfm", "dlrm", "dcn", "dcnv2", "two_tower", "sasrec", "transe",
         "distmult", "complex", "rotate", "graphsage",
     ] = "dlrm"  # fmt: skip
-    """The network."""
+    """Model to train."""
     dim: int | None = Field(None, ge=1)
-    """Width of every embedding row, in elements; default 16. Not of lr, whose rows hold one weight per label."""
+    """Width of every embedding row, in elements; default 16. Not used by lr, whose rows hold one weight per label."""
     bottom: list[Width] | None = None
-    """Hidden widths of the dense columns' MLP (dlrm)."""
+    """Hidden widths of the MLP over the dense columns (dlrm); default [64, 32]."""
     top: list[Width] | None = None
-    """Hidden widths of the last MLP; of each tower's (two_tower)."""
+    """Hidden widths of the last MLP; default [128, 64]. For two_tower, of each tower's MLP; default []."""
     keep_fields: bool | None = None
-    """Whether the last MLP also sees the field vectors beside their dots (dlrm)."""
+    """Feed the last MLP the field vectors in addition to their dot products (dlrm); default: false."""
     cross_layers: int | None = Field(None, ge=1)
-    """Cross layers (dcn, dcnv2)."""
+    """Number of cross layers (dcn, dcnv2); default 3."""
     cross_rank: int | None = Field(None, ge=1)
-    """Rank of each cross layer's matrix (dcnv2); default: whole."""
+    """Rank of each cross layer's low-rank matrix (dcnv2); default: full rank."""
     cross_experts: int | None = Field(None, ge=1)
-    """Matrices of that rank that each cross layer mixes (dcnv2)."""
+    """Number of low-rank matrices (experts) that each cross layer mixes (dcnv2); default 1."""
     structure: Literal["parallel", "stacked"] | None = None
-    """Whether the MLP stands beside the cross layers or after them (dcnv2)."""
+    """Position of the MLP: parallel to the cross layers or stacked after them (dcnv2); default: parallel."""
     towers: int | str | list[list[str]] | None = None
-    """Features that stand together (dlrm, dcnv2): a partition, its file, or how many, dealt in turn; default: none."""
+    """Partition of the features into towers (dlrm, dcnv2): lists of feature names, a file with them, or the number of
+    towers, to which features are assigned round-robin; default: no towers."""
     tower_dim: int | None = Field(None, ge=1)
-    """Of the vectors that leave a tower's module, one for each field (dlrm, dcnv2); default: no modules."""
+    """Width of the vectors that a tower module outputs, one for each field (dlrm, dcnv2); default: no tower modules."""
     tower_vectors: int | None = Field(None, ge=0)
-    """Vectors that leave a tower for each of its fields (dlrm); default 1."""
+    """Number of vectors that a tower module outputs for each of its fields (dlrm); default 1."""
     tower_summaries: int | None = Field(None, ge=0)
-    """Vectors that leave a tower for all of its fields together (dlrm); default 0."""
+    """Number of vectors that a tower module outputs for all of its fields together (dlrm); default 0."""
     tower_layers: int | None = Field(None, ge=0)
-    """Cross layers in a tower (dcnv2); default 1."""
+    """Number of cross layers in a tower module (dcnv2); default 1."""
     item_columns: list[str] | None = None
-    """Columns that say which item it is, its id first (two_tower); default: item."""
+    """Columns of the item tower, the item's id first (two_tower); default: [item]."""
     query_columns: list[str] | None = None
-    """Columns of who asks (two_tower); default: all that are not the item's."""
+    """Columns of the query tower (two_tower); default: all columns that are not the item's."""
     temperature: float | None = Field(None, gt=0)
-    """Scores are divided by it before the softmax (two_tower, sasrec, graphsage); of knowledge graphs, multiplied: with
-    loss sigmoid the softmax says how much each wrong candidate counts, 0.5 to 1."""
+    """Temperature of the softmax. two_tower, sasrec and graphsage divide scores by it; default 0.1. Knowledge graph
+    models multiply by it: under loss=sigmoid the softmax weighs the wrong candidates (0.5 to 1); default 1."""
     margin: float | None = None
-    """What scores start from, of which distances are taken off (transe, rotate: 9; distmult, complex: 0)."""
+    """Constant from which distances are subtracted to get scores; default 9 (transe, rotate), 0 (distmult, complex)."""
     norm: Literal[1, 2] | None = None
-    """Of distances: 1, sums of absolute differences, or moduli; 2, Euclid's, which is cheaper (transe, rotate)."""
+    """Norm of distances (transe, rotate): 1, the sum of absolute values or moduli (default); 2, the Euclidean norm,
+    which is cheaper."""
     squared: bool | None = None
-    """Whether norm 2 is without its root (transe, rotate); default: false."""
+    """Square the Euclidean distance, which saves the root of norm=2 (transe, rotate); default: false."""
     center: float | None = None
-    """What an entity's numbers are before its row is added (rotate); default 0. Above 0, e.g. 0.3, learns sooner."""
+    """Constant added to each number of an entity's row (rotate); default 0. Values above 0, e.g. 0.3, learn sooner."""
     reciprocal: bool | None = None
-    """Of knowledge graphs: whether a relation has a second vector, for the question "which head?"; default: false."""
+    """Learn a second vector of each relation, for predicting heads (knowledge graph models); default: false."""
     loss: Literal["sigmoid", "softmax"] | None = None
-    """Of knowledge graphs: whether a triple is true, or which of all entities is the answer."""
+    """Loss of knowledge graph models: sigmoid, whether each triple is true (default), or softmax, which entity is the
+    answer."""
     penalty: float | None = Field(None, ge=0)
-    """Of knowledge graphs: times the sum of the cubes of a triple's numbers, added to its loss; default 0."""
+    """Weight of the N3 regularizer, the sum of the cubed absolute values of a triple's numbers (knowledge graph
+    models); default 0."""
     blocks: int | None = Field(None, ge=1)
-    """Attention blocks (sasrec)."""
+    """Number of attention blocks (sasrec); default 2."""
     heads: int | None = Field(None, ge=1)
-    """Attention heads of a block (sasrec); they share `dim`."""
+    """Number of attention heads of a block, which split `dim` (sasrec); default 1."""
     max_length: int | None = Field(None, ge=1)
-    """Newest items of a sequence that are looked at (sasrec)."""
+    """Number of newest items of a sequence that the model reads (sasrec); default 50."""
     positions: bool | None = None
-    """Whether places in the sequence have vectors of their own (sasrec); without, its order hardly matters."""
+    """Learn a vector of each position in the sequence (sasrec); default: true. Without, order hardly matters."""
     dropout: float | None = Field(None, ge=0, lt=1)
-    """Share of activations set to zero in training (sasrec). Above 0, worlds of several sizes agree only on average."""
+    """Fraction of activations set to zero in training (sasrec); default 0. Above 0, results depend on the number of
+    ranks and agree only on average."""
     compile: bool = False
-    """torch.compile the dense network: slower to start, then faster."""
+    """Compile the dense network with torch.compile: slower to start, then faster."""

@@ -1,4 +1,4 @@
-"""Sections of a configuration that say where rows lie, what travels and how late reads may be."""
+"""Configuration section `plan`: where rows are stored, what ranks exchange, how late reads may be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from pydantic.functional_validators import AfterValidator, BeforeValidator, Plai
 from pydantic_core import PydanticKnownError
 
 from colonnade.config.section import Section
-from colonnade.sizes import Place, Said, absolute, parse_bytes, parse_place, positive_bytes
+from colonnade.sizes import (
+    Place,
+    Said,
+    absolute,
+    parse_bytes,
+    parse_positive_bytes,
+    parse_storage_location,
+)
 
 if TYPE_CHECKING:
     from colonnade.topology.sharding import Sharding
@@ -21,97 +28,104 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _staleness(value: Any) -> Any:
+def _validate_staleness(value: Any) -> Any:
     if not _is_count(value):
         raise ValueError(f"got {value!r}, wanted a number of steps, 0 or more")
     return value
 
 
-def _lookahead(value: Any) -> Any:
+def _validate_lookahead(value: Any) -> Any:
     if not _is_count(value) and value != "auto":
         raise ValueError(f"got {value!r}, wanted a number of batches, 0 or more, or auto")
     return value
 
 
 LEAST_RATE = 2**20
-"""Bytes per second below which a run would seem to hang: a checkpoint waits for what is not written."""
+"""Lowest write rate, in bytes per second. A checkpoint waits for writes; below this rate a run would seem to hang."""
 
 
-def _rate(value: Any) -> Any:
+def _validate_rate(value: Any) -> Any:
     count = parse_bytes(value)
     is_number = isinstance(count, int | float) and not isinstance(count, bool)
     if not is_number or count < LEAST_RATE:
         raise ValueError(
-            f"got {value!r}, wanted at least 1MiB, which is per second, such as 50MB; leave it out for no limit"
+            f"got {value!r}, wanted at least 1MiB (per second), such as 50MB; leave it out for no limit"
         )
     return count
 
 
-def _listed(value: Any) -> Any:
+def _wrap_in_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _distinct(texts: list[str]) -> list[str]:
-    paths = [parse_place(text).path for text in texts]
+def _validate_distinct_paths(texts: list[str]) -> list[str]:
+    paths = [parse_storage_location(text).path for text in texts]
     for path in paths:
         if paths.count(path) > 1:
             raise ValueError(f"got {path} twice, wanted directories that differ")
     return texts
 
 
-Size = Annotated[int, BeforeValidator(positive_bytes), Said("bytes")]
-Rate = Annotated[int, BeforeValidator(_rate), Said("bytes")]
+Size = Annotated[int, BeforeValidator(parse_positive_bytes), Said("bytes")]
+Rate = Annotated[int, BeforeValidator(_validate_rate), Said("bytes")]
 PlaceText = Annotated[str, AfterValidator(absolute), Said("directory[:bytes]")]
 CodecChoice = Literal["exact", "bf16", "fp16", "int8"]
 
 
 class MemoryConfig(Section):
-    """What each rank may use of each tier. A run whose rows all fit in memory needs none of it."""
+    """Memory and storage that each rank may use for rows. Not needed if all rows fit in memory."""
 
     hbm: Size | None = None
-    """GPU memory for rows, above dram, e.g. 40GiB; needs train.device=cuda. Default: no row is kept there."""
+    """GPU memory per rank for the most used rows, e.g. 40GiB; needs train.device=cuda. Default: none."""
     dram: Size | None = None
-    """Memory for rows, e.g. 2GiB; rows beyond it rest in files. Default: no limit."""
+    """Memory per rank for rows, e.g. 2GiB; rows that do not fit are stored in files. Default: no limit."""
     mapped: PlaceText | None = None
-    """Directory on byte-addressable memory (DAX, CXL), or any, /path:10GiB, for tables that DRAM has no room for."""
-    ssd: Annotated[list[PlaceText], BeforeValidator(_listed), AfterValidator(_distinct)] = []
-    """Where rows rest: /path:64GiB, or a list of such over which files are striped. Default: the run folder."""
+    """Directory with an optional size, /path:10GiB, for tables that do not fit in dram; meant for byte-addressable
+    memory (DAX, CXL), but any directory works. Default: none."""
+    ssd: Annotated[
+        list[PlaceText], BeforeValidator(_wrap_in_list), AfterValidator(_validate_distinct_paths)
+    ] = []
+    """Directory with an optional size, /path:64GiB, for files of rows; a list stripes the files over several. Default:
+    the run folder."""
     tables: dict[str, Size] = {}
-    """Memory of single tables, by name, taken out of dram; the others share the rest."""
+    """Memory of single tables per rank, by table name, taken out of dram; the other tables share the rest."""
 
     @property
-    def mapped_place(self) -> Place | None:
-        return None if self.mapped is None else parse_place(self.mapped)
+    def mapped_location(self) -> Place | None:
+        """Storage location of `mapped`; None if it is not set."""
+        return None if self.mapped is None else parse_storage_location(self.mapped)
 
     @property
-    def ssd_places(self) -> tuple[Place, ...]:
-        return tuple(map(parse_place, self.ssd))
+    def ssd_locations(self) -> tuple[Place, ...]:
+        """Storage locations of `ssd`."""
+        return tuple(map(parse_storage_location, self.ssd))
 
     @model_validator(mode="after")
     def _check(self) -> MemoryConfig:
-        paths = [place.path for place in self.ssd_places]
-        if self.mapped_place is not None and self.mapped_place.path in paths:
+        paths = [location.path for location in self.ssd_locations]
+        if self.mapped_location is not None and self.mapped_location.path in paths:
             raise ValueError(
-                f"got {self.mapped_place.path} as mapped and as ssd, wanted one tier in a directory"
+                f"got {self.mapped_location.path} as mapped and as ssd, wanted one tier in a directory"
             )
-        taken = sum(self.tables.values())
-        if self.dram is not None and taken > self.dram:
+        reserved = sum(self.tables.values())
+        if self.dram is not None and reserved > self.dram:
             raise ValueError(
-                f"got {taken:,} bytes for single tables out of dram={self.dram:,}; raise dram, or give them less"
+                f"got {reserved:,} bytes for single tables out of dram={self.dram:,}; raise dram, or give them less"
             )
         return self
 
 
 class CodecConfig(Section):
-    """Anything but exact trades accuracy for bytes between ranks; a run on one rank is always exact."""
+    """Encoding of values in messages between ranks. All but exact trade accuracy for bytes; one rank sends nothing."""
 
     values: CodecChoice = "exact"
-    """Of rows on their way to the samples: exact, bf16, fp16 or int8 (a scale for each part of a row), to nearest."""
+    """Encoding of row values sent to the samples' ranks: exact, bf16, fp16 or int8 (with a scale for each part of a
+    row), rounded to nearest."""
     gradients: CodecChoice = "exact"
-    """Of gradients on their way to the rows, rounded at random so that sums are right on the mean."""
+    """Encoding of row gradients sent to the owner ranks, rounded stochastically so that sums are unbiased."""
     dense: CodecChoice = "exact"
-    """Of the dense network's gradients between hosts (on one host: between ranks); the next step makes up for what
-    rounding took."""
+    """Encoding of the dense network's gradients between hosts (on one host: between ranks); the rounding error is added
+    to the next step's gradients (error feedback)."""
 
 
 ExchangeChoice = Literal["rows", "pooled", "partials", "towers", "tower_rows", "auto"]
@@ -121,21 +135,21 @@ ShardingChoice = Literal[
 
 
 def _read_sharding(value: Any) -> Any:
-    """Return a kind of sharding or a `Sharding`; read the mapping that files hold of one. Raises ValueError."""
+    """Return a kind of sharding or a `Sharding`, which files store as a mapping. Raises ValueError."""
     if value is None or value in KINDS_OF_SHARDING:
         return value
     if isinstance(value, Mapping) or hasattr(value, "ranks"):
-        from colonnade.topology.sharding import Sharding, sharding_from  # imports torch
+        from colonnade.topology.sharding import Sharding, read_sharding  # imports torch
 
         try:
-            return value if isinstance(value, Sharding) else sharding_from(value)
+            return value if isinstance(value, Sharding) else read_sharding(value)
         except (KeyError, TypeError, AttributeError):
             raise ValueError(f"got {value!r}, wanted its kind and ranks") from None
     raise PydanticKnownError("literal_error", {"expected": ", ".join(map(repr, KINDS_OF_SHARDING))})
 
 
 def _write_sharding(value: Any) -> Any:
-    """Return what files hold of a table's sharding."""
+    """Return a table's sharding in its form in files."""
     return value if value is None or isinstance(value, str) else value.plain()
 
 
@@ -151,7 +165,7 @@ def _read_replicated_rows(value: Any) -> Any:
 
 
 def _write_replicated_rows(value: Any) -> Any:
-    """Return what files hold of a number of rows, or of their ids."""
+    """Return a number of rows, or their ids, in its form in files."""
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -159,7 +173,7 @@ KINDS_OF_SHARDING = get_args(ShardingChoice)
 if TYPE_CHECKING:
     TableSharding = ShardingChoice | Sharding | None
     ReplicatedRows = int | tuple[int, ...]
-else:  # what people type; code may give a Sharding, or ids, too
+else:  # Settings files hold text or numbers; Python code may also pass a Sharding, or ids.
     TableSharding = Annotated[
         ShardingChoice | None, PlainValidator(_read_sharding), PlainSerializer(_write_sharding)
     ]
@@ -169,24 +183,25 @@ else:  # what people type; code may give a Sharding, or ids, too
 
 
 class TablePlanConfig(Section):
-    """Of one table; what is left out is as plan.sharding and plan.exchange say."""
+    """Plan of one table. Settings left out are those of plan.sharding, plan.exchange and plan.staleness_steps."""
 
     sharding: TableSharding = None
-    """Ranks that have its rows, by kind; in Python, a `Sharding` too."""
+    """Kind of sharding of the table; Python code may also pass a `Sharding`. Default: plan.sharding."""
     exchange: ExchangeChoice | None = None
-    """What of it travels between ranks; leave it out for a replicated table, of which only gradients travel."""
+    """Exchange of the table between ranks; leave it out for a replicated table, which exchanges gradients only.
+    Default: plan.exchange."""
     ranks: list[Annotated[int, Field(ge=0)]] | None = None
-    """The rank of table_wise, those of one host for host_wise, each one's for column_wise, those of several hosts for
-    grid; default: where most room is, and slices on all."""
+    """Owner ranks of the table: one for table_wise, those of one host for host_wise, one for each slice for
+    column_wise, those of several hosts for grid. Default: the ranks with the most free memory; slices use all ranks."""
     replicated_rows: ReplicatedRows = 0
-    """Number of rows, the most popular of a sample, that are replicated: every rank has them in memory. On one rank it
-    does nothing. In Python, ids of such rows too."""
+    """Number of rows to copy to the memory of every rank: the most used rows of a sample of the data. No effect on one
+    rank. Python code may also pass the ids of these rows."""
     staleness_steps: int | None = Field(None, ge=0)
-    """How late its reads are, instead of plan.staleness_steps: 0 for hot tables."""
+    """Number of steps that reads of the table are late, e.g. 0 for hot tables; default: plan.staleness_steps."""
 
     @property
     def kind(self) -> ShardingChoice | None:
-        """Kind of its sharding."""
+        """Kind of the table's sharding; None if it is not set."""
         sharding = self.sharding
         return sharding if sharding is None or isinstance(sharding, str) else sharding.kind
 
@@ -196,7 +211,7 @@ class TablePlanConfig(Section):
         if self.replicated_rows and kind in ("replicated", "column_wise", "grid"):
             raise ValueError(
                 f"got replicated_rows={self.replicated_rows} with sharding={kind}, wanted "
-                "sharding=row_wise, host_wise or table_wise, of whose rows some can be copied to every rank"
+                "sharding=row_wise, host_wise or table_wise, which can copy single rows to every rank"
             )
         if self.ranks is None:
             return self
@@ -214,7 +229,7 @@ class TablePlanConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """One of them: rows, a part of the table's, or bytes."""
+    """Size of a row cache: a number of rows, a fraction of the table's rows, or bytes; exactly one is set."""
 
     text: str
     rows: int | None = None
@@ -225,7 +240,7 @@ class CacheSize:
         return self.text
 
 
-def _cache_size(value: Any) -> CacheSize:
+def _parse_cache_size(value: Any) -> CacheSize:
     if isinstance(value, CacheSize):
         return value
     if _is_count(value):
@@ -239,7 +254,7 @@ def _cache_size(value: Any) -> CacheSize:
         elif text.isdigit():
             return CacheSize(text, rows=int(text))
         else:
-            return CacheSize(text, num_bytes=positive_bytes(text))
+            return CacheSize(text, num_bytes=parse_positive_bytes(text))
     except ValueError:
         pass
     raise ValueError(
@@ -247,104 +262,114 @@ def _cache_size(value: Any) -> CacheSize:
     )
 
 
-def _cache_staleness(value: Any) -> Any:
+def _validate_cache_staleness(value: Any) -> Any:
     if value is not None and not (_is_count(value) and value < 2**31 - 1):
         raise ValueError(f"got {value!r}, wanted a number of batches, 0 .. {2**31 - 2}")
     return value
 
 
 Bound = Annotated[int, Field(ge=0, le=2**31 - 2)]
-Staleness = Annotated[int | None, PlainValidator(_cache_staleness)]
+Staleness = Annotated[int | None, PlainValidator(_validate_cache_staleness)]
 SizeOfCache = Annotated[
-    CacheSize, PlainValidator(_cache_size), PlainSerializer(str), Said("part, bytes or rows")
+    CacheSize, PlainValidator(_parse_cache_size), PlainSerializer(str), Said("part, bytes or rows")
 ]
 CachePolicy = Literal["lru", "lfu", "lookahead"]
 CacheTier = Literal["dram", "hbm"]
 
 
 class TableCacheConfig(Section):
-    """Of one table; what is left out is as plan.cache says: of the three bounds, where all three are."""
+    """Row cache of one table. Settings left out are those of plan.cache; the three bounds count as one setting."""
 
     size: SizeOfCache | None = None
-    """Rows of it that each rank keeps copies of: a part of its rows such as 10%, bytes such as 64MiB, or a number."""
+    """Size of the table's cache on each rank: a fraction of its rows such as 10%, bytes such as 64MiB, or a number of
+    rows. Default: plan.cache.size."""
     staleness: Staleness = None
-    """Batches of each other rank that a read misses at most: read_bound + write_bound."""
+    """Largest number of batches of each other rank that a read misses: read_bound + write_bound. Default:
+    plan.cache.staleness."""
     read_bound: Bound | None = None
-    """Batches that a copy is used for without asking its owner. Default: half of the staleness."""
+    """Number of batches that use a cached row before it is fetched again from its owner. Default: half of the
+    staleness."""
     write_bound: Bound | None = None
-    """Batches whose gradients of a row wait at its copy until their sum is sent. Default: the rest of the staleness."""
+    """Number of batches that add their gradients to a cached row before the sum is sent to its owner. Default: the rest
+    of the staleness."""
     policy: CachePolicy | None = None
-    """Which copy leaves: used longest ago (lru), least often of late (lfu), or again last, as coming batches say
-    (lookahead)."""
+    """Cached row to evict first: least recently used (lru), least frequently used of late (lfu), or used furthest in
+    the future by the batches read ahead (lookahead). Default: plan.cache.policy."""
 
 
 class CacheConfig(Section):
-    """Copies of rows on the ranks that use them (exchange rows): between ranks alone, one rank has no use for it."""
+    """Cache of other ranks' rows on each rank (exchange rows only). One rank alone has no use for it."""
 
     size: SizeOfCache | None = CacheSize("10%", part=0.1)
-    """Rows of each table that each rank keeps copies of: a part of its rows, bytes such as 64MiB, or a number; none:
-    only tables with a size of their own have copies."""
+    """Size of each table's cache on each rank: a fraction of its rows, bytes such as 64MiB, or a number of rows; none:
+    only tables with a size of their own are cached."""
     staleness: Staleness = None
-    """Batches of each other rank that a read misses at most: read_bound + write_bound. Default: 0."""
+    """Largest number of batches of each other rank that a read misses: read_bound + write_bound. Default: 0."""
     window: Annotated[int, Field(ge=1)] | None = None
-    """Batches that a rank reads beyond the one it decides about, for policy=lookahead. Default: 64."""
+    """Number of batches that a rank reads ahead to decide evictions, for policy=lookahead. Default: 64."""
     read_bound: Bound | None = None
-    """Batches that a copy is used for without asking its owner. Default: half of the staleness."""
+    """Number of batches that use a cached row before it is fetched again from its owner. Default: half of the
+    staleness."""
     write_bound: Bound | None = None
-    """Batches whose gradients of a row wait at its copy until their sum is sent. Default: the rest of the staleness."""
+    """Number of batches that add their gradients to a cached row before the sum is sent to its owner. Default: the rest
+    of the staleness."""
     policy: CachePolicy = "lru"
-    """Which copy leaves: used longest ago (lru), least often of late (lfu), or again last, as coming batches say
-    (lookahead)."""
+    """Cached row to evict first: least recently used (lru), least frequently used of late (lfu), or used furthest in
+    the future by the batches read ahead (lookahead)."""
     tier: CacheTier = "dram"
-    """Where copies lie: in memory (dram), or in the GPU's that the network computes on (hbm; needs
+    """Memory of cached rows: main memory (dram), or that of the GPU that computes the network (hbm; needs
     train.device=cuda)."""
     tables: dict[str, TableCacheConfig] = {}
-    """By name: tables with a size, bounds or policy of their own."""
+    """Size, bounds and policy of single tables' caches, by table name."""
 
 
 class PlanConfig(Section):
     memory: MemoryConfig = MemoryConfig()
-    """What each rank may use of each tier."""
+    """Memory and storage that each rank may use for rows."""
     placement: Literal["even", "profiled"] = "even"
-    """Which tables get the memory: all alike, or those whose rows are read most, by a profile of a sample."""
-    lookahead: Annotated[int | Literal["auto"], PlainValidator(_lookahead)] = 2
-    """Batches whose ids travel and whose rows become resident ahead of training; auto: as deep as reads are slow."""
+    """Division of memory among tables: the same share of every table (even), or more for tables with the most used
+    rows, by a profile of a sample of the data (profiled)."""
+    lookahead: Annotated[int | Literal["auto"], PlainValidator(_validate_lookahead)] = 2
+    """Number of batches to prefetch ahead of training (their ids are sent and their rows read into memory); auto:
+    enough to hide the reads."""
     write_budget: Rate | None = None
-    """Bytes per second that rows may be written to files with, on each rank. Default: no limit."""
-    staleness_steps: Annotated[int, PlainValidator(_staleness)] = 0
-    """0: synchronous. k: every read misses exactly the newest k updates of rows."""
+    """Largest rate of writing rows to files on each rank, in bytes per second. Default: no limit."""
+    staleness_steps: Annotated[int, PlainValidator(_validate_staleness)] = 0
+    """Number of newest updates of rows that every read misses; 0: synchronous training."""
     exchange: ExchangeChoice = "rows"
-    """What travels between ranks: rows, what owners pool of them (pooled), partials of the model's first operators
-    where those are less (partials), what owners pool by way of a rank of their tower (towers), what such a rank pools
-    of rows that come to it (tower_rows); auto: the fastest by prediction, by towers only for a model's tower modules.
-    Of replicated tables only gradients travel, whatever this says."""
+    """Values that ranks exchange: rows; bags pooled by the owners (pooled); partial results of the model's first
+    operators where those are smaller (partials); bags pooled by the owners and relayed through a rank of their tower
+    (towers); bags pooled by such a rank from rows it fetches (tower_rows). auto: the fastest by prediction, with towers
+    only for models with tower modules. Replicated tables always exchange gradients only."""
     sharding: ShardingChoice = "row_wise"
-    """Which ranks have a table's rows: all, one host's, one, some columns on each (of hosts: grid), each a copy; auto:
-    as is foretold to be fastest."""
+    """Distribution of a table over ranks: rows over all ranks (row_wise), over the ranks of one host (host_wise) or on
+    one rank (table_wise); columns over ranks (column_wise) or over hosts, whose ranks share the rows (grid); a copy on
+    every rank (replicated). auto: the fastest by prediction."""
     codec: CodecConfig = CodecConfig()
-    """What rows and gradients look like while they travel."""
+    """Encoding of rows and gradients in messages."""
     towers: Annotated[int, Field(ge=1)] | str | None = None
-    """For exchanges towers and tower_rows: how many groups of neighbouring ranks, over which tables are dealt, or a
-    file that says which features stand together; default: one for each host."""
+    """Number of towers (groups of neighbouring ranks) for exchanges towers and tower_rows, over which tables are
+    distributed, or a file that lists the features of each tower. Default: one tower for each host."""
     servers: int = Field(0, ge=0)
-    """Ranks of each host, its last ones, that have rows and nothing else; 0: the ranks that train have the rows."""
+    """Number of ranks of each host, its last ones, that only store rows and do not train; 0: the ranks that train store
+    the rows."""
     tables: dict[str, TablePlanConfig] = {}
-    """By name: tables with a sharding, exchange, ranks or staleness of their own."""
+    """Sharding, exchange, ranks and staleness of single tables, by table name."""
     cache: CacheConfig | None = None
-    """Copies of rows on the ranks that use them, as old as bounds allow. Default: none."""
+    """Cache of other ranks' rows on each rank, with bounded staleness. Default: none."""
 
     @property
     def is_late(self) -> bool:
-        """Whether reads of some table may miss updates."""
+        """True if reads of any table may miss updates."""
         return self.staleness_steps != 0 or any(
-            each.staleness_steps for each in self.tables.values()
+            table.staleness_steps for table in self.tables.values()
         )
 
     @model_validator(mode="after")
     def _check(self) -> PlanConfig:
         if self.cache is not None and self.is_late:
             raise ValueError(
-                "got plan.cache with staleness_steps, of the plan or of a table; copies are what is late already: set "
+                "got plan.cache with staleness_steps, of the plan or of a table; cached rows are late already: set "
                 "staleness_steps=0, or leave plan.cache out"
             )
         if self.servers and self.memory.hbm is not None:

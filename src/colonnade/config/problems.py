@@ -1,4 +1,4 @@
-"""Messages for settings that pydantic refuses: got, wanted, and the nearest known name."""
+"""Error messages for settings that pydantic rejects: got, wanted, and the nearest known name."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from colonnade.config.validation import describe_problem
 
 
 def explain_errors(error: ValidationError, section: type[BaseModel]) -> str:
-    """Return one line for each problem. section: whose values were validated."""
-    return "\n".join(_explain(problem, section) for problem in error.errors())
+    """Return one line for each problem. section: class that was validated."""
+    return "\n".join(_explain_problem(problem, section) for problem in error.errors())
 
 
-def _explain(problem: Any, section: Any) -> str:
+def _explain_problem(problem: Any, section: Any) -> str:
     path = [str(part) for part in problem["loc"]]
     name = ".".join(path)
     if problem["type"] == "extra_forbidden":
         for part in path[:-1]:
             is_by_name = get_origin(section) is dict
-            section = _section(
+            section = _unwrap_optional(
                 get_args(section)[1] if is_by_name else section.model_fields[part].annotation
             )
         return explain_unknown(name, section.model_fields, name)
     if problem["type"] in ("model_type", "dict_type"):
-        return f"{name}: got {_excerpt(problem['input'])}, wanted settings of it by name, such as {name}.NAME=VALUE"
+        return f"{name}: got {_short_repr(problem['input'])}, wanted settings of it by name, such as {name}.NAME=VALUE"
     if (wanted := describe_problem(problem)) != problem["msg"]:
-        return f"{name}: got {_excerpt(problem['input'])}, {wanted}"
+        return f"{name}: got {_short_repr(problem['input'])}, {wanted}"
     message = problem["msg"].removeprefix("Value error, ")
     if not name or message.startswith("unknown setting"):  # a check of several settings together
         return message
     return (
         f"{name}: {message}"
         if message.startswith("got ")
-        else f"{name}: got {_excerpt(problem['input'])}: {message}"
+        else f"{name}: got {_short_repr(problem['input'])}: {message}"
     )
 
 
 def explain_unknown(name: str, known: Mapping[str, Any], path: str) -> str:
-    """Say that no setting has this name, and name the nearest one of its section, or all.
+    """Return the message for an unknown setting, with the nearest known name of its section, or all names.
 
-    known: fields of the section, or its values, by name. path: the name as it was typed.
+    known: fields or values of the section, by name. path: name as the user typed it.
     """
     key = name.split(".")[-1]
     prefix = name[: len(name) - len(key)]
@@ -52,7 +52,7 @@ def explain_unknown(name: str, known: Mapping[str, Any], path: str) -> str:
     inner = {
         inside: f"{section}.{inside}"
         for section, value in known.items()
-        for inside in (value if isinstance(value, Mapping) else _fields(value))
+        for inside in (value if isinstance(value, Mapping) else _section_fields(value))
     }
     if not near and (inside := difflib.get_close_matches(key, inner, n=1, cutoff=0.7)):
         near = [inner[inside[0]]]
@@ -60,18 +60,19 @@ def explain_unknown(name: str, known: Mapping[str, Any], path: str) -> str:
     return f"unknown setting {path!r}; {hint}"
 
 
-def _excerpt(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]} ... ({len(text):,} characters)"
 
 
-def _fields(field: Any) -> Mapping[str, Any]:
-    """Return the settings of a field that is a section; of another field, none."""
-    return getattr(_section(getattr(field, "annotation", None)), "model_fields", {})
+def _section_fields(field: Any) -> Mapping[str, Any]:
+    """Return the settings of a field that is a section; an empty mapping for other fields."""
+    annotation = _unwrap_optional(getattr(field, "annotation", None))
+    return getattr(annotation, "model_fields", {})
 
 
-def _section(annotation: Any) -> Any:
-    """Return X of a section that may be left out, `X | None`; any other annotation as it is."""
+def _unwrap_optional(annotation: Any) -> Any:
+    """Return X for an optional section `X | None`; any other annotation unchanged."""
     if get_origin(annotation) not in (Union, UnionType):
         return annotation
     kinds = [kind for kind in get_args(annotation) if kind is not NoneType]

@@ -1,4 +1,4 @@
-"""Sections of a configuration that say which rows of open tables stay."""
+"""Configuration sections for admission and eviction of rows of open tables."""
 
 from __future__ import annotations
 
@@ -10,41 +10,49 @@ from colonnade.config.section import Section
 
 
 class AdmissionConfig(Section):
-    """From which update on rows of open tables stay (CountMinAdmission, RandomAdmission). Default: the first."""
+    """Admission of new rows to open tables (CountMinAdmission, RandomAdmission). Default: every row is admitted at its
+    first update."""
 
     updates: int | None = Field(None, ge=2, le=255)
-    """A row stays once its id was seen in so many steps, counted by a count-min sketch."""
+    """Number of steps that must train an id before its row is admitted, counted by a count-min sketch; 2 to 255.
+    Default: 1, without a sketch."""
     expected_ids: int | None = Field(None, ge=1)
-    """Different ids of a table over all ranks, which the sketch is sized for; with updates."""
+    """Number of different ids of a table over all ranks, for which the sketch is sized. Required with updates."""
     error: float = Field(0.01, ge=1e-6, le=0.5)
-    """Chance of a new id to be taken for one seen before; with updates."""
+    """Probability that the sketch mistakes a new id for a known one and admits it too early; used with updates."""
     halve_steps: int | None = Field(None, ge=1)
-    """Every count is halved once in so many steps; with updates."""
+    """Number of steps after which every count of the sketch is halved; used with updates. Default: never."""
     probability: float | None = Field(None, gt=0, lt=1)
-    """Instead of updates: chance of a row to stay, at each of its updates until it does."""
+    """Probability that an update admits the row, drawn at each update until it is admitted; excludes updates. Default:
+    1."""
 
     @model_validator(mode="after")
     def _check(self) -> AdmissionConfig:
         if self.updates is not None and self.probability is not None:
             raise ValueError("got both updates and probability, wanted one of them")
         if self.updates is not None and self.expected_ids is None:
-            raise ValueError("got updates without expected_ids, by which the sketch is sized")
+            raise ValueError("got updates without expected_ids, which sizes the sketch")
         if self.updates is None and (self.expected_ids or self.halve_steps):
-            raise ValueError("got settings of a sketch without updates, the count that admits")
+            raise ValueError(
+                "got settings of a sketch without updates, the count that admits a row"
+            )
         return self
 
 
 class EvictionConfig(Section):
-    """Which rows of open tables leave (colonnade.AgeEviction, MaxRowsEviction). Default: none."""
+    """Eviction of rows from open tables (colonnade.AgeEviction, MaxRowsEviction). Default: no row is evicted."""
 
     age_steps: int | None = Field(None, ge=1)
-    """Rows without an update for so many steps leave; with max_rows, too, by=recency."""
+    """Number of steps without an update after which a row is evicted. Can be combined with max_rows if by=recency.
+    Default: never."""
     max_rows: int | None = Field(None, ge=1)
-    """Rows of a table over all ranks; of more, some leave after each step."""
+    """Largest number of rows of a table over all ranks; rows beyond it are evicted after each step. Default: no
+    limit."""
     by: Literal["recency", "frequency", "norm"] = "recency"
-    """Who leaves first, with max_rows: oldest update, fewest updates, smallest weights."""
+    """Order of eviction under max_rows: oldest update first (recency), fewest updates first (frequency) or smallest
+    weights first (norm)."""
     halve_steps: int | None = Field(None, ge=1)
-    """Numbers of updates are halved at every multiple of it; with by=frequency."""
+    """Number of steps after which the update counts of by=frequency are halved. Default: never."""
 
     @model_validator(mode="after")
     def _check(self) -> EvictionConfig:
@@ -58,25 +66,26 @@ class EvictionConfig(Section):
 
 
 class OpenTableConfig(Section):
-    """One open table's own settings, instead of embedding.admission and embedding.eviction."""
+    """Settings of one open table, which replace embedding.admission and embedding.eviction."""
 
     admission: AdmissionConfig = AdmissionConfig()
     eviction: EvictionConfig = EvictionConfig()
     rows: int | None = Field(None, ge=1)
-    """Instead of both: all its ids share so many rows. Default: each id has its own."""
+    """Number of rows that all ids of the table share by hashing; excludes admission and eviction. Default: each id has
+    a row of its own."""
     hashes: int | None = Field(None, ge=1, le=16)
-    """How many of these rows an id's vector is the sum of, chosen by hashes; with rows. Default: 2."""
+    """Number of shared rows, selected by hashes, that are summed to the vector of an id; used with rows. Default: 2."""
 
     @model_validator(mode="after")
     def _check(self) -> OpenTableConfig:
-        both = {"admission": self.admission, "eviction": self.eviction}
-        kept = [name for name, said in both.items() if said != type(said)()]
-        if self.rows is not None and kept:
+        sections = {"admission": self.admission, "eviction": self.eviction}
+        changed = [name for name, section in sections.items() if section != type(section)()]
+        if self.rows is not None and changed:
             raise ValueError(
-                f"got rows={self.rows} and {kept[0]}, wanted one of them: rows that ids share all stay"
+                f"got rows={self.rows} and {changed[0]}, wanted one of them: rows that ids share are never evicted"
             )
         if self.rows is None and self.hashes is not None:
             raise ValueError(
-                f"got hashes={self.hashes} without rows; say how many rows all ids share, such as rows=100000"
+                f"got hashes={self.hashes} without rows; set how many rows all ids share, such as rows=100000"
             )
         return self

@@ -1,7 +1,7 @@
-"""A run's configuration: typed, validated at birth, every field documented with its unit.
+"""Configuration of a run: typed, validated when built, with unit and default of every setting.
 
-An unknown key is an error that names the nearest known one. `RunConfig` is also the run folder's
-`config.yaml`, so a run can be repeated from its folder.
+An unknown key is an error that names the nearest known one. The run folder stores `RunConfig` as `config.yaml`, so a
+run can be repeated from its folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from colonnade.config.problems import explain_errors, explain_unknown
 from colonnade.config.retention import AdmissionConfig, EvictionConfig, OpenTableConfig
 from colonnade.config.section import Section
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.formats import check_stamp, parse_yaml, read_text, stamp
+from colonnade.formats import check_format, parse_yaml, read_text, stamp
 
 Width = Annotated[int, Field(ge=1)]
 DEFAULT_BATCH_SIZE = 4096
@@ -32,27 +32,28 @@ DEFAULT_BATCH_SIZE = 4096
 
 class DataConfig(Section):
     name: str = "synthetic"
-    """The source: parquet, csv, criteo, movielens, movielens_retrieval, gowalla, fb15k237,
-    power_law or synthetic."""
+    """Source of the samples: parquet, csv, criteo, movielens, movielens_retrieval, gowalla, fb15k237, power_law or
+    synthetic."""
     path: str | None = None
-    """File or folder; default: the source's folder in $COLONNADE_DATA."""
+    """File or folder of the data; default: the source's folder in $COLONNADE_DATA."""
     options: dict[str, Any] = {}
-    """What the source itself takes, by name (colonnade.data documents each)."""
+    """Options of the source, by name (`colonnade settings data.options` lists them)."""
     readers: int = Field(0, ge=0)
-    """Processes per rank that read training batches ahead; 0: the lookahead's thread reads them."""
+    """Number of processes per rank that read training batches ahead; 0: the lookahead thread reads them."""
     next_use_hints: bool = False
-    """Read each epoch once before training on it: rows needed soonest stay in memory; fewer reads, the same bits."""
+    """Read each epoch once before training on it, so that memory keeps the rows needed soonest. Fewer reads from files,
+    the same results."""
 
 
 class ScheduleConfig(Section):
-    """The learning rate is `lr` times a factor of the step. For others, pass torch schedulers to `colonnade.fit`."""
+    """Schedule that multiplies `lr` by a factor of the step. For others, pass torch schedulers to `colonnade.fit`."""
 
     name: Literal["constant", "linear", "cosine", "exponential"] = "constant"
-    """How the factor goes from 1 to `final`."""
+    """Shape of the factor's decay from 1 to `final`."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps over which the factor first rises to 1, evenly."""
+    """Number of warm-up steps, in which the factor rises linearly to 1."""
     total_steps: int | None = Field(None, ge=1)
-    """Step from which the factor is `final`; default: the last of the run, where its length is known."""
+    """Step at which the factor reaches `final`; default: the last step of the run, if its length is known."""
     final: float = Field(0.0, ge=0)
     """Factor at the end (more than 0 for exponential)."""
 
@@ -79,112 +80,112 @@ class RowOptimizerConfig(Section):
     """Settings of an optimizer of rows; None: the optimizer's own default."""
 
     eps: float | None = Field(None, gt=0)
-    """Added to the root of the accumulator."""
+    """Number added to the square root of the accumulator, against division by zero."""
     initial_accumulator: float | None = Field(None, ge=0)
-    """First value of the accumulator (adagrad, rowwise_adagrad, ftrl)."""
+    """Initial value of the accumulator (adagrad, rowwise_adagrad, ftrl)."""
     weight_decay: float | None = Field(None, ge=0)
-    """Added to the gradient of touched rows, times the weight (adamw, lamb: apart from the gradient)."""
+    """Factor of the weight that is added to the gradient of touched rows (adamw, lamb: decoupled from the gradient)."""
     momentum: float | None = Field(None, ge=0, lt=1)
-    """Of sgd."""
+    """Momentum of sgd."""
     betas: tuple[float, float] | None = None
-    """Decay of the moments (adam, rowwise_adam, adamw, lamb)."""
+    """Decay rates of the first and second moment (adam, rowwise_adam, adamw, lamb)."""
     l1: float | None = Field(None, ge=0)
-    """Of ftrl."""
+    """Strength of the L1 regularization of ftrl."""
     l2: float | None = Field(None, ge=0)
-    """Of ftrl."""
+    """Strength of the L2 regularization of ftrl."""
     beta: float | None = Field(None, ge=0)
-    """Of ftrl."""
+    """Smoothing term beta of ftrl's learning rate."""
     nesterov: bool | None = None
-    """Of sgd with momentum."""
+    """Use Nesterov momentum (sgd with momentum)."""
 
 
 class WideConfig(RowOptimizerConfig):
-    """First-order weights (fm, nfm, wide_deep, deepfm). Without an optimizer of their own, they train as the rows."""
+    """First-order weights (fm, nfm, wide_deep, deepfm). Without an optimizer of their own they use that of the rows."""
 
     optimizer: RowOptimizerName | None = None
-    """Their optimizer, e.g. ftrl; default: the rows', with its settings."""
+    """Optimizer of the first-order weights, e.g. ftrl; default: embedding.optimizer with its settings."""
     lr: float | None = Field(None, ge=0)
-    """Learning rate; default: the rows'."""
+    """Learning rate of the first-order weights; default: embedding.lr."""
     init_scale: float = Field(0.0, ge=0)
-    """New weights are uniform in +-init_scale."""
+    """Half-width of the uniform distribution of new first-order weights, +-init_scale."""
 
 
 class TableEmbeddingConfig(RowOptimizerConfig):
-    """How one table's rows start and are updated. Without an optimizer of their own, they train as all rows do."""
+    """Initial values and optimizer of one table's rows. Settings left out are those of all rows."""
 
     optimizer: RowOptimizerName | None = None
-    """Their optimizer; default: all rows', with its settings but for those given here."""
+    """Optimizer of the table's rows; default: embedding.optimizer with its settings, except those set for the table."""
     lr: float | None = Field(None, ge=0)
-    """Learning rate; default: all rows'."""
+    """Learning rate of the table's rows; default: embedding.lr."""
     init_scale: float | None = Field(None, ge=0)
-    """New rows are uniform in +-init_scale; default: as all rows."""
+    """Half-width of the uniform distribution of the table's new rows; default: embedding.init_scale."""
     max_norm: float | None = Field(None, gt=0)
-    """Updated rows longer than this are shrunk to it; default: as all rows."""
+    """Largest 2-norm of an updated row; longer rows are scaled down to it. Default: embedding.max_norm."""
     weight_bound: float | None = Field(None, gt=0)
-    """Updated weights are clamped to +-this; default: as all rows."""
+    """Bound to which updated weights are clamped, +-weight_bound; default: embedding.weight_bound."""
 
 
 class EmbeddingConfig(RowOptimizerConfig):
     optimizer: RowOptimizerName = "rowwise_adagrad"
-    """The rows' optimizer."""
+    """Optimizer of embedding rows."""
     lr: float = Field(0.02, ge=0)
-    """Learning rate of rows."""
+    """Learning rate of embedding rows."""
     init_scale: float | None = Field(None, ge=0)
-    """New rows are uniform in +-init_scale; default 1/sqrt(dim)."""
+    """Half-width of the uniform distribution of new rows, +-init_scale; default 1/sqrt(dim)."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the rows' weights; 16-bit ones are rounded at random when they are updated."""
+    """Data type of the rows' weights; updates of 16-bit weights are rounded stochastically."""
     master: bool = False
-    """bfloat16: keep each weight's lower half beside the state, so that updates are those of float32."""
+    """Store the lower half of each bfloat16 weight with the optimizer state, so that updates are those of float32."""
     max_norm: float | None = Field(None, gt=0)
-    """Updated rows longer than this are shrunk to it."""
+    """Largest 2-norm of an updated row; longer rows are scaled down to it. Default: no limit."""
     weight_bound: float | None = Field(None, gt=0)
-    """Updated weights of rows are clamped to +-this."""
+    """Bound to which updated weights of rows are clamped, +-weight_bound. Default: no bound."""
     by_table: dict[str, TableEmbeddingConfig] = {}
-    """By name: tables whose rows have an optimizer, a learning rate, first values or bounds of their own."""
+    """Optimizer, learning rate, initial values and bounds of single tables, by table name."""
     wide: WideConfig = WideConfig()
-    """First-order weights, where the model has them."""
+    """First-order weights, in models that have them."""
     admission: AdmissionConfig = AdmissionConfig()
-    """Of every open table's rows."""
+    """Admission of new rows to every open table."""
     eviction: EvictionConfig = EvictionConfig()
-    """Of every open table's rows; max_rows is of each of them."""
+    """Eviction of rows from every open table; max_rows counts each table by itself."""
     tables: dict[str, OpenTableConfig] = {}
-    """By name: open tables that have both of their own."""
+    """Admission and eviction of single open tables, by table name."""
     schedule: ScheduleConfig = ScheduleConfig()
-    """Of the rows' learning rate."""
+    """Schedule of the rows' learning rate."""
     clip_norm: float | None = Field(None, gt=0)
-    """All rows' summed gradients together are scaled down to this 2-norm, over all tables and ranks."""
+    """Largest 2-norm of all rows' summed gradients, over all tables and ranks; larger gradients are scaled down.
+    Default: no clipping."""
     clip_value: float | None = Field(None, gt=0)
-    """Every element of a row's summed gradient is first clamped to +-this."""
+    """Bound to which every element of a row's summed gradient is clamped first, +-clip_value. Default: no clipping."""
 
 
 class DenseConfig(Section):
     optimizer: Literal["adam", "sgd", "adagrad"] = "adam"
-    """The dense network's torch.optim optimizer."""
+    """Optimizer of the dense network, from torch.optim."""
     lr: float | None = Field(None, ge=0)
-    """Learning rate of the dense network. Default: by the number of training samples for files; else
-    0.001."""
+    """Learning rate of the dense network. Default: for data in files by the number of training samples; else 0.001."""
     weight_decay: float | None = Field(None, ge=0)
-    """torch's weight_decay of that optimizer. Default: by the number of training samples for files;
-    else 0."""
+    """Weight decay of the dense optimizer, as torch defines it. Default: for data in files by the number of training
+    samples; else 0."""
     schedule: ScheduleConfig = ScheduleConfig()
-    """Of the dense network's learning rate."""
+    """Schedule of the dense network's learning rate."""
     clip_norm: float | None = Field(None, gt=0)
-    """The dense gradients together are scaled down to this 2-norm."""
+    """Largest 2-norm of all dense gradients together; larger gradients are scaled down. Default: no clipping."""
 
     @property
     def learning_rate(self) -> float:
-        """`lr`, or what it is where nothing says it."""
+        """Learning rate `lr`, or 0.001 if it is not set."""
         return 1e-3 if self.lr is None else self.lr
 
 
-def _loss_scale(value: Any) -> Any:
+def _validate_loss_scale(value: Any) -> Any:
     if value is None or value == "dynamic":
         return value
     try:
         number = float("nan") if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = float("nan")
-    # float32 has it, and what gradients are divided by it with: beyond, 0 times inf would come into weights.
+    # Within these limits float32 holds the scale and its inverse. Beyond, 0 times inf would put NaN into weights.
     if not 1e-20 <= number <= 1e20:
         raise ValueError(
             f"got {value!r}, wanted dynamic, or a number from 1e-20 to 1e20, e.g. 1024"
@@ -194,60 +195,66 @@ def _loss_scale(value: Any) -> Any:
 
 class TrainConfig(Section):
     batch_size: int | None = Field(None, ge=1)
-    """Samples per step over all ranks: the same number trains the same model on any number of ranks. Default: by the
-    number of training samples for files; else 4096."""
+    """Number of samples per step over all ranks. The same number trains the same model on any number of ranks. Default:
+    for data in files by the number of training samples; else 4096."""
     epochs: int | None = Field(None, ge=0)
-    """Passes over the training data. Default: by the number of training samples for files; else 1."""
+    """Number of passes over the training data. Default: for data in files by the number of training samples; else 1."""
     max_steps: int | None = Field(None, ge=0)
-    """Stop after this many steps even if the epochs are not over."""
+    """Number of steps after which training stops even if the epochs are not over. Default: no limit."""
     accumulate: int = Field(1, ge=1)
-    """Micro-batches per step, of batch_size / accumulate samples each: less memory, the same model to rounding."""
+    """Number of micro-batches per step, of batch_size / accumulate samples each: less memory, the same model up to
+    rounding."""
     evaluate_steps: int = Field(0, ge=0)
-    """Steps between evaluations; 0: at the end of each epoch only."""
+    """Number of steps between evaluations; 0: at the end of each epoch only."""
     monitor: str | None = None
-    """Metric of the validation part that chooses the best step and ends the run by patience, e.g. auc, log_loss.
-    Default: the objective's (auc, ndcg@20, mrr, loss)."""
+    """Metric of the validation part that selects the best step and decides early stopping, e.g. auc, log_loss. Default:
+    the metric of the objective (auc, ndcg@20, mrr, loss)."""
     patience: int | None = Field(None, ge=0)
-    """Stop early after this many evaluations without a better monitor on the validation part; 0: never. Default: 3 for
-    csv, parquet and criteo where a part validates; else 0."""
+    """Number of evaluations without a better monitor on the validation part after which training stops early; 0: never.
+    Default: 3 for csv, parquet and criteo with a validation part; else 0."""
     min_delta: float = Field(0.0, ge=0)
-    """A value of the monitor is better only if it is so by more than this."""
+    """Smallest improvement of the monitor that counts as better."""
     progressive: bool = False
-    """Epoch e trains on day e of the data set's days, and is tested on the next day before training on it."""
+    """Train epoch e on day e of the data, and test on each day before training on it."""
     checkpoint_steps: int = Field(0, ge=0)
-    """Steps between checkpoints; 0: at the end of each epoch, and at each best score."""
+    """Number of steps between checkpoints; 0: at the end of each epoch and at each best score."""
     checkpoint_seconds: float = Field(0.0, ge=0)
-    """Seconds between checkpoints, beside those by steps; 0: none by the clock."""
+    """Seconds between checkpoints, in addition to those by steps; 0: none by time."""
     keep_checkpoints: int = Field(2, ge=1)
-    """Newest checkpoints kept, beside the best."""
+    """Number of newest checkpoints to keep, in addition to the best one."""
     mirror: str | None = None
-    """URL (s3://, gs://, file:// ...) that checkpoints are copied to; a run folder without checkpoints is fetched
-    from it."""
+    """URL (s3://, gs://, file:// ...) to copy checkpoints to; a run folder without checkpoints is fetched from it.
+    Default: none."""
     publish: str | None = None
-    """Folder or URL that checkpoints are published to, as what changed since the one before, for predictors."""
+    """Folder or URL to publish checkpoints to for predictors, as changes since the checkpoint before. Default: none."""
     publish_at: Literal["best", "last"] = "best"
-    """Which checkpoints are published where a validation part chooses: the best so far, or each (last)."""
+    """Checkpoints to publish if there is a validation part: only those with the best score so far, or all (last)."""
     warm_start: str | None = None
-    """Run folder, or FOLDER@best, @last or @step, whose weights a new run starts from where names and widths agree."""
+    """Run folder, or FOLDER@best, @last or @step, that supplies initial weights where names and widths agree. Default:
+    none."""
     warm_start_skip: list[str] = []
-    """Tables and dense parameters that start anew although the other run has some of that name."""
+    """Names of tables and dense parameters that warm_start does not load."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Of rows, dense weights and the readers' order."""
+    """Seed of initial rows, initial dense weights and the order of samples."""
     on_non_finite: Literal["stop", "skip"] = "stop"
-    """What NaN or inf in a loss or gradient does: end the run, or skip that step on every rank."""
+    """Reaction to NaN or inf in a loss or gradient: stop the run, or skip the step on every rank."""
     autocast: Literal["none", "bfloat16", "float16"] = "none"
-    """Of the dense network's products; rows, and what is pooled of them, keep their dtype. float16: see loss_scale."""
-    loss_scale: Annotated[float | Literal["dynamic"] | None, PlainValidator(_loss_scale)] = None
-    """What losses are multiplied by before backward, so that small gradients do not vanish in float16. dynamic: 65536,
-    halved where a gradient is not finite, whose step is skipped, and doubled after 2,000 steps that were applied."""
+    """Data type of the dense network's matrix products; rows and pooled vectors keep their dtype. float16: see
+    loss_scale."""
+    loss_scale: Annotated[
+        float | Literal["dynamic"] | None, PlainValidator(_validate_loss_scale)
+    ] = None
+    """Factor of the loss before backward, so that small gradients do not vanish in float16. dynamic: start at 65536,
+    halve it and skip the step if a gradient is not finite, double it after 2,000 applied steps. Default: none."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the dense network computes, with plan.memory.hbm rows too. cuda: ranks of a host share its GPUs in turn."""
+    """Device of the dense network, and of rows under plan.memory.hbm. cuda: ranks of a host use its GPUs
+    round-robin."""
     timeout: float = Field(300.0, gt=0)
-    """Seconds that a rank which does not come is waited for before it is lost; for checkpoints and starts 12 times
-    that."""
+    """Seconds to wait for a rank that does not respond before it counts as lost; 12 times that for checkpoints and the
+    start."""
     threads: int = Field(0, ge=0)
-    """Threads per rank, torch's and Colonnade's; 0: OMP_NUM_THREADS, which torchrun sets to 1 if nobody did, else the
-    machine's usable processors (affinity and control groups' quotas) shared among its ranks."""
+    """Number of threads per rank, of torch and of Colonnade. 0: OMP_NUM_THREADS (torchrun sets it to 1 unless you do);
+    else the usable processors (affinity and control group quotas), divided among the ranks of the machine."""
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
@@ -265,14 +272,14 @@ class TrainConfig(Section):
 
     @property
     def samples_per_step(self) -> int:
-        """`batch_size`, or what it is where nothing says it: a multiple of `accumulate`."""
+        """Number of samples per step: `batch_size`, or 4096 rounded up to a multiple of `accumulate`."""
         if self.batch_size is not None:
             return self.batch_size
         return -(-DEFAULT_BATCH_SIZE // self.accumulate) * self.accumulate
 
     @property
     def num_epochs(self) -> int:
-        """`epochs`, or 1 where nothing says it."""
+        """Number of epochs: `epochs`, or 1 if it is not set."""
         return 1 if self.epochs is None else self.epochs
 
 
@@ -298,7 +305,7 @@ class RunConfig(Section):
             ):
                 if got != wanted:
                     raise ValueError(
-                        f"got train.{name}={got} with plan.cache, whose copies hear of every batch, one a step; set "
+                        f"got train.{name}={got} with plan.cache, which counts every batch as one step; set "
                         f"train.{name}={wanted}, or leave plan.cache out"
                     )
             if self.train.loss_scale is not None:
@@ -319,12 +326,12 @@ class RunConfig(Section):
             )
         if self.plan.memory.hbm is not None and "auto" in (self.plan.exchange, self.plan.sharding):
             raise ValueError(
-                "got plan.exchange or plan.sharding=auto with plan.memory.hbm, whose rows are not foretold; name an "
+                "got plan.exchange or plan.sharding=auto with plan.memory.hbm, which predictions do not cover; name an "
                 "exchange and a sharding, or leave hbm out"
             )
         if self.plan.memory.hbm is not None and self.plan.placement == "profiled":
             raise ValueError(
-                "got plan.placement=profiled with plan.memory.hbm, whose rows it does not foretell; leave placement "
+                "got plan.placement=profiled with plan.memory.hbm, which predictions do not cover; leave placement "
                 "out, or hbm"
             )
         return self
@@ -339,22 +346,25 @@ OPEN_SECTIONS = (
     ["embedding", "tables"],
     ["embedding", "by_table"],
 )
-"""Whose keys are the user's."""
-BY_NAME: Mapping[str, type[Section]] = {
+"""Sections that accept any key: names of tables or of a source's options."""
+SECTIONS_BY_TABLE: Mapping[str, type[Section]] = {
     "plan.tables": TablePlanConfig,
     "plan.cache.tables": TableCacheConfig,
     "embedding.tables": OpenTableConfig,
     "embedding.by_table": TableEmbeddingConfig,
 }
-"""Sections by a table's name: what one is that has not been named before."""
+"""Section class of one table, by the setting that maps table names to such sections."""
 
 
 def build_config(values: Mapping[str, Any]) -> RunConfig:
-    """Raises ConfigError: one line per problem, unknown keys with the nearest known one; CheckpointError for another
-    version of a file that states one."""
+    """Build and validate a configuration from nested mappings.
+
+    Raises ConfigError with one line per problem and the nearest known name of each unknown key; CheckpointError if the
+    values state another format version.
+    """
     if not isinstance(values, Mapping):
         raise ConfigError(f"got a {type(values).__name__}, wanted sections such as `train:`")
-    check_stamp("config", values, FORMAT, is_needed=False)
+    check_format("config", values, FORMAT, is_needed=False)
     settings = {name: value for name, value in values.items() if name not in stamp(FORMAT)}
     try:
         return RunConfig.model_validate(settings)
@@ -363,7 +373,7 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
 
 
 def load_config(path: str | Path) -> RunConfig:
-    """Read a YAML file. Raises ConfigError naming the file."""
+    """Read a configuration from a YAML file. Raises ConfigError with the file's name."""
     path = Path(path)
     try:
         values = parse_yaml(read_text(path))
@@ -380,22 +390,25 @@ def load_config(path: str | Path) -> RunConfig:
 
 
 def override(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """`{"train.epochs": 3}` on top of `config`. Raises ConfigError for an unknown name."""
+    """Return `config` with settings changed by dotted name, such as `{"train.epochs": 3}`.
+
+    Raises ConfigError for an unknown name.
+    """
     values = config.model_dump()
     for name, value in settings.items():
         *sections, key = name.split(".")
-        place = values
+        node = values
         for depth, section in enumerate(sections):
-            if named := BY_NAME.get(".".join(sections[:depth])):
-                place.setdefault(section, named().model_dump())
-            if sections[: depth + 1] == ["plan", "cache"] and place[section] is None:
-                place[section] = CacheConfig().model_dump()
-            if not isinstance(place.get(section), dict):
-                raise ConfigError(explain_unknown(".".join(sections[: depth + 1]), place, name))
-            place = place[section]
-        if key not in place and sections not in OPEN_SECTIONS:
-            raise ConfigError(explain_unknown(name, place, name))
-        place[key] = value
+            if table_section := SECTIONS_BY_TABLE.get(".".join(sections[:depth])):
+                node.setdefault(section, table_section().model_dump())
+            if sections[: depth + 1] == ["plan", "cache"] and node[section] is None:
+                node[section] = CacheConfig().model_dump()
+            if not isinstance(node.get(section), dict):
+                raise ConfigError(explain_unknown(".".join(sections[: depth + 1]), node, name))
+            node = node[section]
+        if key not in node and sections not in OPEN_SECTIONS:
+            raise ConfigError(explain_unknown(name, node, name))
+        node[key] = value
     return build_config(values)
 
 

@@ -1,4 +1,4 @@
-"""What the sections of a configuration have in common."""
+"""Base class of all configuration sections."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ else:
 
 
 class _SectionType(ModelMetaclass):
-    """Metaclass that reports bad settings as ConfigError. Sections inside another one are not made by this call, so
-    their problems keep the full name of the setting."""
+    """Metaclass that reports bad settings as ConfigError.
+
+    Pydantic builds nested sections without this call, so their problems keep the full dotted name of the setting.
+    """
 
     def __call__(cls, *args: Any, **settings: Any) -> Any:
         try:
@@ -27,7 +29,7 @@ class _SectionType(ModelMetaclass):
 
 
 class Section(BaseModel, metaclass=_SectionType):
-    """Settings that stand together in a configuration. Unknown names and bad values raise ConfigError."""
+    """Frozen group of settings. Unknown names and bad values raise ConfigError."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False

@@ -1,4 +1,4 @@
-"""Validation of frozen dataclasses by the types of their fields: pydantic checks them, the messages are Colonnade's."""
+"""Validation of frozen dataclasses by their field types. Pydantic checks them; the messages are Colonnade's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colonnade.errors import ConfigError
 
 
 class Expected(str):
-    """Words for what a field should hold: `lr: Annotated[float, Limits(gt=0), Expected("more than 0")]`."""
+    """Text that describes valid values of a field: `lr: Annotated[float, Limits(gt=0), Expected("more than 0")]`."""
 
 
 NonNegative = Annotated[
@@ -23,7 +23,7 @@ NonNegative = Annotated[
 ]
 Fraction = Annotated[float, Limits(ge=0, lt=1), Expected("a number of 0 or more, below 1")]
 
-WORDS = {
+WANTED_TYPES = {
     "int": "wanted a whole number",
     "float": "wanted a number",
     "bool": "wanted true or false",
@@ -31,15 +31,15 @@ WORDS = {
     "list": "wanted a list",
     "tuple": "wanted a list",
 }
-"""Words for the type that a value should have, by how the kind of pydantic's error begins."""
+"""Message for a value of the wrong type, by prefix of pydantic's error type."""
 
 
 def validate_fields(value: Any, subject: str | None = None, *, strict: bool | None = True) -> None:
-    """Check the fields of a frozen dataclass against their types, and store what pydantic makes of them.
+    """Check the fields of a frozen dataclass against their types, and store the converted values.
 
-    subject: what the message names first; default: the class, "": nothing. strict: whether text is refused as a number
-    and a list as a tuple; None: as the types say.
-    Raises ConfigError with the field, its value and what is wanted: the type's `Expected`, or else pydantic's words.
+    subject: prefix of the message; default: the class name; "": no prefix. strict: whether to reject text as a number
+    and a list as a tuple; None: as the types declare.
+    Raises ConfigError with the field, its value and the wanted value (the type's `Expected`, else pydantic's text).
     """
     for name, (adapter, expected) in _build_adapters(cast(Hashable, type(value))).items():
         current = getattr(value, name)
@@ -55,17 +55,20 @@ def validate_fields(value: Any, subject: str | None = None, *, strict: bool | No
 
 
 def describe_problem(problem: Mapping[str, Any]) -> str:
-    """Say what one of pydantic's errors wants: a type, a limit, one of some words; else return its own words."""
+    """Return the "wanted" part of a message for a pydantic error: a type, a limit or a list of words.
+
+    Other errors keep pydantic's text.
+    """
     if problem["type"] == "literal_error":
         return _suggest_word(problem["input"], problem["ctx"]["expected"])
     kind, _, _ = problem["type"].partition("_")
-    if problem["type"].endswith(("_type", "_parsing", "_from_float")) and kind in WORDS:
-        return WORDS[kind]
+    if problem["type"].endswith(("_type", "_parsing", "_from_float")) and kind in WANTED_TYPES:
+        return WANTED_TYPES[kind]
     return problem["msg"].replace("Input should be", "wanted", 1)
 
 
 def _suggest_word(value: Any, expected: str) -> str:
-    """Name the nearest of some words, else all. expected: as pydantic lists them, "'a', 'b' or 'c'"."""
+    """Return a hint with the nearest known word, or all known words. expected: pydantic's list, "'a', 'b' or 'c'"."""
     known = [word.strip(" '") for word in expected.replace(" or ", ", ").split(",")]
     near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.6)
     choices = f"choose from {', '.join(known)}"
@@ -74,7 +77,7 @@ def _suggest_word(value: Any, expected: str) -> str:
 
 @cache
 def _build_adapters(kind: Any) -> dict[str, tuple[TypeAdapter, str]]:
-    """Return the validator and the `Expected` words of each field."""
+    """Return the validator and the `Expected` text of each field."""
     hints = get_type_hints(kind, include_extras=True)
     adapters = {}
     for field in dataclasses.fields(kind):

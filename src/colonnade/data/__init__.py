@@ -1,4 +1,4 @@
-"""Readers of samples. Every one yields `colonnade.batch.Batch` and keeps the law of `data/contract.py`."""
+"""Readers of samples. Each reader yields `colonnade.batch.Batch` and obeys the contract of `data/contract.py`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from colonnade.data.sets.triples import open_triples
     from colonnade.data.sources import SOURCES, open_source
     from colonnade.data.tabular.csv import open_csv
-    from colonnade.data.tabular.declaration import Declaration, load_declaration
+    from colonnade.data.tabular.declaration import FileSchema, load_declaration
     from colonnade.data.tabular.fields import (
         Bag,
         Bucket,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from colonnade.data.tabular.tfrecord import open_tfrecord
     from colonnade.data.tensors import TensorSource, open_tensors
 
-_HOMES = {
+_NAMES_BY_MODULE = {
     "batches": ("open_batches",),
     "contract": ("Column", "Position", "Schema", "Source", "Splits", "num_steps"),
     "processes": ("ProcessSource",),
@@ -57,7 +57,7 @@ _HOMES = {
     "sets.triples": ("open_triples",),
     "sources": ("SOURCES", "open_source"),
     "tabular.csv": ("open_csv",),
-    "tabular.declaration": ("Declaration", "load_declaration"),
+    "tabular.declaration": ("FileSchema", "load_declaration"),
     "tabular.fields": (
         "Bag", "Bucket", "Category", "Cross", "Group", "Key", "Label", "Number", "Sequence", "Time", "Weight",
     ),
@@ -67,9 +67,9 @@ _HOMES = {
     "tabular.tables": ("infer_schema",),
     "tensors": ("TensorSource", "open_tensors"),
 }  # fmt: skip
-"""Names by module. They are imported at first use, so that `colonnade inspect` needs no torch."""
+"""Public names by module. Each is imported at its first use, so that `colonnade inspect` does not import torch."""
 
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 __all__ = [
     "SOURCES",
@@ -78,7 +78,7 @@ __all__ = [
     "Category",
     "Column",
     "Cross",
-    "Declaration",
+    "FileSchema",
     "Group",
     "Key",
     "Label",
@@ -115,9 +115,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'colonnade.data' has no attribute {name!r}")
-    value = getattr(import_module(f"colonnade.data.{_HOME_OF[name]}"), name)
+    value = getattr(import_module(f"colonnade.data.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 

@@ -1,18 +1,19 @@
-"""A data set of the user's own: anything that yields `Batch`, as a source.
+"""User data sets as sources: anything that yields `Batch`.
 
     open_batches(data, schema)      data: a torch DataLoader (batch_size=None) or IterableDataset, any iterable,
-                                    a map-style data set whose items are batches, or a function of the epoch
+                                    a map-style data set with batches as items, or a function of the epoch
                                     that returns one of these
 
-Its batches are trained on as they come, each rank's own: the data set decides who reads what, in which order.
-So it is only as repeatable as the data set is; what changes with the epoch is best said by a function of it.
+Each rank trains on the batches of its own copy of the data set, in the order in which it yields them. The data set
+decides which rank reads which samples, and a run is as repeatable as its data set. If samples change with the epoch,
+pass a function of the epoch.
 
-Going on in the middle of an epoch:
+Resuming in the middle of an epoch:
 
     map-style                               batch t is data[t]: at no cost
-    has state_dict and load_state_dict      its state is saved with each rank and given back (torchdata's
+    has state_dict and load_state_dict      each rank saves the state and restores it (torchdata's
                                             StatefulDataLoader; a data set that counts what it has yielded)
-    anything else                           the batches before are read again and dropped: as slow as reading them
+    anything else                           earlier batches are read again and dropped: as slow as reading them
 """
 
 from __future__ import annotations
@@ -30,17 +31,19 @@ from torch.utils.data import IterableDataset
 
 from colonnade.batch import Batch, Ids
 from colonnade.comm.mesh import Mesh
-from colonnade.data.contract import START, Column, Position, Schema, Source, num_steps, spans
+from colonnade.data.contract import START, Column, Position, Schema, Source, num_steps, rank_blocks
 from colonnade.errors import ConfigError, DataError
 
 ENDED = "ended"
-"""Position.state of a rank that had no batches left while others had."""
+"""Value of `Position.state` on a rank that ran out of batches before other ranks did."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """As in torchdata: iterating after `load_state_dict(state)` goes on behind the batch after which
-    `state` was taken."""
+    """Iterable that can save and restore its position, as in torchdata.
+
+    After `load_state_dict(state)`, iteration continues behind the last batch yielded before `state` was saved.
+    """
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -49,19 +52,19 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class Indexed(Protocol):
-    """A map-style data set: item t is the batch of step t."""
+    """Map-style data set: item t is the batch of step t."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Batch: ...
 
 
-Batches = Iterable[Batch] | Indexed
-Data = Batches | Callable[[int], Batches]
+EpochBatches = Iterable[Batch] | Indexed
+UserData = EpochBatches | Callable[[int], EpochBatches]
 
 
-def open_batches(data: Data, schema: Schema, *, name: str = "data set") -> BatchSource:
-    """`data` as a source (see the top of this file). `name` is for messages.
+def open_batches(data: UserData, schema: Schema, *, name: str = "data set") -> BatchSource:
+    """Return a source over the user's data set (see the top of this file). `name` is for messages.
 
     Every batch is checked when it is read: DataError names its epoch, its step, the column, and what was wanted.
     """
@@ -80,13 +83,13 @@ def open_batches(data: Data, schema: Schema, *, name: str = "data set") -> Batch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchSource:
-    """This rank's batches as its data set makes them. How many there are is known at the end of an epoch.
+    """Batches of a user's data set on this rank. Their number is known only at the end of an epoch.
 
-    `batch_size` of `batches` is a bound: a rank's batch holds at most its share of it. So `train.batch_size` keeps
-    saying how many samples a step has, and a data set that was made for another number of ranks is found out.
+    `batch_size` of `batches` is a bound: a rank's batch holds at most its share of it. So `train.batch_size` still
+    bounds the samples of a step, and a data set made for another number of ranks is detected.
     """
 
-    data: Data
+    data: UserData
     schema: Schema
     name: str = "data set"
 
@@ -102,65 +105,67 @@ class BatchSource:
         num_ranks: int = 1,
         start: Position = START,
     ) -> Iterator[Batch]:
-        spans(0, batch_size, rank=rank, num_ranks=num_ranks, start=start)
-        return self._read(-(-batch_size // num_ranks), start)
+        rank_blocks(0, batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        return self._read_epoch(-(-batch_size // num_ranks), start)
 
-    def _read(self, most: int, start: Position) -> Iterator[Batch]:
+    def _read_epoch(self, max_samples: int, start: Position) -> Iterator[Batch]:
         if start.state == ENDED:
             return
-        made = self._of_epoch(start.epoch)
-        stateful = made if isinstance(made, Stateful) and not _is_indexed(made) else None
-        found = _from(made, start.step, start.state, self.name)
-        for step, batch in enumerate(found, start.step):
+        data_set = self._open_epoch(start.epoch)
+        stateful = (
+            data_set if isinstance(data_set, Stateful) and not _is_indexed(data_set) else None
+        )
+        batches = _iterate_from(data_set, start.step, start.state, self.name)
+        for step, batch in enumerate(batches, start.step):
             where = f"{self.name}, epoch {start.epoch}, batch {step}"
-            check_batch(batch, self.schema, where=where, most=most)
-            state = None if stateful is None else _kept(stateful.state_dict(), where)
+            check_batch(batch, self.schema, where=where, max_samples=max_samples)
+            state = None if stateful is None else _copy_state(stateful.state_dict(), where)
             yield replace(batch, state=state)
 
-    def _of_epoch(self, epoch: int) -> Batches:
+    def _open_epoch(self, epoch: int) -> EpochBatches:
         if isinstance(self.data, (Indexed, Iterable)):
             return self.data
-        made = self.data(epoch)
-        if not isinstance(made, (Indexed, Iterable)):
+        data_set = self.data(epoch)
+        if not isinstance(data_set, (Indexed, Iterable)):
             raise DataError(
-                f"{self.name}: for epoch {epoch} its function returned a {type(made).__name__}, wanted an "
+                f"{self.name}: for epoch {epoch} its function returned a {type(data_set).__name__}, wanted an "
                 "iterable of Batch or a map-style data set of them"
             )
-        return made
+        return data_set
 
 
-def _is_indexed(made: Batches) -> TypeGuard[Indexed]:
-    # torch gives every data set a __getitem__, which an IterableDataset's refuses.
-    return isinstance(made, Indexed) and not isinstance(made, IterableDataset)
+def _is_indexed(data_set: EpochBatches) -> TypeGuard[Indexed]:
+    # torch gives every data set a __getitem__; an IterableDataset's only raises.
+    return isinstance(data_set, Indexed) and not isinstance(data_set, IterableDataset)
 
 
-def _from(made: Batches, step: int, state: Any, name: str) -> Iterator[Batch]:
-    """The batches of steps `step`, `step` + 1, ..."""
-    if _is_indexed(made):
-        return (made[i] for i in range(step, len(made)))
+def _iterate_from(data_set: EpochBatches, step: int, state: Any, name: str) -> Iterator[Batch]:
+    """Return an iterator over the batches of steps `step`, `step` + 1, ..."""
+    if _is_indexed(data_set):
+        return (data_set[i] for i in range(step, len(data_set)))
     if state is None:
-        return _skipping(iter(made), step, name)
-    if not isinstance(made, Stateful):
+        return _skip_batches(iter(data_set), step, name)
+    if not isinstance(data_set, Stateful):
         raise DataError(
-            f"{name}: the run was saved with a state of the data set, and a {type(made).__name__} has no "
-            "load_state_dict to take it back; go on with the data set it was started with"
+            f"{name}: the run was saved with a state of the data set, and a {type(data_set).__name__} has no "
+            "load_state_dict to restore it; resume with the data set it was started with"
         )
-    made.load_state_dict(copy.deepcopy(state))
-    return iter(made)
+    data_set.load_state_dict(copy.deepcopy(state))
+    return iter(data_set)
 
 
-def _skipping(batches: Iterator[Batch], count: int, name: str) -> Iterator[Batch]:
+def _skip_batches(batches: Iterator[Batch], count: int, name: str) -> Iterator[Batch]:
     skipped = sum(1 for _ in islice(batches, count))
     if skipped < count:
         raise DataError(
-            f"{name}: it ended after {skipped} batches, and the run goes on from batch {count} of this epoch; "
-            "go on with the data set it was started with"
+            f"{name}: it ended after {skipped} batches, and the run resumes from batch {count} of this epoch; "
+            "resume with the data set it was started with"
         )
     yield from batches
 
 
-def _kept(state: dict[str, Any], where: str) -> dict[str, Any]:
-    """A copy that a checkpoint can store and a resumed run read without running code from the file."""
+def _copy_state(state: dict[str, Any], where: str) -> dict[str, Any]:
+    """Copy a state to values that a checkpoint can store and a resumed run can load without executing code."""
     buffer = io.BytesIO()
     try:
         torch.save(state, buffer)
@@ -173,10 +178,10 @@ def _kept(state: dict[str, Any], where: str) -> dict[str, Any]:
         ) from None
 
 
-def check_batch(batch: Batch, schema: Schema, *, where: str, most: int) -> None:
-    """Raise DataError at the first thing that does not fit `schema`.
+def check_batch(batch: Batch, schema: Schema, *, where: str, max_samples: int) -> None:
+    """Raise DataError for the first field of a batch that does not fit `schema`.
 
-    Ids outside their table are found when the batch is looked up.
+    Ids outside their table are detected later, when the batch is looked up.
     """
     if not isinstance(batch, Batch):
         raise DataError(
@@ -184,26 +189,26 @@ def check_batch(batch: Batch, schema: Schema, *, where: str, most: int) -> None:
             "as they are with batch_size=None"
         )
     size = batch.size
-    if not 0 <= size <= most:
+    if not 0 <= size <= max_samples:
         raise DataError(
-            f"{where}: got {size} samples, wanted 0 .. {most}: train.batch_size counts the samples of a step over "
-            "all ranks. Raise it, or make smaller batches"
+            f"{where}: got {size} samples, wanted 0 .. {max_samples}: train.batch_size counts the samples of a step "
+            "over all ranks. Raise it, or make smaller batches"
         )
 
-    def tensor(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def check_tensor(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         if not isinstance(value, Tensor):
             raise DataError(
-                f"{where}, {name}: got {type(value).__name__}, wanted a tensor {_words(shape, dtype)}"
+                f"{where}, {name}: got {type(value).__name__}, wanted a tensor {_format_type(shape, dtype)}"
             )
         if tuple(value.shape) != shape or value.dtype != dtype or value.device.type != "cpu":
-            got = _words(tuple(value.shape), value.dtype)
+            got = _format_type(tuple(value.shape), value.dtype)
             on = "" if value.device.type == "cpu" else f" on {value.device}"
             raise DataError(
-                f"{where}, {name}: got {got}{on}, wanted {_words(shape, dtype)} on the CPU"
+                f"{where}, {name}: got {got}{on}, wanted {_format_type(shape, dtype)} on the CPU"
             )
 
     dense = ", ".join(schema.dense)
-    tensor(f"dense ({dense})", batch.dense, (size, len(schema.dense)), torch.float32)
+    check_tensor(f"dense ({dense})", batch.dense, (size, len(schema.dense)), torch.float32)
     if not batch.dense.isfinite().all():
         row, column = (~batch.dense.isfinite()).nonzero()[0].tolist()
         raise DataError(
@@ -211,20 +216,20 @@ def check_batch(batch: Batch, schema: Schema, *, where: str, most: int) -> None:
             "finite number. Replace missing values (0 is common)"
         )
     for column in schema.categorical:
-        _check_ids(batch, column, where, tensor)
+        _check_ids(batch, column, where, check_tensor)
     if batch.label is not None:
-        tensor("label", batch.label, (size, len(schema.labels)), torch.float32)
+        check_tensor("label", batch.label, (size, len(schema.labels)), torch.float32)
     if batch.sample_weight is not None:
-        tensor("sample_weight", batch.sample_weight, (size,), torch.float32)
+        check_tensor("sample_weight", batch.sample_weight, (size,), torch.float32)
     if batch.group is not None:
-        tensor("group", batch.group, (size,), torch.int64)
+        check_tensor("group", batch.group, (size,), torch.int64)
 
 
 def _check_ids(
     batch: Batch,
     column: Column,
     where: str,
-    tensor: Callable[[str, Any, tuple[int, ...], torch.dtype], None],
+    check_tensor: Callable[[str, Any, tuple[int, ...], torch.dtype], None],
 ) -> None:
     if column.name not in batch.ids:
         raise DataError(
@@ -242,11 +247,11 @@ def _check_ids(
             f"{wanted}, as the schema's kind {column.kind!r} says"
         )
     if ids.offsets is None:
-        tensor(f"{name}, values", ids.values, (batch.size,), torch.int64)
+        check_tensor(f"{name}, values", ids.values, (batch.size,), torch.int64)
     else:
-        tensor(f"{name}, offsets", ids.offsets, (batch.size + 1,), torch.int64)
+        check_tensor(f"{name}, offsets", ids.offsets, (batch.size + 1,), torch.int64)
         count = ids.values.numel() if isinstance(ids.values, Tensor) else 0
-        tensor(f"{name}, values", ids.values, (count,), torch.int64)
+        check_tensor(f"{name}, values", ids.values, (count,), torch.int64)
         first, last = int(ids.offsets[0]), int(ids.offsets[-1])
         if first != 0 or last != count or bool((ids.offsets.diff() < 0).any()):
             raise DataError(
@@ -254,35 +259,41 @@ def _check_ids(
                 "number of ids), never decreasing"
             )
     if ids.weights is not None:
-        tensor(f"{name}, weights", ids.weights, tuple(ids.values.shape), torch.float32)
+        check_tensor(f"{name}, weights", ids.weights, tuple(ids.values.shape), torch.float32)
 
 
-def _words(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+def _format_type(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{shape} {str(dtype).removeprefix('torch.')}"
 
 
-def batches_of(
+def read_rank_batches(
     source: Source, batch_size: int, mesh: Mesh, *, channel: str, start: Position = START
 ) -> Iterator[Batch]:
-    """This rank's batches, as many as every other rank's; a server's are empty. Collective, once a batch, on the mesh's
-    group `channel`, where nobody knows how many samples the source has; to be read in the thread that uses that
-    group."""
-    known, trainers = source.num_samples, mesh.trainers
+    """Return this rank's batches of a source; every rank gets the same number, and servers get empty ones.
+
+    If the source does not know its number of samples, reading is collective: one all-reduce per batch on the mesh's
+    group `channel`, in the thread that uses that group.
+    """
+    num_samples, trainers = source.num_samples, mesh.trainers
     if not mesh.is_server:
-        read = source.batches(
+        batches = source.batches(
             batch_size, rank=trainers.rank, num_ranks=trainers.num_ranks, start=start
         )
     else:
-        left = 0 if known is None else num_steps(known, batch_size) - start.step
-        read = (no_samples(source.schema) for _ in range(left))
-    return read if known is not None else until_all_end(read, source.schema, mesh, channel=channel)
+        num_empty = 0 if num_samples is None else num_steps(num_samples, batch_size) - start.step
+        batches = (build_empty_batch(source.schema) for _ in range(num_empty))
+    if num_samples is not None:
+        return batches
+    return pad_with_empty_batches(batches, source.schema, mesh, channel=channel)
 
 
-def until_all_end(
+def pad_with_empty_batches(
     batches: Iterator[Batch], schema: Schema, mesh: Mesh, *, channel: str
 ) -> Iterator[Batch]:
-    """Collective, once a batch and in the thread that reads: a rank that has no batch left yields empty ones until no
-    rank has any. In a world of one rank, the batches themselves."""
+    """Yield this rank's batches, then empty ones until every rank has run out.
+
+    Collective: one all-reduce per batch, in the thread that reads. With one rank, yields the batches alone.
+    """
     if mesh.num_ranks == 1:
         yield from batches
         return
@@ -291,25 +302,25 @@ def until_all_end(
     while True:
         batch = None if is_over else next(batches, None)
         is_over = batch is None
-        left = torch.tensor(0 if is_over else 1)
-        if not int(mesh.all_reduce(channel, left)):
+        has_batch = torch.tensor(0 if is_over else 1)
+        if not int(mesh.all_reduce(channel, has_batch)):
             return
         if batch is None:
-            yield no_samples(schema, last)
+            yield build_empty_batch(schema, last)
         else:
             last = batch
             yield batch
 
 
-def no_samples(schema: Schema, like: Batch | None = None) -> Batch:
-    """No samples, with the columns of `like`."""
-    nothing = torch.zeros(1, dtype=torch.int64)
+def build_empty_batch(schema: Schema, like: Batch | None = None) -> Batch:
+    """Return a batch without samples, with the columns of `schema` and the optional fields of `like`."""
+    no_offsets = torch.zeros(1, dtype=torch.int64)
     no_ids = torch.zeros(0, dtype=torch.int64)
     empty = Batch(
         0,
         torch.zeros(0, len(schema.dense)),
         {
-            column.name: Ids(no_ids, None if column.kind == "one" else nothing.clone())
+            column.name: Ids(no_ids, None if column.kind == "one" else no_offsets.clone())
             for column in schema.categorical
         },
         label=torch.zeros(0, len(schema.labels)),

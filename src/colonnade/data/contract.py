@@ -1,9 +1,9 @@
-"""What a reader of samples promises: the same law for files, memory and generated streams.
+"""Contract of every sample reader: files, memory and generated streams.
 
-The samples of an epoch have one order. Step t of an epoch is its t-th run of `batch_size` samples, the
-*global* batch; rank r of N takes the r-th contiguous block of it. So the ranks' blocks, in rank order,
-are the batch of one rank, whatever N; every rank sees the same number of steps; and a reader has
-no state but a `Position`.
+The samples of an epoch have one order. Step t of an epoch reads the t-th run of `batch_size` samples, the
+*global* batch; rank r of N reads the r-th contiguous block of it. So the blocks of all ranks, in rank order,
+form the same global batch for any N; every rank has the same number of steps; and the only state of a reader is a
+`Position`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Position:
-    """The next batch to read: `step` counts global batches from the start of `epoch`.
+    """Position of the next batch to read: `step` counts global batches from the start of `epoch`.
 
-    `state`: what a source of the user's own (data/batches.py) needs besides, on this rank: `Batch.state` of the
-    batch before. Plain values and tensors; None where there is nothing.
+    `state`: further state of a user's data set (data/batches.py) on this rank: `Batch.state` of the previous batch.
+    Plain values and tensors, or None.
     """
 
     epoch: int = 0
@@ -36,10 +36,10 @@ START = Position()
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A categorical column. `cardinality` None: any 64-bit id (an open table); else ids are 0 .. cardinality-1.
+    """Categorical column. `cardinality` None: any 64-bit id (an open table); else ids are 0 .. cardinality-1.
 
-    `kind`: "one" id per sample; a "bag" of any number of them, in no order; or a "sequence" of them, oldest first.
-    `table`: columns of one table share rows; default: a table of the column's own, named after it.
+    `kind`: "one" id per sample; a "bag" of any number of ids, in no order; or a "sequence" of ids, oldest first.
+    `table`: columns of one table share rows; default: a separate table, named after the column.
     """
 
     name: str
@@ -53,29 +53,27 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The columns of every batch of a source, in order."""
+    """Columns of every batch of a source, in order."""
 
     dense: tuple[str, ...]
     categorical: tuple[Column, ...]
-    labels: tuple[str, ...] = (
-        "label",
-    )  # one per task; a NaN in `Batch.label` is a label nobody knows
+    labels: tuple[str, ...] = ("label",)  # one per task; a NaN in `Batch.label` is an unknown label
 
 
 def bags_of(schema: Schema) -> frozenset[str]:
-    """Columns whose samples may have several ids."""
+    """Return the names of the columns that may have several ids per sample."""
     return frozenset(column.name for column in schema.categorical if column.kind != "one")
 
 
 class Source(Protocol):
-    """Samples in an order that depends only on the source and the epoch."""
+    """Reader of samples in an order that depends only on the source and the epoch."""
 
     @property
     def schema(self) -> Schema: ...
 
     @property
     def num_samples(self) -> int | None:
-        """Of an epoch, over all ranks. None: nobody knows before its end."""
+        """Number of samples in an epoch, over all ranks. None: unknown before the epoch ends."""
         ...
 
     def batches(
@@ -86,7 +84,7 @@ class Source(Protocol):
         num_ranks: int = 1,
         start: Position = Position(),
     ) -> Iterator[Batch]:
-        """The rest of epoch `start.epoch` from step `start.step`, this rank's block of each global batch.
+        """Return this rank's block of each global batch of epoch `start.epoch`, from step `start.step` on.
 
         `batch_size` counts samples over all ranks. The last global batch may be smaller, and a rank's
         block of it empty, but it is still yielded. Raises ConfigError at the call, DataError while reading.
@@ -96,7 +94,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """One data set, parted. All parts share a schema.
+    """Training, validation and test parts of a data set. All parts share a schema.
 
     `days`: parts of `train` in the order of time, where the data set has them: for progressive validation.
     """
@@ -108,19 +106,25 @@ class Splits:
 
 
 def num_steps(num_samples: int, batch_size: int) -> int:
-    """Global batches in an epoch, a smaller last one included."""
+    """Return the number of global batches in an epoch, including a smaller last one."""
     return -(-num_samples // batch_size)
 
 
-def share(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """The contiguous block [begin, end) of `size` samples that `rank` takes; blocks differ by at most one sample."""
+def rank_block(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Return the contiguous block [begin, end) of `size` samples that `rank` reads.
+
+    The blocks of two ranks differ in size by at most one sample.
+    """
     return size * rank // num_ranks, size * (rank + 1) // num_ranks
 
 
-def spans(
+def rank_blocks(
     num_samples: int, batch_size: int, *, rank: int, num_ranks: int, start: Position
 ) -> Iterator[tuple[int, int]]:
-    """For each step from `start.step` on, this rank's samples [begin, end), counted in the epoch's order."""
+    """Return this rank's samples [begin, end) of each step from `start.step` on, counted in the epoch's order.
+
+    Raises ConfigError at the call for arguments out of range.
+    """
     if batch_size < 1:
         raise ConfigError(f"got batch_size={batch_size}, wanted at least 1 sample over all ranks")
     if not 0 <= rank < num_ranks:
@@ -128,9 +132,9 @@ def spans(
     if start.epoch < 0 or start.step < 0:
         raise ConfigError(f"got start={start}, wanted epoch and step of 0 or more")
 
-    def walk() -> Iterator[tuple[int, int]]:
+    def iterate_blocks() -> Iterator[tuple[int, int]]:
         for first in range(start.step * batch_size, num_samples, batch_size):
-            begin, end = share(min(batch_size, num_samples - first), rank, num_ranks)
+            begin, end = rank_block(min(batch_size, num_samples - first), rank, num_ranks)
             yield first + begin, first + end
 
-    return walk()
+    return iterate_blocks()

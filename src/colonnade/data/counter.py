@@ -1,6 +1,6 @@
-"""Random numbers without state: word i of a stream is a pure function of (key, i) (splitmix64, Steele et al. 2014).
+"""Counter-based random numbers: word i of a stream is a pure function of (key, i) (splitmix64, Steele et al. 2014).
 
-Integer arithmetic only, so every machine and library version draws the same words.
+They use integer arithmetic only, so every machine and library version draws the same words.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Words = NDArray[np.uint64]
 
 
 def mix64(x: Words, scratch: Words | None = None) -> Words:
-    """The splitmix64 finaliser, a bijection of 64-bit words. In place on `x`, which is returned."""
+    """Apply the splitmix64 finaliser, a bijection of 64-bit words, to `x` in place, and return `x`."""
     if scratch is None:
         scratch = np.empty_like(x)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)):
@@ -27,19 +27,19 @@ def mix64(x: Words, scratch: Words | None = None) -> Words:
 
 
 def stream_key(*parts: int) -> int:
-    """One 64-bit key for a tuple of integers; the order of the parts matters."""
+    """Derive one 64-bit key from a tuple of integers; the order of the parts matters."""
     key = 0
     for part in parts:
         key = int(mix64(np.array([(key + GAMMA + part) & MASK], dtype=np.uint64))[0])
     return key
 
 
-def words(key: int, start: int, stop: int) -> Words:
-    """Words start .. stop-1 of the stream `key`."""
+def random_words(key: int, start: int, stop: int) -> Words:
+    """Return words start .. stop-1 of the stream `key`."""
     index = np.arange(start, stop, dtype=np.uint64)
     return mix64(np.uint64(key) + (index + np.uint64(1)) * np.uint64(GAMMA))
 
 
-def permutation(size: int, key: int) -> NDArray[np.int64]:
-    """An order of 0 .. size-1 that depends only on (size, key): indices sorted by their words."""
-    return np.argsort(words(key, 0, size), kind="stable")
+def random_permutation(size: int, key: int) -> NDArray[np.int64]:
+    """Return a permutation of 0 .. size-1 that depends only on (size, key): indices sorted by their words."""
+    return np.argsort(random_words(key, 0, size), kind="stable")

@@ -1,4 +1,4 @@
-"""Text files by line number, any run of lines at once, wherever a data set's files are stored."""
+"""Random access to lines of text files, and the search for a data set's files."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from colonnade.errors import DataError
 
-VARIABLE = "COLONNADE_DATA"
+DATA_VARIABLE = "COLONNADE_DATA"
 
 
 def check_regular(path: Path) -> Path:
-    """Return the path of a regular file. Raises DataError: a pipe would hang, and skipping one would lose samples."""
+    """Return `path` if it is a regular file. Raises DataError else: a pipe would hang, skipping it lose samples."""
     if path.exists() or path.is_symlink():
         if path.is_file():
             return path
@@ -27,44 +27,46 @@ def check_regular(path: Path) -> Path:
 
 
 def locate(path: str | Path | None, *, folder: str, file: str) -> Path:
-    """The file `file` of the data set kept in `folder`.
+    """Find the file `file` of the data set stored in `folder`.
 
     `path` is the file itself, the folder that holds it, or a folder of data sets. Without it,
-    `$COLONNADE_DATA` is the folder of data sets. Raises DataError saying where it looked.
+    `$COLONNADE_DATA` is the folder of data sets. Raises DataError that lists the paths tried.
     """
     if path is not None:
-        given = Path(path).expanduser()
-        candidates = [given / file, given / folder / file] if given.is_dir() else [given]
+        start = Path(path).expanduser()
+        candidates = [start / file, start / folder / file] if start.is_dir() else [start]
     else:
-        root = os.environ.get(VARIABLE)
+        root = os.environ.get(DATA_VARIABLE)
         candidates = [Path(root).expanduser() / folder / file] if root else []
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    looked = ", ".join(str(c) for c in candidates) or f"nowhere (no path given, {VARIABLE} not set)"
+    tried = (
+        ", ".join(str(c) for c in candidates) or f"nowhere (no path given, {DATA_VARIABLE} not set)"
+    )
     raise DataError(
-        f"no file {file} of {folder}: looked at {looked}. "
-        f"Give its folder with --path, or set {VARIABLE} to the folder that holds {folder}"
+        f"no file {file} of {folder}: looked at {tried}. "
+        f"Give its folder with --path, or set {DATA_VARIABLE} to the folder that holds {folder}"
     )
 
 
 STRIDE = 256
-"""Every STRIDE-th line's byte offset is kept: 8 bytes per 256 lines."""
+"""Number of lines per indexed byte offset: 8 bytes of index per 256 lines."""
 SCAN_BYTES = 8 << 20
 GZIP_MAGIC = b"\x1f\x8b"
 NEWLINE = 0x0A
 
 
-def field_error(
+def build_field_error(
     path: Path, line: int, column: str | None, *, got: str, wanted: str, fix: str
 ) -> DataError:
-    """`line` counts from 1. `column` None: the whole line is at fault."""
+    """Build the error for a faulty field. `line` counts from 1. `column` None: the whole line is at fault."""
     where = f"{path}, line {line}" + (f", column {column}" if column else "")
     return DataError(f"{where}: got {got}, wanted {wanted}. {fix}")
 
 
-def excerpt(field: bytes) -> str:
-    """A field as it stands in an error message, at most 40 bytes of it."""
+def format_excerpt(field: bytes) -> str:
+    """Format a field for an error message, at most 40 bytes of it."""
     return (
         repr(field)[1:] if len(field) <= 40 else f"{repr(field[:40])[1:]} ... ({len(field)} bytes)"
     )
@@ -72,7 +74,7 @@ def excerpt(field: bytes) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LineFile:
-    """An index over a file of newline-ended lines. A last line without a newline counts."""
+    """Index over a file of newline-ended lines. A last line without a newline counts."""
 
     path: Path
     num_lines: int
@@ -81,7 +83,7 @@ class LineFile:
     offsets: NDArray[np.int64]  # (ceil(num_lines / STRIDE) + 1,): bytes before line 0, STRIDE, ...
 
     def read(self, start: int, stop: int) -> bytes:
-        """Lines start .. stop-1, counted from 0, newlines included. One read of the file."""
+        """Return lines start .. stop-1, counted from 0, newlines included. Reads the file once."""
         if not 0 <= start <= stop <= self.num_lines:
             raise IndexError(f"lines {start}..{stop} of a file of {self.num_lines}")
         if start == stop:
@@ -99,32 +101,32 @@ class LineFile:
                 block = file.read(end - begin)
         except OSError as error:
             raise DataError(f"{self.path}: cannot be read ({error.strerror})") from error
-        head = _after_newlines(block, start - low * STRIDE, 0)
-        last = stop - (high - 1) * STRIDE  # lines to keep of the last stride, 1 .. STRIDE
-        tail = _after_newlines(block, last, int(self.offsets[high - 1]) - begin)
+        head = _skip_lines(block, start - low * STRIDE, 0)
+        last = stop - (high - 1) * STRIDE  # lines to read of the last stride, 1 .. STRIDE
+        tail = _skip_lines(block, last, int(self.offsets[high - 1]) - begin)
         return block[head:tail]
 
 
-def _after_newlines(block: bytes, count: int, begin: int) -> int:
-    """The position just after the count-th newline from `begin` on; the end where there are fewer."""
+def _skip_lines(block: bytes, count: int, begin: int) -> int:
+    """Return the position just after the count-th newline from `begin` on; the end if there are fewer."""
     if count == 0:
         return begin
     # A stride is short, so looking at it byte by byte in numpy beats `count` calls of bytes.find.
     window = np.frombuffer(block, dtype=np.uint8, offset=begin)
     size = 4096
     while True:
-        found = np.flatnonzero(window[:size] == NEWLINE)
-        if len(found) >= count:
-            return begin + int(found[count - 1]) + 1
+        newlines = np.flatnonzero(window[:size] == NEWLINE)
+        if len(newlines) >= count:
+            return begin + int(newlines[count - 1]) + 1
         if size >= len(window):
             return len(block)
         size *= 4
 
 
 def open_lines(path: str | Path) -> LineFile:
-    """Read the file once to index it. Raises DataError: missing, a directory, empty, gzipped, unreadable."""
+    """Read the file once to index its lines. Raises DataError: missing, a directory, empty, gzipped, unreadable."""
     path = Path(path)
-    kept: list[NDArray[np.int64]] = [np.zeros(1, dtype=np.int64)]
+    strides: list[NDArray[np.int64]] = [np.zeros(1, dtype=np.int64)]
     num_newlines, num_bytes, last = 0, 0, NEWLINE
     if path.exists() and not path.is_dir():
         check_regular(path)
@@ -139,7 +141,7 @@ def open_lines(path: str | Path) -> LineFile:
                 ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == NEWLINE)
                 # The k-th newline of the file (from 1) ends line k - 1; line k starts after it.
                 first = (-num_newlines - 1) % STRIDE
-                kept.append(ends[first::STRIDE] + (num_bytes + 1))
+                strides.append(ends[first::STRIDE] + (num_bytes + 1))
                 num_newlines += len(ends)
                 num_bytes += len(block)
                 last = block[-1]
@@ -154,7 +156,7 @@ def open_lines(path: str | Path) -> LineFile:
             f"{path}: got an empty file, wanted at least one line. Was it fully written?"
         )
     num_lines = num_newlines + (last != NEWLINE)
-    offsets = np.concatenate(kept)[: -(-num_lines // STRIDE)]
+    offsets = np.concatenate(strides)[: -(-num_lines // STRIDE)]
     return LineFile(
         path=path,
         num_lines=num_lines,

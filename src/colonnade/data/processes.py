@@ -1,19 +1,18 @@
-"""Reading in processes and threads of their own: any source, the same batches in the same order, made ahead of
-training.
+"""Reader processes: they read any source ahead of training and yield the same batches in the same order.
 
-A tensor that crosses a process boundary costs a file descriptor and two system calls; a batch has some forty. A
-block has one.
+A tensor that crosses a process boundary costs a file descriptor and two system calls, and a batch has about forty
+tensors. So the tensors of several batches are packed into one block, which has one file descriptor.
 
-Process w of n makes runs w, w + n, ... of neighbouring steps, so a source is asked for nothing but to go on from a
-position. torch's DataLoader underneath keeps the order, lets each process be `RUNS_AHEAD` runs ahead and no more,
-and ends the processes with this one. A stopped process answers nobody, and a thread that waits for it would wait for
-ever: `Readers` watches them and names it.
+Process w of n reads runs w, w + n, ... of neighbouring steps, so a source only has to start at a position. torch's
+DataLoader keeps the order, lets each process be at most `RUNS_AHEAD` runs ahead, and ends the processes with this
+one. A stopped process (SIGSTOP) does not answer, and a thread that waits for it would wait forever:
+`ReaderProcesses` watches the processes and reports it.
 
 Processes are spawned: a script that trains must start its work under `if __name__ == "__main__":`, as for every
-use of multiprocessing. They start with each epoch, which takes a second or two, so they are for epochs that are
-longer than that, and for sources whose reading is slower than training. Several pay where a source begins anywhere
-at no cost (text, the generator); a Parquet file is better read by one with threads of its own, because each run
-begins inside a row group.
+use of multiprocessing. They start with each epoch, which takes a second or two, so use them for epochs that are
+longer than that, and for sources that are slower than training. Several processes pay off if a source starts anywhere
+at no cost (text, synthetic data). A Parquet file is better read by one process with several threads, because each run
+starts inside a row group.
 """
 
 from __future__ import annotations
@@ -42,47 +41,48 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from colonnade.batch import Batch, Ids
 from colonnade.comm.peer_status import process_state
 from colonnade.data.batches import BatchSource
-from colonnade.data.contract import START, Position, Schema, Source, Splits, spans
+from colonnade.data.contract import START, Position, Schema, Source, Splits, rank_blocks
 from colonnade.errors import ConfigError, ReaderLost
 
-LOOK_SECONDS = 1.0
-SAID_SECONDS = 5.0
-"""Of waiting, before those that are stopped are named."""
+CHECK_SECONDS = 1.0
+"""Interval at which reader processes are checked."""
+REPORT_SECONDS = 5.0
+"""Waiting time after which stopped reader processes are reported."""
 
 
-class Readers:
-    """Of one epoch, from their start until `end`."""
+class ReaderProcesses:
+    """Reader processes of one epoch, from their start until `close`."""
 
     def __init__(self, workers: Sequence[BaseProcess]) -> None:
         self.workers = workers
-        self._waits: int | None = None
-        self._since = 0.0  # it does
+        self._waiting_thread: int | None = None
+        self._waiting_since = 0.0
         # At the latest when this process ends, before multiprocessing waits for its children.
-        self._end = Finalize(None, self.kill, exitpriority=0)
-        _living.append(self)
+        self._finalize = Finalize(None, self.kill, exitpriority=0)
+        _open_readers.append(self)
 
     @contextmanager
-    def waited_for(self) -> Iterator[None]:
-        """By this thread."""
-        self._since, self._waits = time.monotonic(), threading.get_ident()
+    def mark_waiting(self) -> Iterator[None]:
+        """Record that this thread waits for the processes until the context ends."""
+        self._waiting_since, self._waiting_thread = time.monotonic(), threading.get_ident()
         try:
             yield
         finally:
-            self._waits = None
+            self._waiting_thread = None
 
-    def are_waited_for(self, thread: threading.Thread) -> bool:
-        return self._waits == thread.ident
+    def is_awaited_by(self, thread: threading.Thread) -> bool:
+        return self._waiting_thread == thread.ident
 
-    def watch(self, is_over: threading.Event) -> None:
-        """Until then: where they are waited for long, and some are stopped, say so, once."""
-        said = 0.0
-        while not is_over.wait(LOOK_SECONDS):
-            since, waited = self._since, time.monotonic() - self._since
-            if self._waits is None or since == said or waited < SAID_SECONDS:
+    def report_stopped(self, is_over: threading.Event) -> None:
+        """Watch the processes until `is_over`, and print the stopped ones, once per long wait."""
+        reported = 0.0
+        while not is_over.wait(CHECK_SECONDS):
+            since, waited = self._waiting_since, time.monotonic() - self._waiting_since
+            if self._waiting_thread is None or since == reported or waited < REPORT_SECONDS:
                 continue
             pids = [str(w.pid) for w in self.workers if process_state(w.pid or 0) == "stopped"]
             if pids:
-                said = since
+                reported = since
                 print(
                     f"waiting for {waited:.0f} s for a reader process that is stopped (SIGSTOP): pid "
                     f"{', '.join(pids)}; kill -CONT {' '.join(pids)} lets it go on",
@@ -91,120 +91,121 @@ class Readers:
                 )
 
     def kill(self) -> None:
-        """Who waits for them learns that they are lost."""
+        """Kill the processes. A thread that waits for them gets ReaderLost."""
         for worker in self.workers:
             worker.kill()
 
-    def end(self) -> None:
-        """Kills them, too."""
-        self._end()
-        _living.remove(self)
+    def close(self) -> None:
+        """Kill the processes and stop tracking them."""
+        self._finalize()
+        _open_readers.remove(self)
 
 
-_living: list[Readers] = []
+_open_readers: list[ReaderProcesses] = []
 
 
 def kill_readers(thread: threading.Thread) -> None:
-    """Those that this thread waits for. For who has nothing to expect of it any more."""
-    for each in tuple(_living):
-        if each.are_waited_for(thread):
-            each.kill()
+    """Kill the reader processes that `thread` waits for, so that it ends. Call it when its batches are not needed."""
+    for readers in tuple(_open_readers):
+        if readers.is_awaited_by(thread):
+            readers.kill()
 
 
 ALIGNMENT = 64
 
 
-class Place(NamedTuple):
-    """Where a tensor lies in a block."""
+class PackedTensor(NamedTuple):
+    """Position, shape and dtype of a tensor in a block's bytes."""
 
     offset: int  # bytes
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-class Block(NamedTuple):
-    """`batches` hold a `Place` wherever they held a tensor."""
+class PackedBatches(NamedTuple):
+    """Batches with all their tensors in one buffer: `batches` have a `PackedTensor` in place of each tensor."""
 
     data: Tensor  # (bytes,) uint8
     batches: list[Batch]
 
 
-def pack(batches: Sequence[Batch], *, shared: bool) -> Block:
-    """Copy. `shared`: into memory that another process can map."""
-    tensors: list[tuple[Place, Tensor]] = []
+def pack_batches(batches: Sequence[Batch], *, shared: bool) -> PackedBatches:
+    """Copy batches into one buffer. `shared`: in memory that another process can map."""
+    tensors: list[tuple[PackedTensor, Tensor]] = []
     size = 0
 
-    def place(tensor: Tensor) -> Place:
+    def reserve(tensor: Tensor) -> PackedTensor:
         nonlocal size
-        taken = Place(size, tuple(tensor.shape), tensor.dtype)
-        tensors.append((taken, tensor))
+        packed = PackedTensor(size, tuple(tensor.shape), tensor.dtype)
+        tensors.append((packed, tensor))
         size += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
-        return taken
+        return packed
 
-    placed = [_replaced(batch, Tensor, place) for batch in batches]
-    # The kind that torch's own collation makes: `share_memory_` would copy once more.
+    packed_batches = [_replace_values(batch, Tensor, reserve) for batch in batches]
+    # The same kind of storage as in torch's collation: `share_memory_` would copy once more.
     storage = torch.UntypedStorage._new_shared(size) if shared else torch.UntypedStorage(size)
     data = torch.empty(0, dtype=torch.uint8).set_(storage)
-    view = _views(data)
-    for taken, tensor in tensors:
-        view(taken).copy_(tensor)
-    return Block(data, placed)
+    view = _tensor_viewer(data)
+    for packed, tensor in tensors:
+        view(packed).copy_(tensor)
+    return PackedBatches(data, packed_batches)
 
 
-def unpack(block: Block) -> list[Batch]:
-    """No copy: the batches keep the block."""
-    view = _views(block.data)
-    return [_replaced(batch, Place, view) for batch in block.batches]
+def unpack_batches(block: PackedBatches) -> list[Batch]:
+    """Return the batches of a block as views of its buffer, which they keep alive."""
+    view = _tensor_viewer(block.data)
+    return [_replace_values(batch, PackedTensor, view) for batch in block.batches]
 
 
-def _views(data: Tensor) -> Callable[[Place], Tensor]:
-    """A block's tensors by place: one call of torch each, since a batch has many."""
+def _tensor_viewer(data: Tensor) -> Callable[[PackedTensor], Tensor]:
+    """Return a function that views a packed tensor: one torch call per tensor, since a batch has many."""
     as_dtype: dict[torch.dtype, Tensor] = {}
 
-    def view(place: Place) -> Tensor:
-        if place.dtype not in as_dtype:
-            as_dtype[place.dtype] = data.view(place.dtype)
+    def view(packed: PackedTensor) -> Tensor:
+        if packed.dtype not in as_dtype:
+            as_dtype[packed.dtype] = data.view(packed.dtype)
         strides, stride = [], 1
-        for length in reversed(place.shape):
+        for length in reversed(packed.shape):
             strides.append(stride)
             stride *= max(1, length)
-        first = place.offset // place.dtype.itemsize
-        return as_dtype[place.dtype].as_strided(place.shape, strides[::-1], first)
+        first = packed.offset // packed.dtype.itemsize
+        return as_dtype[packed.dtype].as_strided(packed.shape, strides[::-1], first)
 
     return view
 
 
-def _replaced(batch: Batch, kind: type, by: Any) -> Batch:
-    """The same batch with by(x) for every x of `kind`. What is neither stays."""
+def _replace_values(batch: Batch, kind: type, convert: Any) -> Batch:
+    """Return the batch with convert(x) for every field x that is a `kind`. Other fields stay."""
 
-    def of(value: Any) -> Any:
-        return by(value) if isinstance(value, kind) else value
+    def replace_value(value: Any) -> Any:
+        return convert(value) if isinstance(value, kind) else value
 
     ids = {
-        name: Ids(of(ids.values), of(ids.offsets), of(ids.weights))
+        name: Ids(replace_value(ids.values), replace_value(ids.offsets), replace_value(ids.weights))
         for name, ids in batch.ids.items()
     }
     plain = ("dense", "label", "sample_weight", "group", "key")
-    changed = {name: of(getattr(batch, name)) for name in plain}
+    changed = {name: replace_value(getattr(batch, name)) for name in plain}
     if batch.next_use is not None:
-        changed["next_use"] = {name: of(codes) for name, codes in batch.next_use.items()}
+        changed["next_use"] = {name: replace_value(codes) for name, codes in batch.next_use.items()}
     return dataclasses.replace(batch, ids=ids, **changed)
 
 
 RUN_SAMPLES = 1 << 15
-"""About so many samples of a rank are one run: starting one costs a seek, and each process holds RUNS_AHEAD of them."""
+"""Approximate samples of a rank in one run. Starting a run costs a seek; each process holds RUNS_AHEAD runs."""
 RUNS_AHEAD = 2
-STARTED_BY = "spawn"
-"""Start method of readers: a process with threads is not safe to fork."""
+"""Number of runs that a process reads before they are used."""
+START_METHOD = "spawn"
+"""Start method of reader processes: a process with threads is not safe to fork."""
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProcessSource:
-    """`source`, read by `num_processes` processes per rank. It must be picklable, and cheap to start anywhere.
+    """Source that reads `source` in `num_processes` processes per rank.
 
-    An error of the source is raised here when its batch's turn comes: the same class and words. Raises ReaderLost
-    where a process ended without a word (killed, out of memory).
+    `source` must be picklable, and cheap to start anywhere. Its errors are raised here, in the order of the batches,
+    with the same class and message. Raises ReaderLost if a process ends without an error (killed, out of memory).
     """
 
     source: Source
@@ -228,76 +229,86 @@ class ProcessSource:
     ) -> Iterator[Batch]:
         if self.num_processes < 1:
             raise ConfigError(f"got num_processes={self.num_processes}, wanted at least 1")
-        spans(0, batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        rank_blocks(0, batch_size, rank=rank, num_ranks=num_ranks, start=start)
         steps = max(1, RUN_SAMPLES * num_ranks // batch_size)
-        return self._read(_Runs(self.source, batch_size, rank, num_ranks, start, steps))
+        return self._read_runs(_RunReader(self.source, batch_size, rank, num_ranks, start, steps))
 
-    def _read(self, runs: _Runs) -> Iterator[Batch]:
+    def _read_runs(self, runs: _RunReader) -> Iterator[Batch]:
         loader: DataLoader = DataLoader(
             runs,
             batch_size=None,
             num_workers=self.num_processes,
             prefetch_factor=RUNS_AHEAD,
-            multiprocessing_context=STARTED_BY,
-            worker_init_fn=_settle,
+            multiprocessing_context=START_METHOD,
+            worker_init_fn=_init_worker,
         )
-        # A thread of their own starts them, and stays for as long as they do: they end with it (`_settle`), while those
-        # that wait for batches may come and go.
+        # A separate thread starts the processes and lives as long as they do: they end with it (`_init_worker`), while
+        # the threads that wait for batches may change.
         is_over = threading.Event()
-        with _interrupts_held():
-            found, readers = _begun(loader, is_over)
+        with _block_interrupts():
+            blocks, readers = _start_readers(loader, is_over)
         try:
             while True:
-                with readers.waited_for():
-                    block, error = next(found, (None, None))
+                with readers.mark_waiting():
+                    block, error = next(blocks, (None, None))
                 if block is not None:
-                    yield from unpack(block)
+                    yield from unpack_batches(block)
                 if error is not None:
                     raise error
                 if block is None:
                     return
         except (RuntimeError, ConnectionError, EOFError) as lost:
-            # The pipe may break before torch can tell that its process has ended.
+            # The pipe may break before torch detects that the process has ended.
             if isinstance(lost, RuntimeError) and not str(lost).startswith("DataLoader worker"):
                 raise
             raise ReaderLost(
-                f"a reader process ended without a word{_of_whom(readers)}: "
+                f"a reader process ended without an error{_describe_dead_processes(readers)}: "
                 f"{(str(lost) or type(lost).__name__).splitlines()[0]}. If it was killed for memory, "
                 "use fewer readers or smaller batches; in a script, start training under "
                 '`if __name__ == "__main__":`'
             ) from lost
         finally:
-            del found  # ends the processes now, whoever keeps the error and with it this frame
-            readers.end()  # one that is stopped heard nothing
+            # Ends the processes now, even if a caller keeps the error and with it this frame.
+            del blocks
+            # Kills stopped processes, which do not react to the end of the iterator.
+            readers.close()
             is_over.set()
 
 
-def _begun(loader: DataLoader, is_over: threading.Event) -> tuple[Iterator, Readers]:
-    """Its iterator, whose processes were started by a thread that lives, and watches them, until `is_over`, or this
-    process ends: also where the main thread has returned, and one of another's training goes on."""
-    answers: SimpleQueue[tuple[Iterator, Readers] | BaseException] = SimpleQueue()
+def _start_readers(
+    loader: DataLoader, is_over: threading.Event
+) -> tuple[Iterator, ReaderProcesses]:
+    """Start reader processes in a new thread; return the loader's iterator and the processes.
 
-    def begin() -> None:
+    The thread watches the processes until `is_over` or the end of this process. It may outlive the main thread, when
+    another thread trains.
+    """
+    results: SimpleQueue[tuple[Iterator, ReaderProcesses] | BaseException] = SimpleQueue()
+
+    def start_and_watch() -> None:
         try:
-            found = iter(loader)
-            # torch keeps them to itself; without, nobody is named, and whoever is stopped stays.
-            readers = Readers(getattr(found, "_workers", ()))
+            blocks = iter(loader)
+            # `_workers` is private to torch. Without it, stopped processes are neither reported nor killed.
+            readers = ReaderProcesses(getattr(blocks, "_workers", ()))
         except BaseException as error:
-            answers.put(error)
+            results.put(error)
             return
-        answers.put((found, readers))
-        del found  # its end is that of who reads
-        readers.watch(is_over)
+        results.put((blocks, readers))
+        del blocks  # so that only the reading thread keeps the iterator alive
+        readers.report_stopped(is_over)
 
-    threading.Thread(target=begin, name="readers", daemon=True).start()
-    answer = answers.get()
-    if isinstance(answer, BaseException):
-        raise answer
-    return answer
+    threading.Thread(target=start_and_watch, name="readers", daemon=True).start()
+    result = results.get()
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
-def read_ahead(splits: Splits, num_processes: int) -> Splits:
-    """The parts to train on, read by processes; 0: as they are. Evaluation is too short to wait for new processes."""
+def read_in_processes(splits: Splits, num_processes: int) -> Splits:
+    """Return the splits with training parts read by `num_processes` processes; 0: unchanged.
+
+    Evaluation stays in this process: it is too short to wait for new processes.
+    """
     if num_processes == 0:
         return splits
     if isinstance(splits.train, BatchSource):
@@ -312,8 +323,8 @@ def read_ahead(splits: Splits, num_processes: int) -> Splits:
 
 
 @dataclass(frozen=True, eq=False)
-class _Runs(IterableDataset):
-    """In process w of n: runs w, w + n, ... of `steps` steps, each with the error that ended it."""
+class _RunReader(IterableDataset):
+    """Data set that yields runs w, w + n, ... of `steps` steps in process w of n, with the error that ended a run."""
 
     source: Source
     batch_size: int
@@ -322,49 +333,49 @@ class _Runs(IterableDataset):
     start: Position
     steps: int
 
-    def __iter__(self) -> Iterator[tuple[Block, BaseException | None]]:
+    def __iter__(self) -> Iterator[tuple[PackedBatches, BaseException | None]]:
         process = get_worker_info()
         assert process is not None
         first, stride = self.start.step + process.id * self.steps, process.num_workers * self.steps
-        read: Iterator[Batch] | None = None
+        source_batches: Iterator[Batch] | None = None
         while True:
             batches: list[Batch] = []
             error = None
             try:
-                if read is None or stride > self.steps:
-                    read = self.source.batches(
+                if source_batches is None or stride > self.steps:
+                    source_batches = self.source.batches(
                         self.batch_size,
                         rank=self.rank,
                         num_ranks=self.num_ranks,
                         start=Position(self.start.epoch, first),
                     )
-                for batch in islice(read, self.steps):
+                for batch in islice(source_batches, self.steps):
                     batches.append(batch)
             except Exception as problem:
-                error = _portable(problem)
+                error = _picklable_error(problem)
             if batches or error is not None:
-                yield pack(batches, shared=True), error
+                yield pack_batches(batches, shared=True), error
             if error is not None or len(batches) < self.steps:
                 return
             first += stride
 
 
-def _portable(error: Exception) -> Exception:
-    """The error as it can travel: itself where it is made of its message, else a RuntimeError that quotes it."""
-    words = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+def _picklable_error(error: Exception) -> Exception:
+    """Return a copy of the error if its arguments can rebuild it, else a RuntimeError that quotes it."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     try:
         plain = type(error)(*error.args)
     except Exception:
         plain = RuntimeError(f"{type(error).__name__}: {error}")
-    plain.__cause__ = RuntimeError(f"in a reader process:\n{words}")
+    plain.__cause__ = RuntimeError(f"in a reader process:\n{text}")
     return plain
 
 
-def _settle(worker: int) -> None:
-    """In a reader, first. A Ctrl-C is for the process that trains; it ends its readers. One process is one core.
+def _init_worker(worker: int) -> None:
+    """Set up a reader process: ignore Ctrl-C, end with the parent thread, use one core.
 
-    Who trains may be killed while this one is stopped, which then would live on with the pipes that it inherited: the
-    kernel ends it with the thread that started it.
+    The training process reacts to Ctrl-C and ends its readers. If it is killed while a reader is stopped, the reader
+    would stay alive with the pipes that it inherited, so the kernel kills it with the thread that started it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
@@ -372,8 +383,8 @@ def _settle(worker: int) -> None:
     pa.set_cpu_count(1)
 
 
-def _of_whom(readers: Readers) -> str:
-    """The pids of processes that ended otherwise than by their own."""
+def _describe_dead_processes(readers: ReaderProcesses) -> str:
+    """Return " (pid ...)" with the pids of processes that failed or were killed, or an empty text."""
     for worker in readers.workers:
         worker.join(0.2)
     pids = [str(worker.pid) for worker in readers.workers if worker.exitcode not in (None, 0)]
@@ -381,8 +392,8 @@ def _of_whom(readers: Readers) -> str:
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Processes started meanwhile do not die of a Ctrl-C before they can say that they ignore it."""
+def _block_interrupts() -> Iterator[None]:
+    """Block SIGINT, so that a process started meanwhile does not die of a Ctrl-C before it ignores the signal."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return

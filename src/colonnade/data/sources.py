@@ -1,4 +1,4 @@
-"""Data sets by name, and the one function that opens any of them."""
+"""Registry of data sets by name, and the function that opens any of them."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ SOURCES: dict[str, Callable[..., Splits]] = {
 
 
 def open_source(name: str, path: str | Path | None = None, **options: Any) -> Splits:
-    """Open the data set `name` of SOURCES. Its opener's keyword arguments are the options.
+    """Open the data set `name` of SOURCES. The options are the keyword arguments of its opener.
 
-    Raises ConfigError for an unknown name or option, DataError for files that are absent or at fault.
+    Raises ConfigError for an unknown name or option, DataError for missing or damaged files.
     """
     if name not in SOURCES:
         raise ConfigError(f"unknown source {name!r}; choose from {', '.join(sorted(SOURCES))}")
@@ -69,5 +69,5 @@ def open_source(name: str, path: str | Path | None = None, **options: Any) -> Sp
     except (TypeError, ValueError) as error:
         if isinstance(error, ColonnadeError):
             raise
-        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        raise ConfigError(f"source {name!r} cannot use its options ({given}): {error}") from None
+        text = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        raise ConfigError(f"source {name!r} cannot use its options ({text}): {error}") from None

@@ -1,6 +1,6 @@
-"""Samples held in memory as columns: user tensors, MovieLens, small files. Shuffled anew each epoch.
+"""In-memory samples as columns: user tensors, MovieLens, small files. The order is shuffled anew each epoch.
 
-Legend: S samples held, B samples of a batch, E ids of a multi-hot column.
+Legend: S samples in memory, B samples of a batch, E ids of a multi-hot column.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, spans
-from colonnade.data.counter import permutation, stream_key
+from colonnade.data.contract import START, Column, Position, Schema, rank_blocks
+from colonnade.data.counter import random_permutation, stream_key
 from colonnade.errors import DataError, IdRangeError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Columns:
-    """S samples, checked. Splits of one data set share them."""
+class TensorColumns:
+    """Columns of S checked samples as tensors. The splits of a data set share them."""
 
     dense: Tensor  # (S, n) float32
     ids: Mapping[str, Ids]  # values (S,) or (E,) int64
@@ -32,41 +32,43 @@ class Columns:
         return self.dense.shape[0]
 
     def take(self, rows_B: Tensor) -> Batch:
-        """The samples numbered `rows_B` (B,) int64, in that order."""
+        """Gather the samples at `rows_B` (B,) int64, in that order, into a batch."""
         return Batch(
             size=len(rows_B),
             dense=self.dense.index_select(0, rows_B),
-            ids={name: take_ids(ids, rows_B) for name, ids in self.ids.items()},
+            ids={name: gather_ids(ids, rows_B) for name, ids in self.ids.items()},
             label=None if self.label is None else self.label.index_select(0, rows_B),
-            sample_weight=_take(self.sample_weight, rows_B),
-            group=_take(self.group, rows_B),
+            sample_weight=_gather_rows(self.sample_weight, rows_B),
+            group=_gather_rows(self.group, rows_B),
         )
 
 
-def _take(column: Tensor | None, rows_B: Tensor) -> Tensor | None:
+def _gather_rows(column: Tensor | None, rows_B: Tensor) -> Tensor | None:
     return None if column is None else column.index_select(0, rows_B)
 
 
-def take_ids(ids: Ids, rows_B: Tensor) -> Ids:
-    """The ids of the samples `rows_B`: bags are copied whole, in order."""
+def gather_ids(ids: Ids, rows_B: Tensor) -> Ids:
+    """Gather the ids of the samples `rows_B`; bags are copied whole, in order."""
     if ids.offsets is None:
-        return Ids(ids.values.index_select(0, rows_B), None, _take(ids.weights, rows_B))
+        return Ids(ids.values.index_select(0, rows_B), None, _gather_rows(ids.weights, rows_B))
     begins_B = ids.offsets.index_select(0, rows_B)
     lengths_B = ids.offsets.index_select(0, rows_B + 1) - begins_B
     offsets = torch.zeros(len(rows_B) + 1, dtype=torch.int64)
     torch.cumsum(lengths_B, 0, out=offsets[1:])
-    # Lookup j of bag b lies at begins[b] + (j - offsets[b]): repeat the shift, add j.
+    # Lookup j of bag b is at begins[b] + (j - offsets[b]): repeat the shift, add j.
     positions_E = torch.repeat_interleave(begins_B - offsets[:-1], lengths_B)
     positions_E += torch.arange(len(positions_E))
-    return Ids(ids.values.index_select(0, positions_E), offsets, _take(ids.weights, positions_E))
+    return Ids(
+        ids.values.index_select(0, positions_E), offsets, _gather_rows(ids.weights, positions_E)
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSource:
-    """Some rows of some columns, in the order of `rows` or, with `shuffle_key`, in an order per epoch."""
+    """Source over `rows` of `columns`, in the order of `rows`, or with `shuffle_key` in a new order each epoch."""
 
     schema: Schema
-    columns: Columns
+    columns: TensorColumns
     rows: Tensor | None = field(default=None, kw_only=True)  # (num_samples,) int64; None: all
     shuffle_key: int | None = field(default=None, kw_only=True)
 
@@ -74,13 +76,13 @@ class TensorSource:
     def num_samples(self) -> int:
         return self.columns.num_samples if self.rows is None else len(self.rows)
 
-    def order(self, epoch: int) -> Tensor:
-        """(num_samples,) int64: row numbers in the order in which `epoch` reads them."""
+    def epoch_order(self, epoch: int) -> Tensor:
+        """Return row indices (num_samples,) int64 in the order in which `epoch` reads them."""
         rows = torch.arange(self.num_samples) if self.rows is None else self.rows
         if self.shuffle_key is None:
             return rows
         key = stream_key(self.shuffle_key, epoch)
-        return rows[torch.from_numpy(permutation(self.num_samples, key))]
+        return rows[torch.from_numpy(random_permutation(self.num_samples, key))]
 
     def batches(
         self,
@@ -90,8 +92,10 @@ class TensorSource:
         num_ranks: int = 1,
         start: Position = START,
     ) -> Iterator[Batch]:
-        blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
-        order = self.order(start.epoch)
+        blocks = rank_blocks(
+            self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
+        )
+        order = self.epoch_order(start.epoch)
         return (self.columns.take(order[begin:end]) for begin, end in blocks)
 
 
@@ -108,15 +112,15 @@ def open_tensors(
     shuffle_seed: int | None = None,
     name: str = "tensors",
 ) -> TensorSource:
-    """A source over the caller's tensors, which are checked once and kept, not copied where the dtype fits.
+    """Return a source over the caller's tensors, which are checked once, and copied only if their dtype must change.
 
     ids            by column: (S,) integers, or `Ids` with offsets (S + 1,) for multi-hot columns
     dense          (S, n); every value finite
-    cardinalities  of the columns whose ids are 0 .. cardinality-1; the others take any 64-bit id
-    label          (S, tasks), or (S,) for one task; NaN is a label nobody knows
-    label_names    of its columns
-    shuffle_seed   None: every epoch reads in the order given
-    name           of the data set, for messages
+    cardinalities  by column, if its ids are 0 .. cardinality-1; other columns accept any 64-bit id
+    label          (S, tasks), or (S,) for one task; NaN is an unknown label
+    label_names    names of the columns of `label`
+    shuffle_seed   None: every epoch reads in the order of the tensors
+    name           name of the data set, for messages
 
     Raises DataError (IdRangeError for ids) naming column and row, counted from 0.
     """
@@ -129,28 +133,27 @@ def open_tensors(
                 f"{name}: got {argument} of type {type(value).__name__}, wanted a tensor: torch.as_tensor(...)"
             )
     cardinalities = cardinalities or {}
-    for stranger in cardinalities.keys() - values.keys():
+    for unknown in cardinalities.keys() - values.keys():
         raise DataError(
-            f"{name}: cardinalities names the column {stranger!r}, which ids does not have; "
+            f"{name}: cardinalities names the column {unknown!r}, which ids does not have; "
             f"the columns are {', '.join(values)}"
         )
-    num_samples = _count(name, values, dense, label)
+    num_samples = _count_samples(name, values, dense, label)
     if dense is None:
         dense = torch.empty(num_samples, 0)
     if dense_names is None:
         dense_names = [f"dense{i}" for i in range(dense.shape[-1])]
-    columns = Columns(
-        dense=_checked_dense(name, dense, dense_names, num_samples),
+    columns = TensorColumns(
+        dense=_check_dense(name, dense, dense_names, num_samples),
         ids={
-            k: _checked_ids(name, k, v, cardinalities.get(k), num_samples)
-            for k, v in values.items()
+            k: _check_ids(name, k, v, cardinalities.get(k), num_samples) for k, v in values.items()
         },
-        label=_checked_label(name, label, label_names, num_samples),
-        sample_weight=_checked_floats(name, "sample_weight", sample_weight, num_samples),
+        label=_check_label(name, label, label_names, num_samples),
+        sample_weight=_check_floats(name, "sample_weight", sample_weight, num_samples),
         group=group,
     )
     if group is not None and (group.shape != (num_samples,) or group.dtype != torch.int64):
-        raise _shape_error(name, "group", group, f"({num_samples},) int64")
+        raise _build_shape_error(name, "group", group, f"({num_samples},) int64")
     categorical = tuple(
         Column(key, cardinalities.get(key), "one" if v.offsets is None else "bag")
         for key, v in values.items()
@@ -159,7 +162,9 @@ def open_tensors(
     return TensorSource(schema, columns, shuffle_key=shuffle_seed)
 
 
-def _count(name: str, ids: Mapping[str, Ids], dense: Tensor | None, label: Tensor | None) -> int:
+def _count_samples(
+    name: str, ids: Mapping[str, Ids], dense: Tensor | None, label: Tensor | None
+) -> int:
     for tensor in (dense, label):
         if tensor is not None:
             return len(tensor)
@@ -168,21 +173,21 @@ def _count(name: str, ids: Mapping[str, Ids], dense: Tensor | None, label: Tenso
     raise DataError(f"{name}: got no column at all, wanted ids, dense or a label")
 
 
-def _shape_error(name: str, column: str, got: Tensor, wanted: str) -> DataError:
+def _build_shape_error(name: str, column: str, got: Tensor, wanted: str) -> DataError:
     kind = str(got.dtype).removeprefix("torch.")
     return DataError(f"{name}, column {column}: got {tuple(got.shape)} {kind}, wanted {wanted}")
 
 
-def _first(mask: Tensor) -> int:
+def _first_true(mask: Tensor) -> int:
     return int(mask.to(torch.uint8).argmax())
 
 
-def _checked_dense(name: str, dense: Tensor, columns: Sequence[str], num_samples: int) -> Tensor:
+def _check_dense(name: str, dense: Tensor, columns: Sequence[str], num_samples: int) -> Tensor:
     if dense.dim() != 2 or dense.shape != (num_samples, len(columns)):
-        raise _shape_error(name, "dense", dense, f"({num_samples}, {len(columns)}) floats")
+        raise _build_shape_error(name, "dense", dense, f"({num_samples}, {len(columns)}) floats")
     bad = ~dense.isfinite()
     if bad.any():
-        row, column = divmod(_first(bad.flatten()), dense.shape[1])
+        row, column = divmod(_first_true(bad.flatten()), dense.shape[1])
         raise DataError(
             f"{name}, row {row}, column {columns[column]}: got {float(dense[row, column])}, "
             "wanted a finite number. Replace missing values (0 is common) before opening"
@@ -190,33 +195,33 @@ def _checked_dense(name: str, dense: Tensor, columns: Sequence[str], num_samples
     return dense.to(torch.float32)
 
 
-def _checked_label(
+def _check_label(
     name: str, label: Tensor | None, names: Sequence[str], num_samples: int
 ) -> Tensor | None:
     if label is None:
         return None
     shape = (num_samples, len(names))
     if tuple(label.shape) not in ({shape, shape[:1]} if len(names) == 1 else {shape}):
-        raise _shape_error(name, "label", label, f"{shape} floats: a column for each label name")
+        raise _build_shape_error(
+            name, "label", label, f"{shape} floats: a column for each label name"
+        )
     values = label.to(torch.float32).reshape(shape)
     if values.isinf().any():
-        row = _first(values.isinf().any(1))
+        row = _first_true(values.isinf().any(1))
         raise DataError(
-            f"{name}, row {row}, column label: got inf or -inf, wanted a finite number, or NaN where nobody knows it"
+            f"{name}, row {row}, column label: got inf or -inf, wanted a finite number, or NaN if unknown"
         )
     return values
 
 
-def _checked_floats(
-    name: str, column: str, values: Tensor | None, num_samples: int
-) -> Tensor | None:
+def _check_floats(name: str, column: str, values: Tensor | None, num_samples: int) -> Tensor | None:
     if values is None:
         return None
     if tuple(values.shape) != (num_samples,):
-        raise _shape_error(name, column, values, f"({num_samples},)")
+        raise _build_shape_error(name, column, values, f"({num_samples},)")
     bad = ~values.isfinite()
     if bad.any():
-        row = _first(bad.flatten())
+        row = _first_true(bad.flatten())
         raise DataError(
             f"{name}, row {row}, column {column}: got {float(values.flatten()[row])}, "
             "wanted a finite number. Drop or repair the row before opening"
@@ -224,19 +229,19 @@ def _checked_floats(
     return values.to(torch.float32)
 
 
-def _checked_ids(
-    name: str, column: str, ids: Ids, cardinality: int | None, num_samples: int
-) -> Ids:
+def _check_ids(name: str, column: str, ids: Ids, cardinality: int | None, num_samples: int) -> Ids:
     values, offsets = ids.values, ids.offsets
     if values.dim() != 1 or values.is_floating_point() or values.is_complex():
-        raise _shape_error(name, column, values, "one dimension of integers")
+        raise _build_shape_error(name, column, values, "one dimension of integers")
     values = values.to(torch.int64)
     if offsets is None:
         if len(values) != num_samples:
-            raise _shape_error(name, column, values, f"({num_samples},) integers")
+            raise _build_shape_error(name, column, values, f"({num_samples},) integers")
     else:
         if offsets.shape != (num_samples + 1,):
-            raise _shape_error(name, f"{column}.offsets", offsets, f"({num_samples + 1},) int64")
+            raise _build_shape_error(
+                name, f"{column}.offsets", offsets, f"({num_samples + 1},) int64"
+            )
         offsets = offsets.to(torch.int64)
         if offsets[0] != 0 or offsets[-1] != len(values) or bool((offsets.diff() < 0).any()):
             raise DataError(
@@ -244,11 +249,13 @@ def _checked_ids(
                 f"{int(offsets[-1])}, wanted 0 .. {len(values)} (its number of ids), never decreasing"
             )
     if ids.weights is not None and ids.weights.shape != values.shape:
-        raise _shape_error(name, f"{column}.weights", ids.weights, f"{tuple(values.shape)} floats")
+        raise _build_shape_error(
+            name, f"{column}.weights", ids.weights, f"{tuple(values.shape)} floats"
+        )
     if cardinality is not None:
         bad = (values < 0) | (values >= cardinality)
         if bad.any():
-            at = _first(bad)
+            at = _first_true(bad)
             row = at if offsets is None else int(torch.searchsorted(offsets, at, right=True)) - 1
             raise IdRangeError(
                 f"{name}, row {row}, column {column}: got id {int(values[at])}, wanted "

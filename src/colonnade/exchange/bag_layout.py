@@ -17,15 +17,15 @@ from colonnade.exchange.operator_cut import result_width
 from colonnade.exchange.operators import Attended, Partials
 from colonnade.exchange.rows import RowsLookup
 from colonnade.lookup.contract import PartLookup
-from colonnade.lookup.fields import Columns, Fields, Key, Run, runs_of
+from colonnade.lookup.fields import ColumnKey, ColumnRun, FieldColumns, FieldLayout, find_runs
 from colonnade.lookup.layout import (
-    Consumption,
-    Declaration,
+    EmbeddingDeclaration,
+    LookupColumns,
     Lookups,
     Output,
-    collect,
-    outputs,
-    weighed,
+    collect_lookups,
+    list_outputs,
+    replace_weights,
 )
 from colonnade.table import POOLINGS
 from colonnade.topology.sharding import Sharding
@@ -62,7 +62,7 @@ class EvaluatedFields:
 
 
 def evaluated_fields(
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     consumers: Sequence[str],
     *,
@@ -109,62 +109,64 @@ class Division:
 
     column: int  # of lookups
     pooling: str
-    columns: slice  # of what arrives
+    columns: slice  # of the arriving columns
 
 
 @dataclass(frozen=True)
 class BagLayout:
     """Layout of one exchange, on one rank."""
 
-    declaration: Declaration
+    declaration: EmbeddingDeclaration
     evaluated: EvaluatedFields
     outputs: tuple[Output, ...]
-    fields: Fields
+    fields: FieldLayout
     """Fields of all outputs, pooled ones first."""
-    shares: tuple[Fields, ...]
+    shares: tuple[FieldLayout, ...]
     """Fields of tables that a rank has rows of, by rank."""
-    arriving: Columns
+    arriving: FieldColumns
     """Columns that arrive at the samples' ranks."""
-    requested: Consumption
+    requested: LookupColumns
     """Lookups of a rank's own samples, in the form in which they are requested."""
-    runs: tuple[list[Run], ...]
+    runs: tuple[list[ColumnRun], ...]
     """Runs of an output's columns among the arriving ones, by output."""
     divisions: tuple[Division, ...]
 
-    def sums(self, rank: int) -> Declaration:
+    def pooled_declaration(self, rank: int) -> EmbeddingDeclaration:
         """Return the declaration that a rank pools: sums of its share, and means where it has whole bags."""
-        return self.shares[rank].as_sums(but=self.evaluated.averaged_by_owner)
+        return self.shares[rank].as_sum_declaration(
+            declared_pooling=self.evaluated.averaged_by_owner
+        )
 
-    def pooled(self, rank: int) -> Columns:
+    def pooled_columns(self, rank: int) -> FieldColumns:
         """Return the columns that a rank pools."""
         return self.shares[rank].columns
 
-    def from_owner(self, rank: int) -> Columns:
+    def sent_columns(self, rank: int) -> FieldColumns:
         """Return the columns that a rank sends where owners evaluate consumers: partials of the consumers that it has
         fields of, and fields that are needed themselves."""
         share = set(self.shares[rank].order)
 
-        def is_sent(key: Key) -> bool:
+        def is_sent(key: ColumnKey) -> bool:
             if isinstance(key, int):
                 return key in share
             return bool(share & set(self.evaluated.taken_by.get(key, ())))
 
-        return Columns({key: dim for key, dim in self.arriving.dims.items() if is_sent(key)})
+        return FieldColumns({key: dim for key, dim in self.arriving.dims.items() if is_sent(key)})
 
-    def fields_of(self, key: Key) -> tuple[int, ...]:
+    def fields_of_column(self, key: ColumnKey) -> tuple[int, ...]:
         """Return the fields that a column of `arriving` is made of."""
         return (key,) if isinstance(key, int) else self.evaluated.taken_by[key]
 
 
-def lay_out_bags(
-    declaration: Declaration,
+def build_bag_layout(
+    declaration: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     num_ranks: int,
     evaluated: EvaluatedFields,
 ) -> BagLayout:
-    """Lay out an exchange of bags. Raises ConfigError for sequences whose rows would have to be sent."""
-    every_output = tuple(_outputs(declaration, evaluated.consumers))
-    for output in every_output:
+    """Build the layout of an exchange of bags. Raises ConfigError for sequences whose rows would have to be sent."""
+    split_outputs = tuple(_split_evaluated_outputs(declaration, evaluated.consumers))
+    for output in split_outputs:
         if output.is_sequence:
             feature = declaration.features[declaration.fields[output.fields[0]].feature]
             raise ConfigError(
@@ -172,26 +174,26 @@ def lay_out_bags(
                 "towers or tower_rows for a sequence, whose rows reach the model one by one; give this table "
                 "exchange rows"
             )
-    order = dict.fromkeys(i for output in every_output for i in output.fields)
-    unordered = Fields(declaration, tuple(order))
-    fields = Fields(declaration, unordered.pooled + unordered.sequences)
-    arriving = _arriving(declaration, evaluated, every_output)
+    order = dict.fromkeys(i for output in split_outputs for i in output.fields)
+    unordered = FieldLayout(declaration, tuple(order))
+    fields = FieldLayout(declaration, unordered.pooled + unordered.sequences)
+    arriving = _arriving_columns(declaration, evaluated, split_outputs)
     features = fields.features
     poolings = [declaration.features[f].pooling for f in features]
     column = {f: c for c, f in enumerate(features)}
     divisions = [
-        Division(column[f], declaration.features[f].pooling, arriving.of(key))
+        Division(column[f], declaration.features[f].pooling, arriving.slice_of(key))
         for key, f in ((k, declaration.fields[k].feature) for k in arriving.dims if isinstance(k, int))
         if declaration.features[f].pooling in ("mean", "sqrtn") and f not in evaluated.averaged
     ]  # fmt: skip
     return BagLayout(
         declaration=declaration,
         evaluated=evaluated,
-        outputs=every_output,
+        outputs=split_outputs,
         fields=fields,
-        shares=tuple(fields.share(rank, shardings) for rank in range(num_ranks)),
+        shares=tuple(fields.select_rank(rank, shardings) for rank in range(num_ranks)),
         arriving=arriving,
-        requested=Consumption(
+        requested=LookupColumns(
             features,
             (),
             torch.tensor(
@@ -205,15 +207,17 @@ def lay_out_bags(
                 dtype=torch.uint8,
             ),
         ),
-        runs=tuple(runs_of([output.pieces for output in every_output], arriving)),
+        runs=tuple(find_runs([output.column_starts for output in split_outputs], arriving)),
         divisions=tuple(divisions),
     )
 
 
-def _outputs(declaration: Declaration, consumers: Collection[str]) -> list[Output]:
+def _split_evaluated_outputs(
+    declaration: EmbeddingDeclaration, consumers: Collection[str]
+) -> list[Output]:
     """Return outputs, with those of evaluated consumers as separate ones."""
     separate: list[Output] = []
-    for output in outputs(declaration):
+    for output in list_outputs(declaration):
         if others := tuple(name for name in output.names if name not in consumers):
             separate.append(replace(output, names=others))
         for name in output.names:
@@ -224,15 +228,15 @@ def _outputs(declaration: Declaration, consumers: Collection[str]) -> list[Outpu
     return separate
 
 
-def _arriving(
-    declaration: Declaration, evaluated: EvaluatedFields, every_output: Sequence[Output]
-) -> Columns:
+def _arriving_columns(
+    declaration: EmbeddingDeclaration, evaluated: EvaluatedFields, split_outputs: Sequence[Output]
+) -> FieldColumns:
     """Return the arriving columns: fields and partials of the outputs, then queries, then merged results of
     attention."""
-    dims: dict[Key, int] = {}
-    merged: dict[Key, int] = {}
-    for output in every_output:
-        for key, _ in output.pieces:
+    dims: dict[ColumnKey, int] = {}
+    merged: dict[ColumnKey, int] = {}
+    for output in split_outputs:
+        for key, _ in output.column_starts:
             if key in evaluated.attended:
                 merged[key] = output.width
             else:
@@ -240,7 +244,7 @@ def _arriving(
                 dims[key] = output.width if is_partial else declaration.fields[int(key)].dim
     for i in evaluated.queries:
         dims[i] = declaration.fields[i].dim
-    return Columns({**dims, **merged})
+    return FieldColumns({**dims, **merged})
 
 
 def _requested_pooling(f: int, pooling: str, evaluated: EvaluatedFields, num_ranks: int) -> int:
@@ -254,7 +258,7 @@ def collect_bags(batch: Batch, layout: BagLayout) -> Lookups:
     """Return a batch's lookups, weighed by the lengths of bags where several owners compute a mean. Raises DataError,
     NonFiniteError."""
     declaration, evaluated = layout.declaration, layout.evaluated
-    lookups = collect(batch, declaration, layout.requested)
+    lookups = collect_lookups(batch, declaration, layout.requested)
     if not evaluated.weighed and not evaluated.unsplit:
         return lookups
     weights, dtype = list(lookups.weights), declaration.compute_dtype
@@ -269,13 +273,13 @@ def collect_bags(batch: Batch, layout: BagLayout) -> Lookups:
                 f"{feature.table!r} the sharding table_wise, or exchange pooled"
             )
         if f in evaluated.weighed:
-            weights[c] = _share_of_mean(lengths, feature.pooling, weights[c], dtype)
+            weights[c] = _mean_weights(lengths, feature.pooling, weights[c], dtype)
     if not evaluated.weighed:
         return lookups
-    return weighed(lookups, weights, layout.requested, dtype)
+    return replace_weights(lookups, weights, layout.requested, dtype)
 
 
-def _share_of_mean(
+def _mean_weights(
     lengths: Tensor, pooling: str, weights: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Return the weight of each lookup, so that the weighted sum of a bag is its mean, or its sum divided by the root
@@ -323,5 +327,5 @@ class LastHop:
     """Hop that ends at the samples' ranks."""
 
     transport: LastTransport
-    columns: Columns  # at its senders
-    sent: Columns  # what they send: columns, or partials of some
+    columns: FieldColumns  # at its senders
+    sent: FieldColumns  # as sent: columns, or partials of some of them

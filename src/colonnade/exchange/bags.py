@@ -47,7 +47,7 @@ from colonnade.exchange.bag_layout import (
     collect_bags,
 )
 from colonnade.exchange.operators import Operators, RemoteAttention
-from colonnade.exchange.row_owner import RowOwner, gather, owned_rows, soonest_use
+from colonnade.exchange.row_owner import RowOwner, gather_int32, owned_rows, reduce_next_use
 from colonnade.exchange.rows import RowsExchange
 from colonnade.lookup.contract import (
     REASSOCIATED,
@@ -57,21 +57,26 @@ from colonnade.lookup.contract import (
     RowGradients,
     RowSource,
 )
-from colonnade.lookup.kernels import NOWHERE
-from colonnade.lookup.layout import collect_codes, consumption, explain_range, outputs
+from colonnade.lookup.kernels import NO_TENSORS
+from colonnade.lookup.layout import (
+    build_lookup_columns,
+    collect_next_use,
+    explain_range_error,
+    list_outputs,
+)
 from colonnade.lookup.outputs import CPU
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
 from colonnade.wire import bags
 from colonnade.wire.coding import Coding
-from colonnade.wire.id_distribution import SAMPLES, counted, exchange_messages
-from colonnade.wire.owner_map import Deal
+from colonnade.wire.id_distribution import SAMPLES, exchange_messages, traffic_tag_of
+from colonnade.wire.owner_map import OwnerMap
 from colonnade.wire.tower_transport import PeerTransport, TowerTransport
 from colonnade.wire.transport import PendingTransfer
 
 
 class BagsExchange:
-    """One rank's side of an exchange of bags."""
+    """Exchange of bags, on one rank."""
 
     counts_norm = True
     cancel = after_update = None
@@ -79,7 +84,7 @@ class BagsExchange:
     def __init__(
         self,
         layout: BagLayout,
-        owner_map: Deal,
+        owner_map: OwnerMap,
         mesh: Mesh,
         inner_hops: Sequence[TowerTransport],
         last_hop: LastHop,
@@ -106,15 +111,15 @@ class BagsExchange:
         self.tower, self.peers = tower, tuple(peers)
         self.num_ranks = mesh.num_ranks
         self.share = layout.shares[mesh.rank]
-        sums = layout.sums(mesh.rank)
-        self.owner = RowOwner(sums, consumption(sums), outputs(sums), mesh)
+        sums = layout.pooled_declaration(mesh.rank)
+        self.owner = RowOwner(sums, build_lookup_columns(sums), list_outputs(sums), mesh)
         self.dtype = self.declaration.compute_dtype
         exact = coding.exactness(REASSOCIATED, self.declaration.dtype, self.num_ranks)
-        roundings = last_hop.transport.roundings
-        self.exactness = replace(exact, max_error=roundings * exact.max_error)
-        used = {key for output in self.outputs for key, _ in output.pieces}
+        num_roundings = last_hop.transport.num_roundings
+        self.exactness = replace(exact, max_error=num_roundings * exact.max_error)
+        used = {key for output in self.outputs for key, _ in output.column_starts}
         self._only_queries = [
-            layout.arriving.of(i) for i in layout.evaluated.queries if i not in used
+            layout.arriving.slice_of(i) for i in layout.evaluated.queries if i not in used
         ]
 
     # ---- ids
@@ -124,14 +129,14 @@ class BagsExchange:
         lookups = collect_bags(batch, layout)
         codes = None
         if batch.next_use is not None:
-            codes = collect_codes(batch, self.declaration, layout.requested)
+            codes = collect_next_use(batch, self.declaration, layout.requested)
         try:
             if self.num_ranks == 1:
                 plan = _native.make_plan(lookups.native, owner.table_rows, owner.one_owner)
                 return LookupRequest([], lookups, plan, codes)
-            messages = bags.pack(lookups, owner.table_rows, self.owner_map, codes)
+            messages = bags.pack_bags(lookups, owner.table_rows, self.owner_map, codes)
         except IndexError as error:
-            raise explain_range(error, self.declaration, layout.requested.features) from None
+            raise explain_range_error(error, self.declaration, layout.requested.features) from None
         if self.tower is not None:  # other ranks than peers need the number of samples alone
             size = np.frombuffer(SAMPLES.pack(batch.size), np.uint8)
             messages = [
@@ -145,15 +150,18 @@ class BagsExchange:
         """Implement the contract. Collective inside the tower where rows are requested once a tower."""
         if self.tower is not None:
             return self._serve_peers(self.tower, request, received, batch)
-        plan, joined = request.plan, bags.Joined(request.lookups, [batch.size], request.codes)
+        plan, received_bags = (
+            request.plan,
+            bags.ReceivedBags(request.lookups, [batch.size], request.codes),
+        )
         if self.num_ranks > 1:
-            joined = self._join(received)
-            plan = self.owner.make_plan(joined.lookups, self.owner.one_owner)
+            received_bags = self._unpack_lookups(received)
+            plan = self.owner.make_plan(received_bags.lookups, self.owner.one_owner)
         assert plan is not None
-        codes = None if joined.codes is None else soonest_use(joined.codes, plan)
+        codes = None if received_bags.codes is None else reduce_next_use(received_bags.codes, plan)
         return BagsLookup(
-            batch, joined.lookups, plan, owned_rows(plan, codes), plan,
-            sizes=joined.sizes, requested=request.lookups,
+            batch, received_bags.lookups, plan, owned_rows(plan, codes), plan,
+            sizes=received_bags.sizes, requested=request.lookups,
         )  # fmt: skip
 
     def _serve_peers(
@@ -164,34 +172,34 @@ class BagsExchange:
         batch: BatchInfo,
     ) -> BagsLookup:
         """Request the rows of all peers' lookups inside the tower. Collective there."""
-        joined = self._join([received[rank] for rank in self.peers])
-        of_peers = dict(zip(self.peers, joined.sizes, strict=True))
+        received_bags = self._unpack_lookups([received[rank] for rank in self.peers])
+        size_by_peer = dict(zip(self.peers, received_bags.sizes, strict=True))
         sizes = [
-            of_peers[rank] if rank in of_peers else _read_size(rank, message)
+            size_by_peer[rank] if rank in size_by_peer else _read_size(rank, message)
             for rank, message in enumerate(received)
         ]
-        plan = self.owner.make_plan(joined.lookups, tower.deal.num_owners)
-        codes = None if joined.codes is None else soonest_use(joined.codes, plan)
+        plan = self.owner.make_plan(received_bags.lookups, tower.owner_map.num_owners)
+        codes = None if received_bags.codes is None else reduce_next_use(received_bags.codes, plan)
         messages: list[np.ndarray] = []
         if tower.num_ranks > 1:
-            requests = tower.pack(plan, codes)
+            requests = tower.pack_plan(plan, codes)
             (messages,), _ = exchange_messages([requests], tower.mesh, 0.0, batch.channel)
         inner = tower.serve_requests(
-            LookupRequest(messages, joined.lookups, plan, codes),
+            LookupRequest(messages, received_bags.lookups, plan, codes),
             messages,
-            replace(batch, size=sum(joined.sizes)),
+            replace(batch, size=sum(received_bags.sizes)),
         )
         return BagsLookup(
-            batch, joined.lookups, plan, inner.owned, inner.owner_plan,
+            batch, received_bags.lookups, plan, inner.owned, inner.owner_plan,
             sizes=sizes, requested=request.lookups, inner=inner,
         )  # fmt: skip
 
-    def _join(self, messages: Sequence[np.ndarray]) -> bags.Joined:
+    def _unpack_lookups(self, messages: Sequence[np.ndarray]) -> bags.ReceivedBags:
         """Join received lookups into one batch. Raises WorldError."""
         owner = self.owner
-        return bags.join(
+        return bags.unpack_bags(
             messages,
-            owner.consumption,
+            owner.lookup_columns,
             owner.table_rows,
             self.owner_map,
             self.mesh.rank,
@@ -205,7 +213,7 @@ class BagsExchange:
             self.tower.resolve_slots(lookup.inner, views)
             return
         slots = lookup.slots
-        lookup.pinned = PinnedRows(slots, gather(slots, lookup.owner_plan.inverse))
+        lookup.pinned = PinnedRows(slots, gather_int32(slots, lookup.owner_plan.inverse))
 
     # ---- values
 
@@ -218,60 +226,63 @@ class BagsExchange:
             lookup.weight_versions = self.operators.versions()
         block = empty(sum(lookup.sizes), 0, dtype=self.dtype)
         if self.share.order:
-            pooled = self._pool(lookup, source)
+            pooled = self._pool_rows(lookup, source)
             block = pooled.pop(0) if self.share.columns.dims else block
             evaluation.sequence_rows = pooled
         if self.keeps_pooled and not lookup.batch.is_evaluated:
             evaluation.pooled = block
-        self._send(lookup, block)
+        self._send_sums(lookup, block)
         if self.attention:
             self._attend(lookup)
 
-    def _pool(self, lookup: BagsLookup, source: RowSource) -> list[Tensor]:
+    def _pool_rows(self, lookup: BagsLookup, source: RowSource) -> list[Tensor]:
         """Return, for the samples that this rank serves, sums of its fields (G, W_o) if it has any, and the rows of
         each sequence."""
         if self.tower is not None and lookup.inner is not None:
             lookup.inner.pinned = lookup.inner.pinned or lookup.pinned
             self.tower.fetch(lookup.inner, source)
             return [tensor.to(CPU) for tensor in self.tower.pooled(lookup.inner)]
-        by_request = lookup.slots_of(source)
+        by_request = lookup.request_slots(source)
         if by_request is None:
-            by_request = gather(source.rows, lookup.owner_plan.inverse)
-        kernels = self.owner.kernels(source.views)
-        placed = kernels.place(lookup.lookups, source.views, by_request)
+            by_request = gather_int32(source.rows, lookup.owner_plan.inverse)
+        kernels = self.owner.select_kernels(source.views)
+        locations = kernels.locate_rows(lookup.lookups, source.views, by_request)
         into = {}
         if kernels is self.owner.native and self.share.columns.dims:
             shape = sum(lookup.sizes), self.share.columns.width
             into = {0: self.mesh.room(math.prod(shape), self.dtype).view(shape)}
-        return [tensor.to(CPU) for tensor in kernels.pool(lookup.lookups, placed, into)]
+        return [tensor.to(CPU) for tensor in kernels.pool(lookup.lookups, locations, into)]
 
-    def _send(self, lookup: BagsLookup, block: Tensor) -> None:
+    def _send_sums(self, lookup: BagsLookup, block: Tensor) -> None:
         """Send this rank's block of sums over all hops, or only up to the last one where values wait for their use."""
-        sizes, tag = lookup.sizes, counted(lookup.batch.channel, "fetch")
+        sizes, tag = lookup.sizes, traffic_tag_of(lookup.batch.channel, "fetch")
         blocks: Iterable[Tensor] = [block]
         if isinstance(self.last_hop.transport, PeerTransport) and not self.inner_hops:
-            blocks = self.last_hop.transport.split(block, sizes)
+            blocks = self.last_hop.transport.split_by_chunk(block, sizes)
         for hop in self.inner_hops:
             blocks = hop.receive(hop.send(blocks, sizes, tag), sizes)
         if self.waits_in_tower and not lookup.batch.is_evaluated:
             lookup.evaluation.gathered = list(blocks)
             return
-        self._send_last(lookup, blocks)
+        self._send_last_hop(lookup, blocks)
 
-    def _send_last(self, lookup: BagsLookup, blocks: Iterable[Tensor]) -> None:
+    def _send_last_hop(self, lookup: BagsLookup, blocks: Iterable[Tensor]) -> None:
         """Evaluate operators, and send their results over the last hop."""
-        last, tag = self.last_hop, counted(lookup.batch.channel, "fetch")
+        last, tag = self.last_hop, traffic_tag_of(lookup.batch.channel, "fetch")
         if self.operators is not None:
             lookup.evaluation.partials = []
             record = None if lookup.batch.is_evaluated else lookup.evaluation.partials
-            blocks = self.operators.messages(blocks, last.columns, last.sent, record)
+            blocks = self.operators.build_messages(blocks, last.columns, last.sent, record)
         lookup.reads = BagReads(last.transport.send(blocks, lookup.sizes, tag))
 
     def _attend(self, lookup: BagsLookup) -> None:
         """Attend to sequences on the ranks of their rows. Collective; waits for the queries, which are sent there."""
         sizes, evaluation = lookup.sizes, lookup.evaluation
-        tag, is_trained = counted(lookup.batch.channel, "fetch"), not lookup.batch.is_evaluated
-        total, arriving = self.total(lookup), self.layout.arriving
+        tag, is_trained = (
+            traffic_tag_of(lookup.batch.channel, "fetch"),
+            not lookup.batch.is_evaluated,
+        )
+        total, arriving = self.receive_sums(lookup), self.layout.arriving
         evaluation.attended = {}
         for name, attention in self.attention.items():
             dim = self.declaration.fields[attention.sequence].dim
@@ -284,20 +295,20 @@ class BagsExchange:
                 lengths = (
                     torch.ones(sum(sizes), dtype=torch.int64) if offsets is None else offsets.diff()
                 )
-            query = total[:, arriving.of(attention.query)].contiguous()
-            attended = attention.fetch(query, rows, lengths, sizes, tag, is_trained)
-            total[:, arriving.of(name)] = attended.merged.detach()
+            query = total[:, arriving.slice_of(attention.query)].contiguous()
+            attended = attention.attend(query, rows, lengths, sizes, tag, is_trained)
+            total[:, arriving.slice_of(name)] = attended.merged.detach()
             if is_trained:
                 evaluation.attended[name] = attended
         lookup.reads = BagReads(total=total)
 
-    def total(self, lookup: BagsLookup) -> Tensor:
+    def receive_sums(self, lookup: BagsLookup) -> Tensor:
         """Return sums over senders, (B, W) of the compute dtype, in a tensor that the caller may change. Collective,
         the first time, where values waited in a tower."""
         if lookup.reads is None:
             assert self.operators is not None and lookup.evaluation.gathered is not None
             lookup.weight_versions = self.operators.versions()
-            self._send_last(lookup, lookup.evaluation.gathered)
+            self._send_last_hop(lookup, lookup.evaluation.gathered)
         reads = lookup.reads
         assert reads is not None
         if reads.total is not None:
@@ -305,12 +316,12 @@ class BagsExchange:
         assert reads.pending is not None
         reads.pending.wait()
         total = empty(lookup.batch.size, self.layout.arriving.width, dtype=self.dtype)
-        self.last_hop.transport.add(reads.pending, total)
+        self.last_hop.transport.add_received(reads.pending, total)
         return total
 
-    def pooled(self, lookup: BagsLookup, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
-        total = self.total(lookup)
-        self._divide(lookup, total)
+    def pooled(self, lookup: BagsLookup, into: Mapping[int, Tensor] = NO_TENSORS) -> list[Tensor]:
+        total = self.receive_sums(lookup)
+        self._divide_by_lengths(lookup, total)
         dtype, tensors = self.declaration.output_dtype, []
         for i, (output, runs) in enumerate(zip(self.outputs, self.layout.runs, strict=True)):
             is_all = len(runs) == 1 and runs[0].width == total.shape[1] and len(self.outputs) == 1
@@ -319,11 +330,11 @@ class BagsExchange:
                 continue
             tensor = into[i] if i in into else empty(len(total), output.width, dtype=dtype)
             for run in runs:
-                tensor[:, run.columns_here] = total[:, run.columns_there]
+                tensor[:, run.block_columns] = total[:, run.whole_columns]
             tensors.append(tensor)
         return tensors
 
-    def _divide(self, lookup: BagsLookup, total: Tensor) -> None:
+    def _divide_by_lengths(self, lookup: BagsLookup, total: Tensor) -> None:
         """Divide sums by the lengths of their bags, in place, where the samples' rank does that."""
         requested = lookup.requested
         assert requested is not None
@@ -338,9 +349,9 @@ class BagsExchange:
     def begin_push(
         self, lookup: BagsLookup, gradients: list[Tensor] | None, step: int, number: int
     ) -> Callable[[], RowGradients]:
-        total = self._gradients(lookup, gradients)
+        total = self._gradients_of_sums(lookup, gradients)
         last = self.last_hop.transport
-        pending = last.send_back_total(total, lookup.sizes, step, number)
+        pending = last.send_back(total, lookup.sizes, step, number)
         return partial(self._end_push, lookup, pending, step, number)
 
     def _end_push(
@@ -350,7 +361,9 @@ class BagsExchange:
         last, sizes, evaluation = self.last_hop, lookup.sizes, lookup.evaluation
         blocks: Iterable[Tensor] = last.transport.receive_back(pending, sizes)
         if self.operators is not None:
-            blocks = self.operators.gradients(blocks, last.sent, last.columns, evaluation.partials)
+            blocks = self.operators.backpropagate(
+                blocks, last.sent, last.columns, evaluation.partials
+            )
         for hop in reversed(self.inner_hops):
             blocks = hop.receive_back(hop.send_back(blocks, sizes), sizes)
         received, *others = blocks  # several where rows are pooled for peers, the last chunk first
@@ -363,11 +376,13 @@ class BagsExchange:
             return RowGradients(lookup.slots, lookup.owned.offsets, ends, none, source)
         if self.tower is not None and lookup.inner is not None:
             return self.tower.begin_push(lookup.inner, [received], step, number)()
-        of_rows = [evaluation.row_gradients[i].contiguous() for i in self.share.sequences]
+        sequence_gradients = [
+            evaluation.row_gradients[i].contiguous() for i in self.share.sequences
+        ]
         pooled = [received] if self.share.columns.dims else []
-        return self.owner.native.of_outputs(lookup, [*pooled, *of_rows])
+        return self.owner.native.gradients_from_outputs(lookup, [*pooled, *sequence_gradients])
 
-    def _gradients(self, lookup: BagsLookup, gradients: list[Tensor] | None) -> Tensor:
+    def _gradients_of_sums(self, lookup: BagsLookup, gradients: list[Tensor] | None) -> Tensor:
         """Return gradients of the sums, (B, W) of the compute dtype. Collective where there is attention."""
         total = empty(lookup.batch.size, self.layout.arriving.width, dtype=self.dtype)
         if gradients is None:
@@ -375,7 +390,7 @@ class BagsExchange:
         else:
             for gradient, runs in zip(gradients, self.layout.runs, strict=True):
                 for run in runs:
-                    target, source = total[:, run.columns_there], gradient[:, run.columns_here]
+                    target, source = total[:, run.whole_columns], gradient[:, run.block_columns]
                     target.copy_(source) if run.is_first else target.add_(source)
         requested = lookup.requested
         assert requested is not None
@@ -395,12 +410,14 @@ class BagsExchange:
             total[:, columns] = 0.0
         evaluation.row_gradients = {}
         for name, attention in self.attention.items():
-            gradient = total[:, arriving.of(name)].contiguous()
-            of_query, of_rows = attention.push(evaluation.attended[name], gradient, lookup.sizes)
-            total[:, arriving.of(attention.query)] += of_query
+            gradient = total[:, arriving.slice_of(name)].contiguous()
+            query_gradient, sequence_gradients = attention.send_gradients(
+                evaluation.attended[name], gradient, lookup.sizes
+            )
+            total[:, arriving.slice_of(attention.query)] += query_gradient
             before = evaluation.row_gradients.get(attention.sequence)
             evaluation.row_gradients[attention.sequence] = (
-                of_rows if before is None else before + of_rows
+                sequence_gradients if before is None else before + sequence_gradients
             )
 
     def drop(self, lookup: BagsLookup) -> None:
@@ -418,27 +435,31 @@ class BagsExchange:
     def prefetched(self, lookup: BagsLookup) -> dict[str, Tensor]:
         layout, rank = self.layout, self.mesh.rank
         if self.keeps_pooled:
-            return prefetched_bags.hold_pooled(lookup, layout, rank)
+            return prefetched_bags.export_operator_inputs(lookup, layout, rank)
         if self.waits_in_tower:
-            return prefetched_bags.hold_gathered(lookup, layout, self.last_hop.columns, self.peers)
-        return prefetched_bags.hold_sums(self.total(lookup), layout)
+            return prefetched_bags.export_gathered_sums(
+                lookup, layout, self.last_hop.columns, self.peers
+            )
+        return prefetched_bags.export_sums(self.receive_sums(lookup), layout)
 
-    def restore(self, lookup: BagsLookup, held: Sequence[Mapping[str, Tensor]]) -> None:
+    def restore(self, lookup: BagsLookup, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
         layout, rank = self.layout, self.mesh.rank
         if self.keeps_pooled:
             assert self.operators is not None
-            prefetched_bags.restore_pooled(
-                lookup, layout, rank, self.operators, self.last_hop, held
+            prefetched_bags.restore_operator_inputs(
+                lookup, layout, rank, self.operators, self.last_hop, prefetched
             )
         elif self.waits_in_tower:
             columns, transport = self.last_hop.columns, self.last_hop.transport
-            samples = prefetched_bags.restore_gathered(lookup, layout, columns, self.peers, held)
+            samples = prefetched_bags.restore_gathered(
+                lookup, layout, columns, self.peers, prefetched
+            )
             assert isinstance(transport, PeerTransport)
-            lookup.evaluation.gathered = list(transport.split(samples, lookup.sizes))
+            lookup.evaluation.gathered = list(transport.split_by_chunk(samples, lookup.sizes))
         else:
             widths = self.owner.widths
             lookup.reads = BagReads(
-                total=prefetched_bags.restore_sums(lookup, layout, rank, widths, held)
+                total=prefetched_bags.restore_sums(lookup, layout, rank, widths, prefetched)
             )
 
 

@@ -1,6 +1,6 @@
 """Row cache around an exchange of rows (HET, Miao et al. 2021).
 
-Ranks keep copies of the rows that they use, within staleness bounds, and send owners the sums of several batches'
+Ranks store copies of the rows that they use, within staleness bounds, and send owners the sums of several batches'
 gradients. A directory (`cache.directory`) decides for each batch, from the order of batches alone, which rows to
 request from their owners. Their ids are sent ahead of training as in `rows`; rows whose copies may be used as they are
 are not requested. A rank that has a copy and requests the row receives it only if it has changed since, else one bit.
@@ -24,33 +24,33 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.cache import Copies, DeviceCopies, NativeCopies, travelling_bytes
+from colonnade.cache import CachedRows, DeviceCachedRows, NativeCachedRows, sent_record_bytes
 from colonnade.cache.directory import (
+    EXPIRED,
     HIT,
-    LEASE_OVER,
     MISS,
-    Changes,
     Decision,
     Directory,
-    Marked,
-    joined,
+    OverwrittenVersions,
+    VersionLog,
+    join_decisions,
 )
 from colonnade.cache.messages import (
-    FAR,
-    Named,
-    Serving,
-    mark_bytes,
-    pack_marks,
-    read_notes,
-    tables_of,
-    unpack_marks,
-    with_notes,
-    without_notes,
+    MAX_AGE,
+    RowRequests,
+    ServedRequests,
+    add_row_flags,
+    pack_bits,
+    packed_bit_sizes,
+    parse_row_flags,
+    row_tables,
+    split_row_flags,
+    unpack_bits,
 )
-from colonnade.cache.next_use import Seen, in_sight, rows_of
+from colonnade.cache.next_use import PreviewedBatch, preview_batches, sort_rows_by_table
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import ConfigError
-from colonnade.exchange.row_owner import gather, list_requests, owned_rows, soonest_use
+from colonnade.exchange.row_owner import gather_int32, list_requests, owned_rows, reduce_next_use
 from colonnade.exchange.rows import FetchedRows, RowsExchange, RowsLookup
 from colonnade.lookup.contract import (
     BatchInfo,
@@ -62,8 +62,8 @@ from colonnade.lookup.contract import (
     RowSource,
 )
 from colonnade.lookup.kernels import Kernels
-from colonnade.lookup.layout import Declaration
-from colonnade.lookup.row_layout import RowLayout, row_layout
+from colonnade.lookup.layout import EmbeddingDeclaration
+from colonnade.lookup.row_layout import RowLayout, build_row_layout
 from colonnade.lookup.views import Slices
 from colonnade.staleness import RowClock
 from colonnade.store.contract import RowView
@@ -85,14 +85,14 @@ class CacheCounts:
     pushed_full: int = 0  # because more batches were pending than the write bound
     pushed_leaving: int = 0  # because the copy is dropped with the batch that used it
     pushed_evicted: int = 0  # because the copy was evicted
-    ticks: int = 0  # batches in all that was pushed
+    ticks: int = 0  # batches with gradients in all that was pushed
 
     def add(self, decision: Decision, sign: int = 1) -> None:
-        """Add the counts of a decision of all tables, `joined`. sign -1: subtract them, to undo it."""
-        sorts = np.bincount(decision.asked, minlength=3) * sign
-        self.hits += int(sorts[HIT])
-        self.misses += int(sorts[MISS])
-        self.lease_over += int(sorts[LEASE_OVER])
+        """Add the counts of a decision of all tables, `join_decisions`. sign -1: subtract them, to undo it."""
+        num_by_outcome = np.bincount(decision.outcomes, minlength=3) * sign
+        self.hits += int(num_by_outcome[HIT])
+        self.misses += int(num_by_outcome[MISS])
+        self.lease_over += int(num_by_outcome[EXPIRED])
         leaving = int((decision.pushed & decision.leaving).sum()) * sign
         self.pushed_leaving += leaving
         self.pushed_full += int(decision.pushed.sum()) * sign - leaving
@@ -105,13 +105,13 @@ AGES = 32
 """Number of bins of counts of rows by age of the copy that was read: 0 batches, 1, 2 to 3, 4 to 7, and so on."""
 
 
-def ages_of(decisions: Sequence[Decision]) -> np.ndarray:
+def count_by_age(decisions: Sequence[Decision]) -> np.ndarray:
     """Count a batch's rows by age: batches since they were last requested from their owner, 0 with this one. (AGES,)
     int64.
 
     A read misses at most that many batches of every other rank, and the batches whose gradients were pending there at
     the request: at most `write_bound`."""
-    ages = [np.where(decision.asked == HIT, decision.ages, 0) for decision in decisions]
+    ages = [np.where(decision.outcomes == HIT, decision.ages, 0) for decision in decisions]
     return np.bincount(np.frexp(np.concatenate(ages))[1], minlength=AGES)
 
 
@@ -123,12 +123,12 @@ class TableCache:
     clock: RowClock
     policy: str = "lru"
     window: int = 0
-    """Number of batches after the one it decides on whose ids policy lookahead is given."""
+    """Number of coming batches that policy lookahead knows the ids of."""
 
 
 @dataclass(slots=True)
 class CacheTransfer:
-    """Transfer of one training batch's rows as the directories decided it, from its ids to its push."""
+    """Transfer of one training batch's rows, as the directories decided it, from sending its ids to its push."""
 
     number: int
     decisions: Sequence[Decision]  # by table
@@ -136,15 +136,17 @@ class CacheTransfer:
     num_slots: Sequence[int]  # by table: slots of its copies so far
     slots: np.ndarray  # (U,) int64
     pushed: np.ndarray  # (U,) bool
-    named: Named  # (W,)
-    origin: np.ndarray  # (W,) index among the U rows; -1: evicted
-    where: np.ndarray  # (W,) slot
+    row_requests: RowRequests  # (W,)
+    origin: np.ndarray  # (W,) index in the batch's U rows; -1: evicted
+    request_slots: np.ndarray  # (W,) slot
     ids: np.ndarray  # (W,)
-    serving: Serving | None = None
-    sent: np.ndarray | None = None  # (P,) bool: rows that this rank sends
-    fresh: np.ndarray | None = None  # (W,) bool: rows that it receives
-    marked: Marked | None = None  # rows of this rank that it changes
-    sums: Any = None  # of U rows, table by table (`Copies`), until they are applied to the copies
+    served_requests: ServedRequests | None = None
+    is_sent: np.ndarray | None = None  # (P,) bool: rows that this rank sends
+    is_received: np.ndarray | None = None  # (W,) bool: rows that it receives
+    overwritten: OverwrittenVersions | None = None  # rows of this rank that it changes
+    sums: Any = (
+        None  # of U rows, table by table (`CachedRows`), until they are applied to the copies
+    )
     is_dropped: bool = False
 
 
@@ -165,17 +167,21 @@ class CachedExchange:
 
     def __init__(
         self,
-        declaration: Declaration,
+        declaration: EmbeddingDeclaration,
         mesh: Mesh,
         shardings: Sequence[Sharding] | None,
         caches: Sequence[TableCache | None],
         device: torch.device | None = None,
     ) -> None:
-        """Take caches by table; None for tables of another exchange. device: whose memory copies are stored in; None:
-        this process's."""
+        """Take caches by table; None for tables of another exchange. device: memory of the cached rows; None: this
+        process's."""
         self.rows = RowsExchange(declaration, mesh, shardings)
         self.declaration, self.mesh = declaration, mesh
-        self.owner, self.deal, self.outputs = self.rows.owner, self.rows.deal, self.rows.outputs
+        self.owner, self.owner_map, self.outputs = (
+            self.rows.owner,
+            self.rows.owner_map,
+            self.rows.outputs,
+        )
         self.widths, self.exactness = self.owner.widths, self.rows.exactness
         self.pooled, self.has_values = self.rows.pooled, self.rows.has_values
         self.prefetched, self.restore = self.rows.prefetched, self.rows.restore
@@ -186,41 +192,48 @@ class CachedExchange:
             Directory(cache.rows, cache.clock.read_bound, cache.clock.write_bound, cache.policy)
             for cache in self.caches
         ]
-        stay = declaration.tables, [cache.rows for cache in self.caches]
-        self.copies: Copies = NativeCopies(*stay) if device is None else DeviceCopies(*stay, device)
-        self.changes = Changes([table.rows for table in declaration.tables])
-        # Copies that every batch requests and pushes anew need not outlast their batch.
-        self.is_kept = [cache.clock.is_late for cache in self.caches]
+        sizes = declaration.tables, [cache.rows for cache in self.caches]
+        self.cached_rows: CachedRows = (
+            NativeCachedRows(*sizes) if device is None else DeviceCachedRows(*sizes, device)
+        )
+        self.version_log = VersionLog([table.rows for table in declaration.tables])
+        # Where every batch requests its rows again, copies need not outlast their batch.
+        self.outlasts_batch = [cache.clock.is_late for cache in self.caches]
         self.record_widths = np.array(
-            [travelling_bytes(t, is_kept) for t, is_kept in zip(declaration.tables, self.is_kept, strict=True)]
+            [sent_record_bytes(table, is_changed)
+             for table, is_changed in zip(declaration.tables, self.outlasts_batch, strict=True)]
         )  # fmt: skip
         self.windows = [cache.window for cache in self.caches]
         self.counts = CacheCounts()
         self.ages = np.zeros(AGES, np.int64)  # of the same rows
         self.store: Any = None  # this rank's rows
         self.number = 0  # of the newest batch that was pushed
-        self.is_settled = False  # owners' rows include, for now, the gradients pending at copies
-        self._preview: Seen | None = None  # of the batch whose ids a lookahead sends next
+        self.is_synchronized = (
+            False  # owners' rows include, for now, the gradients pending at copies
+        )
+        self._preview: PreviewedBatch | None = None  # of the batch whose ids a lookahead sends next
         self._transfers: list[CacheTransfer] = []  # ids sent and not pushed, in order
         self._lock = (
             threading.Lock()
         )  # of the directories and transfers: the lookahead's thread sends ids
-        self.rule: tuple[Tensor, Tensor] | None = None  # of the newest update
+        self.last_optimizers: tuple[Tensor, Tensor] | None = None  # of the newest update
 
     # ---- ids
 
-    def in_sight(self, batches: Iterable[Batch], slices: Slices) -> Iterator[Batch]:
+    def preview_batches(self, batches: Iterable[Batch], slices: Slices) -> Iterator[Batch]:
         """Yield the batches of one lookahead, whose ids are sent one by one as they are yielded. If a table's policy
         looks ahead, read `window` batches more, and set the preview of the one that is yielded."""
         if not self.window:
             yield from batches
             return
 
-        def preview_batch(batch: Batch) -> Seen:
+        def preview_batch(batch: Batch) -> PreviewedBatch:
             _, plan, _ = planned = self.rows.plan_batch(slices.prepare_ids(batch))
-            return Seen(planned, rows_of(plan, self.deal.table_offsets(plan).tolist()))
+            return PreviewedBatch(
+                planned, sort_rows_by_table(plan, self.owner_map.table_offsets(plan).tolist())
+            )
 
-        for batch, preview in in_sight(batches, preview_batch, self.windows):
+        for batch, preview in preview_batches(batches, preview_batch, self.windows):
             self._preview = preview
             yield batch
 
@@ -237,30 +250,32 @@ class CachedExchange:
             preview, self._preview = self._preview, None
         lookups, plan, codes = self.rows.plan_batch(batch) if preview is None else preview.planned
         with self._lock:
-            transfer, named_plan, origin = self._decide(plan, preview)
+            transfer, request_plan, origin = self._decide_rows(plan, preview)
             self._transfers.append(transfer)
-        named_codes = None
+        request_codes = None
         if codes is not None:
-            named_codes = torch.zeros(len(origin), dtype=torch.uint8)  # unknown of evicted rows
+            request_codes = torch.zeros(len(origin), dtype=torch.uint8)  # unknown of evicted rows
             is_used = torch.from_numpy(origin >= 0)
-            named_codes[is_used] = codes[torch.from_numpy(origin)[is_used]]
-        requests = self.rows.pack(named_plan, named_codes)
-        return LookupRequest(with_notes(transfer.named, requests), lookups, plan, transfer=transfer)
+            request_codes[is_used] = codes[torch.from_numpy(origin)[is_used]]
+        requests = self.rows.pack_plan(request_plan, request_codes)
+        return LookupRequest(
+            add_row_flags(transfer.row_requests, requests), lookups, plan, transfer=transfer
+        )
 
-    def _decide(
-        self, plan: _native.Plan, preview: Seen | None
+    def _decide_rows(
+        self, plan: _native.Plan, preview: PreviewedBatch | None
     ) -> tuple[CacheTransfer, _native.Plan, np.ndarray]:
         """Return the transfer of the next batch, a plan of the rows that it requests, and for each of these its index
         among the batch's rows, -1 if it was evicted."""
         unique = np.asarray(plan.unique_ids)
-        ends = self.deal.table_offsets(plan).tolist()
+        ends = self.owner_map.table_offsets(plan).tolist()
         slots, pushed = np.empty(len(unique), np.int64), np.empty(len(unique), bool)
         decisions = []
-        embedding_by_table = rows_of(plan, ends) if preview is None else preview.rows
+        rows_by_table = sort_rows_by_table(plan, ends) if preview is None else preview.rows
         for t, (directory, (_, ids)) in enumerate(
-            zip(self.directories, embedding_by_table, strict=True)
+            zip(self.directories, rows_by_table, strict=True)
         ):
-            hints = None if preview is None else preview.told[t]
+            hints = None if preview is None else preview.next_uses[t]
             if hints is None:
                 decisions.append(directory.step(ids))
             else:
@@ -268,54 +283,54 @@ class CachedExchange:
                     directory.step(ids, hints.next_uses, hints.coming, self.windows[t])
                 )
         # All tables at once: a call for each of dozens of tables takes longer than its work.
-        rows, of_rows = (
-            np.concatenate([numbers for numbers, _ in embedding_by_table]),
-            joined(decisions),
+        rows, decision = (
+            np.concatenate([indices for indices, _ in rows_by_table]),
+            join_decisions(decisions),
         )
-        self.counts.add(of_rows)
-        self.ages += ages_of([of_rows])
-        slots[rows], pushed[rows] = of_rows.slots, of_rows.pushed
-        is_named = (of_rows.asked != HIT) | of_rows.pushed
-        requested_rows, count = rows[is_named], len(of_rows.evicted_ids)
+        self.counts.add(decision)
+        self.ages += count_by_age([decision])
+        slots[rows], pushed[rows] = decision.slots, decision.pushed
+        is_listed = (decision.outcomes != HIT) | decision.pushed
+        requested_rows, count = rows[is_listed], len(decision.evicted_ids)
         tables = np.concatenate([
-            tables_of(np.diff(ends)[None, :])[is_named],
-            tables_of(np.array([[len(decision.evicted_ids) for decision in decisions]])),
+            row_tables(np.diff(ends)[None, :])[is_listed],
+            row_tables(np.array([[len(decision.evicted_ids) for decision in decisions]])),
         ])  # fmt: skip
         counts = np.bincount(tables, minlength=len(decisions))[None, :]
         listing = np.argsort(tables, kind="stable")
-        ids = np.concatenate([unique[requested_rows], of_rows.evicted_ids])
-        wire = _native.make_plan(
+        ids = np.concatenate([unique[requested_rows], decision.evicted_ids])
+        request_plan = _native.make_plan(
             list_requests(torch.from_numpy(ids[listing]), counts),
             self.owner.table_rows,
-            self.deal.num_owners,
+            self.owner_map.num_owners,
         )
-        by_wire = np.empty(len(ids), np.int64)
-        by_wire[np.asarray(wire.inverse)] = listing
-        # From now on rank by rank, as in messages.
-        num_ranks, sizes = self.mesh.num_ranks, np.diff(self.deal.blocks(wire))
+        request_order = np.empty(len(ids), np.int64)
+        request_order[np.asarray(request_plan.inverse)] = listing
+        # From now on in the order of messages: rank by rank.
+        num_ranks, sizes = self.mesh.num_ranks, np.diff(self.owner_map.block_offsets(request_plan))
         ranks = np.repeat(np.tile(np.arange(num_ranks), len(decisions)), sizes)
-        at = by_wire[np.argsort(ranks, kind="stable")]
-        origin, where, outcomes, written, ages = (
+        message_order = request_order[np.argsort(ranks, kind="stable")]
+        origin, request_slots, outcomes, written, ages = (
             np.concatenate(pair)
             for pair in (
                 (requested_rows, np.full(count, -1)),
-                (slots[requested_rows], of_rows.evicted_slots.astype(np.int64)),
-                (of_rows.asked[is_named], np.full(count, HIT, np.uint8)),
-                (of_rows.pushed[is_named], np.ones(count, bool)),
-                (of_rows.ages[is_named].astype(np.int64), np.zeros(count, np.int64)),
+                (slots[requested_rows], decision.evicted_slots.astype(np.int64)),
+                (decision.outcomes[is_listed], np.full(count, HIT, np.uint8)),
+                (decision.pushed[is_listed], np.ones(count, bool)),
+                (decision.ages[is_listed].astype(np.int64), np.zeros(count, np.int64)),
             )
         )
-        outcomes, is_over = outcomes[at], outcomes[at] == LEASE_OVER
-        whole = ~np.array(self.is_kept)[tables[at]]
-        requested = Named(
-            sizes.reshape(-1, num_ranks).T, is_over & ~whole, (outcomes == MISS) | (is_over & whole),
-            written[at], ages[at],
+        outcomes, is_expired = outcomes[message_order], outcomes[message_order] == EXPIRED
+        whole = ~np.array(self.outlasts_batch)[tables[message_order]]
+        requested = RowRequests(
+            sizes.reshape(-1, num_ranks).T, is_expired & ~whole, (outcomes == MISS) | (is_expired & whole),
+            written[message_order], ages[message_order],
         )  # fmt: skip
         transfer = CacheTransfer(
             self.directories[0].number, decisions, ends, [directory.num_slots for directory in self.directories],
-            slots, pushed, requested, origin[at], where[at], ids[at],
+            slots, pushed, requested, origin[message_order], request_slots[message_order], ids[message_order],
         )  # fmt: skip
-        return transfer, wire, origin[by_wire]
+        return transfer, request_plan, origin[request_order]
 
     def serve_requests(
         self, request: LookupRequest, received: Sequence[np.ndarray], batch: BatchInfo
@@ -324,54 +339,65 @@ class CachedExchange:
             return self.rows.serve_requests(request, received, batch)
         plan, transfer, owner = request.plan, request.transfer, self.owner
         assert plan is not None
-        notes, requests_of = without_notes(received)
-        places = torch.from_numpy(self.deal.places[self.mesh.rank].copy())
-        requests = unpack_requests(requests_of, owner.table_rows, self.deal.num_owners, places)
-        served = read_notes(notes, requests.counts)
+        headers, id_messages = split_row_flags(received)
+        owner_indices = torch.from_numpy(self.owner_map.owner_indices[self.mesh.rank].copy())
+        requests = unpack_requests(
+            id_messages, owner.table_rows, self.owner_map.num_owners, owner_indices
+        )
+        served = parse_row_flags(headers, requests.counts)
         owner_plan = owner.plan_requests(requests.ids, requests.counts)
         written = list_requests(
-            requests.ids[torch.from_numpy(served.written)], served.counted(served.written)
+            requests.ids[torch.from_numpy(served.written)], served.count_rows(served.written)
         )
-        transfer.serving = Serving(
+        transfer.served_requests = ServedRequests(
             served, requests.ids.numpy(),
             _native.make_plan(written, owner.table_rows, owner.one_owner), written,
         )  # fmt: skip
         with self._lock:
-            changed = self._find_changed(transfer, transfer.serving)
-            transfer.marked = self.mark(transfer.serving.plan, transfer.number)
-        transfer.sent, transfer.fresh = served.wanted | changed, transfer.named.wanted.copy()
-        if any(self.is_kept):
-            self._exchange_marks(transfer, changed, batch.channel)
+            changed = self._find_changed(transfer, transfer.served_requests)
+            transfer.overwritten = self.record_changes(
+                transfer.served_requests.plan, transfer.number
+            )
+        transfer.is_sent, transfer.is_received = (
+            served.wanted | changed,
+            transfer.row_requests.wanted.copy(),
+        )
+        if any(self.outlasts_batch):
+            self._exchange_renewals(transfer, changed, batch.channel)
         codes = requests.codes
         owned = owned_rows(
-            owner_plan, None if codes is None else soonest_use(codes.numpy(), owner_plan)
+            owner_plan, None if codes is None else reduce_next_use(codes.numpy(), owner_plan)
         )
         return CachedLookup(batch, request.lookups, plan, owned, owner_plan, transfer=transfer)
 
     def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
         slots = lookup.slots
-        lookup.pinned = PinnedRows(slots, gather(slots, lookup.owner_plan.inverse))
+        lookup.pinned = PinnedRows(slots, gather_int32(slots, lookup.owner_plan.inverse))
 
-    def _find_changed(self, transfer: CacheTransfer, serving: Serving) -> np.ndarray:
-        """Return which requested rows have changed since the requester copied them, (P,) bool. Every earlier batch must
-        be marked."""
-        served, changed = serving.named, np.zeros(len(serving.ids), bool)
+    def _find_changed(self, transfer: CacheTransfer, served_requests: ServedRequests) -> np.ndarray:
+        """Return which requested rows have changed since the requester copied them, (P,) bool. The changes of every
+        earlier batch must be recorded."""
+        served, changed = served_requests.row_requests, np.zeros(len(served_requests.ids), bool)
         rows = np.flatnonzero(served.renewed)
-        ages, tables = served.ages[rows], tables_of(served.counts)[rows]
-        since = self.changes.since(tables, serving.ids[rows], transfer.number - ages)
-        changed[rows] = since | (ages >= FAR)
+        ages, tables = served.ages[rows], row_tables(served.counts)[rows]
+        since = self.version_log.has_changed_since(
+            tables, served_requests.ids[rows], transfer.number - ages
+        )
+        changed[rows] = since | (ages >= MAX_AGE)
         return changed
 
-    def _exchange_marks(self, transfer: CacheTransfer, changed: np.ndarray, channel: str) -> None:
+    def _exchange_renewals(
+        self, transfer: CacheTransfer, changed: np.ndarray, channel: str
+    ) -> None:
         """Send each rank that renews a copy a bit: whether the row will be sent. Collective."""
-        assert transfer.serving is not None and transfer.fresh is not None
-        requested, served = transfer.named, transfer.serving.named
-        bits, sizes = pack_marks(changed[served.renewed], served.counted(served.renewed).sum(1))
-        asking = requested.counted(requested.renewed).sum(1)
+        assert transfer.served_requests is not None and transfer.is_received is not None
+        requested, served = transfer.row_requests, transfer.served_requests.row_requests
+        bits, sizes = pack_bits(changed[served.renewed], served.count_rows(served.renewed).sum(1))
+        num_renewed = requested.count_rows(requested.renewed).sum(1)
         received_bits, _ = self.mesh.all_to_all(
-            channel, bits, sizes, mark_bytes(asking), traffic_tag="route"
+            channel, bits, sizes, packed_bit_sizes(num_renewed), traffic_tag="route"
         )
-        transfer.fresh[requested.renewed] = unpack_marks(received_bits, asking)
+        transfer.is_received[requested.renewed] = unpack_bits(received_bits, num_renewed)
 
     # ---- fetch
 
@@ -382,10 +408,9 @@ class CachedExchange:
             return
         assert isinstance(lookup, CachedLookup)
         transfer = lookup.transfer
-        if self.is_settled:
+        if self.is_synchronized:
             raise RuntimeError(
-                "got a batch to train on inside `with rows.settled()`, after which rows are what they were; leave it "
-                "first"
+                "got a batch to train on inside `with rows.settled()`, which restores rows when it ends; leave it first"
             )
         if self._transfers[0] is not transfer:
             raise RuntimeError(
@@ -393,45 +418,56 @@ class CachedExchange:
                 "left out, or a second one read before RowOptimizer.step(); close the lookahead, drop what was read "
                 "with collection.forget(), and open it again"
             )
-        self._receive(transfer, _slots_by_request(lookup))
-        views = self.copies.views()
-        kernels = self.owner.kernels(views)
-        by_lookup = gather(torch.from_numpy(transfer.slots.astype(np.int32)), lookup.plan.inverse)
+        self._exchange_records(transfer, _slots_by_request(lookup))
+        views = self.cached_rows.views()
+        kernels = self.owner.select_kernels(views)
+        by_lookup = gather_int32(
+            torch.from_numpy(transfer.slots.astype(np.int32)), lookup.plan.inverse
+        )
         lookup.reads = FetchedRows(
-            kernels, kernels.place(lookup.lookups, views, by_lookup), self.copies
+            kernels, kernels.locate_rows(lookup.lookups, views, by_lookup), self.cached_rows
         )
 
-    def _receive(self, transfer: CacheTransfer, placed: Tensor) -> None:
+    def _exchange_records(self, transfer: CacheTransfer, row_slots: Tensor) -> None:
         """Send records of rows to the ranks that copy them, and receive this rank's. Collective."""
         assert (
-            transfer.serving is not None
-            and transfer.sent is not None
-            and transfer.fresh is not None
+            transfer.served_requests is not None
+            and transfer.is_sent is not None
+            and transfer.is_received is not None
         )
-        sent, fresh = transfer.sent, transfer.fresh
-        served, requested = transfer.serving.named, transfer.named
-        going = row_layout(served.counted(sent), self.record_widths)
-        coming = row_layout(requested.counted(fresh), self.record_widths)
-        message = self.mesh.room(going.num_elements, torch.uint8)
+        is_sent, is_received = transfer.is_sent, transfer.is_received
+        served, requested = transfer.served_requests.row_requests, transfer.row_requests
+        sent_layout = build_row_layout(served.count_rows(is_sent), self.record_widths)
+        received_layout = build_row_layout(requested.count_rows(is_received), self.record_widths)
+        message = self.mesh.room(sent_layout.num_elements, torch.uint8)
         self.store.native.pack_blocks(
-            placed[torch.from_numpy(sent)], going.counts.ravel(), self.record_widths, message
+            row_slots[torch.from_numpy(is_sent)],
+            sent_layout.counts.ravel(),
+            self.record_widths,
+            message,
         )
         received, _ = self.mesh.all_to_all(
-            "fetch", message, going.rank_elements, coming.rank_elements, traffic_tag="fetch"
+            "fetch",
+            message,
+            sent_layout.rank_elements,
+            received_layout.rank_elements,
+            traffic_tag="fetch",
         )
         for t, num_slots in enumerate(transfer.num_slots):
-            self.copies.grow(t, num_slots)
-        slots = transfer.where[fresh]
-        waits = self.copies.receive(
-            coming.counts, slots, transfer.ids[fresh], received, self.record_widths
+            self.cached_rows.grow(t, num_slots)
+        slots = transfer.request_slots[is_received]
+        has_pending = self.cached_rows.store_received(
+            received_layout.counts, slots, transfer.ids[is_received], received, self.record_widths
         )
-        if waits.any():
+        if has_pending.any():
             # Gradients that the owner does not have yet are applied to the received copy at once, as the owner will.
-            assert self.rule is not None
-            slots, tables = slots[waits], tables_of(coming.counts)[waits]
+            assert self.last_optimizers is not None
+            slots, tables = slots[has_pending], row_tables(received_layout.counts)[has_pending]
             slots = slots[np.argsort(tables, kind="stable")]
             counts = np.bincount(tables, minlength=len(self.widths))
-            self._train_copies(slots, counts, self.copies.waiting(counts, slots), *self.rule)
+            self._update_cached_rows(
+                slots, counts, self.cached_rows.pending_sums(counts, slots), *self.last_optimizers
+            )
 
     # ---- push
 
@@ -447,75 +483,96 @@ class CachedExchange:
             )
         kernels: Kernels = reads.kernels
         if gradients is None:
-            gradients = kernels.zeros(lookup.lookups)
+            gradients = kernels.zero_outputs(lookup.lookups)
         offsets = self.rows.table_offsets(lookup)
-        sums = transfer.sums = kernels.row_sums(lookup, offsets, gradients)
-        requested, serving = transfer.named, transfer.serving
-        assert serving is not None
-        going = row_layout(requested.counted(requested.written), self.widths)
-        send = self.mesh.room(going.num_elements, self.declaration.compute_dtype)
-        where, origin = transfer.where[requested.written], transfer.origin[requested.written]
-        self.copies.take(going.counts, where, origin, sums, send)
-        self.copies.add(np.diff(transfer.ends), transfer.slots, sums, transfer.pushed)
-        placed = _slots_by_request(lookup)[torch.from_numpy(serving.named.written)]
-        return partial(self.pushed, "push", send, going, serving, placed)
+        sums = transfer.sums = kernels.sum_gradients_by_row(lookup, offsets, gradients)
+        requested, served_requests = transfer.row_requests, transfer.served_requests
+        assert served_requests is not None
+        sent_layout = build_row_layout(requested.count_rows(requested.written), self.widths)
+        send = self.mesh.room(sent_layout.num_elements, self.declaration.compute_dtype)
+        request_slots, origin = (
+            transfer.request_slots[requested.written],
+            transfer.origin[requested.written],
+        )
+        self.cached_rows.take_pending(sent_layout.counts, request_slots, origin, sums, send)
+        self.cached_rows.add_gradients(
+            np.diff(transfer.ends), transfer.slots, sums, transfer.pushed
+        )
+        row_slots = _slots_by_request(lookup)[
+            torch.from_numpy(served_requests.row_requests.written)
+        ]
+        return partial(
+            self.send_pending_sums, "push", send, sent_layout, served_requests, row_slots
+        )
 
-    def pushed(
-        self, channel: str, send: Tensor, going: RowLayout, serving: Serving, placed: Tensor
+    def send_pending_sums(
+        self,
+        channel: str,
+        send: Tensor,
+        sent_layout: RowLayout,
+        served_requests: ServedRequests,
+        row_slots: Tensor,
     ) -> RowGradients:
-        """Send sums to the owners, and return those received for this rank's rows. Collective. placed: slots of the
+        """Send sums to the owners, and return those received for this rank's rows. Collective. row_slots: slots of the
         rows of received sums, in their order."""
-        coming = row_layout(serving.named.counted(serving.named.written), self.widths)
-        received, _ = self.mesh.all_to_all(channel, send, going.rank_elements, coming.rank_elements)
-        plan = serving.plan
+        received_layout = build_row_layout(
+            served_requests.row_requests.count_rows(served_requests.row_requests.written),
+            self.widths,
+        )
+        received, _ = self.mesh.all_to_all(
+            channel, send, sent_layout.rank_elements, received_layout.rank_elements
+        )
+        plan = served_requests.plan
         entries = torch.as_tensor(plan.entries)
         firsts = entries[torch.as_tensor(plan.segment_offsets)[:-1].long()].long()
-        index = coming.rank_major(self.widths)
+        index = received_layout.rank_major_index(self.widths)
         return RowGradients(
-            placed[firsts].contiguous(), torch.as_tensor(plan.block_offsets),
+            row_slots[firsts].contiguous(), torch.as_tensor(plan.block_offsets),
             plan.segment_offsets, plan.entries,
             _native.RowGradients(received.data_ptr(), index, self.owner.native.compute), (received, index, plan),
         )  # fmt: skip
 
     def after_update(self, optimizers: Tensor, settings: Tensor) -> None:
-        """Update this rank's copies of the rows that its batch used, after the owners' rows."""
+        """Update this rank's copies of the rows that its batch used, after the owners updated theirs."""
         transfer = self._transfers[0]
-        assert transfer.fresh is not None
+        assert transfer.is_received is not None
         # Counted now, because a batch that was read may still be dropped before its update.
-        self.counts.renewed += int((transfer.named.renewed & ~transfer.fresh).sum())
-        self._train_copies(
+        self.counts.renewed += int((transfer.row_requests.renewed & ~transfer.is_received).sum())
+        self._update_cached_rows(
             transfer.slots, np.diff(transfer.ends), transfer.sums, optimizers, settings
         )
-        self.rule = optimizers.clone(), settings.clone()
+        self.last_optimizers = optimizers.clone(), settings.clone()
         with self._lock:
             self._transfers.pop(0)
             self.number = transfer.number
 
-    def mark(self, plan: _native.Plan, number: int) -> Marked:
-        """Mark the rows of this rank that batch `number` changes, and return them."""
-        tables = tables_of(np.diff(np.asarray(plan.block_offsets))[None, :])
-        return self.changes.mark(tables, np.asarray(plan.unique_ids), number)
+    def record_changes(self, plan: _native.Plan, number: int) -> OverwrittenVersions:
+        """Record in the version log that batch `number` changes this rank's rows of `plan`."""
+        tables = row_tables(np.diff(np.asarray(plan.block_offsets))[None, :])
+        return self.version_log.record_changes(tables, np.asarray(plan.unique_ids), number)
 
-    def _train_copies(
+    def _update_cached_rows(
         self, slots: np.ndarray, counts: np.ndarray, sums: Any, optimizers: Tensor, settings: Tensor
     ) -> None:
         """Apply sums of gradients to copies that outlast their batch. slots (n,) table by table, counts (T,) of them;
-        sums of their gradients as `Copies` has them."""
-        kernels = self.owner.kernels(self.copies.views())
-        pushed = kernels.of_sums(slots, counts, sums, np.array(self.is_kept))
+        sums of their gradients as `CachedRows` has them."""
+        kernels = self.owner.select_kernels(self.cached_rows.views())
+        pushed = kernels.gradients_from_sums(slots, counts, sums, np.array(self.outlasts_batch))
         if len(pushed.slots):
-            kernels.update(self.copies, pushed, optimizers, settings)
+            kernels.update(self.cached_rows, pushed, optimizers, settings)
 
-    def decided(self) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
-        """Return states of directories and of `changes` by table, as of the newest push: without decisions about
+    def directory_states(self) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
+        """Return states of directories and of `version_log` by table, as of the newest push: without decisions about
         batches in flight."""
         with self._lock:
             directories = [
                 directory.state(without=[transfer.decisions[t] for transfer in self._transfers])
                 for t, directory in enumerate(self.directories)
             ]
-            marked = [transfer.marked for transfer in reversed(self._transfers)]
-            return directories, self.changes.without(rows for rows in marked if rows is not None)
+            overwritten = [transfer.overwritten for transfer in reversed(self._transfers)]
+            return directories, self.version_log.copy_without(
+                rows for rows in overwritten if rows is not None
+            )
 
     def drop(self, lookup: PartLookup) -> None:
         """Drop a batch: undo its decisions, once all later batches are dropped, too."""
@@ -536,16 +593,16 @@ class CachedExchange:
             while self._transfers and self._transfers[-1].is_dropped:
                 last = self._transfers.pop()
                 decisions = last.decisions
-                if last.marked is not None:
-                    self.changes.undo(last.marked)
-                self.ages -= ages_of(decisions)
+                if last.overwritten is not None:
+                    self.version_log.undo(last.overwritten)
+                self.ages -= count_by_age(decisions)
                 for directory, decision in zip(self.directories, decisions, strict=True):
                     directory.undo(decision)
-                self.counts.add(joined(decisions), -1)
+                self.counts.add(join_decisions(decisions), -1)
 
 
-def without_copies(cached: CachedExchange | None, tables: Sequence[int]) -> Sequence[int]:
-    """Return these numbers of tables. Raises ConfigError for a table whose copies would outlive its rows."""
+def check_uncached(cached: CachedExchange | None, tables: Sequence[int]) -> Sequence[int]:
+    """Return these table indices, if none is cached: copies would outlive deleted rows. Else raise ConfigError."""
     for t in tables:
         if cached is not None and cached.has_copies[t]:
             raise ConfigError(
@@ -555,7 +612,7 @@ def without_copies(cached: CachedExchange | None, tables: Sequence[int]) -> Sequ
     return tables
 
 
-def cached_part(parts: Sequence[ExchangePart[Any]], store: Any) -> CachedExchange | None:
+def find_cached_part(parts: Sequence[ExchangePart[Any]], store: Any) -> CachedExchange | None:
     """Return the part that caches rows, if a plan has one, and give it `store`, which has this rank's rows."""
     for part in parts:
         if isinstance(part, CachedExchange):

@@ -5,8 +5,7 @@ copies are sent and applied, one update of each row; at exit the rows are restor
 change. Where a run continues with lower bounds, some pending gradients are flushed permanently.
 
 A checkpoint is made inside `settled`, so its rows contain all updates, and other worlds need nothing else from it. A
-run
-that continues in the same world restores the rows as they were before `settled`, and loads the copies.
+run that continues in the same world restores the rows as they were before `settled`, and loads the cached rows.
 
 Legend: T tables, N ranks, O rows of this rank that are changed temporarily.
 """
@@ -23,12 +22,12 @@ import torch
 from torch import Tensor
 
 from colonnade import _native
-from colonnade.cache.directory import renumbered, surplus
-from colonnade.cache.messages import Named, Serving
+from colonnade.cache.directory import renumber_state, surplus_batches
+from colonnade.cache.messages import RowRequests, ServedRequests
 from colonnade.errors import BudgetExceeded
 from colonnade.exchange.cached import CachedExchange
-from colonnade.exchange.row_owner import gather, list_requests
-from colonnade.lookup.row_layout import RowLayout, row_layout
+from colonnade.exchange.row_owner import gather_int32, list_requests
+from colonnade.lookup.row_layout import RowLayout, build_row_layout
 from colonnade.table import CLOCK_BYTES
 from colonnade.wire.id_distribution import exchange_messages
 from colonnade.wire.packing import pack_requests, unpack_requests
@@ -37,7 +36,7 @@ GROUP = "evaluate"
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class SavedRows:
     """Rows of one table before a temporary change."""
 
     ids: Tensor  # (n,) int64
@@ -45,7 +44,7 @@ class Before:
 
     @property
     def is_trained(self) -> Tensor:
-        """Whether each row was ever trained, (n,) bool."""
+        """True for rows that were ever trained, (n,) bool."""
         # Copied even where one row is contiguous already: its clock may begin at any byte.
         clocks = self.records[:, -CLOCK_BYTES:].clone(memory_format=torch.contiguous_format)
         return clocks.view(torch.int64).flatten() > 0
@@ -54,44 +53,44 @@ class Before:
 @contextmanager
 def settled(
     exchange: CachedExchange, optimizers: Tensor, settings: Tensor
-) -> Iterator[list[Before]]:
+) -> Iterator[list[SavedRows]]:
     """Apply gradients pending at copies to owners' rows until exit, which restores them. Collective.
 
     Yields, by table, this rank's changed rows as they were before. optimizers, settings: see `_native.update`. Raises
     BudgetExceeded, on every rank, where memory has no room for the rows that change; RuntimeError inside itself."""
-    if exchange.is_settled:
+    if exchange.is_synchronized:
         raise RuntimeError("got rows.settled() inside of itself: rows are settled already")
-    serving, send, going = _gather_waiting(exchange, waiting(exchange))
-    store, plan = exchange.store, serving.plan
+    served_requests, send, sent_layout = _request_flush(exchange, list_pending(exchange))
+    store, plan = exchange.store, served_requests.plan
     ids = torch.as_tensor(plan.unique_ids)
     offsets = torch.as_tensor(plan.block_offsets)
-    held = _acquire_rows(exchange, ids, offsets)
-    slots = held[0]
+    pinned = _acquire_rows(exchange, ids, offsets)
+    slots = pinned[0]
     before = []
     try:
-        placed = gather(slots, plan.inverse)
-        pushed = exchange.pushed(GROUP, send, going, serving, placed)
+        row_slots = gather_int32(slots, plan.inverse)
+        pushed = exchange.send_pending_sums(GROUP, send, sent_layout, served_requests, row_slots)
         ends = offsets.tolist()
         for t, table in enumerate(exchange.declaration.tables):
             table_rows = slice(ends[t], ends[t + 1])
             records = torch.empty(ends[t + 1] - ends[t], table.record_bytes, dtype=torch.uint8)
             store.native.pack(t, slots[table_rows].contiguous(), records)
-            before.append(Before(ids[table_rows].clone(), records))
+            before.append(SavedRows(ids[table_rows].clone(), records))
         store.before_update(slots, offsets)
         exchange.owner.update(store, pushed, optimizers, settings)
         # Once released, rows are dirty: newer than their stored records. They stay pinned by a second acquire.
-        held.append(store.acquire(ids, offsets)[0])
-        store.release(held.pop(0), offsets, dirty=True)
-        exchange.is_settled = True
+        pinned.append(store.acquire(ids, offsets)[0])
+        store.release(pinned.pop(0), offsets, dirty=True)
+        exchange.is_synchronized = True
         try:
             yield before
         finally:
-            exchange.is_settled = False
+            exchange.is_synchronized = False
             store.before_update(slots, offsets)
             for t, rows in enumerate(before):
                 store.native.unpack(t, slots[ends[t] : ends[t + 1]].contiguous(), rows.records)
     finally:
-        for pinned_slots in held:
+        for pinned_slots in pinned:
             store.release(pinned_slots, offsets, dirty=True)
     for t, rows in enumerate(before):
         # A row that was never trained has no stored record; delete the one that the temporary change wrote.
@@ -102,8 +101,8 @@ def apply_planned_bounds(exchange: CachedExchange) -> None:
     """Continue with a checkpoint's copies under the bounds of this run's plan. Collective, before a lookahead.
 
     Gradients pending at copies beyond the planned write bounds are sent to their owners, as one update of each row. A
-    copy that is too old for the planned read bound is requested at its next use. Raises BudgetExceeded as `_hand_over`.
-    """
+    copy that is too old for the planned read bound is requested at its next use. Raises BudgetExceeded as
+    `_flush_to_owners`."""
     clocks = [cache.clock for cache in exchange.caches]
     directories = exchange.directories
     if all(
@@ -111,143 +110,145 @@ def apply_planned_bounds(exchange: CachedExchange) -> None:
         for directory, clock in zip(directories, clocks, strict=True)
     ):
         return  # on every rank alike
-    chosen = waiting(exchange, [clock.write_bound for clock in clocks])
-    num_rows = sum(map(len, chosen))
+    slots_by_table = list_pending(exchange, [clock.write_bound for clock in clocks])
+    num_rows = sum(map(len, slots_by_table))
     if any(map(int, exchange.mesh.all_gather_bytes(GROUP, b"%d" % num_rows))):
-        _hand_over(exchange, chosen)
+        _flush_to_owners(exchange, slots_by_table)
     for directory, clock in zip(directories, clocks, strict=True):
         exchange.counts.ticks += int(directory.flush(clock.write_bound).ticks.sum())
         directory.set_bounds(clock.read_bound, clock.write_bound)
     exchange.counts.pushed_full += num_rows
 
 
-def waiting(exchange: CachedExchange, above: Sequence[int] | None = None) -> list[np.ndarray]:
+def list_pending(exchange: CachedExchange, above: Sequence[int] | None = None) -> list[np.ndarray]:
     """Return, by table, slots of this rank's copies with pending gradients of more than `above` batches (by table,
     default 0), ascending by id."""
-    copies, bounds = exchange.copies, above or [0] * len(exchange.widths)
-    dirty = [copies.dirty(t) for t in range(len(exchange.widths))]
+    cached_rows, bounds = exchange.cached_rows, above or [0] * len(exchange.widths)
+    slots_by_table = [cached_rows.dirty_slots(t) for t in range(len(exchange.widths))]
     return [
-        slots[copies.ticks[t][slots] > bound]
-        for t, (slots, bound) in enumerate(zip(dirty, bounds, strict=True))
+        slots[cached_rows.num_pending[t][slots] > bound]
+        for t, (slots, bound) in enumerate(zip(slots_by_table, bounds, strict=True))
     ]
 
 
-def _hand_over(exchange: CachedExchange, chosen: Sequence[np.ndarray]) -> None:
-    """Flush gradients pending at these copies (as `waiting` lists them; every rank its own) to the owners' rows, by the
-    rules of the newest update. Collective. Raises BudgetExceeded, on every rank and with nothing changed, where memory
-    has no room for the rows."""
-    assert exchange.rule is not None  # some rank has pending gradients, so all ranks had an update
-    serving, send, going = _gather_waiting(exchange, chosen)
-    store, plan = exchange.store, serving.plan
+def _flush_to_owners(exchange: CachedExchange, slots_by_table: Sequence[np.ndarray]) -> None:
+    """Flush gradients pending at these copies (as `list_pending` lists them; every rank its own) to the owners' rows,
+    by the rules of the newest update. Collective. Raises BudgetExceeded, on every rank and with nothing changed, where
+    memory has no room for the rows."""
+    assert (
+        exchange.last_optimizers is not None
+    )  # some rank has pending gradients, so all ranks had an update
+    served_requests, send, sent_layout = _request_flush(exchange, slots_by_table)
+    store, plan = exchange.store, served_requests.plan
     offsets = torch.as_tensor(plan.block_offsets)
     (slots,) = _acquire_rows(exchange, torch.as_tensor(plan.unique_ids), offsets)
     try:
-        pushed = exchange.pushed(GROUP, send, going, serving, gather(slots, plan.inverse))
+        pushed = exchange.send_pending_sums(
+            GROUP, send, sent_layout, served_requests, gather_int32(slots, plan.inverse)
+        )
         store.before_update(slots, offsets)
-        exchange.owner.update(store, pushed, *exchange.rule)
+        exchange.owner.update(store, pushed, *exchange.last_optimizers)
     finally:
         store.release(slots, offsets, dirty=True)
-    exchange.mark(plan, exchange.number)
-    for t, copy_slots in enumerate(chosen):
-        exchange.copies.clear(t, copy_slots)
+    exchange.record_changes(plan, exchange.number)
+    for t, copy_slots in enumerate(slots_by_table):
+        exchange.cached_rows.clear_pending(t, copy_slots)
 
 
-def _gather_waiting(
-    exchange: CachedExchange, dirty: Sequence[np.ndarray]
-) -> tuple[Serving, Tensor, RowLayout]:
-    """Request an update of the rows at `dirty` slots from their owners. Collective. Return the requests for this rank's
-    rows, the pending sums to send, and their layout."""
-    copies, mesh = exchange.copies, exchange.mesh
-    by_id = [copies.ids[t][slots] for t, slots in enumerate(dirty)]
-    counts = np.array([[len(slots) for slots in dirty]])
+def _request_flush(
+    exchange: CachedExchange, slots_by_table: Sequence[np.ndarray]
+) -> tuple[ServedRequests, Tensor, RowLayout]:
+    """Request an update of the rows at `slots_by_table` slots from their owners. Collective. Return the requests for
+    this rank's rows, the pending sums to send, and their layout."""
+    cached_rows, mesh = exchange.cached_rows, exchange.mesh
+    by_id = [cached_rows.ids[t][slots] for t, slots in enumerate(slots_by_table)]
+    counts = np.array([[len(slots) for slots in slots_by_table]])
     plan = _native.make_plan(
         list_requests(torch.from_numpy(np.concatenate(by_id)), counts),
-        exchange.owner.table_rows, exchange.deal.num_owners,
+        exchange.owner.table_rows, exchange.owner_map.num_owners,
     )  # fmt: skip
-    blocks = exchange.deal.blocks(plan)
+    blocks = exchange.owner_map.block_offsets(plan)
     firsts, lasts = (b.reshape(-1, mesh.num_ranks).T for b in (blocks[:-1], blocks[1:]))
     requests = pack_requests(
         torch.as_tensor(plan.unique_ids), firsts, lasts, exchange.owner.table_rows,
-        exchange.deal.num_owners, exchange.deal.places, codes=None,
+        exchange.owner_map.num_owners, exchange.owner_map.owner_indices, codes=None,
     )  # fmt: skip
     (received,), _ = exchange_messages([requests], mesh, 0.0, GROUP)
-    places = torch.from_numpy(exchange.deal.places[mesh.rank].copy())
+    owner_indices = torch.from_numpy(exchange.owner_map.owner_indices[mesh.rank].copy())
     received_requests = unpack_requests(
-        received, exchange.owner.table_rows, exchange.deal.num_owners, places
+        received, exchange.owner.table_rows, exchange.owner_map.num_owners, owner_indices
     )
     wanted = list_requests(received_requests.ids, received_requests.counts)
-    everything = np.ones(len(received_requests.ids), bool)
+    all_rows = np.ones(len(received_requests.ids), bool)
     none = np.zeros(len(received_requests.ids), np.int64)
-    serving = Serving(
-        Named(received_requests.counts, ~everything, ~everything, everything, none), received_requests.ids.numpy(),
+    served_requests = ServedRequests(
+        RowRequests(received_requests.counts, ~all_rows, ~all_rows, all_rows, none), received_requests.ids.numpy(),
         _native.make_plan(wanted, exchange.owner.table_rows, exchange.owner.one_owner), wanted,
     )  # fmt: skip
-    going = row_layout(lasts - firsts, exchange.widths)
-    send = torch.empty(going.num_elements, dtype=copies.pending[0].dtype)
+    sent_layout = build_row_layout(lasts - firsts, exchange.widths)
+    send = torch.empty(sent_layout.num_elements, dtype=cached_rows.pending[0].dtype)
     unique = np.asarray(plan.unique_ids)
-    for t, slots in enumerate(dirty):
+    for t, slots in enumerate(slots_by_table):
         # Rank by rank, as the plan lists them.
         ids = unique[blocks[t * mesh.num_ranks] : blocks[(t + 1) * mesh.num_ranks]]
-        sums = copies.waiting_of(t, slots[np.searchsorted(by_id[t], ids)])
-        by_rank = sums.split(going.counts[:, t].tolist())
-        for first, part in zip(going.block_elements[:, t].tolist(), by_rank, strict=True):
+        sums = cached_rows.table_pending_sums(t, slots[np.searchsorted(by_id[t], ids)])
+        by_rank = sums.split(sent_layout.counts[:, t].tolist())
+        for first, part in zip(sent_layout.block_elements[:, t].tolist(), by_rank, strict=True):
             send[first : first + part.numel()] = part.flatten()
-    return serving, send, going
+    return served_requests, send, sent_layout
 
 
 def _acquire_rows(exchange: CachedExchange, ids: Tensor, offsets: Tensor) -> list[Tensor]:
     """Acquire rows, and return a list of their slots (one tensor). Collective. Raises BudgetExceeded on every rank."""
-    store, error, held = exchange.store, None, []
+    store, error, pinned = exchange.store, None, []
     try:
         slots, job = store.acquire(ids, offsets)
         store.wait(job)
-        held = [slots]
+        pinned = [slots]
     except BudgetExceeded as budget_error:
         error = budget_error
     if not exchange.mesh.least(int(error is None)):
-        for slots in held:
+        for slots in pinned:
             store.release(slots, offsets, dirty=False)
         raise error or BudgetExceeded(
             "another rank's memory has no room for the rows whose gradients wait at copies; raise plan.memory.dram, or "
             "lower plan.cache.write_bound or size"
         )
-    return held
+    return pinned
 
 
-TOGETHER = 4096  # rows that are restored at once
+CHUNK_ROWS = 4096  # rows that are restored at once
 
 
-def state(exchange: CachedExchange, before: Sequence[Before]) -> dict[str, Any]:
+def state(exchange: CachedExchange, before: Sequence[SavedRows]) -> dict[str, Any]:
     """Return the cache's state for a checkpoint, between steps: as of the newest step, without batches in flight. It
-    has
-    plain values and tensors."""
+    has plain values and tensors."""
     tables = {}
-    directories, changes = exchange.decided()
+    directories, version_log = exchange.directory_states()
     for t, (table, directory_state) in enumerate(
         zip(exchange.declaration.tables, directories, strict=True)
     ):
         tables[table.name] = {
             "policy": exchange.directories[t].policy,
-            "kept": exchange.is_kept[t],
+            "kept": exchange.outlasts_batch[t],
             "directory": {
                 name: torch.from_numpy(values) for name, values in directory_state.items()
             },
-            "copies": exchange.copies.state(t, directory_state["slots"].astype("int64")),
-            "changes": torch.from_numpy(changes[t]),
+            "copies": exchange.cached_rows.state(t, directory_state["slots"].astype("int64")),
+            "changes": torch.from_numpy(version_log[t]),
             "before": {"ids": before[t].ids, "records": before[t].records},
         }
-    return {"tables": tables, "rule": exchange.rule, "number": exchange.number}
+    return {"tables": tables, "rule": exchange.last_optimizers, "number": exchange.number}
 
 
-def is_taken_up(exchange: CachedExchange, states: Sequence[Mapping[str, Any] | None]) -> bool:
-    """Return whether a checkpoint's copies can be loaded: the world is like this one, and no table's cache, cache
-    policy,
-    or whether copies outlast their batch has changed. Bounds and sizes may have changed; but where a size is lower by
-    more than `cache.copies.SPARE` rows there may be no room for the copies."""
+def can_load_cache(exchange: CachedExchange, states: Sequence[Mapping[str, Any] | None]) -> bool:
+    """Return whether a checkpoint's cached rows can be loaded: the number of ranks, and for each table its cache policy
+    and whether copies outlast their batch, must be the same. Bounds and sizes may have changed; but where a size is
+    lower by more than `cache.cached_rows.SPARE` rows there may be no room for the copies."""
     own_policies = {
-        table.name: (directory.policy, is_kept)
-        for table, directory, is_kept in zip(
-            exchange.declaration.tables, exchange.directories, exchange.is_kept, strict=True
+        table.name: (directory.policy, outlasts_batch)
+        for table, directory, outlasts_batch in zip(
+            exchange.declaration.tables, exchange.directories, exchange.outlasts_batch, strict=True
         )
     }
     saved_policies = [
@@ -265,10 +266,10 @@ def is_taken_up(exchange: CachedExchange, states: Sequence[Mapping[str, Any] | N
 
 def _has_room(exchange: CachedExchange, state: Mapping[str, Any]) -> bool:
     """Return whether every copy has room at its old slot, which selects the random bits that it is rounded with."""
-    of_tables = (state["tables"][table.name] for table in exchange.declaration.tables)
+    table_states = (state["tables"][table.name] for table in exchange.declaration.tables)
     return all(
-        np.asarray(table_state["directory"]["slots"]).max(initial=-1) < room
-        for table_state, room in zip(of_tables, exchange.copies.rooms, strict=True)
+        np.asarray(table_state["directory"]["slots"]).max(initial=-1) < limit
+        for table_state, limit in zip(table_states, exchange.cached_rows.max_slots, strict=True)
     )
 
 
@@ -276,22 +277,21 @@ def load(exchange: CachedExchange, state: Mapping[str, Any]) -> None:
     """Load a checkpoint's state before the first batch. The store has the rows of the checkpoint.
 
     Bounds are those of the checkpoint until training begins (`apply_planned_bounds`). Batch numbers continue, from a
-    lower
-    one where they would overflow; all ranks have the same number.
+    lower one where they would overflow; all ranks have the same number.
     """
-    shift = surplus(state["number"])
+    shift = surplus_batches(state["number"])
     for t, table in enumerate(exchange.declaration.tables):
         table_state = state["tables"][table.name]
-        before = Before(table_state["before"]["ids"], table_state["before"]["records"])
+        before = SavedRows(table_state["before"]["ids"], table_state["before"]["records"])
         trained = before.is_trained
         ids, records = before.ids[trained], before.records[trained]
-        for first in range(0, len(ids), TOGETHER):
-            chunk = slice(first, first + TOGETHER)
+        for first in range(0, len(ids), CHUNK_ROWS):
+            chunk = slice(first, first + CHUNK_ROWS)
             exchange.store.put(t, ids[chunk].contiguous(), records[chunk].contiguous())
         exchange.store.delete(t, before.ids[~trained].contiguous())
         directory = {name: values.numpy() for name, values in table_state["directory"].items()}
-        exchange.directories[t].load(renumbered(directory, table_state["policy"], shift))
-        exchange.copies.load(t, directory["slots"].astype("int64"), table_state["copies"])
-        exchange.changes.of(t)[:] = table_state["changes"].numpy()
-    exchange.changes.renumber(shift)
-    exchange.rule, exchange.number = state["rule"], state["number"] - shift
+        exchange.directories[t].load(renumber_state(directory, table_state["policy"], shift))
+        exchange.cached_rows.load(t, directory["slots"].astype("int64"), table_state["copies"])
+        exchange.version_log.table_versions(t)[:] = table_state["changes"].numpy()
+    exchange.version_log.renumber(shift)
+    exchange.last_optimizers, exchange.number = state["rule"], state["number"] - shift

@@ -21,20 +21,20 @@ from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
-from colonnade.exchange.prefetched import TABLES, tables_held
+from colonnade.exchange.prefetched import TABLES, prefetched_tables
 from colonnade.lookup.contract import (
     BatchInfo,
     Exactness,
     ExchangePart,
-    Inside,
     LookupContext,
     OwnedRows,
     PartLookup,
     PinnedRows,
     RowGradients,
     RowSource,
+    TowerConsumers,
 )
-from colonnade.lookup.layout import Declaration, Output, outputs
+from colonnade.lookup.layout import EmbeddingDeclaration, Output, list_outputs
 from colonnade.lookup.outputs import CPU, build_outputs, record_backward
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
@@ -45,7 +45,7 @@ KINDS = ("bitwise", "reassociated", "lossy")
 
 
 class Exchange:
-    """One rank's side of everything that a plan sends for lookups.
+    """Exchange of all lookups of a plan, on one rank.
 
     Methods are collective in a world of several, but for `resolve_slots` and `squared_norms`; each is called by one
     thread (`lookup.contract`).
@@ -53,13 +53,13 @@ class Exchange:
 
     def __init__(
         self,
-        declaration: Declaration,
+        declaration: EmbeddingDeclaration,
         mesh: Mesh,
         parts: Mapping[str, ExchangePart[Any]],
         reads_ahead: Sequence[int],
     ) -> None:
-        """Take the parts by name, each of `part_of` this declaration. reads_ahead: by part, steps between reading a row
-        and its use."""
+        """Take the parts by name, each of some tables of this declaration (`restrict_to_tables`). reads_ahead: by
+        part, steps between reading a row and its use."""
         self.declaration, self.mesh = declaration, mesh
         self.names, self.parts = tuple(parts), tuple(parts.values())
         self.reads_ahead = tuple(reads_ahead)
@@ -71,7 +71,7 @@ class Exchange:
             for output in part.outputs
             if output.is_partial
         }
-        self.outputs = _split_partials(outputs(declaration), partials)
+        self.outputs = _split_partials(list_outputs(declaration), partials)
         by_table = [0] * len(declaration.tables)
         for i, part in enumerate(self.parts):
             for feature in part.declaration.features:
@@ -81,12 +81,12 @@ class Exchange:
         for i, run in groupby(range(len(by_table)), lambda t: by_table[t]):
             tables = list(run)
             self.runs.append((i, tables[0], tables[-1] + 1))
-        # By part and output of it: its number among all outputs.
-        self.places = [
+        # By part and output: index among all outputs.
+        self.output_indices = [
             [self._find_output(output) for output in part.outputs] for part in self.parts
         ]
-        every = [i for places in self.places for i in places]
-        self.shared = [i for i in range(len(self.outputs)) if every.count(i) > 1]
+        all_indices = [i for output_indices in self.output_indices for i in output_indices]
+        self.shared = [i for i in range(len(self.outputs)) if all_indices.count(i) > 1]
         self.operators = [part.operators for part in self.parts if part.operators is not None]
         self.dtype = declaration.compute_dtype
 
@@ -103,9 +103,9 @@ class Exchange:
     @property
     def exactness(self) -> Exactness:
         """Exactness of the least exact part."""
-        every = [part.exactness for part in self.parts]
-        kind = max((exactness.kind for exactness in every), key=KINDS.index)
-        return Exactness(kind, max(exactness.max_error for exactness in every))
+        exactness_by_part = [part.exactness for part in self.parts]
+        kind = max((exactness.kind for exactness in exactness_by_part), key=KINDS.index)
+        return Exactness(kind, max(exactness.max_error for exactness in exactness_by_part))
 
     @property
     def consumers(self) -> tuple[str, ...]:
@@ -119,11 +119,11 @@ class Exchange:
         return tuple(dict.fromkeys(p for operators in self.operators for p in operators.parameters))
 
     @property
-    def inside(self) -> Inside | None:
+    def inside(self) -> TowerConsumers | None:
         """Consumers that only the ranks of one tower evaluate, so that gradients of their weights are summed over these
         ranks only; None if there are none."""
-        every = (operators.inside for operators in self.operators)
-        return next((inside for inside in every if inside is not None), None)
+        tower_consumers = (operators.inside for operators in self.operators)
+        return next((inside for inside in tower_consumers if inside is not None), None)
 
     # ---- ids
 
@@ -160,7 +160,7 @@ class Exchange:
 
     # ---- values
 
-    def find_due_parts(self, context: LookupContext) -> list[int]:
+    def find_parts_to_fetch(self, context: LookupContext) -> list[int]:
         """Return the numbers of the parts to fetch now for use in `context.steps_left` steps and not fetched yet, most
         urgent first."""
         return [
@@ -215,9 +215,11 @@ class Exchange:
         tensors = {
             i: empty(context.batch.size, self.outputs[i].width, dtype=dtype) for i in self.shared
         }
-        for part, lookup, places in zip(self.parts, context.parts, self.places, strict=True):
-            into = {j: tensors[i] for j, i in enumerate(places) if i in tensors}
-            tensors |= zip(places, part.pooled(lookup, into), strict=True)
+        for part, lookup, output_indices in zip(
+            self.parts, context.parts, self.output_indices, strict=True
+        ):
+            into = {j: tensors[i] for j, i in enumerate(output_indices) if i in tensors}
+            tensors |= zip(output_indices, part.pooled(lookup, into), strict=True)
         return [tensors[i] for i in range(len(self.outputs))]
 
     # ---- gradients
@@ -230,7 +232,7 @@ class Exchange:
         even after the next push has begun; it returns None if nothing is to be applied. step: updates made before."""
         if not contexts:
             return lambda: None
-        summed = [context.gradients.sum(self.dtype) for context in contexts]
+        gradient_sums = [context.gradients.sum(self.dtype) for context in contexts]
         for context in contexts:
             if context.parts[0].pinned is None:
                 self._share_slots(context)
@@ -241,9 +243,13 @@ class Exchange:
                 )
         # The messages of one part are sent while the next part computes.
         begun = []
-        for i, (part, places) in enumerate(zip(self.parts, self.places, strict=True)):
-            for number, (context, gradients) in enumerate(zip(contexts, summed, strict=True)):
-                own = None if gradients is None else [gradients[place] for place in places]
+        for i, (part, output_indices) in enumerate(
+            zip(self.parts, self.output_indices, strict=True)
+        ):
+            for number, (context, gradients) in enumerate(
+                zip(contexts, gradient_sums, strict=True)
+            ):
+                own = None if gradients is None else [gradients[index] for index in output_indices]
                 begun.append(part.begin_push(context.parts[i], own, step, number))
         return partial(self._end_push, contexts, begun)
 
@@ -255,34 +261,34 @@ class Exchange:
         if len(arrived) == 1:
             return arrived[0]
         return self._join_gradients([
-            part.owner.merge(
+            part.owner.merge_gradients(
                 [context.parts[i] for context in contexts], arrived[i * count : (i + 1) * count]
             )
             for i, part in enumerate(self.parts)
         ])  # fmt: skip
 
-    def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
+    def squared_norm(self, row_gradients: RowGradients) -> tuple[RowGradients, float]:
         """Return gradients that need not be summed again, and the sum of squares of all rows' sums that count towards
         the norm on this rank. Local."""
-        summed, total = [], 0.0
-        for part, own in zip(self.parts, self._split_gradients(pushed), strict=True):
-            gradients, square = part.owner.kernels_of(own).squared_norm(own)
-            summed.append(gradients)
+        gradient_sums, total = [], 0.0
+        for part, own in zip(self.parts, self._split_gradients(row_gradients), strict=True):
+            gradients, square = part.owner.kernels_of_gradients(own).squared_norm(own)
+            gradient_sums.append(gradients)
             total += square if part.counts_norm else 0.0
-        return self._join_gradients(summed), total
+        return self._join_gradients(gradient_sums), total
 
     def update(
-        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+        self, store: Any, row_gradients: RowGradients, optimizers: Tensor, settings: Tensor
     ) -> None:
         """Apply gradients to pinned rows of this rank's store: see `_native.update`. Local."""
-        for part, own in zip(self.parts, self._split_gradients(pushed), strict=True):
+        for part, own in zip(self.parts, self._split_gradients(row_gradients), strict=True):
             part.owner.update(store, own, optimizers, settings)
             if part.after_update is not None:
                 part.after_update(optimizers, settings)
 
     def squared_norms(self, rows: RowView, slots: Tensor) -> Tensor:
         """Return sums of squares of the weights of these rows, (len(slots),). Local."""
-        return self.parts[0].owner.kernels([rows]).squared_norms(rows, slots)
+        return self.parts[0].owner.select_kernels([rows]).squared_norms(rows, slots)
 
     def drop(self, context: LookupContext) -> None:
         """Drop a batch that will not be pushed: an evaluated or cancelled one."""
@@ -308,13 +314,13 @@ class Exchange:
             },
         }
 
-    def restore(self, context: LookupContext, held: Sequence[Mapping[str, Tensor]]) -> None:
-        """Restore, instead of a fetch, the values that all ranks of some world held for this step's global batch.
-        Raises CheckpointError."""
+    def restore(self, context: LookupContext, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
+        """Restore, instead of a fetch, the values that all ranks of some world had prefetched for this step's global
+        batch. Raises CheckpointError."""
         if len(self.parts) == 1:
-            self.parts[0].restore(context.parts[0], held)
+            self.parts[0].restore(context.parts[0], prefetched)
             return
-        known = tables_held(held, len(self.declaration.tables))
+        known = prefetched_tables(prefetched, len(self.declaration.tables))
         for i, name in enumerate(self.names):
             tables = {t for j, first, last in self.runs if i == j for t in range(first, last)}
             if self.reads_ahead[i] <= context.steps_left or not tables <= known:
@@ -323,11 +329,11 @@ class Exchange:
             prefix = f"{name}."
             own = [
                 {**values, **{key.removeprefix(prefix): values[key] for key in values if key.startswith(prefix)}}
-                for values in held
+                for values in prefetched
             ]  # fmt: skip
             self.parts[i].restore(context.parts[i], own)
 
-    # ---- rows of all parts and of each
+    # ---- rows of all parts and of one part
 
     def _share_slots(self, context: LookupContext) -> None:
         """Give each part the slots of its rows."""
@@ -367,7 +373,7 @@ class Exchange:
         ids = self._join([rows.ids for rows in owned], offsets)
         next_use = None
         if any(rows.next_use is not None for rows in owned):
-            # A part whose requests came without codes, as of no rows, knows nothing: 0.
+            # Where a part has no codes, because no rank sent any or it has no rows: 0, unknown.
             codes = [
                 torch.zeros(len(rows.ids), dtype=torch.uint8)
                 if rows.next_use is None
@@ -377,16 +383,16 @@ class Exchange:
             next_use = self._join(codes, offsets)
         return OwnedRows(ids, torch.stack(offsets).sum(0), next_use)
 
-    def _join_gradients(self, pushed: Sequence[RowGradients]) -> RowGradients:
+    def _join_gradients(self, row_gradients: Sequence[RowGradients]) -> RowGradients:
         """Join gradients of all parts; `_split_gradients` is the inverse."""
-        if len(pushed) == 1:
-            return pushed[0]
-        offsets = [gradients.offsets for gradients in pushed]
-        slots = self._join([gradients.slots for gradients in pushed], offsets)
-        return RowGradients(slots, torch.stack(offsets).sum(0), None, None, list(pushed))
+        if len(row_gradients) == 1:
+            return row_gradients[0]
+        offsets = [gradients.offsets for gradients in row_gradients]
+        slots = self._join([gradients.slots for gradients in row_gradients], offsets)
+        return RowGradients(slots, torch.stack(offsets).sum(0), None, None, list(row_gradients))
 
-    def _split_gradients(self, pushed: RowGradients) -> Sequence[RowGradients]:
-        return [pushed] if len(self.parts) == 1 else pushed.source
+    def _split_gradients(self, row_gradients: RowGradients) -> Sequence[RowGradients]:
+        return [row_gradients] if len(self.parts) == 1 else row_gradients.source
 
 
 def _split_partials(

@@ -17,8 +17,8 @@ from colonnade.errors import ConfigError
 from colonnade.exchange.bag_layout import (
     BagLayout,
     LastHop,
+    build_bag_layout,
     evaluated_fields,
-    lay_out_bags,
 )
 from colonnade.exchange.bags import BagsExchange
 from colonnade.exchange.cached import CachedExchange, TableCache
@@ -26,8 +26,8 @@ from colonnade.exchange.exchange import Exchange
 from colonnade.exchange.operator_cut import (
     barred,
     evaluated_in_towers,
-    part_of,
     remote_consumers,
+    restrict_to_tables,
     tower_of,
     towers_of_fields,
 )
@@ -35,16 +35,16 @@ from colonnade.exchange.operators import Operators, RemoteAttention
 from colonnade.exchange.replicated import ReplicatedExchange
 from colonnade.exchange.rows import RowsExchange
 from colonnade.interaction import TargetAttention
-from colonnade.lookup.contract import ExchangePart, Inside
+from colonnade.lookup.contract import ExchangePart, TowerConsumers
 from colonnade.lookup.hops import BY_TOWERS, EXCHANGES, Hop
-from colonnade.lookup.layout import Declaration
-from colonnade.topology.sharding import Sharding, row_wise_in, table_wise
+from colonnade.lookup.layout import EmbeddingDeclaration
+from colonnade.topology.sharding import Sharding, row_wise_over_owners, table_wise
 from colonnade.topology.towers import tower_ranks
 from colonnade.wire.codec import EXACT, Codecs
 from colonnade.wire.coding import Coding
-from colonnade.wire.owner_map import deal
-from colonnade.wire.tower_transport import PeerTransport, TowerTransport, peers_of
-from colonnade.wire.transport import LastTransport, LocalTransport, WorldTransport, only
+from colonnade.wire.owner_map import build_owner_map
+from colonnade.wire.tower_transport import PeerTransport, TowerTransport, order_peers
+from colonnade.wire.transport import LastTransport, LocalTransport, WorldTransport, select_columns
 
 TOWER_THREADS = ("lookahead", TRAINING)
 """Threads that issue the calls of a tower's small world."""
@@ -76,7 +76,7 @@ def check_exchange(table: str, name: str, sharding: Sharding, num_ranks: int) ->
 
 
 def open_exchange(
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     mesh: Mesh,
     *,
     exchanges: Sequence[str] | None = None,
@@ -96,7 +96,7 @@ def open_exchange(
     towers: number of towers, default one for each host. Raises ConfigError for exchanges that cannot work in this
     world."""
     num_tables = len(declaration.tables)
-    shardings = shardings or [row_wise_in(mesh.world)] * num_tables
+    shardings = shardings or [row_wise_over_owners(mesh.world)] * num_tables
     names = [
         implied_exchange(sharding, name)
         for sharding, name in zip(shardings, exchanges or ["rows"] * num_tables, strict=True)
@@ -117,7 +117,7 @@ def open_exchange(
     repeated = {name for name, _ in used if sum(name == other for other, _ in used) > 1}
     parts: dict[str, ExchangePart[Any]] = {}
     for (name, late), members in used.items():
-        part = declaration if len(used) == 1 else part_of(declaration, members, name)
+        part = declaration if len(used) == 1 else restrict_to_tables(declaration, members, name)
         key = f"{name}@{late}" if name in repeated else name
         if name == "cached":
             parts[key] = CachedExchange(part, mesh, shardings, caches, copies_on)
@@ -142,7 +142,7 @@ def _beside_towers(
 
 def open_part(
     hops: Sequence[Hop],
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     mesh: Mesh,
     shardings: Sequence[Sharding],
     coding: Coding,
@@ -162,7 +162,7 @@ def open_part(
 
 def _open_bags(
     hop: Hop,
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     mesh: Mesh,
     shardings: Sequence[Sharding],
     coding: Coding,
@@ -177,8 +177,8 @@ def _open_bags(
         )
         _check_sequences(declaration, mesh, consumers, reads_ahead)
     evaluated = evaluated_fields(declaration, shardings, consumers, has_whole_bags=False)
-    layout = lay_out_bags(declaration, shardings, mesh.num_ranks, evaluated)
-    messages = [layout.from_owner(rank) for rank in range(mesh.num_ranks)]
+    layout = build_bag_layout(declaration, shardings, mesh.num_ranks, evaluated)
+    messages = [layout.sent_columns(rank) for rank in range(mesh.num_ranks)]
     sent, dtype = messages[mesh.rank], declaration.compute_dtype
     transport: LastTransport
     if mesh.num_ranks == 1:
@@ -192,10 +192,10 @@ def _open_bags(
         )
     return BagsExchange(
         layout,
-        deal(shardings, mesh.num_ranks),
+        build_owner_map(shardings, mesh.num_ranks),
         mesh,
         [],
-        LastHop(transport, layout.pooled(mesh.rank), sent),
+        LastHop(transport, layout.pooled_columns(mesh.rank), sent),
         coding,
         operators=operators,
         attention=_attention(layout, mesh, shardings),
@@ -204,7 +204,7 @@ def _open_bags(
 
 
 def _check_sequences(
-    declaration: Declaration, mesh: Mesh, consumers: Sequence[str], reads_ahead: int
+    declaration: EmbeddingDeclaration, mesh: Mesh, consumers: Sequence[str], reads_ahead: int
 ) -> None:
     """Check that consumers of sequences can be evaluated on the ranks of their rows; else raise ConfigError."""
     for name, consumer in declaration.consumers.items():
@@ -235,7 +235,7 @@ def _attention(
 
 def _open_towers(
     hops: Sequence[Hop],
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     mesh: Mesh,
     shardings: Sequence[Sharding],
     coding: Coding,
@@ -255,30 +255,34 @@ def _open_towers(
         declaration, pooled_on, mesh.world, num_towers=len(towers), reads_ahead=reads_ahead
     )
     evaluated = evaluated_fields(declaration, pooled_on, consumers, has_whole_bags=True)
-    layout = lay_out_bags(declaration, pooled_on, mesh.num_ranks, evaluated)
+    layout = build_bag_layout(declaration, pooled_on, mesh.num_ranks, evaluated)
     by_field = towers_of_fields(declaration, pooled_on, towers)
     inside = [
-        only(layout.fields.columns, _fields_in_tower(by_field, tower))
+        select_columns(layout.fields.columns, _fields_in_tower(by_field, tower))
         for tower in range(len(towers))
     ]
     carried = [
-        only(
+        select_columns(
             layout.arriving,
-            [key for key in layout.arriving.dims if by_field[layout.fields_of(key)[0]] == tower],
+            [
+                key
+                for key in layout.arriving.dims
+                if by_field[layout.fields_of_column(key)[0]] == tower
+            ],
         )
         for tower in range(len(towers))
     ]
-    dtype, peers = declaration.compute_dtype, peers_of(mesh.rank, size, mesh.num_ranks)
+    dtype, peers = declaration.compute_dtype, order_peers(mesh.rank, size, mesh.num_ranks)
     last = PeerTransport(mesh, size, carried, layout.arriving, coding, dtype)
     inner, tower = [], None
     if sends_rows:
         tower = RowsExchange(
-            layout.sums(mesh.rank),
+            layout.pooled_declaration(mesh.rank),
             tower_mesh(mesh, size, TOWER_THREADS),
             _shardings_in_tower(mesh.rank, shardings, towers),
         )
     else:
-        messages = [layout.pooled(rank) for rank in range(mesh.num_ranks)]
+        messages = [layout.pooled_columns(rank) for rank in range(mesh.num_ranks)]
         inner = [TowerTransport(mesh, size, messages, inside[own], dtype)]
     tower_by_consumer = {
         name: number
@@ -292,11 +296,11 @@ def _open_towers(
             consumers,
             evaluated.taken_by,
             evaluators="ranks of a tower",
-            inside=Inside(size, tower_by_consumer),
+            inside=TowerConsumers(size, tower_by_consumer),
         )
     return BagsExchange(
         layout,
-        deal(pooled_on, mesh.num_ranks),
+        build_owner_map(pooled_on, mesh.num_ranks),
         mesh,
         inner,
         LastHop(last, inside[own], carried[own]),
@@ -314,7 +318,9 @@ def _fields_in_tower(by_field: Sequence[int | None], tower: int) -> list[int]:
 
 
 def _check_in_towers(
-    declaration: Declaration, shardings: Sequence[Sharding], towers: Sequence[Sequence[int]]
+    declaration: EmbeddingDeclaration,
+    shardings: Sequence[Sharding],
+    towers: Sequence[Sequence[int]],
 ) -> None:
     """Check that the rows of each looked-up table are in one tower; else raise ConfigError."""
     for feature in declaration.features:

@@ -1,11 +1,10 @@
 """Cut between rows and model: which consumers are evaluated at the owners of their fields or in towers, so that the
-fewest floats travel.
+fewest floats are sent.
 
-A consumer's partial costs its width from every rank that has some of its fields; a field whose values travel costs its
-dim from every rank that has rows of it, and is then free for all others that take it (DES, Rong et al. 2020, section 3;
-the cut is the minimum over all sets of consumers). Rows of a sequence do not travel here: a consumer of one is
-evaluated where they lie, or not under this exchange. Pure functions.
-"""
+A consumer's partial costs its width from every rank that has some of its fields. A field that is sent costs its dim
+from every rank that has rows of it, and is then free for all other consumers (DES, Rong et al. 2020, section 3; the cut
+is the minimum over all sets of consumers). Rows of a sequence are not sent: its consumer is evaluated where the rows
+are, or not under this exchange. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,52 +14,59 @@ from itertools import combinations
 
 from colonnade.interaction import Concat
 from colonnade.lookup.hops import EVALUATING
-from colonnade.lookup.layout import Consumer, Declaration, queries_of, shared_outputs
+from colonnade.lookup.layout import Consumer, EmbeddingDeclaration, query_fields, restrict_outputs
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import tower_ranks
 from colonnade.topology.world import World
 
 MOST_CONSUMERS = 12
-"""Of those that have partials: beyond, sets are not tried one by one but grown."""
+"""Largest number of consumers with partials to try all sets of; of more, sets are grown greedily."""
 
 
 def remote_consumers(
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     *,
     world: World | None = None,
     reads_ahead: int = 0,
 ) -> tuple[str, ...]:
-    """Names of consumers, as declared, whose partials travel instead of their fields' values. Of sets as good, the
-    smallest: partials that save nothing are not made. world: None, several ranks without servers. reads_ahead: steps
-    between reading a row and its use."""
-    able = [
+    """Return the names of consumers, as declared, to send partials of instead of their fields' values. Of equally good
+    sets this is the smallest: no partial is sent that saves nothing. world: None, several ranks without servers.
+    reads_ahead: steps between reading a row and its use."""
+    candidates = [
         name
         for name in declaration.consumers
         if barred(declaration, name, world=world, reads_ahead=reads_ahead) is None
     ]
-    # A sequence's rows do not travel as a sample's values do: what takes them is evaluated where they lie.
-    must = tuple(name for name in able if declaration.consumers[name].interaction.sequences)
-    best, others = must, [name for name in able if name not in must]
+    # Rows of a sequence are not sent as a sample's values are: their consumers are evaluated where the rows are.
+    required = tuple(
+        name for name in candidates if declaration.consumers[name].interaction.sequences
+    )
+    best, others = required, [name for name in candidates if name not in required]
     least = floats(declaration, shardings, best)
-    for some in sets(others, lambda some: floats(declaration, shardings, (*must, *some))):
-        chosen = tuple(name for name in able if name in must or name in some)
-        found = floats(declaration, shardings, chosen)
-        if found < least:
-            best, least = chosen, found
+    for subset in sets(others, lambda subset: floats(declaration, shardings, (*required, *subset))):
+        selected = tuple(name for name in candidates if name in required or name in subset)
+        num_floats = floats(declaration, shardings, selected)
+        if num_floats < least:
+            best, least = selected, num_floats
     return best
 
 
 def barred(
-    declaration: Declaration, name: str, *, world: World | None = None, reads_ahead: int = 0
+    declaration: EmbeddingDeclaration,
+    name: str,
+    *,
+    world: World | None = None,
+    reads_ahead: int = 0,
 ) -> str | None:
-    """Say why owners cannot evaluate a consumer, wherever its tables are and whatever it would save; None: they can."""
+    """Return why owners cannot evaluate a consumer, wherever its tables are and whatever it would save; None: they
+    can."""
     interaction = declaration.consumers[name].interaction
     if partial_width(declaration, name) is None:
         kind = type(interaction).__name__
         if interaction.merge == "whole":
             return f"{kind} needs all fields of a sample on one rank"
-        return f"nothing smaller than its fields' values stands for them in {kind}"
+        return f"{kind} has no result that is smaller than its fields' values"
     if interaction.sequences and reads_ahead:
         return (
             "its queries are read before its rows, in a round of their own, and rows are read ahead"
@@ -70,62 +76,64 @@ def barred(
     if reads_ahead:
         return "its weights are dense, which are never stale, and rows are read ahead"
     if world is not None and world.num_ranks == 1:
-        return "nothing travels on one rank"
+        return "nothing is sent on one rank"
     if world is not None and world.has_servers:
         return "owners are servers, which have none of its weights"
     return None
 
 
-def partial_width(declaration: Declaration, name: str) -> int | None:
-    """P of a consumer; None: it has no partial that can be merged."""
+def partial_width(declaration: EmbeddingDeclaration, name: str) -> int | None:
+    """Return the width P of a consumer's partial; None: it has no partial that can be merged."""
     if declaration.consumers[name].interaction.merge == "whole":
         return None
     return result_width(declaration, name)
 
 
-def result_width(declaration: Declaration, name: str) -> int | None:
-    """P of a consumer that is evaluated of all its fields; None: nothing stands for their values."""
+def result_width(declaration: EmbeddingDeclaration, name: str) -> int | None:
+    """Return the width P of the result of a consumer on all its fields; None: no result can replace their values."""
     consumer = declaration.consumers[name]
     dims = {field.dim for field in declaration.fields if field.name in consumer.features}
     return consumer.interaction.width(max(dims)) if dims else None
 
 
 def floats(
-    declaration: Declaration, shardings: Sequence[Sharding], consumers: Collection[str]
+    declaration: EmbeddingDeclaration, shardings: Sequence[Sharding], consumers: Collection[str]
 ) -> int:
-    """Per sample, from all owners to its rank, where those consumers' partials travel and every other consumer's
-    values do; its own rank counts as any."""
+    """Return the number of floats per sample that owners send to its rank: partials of those consumers, and values for
+    all others. Its own rank counts as any."""
     owners = owners_by_field(declaration, shardings)
     values = values_needed(declaration, consumers)
-    return sum(_width(declaration, name, owners) for name in consumers) + sum(
+    return sum(_partial_floats(declaration, name, owners) for name in consumers) + sum(
         len(owners[field.name]) * field.dim for field in declaration.fields if field.name in values
     )
 
 
-def values_needed(declaration: Declaration, consumers: Collection[str]) -> set[str]:
-    """Fields whose values travel where those consumers are evaluated before they do."""
-    given = declaration.consumers.items()
-    taken = {name for _, consumer in given for name in consumer.features}
-    alone = {field.name for field in declaration.fields if field.name not in taken}
-    queries = [queries_of(consumer) for name, consumer in given if name in consumers]
-    others = [consumer.features for name, consumer in given if name not in consumers]
-    return alone.union(*queries, *others)
+def values_needed(declaration: EmbeddingDeclaration, consumers: Collection[str]) -> set[str]:
+    """Return the fields whose values are still sent if those consumers are evaluated before."""
+    consumers_by_name = declaration.consumers.items()
+    taken = {name for _, consumer in consumers_by_name for name in consumer.features}
+    unconsumed = {field.name for field in declaration.fields if field.name not in taken}
+    queries = [query_fields(consumer) for name, consumer in consumers_by_name if name in consumers]
+    others = [consumer.features for name, consumer in consumers_by_name if name not in consumers]
+    return unconsumed.union(*queries, *others)
 
 
-def _width(declaration: Declaration, name: str, owners: Mapping[str, frozenset[int]]) -> int:
-    """Floats per sample of a consumer's partials, from all ranks that have some of its fields; and of queries, to all
-    that have rows of its sequences."""
+def _partial_floats(
+    declaration: EmbeddingDeclaration, name: str, owners: Mapping[str, frozenset[int]]
+) -> int:
+    """Return the floats per sample of a consumer's partials from all ranks that have some of its fields, and of queries
+    to all ranks that have rows of its sequences."""
     consumer = declaration.consumers[name]
-    queries = queries_of(consumer)
+    queries = query_fields(consumer)
     ranks = set().union(*(owners[field] for field in consumer.features[len(queries) :]))
-    asked = sum(field.dim for field in declaration.fields if field.name in queries)
-    return len(ranks) * ((partial_width(declaration, name) or 0) + asked)
+    query_floats = sum(field.dim for field in declaration.fields if field.name in queries)
+    return len(ranks) * ((partial_width(declaration, name) or 0) + query_floats)
 
 
 def owners_by_field(
-    declaration: Declaration, shardings: Sequence[Sharding]
+    declaration: EmbeddingDeclaration, shardings: Sequence[Sharding]
 ) -> Mapping[str, frozenset[int]]:
-    """Ranks that have rows of a field's table."""
+    """Return the ranks that have rows of each field's table, by field."""
     tables = [declaration.table_of(feature) for feature in declaration.features]
     return {
         field.name: frozenset(shardings[tables[field.feature]].ranks)
@@ -134,61 +142,64 @@ def owners_by_field(
 
 
 def sets(names: Sequence[str], cost) -> Iterable[tuple[str, ...]]:
+    """Yield sets of names to try, all or greedily grown ones of least cost, smaller before larger."""
     if len(names) <= MOST_CONSUMERS:
         for size in range(1, len(names) + 1):
             yield from combinations(names, size)
         return
-    some: tuple[str, ...] = ()
-    while len(some) < len(names):
-        some = min(
-            (tuple(n for n in names if n in {*some, new}) for new in names if new not in some),
+    subset: tuple[str, ...] = ()
+    while len(subset) < len(names):
+        subset = min(
+            (tuple(n for n in names if n in {*subset, new}) for new in names if new not in subset),
             key=cost,
         )
-        yield some
+        yield subset
 
 
 def tower_of(sharding: Sharding, towers: Sequence[Sequence[int]]) -> int | None:
-    """The tower that has all rows of it; None: no single one has."""
+    """Return the tower that has all rows of a table; None: its rows are in several."""
     size = len(towers[0])
     first, last = sharding.ranks[0] // size, sharding.ranks[-1] // size
     return first if first == last else None
 
 
 def towers_of_fields(
-    declaration: Declaration, shardings: Sequence[Sharding], towers: Sequence[Sequence[int]]
+    declaration: EmbeddingDeclaration,
+    shardings: Sequence[Sharding],
+    towers: Sequence[Sequence[int]],
 ) -> tuple[int | None, ...]:
-    """By field: the tower that has all rows of its table. `shardings`: by table."""
+    """Return by field the tower that has all rows of its table, or None. shardings: by table."""
     by_table = [tower_of(sharding, towers) for sharding in shardings]
     return tuple(by_table[declaration.parts[field.part][0]] for field in declaration.fields)
 
 
 def evaluated_in_towers(
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     world: World,
     *,
     num_towers: int,
     reads_ahead: int = 0,
 ) -> tuple[str, ...]:
-    """Names of consumers, as declared, that are evaluated inside a tower, so that the fewest floats leave it; of sets
-    as good, the smallest. reads_ahead: steps between reading a row and its use."""
-    able = [
+    """Return the names of consumers, as declared, to evaluate inside a tower, so that the fewest floats leave it; of
+    equally good sets the smallest. reads_ahead: steps between reading a row and its use."""
+    candidates = [
         name
         for name in declaration.consumers
-        if not barred_in_towers(
+        if not why_not_in_towers(
             declaration, name, shardings, world, num_towers=num_towers, reads_ahead=reads_ahead
         )
     ]
     best: tuple[str, ...] = ()
     least = tower_floats(declaration, best)
-    for some in sets(able, lambda some: tower_floats(declaration, some)):
-        if (found := tower_floats(declaration, some)) < least:
-            best, least = some, found
+    for subset in sets(candidates, lambda subset: tower_floats(declaration, subset)):
+        if (num_floats := tower_floats(declaration, subset)) < least:
+            best, least = subset, num_floats
     return best
 
 
-def barred_in_towers(
-    declaration: Declaration,
+def why_not_in_towers(
+    declaration: EmbeddingDeclaration,
     name: str,
     shardings: Sequence[Sharding],
     world: World,
@@ -196,11 +207,11 @@ def barred_in_towers(
     num_towers: int,
     reads_ahead: int = 0,
 ) -> str | None:
-    """Why a consumer cannot be evaluated inside a tower, whatever it would save; None: it can."""
-    if why := never_in_towers(declaration, name, world, reads_ahead=reads_ahead):
+    """Return why a consumer cannot be evaluated inside a tower, whatever it would save; None: it can."""
+    if why := why_never_in_towers(declaration, name, world, reads_ahead=reads_ahead):
         return why
     consumer = declaration.consumers[name]
-    of_field = dict(
+    tower_by_field = dict(
         zip(
             [field.name for field in declaration.fields],
             towers_of_fields(declaration, shardings, tower_ranks(world, num_towers)),
@@ -208,64 +219,71 @@ def barred_in_towers(
         )
     )
     for field in consumer.features:
-        if of_field[field] is None:
-            return f"rows of {field} do not all lie in one tower"
+        if tower_by_field[field] is None:
+            return f"rows of {field} are not all in one tower"
     first, *others = consumer.features
     for field in others:
-        if of_field[field] != of_field[first]:
-            return f"{first} is in tower {of_field[first]}, {field} in tower {of_field[field]}"
+        if tower_by_field[field] != tower_by_field[first]:
+            return f"{first} is in tower {tower_by_field[first]}, {field} in tower {tower_by_field[field]}"
     return None
 
 
-def never_in_towers(
-    declaration: Declaration, name: str, world: World | None = None, *, reads_ahead: int = 0
+def why_never_in_towers(
+    declaration: EmbeddingDeclaration,
+    name: str,
+    world: World | None = None,
+    *,
+    reads_ahead: int = 0,
 ) -> str | None:
-    """The same, wherever its tables lie. world: None, several ranks without servers."""
+    """Return why a consumer cannot be evaluated inside a tower, wherever its tables are. world: None, several ranks
+    without servers."""
     consumer = declaration.consumers[name]
     if result_width(declaration, name) is None:
         kind = type(consumer.interaction).__name__
-        return f"nothing smaller than its fields' values stands for them in {kind}"
+        return f"{kind} has no result that is smaller than its fields' values"
     if world is not None and world.num_ranks == 1:
-        return "nothing travels on one rank"
+        return "nothing is sent on one rank"
     width, floats = result_width(declaration, name), fields_width(declaration, name)
     if reads_ahead and 2 * (width or 0) > floats:
         return (
-            f"rows are read ahead, and what is made of them inside a tower leaves it in the step that uses it: {width} "
-            f"floats, more than half of the {floats} that would have come before, while others compute"
+            f"rows are read ahead, and its result leaves the tower only in the step that uses it: {width} floats, more "
+            f"than half of the {floats} that would have been sent before, during computation"
         )
     if world is not None and world.has_servers:
-        return "rows lie on servers, which have none of its weights"
+        return "rows are on servers, which have none of its weights"
     return None
 
 
-def fields_width(declaration: Declaration, name: str) -> int:
-    """Floats of a sample that a consumer takes."""
+def fields_width(declaration: EmbeddingDeclaration, name: str) -> int:
+    """Return the number of floats of a sample that a consumer takes."""
     taken = set(declaration.consumers[name].features)
     return sum(field.dim for field in declaration.fields if field.name in taken)
 
 
-def tower_floats(declaration: Declaration, consumers: Collection[str]) -> int:
-    """Per sample, of all towers: what leaves them where those consumers are evaluated inside."""
+def tower_floats(declaration: EmbeddingDeclaration, consumers: Collection[str]) -> int:
+    """Return the number of floats per sample that leave all towers if those consumers are evaluated inside."""
     values = values_needed(declaration, consumers)
     return sum(result_width(declaration, name) or 0 for name in consumers) + sum(
         field.dim for field in declaration.fields if field.name in values
     )
 
 
-def part_of(declaration: Declaration, tables: set[str], exchange: str) -> Declaration:
-    """The features of these tables and what consumers take of them, as they are, but for consumers whose partials may
-    travel; all tables, so that their numbers stay what they are; and the whole's outputs, as far as they are of these
-    features."""
-    features = tuple(each for each in declaration.features if each.table in tables)
-    mine = {
+def restrict_to_tables(
+    declaration: EmbeddingDeclaration, tables: set[str], exchange: str
+) -> EmbeddingDeclaration:
+    """Return the part of a declaration for one exchange: the features of these tables, what consumers take of them, and
+    the whole's outputs of them. Consumers are declared as they are only if the exchange may send their partials. All
+    tables are included, so that table indices do not change."""
+    features = tuple(feature for feature in declaration.features if feature.table in tables)
+    own_fields = {
         field.name
         for field in declaration.fields
         if declaration.features[field.feature].table in tables
     }
     consumers = {}
     for name, consumer in declaration.consumers.items():
-        if taken := tuple(each for each in consumer.features if each in mine):
+        if taken := tuple(feature for feature in consumer.features if feature in own_fields):
             is_whole = exchange in EVALUATING and taken == consumer.features
             consumers[name] = consumer if is_whole else Consumer(Concat(), taken)
-    part = Declaration(declaration.tables, features, consumers, declaration.output)
-    return replace(part, shared=shared_outputs(declaration, part))
+    part = EmbeddingDeclaration(declaration.tables, features, consumers, declaration.output)
+    return replace(part, shared=restrict_outputs(declaration, part))

@@ -28,10 +28,10 @@ from colonnade.comm.mesh import Mesh
 from colonnade.errors import ConfigError
 from colonnade.exchange.operator_cut import result_width
 from colonnade.interaction import TargetAttention
-from colonnade.lookup.contract import Inside
-from colonnade.lookup.fields import Columns
-from colonnade.lookup.layout import Declaration
-from colonnade.wire.transport import Places, placed
+from colonnade.lookup.contract import TowerConsumers
+from colonnade.lookup.fields import FieldColumns
+from colonnade.lookup.layout import EmbeddingDeclaration
+from colonnade.wire.transport import ColumnStarts, assemble_columns
 
 NUM_TRIED = 3
 """Samples that operators are tried on."""
@@ -56,12 +56,12 @@ class Operators:
 
     def __init__(
         self,
-        declaration: Declaration,
+        declaration: EmbeddingDeclaration,
         consumers: Sequence[str],
         taken_by: Mapping[str, tuple[int, ...]],
         *,
         evaluators: str,
-        inside: Inside | None = None,
+        inside: TowerConsumers | None = None,
     ) -> None:
         """Take consumers by name. taken_by: fields of the consumers of pooled values; the others attend to sequences
         (`RemoteAttention`). evaluators: the ranks that evaluate them, in words, for messages."""
@@ -96,43 +96,45 @@ class Operators:
             values = torch.zeros(NUM_TRIED, sum(dims), dtype=self.declaration.compute_dtype)
             modes = [(module, module.training) for module in interaction.modules()]
             for module in interaction.modules():
-                # Nothing is counted. Dropout may change its input in place, in training alone.
+                # Eval mode, so that no statistics change. Dropout may change its input in place, in training alone.
                 module.training = isinstance(module, _DropoutNd)
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
                     if interaction.one_width:
                         values = values.unflatten(1, (len(fields), -1))
-                    self._check(name, interaction.partial_of(values, range(len(fields))), NUM_TRIED)
+                    self._check_shape(
+                        name, interaction.partial_of(values, range(len(fields))), NUM_TRIED
+                    )
             finally:
                 for module, is_training in modes:
                     module.training = is_training
         self._are_tried = True
 
-    def messages(
+    def build_messages(
         self,
         blocks: Iterable[Tensor],
-        columns: Columns,
-        sent: Columns,
+        columns: FieldColumns,
+        sent: FieldColumns,
         record: list[Partials] | None,
     ) -> Iterator[Tensor]:
         """Yield, for each block (R, all of `columns`), the message (R, P) to send instead: values and partials side by
-        side; read only. record: list that partials are appended to, for `gradients`; None: nothing is trained."""
+        side; read only. record: list that partials are appended to, for `backpropagate`; None: nothing is trained."""
         for block in blocks:
             partials = self.evaluate(block, columns, record is not None)
             if record is not None:
                 record.append(partials)
-            yield self.side_by_side(block, columns, sent, partials)
+            yield self.join_message(block, columns, sent, partials)
 
-    def evaluate(self, pooled: Tensor, columns: Columns, is_trained: bool) -> Partials:
+    def evaluate(self, pooled: Tensor, columns: FieldColumns, is_trained: bool) -> Partials:
         """Return partials of the consumers that take some of these columns: pooled (R, all of `columns`)."""
         partials = {}
         for name, fields in self.taken_by.items():
-            if numbers := tuple(n for n, i in enumerate(fields) if i in columns.dims):
-                partials[name] = self._evaluate(name, numbers, pooled, columns, is_trained)
+            if positions := tuple(n for n, i in enumerate(fields) if i in columns.dims):
+                partials[name] = self._evaluate(name, positions, pooled, columns, is_trained)
         return partials
 
-    def side_by_side(
-        self, pooled: Tensor, columns: Columns, sent: Columns, partials: Partials
+    def join_message(
+        self, pooled: Tensor, columns: FieldColumns, sent: FieldColumns, partials: Partials
     ) -> Tensor:
         """Return the message (R, P): values and partials side by side; read only."""
         values = tuple((key, columns.starts[key]) for key in sent.dims if isinstance(key, int))
@@ -141,19 +143,19 @@ class Operators:
             for key in sent.dims
             if isinstance(key, str)
         ]
-        return placed([(pooled, values), *results], sent.dims)
+        return assemble_columns([(pooled, values), *results], sent.dims)
 
-    def gradients(
+    def backpropagate(
         self,
         blocks: Iterable[Tensor],
-        sent: Columns,
-        columns: Columns,
+        sent: FieldColumns,
+        columns: FieldColumns,
         record: Sequence[Partials],
     ) -> Iterator[Tensor]:
         """Yield gradients (R, W) of pooled fields from gradients (R, P) of messages, the last chunk first; read only.
         Gradients of weights are added to their `.grad`."""
         for received, partials in zip(blocks, reversed(record), strict=True):
-            yield self._gradient(partials, received, sent, columns)
+            yield self._backpropagate_chunk(partials, received, sent, columns)
 
     def check_weights(self, versions: Sequence[list[int] | None]) -> None:
         """Check weights before gradients are pushed, and give each parameter a gradient. versions: versions that each
@@ -171,51 +173,56 @@ class Operators:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _evaluate(
-        self, name: str, numbers: Sequence[int], pooled: Tensor, columns: Columns, is_trained: bool
+        self,
+        name: str,
+        positions: Sequence[int],
+        pooled: Tensor,
+        columns: FieldColumns,
+        is_trained: bool,
     ) -> Partial:
-        """Evaluate a consumer on some of its fields. numbers: indices into its `taken_by`."""
-        taken = tuple(self.taken_by[name][n] for n in numbers)
+        """Evaluate a consumer on some of its fields. positions: indices into its `taken_by`."""
+        taken = tuple(self.taken_by[name][n] for n in positions)
         interaction = self.declaration.consumers[name].interaction
-        places = tuple((i, columns.starts[i]) for i in taken)
-        values = placed([(pooled, places)], {i: columns.dims[i] for i in taken}).detach()
+        starts = tuple((i, columns.starts[i]) for i in taken)
+        values = assemble_columns([(pooled, starts)], {i: columns.dims[i] for i in taken}).detach()
         if not len(pooled):  # a module need not accept zero samples
             width = result_width(self.declaration, name) or 0
             return Partial(taken, values, pooled.new_zeros(0, width))
         with torch.set_grad_enabled(is_trained):
             values.requires_grad_(is_trained)
             shaped = values.unflatten(1, (len(taken), -1)) if interaction.one_width else values
-            result = interaction.partial_of(shaped, numbers)
-        self._check(name, result, len(pooled))
+            result = interaction.partial_of(shaped, positions)
+        self._check_shape(name, result, len(pooled))
         return Partial(taken, values, result)
 
-    def _gradient(
-        self, partials: Partials, received: Tensor, sent: Columns, columns: Columns
+    def _backpropagate_chunk(
+        self, partials: Partials, received: Tensor, sent: FieldColumns, columns: FieldColumns
     ) -> Tensor:
         values = tuple((key, sent.starts[key]) for key in sent.dims if isinstance(key, int))
-        blocks: list[tuple[Tensor, Places]] = [(received, values)]
+        blocks: list[tuple[Tensor, ColumnStarts]] = [(received, values)]
         for key, partial in partials.items() if len(received) else ():
             # A result needs no gradient where neither its values nor its weights are trained.
             if key not in sent.dims or not partial.result.requires_grad:
                 continue
             parameters = _trained_parameters(self.declaration.consumers[key].interaction)
-            gradient, *of_weights = torch.autograd.grad(
-                partial.result, [partial.values, *parameters], received[:, sent.of(key)],
+            gradient, *weight_gradients = torch.autograd.grad(
+                partial.result, [partial.values, *parameters], received[:, sent.slice_of(key)],
                 retain_graph=True, allow_unused=True,
             )  # fmt: skip
-            for parameter, of_weight in zip(parameters, of_weights, strict=True):
-                if of_weight is not None:
-                    _add(parameter, of_weight)
+            for parameter, weight_gradient in zip(parameters, weight_gradients, strict=True):
+                if weight_gradient is not None:
+                    _add_to_grad(parameter, weight_gradient)
             if gradient is not None:
                 starts = accumulate((columns.dims[i] for i in partial.fields), initial=0)
                 blocks.append((gradient, tuple(zip(partial.fields, starts, strict=False))))
-        return placed(blocks, columns.dims)
+        return assemble_columns(blocks, columns.dims)
 
-    def _check(self, name: str, result: Tensor, num_samples: int) -> None:
+    def _check_shape(self, name: str, result: Tensor, num_samples: int) -> None:
         wanted = (num_samples, result_width(self.declaration, name))
         if result.shape != wanted:
             raise ConfigError(
                 f"consumer {name!r}: its operator gave {tuple(result.shape)} for {num_samples} samples, wanted {wanted}"
-                ": a row for each sample, of as many floats as its `width` says"
+                ": a row for each sample, with `width` floats"
             )
 
 
@@ -224,7 +231,7 @@ def _trained_parameters(interaction: nn.Module) -> list[nn.Parameter]:
 
 
 @torch.no_grad()
-def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
+def _add_to_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.add_(gradient)
 
@@ -256,10 +263,10 @@ class RemoteAttention:
 
     @property
     def has_rows(self) -> bool:
-        """Whether this rank may have rows of the sequence."""
+        """True if this rank may have rows of the sequence."""
         return self.mesh.rank in self.ranks
 
-    def fetch(
+    def attend(
         self,
         query: Tensor,  # (B, D)
         rows: Tensor,  # (E, D), of all ranks' samples in rank order
@@ -268,35 +275,35 @@ class RemoteAttention:
         tag: str,
         is_trained: bool,
     ) -> Attended:
-        """Attend to the rows of all ranks. Collective. sizes: samples by rank; tag: what bytes are counted as."""
+        """Attend to the rows of all ranks. Collective. sizes: samples by rank; tag: traffic tag of the bytes."""
         size, dim = query.shape
-        queries = self._to_owners("fetch", query.repeat(len(self.ranks), 1, 1), sizes, tag)
+        queries = self._send_to_owners("fetch", query.repeat(len(self.ranks), 1, 1), sizes, tag)
         with torch.set_grad_enabled(is_trained):
             queries.requires_grad_(is_trained)
             rows = rows.requires_grad_(is_trained)
             segments = torch.arange(len(queries)).repeat_interleave(lengths)
             result = self.interaction.partial(rows, segments, len(queries), None, queries)
-            stats = self._to_samples("fetch", result.detach(), sizes, tag)
+            stats = self._send_to_samples("fetch", result.detach(), sizes, tag)
             stats = stats.requires_grad_(is_trained)
             merged = self.interaction.merged(stats)
         assert merged.shape == (size, self.interaction.width(dim))
         return Attended(queries, rows, result, stats, merged)
 
-    def push(
+    def send_gradients(
         self, attended: Attended, gradient: Tensor, sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Return gradients of this rank's queries (B, D) and rows (E, D). Collective. gradient: (B, P)."""
-        (of_stats,) = torch.autograd.grad(
+        (stats_gradient,) = torch.autograd.grad(
             attended.merged, attended.stats, gradient, retain_graph=True
         )
-        of_results = self._to_owners("push", of_stats, sizes, "push")
-        of_queries, of_rows = torch.autograd.grad(
-            attended.result, [attended.queries, attended.rows], of_results, retain_graph=True
+        result_gradients = self._send_to_owners("push", stats_gradient, sizes, "push")
+        query_gradients, row_gradients = torch.autograd.grad(
+            attended.result, [attended.queries, attended.rows], result_gradients, retain_graph=True
         )
-        by_rank = self._to_samples("push", of_queries, sizes, "push")
-        return sum_in_order(by_rank.flatten(1)[None]).view(by_rank.shape[1:]), of_rows
+        by_rank = self._send_to_samples("push", query_gradients, sizes, "push")
+        return sum_in_order(by_rank.flatten(1)[None]).view(by_rank.shape[1:]), row_gradients
 
-    def _to_owners(self, group: str, blocks: Tensor, sizes: Sequence[int], tag: str) -> Tensor:
+    def _send_to_owners(self, group: str, blocks: Tensor, sizes: Sequence[int], tag: str) -> Tensor:
         """Send (R, B, n) of this rank's samples; return (G, n) of all samples, or (0, n) on ranks without rows."""
         _, size, width = blocks.shape
         send = [size * width * (rank in self.ranks) for rank in range(self.mesh.num_ranks)]
@@ -306,7 +313,9 @@ class RemoteAttention:
         )
         return received.view(sum(sizes) if self.has_rows else 0, width)
 
-    def _to_samples(self, group: str, values: Tensor, sizes: Sequence[int], tag: str) -> Tensor:
+    def _send_to_samples(
+        self, group: str, values: Tensor, sizes: Sequence[int], tag: str
+    ) -> Tensor:
         """Send values (G, n), or (0, n) on ranks without rows; return (R, B, n) of this rank's samples."""
         width, size = values.shape[1], sizes[self.mesh.rank]
         send = [num_samples * width * self.has_rows for num_samples in sizes]

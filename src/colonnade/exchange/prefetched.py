@@ -1,6 +1,6 @@
-"""Prefetched values as checkpoints hold them. A run may continue with other exchanges if rows are held, not sums.
+"""Prefetched values in checkpoints. A run may continue with other exchanges if the values are rows, not sums.
 
-Legend: T tables, U rows held, D a table's width.
+Legend: T tables, U prefetched rows, D a table's width.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from torch import Tensor
 
 from colonnade.errors import CheckpointError
 
-Held = Mapping[str, Tensor]
+PrefetchedValues = Mapping[str, Tensor]
 TABLES = "of_tables"
-"""Key of the numbers of the tables whose values are held, where these are not all tables."""
+"""Key of the indices of the tables with prefetched values, where these are not all tables."""
 
 
-def tables_held(held: Sequence[Held], num_tables: int) -> set[int]:
-    """Return the numbers of the tables whose values are held; they are the same on every rank."""
-    if not held or TABLES not in held[0]:
+def prefetched_tables(prefetched: Sequence[PrefetchedValues], num_tables: int) -> set[int]:
+    """Return the indices of the tables with prefetched values; they are the same on every rank."""
+    if not prefetched or TABLES not in prefetched[0]:
         return set(range(num_tables))
-    return set(held[0][TABLES].tolist())
+    return set(prefetched[0][TABLES].tolist())
 
 
-def held_rows(held: Sequence[Held]) -> list[Held]:
-    """Return the rows among all ranks' held values, whichever exchanges read them, as dicts of ids (U,), table_offsets
-    (T + 1,) and values, table by table."""
-    parts: list[Held] = []
-    for rank_values in held:
+def collect_prefetched_rows(prefetched: Sequence[PrefetchedValues]) -> list[PrefetchedValues]:
+    """Collect the rows in all ranks' prefetched values, whichever exchanges read them, as dicts of ids (U,),
+    table_offsets (T + 1,) and values, table by table."""
+    parts: list[PrefetchedValues] = []
+    for rank_values in prefetched:
         ends = [key for key in rank_values if key.rpartition(".")[2] == "table_offsets"]
         for prefix in (key.removesuffix("table_offsets") for key in ends):
             parts.append(
@@ -38,29 +38,30 @@ def held_rows(held: Sequence[Held]) -> list[Held]:
     return parts
 
 
-def gather_held_values(parts: Sequence[Held], widths: np.ndarray, t: int, wanted: Tensor) -> Tensor:
-    """Return rows of table t by id, (len(wanted), D). Raises CheckpointError where they are not held."""
-    ids, rows, dim = [], [], int(widths[t])
+def gather_prefetched_rows(
+    parts: Sequence[PrefetchedValues], widths: np.ndarray, table_index: int, wanted: Tensor
+) -> Tensor:
+    """Gather prefetched rows of a table by id, (len(wanted), D). Raises CheckpointError for missing ones."""
+    ids, rows, dim = [], [], int(widths[table_index])
     for part in parts:
         offsets = part["table_offsets"]
-        first, last = offsets[t : t + 2].tolist()
-        before = int((offsets.diff()[:t] * torch.from_numpy(widths[:t])).sum())
+        first, last = offsets[table_index : table_index + 2].tolist()
+        before = int((offsets.diff()[:table_index] * torch.from_numpy(widths[:table_index])).sum())
         ids.append(part["ids"][first:last])
         rows.append(part["values"][before : before + (last - first) * dim].view(-1, dim))
     all_ids, order = torch.cat(ids).sort(stable=True) if ids else (wanted[:0], wanted[:0])
     where = torch.searchsorted(all_ids, wanted)
     if bool((where >= len(all_ids)).any()) or not torch.equal(all_ids[where], wanted):
-        raise other_exchange()
+        raise other_exchange_error()
     if not len(wanted):
         return rows[0][:0] if rows else torch.empty(0, dim)
     return torch.cat(rows)[order[where]]
 
 
-def other_exchange() -> CheckpointError:
-    """Return the error for held values that cannot be restored."""
+def other_exchange_error() -> CheckpointError:
+    """Return the error for prefetched values that cannot be restored."""
     return CheckpointError(
-        "the checkpoint holds what another exchange had read ahead, and sums do not say what rows were; go on with the "
-        "exchanges of the checkpoint (plan.exchange and plan.tables as they were), or from a checkpoint of a "
-        "run without "
-        "staleness"
+        "the checkpoint has values that another exchange had read ahead, and rows cannot be restored from sums; "
+        "continue with the exchanges of the checkpoint (plan.exchange and plan.tables as they were), or from a "
+        "checkpoint of a run without staleness"
     )

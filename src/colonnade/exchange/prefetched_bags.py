@@ -1,5 +1,4 @@
-"""Prefetched values of exchanges of bags as checkpoints hold them: sums by sample, sums in a tower, or operators'
-inputs.
+"""Prefetched values of exchanges of bags in checkpoints: sums by sample, sums in a tower, or operators' inputs.
 
 Legend: B samples of this rank, G of all ranks, M of a rank's peers, W columns.
 """
@@ -16,38 +15,47 @@ from torch import Tensor
 from colonnade.errors import CheckpointError
 from colonnade.exchange.bag_layout import BagLayout, BagReads, BagsLookup, LastHop
 from colonnade.exchange.operators import Operators
-from colonnade.exchange.prefetched import Held, gather_held_values, held_rows, other_exchange
-from colonnade.lookup.fields import Columns
-from colonnade.wire.transport import DirectRoute, HostRoute, together
+from colonnade.exchange.prefetched import (
+    PrefetchedValues,
+    collect_prefetched_rows,
+    gather_prefetched_rows,
+    other_exchange_error,
+)
+from colonnade.lookup.fields import FieldColumns
+from colonnade.wire.transport import DirectRoute, HostRoute, combine_transfers
 
 # ---- sums of bags, by sample
 
 
-def hold_sums(total: Tensor, layout: BagLayout) -> dict[str, Tensor]:
-    """Return sums (B, W), and the names and dims of their fields."""
+def export_sums(total: Tensor, layout: BagLayout) -> dict[str, Tensor]:
+    """Return sums (B, W), and the names and dims of their fields, for a checkpoint."""
     dims = torch.tensor([layout.declaration.fields[i].dim for i in layout.fields.order])
-    return {"sums": total, "fields": encode_names(_names(layout)), "field_dims": dims}
+    return {"sums": total, "fields": encode_names(_field_names(layout)), "field_dims": dims}
 
 
 def restore_sums(
-    lookup: BagsLookup, layout: BagLayout, rank: int, widths: np.ndarray, held: Sequence[Held]
+    lookup: BagsLookup,
+    layout: BagLayout,
+    rank: int,
+    widths: np.ndarray,
+    prefetched: Sequence[PrefetchedValues],
 ) -> Tensor:
-    """Return this rank's sums (B, W): its samples' part of the sums that all ranks of some world held for this step's
-    global batch, whose blocks are in rank order in every world; or sums of the rows that another exchange held.
-    widths: by table. Raises CheckpointError where neither is held."""
-    sizes, names = lookup.sizes, _names(layout)
+    """Return this rank's sums (B, W): its samples' part of the sums that all ranks of some world had prefetched for
+    this step's global batch, in rank order in every world; or sums of the rows that another exchange had prefetched.
+    widths: by table. Raises CheckpointError where neither was prefetched."""
+    sizes, names = lookup.sizes, _field_names(layout)
     first = sum(sizes[:rank])
-    if has_sums(held, names):
-        every = gather_held_sums(held, names, layout.arriving, sum(sizes))
-    elif any("gathered" in rank_values for rank_values in held):
-        every = gather_held_columns(held, names, layout.fields.columns, sizes)
+    if has_sums(prefetched, names):
+        all_samples = gather_prefetched_sums(prefetched, names, layout.arriving, sum(sizes))
+    elif any("gathered" in rank_values for rank_values in prefetched):
+        all_samples = gather_prefetched_columns(prefetched, names, layout.fields.columns, sizes)
     else:
-        return _sums_of_rows(lookup, layout, widths, held_rows(held))
-    return every[first : first + sizes[rank]]
+        return _sums_of_rows(lookup, layout, widths, collect_prefetched_rows(prefetched))
+    return all_samples[first : first + sizes[rank]]
 
 
 def _sums_of_rows(
-    lookup: BagsLookup, layout: BagLayout, widths: np.ndarray, parts: Sequence[Held]
+    lookup: BagsLookup, layout: BagLayout, widths: np.ndarray, parts: Sequence[PrefetchedValues]
 ) -> Tensor:
     """Return sums (B, W) of the compute dtype, by sample, of rows that were read ahead."""
     lookups, declaration, fields = lookup.requested, layout.declaration, layout.fields
@@ -57,7 +65,7 @@ def _sums_of_rows(
     bounds, requested = lookups.feature_offsets.tolist(), layout.requested
     for c, (f, t) in enumerate(zip(requested.features, requested.tables.tolist(), strict=True)):
         ids = lookups.ids[bounds[c] : bounds[c + 1]]
-        rows = gather_held_values(parts, widths, t, ids).to(dtype)
+        rows = gather_prefetched_rows(parts, widths, t, ids).to(dtype)
         if (weights := lookups.weights[c]) is not None:
             rows = rows * weights.to(dtype)[:, None]
         if (offsets := lookups.bags[c]) is not None:
@@ -71,44 +79,47 @@ def _sums_of_rows(
     return sums
 
 
-def has_sums(held: Sequence[Held], names: Collection[str]) -> bool:
-    """Return whether every rank held sums of all these fields."""
-    return bool(held) and all(
+def has_sums(prefetched: Sequence[PrefetchedValues], names: Collection[str]) -> bool:
+    """Return whether every rank had prefetched sums of all these fields."""
+    return bool(prefetched) and all(
         set(names) <= {name for fields, _ in _sums_in(rank_values) for name in fields}
-        for rank_values in held
+        for rank_values in prefetched
     )
 
 
-def gather_held_sums(
-    held: Sequence[Held], names: Sequence[str], columns: Columns, num_samples: int
+def gather_prefetched_sums(
+    prefetched: Sequence[PrefetchedValues],
+    names: Sequence[str],
+    columns: FieldColumns,
+    num_samples: int,
 ) -> Tensor:
     """Return the sums (G, W) of these columns, called `names`, joined from all ranks' samples. Raises CheckpointError
     for another number of samples, or another width."""
     blocks = []
-    for rank_values in held:
+    for rank_values in prefetched:
         by_name = {
             name: part for fields, parts in _sums_in(rank_values) for name, part in zip(fields, parts, strict=False)
         }  # fmt: skip
         if set(names) <= set(by_name):
             blocks.append(torch.cat([by_name[name] for name in names], 1))
-    sums = torch.cat(blocks) if len(blocks) == len(held) else torch.empty(0, 0)
+    sums = torch.cat(blocks) if len(blocks) == len(prefetched) else torch.empty(0, 0)
     if sums.shape != (num_samples, columns.width):
         raise CheckpointError(
-            f"the checkpoint holds sums of shape {tuple(sums.shape)} that were read ahead, this batch wants "
-            f"{(num_samples, columns.width)}; go on with the data, model and batch size of the checkpoint"
+            f"the checkpoint has sums of shape {tuple(sums.shape)} that were read ahead, this batch wants "
+            f"{(num_samples, columns.width)}; continue with the data, model and batch size of the checkpoint"
         )
     return sums
 
 
-def _sums_in(held: Held) -> Iterator[tuple[list[str], Sequence[Tensor]]]:
-    """Yield (names of fields, sums by field) of each exchange that held sums."""
-    for key in held:
+def _sums_in(prefetched: PrefetchedValues) -> Iterator[tuple[list[str], Sequence[Tensor]]]:
+    """Yield (names of fields, sums by field) of each exchange that had prefetched sums."""
+    for key in prefetched:
         prefix, _, last = key.rpartition(".")
         if last != "sums":
             continue
         start = f"{prefix}." if prefix else ""
-        fields, sums = decode_names(held[f"{start}fields"]), held[key]
-        dims = held.get(f"{start}field_dims")
+        fields, sums = decode_names(prefetched[f"{start}fields"]), prefetched[key]
+        dims = prefetched.get(f"{start}field_dims")
         # Older checkpoints have no dims; all their fields have the same.
         sizes = [sums.shape[1] // len(fields)] * len(fields) if dims is None else dims.tolist()
         yield fields, sums.split(sizes, 1)
@@ -117,13 +128,13 @@ def _sums_in(held: Held) -> Iterator[tuple[list[str], Sequence[Tensor]]]:
 # ---- sums gathered inside a tower
 
 
-def hold_gathered(
-    lookup: BagsLookup, layout: BagLayout, columns: Columns, peers: Sequence[int]
+def export_gathered_sums(
+    lookup: BagsLookup, layout: BagLayout, columns: FieldColumns, peers: Sequence[int]
 ) -> dict[str, Tensor]:
     """Return the sums gathered on this rank (M, W), their fields, and their samples' indices in the global batch."""
     gathered, names = (
         lookup.evaluation.gathered,
-        dict(zip(layout.fields.order, _names(layout), strict=True)),
+        dict(zip(layout.fields.order, _field_names(layout), strict=True)),
     )
     assert gathered is not None
     return {
@@ -137,21 +148,23 @@ def hold_gathered(
 def restore_gathered(
     lookup: BagsLookup,
     layout: BagLayout,
-    columns: Columns,
+    columns: FieldColumns,
     peers: Sequence[int],
-    held: Sequence[Held],
+    prefetched: Sequence[PrefetchedValues],
 ) -> Tensor:
-    """Return sums (M, W) of `columns` for this rank's peers' samples. Raises CheckpointError where something else than
-    sums was held."""
-    sizes, names, whole = lookup.sizes, _names(layout), layout.fields.columns
-    if has_sums(held, names):
-        every = gather_held_sums(held, names, whole, sum(sizes))
-    elif all("gathered" in rank_values for rank_values in held):
-        every = gather_held_columns(held, names, whole, sizes)
+    """Return sums (M, W) of `columns` for this rank's peers' samples. Raises CheckpointError where no sums were
+    prefetched."""
+    sizes, names, whole = lookup.sizes, _field_names(layout), layout.fields.columns
+    if has_sums(prefetched, names):
+        all_samples = gather_prefetched_sums(prefetched, names, whole, sum(sizes))
+    elif all("gathered" in rank_values for rank_values in prefetched):
+        all_samples = gather_prefetched_columns(prefetched, names, whole, sizes)
     else:
-        raise other_exchange()
-    samples = every[_samples_of(peers, sizes)]
-    return torch.cat([samples[:, whole.of(i)] for i in columns.dims] or [samples[:, :0]], dim=1)
+        raise other_exchange_error()
+    samples = all_samples[_samples_of(peers, sizes)]
+    return torch.cat(
+        [samples[:, whole.slice_of(i)] for i in columns.dims] or [samples[:, :0]], dim=1
+    )
 
 
 def _samples_of(ranks: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -160,96 +173,106 @@ def _samples_of(ranks: Sequence[int], sizes: Sequence[int]) -> Tensor:
     return torch.cat([torch.arange(ends[rank] - sizes[rank], ends[rank]) for rank in ranks])
 
 
-def gather_held_columns(
-    held: Sequence[Held], names: Sequence[str], columns: Columns, sizes: Sequence[int]
+def gather_prefetched_columns(
+    prefetched: Sequence[PrefetchedValues],
+    names: Sequence[str],
+    columns: FieldColumns,
+    sizes: Sequence[int],
 ) -> Tensor:
     """Return the sums (G, W) of all ranks' samples and `columns`, called `names`, joined from ranks of towers: each had
     gathered some samples of its tower's fields. sizes: samples by rank. Raises CheckpointError where a sum is
     missing."""
-    places = dict(zip(names, columns.dims, strict=True))
-    every = torch.full((sum(sizes), columns.width), float("nan"), dtype=held[0]["gathered"].dtype)
-    for rank_values in held:
+    key_of_name = dict(zip(names, columns.dims, strict=True))
+    all_samples = torch.full(
+        (sum(sizes), columns.width), float("nan"), dtype=prefetched[0]["gathered"].dtype
+    )
+    for rank_values in prefetched:
         first, fields = 0, decode_names(rank_values["gathered fields"])
-        if not set(fields) <= set(names) or len(every) != int(rank_values["of samples"]):
-            raise other_exchange()
+        if not set(fields) <= set(names) or len(all_samples) != int(rank_values["of samples"]):
+            raise other_exchange_error()
         for name in fields:
-            into = columns.of(places[name])
+            into = columns.slice_of(key_of_name[name])
             width = into.stop - into.start
-            every[rank_values["samples"], into] = rank_values["gathered"][:, first : first + width]
+            all_samples[rank_values["samples"], into] = rank_values["gathered"][
+                :, first : first + width
+            ]
             first += width
-    if sum(rank_values["gathered"].numel() for rank_values in held) != every.numel():
-        raise other_exchange()
-    return every
+    if sum(rank_values["gathered"].numel() for rank_values in prefetched) != all_samples.numel():
+        raise other_exchange_error()
+    return all_samples
 
 
 # ---- inputs of operators that owners evaluate
 
 
-def hold_pooled(lookup: BagsLookup, layout: BagLayout, rank: int) -> dict[str, Tensor]:
+def export_operator_inputs(lookup: BagsLookup, layout: BagLayout, rank: int) -> dict[str, Tensor]:
     """Return the inputs of this rank's partials, (G, dim) by field: rows may have changed when gradients arrive."""
-    pooled, columns = lookup.evaluation.pooled, layout.pooled(rank)
+    pooled, columns = lookup.evaluation.pooled, layout.pooled_columns(rank)
     assert pooled is not None
     return {
-        _pooled_name(layout, i): pooled[:, columns.of(i)].clone() for i in layout.shares[rank].order
+        _pooled_name(layout, i): pooled[:, columns.slice_of(i)].clone()
+        for i in layout.shares[rank].order
     }
 
 
-def restore_pooled(
+def restore_operator_inputs(
     lookup: BagsLookup,
     layout: BagLayout,
     rank: int,
     operators: Operators,
     last_hop: LastHop,
-    held: Sequence[Held],
+    prefetched: Sequence[PrefetchedValues],
 ) -> None:
-    """Restore, instead of a fetch, the inputs that owners held; each field is summed over the ranks that had rows of
-    it. Raises CheckpointError for values of another exchange, or of other consumers."""
+    """Restore the prefetched inputs of operators, instead of a fetch; each field is summed over the ranks that had rows
+    of it. Raises CheckpointError for values of another exchange, or of other consumers."""
     sizes, whole, evaluation = lookup.sizes, layout.fields.columns, lookup.evaluation
-    is_alike = [set(rank_values) for rank_values in held] == [
+    is_same_world = [set(rank_values) for rank_values in prefetched] == [
         {_pooled_name(layout, i) for i in share.order} for share in layout.shares
     ]
-    if is_alike and last_hop.transport.routes:
-        _restore_alike(lookup, layout, rank, operators, last_hop.transport.routes, held)
+    if is_same_world and last_hop.transport.routes:
+        _restore_same_world(lookup, layout, rank, operators, last_hop.transport.routes, prefetched)
         return
-    every = torch.zeros(sum(sizes), whole.width, dtype=layout.declaration.compute_dtype)
+    all_samples = torch.zeros(sum(sizes), whole.width, dtype=layout.declaration.compute_dtype)
     for i in layout.fields.order:
         name = _pooled_name(layout, i)
-        if not (parts := [rank_values[name] for rank_values in held if name in rank_values]):
+        if not (parts := [rank_values[name] for rank_values in prefetched if name in rank_values]):
             raise CheckpointError(
-                "the checkpoint holds what another exchange had read ahead, or owners that evaluated other consumers; "
-                "go on with the exchanges and the number of ranks of the checkpoint, or from a checkpoint "
-                "without staleness"
+                "the checkpoint has values that another exchange had read ahead, or owners that evaluated other "
+                "consumers; continue with the exchanges and the number of ranks of the checkpoint, or from a "
+                "checkpoint without staleness"
             )
-        every[:, whole.of(i)] = sum(parts[1:], parts[0])
+        all_samples[:, whole.slice_of(i)] = sum(parts[1:], parts[0])
     first = sum(sizes[:rank])
-    own = every[first : first + sizes[rank]]
+    own = all_samples[first : first + sizes[rank]]
     partials = operators.evaluate(own, whole, False)
-    lookup.reads = BagReads(total=operators.side_by_side(own, whole, layout.arriving, partials))
+    lookup.reads = BagReads(total=operators.join_message(own, whole, layout.arriving, partials))
     # A sample's bag of a field is on one rank, or the operator is linear: whole fields give the same gradients.
-    columns = layout.pooled(rank)
-    pooled = torch.cat([every[:, whole.of(i)] for i in columns.dims] or [every[:, :0]], dim=1)
+    columns = layout.pooled_columns(rank)
+    pooled = torch.cat(
+        [all_samples[:, whole.slice_of(i)] for i in columns.dims] or [all_samples[:, :0]], dim=1
+    )
     evaluation.partials = [operators.evaluate(pooled, columns, True)]
     pooled = pooled.clone()  # partials may share its memory
     for i in layout.shares[rank].order:
         owners = [r for r, share in enumerate(layout.shares) if i in share.order]
         if owners[0] != rank:
-            pooled[:, columns.of(i)] = 0.0  # held once
+            pooled[:, columns.slice_of(i)] = 0.0  # stored by one rank
     evaluation.pooled = pooled
 
 
-def _restore_alike(
+def _restore_same_world(
     lookup: BagsLookup,
     layout: BagLayout,
     rank: int,
     operators: Operators,
     routes: Sequence[DirectRoute | HostRoute],
-    held: Sequence[Held],
+    prefetched: Sequence[PrefetchedValues],
 ) -> None:
-    """Restore in a world laid out like the one that held the values: every owner's message has the same bits."""
+    """Restore in a world sharded like the one that prefetched the values: every owner's message has the same bits."""
     sizes, evaluation = lookup.sizes, lookup.evaluation
     first = sum(sizes[:rank])
     blocks: list[list[Tensor]] = [[] for _ in routes]
-    for owner, (rank_values, share) in enumerate(zip(held, layout.shares, strict=True)):
+    for owner, (rank_values, share) in enumerate(zip(prefetched, layout.shares, strict=True)):
         parts = [rank_values[_pooled_name(layout, i)] for i in share.order]
         none = torch.zeros(sum(sizes), 0, dtype=layout.declaration.compute_dtype)
         pooled, columns = torch.cat([none, *parts], dim=1), share.columns
@@ -257,16 +280,16 @@ def _restore_alike(
         if owner == rank:
             evaluation.pooled, evaluation.partials = pooled, [partials]
         for route, received in zip(routes, blocks, strict=True):
-            sent = operators.side_by_side(pooled, columns, route.columns_of(owner), partials)
+            sent = operators.join_message(pooled, columns, route.columns_of(owner), partials)
             received.append(sent[first : first + sizes[rank]])
-    arrived = [route.arrived(of) for route, of in zip(routes, blocks, strict=True)]
-    lookup.reads = BagReads(together(arrived))
+    arrived = [route.join_blocks(of) for route, of in zip(routes, blocks, strict=True)]
+    lookup.reads = BagReads(combine_transfers(arrived))
 
 
 # ---- names
 
 
-def _names(layout: BagLayout) -> list[str]:
+def _field_names(layout: BagLayout) -> list[str]:
     """Return the keys of the fields' sums, in order of the fields."""
     averaged = layout.evaluated.averaged
     fields = [layout.declaration.fields[i] for i in layout.fields.order]

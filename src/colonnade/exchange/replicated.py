@@ -17,7 +17,7 @@ from torch import Tensor
 
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
-from colonnade.exchange.row_owner import gather, list_requests, owned_rows, soonest_use
+from colonnade.exchange.row_owner import gather_int32, list_requests, owned_rows, reduce_next_use
 from colonnade.exchange.rows import FetchedRows, RowsExchange, RowsLookup
 from colonnade.lookup.contract import (
     BatchInfo,
@@ -27,11 +27,11 @@ from colonnade.lookup.contract import (
     RowGradients,
     RowSource,
 )
-from colonnade.lookup.layout import Declaration
-from colonnade.lookup.row_layout import row_layout
+from colonnade.lookup.layout import EmbeddingDeclaration
+from colonnade.lookup.row_layout import build_row_layout
 from colonnade.store.contract import RowView
 from colonnade.topology.sharding import table_wise
-from colonnade.wire.coding import AS_IT_IS, Coding
+from colonnade.wire.coding import NO_CODING, Coding
 from colonnade.wire.packing import pack_requests, unpack_requests
 
 
@@ -44,7 +44,9 @@ class ReplicatedExchange:
 
     operators = cancel = after_update = None
 
-    def __init__(self, declaration: Declaration, mesh: Mesh, coding: Coding = AS_IT_IS) -> None:
+    def __init__(
+        self, declaration: EmbeddingDeclaration, mesh: Mesh, coding: Coding = NO_CODING
+    ) -> None:
         self.mesh, self.counts_norm = mesh, mesh.rank == 0
         self.rows = RowsExchange(
             declaration, mesh, [table_wise(mesh.rank)] * len(declaration.tables), coding
@@ -77,14 +79,14 @@ class ReplicatedExchange:
         assert plan is not None
         if batch.is_evaluated:
             return RowsLookup(batch, request.lookups, plan, owned_rows(plan, request.codes), plan)
-        every_rank = torch.zeros(len(owner.widths), dtype=torch.int64)
-        requests = unpack_requests(received, owner.table_rows, owner.one_owner, every_rank)
+        first_owner = torch.zeros(len(owner.widths), dtype=torch.int64)
+        requests = unpack_requests(received, owner.table_rows, owner.one_owner, first_owner)
         owner_plan = owner.plan_requests(requests.ids, requests.counts)
         codes = requests.codes
         owned = owned_rows(
-            owner_plan, None if codes is None else soonest_use(codes.numpy(), owner_plan)
+            owner_plan, None if codes is None else reduce_next_use(codes.numpy(), owner_plan)
         )
-        messages = self.rows.lay_out(self._own_counts(plan), requests.counts, requests.ids)
+        messages = self.rows.build_messages(self._own_counts(plan), requests.counts, requests.ids)
         return RowsLookup(batch, request.lookups, plan, owned, owner_plan, messages=messages)
 
     def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
@@ -94,32 +96,32 @@ class ReplicatedExchange:
 
     def fetch(self, lookup: RowsLookup, source: RowSource) -> None:
         """Read rows of this rank. Not collective."""
-        kernels, codec = self.owner.kernels(source.views), self.rows.codec
-        unique_rows = lookup.slots_of(source)
+        kernels, codec = self.owner.select_kernels(source.views), self.rows.codec
+        unique_rows = lookup.request_slots(source)
         if unique_rows is None:
             unique_rows = self._of_unique(lookup, source.rows)
         is_exact = codec.values.name == "exact"
         if is_exact and source.in_place and kernels is self.owner.native:
-            by_lookup = gather(unique_rows, lookup.plan.inverse)
-            placed = kernels.place(lookup.lookups, source.views, by_lookup)
-            lookup.reads = FetchedRows(kernels, placed, source)
+            by_lookup = gather_int32(unique_rows, lookup.plan.inverse)
+            locations = kernels.locate_rows(lookup.lookups, source.views, by_lookup)
+            lookup.reads = FetchedRows(kernels, locations, source)
             return
         counts = self._own_counts(lookup.plan)
-        layout = row_layout(counts, self.owner.widths)
+        layout = build_row_layout(counts, self.owner.widths)
         requests = list_requests(torch.as_tensor(lookup.plan.unique_ids), counts)
-        values = kernels.message(source, unique_rows, layout, requests)
+        values = kernels.gather_message(source, unique_rows, layout, requests)
         if not is_exact:  # as if they were sent: values must not depend on the sharding
             codec.decode_values(codec.encode_values(values, layout), layout, values)
-        index = layout.rank_major(self.owner.widths)
-        lookup.reads = self.rows.receive(lookup, values, index)
+        index = layout.rank_major_index(self.owner.widths)
+        lookup.reads = self.rows.wrap_received(lookup, values, index)
 
     def begin_push(
         self, lookup: RowsLookup, gradients: list[Tensor] | None, step: int, number: int
     ) -> Callable[[], RowGradients]:
         """Implement the contract: send this rank's sums of all its rows to every rank."""
         if gradients is None:
-            gradients = self.owner.native.zeros(lookup.lookups)
-        sums = self.rows.sum_rows(lookup, gradients)
+            gradients = self.owner.native.zero_outputs(lookup.lookups)
+        sums = self.rows.sum_gradients(lookup, gradients)
         return self.rows.send_sums(lookup, sums, step, number, to_all=True)
 
     def _own_counts(self, plan: Any) -> np.ndarray:
@@ -134,4 +136,4 @@ class ReplicatedExchange:
             return rows
         first = int(lookup.messages.served.counts[: self.mesh.rank].sum())
         inverse = torch.as_tensor(lookup.owner_plan.inverse)
-        return gather(rows, inverse[first : first + lookup.plan.num_unique].contiguous())
+        return gather_int32(rows, inverse[first : first + lookup.plan.num_unique].contiguous())

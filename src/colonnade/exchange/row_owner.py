@@ -17,14 +17,14 @@ from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
 from colonnade.lookup.contract import OwnedRows, PartLookup, RowGradients
-from colonnade.lookup.kernels import DeviceKernels, Kernels, NativeKernels, Sums
+from colonnade.lookup.kernels import DeviceKernels, DeviceRowSums, Kernels, NativeKernels
 from colonnade.lookup.layout import (
-    Consumption,
-    Declaration,
+    EmbeddingDeclaration,
+    LookupColumns,
     Lookups,
     Output,
-    collect_codes,
-    explain_range,
+    collect_next_use,
+    explain_range_error,
 )
 from colonnade.store.contract import RowView
 
@@ -33,59 +33,65 @@ class RowOwner:
     """Kernels on this rank's rows, in memory or on a device, and plans of the rows that batches use."""
 
     def __init__(
-        self, declaration: Declaration, consumption: Consumption, outputs: Sequence[Output], mesh: Mesh
+        self, declaration: EmbeddingDeclaration, lookup_columns: LookupColumns, outputs: Sequence[Output], mesh: Mesh
     ) -> None:  # fmt: skip
         """Take the tables and features that the kernels pool: all declared ones, or those that this rank has rows
         of."""
-        self.declaration, self.consumption = declaration, consumption
+        self.declaration, self.lookup_columns = declaration, lookup_columns
         self.widths = declaration.widths
         self.table_rows = torch.tensor([t.rows or 0 for t in declaration.tables])
         self.one_owner = torch.ones(len(declaration.tables), dtype=torch.int64)  # by table
         self.compute_dtype = declaration.compute_dtype
-        declared = (declaration, consumption, outputs)
+        declared = (declaration, lookup_columns, outputs)
         self.native = NativeKernels(*declared, mesh.num_ranks)
         self.on_device = DeviceKernels(*declared, self.native)
 
-    def kernels(self, views: Sequence[RowView]) -> Kernels:
+    def select_kernels(self, views: Sequence[RowView]) -> Kernels:
         """Return the kernels for rows in these views' memory."""
         return self.native if views[0].rows is None else self.on_device
 
-    def kernels_of(self, pushed: RowGradients) -> Kernels:
+    def kernels_of_gradients(self, row_gradients: RowGradients) -> Kernels:
         """Return the kernels that computed these gradients."""
-        return self.on_device if isinstance(pushed.source, Sums) else self.native
+        return self.on_device if isinstance(row_gradients.source, DeviceRowSums) else self.native
 
     def update(
-        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+        self, store: Any, row_gradients: RowGradients, optimizers: Tensor, settings: Tensor
     ) -> None:
         """Apply gradients to pinned rows of this rank's store: see `_native.update`."""
-        self.kernels(store.views()).update(store, pushed, optimizers, settings)
+        self.select_kernels(store.views()).update(store, row_gradients, optimizers, settings)
 
     def make_plan(self, lookups: Lookups, num_owners: Tensor) -> _native.Plan:
         """Group lookups by row; rows of a table are listed owner by owner. Raises IdRangeError."""
         try:
             return _native.make_plan(lookups.native, self.table_rows, num_owners)
         except IndexError as error:
-            raise explain_range(error, self.declaration, self.consumption.features) from None
+            raise explain_range_error(
+                error, self.declaration, self.lookup_columns.features
+            ) from None
 
     def plan_requests(self, ids: Tensor, counts: np.ndarray) -> _native.Plan:
         """Group requests for this rank's rows by row: ids source by source, table by table; counts (sources, T)."""
         return _native.make_plan(list_requests(ids, counts), self.table_rows, self.one_owner)
 
-    def codes_of(self, batch: Batch, plan: _native.Plan) -> Tensor:
+    def next_use_by_row(self, batch: Batch, plan: _native.Plan) -> Tensor:
         """Return `Batch.next_use` by unique row, (U,) uint8. Raises DataError."""
-        return soonest_use(collect_codes(batch, self.declaration, self.consumption), plan)
+        return reduce_next_use(collect_next_use(batch, self.declaration, self.lookup_columns), plan)
 
-    def merge(self, lookups: Sequence[PartLookup], pushed: Sequence[RowGradients]) -> RowGradients:
+    def merge_gradients(
+        self, lookups: Sequence[PartLookup], row_gradients: Sequence[RowGradients]
+    ) -> RowGradients:
         """Merge gradients of several batches into one application: each batch is summed per row, then batches in
         order."""
-        if len(pushed) == 1:
-            return pushed[0]
+        if len(row_gradients) == 1:
+            return row_gradients[0]
         counts = np.stack([np.diff(lookup.owned.offsets.numpy()) for lookup in lookups])
         plan = self.plan_requests(torch.cat([lookup.owned.ids for lookup in lookups]), counts)
-        slots = torch.cat([part.slots for part in pushed])
+        slots = torch.cat([part.slots for part in row_gradients])
         entries = torch.as_tensor(plan.entries)
         firsts = entries[torch.as_tensor(plan.segment_offsets)[:-1].long()].long()
-        return self.kernels_of(pushed[0]).merged(lookups, pushed, slots[firsts].contiguous(), plan)
+        return self.kernels_of_gradients(row_gradients[0]).merge_batches(
+            lookups, row_gradients, slots[firsts].contiguous(), plan
+        )
 
 
 def owned_rows(plan: _native.Plan, next_use: Tensor | None = None) -> OwnedRows:
@@ -98,21 +104,21 @@ def owned_rows(plan: _native.Plan, next_use: Tensor | None = None) -> OwnedRows:
 def list_requests(ids: Tensor, counts: np.ndarray) -> _native.Lookups:
     """Return requests as lookups of one one-hot feature per (source, table): ids listed source by source, table by
     table; counts (sources, T)."""
-    tables, poolings = _features_of(*counts.shape)
+    tables, poolings = _request_features(*counts.shape)
     offsets = np.zeros(counts.size + 1, np.int64)
     np.cumsum(counts.ravel(), out=offsets[1:])
     return _native.Lookups(ids, torch.from_numpy(offsets), tables, poolings, 0, None, None)
 
 
 @lru_cache(maxsize=64)
-def _features_of(num_sources: int, num_tables: int) -> tuple[Tensor, Tensor]:
+def _request_features(num_sources: int, num_tables: int) -> tuple[Tensor, Tensor]:
     """Return the table and pooling of each (source, table); cached, because they are the same in every step. Read
     only."""
     tables = torch.arange(num_tables, dtype=torch.int32).repeat(num_sources)
     return tables, torch.full((num_sources * num_tables,), 2, dtype=torch.uint8)
 
 
-def gather(values: Tensor, index: Any) -> Tensor:
+def gather_int32(values: Tensor, index: Any) -> Tensor:
     """Return values[index], int32."""
     index = torch.as_tensor(index)
     out = torch.empty(len(index), dtype=torch.int32)
@@ -120,7 +126,7 @@ def gather(values: Tensor, index: Any) -> Tensor:
     return out
 
 
-def soonest_use(codes: np.ndarray, plan: _native.Plan) -> Tensor:
+def reduce_next_use(codes: np.ndarray, plan: _native.Plan) -> Tensor:
     """Reduce codes of `Batch.next_use` by lookup to the soonest by unique row."""
     starts = np.asarray(plan.segment_offsets)[:-1]
     if not len(starts):

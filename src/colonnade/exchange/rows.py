@@ -22,8 +22,14 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Call, Mesh
-from colonnade.exchange.prefetched import gather_held_values, held_rows
-from colonnade.exchange.row_owner import RowOwner, gather, list_requests, owned_rows, soonest_use
+from colonnade.exchange.prefetched import collect_prefetched_rows, gather_prefetched_rows
+from colonnade.exchange.row_owner import (
+    RowOwner,
+    gather_int32,
+    list_requests,
+    owned_rows,
+    reduce_next_use,
+)
 from colonnade.lookup.contract import (
     BITWISE,
     BatchInfo,
@@ -34,15 +40,21 @@ from colonnade.lookup.contract import (
     RowGradients,
     RowSource,
 )
-from colonnade.lookup.kernels import NOWHERE, Kernels
-from colonnade.lookup.layout import Declaration, Lookups, collect, consumption, outputs
-from colonnade.lookup.row_layout import RowLayout, row_layout
+from colonnade.lookup.kernels import NO_TENSORS, Kernels
+from colonnade.lookup.layout import (
+    EmbeddingDeclaration,
+    Lookups,
+    build_lookup_columns,
+    collect_lookups,
+    list_outputs,
+)
+from colonnade.lookup.row_layout import RowLayout, build_row_layout
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
-from colonnade.topology.sharding import Sharding, row_wise_in
-from colonnade.wire.coding import AS_IT_IS, Coding, RowCodec
-from colonnade.wire.id_distribution import counted
-from colonnade.wire.owner_map import deal
+from colonnade.topology.sharding import Sharding, row_wise_over_owners
+from colonnade.wire.coding import NO_CODING, Coding, RowCodec
+from colonnade.wire.id_distribution import traffic_tag_of
+from colonnade.wire.owner_map import build_owner_map
 from colonnade.wire.packing import pack_requests, unpack_requests
 
 
@@ -64,8 +76,8 @@ class FetchedRows:
     """Addresses that `pooled` reads the row of each lookup from."""
 
     kernels: Kernels
-    placed: Any  # the kernels' own
-    keep: Any  # what must live as long
+    locations: Any  # the kernels' own
+    keep: Any  # objects that must live as long
     arrival: Callable[[], None] | None = None  # to wait for first
     index: Tensor | None = None
     """Element of `keep` that each unique row begins with, (U,) int32, where rows were copied."""
@@ -94,40 +106,42 @@ class RowsExchange:
 
     def __init__(
         self,
-        declaration: Declaration,
+        declaration: EmbeddingDeclaration,
         mesh: Mesh,
         shardings: Sequence[Sharding] | None = None,
-        coding: Coding = AS_IT_IS,
+        coding: Coding = NO_CODING,
     ) -> None:
         """Take shardings by table; default row-wise over all ranks."""
         self.declaration, self.mesh = declaration, mesh
         self.num_ranks = mesh.num_ranks
-        everywhere = row_wise_in(mesh.world)
-        self.deal = deal(shardings or [everywhere] * len(declaration.tables), self.num_ranks)
-        self.outputs = outputs(declaration)
-        self.owner = RowOwner(declaration, consumption(declaration), self.outputs, mesh)
+        everywhere = row_wise_over_owners(mesh.world)
+        self.owner_map = build_owner_map(
+            shardings or [everywhere] * len(declaration.tables), self.num_ranks
+        )
+        self.outputs = list_outputs(declaration)
+        self.owner = RowOwner(declaration, build_lookup_columns(declaration), self.outputs, mesh)
         self.codec = RowCodec(declaration, mesh.rank, coding)
         self.exactness = coding.exactness(BITWISE, declaration.dtype, self.num_ranks)
 
     def build_requests(self, batch: Batch, channel: str) -> LookupRequest:
         lookups, plan, codes = self.plan_batch(batch)
-        messages = self.pack(plan, codes) if self.num_ranks > 1 else []
+        messages = self.pack_plan(plan, codes) if self.num_ranks > 1 else []
         return LookupRequest(messages, lookups, plan, codes)
 
     def plan_batch(self, batch: Batch) -> tuple[Lookups, _native.Plan, Tensor | None]:
         """Return a batch's lookups, their plan and `Batch.next_use` by unique row. Raises as `build_requests`."""
-        lookups = collect(batch, self.declaration, self.owner.consumption)
-        plan = self.owner.make_plan(lookups, self.deal.num_owners)
-        codes = None if batch.next_use is None else self.owner.codes_of(batch, plan)
+        lookups = collect_lookups(batch, self.declaration, self.owner.lookup_columns)
+        plan = self.owner.make_plan(lookups, self.owner_map.num_owners)
+        codes = None if batch.next_use is None else self.owner.next_use_by_row(batch, plan)
         return lookups, plan, codes
 
-    def pack(self, plan: _native.Plan, codes: Tensor | None) -> list[np.ndarray]:
+    def pack_plan(self, plan: _native.Plan, codes: Tensor | None) -> list[np.ndarray]:
         """Return by rank the request (uint8) for its rows of the plan; codes (U,) of them."""
-        blocks = self.deal.blocks(plan)
+        blocks = self.owner_map.block_offsets(plan)
         firsts, lasts = (b.reshape(-1, self.num_ranks).T for b in (blocks[:-1], blocks[1:]))
         return pack_requests(
-            torch.as_tensor(plan.unique_ids), firsts, lasts, self.owner.table_rows, self.deal.num_owners,
-            self.deal.places, codes=codes,
+            torch.as_tensor(plan.unique_ids), firsts, lasts, self.owner.table_rows, self.owner_map.num_owners,
+            self.owner_map.owner_indices, codes=codes,
         )  # fmt: skip
 
     def serve_requests(
@@ -137,15 +151,19 @@ class RowsExchange:
         assert plan is not None
         if self.num_ranks == 1:
             return RowsLookup(batch, request.lookups, plan, owned_rows(plan, request.codes), plan)
-        counts = np.diff(self.deal.blocks(plan)).reshape(len(self.owner.widths), -1).T  # (N, T)
-        places = torch.from_numpy(self.deal.places[self.mesh.rank].copy())
-        requests = unpack_requests(received, self.owner.table_rows, self.deal.num_owners, places)
+        counts = (
+            np.diff(self.owner_map.block_offsets(plan)).reshape(len(self.owner.widths), -1).T
+        )  # (N, T)
+        owner_indices = torch.from_numpy(self.owner_map.owner_indices[self.mesh.rank].copy())
+        requests = unpack_requests(
+            received, self.owner.table_rows, self.owner_map.num_owners, owner_indices
+        )
         owner_plan = self.owner.plan_requests(requests.ids, requests.counts)
         codes = requests.codes
         owned = owned_rows(
-            owner_plan, None if codes is None else soonest_use(codes.numpy(), owner_plan)
+            owner_plan, None if codes is None else reduce_next_use(codes.numpy(), owner_plan)
         )
-        messages = self.lay_out(counts, requests.counts, requests.ids)
+        messages = self.build_messages(counts, requests.counts, requests.ids)
         return RowsLookup(batch, request.lookups, plan, owned, owner_plan, messages=messages)
 
     def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
@@ -158,35 +176,35 @@ class RowsExchange:
             )
         lookup.pinned = PinnedRows(
             slots,
-            gather(slots, plan.inverse),
+            gather_int32(slots, plan.inverse),
             ByPage(*map(torch.as_tensor, by_page)) if by_page else None,
         )
 
     def fetch(self, lookup: RowsLookup, source: RowSource) -> None:
         """Begin to send rows. Their values are copied before it returns."""
-        kernels = self.owner.kernels(source.views)
-        by_request = lookup.slots_of(source)
+        kernels = self.owner.select_kernels(source.views)
+        by_request = lookup.request_slots(source)
         pinned = None if by_request is None else lookup.pinned
         if by_request is None:
-            by_request = gather(source.rows, lookup.owner_plan.inverse)
+            by_request = gather_int32(source.rows, lookup.owner_plan.inverse)
         if self.num_ranks == 1 and source.in_place:
             order = pinned.by_page.entries if pinned and pinned.by_page else None
-            placed = kernels.place(lookup.lookups, source.views, by_request, order)
-            lookup.reads = FetchedRows(kernels, placed, source)
+            locations = kernels.locate_rows(lookup.lookups, source.views, by_request, order)
+            lookup.reads = FetchedRows(kernels, locations, source)
             return
-        messages = lookup.messages = lookup.messages or self.lay_out_own(lookup)
+        messages = lookup.messages = lookup.messages or self.build_own_messages(lookup)
         rows = source.rows if self.num_ranks == 1 else by_request
         send = self.mesh.room(messages.served.num_elements, self.declaration.dtype)
-        kernels.message(source, rows, messages.served, messages.requests, send)
+        kernels.gather_message(source, rows, messages.served, messages.requests, send)
         if self.num_ranks == 1:
-            lookup.reads = self.receive(lookup, send, messages.wanted_index)
+            lookup.reads = self.wrap_received(lookup, send, messages.wanted_index)
             return
         values = empty(messages.wanted.num_elements, dtype=self.declaration.dtype)
-        tag = counted(lookup.batch.channel, "fetch")
-        arrival = self._send(send, messages, values, tag)
-        lookup.reads = self.receive(lookup, values, messages.wanted_index, arrival)
+        tag = traffic_tag_of(lookup.batch.channel, "fetch")
+        arrival = self._send_rows(send, messages, values, tag)
+        lookup.reads = self.wrap_received(lookup, values, messages.wanted_index, arrival)
 
-    def _send(
+    def _send_rows(
         self, send: Tensor, messages: RowMessages, into: Tensor, tag: str
     ) -> Callable[[], None]:
         """Send rows, laid out as served, and receive others into `into`, laid out as wanted. Collective. Return a
@@ -210,7 +228,7 @@ class RowsExchange:
 
         return decode
 
-    def receive(
+    def wrap_received(
         self,
         lookup: PartLookup,
         values: Tensor,
@@ -220,37 +238,37 @@ class RowsExchange:
         """Return rows that are one block of values. index: (U,) int32, the element that each row begins with."""
         native = self.owner.native
         view = RowView(values.data_ptr(), native.itemsize, 1, native.dtype)
-        by_lookup = gather(index, lookup.plan.inverse)
-        placed = native.place(lookup.lookups, [view] * len(self.owner.widths), by_lookup)
-        return FetchedRows(native, placed, values, arrival, index)
+        by_lookup = gather_int32(index, lookup.plan.inverse)
+        locations = native.locate_rows(lookup.lookups, [view] * len(self.owner.widths), by_lookup)
+        return FetchedRows(native, locations, values, arrival, index)
 
-    def pooled(self, lookup: RowsLookup, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
+    def pooled(self, lookup: RowsLookup, into: Mapping[int, Tensor] = NO_TENSORS) -> list[Tensor]:
         reads = lookup.reads
         assert reads is not None
         if reads.arrival is not None:
             reads.wait()
-        return reads.kernels.pool(lookup.lookups, reads.placed, into)
+        return reads.kernels.pool(lookup.lookups, reads.locations, into)
 
     def begin_push(
         self, lookup: RowsLookup, gradients: list[Tensor] | None, step: int, number: int
     ) -> Callable[[], RowGradients]:
         kernels = self.owner.native if lookup.reads is None else lookup.reads.kernels
         if gradients is None:
-            gradients = kernels.zeros(lookup.lookups)
+            gradients = kernels.zero_outputs(lookup.lookups)
         if self.num_ranks == 1:
-            return partial(kernels.of_outputs, lookup, gradients)
-        return self.send_sums(lookup, self.sum_rows(lookup, gradients), step, number)
+            return partial(kernels.gradients_from_outputs, lookup, gradients)
+        return self.send_sums(lookup, self.sum_gradients(lookup, gradients), step, number)
 
-    def sum_rows(self, lookup: RowsLookup, gradients: list[Tensor]) -> Tensor:
+    def sum_gradients(self, lookup: RowsLookup, gradients: list[Tensor]) -> Tensor:
         """Return this rank's sums of gradients by unique row, laid out as wanted."""
         owner, plan, messages = self.owner, lookup.plan, lookup.messages
         assert messages is not None
         send = self.mesh.room(messages.wanted.num_elements, owner.compute_dtype)
         entries = RowGradients(
             lookup.slots, self.table_offsets(lookup), plan.segment_offsets, plan.entries,
-            owner.native.source(lookup, gradients), gradients,
+            owner.native.output_gradients(lookup, gradients), gradients,
         )  # fmt: skip
-        owner.native.sum_into(entries, send, messages.wanted_index)
+        owner.native.sum_rows_into(entries, send, messages.wanted_index)
         return send
 
     def send_sums(
@@ -270,8 +288,10 @@ class RowsExchange:
         is_exact = codec.gradients.name == "exact"
         sizes, sizes_in = wanted.rank_elements, served.rank_elements
         if not is_exact:
-            draws = codec.draws(lookup.plan, self.deal.blocks(lookup.plan), step, number)
-            sums = codec.encode_gradients(sums, wanted, draws)
+            rounding_keys = codec.rounding_keys(
+                lookup.plan, self.owner_map.block_offsets(lookup.plan), step, number
+            )
+            sums = codec.encode_gradients(sums, wanted, rounding_keys)
             sizes, sizes_in = (
                 codec.rank_bytes(codec.gradients, layout, dtype) for layout in (wanted, served)
             )
@@ -309,37 +329,37 @@ class RowsExchange:
             "values": reads.keep[starts.repeat_interleave(width) + ramp],
         }
 
-    def restore(self, lookup: RowsLookup, held: Sequence[Mapping[str, Tensor]]) -> None:
-        parts = held_rows(held)
+    def restore(self, lookup: RowsLookup, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
+        parts = collect_prefetched_rows(prefetched)
         unique, offsets = torch.as_tensor(lookup.plan.unique_ids), self.table_offsets(lookup)
         blocks, indices, start = [], [], 0
         for t, dim in enumerate(self.owner.widths.tolist()):
             ids = unique[offsets[t] : offsets[t + 1]]
-            blocks.append(gather_held_values(parts, self.owner.widths, t, ids).flatten())
+            blocks.append(gather_prefetched_rows(parts, self.owner.widths, t, ids).flatten())
             indices.append(torch.arange(len(ids)) * dim + start)
             start += blocks[-1].numel()
         index = torch.cat(indices).to(torch.int32)
-        lookup.reads = self.receive(lookup, torch.cat(blocks), index)
-        lookup.messages = lookup.messages or self.lay_out_own(lookup)
+        lookup.reads = self.wrap_received(lookup, torch.cat(blocks), index)
+        lookup.messages = lookup.messages or self.build_own_messages(lookup)
 
     def table_offsets(self, lookup: PartLookup) -> Tensor:
         """Return where this rank's unique rows of each table begin, (T + 1,) int64."""
-        return self.deal.table_offsets(lookup.plan)
+        return self.owner_map.table_offsets(lookup.plan)
 
-    def lay_out(self, wanted: np.ndarray, served: np.ndarray, ids: Tensor) -> RowMessages:
-        """Lay messages out: wanted (N, T) rows of each owner, served (N, T) rows for each rank. ids: of the served
-        rows."""
+    def build_messages(self, wanted: np.ndarray, served: np.ndarray, ids: Tensor) -> RowMessages:
+        """Build the layouts of messages: wanted (N, T) rows of each owner, served (N, T) rows for each rank. ids: of
+        the served rows."""
         widths = self.owner.widths
-        coming, going = row_layout(wanted, widths), row_layout(served, widths)
+        received, sent = build_row_layout(wanted, widths), build_row_layout(served, widths)
         return RowMessages(
-            coming, going, coming.table_major(widths), going.rank_major(widths),
+            received, sent, received.table_major_index(widths), sent.rank_major_index(widths),
             list_requests(ids, served),
         )  # fmt: skip
 
-    def lay_out_own(self, lookup: PartLookup) -> RowMessages:
-        """Lay out the message of a world of one: every row that is looked up."""
+    def build_own_messages(self, lookup: PartLookup) -> RowMessages:
+        """Build the layout of the message in a world of one: every row that is looked up."""
         counts = np.diff(lookup.owned.offsets.numpy())[None, :]
-        return self.lay_out(counts, counts, lookup.owned.ids)
+        return self.build_messages(counts, counts, lookup.owned.ids)
 
 
 def received_gradients(

@@ -1,4 +1,4 @@
-"""Operators that can be evaluated where rows live: a model's first ones after the embeddings."""
+"""Interaction operators: a model's first operators after the embeddings, which owner ranks can evaluate (DES)."""
 
 from __future__ import annotations
 

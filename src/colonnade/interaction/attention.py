@@ -1,4 +1,4 @@
-"""Target attention: what a sample's candidate finds in a sequence of the sample's, by softmax.
+"""Target attention: softmax attention of a sample's candidate over a sequence of the sample.
 
 Legend: B samples, E rows of all sequences, D dim, H heads, d = D / H, R shards.
 """
@@ -15,12 +15,13 @@ from colonnade.interaction.contract import Interaction
 
 
 class TargetAttention(Interaction):
-    """Of its two fields, a query (pooled) and a sequence: sum over the sequence's rows of softmax(<q, k> / sqrt(d)) k,
-    in heads of d columns each, (B, D). Zeros where a sequence is empty.
+    """Attention of a pooled query field over a sequence field, in heads of d columns.
+
+    Result: sum over the sequence's rows of softmax(<q, k> / sqrt(d)) k, (B, D); zeros for an empty sequence.
 
     Statistics: the weighted mean of a shard's rows (D floats) and, by head, the logarithm of the sum of exponentials
-    (H floats). Two shards' merge to that of both, and a shard without a row of the sample changes nothing. It has no
-    weights: what maps queries and results belongs to the network.
+    (H floats). Statistics of two shards can be merged, and a shard without a row of the sample changes nothing. The
+    operator has no weights: projections of queries and results belong to the network.
     """
 
     merge = "logsumexp"
@@ -51,51 +52,54 @@ class TargetAttention(Interaction):
         weights: Tensor | None = None,
         context: Tensor | None = None,
     ) -> Tensor:
-        """context (B, D): the samples' queries. weights: of rows, as everywhere."""
+        """Compute the statistics of this shard's rows. context (B, D): the samples' queries. weights: of rows."""
         assert context is not None
         if weights is not None:
             values = values * weights[:, None]
         rows = values.unflatten(1, (self.heads, -1))  # (E, H, d)
         queries = context.unflatten(1, (self.heads, -1))[segments]
         scores = (queries * rows).sum(2) * rows.shape[2] ** -0.5  # (E, H)
-        none = scores.new_full((num_samples, self.heads), -torch.inf)
-        where = segments[:, None].expand_as(scores)
-        top = _finite(none.scatter_reduce(0, where, scores.detach(), "amax"))
-        powers = (scores - top[segments]).exp()
-        totals = torch.zeros_like(top).index_add(0, segments, powers)
+        lowest = scores.new_full((num_samples, self.heads), -torch.inf)
+        index = segments[:, None].expand_as(scores)
+        maxima = _replace_infinite(lowest.scatter_reduce(0, index, scores.detach(), "amax"))
+        exponentials = (scores - maxima[segments]).exp()
+        totals = torch.zeros_like(maxima).index_add(0, segments, exponentials)
         sums = rows.new_zeros(num_samples, *rows.shape[1:])
-        sums = sums.index_add(0, segments, powers[:, :, None] * rows)
-        return _statistics(sums, totals, top)
+        sums = sums.index_add(0, segments, exponentials[:, :, None] * rows)
+        return _build_statistics(sums, totals, maxima)
 
     def merged(self, stats: Tensor) -> Tensor:
-        """(R, B, D + H) of all shards -> (B, D + H)."""
+        """Merge the statistics of all shards: (R, B, D + H) -> (B, D + H)."""
         dim = stats.shape[2] - self.heads
         means = stats[:, :, :dim].unflatten(2, (self.heads, -1))
         logs = stats[:, :, dim:]
-        top = _finite(logs.detach().amax(0))
-        powers = (logs - top).exp()
-        return _statistics((powers[:, :, :, None] * means).sum(0), powers.sum(0), top)
+        maxima = _replace_infinite(logs.detach().amax(0))
+        exponentials = (logs - maxima).exp()
+        return _build_statistics(
+            (exponentials[:, :, :, None] * means).sum(0), exponentials.sum(0), maxima
+        )
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         return stats[:, : -self.heads]
 
     def forward(self, query: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:  # type: ignore[override]
-        """query (B, D), rows (E, D) sample by sample, offsets (B + 1,) int64 where each sample's begin -> (B, D). Sums
-        are float32 at least."""
+        """Evaluate the whole operator. query (B, D); rows (E, D), sample by sample; offsets (B + 1,) int64: each
+        sample's first row -> (B, D). Sums are in float32 or wider."""
         samples = torch.arange(len(query), device=rows.device)
         segments = samples.repeat_interleave(offsets.diff().to(rows.device))
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        stats = self.partial(rows.to(wide), segments, len(query), None, query.to(wide))
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        stats = self.partial(rows.to(dtype), segments, len(query), None, query.to(dtype))
         return self.combine(stats).to(rows.dtype)
 
 
-def _statistics(sums: Tensor, totals: Tensor, top: Tensor) -> Tensor:
-    """sums (B, H, d) and totals (B, H) of exponentials less top (B, H) -> (B, D + H)."""
-    is_there = totals > 0
-    safe = totals.where(is_there, 1.0)
-    logs = (safe.log() + top).where(is_there, -torch.inf)
+def _build_statistics(sums: Tensor, totals: Tensor, maxima: Tensor) -> Tensor:
+    """Build statistics (B, D + H) from sums (B, H, d) and totals (B, H) of exponentials of scores minus maxima."""
+    has_rows = totals > 0
+    safe = totals.where(has_rows, 1.0)
+    logs = (safe.log() + maxima).where(has_rows, -torch.inf)
     return torch.cat([(sums / safe[:, :, None]).flatten(1), logs], dim=1)
 
 
-def _finite(values: Tensor) -> Tensor:
+def _replace_infinite(values: Tensor) -> Tensor:
+    """Replace infinities by 0."""
     return values.where(values.isfinite(), 0.0)

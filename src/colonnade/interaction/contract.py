@@ -1,6 +1,6 @@
-"""What an operator is that can be evaluated where rows live: F(x; W) = combine(merge over shards of partial(shard)).
+"""Contract of operators that owner ranks can evaluate: F(x; W) = combine(merge over shards of partial(shard)).
 
-Legend: B samples, F fields, D dim, W columns of fields side by side, E vectors, P floats of a partial.
+Legend: B samples, F fields, D dim, W columns of concatenated fields, E vectors, P floats of a partial.
 """
 
 from __future__ import annotations
@@ -14,35 +14,36 @@ from torch import Tensor, nn
 
 
 class Interaction(nn.Module):
-    """A model's first operator after the embeddings, in two parts (DES, Rong et al. 2020, section 3).
+    """First operator of a model after the embeddings, in two parts (DES, Rong et al. 2020, section 3).
 
-    A partial is an additive statistic of the vectors a rank holds; the merge of all ranks' partials is
-    what `combine` needs. On one process the two compose to the ordinary operator.
+    A partial is an additive statistic of the vectors that a rank owns; `combine` takes the merge of all ranks'
+    partials. On one process the two compose to the ordinary operator.
 
-    It may have parameters. They are dense weights: the same on every rank, found by `model.parameters()`, and used by
-    `partial_of` wherever that is evaluated.
+    An operator may have parameters. They are dense weights: the same on every rank, part of `model.parameters()`, and
+    used by `partial_of` on the rank that evaluates it.
     """
 
     merge: Literal["sum", "logsumexp", "whole"] = "sum"
-    """"whole": there are no partials. One rank that has all of its fields of a sample evaluates it (a tower module)."""
+    """Merge of partials. "whole": there are no partials; one rank with all of a sample's fields evaluates the operator
+    (a tower module)."""
     one_width: bool = True
-    """Whether its fields have one dim, and come as (B, F, D); else they have any, and come side by side, (B, W)."""
+    """True if all fields have one dim and are passed as (B, F, D); else they are passed concatenated, (B, W)."""
 
     sequences: int = 0
-    """How many of its fields, the last ones, are sequences, whose rows it takes one by one. Of such an operator,
-    `partial` has the others, pooled and side by side, as its context, and `forward` takes (them, rows, offsets)."""
+    """Number of fields, the last ones, that are sequences: the operator reads their single rows. `partial` then gets
+    the other fields, pooled and concatenated, as its context, and `forward` takes (these, rows, offsets)."""
 
     num_dense: int = 0
-    """How many dense columns of a batch, `Batch.dense` as it is, `combine` and `forward` take behind what else they
-    take; 0: they are given none."""
+    """Number of dense columns of a batch (`Batch.dense`) that `combine` and `forward` take as their last argument; 0:
+    they do not take it."""
 
     @abstractmethod
     def width(self, dim: int) -> int | None:
-        """P, floats per sample in a partial, for vectors of width `dim`; None: values must travel."""
+        """Return P, the floats per sample in a partial, for vectors of width `dim`; None: values must be sent."""
 
     @abstractmethod
     def needs(self) -> Literal["rows", "fields"]:
-        """Whether single rows suffice, or a field's rows must be pooled on one rank first."""
+        """Return "rows" if single rows suffice, "fields" if a field's rows must be pooled on one rank first."""
 
     def partial(
         self,
@@ -50,12 +51,12 @@ class Interaction(nn.Module):
         segments: Tensor,  # (E,) int64: the sample of each vector
         num_samples: int,  # B
         weights: Tensor | None = None,  # (E,)
-        context: Tensor | None = None,  # what the sample's rank sends first
+        context: Tensor | None = None,  # pooled fields that the sample's rank sends first
     ) -> Tensor:
-        """(B, P). Samples without vectors get the merge's neutral element.
+        """Compute the partial of each sample from its vectors, (B, P); the merge's neutral element without vectors.
 
-        An operator defines this, or, where it is made of all fields together, `partial_of`: then every sample must
-        bring as many vectors, in field order.
+        An operator defines this method or, if it needs all fields together, `partial_of`: then every sample must have
+        one vector per field, in field order.
         """
         if weights is not None:
             values = values * weights[:, None]
@@ -64,37 +65,37 @@ class Interaction(nn.Module):
 
     @abstractmethod
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
-        """Merged statistics (B, P) -> (B, anything). dense: (B, num_dense), of an operator that takes some."""
+        """Compute the operator's output (B, any) from merged statistics (B, P). dense: (B, num_dense), if it takes
+        dense columns."""
 
     def refusal(self, dims: Sequence[int]) -> str | None:
-        """Why it cannot take fields of these dims, in this order; None: it can."""
+        """Return why the operator cannot take fields of these dims, in this order; None if it can."""
         if self.one_width and len(set(dims)) > 1 and self.width(max(dims)) is not None:
             return f"needs fields of one width; got dims {sorted(set(dims))}"
         return None
 
-    def partial_of(self, fields: Tensor, numbers: Sequence[int] | None = None) -> Tensor:
-        """Of as many vectors for every sample: pooled fields (B, F, D), or (B, W) unless `one_width`, -> (B, P).
+    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
+        """Compute partials from pooled fields: (B, F, D), or (B, W) unless `one_width` -> (B, P).
 
-        numbers: which of the consumer's fields these are, ascending, where a rank has only some; None: all of them.
+        field_indices: indices of these fields in the consumer, ascending, if a rank has only a part of them; None: all.
         """
         num_samples, num_fields, dim = fields.shape
         samples = torch.arange(num_samples, device=fields.device).repeat_interleave(num_fields)
         return self.partial(fields.reshape(num_samples * num_fields, dim), samples, num_samples)
 
     def forward(self, fields: Tensor) -> Tensor:
-        """The whole operator where every sample's vectors are here: pooled fields as `partial_of` takes them ->
-        (B, anything)."""
+        """Evaluate the whole operator on pooled fields, as `partial_of` takes them, of one rank -> (B, any)."""
         return self.combine(self.partial_of(fields))
 
 
 class SomeFields(Interaction):
-    """An operator's partial, of some of its fields. Where values travel, these as they are, (B, W), for then the
-    operator is evaluated whole where the others are."""
+    """Partial of an operator over a subset of its fields. If values are sent instead of partials, it returns them
+    unchanged, (B, W): the operator is then evaluated on the rank that has the other fields."""
 
-    def __init__(self, operator: Interaction, numbers: Sequence[int]) -> None:
-        """operator: its merge is a sum. numbers: which of its fields, ascending."""
+    def __init__(self, operator: Interaction, field_indices: Sequence[int]) -> None:
+        """Create the partial. operator: its merge must be a sum. field_indices: indices of the subset, ascending."""
         super().__init__()
-        self.operator, self.numbers = operator, tuple(numbers)
+        self.operator, self.field_indices = operator, tuple(field_indices)
         self.one_width = operator.one_width
 
     def width(self, dim: int) -> int | None:
@@ -103,9 +104,9 @@ class SomeFields(Interaction):
     def needs(self) -> Literal["rows", "fields"]:
         return self.operator.needs()
 
-    def partial_of(self, fields: Tensor, numbers: Sequence[int] | None = None) -> Tensor:
-        taken = range(len(self.numbers)) if numbers is None else numbers
-        return self.operator.partial_of(fields, [self.numbers[n] for n in taken])
+    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
+        chosen = range(len(self.field_indices)) if field_indices is None else field_indices
+        return self.operator.partial_of(fields, [self.field_indices[i] for i in chosen])
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         return stats

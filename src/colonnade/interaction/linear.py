@@ -1,9 +1,10 @@
-"""Operators with weights: linear maps of the fields side by side, whose columns can be applied where the fields are,
-and DCN-v2's cross layers of low rank.
+"""Operators with weights: linear maps of the concatenated fields, and DCN-v2's low-rank cross layers.
 
-Legend: B samples, F fields, W columns of all fields side by side, E vectors. Of cross layers: n dense columns, W
-columns of x_0 (dense columns and fields side by side), W' some of them, L layers, R rank, O floats that come out, P
-floats of a partial.
+Each rank applies the weight columns of the fields it has.
+
+Legend: B samples, F fields, W columns of all fields concatenated, E vectors. For cross layers: n dense columns, W
+columns of x_0 (dense columns and fields concatenated), W' some of them, L layers, R rank, O output floats, P floats of
+a partial.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from colonnade.ops.interaction import cross
 from colonnade.ops.linear import linear
 
 
-class SideBySide(Interaction):
-    """Fields of these dims, in this order, and the columns of each."""
+class ConcatenatedFields(Interaction):
+    """Base class of operators over concatenated fields of known dims. It knows each field's columns."""
 
     one_width = False
 
@@ -45,29 +46,29 @@ class SideBySide(Interaction):
         weights: Tensor | None = None,
         context: Tensor | None = None,
     ) -> Tensor:
-        """Every sample must bring all its vectors, in field order."""
+        """Compute partials. Every sample must have one vector per field, in field order."""
         if weights is not None:
             values = values * weights[:, None]
         return self.partial_of(values.reshape(num_samples, self.starts[-1]))
 
     @abstractmethod
-    def partial_of(self, fields: Tensor, numbers: Sequence[int] | None = None) -> Tensor: ...
+    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor: ...
 
-    def _columns(self, values: Tensor, numbers: Sequence[int] | None) -> Tensor:
-        """(..., W) -> of those fields."""
-        if numbers is None or tuple(numbers) == tuple(range(len(self.dims))):
+    def _select_columns(self, values: Tensor, field_indices: Sequence[int] | None) -> Tensor:
+        """Return the columns of these fields from all columns (..., W)."""
+        if field_indices is None or tuple(field_indices) == tuple(range(len(self.dims))):
             return values
-        pieces = [values[..., self.starts[n] : self.starts[n + 1]] for n in numbers]
+        pieces = [values[..., self.starts[i] : self.starts[i + 1]] for i in field_indices]
         return torch.cat(pieces, dim=-1) if pieces else values[..., :0]
 
 
-class FieldsLinear(SideBySide):
-    """A linear map of the fields side by side, without bias: (B, W) -> (B, out). A network's first layer, but for what
-    it makes of dense columns, which lie with the samples."""
+class FieldsLinear(ConcatenatedFields):
+    """Linear map of the concatenated fields, without bias: (B, W) -> (B, out). It is the fields' part of a network's
+    first layer; the dense columns' part stays with the samples."""
 
     def __init__(self, dims: Sequence[int], out: int, *, fan_in: int | None = None) -> None:
-        """dims: by field, in the order of the consumer's features. fan_in: inputs of the layer this is a part of,
-        which says how it starts (as nn.Linear); default W."""
+        """Create the layer. dims: by field, in the order of the consumer's features. fan_in: number of inputs of the
+        layer this is a part of, for its initialisation (as nn.Linear); default W."""
         super().__init__(dims)
         bound = (fan_in or max(1, self.starts[-1])) ** -0.5
         self.weight = nn.Parameter(torch.empty(out, self.starts[-1]).uniform_(-bound, bound))
@@ -78,18 +79,18 @@ class FieldsLinear(SideBySide):
     def needs(self) -> Literal["rows", "fields"]:
         return "rows"
 
-    def partial_of(self, fields: Tensor, numbers: Sequence[int] | None = None) -> Tensor:
-        return linear(fields, self._columns(self.weight, numbers).to(fields), None)
+    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
+        return linear(fields, self._select_columns(self.weight, field_indices).to(fields), None)
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         return stats
 
 
-class NormalizedLinear(SideBySide):
-    """Layer normalisation of all fields side by side, then a linear layer: (B, W) -> (B, out).
+class NormalizedLinear(ConcatenatedFields):
+    """Layer normalisation of all concatenated fields, then a linear layer: (B, W) -> (B, out).
 
-    Statistics: what the map makes of the fields as they are (out floats), their sum, and that of their squares; mean
-    and variance are taken from it afterwards.
+    Statistics: the linear map of the unnormalised fields (out floats), their sum, and the sum of their squares.
+    `combine` computes mean and variance from them.
     """
 
     def __init__(self, dims: Sequence[int], out: int, *, eps: float = 1e-5) -> None:
@@ -107,8 +108,8 @@ class NormalizedLinear(SideBySide):
     def needs(self) -> Literal["rows", "fields"]:
         return "fields"
 
-    def partial_of(self, fields: Tensor, numbers: Sequence[int] | None = None) -> Tensor:
-        weight = self._columns(self.weight * self.scale, numbers).to(fields)
+    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
+        weight = self._select_columns(self.weight * self.scale, field_indices).to(fields)
         sums, squares = fields.sum(1, keepdim=True), fields.square().sum(1, keepdim=True)
         return torch.cat([linear(fields, weight, None), sums, squares], dim=1)
 
@@ -116,9 +117,9 @@ class NormalizedLinear(SideBySide):
         mapped, count = stats[:, :-2], self.starts[-1]
         mean, square = stats[:, -2:-1] / count, stats[:, -1:] / count
         deviation = ((square - mean.square()).clamp(min=0) + self.eps).sqrt()
-        taken = (self.weight * self.scale).sum(1).to(stats)  # what the map makes of a mean of one
+        mapped_ones = (self.weight * self.scale).sum(1).to(stats)
         constant = (self.weight @ self.shift + self.bias).to(stats)
-        return (mapped - mean * taken) / deviation + constant
+        return (mapped - mean * mapped_ones) / deviation + constant
 
     def forward(self, fields: Tensor) -> Tensor:
         scale, shift = self.scale.to(fields), self.shift.to(fields)
@@ -126,18 +127,18 @@ class NormalizedLinear(SideBySide):
         return linear(normalized, self.weight.to(fields), self.bias.to(fields))
 
 
-class LowRankCross(SideBySide):
-    """x_{l+1} = x_0 * (U_l t_l + b_l) + x_l with t_l = V_l x_l (Wang et al. 2021), then O floats of x_L, without bias.
+class LowRankCross(ConcatenatedFields):
+    """Low-rank cross layers of DCN-v2 (Wang et al. 2021), then a linear map of x_L to O floats, without bias.
 
-    Every x_l is x_0 times a factor, element by element:
+    x_{l+1} = x_0 * (U_l t_l + b_l) + x_l with t_l = V_l x_l. Every x_l is x_0 times a factor, element by element:
 
         x_l = x_0 * (1 + sum over j < l of b_j + U_j t_j)
 
-    so t_l, and likewise what comes out, needs of x_0 a vector, V_l (x_0 * (1 + sum of b_j)), and for each j < l a
-    matrix, V_l diag(x_0) U_j, which is multiplied with t_j. These are the statistics: level by level, for each of its
+    So t_l, and likewise the output, needs two things of x_0: a vector, V_l (x_0 * (1 + sum of b_j)), and for each j < l
+    a matrix, V_l diag(x_0) U_j, which is multiplied with t_j. These are the statistics: level by level, for each of its
     rows the element of the vector and the rows of its matrices; P = L R + R^2 L (L - 1) / 2 + O (1 + L R) floats. They
-    are linear in x_0, so they add up over fields, and over rows of a bag, that lie anywhere, and one round is enough
-    for all layers. Where values are, the layers are evaluated as they stand, which is less work.
+    are linear in x_0, so they add up over fields, and over rows of a bag, on any ranks, and one round is enough for all
+    layers. `forward`, with all values on one rank, evaluates the layers directly, which is less work.
     """
 
     def __init__(
@@ -150,20 +151,20 @@ class LowRankCross(SideBySide):
         num_dense: int = 0,
         fan_in: int | None = None,
     ) -> None:
-        """dims: by field. num_dense: n, which come first in x_0. fan_in: inputs of the layer that the last one is a
-        part of; default W. Weights start as those of `nn.Linear`s of these shapes."""
+        """Create the layers. dims: by field. num_dense: n; dense columns come first in x_0. fan_in: number of inputs of
+        the layer that the last one is a part of; default W. Initialisation is that of `nn.Linear`s of these shapes."""
         super().__init__(dims)
         self.num_dense = num_dense
         width = num_dense + self.starts[-1]
 
-        def uniform(*shape: int, inputs: int) -> nn.Parameter:
+        def uniform_parameter(*shape: int, inputs: int) -> nn.Parameter:
             bound = max(1, inputs) ** -0.5
             return nn.Parameter(torch.empty(*shape).uniform_(-bound, bound))
 
-        self.down = uniform(layers, rank, width, inputs=width)  # V
-        self.up = uniform(layers, rank, width, inputs=rank)  # U, transposed
-        self.bias = uniform(layers, width, inputs=rank)
-        self.last = uniform(out, width, inputs=fan_in or width)
+        self.down = uniform_parameter(layers, rank, width, inputs=width)  # V
+        self.up = uniform_parameter(layers, rank, width, inputs=rank)  # U, transposed
+        self.bias = uniform_parameter(layers, width, inputs=rank)
+        self.last = uniform_parameter(out, width, inputs=fan_in or width)
 
     def width(self, dim: int) -> int:
         layers, rank, _ = self.down.shape
@@ -173,26 +174,30 @@ class LowRankCross(SideBySide):
     def needs(self) -> Literal["rows", "fields"]:
         return "rows"
 
-    def partial_of(self, fields: Tensor, numbers: Sequence[int] | None = None) -> Tensor:
+    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
         n = self.num_dense
-        return self._statistics(fields, lambda each: self._columns(each[..., n:], numbers))
+        return self._compute_statistics(
+            fields, lambda weight: self._select_columns(weight[..., n:], field_indices)
+        )
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
-        """dense (B, n), where n is not 0."""
+        """Compute the output from merged statistics. dense (B, n), if n is not 0."""
         n = self.num_dense
         if n:
             assert dense is not None
-            stats = stats + self._statistics(dense.to(stats), lambda each: each[..., :n])
-        known = stats.new_ones(len(stats), 1)  # 1, t_0, t_1, ... side by side
+            stats = stats + self._compute_statistics(
+                dense.to(stats), lambda weight: weight[..., :n]
+            )
+        known = stats.new_ones(len(stats), 1)  # 1, t_0, t_1, ... concatenated
         for rows in (*self.down, self.last):
             level = stats[:, : len(rows) * known.shape[1]]
             stats = stats[:, level.shape[1] :]
-            found = level.unflatten(1, (len(rows), known.shape[1])) @ known[:, :, None]
-            known = torch.cat([known, found[:, :, 0]], dim=1)
+            inner = level.unflatten(1, (len(rows), known.shape[1])) @ known[:, :, None]
+            known = torch.cat([known, inner[:, :, 0]], dim=1)
         return known[:, -len(self.last) :]
 
     def forward(self, fields: Tensor, dense: Tensor | None = None) -> Tensor:
-        """dense (B, n), where n is not 0."""
+        """Evaluate the layers on pooled fields (B, W) -> (B, O). dense (B, n), if n is not 0."""
         first = fields
         if self.num_dense:
             assert dense is not None
@@ -203,16 +208,18 @@ class LowRankCross(SideBySide):
             x = cross(first, linear(inner, up.T.to(x), bias.to(x)), x)
         return linear(x, self.last.to(x), None)
 
-    def _statistics(self, values: Tensor, taken: Callable[[Tensor], Tensor]) -> Tensor:
-        """values (B, W') -> (B, P); taken: of weights (..., W), those of these columns."""
-        given = (self.down, self.up, self.bias, self.last)
-        down, up, bias, last = (taken(each.to(values)) for each in given)
-        factors, found = (
-            last.new_ones(1, last.shape[1]),
-            [],
-        )  # of x_l: 1 + sum of b_j; U_0, U_1, ...
+    def _compute_statistics(
+        self, values: Tensor, select_columns: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Compute the statistics of some columns of x_0: (B, W') -> (B, P).
+
+        select_columns: function from weights (..., W) to those of these columns."""
+        weights = (self.down, self.up, self.bias, self.last)
+        down, up, bias, last = (select_columns(weight.to(values)) for weight in weights)
+        # Factors of x_l: 1 + sum of b_j; U_0, U_1, ...
+        factors, products = last.new_ones(1, last.shape[1]), []
         for k, rows in enumerate((*down, last)):
-            found.append((rows[:, None] * factors).flatten(0, 1))
+            products.append((rows[:, None] * factors).flatten(0, 1))
             if k < len(up):
                 factors = torch.cat([factors[:1] + bias[k], factors[1:], up[k]])
-        return linear(values, torch.cat(found), None)
+        return linear(values, torch.cat(products), None)

@@ -1,4 +1,4 @@
-"""Operators without weights: their partials are sums of what each vector says for itself.
+"""Operators without weights, with partials that are sums over single vectors.
 
 Legend: B samples, F fields, D dim, E vectors, P floats of a partial.
 """
@@ -16,7 +16,7 @@ from colonnade.ops import interaction as ops
 
 
 class FM(Interaction):
-    """Second-order factorization machine (Rendle 2010): sum over pairs of fields of <v_i, v_j>, (B, 1).
+    """Second-order term of a factorization machine (Rendle 2010): sum over pairs of fields of <v_i, v_j>, (B, 1).
 
     Statistics: S = sum v_i (D floats) and Q = sum |v_i|^2 (one float); the value is (|S|^2 - Q) / 2.
     """
@@ -38,13 +38,13 @@ class FM(Interaction):
         if weights is not None:
             values = values * weights[:, None]
         stats = torch.cat([values, values.square().sum(1, keepdim=True)], dim=1)  # (E, D + 1)
-        return _summed(stats, segments, num_samples)
+        return _sum_by_sample(stats, segments, num_samples)
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         sums, squares = stats[:, :-1], stats[:, -1:]
         return (sums.square().sum(1, keepdim=True) - squares) / 2
 
-    def partial_of(self, fields: Tensor, numbers: Sequence[int] | None = None) -> Tensor:
+    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
         return torch.cat([fields.sum(1), fields.square().sum((1, 2))[:, None]], dim=1)
 
     def forward(self, fields: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class FM(Interaction):
 
 
 class Sum(Interaction):
-    """The sum of a sample's vectors, (B, D): first-order weights of a linear model (D: one per task)."""
+    """Sum of a sample's vectors, (B, D): for first-order weights of a linear model (D: one per task)."""
 
     def width(self, dim: int) -> int:
         return dim
@@ -70,12 +70,12 @@ class Sum(Interaction):
     ) -> Tensor:
         if weights is not None:
             values = values * weights[:, None]
-        return _summed(values, segments, num_samples)
+        return _sum_by_sample(values, segments, num_samples)
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         return stats
 
-    def partial_of(self, fields: Tensor, numbers: Sequence[int] | None = None) -> Tensor:
+    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
         return fields.sum(1)
 
     def forward(self, fields: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Sum(Interaction):
 
 
 class BiInteraction(Interaction):
-    """Bilinear pooling (He and Chua 2017): the sum over pairs of fields of v_i * v_j, elementwise, (B, D).
+    """Bi-interaction pooling (He and Chua 2017): sum over pairs of fields of v_i * v_j, elementwise, (B, D).
 
     Statistics: S = sum v_i and Q = sum v_i^2 (D floats each); the value is (S^2 - Q) / 2. Its elements add up to FM's.
     """
@@ -104,13 +104,13 @@ class BiInteraction(Interaction):
     ) -> Tensor:
         if weights is not None:
             values = values * weights[:, None]
-        return _summed(torch.cat([values, values.square()], dim=1), segments, num_samples)
+        return _sum_by_sample(torch.cat([values, values.square()], dim=1), segments, num_samples)
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         sums, squares = stats.chunk(2, dim=1)
         return (sums.square() - squares) / 2
 
-    def partial_of(self, fields: Tensor, numbers: Sequence[int] | None = None) -> Tensor:
+    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
         return torch.cat([fields.sum(1), fields.square().sum(1)], dim=1)
 
     def forward(self, fields: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class BiInteraction(Interaction):
 
 
 class Concat(Interaction):
-    """The values path: pooled fields side by side, (B, sum of dims). Nothing smaller stands for them."""
+    """Concatenation of pooled fields, (B, sum of dims). It has no smaller partial, so values are always sent."""
 
     def width(self, dim: int) -> None:
         return None
@@ -126,13 +126,13 @@ class Concat(Interaction):
     def needs(self) -> Literal["rows", "fields"]:
         return "fields"
 
-    def partial_of(self, fields: Tensor, numbers: Sequence[int] | None = None) -> Tensor:
+    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
         return fields.flatten(1)
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         return stats
 
 
-def _summed(values: Tensor, segments: Tensor, num_samples: int) -> Tensor:
-    """(E, P) -> (B, P): values added up by sample."""
+def _sum_by_sample(values: Tensor, segments: Tensor, num_samples: int) -> Tensor:
+    """Add up values by sample: (E, P) -> (B, P)."""
     return values.new_zeros(num_samples, values.shape[1]).index_add(0, segments, values)

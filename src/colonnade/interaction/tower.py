@@ -1,8 +1,9 @@
-"""Tower modules: what a rank that has all fields of a tower makes of them, so that less leaves the tower (DMT, 2024).
+"""Tower modules: networks that compress all fields of a tower before values leave the tower (DMT, Luo et al. 2024).
 
-Where no rank of a tower does so they are evaluated at the samples, like any operator.
+A rank that has all fields of a tower evaluates its module. Without such a rank the samples' ranks evaluate it, like any
+operator.
 
-Legend: B samples, F fields of a tower, D dim, W columns of its fields side by side, O columns that leave it.
+Legend: B samples, F fields of a tower, D dim, W columns of its concatenated fields, O output columns.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from colonnade.interaction.contract import Interaction
 
 
 class TowerModule(Interaction):
-    """Any module of a tower's fields, as a consumer of them: (B, F, D) or, side by side, (B, W) -> (B, O).
+    """Consumer of a tower's fields that applies a module: (B, F, D) or, concatenated, (B, W) -> (B, O).
 
-    It must treat samples one by one (no batch normalisation), for ranks see other batches than one process does, and
-    leave its fields as they are, for others may read them.
+    The module must treat samples one by one (no batch normalisation), because ranks see other batches than one process
+    does. It must not change its fields in place, because other consumers may read them.
     """
 
     merge = "whole"
@@ -30,21 +31,21 @@ class TowerModule(Interaction):
     def __init__(
         self, module: nn.Module, dims: Sequence[int], out: int, *, side_by_side: bool = False
     ) -> None:
-        """dims: of the fields, in the order of the consumer's. out: O. side_by_side: the module takes (B, W), as it
-        does anyway where dims differ. Raises ConfigError."""
+        """Wrap a module. dims: of the consumer's fields, in their order. out: O. side_by_side: the module takes (B, W);
+        it always does if dims differ. Raises ConfigError."""
         super().__init__()
         if not dims or out < 1:
             raise ConfigError(
                 f"tower module {type(module).__name__}: got {len(dims)} fields and {out} columns out, wanted at least "
                 "one of each"
             )
-        for each in module.modules():
-            if isinstance(each, _BatchNorm):
+        for layer in module.modules():
+            if isinstance(layer, _BatchNorm):
                 raise ConfigError(
-                    f"tower module {type(module).__name__}: got {type(each).__name__}, wanted modules that treat "
+                    f"tower module {type(module).__name__}: got {type(layer).__name__}, wanted modules that treat "
                     "samples one by one: ranks see other batches than one process does; LayerNorm does"
                 )
-        if any(is_lazy(each) for each in module.parameters()):
+        if any(is_lazy(weight) for weight in module.parameters()):
             raise ConfigError(
                 f"tower module {type(module).__name__}: got weights without a shape (of a lazy layer), wanted "
                 f"shapes that are known before the first batch: its fields are {sum(dims)} columns"
@@ -55,7 +56,7 @@ class TowerModule(Interaction):
 
     @property
     def ratio(self) -> float:
-        """CR: floats of a sample that enter, by those that leave."""
+        """Compression ratio (CR): input floats of a sample divided by output floats."""
         return sum(self.dims) / self.out
 
     def refusal(self, dims: Sequence[int]) -> str | None:
@@ -69,31 +70,32 @@ class TowerModule(Interaction):
     def needs(self) -> Literal["rows", "fields"]:
         return "fields"
 
-    def partial_of(self, fields: Tensor, numbers: Sequence[int] | None = None) -> Tensor:
-        """Of all fields. Raises ConfigError where the module gives something else than it said, or changes them."""
+    def partial_of(self, fields: Tensor, field_indices: Sequence[int] | None = None) -> Tensor:
+        """Evaluate the module on all fields. Raises ConfigError if its output has another shape than declared, or if it
+        changes its fields."""
         weight = next(self.module.parameters(), fields)
-        if not len(fields):  # a module need not know what to make of no samples
+        if not len(fields):  # a module need not accept empty batches
             return fields.flatten(1)[:, :1].expand(0, self.out)
-        before = _version(fields)
-        found = self.module(fields.to(weight.dtype))
-        if _version(fields) != before:
+        version = _tensor_version(fields)
+        output = self.module(fields.to(weight.dtype))
+        if _tensor_version(fields) != version:
             raise ConfigError(
                 f"tower module {type(self.module).__name__}: got its fields changed in place, wanted them left as they "
                 "are, for others may read them; of torch's layers take inplace=False"
             )
         wanted = (len(fields), self.out)
-        if not isinstance(found, Tensor) or found.shape != wanted:
-            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        if not isinstance(output, Tensor) or output.shape != wanted:
+            got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ConfigError(
                 f"tower module {type(self.module).__name__}: got {got} for {tuple(fields.shape)}, wanted {wanted}: a "
                 f"row of {self.out} columns for each sample; correct the module, or the `out` of its TowerModule"
             )
-        return found.to(fields.dtype)
+        return output.to(fields.dtype)
 
     def combine(self, stats: Tensor, dense: Tensor | None = None) -> Tensor:
         return stats
 
 
-def _version(values: Tensor) -> int:
-    """Which grows with each change in place, where torch counts them."""
+def _tensor_version(values: Tensor) -> int:
+    """Return the tensor's version, which grows with each change in place; 0 for inference tensors."""
     return 0 if values.is_inference() else values._version

@@ -1,1 +1,1 @@
-"""From a batch to lookups of rows, and from rows to the tensors that a model gets."""
+"""Lookups: which rows a batch reads, and the output tensors that a model gets from them."""

@@ -1,4 +1,4 @@
-"""Exchange contract: how values get from the ranks that own rows to the samples that need them, and gradients back.
+"""Exchange contract: values go from the ranks that own rows to the ranks that have samples, gradients the other way.
 
 Calls per training step t (every rank, in this order; one issuing thread per method):
 
@@ -11,7 +11,7 @@ Calls per training step t (every rank, in this order; one issuing thread per met
     drop          any                instead of a push: evaluated and cancelled batches
 
 Legend: B samples, F features, T tables, E lookups of this rank, U unique rows of this rank,
-O unique rows this rank owns and some rank requested, N ranks.
+O unique rows that this rank owns and some rank requested, N ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.lookup.hot import Dealt
-from colonnade.lookup.layout import Declaration, Lookups, Output
+from colonnade.lookup.hot import SplitBatch
+from colonnade.lookup.layout import EmbeddingDeclaration, Lookups, Output
 from colonnade.store.contract import RowView
 
 
@@ -65,7 +65,7 @@ class BatchInfo:
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether nothing is trained on it."""
+        """Return whether the batch is evaluated, not trained on."""
         return self.channel == "evaluate"
 
 
@@ -77,7 +77,7 @@ class LookupRequest:
     lookups: Lookups
     plan: _native.Plan | None  # of `lookups`, where this rank needs one
     codes: Any = None  # `Batch.next_use` by lookup or unique row
-    transfer: Any = None  # cache.transfer.CacheTransfer of a cached table
+    transfer: Any = None  # exchange.cached.CacheTransfer of a cached table
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class PartLookup:
         assert self.pinned is not None
         return self.pinned.slots
 
-    def slots_of(self, source: RowSource) -> Tensor | None:
+    def request_slots(self, source: RowSource) -> Tensor | None:
         """Return the slot of each request if it is known: if the source's rows are the pinned ones."""
         pinned = self.pinned
         return pinned.by_request if pinned is not None and source.rows is pinned.slots else None
@@ -144,7 +144,7 @@ class RecordedGradients:
         self.backwards.append(list(gradients))
         self.versions.append([gradient._version for gradient in gradients])
 
-    def check(self) -> None:
+    def check_unchanged(self) -> None:
         """Check that no recorded tensor was changed in place; else raise RuntimeError."""
         for gradients, versions in zip(self.backwards, self.versions, strict=True):
             if [gradient._version for gradient in gradients] != versions:
@@ -177,7 +177,7 @@ class LookupContext:
     batch: BatchInfo
     parts: Sequence[PartLookup]  # by exchange of the plan
     owned: OwnedRows  # of all parts
-    hot: Dealt | None = None  # which lookups are of hot rows, where a table has some
+    hot: SplitBatch | None = None  # which lookups are of hot rows, where a table has some
     sequence_offsets: Mapping[str, Tensor] = field(default_factory=dict)  # by attended field
     pinned: PinnedRows | None = None
     wait_for_rows: Callable[[], None] = (
@@ -190,7 +190,7 @@ class LookupContext:
     steps_left: int = 0  # before its use, when it is fetched or restored
     is_done: bool = False  # its gradients were pushed, or it was dropped
 
-    def missed(self, step: int) -> list[int]:
+    def count_missed(self, step: int) -> list[int]:
         """Return the number of updates before `step` that its reads did not see, one for each staleness bound."""
         return [step - num_seen for num_seen in self.updates_seen.values()]
 
@@ -212,23 +212,23 @@ class LookupContext:
 @dataclass(frozen=True, slots=True)
 class RowGradients:
     """Gradients that an owner applies: per owned row (O,), a segment of entries into `source`, to be summed in order;
-    or, for rows on a device, sums (device_kernels.Sums) without segments."""
+    or, for rows on a device, `kernels.DeviceRowSums` without segments."""
 
     slots: Tensor  # (O,) int32
     offsets: Tensor  # (T + 1,) int64
     segment_offsets: Any  # (O + 1,) int32
     entries: Any  # int32
-    source: Any  # _native.OutputGradients, _native.RowGradients or kernels.Sums
+    source: Any  # _native.OutputGradients, _native.RowGradients or kernels.DeviceRowSums
     keep: Any = None
     by_page: ByPage | None = None  # the same rows and segments, for an update
 
 
-def unique_owned(contexts: Sequence[LookupContext], t: int) -> tuple[Tensor, Tensor]:
-    """Return (ids (n,) int64, slots (n,) int32) of the rows of table t that these batches use, each once."""
+def unique_owned_rows(contexts: Sequence[LookupContext], table_index: int) -> tuple[Tensor, Tensor]:
+    """Return (ids (n,) int64, slots (n,) int32) of the rows of one table that these batches use, each once."""
     ids, slots = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int32)]
     for context in contexts:
         assert context.pinned is not None
-        first, last = context.owned.offsets[t : t + 2].tolist()
+        first, last = context.owned.offsets[table_index : table_index + 2].tolist()
         ids.append(context.owned.ids[first:last])
         slots.append(context.pinned.slots[first:last])
     all_ids, all_slots = torch.cat(ids), torch.cat(slots)
@@ -240,14 +240,14 @@ def unique_owned(contexts: Sequence[LookupContext], t: int) -> tuple[Tensor, Ten
 
 @dataclass(slots=True)
 class Pushed:
-    """Gradients on their way to their owners."""
+    """Gradients that are being sent to their owners."""
 
     finish: Callable[[], RowGradients | None] | None
     """Result of `Exchange.begin_push`, which waits for them; None: they have arrived."""
     num_backwards: int
     gradients: RowGradients | None = None
 
-    def arrive(self) -> RowGradients | None:
+    def wait_for_gradients(self) -> RowGradients | None:
         """Wait for the gradients, and return them. Collective."""
         if self.finish is not None:
             self.gradients, self.finish = self.finish(), None
@@ -255,13 +255,13 @@ class Pushed:
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class TowerConsumers:
     """Consumers that only the ranks of one tower evaluate."""
 
     size: int
     """Number of ranks of a tower, which are neighbours."""
     tower_of: Mapping[str, int]
-    """Number of the tower that evaluates a consumer, by its name."""
+    """Index of the tower that evaluates a consumer, by its name."""
 
 
 Lookup = TypeVar("Lookup", bound=PartLookup)
@@ -271,14 +271,15 @@ class ExchangePart(Protocol[Lookup]):
     """Part of a plan's exchange, on one rank, for the tables that use it. Methods are collective in a world of several
     unless they are called local; `Exchange` calls them on every rank in one order."""
 
-    declaration: Declaration
+    declaration: EmbeddingDeclaration
     """Declaration of these tables and their features."""
     outputs: tuple[Output, ...]
     exactness: Exactness
     owner: Any  # exchange.row_owner.RowOwner
     operators: Any  # exchange.operators.Operators, where some consumers are evaluated on the way; else None
     counts_norm: bool
-    """Whether this rank's sums count towards the gradient norm; on one rank only where all ranks have the same sums."""
+    """True if this rank's sums count towards the gradient norm; where all ranks have the same sums, on one rank
+    only."""
 
     @property
     def cancel(self) -> Callable[[LookupRequest], None] | None:
@@ -321,7 +322,7 @@ class ExchangePart(Protocol[Lookup]):
     ) -> Callable[[], RowGradients]:
         """Begin to send gradients (by output; None: zeros) to the rows' owners. Call the result, which is collective
         too, to wait for the gradients of owned rows, even after the next push has begun. step: updates made before;
-        number: of the batch in its step; both seed the codecs' random bits."""
+        number: index of the batch in its step; both seed the codecs' random bits."""
         ...
 
     def drop(self, lookup: Lookup) -> None:
@@ -332,9 +333,9 @@ class ExchangePart(Protocol[Lookup]):
         """Return the fetched values for a checkpoint; `restore` accepts them in any world."""
         ...
 
-    def restore(self, lookup: Lookup, held: Sequence[Mapping[str, Tensor]]) -> None:
-        """Restore, instead of a `fetch`, the values that all ranks of some world held for this step's global batch.
-        Raises CheckpointError."""
+    def restore(self, lookup: Lookup, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
+        """Restore, instead of a `fetch`, the values that all ranks of some world had prefetched for this step's global
+        batch. Raises CheckpointError."""
         ...
 
     def has_values(self, lookup: Lookup) -> bool:

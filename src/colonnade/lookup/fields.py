@@ -1,5 +1,4 @@
-"""Fields side by side: all of them, those of tables on one rank, those of an output; and where the columns of the one
-lie in the other."""
+"""Column layouts of blocks of pooled fields, and the runs of columns to copy from one layout to another."""
 
 from __future__ import annotations
 
@@ -11,63 +10,67 @@ from typing import Any
 import numpy as np
 
 from colonnade.interaction import Concat
-from colonnade.lookup.layout import Consumer, Declaration
+from colonnade.lookup.layout import Consumer, EmbeddingDeclaration
 from colonnade.topology.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Columns that lie side by side here and there."""
+class ColumnRun:
+    """Run of columns that are contiguous in a block and in the whole."""
 
-    here: int
-    there: int
+    block_start: int
+    whole_start: int
     width: int
-    is_first: bool  # nobody has written them there before
-    columns_here: slice = field(init=False, compare=False)
-    columns_there: slice = field(init=False, compare=False)
+    is_first: bool  # no earlier block has these columns
+    block_columns: slice = field(init=False, compare=False)
+    whole_columns: slice = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Made once: a step asks for them dozens of times.
-        object.__setattr__(self, "columns_here", slice(self.here, self.here + self.width))
-        object.__setattr__(self, "columns_there", slice(self.there, self.there + self.width))
+        # Made once, because a step uses them dozens of times.
+        object.__setattr__(
+            self, "block_columns", slice(self.block_start, self.block_start + self.width)
+        )
+        object.__setattr__(
+            self, "whole_columns", slice(self.whole_start, self.whole_start + self.width)
+        )
 
 
-Key = int | str
-"""A field's index into Declaration.fields; or a consumer's name, for its partial."""
+ColumnKey = int | str
+"""Key of columns: a field's index into Declaration.fields, or a consumer's name for its partial."""
 
 
 @dataclass(frozen=True)
-class Columns:
-    """What lies side by side in a message or a tensor."""
+class FieldColumns:
+    """Columns of a message or a tensor, side by side, by key."""
 
-    dims: Mapping[Key, int]
+    dims: Mapping[ColumnKey, int]
     """Widths, in order."""
 
     @cached_property
-    def starts(self) -> dict[Key, int]:
-        """The first column of each."""
+    def starts(self) -> dict[ColumnKey, int]:
+        """First column of each key."""
         return dict(zip(self.dims, np.cumsum([0, *self.dims.values()])[:-1].tolist(), strict=True))
 
     @cached_property
     def width(self) -> int:
         return sum(self.dims.values())
 
-    def of(self, key: Key) -> slice:
+    def slice_of(self, key: ColumnKey) -> slice:
         return slice(self.starts[key], self.starts[key] + self.dims[key])
 
 
 @dataclass(frozen=True)
-class Fields:
-    """All fields of a declaration side by side, in the order in which outputs take them first; sequences, which are not
-    pooled, beside them."""
+class FieldLayout:
+    """Fields of a declaration, in the order of their first use by outputs: pooled ones, which are side by side, and
+    sequences."""
 
-    declaration: Declaration
+    declaration: EmbeddingDeclaration
     order: tuple[int, ...]  # indices into Declaration.fields
 
     @cached_property
-    def columns(self) -> Columns:
-        """Of pooled ones."""
-        return Columns({i: self.declaration.fields[i].dim for i in self.pooled})
+    def columns(self) -> FieldColumns:
+        """Columns of the pooled fields."""
+        return FieldColumns({i: self.declaration.fields[i].dim for i in self.pooled})
 
     @cached_property
     def pooled(self) -> tuple[int, ...]:
@@ -75,7 +78,7 @@ class Fields:
 
     @cached_property
     def sequences(self) -> tuple[int, ...]:
-        """In declared order."""
+        """Fields of sequences, in declared order."""
         return tuple(sorted(i for i in self.order if self.is_sequence(i)))
 
     def is_sequence(self, i: int) -> bool:
@@ -88,44 +91,49 @@ class Fields:
 
     @cached_property
     def features(self) -> tuple[int, ...]:
-        """(C,) indices into Declaration.features, by column of lookups: each is looked up once, for all fields."""
+        """Indices into Declaration.features by column of lookups, (C,). A feature is looked up once for all its
+        fields."""
         return tuple(dict.fromkeys(self.declaration.fields[i].feature for i in self.order))
 
-    def share(self, rank: int, shardings: Sequence[Sharding]) -> Fields:
-        """Those of tables that have rows on that rank."""
+    def select_rank(self, rank: int, shardings: Sequence[Sharding]) -> FieldLayout:
+        """Return the fields of tables that have rows on that rank."""
         parts, fields = self.declaration.parts, self.declaration.fields
-        mine = [i for i in self.order if rank in shardings[parts[fields[i].part][0]].ranks]
-        return Fields(self.declaration, tuple(mine))
+        own_fields = [i for i in self.order if rank in shardings[parts[fields[i].part][0]].ranks]
+        return FieldLayout(self.declaration, tuple(own_fields))
 
-    def as_sums(self, but: Collection[int] = ()) -> Declaration:
-        """What an owner computes: one output with the pooled fields, of sums, and one for each sequence, in the compute
-        dtype. but: indices of features that it pools as they are declared."""
+    def as_sum_declaration(self, declared_pooling: Collection[int] = ()) -> EmbeddingDeclaration:
+        """Return the declaration that an owner pools: one output with the sums of the pooled fields, and one for each
+        sequence, in the compute dtype. declared_pooling: indices of features that it pools as they are declared."""
         declaration = self.declaration
         features = tuple(
-            each if f in but or each.pooling == "sequence" else replace(each, pooling="sum")
-            for f, each in ((f, declaration.features[f]) for f in self.features)
+            feature
+            if f in declared_pooling or feature.pooling == "sequence"
+            else replace(feature, pooling="sum")
+            for f, feature in ((f, declaration.features[f]) for f in self.features)
         )
         names = tuple(declaration.fields[i].name for i in self.pooled)
         consumers = {"pooled": Consumer(Concat(), names)} if names else {}
         compute: Any = declaration.tables[0].compute_dtype
-        return Declaration(declaration.tables, features, consumers, compute)
+        return EmbeddingDeclaration(declaration.tables, features, consumers, compute)
 
 
-def runs_of(blocks: Sequence[Iterable[tuple[Key, int]]], whole: Columns) -> list[list[Run]]:
-    """blocks: of each, (what lies there, its first column there), ascending. Where that lies in the whole."""
-    written: set[Key] = set()
-    found = []
+def find_runs(
+    blocks: Sequence[Iterable[tuple[ColumnKey, int]]], whole: FieldColumns
+) -> list[list[ColumnRun]]:
+    """Find the runs of columns of each block in the whole. blocks: (key, first column in the block), ascending."""
+    written: set[ColumnKey] = set()
+    all_runs = []
     for block in blocks:
-        runs: list[Run] = []
-        for key, here in block:
-            run = Run(here, whole.starts[key], whole.dims[key], key not in written)
+        runs: list[ColumnRun] = []
+        for key, block_start in block:
+            run = ColumnRun(block_start, whole.starts[key], whole.dims[key], key not in written)
             written.add(key)
             last = runs[-1] if runs else None
-            if last and (last.here + last.width, last.there + last.width, last.is_first) == (
-                run.here, run.there, run.is_first,
+            if last and (last.block_start + last.width, last.whole_start + last.width, last.is_first) == (
+                run.block_start, run.whole_start, run.is_first,
             ):  # fmt: skip
                 runs[-1] = replace(last, width=last.width + run.width)
             else:
                 runs.append(run)
-        found.append(runs)
-    return found
+        all_runs.append(runs)
+    return all_runs

@@ -1,8 +1,8 @@
-"""Lookups of a table whose hot rows lie apart: each is one of hot rows or of cold ones, and what comes of both is put
-together again.
+"""Split of a batch's lookups into those of hot rows and those of cold rows, and the merge of their outputs.
 
-To exchanges, hot and cold rows are two tables, and a feature that reads the table is two features, which add up what
-they find: what a bag finds in both, its sum, is divided here where a mean is asked for.
+Exchanges see the hot rows and the cold rows of a table as two tables, and a feature that reads the table as two
+features. Both sum their part of a bag; the sums are added, and divided by the bag's length where the feature pools a
+mean.
 
 Legend: B samples, E lookups of a feature, D elements of a field.
 """
@@ -17,57 +17,61 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.lookup.layout import Declaration, checked_ids, out_of_range
+from colonnade.lookup.layout import EmbeddingDeclaration, get_checked_ids, id_range_error
 from colonnade.topology.sharding import is_hot
 
 SIDES = ("cold", "hot")
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
-    """One batch as the exchanges take it, and what puts its outputs together."""
+class SplitBatch:
+    """Batch whose lookups are split into hot and cold ones, and the data that merges its outputs."""
 
     batch: Batch
     lengths: Mapping[str, Tensor]
-    """(B, 1) of the compute dtype, by feature that averages bags: what a sum is divided by."""
+    """Divisors of sums by feature that averages bags, (B, 1) of the compute dtype."""
     order: Mapping[str, Tensor]
-    """(E,) int64, by feature of a sequence: where each lookup is among cold ones and, behind them, hot ones."""
+    """Index of each lookup in the concatenation of cold and hot lookups, by feature of a sequence, (E,) int64."""
 
 
-def deal(batch: Batch, declared: Declaration, hot: Mapping[int, Tensor]) -> Dealt:
-    """hot: by table that has some, ids (H,) int64 ascending. Raises IdRangeError, DataError, NonFiniteError as the
-    exchanges do of other features."""
+def deal(batch: Batch, declared: EmbeddingDeclaration, hot: Mapping[int, Tensor]) -> SplitBatch:
+    """Split a batch's lookups into those of hot rows and those of cold rows.
+
+    hot: ids of hot rows by table, (H,) int64 ascending. Raises IdRangeError, DataError and NonFiniteError, as exchanges
+    do for other features."""
     ids, next_use = dict(batch.ids), None if batch.next_use is None else dict(batch.next_use)
     lengths, order = {}, {}
     for feature in declared.features:
         t = declared.table_of(feature)
         if t not in hot:
             continue
-        given = checked_ids(batch, feature, declared.compute_dtype)
+        column = get_checked_ids(batch, feature, declared.compute_dtype)
         rows = declared.tables[t].rows
-        if rows is not None and bool(((given.values < 0) | (given.values >= rows)).any()):
-            at = int(((given.values < 0) | (given.values >= rows)).nonzero()[0])
-            raise out_of_range(feature.name, at, int(given.values[at]), rows, feature.table)
-        mask = is_hot(given.values, hot[t])
-        for side, mine in zip(SIDES, (~mask, mask), strict=True):
-            before = torch.cat([torch.zeros(1, dtype=torch.int64), mine.cumsum(0)])
+        if rows is not None and bool(((column.values < 0) | (column.values >= rows)).any()):
+            first = int(((column.values < 0) | (column.values >= rows)).nonzero()[0])
+            raise id_range_error(
+                feature.name, first, int(column.values[first]), rows, feature.table
+            )
+        mask = is_hot(column.values, hot[t])
+        for side, side_mask in zip(SIDES, (~mask, mask), strict=True):
+            lookups_before = torch.cat([torch.zeros(1, dtype=torch.int64), side_mask.cumsum(0)])
             ids[f"{feature.name}[{side}]"] = Ids(
-                given.values[mine],
-                before if given.offsets is None else before[given.offsets],
-                None if given.weights is None else given.weights[mine],
+                column.values[side_mask],
+                lookups_before if column.offsets is None else lookups_before[column.offsets],
+                None if column.weights is None else column.weights[side_mask],
             )
             codes = None if next_use is None else next_use.get(feature.name)
             if next_use is not None and codes is not None:
-                # Of another shape, they are refused where all features' are.
-                fits = codes.shape == given.values.shape
-                next_use[f"{feature.name}[{side}]"] = codes[mine] if fits else codes
+                # Codes of another shape are refused later, with those of all features.
+                fits = codes.shape == column.values.shape
+                next_use[f"{feature.name}[{side}]"] = codes[side_mask] if fits else codes
         if feature.pooling == "sequence":
             order[feature.name] = torch.cat(
                 [(~mask).nonzero()[:, 0], mask.nonzero()[:, 0]]
             ).argsort()
-        elif feature.pooling in ("mean", "sqrtn") and given.offsets is not None:
-            count = given.offsets.diff().clamp(min=1).to(declared.compute_dtype)[:, None]
-            if feature.pooling == "sqrtn":  # correctly rounded; torch's own on a CPU is not
+        elif feature.pooling in ("mean", "sqrtn") and column.offsets is not None:
+            count = column.offsets.diff().clamp(min=1).to(declared.compute_dtype)[:, None]
+            if feature.pooling == "sqrtn":  # because torch's root on a CPU is not correctly rounded
                 count = torch.from_numpy(np.sqrt(count.numpy()))
             lengths[feature.name] = count
-    return Dealt(replace(batch, ids=ids, next_use=next_use), lengths, order)
+    return SplitBatch(replace(batch, ids=ids, next_use=next_use), lengths, order)

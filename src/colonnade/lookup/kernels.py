@@ -1,13 +1,13 @@
 """Kernels of a step on rows and their gradients: one contract, in memory or on a device.
 
 `NativeKernels` works on addresses in this process's memory, `DeviceKernels` on tensors of any device. `RowsExchange`
-takes the one that the rows' views ask for. Results are the same bits on the same processor.
+selects one by where the rows' views are. Results have the same bits on the same processor.
 
-On a device: a few operations per read and per table, none per row. On a CPU the results have the bits of the native
-kernels. On a GPU they have them where its arithmetic rounds as IEEE 754 says, operation by operation; sums have the
-same order.
+On a device there are a few operations per read and per table, none per row. With "cpu" as the device, results have the
+bits of the native kernels. A GPU gives the same bits where each of its operations rounds as IEEE 754 requires; sums
+have the same order.
 
-Legend: B samples, T tables, E lookups, O rows a rank owns, W elements of a row; O_t and W_t those of table t.
+Legend: B samples, T tables, E lookups, O rows that a rank owns, W elements of a row; O_t and W_t are of table t.
 """
 
 from __future__ import annotations
@@ -23,38 +23,39 @@ from torch.nn import functional
 
 from colonnade import _native
 from colonnade.lookup.contract import PartLookup, RowGradients, RowSource
-from colonnade.lookup.layout import Consumption, Declaration, Lookups, Output
-from colonnade.lookup.row_layout import Elements, RowLayout, row_layout
+from colonnade.lookup.layout import EmbeddingDeclaration, LookupColumns, Lookups, Output
+from colonnade.lookup.row_layout import RowLayout, RowSums, build_row_layout
 from colonnade.ops import optimizers as rules
 from colonnade.ops import reference
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
 
-NOWHERE: Mapping[int, Tensor] = {}
+NO_TENSORS: Mapping[int, Tensor] = {}
 
 
 class Kernels(Protocol):
-    """Outputs, and gradients of them, lie where the rows do; messages are on the CPU."""
+    """Kernels of a step. Outputs and their gradients are stored where the rows are; messages are on the CPU."""
 
-    def place(
+    def locate_rows(
         self, lookups: Lookups, views: Sequence[RowView], index: Tensor, order: Tensor | None = None
     ) -> Any:
-        """Where `pool` finds the row of each lookup: index (E,) int32 slots; order (E,) int32: all lookups, as their
-        rows lie in memory, where that is known (`ByPage.entries`)."""
+        """Return the location of each lookup's row, for `pool`. index: (E,) int32 slots. order: (E,) int32, all lookups
+        in the order of their rows in memory, if it is known (`ByPage.entries`)."""
         ...
 
     def pool(
-        self, lookups: Lookups, placed: Any, into: Mapping[int, Tensor] = NOWHERE
+        self, lookups: Lookups, locations: Any, into: Mapping[int, Tensor] = NO_TENSORS
     ) -> list[Tensor]:
-        """One tensor per output: pooled fields side by side (B, width), or the rows of a sequence (E_f, dim). into: by
-        output, where fields are to be written, (B, width) on the CPU; what others write there is left alone."""
+        """Pool rows into one tensor per output: pooled fields side by side (B, width), or the rows of a sequence
+        (E_f, dim). into: tensors to write fields into, by output, (B, width) on the CPU; columns of other parts are not
+        changed."""
         ...
 
-    def zeros(self, lookups: Lookups) -> list[Tensor]:
-        """As `pool`."""
+    def zero_outputs(self, lookups: Lookups) -> list[Tensor]:
+        """Return zeros of the shapes of the outputs of `pool`."""
         ...
 
-    def message(
+    def gather_message(
         self,
         source: RowSource,
         index: Tensor,
@@ -62,83 +63,93 @@ class Kernels(Protocol):
         requests: Any,
         into: Tensor | None = None,
     ) -> Tensor:
-        """Return whole rows as they are sent: index (P,) int32, the slots of what `requests` asks for, rank by rank,
-        table by table. into: on the CPU, what they are written to."""
+        """Gather whole rows into a message. index: (P,) int32 slots of the rows of `requests`, rank by rank, table by
+        table. into: a tensor on the CPU to write them to."""
         ...
 
-    def of_outputs(self, lookup: PartLookup, gradients: list[Tensor]) -> RowGradients:
-        """Return gradients of a lookup's pinned rows, in a world of one, from those of its outputs, shaped as `pool`'s
-        result. Borrows them."""
+    def gradients_from_outputs(self, lookup: PartLookup, gradients: list[Tensor]) -> RowGradients:
+        """Return gradients of a lookup's pinned rows from gradients of its outputs, in a world of one. gradients:
+        shaped as the result of `pool`; the result refers to them."""
         ...
 
-    def row_sums(self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]) -> Any:
-        """Sum gradients of a lookup's outputs by row of its plan, as `cache.copies.Copies` of the pooled rows takes
-        them. offsets (T + 1,): of these rows by table."""
+    def sum_gradients_by_row(
+        self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]
+    ) -> Any:
+        """Sum gradients of a lookup's outputs by row of its plan, in the form that `cache.cached_rows.CachedRows` of
+        the pooled rows takes. offsets: (T + 1,) of these rows by table."""
         ...
 
-    def of_sums(
-        self, slots: np.ndarray, counts: np.ndarray, sums: Any, chosen: np.ndarray
+    def gradients_from_sums(
+        self, slots: np.ndarray, counts: np.ndarray, sums: Any, is_selected: np.ndarray
     ) -> RowGradients:
-        """Return such sums as gradients of rows in `slots` (n,), table by table: counts (T,). Of tables not `chosen`
-        (T,) bool there are none. Borrows them."""
+        """Return sums of `sum_gradients_by_row` as gradients of the rows in `slots` (n,), table by table. counts: (T,)
+        rows. is_selected: (T,) bool, tables to include. The result refers to the sums."""
         ...
 
-    def merged(
+    def merge_batches(
         self,
         batches: Sequence[PartLookup],
-        pushed: Sequence[RowGradients],
+        row_gradients: Sequence[RowGradients],
         slots: Tensor,
         plan: _native.Plan,
     ) -> RowGradients:
-        """Several batches as one: each row's sum of each batch, added in their order. plan: of the owned rows of all
-        batches, listed batch by batch; slots: by its unique rows."""
+        """Merge gradients of several batches: sum each batch by row, and add the sums in the order of the batches.
+        plan: of the owned rows of all batches, listed batch by batch; slots: by its unique rows."""
         ...
 
-    def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
-        """The sum of squares of all rows' sums, and gradients that need not be summed again."""
+    def squared_norm(self, row_gradients: RowGradients) -> tuple[RowGradients, float]:
+        """Return gradients that need not be summed again, and the sum of squares of all rows' sums."""
         ...
 
     def update(
-        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+        self, store: Any, row_gradients: RowGradients, optimizers: Tensor, settings: Tensor
     ) -> None:
-        """Apply them to rows of `store` that are pinned, and advance the rows' clocks: see `_native.update`."""
+        """Apply gradients to pinned rows of `store`, and advance the rows' clocks: see `_native.update`."""
         ...
 
     def squared_norms(self, view: RowView, slots: Tensor) -> Tensor:
-        """(N,) float64 on the CPU: the sum of squares of each row's weights; slots (N,) int32."""
+        """Return the sum of squares of each row's weights, (N,) float64 on the CPU. slots: (N,) int32."""
         ...
 
 
 class NativeKernels:
-    """placed: (bases (T,), strides (T,), index (E,), order (E,) or None): lookup e reads the row at base[t] +
-    index[e] * stride[t] bytes."""
+    """Kernels on rows in this process's memory.
+
+    Locations are (bases (T,), strides (T,), index (E,), order (E,) or None): lookup e reads the row at
+    base[t] + index[e] * stride[t] bytes."""
 
     def __init__(
-        self, declaration: Declaration, consumption: Consumption, outputs: Sequence[Output], num_ranks: int
-    ) -> None:  # fmt: skip
-        self.declaration, self.consumption, self.outputs = declaration, consumption, outputs
+        self,
+        declaration: EmbeddingDeclaration,
+        lookup_columns: LookupColumns,
+        outputs: Sequence[Output],
+        num_ranks: int,
+    ) -> None:
+        self.declaration, self.lookup_columns, self.outputs = declaration, lookup_columns, outputs
         self.widths = declaration.widths
         self.dtype = declaration.tables[0].dtype
         self.itemsize = declaration.tables[0].itemsize
         self.compute = declaration.tables[0].compute_dtype
-        parts = [(c, *declaration.parts[p]) for c, p in consumption.reads]
+        parts = [(c, *declaration.parts[p]) for c, p in lookup_columns.reads]
         self.reads = _native.Reads(
-            *_int32s((column, part.column, part.dim) for column, _, part in parts)
+            *_transpose_int32((column, part.column, part.dim) for column, _, part in parts)
         )
-        placed = [
+        read_columns = [
             (i, column, output.width)
             for i, output in enumerate(outputs)
             for column in output.columns
         ]
-        # numpy: a step asks for few numbers, which torch takes five times as long for.
+        # In numpy, because torch takes five times as long for so few numbers.
         self._read_outputs, self._read_columns, self._read_widths = (
-            np.array(placed, dtype=np.int64).reshape(-1, 3).T.copy()
+            np.array(read_columns, dtype=np.int64).reshape(-1, 3).T.copy()
         )
         self.whole_rows = _native.Reads(
-            *_int32s((i, 0, width) for i, width in enumerate(self.widths.tolist() * num_ranks))
+            *_transpose_int32(
+                (i, 0, width) for i, width in enumerate(self.widths.tolist() * num_ranks)
+            )
         )
 
-    def place(
+    def locate_rows(
         self,
         lookups: Lookups | None,
         views: Sequence[RowView],
@@ -155,22 +166,22 @@ class NativeKernels:
     def pool(
         self,
         lookups: Lookups,
-        placed: tuple[Any, Any, Tensor, Tensor | None],
-        into: Mapping[int, Tensor] = NOWHERE,
+        locations: tuple[Any, Any, Tensor, Tensor | None],
+        into: Mapping[int, Tensor] = NO_TENSORS,
     ) -> list[Tensor]:
-        bases, strides, index, order = placed
-        tensors = self._empty(lookups, into)
-        out_bases, out_strides = self._addresses(tensors)
+        bases, strides, index, order = locations
+        tensors = self._empty_outputs(lookups, into)
+        out_bases, out_strides = self._output_addresses(tensors)
         _native.pool(
             lookups.native, index, bases, strides, self.reads,
             out_bases, out_strides, self.dtype, self.declaration.output, order,
         )  # fmt: skip
         return tensors
 
-    def zeros(self, lookups: Lookups) -> list[Tensor]:
-        return [each.zero_() for each in self._empty(lookups)]
+    def zero_outputs(self, lookups: Lookups) -> list[Tensor]:
+        return [output.zero_() for output in self._empty_outputs(lookups)]
 
-    def message(
+    def gather_message(
         self,
         source: RowSource,
         index: Tensor,
@@ -178,7 +189,7 @@ class NativeKernels:
         requests: _native.Lookups,
         into: Tensor | None = None,
     ) -> Tensor:
-        bases, strides, *_ = self.place(None, source.views, index)
+        bases, strides, *_ = self.locate_rows(None, source.views, index)
         send = into
         if send is None:
             send = empty(layout.num_elements, dtype=self.declaration.dtype)
@@ -190,38 +201,43 @@ class NativeKernels:
         )  # fmt: skip
         return send
 
-    def of_outputs(self, lookup: PartLookup, gradients: list[Tensor]) -> RowGradients:
+    def gradients_from_outputs(self, lookup: PartLookup, gradients: list[Tensor]) -> RowGradients:
         plan = lookup.plan
         return RowGradients(
             lookup.slots, lookup.owned.offsets, plan.segment_offsets, plan.entries,
-            self.source(lookup, gradients), gradients, lookup.pinned.by_page if lookup.pinned else None,
+            self.output_gradients(lookup, gradients), gradients, lookup.pinned.by_page if lookup.pinned else None,
         )  # fmt: skip
 
-    def source(self, lookup: PartLookup, gradients: list[Tensor]) -> _native.OutputGradients:
+    def output_gradients(
+        self, lookup: PartLookup, gradients: list[Tensor]
+    ) -> _native.OutputGradients:
+        """Return gradients of a lookup's outputs as the native core takes them."""
         dtype = str(gradients[0].dtype).removeprefix("torch.")
         return _native.OutputGradients(
-            lookup.lookups.native, self.reads, *self._addresses(gradients), dtype
+            lookup.lookups.native, self.reads, *self._output_addresses(gradients), dtype
         )
 
-    def row_sums(self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]) -> Elements:
-        plan, layout = lookup.plan, row_layout(offsets.diff().numpy()[None, :], self.widths)
+    def sum_gradients_by_row(
+        self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]
+    ) -> RowSums:
+        plan, layout = lookup.plan, build_row_layout(offsets.diff().numpy()[None, :], self.widths)
         values = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
-        sums = Elements(values, layout.rank_major(self.widths))
-        mine = RowGradients(
+        sums = RowSums(values, layout.rank_major_index(self.widths))
+        row_gradients = RowGradients(
             lookup.slots, offsets, plan.segment_offsets, plan.entries,
-            self.source(lookup, gradients), gradients,
+            self.output_gradients(lookup, gradients), gradients,
         )  # fmt: skip
-        self.sum_into(mine, sums.values, sums.index)
+        self.sum_rows_into(row_gradients, sums.values, sums.index)
         return sums
 
-    def of_sums(
-        self, slots: np.ndarray, counts: np.ndarray, sums: Elements, chosen: np.ndarray
+    def gradients_from_sums(
+        self, slots: np.ndarray, counts: np.ndarray, sums: RowSums, is_selected: np.ndarray
     ) -> RowGradients:
         index = sums.index
-        if not chosen.all():
-            rows = np.repeat(chosen, counts)
+        if not is_selected.all():
+            rows = np.repeat(is_selected, counts)
             slots, index = slots[rows], index[torch.from_numpy(rows)].contiguous()
-            counts = counts * chosen
+            counts = counts * is_selected
         ramp = torch.arange(len(index) + 1, dtype=torch.int32)
         return RowGradients(
             torch.from_numpy(slots.astype(np.int32)),
@@ -230,52 +246,57 @@ class NativeKernels:
             _native.RowGradients(sums.values.data_ptr(), index, self.compute), (sums, index),
         )  # fmt: skip
 
-    def sum_into(self, pushed: RowGradients, sums: Tensor, index: Tensor) -> None:
-        """sums: elements of the compute dtype; index (O,) int32: where each row's begin."""
+    def sum_rows_into(self, row_gradients: RowGradients, sums: Tensor, index: Tensor) -> None:
+        """Write each row's summed gradient to `sums`, elements of the compute dtype. index: (O,) int32, the first
+        element of each row."""
         _native.sum_rows(
-            pushed.segment_offsets, pushed.entries, pushed.source, pushed.offsets,
+            row_gradients.segment_offsets, row_gradients.entries, row_gradients.source, row_gradients.offsets,
             self.declaration.native_parts, sums.data_ptr(), index, self.compute,
         )  # fmt: skip
 
-    def summed(self, pushed: RowGradients) -> tuple[RowGradients, Tensor]:
-        """The same gradients with each row's entries added up, and the elements that hold them: table by table, row by
-        row."""
-        counts = np.diff(pushed.offsets.numpy())[None, :]
-        layout = row_layout(counts, self.widths)
+    def sum_entries(self, row_gradients: RowGradients) -> tuple[RowGradients, Tensor]:
+        """Add up each row's entries. Return the summed gradients, and their elements table by table, row by row."""
+        counts = np.diff(row_gradients.offsets.numpy())[None, :]
+        layout = build_row_layout(counts, self.widths)
         sums = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
-        index = layout.rank_major(self.widths)
-        self.sum_into(pushed, sums, index)
+        index = layout.rank_major_index(self.widths)
+        self.sum_rows_into(row_gradients, sums, index)
         ramp = torch.arange(len(index) + 1, dtype=torch.int32)
         source = _native.RowGradients(sums.data_ptr(), index, self.compute)
         return RowGradients(
-            pushed.slots, pushed.offsets, ramp, ramp[:-1].contiguous(), source, (sums, index)
+            row_gradients.slots,
+            row_gradients.offsets,
+            ramp,
+            ramp[:-1].contiguous(),
+            source,
+            (sums, index),
         ), sums
 
-    def merged(
-        self, batches: Sequence[PartLookup], pushed: Sequence[RowGradients], slots: Tensor, plan: _native.Plan
+    def merge_batches(
+        self, batches: Sequence[PartLookup], row_gradients: Sequence[RowGradients], slots: Tensor, plan: _native.Plan
     ) -> RowGradients:  # fmt: skip
         counts = np.stack([np.diff(batch.owned.offsets.numpy()) for batch in batches])
-        layout = row_layout(counts, self.widths)
+        layout = build_row_layout(counts, self.widths)
         sums = empty(layout.num_elements, dtype=self.declaration.compute_dtype)
-        index = layout.rank_major(self.widths)
+        index = layout.rank_major_index(self.widths)
         starts = np.concatenate([[0], np.cumsum(counts.sum(1))])
-        for i, part in enumerate(pushed):
-            self.sum_into(part, sums, index[starts[i] : starts[i + 1]].contiguous())
+        for i, part in enumerate(row_gradients):
+            self.sum_rows_into(part, sums, index[starts[i] : starts[i + 1]].contiguous())
         return RowGradients(
             slots, torch.as_tensor(plan.block_offsets), plan.segment_offsets, plan.entries,
             _native.RowGradients(sums.data_ptr(), index, self.compute), (sums, index, plan),
         )  # fmt: skip
 
-    def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
-        summed, values = self.summed(pushed)
+    def squared_norm(self, row_gradients: RowGradients) -> tuple[RowGradients, float]:
+        summed, values = self.sum_entries(row_gradients)
         return summed, _native.squared_norm(values.data_ptr(), values.numel(), self.compute)
 
     def update(
-        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+        self, store: Any, row_gradients: RowGradients, optimizers: Tensor, settings: Tensor
     ) -> None:
-        rows = pushed.by_page or pushed
+        rows = row_gradients.by_page or row_gradients
         _native.update(
-            store.native, rows.slots, pushed.offsets, rows.segment_offsets, rows.entries, pushed.source,
+            store.native, rows.slots, row_gradients.offsets, rows.segment_offsets, rows.entries, row_gradients.source,
             self.declaration.native_parts, optimizers, settings,
         )  # fmt: skip
 
@@ -284,113 +305,116 @@ class NativeKernels:
             _native.squared_norms(view.address, view.stride_bytes, view.dim, view.dtype, slots)
         )
 
-    def _empty(self, lookups: Lookups, into: Mapping[int, Tensor] = NOWHERE) -> list[Tensor]:
+    def _empty_outputs(
+        self, lookups: Lookups, into: Mapping[int, Tensor] = NO_TENSORS
+    ) -> list[Tensor]:
         dtype = self.declaration.output_dtype
-        shapes = output_shapes(self.outputs, self.consumption, lookups)
+        shapes = output_shapes(self.outputs, self.lookup_columns, lookups)
         return [
             into[i] if i in into else empty(*shape, dtype=dtype) for i, shape in enumerate(shapes)
         ]
 
-    def _addresses(self, tensors: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
-        """(R,) int64 each: where output row 0 of each read lies, and the bytes between rows."""
+    def _output_addresses(self, tensors: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the address of output row 0 of each read, and the bytes between its rows, (R,) int64 each."""
         itemsize = tensors[0].element_size() if tensors else 0
         starts = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
         return starts[self._read_outputs] + self._read_columns * itemsize, self._read_widths * itemsize  # fmt: skip
 
 
 def output_shapes(
-    outputs: Sequence[Output], consumption: Consumption, lookups: Lookups
+    outputs: Sequence[Output], lookup_columns: LookupColumns, lookups: Lookups
 ) -> list[tuple[int, int]]:
-    """Of each output of a batch."""
+    """Return the shape of each output of a batch."""
     shapes, first = [], 0
     for output in outputs:
         rows = lookups.batch_size
         if output.is_sequence:
-            column = consumption.reads[first][0]
+            column = lookup_columns.reads[first][0]
             rows = int(lookups.feature_offsets[column + 1] - lookups.feature_offsets[column])
         shapes.append((rows, output.width))
         first += len(output.fields)
     return shapes
 
 
-def _int32s(rows: Iterable[tuple[int, int, int]]) -> Tensor:
-    """(3, N) int32."""
+def _transpose_int32(rows: Iterable[tuple[int, int, int]]) -> Tensor:
+    """Return the transposed rows, (3, N) int32."""
     return torch.tensor(list(rows), dtype=torch.int32).reshape(-1, 3).T.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
-    """Each owned row's gradient, summed: the `source` of `RowGradients` on a device."""
+class DeviceRowSums:
+    """Summed gradients of owned rows: the `source` of `RowGradients` on a device."""
 
     by_table: list[Tensor]  # (O_t, W_t) of the compute dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A batch's lookups on the device."""
+class DeviceLookups:
+    """Lookups of a batch on the device."""
 
     rows: list[Tensor]  # by table, (slots, W_t)
     index: Tensor  # (E,) int32 slots
     bags: list[tuple[Tensor | None, reference.Pooling, Tensor | None]]
-    """By column of lookups: bag offsets, pooling and lookup weights, as `reference.pool` takes them."""
+    """Bag offsets, pooling and lookup weights by column of lookups, as `reference.pool` takes them."""
 
 
 class DeviceKernels:
-    """placed: `Placed`.
+    """Kernels on rows in a device's memory. Locations are `DeviceLookups`.
 
-    Messages between ranks go by the host: rows are gathered here and copied once; gradients that arrived are summed by
-    `host` and copied once.
+    Messages between ranks go through the host: rows are gathered on the device and copied once; received gradients are
+    summed by `host` and copied once.
     """
 
     def __init__(
         self,
-        declaration: Declaration,
-        consumption: Consumption,
+        declaration: EmbeddingDeclaration,
+        lookup_columns: LookupColumns,
         outputs: Sequence[Output],
         host: NativeKernels,
     ) -> None:
-        self.declaration, self.consumption, self.outputs = declaration, consumption, outputs
+        self.declaration, self.lookup_columns, self.outputs = declaration, lookup_columns, outputs
         self.host = host
         starts = [(i, column) for i, output in enumerate(outputs) for column in output.columns]
-        # Of each read: column of lookups, table, part, output, first column there.
+        # By read: column of lookups, table, part, output, first column in the output.
         self.reads = [
             (c, *declaration.parts[p], *start)
-            for (c, p), start in zip(consumption.reads, starts, strict=True)
+            for (c, p), start in zip(lookup_columns.reads, starts, strict=True)
         ]
-        self.tables = consumption.tables.tolist()  # by column of lookups
+        self.tables = lookup_columns.tables.tolist()  # by column of lookups
         self.poolings: list[reference.Pooling] = [
-            declaration.features[f].pooling for f in consumption.features
+            declaration.features[f].pooling for f in lookup_columns.features
         ]
 
-    def place(
+    def locate_rows(
         self, lookups: Lookups, views: Sequence[RowView], index: Tensor, order: Tensor | None = None
-    ) -> Placed:
+    ) -> DeviceLookups:
         rows = [view.rows for view in views if view.rows is not None]
         device = rows[0].device
-        return Placed(rows, index.to(device), self._bags(lookups, device))
+        return DeviceLookups(rows, index.to(device), self._bags_on_device(lookups, device))
 
     def pool(
-        self, lookups: Lookups, placed: Placed, into: Mapping[int, Tensor] = NOWHERE
+        self, lookups: Lookups, locations: DeviceLookups, into: Mapping[int, Tensor] = NO_TENSORS
     ) -> list[Tensor]:
-        dtype, device = self.declaration.output_dtype, placed.index.device
-        shapes = output_shapes(self.outputs, self.consumption, lookups)
+        dtype, device = self.declaration.output_dtype, locations.index.device
+        shapes = output_shapes(self.outputs, self.lookup_columns, lookups)
         tensors = [
             into[i] if i in into else torch.empty(shape, dtype=dtype, device=device)
             for i, shape in enumerate(shapes)
         ]
         bounds = lookups.feature_offsets.tolist()
         for c, t, part, i, start in self.reads:
-            mine = placed.index[bounds[c] : bounds[c + 1]]
-            found = placed.rows[t][:, part.column : part.column + part.dim].index_select(0, mine)
-            pooled = reference.pool(found, *placed.bags[c], dtype)
+            slots = locations.index[bounds[c] : bounds[c + 1]]
+            part_columns = locations.rows[t][:, part.column : part.column + part.dim]
+            values = part_columns.index_select(0, slots)
+            pooled = reference.pool(values, *locations.bags[c], dtype)
             tensors[i][:, start : start + part.dim] = pooled
         return tensors
 
-    def zeros(self, lookups: Lookups) -> list[Tensor]:
-        """On the CPU: no rank's backward gave anything, and nothing tells where its rows lay."""
-        return self.host.zeros(lookups)
+    def zero_outputs(self, lookups: Lookups) -> list[Tensor]:
+        """Return zeros on the CPU: without a backward, nothing tells which device the rows were on."""
+        return self.host.zero_outputs(lookups)
 
-    def message(
+    def gather_message(
         self,
         source: RowSource,
         index: Tensor,
@@ -401,40 +425,40 @@ class DeviceKernels:
         rows = [view.rows for view in source.views if view.rows is not None]
         counts = layout.counts.ravel().tolist()  # rank by rank, table by table
         blocks = [
-            rows[b % len(rows)].index_select(0, mine).flatten()
-            for b, mine in enumerate(index.to(rows[0].device).split(counts))
+            rows[b % len(rows)].index_select(0, block_slots).flatten()
+            for b, block_slots in enumerate(index.to(rows[0].device).split(counts))
         ]
-        found = torch.cat(blocks)
-        return found.cpu() if into is None else into.copy_(found)
+        message = torch.cat(blocks)
+        return message.cpu() if into is None else into.copy_(message)
 
-    def of_outputs(self, lookup: PartLookup, gradients: list[Tensor]) -> RowGradients:
+    def gradients_from_outputs(self, lookup: PartLookup, gradients: list[Tensor]) -> RowGradients:
         offsets = lookup.owned.offsets
-        sums = Sums(self.row_sums(lookup, offsets, gradients))
+        sums = DeviceRowSums(self.sum_gradients_by_row(lookup, offsets, gradients))
         return RowGradients(lookup.slots, offsets, None, None, sums, gradients)
 
-    def row_sums(
+    def sum_gradients_by_row(
         self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]
     ) -> list[Tensor]:
-        placed: Placed = lookup.reads.placed  # type: ignore[attr-defined]
-        device, bags = placed.index.device, placed.bags
-        gradients = [each.to(device) for each in gradients]
+        locations: DeviceLookups = lookup.reads.locations  # type: ignore[attr-defined]
+        device, bags = locations.index.device, locations.bags
+        gradients = [gradient.to(device) for gradient in gradients]
         lookups, plan = lookup.lookups, lookup.plan
         segments, entries = torch.as_tensor(plan.segment_offsets), torch.as_tensor(plan.entries)
         firsts = segments[offsets].tolist()
         parts = [lookups.feature_offsets, segments, entries]  # one copy for all of them
-        moved = torch.cat(parts).to(device).split([len(each) for each in parts])
+        moved = torch.cat(parts).to(device).split([len(part) for part in parts])
         ends, segments, entries = moved
         rows, bounds = offsets.tolist(), lookups.feature_offsets.tolist()
         sums = []
         for t, table in enumerate(self.declaration.tables):
             columns = [c for c, of in enumerate(self.tables) if of == t]
-            mine = entries[firsts[t] : firsts[t + 1]]
-            own = segments[rows[t] : rows[t + 1] + 1] - firsts[t]
-            whole = torch.zeros(
-                len(own) - 1, table.width, dtype=self.declaration.compute_dtype, device=device
+            table_entries = entries[firsts[t] : firsts[t + 1]]
+            row_ends = segments[rows[t] : rows[t + 1] + 1] - firsts[t]
+            row_sums = torch.zeros(
+                len(row_ends) - 1, table.width, dtype=self.declaration.compute_dtype, device=device
             )
             for part in table.parts:
-                # Terms of the columns that read the part, side by side, and where each lookup's is.
+                # Terms of the columns that read the part, one after another, and the shift from a lookup to its term.
                 read = {c: (i, start) for c, of, p, i, start in self.reads if of == t and p == part}
                 terms, shifts, length = [], [0] * len(self.tables), 0
                 for c in columns:
@@ -443,114 +467,126 @@ class DeviceKernels:
                     i, start = read[c]
                     shifts[c] = length - bounds[c]
                     length += bounds[c + 1] - bounds[c]
-                    given = gradients[i][:, start : start + part.dim]
+                    output_gradient = gradients[i][:, start : start + part.dim]
                     terms.append(
                         reference.lookup_gradients(
-                            given, *bags[c], num_lookups=bounds[c + 1] - bounds[c]
+                            output_gradient, *bags[c], num_lookups=bounds[c + 1] - bounds[c]
                         )
                     )
                 if not terms:
                     continue
-                where, inside = mine, own
+                terms_index, ends_in_terms = table_entries, row_ends
                 if len(columns) > 1:
-                    column = torch.bucketize(mine, ends[1:], right=True)
-                    where = mine + torch.tensor(shifts, device=device)[column]
-                    if len(read) < len(columns):  # lookups in the others add nothing
+                    column = torch.bucketize(table_entries, ends[1:], right=True)
+                    terms_index = table_entries + torch.tensor(shifts, device=device)[column]
+                    if len(read) < len(columns):  # lookups in the other columns add nothing
                         is_read = torch.tensor(
                             [c in read for c in range(len(shifts))], device=device
                         )[column]
-                        where = where[is_read]
-                        inside = functional.pad(is_read.cumsum(0), (1, 0))[own.long()]
+                        terms_index = terms_index[is_read]
+                        ends_in_terms = functional.pad(is_read.cumsum(0), (1, 0))[row_ends.long()]
                 else:
-                    where = mine + shifts[columns[0]]
-                found = reference.sum_rows(torch.cat(terms), inside, where)
-                whole[:, part.column : part.column + part.dim] = found
-            sums.append(whole)
+                    terms_index = table_entries + shifts[columns[0]]
+                part_sums = reference.sum_rows(torch.cat(terms), ends_in_terms, terms_index)
+                row_sums[:, part.column : part.column + part.dim] = part_sums
+            sums.append(row_sums)
         return sums
 
-    def of_sums(
-        self, slots: np.ndarray, counts: np.ndarray, sums: list[Tensor], chosen: np.ndarray
+    def gradients_from_sums(
+        self, slots: np.ndarray, counts: np.ndarray, sums: list[Tensor], is_selected: np.ndarray
     ) -> RowGradients:
-        mine = [each if yes else each[:0] for each, yes in zip(sums, chosen.tolist(), strict=True)]
-        rows = slots[np.repeat(chosen, counts)].astype(np.int32)
-        offsets = torch.from_numpy(np.concatenate([[0], (counts * chosen).cumsum()]))
-        return RowGradients(torch.from_numpy(rows), offsets, None, None, Sums(mine), sums)
+        by_table = [
+            table_sums if is_included else table_sums[:0]
+            for table_sums, is_included in zip(sums, is_selected.tolist(), strict=True)
+        ]
+        rows = slots[np.repeat(is_selected, counts)].astype(np.int32)
+        offsets = torch.from_numpy(np.concatenate([[0], (counts * is_selected).cumsum()]))
+        return RowGradients(
+            torch.from_numpy(rows), offsets, None, None, DeviceRowSums(by_table), sums
+        )
 
-    def merged(
-        self, batches: Sequence[PartLookup], pushed: Sequence[RowGradients], slots: Tensor, plan: _native.Plan
+    def merge_batches(
+        self, batches: Sequence[PartLookup], row_gradients: Sequence[RowGradients], slots: Tensor, plan: _native.Plan
     ) -> RowGradients:  # fmt: skip
-        parts = [each.source.by_table for each in pushed]
+        parts = [gradients.source.by_table for gradients in row_gradients]
         segments = torch.as_tensor(plan.segment_offsets)
         blocks = torch.as_tensor(plan.block_offsets)
         firsts, entries = segments[blocks].tolist(), torch.as_tensor(plan.entries).long()
         counts = np.stack([np.diff(batch.owned.offsets.numpy()) for batch in batches])
-        # Rows are listed batch by batch, table by table; here a table's rows lie side by side.
+        # Rows are listed batch by batch, table by table; in `terms` the rows of one table are contiguous.
         starts = np.concatenate([[0], np.cumsum(counts.ravel())])[:-1].reshape(counts.shape)
-        here = np.cumsum(counts, axis=0) - counts
-        shifts = torch.from_numpy(here - starts)
+        term_starts = np.cumsum(counts, axis=0) - counts
+        shifts = torch.from_numpy(term_starts - starts)
         ends = torch.from_numpy(starts.ravel()[1:].copy())
         sums = []
         for t in range(len(blocks) - 1):
-            terms = torch.cat([each[t] for each in parts])
-            mine = entries[firsts[t] : firsts[t + 1]]
-            mine = mine + shifts.ravel()[torch.bucketize(mine, ends, right=True)]
-            own = segments[blocks[t] : blocks[t + 1] + 1] - firsts[t]
-            sums.append(reference.sum_rows(terms, own.to(terms.device), mine.to(terms.device)))
-        return RowGradients(slots, blocks, None, None, Sums(sums), plan)
+            terms = torch.cat([by_table[t] for by_table in parts])
+            table_entries = entries[firsts[t] : firsts[t + 1]]
+            blocks_of_entries = torch.bucketize(table_entries, ends, right=True)
+            terms_index = table_entries + shifts.ravel()[blocks_of_entries]
+            row_ends = segments[blocks[t] : blocks[t + 1] + 1] - firsts[t]
+            row_sums = reference.sum_rows(
+                terms, row_ends.to(terms.device), terms_index.to(terms.device)
+            )
+            sums.append(row_sums)
+        return RowGradients(slots, blocks, None, None, DeviceRowSums(sums), plan)
 
-    def squared_norm(self, pushed: RowGradients) -> tuple[RowGradients, float]:
-        if not isinstance(pushed.source, Sums):
-            return self.host.squared_norm(pushed)
-        whole = torch.cat([each.flatten() for each in pushed.source.by_table])
-        return pushed, reference.squared_norm(whole)
+    def squared_norm(self, row_gradients: RowGradients) -> tuple[RowGradients, float]:
+        if not isinstance(row_gradients.source, DeviceRowSums):
+            return self.host.squared_norm(row_gradients)
+        values = torch.cat([table_sums.flatten() for table_sums in row_gradients.source.by_table])
+        return row_gradients, reference.squared_norm(values)
 
     def update(
-        self, store: Any, pushed: RowGradients, optimizers: Tensor, settings: Tensor
+        self, store: Any, row_gradients: RowGradients, optimizers: Tensor, settings: Tensor
     ) -> None:
-        numbers = [_settings(row) for row in settings.tolist()]
-        sums = self._on_device(pushed, store.device)
-        store.update(pushed.slots, pushed.offsets, sums, optimizers.tolist(), numbers)
+        part_settings = [_read_settings(row) for row in settings.tolist()]
+        sums = self._sums_on_device(row_gradients, store.device)
+        store.update(
+            row_gradients.slots, row_gradients.offsets, sums, optimizers.tolist(), part_settings
+        )
 
     def squared_norms(self, view: RowView, slots: Tensor) -> Tensor:
         assert view.rows is not None
         return rules.sum_squares(view.rows[slots.to(view.rows.device).long()].double()).cpu()
 
-    def _on_device(self, pushed: RowGradients, device: torch.device) -> list[Tensor]:
-        """(O_t, W_t) by table."""
-        if isinstance(pushed.source, Sums):
-            return pushed.source.by_table
-        _, values = self.host.summed(pushed)
-        counts, widths = pushed.offsets.diff().tolist(), self.declaration.widths.tolist()
+    def _sums_on_device(self, row_gradients: RowGradients, device: torch.device) -> list[Tensor]:
+        """Return summed gradients on the device by table, (O_t, W_t)."""
+        if isinstance(row_gradients.source, DeviceRowSums):
+            return row_gradients.source.by_table
+        _, values = self.host.sum_entries(row_gradients)
+        counts, widths = row_gradients.offsets.diff().tolist(), self.declaration.widths.tolist()
         parts = values.to(device).split([n * w for n, w in zip(counts, widths, strict=True)])
         return [part.view(n, w) for part, n, w in zip(parts, counts, widths, strict=True)]
 
-    def _bags(
+    def _bags_on_device(
         self, lookups: Lookups, device: torch.device
     ) -> list[tuple[Tensor | None, reference.Pooling, Tensor | None]]:
         bags: list[Tensor | None] = []
         kinds: list[reference.Pooling] = []
         for bag, pooling in zip(lookups.bags, self.poolings, strict=True):
-            # One lookup a sample, as of a sequence: nothing to add up or to divide by.
+            # Where a sample has one lookup, and for sequences, there is nothing to add up or to divide by.
             is_alone = bag is None or pooling == "sequence"
             bags.append(None if is_alone else bag)
             kinds.append("sequence" if is_alone else pooling)
         dtype = self.declaration.compute_dtype
-        weights = [None if each is None else each.to(dtype) for each in lookups.weights]
-        return list(zip(_moved(bags, device), kinds, _moved(weights, device), strict=True))
+        weights = [None if column is None else column.to(dtype) for column in lookups.weights]
+        return list(
+            zip(_copy_to_device(bags, device), kinds, _copy_to_device(weights, device), strict=True)
+        )
 
 
-def _moved(parts: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
-    """The same on the device: one copy for all of them."""
-    there = [part for part in parts if part is not None]
-    if not there:
+def _copy_to_device(parts: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
+    """Return tensors on the device, with one copy for all of them."""
+    present = [part for part in parts if part is not None]
+    if not present:
         return list(parts)
-    moved = iter(torch.cat(there).to(device).split([len(part) for part in there]))
+    moved = iter(torch.cat(present).to(device).split([len(part) for part in present]))
     return [None if part is None else next(moved) for part in parts]
 
 
-def _settings(row: Sequence[float]) -> rules.Settings:
-    """Of a row as `_native.update` takes it."""
-    named: dict[str, Any] = dict(
-        zip((each.name for each in fields(rules.Settings)), row, strict=False)
-    )
-    return rules.Settings(**named)
+def _read_settings(row: Sequence[float]) -> rules.Settings:
+    """Return the settings in a row of the tensor that `_native.update` takes."""
+    names = (settings_field.name for settings_field in fields(rules.Settings))
+    values: dict[str, Any] = dict(zip(names, row, strict=False))
+    return rules.Settings(**values)

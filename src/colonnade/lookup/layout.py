@@ -1,4 +1,4 @@
-"""From a batch to lookups in feature-major order, and from lookups to the tensors a model asked for.
+"""Declaration of tables, features and consumers; a batch's lookups in feature-major order; layout of output tensors.
 
 Legend: B samples, F features, T tables, E lookups, D dim.
 """
@@ -23,39 +23,39 @@ from colonnade.table import POOLINGS, Feature, Part, Table
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """An operator and the features it takes, in order. All of them pooled."""
+    """Operator of the model and the names of the fields that it takes, in order."""
 
     interaction: Interaction
     features: tuple[str, ...]
 
 
-def queries_of(consumer: Consumer) -> tuple[str, ...]:
+def query_fields(consumer: Consumer) -> tuple[str, ...]:
     """Return the fields whose values go to where rows of its sequences are stored."""
     sequences = consumer.interaction.sequences
     return consumer.features[:-sequences] if sequences else ()
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
-    """What one feature reads of one part of its table: the unit that consumers take."""
+class LookupField:
+    """Field: the columns of one part of a table as one feature reads them, the unit that consumers take."""
 
-    name: str  # the feature's; with the part's after a dot where the table has parts, and columns of a slice
+    name: str  # of the feature; after a dot that of the part, where the table has parts; then a slice's columns
     feature: int  # index into Declaration.features
     part: int  # index into Declaration.parts
     dim: int
 
 
 @dataclass(frozen=True)
-class Declaration:
-    """What a model declared, in its order; every output order follows from it (order law)."""
+class EmbeddingDeclaration:
+    """Tables, features and consumers of a model, in declared order, which determines every output order (order law)."""
 
     tables: tuple[Table, ...]
     features: tuple[Feature, ...]
     consumers: Mapping[str, Consumer]
     output: Literal["float32", "float64", "bfloat16", "float16"]
     shared: tuple[Output, ...] | None = None
-    """Of a part of a declaration: the whole's outputs, each with those of its fields that are here, where they lie in
-    it. None: this is whole."""
+    """Outputs of the whole, where this is a part of a declaration: each with the fields that are in this part, at their
+    columns in the whole's output. None: this is whole."""
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out cached properties, some of which are native objects."""
@@ -63,22 +63,22 @@ class Declaration:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Of rows."""
+        """Type of the elements of rows."""
         return getattr(torch, self.tables[0].dtype)
 
     @cached_property
     def compute_dtype(self) -> torch.dtype:
-        """Of lookup weights, sums of gradients and optimizer state."""
+        """Type of lookup weights, sums of gradients and optimizer state."""
         return getattr(torch, self.tables[0].compute_dtype)
 
     @cached_property
     def output_dtype(self) -> torch.dtype:
-        """Of what the collection returns."""
+        """Type of the outputs that the collection returns."""
         return getattr(torch, self.output)
 
     @cached_property
     def parts(self) -> tuple[tuple[int, Part], ...]:
-        """(table, part) of all parts, table by table."""
+        """Table index and part, of all parts, table by table."""
         return tuple((t, part) for t, table in enumerate(self.tables) for part in table.parts)
 
     @cached_property
@@ -88,29 +88,29 @@ class Declaration:
 
     @cached_property
     def widths(self) -> np.ndarray:
-        """(T,) int64: elements of a row."""
+        """Elements of a row by table, (T,) int64."""
         return np.array([table.width for table in self.tables], dtype=np.int64)
 
     @cached_property
-    def fields(self) -> tuple[Field, ...]:
-        found = []
+    def fields(self) -> tuple[LookupField, ...]:
+        fields = []
         for f, feature in enumerate(self.features):
             for p, (t, part) in enumerate(self.parts):
                 if self.tables[t].name == feature.table:
                     name = f"{feature.name}.{part.name}" if part.name else feature.name
-                    found.append(Field(name + self.tables[t].suffix, f, p, part.dim))
-        return tuple(found)
+                    fields.append(LookupField(name + self.tables[t].suffix, f, p, part.dim))
+        return tuple(fields)
 
     @cached_property
     def output_names(self) -> tuple[str, ...]:
-        """Of what a model gets, in order."""
-        return tuple(name for output in outputs(self) for name in output.names)
+        """Names of a model's outputs, in order."""
+        return tuple(name for output in list_outputs(self) for name in output.names)
 
-    def is_read(self, table: Table) -> bool:
-        """By some feature."""
+    def is_looked_up(self, table: Table) -> bool:
+        """Return whether a feature reads the table."""
         return any(feature.table == table.name for feature in self.features)
 
-    def table_number(self, name: str) -> int:
+    def table_index(self, name: str) -> int:
         """Return the number of a table. Raises ConfigError for an unknown one."""
         names = [table.name for table in self.tables]
         if name not in names:
@@ -123,31 +123,30 @@ class Declaration:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One tensor that lookups write: pooled fields side by side, or one lone field. Where others write fields of it,
-    too (`Declaration.shared`), `width` is of all of them."""
+    """Tensor that lookups write: pooled fields side by side, or the rows of one sequence. Where other parts write
+    fields of it, too (`EmbeddingDeclaration.shared`), `width` includes their columns."""
 
-    names: tuple[str, ...]  # the consumers that take it (same fields, pooled once), or the field
+    names: tuple[str, ...]  # consumers that take it (same fields, pooled once), or the field
     fields: tuple[int, ...]  # indices into Declaration.fields
     columns: tuple[int, ...]  # first column of each field
     width: int
     is_sequence: bool
     is_partial: bool = False
-    """Of a single consumer: its partial, merged, and no fields at all."""
+    """True if the tensor is the merged partial of its only consumer, without fields."""
 
     @property
-    def pieces(self) -> list[tuple[int | str, int]]:
-        """What it is put together from, and the first column of each: fields, or its consumer's partial."""
+    def column_starts(self) -> list[tuple[int | str, int]]:
+        """Keys of the columns of the tensor, fields or its consumer's partial, and the first column of each."""
         if self.is_partial:
             return [(self.names[0], 0)]
         return list(zip(self.fields, self.columns, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
-class Consumption:
-    """Which features are looked up, in which order, and which of their parts are read.
+class LookupColumns:
+    """Columns of lookups: the features that are looked up, in order, and the parts that are read by each column.
 
-    A feature is looked up once for all its parts, and once more for each further output that reads
-    the same part of it.
+    A feature is looked up once for all its parts, and once more for each further output that reads the same part of it.
     """
 
     features: tuple[int, ...]  # (C,) by column of lookups: index into Declaration.features
@@ -161,8 +160,8 @@ def declare(
     features: Sequence[Feature],
     consumers: Mapping[str, tuple],
     output_dtype: torch.dtype | None = None,
-) -> Declaration:
-    """Check a model's declaration. Raises ConfigError naming what does not fit."""
+) -> EmbeddingDeclaration:
+    """Check a model's declaration and return it. Raises ConfigError that names what does not fit."""
     _check_lists(tables, features)
     _check_tables(tables, features)
     compute = tables[0].compute_dtype
@@ -172,7 +171,7 @@ def declare(
         raise ConfigError(
             f"got output_dtype={output} for tables of {tables[0].dtype}; choose from {', '.join(allowed)}"
         )
-    declaration = Declaration(tuple(tables), tuple(features), {}, output)  # type: ignore[arg-type]
+    declaration = EmbeddingDeclaration(tuple(tables), tuple(features), {}, output)  # type: ignore[arg-type]
     by_name = {field.name: field for field in declaration.fields}
     twice = sorted({f.name for f in declaration.fields if f is not by_name[f.name]})
     if twice:
@@ -187,7 +186,7 @@ def declare(
 
 
 def _check_lists(tables: Sequence[Table], features: Sequence[Feature]) -> None:
-    """Raise ConfigError for what is no list, an empty one, or one with a name twice."""
+    """Raise ConfigError for a value that is not a list, an empty list, or a name that is declared twice."""
     if not isinstance(tables, Collection) or not all(isinstance(t, Table) for t in tables):
         raise ConfigError(
             f"got {tables!r} as tables, wanted a list of Table: EmbeddingCollection([Table('item', 16, rows=1000)], "
@@ -229,25 +228,25 @@ def _check_tables(tables: Sequence[Table], features: Sequence[Feature]) -> None:
 
 
 def _check_inputs(
-    declaration: Declaration,
-    fields: Mapping[str, Field],
+    declaration: EmbeddingDeclaration,
+    fields: Mapping[str, LookupField],
     name: str,
     interaction: Interaction,
     wanted: Sequence[str],
 ) -> None:
     """Raise ConfigError where consumer `name` cannot take the fields that it wants, in this order."""
-    for place, field in enumerate(wanted):
+    for position, field in enumerate(wanted):
         if field not in fields:
             raise ConfigError(
                 f"consumer {name!r} takes feature {field!r}; declared features: {', '.join(fields)}"
             )
         is_sequence = declaration.features[fields[field].feature].pooling == "sequence"
-        if is_sequence and place < len(wanted) - interaction.sequences:
+        if is_sequence and position < len(wanted) - interaction.sequences:
             raise ConfigError(
                 f"consumer {name!r} takes feature {field!r}, which is a sequence; "
                 "pool it (sum, mean) or leave it without a consumer"
             )
-        if not is_sequence and place >= len(wanted) - interaction.sequences:
+        if not is_sequence and position >= len(wanted) - interaction.sequences:
             raise ConfigError(
                 f"consumer {name!r} takes feature {field!r} as a sequence, but it is pooled; declare "
                 "it with pooling='sequence'"
@@ -256,8 +255,9 @@ def _check_inputs(
         raise ConfigError(f"consumer {name!r} {problem}")
 
 
-def outputs(declaration: Declaration) -> tuple[Output, ...]:
-    """Consumers in declared order, then fields nobody consumes in declared order."""
+def list_outputs(declaration: EmbeddingDeclaration) -> tuple[Output, ...]:
+    """List the outputs of a declaration: those of consumers in declared order, then fields without a consumer in
+    declared order."""
     if declaration.shared is not None:
         return declaration.shared
     readers: dict[tuple[str, ...], list[str]] = {}
@@ -265,13 +265,13 @@ def outputs(declaration: Declaration) -> tuple[Output, ...]:
         readers.setdefault(consumer.features, []).append(name)
     index = {field.name: i for i, field in enumerate(declaration.fields)}
     taken = {name for consumer in declaration.consumers.values() for name in consumer.features}
-    found = []
+    listed = []
     groups = list(readers.items())
     groups += [((f.name,), [f.name]) for f in declaration.fields if f.name not in taken]
     for members, names in groups:
         fields = [declaration.fields[index[member]] for member in members]
         starts = np.concatenate([[0], np.cumsum([field.dim for field in fields])])
-        found.append(
+        listed.append(
             Output(
                 tuple(names),
                 tuple(index[member] for member in members),
@@ -281,31 +281,31 @@ def outputs(declaration: Declaration) -> tuple[Output, ...]:
                 and declaration.features[fields[0].feature].pooling == "sequence",
             )
         )  # fmt: skip
-    return tuple(found)
+    return tuple(listed)
 
 
-def shared_outputs(whole: Declaration, part: Declaration) -> tuple[Output, ...]:
-    """Of the whole's outputs, those that fields of a part of it lie in: `Declaration.shared`."""
-    here = {field.name: i for i, field in enumerate(part.fields)}
-    found = []
-    for output in outputs(whole):
-        mine = [
-            (here[name], column)
+def restrict_outputs(whole: EmbeddingDeclaration, part: EmbeddingDeclaration) -> tuple[Output, ...]:
+    """Return the outputs of the whole that have fields of a part of it, with those fields."""
+    part_fields = {field.name: i for i, field in enumerate(part.fields)}
+    restricted = []
+    for output in list_outputs(whole):
+        own_columns = [
+            (part_fields[name], column)
             for i, column in zip(output.fields, output.columns, strict=True)
-            if (name := whole.fields[i].name) in here
+            if (name := whole.fields[i].name) in part_fields
         ]
-        if mine:
-            fields, columns = zip(*mine, strict=True)
-            found.append(replace(output, fields=fields, columns=columns))
-    return tuple(found)
+        if own_columns:
+            fields, columns = zip(*own_columns, strict=True)
+            restricted.append(replace(output, fields=fields, columns=columns))
+    return tuple(restricted)
 
 
-def consumption(declaration: Declaration) -> Consumption:
-    """Columns of lookups and reads of them, as the outputs' fields come."""
+def build_lookup_columns(declaration: EmbeddingDeclaration) -> LookupColumns:
+    """Build the columns of lookups, and the reads of them, in the order of the outputs' fields."""
     features: list[int] = []
     taken: set[tuple[int, int]] = set()
     reads = []
-    for output in outputs(declaration):
+    for output in list_outputs(declaration):
         for i in output.fields:
             field = declaration.fields[i]
             columns = [c for c, f in enumerate(features) if f == field.feature]
@@ -315,7 +315,7 @@ def consumption(declaration: Declaration) -> Consumption:
             taken.add((column, field.part))
             reads.append((column, field.part))
     looked_up = [declaration.features[f] for f in features]
-    return Consumption(
+    return LookupColumns(
         tuple(features),
         tuple(reads),
         torch.tensor([declaration.table_of(f) for f in looked_up], dtype=torch.int32),
@@ -325,36 +325,41 @@ def consumption(declaration: Declaration) -> Consumption:
 
 @dataclass(frozen=True, slots=True)
 class Lookups:
-    """A batch's lookups, feature-major, as tensors and as the native core takes them."""
+    """Lookups of a batch, feature-major, as tensors and as the native core takes them."""
 
     ids: Tensor  # (E,) int64
     feature_offsets: Tensor  # (F + 1,) int64
     native: _native.Lookups
     batch_size: int
-    bags: list[Tensor | None]  # by column, (B + 1,) into its lookups; None: one a sample
+    bags: list[Tensor | None]  # by column, (B + 1,) into its lookups; None: one lookup per sample
     weights: list[Tensor | None]  # by column, (E_c,)
 
 
-def collect(batch: Batch, declaration: Declaration, consumption: Consumption) -> Lookups:
-    """The batch's ids, a column of lookups after the other. Raises DataError, NonFiniteError naming the feature."""
+def collect_lookups(
+    batch: Batch, declaration: EmbeddingDeclaration, lookup_columns: LookupColumns
+) -> Lookups:
+    """Collect a batch's ids, one column of lookups after another. Raises DataError and NonFiniteError that name the
+    feature."""
     values, bags, weights, dtype = [], [], [], declaration.compute_dtype
-    for f in consumption.features:
+    for f in lookup_columns.features:
         feature = declaration.features[f]
         ids = batch.ids.get(feature.name)
         if not _is_column(ids, batch.size):
-            ids = checked_ids(batch, feature, dtype)
+            ids = get_checked_ids(batch, feature, dtype)
         assert ids is not None
         values.append(ids.values)
         bags.append(ids.offsets)
         weights.append(ids.weights)
     # A tensor's `len` is a function in Python, and takes forty times as long as `numel`.
-    offsets = torch.from_numpy(np.cumsum([0, *[each.numel() for each in values]], dtype=np.int64))
+    offsets = torch.from_numpy(
+        np.cumsum([0, *[column.numel() for column in values]], dtype=np.int64)
+    )
     all_ids = torch.cat(values) if values else torch.empty(0, dtype=torch.int64)
-    return _lookups(all_ids, offsets, bags, weights, consumption, batch.size, dtype)
+    return _build_lookups(all_ids, offsets, bags, weights, lookup_columns, batch.size, dtype)
 
 
-def checked_ids(batch: Batch, feature: Feature, compute_dtype: torch.dtype) -> Ids:
-    """A feature's. Raises DataError, NonFiniteError naming it."""
+def get_checked_ids(batch: Batch, feature: Feature, compute_dtype: torch.dtype) -> Ids:
+    """Return the ids of a feature in a batch, checked. Raises DataError and NonFiniteError that name the feature."""
     ids = batch.ids.get(feature.name)
     if ids is None:
         raise DataError(
@@ -365,25 +370,25 @@ def checked_ids(batch: Batch, feature: Feature, compute_dtype: torch.dtype) -> I
     return ids
 
 
-def weighed(
+def replace_weights(
     lookups: Lookups,
     weights: Sequence[Tensor | None],
-    consumption: Consumption,
+    lookup_columns: LookupColumns,
     dtype: torch.dtype,
 ) -> Lookups:
-    """The same lookups with other weights, by column; `dtype`: the compute dtype."""
-    return _lookups(
-        lookups.ids, lookups.feature_offsets, lookups.bags, weights, consumption, lookups.batch_size,
+    """Return the same lookups with other weights, by column. dtype: the compute dtype."""
+    return _build_lookups(
+        lookups.ids, lookups.feature_offsets, lookups.bags, weights, lookup_columns, lookups.batch_size,
         dtype,
     )  # fmt: skip
 
 
-def _lookups(
+def _build_lookups(
     ids: Tensor,
     offsets: Tensor,
     bags: Sequence[Tensor | None],
     weights: Sequence[Tensor | None],
-    consumption: Consumption,
+    lookup_columns: LookupColumns,
     size: int,
     dtype: torch.dtype,
 ) -> Lookups:
@@ -399,32 +404,35 @@ def _lookups(
     if weights.count(None) < len(weights):
         all_weights = torch.cat(
             [
-                torch.ones(count, dtype=dtype) if each is None else each.to(dtype)
-                for count, each in zip(offsets.diff().tolist(), weights, strict=True)
+                torch.ones(count, dtype=dtype) if column is None else column.to(dtype)
+                for count, column in zip(offsets.diff().tolist(), weights, strict=True)
             ]
         )
     native = _native.Lookups(
-        ids, offsets, consumption.tables, consumption.poolings, size, bag_offsets, all_weights
+        ids, offsets, lookup_columns.tables, lookup_columns.poolings, size, bag_offsets, all_weights
     )
     return Lookups(ids, offsets, native, size, list(bags), list(weights))
 
 
-def collect_codes(batch: Batch, declaration: Declaration, consumption: Consumption) -> np.ndarray:
-    """`Batch.next_use`, (E,) uint8 in the order of `collect`; a feature without codes has zeros. Raises DataError."""
-    hints, found = batch.next_use or {}, []
-    for f in consumption.features:
+def collect_next_use(
+    batch: Batch, declaration: EmbeddingDeclaration, lookup_columns: LookupColumns
+) -> np.ndarray:
+    """`Batch.next_use`, (E,) uint8 in the order of `collect_lookups`; a feature without codes has zeros. Raises
+    DataError."""
+    hints, collected = batch.next_use or {}, []
+    for f in lookup_columns.features:
         name = declaration.features[f].name
         num_lookups, codes = len(batch.ids[name].values), hints.get(name)
         if codes is None:
-            found.append(np.zeros(num_lookups, np.uint8))
+            collected.append(np.zeros(num_lookups, np.uint8))
         elif codes.dtype != torch.uint8 or tuple(codes.shape) != (num_lookups,):
             raise DataError(
                 f"feature {name!r}: next_use: got {codes.dtype} of shape {tuple(codes.shape)}, wanted uint8 "
                 f"({num_lookups},), a code for each lookup"
             )
         else:
-            found.append(codes.numpy())
-    return np.concatenate(found) if found else np.zeros(0, np.uint8)
+            collected.append(codes.numpy())
+    return np.concatenate(collected) if collected else np.zeros(0, np.uint8)
 
 
 def _check_ids(feature: Feature, ids: Ids, size: int, compute_dtype: torch.dtype) -> None:
@@ -432,16 +440,16 @@ def _check_ids(feature: Feature, ids: Ids, size: int, compute_dtype: torch.dtype
         raise DataError(
             f"feature {feature.name!r}: got a {type(ids).__name__}, wanted Ids(values, offsets, weights)"
         )
-    for what, given in (("ids", ids.values), ("offsets", ids.offsets), ("weights", ids.weights)):
-        if given is None and what != "ids":
+    for kind, tensor in (("ids", ids.values), ("offsets", ids.offsets), ("weights", ids.weights)):
+        if tensor is None and kind != "ids":
             continue
         if (
-            not isinstance(given, Tensor)
-            or given.device.type != "cpu"
-            or given.layout != torch.strided
+            not isinstance(tensor, Tensor)
+            or tensor.device.type != "cpu"
+            or tensor.layout != torch.strided
         ):
             raise DataError(
-                f"feature {feature.name!r}: got {what} of type {_kind(given)}, wanted a dense CPU tensor"
+                f"feature {feature.name!r}: got {kind} of type {_describe_kind(tensor)}, wanted a dense CPU tensor"
             )
     if ids.values.dtype != torch.int64 or ids.values.dim() != 1:
         raise DataError(
@@ -474,7 +482,7 @@ def _check_ids(feature: Feature, ids: Ids, size: int, compute_dtype: torch.dtype
 
 
 def _is_column(ids: object, size: int) -> bool:
-    """Return whether these are one id a sample, and nothing is wrong with them: what most features have."""
+    """Return whether these are valid ids, one per sample, as most features have."""
     if type(ids) is not Ids or ids.offsets is not None or ids.weights is not None:
         return False
     values = ids.values
@@ -488,9 +496,9 @@ def _is_column(ids: object, size: int) -> bool:
     )
 
 
-def _kind(given: object) -> str:
+def _describe_kind(value: object) -> str:
     return (
-        f"{given.device.type} {given.layout}" if isinstance(given, Tensor) else type(given).__name__
+        f"{value.device.type} {value.layout}" if isinstance(value, Tensor) else type(value).__name__
     )
 
 
@@ -508,21 +516,23 @@ def _check_offsets(feature: Feature, offsets: Tensor, num_ids: int, size: int) -
         )
 
 
-def explain_range(
-    error: IndexError, declaration: Declaration, consumed: Sequence[int]
+def explain_range_error(
+    error: IndexError, declaration: EmbeddingDeclaration, features: Sequence[int]
 ) -> IdRangeError:
-    """The native core's `table <t> feature <f> position <i> id <id> rows <rows>`, in the user's words."""
+    """Translate the native core's `table <t> feature <f> position <i> id <id> rows <rows>` into an error for users.
+    features: indices into Declaration.features by column of lookups."""
     words = str(error).split()
     numbers = {words[i]: int(words[i + 1]) for i in range(0, len(words) - 1, 2)}
     table = declaration.tables[numbers["table"]]
-    feature = declaration.features[consumed[numbers["feature"]]]
-    return out_of_range(
+    feature = declaration.features[features[numbers["feature"]]]
+    return id_range_error(
         feature.name, numbers["position"], numbers["id"], numbers["rows"], table.origin[0]
     )
 
 
-def out_of_range(feature: str, position: int, id: int, rows: int, table: str) -> IdRangeError:
-    """position: of the lookup among the feature's of a batch."""
+def id_range_error(feature: str, position: int, id: int, rows: int, table: str) -> IdRangeError:
+    """Return the error for an id outside its vocabulary table. position: of the lookup among the feature's of a
+    batch."""
     return IdRangeError(
         f"feature {feature!r}, lookup {position} of the batch: got id {id}, "
         f"wanted 0 .. {rows - 1} of vocabulary table {table!r}. Declare more rows, "

@@ -11,12 +11,12 @@ from torch import Tensor
 from colonnade import _native
 from colonnade.errors import DataError
 from colonnade.lookup.contract import LookupContext
-from colonnade.lookup.layout import Consumer, Declaration, Output
+from colonnade.lookup.layout import Consumer, EmbeddingDeclaration, Output
 
 CPU = torch.device("cpu")
 
 
-class Pools(Protocol):
+class OutputPooler(Protocol):
     """Part of an exchange's interface that forward uses."""
 
     def pooled(self, context: LookupContext) -> list[Tensor]:
@@ -28,7 +28,7 @@ class _Pool(torch.autograd.Function):
     """Autograd function that pools; its backward only records gradients: rows change in RowOptimizer.step."""
 
     @staticmethod
-    def forward(ctx, exchange: Pools, context: LookupContext, handle: Tensor):
+    def forward(ctx, exchange: OutputPooler, context: LookupContext, handle: Tensor):
         ctx.context = context
         return tuple(exchange.pooled(context))
 
@@ -43,13 +43,15 @@ class _Pool(torch.autograd.Function):
         return None, None, None
 
 
-def record_backward(exchange: Pools, context: LookupContext, handle: Tensor) -> tuple[Tensor, ...]:
+def record_backward(
+    exchange: OutputPooler, context: LookupContext, handle: Tensor
+) -> tuple[Tensor, ...]:
     """Return one tensor per output, in a graph whose backward records their gradients on the context."""
     return _Pool.apply(exchange, context, handle)
 
 
 def build_outputs(
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     outputs: Sequence[Output],
     tensors: Sequence[Tensor],
     device: torch.device,
@@ -73,7 +75,7 @@ def build_outputs(
 
 def combine(name: str, consumer: Consumer, stats: Tensor, dense: Tensor | None) -> Tensor:
     """Compute a consumer's output from its merged partials, stats (B, P). Raises as `evaluate`."""
-    return consumer.interaction.combine(stats, *_dense(name, consumer, dense, stats))
+    return consumer.interaction.combine(stats, *_dense_columns(name, consumer, dense, stats))
 
 
 def evaluate(name: str, consumer: Consumer, pooled: Tensor, dense: Tensor | None) -> Tensor:
@@ -84,13 +86,15 @@ def evaluate(name: str, consumer: Consumer, pooled: Tensor, dense: Tensor | None
     if interaction.width(dim) is None:
         return interaction.combine(pooled)
     if not interaction.one_width:
-        return interaction(pooled, *_dense(name, consumer, dense, pooled))
+        return interaction(pooled, *_dense_columns(name, consumer, dense, pooled))
     return interaction(
-        pooled.unflatten(1, (num_fields, dim)), *_dense(name, consumer, dense, pooled)
+        pooled.unflatten(1, (num_fields, dim)), *_dense_columns(name, consumer, dense, pooled)
     )
 
 
-def _dense(name: str, consumer: Consumer, dense: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
+def _dense_columns(
+    name: str, consumer: Consumer, dense: Tensor | None, like: Tensor
+) -> tuple[Tensor, ...]:
     """Return the batch's dense columns, of dtype and device of `like`, for an operator that takes them; else ()."""
     if not (wanted := consumer.interaction.num_dense):
         return ()

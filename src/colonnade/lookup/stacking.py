@@ -1,9 +1,9 @@
-"""Hash-stacked tables: any number of ids share a bounded number of rows, each reading the sum of several.
+"""Hash-stacked tables: any number of ids share a bounded number of rows, and an id reads the sum of several rows.
 
-An id of a table with `hashes=h` names h of its rows, chosen by h hashes, and its vector is their sum (Serra and
-Karatzoglou 2017): two ids that meet in one row hardly meet in all, so few rows tell many ids apart. To exchanges, the
-store and the optimizer such a table is a vocabulary table whose bags are h times as long. A batch is rewritten before
-it is routed, and of a sequence the h vectors of each lookup are added up where the model gets them.
+An id of a table with `hashes=h` selects h rows by h hashes, and its vector is their sum (Serra and Karatzoglou 2017).
+Two ids that share one row rarely share all, so few rows distinguish many ids. Exchanges, the store and the optimizer
+treat such a table as a vocabulary table with bags that are h times as long. Ids are replaced before they are sent to
+owners; for a sequence, the h vectors of each lookup are summed when outputs are merged.
 
 Legend: E lookups of a feature, h hashes, B samples.
 """
@@ -21,34 +21,39 @@ from torch import Tensor
 from colonnade.batch import Batch, Ids
 from colonnade.data.counter import mix64, stream_key
 from colonnade.errors import ConfigError
-from colonnade.lookup.layout import Declaration, checked_ids
+from colonnade.lookup.layout import EmbeddingDeclaration, get_checked_ids
 from colonnade.table import Table
 
 
 def stacked_rows(table: Table, ids: Tensor) -> Tensor:
-    """ids (E,) int64, any -> (E, h) int64: the rows of a table with `hashes` whose sum is each id's vector.
-    The same in every run and process. Raises ConfigError for another table."""
+    """Return the rows of a hash-stacked table that each id's vector is the sum of. ids (E,) int64, any -> (E, h) int64.
+    The same in every run and process. Raises ConfigError for a table without `hashes`."""
     if table.hashes is None or table.rows is None:
         raise ConfigError(
             f"table {table.name!r}: its ids are its rows; only a table with hashes has others"
         )
-    found = np.empty((len(ids), table.hashes), np.uint64)
+    rows = np.empty((len(ids), table.hashes), np.uint64)
     words = ids.numpy().view(np.uint64)
     for number in range(table.hashes):
-        found[:, number] = mix64(words ^ np.uint64(stream_key(number)))
-    found %= np.uint64(table.rows)
-    return torch.from_numpy(found.view(np.int64))
+        rows[:, number] = mix64(words ^ np.uint64(stream_key(number)))
+    rows %= np.uint64(table.rows)
+    return torch.from_numpy(rows.view(np.int64))
 
 
-def stacks_of(declaration: Declaration) -> Mapping[str, Table]:
-    """By feature that reads one: hash-stacked tables."""
+def hashed_tables_by_feature(declaration: EmbeddingDeclaration) -> Mapping[str, Table]:
+    """Return the hash-stacked tables by name of the features that read them."""
     tables = {table.name: table for table in declaration.tables if table.hashes is not None}
-    return {each.name: tables[each.table] for each in declaration.features if each.table in tables}
+    return {
+        feature.name: tables[feature.table]
+        for feature in declaration.features
+        if feature.table in tables
+    }
 
 
-def stacked(batch: Batch, declaration: Declaration) -> Batch:
-    """The lookups of rows that a batch of ids stands for. Raises DataError, NonFiniteError naming the feature."""
-    stacks = stacks_of(declaration)
+def stacked(batch: Batch, declaration: EmbeddingDeclaration) -> Batch:
+    """Replace ids of hash-stacked tables in a batch by the rows that they select. Raises DataError and NonFiniteError
+    that name the feature."""
+    stacks = hashed_tables_by_feature(declaration)
     if not stacks:
         return batch
     ids, next_use = dict(batch.ids), None if batch.next_use is None else dict(batch.next_use)
@@ -56,14 +61,14 @@ def stacked(batch: Batch, declaration: Declaration) -> Batch:
         if feature.name not in stacks:
             continue
         table = stacks[feature.name]
-        given = checked_ids(batch, feature, declaration.compute_dtype)
-        rows, hashes = stacked_rows(table, given.values), int(table.hashes or 1)
-        starts = torch.arange(batch.size + 1) if given.offsets is None else given.offsets
-        weights = given.weights
-        # A mean divides by the number of rows, and is to divide by that of ids.
+        column = get_checked_ids(batch, feature, declaration.compute_dtype)
+        rows, hashes = stacked_rows(table, column.values), int(table.hashes or 1)
+        starts = torch.arange(batch.size + 1) if column.offsets is None else column.offsets
+        weights = column.weights
+        # Pooling divides by the number of rows, and must divide by the number of ids.
         factor = {"mean": float(hashes), "sqrtn": math.sqrt(hashes)}.get(feature.pooling, 1.0)
         if factor != 1.0 and weights is None:
-            weights = torch.ones(len(given.values), dtype=declaration.compute_dtype)
+            weights = torch.ones(len(column.values), dtype=declaration.compute_dtype)
         if weights is not None:
             weights = (weights.to(declaration.compute_dtype) * factor).repeat_interleave(hashes)
         ids[feature.name] = Ids(rows.flatten(), starts * hashes, weights)
@@ -72,9 +77,10 @@ def stacked(batch: Batch, declaration: Declaration) -> Batch:
     return replace(batch, ids=ids, next_use=next_use)
 
 
-def added_up(found: Mapping[str, Tensor], hashes: Mapping[str, int]) -> dict[str, Tensor]:
-    """found: what a model gets, of which fields of sequences in `hashes` are (E * h, D) -> (E, D)."""
+def sum_hashed_rows(outputs: Mapping[str, Tensor], hashes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Sum the rows of each lookup, (E * h, D) -> (E, D), in outputs that are sequences named in `hashes`; return all
+    outputs."""
     return {
         name: value.view(-1, hashes[name], value.shape[1]).sum(1) if name in hashes else value
-        for name, value in found.items()
+        for name, value in outputs.items()
     }

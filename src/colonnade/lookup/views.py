@@ -21,11 +21,11 @@ from torch import Tensor
 from colonnade.batch import Batch
 from colonnade.interaction import Concat, SomeFields
 from colonnade.lookup.hops import EVALUATING
-from colonnade.lookup.hot import Dealt, deal
-from colonnade.lookup.layout import Consumer, Declaration, queries_of
+from colonnade.lookup.hot import SplitBatch, deal
+from colonnade.lookup.layout import Consumer, EmbeddingDeclaration, query_fields
 from colonnade.lookup.outputs import combine, evaluate
-from colonnade.lookup.stacking import added_up, stacked, stacks_of
-from colonnade.store.table_shards import Laid, lay_out
+from colonnade.lookup.stacking import hashed_tables_by_feature, stacked, sum_hashed_rows
+from colonnade.store.table_shards import TableShard, lay_out
 from colonnade.table import Feature, Pooling, TableSide
 from colonnade.topology.sharding import Sharding
 
@@ -35,13 +35,13 @@ OTHERS = "[others]"
 
 @dataclass(frozen=True)
 class Slices:
-    """Declaration `declared` with its tables as they are laid out: in slices."""
+    """View of declaration `declared` whose tables are cut into slices, as they are sharded."""
 
-    declared: Declaration
-    laid: tuple[Laid, ...]
-    given: frozenset[str]
+    declared: EmbeddingDeclaration
+    laid: tuple[TableShard, ...]
+    exchanged: frozenset[str]
     """Consumers that exchanges get as declared. If no table is cut, they also get all that take no sequence."""
-    split: Mapping[str, tuple[int, ...]]
+    split_consumers: Mapping[str, tuple[int, ...]]
     """Fields of a split consumer that are of tables without hot rows, by consumer. An exchange may evaluate these; the
     consumer's other fields are of tables with hot rows."""
 
@@ -51,134 +51,142 @@ class Slices:
 
     @cached_property
     def of_table(self) -> tuple[tuple[int, ...], ...]:
-        """Numbers of a table's slices by declared table, from the left."""
-        numbers: list[list[int]] = [[] for _ in self.declared.tables]
-        for number, laid_table in enumerate(self.laid):
-            numbers[laid_table.number].append(number)
-        return tuple(map(tuple, numbers))
+        """Indices of a table's slices by declared table, from the left."""
+        by_table: list[list[int]] = [[] for _ in self.declared.tables]
+        for slice_index, shard in enumerate(self.laid):
+            by_table[shard.number].append(slice_index)
+        return tuple(map(tuple, by_table))
 
     @cached_property
-    def of_part(self) -> tuple[int, ...]:
-        """Number of the declared part that a part takes its settings from, by part of `declaration`."""
-        names = {(t, part.name): p for p, (t, part) in enumerate(self.declared.parts)}
+    def declared_parts(self) -> tuple[int, ...]:
+        """Index of the declared part that a part takes its settings from, by part of `declaration`."""
+        part_indices = {(t, part.name): p for p, (t, part) in enumerate(self.declared.parts)}
         parts = self.declaration.parts
-        return tuple(names[self.laid[t].number, part.name] for t, part in parts)
+        return tuple(part_indices[self.laid[t].number, part.name] for t, part in parts)
 
-    def by_part(self, values: Tensor) -> Tensor:
+    def expand_by_part(self, values: Tensor) -> Tensor:
         """Map values (P, ..) by part of `declared` to values by part of `declaration`."""
-        return values[list(self.of_part)] if self.is_cut else values
+        return values[list(self.declared_parts)] if self.is_cut else values
 
     def is_cut_part(self, p: int) -> bool:
         """Return whether rows of part p of `declared` are cut by columns."""
-        return self.declared.parts[p][0] not in self.hot and self.of_part.count(p) > 1
+        return self.declared.parts[p][0] not in self.hot and self.declared_parts.count(p) > 1
 
     @cached_property
     def hot(self) -> Mapping[int, Tensor]:
         """Ids of hot rows, (H,) int64, ascending, by declared table that has a slice of hot rows."""
         return {
-            laid_table.number: laid_table.sharding.hot.tensor
-            for laid_table in self.laid
-            if laid_table.is_hot and laid_table.sharding.hot is not None
+            shard.number: shard.sharding.hot.tensor
+            for shard in self.laid
+            if shard.is_hot and shard.sharding.hot is not None
         }
 
     @cached_property
-    def readers(self) -> tuple[tuple[int, int], ...]:
-        """Numbers of the declared feature and of the slice that it reads, by feature of `declaration`."""
+    def slice_readers(self) -> tuple[tuple[int, int], ...]:
+        """Indices of the declared feature and of the slice that it reads, by feature of `declaration`."""
         return tuple(
-            (f, number)
+            (f, slice_index)
             for f, feature in enumerate(self.declared.features)
-            for number in self.of_table[self.declared.table_of(feature)]
+            for slice_index in self.of_table[self.declared.table_of(feature)]
         )
 
     @cached_property
-    def declaration(self) -> Declaration:
+    def declaration(self) -> EmbeddingDeclaration:
         """Declaration of the slices. Its consumers concatenate fields, and are evaluated by `merge_outputs`."""
         declared = self.declared
         if not self.is_cut:
             whole = {
-                name: Consumer(Concat(), self._pooled(name)) if name in self.attending else consumer
+                name: Consumer(Concat(), self._pooled_fields(name))
+                if name in self.local_attention
+                else consumer
                 for name, consumer in declared.consumers.items()
             }
-            return replace(declared, consumers=whole) if self.attending else declared
-        tables = tuple(laid_table.table for laid_table in self.laid)
-        features = tuple(self._slice_feature(f, number) for f, number in self.readers)
+            return replace(declared, consumers=whole) if self.local_attention else declared
+        tables = tuple(shard.table for shard in self.laid)
+        features = tuple(
+            self._slice_feature(f, slice_index) for f, slice_index in self.slice_readers
+        )
         # Sums that are still to be added and divided are not rounded before.
         output = declared.tables[0].compute_dtype if self.hot else declared.output
-        bare = Declaration(tables, features, {}, output)
+        bare = EmbeddingDeclaration(tables, features, {}, output)
         consumers = {
             name: consumer
-            if name in self.given
+            if name in self.exchanged
             else Consumer(
                 Concat(),
                 tuple(
-                    slice_name for taken in self._pooled(name) for slice_name in self.names[taken]
+                    slice_name
+                    for taken in self._pooled_fields(name)
+                    for slice_name in self.slice_names[taken]
                 ),
             )
             for name, consumer in declared.consumers.items()
         }
-        for name in self.split:
+        for name in self.split_consumers:
             consumer, (whole_fields, others) = declared.consumers[name], self._split_fields(name)
-            numbers = [consumer.features.index(field) for field in whole_fields]
-            consumers[name] = Consumer(SomeFields(consumer.interaction, numbers), whole_fields)
-            taken = tuple(slice_name for other in others for slice_name in self.names[other])
+            positions = [consumer.features.index(field) for field in whole_fields]
+            consumers[name] = Consumer(SomeFields(consumer.interaction, positions), whole_fields)
+            taken = tuple(slice_name for other in others for slice_name in self.slice_names[other])
             consumers[f"{name}{OTHERS}"] = Consumer(Concat(), taken)
-        for name in self.alone:
-            if name not in self.sequences and self.names[name] != (name,):
-                consumers[name] = Consumer(Concat(), self.names[name])
+        for name in self.unconsumed:
+            if name not in self.sequences and self.slice_names[name] != (name,):
+                consumers[name] = Consumer(Concat(), self.slice_names[name])
         return replace(bare, consumers=consumers)
 
     def _split_fields(self, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the fields of a split consumer: those without hot rows, and the others."""
-        features, numbers = self.declared.consumers[name].features, self.split[name]
-        others = tuple(field for n, field in enumerate(features) if n not in numbers)
-        return tuple(features[n] for n in numbers), others
+        features, positions = self.declared.consumers[name].features, self.split_consumers[name]
+        others = tuple(field for n, field in enumerate(features) if n not in positions)
+        return tuple(features[n] for n in positions), others
 
-    def _slice_feature(self, f: int, number: int) -> Feature:
+    def _slice_feature(self, f: int, slice_index: int) -> Feature:
         """Return a declared feature as the reader of one slice of its table."""
-        feature, table = self.declared.features[f], self.laid[number].table
+        feature, table = self.declared.features[f], self.laid[slice_index].table
         if not isinstance(table, TableSide):
             return replace(feature, table=table.name)
         pooling: Pooling = "sequence" if feature.pooling == "sequence" else "sum"
         return Feature(f"{feature.name}[{table.side}]", table.name, pooling=pooling)
 
     @cached_property
-    def names(self) -> Mapping[str, tuple[str, ...]]:
+    def slice_names(self) -> Mapping[str, tuple[str, ...]]:
         """Names of the fields of a field's slices, by declared field, from the left."""
         declared, slice_names = self.declared, {}
         for field in declared.fields:
             part = declared.parts[field.part][1]
             slice_names[field.name] = tuple(
                 (f"{feature.name}.{part.name}" if part.name else feature.name) + table.suffix
-                for f, number in self.readers
+                for f, slice_index in self.slice_readers
                 if f == field.feature
-                for feature, table in [(self._slice_feature(f, number), self.laid[number].table)]
+                for feature, table in [
+                    (self._slice_feature(f, slice_index), self.laid[slice_index].table)
+                ]
                 if part.name in (other.name for other in table.parts)
             )
         return slice_names
 
     @cached_property
-    def attending(self) -> tuple[str, ...]:
+    def local_attention(self) -> tuple[str, ...]:
         """Declared consumers of sequences that `merge_outputs` evaluates."""
         consumers = self.declared.consumers.items()
         return tuple(
             name
             for name, consumer in consumers
-            if consumer.interaction.sequences and name not in self.given
+            if consumer.interaction.sequences and name not in self.exchanged
         )
 
-    def _pooled(self, name: str) -> tuple[str, ...]:
+    def _pooled_fields(self, name: str) -> tuple[str, ...]:
         """Return the fields of a declared consumer that exchanges concatenate: without sequences if it is
-        `attending`."""
+        `local_attention`."""
         consumer = self.declared.consumers[name]
-        return queries_of(consumer) if name in self.attending else consumer.features
+        return query_fields(consumer) if name in self.local_attention else consumer.features
 
     def _sequences_of(self, name: str) -> tuple[str, ...]:
-        return self.declared.consumers[name].features[len(self._pooled(name)) :]
+        return self.declared.consumers[name].features[len(self._pooled_fields(name)) :]
 
     @cached_property
-    def alone(self) -> tuple[str, ...]:
+    def unconsumed(self) -> tuple[str, ...]:
         """Declared fields that exchanges return one by one."""
-        taken = {field for name in self.declared.consumers for field in self._pooled(name)}
+        taken = {field for name in self.declared.consumers for field in self._pooled_fields(name)}
         return tuple(field.name for field in self.declared.fields if field.name not in taken)
 
     @cached_property
@@ -191,100 +199,104 @@ class Slices:
             if declared.features[field.feature].pooling == "sequence"
         )
 
-    def split_hot(self, batch: Batch) -> Dealt:
+    def split_hot(self, batch: Batch) -> SplitBatch:
         """Split a batch's lookups into those of hot and of cold rows."""
         return deal(batch, self.declared, self.hot)
 
     @cached_property
     def is_hashed(self) -> bool:
-        """Whether ids of some table are hashed to rows."""
-        return bool(stacks_of(self.declared))
+        """True if ids of some table are hashed to rows."""
+        return bool(hashed_tables_by_feature(self.declared))
 
     def prepare_ids(self, batch: Batch) -> Batch:
         """Map a batch's ids to rows, where some table hashes its ids."""
         return stacked(batch, self.declared) if self.is_hashed else batch
 
-    def offsets_of(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the offsets (B + 1,) of each sequence of `attending` consumers, by field. The batch was checked
+    def sequence_offsets(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the offsets (B + 1,) of each sequence of `local_attention` consumers, by field. The batch was checked
         before."""
         offsets_by_field = {}
-        for name in self.attending:
+        for name in self.local_attention:
             for field in self._sequences_of(name):
-                offsets = batch.ids[self._feature(field).name].offsets
+                offsets = batch.ids[self._feature_of(field).name].offsets
                 offsets_by_field[field] = (
                     torch.arange(batch.size + 1) if offsets is None else offsets
                 )
         return offsets_by_field
 
     @cached_property
-    def merges_nothing(self) -> bool:
-        """Whether outputs of exchanges are the model's declared outputs."""
-        return not (self.is_cut or self.attending or self.stacks)
+    def has_declared_outputs(self) -> bool:
+        """True if outputs of exchanges are the model's declared outputs."""
+        return not (self.is_cut or self.local_attention or self.hashes_by_field)
 
     def merge_outputs(
         self,
         values: Mapping[str, Tensor],
         offsets: Mapping[str, Tensor],
-        dealt: Dealt | None = None,
+        split_batch: SplitBatch | None = None,
         dense: Tensor | None = None,
         evaluated: Collection[str] = (),
     ) -> dict[str, Tensor]:
         """Merge the outputs of an exchange of `declaration` into the model's declared outputs. offsets: of
-        `offsets_of`; dense: of the batch; evaluated: consumers whose partials were sent."""
+        `sequence_offsets`; dense: of the batch; evaluated: consumers whose partials were sent."""
         outputs = (
-            self._join_outputs(values, dealt, dense, evaluated) if self.is_cut else dict(values)
+            self._join_outputs(values, split_batch, dense, evaluated)
+            if self.is_cut
+            else dict(values)
         )
-        if self.stacks:
-            outputs = added_up(outputs, self.stacks)
-        if not self.is_cut and not self.attending:
+        if self.hashes_by_field:
+            outputs = sum_hashed_rows(outputs, self.hashes_by_field)
+        if not self.is_cut and not self.local_attention:
             return outputs
-        for name in self.attending:
+        for name in self.local_attention:
             consumer, (field,) = self.declared.consumers[name], self._sequences_of(name)
             outputs[name] = consumer.interaction(outputs[name], outputs[field], offsets[field])
         return {name: outputs[name] for name in self.declared.output_names}
 
     @cached_property
-    def stacks(self) -> Mapping[str, int]:
+    def hashes_by_field(self) -> Mapping[str, int]:
         """Number of hashes by declared field of a sequence that reads a hash-stacked table."""
-        tables = stacks_of(self.declared)
+        tables = hashed_tables_by_feature(self.declared)
         return {
             name: int(tables[feature].hashes or 1)
             for name in sorted(self.sequences)
-            if (feature := self._feature(name).name) in tables
+            if (feature := self._feature_of(name).name) in tables
         }
 
     def _join_outputs(
         self,
         values: Mapping[str, Tensor],
-        dealt: Dealt | None,
+        split_batch: SplitBatch | None,
         dense: Tensor | None,
         evaluated: Collection[str],
     ) -> dict[str, Tensor]:
-        """Return the declared outputs, except that those of `attending` consumers are their pooled fields."""
+        """Return the declared outputs, except that those of `local_attention` consumers are their pooled fields."""
         outputs = {}
         for name, consumer in self.declared.consumers.items():
-            if name in self.attending:
-                outputs[name] = self._merge_slices(self._pooled(name), values[name], dealt)
-            elif name in self.given:
+            if name in self.local_attention:
+                outputs[name] = self._merge_slices(
+                    self._pooled_fields(name), values[name], split_batch
+                )
+            elif name in self.exchanged:
                 outputs[name] = values[name].to(self.declared.output_dtype)
-            elif name in self.split:
+            elif name in self.split_consumers:
                 others = self._merge_slices(
-                    self._split_fields(name)[1], values[f"{name}{OTHERS}"], dealt
+                    self._split_fields(name)[1], values[f"{name}{OTHERS}"], split_batch
                 )
                 outputs[name] = self._merge_partial(
                     name, values[name], others, dense, name in evaluated
                 )
             else:
-                whole = self._merge_slices(consumer.features, values[name], dealt)
+                whole = self._merge_slices(consumer.features, values[name], split_batch)
                 outputs[name] = evaluate(name, consumer, whole, dense)
-        for name in self.alone:
+        for name in self.unconsumed:
             if name not in self.sequences:
-                outputs[name] = self._merge_slices((name,), values[name], dealt)
+                outputs[name] = self._merge_slices((name,), values[name], split_batch)
                 continue
-            parts = [values[slice_name] for slice_name in self.names[name]]
-            f = self._feature(name)
-            if dealt is not None and f.name in dealt.order:
-                order = dealt.order[f.name].to(parts[0].device)
+            parts = [values[slice_name] for slice_name in self.slice_names[name]]
+            f = self._feature_of(name)
+            if split_batch is not None and f.name in split_batch.order:
+                order = split_batch.order[f.name].to(parts[0].device)
                 outputs[name] = torch.cat(parts)[order].to(self.declared.output_dtype)
             else:
                 whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -312,27 +324,29 @@ class Slices:
             return evaluate(name, consumer, whole, dense)
         operator, others = consumer.interaction, others.to(values)
         other_values = others.unflatten(1, (len(with_hot), -1)) if operator.one_width else others
-        numbers = [consumer.features.index(f) for f in with_hot]
-        stats = values + operator.partial_of(other_values, numbers)
+        positions = [consumer.features.index(f) for f in with_hot]
+        stats = values + operator.partial_of(other_values, positions)
         return combine(name, consumer, stats, dense).to(output)
 
-    def _merge_slices(self, fields: Sequence[str], values: Tensor, dealt: Dealt | None) -> Tensor:
+    def _merge_slices(
+        self, fields: Sequence[str], values: Tensor, split_batch: SplitBatch | None
+    ) -> Tensor:
         """Merge slices of these fields, side by side in `values`, into the fields, (B, sum of dims)."""
-        if dealt is None:
+        if split_batch is None:
             return values
         dims = {field.name: field.dim for field in self.declared.fields}
         parts, column = [], 0
         for name in fields:
-            feature, dim = self._feature(name), dims[name]
+            feature, dim = self._feature_of(name), dims[name]
             part, column = values[:, column : column + dim], column + dim
             if self.declared.table_of(feature) in self.hot:
                 part, column = part + values[:, column : column + dim], column + dim
-                if feature.name in dealt.lengths:
-                    part = part / dealt.lengths[feature.name].to(part.device)
+                if feature.name in split_batch.lengths:
+                    part = part / split_batch.lengths[feature.name].to(part.device)
             parts.append(part)
         return torch.cat(parts, 1).to(self.declared.output_dtype)
 
-    def _feature(self, field: str) -> Feature:
+    def _feature_of(self, field: str) -> Feature:
         """Return the feature of a declared field."""
         declared_field = next(
             declared_field
@@ -343,7 +357,7 @@ class Slices:
 
 
 def slices_of(
-    declared: Declaration,
+    declared: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     exchanges: Sequence[str] = (),
     bounds: Sequence[int] = (),
@@ -351,12 +365,12 @@ def slices_of(
     """Return the slices of a declaration under these shardings, by table. exchanges, by table, needed if one of them
     evaluates consumers; bounds: by table, steps that rows are read ahead. Raises ConfigError for a table that cannot be
     cut as its sharding says."""
-    laid = lay_out(declared.tables, shardings)
+    shards = lay_out(declared.tables, shardings)
     if not exchanges:
-        return Slices(declared, laid, frozenset(), {})
+        return Slices(declared, shards, frozenset(), {})
     late = bounds or [0] * len(exchanges)
     whole = [sharding.slices == 1 and not sharding.has_hot for sharding in shardings]
-    exchanged, split = set(), {}
+    exchanged, split_consumers = set(), {}
     for name, consumer in declared.consumers.items():
         fields = {field.name: declared.parts[field.part][0] for field in declared.fields}
         tables = [fields[f] for f in consumer.features]
@@ -368,11 +382,11 @@ def slices_of(
         if not all(whole[t] for t in tables):
             adds_up = interaction.merge == "sum" and not interaction.sequences
             if adds_up and exchange == "partials" and not isinstance(interaction, Concat):
-                split[name] = tuple(n for n, t in enumerate(tables) if whole[t])
+                split_consumers[name] = tuple(n for n, t in enumerate(tables) if whole[t])
             continue
         # Rows of hashed tables are added up by `merge_outputs`, so owners cannot attend to them.
         is_hashed = any(declared.tables[t].hashes is not None for t in tables)
         is_attended = exchange == "partials" and not is_hashed
         if is_attended if interaction.sequences else exchange in EVALUATING:
             exchanged.add(name)
-    return Slices(declared, laid, frozenset(exchanged), split)
+    return Slices(declared, shards, frozenset(exchanged), split_consumers)

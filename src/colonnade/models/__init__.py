@@ -1,1 +1,1 @@
-"""Models: single-device code that knows nothing of shards, tiers or staleness."""
+"""Models, written as single-device code without shards, tiers or staleness."""

@@ -1,4 +1,4 @@
-"""From a configuration and a data set's schema to a model."""
+"""Builders of models, tables and optimizers from a configuration and a data set's schema."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from colonnade.models.dlrm import DLRM
 from colonnade.models.fields import DEEP, WIDE
 from colonnade.models.graphsage import GraphSAGE
 from colonnade.models.knowledge import ComplEx, DistMult, RotatE, TransE
-from colonnade.models.linear import FM, LR
+from colonnade.models.linear import LR, FactorizationMachine
 from colonnade.models.nfm import NFM
 from colonnade.models.sasrec import SASRec
 from colonnade.models.split import SplitModel
@@ -55,182 +55,195 @@ AUTOCAST = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A model that a configuration may name. Its settings are the arguments of its constructor."""
+class ModelSpec:
+    """Model that a configuration may name. Its settings are the arguments of its constructor."""
 
     model: type[SplitModel]
     rows: Literal["vector", "vector and weights", "weights"] = "vector"
-    sequence: Pooling = "mean"
-    """How a column that is a sequence is pooled."""
+    sequence_pooling: Pooling = "mean"
+    """Pooling of columns that are sequences."""
 
     @property
     def parameters(self) -> set[str]:
-        """Names that its constructor takes, those that it passes on to its base classes included."""
+        """Names of the constructor's arguments, including those that it passes to its base classes."""
         return {name for base in self.model.__mro__ for name in signature(base).parameters}
 
     @property
     def settings(self) -> set[str]:
-        """Fields of ModelConfig that it has."""
+        """Fields of ModelConfig that this model accepts."""
         return (self.parameters & set(ModelConfig.model_fields)) | (
             {"dim"} if self.rows != "weights" else set()
         )
 
 
-KINDS: dict[str, Kind] = {
-    "lr": Kind(LR, "weights"),
-    "fm": Kind(FM, "vector and weights"),
-    "nfm": Kind(NFM, "vector and weights"),
-    "wide_deep": Kind(WideDeep, "vector and weights"),
-    "deepfm": Kind(DeepFM, "vector and weights"),
-    "dlrm": Kind(DLRM),
-    "dcn": Kind(DCN),
-    "dcnv2": Kind(DCNv2),
-    "two_tower": Kind(TwoTower),
-    "sasrec": Kind(SASRec, sequence="sequence"),
-    "graphsage": Kind(GraphSAGE, sequence="sequence"),
-    "transe": Kind(TransE, sequence="sequence"),
-    "distmult": Kind(DistMult, sequence="sequence"),
-    "complex": Kind(ComplEx, sequence="sequence"),
-    "rotate": Kind(RotatE, sequence="sequence"),
+KINDS: dict[str, ModelSpec] = {
+    "lr": ModelSpec(LR, "weights"),
+    "fm": ModelSpec(FactorizationMachine, "vector and weights"),
+    "nfm": ModelSpec(NFM, "vector and weights"),
+    "wide_deep": ModelSpec(WideDeep, "vector and weights"),
+    "deepfm": ModelSpec(DeepFM, "vector and weights"),
+    "dlrm": ModelSpec(DLRM),
+    "dcn": ModelSpec(DCN),
+    "dcnv2": ModelSpec(DCNv2),
+    "two_tower": ModelSpec(TwoTower),
+    "sasrec": ModelSpec(SASRec, sequence_pooling="sequence"),
+    "graphsage": ModelSpec(GraphSAGE, sequence_pooling="sequence"),
+    "transe": ModelSpec(TransE, sequence_pooling="sequence"),
+    "distmult": ModelSpec(DistMult, sequence_pooling="sequence"),
+    "complex": ModelSpec(ComplEx, sequence_pooling="sequence"),
+    "rotate": ModelSpec(RotatE, sequence_pooling="sequence"),
 }
 
 
 def build_model(schema: Schema, config: RunConfig) -> SplitModel:
-    """Dense weights from torch's generator, seeded with train.seed. Raises ConfigError for settings that the model
-    does not have, and for data that it cannot take."""
-    given = model_settings(config)
-    given.pop("dim", None)
+    """Build the configured model. Its dense weights come from torch's generator, seeded with train.seed. Raises
+    ConfigError for settings that the model does not have, and for data that it cannot use."""
+    arguments = collect_model_settings(config)
+    arguments.pop("dim", None)
     tables, features = build_tables(schema, config)
     torch.manual_seed(config.train.seed)
-    kind = KINDS[config.model.name]
-    known, log_q = kind.parameters, None
+    spec = KINDS[config.model.name]
+    parameters, log_q = spec.parameters, None
     if LOG_Q in schema.dense:
         log_q = schema.dense.index(LOG_Q)
-    of_data = {"num_dense": len(schema.dense), "tasks": len(schema.labels), "log_q": log_q}
-    if "tasks" in known and not schema.labels:
+    data_arguments = {"num_dense": len(schema.dense), "tasks": len(schema.labels), "log_q": log_q}
+    if "tasks" in parameters and not schema.labels:
         rankers = [name for name, other in KINDS.items() if other.model.objective is not None]
         raise ConfigError(
             f"{config.model.name} learns labels and this data has none; choose a model that ranks "
             f"({', '.join(rankers)}), or other data"
         )
-    given |= {name: value for name, value in of_data.items() if name in known}
-    if (idle := TOWER_SETTINGS & set(given)) and "tower_dim" not in given:
+    arguments |= {name: value for name, value in data_arguments.items() if name in parameters}
+    if (unused := TOWER_SETTINGS & set(arguments)) and "tower_dim" not in arguments:
         raise ConfigError(
-            f"model.{min(idle)}: it is of tower modules, and there are none without model.tower_dim; set that, or "
-            f"leave {min(idle)} out"
+            f"model.{min(unused)}: it is a setting of tower modules, which need model.tower_dim; set that, or "
+            f"leave {min(unused)} out"
         )
-    if "towers" in given:
-        given["towers"] = partition_of(given["towers"], [each.name for each in schema.categorical])
-    model = kind.model(tables, features, seed=config.train.seed, **given)  # type: ignore[call-arg]
+    if "towers" in arguments:
+        names = [column.name for column in schema.categorical]
+        arguments["towers"] = read_partition(arguments["towers"], names)
+    model = spec.model(tables, features, seed=config.train.seed, **arguments)  # type: ignore[call-arg]
     model.autocast = AUTOCAST[config.train.autocast]
     if config.model.compile:
         model.compile()
     return model
 
 
-def partition_of(said: int | str | Sequence[Sequence[str]], features: Sequence[str]) -> Partition:
-    """What `model.towers` says, for these features in this order. Raises ConfigError."""
+def read_partition(
+    setting: int | str | Sequence[Sequence[str]], features: Sequence[str]
+) -> Partition:
+    """Return the partition of these features that `model.towers` gives: itself, its file, or a number of towers.
+
+    Raises ConfigError."""
     try:
-        if isinstance(said, int):
-            return striped(features, said)
-        if not isinstance(said, str):
-            return Partition(tuple(map(tuple, said)))
-        return Partition.from_json(read_regular(Path(said)).decode())
+        if isinstance(setting, int):
+            return striped(features, setting)
+        if not isinstance(setting, str):
+            return Partition(tuple(map(tuple, setting)))
+        return Partition.from_json(read_regular(Path(setting)).decode())
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not text"
+        reason = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(
-            f"model.towers: {said}: {why}; give a partition, its file, or a number of towers"
+            f"model.towers: {setting}: {reason}; give a partition, its file, or a number of towers"
         ) from None
     except ConfigError as error:
-        where = f" {said}:" if isinstance(said, str) else ""
-        raise ConfigError(f"model.towers:{where} {error}") from None
+        prefix = f" {setting}:" if isinstance(setting, str) else ""
+        raise ConfigError(f"model.towers:{prefix} {error}") from None
 
 
-def lasting_towers(schema: Schema, config: RunConfig) -> RunConfig:
-    """The partition itself where it has a number or a file, which may change. Raises ConfigError."""
+def resolve_towers(schema: Schema, config: RunConfig) -> RunConfig:
+    """Replace a number of towers or a partition file in `model.towers` by the partition itself, as the file may change.
+
+    Raises ConfigError."""
     if config.model.towers is None:
         return config
-    names = [each.name for each in schema.categorical]
-    towers = partition_of(config.model.towers, names).towers
+    names = [column.name for column in schema.categorical]
+    towers = read_partition(config.model.towers, names).towers
     return override(config, {"model.towers": [list(tower) for tower in towers]})
 
 
-def model_settings(config: RunConfig) -> dict[str, Any]:
-    """What the configuration says of the chosen model, by name. Raises ConfigError for what it does not have."""
+def collect_model_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings made for the configured model, by name. Raises ConfigError for one that it does not have."""
     known = KINDS[config.model.name].settings
-    every = config.model.model_dump(exclude={"name", "compile"})
-    given = {name: value for name, value in every.items() if value is not None}
-    if unknown := sorted(set(given) - known):
+    all_settings = config.model.model_dump(exclude={"name", "compile"})
+    settings = {name: value for name, value in all_settings.items() if value is not None}
+    if unknown := sorted(set(settings) - known):
         raise ConfigError(
             f"model.{unknown[0]}: {config.model.name} has no such setting; it takes "
             f"{', '.join(sorted(known)) or 'none'}; set it to none"
         )
-    return given
+    return settings
 
 
 def build_row_optimizer(config: RunConfig, table: str | None = None) -> SparseOptimizer:
-    """Of all rows, or of a table's. Raises ConfigError for a setting that the chosen optimizer does not have."""
+    """Build the optimizer of all rows, or of one table's rows. Raises ConfigError for a setting that the configured
+    optimizer does not have."""
     rows = config.embedding
     if table in rows.by_table:
-        return _own_optimizer(f"embedding.by_table.{table}", rows.by_table[table], rows)
-    given = {name: getattr(rows, name) for name in OPTIMIZER_SETTINGS}
-    return _optimizer("embedding", rows.optimizer, rows.lr, given)
+        return _override_optimizer(f"embedding.by_table.{table}", rows.by_table[table], rows)
+    settings = {name: getattr(rows, name) for name in OPTIMIZER_SETTINGS}
+    return _make_optimizer("embedding", rows.optimizer, rows.lr, settings)
 
 
 def build_wide_optimizer(config: RunConfig) -> SparseOptimizer:
-    """Of first-order weights. Raises ConfigError as `build_row_optimizer` does."""
-    return _own_optimizer("embedding.wide", config.embedding.wide, config.embedding)
+    """Build the optimizer of first-order weights. Raises ConfigError as `build_row_optimizer` does."""
+    return _override_optimizer("embedding.wide", config.embedding.wide, config.embedding)
 
 
-def _own_optimizer(
+def _override_optimizer(
     section: str, own: WideConfig | TableEmbeddingConfig, rows: EmbeddingConfig
 ) -> SparseOptimizer:
-    given = {name: getattr(own, name) for name in OPTIMIZER_SETTINGS}
+    """Build the optimizer that a section configures; settings it leaves out are those of all rows."""
+    settings = {name: getattr(own, name) for name in OPTIMIZER_SETTINGS}
     lr = rows.lr if own.lr is None else own.lr
     if own.optimizer is not None:
-        return _optimizer(section, own.optimizer, lr, given)
-    given = {name: getattr(rows, name) if value is None else value for name, value in given.items()}
-    return _optimizer(section, rows.optimizer, lr, given)
+        return _make_optimizer(section, own.optimizer, lr, settings)
+    settings = {
+        name: getattr(rows, name) if value is None else value for name, value in settings.items()
+    }
+    return _make_optimizer(section, rows.optimizer, lr, settings)
 
 
-def _optimizer(section: str, name: str, lr: float, settings: Mapping[str, Any]) -> SparseOptimizer:
-    chosen = SPARSE_OPTIMIZERS[name]
-    given = {setting: value for setting, value in settings.items() if value is not None}
-    known = {setting.name for setting in fields(chosen)}
-    if unknown := sorted(set(given) - known):
+def _make_optimizer(
+    section: str, name: str, lr: float, settings: Mapping[str, Any]
+) -> SparseOptimizer:
+    optimizer = SPARSE_OPTIMIZERS[name]
+    arguments = {setting: value for setting, value in settings.items() if value is not None}
+    known = {setting.name for setting in fields(optimizer)}
+    if unknown := sorted(set(arguments) - known):
         raise ConfigError(
-            f"{section}.{unknown[0]}: {chosen.name} has no such setting; it takes "
+            f"{section}.{unknown[0]}: {optimizer.name} has no such setting; it takes "
             f"{', '.join(sorted(known))}; set it to none"
         )
-    return chosen(lr=lr, **given)
+    return optimizer(lr=lr, **arguments)
 
 
 def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[Feature]]:
-    """One feature per categorical column, bags mean-pooled; one table for the columns that name it."""
-    kind = KINDS[config.model.name]
+    """Build one feature per categorical column, with bags mean-pooled, and one table per table name of the columns."""
+    spec = KINDS[config.model.name]
     if not schema.categorical:
         raise ConfigError(
-            f"{config.model.name}: the data has no categorical column, and no model here goes without"
+            f"{config.model.name}: the data has no categorical column, and every model here needs one"
         )
-    poolings: dict[str, Pooling] = {"one": "sum", "bag": "mean", "sequence": kind.sequence}
-    first: dict[str, Column] = {}
+    poolings: dict[str, Pooling] = {"one": "sum", "bag": "mean", "sequence": spec.sequence_pooling}
+    first_columns: dict[str, Column] = {}
     for column in schema.categorical:
-        first.setdefault(column.table, column)
-    if unknown := sorted(set(config.embedding.by_table) - set(first)):
+        first_columns.setdefault(column.table, column)
+    if unknown := sorted(set(config.embedding.by_table) - set(first_columns)):
         raise ConfigError(
-            f"embedding.by_table.{unknown[0]}: this data has no table of that name; it has {', '.join(first)}"
+            f"embedding.by_table.{unknown[0]}: this data has no table of that name; it has {', '.join(first_columns)}"
         )
-    retention = build_retention(first.values(), config)
+    retention = build_retention(first_columns.values(), config)
     tables = [
         Table(
             column.table,
             dtype=config.embedding.dtype,
             master=config.embedding.master,
-            **_bounds(column.table, config.embedding),
+            **_norm_bounds(column.table, config.embedding),
             **retention[column.table],
-            **_row_kind(kind, column.table, len(schema.labels), config),
+            **_row_settings(spec, column.table, len(schema.labels), config),
         )
-        for column in first.values()
+        for column in first_columns.values()
     ]
     features = [
         Feature(column.name, column.table, pooling=poolings[column.kind])
@@ -239,8 +252,8 @@ def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[F
     return tables, features
 
 
-def _bounds(table: str, rows: EmbeddingConfig) -> dict[str, Any]:
-    """max_norm and weight_bound of `Table`: the table's own, or those of all rows."""
+def _norm_bounds(table: str, rows: EmbeddingConfig) -> dict[str, Any]:
+    """Return max_norm and weight_bound of `Table`: the table's own, or those of all rows."""
     own = rows.by_table.get(table, TableEmbeddingConfig())
     return {
         name: getattr(rows if getattr(own, name) is None else own, name)
@@ -249,41 +262,41 @@ def _bounds(table: str, rows: EmbeddingConfig) -> dict[str, Any]:
 
 
 def build_retention(columns: Iterable[Column], config: RunConfig) -> dict[str, dict[str, Any]]:
-    """By table: admission and eviction of `Table`, or rows and hashes. Raises ConfigError where the settings name no
-    open table."""
+    """Return, by table, admission and eviction of `Table`, or rows and hashes. Raises ConfigError if the settings name
+    a table that is not an open table of this data."""
     rows, open_tables = config.embedding, []
-    found: dict[str, dict[str, Any]] = {}
+    arguments: dict[str, dict[str, Any]] = {}
     for column in columns:
-        found[column.table] = {"rows": column.cardinality}
+        arguments[column.table] = {"rows": column.cardinality}
         if column.cardinality is None:
             open_tables.append(column.table)
-            own = rows.tables.get(column.table, OpenTableConfig())
-            if own.rows is not None:
-                found[column.table] = {"rows": own.rows, "hashes": own.hashes or 2}
+            hashing = rows.tables.get(column.table, OpenTableConfig())
+            if hashing.rows is not None:
+                arguments[column.table] = {"rows": hashing.rows, "hashes": hashing.hashes or 2}
                 continue
-            said = rows.tables.get(column.table, rows)
-            found[column.table] = {
-                "admission": _admission(said.admission),
-                "eviction": _eviction(said.eviction),
+            settings = rows.tables.get(column.table, rows)
+            arguments[column.table] = {
+                "admission": _build_admission(settings.admission),
+                "eviction": _build_eviction(settings.eviction),
             }
     if unknown := sorted(set(rows.tables) - set(open_tables)):
         raise ConfigError(
             f"embedding.tables.{unknown[0]}: this data has no open table of that name; it has "
-            f"{', '.join(sorted(open_tables)) or 'none: each of its columns says how many ids there are'}"
+            f"{', '.join(sorted(open_tables)) or 'none: each of its columns has a known number of ids'}"
         )
     for name, setting in (
-        ("admission", _admission(rows.admission)),
-        ("eviction", _eviction(rows.eviction)),
+        ("admission", _build_admission(rows.admission)),
+        ("eviction", _build_eviction(rows.eviction)),
     ):
         if setting is not None and not open_tables:
             raise ConfigError(
-                f"embedding.{name}: this data has no open table; each of its columns says how many ids there are, and all "
-                "rows have room. Leave it out"
+                f"embedding.{name}: this data has no open table; each of its columns has a known number of ids, and "
+                "all rows have room. Leave it out"
             )  # fmt: skip
-    return found
+    return arguments
 
 
-def _admission(config: AdmissionConfig) -> Admission | None:
+def _build_admission(config: AdmissionConfig) -> Admission | None:
     if config.probability is not None:
         return RandomAdmission(probability=config.probability)
     if config.updates is None or config.expected_ids is None:
@@ -296,7 +309,7 @@ def _admission(config: AdmissionConfig) -> Admission | None:
     )
 
 
-def _eviction(config: EvictionConfig) -> Eviction | None:
+def _build_eviction(config: EvictionConfig) -> Eviction | None:
     if config.max_rows is None:
         return None if config.age_steps is None else AgeEviction(steps=config.age_steps)
     return MaxRowsEviction(
@@ -307,28 +320,29 @@ def _eviction(config: EvictionConfig) -> Eviction | None:
     )
 
 
-def _row_kind(kind: Kind, table: str, tasks: int, config: RunConfig) -> dict[str, Any]:
-    """What a table's rows are: dim, optimizer and initializer of `Table`. Raises ConfigError."""
-    scale, wide_scale = config.embedding.init_scale, Uniform(scale=config.embedding.wide.init_scale)
-    own = config.embedding.by_table.get(table, TableEmbeddingConfig()).init_scale
+def _row_settings(spec: ModelSpec, table: str, tasks: int, config: RunConfig) -> dict[str, Any]:
+    """Return dim, optimizer and initializer of a `Table`. Raises ConfigError."""
+    scale = config.embedding.init_scale
+    wide_initializer = Uniform(scale=config.embedding.wide.init_scale)
+    table_scale = config.embedding.by_table.get(table, TableEmbeddingConfig()).init_scale
     dim, optimizer = config.model.dim or DEFAULT_DIM, build_row_optimizer(config, table)
-    if kind.rows == "weights":
-        initializer = Uniform(scale=(scale or 0.0) if own is None else own)
+    if spec.rows == "weights":
+        initializer = Uniform(scale=(scale or 0.0) if table_scale is None else table_scale)
         return {"dim": tasks, "optimizer": optimizer, "initializer": initializer}
-    every = kind.model.init_scales.get(table, dim**-0.5 if scale is None else scale)
-    initializer = Uniform(scale=every if own is None else own)
-    width = kind.model.row_width(table, dim, config.model.model_dump())
+    model_scale = spec.model.init_scales.get(table, dim**-0.5 if scale is None else scale)
+    initializer = Uniform(scale=model_scale if table_scale is None else table_scale)
+    width = spec.model.row_width(table, dim, config.model.model_dump())
     if width != int(width):
         raise ConfigError(
-            f"model.dim: got {dim}, of which {config.model.name} gives {width / dim:g} to rows of {table}; "
+            f"model.dim: got {dim}; {config.model.name} uses {width / dim:g} of it for rows of {table}; "
             "wanted an even number"
         )
     dim = int(width)
     vector = {"dim": dim, "optimizer": optimizer, "initializer": initializer}
-    if kind.rows == "vector":
+    if spec.rows == "vector":
         return vector
     return {
         "dim": {DEEP: dim, WIDE: tasks},
         "optimizer": {DEEP: vector["optimizer"], WIDE: build_wide_optimizer(config)},
-        "initializer": {DEEP: initializer, WIDE: wide_scale},
+        "initializer": {DEEP: initializer, WIDE: wide_initializer},
     }

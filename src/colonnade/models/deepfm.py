@@ -11,15 +11,15 @@ from torch import Tensor
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.interaction import FM, Sum
-from colonnade.models.fields import DEEP, dims_of, first_order
-from colonnade.models.layers import LinearTerm, Tower, first_layer
+from colonnade.models.fields import DEEP, field_dims, first_order_fields
+from colonnade.models.layers import LinearTerm, SplitMLP, build_first_layer
 from colonnade.models.split import Scorer
 from colonnade.table import Feature, Table
 
 
 class DeepFM(Scorer):
-    """Tables have the parts deep (D, one for all) and wide (tasks): an id is routed once for both. With several
-    tasks, these share the pairs."""
+    """DeepFM over tables with the parts deep (dim D, the same for all) and wide (dim tasks); an id is sent to its owner
+    once for both. Several tasks share the pairwise terms."""
 
     def __init__(
         self,
@@ -32,21 +32,21 @@ class DeepFM(Scorer):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        deep = dims_of(tables, features, DEEP)
-        wide = first_order(tables, features, tasks)
+        deep = field_dims(tables, features, DEEP)
+        wide = first_order_fields(tables, features, tasks)
         names, widths = list(deep), [*top, tasks]
         self.embeddings = EmbeddingCollection(
             tables,
             features,
             consumers={
                 "fm": (FM(), names),
-                "deep": (first_layer(num_dense, deep.values(), widths[0]), names),
+                "deep": (build_first_layer(num_dense, deep.values(), widths[0]), names),
                 "linear": (Sum(), wide),
             },
             seed=seed,
         )
         self.linear = LinearTerm(num_dense, tasks)
-        self.deep = Tower(num_dense, deep.values(), widths)
+        self.deep = SplitMLP(num_dense, deep.values(), widths)
 
     def network(self, fields: Mapping[str, Tensor], dense: Tensor) -> Tensor:
         deep = self.deep(fields["deep"], dense)

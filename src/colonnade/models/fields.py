@@ -1,7 +1,7 @@
-"""What a model's features read: whole rows, or the parts `deep` and `wide` of a table that has them.
+"""Fields that a model's features read: whole rows, or the parts `deep` and `wide` of a table that has them.
 
-A table `Table(name, {"deep": D, "wide": tasks})` holds an id's vector and its first-order weights, one per task,
-so an id is routed once for both.
+A table `Table(name, {"deep": D, "wide": tasks})` stores an id's vector and its first-order weights, one per task,
+so each id is sent to its owner once for both.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ from colonnade.table import Feature, Table
 DEEP, WIDE = "deep", "wide"
 
 
-def dims_of(tables: Sequence[Table], features: Sequence[Feature], part: str = "") -> dict[str, int]:
-    """By field, in the order of the features: the width of what it reads of `part`.
+def field_dims(
+    tables: Sequence[Table], features: Sequence[Feature], part: str = ""
+) -> dict[str, int]:
+    """Return the dim of each feature's field in `part`, by field name, in the order of the features.
 
     Raises ConfigError for a table without that part.
     """
-    known = {(table.name, each.name): each.dim for table in tables for each in table.parts}
+    known = {
+        (table.name, table_part.name): table_part.dim
+        for table in tables
+        for table_part in table.parts
+    }
     dims = {}
     for feature in features:
         if (feature.table, part) not in known:
@@ -34,11 +40,11 @@ def dims_of(tables: Sequence[Table], features: Sequence[Feature], part: str = ""
     return dims
 
 
-def first_order(
+def first_order_fields(
     tables: Sequence[Table], features: Sequence[Feature], tasks: int, part: str = WIDE
 ) -> list[str]:
-    """Fields of first-order weights. Raises ConfigError unless each has one weight per task."""
-    dims = dims_of(tables, features, part)
+    """Return the names of the fields of first-order weights. Raises ConfigError unless each has one weight per task."""
+    dims = field_dims(tables, features, part)
     for name, dim in dims.items():
         if dim != tasks:
             raise ConfigError(

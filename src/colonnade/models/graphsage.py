@@ -17,20 +17,22 @@ from colonnade.data.sets.graph import ROLES
 from colonnade.data.sets.interactions import Held
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, DataError
-from colonnade.models.fields import dims_of
-from colonnade.models.retriever import Contrast, Retriever
+from colonnade.models.fields import field_dims
+from colonnade.models.retriever import ContrastiveBatch, Retriever
 from colonnade.ops.linear import linear
 from colonnade.table import Feature, Table
 
 
 class GraphSAGE(Retriever):
-    """Features query and item, and query_hop1 .. query_hopK and item_hop1 .. item_hopK, which are sequences, all of one
-    table: each node of a hop has as many neighbours in the next as any other (`data.sets.graph` draws them).
+    """GraphSAGE retrieval model over sampled neighbours of queries and items.
 
-    Algorithm 1 with the mean aggregator: K times, each node's vector becomes W_k [its own; the mean of its
-    neighbours'], ReLU, length one; without ReLU the last time, so that scores may be below 0. Rows are what nodes have
-    before the first. Queries and items share all weights. Learns as two towers do: a sample's negatives are the items
-    of all other samples, of all ranks, but for those that `Batch.key` says its query took.
+    Its features are query and item, and the sequences query_hop1 .. query_hopK and item_hop1 .. item_hopK, all of one
+    table. All nodes of a hop have equally many neighbours in the next hop (`data.sets.graph` draws them).
+
+    Algorithm 1 of the paper with the mean aggregator: K times, each node's vector becomes W_k [own; mean of the
+    neighbours'], then ReLU, then length one. The last layer has no ReLU, so that scores may be below 0. The vectors
+    before the first layer are rows. Queries and items share all weights. The loss is that of two towers: a sample's
+    negatives are the items of all other samples on all ranks, except items that `Batch.key` lists for its query.
     """
 
     def __init__(
@@ -54,52 +56,57 @@ class GraphSAGE(Retriever):
                 "for each hop the sequences query_hop1, item_hop1, ... of one table; a source of graphs has them "
                 "(data.name=power_law, or gowalla with data.options.samples=neighbours)"
             )
-        dim = next(iter(dims_of(tables, features).values()))
+        dim = next(iter(field_dims(tables, features).values()))
         self.embeddings = EmbeddingCollection(tables, features, seed=seed)
         self.log_q, self.temperature = log_q, temperature
         self.layers = nn.ModuleList(nn.Linear(2 * dim, dim) for _ in range(self.hops))
 
     def network(self, *levels: Tensor) -> Tensor:
-        """(n_0, D) .. (n_K, D) -> (n_0, D)."""
+        """Aggregate the hops' vectors, last hop first: (n_0, D) .. (n_K, D) -> (n_0, D)."""
         for layer in self.layers:
             is_last = len(levels) == 2
             levels = tuple(
-                _layer(layer, own, below, relu=not is_last) for own, below in pairwise(levels)
+                _aggregate(layer, own, neighbours, relu=not is_last)
+                for own, neighbours in pairwise(levels)
             )
         return levels[0]
 
-    def forward(self, batch: Batch) -> Contrast:
+    def forward(self, batch: Batch) -> ContrastiveBatch:
         if not isinstance(batch.key, Held):
             raise DataError(
-                f"graphsage: got a training batch whose key is {type(batch.key).__name__}, wanted Held, which says "
-                "what its queries took; a source of graphs has it"
+                f"graphsage: got a training batch whose key is {type(batch.key).__name__}, wanted Held, with "
+                "the items of each query; a source of graphs has it"
             )
         rows = self.embeddings(batch)
-        queries, items = self._vectors(rows, "query"), self._vectors(rows, "item")
+        queries, items = self._embed_role(rows, "query"), self._embed_role(rows, "item")
         return self.contrast_pairs(batch, queries, items, batch.key.truth.values, [batch.key.seen])
 
     def queries(self, batch: Batch) -> Tensor:
-        return self.asking(self._vectors(self.embeddings(self.filled(batch)), "query"))
+        rows = self.embeddings(self.fill_missing_features(batch))
+        return self.augment_queries(self._embed_role(rows, "query"))
 
     def items(self, batch: Batch) -> Tensor:
-        found = self._vectors(self.embeddings(self.filled(batch)), "item")
-        return self.offering(found, self.log_share(batch))
+        rows = self.embeddings(self.fill_missing_features(batch))
+        return self.augment_items(self._embed_role(rows, "item"), self.log_frequency(batch))
 
-    def _vectors(self, rows: Mapping[str, Tensor], role: str) -> Tensor:
+    def _embed_role(self, rows: Mapping[str, Tensor], role: str) -> Tensor:
+        """Compute the vectors of all samples' queries, or items, from their nodes' rows."""
         levels = [rows[role], *(rows[f"{role}_hop{hop}"] for hop in range(1, self.hops + 1))]
         for hop, (own, below) in enumerate(pairwise(levels), 1):
             if len(below) % max(len(own), 1) or len(below) < len(own):
                 raise DataError(
-                    f"graphsage: got {len(below)} nodes in {role}_hop{hop} below {len(own)}, wanted as many, one at "
-                    "least, below each"
+                    f"graphsage: got {len(below)} nodes in {role}_hop{hop} below {len(own)}, wanted "
+                    "equally many, at least one, below each"
                 )
-        return self.run(levels[0], *levels)
+        return self.run_network(levels[0], *levels)
 
 
-def _layer(layer: nn.Module, own: Tensor, below: Tensor, *, relu: bool) -> Tensor:
-    """(n, D), (n f, D) -> (n, D)."""
+def _aggregate(layer: nn.Module, own: Tensor, neighbours: Tensor, *, relu: bool) -> Tensor:
+    """Combine nodes' own vectors (n, D) with the mean of their neighbours' (n f, D) -> (n, D)."""
     assert isinstance(layer, nn.Linear)
     # Without samples any fan-out gives the right shape.
-    fan_out = len(below) // len(own) if len(own) else 1
-    both = torch.cat([own, below.view(len(own), fan_out, below.shape[1]).mean(1)], dim=1)
-    return normalize(linear(both, layer.weight, layer.bias, relu=relu), dim=1)
+    fan_out = len(neighbours) // len(own) if len(own) else 1
+    inputs = torch.cat(
+        [own, neighbours.view(len(own), fan_out, neighbours.shape[1]).mean(1)], dim=1
+    )
+    return normalize(linear(inputs, layer.weight, layer.bias, relu=relu), dim=1)

@@ -1,9 +1,10 @@
-"""Knowledge graphs: vectors of entities and relations, by which a true triple (head, relation, tail) scores high.
+"""Knowledge graph models that give true triples (head, relation, tail) high scores.
 
 TransE (Bordes et al. 2013), DistMult (Yang et al. 2015), ComplEx (Trouillon et al. 2016), RotatE (Sun et al. 2019).
-`link_prediction.KnowledgeGraph` says what they have in common.
+`link_prediction.KnowledgeGraph` has what they have in common.
 
-Legend: B samples, M candidates, P queries, D width of an entity's row; complex vectors are D / 2 pairs side by side.
+Legend: B samples, M candidates, P queries, D width of an entity's row. Complex vectors are D / 2 real parts, then D / 2
+imaginary parts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from colonnade.table import Feature, Table
 
 
 class Distance(KnowledgeGraph):
-    """Scores are less by the distance between what a question leads to and an entity."""
+    """Knowledge graph model that scores an entity by its negative distance from the query vector."""
 
     def __init__(
         self,
@@ -34,26 +35,28 @@ class Distance(KnowledgeGraph):
         squared: bool = False,
         **settings: Any,
     ) -> None:
-        """Beside the settings of `KnowledgeGraph`: norm: 1, the sum of the absolute differences of an entity's numbers
-        (of complex ones: moduli); 2, the root of the sum of their squares, which of many entities is a product of
-        matrices. squared: that sum without the root, whose gradient does not fade beside long vectors. Raises
-        ConfigError."""
+        """Create the model with the settings of `KnowledgeGraph` and these.
+
+        norm: 1, the sum of absolute differences of the elements (complex elements: moduli); 2, the root of the sum of
+        their squares, which for many entities is a matrix product. squared: the sum of squares without the root. Its
+        gradient does not fade for long vectors. Raises ConfigError.
+        """
         super().__init__(tables, features, **settings)
         if norm not in (1, 2):
             raise ConfigError(f"{self.kind}: got norm={norm!r}, wanted 1 or 2")
         if squared and norm == 1:
             raise ConfigError(
-                f"{self.kind}: got squared beside norm=1, which has no root to leave out; set norm=2"
+                f"{self.kind}: got squared with norm=1, which has no root to leave out; set norm=2"
             )
         self.norm, self.squared = norm, squared
 
     @abstractmethod
     def differences(self, queries: Tensor, candidates: Tensor) -> Tensor:
-        """(P, D) from each of (M, D) -> (P, M) sums of absolute differences."""
+        """Compute sums of absolute differences of each query and each candidate: (P, D), (M, D) -> (P, M)."""
 
     @abstractmethod
-    def difference(self, queries: Tensor, answers: Tensor) -> Tensor:
-        """(P, D), (P, D) -> (P,): the diagonal of `differences`."""
+    def pair_differences(self, queries: Tensor, answers: Tensor) -> Tensor:
+        """Compute the sum of absolute differences of each query and its answer: (P, D), (P, D) -> (P,)."""
 
     def compare(self, queries: Tensor, candidates: Tensor) -> Tensor:
         if self.norm == 1:
@@ -62,63 +65,66 @@ class Distance(KnowledgeGraph):
             return -squared_distances(queries, candidates)
         return -distances(queries, candidates)
 
-    def compare_one(self, queries: Tensor, answers: Tensor) -> Tensor:
+    def compare_pairs(self, queries: Tensor, answers: Tensor) -> Tensor:
         if self.norm == 1:
-            return -self.difference(queries, answers)
+            return -self.pair_differences(queries, answers)
         if self.squared:
             return -(queries - answers).square().sum(1)
         return -torch.linalg.vector_norm(queries - answers, dim=1)
 
 
 class TransE(Distance):
-    """-|h + r - t|."""
+    """TransE, with the score -|h + r - t|."""
 
-    def toward_tail(self, head: Tensor, relation: Tensor) -> Tensor:
+    def predict_tail(self, head: Tensor, relation: Tensor) -> Tensor:
         return head + relation
 
-    def toward_head(self, tail: Tensor, relation: Tensor) -> Tensor:
+    def predict_head(self, tail: Tensor, relation: Tensor) -> Tensor:
         return tail - relation
 
     def differences(self, queries: Tensor, candidates: Tensor) -> Tensor:
         return torch.cdist(queries, candidates, p=1.0)
 
-    def difference(self, queries: Tensor, answers: Tensor) -> Tensor:
+    def pair_differences(self, queries: Tensor, answers: Tensor) -> Tensor:
         return (queries - answers).abs().sum(1)
 
 
 class DistMult(KnowledgeGraph):
-    """sum of h * r * t."""
+    """DistMult, with the score sum of h * r * t."""
 
     start = 0.0
 
-    def toward_tail(self, head: Tensor, relation: Tensor) -> Tensor:
+    def predict_tail(self, head: Tensor, relation: Tensor) -> Tensor:
         return head * relation
 
-    def toward_head(self, tail: Tensor, relation: Tensor) -> Tensor:
+    def predict_head(self, tail: Tensor, relation: Tensor) -> Tensor:
         return tail * relation
 
     def compare(self, queries: Tensor, candidates: Tensor) -> Tensor:
         return linear(queries, candidates, None)
 
-    def compare_one(self, queries: Tensor, answers: Tensor) -> Tensor:
+    def compare_pairs(self, queries: Tensor, answers: Tensor) -> Tensor:
         return (queries * answers).sum(1)
 
 
 class ComplEx(DistMult):
-    """The real part of the sum of h * r * conj(t)."""
+    """ComplEx, with the score real part of the sum of h * r * conj(t)."""
 
     is_complex = True
 
-    def toward_tail(self, head: Tensor, relation: Tensor) -> Tensor:
-        return _times(head, relation, 1.0)
+    def predict_tail(self, head: Tensor, relation: Tensor) -> Tensor:
+        return _multiply_complex(head, relation, 1.0)
 
-    def toward_head(self, tail: Tensor, relation: Tensor) -> Tensor:
-        return _times(tail, relation, -1.0)
+    def predict_head(self, tail: Tensor, relation: Tensor) -> Tensor:
+        return _multiply_complex(tail, relation, -1.0)
 
 
 class RotatE(Distance):
-    """-|h * exp(i r) - t|: a relation turns each of an entity's numbers. A relation's row begins within its
-    initializer's scale, which stands for the whole circle: a step of the optimizer turns by that much of it."""
+    """RotatE, with the score -|h * exp(i r) - t|: a relation rotates each complex element of an entity.
+
+    A relation's row is initialised within +- its initializer's scale, which covers the whole circle. A step of the
+    optimizer rotates by the same fraction of it.
+    """
 
     relation_share = 0.5
     init_scales: Mapping[str, float] = {"relation": 1.0}
@@ -132,10 +138,12 @@ class RotatE(Distance):
         center: float = 0.0,
         **settings: Any,
     ) -> None:
-        """Beside the settings of `Distance`: center: what an entity's complex numbers are, but for its row, which is
-        added. Above 0 all entities begin near one vector, so each relation begins with one of its own, that vector
-        turned, and answers gather around it, as they do around TransE's r; without it they must first agree on a
-        middle. Raises ConfigError."""
+        """Create the model with the settings of `Distance` and this one.
+
+        center: constant added to the real parts of every entity's row. With a center, all entities begin near one
+        vector, so each relation has a vector of its own from the start: that vector, rotated. Answers gather around it,
+        as they do around TransE's r. Without it, entities must first learn a common direction. Raises ConfigError.
+        """
         super().__init__(tables, features, **settings)
         if not math.isfinite(center):
             raise ConfigError(f"rotate: got center={center}, wanted a finite number")
@@ -147,36 +155,42 @@ class RotatE(Distance):
         real, imaginary = rows.chunk(2, 1)
         return torch.cat([real + self.center, imaginary], 1)
 
-    def toward_tail(self, head: Tensor, relation: Tensor) -> Tensor:
-        return _times(head, self._turn(relation), 1.0)
+    def predict_tail(self, head: Tensor, relation: Tensor) -> Tensor:
+        return _multiply_complex(head, self._rotation(relation), 1.0)
 
-    def toward_head(self, tail: Tensor, relation: Tensor) -> Tensor:
-        return _times(tail, self._turn(relation), -1.0)
+    def predict_head(self, tail: Tensor, relation: Tensor) -> Tensor:
+        return _multiply_complex(tail, self._rotation(relation), -1.0)
 
-    def cubes(self, heads: Tensor, there: Tensor, back: Tensor, tails: Tensor) -> Tensor:
-        return self._cubes(heads) + self._cubes(tails)  # a turn's numbers are all of size 1
+    def cubic_norms(
+        self, heads: Tensor, relations: Tensor, inverse_relations: Tensor, tails: Tensor
+    ) -> Tensor:
+        # A rotation's elements all have modulus 1, so relations add a constant.
+        return self._cubic_norms(heads) + self._cubic_norms(tails)
 
-    def _turn(self, relation: Tensor) -> Tensor:
+    def _rotation(self, relation: Tensor) -> Tensor:
+        """Return the complex numbers of modulus 1 that a relation's row (angles) stands for."""
         angle = relation * (math.pi / self.relation_range)
         return torch.cat([angle.cos(), angle.sin()], 1)
 
     def differences(self, queries: Tensor, candidates: Tensor) -> Tensor:
-        return moduli(queries, candidates)
+        return sum_moduli(queries, candidates)
 
-    def difference(self, queries: Tensor, answers: Tensor) -> Tensor:
-        # Its gradient is 0 where the two are equal, as that of `differences`; hypot's would be NaN.
-        both = (queries - answers).unflatten(1, (2, -1))
-        return torch.linalg.vector_norm(both, dim=1).sum(1)
-
-
-def moduli(queries: Tensor, candidates: Tensor) -> Tensor:
-    """(P, D), (M, D) -> (P, M): sums of the moduli of the differences of D / 2 complex numbers."""
-    ours, theirs = (x.unflatten(1, (2, -1)).permute(2, 0, 1) for x in (queries, candidates))
-    return torch.cdist(ours, theirs, p=2.0, compute_mode="donot_use_mm_for_euclid_dist").sum(0)
+    def pair_differences(self, queries: Tensor, answers: Tensor) -> Tensor:
+        # Where the two are equal, the gradient is 0, as in `differences`; hypot's would be NaN.
+        parts = (queries - answers).unflatten(1, (2, -1))
+        return torch.linalg.vector_norm(parts, dim=1).sum(1)
 
 
-def _times(vectors: Tensor, turns: Tensor, sign: float) -> Tensor:
-    """vectors * turns, or (sign -1) times their conjugates; real parts, then imaginary ones."""
-    (a, b), (c, d) = vectors.chunk(2, 1), turns.chunk(2, 1)
+def sum_moduli(queries: Tensor, candidates: Tensor) -> Tensor:
+    """Sum the moduli of the differences of D / 2 complex elements, for all pairs: (P, D), (M, D) -> (P, M)."""
+    points, other_points = (x.unflatten(1, (2, -1)).permute(2, 0, 1) for x in (queries, candidates))
+    return torch.cdist(
+        points, other_points, p=2.0, compute_mode="donot_use_mm_for_euclid_dist"
+    ).sum(0)
+
+
+def _multiply_complex(vectors: Tensor, factors: Tensor, sign: float) -> Tensor:
+    """Multiply complex vectors by factors or, with sign -1, by their conjugates. Real parts first, then imaginary."""
+    (a, b), (c, d) = vectors.chunk(2, 1), factors.chunk(2, 1)
     d = sign * d
     return torch.cat([a * c - b * d, a * d + b * c], 1)

@@ -10,16 +10,15 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from colonnade.embedding import EmbeddingCollection
-from colonnade.interaction import FM as SecondOrder
-from colonnade.interaction import Sum
-from colonnade.models.fields import DEEP, dims_of, first_order
+from colonnade.interaction import FM, Sum
+from colonnade.models.fields import DEEP, field_dims, first_order_fields
 from colonnade.models.layers import LinearTerm
 from colonnade.models.split import Scorer
 from colonnade.table import Feature, Table
 
 
 class LR(Scorer):
-    """Logistic regression: one weight per id and task, and one per dense column. Tables have dim = tasks."""
+    """Logistic regression with one weight per id and task, and one per dense column. Tables have dim = tasks."""
 
     def __init__(
         self,
@@ -31,7 +30,7 @@ class LR(Scorer):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        wide = first_order(tables, features, tasks, part="")
+        wide = first_order_fields(tables, features, tasks, part="")
         self.embeddings = EmbeddingCollection(
             tables, features, consumers={"linear": (Sum(), wide)}, seed=seed
         )
@@ -41,11 +40,11 @@ class LR(Scorer):
         return fields["linear"] + self.linear(dense)
 
 
-class FM(Scorer):
+class FactorizationMachine(Scorer):
     """Factorization machine (Rendle 2010): logistic regression, and <v_i, v_j> of all pairs of fields.
 
-    Tables have the parts deep (D) and wide (tasks). Dense columns have first-order weights only; with several
-    tasks, these share the pairs.
+    Tables have the parts deep (dim D) and wide (dim tasks). Dense columns have first-order weights only. Several tasks
+    share the pairwise terms.
     """
 
     def __init__(
@@ -58,12 +57,12 @@ class FM(Scorer):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        deep = list(dims_of(tables, features, DEEP))
-        wide = first_order(tables, features, tasks)
+        deep = list(field_dims(tables, features, DEEP))
+        wide = first_order_fields(tables, features, tasks)
         self.embeddings = EmbeddingCollection(
             tables,
             features,
-            consumers={"fm": (SecondOrder(), deep), "linear": (Sum(), wide)},
+            consumers={"fm": (FM(), deep), "linear": (Sum(), wide)},
             seed=seed,
         )
         self.linear = LinearTerm(num_dense, tasks)

@@ -1,8 +1,9 @@
-"""Models of knowledge graphs: what they give, what they learn, and filtered ranks among all entities.
+"""Knowledge graph models for link prediction: base class, losses, and filtered ranks among all entities.
 
-Each makes of a head and a relation the vector that the tail should have, and of a tail and a relation that of the head,
-so one comparison of vectors serves both questions and any number of candidates. With `reciprocal` "which head?" asks a
-relation of its own, r back, for a tail (Lacroix et al. 2018): a relation's row is then two, side by side.
+A model predicts the tail's vector from a head and a relation, and the head's from a tail and a relation, so one
+comparison of vectors serves both questions and any number of candidates. With `reciprocal`, the question "which head?"
+uses a relation of its own, the inverse of r, and predicts a tail (Lacroix et al. 2018). A relation's row is then two
+vectors, concatenated.
 
 Legend: B samples, E entities, M candidates, P queries, D width of an entity's row.
 """
@@ -23,7 +24,7 @@ from colonnade.batch import Batch, Ids
 from colonnade.comm.collectives import gather
 from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import Source
-from colonnade.data.sets.triples import RELATION, Known
+from colonnade.data.sets.triples import RELATION, KnownAnswers
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
 from colonnade.models.ranking import average_metrics, check_scores, evaluation_mode, mark_candidates
@@ -38,21 +39,21 @@ QUERIES = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
-    """What a batch of triples asks, and the rows that answer."""
+class LinkBatch:
+    """Query vectors of a batch of triples, and the vectors of its entities and candidates."""
 
-    toward_tail: Tensor  # (B, D)
-    toward_head: Tensor  # (B, D)
+    tail_queries: Tensor  # (B, D): vectors that tails are compared with
+    head_queries: Tensor  # (B, D)
     tails: Tensor  # (B, D)
     heads: Tensor  # (B, D)
     candidates: Tensor  # (M, D)
     candidate_ids: Tensor  # (M,) int64, on the CPU
     weight: Tensor  # (B,) on the CPU
-    penalty: Tensor  # (B,): what is added to the loss of each
+    penalty: Tensor  # (B,): added to each triple's loss
 
 
-class LinkPrediction:
-    """Objective of a `KnowledgeGraph`: each true triple against wrong ones, whose head or tail is any candidate."""
+class LinkPredictionObjective:
+    """Objective of a `KnowledgeGraph`: true triples against wrong ones with a candidate as head or tail."""
 
     monitor = "mrr"
     metrics = ("mrr", *(f"hits@{k}" for k in HITS), "mean rank")
@@ -64,7 +65,7 @@ class LinkPrediction:
         if getattr(source, "num_entities", None) is None:
             raise ConfigError(
                 "this data set has no entities to rank; links are predicted on fb15k237, or a source with "
-                "`num_entities` and batches whose key is `data.triples.Known`"
+                "`num_entities` and batches whose key is `data.triples.KnownAnswers`"
             )
 
     def evaluate(
@@ -92,16 +93,19 @@ class LinkPrediction:
 
 
 class KnowledgeGraph(SplitModel):
-    """Scores are `margin` less a distance, or products. Two tables, "entity" and "relation"; features head, tail and
-    candidate read entities, candidate is a sequence."""
+    """Knowledge graph model that scores triples by `margin` minus a distance, or by products.
 
-    objective = LinkPrediction()
+    It has two tables, "entity" and "relation". The features head, tail and candidate read entities; candidate is a
+    sequence.
+    """
+
+    objective = LinkPredictionObjective()
     relation_share = 1.0
-    """Width of a relation's row, of an entity's."""
+    """Width of a relation's row relative to an entity's."""
     is_complex = False
-    """Whether an entity's row is complex numbers, real parts first."""
-    start = 9.0
-    """Where `margin` is not given."""
+    """True if an entity's row has complex elements, real parts first."""
+    default_margin = 9.0
+    """Default of `margin`."""
 
     def __init__(
         self,
@@ -115,12 +119,15 @@ class KnowledgeGraph(SplitModel):
         penalty: float = 0.0,
         seed: int = 0,
     ) -> None:
-        """loss: "sigmoid" says of each triple whether it is true; "softmax" which of all entities is the answer, of
-        which the candidates are a sample, so that `margin` cancels (`link_loss` has both).
-        temperature: scores are multiplied by it before the softmax; with "sigmoid" that is the softmax over wrong
-        candidates' scores that says how much each of them counts, which is a constant of the loss (self-adversarial
-        sampling, Sun et al. 2019). penalty: times `cubes`, it is added to a triple's loss, which holds a row back as
-        often as it is in triples (N3, Lacroix et al. 2018). Raises ConfigError."""
+        """Create the model.
+
+        loss: "sigmoid" classifies each triple as true or wrong; "softmax" classifies which of all entities is the
+        answer, with the candidates as a sample of them, so `margin` cancels (`link_loss` has both).
+        temperature: factor of scores before the softmax. With "sigmoid" that softmax is over the wrong candidates'
+        scores and weighs them; it is a constant of the loss (self-adversarial sampling, Sun et al. 2019).
+        penalty: factor of `cubic_norms`, added to a triple's loss. A row is so regularised as often as it occurs in
+        triples (N3, Lacroix et al. 2018). Raises ConfigError.
+        """
         super().__init__()
         self.kind = type(self).__name__.lower()
         got = {f.name: (f.table, f.pooling) for f in features}
@@ -145,8 +152,8 @@ class KnowledgeGraph(SplitModel):
             raise ConfigError(f"{self.kind}: got loss={loss!r}, wanted sigmoid or softmax")
         if loss == "softmax" and margin is not None:
             raise ConfigError(
-                f"{self.kind}: got margin={margin:g} beside loss=softmax, which asks by how much one score is above "
-                "the others: what all have cancels; leave margin out, or set loss=sigmoid"
+                f"{self.kind}: got margin={margin:g} with loss=softmax, which depends only on differences of scores: "
+                "the margin cancels; leave margin out, or set loss=sigmoid"
             )
         if not (penalty >= 0 and math.isfinite(penalty)):
             raise ConfigError(
@@ -155,16 +162,19 @@ class KnowledgeGraph(SplitModel):
         entity = next(table for table in tables if table.name == "entity")
         if loss == "softmax" and entity.rows is None:
             raise ConfigError(
-                f"{self.kind}: got loss=softmax and an open table of entities, wanted to know how many there are, of "
-                "which candidates are a sample; give Table('entity') rows, or set loss=sigmoid"
+                f"{self.kind}: got loss=softmax and an open table of entities, wanted their number, since candidates "
+                "are a sample of them; give Table('entity') rows, or set loss=sigmoid"
             )
         self.loss, self.num_entities, self.reciprocal = loss, entity.rows, reciprocal
-        self.margin, self.temperature = self.start if margin is None else margin, temperature
+        self.margin, self.temperature = (
+            self.default_margin if margin is None else margin,
+            temperature,
+        )
         self.penalty = penalty
         self.embeddings = EmbeddingCollection(tables, features, seed=seed)
         relation = next(table for table in tables if table.name == "relation")
         self.relation_range = float(getattr(relation.initializer, "scale", 0.0)) or 1.0
-        # Of all scores: what they start from, learned, as nothing else dense is.
+        # Learned constant of all scores: the only dense weight.
         self.offset = nn.Parameter(torch.zeros(()))
 
     @classmethod
@@ -174,118 +184,135 @@ class KnowledgeGraph(SplitModel):
         return dim * cls.relation_share * (2 if settings.get("reciprocal") else 1)
 
     def vectors(self, rows: Tensor) -> Tensor:
-        """(n, D) rows of entities -> (n, D): their vectors."""
+        """Return entities' vectors from their rows: (n, D) -> (n, D)."""
         return rows
 
-    def cubes(self, heads: Tensor, there: Tensor, back: Tensor, tails: Tensor) -> Tensor:
-        """(B, D) each; `there`, `back`: each question's relation -> (B,): the mean over both questions of the sum of
-        the cubes of the sizes (of complex numbers: moduli) of the three vectors' numbers."""
-        relations = (self._cubes(there) + self._cubes(back)) / 2
-        return self._cubes(heads) + relations + self._cubes(tails)
+    def cubic_norms(
+        self, heads: Tensor, relations: Tensor, inverse_relations: Tensor, tails: Tensor
+    ) -> Tensor:
+        """Sum the cubes of the absolute elements (complex: moduli) of each triple's vectors: (B, D) each -> (B,).
 
-    def _cubes(self, vectors: Tensor) -> Tensor:
+        `relations` belong to the question for the tail, `inverse_relations` to that for the head. The result is the
+        mean over both questions.
+        """
+        relation_norms = (self._cubic_norms(relations) + self._cubic_norms(inverse_relations)) / 2
+        return self._cubic_norms(heads) + relation_norms + self._cubic_norms(tails)
+
+    def _cubic_norms(self, vectors: Tensor) -> Tensor:
         squares = vectors.square()
         if self.is_complex:
             squares = squares.unflatten(1, (2, -1)).sum(1)
         return squares.pow(1.5).sum(1)
 
     @abstractmethod
-    def toward_tail(self, head: Tensor, relation: Tensor) -> Tensor:
-        """(B, D): the vector a tail is compared with."""
+    def predict_tail(self, head: Tensor, relation: Tensor) -> Tensor:
+        """Predict the vectors that tails are compared with, (B, D)."""
 
     @abstractmethod
-    def toward_head(self, tail: Tensor, relation: Tensor) -> Tensor:
-        """(B, D): the vector a head is compared with."""
+    def predict_head(self, tail: Tensor, relation: Tensor) -> Tensor:
+        """Predict the vectors that heads are compared with, (B, D)."""
 
     @abstractmethod
     def compare(self, queries: Tensor, candidates: Tensor) -> Tensor:
-        """(P, D) each with each of (M, D) -> (P, M) scores without margin and offset."""
+        """Score each query with each candidate, without margin and offset: (P, D), (M, D) -> (P, M)."""
 
     @abstractmethod
-    def compare_one(self, queries: Tensor, answers: Tensor) -> Tensor:
-        """(P, D), (P, D) -> (P,): the diagonal of `compare`."""
+    def compare_pairs(self, queries: Tensor, answers: Tensor) -> Tensor:
+        """Score each query with its answer, without margin and offset: (P, D), (P, D) -> (P,)."""
 
     def network(
         self, queries: Tensor, answers: Tensor, candidates: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Scores (P,) of the answers (P, D), and (P, M) of candidates (M, D)."""
-        start = self.margin + self.offset
-        return self.compare_one(queries, answers) + start, self.compare(queries, candidates) + start
+        """Score the answers (P, D) -> (P,), and all candidates (M, D) -> (P, M)."""
+        base = self.margin + self.offset
+        return self.compare_pairs(queries, answers) + base, self.compare(queries, candidates) + base
 
-    def forward(self, batch: Batch) -> Links:
+    def forward(self, batch: Batch) -> LinkBatch:
         rows = self.embeddings(batch)
         relation = rows["relation"]
         weight = torch.ones(batch.size) if batch.sample_weight is None else batch.sample_weight
         heads, tails, candidates = (
             self.vectors(rows[name]) for name in FEATURES if name != "relation"
         )
-        there, back = relation.chunk(2, 1) if self.reciprocal else (relation, relation)
-        toward_tail = self.toward_tail(heads, there)
-        toward_head = (self.toward_tail if self.reciprocal else self.toward_head)(tails, back)
+        relations, inverse_relations = (
+            relation.chunk(2, 1) if self.reciprocal else (relation, relation)
+        )
+        tail_queries = self.predict_tail(heads, relations)
+        predict_head = self.predict_tail if self.reciprocal else self.predict_head
+        head_queries = predict_head(tails, inverse_relations)
         penalty = heads.new_zeros(batch.size)
         if self.penalty:
-            penalty = self.penalty * self.cubes(heads, there, back, tails)
+            norms = self.cubic_norms(heads, relations, inverse_relations, tails)
+            penalty = self.penalty * norms
         ids = batch.ids["candidate"].values
-        return Links(toward_tail, toward_head, tails, heads, candidates, ids, weight, penalty)
+        return LinkBatch(tail_queries, head_queries, tails, heads, candidates, ids, weight, penalty)
 
     def entities(self, ids: Tensor) -> Tensor:
-        """(n,) -> (n, D); reads only."""
-        batch = self.filled(Batch(len(ids), torch.empty(len(ids), 0), {"head": Ids(ids)}))
+        """Return the vectors of entities by id, (n,) -> (n, D), without training them."""
+        batch = self.fill_missing_features(
+            Batch(len(ids), torch.empty(len(ids), 0), {"head": Ids(ids)})
+        )
         return self.vectors(self.embeddings(batch)["head"])
 
 
-def link_loss(model: KnowledgeGraph, links: Links, known: Known, mesh: Mesh) -> Tensor:
+def link_loss(model: KnowledgeGraph, links: LinkBatch, known: KnownAnswers, mesh: Mesh) -> Tensor:
     """Compute this rank's part of the weighted mean over all ranks' triples. Collective, and its backward too.
 
-    A triple's loss is the mean over both questions of what `model.loss` says, against all ranks' candidates that are
-    not known to be true, and the penalty of the triple's own vectors.
+    A triple's loss is the mean of `model.loss` over both questions, against all ranks' candidates that are not known
+    to be true, plus the penalty of the triple's own vectors.
     """
     candidates = gather(mesh, links.candidates)
     ids = gather(mesh, links.candidate_ids)
     total = mesh.all_reduce("dense", links.weight.sum(dtype=torch.float64))
     losses = []
     for queries, answers, true in (
-        (links.toward_tail, links.tails, known.tails),
-        (links.toward_head, links.heads, known.heads),
+        (links.tail_queries, links.tails, known.tails),
+        (links.head_queries, links.heads, known.heads),
     ):
-        right, wrong = model.run(queries, queries, answers, candidates)
-        out = mark_candidates(true.samples, true.values, len(queries), ids).to(wrong.device)
+        right, wrong = model.run_network(queries, queries, answers, candidates)
+        is_excluded = mark_candidates(true.samples, true.values, len(queries), ids).to(wrong.device)
         if model.loss == "sigmoid":
-            losses.append(true_or_wrong(right, wrong, out, model.temperature))
+            losses.append(binary_triple_loss(right, wrong, is_excluded, model.temperature))
         else:
             assert model.num_entities is not None
-            all_wrong = (model.num_entities - true.counts).to(wrong)
-            losses.append(which_of_all(right, wrong, out, all_wrong, model.temperature))
+            num_wrong = (model.num_entities - true.counts).to(wrong)
+            losses.append(
+                sampled_softmax_loss(right, wrong, is_excluded, num_wrong, model.temperature)
+            )
     triple_losses = (losses[0] + losses[1]) / 2 + links.penalty
     return (triple_losses * links.weight.to(triple_losses)).sum() / max(float(total), 1e-12)
 
 
-def true_or_wrong(right: Tensor, wrong: Tensor, out: Tensor, temperature: float) -> Tensor:
-    """Compute the loss of telling true triples from wrong ones (Sun et al. 2019, equations 5 and 6).
+def binary_triple_loss(
+    right: Tensor, wrong: Tensor, is_excluded: Tensor, temperature: float
+) -> Tensor:
+    """Compute the loss of classifying triples as true or wrong (Sun et al. 2019, equations 5 and 6).
 
-    Scores right (P,) and wrong (P, M), but those that are `out` -> (P,): the mean of -log sigmoid(right) and of
-    -log sigmoid(-wrong), weighed by the softmax of the wrong ones.
+    right (P,) and wrong (P, M) are scores; wrong ones marked in `out` do not count. Returns (P,): the mean of
+    -log sigmoid(right) and of -log sigmoid(-wrong), the latter weighted by the softmax of the wrong scores.
     """
-    share = (wrong.detach() * temperature).masked_fill(out, float("-inf")).softmax(1)
-    share = share.nan_to_num()  # where no candidate is wrong
-    return -(logsigmoid(right) + (share * logsigmoid(-wrong)).sum(1)) / 2
+    weights = (wrong.detach() * temperature).masked_fill(is_excluded, float("-inf")).softmax(1)
+    weights = weights.nan_to_num()  # rows without a wrong candidate
+    return -(logsigmoid(right) + (weights * logsigmoid(-wrong)).sum(1)) / 2
 
 
-def which_of_all(
-    right: Tensor, wrong: Tensor, out: Tensor, all_wrong: Tensor, temperature: float
+def sampled_softmax_loss(
+    right: Tensor, wrong: Tensor, is_excluded: Tensor, num_wrong: Tensor, temperature: float
 ) -> Tensor:
     """Compute the loss of finding the answer among all entities by sampled softmax (Bengio and Senecal 2003).
 
-    Scores right (P,) and wrong (P, M), but those that are `out` -> (P,): -log of the answer's share in the softmax
-    over it and all wrong entities, `all_wrong` (P,) in number. The wrong ones here are a sample of these, each standing
-    for as many (of links: Ruffinelli et al. 2020).
+    right (P,) and wrong (P, M) are scores; wrong ones marked in `out` do not count. Returns (P,): -log of the answer's
+    share in the softmax over it and all wrong entities, `all_wrong` (P,) in number. The wrong scores are a sample, and
+    each counts for equally many of them (for links: Ruffinelli et al. 2020).
     """
-    drawn = (out.shape[1] - out.count_nonzero(1)).clamp(min=1)
-    weight = (all_wrong / drawn).log()
-    # One pass over the scores for each line; cross entropy has all of the softmax in two.
-    others = torch.add(weight[:, None], wrong, alpha=temperature).masked_fill_(out, float("-inf"))
+    num_sampled = (is_excluded.shape[1] - is_excluded.count_nonzero(1)).clamp(min=1)
+    log_weight = (num_wrong / num_sampled).log()
+    # Each line is one pass over the scores; cross entropy computes the whole softmax in two.
+    others = torch.add(log_weight[:, None], wrong, alpha=temperature).masked_fill_(
+        is_excluded, float("-inf")
+    )
     logits = torch.cat([right[:, None] * temperature, others], 1)
-    return cross_entropy(logits, torch.zeros_like(drawn), reduction="none")
+    return cross_entropy(logits, torch.zeros_like(num_sampled), reduction="none")
 
 
 def rank_answers(model: KnowledgeGraph, batch: Batch, entities: Tensor) -> Tensor:
@@ -293,33 +320,35 @@ def rank_answers(model: KnowledgeGraph, batch: Batch, entities: Tensor) -> Tenso
     links, known = model(batch), batch.key
     ranks = []
     for queries, name, answers in (
-        (links.toward_tail, "tail", known.tails),
-        (links.toward_head, "head", known.heads),
+        (links.tail_queries, "tail", known.tails),
+        (links.head_queries, "head", known.heads),
     ):
         scores = [
             torch.cat([model.compare(query_chunk, chunk) for chunk in entities.split(CHUNK)], 1)
             for query_chunk in queries.split(QUERIES)
         ] or [queries.new_empty(0, len(entities))]
-        ranks.append(filtered_ranks(torch.cat(scores).cpu(), batch.ids[name].values, answers))
+        ranks.append(
+            compute_filtered_ranks(torch.cat(scores).cpu(), batch.ids[name].values, answers)
+        )
     return torch.cat(ranks)
 
 
-def filtered_ranks(scores: Tensor, truth: Tensor, known: Ids) -> Tensor:
+def compute_filtered_ranks(scores: Tensor, truth: Tensor, known: Ids) -> Tensor:
     """Rank each truth among all entities but the others that are known to be true (Bordes et al. 2013).
 
-    scores (B, E), truth (B,) -> (B,) float64 places, from 1; equal scores share the mean of their places.
+    scores (B, E), truth (B,) -> (B,) float64 ranks, from 1; equal scores share the mean of their ranks.
     Raises NonFiniteError.
     """
     check_scores(scores)
     truth_scores = scores.gather(1, truth[:, None])
     # int32: a third of the time of int64.
     above = (scores > truth_scores).sum(1, dtype=torch.int32).double()
-    level = (scores == truth_scores).sum(1, dtype=torch.int32).double() - 1
+    equal = (scores == truth_scores).sum(1, dtype=torch.int32).double() - 1
     sample = known.samples
     is_other = known.values != truth[sample]
     sample, other_scores = sample[is_other], scores[sample[is_other], known.values[is_other]]
     others_above = (other_scores > truth_scores[sample, 0]).double()
-    others_level = (other_scores == truth_scores[sample, 0]).double()
+    others_equal = (other_scores == truth_scores[sample, 0]).double()
     above -= torch.zeros_like(above).index_add_(0, sample, others_above)
-    level -= torch.zeros_like(level).index_add_(0, sample, others_level)
-    return above + 1 + level / 2
+    equal -= torch.zeros_like(equal).index_add_(0, sample, others_equal)
+    return above + 1 + equal / 2

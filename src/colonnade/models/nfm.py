@@ -11,15 +11,18 @@ from torch import Tensor, cat
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.interaction import BiInteraction, Sum
-from colonnade.models.fields import DEEP, dims_of, first_order
+from colonnade.models.fields import DEEP, field_dims, first_order_fields
 from colonnade.models.layers import LinearTerm, mlp
 from colonnade.models.split import Scorer
 from colonnade.table import Feature, Table
 
 
 class NFM(Scorer):
-    """Tables have the parts deep (D, one for all) and wide (tasks). The paper's dropout and batch normalisation are
-    left out: the second would make a sample's logit depend on its batch."""
+    """Neural factorization machine over tables with the parts deep (dim D, the same for all) and wide (dim tasks).
+
+    The paper's dropout and batch normalisation are omitted: the latter would make a sample's logit depend on its
+    batch.
+    """
 
     def __init__(
         self,
@@ -32,8 +35,8 @@ class NFM(Scorer):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        deep = dims_of(tables, features, DEEP)
-        wide = first_order(tables, features, tasks)
+        deep = field_dims(tables, features, DEEP)
+        wide = first_order_fields(tables, features, tasks)
         self.embeddings = EmbeddingCollection(
             tables,
             features,

@@ -1,6 +1,6 @@
-"""SASRec (Kang and McAuley 2018): what comes next in a sequence of items, by causal self-attention.
+"""SASRec (Kang and McAuley 2018): next-item prediction from a sequence of items by causal self-attention.
 
-Legend: B samples, E items in all sequences, L longest sequence, M negatives, D dim.
+Legend: B samples, E items in all sequences, K positions used, L longest sequence, M negatives, D dim.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch.nn.functional import normalize, scaled_dot_product_attention
 from colonnade.batch import Batch, Ids
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, DataError
-from colonnade.models.fields import dims_of
-from colonnade.models.retriever import Contrast, Retriever
+from colonnade.models.fields import field_dims
+from colonnade.models.retriever import ContrastiveBatch, Retriever
 from colonnade.table import Feature, Table
 
 SEQUENCES = ("history", "target", "negative")
 
 
-class Block(nn.Module):
-    """Causal attention, then a network on each place; the input of each is normalised, and added to what it gives.
+class AttentionBlock(nn.Module):
+    """Transformer block: causal attention, then an MLP per position, each with layer norm before and a residual.
 
-    It starts as the mean of what a place sees (values and output are the identity, the network gives zero): a useful
-    model of sequences from the first step, which the rest refines.
+    It is initialised to the mean of the positions that attention sees (values and output are the identity, the MLP
+    returns zero): a useful model of sequences from the first step, which training refines.
     """
 
     def __init__(self, dim: int, heads: int, dropout: float) -> None:
@@ -44,23 +44,25 @@ class Block(nn.Module):
                 parameter.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, L, D) -> (B, L, D). A place sees itself and those before it."""
+        """Evaluate the block: (B, L, D) -> (B, L, D). A position attends to itself and to those before it."""
         qkv = self.qkv(self.before_attention(x)).unflatten(2, (3, self.heads, -1))
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # (B, heads, L, D / heads) each
-        dropped = self.dropout if self.training else 0.0
-        seen = scaled_dot_product_attention(query, key, value, dropout_p=dropped, is_causal=True)
-        x = x + self.drop(self.out(seen.transpose(1, 2).flatten(2)))
+        dropout = self.dropout if self.training else 0.0
+        attended = scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True
+        )
+        x = x + self.drop(self.out(attended.transpose(1, 2).flatten(2)))
         return x + self.drop(self.hidden(self.before_hidden(x)))
 
 
 class SASRec(Retriever):
-    """Features history, target and negative are sequences of one table: at each place of `history`, the item of
-    `target` there is learned against the sample's, and all other samples', `negative`.
+    """SASRec over the features history, target and negative, which are sequences of one table.
 
-    Vectors of what comes next and of items have length one, as two towers' do: scores of a bounded size learn
-    faster. Rows enter as they are, not times sqrt(D), so that a place is made of what attention finds
-    more than of its own item. Only the newest `max_length` items of a sequence are looked at. Sequences begin at
-    place 0, so padding stands where causal attention does not look.
+    At each position of `history`, the item at that position of `target` is the positive; the `negative` items of all
+    samples are the negatives. Query and item vectors have length one, as in two towers: bounded scores learn faster.
+    Rows are not multiplied by sqrt(D), so that a position's vector depends more on what it attends to than on its own
+    item. Only the newest `max_length` items of a sequence are used. Sequences begin at position 0, so causal attention
+    never sees padding.
     """
 
     def __init__(
@@ -83,18 +85,18 @@ class SASRec(Retriever):
                 f"sasrec: got features {got}, wanted the sequences {', '.join(SEQUENCES)} of one table; "
                 "a source of sequences has them (data.options.samples=sequences)"
             )
-        dim = next(iter(dims_of(tables, features).values()))
+        dim = next(iter(field_dims(tables, features).values()))
         if dim % heads:
             raise ConfigError(f"sasrec: got dim={dim} for {heads} heads, wanted a multiple")
         self.embeddings = EmbeddingCollection(tables, features, seed=seed)
         self.max_length, self.temperature = max_length, temperature
         self.places = nn.Parameter(torch.randn(max_length, dim) * 0.02) if positions else None
         self.drop = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(dim, heads, dropout) for _ in range(blocks))
+        self.blocks = nn.ModuleList(AttentionBlock(dim, heads, dropout) for _ in range(blocks))
         self.last = nn.LayerNorm(dim)
 
     def network(self, x: Tensor) -> Tensor:
-        """Items' vectors (B, L, D), padded -> what comes after each place (B, L, D)."""
+        """Predict the vector of the next item at each position, from padded item vectors: (B, L, D) -> (B, L, D)."""
         if self.places is not None:
             x = x + self.places[: x.shape[1]]
         x = self.drop(x)
@@ -102,70 +104,74 @@ class SASRec(Retriever):
             x = block(x)
         return normalize(self.last(x), dim=2)
 
-    def forward(self, batch: Batch) -> Contrast:
+    def forward(self, batch: Batch) -> ContrastiveBatch:
         history, target, negative = (batch.ids[name] for name in SEQUENCES)
-        offsets = _offsets(history)
-        if not torch.equal(offsets, _offsets(target)):
+        offsets = _sequence_offsets(history)
+        if not torch.equal(offsets, _sequence_offsets(target)):
             raise DataError(
                 "sasrec: got histories and targets of different lengths, wanted a target at each place of a history"
             )
         rows = self.embeddings(batch)
-        sample, place = self._newest(offsets)
-        kept = offsets[sample] + place
-        queries = self._run(rows["history"], kept, sample, place)
+        sample, position = self._newest_positions(offsets)
+        rows_used = offsets[sample] + position
+        queries = self._predict_next(rows["history"], rows_used, sample)
         weight = torch.ones(batch.size) if batch.sample_weight is None else batch.sample_weight
-        return Contrast(
+        return ContrastiveBatch(
             queries,
-            normalize(rows["target"].index_select(0, kept.to(queries.device)), dim=1),
+            normalize(rows["target"].index_select(0, rows_used.to(queries.device)), dim=1),
             weight[sample],
             sample,
-            (torch.cat([sample, sample]), torch.cat([history.values[kept], target.values[kept]])),
+            (
+                torch.cat([sample, sample]),
+                torch.cat([history.values[rows_used], target.values[rows_used]]),
+            ),
             normalize(rows["negative"], dim=1),
             negative.values,
-            torch.zeros(len(kept)),
+            torch.zeros(len(rows_used)),
             torch.zeros(len(negative.values)),
         )
 
     def queries(self, batch: Batch) -> Tensor:
-        """What comes after the end of each history; zeros after none."""
-        batch = self.filled(batch)
-        offsets = _offsets(batch.ids["history"])
+        """Predict the vector of the item after each history; zeros for an empty history."""
+        batch = self.fill_missing_features(batch)
+        offsets = _sequence_offsets(batch.ids["history"])
         rows = self.embeddings(batch)["history"]
-        sample, place = self._newest(offsets)
-        found = self._run(rows, offsets[sample] + place, sample, place)
+        sample, position = self._newest_positions(offsets)
+        predictions = self._predict_next(rows, offsets[sample] + position, sample)
         is_last = torch.ones(len(sample), dtype=torch.bool)
         is_last[:-1] = sample[1:] != sample[:-1]
-        queries = found.new_zeros(batch.size, found.shape[1])
+        queries = predictions.new_zeros(batch.size, predictions.shape[1])
         return queries.index_copy(
-            0, sample[is_last].to(found.device), found[is_last.to(found.device)]
+            0, sample[is_last].to(predictions.device), predictions[is_last.to(predictions.device)]
         )
 
     def items(self, batch: Batch) -> Tensor:
-        return normalize(self.embeddings(self.filled(batch))["target"], dim=1)
+        return normalize(self.embeddings(self.fill_missing_features(batch))["target"], dim=1)
 
-    def _newest(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """sample (K,), place (K,) in its sequence: the places looked at, sample by sample."""
+    def _newest_positions(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sample (K,) and the position in its sequence (K,) of each item used, sample by sample."""
         lengths = offsets.diff()
         sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        place = torch.arange(len(sample)) - offsets[sample]
-        kept = place >= (lengths - self.max_length)[sample]
-        return sample[kept], place[kept]
+        position = torch.arange(len(sample)) - offsets[sample]
+        is_used = position >= (lengths - self.max_length)[sample]
+        return sample[is_used], position[is_used]
 
-    def _run(self, rows_ED: Tensor, kept: Tensor, sample: Tensor, place: Tensor) -> Tensor:
-        """What comes after each of the places looked at (K, D). They are padded for the network to (B, L, D): a
-        sequence's first one to place 0."""
-        if not len(kept):
+    def _predict_next(self, rows_ED: Tensor, rows_used: Tensor, sample: Tensor) -> Tensor:
+        """Predict the next item's vector at each position used, (K, D). The network gets them padded to (B, L, D), with
+        a sequence's first one at position 0."""
+        if not len(rows_used):
             return rows_ED[:0]
         counts = torch.bincount(sample)
         starts = counts.cumsum(0) - counts
         num_samples, longest = len(counts), int(counts.max())
-        at = sample * longest + torch.arange(len(sample)) - starts[sample]
-        at, kept = at.to(rows_ED.device), kept.to(rows_ED.device)
+        padded_index = sample * longest + torch.arange(len(sample)) - starts[sample]
+        padded_index, rows_used = padded_index.to(rows_ED.device), rows_used.to(rows_ED.device)
         padded = rows_ED.new_zeros(num_samples * longest, rows_ED.shape[1])
-        padded = padded.index_copy(0, at, rows_ED.index_select(0, kept))
-        found = self.run(rows_ED, padded.view(num_samples, longest, -1))
-        return found.flatten(0, 1).index_select(0, at)
+        padded = padded.index_copy(0, padded_index, rows_ED.index_select(0, rows_used))
+        predictions = self.run_network(rows_ED, padded.view(num_samples, longest, -1))
+        return predictions.flatten(0, 1).index_select(0, padded_index)
 
 
-def _offsets(ids: Ids) -> Tensor:
+def _sequence_offsets(ids: Ids) -> Tensor:
+    """Return where each sample's sequence begins, and the end; without offsets each sample has one id."""
     return torch.arange(len(ids.values) + 1) if ids.offsets is None else ids.offsets

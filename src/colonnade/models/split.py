@@ -1,4 +1,4 @@
-"""Split of every model here: embeddings, and a dense network that is kept apart from them.
+"""Base classes of models, which separate the embeddings from the dense network.
 
 Legend: B samples, n dense columns.
 """
@@ -15,40 +15,44 @@ from torch import Tensor, nn
 
 from colonnade.batch import Batch, Ids
 from colonnade.embedding import EmbeddingCollection
-from colonnade.models.work import Work
+from colonnade.models.dense_cost import DenseCost
 from colonnade.topology.towers import Partition
 
 
 class SplitModel(nn.Module):
-    """`network` is everything dense, so that it alone is compiled (`compile`) or computes in 16 bits (`autocast`);
-    rows, and what is pooled of them, keep their dtype. `to` moves the network, and what it is given, to a device."""
+    """Model split into `embeddings` and a dense `network`.
+
+    Only the network is compiled (`compile`) or computed in 16 bits (`autocast`); rows and pooled values keep their
+    dtype. `to` moves the network and its inputs to a device.
+    """
 
     embeddings: EmbeddingCollection
     autocast: torch.dtype | None = None
-    """Of products in `network`; None: that of its parameters."""
+    """Dtype of products in `network`; None: the dtype of its parameters."""
     towers: Partition | None = None
-    """Which features stand together, where the model was told."""
-    work: Work | None = None
-    """Of all dense weights, where it is known; `flat_work`: of the same model without tower modules."""
-    flat_work: Work | None = None
+    """Partition of the features into towers, if the model has one."""
+    dense_cost: DenseCost | None = None
+    """Cost of all dense weights, if known."""
+    flat_dense_cost: DenseCost | None = None
+    """Cost of the same model without tower modules, if known."""
     ordered: tuple[str, ...] = ()
-    """How the names of weights begin whose columns follow the order of the fields, or of towers."""
+    """Prefixes of names of weights that have columns in the order of the fields, or of towers."""
     objective: Any = None
-    """What the model learns (`train.objective.Objective`), where that is not its labels."""
+    """Objective of training (`train.objective.Objective`); None: cross entropy of the labels."""
     init_scales: Mapping[str, float] = {}
-    """By table: new rows are uniform in +- this, whatever `embedding.init_scale` says."""
+    """Scale of new rows by table, uniform in +- this; overrides `embedding.init_scale`."""
 
     @classmethod
     def row_width(cls, table: str, dim: int, settings: Mapping[str, Any]) -> float:
-        """Return the width of a table's rows, of `model.dim` and the model's other settings."""
+        """Return the width of a table's rows, from `model.dim` and the model's other settings."""
         return dim
 
     def __init__(self) -> None:
         super().__init__()
         self._compiled: Callable[..., Any] | None = None
 
-    def filled(self, batch: Batch) -> Batch:
-        """Give the batch empty bags for the features it lacks."""
+    def fill_missing_features(self, batch: Batch) -> Batch:
+        """Return the batch with empty bags for the features that it lacks."""
         empty = Ids(
             torch.empty(0, dtype=torch.int64), torch.zeros(batch.size + 1, dtype=torch.int64)
         )
@@ -56,22 +60,22 @@ class SplitModel(nn.Module):
         return replace(batch, ids={name: batch.ids.get(name, empty) for name in names})
 
     @abstractmethod
-    def network(self, *given: Any) -> Any:
-        """Tensors in, a tensor or a tuple of them out."""
+    def network(self, *inputs: Any) -> Any:
+        """Compute a tensor, or a tuple of tensors, from tensors."""
 
-    def run(self, like: Tensor, *given: Any) -> Any:
-        """`network(*given)`, compiled and in the precision asked for; what it gives is of the dtype of `like`."""
+    def run_network(self, like: Tensor, *inputs: Any) -> Any:
+        """Evaluate `network(*inputs)`, compiled and with autocast if set. Outputs have the dtype of `like`."""
         network = self._compiled or self.network
         if self.autocast is None:
-            return network(*given)
+            return network(*inputs)
         with torch.autocast(like.device.type, self.autocast):
-            found = network(*given)
-        if isinstance(found, tuple):
-            return tuple(each.to(like.dtype) for each in found)
-        return found.to(like.dtype)
+            outputs = network(*inputs)
+        if isinstance(outputs, tuple):
+            return tuple(output.to(like.dtype) for output in outputs)
+        return outputs.to(like.dtype)
 
     def compile(self, **options: Any) -> None:  # type: ignore[override]
-        """`torch.compile` of the network, with its options; lookups, which are no torch code, stay outside."""
+        """Compile the network with `torch.compile` and its options. Lookups are not torch code and stay outside."""
         self._compiled = torch.compile(self.network, **options)
 
     def __getstate__(self) -> dict:
@@ -79,13 +83,14 @@ class SplitModel(nn.Module):
 
 
 class Scorer(SplitModel):
-    """Logits (B, tasks), one per label, of its being 1."""
+    """Model that returns logits (B, tasks), one per label: the log odds that the label is 1."""
 
     @abstractmethod
     def network(self, fields: Mapping[str, Tensor], dense: Tensor) -> Tensor:
-        """fields: what the model's consumers give, (B, ...) each; dense (B, n), dtype and device of these."""
+        """Compute the logits. fields: outputs of the model's consumers by name, (B, ...) each; dense (B, n), of their
+        dtype and device."""
 
     def forward(self, batch: Batch) -> Tensor:
         fields = self.embeddings(batch)
         like = next(iter(fields.values()))
-        return self.run(like, fields, batch.dense.to(like))
+        return self.run_network(like, fields, batch.dense.to(like))

@@ -1,6 +1,6 @@
-"""Tower modules of DLRM and DCN-v2 (DMT, Luo et al. 2024), a model's consumers by tower, and what these save and cost.
+"""Tower modules of DLRM and DCN-v2 (DMT, Luo et al. 2024): modules, consumers by tower, and a summary of their cost.
 
-Legend: B samples, F fields of a tower, N their dim, D dim of the vectors that leave it, W columns side by side.
+Legend: B samples, F fields of a tower, N their dim, D dim of the vectors it outputs, W columns of all its fields.
 """
 
 from __future__ import annotations
@@ -21,40 +21,43 @@ from colonnade.topology.towers import Partition
 
 
 def words_of(model: nn.Module, collection: EmbeddingCollection) -> str:
-    """One line; nothing where there are no tower modules."""
-    modules = [each for each in collection.interactions.values() if isinstance(each, TowerModule)]
+    """Describe a model's tower modules in one line; an empty string if there are none."""
+    modules = [
+        operator
+        for operator in collection.interactions.values()
+        if isinstance(operator, TowerModule)
+    ]
     if not modules:
         return ""
-    enter, leave = (
-        sum(sum(each.dims) for each in modules),
-        sum(each.out for each in modules),
+    inputs = sum(sum(module.dims) for module in modules)
+    outputs = sum(module.out for module in modules)
+    weights = sum(weight.numel() for module in modules for weight in module.parameters())
+    fields = "+".join(str(len(module.dims)) for module in modules)
+    summary = (
+        f"{len(modules)} tower modules ({fields} fields): {outputs:,} floats of a sample leave them of {inputs:,} (CR "
+        f"{inputs / outputs:.2f}); {weights:,} parameters"
     )
-    weights = sum(weight.numel() for each in modules for weight in each.parameters())
-    fields = "+".join(str(len(each.dims)) for each in modules)
-    said = (
-        f"{len(modules)} tower modules ({fields} fields): {leave:,} floats of a sample leave them of {enter:,} (CR "
-        f"{enter / leave:.2f}); {weights:,} parameters"
-    )
-    work, flat = getattr(model, "work", None), getattr(model, "flat_work", None)
-    if work is None or flat is None:
-        return said
+    cost, flat = getattr(model, "dense_cost", None), getattr(model, "flat_dense_cost", None)
+    if cost is None or flat is None:
+        return summary
     return (
-        f"{said}. The dense network takes {work.flops / 1e6:.2f} MFLOP a sample and has {work.parameters:,} "
+        f"{summary}. The dense network takes {cost.flops / 1e6:.2f} MFLOP a sample and has {cost.parameters:,} "
         f"parameters; without them {flat.flops / 1e6:.2f} and {flat.parameters:,}"
     )
 
 
 TOWER = "tower"
-"""Consumers are tower0, tower1, ... in the partition's order."""
+"""Prefix of the consumers' names: tower0, tower1, ... in the partition's order."""
 
 
 class DLRMTower(nn.Module):
-    """c vectors of each field, by one map that they share, then p of all together: (B, F, N) -> (B, (c F + p) D)."""
+    """Tower module of DLRM: c vectors per field from a shared linear map, then p vectors of all fields: (B, F, N) ->
+    (B, (c F + p) D)."""
 
     def __init__(
         self, fields: int, dim: int, out_dim: int, *, vectors: int, summaries: int
     ) -> None:
-        """vectors: c; summaries: p."""
+        """Create the module. vectors: c; summaries: p."""
         super().__init__()
         if vectors < 0 or summaries < 0 or not vectors + summaries:
             raise ConfigError(
@@ -65,17 +68,18 @@ class DLRMTower(nn.Module):
         self.summary = nn.Linear(fields * dim, summaries * out_dim) if summaries else None
 
     def forward(self, fields: Tensor) -> Tensor:
-        found = []
+        outputs = []
         if self.each is not None:
             vectors = linear(fields.flatten(0, 1), self.each.weight, self.each.bias)
-            found.append(vectors.unflatten(0, fields.shape[:2]).flatten(1))
+            outputs.append(vectors.unflatten(0, fields.shape[:2]).flatten(1))
         if self.summary is not None:
-            found.append(linear(fields.flatten(1), self.summary.weight, self.summary.bias))
-        return found[0] if len(found) == 1 else cat(found, dim=1)
+            outputs.append(linear(fields.flatten(1), self.summary.weight, self.summary.bias))
+        return outputs[0] if len(outputs) == 1 else cat(outputs, dim=1)
 
 
 class DCNTower(nn.Module):
-    """Cross layers over the fields side by side, then D columns for each field: (B, W) -> (B, F D)."""
+    """Tower module of DCN-v2: cross layers over the concatenated fields, then D columns per field: (B, W) -> (B, F
+    D)."""
 
     def __init__(
         self, fields: int, width: int, out_dim: int, *, layers: int, rank: int | None
@@ -91,50 +95,57 @@ class DCNTower(nn.Module):
         return linear(x, self.last.weight, self.last.bias)
 
 
-def tower_consumers(
+def build_tower_consumers(
     partition: Partition,
     dims: Mapping[str, int],
     make: Callable[[Sequence[int]], TowerModule],
     *,
     seed: int,
 ) -> dict[str, tuple[TowerModule, list[str]]]:
-    """By name, a tower's module and its fields. make: from the dims of a tower's fields.
+    """Build a module for each tower of the partition: modules and their fields, by consumer name.
 
-    First values of a module follow from `seed` and its tower's features in their order alone, so towers may change
-    places; torch's generator is left as it was.
+    make: function from the dims of a tower's fields to its module. A module's initial weights depend only on `seed` and
+    on its tower's features in their order, so towers may be reordered. torch's generator is left unchanged.
     """
-    found = {}
+    consumers = {}
     for number, features in enumerate(partition.towers):
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_seed_of(features, seed))
-            found[f"{TOWER}{number}"] = make([dims[name] for name in features]), list(features)
-    return found
+            torch.manual_seed(_tower_seed(features, seed))
+            module = make([dims[name] for name in features])
+        consumers[f"{TOWER}{number}"] = module, list(features)
+    return consumers
 
 
-def _seed_of(features: Sequence[str], seed: int) -> int:
+def _tower_seed(features: Sequence[str], seed: int) -> int:
+    """Derive the seed of a tower's module from the run's seed and the names of its features."""
     text = json.dumps([seed, *features]).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
 
 
-def checked_partition(
+def check_partition(
     partition: Partition | None, features: Iterable[str], tower_dim: int | None
 ) -> Partition | None:
-    """Raises ConfigError for a partition of another model's features, or a module without towers."""
+    """Return the partition, checked against the model's features.
+
+    Raises ConfigError for a partition of other features, and for `tower_dim` without towers."""
     if partition is None:
         if tower_dim is not None:
             raise ConfigError(
-                f"got tower_dim={tower_dim} without towers; say which features stand together (towers), or leave "
+                f"got tower_dim={tower_dim} without towers; give the partition of the features (towers), or leave "
                 "it out"
             )
         return None
-    known, given = list(features), partition.features
-    for names, words in (
-        ([name for name in given if name not in known], "this model has no such feature"),
-        ([name for name in known if name not in given], "it stands in no tower"),
+    model_features, tower_features = list(features), partition.features
+    for names, problem in (
+        (
+            [name for name in tower_features if name not in model_features],
+            "this model has no such feature",
+        ),
+        ([name for name in model_features if name not in tower_features], "it is in no tower"),
     ):
         if names:
             raise ConfigError(
-                f"towers: {', '.join(map(repr, names))}: {words}; the partition is for another model. Wanted each of "
-                f"{', '.join(known)} in one tower"
+                f"towers: {', '.join(map(repr, names))}: {problem}; the partition is for another model. Wanted each of "
+                f"{', '.join(model_features)} in one tower"
             )
     return partition

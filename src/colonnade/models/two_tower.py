@@ -1,4 +1,4 @@
-"""Two towers: a query's columns and an item's columns, each through a network to one vector (Yi et al. 2019).
+"""Two-tower model (Yi et al. 2019): one MLP from a query's columns to a vector, another from an item's columns.
 
 Legend: B samples, D dim, n dense columns.
 """
@@ -15,17 +15,18 @@ from colonnade.batch import Batch
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, DataError
 from colonnade.interaction import Concat
-from colonnade.models.fields import dims_of
+from colonnade.models.fields import field_dims
 from colonnade.models.layers import mlp
-from colonnade.models.retriever import Contrast, Retriever
+from colonnade.models.retriever import ContrastiveBatch, Retriever
 from colonnade.table import Feature, Table
 
 
 class TwoTower(Retriever):
-    """Learns from pairs: the other samples' items, of all ranks, are a sample's negatives, but for those in the query
-    itself (columns that share the item's table: what was taken before).
+    """Two-tower retrieval model trained on pairs, with in-batch negatives of all ranks.
 
-    Vectors have length one: scores are cosine / temperature, and the log of how often an item occurs.
+    A sample's negatives are the other samples' items, except items in its own query: in columns that share the item's
+    table, such as a history. Vectors have length one: scores are cosine / temperature, plus the log of the item's
+    frequency.
     """
 
     def __init__(
@@ -41,27 +42,27 @@ class TwoTower(Retriever):
         temperature: float = 0.1,
         seed: int = 0,
     ) -> None:
-        """`item_columns`: features that say which item it is, its id first. `query_columns`: those of the query;
-        default: all others. The dense columns but `log_q` are the query's too. Features of neither are not used."""
+        """Create the model. `item_columns`: features of the item, its id first. `query_columns`: features of the query;
+        default: all others. All dense columns except `log_q` are the query's. Features in neither are not used."""
         super().__init__()
         names = [feature.name for feature in features]
         if query_columns is None:
             query_columns = [name for name in names if name not in item_columns]
-        for what, given in (("item_columns", item_columns), ("query_columns", query_columns)):
-            if unknown := [name for name in given if name not in names]:
+        for setting, columns in (("item_columns", item_columns), ("query_columns", query_columns)):
+            if unknown := [name for name in columns if name not in names]:
                 raise ConfigError(
-                    f"{what} names {unknown[0]!r}; the columns are {', '.join(names)}"
+                    f"{setting} names {unknown[0]!r}; the columns are {', '.join(names)}"
                 )
-            if not given:
-                raise ConfigError(f"two_tower: got no {what}, wanted one at least of {names}")
-        if both := [name for name in query_columns if name in item_columns]:
+            if not columns:
+                raise ConfigError(f"two_tower: got no {setting}, wanted one at least of {names}")
+        if shared := [name for name in query_columns if name in item_columns]:
             raise ConfigError(
-                f"query_columns names {both[0]!r}, which item_columns does too; leave it out of one"
+                f"query_columns names {shared[0]!r}, which item_columns does too; leave it out of one"
             )
         features = [f for f in features if f.name in item_columns or f.name in query_columns]
         used = {feature.table for feature in features}
         tables = [table for table in tables if table.name in used]
-        dims = dims_of(tables, features)
+        dims = field_dims(tables, features)
         dim = max(dims.values())
         self.embeddings = EmbeddingCollection(
             tables,
@@ -73,8 +74,10 @@ class TwoTower(Retriever):
             seed=seed,
         )
         self.item_id, self.log_q, self.temperature = item_columns[0], log_q, temperature
-        of_items = next(feature.table for feature in features if feature.name == self.item_id)
-        self.taken = [f.name for f in features if f.table == of_items and f.name in query_columns]
+        item_table = next(feature.table for feature in features if feature.name == self.item_id)
+        self.known_items = [
+            f.name for f in features if f.table == item_table and f.name in query_columns
+        ]
         self.dense_columns = [column for column in range(num_dense) if column != log_q]
         query_width = sum(dims[name] for name in query_columns) + len(self.dense_columns)
         self.query_tower = mlp([query_width, *top, dim])
@@ -85,27 +88,30 @@ class TwoTower(Retriever):
         item = self.item_tower(fields["item fields"])
         return normalize(query, dim=1), normalize(item, dim=1)
 
-    def forward(self, batch: Batch) -> Contrast:
+    def forward(self, batch: Batch) -> ContrastiveBatch:
         if batch.ids[self.item_id].offsets is not None:
             raise DataError(
                 f"two_tower: got bags in {self.item_id!r}, wanted the one item of each sample; "
                 "name its column first in item_columns"
             )
-        queries, items = self._vectors(batch)
-        taken = [batch.ids[name] for name in self.taken]
-        return self.contrast_pairs(batch, queries, items, batch.ids[self.item_id].values, taken)
+        queries, items = self._embed(batch)
+        known = [batch.ids[name] for name in self.known_items]
+        return self.contrast_pairs(batch, queries, items, batch.ids[self.item_id].values, known)
 
     def queries(self, batch: Batch) -> Tensor:
-        return self.asking(self._vectors(self.filled(batch))[0])
+        return self.augment_queries(self._embed(self.fill_missing_features(batch))[0])
 
     def items(self, batch: Batch) -> Tensor:
-        """The batch has the column `log_q`, where the model has, and may have no other dense one."""
-        filled, log_q = self.filled(batch), self.log_share(batch)
-        filled.dense = torch.zeros(batch.size, len(self.dense_columns) + 1)  # nothing of the item's
-        return self.offering(self._vectors(filled)[1], log_q)
+        """Return the vectors of items, (B, D). The batch needs the dense column `log_q` if the model has one, and no
+        other dense column."""
+        filled, log_q = self.fill_missing_features(batch), self.log_frequency(batch)
+        # Items use no dense column.
+        filled.dense = torch.zeros(batch.size, len(self.dense_columns) + 1)
+        return self.augment_items(self._embed(filled)[1], log_q)
 
-    def _vectors(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _embed(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the vectors of a batch's queries and items."""
         fields = self.embeddings(batch)
         like = fields["item fields"]
         dense = batch.dense[:, self.dense_columns].to(like)
-        return self.run(like, fields, dense)
+        return self.run_network(like, fields, dense)

@@ -1,4 +1,4 @@
-"""Wide & Deep (Cheng et al. 2016): first-order weights beside an MLP over the same fields.
+"""Wide & Deep (Cheng et al. 2016): first-order weights plus an MLP over the same fields.
 
 Legend: B samples, F fields, D dim, n dense columns.
 """
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.interaction import Sum
-from colonnade.models.fields import DEEP, dims_of, first_order
-from colonnade.models.layers import LinearTerm, Tower, first_layer
+from colonnade.models.fields import DEEP, field_dims, first_order_fields
+from colonnade.models.layers import LinearTerm, SplitMLP, build_first_layer
 from colonnade.models.split import Scorer
 from colonnade.table import Feature, Table
 
 
 class WideDeep(Scorer):
-    """Tables have the parts deep and wide (tasks). The paper trains wide with FTRL, deep with Adagrad: give the
-    parts those optimizers. Crosses of columns, where wanted, are columns of the data."""
+    """Wide & Deep over tables with the parts deep and wide (dim tasks). The paper trains wide with FTRL, deep with
+    Adagrad: give the parts those optimizers. Crosses of columns must be columns of the data."""
 
     def __init__(
         self,
@@ -32,10 +32,10 @@ class WideDeep(Scorer):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        deep = dims_of(tables, features, DEEP)
-        wide = first_order(tables, features, tasks)
+        deep = field_dims(tables, features, DEEP)
+        wide = first_order_fields(tables, features, tasks)
         widths = [*top, tasks]
-        first = first_layer(num_dense, deep.values(), widths[0])
+        first = build_first_layer(num_dense, deep.values(), widths[0])
         self.embeddings = EmbeddingCollection(
             tables,
             features,
@@ -43,7 +43,7 @@ class WideDeep(Scorer):
             seed=seed,
         )
         self.linear = LinearTerm(num_dense, tasks)
-        self.deep = Tower(num_dense, deep.values(), widths)
+        self.deep = SplitMLP(num_dense, deep.values(), widths)
 
     def network(self, fields: Mapping[str, Tensor], dense: Tensor) -> Tensor:
         deep = self.deep(fields["deep"], dense)

@@ -1,1 +1,1 @@
-"""What the native core computes, written slowly: `reference` is its definition."""
+"""Operations of the native core in plain PyTorch, which define it (`reference`, `optimizers`), and fused operators."""

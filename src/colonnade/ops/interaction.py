@@ -1,14 +1,13 @@
-"""Fused first operators over vectors at any address: dots of all pairs (DLRM), factorization machine, cross layer; and
+"""Fused first operators over vectors at any address (dots of all pairs (DLRM), factorization machine, cross layer), and
 their definition in plain PyTorch.
-
-Equal to the fused ones up to the order of sums. Differentiable any number of times.
 
 Legend: B samples, V vectors, D dim.
 
-float32 and float64 on the CPU run in the native core, with the same bits for any number of threads and any
-instruction set; everything else runs as plain PyTorch (`plain_pairwise_dot` and its like). Mixed dtypes are promoted.
-Differentiable once: a second derivative raises RuntimeError and names the plain form. They are custom operators
-of torch, so `torch.compile` takes them whole.
+float32 and float64 on the CPU run in the native core, with the same bits for any number of threads and any instruction
+set. Everything else runs as plain PyTorch (`plain_pairwise_dot`, `plain_fm`, `plain_cross`), equal up to the order of
+sums and differentiable any number of times. Mixed dtypes are promoted. The native forms are differentiable once: a
+second derivative raises RuntimeError and names the plain form. They are custom operators of torch, so `torch.compile`
+accepts them whole.
 """
 
 from __future__ import annotations
@@ -23,105 +22,109 @@ from colonnade import _native
 from colonnade.ops.memory import empty
 
 
-def plain_pairwise_dot(vectors: Sequence[Tensor], kept: Sequence[int] = ()) -> Tensor:
-    """Vectors (B, k, D) each -> (B, len(kept) * D + V (V - 1) / 2): see `interaction.pairwise_dot`."""
+def plain_pairwise_dot(vectors: Sequence[Tensor], included: Sequence[int] = ()) -> Tensor:
+    """Compute `pairwise_dot` of vectors (B, k, D) each -> (B, len(included) * D + V (V - 1) / 2)."""
     stacked = torch.cat(list(vectors), dim=1)  # (B, V, D)
     num_vectors = stacked.shape[1]
     rows, columns = torch.tril_indices(num_vectors, num_vectors, -1, device=stacked.device)
     dots = torch.bmm(stacked, stacked.transpose(1, 2)).flatten(1)
-    chosen = dots.index_select(1, rows * num_vectors + columns)
-    return torch.cat([*(stacked[:, v] for v in kept), chosen.to(stacked.dtype)], dim=1)
+    selected = dots.index_select(1, rows * num_vectors + columns)
+    return torch.cat([*(stacked[:, v] for v in included), selected.to(stacked.dtype)], dim=1)
 
 
 def plain_fm(vectors: Sequence[Tensor]) -> Tensor:
-    """Vectors (B, k, D) each -> (B, 1): half of |sum of vectors|^2 - sum of |vector|^2."""
+    """Compute `fm` of vectors (B, k, D) each -> (B, 1): half of |sum of vectors|^2 - sum of |vector|^2."""
     stacked = torch.cat(list(vectors), dim=1)
     return (stacked.sum(1).square() - stacked.square().sum(1)).sum(1, keepdim=True) / 2
 
 
 def plain_cross(first: Tensor, factor: Tensor, input: Tensor) -> Tensor:
-    """first * factor + input."""
+    """Compute first * factor + input."""
     return first * factor + input
 
 
 def pairwise_dot(vectors: Sequence[Tensor], *, dim: int, kept: Sequence[int] = ()) -> Tensor:
-    """The dot product of every pair of vectors, behind the kept vectors themselves (Naumov et al. 2019).
+    """Return the dot product of every pair of vectors, after the `kept` vectors themselves (Naumov et al. 2019).
 
-    vectors: tensors (B, k, D) or (B, k * D) with D = `dim`; together V vectors, numbered as given.
-    kept: numbers of vectors, each at most once. Returns (B, len(kept) * D + V (V - 1) / 2): the kept vectors side
-    by side, then <v_i, v_j> for i = 1 .. V - 1 and in it j = 0 .. i - 1. No (B, V, V) matrix is made.
+    vectors: tensors (B, k, D) or (B, k * D) with D = `dim`; together V vectors, numbered in order.
+    kept: numbers of vectors to include, each at most once. Returns (B, len(kept) * D + V (V - 1) / 2): the included
+    vectors, then <v_i, v_j> for i = 1 .. V - 1 and in it j = 0 .. i - 1. No (B, V, V) matrix is made.
     ValueError for shapes that disagree.
     """
-    views = _views(vectors, dim)
-    kept = [int(v) for v in kept]
+    views = _view_vectors(vectors, dim)
+    included = [int(v) for v in kept]
     num_vectors = sum(view.shape[1] for view in views)
-    if len(set(kept)) < len(kept) or not all(0 <= v < num_vectors for v in kept):
-        raise ValueError(f"kept: got {kept}, wanted different numbers in 0 .. {num_vectors - 1}")
+    if len(set(included)) < len(included) or not all(0 <= v < num_vectors for v in included):
+        raise ValueError(
+            f"kept: got {included}, wanted different numbers in 0 .. {num_vectors - 1}"
+        )
     if not _is_native(views):
-        return plain_pairwise_dot(views, kept)
+        return plain_pairwise_dot(views, included)
     return (
-        _pairwise_dot_now(views, kept)
-        if _is_bare()
-        else torch.ops.colonnade.pairwise_dot(views, kept)
+        _native_pairwise_dot(views, included)
+        if _can_skip_dispatch()
+        else torch.ops.colonnade.pairwise_dot(views, included)
     )
 
 
 def fm(vectors: Sequence[Tensor], *, dim: int) -> Tensor:
-    """The factorization machine's second-order term (Rendle 2010): the sum of <v_i, v_j> over pairs, (B, 1).
+    """Return the factorization machine's second-order term (Rendle 2010): the sum of <v_i, v_j> over pairs, (B, 1).
 
     vectors: as in `pairwise_dot`. Computed as half of |sum of vectors|^2 - sum of |vector|^2, element by element.
     """
-    views = _views(vectors, dim)
+    views = _view_vectors(vectors, dim)
     if not _is_native(views):
         return plain_fm(views)
-    return _fm_now(views) if _is_bare() else torch.ops.colonnade.fm(views)
+    return _native_fm(views) if _can_skip_dispatch() else torch.ops.colonnade.fm(views)
 
 
 def cross(first: Tensor, factor: Tensor, input: Tensor) -> Tensor:
-    """DCN-v2's cross layer without its product (Wang et al. 2021): first * factor + input, elementwise.
+    """Compute DCN-v2's cross layer without its product (Wang et al. 2021): first * factor + input, elementwise.
 
     With first = x_0, input = x_l and factor = W x_l + b it is x_{l+1}. All (B, D); ValueError if shapes differ.
     """
     if not first.shape == factor.shape == input.shape or first.dim() != 2:
         shapes = [tuple(t.shape) for t in (first, factor, input)]
         raise ValueError(f"cross: got shapes {shapes}, wanted one shape (B, D) for all three")
-    first, factor, input = _promoted([first, factor, input])
+    first, factor, input = _promote([first, factor, input])
     if not _is_native([first, factor, input]):
         return plain_cross(first, factor, input)
     return (
-        _cross_now(first, factor, input)
-        if _is_bare()
+        _native_cross(first, factor, input)
+        if _can_skip_dispatch()
         else torch.ops.colonnade.cross(first, factor, input)
     )
 
 
-def _is_bare() -> bool:
-    """Whether nobody records or traces: the operator's own machinery, which imports torch's compiler at its first
-    call (1.5 s), is then left out."""
+def _can_skip_dispatch() -> bool:
+    """Return whether nothing records or traces.
+
+    Then torch's operator dispatch is skipped, which imports the compiler at its first call (1.5 s).
+    """
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
-def _promoted(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _promote(tensors: Sequence[Tensor]) -> list[Tensor]:
     dtype = tensors[0].dtype
     for tensor in tensors[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
     return [tensor.to(dtype) for tensor in tensors]
 
 
-def _views(vectors: Sequence[Tensor], dim: int) -> list[Tensor]:
-    """Each (B, k, D)."""
+def _view_vectors(vectors: Sequence[Tensor], dim: int) -> list[Tensor]:
+    """View each tensor as (B, k, D). Raises ValueError for other shapes."""
     if not vectors:
         raise ValueError(
             "vectors: got none, wanted at least one tensor (B, k * dim) or (B, k, dim)"
         )
     views = []
-    for i, given in enumerate(_promoted(vectors)):
-        view = given
-        if given.dim() == 2 and dim > 0 and given.shape[1] % dim == 0:
-            view = given.unflatten(1, (given.shape[1] // dim, dim))
+    for i, tensor in enumerate(_promote(vectors)):
+        view = tensor
+        if tensor.dim() == 2 and dim > 0 and tensor.shape[1] % dim == 0:
+            view = tensor.unflatten(1, (tensor.shape[1] // dim, dim))
         if view.dim() != 3 or view.shape[2] != dim or len(view) != len(vectors[0]):
             raise ValueError(
-                f"vectors[{i}]: got {tuple(given.shape)}, wanted ({len(vectors[0])}, k * {dim})"
+                f"vectors[{i}]: got {tuple(tensor.shape)}, wanted ({len(vectors[0])}, k * {dim})"
                 f" or ({len(vectors[0])}, k, {dim})"
             )
         views.append(view)
@@ -134,60 +137,60 @@ def _is_native(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def _arrays(vectors: Sequence[Tensor]) -> list[Tensor]:
-    """As the core takes them: detached, elements of a vector side by side."""
+def _prepare_vectors(vectors: Sequence[Tensor]) -> list[Tensor]:
+    """Prepare vectors for the core: detached, elements of a vector contiguous."""
     return [
         v.detach() if v.stride(2) == 1 or v.shape[2] == 1 else v.detach().contiguous()
         for v in vectors
     ]
 
 
-def _targets(vectors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+def _allocate_gradients(vectors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
     return [
         empty(*v.shape, dtype=v.dtype) if is_wanted else None
         for v, is_wanted in zip(vectors, wanted, strict=True)
     ]
 
 
-def _dots_width(vectors: Sequence[Tensor], num_kept: int) -> int:
+def _dots_width(vectors: Sequence[Tensor], num_included: int) -> int:
     num_vectors = sum(v.shape[1] for v in vectors)
-    return num_kept * vectors[0].shape[2] + num_vectors * (num_vectors - 1) // 2
+    return num_included * vectors[0].shape[2] + num_vectors * (num_vectors - 1) // 2
 
 
-def _pairwise_dot_now(vectors: Sequence[Tensor], kept: Sequence[int]) -> Tensor:
-    out = empty(len(vectors[0]), _dots_width(vectors, len(kept)), dtype=vectors[0].dtype)
-    _native.pairwise_dot(_arrays(vectors), list(kept), out)
+def _native_pairwise_dot(vectors: Sequence[Tensor], included: Sequence[int]) -> Tensor:
+    out = empty(len(vectors[0]), _dots_width(vectors, len(included)), dtype=vectors[0].dtype)
+    _native.pairwise_dot(_prepare_vectors(vectors), list(included), out)
     return out
 
 
 _pairwise_dot = torch.library.custom_op(
     "colonnade::pairwise_dot", mutates_args=(), device_types="cpu"
-)(_pairwise_dot_now)
+)(_native_pairwise_dot)
 
 
 @_pairwise_dot.register_fake
-def _(vectors, kept):
-    return vectors[0].new_empty(len(vectors[0]), _dots_width(vectors, len(kept)))
+def _(vectors, included):
+    return vectors[0].new_empty(len(vectors[0]), _dots_width(vectors, len(included)))
 
 
 @torch.library.custom_op("colonnade::pairwise_dot_gradient", mutates_args=(), device_types="cpu")
 def _pairwise_dot_gradient(
-    vectors: Sequence[Tensor], kept: Sequence[int], gradient: Tensor, wanted: Sequence[bool]
+    vectors: Sequence[Tensor], included: Sequence[int], gradient: Tensor, wanted: Sequence[bool]
 ) -> list[Tensor]:
-    """Of the vectors that are wanted."""
-    out = _targets(vectors, wanted)
+    """Compute the gradients of the vectors that are wanted."""
+    out = _allocate_gradients(vectors, wanted)
     gradient = gradient.detach().contiguous()
-    _native.pairwise_dot_gradient(_arrays(vectors), list(kept), gradient, out)
+    _native.pairwise_dot_gradient(_prepare_vectors(vectors), list(included), gradient, out)
     return [o for o in out if o is not None]
 
 
-def _fm_now(vectors: Sequence[Tensor]) -> Tensor:
+def _native_fm(vectors: Sequence[Tensor]) -> Tensor:
     out = empty(len(vectors[0]), 1, dtype=vectors[0].dtype)
-    _native.fm(_arrays(vectors), out)
+    _native.fm(_prepare_vectors(vectors), out)
     return out
 
 
-_fm = torch.library.custom_op("colonnade::fm", mutates_args=(), device_types="cpu")(_fm_now)
+_fm = torch.library.custom_op("colonnade::fm", mutates_args=(), device_types="cpu")(_native_fm)
 
 
 @_fm.register_fake
@@ -199,13 +202,13 @@ def _(vectors):
 def _fm_gradient(
     vectors: Sequence[Tensor], gradient: Tensor, wanted: Sequence[bool]
 ) -> list[Tensor]:
-    """Of the vectors that are wanted."""
-    out = _targets(vectors, wanted)
-    _native.fm_gradient(_arrays(vectors), gradient.detach().contiguous(), out)
+    """Compute the gradients of the vectors that are wanted."""
+    out = _allocate_gradients(vectors, wanted)
+    _native.fm_gradient(_prepare_vectors(vectors), gradient.detach().contiguous(), out)
     return [o for o in out if o is not None]
 
 
-def _cross_now(first: Tensor, factor: Tensor, input: Tensor) -> Tensor:
+def _native_cross(first: Tensor, factor: Tensor, input: Tensor) -> Tensor:
     x, u, y = (t.detach().contiguous() for t in (first, factor, input))
     out = empty(*first.shape, dtype=first.dtype)
     _native.cross(x, u, y, out)
@@ -213,7 +216,7 @@ def _cross_now(first: Tensor, factor: Tensor, input: Tensor) -> Tensor:
 
 
 _cross = torch.library.custom_op("colonnade::cross", mutates_args=(), device_types="cpu")(
-    _cross_now
+    _native_cross
 )
 
 
@@ -224,15 +227,15 @@ def _(first, factor, input):
 
 @torch.library.custom_op("colonnade::cross_gradient", mutates_args=(), device_types="cpu")
 def _cross_gradient(first: Tensor, factor: Tensor, gradient: Tensor) -> list[Tensor]:
-    """Of first and factor."""
+    """Compute the gradients of first and factor."""
     x, u, g = (t.detach().contiguous() for t in (first, factor, gradient))
-    of_first, of_factor = (empty(*first.shape, dtype=first.dtype) for _ in range(2))
-    _native.cross_gradient(x, u, g, of_first, of_factor)
-    return [of_first, of_factor]
+    d_first, d_factor = (empty(*first.shape, dtype=first.dtype) for _ in range(2))
+    _native.cross_gradient(x, u, g, d_first, d_factor)
+    return [d_first, d_factor]
 
 
 @_pairwise_dot_gradient.register_fake
-def _(vectors, kept, gradient, wanted):
+def _(vectors, included, gradient, wanted):
     return [v.new_empty(v.shape) for v, is_wanted in zip(vectors, wanted, strict=True) if is_wanted]
 
 
@@ -248,26 +251,26 @@ def _(first, factor, gradient):
 
 def _save_vectors(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(*inputs[0])
-    ctx.kept = inputs[1] if len(inputs) > 1 else None
+    ctx.included = inputs[1] if len(inputs) > 1 else None
     ctx.wanted = [v.requires_grad for v in inputs[0]]
 
 
-def _spread(gradients: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
-    left = iter(gradients)
-    return [next(left) if is_wanted else None for is_wanted in wanted]
+def _fill_unwanted(gradients: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+    remaining = iter(gradients)
+    return [next(remaining) if is_wanted else None for is_wanted in wanted]
 
 
 def _dots_backward(ctx: Any, gradient: Tensor):
-    given = torch.ops.colonnade.pairwise_dot_gradient(
-        list(ctx.saved_tensors), ctx.kept, gradient, ctx.wanted
+    gradients = torch.ops.colonnade.pairwise_dot_gradient(
+        list(ctx.saved_tensors), ctx.included, gradient, ctx.wanted
     )
     # torch wants None for a list of numbers, but an empty list for an empty one.
-    return _spread(given, ctx.wanted), None if ctx.kept else []
+    return _fill_unwanted(gradients, ctx.wanted), None if ctx.included else []
 
 
 def _fm_backward(ctx: Any, gradient: Tensor):
-    given = torch.ops.colonnade.fm_gradient(list(ctx.saved_tensors), gradient, ctx.wanted)
-    return _spread(given, ctx.wanted)
+    gradients = torch.ops.colonnade.fm_gradient(list(ctx.saved_tensors), gradient, ctx.wanted)
+    return _fill_unwanted(gradients, ctx.wanted)
 
 
 def _save_factors(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -276,8 +279,8 @@ def _save_factors(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _cross_backward(ctx: Any, gradient: Tensor):
     first, factor = ctx.saved_tensors
-    of_first, of_factor = torch.ops.colonnade.cross_gradient(first, factor, gradient)
-    return of_first, of_factor, gradient
+    d_first, d_factor = torch.ops.colonnade.cross_gradient(first, factor, gradient)
+    return d_first, d_factor, gradient
 
 
 def _no_second_derivative(ctx: Any, *gradients: Any):

@@ -1,7 +1,7 @@
-"""Linear layer with its ReLU, and distances of vectors as a product of matrices, through oneDNN.
+"""Linear layer with its ReLU, and distances of vectors as a matrix product, through oneDNN.
 
 torch sends fp32 products to MKL, which uses less than half of some processors (here an AMD EPYC: 4096 x 367 x 256
-forward 4.3 ms, oneDNN 1.9 ms; both passes of an MLP about 2x). oneDNN is in torch; only the way to it is longer.
+forward 4.3 ms, oneDNN 1.9 ms; both passes of an MLP about 2x). oneDNN is part of torch, behind private operators.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
 ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-MIN_ROWS = 64  # below, the detour costs more than it saves
+MIN_ROWS = 64  # with fewer, the conversion costs more than it saves
 MIN_WEIGHTS = 4096
-"""Below, MKL is the faster: both passes of 13,312 x 64 x 8 (a tower module's) in 2.0 to 2.5 ms for 5.3 to 5.7, of 1,024
-x 256 x 1 (a last layer's) in 0.3 for 1.0; at 367 x 16 weights either may be."""
+"""Number of weights below which MKL is faster: both passes of 13,312 x 64 x 8 (a tower module) take 2.0 to 2.5 ms
+instead of 5.3 to 5.7, of 1,024 x 256 x 1 (a last layer) 0.3 instead of 1.0. At 367 x 16 weights either may win."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool = False) -> Tensor:
-    """x (B, K) times weight (N, K) transposed, plus bias (N,), then ReLU if asked: (B, N).
+    """Multiply x (B, K) by weight (N, K) transposed, add bias (N,), apply ReLU if `relu`: (B, N).
 
-    The function of torch.nn.functional.linear, to rounding; everything but a plain float32 product on the
-    CPU is left to it.
+    Equal to torch.nn.functional.linear up to rounding. That function computes everything but a plain float32 product on
+    the CPU.
     """
-    plain = (
+    is_plain = (
         not ONEDNN
         or torch.compiler.is_compiling()
         or x.device.type != "cpu"
@@ -36,7 +36,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool = False
         or len(x) < MIN_ROWS
         or torch.is_autocast_enabled("cpu")
     )
-    if plain:
+    if is_plain:
         y = torch_linear(x, weight, bias)
         return y.relu() if relu else y
     product = _Product.apply(x, weight.detach(), None if bias is None else bias.detach())
@@ -44,7 +44,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool = False
 
 
 class _Product(torch.autograd.Function):
-    """x times weight, plus bias: gradients of x alone."""
+    """Product of x and weight, plus bias. Its backward computes the gradient of x alone."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -64,15 +64,18 @@ class _Product(torch.autograd.Function):
 
 
 class _Layer(torch.autograd.Function):
-    """That product as the layer's result, in place: gradients of weight and bias. A node of its own, for backward then
-    has these first: they may leave for other ranks while it makes those of x."""
+    """Product as the layer's result, in place. Its backward computes the gradients of weight and bias.
+
+    It is a separate node so that backward computes these first: they are sent to other ranks while it computes the
+    gradient of x.
+    """
 
     @staticmethod
     def forward(
         ctx, product: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool
     ) -> Tensor:
         if relu:
-            product.relu_()  # apart: oneDNN's makes 0 of NaN, which would hide that a model diverges
+            product.relu_()  # separate: oneDNN's ReLU makes 0 of NaN, which would hide divergence
         ctx.mark_dirty(product)
         ctx.save_for_backward(x, weight, *([product] if relu else []))
         return product
@@ -93,40 +96,41 @@ class _Layer(torch.autograd.Function):
 
 
 def distances(queries: Tensor, others: Tensor) -> Tensor:
-    """(P, D), (M, D) of one dtype -> (P, M): the root of |q|^2 - 2 q.o + |o|^2, in that dtype under autocast, too.
+    """Return the distances (P, M) of vectors (P, D) and (M, D) of one dtype: the root of |q|^2 - 2 q.o + |o|^2.
 
-    That of near ones has the rounding of the vectors' lengths, which torch.cdist without products has not. Its
-    gradient is 0 where it is 0.
+    Computed in that dtype even under autocast. For near vectors, the error is that of rounding the vectors' squared
+    lengths, unlike torch.cdist without products. The gradient is 0 where the distance is 0.
     """
     with torch.autocast(queries.device.type, enabled=False):
         return _Distances.apply(queries, others)
 
 
 def squared_distances(queries: Tensor, others: Tensor) -> Tensor:
-    """(P, D), (M, D) of one dtype -> (P, M): |q|^2 - 2 q.o + |o|^2, in that dtype under autocast, too.
+    """Return the squared distances (P, M) of vectors (P, D) and (M, D) of one dtype: |q|^2 - 2 q.o + |o|^2.
 
-    Of near ones it has the rounding of the vectors' lengths, and may be below 0 by so much.
+    Computed in that dtype even under autocast. For near vectors, the error is that of rounding the vectors' squared
+    lengths, so the result may be slightly below 0.
     """
     with torch.autocast(queries.device.type, enabled=False):
-        found = linear(-2 * queries, others, others.square().sum(1))
-        return found + queries.square().sum(1, keepdim=True)
+        products = linear(-2 * queries, others, others.square().sum(1))
+        return products + queries.square().sum(1, keepdim=True)
 
 
 class _Distances(torch.autograd.Function):
     @staticmethod
     def forward(ctx, queries: Tensor, others: Tensor) -> Tensor:
-        found = linear(-2 * queries, others, None)
-        found += queries.square().sum(1, keepdim=True)
-        found += others.square().sum(1)
-        found.clamp_(min=0).sqrt_()  # keeps NaN, which says that a model diverges
-        ctx.save_for_backward(queries, others, found)
-        return found
+        result = linear(-2 * queries, others, None)
+        result += queries.square().sum(1, keepdim=True)
+        result += others.square().sum(1)
+        result.clamp_(min=0).sqrt_()  # keeps NaN, a sign of divergence
+        ctx.save_for_backward(queries, others, result)
+        return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: Tensor):
-        queries, others, found = ctx.saved_tensors
-        share = (gradient / found).masked_fill_(found == 0, 0)
+        queries, others, result = ctx.saved_tensors
+        share = (gradient / result).masked_fill_(result == 0, 0)
         dq = do = None
         if ctx.needs_input_grad[0]:
             dq = queries * share.sum(1, keepdim=True) - linear(share, others.t(), None)

@@ -1,4 +1,4 @@
-"""Memory for what a step makes anew: outputs, messages, gradients."""
+"""Memory for tensors that every step allocates: outputs, messages, gradients."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from colonnade import _native
 
-SMALL_BYTES = 1 << 16  # below, torch's own allocator is as good
+SMALL_BYTES = 1 << 16  # below, torch's own allocator is as fast
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    """torch.empty(shape) on the CPU, in a block of the native core's when it is large.
+    """Allocate a CPU tensor like torch.empty(shape), from a block of the native core if it is large.
 
-    A block goes back to the core when the last tensor that looks into it is gone, and serves the next
-    step: fresh pages cost more than what is written to them (54 MB: 32 ms of page faults instead of 3).
+    The core reuses a block after the last tensor that views it is gone: fresh pages cost more than writing to them (54
+    MB: 32 ms of page faults instead of 3).
     """
     num_elements = math.prod(shape)
     num_bytes = num_elements * dtype.itemsize
@@ -29,10 +29,10 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def keep_freed_memory() -> None:
-    """Let malloc keep what a step frees for the next one: torch's fresh outputs cost up to 27 ms of page faults a step.
+    """Make malloc keep freed memory for the next step: torch's fresh outputs cost up to 27 ms of page faults a step.
 
-    For this process, and only where the C library is glibc: blocks up to 1 GiB (32 MiB where that is its limit)
-    come from the heap, and up to 1 GiB of freed heap is not given back.
+    For this process, and only with glibc: blocks up to 1 GiB (32 MiB if that is its limit) come from the heap, and up
+    to 1 GiB of freed heap is not returned to the system.
     """
     trim_threshold, mmap_threshold = -1, -3
     if platform.libc_ver()[0] == "glibc":

@@ -1,9 +1,9 @@
-"""The sparse optimizers in plain PyTorch: the definition of what `_native.update` does to rows.
+"""Definition of the sparse optimizers in plain PyTorch, as `_native.update` applies them to rows.
 
-Native rows equal these bit for bit; these equal their references within 1e-6 (float32) and 1e-12 (float64),
-each row a parameter of its own that is stepped only when a batch touched it:
+Native rows equal these bit for bit; these equal their references within 1e-6 (float32) and 1e-12 (float64), with each
+row a parameter of its own that is stepped only when a batch touches it:
 
-| kind | twin            | reference                                 | state of a row, in order         | weight decay |
+| kind | function        | reference                                 | state of a row, in order         | weight decay |
 |------|-----------------|-------------------------------------------|----------------------------------|--------------|
 | 0    | sgd             | torch.optim.SGD                           |                                  | added to g   |
 | 1    | rowwise_adagrad | torch.optim.Adagrad, one sum per row:     | s                                | added to g   |
@@ -18,8 +18,8 @@ each row a parameter of its own that is stepped only when a batch touched it:
 | 8    | lamb            | You et al 2020, algorithm 2, phi(x) = x,  | m (D), v (D)                     | in the step  |
 |      |                 | each row a layer                          |                                  |              |
 
-The step count t of Adam and its kin is the row's own clock + 1. All state begins at 0 but for the sums of squares
-(s, n), which begin where their user says.
+The step count t of Adam and its variants is the row's own clock + 1. All state begins at 0, except the sums of squares
+(s, n), which begin at a setting.
 
 Legend: U unique rows, D dim. Arithmetic is in the dtype of the weights (float32 or float64); every operation rounds
 once, in the order written; a number of the settings is rounded to that dtype where it meets a tensor.
@@ -42,19 +42,19 @@ from colonnade.ops.reference import GOLDEN, _shift, _sqrt, _word, mix64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The numbers of one part's optimizer, in the order of the columns of `_native.update`'s settings."""
+    """Numbers of one part's optimizer, in the order of the columns of `_native.update`'s settings."""
 
     lr: float
     weight_decay: float = 0.0
     eps: float = 1e-8
     beta1: float = 0.9
-    """Momentum SGD: the momentum."""
+    """Decay of the first moment; the momentum of momentum SGD."""
     beta2: float = 0.999
     nesterov: bool = False
     l1: float = 0.0
     l2: float = 0.0
     beta: float = 1.0
-    """Of FTRL."""
+    """Setting of FTRL."""
     max_norm: float = math.inf
     """Largest L2 norm of a row's part after the update; inf: any."""
     clip_value: float = math.inf
@@ -67,15 +67,15 @@ def update(
     kind: int,
     weights: Tensor,  # (U, D)
     state: Tensor,  # (U, state of the kind)
-    clocks: Tensor,  # (U,) int64: how often each row was updated before
+    clocks: Tensor,  # (U,) int64: number of earlier updates of each row
     gradients: Tensor,  # (U, D): sums of the rows' entries
     settings: Settings,
 ) -> None:
-    """One update of one part of rows, in place; clocks are not advanced.
+    """Update one part of rows in place; clocks do not advance.
 
-    g *= gradient_scale; g clamped to +-clip_value; g += weight_decay * w (kinds 0-5, if not 0); the kind's step;
-    then rows longer than max_norm are multiplied by max_norm / (norm + 1e-7), as torch.embedding_renorm_ does;
-    then weights are clamped to +-weight_bound.
+    g *= gradient_scale; g clamped to +-clip_value; g += weight_decay * w (kinds 0-5, if not 0); the kind's step; then
+    rows longer than max_norm are multiplied by max_norm / (norm + 1e-7), as torch.embedding_renorm_ does; then weights
+    are clamped to +-weight_bound.
     """
     if settings.gradient_scale != 1:
         gradients = gradients * settings.gradient_scale
@@ -86,32 +86,32 @@ def update(
     STEPS[kind](weights, state, clocks, gradients, settings)
     if settings.max_norm < math.inf:
         norms = _sqrt(sum_squares(weights))
-        most = torch.full_like(norms, settings.max_norm)
-        factors = (most / (norms + 1e-7))[:, None]
-        weights.copy_(torch.where((norms > most)[:, None], weights * factors, weights))
+        bounds = torch.full_like(norms, settings.max_norm)
+        factors = (bounds / (norms + 1e-7))[:, None]
+        weights.copy_(torch.where((norms > bounds)[:, None], weights * factors, weights))
     if settings.weight_bound < math.inf:
         weights.clamp_(-settings.weight_bound, settings.weight_bound)
 
 
 def sgd(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
-    """w -= g lr"""
+    """Apply SGD: w -= g lr."""
     weights.sub_(g * s.lr)
 
 
 def momentum(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
-    """m = m beta1 + g; w -= lr m, or, with Nesterov, lr (g + m beta1)."""
+    """Apply momentum SGD: m = m beta1 + g; w -= lr m, or, with Nesterov, lr (g + m beta1)."""
     state.copy_(state * s.beta1 + g)
     weights.sub_((g + state * s.beta1 if s.nesterov else state) * s.lr)
 
 
 def adagrad(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
-    """s += g^2; w -= g lr / (sqrt(s) + eps)"""
+    """Apply Adagrad: s += g^2; w -= g lr / (sqrt(s) + eps)."""
     state.add_(g * g)
     weights.sub_(g * s.lr / (_sqrt(state) + s.eps))
 
 
 def rowwise_adagrad(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
-    """s += mean(g^2); w -= g (lr / (sqrt(s) + eps))"""
+    """Apply row-wise Adagrad: s += mean(g^2); w -= g (lr / (sqrt(s) + eps))."""
     sums = state[:, 0]
     sums.add_(_mean_squares(g))
     steps = torch.full_like(sums, s.lr) / (_sqrt(sums) + s.eps)
@@ -119,8 +119,8 @@ def rowwise_adagrad(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s
 
 
 def adam(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
-    """m += (g - m) (1 - beta1); v = v beta2 + g^2 (1 - beta2);
-    w -= m (lr / (1 - beta1^t)) / (sqrt(v) (1 / sqrt(1 - beta2^t)) + eps)"""
+    """Apply Adam: m += (g - m) (1 - beta1); v = v beta2 + g^2 (1 - beta2);
+    w -= m (lr / (1 - beta1^t)) / (sqrt(v) (1 / sqrt(1 - beta2^t)) + eps)."""
     m, v = state.chunk(2, dim=1)
     steps, inverse_roots = _corrections(s.lr, clocks, s, g.dtype)
     _first_moment(m, g, s)
@@ -129,8 +129,8 @@ def adam(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings)
 
 
 def rowwise_adam(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
-    """As Adam, with one v = v beta2 + mean(g^2) (1 - beta2) for the whole row;
-    w -= m ((lr / (1 - beta1^t)) / (sqrt(v) (1 / sqrt(1 - beta2^t)) + eps))"""
+    """Apply Adam with one v = v beta2 + mean(g^2) (1 - beta2) for the whole row;
+    w -= m ((lr / (1 - beta1^t)) / (sqrt(v) (1 / sqrt(1 - beta2^t)) + eps))."""
     m, v = state[:, :-1], state[:, -1]
     steps, inverse_roots = _corrections(s.lr, clocks, s, g.dtype)
     _first_moment(m, g, s)
@@ -139,13 +139,13 @@ def rowwise_adam(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: S
 
 
 def adamw(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
-    """w *= 1 - lr weight_decay; then Adam."""
+    """Apply AdamW: w *= 1 - lr weight_decay; then Adam."""
     weights.mul_(1 - s.lr * s.weight_decay)
     adam(weights, state, clocks, g, s)
 
 
 def ftrl(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
-    """sigma = (sqrt(n + g^2) - sqrt(n)) / lr; n += g^2; z += g - sigma w;
+    """Apply FTRL: sigma = (sqrt(n + g^2) - sqrt(n)) / lr; n += g^2; z += g - sigma w;
     w = 0 where |z| <= l1, else (sign(z) l1 - z) / ((sqrt(n) + beta) / lr + l2). Divides by lr as * (1 / lr)."""
     n, z = state.chunk(2, dim=1)
     next_n = n + g * g
@@ -159,8 +159,8 @@ def ftrl(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings)
 
 
 def lamb(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
-    """m and v as Adam's; r = (m / (1 - beta1^t)) / (sqrt(v) (1 / sqrt(1 - beta2^t)) + eps) + weight_decay w;
-    w -= r (lr (|w| / |r|)), the ratio 1 where a norm is 0."""
+    """Apply LAMB: m, v as in Adam; r = (m / (1 - beta1^t)) / (sqrt(v) (1 / sqrt(1 - beta2^t)) + eps) + weight_decay w;
+    w -= r (lr (|w| / |r|)), with ratio 1 if a norm is 0."""
     m, v = state.chunk(2, dim=1)
     inverses, inverse_roots = _corrections(1.0, clocks, s, g.dtype)
     _first_moment(m, g, s)
@@ -175,17 +175,20 @@ def lamb(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings)
 
 
 STEPS = (sgd, rowwise_adagrad, momentum, adagrad, adam, rowwise_adam, adamw, ftrl, lamb)
-"""By kind."""
+"""Functions of the kinds, in order."""
 
 
 def state_elements(kind: int, dim: int) -> int:
-    """How much of a row's state is the part's own."""
+    """Return the number of state scalars of a row's part."""
     return (0, 1, dim, dim, 2 * dim, dim + 1, 2 * dim, 2 * dim, 2 * dim)[kind]
 
 
 def sum_squares(rows: Tensor) -> Tensor:
-    """(U,): squares are summed in lanes: 64 bytes of elements side by side, column j in lane j mod lanes, then the
-    lanes as a tree (lane i + lane i + half, and again)."""
+    """Sum the squares of each row, (U,).
+
+    Sums are made in lanes, 64 bytes of elements side by side, column j in lane j mod lanes. Then the lanes are added as
+    a tree (lane i + lane i + half, and again).
+    """
     lanes = 64 // rows.element_size()
     columns = functional.pad(rows * rows, (0, -rows.shape[1] % lanes))
     sums = columns[:, :lanes]
@@ -198,10 +201,11 @@ def sum_squares(rows: Tensor) -> Tensor:
 
 
 def power(base: float, exponents: Tensor) -> Tensor:
-    """(U,) float64: base^t for t (U,) in 0 .. 2^32 - 1 (more counts as that), correct to about t roundings.
+    """Return base^t, (U,) float64, for t (U,) in 0 .. 2^32 - 1 (clamped), correct to about t roundings.
 
-    The product of base^(i * 256^k) over the four digits i of t to the base 256; each of the 256 numbers of a digit is
-    the one before it times base^(256^k)."""
+    The result is the product of base^(i * 256^k) over the four digits i of t to the base 256; each of the 256 numbers
+    of a digit is the previous one times base^(256^k).
+    """
     exponents = exponents.clamp(max=2**32 - 1)
     product = torch.ones(len(exponents), dtype=torch.float64, device=exponents.device)
     for k in range(4):
@@ -220,11 +224,11 @@ def round_at_random(
     *,
     column: int = 0,  # of the first value, in its row
 ) -> Tensor:
-    """(U, D): each value becomes one of its two neighbours, the nearer the likelier, so that the mean is the value.
+    """Round each value to one of its two neighbours at random, the nearer the likelier, so that the mean is the value.
 
-    16 random bits (float16: their upper 13) are added below the last bit that stays, and the rest is cut off. A value
-    that is exact stays. The upper neighbour of the largest number is infinity, and what is beyond that becomes
-    infinity; a NaN stays one. Below float16's smallest normal number the steps are 2^-24, counted in float32.
+    Returns (U, D). 16 random bits (float16: their upper 13) are added below the last bit that stays, and the rest is
+    cut off. An exact value stays. The upper neighbour of the largest number is infinity, and larger values become
+    infinity; NaN stays NaN. Below float16's smallest normal number the steps are 2^-24, counted in float32.
 
     Column c of a row takes bits 16 (c mod 4) and up of word c // 4 + 1 of the splitmix64 stream that starts at
     mix64(mix64(mix64(id) ^ seed) ^ (clock + 1)).
@@ -245,20 +249,20 @@ def round_at_random(
 
 
 def random_bits(ids: Tensor, clocks: Tensor, seed: int, dim: int, *, column: int) -> Tensor:
-    """(U, dim) int64: 16 of each stream of `round_at_random`, for the columns from `column` on."""
+    """Return the random bits of `round_at_random`, (U, dim) int64, 16 each, for the columns from `column` on."""
     start = mix64(mix64(mix64(ids) ^ _word(seed)) ^ (clocks + 1))
     columns = torch.arange(column, column + dim, device=ids.device)
     words = mix64(start[:, None] + (columns // 4 + 1) * _word(GOLDEN))
     random = torch.empty_like(words)
     for lane in range(4):
-        mine = slice((lane - column) % 4, None, 4)
-        random[:, mine] = _shift(words[:, mine], 16 * lane) & 0xFFFF
+        lane_columns = slice((lane - column) % 4, None, 4)
+        random[:, lane_columns] = _shift(words[:, lane_columns], 16 * lane) & 0xFFFF
     return random
 
 
 @lru_cache(256)
 def _powers(base: float, device: torch.device) -> Tensor:
-    """(257,) float64: base^i, each the one before it times base."""
+    """Return the powers base^i, (257,) float64, each the previous one times base."""
     powers = itertools.accumulate([base] * 256, operator.mul, initial=1.0)
     return torch.tensor(list(powers), dtype=torch.float64, device=device)
 
@@ -271,7 +275,7 @@ def _mean_squares(g: Tensor) -> Tensor:
 def _corrections(
     lr: float, clocks: Tensor, s: Settings, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(U,) each: lr / (1 - beta1^t) and 1 / sqrt(1 - beta2^t), t = clock + 1, made in float64, rounded once."""
+    """Return lr / (1 - beta1^t) and 1 / sqrt(1 - beta2^t), (U,) each, t = clock + 1, from float64, rounded once."""
     first = 1 - power(s.beta1, clocks + 1)
     second = 1 - power(s.beta2, clocks + 1)
     return (

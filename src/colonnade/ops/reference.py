@@ -1,9 +1,10 @@
-"""The native operations in plain PyTorch, one function each: their definition, and what tests compare them with. Those
-on rows and gradients take tensors of any device: they are what computes on rows in a device's memory. The optimizers
+"""Definition of the native operations in plain PyTorch, one function each, which tests compare them with.
+
+The functions on rows and gradients take tensors of any device and compute on rows in a device's memory. The optimizers
 are in `optimizers`.
 
-Results equal the native ones bit for bit: sums are made in the order written here, every operation rounds
-once, nothing is fused. Words are int64 tensors whose bits are uint64.
+Results equal the native ones bit for bit: sums are made in the order written here, every operation rounds once, nothing
+is fused. Words are int64 tensors with the bits of uint64.
 
 Legend: T tables, F features, B samples, E lookups, U unique rows, N ranks, D dim.
 """
@@ -24,17 +25,17 @@ Pooling = Literal["sum", "mean", "sequence", "sqrtn"]
 
 
 def mix64(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words, 0 -> 0."""
+    """Mix 64-bit words by the finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection, 0 -> 0."""
     x = (x ^ _shift(x, 30)) * _word(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _word(0x94D049BB133111EB)
     return x ^ _shift(x, 31)
 
 
 def owner_of(ids: Tensor, rows: int, num_owners: int) -> Tensor:
-    """(N,) int32. `rows` 0, an open table: floor(mix64(id) * num_owners / 2^64).
+    """Return the owner rank of each id, (N,) int32. `rows` 0, an open table: floor(mix64(id) * num_owners / 2^64).
 
-    Vocabulary table, with q, m = divmod(id, num_owners): (m + mix64(q)) mod num_owners, so each run of
-    num_owners ids is dealt once to each owner, and q numbers the rows of an owner without gaps.
+    Vocabulary table, with q, m = divmod(id, num_owners): (m + mix64(q)) mod num_owners, so each run of num_owners ids
+    has one id for each owner, and q numbers the rows of an owner without gaps.
     """
     if rows == 0:
         owners = [word * num_owners >> 64 for word in _unsigned(mix64(ids))]
@@ -46,8 +47,8 @@ def owner_of(ids: Tensor, rows: int, num_owners: int) -> Tensor:
     return torch.tensor(owners, dtype=torch.int32)
 
 
-class Plan(NamedTuple):
-    """Unique ids by table, then by owner, then by local row (vocabulary) or hash (open)."""
+class LookupGroups(NamedTuple):
+    """Lookups grouped by row. Unique ids by table, then owner, then local row (vocabulary) or hash (open)."""
 
     unique_ids: Tensor  # (U,) int64
     block_offsets: Tensor  # (sum of num_owners + 1,) int64: a block for each table and owner
@@ -62,12 +63,12 @@ def make_plan(
     feature_tables: Sequence[int],  # (F,)
     table_rows: Sequence[int],  # (T,); 0 = open
     num_owners: Sequence[int],  # (T,)
-) -> Plan:
-    """The lookups grouped by row. IndexError for an id outside its vocabulary table."""
+) -> LookupGroups:
+    """Group lookups by row. IndexError for an id outside its vocabulary table."""
     unique: list[int] = []
     counts: list[int] = []
     segments: list[list[int]] = []
-    for t, (rows, dealt_to) in enumerate(zip(table_rows, num_owners, strict=True)):
+    for t, (rows, num_table_owners) in enumerate(zip(table_rows, num_owners, strict=True)):
         lookups: dict[int, list[int]] = {}
         for f in range(len(feature_tables)):
             if feature_tables[f] != t:
@@ -80,17 +81,17 @@ def make_plan(
                         f"table {t} feature {f} position {position} id {row} rows {rows}"
                     )
                 lookups.setdefault(row, []).append(e)
-        mine = torch.tensor(list(lookups), dtype=torch.int64)
-        owners = owner_of(mine, rows, dealt_to).tolist()
-        places = (mine // dealt_to).tolist() if rows else _unsigned(mix64(mine))
-        counts += [owners.count(owner) for owner in range(dealt_to)]
-        for _, _, row in sorted(zip(owners, places, lookups, strict=True)):
+        table_ids = torch.tensor(list(lookups), dtype=torch.int64)
+        owners = owner_of(table_ids, rows, num_table_owners).tolist()
+        order = (table_ids // num_table_owners).tolist() if rows else _unsigned(mix64(table_ids))
+        counts += [owners.count(owner) for owner in range(num_table_owners)]
+        for _, _, row in sorted(zip(owners, order, lookups, strict=True)):
             unique.append(row)
             segments.append(lookups[row])
     inverse = torch.empty(len(ids), dtype=torch.int32)
     for u, segment in enumerate(segments):
         inverse[segment] = u
-    return Plan(
+    return LookupGroups(
         torch.tensor(unique, dtype=torch.int64),
         torch.tensor([0, *counts], dtype=torch.int64).cumsum(0),
         inverse,
@@ -100,18 +101,17 @@ def make_plan(
 
 
 def take(values: Tensor, index: Tensor) -> Tensor:
-    """out[i] = values[index[i]]."""
+    """Gather rows: out[i] = values[index[i]]."""
     return values[index.long()]
 
 
 def birth_values(
     ids: Tensor, dim: int, seed: int, scale: float, dtype: torch.dtype, *, column: int = 0
 ) -> Tensor:
-    """(N, D): the first weights of D columns of rows from `column` on, uniform in [-scale, scale).
+    """Return the first weights (N, D) of D columns of rows from `column` on, uniform in [-scale, scale).
 
-    Column j of the row is word j + 1 of the splitmix64 stream that starts at mix64(mix64(id) ^ seed): its top
-    24 bits (float64: 53) as a number u in [-1, 1), exactly, times scale. 16-bit rows are float32 ones, rounded
-    to nearest.
+    Column j of the row is word j + 1 of the splitmix64 stream that starts at mix64(mix64(id) ^ seed): its top 24 bits
+    (float64: 53) as a number u in [-1, 1), exactly, times scale. 16-bit rows are float32 ones, rounded to nearest.
     """
     computed = torch.float64 if dtype == torch.float64 else torch.float32
     bits = 53 if dtype == torch.float64 else 24
@@ -122,7 +122,7 @@ def birth_values(
 
 
 def split(masters: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 -> (high bfloat16, low int16): the bits are (high << 16) + low.
+    """Split float32 into (high bfloat16, low int16): the bits are (high << 16) + low.
 
     So high is the master rounded to nearest, halfway away from zero, because low is at most 2^15 - 1.
     """
@@ -131,18 +131,18 @@ def split(masters: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(highs: Tensor, lows: Tensor) -> Tensor:
-    """What `split` was given."""
+    """Join the parts that `split` returned."""
     return ((highs.view(torch.int16).int() << 16) + lows).view(torch.float32)
 
 
 def ordered_sum(terms: Tensor, offsets: Tensor) -> Tensor:
-    """(S, D): terms[offsets[s]] + ... + terms[offsets[s + 1] - 1], one after the other; none: zeros.
+    """Sum segments (S, D): terms[offsets[s]] + ... + terms[offsets[s + 1] - 1], one after the other; empty ones: zeros.
 
-    On any device: torch gives each element of a sum a thread of its own, which takes the terms in order.
+    Works on any device: torch gives each element of a sum a thread of its own, which adds the terms in order.
     """
     if not len(terms) or len(offsets) == 1:
         return terms.new_zeros(len(offsets) - 1, terms.shape[1])
-    # Begun at -0.0, which changes no first term, -0.0 neither.
+    # Start at -0.0, which changes no first term, not even -0.0.
     sums = torch.segment_reduce(
         terms.contiguous(), "sum", offsets=offsets.long(), axis=0, unsafe=True, initial=-0.0
     )
@@ -150,19 +150,22 @@ def ordered_sum(terms: Tensor, offsets: Tensor) -> Tensor:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What rows of `dtype` are computed in: float64 for float64, float32 for all others."""
+    """Return the dtype in which rows of `dtype` are computed: float64 for float64, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def pool(
-    rows: Tensor,  # (E, D): what is read of the row of each lookup of one feature
-    offsets: Tensor | None,  # (B + 1,): which lookups are whose; unused for a sequence
+    rows: Tensor,  # (E, D): the values that each lookup of one feature reads
+    offsets: Tensor | None,  # (B + 1,): lookups of each sample; unused for a sequence
     pooling: Pooling,
     weights: Tensor | None = None,  # (E,) of the compute dtype
     dtype: torch.dtype | None = None,  # of the result; None: the compute dtype
 ) -> Tensor:
-    """(B, D), or (E, D) for a sequence. A bag is summed in lookup order, then divided by its length n (mean) or by
-    sqrt(n) (sqrtn). Made in the compute dtype, then rounded once, to nearest."""
+    """Pool rows into bags: (B, D), or (E, D) for a sequence.
+
+    A bag is summed in lookup order, then divided by its length n (mean) or by sqrt(n) (sqrtn). Computed in the compute
+    dtype, then rounded once, to nearest.
+    """
     rows = rows.to(compute_dtype(rows.dtype))
     values = rows if weights is None else rows * weights[:, None]
     if pooling != "sequence":
@@ -176,17 +179,18 @@ def pool(
 
 
 def lookup_gradients(
-    gradients: Tensor,  # (B, D) or (E, D): of what `pool` returned
+    gradients: Tensor,  # (B, D) or (E, D): of the result of `pool`
     offsets: Tensor | None,  # (B + 1,); unused for a sequence
     pooling: Pooling,
     weights: Tensor | None = None,  # (E,) of the compute dtype
     *,
-    num_lookups: int | None = None,  # E, where it is known: a device need not be asked
+    num_lookups: int | None = None,  # E, if known: saves a synchronization with a device
 ) -> Tensor:
-    """(E, D) of the compute dtype: coefficient * gradient of the lookup's output.
+    """Return the gradients (E, D) of lookups, in the compute dtype: coefficient * gradient of the lookup's output.
 
-    The coefficient is the lookup's weight (1 without weights) times 1 / n (mean) or 1 / sqrt(n) (sqrtn), n the
-    length of its bag: root, reciprocal and product each rounded to the compute dtype."""
+    The coefficient is the lookup's weight (1 without weights) times 1 / n (mean) or 1 / sqrt(n) (sqrtn), n the length
+    of its bag: root, reciprocal and product each rounded to the compute dtype.
+    """
     terms = gradients.to(compute_dtype(gradients.dtype))
     if pooling == "sequence":
         return terms if weights is None else terms * weights[:, None]
@@ -207,17 +211,20 @@ def sum_rows(
     entries: Tensor,  # (E,)
     is_read: Tensor | None = None,  # (E,) bool, by lookup: False adds nothing
 ) -> Tensor:
-    """(U, D): per unique row the sum of its entries' terms, in entry order."""
+    """Sum the entries' terms of each unique row, (U, D), in entry order."""
     if is_read is not None:
-        kept = is_read[entries.long()]
-        before = functional.pad(kept.cumsum(0), (1, 0))
-        segment_offsets, entries = before[segment_offsets.long()], entries[kept]
+        selected = is_read[entries.long()]
+        before = functional.pad(selected.cumsum(0), (1, 0))
+        segment_offsets, entries = before[segment_offsets.long()], entries[selected]
     return ordered_sum(terms[entries.long()], segment_offsets)
 
 
 def squared_norm(values: Tensor) -> float:
-    """Sum of squares in float64: blocks of 2^16 elements, added in order. Inside a block element i goes to lane
-    i mod 32, then the lanes are added as a tree (lane i + lane i + half, and again)."""
+    """Return the sum of squares in float64: blocks of 2^16 elements, added in order.
+
+    Inside a block element i goes to lane i mod 32, then the lanes are added as a tree (lane i + lane i + half, and
+    again).
+    """
     flat = functional.pad(values.flatten().double(), (0, -values.numel() % 2**16))
     lanes = (flat * flat).view(-1, 32)
     ends = torch.arange(0, len(lanes) + 1, 2**16 // 32, device=values.device)
@@ -229,8 +236,8 @@ def squared_norm(values: Tensor) -> float:
 
 
 def pack(weights: Tensor, state: Tensor, clocks: Tensor, lows: Tensor | None = None) -> Tensor:
-    """(N, record_bytes) uint8: weights (N, D) | state (N, S) of the compute dtype | low halves (N, D) if split |
-    clock (N,) as 64 bits; little-endian."""
+    """Build records (N, record_bytes) uint8: weights (N, D) | state (N, S) of the compute dtype | low halves (N, D) if
+    split | clock (N,) as 64 bits; little-endian."""
     parts = (weights, state, *([] if lows is None else [lows]), clocks.reshape(-1, 1))
     return torch.cat([_as(part, torch.uint8) for part in parts], dim=1)
 
@@ -238,7 +245,7 @@ def pack(weights: Tensor, state: Tensor, clocks: Tensor, lows: Tensor | None = N
 def unpack(
     records: Tensor, dim: int, state_elements: int, dtype: torch.dtype, *, is_split: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """What `pack` was given: weights (N, D), state (N, S), clocks (N,) int64, low halves (N, D) int16 if split."""
+    """Unpack records to weights (N, D), state (N, S), clocks (N,) int64 and, if split, low halves (N, D) int16."""
     computed = torch.float64 if dtype == torch.float64 else torch.float32
     widths = [dim * dtype.itemsize, state_elements * computed.itemsize, 2 * dim * is_split, 8]
     parts = records.split(widths, dim=1)
@@ -251,7 +258,7 @@ def all_finite(values: Tensor) -> bool:
 
 
 def crc32c(data: bytes) -> int:
-    """CRC-32C (Castagnoli, RFC 3720): reflected polynomial 0x82f63b78, all ones in and out."""
+    """Compute CRC-32C (Castagnoli, RFC 3720): reflected polynomial 0x82f63b78, all ones in and out."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -261,24 +268,24 @@ def crc32c(data: bytes) -> int:
 
 
 def _sqrt(values: Tensor) -> Tensor:
-    """Correctly rounded; torch's may be off by one bit on the CPU."""
+    """Return correctly rounded roots; torch's may be off by one bit on the CPU."""
     return (
         torch.from_numpy(np.sqrt(values.numpy())) if values.device.type == "cpu" else values.sqrt()
     )
 
 
 def _as(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same bytes of each row (N, n) as elements of another type."""
+    """View the bytes of each row (N, n) as elements of another type."""
     return (
         rows.flatten()
-        .clone()  # a view of nothing may start at an odd byte
+        .clone()  # a view of an empty tensor may start at an odd byte
         .view(dtype)
         .view(len(rows), rows.shape[1] * rows.element_size() // dtype.itemsize)
     )
 
 
 def _word(value: int) -> int:
-    """The int64 with the bits of a uint64."""
+    """Return the int64 with the bits of a uint64."""
     return value - 2**64 if value >= 2**63 else value
 
 
@@ -287,5 +294,5 @@ def _unsigned(words: Tensor) -> list[int]:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of 64-bit words."""
+    """Shift 64-bit words right, logically."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

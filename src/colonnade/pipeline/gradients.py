@@ -25,7 +25,7 @@ from torch import Tensor
 
 from colonnade.comm.mesh import Mesh
 from colonnade.exchange.exchange import Exchange
-from colonnade.lookup.contract import LookupContext, Pushed, unique_owned
+from colonnade.lookup.contract import LookupContext, Pushed, unique_owned_rows
 from colonnade.lookup.outputs import all_finite
 from colonnade.store.dram import DramStore
 from colonnade.store.hbm import HbmStore
@@ -73,12 +73,12 @@ class StepGradients:
         """
         num_backwards = 0
         for context in self.contexts:
-            context.gradients.check()
+            context.gradients.check_unchanged()
             num_backwards += len(context.gradients.backwards)
         if self.pushed is None:
             self.pushed = Pushed(self.exchange.begin_push(self.contexts, step), num_backwards)
             if not self._may_arrive_late:
-                self.pushed.arrive()
+                self.pushed.wait_for_gradients()
         elif self.pushed.num_backwards != num_backwards:
             raise RuntimeError(
                 "backward was called after the gradients were clipped; clip between the last backward "
@@ -89,26 +89,26 @@ class StepGradients:
     def squared_norm(self, step: int) -> float:
         """Return the sum of squares of all rows' summed gradients, over all ranks. Collective. step: as `collect`."""
         pushed, square = self.collect(step), 0.0
-        if (gradients := pushed.arrive()) is not None:
+        if (gradients := pushed.wait_for_gradients()) is not None:
             pushed.gradients, square = self.exchange.squared_norm(gradients)
         total = torch.tensor([square], dtype=torch.float64)
         return float(self.mesh.all_reduce("push", total, traffic_tag="control"))
 
-    def hand_over(self, step: int) -> tuple[Pushed, list[LookupContext]]:
+    def take_pushed(self, step: int) -> tuple[Pushed, list[LookupContext]]:
         """Return the pushed gradients of `collect` and their batches; the next step begins without any. Collective."""
         pushed, contexts = self.collect(step), self.contexts
         self.contexts, self.pushed = [], None
         return pushed, contexts
 
-    def take_back(self) -> None:
+    def discard_pushed(self) -> None:
         """Discard the gradients that `collect` sent since the last step. Collective."""
         pushed, self.pushed = self.pushed, None
         if pushed is not None:
-            pushed.arrive()
+            pushed.wait_for_gradients()
 
     def clear(self) -> None:
         """Forget recorded gradients; keep the batches. Collective."""
-        self.take_back()
+        self.discard_pushed()
         for context in self.contexts:
             context.gradients.clear()
 
@@ -116,7 +116,7 @@ class StepGradients:
         """Drop the batches since the last step that no rank recorded a gradient for. Collective. is_used: by batch, the
         number of ranks that recorded one."""
         if self.pushed is not None:
-            self.take_back()
+            self.discard_pushed()
         if all(is_used):
             return
         contexts, self.contexts = self.contexts, []
@@ -164,47 +164,47 @@ class Updates:
     ) -> None:
         """Begin without a pending update. missed: counts, by applied batch, the updates that its reads missed."""
         self.exchange, self.store, self.policies, self.missed = exchange, store, policies, missed
-        self.underway: deque[Update] = deque()  # oldest first
+        self.pending: deque[Update] = deque()  # oldest first
         self._reader: Callable[[], Reader | None] = lambda: None
 
     def __len__(self) -> int:
         """Return the number of pending updates."""
-        return len(self.underway)
+        return len(self.pending)
 
-    def read_by(self, reader: Reader) -> None:
+    def set_reader(self, reader: Reader) -> None:
         """Set the reader that catches up before updates are applied out of its turn."""
         self._reader = weakref.ref(reader)
 
-    def make(self, update: Update) -> None:
-        """Apply an update after all earlier ones: now if its gradients have arrived, else in `land`. Its batches accept
-        no further backward."""
+    def apply_or_defer(self, update: Update) -> None:
+        """Apply an update after all earlier ones: now if its gradients have arrived, else in `apply_oldest`. Its
+        batches accept no further backward."""
         if update.pushed.finish is None:
-            if self.underway:
+            if self.pending:
                 self.settle()
             self._apply(update)
             return
-        self.underway.append(update)
+        self.pending.append(update)
         for context in update.contexts:
             context.is_done = True
 
-    def land(self, count: int) -> int:
+    def apply_oldest(self, count: int) -> int:
         """Apply the `count` oldest pending updates. Returns the number of those that are still pending."""
         for _ in range(count):
-            self._apply(self.underway.popleft())
-        return len(self.underway)
+            self._apply(self.pending.popleft())
+        return len(self.pending)
 
     def settle(self) -> None:
         """Apply every pending update, after the reads that must not see the newest one. Called before anything but the
         reader reads or changes rows."""
-        if self.underway:
+        if self.pending:
             if (reader := self._reader()) is not None:
                 reader.catch_up()
-            self.land(len(self.underway))
+            self.apply_oldest(len(self.pending))
 
     def _apply(self, update: Update) -> None:
         """Wait for an update's gradients, sum and apply them, release the rows."""
         contexts, pushed = update.contexts, update.pushed
-        gradients = pushed.gradients if pushed.finish is None else pushed.arrive()
+        gradients = pushed.gradients if pushed.finish is None else pushed.wait_for_gradients()
         if gradients is not None:
             for context in contexts:  # one whose values were restored was never fetched
                 context.wait_for_rows()
@@ -215,13 +215,13 @@ class Updates:
         for context in contexts:
             self.store.release(context.slots_to_release, context.owned.offsets, dirty=True)
             context.finish()
-            self.missed.update(context.missed(update.step))
+            self.missed.update(context.count_missed(update.step))
 
     def _apply_policy(
         self, policy: RowPolicy, t: int, contexts: Sequence[LookupContext], step: int
     ) -> None:
         """Pass the rows of table t that were just updated on this rank to the policy, and delete those it forgets."""
-        updated, where = unique_owned(contexts, t)
+        updated, where = unique_owned_rows(contexts, t)
         clocks = self.store.clocks(t, where)
         if isinstance(policy, RowRetention) and policy.reads_norms:
             norms = self.exchange.squared_norms(self.store.views()[t], where)

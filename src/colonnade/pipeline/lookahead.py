@@ -18,7 +18,12 @@ from typing import Literal
 
 from colonnade.batch import Batch
 from colonnade.lookup.contract import LookupContext
-from colonnade.pipeline.prepared_batches import Held, PreparedBatch, PreparedBatches, Window
+from colonnade.pipeline.prepared_batches import (
+    Held,
+    PipelineSignals,
+    PreparedBatch,
+    PreparedBatches,
+)
 
 LATE = 2  # steps: reads this early leave one step to send an update in, and another to send their own values in
 
@@ -41,27 +46,27 @@ class Lookahead(Iterator[Batch]):
         prepare: Callable[[Batch, Held | None], LookupContext],
         fetch: Callable[[LookupContext, int], None],
         drop: Callable[[LookupContext], None],
-        window: Window,
+        window: PipelineSignals,
         depth: int | Literal["auto"],
         bounds: Sequence[int],
-        held: Sequence[Held] = (),
+        prefetched: Sequence[Held] = (),
         is_alone: bool = True,
-        land: Callable[[int], int] = lambda count: 0,
+        apply_oldest: Callable[[int], int] = lambda count: 0,
         is_in_order: bool = False,
     ) -> None:
         """Prepare nothing yet: the thread starts at the first `next()`.
 
         fetch(context, steps before its use). bounds: staleness bounds of the tables, in steps, ascending; a batch
-        enters the line that many steps before its use as the last one says. land(count): applies the oldest pending
-        updates and returns the number still pending, which is 0 where a bound is less than `LATE`. is_in_order:
-        `fetch` refuses a batch after one that was not used. held: prefetched values of the first batches, from a
+        enters the line that many steps before its use as the last one says. apply_oldest(count): applies the oldest
+        pending updates and returns the number still pending, which is 0 where a bound is less than `LATE`. is_in_order:
+        `fetch` refuses a batch after one that was not used. prefetched: values values of the first batches, from a
         checkpoint."""
         self._prepared = PreparedBatches(
-            iter(batches), prepare, drop, window, depth, held, is_alone
+            iter(batches), prepare, drop, window, depth, prefetched, is_alone
         )
         self._fetch = fetch
-        self._window = window
-        self._land = land
+        self._signals = window
+        self._apply_oldest = apply_oldest
         self._is_in_order = is_in_order
         self._bounds = tuple(bounds)
         self._bound = bounds[-1]
@@ -91,14 +96,14 @@ class Lookahead(Iterator[Batch]):
         )
         self._current = None
         if unused is not None and not self._is_in_order:
-            self._prepared.give_back(unused)
+            self._prepared.drop_batch(unused)
             unused = None
         try:
             self._read_or_postpone()
         finally:
             # Not before: whether the thread has already prepared the next one differs between ranks.
             if unused is not None:
-                self._prepared.give_back(unused)
+                self._prepared.drop_batch(unused)
         if not self._line:
             raise StopIteration
         self._current = self._line.popleft()
@@ -109,10 +114,10 @@ class Lookahead(Iterator[Batch]):
         if self._bound >= LATE:
             self.catch_up()
             if self._line:
-                self._postponed = self._land(0)
+                self._postponed = self._apply_oldest(0)
             if self._postponed:
                 return
-            self._land(self._land(0))
+            self._apply_oldest(self._apply_oldest(0))
         self._read()
 
     def catch_up(self) -> None:
@@ -120,31 +125,32 @@ class Lookahead(Iterator[Batch]):
         thread."""
         postponed, self._postponed = self._postponed, 0
         if postponed:
-            self._land(postponed)
+            self._apply_oldest(postponed)
             self._read(1)
 
-    def _read(self, gone: int = 0) -> None:
-        """Fetch every batch and table whose bound is reached. gone: batches that have left the line since then."""
-        while not self._prepared.is_exhausted and len(self._line) + gone <= self._bound:
-            self._fetch_next(gone)
+    def _read(self, num_left: int = 0) -> None:
+        """Fetch every batch and table whose bound is reached. num_left: batches that have left the line since the reads
+        were postponed."""
+        while not self._prepared.is_exhausted and len(self._line) + num_left <= self._bound:
+            self._fetch_next(num_left)
         for steps in self._bounds[:-1]:
-            if len(self._line) + gone > steps:
-                self._fetch(self._line[steps - gone].unused, steps)
+            if len(self._line) + num_left > steps:
+                self._fetch(self._line[steps - num_left].unused, steps)
 
-    def _fetch_next(self, gone: int) -> None:
+    def _fetch_next(self, num_left: int) -> None:
         """Fetch the next prepared batch, and add it to the line."""
-        batch = self._prepared.take()
+        batch = self._prepared.take_next()
         if batch is None:
             return
         measures = self._prepared.deepens
-        before = self._window.stall_seconds() if measures else 0.0
+        before = self._signals.stall_seconds() if measures else 0.0
         try:
-            self._fetch(batch.unused, len(self._line) + gone)
-        except BaseException:  # nobody else has it to give up
-            self._prepared.give_back(batch)
+            self._fetch(batch.unused, len(self._line) + num_left)
+        except BaseException:  # no other code can drop it
+            self._prepared.drop_batch(batch)
             raise
         if measures:
-            self._prepared.count_stall(self._window.stall_seconds() - before)
+            self._prepared.count_stall(self._signals.stall_seconds() - before)
         self._line.append(batch)
 
     def __enter__(self) -> Lookahead:
@@ -154,14 +160,14 @@ class Lookahead(Iterator[Batch]):
         self.close()
 
     def close(self) -> None:
-        """Stop the thread and give back batches that were prepared and not used. Safe to call twice. Reads that the
+        """Stop the thread and drop batches that were prepared and not used. Safe to call twice. Reads that the
         newest `next()` postponed are not made: such a lookahead has taken one batch fewer from its source than one
         without a pending update."""
         self._postponed = 0
         self._prepared.stop()
         if self._current is not None and self._current.context is not None:
-            self._prepared.give_back(self._current)
+            self._prepared.drop_batch(self._current)
         for batch in self._line:
-            self._prepared.give_back(batch)
+            self._prepared.drop_batch(batch)
         self._line.clear()
         self._prepared.join()

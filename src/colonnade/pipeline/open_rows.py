@@ -10,9 +10,9 @@ import torch
 
 from colonnade.comm.mesh import Mesh
 from colonnade.exchange import open_exchange
-from colonnade.exchange.cached import CachedExchange, cached_part
+from colonnade.exchange.cached import CachedExchange, find_cached_part
 from colonnade.exchange.exchange import Exchange
-from colonnade.lookup.layout import Declaration
+from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.lookup.views import Slices, slices_of
 from colonnade.plan.plan import Plan
 from colonnade.staleness import of_tables
@@ -31,11 +31,11 @@ class OpenRows:
     mesh: Mesh
     views: Slices
     shards: tuple[Shard, ...]
-    """Shard of this rank, by table as it is laid out."""
+    """Shard of this rank, by table as it is sharded."""
     exchange: Exchange
     store: DramStore | HbmStore
     policies: Mapping[int, RowPolicy]
-    """Policies that decide which rows are forgotten, by table as it is laid out."""
+    """Policies that decide which rows are forgotten, by table as it is sharded."""
     cached: CachedExchange | None
     """Part of the exchange that caches rows; None if no table has a cache."""
     bounds: tuple[int, ...]
@@ -47,12 +47,12 @@ class OpenRows:
         return self.bounds[-1]
 
     def slices_of(self, table: str) -> tuple[int, ...]:
-        """Return the numbers of a declared table's slices among all tables as laid out, from the left."""
-        return self.views.of_table[self.views.declared.table_number(table)]
+        """Return the indices of a declared table's slices among all sharded tables, from the left."""
+        return self.views.of_table[self.views.declared.table_index(table)]
 
 
 def open_rows(
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     plan: Plan,
     mesh: Mesh,
     *,
@@ -61,31 +61,31 @@ def open_rows(
     backings: Sequence[Backing],
     policies: Mapping[str, RowPolicy],
 ) -> OpenRows:
-    """Lay rows out as planned. Collective.
+    """Open the rows of a collection as planned. Collective.
 
     device: the collection's, for rows and copies in its memory; backings: by table, for rows that memory has no room
     for; policies: by table, instead of its own admission and eviction. Raises ConfigError for a plan that cannot work
     in this world."""
-    is_read = [declaration.is_read(table) for table in declaration.tables]
-    _, late = of_tables(plan.bounds, is_read)
+    is_read = [declaration.is_looked_up(table) for table in declaration.tables]
+    _, steps_ahead = of_tables(plan.bounds, is_read)
     names = [table_plan.exchange for table_plan in plan.tables]
-    views = slices_of(declaration, plan.shardings, names, late)
-    laid = views.laid
-    shards = tuple(laid_table.sharding.shard_of(mesh.rank) for laid_table in laid)
+    views = slices_of(declaration, plan.shardings, names, steps_ahead)
+    table_shards = views.laid
+    shards = tuple(table_shard.sharding.shard_of(mesh.rank) for table_shard in table_shards)
     exchange = open_exchange(
         views.declaration,
         mesh,
-        exchanges=[names[laid_table.number] for laid_table in laid],
-        shardings=[laid_table.sharding for laid_table in laid],
+        exchanges=[names[table_shard.number] for table_shard in table_shards],
+        shardings=[table_shard.sharding for table_shard in table_shards],
         codecs=plan.codecs,
         seed=seed,
-        reads_ahead=[late[laid_table.number] for laid_table in laid],
+        reads_ahead=[steps_ahead[table_shard.number] for table_shard in table_shards],
         towers=plan.towers,
-        caches=[plan.tables[laid_table.number].cache for laid_table in laid],
+        caches=[plan.tables[table_shard.number].cache for table_shard in table_shards],
         copies_on=device if plan.cache_tier == "hbm" else None,
     )
     memory, store = _open_store(views, plan, shards, seed, device, backings)
-    cached = cached_part(exchange.parts, memory)
+    cached = find_cached_part(exchange.parts, memory)
     return OpenRows(
         plan,
         mesh,
@@ -95,7 +95,7 @@ def open_rows(
         store,
         _open_policies(views, shards, seed, cached, policies),
         cached,
-        tuple(sorted(set(late))),
+        tuple(sorted(set(steps_ahead))),
     )
 
 
@@ -109,13 +109,17 @@ def _open_store(
 ) -> tuple[DramStore, DramStore | HbmStore]:
     """Make room for this rank's rows in memory, mapped memory and, above these, device memory. Return the store in
     memory, and the topmost one."""
-    planned, laid = plan.tables, views.laid
+    planned, table_shards = plan.tables, views.laid
     tiers = [
-        "dram" if laid_table.is_hot else planned[laid_table.number].tier for laid_table in laid
+        "dram" if table_shard.is_hot else planned[table_shard.number].tier
+        for table_shard in table_shards
     ]
     memory = open_dram(
-        [laid_table.stored for laid_table in laid],
-        [laid_table.room(planned[laid_table.number].capacity_rows) for laid_table in laid],
+        [table_shard.stored for table_shard in table_shards],
+        [
+            table_shard.room(planned[table_shard.number].capacity_rows)
+            for table_shard in table_shards
+        ],
         seed=seed,
         shards=shards,
         backings=backings,
@@ -126,8 +130,8 @@ def _open_store(
     if plan.hbm_bytes is None:
         return memory, memory
     slots = [
-        0 if shard.place is None else laid_table.room(planned[laid_table.number].hbm_rows)
-        for shard, laid_table in zip(shards, laid, strict=True)
+        0 if shard.place is None else table_shard.room(planned[table_shard.number].hbm_rows)
+        for shard, table_shard in zip(shards, table_shards, strict=True)
     ]
     return memory, open_hbm(memory, slots, device, seed=seed)
 
@@ -137,12 +141,12 @@ def _open_policies(
     shards: Sequence[Shard],
     seed: int,
     cached: CachedExchange | None,
-    by_hand: Mapping[str, RowPolicy],
+    overridden: Mapping[str, RowPolicy],
 ) -> dict[int, RowPolicy]:
-    """Open the policies of each table's admission and eviction. by_hand: policies by table, instead of these."""
-    tables = [laid_table.table for laid_table in views.laid]
+    """Open the policies of each table's admission and eviction. overridden: policies by table, instead of these."""
+    tables = [table_shard.table for table_shard in views.laid]
     declared = open_policies(tables, shards, seed=seed)
-    number_of = views.declared.table_number
-    overrides = {views.of_table[number_of(name)]: policy for name, policy in by_hand.items()}
+    number_of = views.declared.table_index
+    overrides = {views.of_table[number_of(name)]: policy for name, policy in overridden.items()}
     check_policies(overrides, declared, tables, has_copies=cached.has_copies if cached else [])
     return declared | {t: policy for (t,), policy in overrides.items()}

@@ -19,7 +19,7 @@ from colonnade.batch import Batch
 from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.lookup.contract import LookupContext, PinnedRows, Pushed, RowSource
 from colonnade.pipeline.gradients import StepGradients, Update, Updates
-from colonnade.pipeline.lookahead import LATE, Lookahead, Window
+from colonnade.pipeline.lookahead import LATE, Lookahead, PipelineSignals
 from colonnade.pipeline.open_rows import OpenRows
 from colonnade.store.contract import RowView
 
@@ -50,7 +50,7 @@ class Pipeline:
         self.gradients = StepGradients(
             self.exchange, rows.mesh, self.drop, may_arrive_late=may_arrive_late
         )
-        self._window = Window(
+        self._signals = PipelineSignals(
             stall_seconds=lambda: self.store.sources.stall_seconds,
             share=self.store.pinned_share,
             starved=threading.Event(),
@@ -59,46 +59,48 @@ class Pipeline:
         )
 
     def lookahead(
-        self, batches: Iterable[Batch], held: Sequence[tuple[int, Sequence[Mapping[str, Tensor]]]]
+        self,
+        batches: Iterable[Batch],
+        prefetched: Sequence[tuple[int, Sequence[Mapping[str, Tensor]]]],
     ) -> Lookahead:
-        """Implement `EmbeddingCollection.lookahead`. held: for each of the first batches, steps until its use and the
-        values that all ranks had fetched for it."""
+        """Implement `EmbeddingCollection.lookahead`. prefetched: for each of the first batches, steps until its use and
+        the values that all ranks had fetched for it."""
         self.updates.settle()
         rows = self.rows
         lookahead = Lookahead(
-            batches if rows.cached is None else rows.cached.in_sight(batches, self.views),
+            batches if rows.cached is None else rows.cached.preview_batches(batches, self.views),
             prepare=self.prepare,
             fetch=self.fetch,
             drop=self.drop,
-            window=self._window,
+            window=self._signals,
             depth=rows.plan.lookahead,
             bounds=rows.bounds,
-            held=held,
+            prefetched=prefetched,
             is_alone=rows.mesh.num_ranks == 1,
-            land=self.updates.land,
+            apply_oldest=self.updates.apply_oldest,
             is_in_order=rows.cached is not None,
         )
-        self.updates.read_by(lookahead)
+        self.updates.set_reader(lookahead)
         return lookahead
 
     def prepare(
         self,
         batch: Batch,
-        held: tuple[int, Sequence[Mapping[str, Tensor]]] | None = None,
+        prefetched: tuple[int, Sequence[Mapping[str, Tensor]]] | None = None,
         *,
         channel: str = "route",
     ) -> LookupContext:
-        """Send a batch's ids; owners make its rows resident and pin them. held: as in `lookahead`.
+        """Send a batch's ids; owners make its rows resident and pin them. prefetched: as in `lookahead`.
 
         While a lookahead closes, rows that have no room are skipped, and the context can only be dropped. Raises
         BudgetExceeded where memory has no room for the rows, IdRangeError and DataError for a batch that cannot be
         looked up."""
         context = self._send_ids(batch, channel)
         try:
-            if self._pin(context) and held is not None:
-                context.steps_left, fetched = held
+            if self._pin(context) and prefetched is not None:
+                context.steps_left, fetched = prefetched
                 self.exchange.restore(context, fetched)
-        except BaseException:  # nobody else has it to give up
+        except BaseException:  # no other code can drop it
             self.drop(context)
             raise
         return context
@@ -119,14 +121,14 @@ class Pipeline:
                 return True
             except BudgetExceeded:
                 # Rows of batches in flight may leave soon; not if training itself waits for this one.
-                waiting = self._window.starved.is_set()
+                waiting = self._signals.starved.is_set()
                 is_main = threading.current_thread() is threading.main_thread()
                 if not (waiting or is_main):
-                    self._window.crowded.set()
-                if self._window.closing.is_set() and not waiting:
+                    self._signals.crowded.set()
+                if self._signals.closing.is_set() and not waiting:
                     return False  # not an error: other ranks' threads wait for this one's ids
                 was_released = self.store.wait_for_release(releases, 0.05)
-                if is_main or (waiting and not was_released and self._window.starved.is_set()):
+                if is_main or (waiting and not was_released and self._signals.starved.is_set()):
                     raise
 
     def begin(self, batch: Batch) -> LookupContext:
@@ -139,22 +141,22 @@ class Pipeline:
         context = self.prepare(batch, channel="control")
         try:
             self.fetch(context)
-        except BaseException:  # nobody else has it to give up
+        except BaseException:  # no other code can drop it
             self.drop(context)
             raise
         return context
 
     def fetch(self, context: LookupContext, steps_left: int = 0) -> None:
         """Read, as they are now, rows of the parts to fetch `steps_left` steps before use:
-        `Exchange.find_due_parts`."""
+        `Exchange.find_parts_to_fetch`."""
         context.steps_left = steps_left
-        if not (part_numbers := self.exchange.find_due_parts(context)):
+        if not (part_numbers := self.exchange.find_parts_to_fetch(context)):
             return
         assert context.pinned is not None
         context.wait_for_rows()
         in_place = not self.reads_ahead
         source = RowSource(self.store.views(), context.pinned.slots, in_place)
-        num_applied = self.steps.value - len(self.updates.underway)
+        num_applied = self.steps.value - len(self.updates.pending)
         self.exchange.fetch(context, part_numbers, source, num_applied)
 
     def read(self, batch: Batch) -> LookupContext:
@@ -170,12 +172,12 @@ class Pipeline:
         numbers = [torch.arange(len(rows), dtype=torch.int32) for rows in values]
         source = RowSource(views, torch.cat(numbers), True, values)
         self.exchange.fetch(
-            context, self.exchange.find_due_parts(context), source, self.steps.value
+            context, self.exchange.find_parts_to_fetch(context), source, self.steps.value
         )
         return context
 
     def _send_ids(self, batch: Batch, channel: str) -> LookupContext:
-        """Send a batch's ids to the owners of the tables as they are laid out."""
+        """Send a batch's ids to the owners of the sharded tables."""
         views = self.views
         rows, hot = batch, None
         if views.is_hashed:
@@ -185,8 +187,8 @@ class Pipeline:
             rows = hot.batch
         context = self.exchange.send_ids(rows, channel)
         context.hot = hot
-        if views.attending:
-            context.sequence_offsets = views.offsets_of(batch)
+        if views.local_attention:
+            context.sequence_offsets = views.sequence_offsets(batch)
         batch.world_weight = context.batch.weight
         return context
 
@@ -195,7 +197,7 @@ class Pipeline:
     ) -> dict[str, Tensor]:
         """Return the declared outputs of a batch that was fetched: see `Exchange.values`."""
         values = self.exchange.values(context, handle, device)
-        if self.views.merges_nothing:
+        if self.views.has_declared_outputs:
             return values
         return self.views.merge_outputs(
             values,
@@ -216,10 +218,10 @@ class Pipeline:
         waited for (clipping), or a policy or a cache needs each update at once. optimizers (P,) int32, settings
         (P, 16) float64 by declared part: see `_native.update`."""
         step = self.steps.value
-        pushed, contexts = self.gradients.hand_over(step)
+        pushed, contexts = self.gradients.take_pushed(step)
         if self.views.is_cut:
-            optimizers, settings = map(self.views.by_part, (optimizers, settings))
-        self.updates.make(Update(step, pushed, contexts, optimizers, settings.clone()))
+            optimizers, settings = map(self.views.expand_by_part, (optimizers, settings))
+        self.updates.apply_or_defer(Update(step, pushed, contexts, optimizers, settings.clone()))
         self.steps.value += 1
 
     def drop(self, context: LookupContext) -> None:

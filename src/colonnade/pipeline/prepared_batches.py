@@ -26,9 +26,9 @@ from colonnade.data.processes import kill_readers
 from colonnade.lookup.contract import LookupContext
 
 SHALLOW, DEEPEST = 2, 64
-STALLED = 0.02  # part of the time above which a deeper window is worth it
+STALLED = 0.02  # share of the time waited for reads, above which the window grows
 CROWDED = 0.5  # part of a table's slots that a window may pin; the rest is for rows outside it
-LOOKED_AT = 16  # batches between two decisions
+LOOKED_AT = 16  # batches between two decisions about the depth
 PATIENCE = 2.0  # seconds to wait for reader processes whose batches are no longer needed
 
 Held = tuple[int, Sequence[Mapping[str, Tensor]]]
@@ -76,12 +76,12 @@ def next_depth(depth: int, *, stalled: float, window: float) -> int:
 
 
 @dataclass(slots=True)
-class Window:
+class PipelineSignals:
     """Signals between the lookahead's thread, training and the store."""
 
     stall_seconds: Callable[
         [], float
-    ]  # seconds that fetches waited for reads, since the store opened
+    ]  # seconds that fetches waited for reads since the store was opened
     share: Callable[[], float]  # part of the fullest table's slots that is pinned
     starved: (
         threading.Event
@@ -93,28 +93,28 @@ class Window:
 class PreparedBatches:
     """Batches that a thread prepares while earlier ones compute, `depth` of them before they are taken.
 
-    Not collective itself: `prepare` is. Training thread alone, but for the thread that it starts at the first `take`.
-    """
+    Not collective itself: `prepare` is. Training thread alone, but for the thread that it starts at the first
+    `take_next`."""
 
     def __init__(
         self,
         batches: Iterator[Batch],
         prepare: Callable[[Batch, Held | None], LookupContext],
         drop: Callable[[LookupContext], None],
-        window: Window,
+        window: PipelineSignals,
         depth: int | Literal["auto"],
-        held: Sequence[Held],
+        prefetched: Sequence[Held],
         is_alone: bool,
     ) -> None:
-        self._next = partial(_prepare_next, batches, prepare, chain(held, repeat(None)))
+        self._next = partial(_prepare_next, batches, prepare, chain(prefetched, repeat(None)))
         self._drop = drop
-        self._window = window
+        self._signals = window
         self.depth = SHALLOW if depth == "auto" else depth
         self.deepens = depth == "auto" and is_alone
-        """Whether the depth grows while training waits for reads, which `count_stall` counts."""
+        """True if the depth grows while training waits for reads, which `count_stall` counts."""
         self._is_alone = is_alone
         self._surplus = 0  # permits to withhold, because the window has become shallower
-        self._has_warned = depth == "auto"  # its own choice: nothing to warn of
+        self._has_warned = depth == "auto"  # "auto" changes the depth anyway, so no warning
         self._taken, self._since, self._stalled = 0, time.perf_counter(), 0.0
         self._was_late = True
         self.is_exhausted = False
@@ -125,7 +125,7 @@ class PreparedBatches:
         self._permits: queue.Queue[bool] = queue.Queue()
         self._thread: threading.Thread | None = None
 
-    def take(self) -> PreparedBatch | None:
+    def take_next(self) -> PreparedBatch | None:
         """Wait for the next batch; None after the last one. Raises what reading or preparing it raised."""
         if self.depth == 0:
             batch = self._next()
@@ -133,15 +133,15 @@ class PreparedBatches:
             return batch
         if self._thread is None:
             self._start()
-        self._adapt()
+        self._adapt_depth()
         try:
             item = self._ready.get_nowait()
             self._was_late = False
         except queue.Empty:
             self._was_late = True
-            self._window.starved.set()  # from here on, waiting for training to release rows would be a deadlock
+            self._signals.starved.set()  # from here on, waiting for training to release rows would be a deadlock
             item = self._ready.get()
-            self._window.starved.clear()
+            self._signals.starved.clear()
         if self._surplus > 0:
             self._surplus -= 1
         else:
@@ -156,7 +156,7 @@ class PreparedBatches:
         if not self._was_late:
             self._stalled += seconds
 
-    def give_back(self, batch: PreparedBatch) -> None:
+    def drop_batch(self, batch: PreparedBatch) -> None:
         """Drop a batch that will not be used."""
         if (context := batch.take_context()) is not None:
             self._drop(context)
@@ -167,24 +167,24 @@ class PreparedBatches:
         self._permits.put(False)
 
     def join(self) -> None:
-        """Wait for the thread, after `stop`, and give back the batches it prepared. After PATIENCE seconds the reader
-        processes that it waits for are killed: a suspended one would never answer."""
+        """Wait for the thread, after `stop`, and drop the batches that it prepared. After PATIENCE seconds the reader
+        processes that it waits for are killed: a suspended process would never answer."""
         start = time.monotonic()
-        self._window.closing.set()  # the thread may be waiting for room for a batch
+        self._signals.closing.set()  # the thread may be waiting for room for a batch
         while self._thread is not None and self._thread.is_alive():
-            self._drain()
+            self._drop_ready()
             self._thread.join(0.01)
             if time.monotonic() - start > PATIENCE:
                 kill_readers(self._thread)
-        self._window.closing.clear()
-        self._drain()
+        self._signals.closing.clear()
+        self._drop_ready()
 
     def _start(self) -> None:
         for _ in range(self.depth):
             self._permits.put(True)
         self._thread = threading.Thread(
-            target=_run,
-            args=(self._next, self._permits, self._ready, self._window),
+            target=_prepare_batches,
+            args=(self._next, self._permits, self._ready, self._signals),
             name="lookahead",
             daemon=True,
         )
@@ -192,30 +192,30 @@ class PreparedBatches:
         weakref.finalize(self, self._permits.put, False)
         self._thread.start()
 
-    def _drain(self) -> None:
-        """Give back the batches that are ready."""
+    def _drop_ready(self) -> None:
+        """Drop the batches that are ready."""
         while not self._ready.empty():
             item = self._ready.get()
             if isinstance(item, PreparedBatch):
-                self.give_back(item)
+                self.drop_batch(item)
 
-    def _adapt(self) -> None:
+    def _adapt_depth(self) -> None:
         """Adapt the depth: add permits while training stalls, withhold some while memory is short."""
-        if self._window.crowded.is_set():
-            self._window.crowded.clear()
-            self._shrink(max(1, self._ready.qsize()))
+        if self._signals.crowded.is_set():
+            self._signals.crowded.clear()
+            self._reduce_depth(max(1, self._ready.qsize()))
         self._taken += 1
         if not self.deepens or self._taken < max(LOOKED_AT, 2 * self.depth):
             return
         now = time.perf_counter()
         stalled = self._stalled / max(1e-9, now - self._since)
-        depth = next_depth(self.depth, stalled=stalled, window=self._window.share())
+        depth = next_depth(self.depth, stalled=stalled, window=self._signals.share())
         for _ in range(depth - self.depth):
             self._permits.put(True)
         self.depth = depth
         self._taken, self._since, self._stalled = 0, now, 0.0
 
-    def _shrink(self, depth: int) -> None:
+    def _reduce_depth(self, depth: int) -> None:
         """Lower the depth to `depth`, which fits: the next batch waits for pinned rows of those in flight."""
         if depth >= self.depth:
             return
@@ -234,11 +234,11 @@ class PreparedBatches:
             self.deepens = False
 
 
-def _run(
+def _prepare_batches(
     prepare_next: Callable[[], PreparedBatch | None],
     permits: queue.Queue[bool],
     ready: queue.Queue,
-    window: Window,
+    window: PipelineSignals,
 ) -> None:
     """Prepare one batch per permit and put it in `ready`; None after the last one, or the error. Thread's target."""
     # Its work is hidden behind training's, which should get the processors.
@@ -258,14 +258,14 @@ def _run(
 def _prepare_next(
     batches: Iterator[Batch],
     prepare: Callable[[Batch, Held | None], LookupContext],
-    held: Iterator[Held | None],
+    prefetched: Iterator[Held | None],
 ) -> PreparedBatch | None:
     """Prepare a copy of the next batch, because a source may yield the same one twice. None after the last one."""
     batch = next(batches, None)
     if batch is None:
         return None
     own = as_prepared(batch)
-    own.context = prepare(own, next(held))
+    own.context = prepare(own, next(prefetched))
     return own
 
 

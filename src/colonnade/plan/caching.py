@@ -1,4 +1,7 @@
-"""Copies of rows that ranks keep of each table: how many, and how old; and which tables can have them. Pure."""
+"""Row caches in a plan: size, staleness bounds and policy of each table's cache, and checks of what excludes a cache.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +21,27 @@ from colonnade.topology.sharding import Sharding
 from colonnade.wire.codec import EXACT
 
 BOOKKEEPING = 42
-"""Bytes of a copy beside its record and the sum of its gradients: 30 of its directory, 12 of `Copies`."""
+"""Bytes of a cached row in addition to its record and the sum of its gradients: 30 in the directory, 12 in `Copies`."""
 
 LOOKAHEAD, LOOKAHEAD_WINDOW = "lookahead", 64
-"""The policy that a rank's coming batches are known for; so many by default, which cost the memory of samples read."""
+"""Eviction policy that reads coming batches, and its default number of batches; their samples take memory."""
 
 
-def copy_bytes(table: Table) -> int:
-    """Of one copy, with all that belongs to it."""
+def cached_row_bytes(table: Table) -> int:
+    """Return the bytes of one cached row with its gradients and bookkeeping."""
     return table.record_bytes + table.width * ITEM_BYTES[table.compute_dtype] + BOOKKEEPING
 
 
-def kept_bytes(kept: TableCache | None, table: Table) -> int:
-    """Return the bytes of a full cache of a table on one rank, beside the rows that the rank owns."""
-    if kept is None:
+def full_cache_bytes(cache: TableCache | None, table: Table) -> int:
+    """Return the bytes of a full cache of a table on one rank, not counting rows that the rank owns."""
+    if cache is None:
         return 0
-    rows = kept.rows if table.rows is None else min(kept.rows, table.rows)
-    return rows * copy_bytes(table)
+    rows = cache.rows if table.rows is None else min(cache.rows, table.rows)
+    return rows * cached_row_bytes(table)
 
 
-def rows_of(size: CacheSize, table: Table) -> int:
-    """Raises ConfigError for a part of an open table."""
+def count_cached_rows(size: CacheSize, table: Table) -> int:
+    """Convert the size of a table's cache to rows. Raises ConfigError for a fraction of an open table."""
     if size.part is not None:
         if table.rows is None:
             raise ConfigError(
@@ -47,13 +50,15 @@ def rows_of(size: CacheSize, table: Table) -> int:
             )
         return int(size.part * table.rows)
     if size.num_bytes is not None:
-        return size.num_bytes // copy_bytes(table)
+        return size.num_bytes // cached_row_bytes(table)
     assert size.rows is not None
     return size.rows
 
 
-def caches_of(config: CacheConfig | None, tables: Sequence[Table]) -> Mapping[str, TableCache]:
-    """Return the copies that each rank keeps, by table; tables without a size have none. Raises ConfigError."""
+def build_table_caches(
+    config: CacheConfig | None, tables: Sequence[Table]
+) -> Mapping[str, TableCache]:
+    """Return the cache of each table by name; tables without a size have none. Raises ConfigError."""
     if config is None:
         return {}
     names = [table.name for table in tables]
@@ -65,10 +70,10 @@ def caches_of(config: CacheConfig | None, tables: Sequence[Table]) -> Mapping[st
     if config.window is not None and LOOKAHEAD not in {config.policy, *policies.values()}:
         raise ConfigError(
             f"plan.cache: got window={config.window} with policy={config.policy}, wanted "
-            "policy=lookahead, which looks so many batches ahead; leave window out"
+            "policy=lookahead, which reads the batches of a window ahead; leave window out"
         )
     window = LOOKAHEAD_WINDOW if config.window is None else config.window
-    found = {}
+    caches = {}
     for table in tables:
         own = config.tables.get(table.name, TableCacheConfig())
         size = own.size or config.size
@@ -84,14 +89,14 @@ def caches_of(config: CacheConfig | None, tables: Sequence[Table]) -> Mapping[st
             clock = row_clock(staleness, read_bound, write_bound)
         except ConfigError as error:
             raise ConfigError(f"plan.cache: table {table.name!r}: {error}") from None
-        rows = rows_of(size, table)
+        rows = count_cached_rows(size, table)
         policy = policies.get(table.name, config.policy)
-        ahead = window if policy == LOOKAHEAD else 0
-        found[table.name] = TableCache(rows, clock, policy, ahead)
-    return found
+        batches_ahead = window if policy == LOOKAHEAD else 0
+        caches[table.name] = TableCache(rows, clock, policy, batches_ahead)
+    return caches
 
 
-def check_caches(
+def check_cache_settings(
     config: PlanConfig,
     caches: Mapping[str, TableCache],
     tables: Sequence[Table],
@@ -99,22 +104,22 @@ def check_caches(
     exchanges: Sequence[str],
     servers: Sequence[int],
 ) -> None:
-    """Raise ConfigError for settings that do not go with copies. tables, shardings and exchanges: by table."""
+    """Raise ConfigError for settings that exclude row caches. tables, shardings and exchanges: by table."""
     if not caches:
         return
-    others = {
+    required = {
         "memory.hbm": (
             config.memory.hbm, None,
-            "copies are of rows that lie in their owners' memory: set plan.cache.tier=hbm to have the copies on the "
+            "caches copy rows from their owners' main memory: set plan.cache.tier=hbm to have the copies on the "
             "device, and leave memory.hbm out",
         ),
-        "codec.values": (config.codec.values, EXACT.values, "copies are of rows as they are: leave it exact"),
+        "codec.values": (config.codec.values, EXACT.values, "caches store exact rows: leave it exact"),
         "codec.gradients": (
-            config.codec.gradients, EXACT.gradients, "they are gathered as they are: leave it exact",
+            config.codec.gradients, EXACT.gradients, "caches sum exact gradients: leave it exact",
         ),
         "servers": (tuple(servers), (), "leave servers out"),
     }  # fmt: skip
-    for name, (got, wanted, advice) in others.items():
+    for name, (got, wanted, advice) in required.items():
         if got != wanted:
             raise ConfigError(
                 f"plan.cache: got plan.{name}={got} with it; {advice}, or leave plan.cache out"
@@ -124,8 +129,8 @@ def check_caches(
             continue
         if exchange != "rows" and not sharding.is_replicated:
             raise ConfigError(
-                f"plan.cache: got exchange={exchange} for table {table.name!r}, wanted rows, which are what copies are "
-                "of; set plan.exchange=rows"
+                f"plan.cache: got exchange={exchange} for table {table.name!r}, wanted rows, the only exchange with a "
+                "cache; set plan.exchange=rows"
             )
         if sharding.is_replicated or sharding.slices > 1 or sharding.hot is not None:
             raise ConfigError(
@@ -134,6 +139,6 @@ def check_caches(
             )
         if table.admission is not None or table.eviction is not None:
             raise ConfigError(
-                f"plan.cache: got table {table.name!r} with admission or eviction, which decide at the owner by every "
-                "update of a row, and with a cache it hears of several at once; leave one of them out"
+                f"plan.cache: got table {table.name!r} with admission or eviction, which decide at the owner at every "
+                "update of a row, while a cache sends the sum of several updates; leave one of them out"
             )

@@ -1,8 +1,8 @@
-"""Constraints on a plan: what a configuration says of shardings, exchanges and towers, table by table, and what it
-leaves to be chosen.
+"""Constraints on a plan: sharding, exchange and tower of each table as configured, and what the planner may choose.
 
-A table is in the tower of the features that read it. There its rows are dealt to all ranks (`row_wise`, `host_wise`),
-cut by columns over them (`column_wise`), or lie whole on the one that has least (`table_wise`, `auto`).
+A table belongs to the tower of the features that read it. Its rows are sharded over all ranks of the tower (`row_wise`,
+`host_wise`), cut by columns over them (`column_wise`), or stored whole on the rank with the fewest bytes (`table_wise`,
+`auto`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from colonnade.config.plan import PlanConfig, TablePlanConfig
 from colonnade.errors import ConfigError
 from colonnade.exchange.operator_cut import tower_of
 from colonnade.lookup.hops import BY_TOWERS
-from colonnade.plan.search.candidates import Choice, Forced
-from colonnade.plan.search.cutting import CUT, everywhere
+from colonnade.plan.search.candidates import Choice, Constraint
+from colonnade.plan.search.cutting import COLUMN_KINDS, shard_columns_everywhere
 from colonnade.table import Feature, Table
 from colonnade.topology.sharding import (
     Kind,
@@ -26,32 +26,36 @@ from colonnade.topology.sharding import (
     on_ranks,
     replicated,
     row_wise,
-    row_wise_in,
+    row_wise_over_owners,
     table_wise,
 )
 from colonnade.topology.towers import Partition, striped, tower_ranks
 from colonnade.topology.world import World
 
 
-def forced_by(config: PlanConfig, tables: Sequence[Table], world: World) -> dict[str, Forced]:
-    """By table name; None where "auto". Raises ConfigError for tables that are not there and ranks this world lacks."""
+def read_constraints(
+    config: PlanConfig, tables: Sequence[Table], world: World
+) -> dict[str, Constraint]:
+    """Return the configured constraint of each table by name, with None for "auto".
+
+    Raises ConfigError for unknown tables and for ranks that the world does not have."""
     names = [table.name for table in tables]
     for name in config.tables:
         if name not in names:
             raise ConfigError(
                 f"plan.tables: got {name!r}, wanted a table of this model: {', '.join(names)}"
             )
-    return {name: _forced(config, name, world) for name in names}
+    return {name: _read_constraint(config, name, world) for name in names}
 
 
-def _forced(config: PlanConfig, name: str, world: World) -> Forced:
+def _read_constraint(config: PlanConfig, name: str, world: World) -> Constraint:
     own = config.tables.get(name, TablePlanConfig())
     exchange: Any = own.exchange or config.exchange
     kind: Any = own.kind or config.sharding
     if kind == "replicated" and own.exchange not in (None, "auto"):
         raise ConfigError(
-            f"table {name!r}: got exchange={own.exchange} with sharding=replicated; of replicated rows only "
-            "gradients travel: leave exchange out, or give the table another sharding"
+            f"table {name!r}: got exchange={own.exchange} with sharding=replicated; replicated tables send only "
+            "gradients: leave exchange out, or give the table another sharding"
         )
     ranks: tuple[int, ...] | None = None
     if isinstance(own.sharding, Sharding):
@@ -64,22 +68,23 @@ def _forced(config: PlanConfig, name: str, world: World) -> Forced:
     if kind == "replicated":
         if world.has_servers:
             raise ConfigError(
-                f"table {name!r}: got replicated rows with plan.servers={world.servers_per_host}; copies lie with the "
-                "samples, and where there are servers trainers have no rows. Leave servers out, or choose another "
-                "sharding"
+                f"table {name!r}: got replicated rows with plan.servers={world.servers_per_host}; copies are stored "
+                "on trainers, and with servers trainers have no rows. Leave servers out, or choose another sharding"
             )
-        return Forced(kind)
-    # A Sharding value may cut rows all the same: their values travel then, and no operator is evaluated at owners.
-    if exchange == "partials" and kind in CUT and not isinstance(own.sharding, Sharding):
+        return Constraint(kind)
+    # A `Sharding` value may cut rows all the same: owners then send values and evaluate no operator.
+    if exchange == "partials" and kind in COLUMN_KINDS and not isinstance(own.sharding, Sharding):
         raise ConfigError(
             f"table {name!r}: got exchange=partials with sharding={kind}; operators are evaluated on whole rows, "
             "wanted table_wise, row_wise or host_wise, or exchange pooled"
         )
-    return Forced(None if kind == "auto" else kind, None if exchange == "auto" else exchange, ranks)
+    return Constraint(
+        None if kind == "auto" else kind, None if exchange == "auto" else exchange, ranks
+    )
 
 
 def _check_ranks(setting: str, ranks: tuple[int, ...], world: World) -> None:
-    """Raise ConfigError for a rank that this world does not have, or that can have no rows."""
+    """Raise ConfigError for a rank that the world does not have, or that cannot own rows."""
     if ranks[-1] >= world.num_ranks:
         raise ConfigError(
             f"{setting}: got ranks {list(ranks)}, but this world has ranks 0 .. {world.num_ranks - 1}; name one of "
@@ -93,7 +98,7 @@ def _check_ranks(setting: str, ranks: tuple[int, ...], world: World) -> None:
 
 
 def _check_groups(setting: str, ranks: list[int], kind: Kind, exchange: str, world: World) -> None:
-    """Raise ConfigError for ranks that are not those of whole hosts, where the kind of sharding wants these."""
+    """Raise ConfigError for ranks that are not whole hosts if the kind of sharding requires whole hosts."""
     if kind == "grid":
         hosts = sorted({world.host(rank) for rank in ranks})
         if list(grid(world, hosts).ranks) != ranks:
@@ -101,7 +106,9 @@ def _check_groups(setting: str, ranks: list[int], kind: Kind, exchange: str, wor
                 f"{setting}: got {ranks}, wanted all ranks of two or more hosts, such as "
                 f"{list(grid(world, [0, 1]).ranks)}"
             )
-    if kind == "host_wise" and exchange not in BY_TOWERS:  # whose groups are towers (`in_towers`)
+    if (
+        kind == "host_wise" and exchange not in BY_TOWERS
+    ):  # With towers, the ranks are those of a tower (`in_towers`).
         wanted = list(host_wise(world, world.host(ranks[0])).ranks)
         if ranks != wanted:
             raise ConfigError(
@@ -109,45 +116,46 @@ def _check_groups(setting: str, ranks: list[int], kind: Kind, exchange: str, wor
             )
 
 
-def settle_tables(
+def resolve_tables(
     config: PlanConfig, tables: Sequence[Table], world: World
 ) -> dict[str, tuple[Sharding, str] | None]:
-    """Return the sharding and exchange of each table; None where a sample is to decide. Raises ConfigError."""
-    settled: dict[str, tuple[Sharding, str] | None] = {}
-    for name, forced in forced_by(config, tables, world).items():
+    """Return the sharding and exchange of each table by name; None if a sample has to decide. Raises ConfigError."""
+    resolved: dict[str, tuple[Sharding, str] | None] = {}
+    for name, constraint in read_constraints(config, tables, world).items():
         own = config.tables.get(name, TablePlanConfig()).sharding
-        sharding = own if isinstance(own, Sharding) else _settle_sharding(forced, world)
-        exchange = "replicated" if sharding and sharding.is_replicated else forced.exchange
+        sharding = own if isinstance(own, Sharding) else _resolve_sharding(constraint, world)
+        exchange = "replicated" if sharding and sharding.is_replicated else constraint.exchange
         if exchange is None and world.num_ranks == 1:
             exchange = "rows"
-        settled[name] = (sharding, exchange) if sharding and exchange else None
-    return settled
+        resolved[name] = (sharding, exchange) if sharding and exchange else None
+    return resolved
 
 
-def _settle_sharding(forced: Forced, world: World) -> Sharding | None:
+def _resolve_sharding(constraint: Constraint, world: World) -> Sharding | None:
+    """Return the sharding that a constraint determines; None if it leaves a choice."""
     if world.num_ranks == 1:
         return row_wise(1)
-    if forced.kind == "replicated":
+    if constraint.kind == "replicated":
         return replicated(world.num_ranks)
-    if forced.kind is None:
+    if constraint.kind is None:
         return None
-    if forced.ranks is not None:
-        return on_ranks(forced.kind, forced.ranks, world)
-    if forced.kind in CUT:
-        return everywhere(forced.kind, world)
-    if forced.kind == "row_wise":
-        return row_wise_in(world)
-    if forced.kind == "host_wise" and world.num_hosts == 1:
+    if constraint.ranks is not None:
+        return on_ranks(constraint.kind, constraint.ranks, world)
+    if constraint.kind in COLUMN_KINDS:
+        return shard_columns_everywhere(constraint.kind, world)
+    if constraint.kind == "row_wise":
+        return row_wise_over_owners(world)
+    if constraint.kind == "host_wise" and world.num_hosts == 1:
         return host_wise(world, 0)
     return None
 
 
 def is_settled(config: PlanConfig, tables: Sequence[Table], world: World) -> bool:
-    """Return whether nothing is left to be chosen, hot rows included. Raises as `forced_by`."""
+    """Return whether the settings determine every sharding, exchange and hot row. Raises like `read_constraints`."""
     counts = [own.replicated_rows for own in config.tables.values()]
     if world.num_ranks > 1 and any(count for count in counts if isinstance(count, int)):
         return False
-    return None not in settle_tables(config, tables, world).values()
+    return None not in resolve_tables(config, tables, world).values()
 
 
 def settle_plan(
@@ -157,20 +165,20 @@ def settle_plan(
     choice: Choice | None = None,
     hot: Mapping[str, Sequence[int]] | None = None,
 ) -> PlanConfig:
-    """Return `config` with the sharding, exchange and replicated ids of every table, as `build_plan` wants it.
+    """Return `config` with the sharding, exchange and replicated ids of every table, as `build_plan` requires.
 
-    choice: decides what is open; without it, such tables are row-wise and travel as rows. hot: ids by name of tables
-    whose number of replicated rows is configured; a replicated table needs none. In a world of one rank nothing
-    travels, so every exchange is "rows". Raises ConfigError.
+    choice: the planner's decision for open settings; without it, open tables are row-wise and exchange rows. hot: ids
+    by table name, for tables with a configured number of replicated rows; a replicated table needs none. One rank sends
+    nothing, so every exchange is "rows" there. Raises ConfigError.
     """
     own_settings = {}
-    for name, settled in settle_tables(config, tables, world).items():
-        if settled is None and choice is not None:
+    for name, resolved in resolve_tables(config, tables, world).items():
+        if resolved is None and choice is not None:
             side = name if name in choice.shardings else f"{name}[cold]"
-            settled = choice.shardings[side], choice.exchanges[side]
-        sharding, exchange = settled or (row_wise_in(world), "rows")
+            resolved = choice.shardings[side], choice.exchanges[side]
+        sharding, exchange = resolved or (row_wise_over_owners(world), "rows")
         own, ids = config.tables.get(name, TablePlanConfig()), (hot or {}).get(name)
-        if isinstance(own.sharding, Sharding):  # the search knows its kind and ranks alone
+        if isinstance(own.sharding, Sharding):  # The search knows only its kind and ranks.
             sharding = own.sharding
         if ids is None:
             ids = () if isinstance(own.replicated_rows, int) else own.replicated_rows
@@ -187,31 +195,34 @@ def settle_plan(
 
 
 OPEN_ROWS = 1_000_000
-"""Rows of an open table, of which nobody knows how many there will be, where tables are weighed."""
+"""Assumed number of rows of an open table, for balancing bytes over ranks."""
 
 
-def towers_of_tables(
+def assign_tables_to_towers(
     tables: Sequence[Table], features: Sequence[Feature], partition: Partition
 ) -> dict[str, int]:
-    """By name: the tower of each table that a feature of the partition reads. Raises ConfigError for features that the
-    model has not, and for a table that is read in two towers."""
-    readers = {feature.name: feature.table for feature in features}
-    found: dict[str, tuple[int, str]] = {}
-    for number, names in enumerate(partition.towers):
+    """Return by name the tower of each table that a feature of the partition reads.
+
+    Raises ConfigError for features that the model does not have, and for a table that two towers read."""
+    table_of = {feature.name: feature.table for feature in features}
+    towers: dict[
+        str, tuple[int, str]
+    ] = {}  # tower, and the first feature of it that reads the table
+    for tower, names in enumerate(partition.towers):
         for name in names:
-            if name not in readers:
+            if name not in table_of:
                 raise ConfigError(
-                    f"tower {number}: got feature {name!r}, wanted one of this model: {', '.join(readers)}; the "
+                    f"tower {tower}: got feature {name!r}, wanted one of this model: {', '.join(table_of)}; the "
                     "partition is for another model"
                 )
-            table = readers[name]
-            before, by = found.setdefault(table, (number, name))
-            if before != number:
+            table = table_of[name]
+            first_tower, first_feature = towers.setdefault(table, (tower, name))
+            if first_tower != tower:
                 raise ConfigError(
-                    f"table {table!r}: got feature {by!r} in tower {before} and {name!r} in tower {number}, wanted all "
-                    "features that read one table in one tower: its rows lie in one"
+                    f"table {table!r}: got feature {first_feature!r} in tower {first_tower} and {name!r} in tower "
+                    f"{tower}, wanted all features that read one table in one tower, which stores its rows"
                 )
-    return {table.name: found[table.name][0] for table in tables if table.name in found}
+    return {table.name: towers[table.name][0] for table in tables if table.name in towers}
 
 
 def in_towers(
@@ -221,10 +232,10 @@ def in_towers(
     world: World,
     kinds: Mapping[str, Kind] | None = None,
 ) -> dict[str, TablePlanConfig]:
-    """Place tables inside their towers. Returns their settings (`plan.tables`), a sharding each.
+    """Shard tables inside their towers. Returns their settings (`plan.tables`) by name, each with a sharding.
 
-    towers: which features stand together, or how many towers tables are dealt to in turn. kinds: by name, default
-    `table_wise`. Raises ConfigError.
+    towers: partition of the features, or number of towers, to which tables are assigned round-robin. kinds: kind of
+    sharding by table name, default `table_wise`. Raises ConfigError.
     """
     if isinstance(towers, int):
         if towers > len(tables):
@@ -233,41 +244,45 @@ def in_towers(
                 "(plan.towers)"
             )
         partition = striped([table.name for table in tables], towers)
-        places = {name: number for number, some in enumerate(partition.towers) for name in some}
+        tower_by_table = {
+            name: tower for tower, names in enumerate(partition.towers) for name in names
+        }
         count = towers
     else:
-        places, count = towers_of_tables(tables, features, towers), len(towers.towers)
-    ranks = tower_ranks(world, count)
-    owners = [[rank for rank in each if rank in world.owners] for each in ranks]
-    for number in set(places.values()):
-        if not owners[number]:
+        tower_by_table = assign_tables_to_towers(tables, features, towers)
+        count = len(towers.towers)
+    owners = [
+        [rank for rank in ranks if rank in world.owners] for ranks in tower_ranks(world, count)
+    ]
+    for tower in set(tower_by_table.values()):
+        if not owners[tower]:
             raise ConfigError(
-                f"got {count} towers with plan.servers={world.servers_per_host}: tower {number} has no server for its "
+                f"got {count} towers with plan.servers={world.servers_per_host}: tower {tower} has no server for its "
                 "rows; name fewer towers"
             )
-    held = dict.fromkeys(range(world.num_ranks), 0)
-    found: dict[str, Sharding] = {}
-    for table in sorted(tables, key=lambda each: -_bytes(each)):  # the largest first
-        if table.name not in places:
+    rank_bytes = dict.fromkeys(range(world.num_ranks), 0)
+    shardings: dict[str, Sharding] = {}
+    for table in sorted(tables, key=lambda table: -_table_bytes(table)):  # largest first
+        if table.name not in tower_by_table:
             continue
-        mine = owners[places[table.name]]
+        tower_owners = owners[tower_by_table[table.name]]
         kind = (kinds or {}).get(table.name, "table_wise")
-        if kind == "table_wise" or len(mine) == 1:
-            rank = min(mine, key=lambda each: held[each])
-            held[rank] += _bytes(table)
-            found[table.name] = table_wise(rank)
+        if kind == "table_wise" or len(tower_owners) == 1:
+            rank = min(tower_owners, key=lambda rank: rank_bytes[rank])
+            rank_bytes[rank] += _table_bytes(table)
+            shardings[table.name] = table_wise(rank)
             continue
-        found[table.name] = (
-            column_wise(mine[: table.width])
+        shardings[table.name] = (
+            column_wise(tower_owners[: table.width])
             if kind == "column_wise"
-            else Sharding("host_wise", tuple(mine))
+            else Sharding("host_wise", tuple(tower_owners))
         )
-        for rank in mine:
-            held[rank] += _bytes(table) // len(mine)
+        for rank in tower_owners:
+            rank_bytes[rank] += _table_bytes(table) // len(tower_owners)
     return {
-        table.name: TablePlanConfig(sharding=found[table.name])
+        table.name: TablePlanConfig(sharding=shardings[table.name])
         for table in tables
-        if table.name in found
+        if table.name in shardings
     }
 
 
@@ -278,26 +293,29 @@ def towered(
     partition: Partition | None,
     world: World,
 ) -> PlanConfig:
-    """`config` with a sharding and ranks for each table that travels by towers and that has none of its own;
-    `partition`: that of `config.towers`, where it names one. In a world of one: as it is, and where exchanges are yet
-    to be chosen, beside a number. Raises ConfigError."""
+    """Return `config` with a sharding for each table that is exchanged by towers and has no sharding of its own.
+
+    partition: the features' partition that `config.towers` names, if it names one. `config` is returned unchanged on
+    one rank, and if `config.towers` is only a limit on the towers that the planner may choose. Raises ConfigError."""
     if world.num_ranks == 1:
         return config
     by_towers = [table for table in tables if _exchange(config, table.name) in BY_TOWERS]
     if not by_towers:
         if isinstance(config.towers, int) and config.exchange == "auto":
-            tower_ranks(world, config.towers)  # as many as the chooser may fill
+            tower_ranks(
+                world, config.towers
+            )  # The planner may use this number of towers; check it.
         elif config.towers is not None:
             raise ConfigError(
-                f"got plan.towers={config.towers} where no table travels by towers; set plan.exchange=towers, or leave "
-                "plan.towers out"
+                f"got plan.towers={config.towers} but no table is exchanged by towers; set plan.exchange=towers, or "
+                "leave plan.towers out"
             )
         return config
     count = num_towers(config, partition, world)
     config = config.model_copy(update={"towers": count})
-    by_kind = {name: own for name, own in config.tables.items() if own.kind not in (None, "auto")}
+    with_kind = {name: own for name, own in config.tables.items() if own.kind not in (None, "auto")}
     ranks = tower_ranks(world, count)
-    for name, own in by_kind.items():
+    for name, own in with_kind.items():
         if own.kind != "host_wise" or _exchange(config, name) not in BY_TOWERS:
             continue
         sharding = own.sharding
@@ -310,7 +328,7 @@ def towered(
                 f"plan.tables.{name}: got ranks {list(sharding.ranks)}, wanted ranks of one tower, such as "
                 f"{list(ranks[0])}"
             )
-    free = [table for table in by_towers if table.name not in by_kind]
+    free = [table for table in by_towers if table.name not in with_kind]
     if not free or config.sharding in ("grid", "replicated"):
         return config
     kinds: dict[str, Kind] = {}
@@ -318,17 +336,16 @@ def towered(
         kinds = dict.fromkeys([table.name for table in free], config.sharding)
     names = {table.name for table in free}
     towers: Partition | int = count if partition is None else partition
-    laid = in_towers(tables, features, towers, world, kinds)
-    placed = {}
-    for name, own in laid.items():
+    sharded = {}
+    for name, settings in in_towers(tables, features, towers, world, kinds).items():
         if name in names:
-            before = config.tables.get(name, TablePlanConfig())
-            placed[name] = before.model_copy(update={"sharding": own.sharding})
-    return config.model_copy(update={"tables": {**config.tables, **placed}})
+            own = config.tables.get(name, TablePlanConfig())
+            sharded[name] = own.model_copy(update={"sharding": settings.sharding})
+    return config.model_copy(update={"tables": {**config.tables, **sharded}})
 
 
 def num_towers(config: PlanConfig, partition: Partition | None, world: World) -> int:
-    """As it is said, or one for each host."""
+    """Return the number of towers: that of the partition, the configured one, or one for each host."""
     if partition is not None:
         return len(partition.towers)
     return config.towers if isinstance(config.towers, int) else world.num_hosts
@@ -339,5 +356,5 @@ def _exchange(config: PlanConfig, name: str) -> str:
     return (own.exchange if own is not None else None) or config.exchange
 
 
-def _bytes(table: Table) -> int:
+def _table_bytes(table: Table) -> int:
     return table.record_bytes * (table.rows or OPEN_ROWS)

@@ -1,5 +1,7 @@
-"""Hot rows in a plan: which they are, shardings that have them, what they leave of memory, and what a sample says of
-hot and cold rows as the tables that exchanges take them for. Pure."""
+"""Hot rows in a plan: their selection, shardings and memory, and profiles that count hot and cold rows as tables.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +14,29 @@ from torch import Tensor
 from colonnade.batch import Batch
 from colonnade.errors import ConfigError
 from colonnade.lookup.hot import deal
-from colonnade.lookup.layout import Declaration
+from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.lookup.views import slices_of
 from colonnade.plan.measure.profile import Profile, profile
-from colonnade.store.table_shards import Laid
+from colonnade.store.table_shards import TableShard
 from colonnade.table import Table, check_hot
-from colonnade.topology.sharding import Sharding, hot_rows, row_wise
+from colonnade.topology.sharding import Sharding, build_hot_rows, row_wise
 
 
-def with_hot(
+def add_hot_rows(
     tables: Sequence[Table],
     shardings: Sequence[Sharding],
     hot: Mapping[str, Iterable[int] | Tensor],
     num_ranks: int,
     servers: Sequence[int] = (),
 ) -> list[Sharding]:
-    """By table: with the hot rows that `hot` names; on one rank, as they are. Raises ConfigError where there can be
-    none."""
-    found = []
+    """Return the shardings with the hot rows of `hot` (ids by table name); unchanged on one rank.
+
+    Raises ConfigError for a table that cannot have hot rows."""
+    combined = []
     for table, sharding in zip(tables, shardings, strict=True):
-        ids = hot.get(table.name, ())
-        if num_ranks > 1 and len(listed := [*ids]):
-            sharding = replace(sharding, hot=hot_rows(map(int, listed), num_ranks))
+        ids = [*hot.get(table.name, ())]
+        if num_ranks > 1 and ids:
+            sharding = replace(sharding, hot=build_hot_rows(map(int, ids), num_ranks))
         if sharding.hot is not None:
             check_hot(table, sharding.hot.ids)
             if sharding.hot.num_ranks != num_ranks:
@@ -43,45 +46,54 @@ def with_hot(
                 )
             if servers:
                 raise ConfigError(
-                    f"table {table.name!r}: got hot rows beside servers; copies lie with the samples, and where there "
-                    "are servers trainers have no rows. Leave servers out, or hot rows"
+                    f"table {table.name!r}: got hot rows and servers; hot rows are copied to trainers, and with "
+                    "servers trainers have no rows. Leave servers out, or hot rows"
                 )
-        found.append(sharding)
-    return found
+        combined.append(sharding)
+    return combined
 
 
-def beside_hot(
-    laid: Sequence[Laid], budget: int | None, name: str, row_bytes: Callable[[Table], int]
+def subtract_hot_rows(
+    shards: Sequence[TableShard], budget: int | None, name: str, row_bytes: Callable[[Table], int]
 ) -> int | None:
-    """What each rank's copies of hot rows leave of a budget of memory. Raises ConfigError where that is nothing."""
-    taken = sum(each.room(0) * row_bytes(each.table) for each in laid if each.is_hot)
-    if budget is None or budget > taken:
-        return None if budget is None else budget - taken
+    """Return a memory budget less the bytes of each rank's copies of hot rows; None: no limit.
+
+    name: setting of the budget. Raises ConfigError if nothing remains."""
+    hot_bytes = sum(shard.room(0) * row_bytes(shard.table) for shard in shards if shard.is_hot)
+    if budget is None or budget > hot_bytes:
+        return None if budget is None else budget - hot_bytes
     raise ConfigError(
-        f"{name}: got {budget:,} bytes, wanted more than the {taken:,} of hot rows, which are always in memory; raise "
-        "it, or name fewer hot rows"
+        f"{name}: got {budget:,} bytes, wanted more than the {hot_bytes:,} of hot rows, which are always in memory; "
+        "raise it, or name fewer hot rows"
     )
 
 
 def popular(batches: Sequence[Batch], features: Iterable[str], count: int) -> list[int]:
-    """So many ids that these features look up most often, ascending; of equal ones the smaller. Fewer, where there are
-    no more."""
+    """Return the `count` ids that these features look up most often, ascending; of equally frequent ids the smaller.
+
+    Returns fewer if the batches have fewer ids."""
     ids = [batch.ids[name].values.numpy() for name in features for batch in batches]
     values, lookups = np.unique(np.concatenate([*ids, np.zeros(0, np.int64)]), return_counts=True)
     first = np.lexsort((values, -lookups))[:count]
     return sorted(values[first].tolist())
 
 
-def sides_of(
-    declared: Declaration, hot: Mapping[str, Iterable[int] | Tensor], batches: Iterable[Batch]
-) -> tuple[Declaration, Profile]:
-    """A declaration with hot rows beside cold ones, table by table, and the profile of a sample of such. Consumers that
-    take no field of such a table are as they were."""
+def profile_hot_and_cold(
+    declared: EmbeddingDeclaration,
+    hot: Mapping[str, Iterable[int] | Tensor],
+    batches: Iterable[Batch],
+) -> tuple[EmbeddingDeclaration, Profile]:
+    """Split each table with hot rows into a hot and a cold table, and profile a sample of the data split likewise.
+
+    Returns the declaration with the split tables and the profile. Consumers of no split table are unchanged."""
     tables = declared.tables
-    two = with_hot(tables, [row_wise(2)] * len(tables), hot, 2)  # whoever owns the cold ones
-    slices = slices_of(declared, two, ["partials"] * len(tables))  # or whatever else evaluates
-    dealt = (deal(batch, declared, slices.hot).batch for batch in batches)
+    # Any sharding and any exchange that evaluates operators gives the same split.
+    shardings = add_hot_rows(tables, [row_wise(2)] * len(tables), hot, 2)
+    slices = slices_of(declared, shardings, ["partials"] * len(tables))
+    split_batches = (deal(batch, declared, slices.hot).batch for batch in batches)
     sides = slices.declaration
-    known = {name: each for name, each in sides.consumers.items() if name in declared.consumers}
-    sides = replace(sides, consumers=known)  # fields alone are nobody's
-    return sides, profile(sides.tables, sides.features, dealt)
+    declared_consumers = {
+        name: consumer for name, consumer in sides.consumers.items() if name in declared.consumers
+    }
+    sides = replace(sides, consumers=declared_consumers)
+    return sides, profile(sides.tables, sides.features, split_batches)

@@ -1,6 +1,6 @@
-"""Plan of one run: the frozen value that says where rows are stored, what travels and how stale reads may be.
+"""Plan of one run: a frozen value with each table's storage, sharding, exchange and staleness.
 
-Making, printing and comparing a plan touches no device and no file.
+Building, printing and comparing a plan touches no device and no file.
 """
 
 from __future__ import annotations
@@ -14,37 +14,45 @@ from typing import Any, Literal
 from colonnade.config.plan import CacheTier, MemoryConfig, PlanConfig
 from colonnade.errors import ConfigError
 from colonnade.exchange.cached import TableCache
-from colonnade.formats import read_stamped, stamp
+from colonnade.formats import parse_stamped_json, stamp
 from colonnade.lookup.hops import EXCHANGES
-from colonnade.plan.caching import caches_of, check_caches
-from colonnade.plan.constraints import settle_tables
+from colonnade.plan.caching import build_table_caches, check_cache_settings
+from colonnade.plan.constraints import resolve_tables
 from colonnade.plan.cost.memory import Tier
-from colonnade.plan.hot import beside_hot, with_hot
+from colonnade.plan.hot import add_hot_rows, subtract_hot_rows
 from colonnade.sizes import Place
 from colonnade.staleness import RowClock
 from colonnade.store.budget import (
     capacity_rows,
     hbm_rows,
-    least_bytes,
     mapped_tables,
+    min_budget_bytes,
     slot_bytes,
 )
-from colonnade.store.table_shards import Laid, lay_out
-from colonnade.table import Table, check_slices
-from colonnade.topology.sharding import HotRows, Shard, Sharding, distinct_loads, share
+from colonnade.store.table_shards import TableShard, lay_out
+from colonnade.table import Table, check_column_slices
+from colonnade.topology.sharding import (
+    HotRows,
+    Shard,
+    Sharding,
+    distinct_shard_lists,
+    max_rows_per_owner,
+)
 from colonnade.topology.towers import tower_ranks
 from colonnade.topology.world import World
 from colonnade.wire.codec import EXACT, Codecs
 
 
-def check_budget(
+def check_memory_budget(
     tables: Sequence[Table],
-    held: Sequence[Table],
+    rank_tables: Sequence[Table],
     dram_bytes: int | None,
     table_bytes: Mapping[str, int],
 ) -> None:
-    """Raises ConfigError for budgets that hold not even a row of each table that one rank has, or name tables that are
-    not there."""
+    """Check that memory budgets have room for one row of each table of a rank.
+
+    rank_tables: tables, or slices, with rows on the rank. table_bytes: budgets of single tables by name. Raises
+    ConfigError, also for names of unknown tables."""
     by_name = {table.name: table for table in tables}
     for name, size in table_bytes.items():
         if name not in by_name:
@@ -58,43 +66,47 @@ def check_budget(
             )
     if dram_bytes is None:
         return
-    others = least_bytes([table for table in held if table.origin[0] not in table_bytes])
-    singles = sum(table_bytes.get(table.origin[0], 0) for table in held)
+    others = min_budget_bytes(
+        [table for table in rank_tables if table.origin[0] not in table_bytes]
+    )
+    singles = sum(table_bytes.get(table.origin[0], 0) for table in rank_tables)
     least = singles + others
     if dram_bytes < least:
-        given = f" and the {singles:,} bytes of single tables" if singles else ""
+        own_budgets = f" and the {singles:,} bytes of single tables" if singles else ""
         raise ConfigError(
             f"plan.memory.dram: got {dram_bytes:,} bytes, wanted at least {least:,}: one row of each of "
-            f"{len(held)} tables{given}; and enough for the rows of a window of batches"
+            f"{len(rank_tables)} tables{own_budgets}; and enough for the rows of a window of batches"
         )
 
 
 DEFAULTS = PlanConfig()
-DEEP = 8
-"""Batches that "auto" looks ahead where several ranks' rows rest in files and nothing is known of their speed."""
+AUTO_LOOKAHEAD_ON_FILES = 8
+"""Number of batches that lookahead "auto" prefetches if several ranks have rows in files and no speed is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TablePlan:
+    """Plan of one table: sharding, memory, exchange and staleness."""
+
     name: str
     sharding: Sharding
-    """Ranks that have its rows."""
+    """Owner ranks of the table's rows."""
     capacity_rows: int
-    """Rows of the table that may be in the memory of each rank that has some at once: what the fullest has room for."""
+    """Number of rows of the table that fit in memory on each of its ranks; the fullest rank decides."""
     fits: bool
-    """Every row a rank owns has room: nothing of this table is ever evicted."""
+    """True if every row of each owner fits in memory, so that no row is ever evicted."""
     tier: Tier = "dram"
-    """Where the resident rows lie."""
+    """Memory of the resident rows."""
     rest: str = "-"
-    """Where the others rest: "run folder", "ssd", or "-" where there are none."""
+    """Storage of the other rows: "run folder", "ssd", or "-" if there are none."""
     hbm_rows: int = 0
-    """Rows that may be in device memory at once, above those in memory; 0: there is no such tier."""
+    """Number of rows that fit in device memory, as copies above main memory; 0: no such tier."""
     exchange: str = "rows"
-    """What of it travels between ranks: a key of `exchange.EXCHANGES`, or "cached"."""
+    """Exchange between ranks: a key of `lookup.hops.EXCHANGES`, or "cached"."""
     staleness_steps: int | None = None
-    """How late its reads are; None: as the plan says."""
+    """Number of steps that reads are late; None: that of the plan."""
     cache: TableCache | None = None
-    """Copies that each rank keeps, of exchange "cached"."""
+    """Row cache on each rank, under exchange "cached"."""
 
     def __post_init__(self) -> None:
         if self.exchange not in (*EXCHANGES, "cached"):
@@ -110,40 +122,42 @@ class TablePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Where each table's rows live, what travels between ranks, how late reads may be: one choice per axis, for a run.
+    """Storage, sharding, exchange and staleness of every table for one run: one choice per axis.
 
-    `build_plan` makes one; it prints, compares, and round-trips through JSON.
+    `build_plan` builds a plan. Plans can be printed, compared and converted to and from JSON.
     """
 
     num_ranks: int
     dram_bytes: int | None
-    """Memory for rows on each rank; None: as much as they take."""
+    """Memory for rows on each rank; None: no limit."""
     lookahead: int | Literal["auto"]
-    """Batches whose ids travel ahead of training; "auto": as many as it takes, found while training."""
+    """Number of batches to prefetch ahead of training; "auto": adjusted while training."""
     staleness_steps: int
+    """Number of steps that reads are late, for tables without a number of their own."""
     tables: tuple[TablePlan, ...]
     mapped: Place | None = None
-    """Byte-addressable memory that the tables of tier "mapped" lie in."""
+    """Directory on byte-addressable memory for tables of tier "mapped"."""
     ssd: tuple[Place, ...] = ()
-    """Directories that rows rest in, striped; none: the run folder."""
+    """Directories over which files of rows are striped; empty: the run folder."""
     write_budget: int | None = None
-    """Bytes per second that may be written on each rank."""
+    """Largest rate of writes on each rank, in bytes per second; None: no limit."""
     hbm_bytes: int | None = None
-    """Memory of each rank's device for rows, above memory; None: no row is kept there."""
+    """Device memory for rows on each rank; None: rows are in main memory only."""
     codecs: Codecs = EXACT
-    """What rows and their gradients look like while they travel."""
+    """Encoding of rows and gradients in messages."""
     servers: tuple[int, ...] = ()
-    """Ranks that have rows and nothing else; none: the ranks that train have the rows."""
+    """Ranks that only store rows; empty: the ranks that train store the rows."""
     towers: int | None = None
-    """Groups of neighbouring ranks that the exchange `towers` goes by; None: one for each host."""
+    """Number of towers, groups of neighbouring ranks, for exchange by towers; None: one for each host."""
     cache_tier: CacheTier = "dram"
-    """Where ranks' copies of rows lie: in memory, or in that of each rank's device."""
+    """Memory of row caches: main memory, or that of each rank's device."""
     placement: str = "even"
+    """Division of memory among tables: "even", or "profiled" by the rows that a sample reads most."""
     prediction: Mapping[str, Any] | None = None
-    """`plan.prediction.Prediction` as plain values, where the plan was made from a profile."""
+    """`plan.cost.prediction.Prediction` as plain values, if the plan was made from a profile."""
 
     def check_world(self, num_ranks: int, servers: Sequence[int]) -> None:
-        """Raises ConfigError where it is for another world."""
+        """Raise ConfigError if the plan is for another world."""
         if self.num_ranks != num_ranks:
             raise ConfigError(
                 f"the plan is for {self.num_ranks} ranks, this world has {num_ranks}; build the plan for this world"
@@ -155,7 +169,7 @@ class Plan:
             )
 
     def check_tables(self, names: Sequence[str]) -> None:
-        """Raise ConfigError where it is for other tables, or for these in another order."""
+        """Raise ConfigError if the plan is for other tables, or for the same tables in another order."""
         if (planned := [table.name for table in self.tables]) != list(names):
             raise ConfigError(
                 f"the plan is for tables {', '.join(planned)}, this collection has {', '.join(names)}; build the plan "
@@ -164,16 +178,17 @@ class Plan:
 
     @property
     def needs_backing(self) -> bool:
+        """True if some rows do not fit in memory and are stored in files."""
         return not all(table.fits for table in self.tables)
 
     @property
     def shardings(self) -> tuple[Sharding, ...]:
-        """By table."""
+        """Sharding of each table."""
         return tuple(table.sharding for table in self.tables)
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """How late reads are, by table."""
+        """Number of steps that reads of each table are late."""
         return tuple(
             self.staleness_steps if table.staleness_steps is None else table.staleness_steps
             for table in self.tables
@@ -181,26 +196,28 @@ class Plan:
 
     @property
     def latest(self) -> int:
-        """How late reads of the latest table are."""
+        """Largest number of steps that reads of any table are late."""
         return max(self.bounds)
 
     @property
     def exchanges(self) -> tuple[str, ...]:
-        """All that travel, by name."""
+        """Distinct exchanges of the tables, sorted."""
         return tuple(sorted({table.exchange for table in self.tables}))
 
     def to_json(self) -> str:
+        """Return the text of `plan.json`."""
         return json.dumps({**stamp("colonnade plan"), **asdict(self)}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        values = read_stamped("plan.json", text, "colonnade plan")
+        """Read the text of `plan.json`."""
+        values = parse_stamped_json("plan.json", text, "colonnade plan")
         tables = tuple(
             TablePlan(
                 **{
                     **table,
-                    "sharding": _sharding_from(table["sharding"]),
-                    "cache": _cache_from(table.get("cache")),
+                    "sharding": _read_sharding(table["sharding"]),
+                    "cache": _read_cache(table.get("cache")),
                 }
             )
             for table in values.pop("tables")
@@ -209,57 +226,59 @@ class Plan:
         return cls(
             tables=tables,
             mapped=None if mapped is None else Place(**mapped),
-            ssd=tuple(Place(**place) for place in values.pop("ssd", ())),
+            ssd=tuple(Place(**location) for location in values.pop("ssd", ())),
             codecs=Codecs(**values.pop("codecs", {})),
             servers=tuple(values.pop("servers", ())),
             **values,
         )
 
 
-def _sharding_from(said: dict[str, Any]) -> Sharding:
-    hot = said.get("hot")
+def _read_sharding(fields: dict[str, Any]) -> Sharding:
+    hot = fields.get("hot")
     if hot is not None:
         hot = HotRows(tuple(hot["ids"]), hot["num_ranks"])
-    return Sharding(said["kind"], tuple(said["ranks"]), said.get("slices", 1), hot)
+    return Sharding(fields["kind"], tuple(fields["ranks"]), fields.get("slices", 1), hot)
 
 
-def _cache_from(said: dict[str, Any] | None) -> TableCache | None:
-    return None if said is None else TableCache(**{**said, "clock": RowClock(**said["clock"])})
+def _read_cache(fields: dict[str, Any] | None) -> TableCache | None:
+    if fields is None:
+        return None
+    return TableCache(**{**fields, "clock": RowClock(**fields["clock"])})
 
 
 def build_plan(
     tables: Sequence[Table], world: World | int = 1, config: PlanConfig = DEFAULTS
 ) -> Plan:
-    """Plan a run as `config` says, without any choice of its own. Pure.
+    """Build the plan that a complete configuration describes, without choices of its own. Pure function.
 
-    world: the ranks, or how many there are on one host. Every table needs a sharding and an exchange: `fit` and
-    `colonnade plan` choose what a configuration leaves open ("auto", the rank of a `table_wise` table, numbers of
-    replicated rows) from a sample, and `in_towers` places tables in towers. In a world of one rank there are no caches,
-    towers or replicated rows. Raises ConfigError for what cannot work.
+    world: the world, or the number of ranks on one host. Every table needs a sharding and an exchange. `fit` and
+    `colonnade plan` choose settings that a configuration leaves open ("auto", the rank of a `table_wise` table, numbers
+    of replicated rows) from a sample of the data; `in_towers` shards tables inside towers. One rank has no caches,
+    towers or replicated rows. Raises ConfigError for a configuration that cannot work.
     """
     if isinstance(world, int):
         world = World(ranks_per_host=world, servers_per_host=config.servers)
-    shardings, exchanges = _settle(config, tables, world)
+    shardings, exchanges = _read_shardings(config, tables, world)
     if isinstance(config.towers, str) and world.num_ranks > 1:
         raise ConfigError(
             f"plan.towers: got {config.towers!r}, wanted a number of towers, with shardings inside them (`in_towers`)"
         )
     if isinstance(config.towers, int) and world.num_ranks > 1:
-        tower_ranks(world, config.towers)  # refuses towers that would differ in size
-    caches = caches_of(config.cache, tables)
-    if world.num_ranks == 1:  # settings are checked all the same
+        tower_ranks(world, config.towers)  # Raises for towers of different sizes.
+    caches = build_table_caches(config.cache, tables)
+    if world.num_ranks == 1:  # The settings are checked above all the same.
         caches = {}
-    check_caches(config, caches, tables, shardings, exchanges, world.servers)
+    check_cache_settings(config, caches, tables, shardings, exchanges, world.servers)
     capacities = _divide_memory(tables, shardings, world.num_ranks, config.memory)
-    return _assemble(config, tables, world, shardings, exchanges, caches, capacities)
+    return _assemble_plan(config, tables, world, shardings, exchanges, caches, capacities)
 
 
-def _settle(
+def _read_shardings(
     config: PlanConfig, tables: Sequence[Table], world: World
 ) -> tuple[list[Sharding], list[str]]:
-    """Return shardings, with their hot rows, and exchanges by table. Raises ConfigError where one is left open."""
-    settled = settle_tables(config, tables, world)
-    for name, pair in settled.items():
+    """Return shardings with their hot rows, and exchanges, by table. Raises ConfigError if one is open."""
+    resolved = resolve_tables(config, tables, world)
+    for name, pair in resolved.items():
         if pair is None:
             raise ConfigError(
                 f"table {name!r}: got a sharding or an exchange that only a sample can decide (auto, or ranks left "
@@ -274,13 +293,13 @@ def _settle(
                 f"plan.tables.{name}.replicated_rows: got {own.replicated_rows}, the number of rows, wanted their ids; "
                 "`fit` finds them in a sample"
             )
-    pairs = [pair for pair in settled.values() if pair is not None]
+    pairs = [pair for pair in resolved.values() if pair is not None]
     shardings = [sharding for sharding, _ in pairs]
-    shardings = with_hot(tables, shardings, ids, world.num_ranks, world.servers)
+    shardings = add_hot_rows(tables, shardings, ids, world.num_ranks, world.servers)
     return shardings, [exchange for _, exchange in pairs]
 
 
-def _assemble(
+def _assemble_plan(
     config: PlanConfig,
     tables: Sequence[Table],
     world: World,
@@ -305,29 +324,29 @@ def _assemble(
         )  # fmt: skip
     plan = Plan(
         num_ranks=world.num_ranks, dram_bytes=memory.dram, lookahead=config.lookahead,
-        staleness_steps=config.staleness_steps, tables=tuple(planned), mapped=memory.mapped_place,
-        ssd=memory.ssd_places, write_budget=config.write_budget, hbm_bytes=memory.hbm,
+        staleness_steps=config.staleness_steps, tables=tuple(planned), mapped=memory.mapped_location,
+        ssd=memory.ssd_locations, write_budget=config.write_budget, hbm_bytes=memory.hbm,
         codecs=Codecs(codec.values, codec.gradients, codec.dense), servers=world.servers,
         towers=config.towers if isinstance(config.towers, int) and world.num_ranks > 1 else None,
         cache_tier="dram" if config.cache is None else config.cache.tier,
     )  # fmt: skip
     if plan.lookahead == "auto" and (world.num_ranks > 1 or not plan.needs_backing):
-        # Ranks must agree on a depth; and with nothing at rest there is nothing to wait for.
-        return replace(plan, lookahead=DEEP if plan.needs_backing else 2)
+        # Ranks must agree on a depth. Without rows in files there is nothing to wait for.
+        return replace(plan, lookahead=AUTO_LOOKAHEAD_ON_FILES if plan.needs_backing else 2)
     return plan
 
 
 @dataclass(frozen=True, slots=True)
 class _Capacity:
-    """Memory that each rank with rows of one table has for them."""
+    """Memory for one table on each rank that has rows of it."""
 
     rows: int
     hbm_rows: int
-    """Rows in the memory of its device."""
+    """Number of rows that fit in device memory."""
     tier: Tier
-    """Kind of the memory that `rows` lie in."""
+    """Memory of `rows`."""
     fits: bool
-    """Nothing is ever evicted: all rows that a rank owns have room, or no budget limits the table."""
+    """True if no row is ever evicted: all rows of an owner fit, or no budget limits the table."""
 
 
 def _divide_memory(
@@ -336,114 +355,130 @@ def _divide_memory(
     num_ranks: int,
     memory: MemoryConfig,
 ) -> list[_Capacity]:
-    """Divide the memory of each rank among its tables. Returns by table what the fullest rank has room for.
+    """Divide the memory of each rank among its tables. Returns by table the capacity of the fullest rank.
 
-    Raises ConfigError for budgets that hold not even a row of each table.
+    Raises ConfigError for budgets without room for one row of each table.
     """
-    every, mapped, table_bytes = lay_out(tables, shardings), memory.mapped_place, memory.tables
-    dram_bytes = beside_hot(every, memory.dram, "plan.memory.dram", slot_bytes)
-    hbm_bytes = beside_hot(every, memory.hbm, "plan.memory.hbm", lambda table: table.record_bytes)
-    laid = [each for each in every if not each.is_hot]
-    slices = [each.table for each in laid]
+    all_shards, mapped, table_bytes = (
+        lay_out(tables, shardings),
+        memory.mapped_location,
+        memory.tables,
+    )
+    dram_bytes = subtract_hot_rows(all_shards, memory.dram, "plan.memory.dram", slot_bytes)
+    hbm_bytes = subtract_hot_rows(
+        all_shards, memory.hbm, "plan.memory.hbm", lambda table: table.record_bytes
+    )
+    table_shards = [shard for shard in all_shards if not shard.is_hot]
+    slices = [shard.table for shard in table_shards]
     for t, table in enumerate(tables):
-        check_slices(table, [each.table for each in laid if each.number == t])
-    loads = distinct_loads([each.sharding for each in laid], num_ranks)
-    for shards in loads:
-        held = [
+        check_column_slices(table, [shard.table for shard in table_shards if shard.number == t])
+    by_rank = distinct_shard_lists([shard.sharding for shard in table_shards], num_ranks)
+    for shards in by_rank:
+        rank_slices = [
             table for table, shard in zip(slices, shards, strict=True) if shard.place is not None
         ]
-        check_budget(tables, held, dram_bytes, table_bytes)
-        _check_hbm(held, hbm_bytes)
+        check_memory_budget(tables, rank_slices, dram_bytes, table_bytes)
+        _check_hbm(rank_slices, hbm_bytes)
     on_device = [0] * len(slices)
     if hbm_bytes is not None:
-        on_device = _fullest(loads, [hbm_rows(slices, hbm_bytes, shards) for shards in loads])
+        on_device = _min_over_ranks(
+            by_rank, [hbm_rows(slices, hbm_bytes, shards) for shards in by_rank]
+        )
     divide = partial(capacity_rows, budget_bytes=dram_bytes, fixed_bytes=table_bytes)
-    by_load = [divide(slices, shards=shards) for shards in loads]
+    capacities = [divide(slices, shards=shards) for shards in by_rank]
     mapped_slices: set[int] = set()
     if mapped is not None:
-        mapped_slices = _choose_mapped(laid, loads, by_load, mapped)
-        by_load = [_beside_mapped(slices, shards, mapped_slices, divide) for shards in loads]
-    in_memory = _least_by_table(laid, _fullest(loads, by_load))
-    on_device = _least_by_table(laid, on_device)
-    mapped_numbers = {laid[s].number for s in mapped_slices}
+        mapped_slices = _choose_mapped(table_shards, by_rank, capacities, mapped)
+        capacities = [_divide_unmapped(slices, shards, mapped_slices, divide) for shards in by_rank]
+    in_memory = _min_over_slices(table_shards, _min_over_ranks(by_rank, capacities))
+    on_device = _min_over_slices(table_shards, on_device)
+    mapped_tables = {table_shards[s].number for s in mapped_slices}
     return [
         _Capacity(
             rows=rows,
             hbm_rows=on_device[t],
-            tier="mapped" if t in mapped_numbers else "dram",
-            fits=(table.rows is not None and rows >= share(table.rows, shardings[t].num_owners))
+            tier="mapped" if t in mapped_tables else "dram",
+            fits=(
+                table.rows is not None
+                and rows >= max_rows_per_owner(table.rows, shardings[t].num_owners)
+            )
             or not (memory.dram is not None or table.name in table_bytes),
         )
         for t, (table, rows) in enumerate(zip(tables, in_memory, strict=True))
     ]
 
 
-def _check_hbm(held: Sequence[Table], hbm_bytes: int | None) -> None:
-    """Raise ConfigError where device memory has no room for one row of each table that a rank has rows of."""
-    least = sum(table.record_bytes for table in held)
+def _check_hbm(rank_tables: Sequence[Table], hbm_bytes: int | None) -> None:
+    """Raise ConfigError if device memory has no room for one row of each table of a rank."""
+    least = sum(table.record_bytes for table in rank_tables)
     if hbm_bytes is not None and hbm_bytes < least:
         raise ConfigError(
             f"plan.memory.hbm: got {hbm_bytes:,} bytes, wanted at least {least:,}: one row of each of "
-            f"{len(held)} tables; and enough for the rows of a window of batches"
+            f"{len(rank_tables)} tables; and enough for the rows of a window of batches"
         )
 
 
 def _choose_mapped(
-    laid: Sequence[Laid],
-    loads: Sequence[Sequence[Shard]],
-    by_load: Sequence[Sequence[int]],
+    table_shards: Sequence[TableShard],
+    by_rank: Sequence[Sequence[Shard]],
+    capacities: Sequence[Sequence[int]],
     mapped: Place,
 ) -> set[int]:
-    """Choose the slices that lie in mapped memory: of tables for which each of their ranks has room there.
+    """Choose the slices to store in mapped memory: those of tables that fit there on each of their ranks.
 
-    by_load: rows in memory by load and slice, if nothing were mapped.
+    capacities: rows in main memory by rank and slice, if nothing were mapped.
     """
-    slices = [each.table for each in laid]
+    slices = [shard.table for shard in table_shards]
     without_room: set[int] = set()
-    for capacities, shards in zip(by_load, loads, strict=True):
-        fitting = set(mapped_tables(slices, capacities, mapped.bytes, shards))
+    for rank_capacities, shards in zip(capacities, by_rank, strict=True):
+        fitting = set(mapped_tables(slices, rank_capacities, mapped.bytes, shards))
         absent = {s for s, shard in enumerate(shards) if shard.place is None}
         without_room |= set(range(len(slices))) - fitting - absent
-    unmapped = {laid[s].number for s in without_room}  # slices of a table lie alike
-    return {s for s, each in enumerate(laid) if each.number not in unmapped}
+    # All slices of a table are in the same memory.
+    unmapped = {table_shards[s].number for s in without_room}
+    return {s for s, shard in enumerate(table_shards) if shard.number not in unmapped}
 
 
-def _beside_mapped(
+def _divide_unmapped(
     slices: Sequence[Table],
     shards: Sequence[Shard],
     mapped_slices: Collection[int],
     divide: Callable[..., list[int]],
 ) -> list[int]:
-    """Divide one rank's memory among the slices that are not mapped. Returns rows by slice; of mapped ones, all."""
+    """Divide one rank's memory among the slices that are not mapped. Returns rows by slice; all rows of mapped ones."""
     others = [s for s in range(len(slices)) if s not in mapped_slices]
     rows = divide([slices[s] for s in others], shards=[shards[s] for s in others])
     rows_of = dict(zip(others, rows, strict=True))
     return [rows_of.get(s, shards[s].most_rows(table.rows or 0)) for s, table in enumerate(slices)]
 
 
-def placed_plan(
+def apply_placement(
     plan: Plan,
     tables: Sequence[Table],
     rows: Mapping[str, tuple[int, Tier]],
     *,
     lookahead: int,
 ) -> Plan:
-    """`plan` with other rows in memory, by name: (rows, tier); as `plan.placement` gave them."""
+    """Return `plan` with the memory that the profiled placement chose: (rows, tier) by table name."""
     is_limited = plan.dram_bytes is not None
     rest = "ssd" if plan.ssd else "run folder"
     planned = []
     for table, before in zip(tables, plan.tables, strict=True):
         count, tier = rows[table.name]
-        owned = None if table.rows is None else share(table.rows, before.sharding.num_owners)
-        if before.sharding.slices > 1:  # memory for so many whole rows holds more of their slices
+        owned = (
+            None
+            if table.rows is None
+            else max_rows_per_owner(table.rows, before.sharding.num_owners)
+        )
+        if before.sharding.slices > 1:  # The memory of `count` whole rows has room for more slices.
             count *= before.sharding.slices
             count = count if owned is None else min(count, owned)
-        whole = owned is not None and count >= owned
-        fits = whole or (before.fits and not is_limited)
+        is_whole = owned is not None and count >= owned
+        fits = is_whole or (before.fits and not is_limited)
         planned.append(
             replace(
                 before,
-                capacity_rows=before.capacity_rows if fits and not whole else count,
+                capacity_rows=before.capacity_rows if fits and not is_whole else count,
                 fits=fits,
                 tier=tier,
                 rest="-" if fits else rest,
@@ -457,48 +492,50 @@ def placed_plan(
     )
 
 
-def _fullest(loads: Sequence[Sequence[Shard]], rows: Sequence[Sequence[int]]) -> list[int]:
-    """By table: the least that a rank with rows of it has room for; both by load, then by table."""
+def _min_over_ranks(by_rank: Sequence[Sequence[Shard]], rows: Sequence[Sequence[int]]) -> list[int]:
+    """Return for each slice the smallest number of rows that fit on a rank with rows of it.
+
+    by_rank, rows: by rank, then by slice."""
     return [
         min(
-            given[t]
-            for given, shards in zip(rows, loads, strict=True)
+            rank_rows[t]
+            for rank_rows, shards in zip(rows, by_rank, strict=True)
             if shards[t].place is not None
         )
         for t in range(len(rows[0]))
     ]
 
 
-def _least_by_table(laid: Sequence[Laid], rows: Sequence[int]) -> list[int]:
-    """rows by slice -> what each slice of a table has room for."""
-    found: dict[int, int] = {}
-    for each, count in zip(laid, rows, strict=True):
-        found[each.number] = min(count, found.get(each.number, count))
-    return list(found.values())
+def _min_over_slices(table_shards: Sequence[TableShard], rows: Sequence[int]) -> list[int]:
+    """Return for each table the smallest number of rows of its slices. rows: by slice."""
+    table_rows: dict[int, int] = {}
+    for shard, count in zip(table_shards, rows, strict=True):
+        table_rows[shard.number] = min(count, table_rows.get(shard.number, count))
+    return list(table_rows.values())
 
 
 def held_bytes(table: Table, sharding: Sharding) -> int:
-    """That one row takes in the memory of a rank that has it, or a slice of it; the widest."""
-    return max(slot_bytes(each.table) for each in lay_out([table], [sharding]))
+    """Return the bytes of memory that one row, or its widest slice, takes on an owner rank."""
+    return max(slot_bytes(shard.table) for shard in lay_out([table], [sharding]))
 
 
 def memory_bytes(table: Table, planned: TablePlan) -> int:
-    """Of each rank that has some of its rows: what is planned for them, and for copies of its hot ones."""
+    """Return the bytes planned for a table on each of its ranks, with copies of its hot rows."""
     hot = planned.sharding.hot
     copies = 0 if hot is None else len(hot.ids) * slot_bytes(table)
     return planned.capacity_rows * held_bytes(table, planned.sharding) + copies
 
 
-def _travels(table: TablePlan) -> dict[str, str]:
+def _exchange_columns(table: TablePlan) -> dict[str, str]:
     return {"sharding": str(table.sharding), "exchange": table.exchange}
 
 
 def explain(plan: Plan, tables: Sequence[Table]) -> list[dict[str, str]]:
-    """One line per table, in words and numbers, for a person to read."""
+    """Describe a plan as one printable line per table, by column title."""
     lines = []
     for table, planned, late in zip(tables, plan.tables, plan.bounds, strict=True):
         owners = planned.sharding.num_owners
-        owned = "any" if table.rows is None else f"{share(table.rows, owners):,}"
+        owned = "any" if table.rows is None else f"{max_rows_per_owner(table.rows, owners):,}"
         memory = memory_bytes(table, planned)
         unbounded = table.rows is None and planned.fits
         hbm = {}
@@ -515,7 +552,7 @@ def explain(plan: Plan, tables: Sequence[Table]) -> list[dict[str, str]]:
                 "tier": planned.tier,
                 "rest": planned.rest,
                 **({} if len(set(plan.bounds)) == 1 else {"staleness": f"{late}"}),
-                **({} if plan.num_ranks == 1 else _travels(planned)),
+                **({} if plan.num_ranks == 1 else _exchange_columns(planned)),
                 "optimizer": ", ".join(dict.fromkeys(part.optimizer.name for part in table.parts)),
             }
         )

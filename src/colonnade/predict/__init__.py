@@ -1,4 +1,4 @@
-"""Prediction: scores of batches and files from an exported model, rows read in place."""
+"""Prediction of scores for batches and files from an exported model, with rows read in place."""
 
 from colonnade.predict.predictor import Predictor
 

@@ -1,9 +1,9 @@
-"""`Predictor`: an exported model, ready to score.
+"""`Predictor`: scores batches with an exported model.
 
     predictor = Predictor.open("runs/mine")          # or a folder that `colonnade export` wrote
     probabilities = predictor(batch)                 # (B, T)
     predictor = Predictor.open("published")          # a folder that a run publishes to (train.publish)
-    predictor.follow()                               # takes each checkpoint as it comes, between two batches
+    predictor.follow()                               # loads each new checkpoint, between two batches
 
 Legend: B samples, T tasks.
 """
@@ -28,34 +28,33 @@ from colonnade.errors import CheckpointError, ConfigError, CorruptionError, Stor
 from colonnade.models.build import build_model
 from colonnade.ops.memory import keep_freed_memory
 from colonnade.publish.delivery import (
-    Following,
     Place,
+    Subscriber,
     carry,
-    distrust_copy,
+    find_newest_base,
+    invalidate_copy,
     is_url,
-    newest_base,
     place_of,
 )
-from colonnade.publish.deltas import WORD, Base
+from colonnade.publish.deltas import WORD, BaseExport
 from colonnade.publish.export import exported
-from colonnade.publish.exported import Export, check_lengths, read_dense, read_export
+from colonnade.publish.exported import Export, check_file_lengths, read_dense, read_export
 from colonnade.run.run import OWN
 from colonnade.run.validation import find_collection
 from colonnade.store.mapped import MappedRows, open_mapped
 from colonnade.store.untrusted import folder_inside
-from colonnade.train.objective import objective_of
+from colonnade.train.objective import get_objective
 
-AHEAD = 2
-"""Batches read ahead of scoring."""
+READ_AHEAD = 2
+"""Number of batches read ahead of scoring."""
 T = TypeVar("T")
 
 
 class Predictor:
-    """Scores batches: no training state, no graph; rows are mapped from files, which processes share.
+    """Model that scores batches without training state, with rows mapped from files that processes share.
 
-    Gives the bits that `colonnade evaluate` scores of the same checkpoint, for the same batches. Any thread may call
-    it;
-    calls wait for one another. `model` is the network itself, for a retrieval model's queries and items.
+    Its scores equal those of `colonnade evaluate` for the same checkpoint and batches, bit for bit. Any thread may call
+    it; calls wait for one another. `model` is the network itself, for the queries and items of a retrieval model.
     """
 
     def __init__(
@@ -73,13 +72,14 @@ class Predictor:
         self.schema, self.config = schema, config
         self.step, self.folder = step, folder
         self.num_failures = 0
-        """Of `follow`: how many looks at the publication failed, since the predictor was opened."""
+        """Number of failed refreshes by `follow` since the predictor was opened."""
         self._is_full = is_full
-        self._failure: BaseException | None = None  # of the newest look
-        self._torn: BaseException | None = None  # why rows and weights are of no one checkpoint
-        self._following: Following | None = None
-        self._lock = threading.Lock()  # of rows and weights
-        self._turn = threading.Lock()  # of `refresh`
+        self._failure: BaseException | None = None  # of the newest refresh by `follow`
+        # Error that left rows and weights of different checkpoints.
+        self._torn: BaseException | None = None
+        self._following: Subscriber | None = None
+        self._lock = threading.Lock()  # protects rows and weights
+        self._refresh_lock = threading.Lock()  # one `refresh` at a time
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -93,38 +93,36 @@ class Predictor:
         copy: str | Path | None = None,
         verify: Literal["lazy", "full"] = "lazy",
     ) -> Predictor:
-        """Open an exported folder, or a run folder: its checkpoint (step `at`, "best", "last"; None: the best where a
-        validation part chose one, else the last) is then exported first, once,
-        to RUN/serving. Of a folder that a run publishes to, the newest checkpoint there. Of a URL that a run
-        publishes to,
-        the same: `copy` is a folder of this host that it is brought to, which other predictors may follow as it is.
+        """Open an exported folder, a run folder, or a folder or URL that a run publishes to.
 
-        `model`: the network, not yet used, where it is your own; default: built from the run's configuration.
+        A run folder's checkpoint is exported to RUN/serving the first time. `at`: its step, "best" or "last"; None: the
+        best if there is a validation part, else the last. A publication is opened at its newest checkpoint. `copy`: for
+        a URL, the folder on this host that it is copied to; other predictors may open and follow that folder.
+
+        `model`: your own network, not yet used; default: built from the run's configuration.
         `verify`: "full" reads every byte before anything is scored; "lazy" checks lengths, ids and dense weights now,
-        rows at their first use and, in a thread, the others. Raises CheckpointError where there is no such checkpoint
-        or it
-        is another model's, CorruptionError for files that are not as they were written, StorageError for files that
-        cannot be read.
+        rows at their first use, and the other rows in a thread. Raises CheckpointError if there is no such checkpoint
+        or it is another model's, CorruptionError for damaged files, StorageError for unreadable files.
         """
         if verify not in ("lazy", "full"):
             raise ConfigError(f"got verify={verify!r}, choose from 'lazy', 'full'")
         if not is_url(path):
-            return cls._open(Path(path), None, model, at, verify == "full")
+            return cls._open_folder(Path(path), None, model, at, verify == "full")
         if copy is None:
             raise ConfigError(
-                f"{path} is a URL, and rows are mapped from files; say which folder it is brought to: "
+                f"{path} is a URL, and rows are mapped from files; give a folder to copy it to: "
                 "Predictor.open(url, copy=folder)"
             )
         source, copy = place_of(path), Path(copy)
         carry(source, place_of(copy))
         try:
-            return cls._open(copy, source, model, at, verify == "full")
+            return cls._open_folder(copy, source, model, at, verify == "full")
         except CorruptionError:
-            distrust_copy(copy)
+            invalidate_copy(copy)
             raise
 
     @classmethod
-    def _open(
+    def _open_folder(
         cls,
         path: Path,
         source: Place | None,
@@ -136,48 +134,48 @@ class Predictor:
         if (path / WORD).exists():
             if at is not None:
                 raise ConfigError(
-                    f"{path} is a publication and holds the newest checkpoint; leave --at out"
+                    f"{path} is a publication and has the newest checkpoint only; leave --at out"
                 )
-            folder, word = newest_base(path)
-            following = Following(path, word.run, word.bases[-1], source)
+            folder, word = find_newest_base(path)
+            following = Subscriber(path, word.run, word.bases[-1], source)
         else:
             folder = exported(path, at=at)
         export = read_export(folder)
-        check_lengths(folder, export)
+        check_file_lengths(folder, export)
         config = build_config(export.config) if export.config else None
         if model is None:
-            model = _build(export, config, folder)
+            model = _build_network(export, config, folder)
         keep_freed_memory()
-        dense, rows = _load(folder, export, model, is_full)
+        dense, rows = _load_export(folder, export, model, is_full)
         load_dense(model, dense)
         find_collection(model).serve(rows)
         model.eval().requires_grad_(False)
-        opened = cls(
+        predictor = cls(
             model, rows, schema=export.schema, config=config, step=export.step, folder=folder,
             is_full=is_full,
         )  # fmt: skip
         if following is not None:
-            opened._following = following
-            opened.refresh()
-        return opened
+            predictor._following = following
+            predictor.refresh()
+        return predictor
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """One per task."""
+        """Names of the labels, one per task."""
         return ("label",) if self.schema is None else self.schema.labels
 
     @property
     def problem(self) -> BaseException | None:
-        """Why `follow` could not go on the last time it tried, or damage that was met in the background."""
+        """Error of the last refresh by `follow`, or damage detected in the background; None: neither."""
         return self._failure or self.rows.problem
 
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> Tensor:
         """Predict a batch: probabilities (B, T) float64, or what the model's own `objective.predict` returns.
 
-        Raises IdRangeError, DataError for a batch that does not fit, CorruptionError, StorageError where a file of rows
-        is damaged, ConfigError for a model that predicts nothing, such as one of retrieval."""
-        objective = objective_of(self.model)
+        Raises IdRangeError or DataError for an invalid batch, CorruptionError or StorageError for a damaged file of
+        rows, ConfigError for a model without predictions, such as a retrieval model."""
+        objective = get_objective(self.model)
         predict = getattr(objective, "predict", None)
         if predict is None:
             raise ConfigError(
@@ -187,16 +185,15 @@ class Predictor:
         with self._lock:
             if self._torn is not None:
                 raise StorageError(
-                    f"{self.folder}: got a checkpoint that was taken in part only ({self._torn}), so nothing "
-                    f"is scored; "
-                    "it is taken again, or open the predictor anew"
+                    f"{self.folder}: got a checkpoint that was loaded only in part ({self._torn}), so nothing "
+                    "is scored; refresh loads it again, or open a new predictor"
                 )
             return predict(self.model, batch)
 
     def scores(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
-        """Each batch and its probabilities, in order. Coming batches are read meanwhile, in a thread; close the
+        """Yield each batch and its probabilities, in order. A thread reads the next batches meanwhile; close the
         iterator to stop early."""
-        ahead = _ahead(batches)
+        ahead = _read_ahead(batches)
         try:
             for batch in ahead:
                 yield batch, self(batch)
@@ -204,75 +201,74 @@ class Predictor:
             ahead.close()
 
     def refresh(self) -> int:
-        """Take what was published since: returns how many checkpoints further on the predictor is now, less than none
-        where
-        the publication began anew. Each is taken whole, rows and dense weights, between two batches, in order, once.
+        """Load the checkpoints published since the last refresh. Return the number of checkpoints moved forward;
+        negative if the publication was restarted.
 
-        Raises ConfigError where the predictor was not opened on a publication; StorageError, CorruptionError,
-        CheckpointError naming what is torn, missing or another model's. The predictor then stays at the last checkpoint
-        that was whole.
+        Each checkpoint is loaded once, in order, between two batches, rows and dense weights together. Raises
+        ConfigError if the predictor was not opened on a publication; StorageError, CorruptionError or CheckpointError,
+        which name the file, if it is damaged, missing or another model's. The predictor then stays at the last complete
+        checkpoint.
         """
         following = self._following
         if following is None:
             raise ConfigError(
-                f"{self.folder} is no publication, so nothing follows; open the folder of train.publish"
+                f"{self.folder} is no publication, so it gets no updates; open the folder of train.publish"
             )
-        with self._turn:
-            began = following.number
+        with self._refresh_lock:
+            first_number = following.number
             if self.rows.problem is not None and (following.source or self.rows.is_replaced):
                 following.distrust()
             try:
                 base, word = following.behind()
                 while following.tag != word.tag:
                     if base is None:
-                        self._take(following)
+                        self._apply_change(following)
                     else:
                         self._open_base(following, base)
                     base, word = following.behind()
             except CorruptionError:
                 if following.source is not None:
-                    distrust_copy(following.folder)
+                    invalidate_copy(following.folder)
                 raise
-            return following.number - began
+            return following.number - first_number
 
     def follow(self, seconds: float = 1.0) -> None:
-        """Refresh every so many seconds from now on, in a thread, until `close`. Whatever goes wrong is `problem`, is
-        counted in `num_failures`, and is tried again."""
+        """Start a thread that refreshes every `seconds` until `close`. An error becomes `problem`, is counted in
+        `num_failures`, and the refresh is tried again."""
         if self._following is None or self._thread is not None:
-            self.refresh()  # says why, or goes on following as before
+            self.refresh()  # raises the reason, or leaves the running thread as it is
             return
         self._thread = threading.Thread(
-            target=self._follow, args=(seconds,), name="follow", daemon=True
+            target=self._refresh_repeatedly, args=(seconds,), name="follow", daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
-        """Unmap the rows, once the call under way has ended. Any use afterwards is a ConfigError."""
+        """Unmap the rows after the current call has ended. Later uses raise ConfigError."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
         with self._lock:
             self.rows.close()
 
-    def _follow(self, seconds: float) -> None:
+    def _refresh_repeatedly(self, seconds: float) -> None:
         while not self._stop.wait(seconds):
             try:
                 self.refresh()
                 self._failure = None
-            except (
-                BaseException
-            ) as error:  # whatever it is: nobody else would start this thread again
+            except BaseException as error:  # any error: nothing else would restart this thread
                 self._failure = error
                 self.num_failures += 1
 
-    def _take(self, following: Following) -> None:
-        change = following.next_change(
+    def _apply_change(self, following: Subscriber) -> None:
+        """Apply the next published change to rows and weights, between two batches."""
+        change = following.read_next_delta(
             find_collection(self.model).tables, dense_weights(self.model)
         )
         with self._lock, torch.inference_mode():
             try:
-                for t, each in enumerate(change.tables):
-                    self.rows.change(t, each.ids, each.weights, each.gone)
+                for t, table in enumerate(change.tables):
+                    self.rows.change(t, table.ids, table.weights, table.gone)
                 load_dense(self.model, change.dense)
             except BaseException as error:
                 self._torn = error
@@ -280,12 +276,13 @@ class Predictor:
             self.step, self._torn = change.header.step, None
         following.applied(change)
 
-    def _open_base(self, following: Following, base: Base) -> None:
+    def _open_base(self, following: Subscriber, base: BaseExport) -> None:
+        """Replace rows and weights by those of a full export of the publication."""
         folder = folder_inside(following.folder, base.folder)
         export = read_export(folder)
-        check_lengths(folder, export)
-        # While others predict.
-        dense, rows = _load(folder, export, self.model, self._is_full, self.rows)
+        check_file_lengths(folder, export)
+        # Outside the lock: other threads may predict meanwhile.
+        dense, rows = _load_export(folder, export, self.model, self._is_full, self.rows)
         with self._lock:
             load_dense(self.model, dense)
             self.rows.become(rows)
@@ -299,34 +296,34 @@ class Predictor:
         self.close()
 
 
-def _ahead(items: Iterable[T]) -> Any:
-    """The same items, some of them made ready in a thread. What it raises is raised here, in its place."""
-    waiting: queue.Queue[tuple[str, Any]] = queue.Queue(AHEAD)
+def _read_ahead(items: Iterable[T]) -> Any:
+    """Yield the items, read ahead in a thread. An error of the iteration is raised at its position."""
+    ready_items: queue.Queue[tuple[str, Any]] = queue.Queue(READ_AHEAD)
     stop = threading.Event()
 
-    def put(kind: str, item: Any) -> None:
+    def put_item(kind: str, item: Any) -> None:
         while not stop.is_set():
             try:
-                waiting.put((kind, item), timeout=0.1)
+                ready_items.put((kind, item), timeout=0.1)
                 return
             except queue.Full:
                 continue
 
-    def work() -> None:
+    def read_items() -> None:
         try:
             for item in items:
-                put("item", item)
+                put_item("item", item)
                 if stop.is_set():
                     return
-            put("end", None)
+            put_item("end", None)
         except BaseException as error:
-            put("error", error)
+            put_item("error", error)
 
-    thread = threading.Thread(target=work, name="read ahead", daemon=True)
+    thread = threading.Thread(target=read_items, name="read ahead", daemon=True)
     thread.start()
     try:
         while True:
-            kind, item = waiting.get()
+            kind, item = ready_items.get()
             if kind == "end":
                 return
             if kind == "error":
@@ -337,37 +334,37 @@ def _ahead(items: Iterable[T]) -> Any:
         thread.join()
 
 
-def _build(export: Export, config: RunConfig | None, folder: Path) -> nn.Module:
-    """Build the network, once its shapes on no device fit the files. Raises CheckpointError where they do not, or the
-    export does not say how."""
+def _build_network(export: Export, config: RunConfig | None, folder: Path) -> nn.Module:
+    """Build the network, after checking its shapes on the meta device against the files. Raises CheckpointError if they
+    differ, or if the export has no configuration."""
     if config is None or config.data.name == OWN:
         raise CheckpointError(
-            f"{folder} does not say how its network is built, since it was not trained by `colonnade train`; "
+            f"{folder} has no configuration to build its network from, since it was not trained by `colonnade train`; "
             "give the network: Predictor.open(path, model=...)"
         )
     with torch.device("meta"):
         shapes = build_model(export.schema, config)
-    _check(find_collection(shapes), export, folder)
-    _check_dense(shapes, read_dense(folder, export), folder)
+    _check_tables(find_collection(shapes), export, folder)
+    _check_dense_shapes(shapes, read_dense(folder, export), folder)
     return build_model(export.schema, config)
 
 
-def _load(
+def _load_export(
     folder: Path, export: Export, model: nn.Module, is_full: bool, known: MappedRows | None = None
 ) -> tuple[dict[str, Tensor], MappedRows]:
     """Read the dense weights and map the rows of an export of this network. Raises CheckpointError for another
     network's, CorruptionError, StorageError."""
     collection = find_collection(model)
-    _check(collection, export, folder)
+    _check_tables(collection, export, folder)
     dense = read_dense(folder, export)
-    _check_dense(model, dense, folder)
+    _check_dense_shapes(model, dense, folder)
     files, seed = export.row_files, collection.seed
     rows = open_mapped(collection.tables, folder, files, seed=seed, full=is_full, known=known)
     rows.scrub()
     return dense, rows
 
 
-def _check(collection: EmbeddingCollection, export: Export, folder: Path) -> None:
+def _check_tables(collection: EmbeddingCollection, export: Export, folder: Path) -> None:
     wanted = [(t.name, t.width, t.rows, t.dtype) for t in collection.tables]
     got = [(t.name, t.dim, t.rows, t.dtype) for t in export.tables]
     if got != wanted:
@@ -376,17 +373,17 @@ def _check(collection: EmbeddingCollection, export: Export, folder: Path) -> Non
         if first:
             detail = f"table (name, width, rows, dtype) {first[0]}, {first[1]} in this network"
         raise CheckpointError(
-            f"{folder} was exported from another model: {detail}. Give the network it was trained as"
+            f"{folder} was exported from another model: {detail}. Give the network that was trained"
         )
 
 
-def _check_dense(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
-    mine = dense_weights(model)
-    for name in [*mine, *weights]:
+def _check_dense_shapes(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
+    parameters = dense_weights(model)
+    for name in [*parameters, *weights]:
         got = tuple(weights[name].shape) if name in weights else None
-        wanted = tuple(mine[name].shape) if name in mine else None
+        wanted = tuple(parameters[name].shape) if name in parameters else None
         if got != wanted:
             raise CheckpointError(
-                f"{folder}: got dense weights {name} of shape {got}, this network has {wanted}; give the network it "
-                "was trained as"
+                f"{folder}: got dense weights {name} of shape {got}, this network has {wanted}; give the network "
+                "that was trained"
             )

@@ -27,7 +27,7 @@ from colonnade.errors import CheckpointError, ColonnadeError, CorruptionError, S
 from colonnade.publish.deltas import (
     REMEDY,
     WORD,
-    Base,
+    BaseExport,
     CurrentPointer,
     Delta,
     DeltaPublisher,
@@ -42,7 +42,7 @@ from colonnade.publish.exported import MODEL, parse_model_json
 from colonnade.publish.mirror import Mirror, convert_to_storage_error, open_url
 from colonnade.store.checksums import FileChecksums
 from colonnade.store.disk import Disk
-from colonnade.store.durable import checked_content
+from colonnade.store.durable import verify_content
 from colonnade.store.untrusted import folder_inside, open_inside
 from colonnade.table import Table
 
@@ -160,10 +160,10 @@ def check_url_owner(url: str, run: str) -> None:
 def _parse_current_of(content: bytes, location: Place) -> CurrentPointer:
     """Check and parse the bytes of published.json at `location`."""
     path = Path(location.path(WORD))
-    return parse_current(checked_content(path, content), path)
+    return parse_current(verify_content(path, content), path)
 
 
-def _copy_base(source: Place, target: Place, base: Base, *, is_known: bool) -> None:
+def _copy_base(source: Place, target: Place, base: BaseExport, *, is_known: bool) -> None:
     """Copy a base's files that the target does not have, model.json last.
 
     is_known: the target has a valid pointer, so files of the right length are right, because a base's name identifies
@@ -301,15 +301,17 @@ def open_destinations(
 MAX_ATTEMPTS = 3  # to open a base while the run may replace it
 
 
-class Following:
+class Subscriber:
     """Subscriber of a publication: position of one predictor in it. Not thread-safe."""
 
-    def __init__(self, folder: Path, run: str, base: Base, source: Place | None = None) -> None:
+    def __init__(
+        self, folder: Path, run: str, base: BaseExport, source: Place | None = None
+    ) -> None:
         """base: export that the predictor has opened; source: location that the folder is a copy of."""
         self.folder, self.run, self.source = folder, run, source
         self.opened(base)
 
-    def behind(self) -> tuple[Base | None, CurrentPointer]:
+    def behind(self) -> tuple[BaseExport | None, CurrentPointer]:
         """Return the base to open instead of applying deltas (None: apply deltas), and the current pointer.
 
         A new base is opened as soon as it exists, because its rows are mapped, and those of deltas use this process's
@@ -329,7 +331,7 @@ class Following:
         is_restarted = current.number <= self.number and current.tag != self.tag
         return (newest if newest.folder != self.base or is_restarted else None), current
 
-    def next_change(self, tables: Sequence[Table], dense: dict[str, Tensor]) -> Delta:
+    def read_next_delta(self, tables: Sequence[Table], dense: dict[str, Tensor]) -> Delta:
         """Read the next delta and check it against the predictor's network, without applying it.
 
         Raises StorageError, CorruptionError, CheckpointError that names the problem.
@@ -363,9 +365,9 @@ class Following:
         """Mark the open base as damaged, so that the next `behind` opens it again, from a new copy of the source."""
         self.base = self.tag = ""
         if self.source is not None:
-            distrust_copy(self.folder)
+            invalidate_copy(self.folder)
 
-    def opened(self, base: Base) -> None:
+    def opened(self, base: BaseExport) -> None:
         """Record that the predictor has opened a base."""
         self.base, self.number, self.tag = base.folder, base.number, base.tag
 
@@ -374,7 +376,7 @@ class Following:
         self.number, self.tag = delta.header.number, delta.header.tag
 
 
-def distrust_copy(folder: Path) -> None:
+def invalidate_copy(folder: Path) -> None:
     """Delete the pointer of a damaged copy, so that the next `carry` copies files that differ from the source."""
     (folder / WORD).unlink(missing_ok=True)
 
@@ -399,7 +401,7 @@ def read_current_or_raise(folder: Path) -> CurrentPointer:
     return current
 
 
-def newest_base(folder: Path) -> tuple[Path, CurrentPointer]:
+def find_newest_base(folder: Path) -> tuple[Path, CurrentPointer]:
     """Return the folder of the newest base, and the current pointer. Raises StorageError if the base is missing."""
     for _ in range(MAX_ATTEMPTS):
         current = read_current_or_raise(folder)

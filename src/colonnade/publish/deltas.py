@@ -39,11 +39,11 @@ from colonnade.errors import (
 from colonnade.formats import stamp
 from colonnade.publish.export import check_dense_finite, check_rows_finite, export_run
 from colonnade.publish.exported import Count, verify_export
-from colonnade.store.difference import Difference, Incomparable, difference
+from colonnade.store.difference import CommitDifference, IncomparableCommits, difference
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
 from colonnade.store.untrusted import STRICT, FileName, folder_inside, parse_json, parse_stamped
-from colonnade.store.verification import Verified, verify_file
+from colonnade.store.verification import VerifiedFile, verify_file
 from colonnade.table import ITEM_BYTES
 
 FORMAT = "colonnade publication"
@@ -54,7 +54,7 @@ NUM_OLD_BASES = 1  # kept in addition to the newest, for predictors that still r
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class BaseExport:
     """Full export, and the number of the last delta that it includes."""
 
     __pydantic_config__ = STRICT
@@ -77,7 +77,7 @@ class CurrentPointer:
     step: Count
     tag: str
     """Tag of the newest published checkpoint."""
-    bases: tuple[Base, ...]
+    bases: tuple[BaseExport, ...]
     """Bases in ascending order of numbers; the last is the newest."""
     change_bytes: Count
     """Total size of the deltas since the newest base."""
@@ -164,7 +164,7 @@ class DeltaPublisher:
         next_number = current.number + 1
         try:
             delta = build_delta(self.run_folder, current, step, header, next_number, tag)
-        except (Incomparable, CheckpointError):
+        except (IncomparableCommits, CheckpointError):
             # The previous checkpoint is deleted or has other shardings, so the difference is unknown.
             self._write_current(
                 self._with_base(
@@ -189,7 +189,7 @@ class DeltaPublisher:
         if not (self.folder / name).exists():
             export_run(self.run_folder, self.folder / name, at=current.step)
         size = sum(path.stat().st_size for path in (self.folder / name).iterdir())
-        bases = (*current.bases, Base(name, current.number, current.tag, size))[
+        bases = (*current.bases, BaseExport(name, current.number, current.tag, size))[
             -1 - NUM_OLD_BASES :
         ]
         return CurrentPointer(current.run, current.number, current.step, current.tag, bases, 0)
@@ -228,7 +228,7 @@ def build_delta(
     previous_header = read_header(run_folder, current.step)
     for name in ("shardings", "num_ranks", "model"):
         if previous_header.get(name) != header.get(name):
-            raise Incomparable(f"{run_folder}: {name} changed after step {current.step}")
+            raise IncomparableCommits(f"{run_folder}: {name} changed after step {current.step}")
     tensors: dict[str, Tensor] = {}
     for table_index, table_header in enumerate(header["model"]["tables"].values()):
         delta = _build_table_delta(
@@ -261,7 +261,7 @@ def _build_table_delta(
     dtype = table_header["dtype"].split()[0]
     dims = table_header["dim"]
     width = sum(dims.values()) if isinstance(dims, Mapping) else dims
-    differences: list[tuple[tuple[int, int], Difference]] = []
+    differences: list[tuple[tuple[int, int], CommitDifference]] = []
     for columns, paths in find_row_folders(header, table_index):
         first, last = columns or (0, width)
         for path in paths:
@@ -274,7 +274,7 @@ def _build_table_delta(
     ]
     ids, gone = merged[0].ids, merged[0].gone
     if any(not np.array_equal(part.ids, ids) for part in merged):
-        raise Incomparable(
+        raise IncomparableCommits(
             f"{run_folder}: slices of table {table_index} changed other rows than its first"
         )
     item_bytes = ITEM_BYTES[dtype]
@@ -286,12 +286,14 @@ def _build_table_delta(
     return TableDelta(torch.from_numpy(ids), shaped, torch.from_numpy(gone))
 
 
-def _merge_differences(parts: list[Difference]) -> Difference:
+def _merge_differences(parts: list[CommitDifference]) -> CommitDifference:
     """Merge the differences of stores with different rows of one table; ids ascending."""
     ids = np.concatenate([part.ids for part in parts])
     order = ids.argsort(kind="stable")
     records = np.concatenate([part.records for part in parts])[order]
-    return Difference(ids[order], records, np.sort(np.concatenate([part.gone for part in parts])))
+    return CommitDifference(
+        ids[order], records, np.sort(np.concatenate([part.gone for part in parts]))
+    )
 
 
 def read_current(folder: Path) -> CurrentPointer | None:
@@ -366,7 +368,7 @@ def _check_ids(ids: Tensor) -> None:
         raise ValueError("ids that are not int64 (N,), ascending")
 
 
-def verify_publication(folder: Path) -> Iterator[Verified]:
+def verify_publication(folder: Path) -> Iterator[VerifiedFile]:
     """Read every byte that subscribers of the newest base need, and yield each file.
 
     Raises CheckpointError, CorruptionError, StorageError if published.json or a base's model.json cannot be read.

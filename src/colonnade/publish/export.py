@@ -41,7 +41,7 @@ from colonnade.store.contract import RowBatch
 from colonnade.store.disk import Disk, storage_error
 from colonnade.store.log import LogBacking
 from colonnade.store.row_file import DTYPES
-from colonnade.store.table_shards import Joined
+from colonnade.store.table_shards import ColumnShardReader
 from colonnade.table import ITEM_BYTES
 
 REMEDY_NON_FINITE = (
@@ -163,7 +163,11 @@ def _build_table_entry(number: int, name: str, table_header: dict[str, Any]) -> 
 
 
 def write_rows(
-    path: Path, stores: Sequence[LogBacking | Joined], table: dict[str, Any], run: str, step: int
+    path: Path,
+    stores: Sequence[LogBacking | ColumnShardReader],
+    table: dict[str, Any],
+    run: str,
+    step: int,
 ) -> int:
     """Write every live row of one table's shards, ids ascending; return their number. Raises NonFiniteError.
 
@@ -195,7 +199,7 @@ def write_rows(
     return len(ids)
 
 
-def _scan_all(stores: Sequence[LogBacking | Joined]) -> Iterator[RowBatch]:
+def _scan_all(stores: Sequence[LogBacking | ColumnShardReader]) -> Iterator[RowBatch]:
     for store in stores:
         yield from store.scan()
 

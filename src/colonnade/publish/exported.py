@@ -23,7 +23,7 @@ from colonnade.store.untrusted import (
     parse_stamped,
     read_regular,
 )
-from colonnade.store.verification import Verified, verify_file
+from colonnade.store.verification import VerifiedFile, verify_file
 from colonnade.table import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def read_export(folder: Path) -> Export:
     return parse_model_json(read_regular(folder / MODEL), folder / MODEL)
 
 
-def check_lengths(folder: Path, export: Export) -> None:
+def check_file_lengths(folder: Path, export: Export) -> None:
     """Compare the lengths of all files and tables with model.json, before that much memory is allocated.
 
     Raises CorruptionError, StorageError.
@@ -168,7 +168,7 @@ def read_dense(folder: Path, export: Export) -> dict[str, Tensor]:
         ) from None
 
 
-def verify_export(folder: Path) -> Iterator[Verified]:
+def verify_export(folder: Path) -> Iterator[VerifiedFile]:
     """Read every byte of an export and yield each file.
 
     Raises CheckpointError, CorruptionError, StorageError if model.json, which lists all files, cannot be read.

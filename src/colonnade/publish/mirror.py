@@ -31,8 +31,8 @@ from colonnade.store.manifest import (
     CommitFile,
     describe,
     file_name,
-    files_of,
-    live_file,
+    list_commit_files,
+    live_bitmap_path,
 )
 from colonnade.store.untrusted import check_file_name
 
@@ -210,7 +210,7 @@ def _delete_unretained(files: Any, root: str, retained: Sequence[int]) -> None:
                     manifest_content = json.loads(_strip_checksum_line(files.cat_file(manifest)))
                     used |= {
                         f"{store_folder}/{f.path.name}-{f.content}"
-                        for f in files_of(Path(), manifest_content)
+                        for f in list_commit_files(Path(), manifest_content)
                     }
     if files.exists(f"{root}/rows"):
         for path in files.find(f"{root}/rows"):
@@ -233,8 +233,13 @@ def _list_store_files(folder: Path, header: dict[str, Any]) -> Iterator[_StoreFi
     for store in list_store_folders(header):
         folder_of_store = folder / "rows" / store.path
         manifest = describe(folder_of_store, step)
-        small_files = [folder_of_store / file_name(step), live_file(folder_of_store, manifest)]
-        yield _StoreFiles(folder_of_store, small_files, list(files_of(folder_of_store, manifest)))
+        small_files = [
+            folder_of_store / file_name(step),
+            live_bitmap_path(folder_of_store, manifest),
+        ]
+        yield _StoreFiles(
+            folder_of_store, small_files, list(list_commit_files(folder_of_store, manifest))
+        )
 
 
 def _upload(files: Any, path: Path, target: str) -> None:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from colonnade.checkpoint.fingerprint import dense_weights
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError, DataError, IdRangeError
-from colonnade.pipeline.row_access import adopt_rows
+from colonnade.pipeline.row_access import admit_loaded_rows
 from colonnade.publish.exported import ExportedTable, read_dense, read_export
-from colonnade.store.records import fresh_records
+from colonnade.store.records import build_fresh_records
 from colonnade.store.row_file import open_row_file
 from colonnade.store.table_shards import RecordShape
 from colonnade.table import Table
@@ -40,7 +40,7 @@ def load_rows(
     DataError or IdRangeError with nothing changed.
     """
     collection.ensure_open()
-    table_index = collection.declaration.table_number(table)
+    table_index = collection.declaration.table_index(table)
     declared = collection.tables[table_index]
     _check_not_cached(collection, table_index)
     values = weights.weight if isinstance(weights, nn.Embedding | nn.EmbeddingBag) else weights
@@ -51,7 +51,9 @@ def load_rows(
     collection.pipeline.updates.settle()
     for start in range(0, len(ids), ROWS_PER_CHUNK):
         chunk = slice(start, start + ROWS_PER_CHUNK)
-        store_records(collection, table_index, ids[chunk], fresh_records(declared, values[chunk]))
+        store_records(
+            collection, table_index, ids[chunk], build_fresh_records(declared, values[chunk])
+        )
 
 
 def to_embedding(
@@ -63,7 +65,7 @@ def to_embedding(
     (`trained_ids` lists them).
     """
     collection.ensure_open()
-    declared = collection.tables[collection.declaration.table_number(table)]
+    declared = collection.tables[collection.declaration.table_index(table)]
     if ids is None:
         if declared.rows is None:
             raise ConfigError(
@@ -81,7 +83,7 @@ def to_embedding(
 def trained_ids(collection: EmbeddingCollection, table: str) -> Tensor:
     """Return the ids of all rows that were trained or loaded on any rank, (N,) int64 ascending. Collective."""
     collection.ensure_open()
-    table_index = collection.declaration.table_number(table)
+    table_index = collection.declaration.table_index(table)
     has_rows = collection.mesh.rank in collection.plan.tables[table_index].sharding.holders
     own_ids = [rows.ids for rows in collection.scan(table)] if has_rows else []
     data = torch.cat([*own_ids, torch.empty(0, dtype=torch.int64)]).numpy().tobytes()
@@ -166,7 +168,7 @@ def store_records(
         for start in range(0, len(owned_ids), rows_per_put):
             chunk = slice(start, start + rows_per_put)
             collection.store.put(shard_index, owned_ids[chunk], owned_records[chunk].contiguous())
-            adopt_rows(
+            admit_loaded_rows(
                 collection.opened,
                 shard_index,
                 owned_ids[chunk],

@@ -1,1 +1,1 @@
-"""Results to look at: a run as a page, runs side by side."""
+"""Reports of training runs as HTML pages: one run, or several compared."""

@@ -1,4 +1,4 @@
-"""One self-contained HTML page, from templates: text, charts and what draws them; nothing is loaded from anywhere."""
+"""Self-contained HTML pages, from templates: text, charts and the code that draws them. They load nothing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from plotly.offline import get_plotlyjs
 
 from colonnade import __version__
 from colonnade.errors import StorageError
-from colonnade.formats import file_kind
+from colonnade.formats import describe_file_kind
 from colonnade.report.figures import Figure
-from colonnade.report.words import setting_words
+from colonnade.report.formatting import format_setting
 
 TEMPLATES = Environment(
     loader=PackageLoader("colonnade.report"),
@@ -25,7 +25,7 @@ TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-TEMPLATES.filters["setting_words"] = setting_words
+TEMPLATES.filters["format_setting"] = format_setting
 TEMPLATES.policies["json.dumps_kwargs"] = {"allow_nan": False}
 
 
@@ -38,16 +38,15 @@ class NumberTable:
     title: str = ""
     note: str = ""
     wide: Collection[int] = ()
-    """Columns that are left out on phones."""
+    """Indices of columns that are hidden on phones."""
     best: Mapping[int, Collection[int]] = field(default_factory=dict)
-    """Columns to mark, by row."""
+    """Indices of columns to mark, by row."""
     wraps: bool = False
-    """Whether cells are words, which may be cut into lines."""
+    """True if cells are text that may wrap."""
 
 
 def render_page(template: str, charts: Mapping[str, Sequence[Figure | None]], **values: Any) -> str:
-    """Return the HTML of a page. charts: by section, None where there is nothing to draw; values: by name in the
-    template."""
+    """Return the HTML of a page. charts: by section, None without data; values: by their names in the template."""
     figures: list[Figure] = []
     numbered = {}
     for section, group in charts.items():
@@ -65,20 +64,20 @@ def render_page(template: str, charts: Mapping[str, Sequence[Figure | None]], **
 
 
 def write_page(html: str, path: Path) -> None:
-    """Write the page whole or not at all. Raises StorageError naming the file; also for a device, which the page would
+    """Write the page atomically. Raises StorageError naming the file, also for a device, which the page would
     replace."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise StorageError(
-            f"{path}: got {file_kind(path.stat().st_mode)}, wanted a file's name. Name a file in a folder you can "
-            "write to"
+            f"{path}: got {describe_file_kind(path.stat().st_mode)}, wanted a file's name. Name a file in a folder you "
+            "can write to"
         )
-    path = Path(os.path.realpath(path))  # a link stays, and what it names is replaced
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    path = Path(os.path.realpath(path))  # replace the target of a link, not the link
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        beside.write_text(html, encoding="utf-8")
-        os.replace(beside, path)
+        temporary.write_text(html, encoding="utf-8")
+        os.replace(temporary, path)
     except OSError as error:
-        beside.unlink(missing_ok=True) if beside.parent.is_dir() else None
+        temporary.unlink(missing_ok=True) if temporary.parent.is_dir() else None
         raise StorageError(
             error.errno,
             f"{path}: could not write: {error.strerror}. Name a file in a folder you can write to",

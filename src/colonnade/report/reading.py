@@ -1,6 +1,6 @@
-"""Reading of run folders as plain values; what training does not write is left out.
+"""Reader of run folders. It returns plain values and drops lines and values that training does not write.
 
-Works for a run that is under way, was killed, or has hardly begun: whatever is missing is empty.
+A run may be in progress, killed, or have hardly begun: missing values are empty.
 """
 
 from __future__ import annotations
@@ -17,107 +17,111 @@ from typing import Any
 
 from colonnade.checkpoint.header import list_checkpoints
 from colonnade.errors import CheckpointError
-from colonnade.formats import check_stamp, parse_yaml, read_text, stamp
-from colonnade.report.words import metric_words
+from colonnade.formats import check_format, parse_yaml, read_text, stamp
+from colonnade.report.formatting import format_metric_name
 from colonnade.train.best import is_judged, is_less_better
 from colonnade.train.metrics_file import FILE_NAME, ROWS_FILE_NAME, read_lines
 
-LARGEST = 1e18
-"""Beyond it nothing that training counts can lie, nor a time."""
+MAX_ABSOLUTE = 1e18
+"""Largest absolute value of any count or time that training writes."""
 
 
 def is_number(value: Any) -> bool:
-    """Finite, and no bool."""
+    """Return whether the value is a finite number of plausible size; a bool is not."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return abs(value) <= LARGEST and math.isfinite(value)
+    return abs(value) <= MAX_ABSOLUTE and math.isfinite(value)
 
 
-def numbers(values: Any) -> dict[str, Any]:
+def keep_numbers(values: Any) -> dict[str, Any]:
+    """Return the numbers among named values; {} if `values` is not a mapping."""
     if not isinstance(values, Mapping):
         return {}
     return {str(name): value for name, value in values.items() if is_number(value)}
 
 
-def sound_line(line: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A line of `train/record.py`; None where it is of no use."""
+def clean_line(line: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a valid line of `train/record.py` without unexpected values; None if the line is invalid."""
     kind, step = line.get("kind"), line.get("step")
     if not isinstance(kind, str) or not isinstance(step, int) or not is_number(step) or step < 0:
         return None
-    found = {**numbers(line), "kind": kind}
-    if not 0 < found.get("time", 1.0) < 1e11:
-        del found["time"]
+    valid = {**keep_numbers(line), "kind": kind}
+    if not 0 < valid.get("time", 1.0) < 1e11:
+        del valid["time"]
     if kind == "train":
-        found["loss"] = found.get("loss")
-        found["lr"] = numbers(line.get("lr"))
+        valid["loss"] = valid.get("loss")
+        valid["lr"] = keep_numbers(line.get("lr"))
     elif kind == "traffic":
-        found |= {name: numbers(line.get(name)) for name in ("lookups", "unique")}
+        valid |= {name: keep_numbers(line.get(name)) for name in ("lookups", "unique")}
     elif kind == "sent":
-        found |= sent(line)
+        valid |= clean_sent(line)
     elif kind == "tables":
-        found["tables"] = sizes(line.get("tables"))
+        valid["tables"] = clean_sizes(line.get("tables"))
     elif kind == "tiers":
-        found["tiers"] = tiers(line)
-    return found
+        valid["tiers"] = clean_tiers(line)
+    return valid
 
 
-def tiers(values: Any) -> dict[str, dict[str, Any]]:
-    """By tier: what it counts."""
+def clean_tiers(values: Any) -> dict[str, dict[str, Any]]:
+    """Return the counts of each tier, by tier."""
     if not isinstance(values, Mapping):
         return {}
-    return {str(name): numbers(part) for name, part in values.items() if isinstance(part, Mapping)}
+    return {
+        str(name): keep_numbers(part) for name, part in values.items() if isinstance(part, Mapping)
+    }
 
 
-def sent(line: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Bytes and messages, by channel and link. Older records have bytes by channel alone."""
+def clean_sent(line: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return bytes and messages by channel and link. Older records have only bytes by channel."""
     if "bytes" in line:
-        return {what: sizes(line.get(what)) for what in ("bytes", "messages")}
-    by_purpose = {n: v for n, v in numbers(line).items() if n not in ("step", "time")}
-    return {"bytes": {name: {"": size} for name, size in by_purpose.items()}, "messages": {}}
+        return {what: clean_sizes(line.get(what)) for what in ("bytes", "messages")}
+    by_channel = {n: v for n, v in keep_numbers(line).items() if n not in ("step", "time")}
+    return {"bytes": {name: {"": size} for name, size in by_channel.items()}, "messages": {}}
 
 
-def sizes(tables: Any) -> dict[str, dict[str, Any]]:
-    """By table, or whatever names them: numbers by name."""
+def clean_sizes(tables: Any) -> dict[str, dict[str, Any]]:
+    """Return the numbers of each table (or other named part), by table."""
     if not isinstance(tables, Mapping):
         return {}
-    return {str(name): numbers(size) for name, size in tables.items()}
+    return {str(name): keep_numbers(size) for name, size in tables.items()}
 
 
-def sound_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
+def clean_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a summary's numbers, tables and tiers, without unexpected values."""
     if not summary:
         return {}
     stopped = summary.get("stopped") is True
     return {
-        **numbers(summary),
+        **keep_numbers(summary),
         "stopped": stopped,
-        "tables": sizes(summary.get("tables")),
-        "tiers": tiers(summary.get("tiers")),
+        "tables": clean_sizes(summary.get("tables")),
+        "tiers": clean_tiers(summary.get("tiers")),
     }
 
 
-def sound_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """A plan or a machine: names with plain values; sizes are numbers, or None for no limit."""
-    found: dict[str, Any] = {}
+def clean_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain values of a plan or a machine, by name; sizes are numbers, or None for no limit."""
+    valid: dict[str, Any] = {}
     for name, value in facts.items():
         if name == "tables":
-            listed = value if isinstance(value, list) else []
-            found[name] = [
-                t for t in listed if isinstance(t, Mapping) and isinstance(t.get("name"), str)
+            tables = value if isinstance(value, list) else []
+            valid[name] = [
+                t for t in tables if isinstance(t, Mapping) and isinstance(t.get("name"), str)
             ]
-        elif _is_size(str(name)):
+        elif _is_size_name(str(name)):
             if value is None or is_number(value):
-                found[str(name)] = value
+                valid[str(name)] = value
         elif isinstance(value, Mapping):
-            found[str(name)] = {str(k): v for k, v in value.items() if _is_plain(v)}
+            valid[str(name)] = {str(k): v for k, v in value.items() if _is_plain(v)}
         elif isinstance(value, list):
-            found[str(name)] = [each for each in value if _is_plain(each)]
+            valid[str(name)] = [item for item in value if _is_plain(item)]
         elif _is_plain(value):
-            found[str(name)] = value
-    return found
+            valid[str(name)] = value
+    return valid
 
 
-def sound_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Its sections."""
+def clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of a configuration."""
     return {str(name): dict(part) for name, part in config.items() if isinstance(part, Mapping)}
 
 
@@ -125,58 +129,60 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | bool) or is_number(value)
 
 
-def _is_size(name: str) -> bool:
+def _is_size_name(name: str) -> bool:
     return name.endswith("_bytes") or name == "num_ranks"
 
 
 QUIET_SECONDS = 120.0
-"""A run without a summary that wrote nothing for so long has probably ended."""
+"""Seconds without a new line after which a run without a summary has probably ended."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run. `lines` as in `train/record.py`, oldest first."""
+    """Contents of a run folder. `lines` are those of `train/record.py`, oldest first."""
 
     folder: Path
     config: dict[str, Any]
     plan: dict[str, Any]
     machine: dict[str, Any]
     summary: dict[str, Any]
-    """Empty unless the newest training call of this folder came to its end."""
+    """Summary of the newest training call; empty unless that call reached its end."""
     lines: tuple[dict[str, Any], ...]
     checkpoints: tuple[int, ...]
 
     @property
     def name(self) -> str:
+        """Name of the run folder."""
         return self.folder.resolve().name
 
-    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+    def lines_of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """Return the lines of one kind, oldest first."""
         return [line for line in self.lines if line["kind"] == kind]
 
     @property
     def status(self) -> str:
-        """ "finished", "stopped", "under way", "ended early" or "not begun"."""
+        """Status of the run: "finished", "stopped", "under way", "ended early" or "not begun"."""
         if self.summary:
             return "stopped" if self.summary.get("stopped") else "finished"
         if not self.lines:
             return "not begun"
-        quiet = time.time() - float(self.lines[-1].get("time") or 0)
-        return "under way" if quiet < QUIET_SECONDS else "ended early"
+        silence = time.time() - float(self.lines[-1].get("time") or 0)
+        return "under way" if silence < QUIET_SECONDS else "ended early"
 
     @property
     def step(self) -> int:
-        """The last one that is known of."""
+        """Last recorded step."""
         return max((line["step"] for line in self.lines), default=0)
 
     @property
     def seconds(self) -> float:
-        """From the first to the last line, evaluation and pauses between calls included."""
+        """Seconds from the first to the last line, including evaluation and pauses between calls."""
         times = [line["time"] for line in self.lines if line.get("time")]
         return float(self.summary.get("seconds") or 0) or (times[-1] - times[0] if times else 0.0)
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Raises CheckpointError where the folder is no run folder, or a file of it cannot be read."""
+    """Read a run folder. Raises CheckpointError if it is not a run folder, or if one of its files cannot be read."""
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is no folder; give a run folder that `colonnade train` wrote"
@@ -186,86 +192,89 @@ def read_run(folder: Path) -> RunRecord:
             f"{folder} is no run folder: it has neither config.yaml nor {FILE_NAME}. "
             "Give a folder that `colonnade train` wrote"
         )
-    read = [sound_line(line) for line in read_lines(folder / FILE_NAME)]
-    lines = [line for line in read if line is not None]
-    if of_rows := read_lines(folder / ROWS_FILE_NAME):  # another rank's
-        lines += [line for line in map(sound_line, of_rows) if line is not None]
+    parsed_lines = [clean_line(line) for line in read_lines(folder / FILE_NAME)]
+    lines = [line for line in parsed_lines if line is not None]
+    if row_lines := read_lines(folder / ROWS_FILE_NAME):  # written by another rank
+        lines += [line for line in map(clean_line, row_lines) if line is not None]
         lines.sort(key=lambda line: line.get("time") or 0.0)
-    summary = sound_summary(_load(folder / "summary.json", "colonnade summary"))
+    summary = clean_summary(_load_file(folder / "summary.json", "colonnade summary"))
     if summary and lines:
         written = (folder / "summary.json").stat().st_mtime
-        if float(lines[-1].get("time") or 0) > written + 1:  # of an earlier call
+        if float(lines[-1].get("time") or 0) > written + 1:  # the summary is of an earlier call
             summary = {}
     return RunRecord(
         folder,
-        sound_config(_load(folder / "config.yaml", "colonnade config")),
-        sound_facts(_load(folder / "plan.json", "colonnade plan")),
-        sound_facts(_load(folder / "machine.json", "colonnade machine")),
+        clean_config(_load_file(folder / "config.yaml", "colonnade config")),
+        clean_facts(_load_file(folder / "plan.json", "colonnade plan")),
+        clean_facts(_load_file(folder / "machine.json", "colonnade machine")),
         summary,
         tuple(lines),
         tuple(list_checkpoints(folder)),
     )
 
 
-def metrics_of(run: RunRecord) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """{metric: {part: [(step, value)]}} over the run's evaluations; parts are validation, test, ..."""
-    found: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
-    for line in run.of_kind("evaluate"):
+def collect_metrics(run: RunRecord) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Return {metric: {part: [(step, value)]}} of the run's evaluations; parts are validation, test, ..."""
+    metrics: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+    for line in run.lines_of_kind("evaluate"):
         for name, value in line.items():
             part, _, metric = name.partition("_")
             if metric and is_number(value):
-                found[metric][part].append((line["step"], value))
-    return {metric: dict(parts) for metric, parts in found.items()}
+                metrics[metric][part].append((line["step"], value))
+    return {metric: dict(parts) for metric, parts in metrics.items()}
 
 
 def is_constant(metric: str) -> bool:
-    """Whether it tells of the data, not of the model."""
+    """Return whether the metric describes the data, not the model."""
     return metric.startswith(("num_", "positive_rate"))
 
 
-def best_of(metric: str, points: list[tuple[int, float]]) -> tuple[int, float]:
-    """The (step, value) that is best; the first of equals."""
+def find_best(metric: str, points: list[tuple[int, float]]) -> tuple[int, float]:
+    """Return the best (step, value) of a metric; the first of equal ones."""
     sign = -1 if is_less_better(metric) else 1
     return max(points, key=lambda point: sign * point[1])
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The evaluation that a run is judged by, and why: never one that the test part chose."""
+class SelectedEvaluation:
+    """Evaluation whose metrics stand for a run. It is never selected by the test part."""
 
     step: int
-    words: str
+    description: str
     monitor: str | None
-    """Metric of the validation part that chose; None: there is no such part, so it is the last."""
+    """Metric of the validation part that selected it; None: there is no validation part, so it is the last one."""
 
 
-def choice_of(run: RunRecord) -> Choice | None:
-    """None: nothing was evaluated."""
-    lines, metrics = run.of_kind("evaluate"), metrics_of(run)
+def select_evaluation(run: RunRecord) -> SelectedEvaluation | None:
+    """Select the evaluation that stands for the run; None without evaluations."""
+    lines, metrics = run.lines_of_kind("evaluate"), collect_metrics(run)
     judged = [m for m, parts in metrics.items() if "validation" in parts and is_judged(m)]
     train = run.config.get("train")
     monitor = train.get("monitor") if isinstance(train, Mapping) else None
     if monitor not in judged:  # older runs did not record it
         monitor = judged[0] if judged else None
     if monitor is not None:
-        step = best_of(monitor, metrics[monitor]["validation"])[0]
-        return Choice(step, f"step {step:,}, best of validation {metric_words(monitor)}", monitor)
+        step = find_best(monitor, metrics[monitor]["validation"])[0]
+        description = f"step {step:,}, best of validation {format_metric_name(monitor)}"
+        return SelectedEvaluation(step, description, monitor)
     if not lines:
         return None
     step = lines[-1]["step"]
-    return Choice(step, f"last step, {step:,}; no validation part", None)
+    return SelectedEvaluation(step, f"last step, {step:,}; no validation part", None)
 
 
-def chosen_value(choice: Choice, points: list[tuple[int, float]]) -> tuple[int, float]:
-    """The (step, value) of a metric at the chosen step; where it has none then, the last one before, else the first."""
-    earlier = [point for point in points if point[0] <= choice.step]
+def value_at_selection(
+    selection: SelectedEvaluation, points: list[tuple[int, float]]
+) -> tuple[int, float]:
+    """Return the (step, value) of a metric at the selected step; else the last one before, else the first."""
+    earlier = [point for point in points if point[0] <= selection.step]
     return earlier[-1] if earlier else points[0]
 
 
-def sums_of(run: RunRecord, kind: str) -> dict[str, float]:
-    """What a kind of line adds up to over the run, by name."""
+def sum_lines(run: RunRecord, kind: str) -> dict[str, float]:
+    """Return the sums of the values of one kind of line over the run, by name."""
     total: dict[str, float] = defaultdict(float)
-    for line in run.of_kind(kind):
+    for line in run.lines_of_kind(kind):
         for name, value in line.items():
             if name not in ("step", "time") and is_number(value):
                 total[name] += value
@@ -274,7 +283,7 @@ def sums_of(run: RunRecord, kind: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class TableFigures:
-    """One table of the run, on rank 0. None: not known."""
+    """Sizes and traffic of one table, on rank 0. None: unknown."""
 
     name: str
     rows_declared: int | None
@@ -283,29 +292,32 @@ class TableFigures:
     bytes_in_memory: int
     bytes_in_files: int
     lookups: float | None  # of the median batch
-    unique: float | None  # different rows of the median batch
+    unique: float | None  # distinct rows of the median batch
 
     @property
     def rows_known(self) -> int:
+        """Number of the table's rows in memory or in files, whichever is larger."""
         return max(self.rows_in_memory or 0, self.rows_in_files or 0)
 
 
-def tables_of(run: RunRecord) -> list[TableFigures]:
-    """The run's tables, most bytes first."""
-    sizes: Mapping[str, Any] = run.summary.get("tables") or {}
-    if not sizes:
-        lines = run.of_kind("tables")
-        sizes = lines[-1].get("tables", {}) if lines else {}
-    traffic = run.of_kind("traffic")
-    planned = {table.get("name"): table for table in run.plan.get("tables", [])}
-    names = dict.fromkeys([*planned, *sizes, *(n for line in traffic for n in line["lookups"])])
-    found = []
+def collect_tables(run: RunRecord) -> list[TableFigures]:
+    """Return the run's tables, most bytes first."""
+    size_by_table: Mapping[str, Any] = run.summary.get("tables") or {}
+    if not size_by_table:
+        lines = run.lines_of_kind("tables")
+        size_by_table = lines[-1].get("tables", {}) if lines else {}
+    traffic = run.lines_of_kind("traffic")
+    plan_by_table = {table.get("name"): table for table in run.plan.get("tables", [])}
+    names = dict.fromkeys(
+        [*plan_by_table, *size_by_table, *(n for line in traffic for n in line["lookups"])]
+    )
+    tables = []
     for name in names:
-        size = sizes.get(name, {})
-        found.append(
+        size = size_by_table.get(name, {})
+        tables.append(
             TableFigures(
                 str(name),
-                planned.get(name, {}).get("rows"),
+                plan_by_table.get(name, {}).get("rows"),
                 size.get("rows_in_memory"),
                 size.get("rows_in_files"),
                 size.get("bytes_in_memory", 0),
@@ -315,28 +327,28 @@ def tables_of(run: RunRecord) -> list[TableFigures]:
             )
         )
     return sorted(
-        found, key=lambda t: (-t.bytes_in_memory - t.bytes_in_files, -(t.unique or 0), t.name)
+        tables, key=lambda t: (-t.bytes_in_memory - t.bytes_in_files, -(t.unique or 0), t.name)
     )
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"train": {"epochs": 3}} -> {"train.epochs": 3}."""
+def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings to dotted names: {"train": {"epochs": 3}} -> {"train.epochs": 3}."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         path = f"{prefix}{name}"
-        flat |= flatten(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
+        flat |= flatten_settings(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
     return flat
 
 
 def _median(values: list[Any]) -> float | None:
-    """Return the median of the numbers, which the smaller last batch of an epoch does not move."""
+    """Return the median of the numbers; unlike a mean, it ignores the smaller last batch of an epoch."""
     known = [value for value in values if is_number(value)]
     return statistics.median(known) if known else None
 
 
-def _load(path: Path, name: str) -> dict[str, Any]:
-    """Read a JSON or YAML file of the folder, of format `name`; {} where it is absent. A run that was killed may
-    have left half of one."""
+def _load_file(path: Path, name: str) -> dict[str, Any]:
+    """Read a JSON or YAML file of the folder, of format `name`; {} if it is absent. A killed run may have left a part
+    of one."""
     try:
         text = read_text(path)
     except FileNotFoundError:
@@ -351,5 +363,5 @@ def _load(path: Path, name: str) -> dict[str, Any]:
         ) from None
     if not isinstance(loaded, dict):
         return {}
-    check_stamp(path, loaded, name, is_needed=False)
+    check_format(path, loaded, name, is_needed=False)
     return {key: value for key, value in loaded.items() if key not in stamp(name)}

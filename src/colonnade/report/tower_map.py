@@ -1,4 +1,4 @@
-"""Towers of a run's features: where features lie in the plane, coloured by tower, and how good the towers are."""
+"""Report of a run's towers: a chart of the features in the plane, coloured by tower, and tables of the towers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.formats import read_text
 from colonnade.plan.towers.partition import Measures, TowerMap
-from colonnade.report.figures import COLORS, Figure, chart
-from colonnade.report.words import bytes_words, count_words
+from colonnade.report.figures import COLORS, Figure, build_chart
+from colonnade.report.formatting import format_bytes, format_count
 
 FILE_NAME = "towers.json"
-"""In the run folder, where `colonnade towers` puts it."""
+"""Name of the map in the run folder, written by `colonnade towers`."""
 MAX_NAMED = 80
-"""Of more features, names are left to the pointer."""
+"""Number of features up to which names are drawn; beyond it they appear under the pointer."""
 SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 LOAD_COLUMNS = ("tower", "features", "bytes", "lookups a sample")
 AFFINITY_COLUMNS = ("towers", "within", "between")
 
 
 def read_towers(folder: Path) -> TowerMap | None:
-    """None where the run has no map. Raises CheckpointError naming the file."""
+    """Read the run's map of towers; None if there is none. Raises CheckpointError naming the file."""
     path = folder / FILE_NAME
     try:
         return TowerMap.from_json(read_text(path))
@@ -31,18 +31,18 @@ def read_towers(folder: Path) -> TowerMap | None:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def plane(found: TowerMap) -> Figure:
-    """One point for each feature. Axes have no meaning, so they have no numbers, and one scale for both."""
-    names = found.partition.features
+def feature_chart(tower_map: TowerMap) -> Figure:
+    """Draw one point per feature. The axes have no meaning, so they have one scale and no numbers."""
+    names = tower_map.partition.features
     data = []
-    for number, tower in enumerate(found.partition.towers):
-        places = [found.places[name] for name in tower]
+    for number, tower in enumerate(tower_map.partition.towers):
+        points = [tower_map.places[name] for name in tower]
         data.append(
             {
                 "type": "scatter",
                 "mode": "markers+text" if len(names) <= MAX_NAMED else "markers",
-                "x": [x for x, _ in places],
-                "y": [y for _, y in places],
+                "x": [x for x, _ in points],
+                "y": [y for _, y in points],
                 "text": list(tower),
                 "textposition": "top center",
                 "textfont": {"size": 10},
@@ -55,39 +55,42 @@ def plane(found: TowerMap) -> Figure:
                 "hovertemplate": f"%{{text}}<extra>tower {number}</extra>",
             }
         )
-    near = "alike" if found.distance == "coherent" else "unlike"
+    near = "similar" if tower_map.distance == "coherent" else "dissimilar"
     note = (
-        f"Features near each other are {near} ({found.distance} distance). Mean |cosine| of pooled vectors over "
-        f"{count_words(found.made.get('samples'))} samples; the plane leaves {found.stress:.0%} of the squared "
-        "distances out."
+        f"Features near each other are {near} ({tower_map.distance} distance). Mean |cosine| of pooled vectors over "
+        f"{format_count(tower_map.made.get('samples'))} samples; the plane does not show "
+        f"{tower_map.stress:.0%} of the squared distances."
     )
-    figure = chart("Features in the plane", note, data, x="")
+    figure = build_chart("Features in the plane", note, data, x="")
     figure["layout"] |= {"height": 480, "hovermode": "closest"}
     figure["layout"]["xaxis"] |= {"showticklabels": False, "zeroline": False}
     figure["layout"]["yaxis"] |= {"showticklabels": False, "zeroline": False, "scaleanchor": "x"}
     return figure
 
 
-def load_lines(found: TowerMap) -> list[list[str]]:
-    """Words for LOAD_COLUMNS, tower by tower."""
-    held = found.learned
+def format_load_lines(tower_map: TowerMap) -> list[list[str]]:
+    """Return the cells of LOAD_COLUMNS, one line per tower."""
+    loads = tower_map.learned
     return [
-        [str(number), count_words(count), bytes_words(size), count_words(round(lookups, 2))]
+        [str(number), format_count(count), format_bytes(size), format_count(round(lookups, 2))]
         for number, (count, size, lookups) in enumerate(
-            zip(held.count, held.bytes, held.lookups, strict=True)
+            zip(loads.count, loads.bytes, loads.lookups, strict=True)
         )
     ]
 
 
-def affinity_lines(found: TowerMap) -> list[list[str]]:
-    """Words for AFFINITY_COLUMNS: the learned towers first."""
-    named: Sequence[tuple[str, Measures]] = (
-        ("learned", found.learned),
-        ("striped", found.striped),
-        ("random", found.random),
+def format_affinity_lines(tower_map: TowerMap) -> list[list[str]]:
+    """Return the cells of AFFINITY_COLUMNS, the learned towers first."""
+    partitions: Sequence[tuple[str, Measures]] = (
+        ("learned", tower_map.learned),
+        ("striped", tower_map.striped),
+        ("random", tower_map.random),
     )
-    return [[name, _words(each.within), _words(each.between)] for name, each in named]
+    return [
+        [name, _format_affinity(measures.within), _format_affinity(measures.between)]
+        for name, measures in partitions
+    ]
 
 
-def _words(value: float | None) -> str:
+def _format_affinity(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"

@@ -1,66 +1,78 @@
-"""What rank 0 of a run sent: a table and a chart of bytes per step, by channel and link."""
+"""Traffic of rank 0: a table and a chart of bytes sent per step, by channel and link."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from colonnade.report.figures import COLORS, Figure, area, chart, steps_between, thinned
+from colonnade.report.figures import (
+    COLORS,
+    Figure,
+    area_trace,
+    build_chart,
+    steps_between,
+    thin_points,
+)
+from colonnade.report.formatting import format_bytes, format_count
 from colonnade.report.reading import RunRecord
-from colonnade.report.words import bytes_words, count_words
 
 LINK_WORDS = {"local": "same host", "remote": "other hosts", "": "any link"}
-"""A record of a version that did not tell links apart has ""."""
+"""Names of links. Records of older versions, without links, have ""."""
 COLUMNS = ("channel", "link", "bytes a step", "messages a step", "bytes in all")
 MIB = 2**20
 
 Key = tuple[str, str]
 
 
-def totals(run: RunRecord, what: str = "bytes") -> dict[Key, float]:
-    """By (channel, link): "bytes" or "messages" over the lines of the run."""
-    found: dict[Key, float] = {}
-    for line in run.of_kind("sent"):
-        for key, number in flat(line[what]).items():
-            found[key] = found.get(key, 0.0) + number
-    return found
+def sum_traffic(run: RunRecord, what: str = "bytes") -> dict[Key, float]:
+    """Sum "bytes" or "messages" over the lines of the run, by (channel, link)."""
+    sums: dict[Key, float] = {}
+    for line in run.lines_of_kind("sent"):
+        for key, number in flatten_counts(line[what]).items():
+            sums[key] = sums.get(key, 0.0) + number
+    return sums
 
 
-def flat(counts: Mapping[str, Mapping[str, Any]]) -> dict[Key, float]:
-    return {(channel, link): n for channel, by in counts.items() for link, n in by.items()}
+def flatten_counts(counts: Mapping[str, Mapping[str, Any]]) -> dict[Key, float]:
+    """Flatten counts by channel and then link to counts by (channel, link)."""
+    return {(channel, link): n for channel, links in counts.items() for link, n in links.items()}
 
 
-def table_lines(
+def build_traffic_lines(
     sent: Mapping[Key, float], messages: Mapping[Key, float], steps: float
 ) -> list[list[str]]:
-    """Words for COLUMNS: most bytes first; then the sum over each link, where there are several lines of it."""
+    """Return the cells of COLUMNS, most bytes first, then a sum for each link that has several lines."""
     order = sorted(sent, key=lambda key: -sent[key])
-    lines = [_line(*key, sent[key], messages.get(key), steps) for key in order]
+    lines = [_format_line(*key, sent[key], messages.get(key), steps) for key in order]
     for link in dict.fromkeys(link for _, link in order):
-        over = [key for key in order if key[1] == link]
-        if len(over) > 1:
-            total = sum(messages.get(key, 0.0) for key in over)
-            lines.append(_line("all", link, sum(sent[key] for key in over), total, steps))
+        channels = [key for key in order if key[1] == link]
+        if len(channels) > 1:
+            total = sum(messages.get(key, 0.0) for key in channels)
+            lines.append(
+                _format_line("all", link, sum(sent[key] for key in channels), total, steps)
+            )
     return lines
 
 
-def _line(channel: str, link: str, size: float, messages: float | None, steps: float) -> list[str]:
+def _format_line(
+    channel: str, link: str, size: float, messages: float | None, steps: float
+) -> list[str]:
     per_step = max(steps, 1.0)
     rate = None if messages is None else messages / per_step
     words = LINK_WORDS.get(link, link)
-    return [channel, words, bytes_words(size / per_step), count_words(rate), bytes_words(size)]
+    return [channel, words, format_bytes(size / per_step), format_count(rate), format_bytes(size)]
 
 
-def steps_of(run: RunRecord) -> float:
-    """That the lines cover."""
-    lines = run.of_kind("sent")
+def count_steps(run: RunRecord) -> float:
+    """Return the number of steps that the lines cover."""
+    lines = run.lines_of_kind("sent")
     return sum(steps_between(lines)) if lines else 0.0
 
 
-def sent_bytes(run: RunRecord) -> Figure | None:
-    """None in a world of one."""
-    lines = run.of_kind("sent")
-    keys = sorted(totals(run), key=lambda key: (key[1], -totals(run)[key]))
+def sent_bytes_chart(run: RunRecord) -> Figure | None:
+    """Draw the bytes sent per step, stacked by channel and link; None in a world of one."""
+    lines = run.lines_of_kind("sent")
+    keys = sorted(sum_traffic(run), key=lambda key: (key[1], -sum_traffic(run)[key]))
     if not keys:
         return None
     data = []
@@ -71,11 +83,13 @@ def sent_bytes(run: RunRecord) -> Figure | None:
             if span
         ]
         name = f"{channel}, {LINK_WORDS.get(link, link)}"
-        data.append(area(*thinned(points), name, COLORS[number % len(COLORS)], unit=" MiB"))
+        data.append(
+            area_trace(*thin_points(points), name, COLORS[number % len(COLORS)], unit=" MiB")
+        )
     by_link: dict[str, float] = {}
-    for (_, link), size in totals(run).items():
+    for (_, link), size in sum_traffic(run).items():
         by_link[link] = by_link.get(link, 0.0) + size
-    said = ", ".join(f"{bytes_words(n)} to {LINK_WORDS.get(to, to)}" for to, n in by_link.items())
-    return chart(
-        "Bytes sent", f"Payload that rank 0 sent: {said}.", data, y="MiB a step", from_zero=True
+    sums = ", ".join(f"{format_bytes(n)} to {LINK_WORDS.get(to, to)}" for to, n in by_link.items())
+    return build_chart(
+        "Bytes sent", f"Payload that rank 0 sent: {sums}.", data, y="MiB a step", from_zero=True
     )

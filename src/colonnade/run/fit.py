@@ -21,7 +21,7 @@ from colonnade.comm.mesh import Mesh
 from colonnade.comm.process_groups import open_mesh
 from colonnade.config.plan import PlanConfig
 from colonnade.config.run import DenseConfig, EmbeddingConfig, RunConfig, TrainConfig, override
-from colonnade.data.batches import batches_of
+from colonnade.data.batches import read_rank_batches
 from colonnade.data.contract import Source, Splits
 from colonnade.errors import ConfigError, DataError
 from colonnade.models.ranking import evaluation_mode
@@ -37,7 +37,7 @@ from colonnade.run.run import (
 )
 from colonnade.run.validation import find_collection
 from colonnade.terminal import Terminal
-from colonnade.train.objective import Objective, objective_of
+from colonnade.train.objective import Objective, get_objective
 from colonnade.train.trainer import Outcome
 
 SampleLoss = Callable[[Any, Batch], Tensor]
@@ -123,7 +123,7 @@ def fit(
         full_config,
         mesh,
         None if run is None else Path(run),
-        objective=MeanLoss(loss) if loss is not None else objective or objective_of(model),
+        objective=MeanLoss(loss) if loss is not None else objective or get_objective(model),
         dense_optimizer=dense_optimizer,
         dense_schedule=dense_schedule,
         row_schedule=row_schedule,
@@ -186,7 +186,7 @@ class MeanLoss:
         """Compute the weighted mean loss over `source`, and its number of samples. Collective."""
         total = torch.zeros(3, dtype=torch.float64)  # loss, weight, samples
         with evaluation_mode(model):
-            for batch in batches_of(source, batch_size, mesh, channel="evaluate"):
+            for batch in read_rank_batches(source, batch_size, mesh, channel="evaluate"):
                 weight = batch.sample_weight
                 sums = [
                     float(self._sum_losses(model, batch)),

@@ -21,7 +21,7 @@ IO_URING_SETUP = 425
 ENOSYS = 38
 
 
-def machine_facts(path: Path) -> dict[str, Any]:
+def collect_machine_facts(path: Path) -> dict[str, Any]:
     """Collect processor, memory, huge pages, io_uring, the disk of `path`, GPUs and versions.
 
     An unknown fact is None. Sizes are in bytes.

@@ -9,26 +9,26 @@ from pathlib import Path
 from torch import nn
 
 from colonnade.batch import Batch
-from colonnade.comm.collectives import choose_way, sent, way_of_layout
+from colonnade.comm.collectives import choose_sum_algorithm, sent, sum_algorithm_of_layout
 from colonnade.config.plan import PlanConfig
 from colonnade.config.run import RunConfig
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
 from colonnade.formats import read_text
 from colonnade.lookup.hops import BY_TOWERS
-from colonnade.lookup.layout import Declaration
-from colonnade.plan.constraints import forced_by, towered
+from colonnade.lookup.layout import EmbeddingDeclaration
+from colonnade.plan.constraints import read_constraints, towered
 from colonnade.plan.cost.comm_volume import alone
-from colonnade.plan.cost.consumers import model_load
-from colonnade.plan.cost.memory import Demand, place
+from colonnade.plan.cost.consumers import build_model_load
+from colonnade.plan.cost.memory import MemoryDemand, place
 from colonnade.plan.cost.prediction import LinkCosts
-from colonnade.plan.cost.table_stats import TableLoad, table_loads
+from colonnade.plan.cost.table_stats import TableLoad, build_table_loads
 from colonnade.plan.hot import popular
 from colonnade.plan.measure.device import Device
 from colonnade.plan.measure.profile import Profile
 from colonnade.plan.plan import Plan
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Choice, Forced, Memory
+from colonnade.plan.search.candidates import Choice, Constraint, Memory
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import Partition
 from colonnade.topology.world import World
@@ -41,7 +41,7 @@ REDUCED_FRACTION = 0.9
 
 def choose_hot_ids(
     config: PlanConfig,
-    declared: Declaration,
+    declared: EmbeddingDeclaration,
     sample: Sequence[Batch],
     world: World,
     recorded_shardings: Mapping[str, Sharding],
@@ -67,7 +67,7 @@ def choose_hot_ids(
 
 
 def estimate_table_loads(
-    declared: Declaration,
+    declared: EmbeddingDeclaration,
     profile: Profile,
     world: World,
     *,
@@ -76,7 +76,7 @@ def estimate_table_loads(
     codecs: Codecs = EXACT,
 ) -> list[TableLoad]:
     """Estimate the load of each table for full batches like those of the sample."""
-    return table_loads(
+    return build_table_loads(
         declared.tables,
         declared.features,
         profile,
@@ -90,12 +90,12 @@ def estimate_table_loads(
 
 def choose_shardings_and_exchanges(
     collection: EmbeddingCollection,
-    sides: Declaration,
+    sides: EmbeddingDeclaration,
     loads: Sequence[TableLoad],
     config: RunConfig,
     world: World,
     device: Device,
-    memory_demands: Sequence[Demand] = (),
+    memory_demands: Sequence[MemoryDemand] = (),
     bags: Collection[str] = (),
     hot: Collection[str] = (),
 ) -> Choice:
@@ -107,10 +107,10 @@ def choose_shardings_and_exchanges(
     hot: names of tables with hot rows.
     Raises ConfigError for impossible constraints.
     """
-    constraints = forced_by(config.plan, collection.tables, world)
+    constraints = read_constraints(config.plan, collection.tables, world)
     for name in hot:
         constraints[f"{name}[cold]"] = constraints[name]
-        constraints[f"{name}[hot]"] = Forced("replicated")
+        constraints[f"{name}[hot]"] = Constraint("replicated")
     budget = config.plan.memory.dram
     memory = Memory(budget)
     if budget is not None and memory_demands:
@@ -122,7 +122,7 @@ def choose_shardings_and_exchanges(
         rates=device.memory,
         forced=constraints,
         is_fetched_ahead=config.plan.is_late,
-        model=model_load(
+        model=build_model_load(
             sides,
             loads,
             codecs=Codecs(config.plan.codec.values, config.plan.codec.gradients),
@@ -162,14 +162,14 @@ def apply_tower_partition(
 
 
 def estimate_seconds_per_byte(
-    memory_demands: Sequence[Demand], budget: int, device: Device
+    memory_demands: Sequence[MemoryDemand], budget: int, device: Device
 ) -> float:
     """Estimate the seconds of a step that a byte of memory saves in reads of files; inf if there are no files."""
     pages = sum(directory.pages for directory in device.directories)
     if not pages:
         return float("inf")
     min_bytes = sum(demand.least_rows * demand.slot_bytes for demand in memory_demands)
-    full_bytes = min(budget, sum(demand.most_bytes for demand in memory_demands))
+    full_bytes = min(budget, sum(demand.max_bytes for demand in memory_demands))
     reduced_bytes = max(int(REDUCED_FRACTION * full_bytes), min_bytes)
     if reduced_bytes >= full_bytes:
         return float("inf")
@@ -186,7 +186,7 @@ def estimate_link_costs(
     device: Device,
     model: nn.Module,
     world: World,
-    declared: Declaration,
+    declared: EmbeddingDeclaration,
     plan: Plan,
 ) -> LinkCosts:
     """Estimate the seconds and bytes that communication adds to a step of one rank alone.
@@ -197,7 +197,7 @@ def estimate_link_costs(
         return LinkCosts()
     tower_parameters = find_weights_in_towers(choice, declared)
     num_towers = plan.towers or world.num_hosts
-    trainers, codec = world.of_trainers(), plan.codecs.dense
+    trainers, codec = world.trainer_world(), plan.codecs.dense
     reduce_seconds = estimate_reduction_seconds(
         model, trainers, codec, tower_parameters, num_towers
     )
@@ -211,7 +211,7 @@ def estimate_link_costs(
     )
 
 
-def find_weights_in_towers(choice: Choice, declared: Declaration) -> list[nn.Parameter]:
+def find_weights_in_towers(choice: Choice, declared: EmbeddingDeclaration) -> list[nn.Parameter]:
     """Return the weights of operators that are evaluated inside a tower."""
     table_of = {
         field.name: declared.tables[declared.parts[field.part][0]].name for field in declared.fields
@@ -243,7 +243,9 @@ def estimate_reduction_seconds(
         local_ranks = min(size, trainers.ranks_per_host)
         tower = replace(trainers, num_hosts=size // local_ranks, ranks_per_host=local_ranks)
         bytes_per_tower = sum(p.numel() * p.element_size() for p in tower_weights) / num_towers
-        seconds = sent(choose_way(tower, bytes_per_tower), tower, bytes_per_tower).seconds(tower)
+        seconds = sent(
+            choose_sum_algorithm(tower, bytes_per_tower), tower, bytes_per_tower
+        ).seconds(tower)
     if size == trainers.num_ranks:  # one tower has all ranks
         tower_ids = set()
     trained = [p for p in model.parameters() if p.requires_grad and id(p) not in tower_ids]
@@ -251,10 +253,14 @@ def estimate_reduction_seconds(
     size = sum(p.numel() * p.element_size() for p in coded)
     other_bytes = sum(p.numel() * p.element_size() for p in trained) - size
     if other_bytes:
-        seconds += sent(choose_way(trainers, other_bytes), trainers, other_bytes).seconds(trainers)
+        seconds += sent(choose_sum_algorithm(trainers, other_bytes), trainers, other_bytes).seconds(
+            trainers
+        )
     if size:
         coded_bytes = coded_size(codec, sum(p.numel() for p in coded), trainers.num_ranks)
-        seconds += sent(way_of_layout(trainers), trainers, size, coded_bytes).seconds(trainers)
+        seconds += sent(sum_algorithm_of_layout(trainers), trainers, size, coded_bytes).seconds(
+            trainers
+        )
         seconds += sent("whole", trainers, SIGNAL_BYTES).seconds(trainers)
     return seconds
 

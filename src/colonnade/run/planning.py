@@ -33,24 +33,24 @@ from colonnade.data.batches import open_batches
 from colonnade.data.contract import Schema, Source, Splits, bags_of, num_steps
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ColonnadeError, ConfigError
-from colonnade.lookup.stacking import stacked, stacks_of
+from colonnade.lookup.stacking import hashed_tables_by_feature, stacked
 from colonnade.plan.constraints import settle_plan
 from colonnade.plan.cost.memory import (
-    Demand,
-    Placed,
+    MemoryDemand,
+    TableMemory,
     demands,
+    divide_memory_on_ranks,
     mean_over_ranks,
     place,
-    place_on_ranks,
     window_fits,
 )
-from colonnade.plan.cost.prediction import Prediction, StepCosts, depth_for, predict
+from colonnade.plan.cost.prediction import Prediction, StepCosts, choose_lookahead, predict
 from colonnade.plan.cost.table_stats import TableLoad
-from colonnade.plan.hot import beside_hot, sides_of
+from colonnade.plan.hot import profile_hot_and_cold, subtract_hot_rows
 from colonnade.plan.measure.device import Device, measure, missing_folders
 from colonnade.plan.measure.links import measure_links
 from colonnade.plan.measure.profile import Profile, profile
-from colonnade.plan.plan import Plan, build_plan, placed_plan
+from colonnade.plan.plan import Plan, apply_placement, build_plan
 from colonnade.plan.search.candidates import Choice
 from colonnade.plan.towers.advice import Advice
 from colonnade.row_optimizer import RowOptimizer
@@ -341,7 +341,7 @@ SAMPLES_OF_UNKNOWN_LENGTH = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlanningResult:
     """Plan, and the measurements and choices that it is made from."""
 
     plan: Plan
@@ -401,7 +401,7 @@ def plan_from_sample(
     device: Device | None = None,
     costs: StepCosts | None = None,
     lookups: int = SAMPLE_LOOKUPS,
-) -> Planned:
+) -> PlanningResult:
     """Plan from a sample, on one rank for all ranks. Memory is shared between tables by `plan.placement`.
 
     rows_folder: folder for rows without a configured directory.
@@ -440,12 +440,14 @@ def plan_from_sample(
     paths = _folders_of_rows(base_plan, rows_folder)
     device = device or read_measured_device(folder, paths) or measure(paths)
     sides, side_profile = (
-        sides_of(declared, hot_ids, stacked_sample) if hot_ids else (declared, sample_profile)
+        profile_hot_and_cold(declared, hot_ids, stacked_sample)
+        if hot_ids
+        else (declared, sample_profile)
     )
     loads = estimate_table_loads(
         sides, side_profile, world, last_batch=steps, num_samples=data.train.num_samples, codecs=base_plan.codecs,
     )  # fmt: skip
-    bags = bags_of(data.train.schema) | set(stacks_of(declared))
+    bags = bags_of(data.train.schema) | set(hashed_tables_by_feature(declared))
     choice = choose_shardings_and_exchanges(
         collection, sides, loads, config, world, device, memory_demands, bags, hot_ids
     )
@@ -454,7 +456,7 @@ def plan_from_sample(
     memory_demands = demands_of(window=depth + batches_in_flight, shardings=shardings)
     placements = (
         place_as_planned(memory_demands, base_plan) if is_evenly_placed
-        else place_on_ranks(
+        else divide_memory_on_ranks(
             memory_demands, shardings, world.num_ranks, dram_bytes, mapped_bytes, at_once=batches_in_flight,
         )
     )  # fmt: skip
@@ -470,7 +472,7 @@ def plan_from_sample(
     if is_evenly_placed and base_plan.lookahead != "auto":
         depth = base_plan.lookahead
     elif is_auto:
-        depth = depth_for(placements, costs, device, depth)
+        depth = choose_lookahead(placements, costs, device, depth)
     prediction = predict(
         collection.tables, memory_demands, placements,
         [sample_profile.lookups_per_sample(t) for t in range(len(collection.tables))], costs, device,
@@ -480,8 +482,10 @@ def plan_from_sample(
     )  # fmt: skip
     plan = replace(base_plan, prediction=asdict(prediction))
     if not is_evenly_placed:
-        plan = placed_plan(plan, collection.tables, capacities, lookahead=depth)
-    return Planned(plan, sample_profile, device, costs, prediction, choice, tuple(loads), world)
+        plan = apply_placement(plan, collection.tables, capacities, lookahead=depth)
+    return PlanningResult(
+        plan, sample_profile, device, costs, prediction, choice, tuple(loads), world
+    )
 
 
 def _read_recorded_shardings(folder: Path | None) -> dict[str, Sharding]:
@@ -493,10 +497,10 @@ def _read_recorded_shardings(folder: Path | None) -> dict[str, Sharding]:
     return dict(zip(header["model"]["tables"], shardings_of(header), strict=True))
 
 
-def place_as_planned(memory_demands: Sequence[Demand], plan: Plan) -> list[Placed]:
+def place_as_planned(memory_demands: Sequence[MemoryDemand], plan: Plan) -> list[TableMemory]:
     """Return the memory that a plan gives each table, and the rows that a step then reads."""
     return [
-        Placed(
+        TableMemory(
             demand.name,
             min(table_plan.capacity_rows, demand.most_rows),
             0.0
@@ -514,7 +518,7 @@ def _dram_without_hot_rows(
     """Return the memory of each rank without its copies of hot rows; None: no limit."""
     plan = build_plan(tables, world, settle_plan(config, tables, world, hot=hot))
     shards = lay_out(tables, plan.shardings)
-    return beside_hot(shards, config.memory.dram, "plan.memory.dram", slot_bytes)
+    return subtract_hot_rows(shards, config.memory.dram, "plan.memory.dram", slot_bytes)
 
 
 def _select_timed_batches(
@@ -536,9 +540,9 @@ def _folders_of_rows(plan: Plan, rows_folder: Path) -> list[str]:
 def _find_fitting_window(
     depths: Iterable[int],
     batches_in_flight: int,
-    demands_of: Callable[..., list[Demand]],
+    demands_of: Callable[..., list[MemoryDemand]],
     dram: int | None,
-) -> tuple[int, list[Demand]]:
+) -> tuple[int, list[MemoryDemand]]:
     """Return the first depth with a window of batches that fits in memory, else the last; and its memory demands."""
     for depth in depths:
         memory_demands = demands_of(window=depth + batches_in_flight)

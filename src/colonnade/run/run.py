@@ -33,13 +33,13 @@ from colonnade.comm.process_groups import with_servers
 from colonnade.config.plan import MemoryConfig
 from colonnade.config.run import RunConfig, dump_config, load_config, override
 from colonnade.data import Splits, num_steps
-from colonnade.data.processes import read_ahead
-from colonnade.data.tabular.tables import lasting_options
+from colonnade.data.processes import read_in_processes
+from colonnade.data.tabular.tables import portable_options
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, StorageError
 from colonnade.formats import stamp
 from colonnade.interaction import TowerModule
-from colonnade.models.build import build_model, lasting_towers
+from colonnade.models.build import build_model, resolve_towers
 from colonnade.models.tower_modules import words_of
 from colonnade.plan.constraints import is_settled, settle_plan
 from colonnade.plan.measure.device import Device
@@ -57,9 +57,9 @@ from colonnade.run.cross_rank_check import (
     flatten,
 )
 from colonnade.run.defaults import open_data, resolve_settings, warn_of_few_steps
-from colonnade.run.machine import machine_facts
+from colonnade.run.machine import collect_machine_facts
 from colonnade.run.planner import apply_tower_partition
-from colonnade.run.planning import SAMPLE_LOOKUPS, Planned, plan_from_sample, plan_on_rank_0
+from colonnade.run.planning import SAMPLE_LOOKUPS, PlanningResult, plan_from_sample, plan_on_rank_0
 from colonnade.run.start import (
     WarmStart,
     apply_warm_start,
@@ -77,7 +77,7 @@ from colonnade.terminal import Terminal
 from colonnade.topology.world import World
 from colonnade.train.dense import DenseGradients
 from colonnade.train.loss_scale import build_loss_scale
-from colonnade.train.objective import Objective, objective_of
+from colonnade.train.objective import Objective, get_objective
 from colonnade.train.progress import Progress
 from colonnade.train.record import (
     compare_with_prediction,
@@ -207,9 +207,9 @@ def open_run(
         if console and chosen_settings:
             console.print(chosen_settings, highlight=False)
         # Write out an inferred schema, so that the recorded configuration opens the same data later.
-        config = override(config, {"data.options": lasting_options(config.data.options, data)})
-    config = lasting_towers(data.train.schema, config)
-    data = read_ahead(data, config.data.readers)
+        config = override(config, {"data.options": portable_options(config.data.options, data)})
+    config = resolve_towers(data.train.schema, config)
+    data = read_in_processes(data, config.data.readers)
     model = build_model(data.train.schema, config)
     return prepare_run(
         model,
@@ -217,7 +217,7 @@ def open_run(
         config,
         mesh,
         folder,
-        objective=objective_of(model),
+        objective=get_objective(model),
         console=console,
         disk=disk,
         read_only=read_only,
@@ -490,7 +490,7 @@ def _write_run_files(setup: _RunSetup, folder: Path, device: Device | None) -> N
     write(folder / "plan.json", setup.collection.plan.to_json().encode())
     if device is not None:
         write(folder / "device.json", device.to_json().encode())
-    facts = json.dumps(stamp("colonnade machine") | machine_facts(folder), indent=2)
+    facts = json.dumps(stamp("colonnade machine") | collect_machine_facts(folder), indent=2)
     write(folder / "machine.json", facts.encode())
 
 
@@ -512,7 +512,7 @@ def plan_run(
     *,
     lookups: int = SAMPLE_LOOKUPS,
     table: str | None = None,
-) -> tuple[Planned, tuple[Table, ...]]:
+) -> tuple[PlanningResult, tuple[Table, ...]]:
     """Plan as `open_run` does with `plan.placement` profiled, for the given world, in this process alone.
 
     Returns the plan and the model's tables. For a model without tower modules, the plan includes advice on what these
@@ -549,7 +549,7 @@ def plan_run(
         collection,
         data,
         config,
-        objective=objective_of(model),
+        objective=get_objective(model),
         make_optimizer=partial(_build_dense_optimizer, config=config),
         world=world,
         rows_folder=run_folder,

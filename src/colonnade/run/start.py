@@ -26,9 +26,9 @@ from colonnade.comm.mesh import Mesh
 from colonnade.config.run import TrainConfig
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
-from colonnade.formats import read_stamped
+from colonnade.formats import parse_stamped_json
 from colonnade.publish.transfer import store_records
-from colonnade.store.records import fresh_records
+from colonnade.store.records import build_fresh_records
 from colonnade.table import Table
 from colonnade.train.trainer import Outcome, Trainer
 
@@ -72,7 +72,7 @@ def complete_outcome(trainer: Trainer, outcome: Outcome, samples: int) -> int:
     return sum(of_rank["samples"] for of_rank in work)
 
 
-def describe_end(folder: Path, step: int) -> str:
+def describe_finished_run(folder: Path, step: int) -> str:
     """Describe that a run is finished, and how to continue it."""
     return (
         f"{folder} is finished at step {step:,}: nothing is left to train, and nothing was changed. To go on, give "
@@ -88,7 +88,7 @@ def _read_summary_if_finished(
     steps, path = list_checkpoints(folder), folder / "summary.json"
     if not steps or not path.is_file():
         return None
-    summary = read_stamped(path, path.read_bytes(), "colonnade summary")
+    summary = parse_stamped_json(path, path.read_bytes(), "colonnade summary")
     is_newest = summary.get("step") == steps[-1] and not summary.get("stopped")
     if not is_newest or not {outcome_field.name for outcome_field in fields(Outcome)} <= set(
         summary
@@ -310,7 +310,7 @@ def _load_rows(trainer: Trainer, header: dict[str, Any], table: Table, start: Wa
             ids, records = ids[is_owned], records[is_owned]
             if not is_same_format:
                 weights = records[:, :row_bytes].contiguous().view(dtype)
-                records = fresh_records(table, weights.reshape(len(ids), table.width))
+                records = build_fresh_records(table, weights.reshape(len(ids), table.width))
             store_records(collection, t, ids, records)
             num_rows += len(ids)
         store.close()

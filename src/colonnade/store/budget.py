@@ -1,4 +1,4 @@
-"""How a byte budget becomes slots per table: a pure function of numbers."""
+"""Slots of each table from a byte budget: a pure function of numbers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from colonnade.table import Table
 from colonnade.topology.sharding import Shard
 
-SLOT_OVERHEAD_BYTES = (
-    16  # index, id, pins, worth and bits of one resident row, less half its clock; rounded up
-)
+# Index, id, pins, eviction score and flags of a resident row, less half its clock; rounded up.
+SLOT_OVERHEAD_BYTES = 16
 
 
 def slot_bytes(table: Table) -> int:
-    """Bytes a resident row takes: weights, state, clock and bookkeeping."""
-    state_bytes = (
-        table.record_bytes - table.width * table.itemsize - 4
-    )  # with the clock, 4 bytes in memory
+    """Return the bytes of a resident row: weights, state, clock and bookkeeping."""
+    # A clock takes 4 bytes in memory.
+    state_bytes = table.record_bytes - table.width * table.itemsize - 4
     padding = -state_bytes % (8 if table.dtype == "float64" else 4)
     return table.record_bytes + SLOT_OVERHEAD_BYTES + padding
 
@@ -30,43 +28,44 @@ def capacity_rows(
     open_rows: int = 2**27,
     row_bytes: Callable[[Table], int] = slot_bytes,
 ) -> list[int]:
-    """Slots of each table on one rank. shards: by table, what it has of it; where it has no rows, there is no slot.
+    """Return the number of slots of each table on one rank.
 
-    Without a budget: every row of a vocabulary table, room for `open_rows` of an open one (address
-    space only). With one: tables share it evenly by bytes, and what small tables leave goes to the rest.
-    `fixed_bytes`, by name: tables that have bytes of their own, taken out of the budget before it is shared.
-    `row_bytes`: what a row takes there.
+    shards: by table, this rank's; a table without rows on this rank gets no slot. Without a budget: every row of a
+    vocabulary table, room for `open_rows` of an open one (address space only). With one: tables share it evenly by
+    bytes, and small tables leave their excess to the others. `fixed_bytes`, by name: tables with bytes of their own,
+    subtracted from the budget before it is shared. `row_bytes`: bytes of a row.
     """
     fixed_bytes = fixed_bytes or {}
-    here = [t for t, shard in enumerate(shards) if shard.place is not None]
-    wanted, given = [0] * len(tables), [0] * len(tables)
-    for t in here:
+    local_tables = [t for t, shard in enumerate(shards) if shard.place is not None]
+    wanted, num_slots = [0] * len(tables), [0] * len(tables)
+    for t in local_tables:
         rows = tables[t].rows
         wanted[t] = open_rows if rows is None else max(1, shards[t].most_rows(rows))
         fixed = fixed_bytes.get(tables[t].origin[0], 0) // row_bytes(tables[t])
-        given[t] = max(1, min(wanted[t], fixed))
-    unmet = [t for t in here if tables[t].origin[0] not in fixed_bytes]
+        num_slots[t] = max(1, min(wanted[t], fixed))
+    unmet = [t for t in local_tables if tables[t].origin[0] not in fixed_bytes]
     if budget_bytes is None:
         shared = set(unmet)
-        return [wanted[t] if t in shared else rows for t, rows in enumerate(given)]
-    left = budget_bytes - sum(
-        given[t] * row_bytes(table)
+        return [wanted[t] if t in shared else rows for t, rows in enumerate(num_slots)]
+    remaining = budget_bytes - sum(
+        num_slots[t] * row_bytes(table)
         for t, table in enumerate(tables)
         if table.origin[0] in fixed_bytes
     )
-    left = max(0, left)
+    remaining = max(0, remaining)
+    # Smallest first: a table that needs less than an even share takes all it needs.
     # Smallest first: whoever needs less than an even share takes all it needs.
     unmet.sort(key=lambda t: wanted[t] * row_bytes(tables[t]))
     while unmet:
         t = unmet.pop(0)
-        even = left // (len(unmet) + 1)
-        given[t] = max(1, min(wanted[t], even // row_bytes(tables[t])))
-        left = max(0, left - given[t] * row_bytes(tables[t]))
-    return given
+        even = remaining // (len(unmet) + 1)
+        num_slots[t] = max(1, min(wanted[t], even // row_bytes(tables[t])))
+        remaining = max(0, remaining - num_slots[t] * row_bytes(tables[t]))
+    return num_slots
 
 
 def hbm_rows(tables: Sequence[Table], hbm_bytes: int, shards: Sequence[Shard]) -> list[int]:
-    """Slots of each table in one rank's device memory: a record each, whose bookkeeping is in main memory."""
+    """Return the slots of each table in one rank's device memory: a record each; bookkeeping is in main memory."""
     return capacity_rows(
         tables,
         hbm_bytes,
@@ -76,8 +75,8 @@ def hbm_rows(tables: Sequence[Table], hbm_bytes: int, shards: Sequence[Shard]) -
     )
 
 
-def least_bytes(tables: Sequence[Table]) -> int:
-    """Of one row of each table: no budget below this can work."""
+def min_budget_bytes(tables: Sequence[Table]) -> int:
+    """Return the bytes of one row of each table: no smaller budget can work."""
     return sum(map(slot_bytes, tables))
 
 
@@ -87,23 +86,26 @@ def mapped_tables(
     mapped_bytes: int | None,
     shards: Sequence[Shard],
 ) -> list[int]:
-    """Which of one rank's tables lie whole in byte-addressable memory: those of which `capacities` holds not every row,
-    smallest first, while they fit in `mapped_bytes` (None: no limit). Open tables, whose size nobody knows, do not."""
-    taken: list[int] = []
-    left = mapped_bytes
-    whole = {
+    """Choose the tables of one rank that are stored whole in byte-addressable memory.
+
+    They are the tables that `capacities` does not cover, smallest first, while they fit in `mapped_bytes` (None: no
+    limit). Open tables have no known size and are not chosen.
+    """
+    chosen: list[int] = []
+    remaining = mapped_bytes
+    num_rows = {
         t: shards[t].most_rows(table.rows or 0)
         for t, table in enumerate(tables)
         if shards[t].place is not None
     }
-    for t in sorted(whole, key=lambda t: whole[t] * slot_bytes(tables[t])):
-        size = whole[t] * slot_bytes(tables[t])
+    for t in sorted(num_rows, key=lambda t: num_rows[t] * slot_bytes(tables[t])):
+        size = num_rows[t] * slot_bytes(tables[t])
         if (
             tables[t].rows is None
-            or capacities[t] >= whole[t]
-            or (left is not None and size > left)
+            or capacities[t] >= num_rows[t]
+            or (remaining is not None and size > remaining)
         ):
             continue
-        taken.append(t)
-        left = None if left is None else left - size
-    return sorted(taken)
+        chosen.append(t)
+        remaining = None if remaining is None else remaining - size
+    return sorted(chosen)

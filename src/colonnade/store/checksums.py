@@ -1,4 +1,4 @@
-"""Checksums of a file's blocks, and files that are read under them: at first use, in the background, or whole."""
+"""Checksums of a file's blocks, and files that are checked by them: at first use, in the background, or whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from colonnade.store.disk import DiskFile, storage_error
 from colonnade.store.untrusted import STRICT, open_inside, open_regular
 
 BLOCK_BYTES = 1 << 20
-"""Part of a file that has a checksum of its own; the last one is shorter."""
+"""Size of the blocks that have a checksum each; a file's last block is shorter."""
 LOWEST_PRIORITY = 19
 AGAIN = "Export the run again, or restore the folder from a copy"
 
@@ -61,14 +61,14 @@ def compute_checksums(path: Path) -> FileChecksums:
         raise storage_error(error, "read", path) from error
     finally:
         file.close()
-    return FileChecksums(size, f"{whole:08x}", "".join(f"{each:08x}" for each in blocks))
+    return FileChecksums(size, f"{whole:08x}", "".join(f"{block:08x}" for block in blocks))
 
 
 class CheckedFile:
-    """An open file whose bytes are compared with its checksums when they are first read. Any thread may read it."""
+    """Open file with bytes that are compared with their checksums at the first read. Any thread may read it."""
 
     def __init__(self, file: DiskFile, checksums: FileChecksums) -> None:
-        """Raises CorruptionError where the file has another length."""
+        """Take an open file. Raises CorruptionError if its length is not the one of the checksums."""
         self.file, self.path, self.num_bytes = file, file.path, checksums.bytes
         status = os.fstat(file.fd)
         if status.st_size != self.num_bytes:
@@ -77,18 +77,18 @@ class CheckedFile:
             )
         self.checked = np.zeros(num_blocks(self.num_bytes), np.uint8)
         self.is_checked = False
-        """Whether all of it is known to be right."""
+        """True once every block was checked and is right."""
         self._wanted = np.frombuffer(bytes.fromhex(checksums.blocks), ">u4")
         self._checksums, self._identity = checksums, _identity(status)
 
     def take_over(self, other: CheckedFile) -> None:
-        """Skip what `other` has checked, where it is the same file, unchanged."""
+        """Skip blocks that `other` has checked, if it is the same file, unchanged."""
         if (other._identity, other._checksums) == (self._identity, self._checksums):
             self.checked, self.is_checked = other.checked, other.is_checked
 
     @property
     def is_replaced(self) -> bool:
-        """Whether another file is in its place, or it was written to."""
+        """True if another file has this path now, or the file was written to."""
         try:
             return _identity(os.stat(self.path)) != self._identity
         except OSError:
@@ -103,18 +103,18 @@ class CheckedFile:
         for block in range(begin, end):
             if not self.checked[block]:
                 at = (block - begin) * BLOCK_BYTES
-                self._compare(block, data[at : at + BLOCK_BYTES])
+                self._compare_checksum(block, data[at : at + BLOCK_BYTES])
         return data[first - start : first - start + count]
 
     def check(self, block: int) -> None:
-        """Raises CorruptionError naming the block, StorageError."""
+        """Check one block. Raises CorruptionError naming the block, StorageError."""
         start = block * BLOCK_BYTES
         data = np.empty(min(BLOCK_BYTES, self.num_bytes - start), np.uint8)
         self._read(start, data)
-        self._compare(block, data)
+        self._compare_checksum(block, data)
 
     def check_all(self, pause: Callable[[float], object] = lambda _: None) -> None:
-        """Check every block that was not checked; `pause` gets the seconds that each took. Raises as `check`."""
+        """Check every unchecked block; `pause` gets the seconds of each check. Raises as `check`."""
         for block in np.flatnonzero(self.checked == 0).tolist():
             began = time.perf_counter()
             self.check(block)
@@ -138,7 +138,7 @@ class CheckedFile:
                 raise
             raise storage_error(error, "read", self.path) from error
 
-    def _compare(self, block: int, data: np.ndarray) -> None:
+    def _compare_checksum(self, block: int, data: np.ndarray) -> None:
         got, wanted = _native.crc32c(data), int(self._wanted[block])
         if got != wanted:
             raise CorruptionError(
@@ -160,11 +160,11 @@ def open_checked(folder: Path, name: str, checksums: FileChecksums) -> CheckedFi
 
 
 class Scrub:
-    """A thread of the lowest priority that checks files which nobody has read whole, half of the time at most."""
+    """Thread of the lowest priority that checks the unread blocks of files, half of the time at most."""
 
     def __init__(self, files: Iterable[CheckedFile]) -> None:
         self.problem: StorageError | None = None
-        """First damage that was met."""
+        """First damage detected; None if none was."""
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._work, args=(tuple(files),), name="scrub", daemon=True
@@ -176,7 +176,7 @@ class Scrub:
         self._thread.join()
 
     def join(self) -> None:
-        """Wait until all is checked."""
+        """Wait until every file is checked."""
         self._thread.join()
 
     def _work(self, files: tuple[CheckedFile, ...]) -> None:

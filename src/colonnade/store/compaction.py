@@ -1,7 +1,7 @@
-"""Compaction of logs: which sealed segments are rewritten, piece by piece, and the thread that does it.
+"""Garbage collection of logs: choice of sealed segments, their rewriting piece by piece, and the thread that does it.
 
-Rows that still count are appended to streams of their own, the hottest apart, so that what dies together lies together;
-then the segment is forgotten.
+Live rows are appended to streams of their own, the most used ones apart, so that rows that expire together are stored
+together; then the segment is forgotten.
 """
 
 from __future__ import annotations
@@ -18,34 +18,37 @@ import numpy as np
 
 from colonnade import _native
 from colonnade.errors import CorruptionError, StorageError
-from colonnade.store.background_worker import RETRY_SECONDS, Attendant
+from colonnade.store.background_worker import RETRY_SECONDS, BackgroundWorker
 from colonnade.store.key_list import Keys
-from colonnade.store.live import live_flags
+from colonnade.store.live import unpack_flags
 from colonnade.store.log_files import LogFiles, SegmentFile
 from colonnade.store.segment import read_frames
 
 
-class Rewriting:
-    """Any thread may call anything. Rows move only under the lock `moving`, and not while a commit is frozen."""
+class SegmentRewriter:
+    """Rewriter of one log's segments. Any thread may call any method.
+
+    Rows move only under the lock `moving`, and not while a commit is frozen.
+    """
 
     def __init__(
         self, log: _native.RowLog, files: LogFiles, full_records: int, stream: int, hot: int
     ) -> None:
-        """full_records: what fits into a segment; stream, hot: of the log, for rows that moved."""
+        """full_records: capacity of a segment; stream, hot: the log's streams for moved rows."""
         self.log, self.files = log, files
         self.moving = threading.RLock()
         self.is_frozen = False
-        self.rotten: CorruptionError | None = None  # the newest bad record that was met
+        self.corruption: CorruptionError | None = None  # of the last corrupt record
         self._full_records, self._streams = full_records, (stream, hot)
-        self._victims: list[int] = []  # segments to rewrite, the first from this record on
-        self._next_record = 0
-        self._keys: tuple[int, Keys] | None = None  # of the segment under way
-        self._rotten_segments: set[int] = set()
+        self._victims: list[int] = []  # segments to rewrite
+        self._next_record = 0  # of the first victim
+        self._keys: tuple[int, Keys] | None = None  # of the segment in progress
+        self._corrupt_segments: set[int] = set()
 
     def freeze(self) -> None:
-        """Raises StorageError, CorruptionError where rows of a segment whose sync failed cannot move elsewhere."""
+        """Freeze the log. Raises StorageError, CorruptionError if rows of a segment that failed to sync cannot move."""
         with self.moving:
-            for part in self.files.complete().values():
+            for part in self.files.complete_segments().values():
                 if part.is_suspect:
                     self._rewrite_suspect(part)
             self.log.freeze()
@@ -58,49 +61,49 @@ class Rewriting:
                 self.is_frozen = False
 
     def has_victims(self) -> bool:
-        """Whether there is something to collect now; if nothing is chosen yet, that is done here."""
+        """Return whether there is a segment to rewrite now; chooses victims if none are chosen yet."""
         with self.moving:
             if not self.is_frozen and not self._victims:
                 self._victims, self._next_record = self._choose_victims(), 0
             return not self.is_frozen and bool(self._victims)
 
-    def next_piece(self) -> tuple[int, bool]:
-        """Collect one piece of one segment: (bytes read, 0: nothing to do now; was a segment forgotten?).
+    def rewrite_next_piece(self) -> tuple[int, bool]:
+        """Rewrite one piece of one segment. Returns the bytes read (0: nothing to do now), and whether it was the last.
 
-        Raises StorageError; CorruptionError where a record is rotten: its segment is left alone from now on.
+        Raises StorageError; CorruptionError if a record is corrupt: its segment is never chosen again.
         """
         with self.moving:
             if not self.has_victims():
                 return 0, False
             part = self.files.parts[self._victims[0]]
             try:
-                num_bytes, self._next_record = self._rewrite(part, self._next_record)
+                num_bytes, self._next_record = self._rewrite_piece(part, self._next_record)
             except CorruptionError as error:
-                self.rotten, self._victims = error, []
-                self._rotten_segments.add(part.number)
+                self.corruption, self._victims = error, []
+                self._corrupt_segments.add(part.number)
                 raise
             is_done = self._next_record >= part.num_records
             if is_done:
                 del self._victims[0]
                 self._next_record = 0
-                self.files.forget(part.number)
+                self.files.forget_segment(part.number)
             return num_bytes, is_done
 
     @property
     def is_space_short(self) -> bool:
-        """Far more is on the disk than should be."""
+        """True if the disk has far more records than live rows justify."""
         _, records, live, _ = (np.asarray(column) for column in self.log.segments())
         return int(records.sum()) > 2 * int(live.sum()) + self._full_records
 
     def _choose_victims(self) -> list[int]:
-        ready = self.files.complete().keys() - self._rotten_segments
+        ready = self.files.complete_segments().keys() - self._corrupt_segments
         columns = [np.asarray(column).tolist() for column in self.log.segments()[:3]]
         uses = [SegmentUse(*use) for use in zip(*columns, strict=True)]
         return choose_victims(uses, ready=ready, full_records=self._full_records)
 
-    def _rewrite(self, part: SegmentFile, first: int) -> tuple[int, int]:
-        """Rows of a piece from record `first` on are appended; (bytes read, at least 1, the record after the piece)."""
-        live = live_flags(np.asarray(self.log.live(part.number)), part.num_records)[first:]
+    def _rewrite_piece(self, part: SegmentFile, first: int) -> tuple[int, int]:
+        """Append live rows of a piece from record `first` on. Returns bytes read (at least 1) and the next record."""
+        live = unpack_flags(np.asarray(self.log.live(part.number)), part.num_records)[first:]
         if not live.any():
             return 1, part.num_records
         first += int(live.argmax())
@@ -116,20 +119,20 @@ class Rewriting:
     def _rewrite_suspect(self, part: SegmentFile) -> None:
         first = 0
         while first < part.num_records:
-            _, first = self._rewrite(part, first)
+            _, first = self._rewrite_piece(part, first)
         self._victims = []
-        self.files.forget(part.number)
+        self.files.forget_segment(part.number)
 
 
 DEFAULT_UTILISATION = 0.7
 FAN_IN = 8
 BUSY_SHARE = 0.25
-"""Of one thread's time, while space is no worry."""
+"""Share of the thread's time that garbage collection takes, unless space is short."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentUse:
-    """Counts of one sealed segment, in records."""
+    """Record counts of one sealed segment."""
 
     number: int
     num_records: int
@@ -143,17 +146,17 @@ def choose_victims(
     full_records: int,
     utilisation: float = DEFAULT_UTILISATION,
 ) -> list[int]:
-    """The segments to rewrite before the question is asked again; []: there is nothing to gain.
+    """Choose the segments to rewrite next; []: there is nothing to gain.
 
-    uses: the log's segments, those that fill included; ready: the numbers of those that may be rewritten; full_records:
-    what fits into one.
+    uses: the log's segments, those being filled included; ready: numbers of those that may be rewritten; full_records:
+    capacity of a segment.
 
       1. Segments without a live record go at once: they cost nothing.
-      2. Records beyond live records / utilisation are too many: the best to go is the one with the most
-         (1 - u) * sqrt(age) / (1 + u), u its live share, age how many segments are newer: cost-benefit (Rosenblum
-         1991), where the age itself weighs too much as soon as some rows are hot.
+      2. If there are more records than live records / utilisation, the segment with the largest
+         (1 - u) * sqrt(age) / (1 + u) goes, u its live share, age the number of newer segments: cost-benefit
+         (Rosenblum 1991). The age itself would weigh too much as soon as some rows are hot, hence its root.
       3. Segments of at most an eighth of a full one merge when eight are of one power-of-eight class, so that
-         small commits leave few files, and each row is merged only so often.
+         small commits leave few files, and each row is merged a bounded number of times.
     """
     live = sum(use.num_live for use in uses)
     records = sum(use.num_records for use in uses)
@@ -164,7 +167,7 @@ def choose_victims(
         return dead
     sparse = [use for use in uses if use.num_live < use.num_records]
     if records * utilisation > live and sparse:
-        return [max(sparse, key=lambda use: (benefit(use, newest), -use.number)).number]
+        return [max(sparse, key=lambda use: (rate_benefit(use, newest), -use.number)).number]
     classes: dict[int, list[int]] = {}
     for use in uses:
         if use.num_records * FAN_IN <= full_records:
@@ -173,69 +176,74 @@ def choose_victims(
     return next((numbers for numbers in classes.values() if len(numbers) >= FAN_IN), [])
 
 
-def benefit(use: SegmentUse, newest: int) -> float:
-    """Space gained times how long it stays gained, by what reading and writing cost."""
+def rate_benefit(use: SegmentUse, newest: int) -> float:
+    """Rate a segment: space gained times how long it stays gained, divided by the cost of reading and writing."""
     share = use.num_live / use.num_records
     return (1 - share) * math.sqrt(newest - use.number + 1) / (1 + share)
 
 
 class CollectSource(Protocol):
-    """What the collector works on: `LogBacking`."""
+    """Source of segments for the garbage collector: `LogBacking`."""
 
     def collect_piece(self) -> int:
-        """Rewrite one piece of one segment; bytes read, 0: nothing to do now. Raises StorageError."""
+        """Rewrite one piece of one segment; returns bytes read, 0: nothing to do now. Raises StorageError."""
         ...
 
     @property
     def is_space_short(self) -> bool: ...
 
 
-class Collector(Attendant[CollectSource]):
-    """One thread for all logs of a rank. It leaves most of the disk to demand."""
+class Collector(BackgroundWorker[CollectSource]):
+    """Garbage collector thread of a rank's logs. It leaves most of the disk's time to reads of training."""
 
     def __init__(self) -> None:
         super().__init__("collector")
-        self._due: set[ref[CollectSource]] = set()
-        self._looked = 0.0  # at all of them
+        self._ready: set[ref[CollectSource]] = set()  # logs that may have victims
+        self._last_full_round = 0.0
 
     def wake(self, source: CollectSource) -> None:
-        """A commit of it is over: its segments may be rewritten again."""
+        """Report that a log's commit has ended: its segments may be rewritten again."""
         with self._condition:
-            self._due.add(ref(source))
+            self._ready.add(ref(source))
             self._condition.notify_all()
 
     # ---- the thread
 
     def _has_more(self) -> bool:
-        return bool(self._due)
+        return bool(self._ready)
 
-    def _work(self) -> None:
+    def _do_round(self) -> None:
         with self._condition:
-            due, self._due = self._due, set()
+            ready, self._ready = self._ready, set()
             sources = list(self._sources)
-        # Asking a log costs more than waiting for the next look at all of them.
-        if time.monotonic() - self._looked >= RETRY_SECONDS:
-            due, self._looked = set(sources), time.monotonic()
-        more = {each for each in sources if each in due and self._collect_in_turn(each)}
+        # Asking a log costs more than waiting for the next round over all of them.
+        if time.monotonic() - self._last_full_round >= RETRY_SECONDS:
+            ready, self._last_full_round = set(sources), time.monotonic()
+        unfinished = {
+            source for source in sources if source in ready and self._collect_and_pause(source)
+        }
         with self._condition:
-            self._due |= more
+            self._ready |= unfinished
 
-    def _collect_in_turn(self, source: ref[CollectSource]) -> bool:
-        """Whether it may have more."""
-        if self._is_over():
+    def _collect_and_pause(self, source: ref[CollectSource]) -> bool:
+        """Collect one piece of a log, then pause in proportion. Returns whether the log may have more."""
+        if self._must_stop():
             return False
         start = time.monotonic()
         num_bytes, is_space_short = self._collect_from(source)
         if num_bytes and not is_space_short:
-            self._rest((time.monotonic() - start) * (1 / BUSY_SHARE - 1))
+            self._pause((time.monotonic() - start) * (1 / BUSY_SHARE - 1))
         return num_bytes > 0
 
-    def _collect_from(self, of: ref[CollectSource]) -> tuple[int, bool]:
-        source = self._begin(of)
+    def _collect_from(self, reference: ref[CollectSource]) -> tuple[int, bool]:
+        source = self._claim(reference)
         try:
             num_bytes = 0 if source is None else source.collect_piece()
             return num_bytes, source is not None and num_bytes > 0 and source.is_space_short
         except StorageError:
-            return 0, False  # the source keeps what its commits must say; the rest is tried again
+            return (
+                0,
+                False,
+            )  # the source remembers errors that its commits must raise; others are tried again
         finally:
-            self._end()
+            self._release()

@@ -1,11 +1,10 @@
-"""Where rows rest: two contracts, and the values that cross them.
+"""Contracts of the row stores, `Resident` (rows in memory) and `Backing` (rows in files), and the values they exchange.
 
-`Resident` is memory that compute reads in place. `Backing` is where rows rest; batches only.
-All tables of a rank go through one call: ids (U,) int64 are grouped by table, `offsets` (T + 1,)
-int64 delimits the groups, ids are unique within a group. Slots are 32-bit row numbers inside a
-table's slab, int32 tensors whose bits are an unsigned number.
+Compute reads and updates the rows of a `Resident` in place. A `Backing` is read and written in batches only.
+One call serves all tables of a rank: ids (U,) int64 are grouped by table, `offsets` (T + 1,) int64 delimits the groups,
+ids are unique within a group. Slots are 32-bit row numbers inside a table's slab, as int32 tensors of unsigned bits.
 
-A *record* is a row at rest: weights | optimizer state | clock (uint64), `Table.record_bytes` bytes.
+A *record* is a row as stored: weights | optimizer state | clock (uint64), `Table.record_bytes` bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some trained rows of a table."""
+    """Trained rows of one table."""
 
     ids: Tensor  # (N,) int64
     weights: Tensor  # (N, width of this rank's slice) of the table's dtype
@@ -29,38 +28,41 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class RowView:
-    """Where a table's rows lie, for operations that work on them in place."""
+    """Memory layout of a table's rows, for operations that work on them in place."""
 
     address: int  # of row 0's weights
     stride_bytes: int
     dim: int
     dtype: str
     device: str = "cpu"
-    rows: Tensor | None = None  # (slots, dim) on `device`: operations take it, not the address
+    rows: Tensor | None = None  # (slots, dim) on `device`: operations use it instead of the address
 
 
 @dataclass(frozen=True, slots=True)
 class RowBatch:
-    """A run of rows at rest, in no particular order."""
+    """Batch of stored rows, in no particular order."""
 
     ids: Tensor  # (N,) int64
     records: Tensor  # (N, record_bytes) uint8
 
 
 class Pending(Protocol):
-    """An operation under way. Its buffers belong to it until `wait` returns."""
+    """Operation in progress. It owns its buffers until `wait` returns."""
 
     def wait(self) -> Tensor:
-        """Read: (N,) bool, which ids were found. Write: (N,) all true. Raises StorageError, CorruptionError."""
+        """Wait for the result (N,) bool: which ids exist (read); all true (write).
+
+        Raises StorageError, CorruptionError.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentEntry:
-    """One immutable segment of a commit."""
+    """Description of one immutable segment of a commit."""
 
     number: int
-    stripe: int  # of the directory it lies in
+    stripe: int  # of the directory that stores it
     num_bytes: int
     keys_bytes: int  # of its key list
     header_crc: int
@@ -71,7 +73,7 @@ class SegmentEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The immutable content of one commit of one table's shard."""
+    """Immutable content of one commit of one table's shard."""
 
     step: int
     table: str
@@ -80,91 +82,100 @@ class Manifest:
     lifetime_bytes: int  # written by this store since it began
     live_bytes: int  # of the live bitmaps' file
     live_crc: int
-    segments: tuple[SegmentEntry, ...]  # ascending numbers; each holds rows of this commit
+    segments: tuple[SegmentEntry, ...]  # ascending numbers; each contains rows of this commit
 
 
 class Resident(Protocol):
-    """Thread rule: any method may be called from any thread; the implementation locks. Jobs are waited for in the order
-    of their acquires, at least by whoever reads or changes the rows."""
+    """Store of rows in memory. Any thread may call any method; the implementation locks.
+
+    Jobs are waited for in the order of their acquires, at least by the thread that reads or changes the rows.
+    """
 
     def acquire(
         self, ids: Tensor, offsets: Tensor, next_use: Tensor | None = None
     ) -> tuple[Tensor, object]:
-        """Unique ids (U,) -> slots (U,) int32, pinned until released, and a job.
+        """Pin the rows of unique ids (U,). Returns slots (U,) int32, pinned until released, and a job.
 
-        Rows not resident are read from the backing; rows found nowhere are born. Their values are there once `wait`
-        has returned for the job. Raises BudgetExceeded (nothing pinned, nothing moved) when they do not fit; never
-        drops. next_use (U,) uint8: codes as in `Batch.next_use`, for choosing who leaves.
+        Rows that are not resident are read from the backing; rows that do not exist are initialised. Their values are
+        in memory once `wait(job)` has returned. Raises BudgetExceeded (nothing pinned, nothing moved) if they do not
+        fit; never drops a row of the call. next_use (U,) uint8: codes as in `Batch.next_use`, for choosing victims.
         """
         ...
 
     def wait(self, job: object) -> None:
-        """Raises StorageError, CorruptionError naming the file that could not be read; so does every later call."""
+        """Wait until the job's rows are in memory.
+
+        Raises StorageError, CorruptionError naming the file that could not be read; so does every later call.
+        """
         ...
 
     def before_update(self, slots: Tensor, offsets: Tensor) -> None:
-        """Before rows change: a commit under way may still need them as they are."""
+        """Save the current values of these rows if the commit in progress still needs them. Call before they change."""
         ...
 
     def release(self, slots: Tensor, offsets: Tensor, *, dirty: bool) -> None:
-        """Undo one `acquire`, after its `wait`. `dirty`: the rows may have been trained, which their clocks tell."""
+        """Undo one `acquire`, after its `wait`. `dirty`: the rows may have been trained; their clocks tell which."""
         ...
 
     def read(self, ids: Tensor, offsets: Tensor) -> list[Tensor]:
-        """Weights by table, [(U_t, D_t)], copied; absent rows read as their first value. Leaves no trace."""
+        """Copy weights by table, [(U_t, D_t)]; absent rows read as their first value. Changes nothing in the store."""
         ...
 
     def views(self) -> list[RowView]:
-        """By table. Addresses never change while the store is open."""
+        """Return a view of each table. Addresses never change while the store is open."""
         ...
 
 
 class Backing(Protocol):
-    """One table's rows at rest. Missing is not an error. Any thread may call anything."""
+    """Stored rows of one table. A missing row is not an error. Any thread may call any method."""
 
     record_bytes: int
 
     def __len__(self) -> int:
-        """Live rows."""
+        """Return the number of live rows."""
         ...
 
     def read(self, ids: Tensor, out: Tensor) -> Pending:
-        """ids (N,), out (N, record_bytes) uint8 caller-owned; rows not found are left untouched.
+        """Start reading ids (N,) into out (N, record_bytes) uint8, which the caller owns; absent rows stay untouched.
 
-        Sees the rows as of the call, whatever is written before `wait`.
+        Reads the rows as of the call, whatever is written before `wait`.
         """
         ...
 
     def write(
-        self, ids: Tensor, records: Tensor, heat: Tensor | None = None, for_commit: bool = False
+        self,
+        ids: Tensor,
+        records: Tensor,
+        frequencies: Tensor | None = None,
+        for_commit: bool = False,
     ) -> Pending:
-        """Latest write wins, of equal ids the last. Visible to `read` at once; durable only after `commit`.
+        """Write records of rows. The latest write wins; of equal ids in one call, the last.
 
-        heat (N,) uint8: how often the rows are used, kept with them. `for_commit`: the rows are what the
-        frozen content (`freeze`) is to hold of these ids.
+        Visible to `read` at once; durable only after `commit`. frequencies (N,) uint8: access frequency of the rows,
+        stored with them. `for_commit`: the records belong to the frozen content (`freeze`).
         """
         ...
 
     def delete(self, ids: Tensor) -> None: ...
 
     def scan(self) -> Iterator[RowBatch]:
-        """Every live row once, as of the call."""
+        """Yield every live row once, as of the call."""
         ...
 
     def freeze(self) -> None:
-        """What is there now, and later writes `for_commit`, are what the next `commit` commits. Fast."""
+        """Fix the content of the next `commit`: the rows of now, and later writes with `for_commit`. Fast."""
         ...
 
     def commit(self, step: int) -> Manifest:
-        """Durable and immutable from here on: what was frozen, or what is there now. Ends the freeze."""
+        """Make the frozen content, or else the present one, durable and immutable. Ends the freeze."""
         ...
 
     def thaw(self) -> None:
-        """Give up what was frozen: after a commit that failed."""
+        """Give up the frozen content, after a commit that failed."""
         ...
 
     def prune(self, keep_steps: Collection[int]) -> None:
-        """Forget the commits not in `keep_steps`."""
+        """Delete the commits that are not in `keep_steps`."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Rows of one table as tensors on a device: what their slots hold, and how they become records and come from them.
+"""Rows of one table as tensors on a device: slots, their conversion to and from records, updates.
 
 Legend: S slots, N rows of a call, D weights of a row, F scalars of its optimizer state.
 """
@@ -15,12 +15,12 @@ from colonnade.ops import optimizers, reference
 from colonnade.store.contract import RowView
 from colonnade.table import Table
 
-LAST_CLOCK = 2**32 - 1  # where clocks stop
+LAST_CLOCK = 2**32 - 1  # clocks stop here
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DeviceRows:
-    """Slots (N,) are int64 tensors on the same device, each slot once."""
+    """Memory of a table's rows on a device. Slots (N,) are int64 tensors on it, each slot once."""
 
     table: Table
     weights: Tensor  # (S, D) of the table's dtype
@@ -50,12 +50,12 @@ class DeviceRows:
         )
 
     def records(self, slots: Tensor) -> Tensor:
-        """(N, record_bytes) uint8 on the device, copied."""
+        """Copy records (N, record_bytes) uint8 of these slots, on the device."""
         lows = None if self.lows is None else self.lows[slots]
         return reference.pack(self.weights[slots], self.state[slots], self.clocks[slots], lows)
 
     def put(self, slots: Tensor, records: Tensor) -> None:
-        """records (N, record_bytes) uint8 on the device."""
+        """Overwrite slots with records (N, record_bytes) uint8 on the device."""
         table = self.table
         weights, state, clocks, lows = reference.unpack(
             records, table.width, table.state_floats, self.weights.dtype, is_split=table.master
@@ -74,18 +74,20 @@ class DeviceRows:
         kinds: Sequence[int],
         settings: Sequence[optimizers.Settings],
     ) -> None:
-        """One update of rows by their summed gradients (N, D) of the compute dtype; kinds and settings by part. What
-        `_native.update` does. ids (N,): needed where rows are rounded at random."""
+        """Apply one update by summed gradients (N, D) of the compute dtype, as `_native.update` does.
+
+        kinds and settings: by part. ids (N,): needed if rows are rounded at random.
+        """
         weights, state, clocks = self.weights[slots], self.state[slots], self.clocks[slots]
         if self.lows is not None:
             values = reference.join(weights, self.lows[slots])
         else:
             values = weights.to(self.state.dtype)
-        for part, kind, numbers in zip(self.table.parts, kinds, settings, strict=True):
+        for part, kind, part_settings in zip(self.table.parts, kinds, settings, strict=True):
             columns = slice(part.column, part.column + part.dim)
             states = slice(part.state, part.state + optimizers.state_elements(kind, part.dim))
             optimizers.update(
-                kind, values[:, columns], state[:, states], clocks, sums[:, columns], numbers
+                kind, values[:, columns], state[:, states], clocks, sums[:, columns], part_settings
             )
         if self.lows is not None:
             weights, self.lows[slots] = reference.split(values)
@@ -108,29 +110,33 @@ def update(
     kinds: Sequence[int],
     settings: Sequence[optimizers.Settings],
 ) -> None:
-    """`DeviceRows.update` of several tables: all by table, kinds and settings by part of all tables."""
+    """Update rows of several tables (`DeviceRows.update`): all by table, kinds and settings by part of all tables."""
     first = 0
-    for each, mine, names, gradients in zip(rows, slots, ids, sums, strict=True):
-        end = first + len(each.table.parts)
-        if len(mine):
-            each.update(mine, names, gradients, kinds[first:end], settings[first:end])
+    for table_rows, table_slots, table_ids, gradients in zip(rows, slots, ids, sums, strict=True):
+        end = first + len(table_rows.table.parts)
+        if len(table_slots):
+            table_rows.update(
+                table_slots, table_ids, gradients, kinds[first:end], settings[first:end]
+            )
         first = end
 
 
 def enlarged(rows: DeviceRows, num_slots: int) -> DeviceRows:
-    """The same rows in memory for `num_slots`; what the other slots hold is not said. What torch raises where it does
+    """Copy rows into memory for `num_slots`; new slots have no defined content. Raises what torch raises if it does
     not fit."""
-    found = device_rows(rows.table, num_slots, rows.device, rows.seed)
-    here = slice(len(rows.clocks))
-    found.weights[here], found.state[here] = rows.weights, rows.state
-    found.clocks[here] = rows.clocks
-    if found.lows is not None and rows.lows is not None:
-        found.lows[here] = rows.lows
-    return found
+    copy = reserve_device_rows(rows.table, num_slots, rows.device, rows.seed)
+    used = slice(len(rows.clocks))
+    copy.weights[used], copy.state[used] = rows.weights, rows.state
+    copy.clocks[used] = rows.clocks
+    if copy.lows is not None and rows.lows is not None:
+        copy.lows[used] = rows.lows
+    return copy
 
 
-def device_rows(table: Table, num_slots: int, device: torch.device, seed: int) -> DeviceRows:
-    """Memory for `num_slots` rows, `table.record_bytes` each. What torch raises where it does not fit."""
+def reserve_device_rows(
+    table: Table, num_slots: int, device: torch.device, seed: int
+) -> DeviceRows:
+    """Reserve memory for `num_slots` rows, `table.record_bytes` each. Raises what torch raises if it does not fit."""
     compute = getattr(torch, table.compute_dtype)
     shape = (num_slots, table.width)
     return DeviceRows(

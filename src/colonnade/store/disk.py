@@ -1,7 +1,7 @@
-"""Disk operations of stores and checkpoints, all through one seam; and files mapped as read-only memory.
+"""Disk operations of stores and checkpoints, all through one method; and files mapped as read-only memory.
 
-Every changing system call is a `Change` that passes `Disk.perform`; tests override that one method to
-record a trace, to kill the process, or to refuse with ENOSPC. Reading needs no seam.
+Every changing system call is a `Change` that passes `Disk.perform`; tests override that one method to record a trace,
+to kill the process, or to refuse with ENOSPC. Reads do not pass it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOTHING = memoryview(b"")
 
 
 class DiskFile:
-    """An open file. Its descriptor closes with `close`, or when the last reader lets go of it."""
+    """Open file. Its descriptor closes with `close`, or when the last reader drops the object."""
 
     __slots__ = ("__weakref__", "close", "fd", "path")
 
@@ -36,12 +36,12 @@ class DiskFile:
         self.path = path
         self.fd = fd
         self.close = weakref.finalize(self, os.close, fd)
-        self.close.atexit = False  # the system does that, and threads may be opening files still
+        self.close.atexit = False  # the system closes it, and other threads may still open files
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change of the disk, about to happen."""
+    """Description of one change of the disk, before it happens."""
 
     verb: Verb
     path: Path
@@ -52,10 +52,10 @@ class Change:
 
 
 class Disk:
-    """The disk of this machine. Every method raises StorageError naming the file and what to do."""
+    """Disk of this machine. Every method raises StorageError naming the file and the remedy."""
 
     def perform(self, change: Change, action: Callable[[], T]) -> T:
-        """Let one change happen. Overriders may refuse (OSError), note it, or never return."""
+        """Perform one change. Overriders may refuse it (OSError), record it, or never return."""
         return action()
 
     def make_dir(self, path: Path) -> None:
@@ -64,14 +64,14 @@ class Disk:
             return
         if path.parent != path:
             self.make_dir(path.parent)
-        self._do(Change("make_dir", path), lambda: path.mkdir(exist_ok=True))
+        self._perform_checked(Change("make_dir", path), lambda: path.mkdir(exist_ok=True))
         self.sync_dir(path.parent)
 
     def create(self, path: Path, *, direct: bool = False) -> DiskFile:
-        """A new empty file, open for reading and writing. StorageError if it exists.
+        """Create an empty file, open for reading and writing. StorageError if it exists.
 
-        `direct`: past the page cache, where the file system can. Then data, offsets and lengths of
-        `append` must be multiples of 4096 bytes, in memory too.
+        `direct`: bypass the page cache, if the file system can. Then data, offsets and lengths of `append` must be
+        multiples of 4096 bytes, in memory too.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         direct_flag = getattr(os, "O_DIRECT", 0) if direct else 0
@@ -82,15 +82,17 @@ class Disk:
             except OSError as error:
                 if not direct_flag or error.errno != errno.EINVAL:
                     raise
-                path.unlink(missing_ok=True)  # some file systems refuse the flag after the creation
+                path.unlink(
+                    missing_ok=True
+                )  # some file systems create the file, then refuse the flag
                 return os.open(path, flags, 0o644)
 
-        return DiskFile(path, self._do(Change("create", path), create))
+        return DiskFile(path, self._perform_checked(Change("create", path), create))
 
     def append(self, file: DiskFile, offset: int, data: memoryview | bytes) -> None:
-        """Write all of `data`, plain bytes, at `offset`, the end of what is known to be good.
+        """Write all of `data`, plain bytes, at `offset`, the end of the valid bytes.
 
-        On failure the bytes from `offset` on are undefined; what was before is untouched.
+        On failure the bytes from `offset` on are undefined; the bytes before are untouched.
         """
         view = memoryview(data)
 
@@ -99,26 +101,30 @@ class Disk:
             while done < len(view):
                 done += os.pwrite(file.fd, view[done:], offset + done)
 
-        self._do(Change("append", file.path, file=file, offset=offset, data=view), write)
+        self._perform_checked(
+            Change("append", file.path, file=file, offset=offset, data=view), write
+        )
 
     def truncate(self, file: DiskFile, length: int) -> None:
         change = Change("truncate", file.path, file=file, offset=length)
-        self._do(change, lambda: os.ftruncate(file.fd, length))
+        self._perform_checked(change, lambda: os.ftruncate(file.fd, length))
 
     def sync(self, file: DiskFile) -> None:
-        """Content and length of the file survive a crash from here on; its name only after `sync_dir`."""
-        self._do(Change("sync", file.path, file=file), lambda: os.fsync(file.fd))
+        """Make content and length of the file durable; its name only after `sync_dir`."""
+        self._perform_checked(Change("sync", file.path, file=file), lambda: os.fsync(file.fd))
 
     def rename(self, path: Path, target: Path) -> None:
         """Atomically replace `target`; durable only after `sync_dir`."""
-        self._do(Change("rename", path, target=target), lambda: os.replace(path, target))
+        self._perform_checked(
+            Change("rename", path, target=target), lambda: os.replace(path, target)
+        )
 
     def unlink(self, path: Path) -> None:
         """Remove a file; absent is not an error. Durable only after `sync_dir`."""
-        self._do(Change("unlink", path), lambda: path.unlink(missing_ok=True))
+        self._perform_checked(Change("unlink", path), lambda: path.unlink(missing_ok=True))
 
     def sync_dir(self, path: Path) -> None:
-        """Names created, renamed or removed in `path` survive a crash from here on."""
+        """Make names created, renamed or removed in `path` durable."""
 
         def sync() -> None:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -127,15 +133,17 @@ class Disk:
             finally:
                 os.close(fd)
 
-        self._do(Change("sync_dir", path), sync)
+        self._perform_checked(Change("sync_dir", path), sync)
 
     def lock(self, path: Path) -> DiskFile:
-        """Hold `path` (created if absent) until the file is closed or this process dies.
+        """Lock `path` (created if absent) until the file is closed or this process dies.
 
-        Raises StoreLocked if anyone holds it, this process included.
+        Raises StoreLocked if any process has the lock, this one included.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        file = DiskFile(path, self._do(Change("lock", path), lambda: os.open(path, flags, 0o644)))
+        file = DiskFile(
+            path, self._perform_checked(Change("lock", path), lambda: os.open(path, flags, 0o644))
+        )
         try:
             fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -149,20 +157,20 @@ class Disk:
             ) from error
         return file
 
-    def _do(self, change: Change, action: Callable[[], T]) -> T:
+    def _perform_checked(self, change: Change, action: Callable[[], T]) -> T:
         try:
             return self.perform(change, action)
         except OSError as error:
             raise storage_error(error, change.verb, change.path) from error
 
 
-_GO_ON = (
+_CONTINUE = (
     "run the same command with the same --run (or commit again); steps committed, if there are any, "
     "are intact"
 )
 _REMEDIES = {
-    errno.ENOSPC: f"Free space on this file system or give another directory, then {_GO_ON}",
-    errno.EDQUOT: f"Raise the quota, free space or give another directory, then {_GO_ON}",
+    errno.ENOSPC: f"Free space on this file system or give another directory, then {_CONTINUE}",
+    errno.EDQUOT: f"Raise the quota, free space or give another directory, then {_CONTINUE}",
     errno.EROFS: "Choose a directory on a writable file system",
     errno.EACCES: "Make the directory writable for this user, or choose another",
     errno.EPERM: "Make the directory writable for this user, or choose another",
@@ -173,22 +181,24 @@ _REMEDIES = {
 
 
 def storage_error(error: OSError, verb: str, path: Path) -> StorageError:
-    """What to tell the user when the system refused `verb` on `path`."""
-    remedy = _REMEDIES.get(error.errno or 0, f"Check this disk (`dmesg`), then {_GO_ON}")
+    """Build the message and remedy for an operation `verb` on `path` that the system refused."""
+    remedy = _REMEDIES.get(error.errno or 0, f"Check this disk (`dmesg`), then {_CONTINUE}")
     return StorageError(
         error.errno, f"{path}: could not {verb.replace('_', ' ')}: {error.strerror}. {remedy}"
     )
 
 
 class FileMapping:
-    """`num_bytes` of a file from byte `offset` on at `address`, and `room` bytes of writable memory from the next page
-    on.
+    """Mapping of `num_bytes` of a file from byte `offset` on at `address`, followed by `room` bytes of writable memory.
 
-    Loads beyond the file's end, and loads that its disk cannot answer, read zeros and set `is_damaged` for good. It
-    ends with `close`, or when nobody holds the object any more; from then on nobody may load from it."""
+    The writable memory begins at the next page.
+
+    Loads beyond the file's end, and loads that its disk cannot answer, read zeros and set `is_damaged` permanently. The
+    mapping ends with `close`, or when the last reference is dropped; loads after that are errors.
+    """
 
     def __init__(self, file: DiskFile, num_bytes: int, *, offset: int = 0, room: int = 0) -> None:
-        """Raises StorageError. offset: a multiple of the page size."""
+        """Map the file. Raises StorageError. offset: a multiple of the page size."""
         address, number = _native.map_file(file.fd, offset, num_bytes, room)
         if number:
             raise StorageError(
@@ -198,9 +208,9 @@ class FileMapping:
             )
         self.address = address
         self.close = weakref.finalize(self, _native.unmap_file, address)
-        self.close.atexit = False  # the system does that, and threads may be loading from it still
+        self.close.atexit = False  # the system unmaps it, and other threads may still load from it
 
     @property
     def is_damaged(self) -> bool:
-        """Whether a load failed. What was computed from the mapping is then void."""
+        """True once a load has failed. Results computed from the mapping are then void."""
         return _native.is_damaged(self.address)

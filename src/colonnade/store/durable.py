@@ -1,7 +1,7 @@
-"""Small files that are either there, whole and checked, or not there: manifests, and the run-level commit.
+"""Small files that are replaced atomically and carry a checksum: manifests and headers of checkpoints.
 
-A durable file is its content followed by one line, `\\ncrc32c xxxxxxxx\\n`: the checksum of the content in
-eight lower-case hexadecimal digits.
+A durable file is its content followed by one line, `\\ncrc32c xxxxxxxx\\n`: the checksum of the content in eight
+lower-case hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ TEMPORARY_SUFFIX = ".tmp"
 
 
 def write_durably(disk: Disk, path: Path, content: bytes, *, checked: bool = True) -> None:
-    """Create or replace `path`. When this returns it survives a crash; until then the old file does.
+    """Create or replace `path`. When this returns, the file survives a crash; until then the old one does.
 
-    Without `checked` there is no checksum line: for files that people edit.
-    One writer at a time. After a StorageError either the old file or the new one is there, whole.
+    Without `checked` the file has no checksum line: for files that people edit. One writer at a time. After a
+    StorageError the path has either the old file or the new one, whole.
     """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     disk.unlink(temporary)
     try:
         file = disk.create(temporary)
         try:
-            disk.append(file, 0, with_trailer(content) if checked else content)
+            disk.append(file, 0, append_checksum(content) if checked else content)
             disk.sync(file)
         finally:
             file.close()
@@ -43,11 +43,11 @@ def write_durably(disk: Disk, path: Path, content: bytes, *, checked: bool = Tru
 
 def read_verified(path: Path) -> bytes:
     """Return the content of a durable file. Raises CorruptionError if a byte differs, StorageError if unreadable."""
-    return checked_content(path, read_regular(path))
+    return verify_content(path, read_regular(path))
 
 
-def checked_content(path: Path, data: bytes) -> bytes:
-    """The content in a durable file's bytes. Raises CorruptionError if a byte differs."""
+def verify_content(path: Path, data: bytes) -> bytes:
+    """Return the content in a durable file's bytes. Raises CorruptionError if a byte differs."""
     length = max(len(data) - len(trailer(b"")), 0)
     content, last_line = data[:length], data[length:]
     if last_line != trailer(content):
@@ -59,33 +59,33 @@ def checked_content(path: Path, data: bytes) -> bytes:
     return content
 
 
-def checksum_of(path: Path) -> str:
-    """Read the checksum that a durable file states in its last line; "" where there is none."""
+def read_checksum(path: Path) -> str:
+    """Read the checksum in a durable file's last line; "" if it has none."""
     try:
         with path.open("rb") as file:
             file.seek(-len(trailer(b"")), os.SEEK_END)
             last_line = file.read()
-    except OSError:  # shorter than that, or unreadable: reading it says why
+    except OSError:  # shorter than the line, or unreadable: reading the file reports why
         return ""
     return last_line[-9:-1].decode("latin-1")
 
 
 def trailer(content: bytes | np.ndarray) -> bytes:
-    """A durable file's last line."""
+    """Build a durable file's last line."""
     return b"\ncrc32c %08x\n" % _native.crc32c(np.frombuffer(content, np.uint8))
 
 
-def with_trailer(content: bytes | np.ndarray) -> memoryview:
-    """A durable file's bytes. numpy copies them without the interpreter's lock, so that training goes on."""
+def append_checksum(content: bytes | np.ndarray) -> memoryview:
+    """Build a durable file's bytes. numpy copies them without the interpreter's lock, so training continues."""
     last_line = trailer(content)
-    found = np.empty(len(content) + len(last_line), np.uint8)
-    found[: len(content)] = np.frombuffer(content, np.uint8)
-    found[len(content) :] = np.frombuffer(last_line, np.uint8)
-    return found.data
+    data = np.empty(len(content) + len(last_line), np.uint8)
+    data[: len(content)] = np.frombuffer(content, np.uint8)
+    data[len(content) :] = np.frombuffer(last_line, np.uint8)
+    return data.data
 
 
 def _try_unlink(disk: Disk, path: Path) -> None:
-    """Tidy up while another error is on its way to the user, which matters more than this one."""
+    """Remove a file while a more important error is raised; ignore failures."""
     try:
         disk.unlink(path)
     except StorageError:

@@ -1,8 +1,8 @@
-"""`hbm`: rows in the memory of a device, above rows in this process's memory, above logs.
+"""`hbm` store: rows in the memory of a device, above rows in this process's memory, above logs.
 
-Compute works on the rows where they are (`RowView.rows`), so a step whose rows are all there moves no value. A row
-that is not there comes from the store below, which reads it or gives it birth; one that leaves goes back to it if it
-was trained. The store below never holds anything newer than what is here, and its copy may leave it.
+Compute works on the rows in place (`RowView.rows`), so a step with all its rows on the device moves no value. A missing
+row comes from the store below, which reads or initialises it; an evicted row is written back if it was trained. The
+store below never has newer values than the device, and its copy of a row may be evicted.
 
 Works on any torch device. Legend: T tables, U unique rows of a call.
 """
@@ -25,33 +25,33 @@ from torch import Tensor
 from colonnade.errors import BudgetExceeded, ConfigError, CorruptionError, StorageError
 from colonnade.ops.optimizers import Settings
 from colonnade.store.contract import Manifest, RowView
-from colonnade.store.device_rows import DeviceRows, device_rows, update
 from colonnade.store.dram import WRITTEN_TOGETHER, DramStore, RowSources, table_seed
-from colonnade.store.slot_directory import DIRTY, HERE, SlotDirectory
+from colonnade.store.reserve_device_rows import DeviceRows, reserve_device_rows, update
+from colonnade.store.slot_directory import DIRTY, VALID, SlotDirectory
 from colonnade.table import CLOCK_BYTES
 
 
 @dataclass(slots=True)
-class Arrival:
-    """Rows that were asked of the store below and are not on the device yet."""
+class PendingLoad:
+    """Rows requested from the store below that are not on the device yet."""
 
     number: int
     slots: list[np.ndarray]  # by table, on the device
     offsets: Tensor  # (T + 1,): of the rows below
-    below: Tensor  # (M,) int32: slots below, pinned until they were copied
+    below: Tensor  # (M,) int32: slots below, pinned until they are copied
     job: Any
 
 
 @dataclass(slots=True)
-class Wanted:
-    """One table's rows of an acquire, before anything has moved."""
+class TableRequest:
+    """Rows of one table in an acquire, before anything has moved."""
 
     ids: np.ndarray
     codes: np.ndarray | None
     slots: np.ndarray  # -1 where absent
-    is_here: np.ndarray
+    is_resident: np.ndarray
     missing: np.ndarray  # positions
-    here: np.ndarray  # slots
+    resident_slots: np.ndarray
     victims: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
     def codes_of(self, positions: np.ndarray) -> np.ndarray | None:
@@ -59,11 +59,11 @@ class Wanted:
 
 
 class HbmStore:
-    """A `Resident` for all tables of a rank.
+    """`Resident` on a device for all tables of a rank.
 
-    Three locks, always taken in this order: `_moving` by whatever decides which rows are here (acquire, delete, reads,
-    the beginning of a commit); `_arriving` while rows that were asked for are put into their slots; `_marks` for a
-    moment, around what the directories say. `release` takes the last one alone.
+    Three locks, always taken in this order: `_moving` by operations that decide which rows are on the device (acquire,
+    delete, reads, the beginning of a commit); `_loading` while requested rows are put into their slots; `_flags` for a
+    moment, around each use of the directories. `release` takes the last one alone.
     """
 
     def __init__(self, below: DramStore, rows: Sequence[DeviceRows]) -> None:
@@ -72,13 +72,15 @@ class HbmStore:
         self.tables = below.tables
         self.rows = tuple(rows)
         self.device = rows[0].device
-        self.directories = tuple(SlotDirectory(len(each.clocks), each.table.rows) for each in rows)
-        self.sources = RowSources()  # `resident`: here or in main memory
-        self.num_found = 0  # rows that acquires found here
-        self._views = [each.view for each in rows]
-        self._moving, self._arriving, self._marks = (threading.RLock() for _ in range(3))
-        self._arrivals: deque[Arrival] = deque()
-        self._number = 0  # of arrivals, ever
+        self.directories = tuple(
+            SlotDirectory(len(table_rows.clocks), table_rows.table.rows) for table_rows in rows
+        )
+        self.sources = RowSources()  # `resident`: on the device or in main memory
+        self.num_hits = 0  # rows of acquires that were on the device
+        self._views = [table_rows.view for table_rows in rows]
+        self._moving, self._loading, self._flags = (threading.RLock() for _ in range(3))
+        self._loads: deque[PendingLoad] = deque()
+        self._number = 0  # of loads, ever
         self._released = threading.Condition()
         self.releases = 0
 
@@ -87,123 +89,129 @@ class HbmStore:
     def acquire(
         self, ids: Tensor, offsets: Tensor, next_use: Tensor | None = None
     ) -> tuple[Tensor, int]:
-        """`Resident.acquire`. Writes rows that leave down, which may wait for the writer of the logs."""
+        """Pin rows as `Resident.acquire`. Writes back dirty victims, which may wait for the writer of the logs."""
         with self._moving:
             self.below.check()
             self._install_ready()
-            wanted = self._look_up(ids, offsets, next_use)
+            requests = self._find_and_pin(ids, offsets, next_use)
             try:
-                written = self._write_down([each.victims for each in wanted])
-                arrival = self._ask_below(wanted)
+                written = self._write_back([request.victims for request in requests])
+                load = self._request_missing(requests)
             except BaseException:
-                self._unpin(wanted)
+                self._unpin(requests)
                 raise
-            for table, each, count in zip(self.tables, wanted, written, strict=True):
+            for table, request, count in zip(self.tables, requests, written, strict=True):
                 self.sources.evicted_dirty += count
-                self.sources.evicted_clean += len(each.victims) - count
+                self.sources.evicted_clean += len(request.victims) - count
                 self.sources.bytes_evicted += count * table.record_bytes
-            slots = self._admit(wanted, arrival)
+            slots = self._admit(requests, load)
             self._install_ready()
             return slots, self._number
 
     def wait(self, job: int) -> None:
-        """Until the rows of this acquire, and of all before it, are on the device."""
+        """Wait until the rows of this acquire, and of all before it, are on the device."""
         began = time.perf_counter()
-        with self._arriving:
-            while self._arrivals and self._arrivals[0].number <= job:
-                self._install(self._arrivals[0])
+        with self._loading:
+            while self._loads and self._loads[0].number <= job:
+                self._install(self._loads[0])
         self.sources.stall_seconds += time.perf_counter() - began
 
     def before_update(self, slots: Tensor, offsets: Tensor) -> None:
-        """Nothing: a commit takes its rows from the store below, where they were written down when it began."""
+        """Do nothing: a commit takes its rows from the store below, which got them when the commit began."""
 
     def release(self, slots: Tensor, offsets: Tensor, *, dirty: bool) -> None:
-        with self._marks:
-            for directory, mine in zip(self.directories, _by_table(slots, offsets), strict=True):
-                directory.unpin(mine, dirty=dirty)
+        with self._flags:
+            for directory, table_slots in zip(
+                self.directories, _split_by_table(slots, offsets), strict=True
+            ):
+                directory.unpin(table_slots, dirty=dirty)
         with self._released:
             self.releases += 1
             self._released.notify_all()
 
-    def wait_for_release(self, seen: int, seconds: float) -> bool:
-        """Wait until `release` was called more than `seen` times; False after `seconds`."""
+    def wait_for_release(self, releases: int, seconds: float) -> bool:
+        """Wait until `release` was called more than `releases` times; False after `seconds`."""
         with self._released:
-            return self._released.wait_for(lambda: self.releases > seen, seconds)
+            return self._released.wait_for(lambda: self.releases > releases, seconds)
 
     def read(self, ids: Tensor, offsets: Tensor) -> list[Tensor]:
-        """`Resident.read`, on the CPU."""
+        """Copy weights to the CPU, as `Resident.read`."""
         with self._moving:
-            places, others = [], []
-            for directory, mine in zip(self.directories, _by_table(ids, offsets), strict=True):
-                with self._marks:
-                    slots = directory.find(mine)
-                    is_here = (slots >= 0) & (directory.marks[slots] & HERE != 0)
-                places.append((is_here, slots[is_here]))
-                others.append(mine[~is_here])
-            found = self.below.read(*_grouped(others))
-            for t, (is_here, slots) in enumerate(places):
+            resident, others = [], []
+            for directory, table_ids in zip(
+                self.directories, _split_by_table(ids, offsets), strict=True
+            ):
+                with self._flags:
+                    slots = directory.find(table_ids)
+                    is_resident = (slots >= 0) & (directory.flags[slots] & VALID != 0)
+                resident.append((is_resident, slots[is_resident]))
+                others.append(table_ids[~is_resident])
+            weights = self.below.read(*_group_ids(others))
+            for t, (is_resident, slots) in enumerate(resident):
                 if not len(slots):
                     continue
-                out = torch.empty(len(is_here), self.tables[t].width, dtype=found[t].dtype)
-                mask = torch.from_numpy(is_here)
-                out[~mask] = found[t]
-                out[mask] = self.rows[t].weights[self._on_device(slots)].cpu()
-                found[t] = out
-            return found
+                out = torch.empty(len(is_resident), self.tables[t].width, dtype=weights[t].dtype)
+                mask = torch.from_numpy(is_resident)
+                out[~mask] = weights[t]
+                out[mask] = self.rows[t].weights[self._slots_to_device(slots)].cpu()
+                weights[t] = out
+            return weights
 
     def views(self) -> list[RowView]:
         return self._views
 
     # ---- rows
 
-    def put(self, t: int, ids: Tensor, records: Tensor) -> None:
-        """`DramStore.put`. Rows that are here change here, the others below."""
+    def put(self, table_index: int, ids: Tensor, records: Tensor) -> None:
+        """Overwrite rows as `DramStore.put`: rows on the device there, the others below."""
         with self._moving:
-            self._settle()
-            directory, numbers = self.directories[t], ids.numpy()
-            slots = directory.find(numbers)
-            is_here = slots >= 0
-            mask = torch.from_numpy(is_here)
-            self.below.put(t, ids[~mask].contiguous(), records[~mask].contiguous())
-            self.rows[t].put(self._on_device(slots[is_here]), records[mask].to(self.device))
-            with self._marks:
-                directory.marks[slots[is_here]] |= DIRTY
+            self._install_all()
+            directory, row_ids = self.directories[table_index], ids.numpy()
+            slots = directory.find(row_ids)
+            is_resident = slots >= 0
+            mask = torch.from_numpy(is_resident)
+            self.below.put(table_index, ids[~mask].contiguous(), records[~mask].contiguous())
+            self.rows[table_index].put(
+                self._slots_to_device(slots[is_resident]), records[mask].to(self.device)
+            )
+            with self._flags:
+                directory.flags[slots[is_resident]] |= DIRTY
 
-    def delete(self, t: int, ids: Tensor) -> None:
-        """Forget rows of table t, ids (N,) unique: here and below. Rows in use are born again in place."""
+    def delete(self, table_index: int, ids: Tensor) -> None:
+        """Delete rows, ids (N,) unique, on the device and below. Rows in use are initialised again in place."""
         if not len(ids):
             return
-        with self._moving, self._arriving:
-            # Those on their way are in use below, and born again there.
-            self.below.delete(t, ids)
-            directory = self.directories[t]
-            with self._marks:
+        with self._moving, self._loading:
+            # Rows being loaded are in use below, and initialised again there.
+            self.below.delete(table_index, ids)
+            directory = self.directories[table_index]
+            with self._flags:
                 slots = directory.find(ids.numpy())
                 slots = slots[slots >= 0]
                 is_used = directory.is_pinned(slots)
                 directory.drop(slots[~is_used])
-                here = slots[is_used & (directory.marks[slots] & HERE != 0)]
-            if len(here):  # with clock 0: whatever its mark says, it is not written down
-                wanted = self._none()
-                wanted[t] = directory.ids[here]
-                records = self._load(wanted)[t]
-                self.rows[t].put(self._on_device(here), records.to(self.device))
+                used = slots[is_used & (directory.flags[slots] & VALID != 0)]
+            if len(used):  # with clock 0: even if marked dirty, they are not written back
+                missing = self._empty_arrays()
+                missing[table_index] = directory.ids[used]
+                records = self._load_records(missing)[table_index]
+                self.rows[table_index].put(self._slots_to_device(used), records.to(self.device))
 
-    def scan(self, t: int, run: int = 65536) -> Iterator[tuple[Tensor, Tensor]]:
-        """`DramStore.scan`: rows newer here are written down first."""
+    def scan(self, table_index: int, run: int = 65536) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield trained rows as `DramStore.scan`; newer rows on the device are written back first."""
         with self._moving:
-            self._write_dirty([t])
-        yield from self.below.scan(t, run)
+            self._write_back_dirty([table_index])
+        yield from self.below.scan(table_index, run)
 
     def flush(self) -> int:
-        """Write every row newer than its log; returns how many rows the logs took. They stay where they are."""
+        """Write every row newer than its log; returns the number of rows the logs got. They stay on the device."""
         with self._moving:
-            self._write_dirty(range(len(self.tables)))
+            self._write_back_dirty(range(len(self.tables)))
         return self.below.flush()
 
-    def clocks(self, t: int, slots: Tensor) -> Tensor:
-        """(N,) int64 of rows in slots (N,) int32."""
-        return self.rows[t].clocks[self._on_device(slots.numpy())].cpu()
+    def clocks(self, table_index: int, slots: Tensor) -> Tensor:
+        """Return the clocks (N,) int64 of rows in slots (N,) int32."""
+        return self.rows[table_index].clocks[self._slots_to_device(slots.numpy())].cpu()
 
     def update(
         self,
@@ -213,23 +221,28 @@ class HbmStore:
         kinds: Sequence[int],
         settings: Sequence[Settings],
     ) -> None:
-        """Pinned rows (U,) are updated by their summed gradients, by table (N, D) on the device; kinds and settings by
-        part."""
-        numbers = _by_table(slots, offsets)
-        places = self._moved(numbers)
-        ids: Sequence[Tensor | None] = [None] * len(numbers)
+        """Update pinned rows (U,) by their summed gradients, by table (N, D) on the device.
+
+        kinds and settings: by part.
+        """
+        table_slots = _split_by_table(slots, offsets)
+        device_slots = self._arrays_to_device(table_slots)
+        ids: Sequence[Tensor | None] = [None] * len(table_slots)
         if any(rows.rounds_at_random for rows in self.rows):
-            ids = self._moved(
-                [each.ids[n] for each, n in zip(self.directories, numbers, strict=True)]
+            ids = self._arrays_to_device(
+                [
+                    directory.ids[own]
+                    for directory, own in zip(self.directories, table_slots, strict=True)
+                ]
             )
-        update(self.rows, places, ids, sums, kinds, settings)
+        update(self.rows, device_slots, ids, sums, kinds, settings)
 
     # ---- commits
 
     def begin_commit(self) -> None:
-        """`DramStore.begin_commit`, of what is here too: rows newer here are written down, and stay."""
+        """Fix the content of a commit as `DramStore.begin_commit`; newer rows are written back first, and stay."""
         with self._moving:
-            self._write_dirty(range(len(self.tables)))
+            self._write_back_dirty(range(len(self.tables)))
             self.below.begin_commit()
 
     def finish_commit(self, step: int) -> list[Manifest]:
@@ -239,7 +252,7 @@ class HbmStore:
         self.below.abandon_commit()
 
     def commit(self, step: int) -> list[Manifest]:
-        """Both halves at once. A failed commit loses nothing."""
+        """Begin and finish a commit. After a failed commit nothing is lost."""
         self.begin_commit()
         try:
             return self.finish_commit(step)
@@ -251,150 +264,176 @@ class HbmStore:
 
     @property
     def backings(self):
-        """By table: where rows rest below memory."""
+        """Backings of the store below, by table."""
         return self.below.backings
 
     def pinned_share(self) -> float:
-        """Of the slots of the table that is fullest of pinned rows, on the device or below."""
+        """Return the largest share of pinned slots of any table, on the device or below."""
         shares = [
-            each.pinned_share() for each in self.directories if each.num_rows == each.num_slots
+            directory.pinned_share()
+            for directory in self.directories
+            if directory.num_rows == directory.num_slots
         ]
         return max([self.below.pinned_share(), *shares])
 
-    def num_rows(self, t: int) -> int:
-        """In main memory, copies of rows that are on the device included."""
-        return self.below.num_rows(t)
+    def num_rows(self, table_index: int) -> int:
+        """Return the number of the table's rows in main memory, copies of rows on the device included."""
+        return self.below.num_rows(table_index)
 
     def resident_bytes(self) -> int:
-        """Of main memory."""
+        """Return the bytes of main memory in use."""
         return self.below.resident_bytes()
 
     def device_bytes(self) -> int:
-        """Of rows on the device."""
+        """Return the bytes of rows on the device."""
         return sum(
-            directory.num_rows * each.table.record_bytes
-            for directory, each in zip(self.directories, self.rows, strict=True)
+            directory.num_rows * rows.table.record_bytes
+            for directory, rows in zip(self.directories, self.rows, strict=True)
         )
 
     # ---- inside: acquire
 
-    def _look_up(self, ids: Tensor, offsets: Tensor, next_use: Tensor | None) -> list[Wanted]:
-        """Pins the rows that are here. Raises BudgetExceeded, nothing pinned, where the others have no room."""
-        numbers = _by_table(ids, offsets)
-        codes = [None] * len(numbers) if next_use is None else _by_table(next_use, offsets)
-        wanted: list[Wanted] = []
-        with self._marks:
-            for directory, mine, said in zip(self.directories, numbers, codes, strict=True):
-                slots = directory.find(mine)
-                is_here = slots >= 0
-                missing = np.flatnonzero(~is_here)
-                here = slots[is_here] if len(missing) else slots.copy()
-                wanted.append(Wanted(mine, said, slots, is_here, missing, here))
-            for t, (directory, each) in enumerate(zip(self.directories, wanted, strict=True)):
-                # Those of its rows that are pinned already are in use by others, too.
-                others = directory.num_others(each.here, len(each.ids))
-                if others + len(each.ids) > directory.num_slots:
-                    raise self._too_many(t, len(each.ids), others)
-            for directory, each in zip(self.directories, wanted, strict=True):
-                directory.tick(len(each.ids), next_use is not None)
-                directory.pin(each.here, each.codes_of(each.is_here))
-                each.victims = directory.choose(len(each.missing))
-        return wanted
+    def _find_and_pin(
+        self, ids: Tensor, offsets: Tensor, next_use: Tensor | None
+    ) -> list[TableRequest]:
+        """Pin the rows on the device and choose victims for the others.
 
-    def _unpin(self, wanted: Sequence[Wanted]) -> None:
-        with self._marks:
-            for directory, each in zip(self.directories, wanted, strict=True):
-                directory.unpin(each.here, dirty=False)
+        Raises BudgetExceeded, nothing pinned, if there is no room for the others.
+        """
+        grouped = _split_by_table(ids, offsets)
+        codes = [None] * len(grouped) if next_use is None else _split_by_table(next_use, offsets)
+        requests: list[TableRequest] = []
+        with self._flags:
+            for directory, table_ids, table_codes in zip(
+                self.directories, grouped, codes, strict=True
+            ):
+                slots = directory.find(table_ids)
+                is_resident = slots >= 0
+                missing = np.flatnonzero(~is_resident)
+                resident_slots = slots[is_resident] if len(missing) else slots.copy()
+                requests.append(
+                    TableRequest(
+                        table_ids, table_codes, slots, is_resident, missing, resident_slots
+                    )
+                )
+            for t, (directory, request) in enumerate(zip(self.directories, requests, strict=True)):
+                # Its rows that are pinned already are in use by other batches, too.
+                others = directory.count_pinned_others(request.resident_slots, len(request.ids))
+                if others + len(request.ids) > directory.num_slots:
+                    raise self._budget_error(t, len(request.ids), others)
+            for directory, request in zip(self.directories, requests, strict=True):
+                directory.advance_clock(len(request.ids), next_use is not None)
+                directory.pin(request.resident_slots, request.codes_of(request.is_resident))
+                request.victims = directory.choose_victims(len(request.missing))
+        return requests
 
-    def _ask_below(self, wanted: Sequence[Wanted]) -> Arrival | list[Tensor] | None:
-        """The missing rows: on their way, or, where the store below has no room for all of them at once, their
-        records, by table. None: there are none."""
-        missing = [each.ids[each.missing] for each in wanted]
-        ids, offsets = _grouped(missing)
+    def _unpin(self, requests: Sequence[TableRequest]) -> None:
+        with self._flags:
+            for directory, request in zip(self.directories, requests, strict=True):
+                directory.unpin(request.resident_slots, dirty=False)
+
+    def _request_missing(
+        self, requests: Sequence[TableRequest]
+    ) -> PendingLoad | list[Tensor] | None:
+        """Request missing rows from the store below. Returns a load, or None if no row is missing.
+
+        If the store below has no room for all of them at once, waits and returns their records by table.
+        """
+        missing = [request.ids[request.missing] for request in requests]
+        ids, offsets = _group_ids(missing)
         if not len(ids):
             return None
-        before = _counted(self.below.sources)
+        before = _count_sources(self.below.sources)
         try:
             below, job = self.below.acquire(ids, offsets)
-            return Arrival(self._number + 1, [], offsets, below, job)
+            return PendingLoad(self._number + 1, [], offsets, below, job)
         except BudgetExceeded:
-            return self._load(missing)
+            return self._load_records(missing)
         finally:
             for name, count in before.items():
                 gained = getattr(self.below.sources, name) - count
                 setattr(self.sources, name, getattr(self.sources, name) + gained)
 
-    def _admit(self, wanted: Sequence[Wanted], arrival: Arrival | list[Tensor] | None) -> Tensor:
-        """From here on nothing fails: (U,) int32 slots."""
-        found, admitted = [], []
-        with self._marks:
-            for directory, each in zip(self.directories, wanted, strict=True):
-                self.num_found += len(each.ids) - len(each.missing)
-                self.sources.resident += len(each.ids) - len(each.missing)
-                mine = directory.admit(
-                    each.ids[each.missing], each.victims, each.codes_of(each.missing)
+    def _admit(
+        self, requests: Sequence[TableRequest], load: PendingLoad | list[Tensor] | None
+    ) -> Tensor:
+        """Give slots to the missing rows. Cannot fail. Returns (U,) int32 slots of all rows."""
+        slots, admitted = [], []
+        with self._flags:
+            for directory, request in zip(self.directories, requests, strict=True):
+                self.num_hits += len(request.ids) - len(request.missing)
+                self.sources.resident += len(request.ids) - len(request.missing)
+                new_slots = directory.admit(
+                    request.ids[request.missing],
+                    request.victims,
+                    request.codes_of(request.missing),
                 )
-                each.slots[each.missing] = mine
-                admitted.append(mine)
-                found.append(each.slots)
-        if isinstance(arrival, Arrival):
-            arrival.slots = admitted
-            self._number = arrival.number
-            self._arrivals.append(arrival)
-        elif arrival is not None:
-            self._fill(admitted, arrival)
-        return torch.from_numpy(np.concatenate(found).astype(np.int32))
+                request.slots[request.missing] = new_slots
+                admitted.append(new_slots)
+                slots.append(request.slots)
+        if isinstance(load, PendingLoad):
+            load.slots = admitted
+            self._number = load.number
+            self._loads.append(load)
+        elif load is not None:
+            self._write_slots(admitted, load)
+        return torch.from_numpy(np.concatenate(slots).astype(np.int32))
 
-    def _too_many(self, t: int, needed: int, others: int) -> BudgetExceeded:
-        table, held = self.tables[t], self.directories[t].num_slots
+    def _budget_error(self, table_index: int, needed: int, others: int) -> BudgetExceeded:
+        table = self.tables[table_index]
+        num_slots = self.directories[table_index].num_slots
         in_use = f" and {others} of these are in use by batches in flight" if others else ""
         lower = "the batch size, the lookahead or the staleness" if others else "the batch size"
         return BudgetExceeded(
-            f"table {table.name!r}: a batch needs {needed} rows on the device at once, the budget holds {held} "
-            f"({held * table.record_bytes:,} bytes){in_use}. This table needs "
+            f"table {table.name!r}: a batch needs {needed} rows on the device at once, the budget holds {num_slots} "
+            f"({num_slots * table.record_bytes:,} bytes){in_use}. This table needs "
             f"{(needed + others) * table.record_bytes:,} bytes on each rank: raise plan.memory.hbm, or lower {lower}"
         )
 
-    # ---- inside: rows on their way
+    # ---- inside: loads from below
 
     def _install_ready(self) -> None:
-        """Put rows into their slots that have come already: off the training thread. What failed, `wait` says. Nothing
-        where another thread is at it, which may wait for reads."""
-        if not self._arriving.acquire(blocking=False):
+        """Install loads whose rows are in memory below, off the training thread. `wait` reports failed reads.
+
+        Does nothing while another thread installs loads, which may wait for reads.
+        """
+        if not self._loading.acquire(blocking=False):
             return
         try:
             with suppress(StorageError, CorruptionError):
-                while self._arrivals and _is_done(self._arrivals[0].job):
-                    self._install(self._arrivals[0])
+                while self._loads and _is_done(self._loads[0].job):
+                    self._install(self._loads[0])
         finally:
-            self._arriving.release()
+            self._loading.release()
 
-    def _settle(self) -> None:
-        """Until no row is on its way."""
-        with self._arriving:
-            while self._arrivals:
-                self._install(self._arrivals[0])
+    def _install_all(self) -> None:
+        """Install every load in progress."""
+        with self._loading:
+            while self._loads:
+                self._install(self._loads[0])
 
-    def _install(self, arrival: Arrival) -> None:
-        """The oldest. Raises as `DramStore.wait`; then it stays where it is, and so does every later call."""
-        self.below.wait(arrival.job)
-        self._fill(arrival.slots, self._copied(arrival.below, arrival.offsets))
-        self.below.release(arrival.below, arrival.offsets, dirty=False)
-        self._arrivals.popleft()
+    def _install(self, load: PendingLoad) -> None:
+        """Copy the oldest load to the device. Raises as `DramStore.wait`, also in later calls; the load then stays."""
+        self.below.wait(load.job)
+        self._write_slots(load.slots, self._copy_records(load.below, load.offsets))
+        self.below.release(load.below, load.offsets, dirty=False)
+        self._loads.popleft()
 
-    def _fill(self, slots: Sequence[np.ndarray], records: Sequence[Tensor]) -> None:
-        for rows, places, each in zip(self.rows, self._moved(slots), records, strict=True):
-            if len(places):
-                rows.put(places, each)
-        with self._marks:
-            for directory, mine in zip(self.directories, slots, strict=True):
-                directory.marks[mine] |= HERE
+    def _write_slots(self, slots: Sequence[np.ndarray], records: Sequence[Tensor]) -> None:
+        for rows, device_slots, table_records in zip(
+            self.rows, self._arrays_to_device(slots), records, strict=True
+        ):
+            if len(device_slots):
+                rows.put(device_slots, table_records)
+        with self._flags:
+            for directory, table_slots in zip(self.directories, slots, strict=True):
+                directory.flags[table_slots] |= VALID
 
-    def _copied(self, below: Tensor, offsets: Tensor) -> list[Tensor]:
-        """Records by table on the device, of rows that are there below: one copy for all tables."""
+    def _copy_records(self, below: Tensor, offsets: Tensor) -> list[Tensor]:
+        """Copy records of rows in slots below to the device, by table, in one transfer."""
         counts = offsets.diff().tolist()
-        sizes = [n * each.record_bytes for n, each in zip(counts, self.tables, strict=True)]
-        # Bytes that a copy to a GPU may start from at once.
+        sizes = [n * table.record_bytes for n, table in zip(counts, self.tables, strict=True)]
+        # Pinned memory: a copy to a GPU starts without staging.
         block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         for t, part in enumerate(block.split(sizes)):
             if counts[t]:
@@ -402,119 +441,124 @@ class HbmStore:
                 self.below.native.pack(t, slots, part.view(counts[t], -1))
         moved = block.to(self.device, non_blocking=True)
         return [
-            part.view(n, each.record_bytes)
-            for part, n, each in zip(moved.split(sizes), counts, self.tables, strict=True)
+            part.view(n, table.record_bytes)
+            for part, n, table in zip(moved.split(sizes), counts, self.tables, strict=True)
         ]
 
-    def _load(self, missing: list[np.ndarray]) -> list[Tensor]:
-        """Records by table on the device, waited for; as many rows at a time as the store below has room for."""
-        ids, offsets = _grouped(missing)
+    def _load_records(self, missing: list[np.ndarray]) -> list[Tensor]:
+        """Load records by table to the device and wait; in pieces if the store below has no room for all at once."""
+        ids, offsets = _group_ids(missing)
         try:
             below, job = self.below.acquire(ids, offsets)
         except BudgetExceeded:
-            if self._arrivals:
-                self._settle()  # gives back what rows on their way hold below
-                return self._load(missing)
+            if self._loads:
+                self._install_all()  # frees the slots that loads have pinned below
+                return self._load_records(missing)
             if len(ids) <= 1:
                 raise
-            halves = [np.array_split(mine, 2) for mine in missing]
+            halves = [np.array_split(table_ids, 2) for table_ids in missing]
             if max(map(len, missing)) == 1:  # a row of several tables each
-                t = next(t for t, mine in enumerate(missing) if len(mine))
+                t = next(t for t, table_ids in enumerate(missing) if len(table_ids))
                 none = ids.numpy()[:0]
                 halves = [
-                    [mine, none] if i == t else [none, mine] for i, mine in enumerate(missing)
+                    [table_ids, none] if i == t else [none, table_ids]
+                    for i, table_ids in enumerate(missing)
                 ]
-            first, second = (self._load([pair[i] for pair in halves]) for i in (0, 1))
+            first, second = (self._load_records([pair[i] for pair in halves]) for i in (0, 1))
             return [torch.cat(pair) for pair in zip(first, second, strict=True)]
         try:
             self.below.wait(job)
-            return self._copied(below, offsets)
+            return self._copy_records(below, offsets)
         finally:
             self.below.release(below, offsets, dirty=False)
 
-    # ---- inside: rows on their way down
+    # ---- inside: write-back
 
-    def _write_dirty(self, numbers: Sequence[int] | range) -> None:
-        """Of these tables, rows newer than below; they stay and are clean."""
-        slots = [each[:0] for each in self._none()]
-        for t in numbers:
-            slots[t] = self.directories[t].dirty()
-        self._write_down(slots)
+    def _write_back_dirty(self, tables: Sequence[int] | range) -> None:
+        """Write back the dirty rows of these tables; they stay and are clean."""
+        slots = [empty[:0] for empty in self._empty_arrays()]
+        for t in tables:
+            slots[t] = self.directories[t].dirty_slots()
+        self._write_back(slots)
 
-    def _write_down(self, slots: Sequence[np.ndarray]) -> list[int]:
-        """Of these rows, by table, those that are newer than below go there; how many. Whatever fails, none is lost: a
-        row stays dirty until it is below."""
+    def _write_back(self, slots: Sequence[np.ndarray]) -> list[int]:
+        """Write the dirty ones of these rows, by table, to the store below; returns their numbers.
+
+        Whatever fails, no row is lost: it stays dirty until it is below.
+        """
         written = [0] * len(self.tables)
-        for t, (directory, mine) in enumerate(zip(self.directories, slots, strict=True)):
-            with self._marks:
-                dirty = mine[directory.marks[mine] & DIRTY != 0]
+        for t, (directory, table_slots) in enumerate(zip(self.directories, slots, strict=True)):
+            with self._flags:
+                dirty = table_slots[directory.flags[table_slots] & DIRTY != 0]
             for start in range(0, len(dirty), WRITTEN_TOGETHER):
                 part = dirty[start : start + WRITTEN_TOGETHER]
-                with self._marks:  # before the copy: what is trained from here on is newer again
-                    directory.marks[part] &= ~DIRTY
+                with self._flags:  # before the copy: rows trained from here on are dirty again
+                    directory.flags[part] &= ~DIRTY
                 try:
-                    records = self.rows[t].records(self._on_device(part)).cpu()
-                    # Copied even where one row is contiguous already: its clock may lie at any byte.
+                    records = self.rows[t].records(self._slots_to_device(part)).cpu()
+                    # Copied even if one row is contiguous already: its clock may begin at any byte.
                     clocks = records[:, -CLOCK_BYTES:].clone(memory_format=torch.contiguous_format)
                     trained = clocks.view(torch.int64)[:, 0] > 0
                     ids = torch.from_numpy(directory.ids[part])[trained]
-                    self.below.write_down(t, ids, records[trained])
+                    self.below.write_back(t, ids, records[trained])
                 except BaseException:
-                    with self._marks:
-                        directory.marks[part] |= DIRTY
+                    with self._flags:
+                        directory.flags[part] |= DIRTY
                     raise
                 written[t] += len(ids)
         return written
 
     # ---- inside: tensors
 
-    def _on_device(self, slots: np.ndarray) -> Tensor:
+    def _slots_to_device(self, slots: np.ndarray) -> Tensor:
         return torch.from_numpy(slots.astype(np.int64)).to(self.device)
 
-    def _moved(self, numbers: Sequence[np.ndarray]) -> list[Tensor]:
-        """By table, int64 on the device: one copy for all of them."""
-        whole = self._on_device(np.concatenate(numbers))
-        return list(whole.split([len(each) for each in numbers]))
+    def _arrays_to_device(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """Copy arrays, by table, to the device as int64, in one transfer."""
+        joined = self._slots_to_device(np.concatenate(arrays))
+        return list(joined.split([len(array) for array in arrays]))
 
-    def _none(self) -> list[np.ndarray]:
+    def _empty_arrays(self) -> list[np.ndarray]:
         return [np.empty(0, np.int64) for _ in self.tables]
 
 
 def open_hbm(
     below: DramStore, capacity_rows: Sequence[int], device: torch.device | str, *, seed: int
 ) -> HbmStore:
-    """Memory for `capacity_rows` of each table on `device`, taken at once. Raises ConfigError where it has not enough.
+    """Reserve memory for `capacity_rows` of each table on `device`. Raises ConfigError if it does not have enough.
 
     seed: the run's.
     """
-    place, rows = torch.device(device), []
+    target, rows = torch.device(device), []
     try:
         for table, count in zip(below.tables, capacity_rows, strict=True):
-            rows.append(device_rows(table, count, place, table_seed(seed, table.origin[0])))
+            rows.append(
+                reserve_device_rows(table, count, target, table_seed(seed, table.origin[0]))
+            )
     except RuntimeError as error:
         wanted = sum(
             n * table.record_bytes for n, table in zip(capacity_rows, below.tables, strict=True)
         )
         raise ConfigError(
-            f"plan.memory.hbm: got {wanted:,} bytes of rows for {place}, which it has not: "
+            f"plan.memory.hbm: got {wanted:,} bytes of rows for {target}, which does not have them: "
             f"{str(error).splitlines()[0]}. Give hbm less"
         ) from None
     return HbmStore(below, rows)
 
 
-def _by_table(values: Tensor, offsets: Tensor) -> list[np.ndarray]:
+def _split_by_table(values: Tensor, offsets: Tensor) -> list[np.ndarray]:
     bounds = offsets.tolist()
-    whole = values.numpy()
-    return [whole[i:j] for i, j in pairwise(bounds)]
+    array = values.numpy()
+    return [array[i:j] for i, j in pairwise(bounds)]
 
 
-def _grouped(parts: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
-    """ids (N,) int64 grouped by table, and offsets (T + 1,)."""
+def _group_ids(parts: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
+    """Concatenate ids by table: (N,) int64, and offsets (T + 1,)."""
     sizes = np.array([0, *map(len, parts)], np.int64)
     return torch.from_numpy(np.concatenate(parts)), torch.from_numpy(sizes.cumsum())
 
 
-def _counted(sources: RowSources) -> dict[str, int]:
+def _count_sources(sources: RowSources) -> dict[str, int]:
     names = ("resident", "read", "copied", "born", "bytes_read")
     return {name: getattr(sources, name) for name in names}
 

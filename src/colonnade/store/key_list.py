@@ -1,4 +1,4 @@
-"""Key lists: `segment-<number>.keys` holds the ids of a segment's records, which stand nowhere else. Format: format.md.
+"""Key lists: `segment-<number>.keys` has the ids of a segment's records, which no other file has. Format: format.md.
 
 Legend: N records of a segment.
 """
@@ -15,24 +15,23 @@ import numpy as np
 from colonnade.errors import CorruptionError
 from colonnade.formats import VERSIONS, check_version
 from colonnade.store.disk import DiskFile, storage_error
-from colonnade.store.durable import checked_content, trailer, with_trailer
+from colonnade.store.durable import append_checksum, trailer, verify_content
 from colonnade.store.segment import open_listed
 
 MAGIC = b"CLNDKEYS"
 FORMAT = "colonnade key list"
 VERSION = VERSIONS[FORMAT]
-HEADER = struct.Struct(
-    "<8sIIQQqII"
-)  # magic, version, number, N, checksum of the segment, base, width, zero
+# magic, version, number, N, checksum of the segment, base, width, zero
+HEADER = struct.Struct("<8sIIQQqII")
 assert HEADER.size == 48
 ID_BYTES = 8
 MAX_BYTES = HEADER.size + len(trailer(b""))
-"""Of a key list, beyond `ID_BYTES` a record."""
+"""Size of a key list beyond `ID_BYTES` a record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Ids of N records in `width` bytes each, as what they are beyond `base`, the least of them."""
+    """Ids of N records, packed in `width` bytes each as differences to `base`, the smallest id."""
 
     num_records: int
     base: int
@@ -40,11 +39,11 @@ class Keys:
     packed: memoryview | bytes
     """`width` * N bytes, little-endian, and at least `ID_BYTES` more, of any value."""
     start: int = 0
-    """Where in `packed` they begin."""
+    """Offset of the first id in `packed`."""
 
     @classmethod
     def of(cls, ids: np.ndarray) -> Keys:
-        """ids (N,) int64."""
+        """Pack ids (N,) int64."""
         base = int(ids.min()) if len(ids) else 0
         beyond = ids.astype("<u8") - np.uint64(base % (1 << 64))
         width = (int(beyond.max(initial=0)).bit_length() + 7) // 8
@@ -55,11 +54,11 @@ class Keys:
         return cls(len(ids), base, width, packed.data)
 
     def ids(self, first: int = 0, last: int | None = None) -> np.ndarray:
-        """Of records `first` .. `last` (to the end): (n,) int64."""
+        """Unpack the ids (n,) int64 of records `first` .. `last` (to the end)."""
         count = (self.num_records if last is None else last) - first
         if self.width == 0:
             return np.full(count, self.base, np.int64)
-        # Every id with the bytes behind it, which belong to others.
+        # Each id is read with the bytes behind it, which are then masked off.
         at = self.start + first * self.width
         wide = np.ndarray((count,), "<u8", self.packed, at, (self.width,))
         beyond = wide & np.uint64((1 << 8 * self.width) - 1)
@@ -71,39 +70,40 @@ def file_name(number: int) -> str:
     return f"segment-{number:08d}.keys"
 
 
-def key_list_bytes(number: int, ids: np.ndarray, checksum: int) -> memoryview:
-    """A key list: the ids (N,) int64 of a sealed segment in record order."""
+def encode_key_list(number: int, ids: np.ndarray, checksum: int) -> memoryview:
+    """Build a key list from the ids (N,) int64 of a sealed segment in record order."""
     keys = Keys.of(ids)
     head = (MAGIC, VERSION, number, keys.num_records, checksum, keys.base, keys.width, 0)
     packed = np.frombuffer(keys.packed, np.uint8, keys.width * keys.num_records)
-    return with_trailer(np.concatenate((np.frombuffer(HEADER.pack(*head), np.uint8), packed)))
+    return append_checksum(np.concatenate((np.frombuffer(HEADER.pack(*head), np.uint8), packed)))
 
 
 def open_key_list(path: Path) -> DiskFile:
-    """Raises CorruptionError where a file that a manifest names is missing, StorageError."""
+    """Open a key list. Raises CorruptionError if a file that a manifest lists is missing, StorageError."""
     return open_listed(path)
 
 
 def read_key_list(file: DiskFile, number: int, num_records: int, checksum: int) -> Keys:
-    """Raises CorruptionError (torn, altered, of another segment), CheckpointError (version), StorageError."""
-    data = _read(file)
-    content = checked_content(file.path, data)
-    said = HEADER.unpack_from(content.ljust(HEADER.size, b"\0"))
-    base, width = said[5:7]
-    if said[0] == MAGIC:
-        check_version(file.path, FORMAT, said[1])
+    """Read a key list. Raises CorruptionError (torn, altered, of another segment), CheckpointError (version),
+    StorageError."""
+    data = _read_file(file)
+    content = verify_content(file.path, data)
+    fields = HEADER.unpack_from(content.ljust(HEADER.size, b"\0"))
+    base, width = fields[5:7]
+    if fields[0] == MAGIC:
+        check_version(file.path, FORMAT, fields[1])
     wanted = (MAGIC, VERSION, number, num_records, checksum, base, width, 0)
     length = HEADER.size + width * num_records
-    if said != wanted or width > ID_BYTES or len(content) != length:
+    if fields != wanted or width > ID_BYTES or len(content) != length:
         raise CorruptionError(
             f"{file.path}: got {len(content)} bytes that begin with {content[: HEADER.size].hex()}, wanted the keys "
             f"of {num_records} records, {HEADER.pack(*wanted[:5], 0, 0, 0)[:32].hex()}: they are of another commit. "
             "Restore the file from a copy, or go back to an older commit"
         )
-    return Keys(num_records, base, width, data, HEADER.size)  # the last line is behind them
+    return Keys(num_records, base, width, data, HEADER.size)  # the checksum line follows the ids
 
 
-def _read(file: DiskFile) -> bytes:
+def _read_file(file: DiskFile) -> bytes:
     try:
         size = os.fstat(file.fd).st_size
         pieces: list[bytes] = []

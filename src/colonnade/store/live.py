@@ -1,4 +1,4 @@
-"""Live bitmaps: `live-<step>.bits` says which records of which segments are a commit's rows. Format: format.md.
+"""Live bitmaps: `live-<step>.bits` marks the records of each segment that are a commit's rows. Format: format.md.
 
 A bitmap is (ceil(N / 8),) uint8 of a segment's N records, least significant bit first.
 """
@@ -27,7 +27,7 @@ FILE_NAME = re.compile(r"live-(0|[1-9]\d*)\.bits")
 
 @dataclass(frozen=True, slots=True)
 class LiveRecords:
-    """Of one segment: which records are rows."""
+    """Bitmap of the records of one segment that are rows."""
 
     segment: int
     num_records: int
@@ -42,23 +42,23 @@ def file_name(step: int) -> str:
     return f"live-{step}.bits"
 
 
-def live_bytes(step: int, parts: Sequence[LiveRecords]) -> bytes:
-    """The content of a (durable) file. A segment all of whose records are live has no bitmap in it."""
+def encode_live(step: int, parts: Sequence[LiveRecords]) -> bytes:
+    """Build the content of a (durable) file. A segment with live records only has no bitmap in it."""
     pieces = [HEADER.pack(MAGIC, VERSION, len(parts), step)]
     for part in parts:
         num_live = part.num_live
         pieces.append(ENTRY.pack(part.segment, part.num_records, num_live, 0))
         if num_live < part.num_records:
-            pieces.append(_padded(part.bitmap.tobytes()))
+            pieces.append(_pad_to_words(part.bitmap.tobytes()))
     return b"".join(pieces)
 
 
 def parse_live(path: Path, content: bytes, step: int) -> list[LiveRecords]:
-    """Raises CorruptionError where the content is not that of `step`, CheckpointError for another version."""
+    """Parse a file's content. Raises CorruptionError if it is not of `step`, CheckpointError for another version."""
     try:
-        magic, version, count, said_step = HEADER.unpack_from(content)
-        if (magic, said_step) != (MAGIC, step):
-            raise ValueError(f"magic {magic!r}, step {said_step}")
+        magic, version, count, file_step = HEADER.unpack_from(content)
+        if (magic, file_step) != (MAGIC, step):
+            raise ValueError(f"magic {magic!r}, step {file_step}")
         check_version(path, FORMAT, version)
         offset, parts = HEADER.size, []
         for _ in range(count):
@@ -68,7 +68,7 @@ def parse_live(path: Path, content: bytes, step: int) -> list[LiveRecords]:
                 bitmap = np.packbits(np.ones(num_records, bool), bitorder="little")
             else:
                 bitmap = np.frombuffer(content, np.uint8, -(-num_records // 8), offset)
-                offset += len(_padded(bytes(len(bitmap))))
+                offset += len(_pad_to_words(bytes(len(bitmap))))
             parts.append(LiveRecords(segment, num_records, bitmap))
             if parts[-1].num_live != num_live:
                 raise ValueError(
@@ -84,10 +84,10 @@ def parse_live(path: Path, content: bytes, step: int) -> list[LiveRecords]:
     return parts
 
 
-def live_flags(bitmap: np.ndarray, num_records: int) -> np.ndarray:
-    """(N,) bool."""
+def unpack_flags(bitmap: np.ndarray, num_records: int) -> np.ndarray:
+    """Unpack a bitmap to flags (N,) bool."""
     return np.unpackbits(np.asarray(bitmap), count=num_records, bitorder="little").astype(bool)
 
 
-def _padded(data: bytes) -> bytes:
+def _pad_to_words(data: bytes) -> bytes:
     return data.ljust(-(-len(data) // 8) * 8, b"\0")

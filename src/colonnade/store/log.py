@@ -1,14 +1,14 @@
-"""Rows at rest in an append-only log of files: one per (table, rank). Format: format.md.
+"""Append-only log of files that stores rows: one per (table, rank). Format: format.md.
 
     store = open_log(directory, table_name="item", record_bytes=72, identity="run/rank0", step=None)
     store.write(ids, records).wait()
     store.commit(100)                  # durable
-    store.prune([100])                 # older commits may go
+    store.prune([100])                 # delete older commits
 
-Writes go to memory; a writer's thread brings them to files, a collector's rewrites segments whose rows
-were mostly written anew. Where the rows are is known to the native log (`_native.RowLog`), which is rebuilt
-from key lists and live bitmaps when a commit is opened: no row is read.
-Threads: any may call anything. A read sees the store as of its call.
+Writes go to memory; a writer thread appends them to files, a garbage collector thread rewrites segments with mostly
+outdated rows. The native log (`_native.RowLog`) knows where each row is stored. It is rebuilt from key lists and live
+bitmaps when a commit is opened: no row is read.
+Any thread may call any method. A read sees the store as of its call.
 
 Legend: N ids of a call.
 """
@@ -30,28 +30,27 @@ from colonnade import _native
 from colonnade.errors import CheckpointError, CorruptionError, StorageError
 from colonnade.store import live as lives
 from colonnade.store import manifest as manifests
-from colonnade.store.compaction import Collector, Rewriting
+from colonnade.store.compaction import Collector, SegmentRewriter
 from colonnade.store.contract import Manifest, RowBatch, SegmentEntry
 from colonnade.store.disk import Disk, DiskFile
 from colonnade.store.durable import TEMPORARY_SUFFIX, write_durably
 from colonnade.store.live import LiveRecords
 from colonnade.store.log_files import LogFiles, SegmentFile, allow_many_files
 from colonnade.store.log_rows import PendingRead, Written, check_batch, check_ids, scan_rows
-from colonnade.store.segment import HEADER, SegmentShape, check_rows, crc32c, owner_digest
+from colonnade.store.segment import HEADER, SegmentShape, crc32c, owner_digest, verify_records
 from colonnade.store.stripes import LOCK_NAME, Stripe, Stripes, open_stripes
 from colonnade.store.writer import LogWriter
 
 DEFAULT_SEGMENT_BYTES = 256 << 20
 DEFAULT_CHUNK_BYTES = 1 << 20
-READ_DEPTH = 32  # of a store that shares no reader
-FRESH, MOVED, MOVED_HOT = range(
-    3
-)  # streams: rows as they are written; what collection found alive, the hottest apart
+READ_DEPTH = 32  # of a store with a reader of its own
+# Streams: new rows; rows moved by garbage collection, the most used ones apart.
+FRESH, MOVED, MOVED_HOT = range(3)
 Access = Literal["direct", "mapped"]
 
 
 class LogBacking:
-    """A `Backing` on files; built by `open_log`. Use as a context manager, or call `close`."""
+    """`Backing` in files; built by `open_log`. Use as a context manager, or call `close`."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class LogBacking:
         collector: Collector | None,
         segment_bytes: int,
     ) -> None:
-        """writer, collector: None when read-only."""
+        """writer, collector: None if read-only."""
         self.directory = directory
         self.table_name = table_name
         self.identity = identity
@@ -83,15 +82,15 @@ class LogBacking:
         self._writer = writer
         self._collector = collector
         full_records = max(1, (segment_bytes - HEADER.size) // shape.stride)
-        self._rewriting = Rewriting(log, files, full_records, MOVED, MOVED_HOT)
-        self._manifests: dict[int, Manifest] = {}  # by step: the commits kept
-        # Of commits that failed when their manifest may have been there already: nothing of theirs may go before it.
+        self._rewriter = SegmentRewriter(log, files, full_records, MOVED, MOVED_HOT)
+        self._manifests: dict[int, Manifest] = {}  # of the retained commits, by step
+        # Of failed commits with a manifest that may be on the disk: their files may not be removed before it.
         self._doubtful: list[Manifest] = []
         self._committing = threading.RLock()  # one commit, prune or removal at a time
-        self._is_spoiled = False  # a sync failed under the frozen content
-        self._finished_step = -1  # the newest commit, if it was of what the caller froze
+        self._is_spoiled = False  # a sync of the frozen content failed
+        self._finished_step = -1  # the newest commit, if the caller froze its content
         self._committed_changes = 0  # `_changes` as of the newest commit
-        self._other_bytes = 0  # of manifests and bitmaps, and of the life before this opening
+        self._other_bytes = 0  # of manifests and bitmaps, and of earlier openings
         self._closed = False
 
     def __enter__(self) -> LogBacking:
@@ -101,7 +100,7 @@ class LogBacking:
         self.close()
 
     def __len__(self) -> int:
-        """Live rows."""
+        """Return the number of live rows."""
         return self.log.num_rows
 
     @property
@@ -110,20 +109,20 @@ class LogBacking:
 
     @property
     def writer(self) -> LogWriter | None:
-        """None: open read-only."""
+        """Writer of the log; None if open read-only."""
         return self._writer
 
     def path_of(self, segment: int) -> Path:
-        """Of a segment's file, for those who say what is wrong with it."""
+        """Return the path of a segment's file, for messages."""
         return self.files.path_of(segment)
 
     def end_writing(self) -> None:
-        """Let go of the locks and stay open for reading. What was not committed is read here, and nowhere later."""
-        self._stop()
+        """Release the locks and stay open for reading. Uncommitted rows can be read here, and nowhere later."""
+        self._stop_threads()
         self._stripes.release()
 
     def close(self) -> None:
-        """Let go of the locks. What was not committed is gone with the next opening for writing."""
+        """Release the locks and close the files. The next opening for writing discards uncommitted rows."""
         self._closed = True
         self.end_writing()
         self.files.close()
@@ -131,109 +130,123 @@ class LogBacking:
     # ---- rows
 
     def read(self, ids: Tensor, out: Tensor, demand: bool = True) -> PendingRead:
-        """`Backing.read`. After an error in `wait`, `out` holds whole rows or nothing new, never wrong ones."""
+        """Start a read as `Backing.read`. After an error in `wait`, `out` has whole new rows or none."""
         check_batch(ids, out, self.record_bytes)
         self._check_open()
         return PendingRead(self.log.read(self._reader, ids, out, demand), out, self.files.path_of)
 
     def write(
-        self, ids: Tensor, records: Tensor, heat: Tensor | None = None, for_commit: bool = False
+        self,
+        ids: Tensor,
+        records: Tensor,
+        frequencies: Tensor | None = None,
+        for_commit: bool = False,
     ) -> Written:
-        """`Backing.write`: in memory when this returns, all or nothing.
+        """Write as `Backing.write`: in memory when this returns, all or nothing.
 
-        Waits while more than the writer's limit waits to be written; raises StorageError where the disk refuses
-        it (nothing changed; the store stays usable).
+        Waits while unwritten bytes exceed the writer's limit; raises StorageError if the disk refuses a write (nothing
+        changed; the store stays usable).
         """
         check_batch(ids, records, self.record_bytes)
         writer = self._check_writable()
         writer.wait_for_room()
-        self.log.write(ids, records, heat, FRESH, for_commit)
+        self.log.write(ids, records, frequencies, FRESH, for_commit)
         writer.wake()
         return Written(len(ids))
 
     def delete(self, ids: Tensor) -> None:
-        """`Backing.delete`: ids (N,) int64, absent ones ignored."""
+        """Delete rows as `Backing.delete`: ids (N,) int64, absent ones ignored."""
         check_ids(ids)
         self._check_writable()
         self.log.delete(ids)
 
     def scan(self) -> Iterator[RowBatch]:
-        """`Backing.scan`, in the order of the disk. Raises CorruptionError naming file and record."""
+        """Yield rows as `Backing.scan`, in disk order. Raises CorruptionError naming file and record."""
         self._check_open()
-        with self._rewriting.moving:
+        with self._rewriter.moving:
             return scan_rows(self.log, self.files, self._reader)
 
     def verify(self) -> None:
         """Read every record on the disk. Raises CorruptionError naming file and record."""
         self._check_open()
-        for part in self.files.complete().values():
-            check_rows(
+        for part in self.files.complete_segments().values():
+            verify_records(
                 part.file, part.number, self.shape, part.read_keys(), part.header_crc, part.checksum
             )
 
     def counts(self) -> dict[str, int]:
-        """Rows and bytes since this opening; `lifetime_bytes` since the store began. bytes_held: of complete segments
-        and key lists; bytes_live: what as many rows as there are take of such."""
+        """Count rows and bytes since this opening; `lifetime_bytes` since the store was made.
+
+        bytes_held: of complete segments and key lists; bytes_live: the share of these that live rows take.
+        """
         written = self.files.bytes_written
         lifetime = self._other_bytes + written
-        parts = self.files.complete().values()
-        held = sum(part.num_bytes + part.keys_bytes for part in parts)
+        parts = self.files.complete_segments().values()
+        stored_bytes = sum(part.num_bytes + part.keys_bytes for part in parts)
         records = sum(part.num_records for part in parts)
-        live = len(self) * held // records if records else len(self) * self.shape.stride
-        more = {"bytes_written": written, "lifetime_bytes": lifetime}
-        return dict(self.log.counts()) | more | {"bytes_held": held, "bytes_live": live}
+        live_bytes = (
+            len(self) * stored_bytes // records if records else len(self) * self.shape.stride
+        )
+        totals = {"bytes_written": written, "lifetime_bytes": lifetime}
+        return (
+            dict(self.log.counts())
+            | totals
+            | {"bytes_held": stored_bytes, "bytes_live": live_bytes}
+        )
 
     # ---- commits
 
     def commits(self) -> list[int]:
-        """The steps committed and kept, ascending."""
+        """List the retained commits' steps, ascending."""
         return sorted(self._manifests)
 
     def lost_commits(self) -> dict[int, str]:
-        """Commits kept that cannot be opened now: where files of theirs were that are out of reach."""
-        return manifests.lost(self._manifests.values(), self._stripes)
+        """Map each retained commit that cannot be opened now to the last known directory of its missing files."""
+        return manifests.find_lost_commits(self._manifests.values(), self._stripes)
 
     def freeze(self) -> None:
-        """`Backing.freeze`. Collection pauses until `commit` or `thaw`. Raises StorageError after a failed sync
-        whose rows cannot be written elsewhere yet."""
+        """Fix the content of the next commit as `Backing.freeze`. Garbage collection pauses until `commit` or `thaw`.
+
+        Raises StorageError after a failed sync of rows that cannot be written elsewhere yet.
+        """
         self._check_writable()
-        if self._rewriting.is_frozen:
+        if self._rewriter.is_frozen:
             raise StorageError(
                 f"{self.directory}: got a second freeze. Commit or thaw before the next one"
             )
-        self._rewriting.freeze()
+        self._rewriter.freeze()
         self._is_spoiled = False
 
     def thaw(self) -> None:
-        """`Backing.thaw`. Nothing happens where nothing is frozen."""
-        self._rewriting.thaw()
+        """Give up the frozen content, if any, as `Backing.thaw`."""
+        self._rewriter.thaw()
         if self._collector is not None:
             self._collector.wake(self)
 
     def commit(self, step: int) -> Manifest:
-        """`Backing.commit`. Steps ascend; the newest again is that commit, if nothing has changed or it was of what
-        the caller froze.
+        """Commit as `Backing.commit`. Steps ascend.
 
+        Repeating the newest step returns that commit, if nothing has changed or its content was frozen by the caller.
         Other threads may read and write meanwhile. Files of older commits stay until `prune`. Raises StorageError:
-        the rows and the older commits are as before. What the caller has frozen stays so: commit again when the
-        cause is gone, or thaw.
+        the rows and the older commits are unchanged. Content frozen by the caller stays frozen: commit again when the
+        cause is removed, or thaw.
         """
         with self._committing:
             self._check_writable()
             newest = max(self._manifests, default=-1)
-            was_frozen = self._rewriting.is_frozen
-            is_that = self._changes == self._committed_changes
-            is_that |= not was_frozen and self._finished_step == step
-            if step == newest and is_that:
+            was_frozen = self._rewriter.is_frozen
+            is_unchanged = self._changes == self._committed_changes
+            is_unchanged |= not was_frozen and self._finished_step == step
+            if step == newest and is_unchanged:
                 self.thaw()
-                return self._manifests[step]  # tried again because another table's store failed
+                return self._manifests[step]  # repeated because another table's store failed
             if step <= newest:
                 raise CheckpointError(
                     f"{self.directory}: got a commit of step {step}, wanted one after step {newest}. "
                     "Open the store at an older step to go back"
                 )
-            if self._rewriting.rotten is not None:
-                raise self._rewriting.rotten
+            if self._rewriter.corruption is not None:
+                raise self._rewriter.corruption
             if not was_frozen:
                 self.freeze()
             try:
@@ -249,9 +262,9 @@ class LogBacking:
             return manifest
 
     def prune(self, keep_steps: Collection[int]) -> None:
-        """Forget the commits not in `keep_steps`, and remove the files that nothing needs any more.
+        """Delete the commits that are not in `keep_steps`, and the files that no commit needs any more.
 
-        Raises CheckpointError for a step never committed, StorageError (call again: it goes on).
+        Raises CheckpointError for a step that was never committed, StorageError (call again to continue).
         """
         with self._committing:
             self._check_writable()
@@ -263,48 +276,49 @@ class LogBacking:
                 )
             self._manifests = {step: self._manifests[step] for step in sorted(keep_steps)}
             self._remove_manifests()
-            self.files.remove(self._named_segments())
+            self.files.remove_forgotten(self._referenced_segments())
 
     # ---- garbage collection
 
     def collect(self) -> int:
-        """Rewrite segments until nothing is to gain, those being written included; bytes read."""
+        """Collect garbage until there is nothing to gain, segments being written included; returns bytes read."""
         writer, total, num_bytes = self._check_writable(), 0, 1
         while num_bytes:
             writer.flush(self.files)
             num_bytes = self.collect_piece()
             total += num_bytes
         writer.flush(self.files)
-        with self._committing:  # what the collector's thread has just forgotten, too
-            self.files.remove(self._named_segments())
+        with self._committing:  # segments that the collector's thread has just forgotten, too
+            self.files.remove_forgotten(self._referenced_segments())
         return total
 
     def collect_piece(self) -> int:
-        """One piece of one segment; bytes read, 0: nothing to do now. Raises StorageError; CorruptionError where a
-        record is rotten: then the segment stays as it is, and commits say so.
+        """Rewrite one piece of one segment; returns bytes read, 0: nothing to do now.
+
+        Raises StorageError; CorruptionError if a record is corrupt: then the segment stays, and commits raise it, too.
         """
         writer = self._check_writable()
-        if not self._rewriting.has_victims():
+        if not self._rewriter.has_victims():
             return 0
-        writer.wait_behind()
-        num_bytes, is_forgotten = self._rewriting.next_piece()
+        writer.wait_for_spare_room()
+        num_bytes, is_forgotten = self._rewriter.rewrite_next_piece()
         if num_bytes:
             writer.wake()
         if is_forgotten:
             with self._committing:
-                self.files.remove(self._named_segments())
+                self.files.remove_forgotten(self._referenced_segments())
         return num_bytes
 
     @property
     def is_space_short(self) -> bool:
-        """Collection falls behind: far more is on the disk than should be."""
-        return self._rewriting.is_space_short
+        """True if garbage collection falls behind: the disk has far more bytes than live rows justify."""
+        return self._rewriter.is_space_short
 
     # ---- inside
 
     @property
     def _changes(self) -> int:
-        """Grows with every row written or deleted, not with rows moved."""
+        """Number of rows written or deleted; moving a row does not count."""
         counts = self.log.counts()
         return counts["rows_written"] + counts["rows_deleted"]
 
@@ -317,13 +331,13 @@ class LogBacking:
         assert self._writer is not None
         self.log.seal()
         self._writer.flush(self.files)
-        complete = self.files.complete()
+        complete = self.files.complete_segments()
         entries, bitmaps = [], []
         for number in np.asarray(self.log.frozen_segments()).tolist():
             part = complete[number]
             bitmap = np.asarray(self.log.frozen_live(number))
-            found = LiveRecords(number, part.num_records, bitmap)
-            bitmaps.append(found)
+            live_records = LiveRecords(number, part.num_records, bitmap)
+            bitmaps.append(live_records)
             entries.append(
                 SegmentEntry(
                     number=number,
@@ -333,11 +347,11 @@ class LogBacking:
                     header_crc=part.header_crc,
                     checksum=part.checksum,
                     num_records=part.num_records,
-                    num_live=found.num_live,
+                    num_live=live_records.num_live,
                 )
             )
-        self._sync([complete[entry.number] for entry in entries])
-        content = lives.live_bytes(step, bitmaps)
+        self._sync_segments([complete[entry.number] for entry in entries])
+        content = lives.encode_live(step, bitmaps)
         manifest = Manifest(
             step=step,
             table=self.table_name,
@@ -357,7 +371,7 @@ class LogBacking:
         self._other_bytes += len(content)
         return manifest
 
-    def _sync(self, parts: Sequence[SegmentFile]) -> None:
+    def _sync_segments(self, parts: Sequence[SegmentFile]) -> None:
         unsynced = [part for part in parts if not part.is_synced]
         for part in unsynced:
             try:
@@ -367,29 +381,31 @@ class LogBacking:
                 raise
         self.files.sync_directories([part.stripe for part in unsynced])
 
-    def _named_segments(self) -> set[int]:
+    def _referenced_segments(self) -> set[int]:
         commits = [*self._manifests.values(), *self._doubtful]
         return {entry.number for m in commits for entry in m.segments}
 
     def _remove_manifests(self) -> None:
-        """Of commits not kept; then their bitmaps."""
-        self._remove(manifests.FILE_NAME, {manifests.file_name(step) for step in self._manifests})
-        # A manifest must be gone for good before a file that only it names goes.
+        """Delete manifests of commits that are not retained; then their bitmaps."""
+        self._remove_files(
+            manifests.FILE_NAME, {manifests.file_name(step) for step in self._manifests}
+        )
+        # A manifest must be gone for good before a file that only it lists is removed.
         self._disk.sync_dir(self.directory)
         self._doubtful.clear()
-        self._remove(lives.FILE_NAME, {lives.file_name(step) for step in self._manifests})
+        self._remove_files(lives.FILE_NAME, {lives.file_name(step) for step in self._manifests})
 
-    def _remove(self, pattern: re.Pattern[str], kept: Collection[str]) -> None:
+    def _remove_files(self, pattern: re.Pattern[str], retained: Collection[str]) -> None:
         for name in sorted(os.listdir(self.directory)):
             is_ours = pattern.fullmatch(name.removesuffix(TEMPORARY_SUFFIX))
-            if is_ours and name not in kept:
+            if is_ours and name not in retained:
                 self._disk.unlink(self.directory / name)
 
-    def _load(self, manifest: Manifest) -> None:
-        """Become the content of a commit."""
+    def _load_commit(self, manifest: Manifest) -> None:
+        """Load the content of a commit into the empty log."""
         bitmaps = manifests.read_live(self.directory, manifest)
         for entry, bitmap in zip(manifest.segments, bitmaps, strict=True):
-            self.files.open(entry, bitmap)
+            self.files.load_segment(entry, bitmap)
         if len(self) != manifest.num_rows:
             raise CorruptionError(
                 f"{self.directory / manifests.file_name(manifest.step)}: got {len(self)} live rows in its "
@@ -398,20 +414,20 @@ class LogBacking:
         self._other_bytes = manifest.lifetime_bytes
         self._manifests[manifest.step] = manifest
 
-    def _start(self, kept: dict[int, Manifest]) -> None:
-        """Opened for writing: commits that are not in `kept` never happened."""
-        self._manifests = dict(kept)
+    def _start_writing(self, retained: dict[int, Manifest]) -> None:
+        """Start writing: remove every commit that is not in `retained`, and files that no commit lists."""
+        self._manifests = dict(retained)
         self._remove_manifests()
-        self.files.remove_leftovers(self._named_segments())
-        for manifest in kept.values():
+        self.files.remove_leftovers(self._referenced_segments())
+        for manifest in retained.values():
             for entry in manifest.segments:
-                self.files.keep(entry)
+                self.files.track_removable(entry)
         assert self._writer is not None and self._collector is not None
         self._writer.add(self.files)
         self._collector.add(self)
 
-    def _stop(self) -> None:
-        """No thread works on it any more."""
+    def _stop_threads(self) -> None:
+        """Detach the log from the writer and the garbage collector."""
         if self._collector is not None:
             self._collector.remove(self)
         if self._writer is not None:
@@ -452,21 +468,21 @@ def open_log(
     segment_bytes: int = DEFAULT_SEGMENT_BYTES,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
 ) -> LogBacking:
-    """One table's rows of one rank, as committed at `step`; None: an empty store, created if absent.
+    """Open one table's rows of one rank, as committed at `step`; None: an empty store, created if absent.
 
-    `identity` names run, rank and world: opening with another raises CheckpointError, as do another
-    table, record width or format version, and a step never committed. Altered, torn or missing files
-    raise CorruptionError; then nothing on the disk has changed. Rows themselves are checked when they are read.
+    `identity` names run, rank and world: opening with another raises CheckpointError, as do another table, record width
+    or format version, and a step that was never committed. Altered, torn or missing files raise CorruptionError; then
+    nothing on the disk has changed. Records themselves are checked when they are read.
 
-    For writing: commits newer than `step` (with None: all) are discarded, because the run that decides
-    which step is complete has decided; so are files no kept commit refers to. Raises StoreLocked if the
-    store is open for writing elsewhere. `read_only` changes nothing and needs no lock.
+    For writing: commits newer than `step` (with None: all) are deleted, because the run has already decided which step
+    is complete; files that no retained commit lists are deleted, too. Raises StoreLocked if the store is open for
+    writing elsewhere. `read_only` changes nothing and needs no lock.
 
-    rows, num_owners, place: of a vocabulary table, whose ids are then those dealt to owner `place`; None: any id.
+    rows, num_owners, place: of a vocabulary table, with ids of owner `place` only; None: any id.
     reader, writer, collector: share one of each among the stores of a rank. stripes: directories of this store's own
-    that take its segments instead of `directory`; all that it was ever given must be there. access "mapped": files
-    are read by loads, for memory that is mounted as files. `segment_bytes`: where a new segment starts;
-    `chunk_bytes`: what is written at once, a multiple of 4096.
+    that take its segments instead of `directory`; every one it ever had must be among them. access "mapped": files
+    are read by loads, for memory that is mounted as files. `segment_bytes`: size at which a new segment starts;
+    `chunk_bytes`: size of one write, a multiple of 4096.
     """
     directory = Path(directory)
     disk = disk or Disk()
@@ -488,8 +504,7 @@ def open_log(
         )  # fmt: skip
         shape = SegmentShape(record_bytes, owner_digest(table_name, identity))
         longest = max(segment_bytes, HEADER.size + shape.stride)
-        numbers = [entry.number for each in by_step.values() for entry in each.segments]
-        # One that takes nothing needs no room for it.
+        numbers = [entry.number for manifest in by_step.values() for entry in manifest.segments]
         log = _native.RowLog(
             record_bytes, rows or 0, num_owners, place, longest, shape.chunk_bytes(chunk_bytes), 3,
             1 + max(numbers, default=0),
@@ -505,11 +520,11 @@ def open_log(
             segment_bytes=longest,
         )  # fmt: skip
         if step is not None:
-            store._load(by_step[step])
+            store._load_commit(by_step[step])
         if not read_only:
-            store._start(by_step)
+            store._start_writing(by_step)
     except BaseException:
-        _give_up(store, opened, home_lock)
+        _close_partially_opened(store, opened, home_lock)
         raise
     return store
 
@@ -519,9 +534,9 @@ def _read_manifests(
     step: int | None,
     steps: Iterable[int],
 ) -> tuple[dict[int, Manifest], str, dict[int, str]]:
-    """Read the manifest of `step` and, of `steps`, of those before it.
+    """Read the manifest of `step` and, of `steps`, the earlier ones.
 
-    Returns them by step, and the store's id and directories as that of `step` says; of a new store nothing.
+    Returns them by step, and the store's id and directories from the manifest of `step`; all empty for a new store.
     """
     if step is None:
         return {}, "", {}
@@ -531,7 +546,7 @@ def _read_manifests(
 
 
 def _lock_home(directory: Path, disk: Disk, step: int | None) -> DiskFile:
-    """Lock a store's directory, which is made for a new store. Raises CheckpointError, StoreLocked."""
+    """Lock a store's directory, which is created for a new store. Raises CheckpointError, StoreLocked."""
     if step is None:
         disk.make_dir(directory)
     elif not directory.is_dir():
@@ -539,8 +554,10 @@ def _lock_home(directory: Path, disk: Disk, step: int | None) -> DiskFile:
     return disk.lock(directory / LOCK_NAME)
 
 
-def _give_up(store: LogBacking | None, stripes: Stripes | None, home_lock: DiskFile | None) -> None:
-    """Close what was opened last, which closes what it was opened with."""
+def _close_partially_opened(
+    store: LogBacking | None, stripes: Stripes | None, home_lock: DiskFile | None
+) -> None:
+    """Close the last object that was opened; it closes the ones it was opened with."""
     if store is not None:
         store.close()
     elif stripes is not None:

@@ -1,6 +1,6 @@
-"""The segment files of one log: created, appended, finished, synced, opened and removed. Bytes: format.md.
+"""Segment files of one log: created, appended, finished, synced, opened and removed. Format of the bytes: format.md.
 
-Threads: the writer's alone calls `write_next`; others call the rest; a lock keeps the lists.
+The writer's thread alone calls `write_next`; any thread may call the other methods; a lock guards the lists.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from colonnade.store.durable import TEMPORARY_SUFFIX
 from colonnade.store.key_list import Keys
 from colonnade.store.live import LiveRecords
 from colonnade.store.segment import SegmentShape
-from colonnade.store.stripes import Stripes, no_room
+from colonnade.store.stripes import Stripes, no_space_error
 
 MAX_FILES = 1 << 16
 
 
 @dataclass(slots=True)
 class SegmentFile:
-    """One segment's file, and how far it has come. Numbers of records and checksum hold once it is complete."""
+    """File of one segment, and its progress. Number of records and checksum are valid once it is complete."""
 
     number: int
     stripe: int
     file: DiskFile
     header_crc: int
     num_bytes: int = 0  # on the disk
-    taken_bytes: int = 0  # of its stripe's space, its key list's too
-    promised_bytes: int = 0  # that it may still take
+    reserved_bytes: int = 0  # of its stripe's space, its key list's included
+    growth_bytes: int = 0  # that it may still take
     num_records: int = 0
     checksum: int = 0
     keys_bytes: int = 0
     is_complete: bool = False  # sealed, all of it on the disk, its key list too
     is_synced: bool = False
-    is_suspect: bool = False  # a sync failed: the system may have dropped what it held for the disk
+    is_suspect: bool = False  # a sync failed: the system may have dropped unwritten pages
     mapping: FileMapping | None = None
-    keys: DiskFile | None = None  # its key list, once it is complete
+    keys: DiskFile | None = None  # key list, once it is complete
 
     def read_keys(self) -> Keys:
-        """Of a complete one. Raises CorruptionError, StorageError."""
+        """Read the ids of a complete segment. Raises CorruptionError, StorageError."""
         assert self.keys is not None
         return key_lists.read_key_list(self.keys, self.number, self.num_records, self.checksum)
 
 
 def allow_many_files() -> None:
-    """A store keeps every segment open; the usual limit of 1,024 files is a default that a process may raise."""
+    """Raise this process's limit on open files: a store keeps every segment open, and the default is often 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -64,7 +64,7 @@ def allow_many_files() -> None:
 
 
 class LogFiles:
-    """See above. `bytes_written` counts all bytes of segments and key lists, since the object was made."""
+    """Files of one log (see the module). `bytes_written` counts bytes of segments and key lists since construction."""
 
     def __init__(
         self,
@@ -76,37 +76,38 @@ class LogFiles:
         longest_bytes: int,
         is_mapped: bool,
     ) -> None:
-        """`longest_bytes`: of a segment, in whole pages; `is_mapped`: files are read by loads."""
+        """longest_bytes: largest size of a segment, in whole pages; is_mapped: files are read by loads."""
         self.log, self.disk, self.stripes, self.shape = log, disk, stripes, shape
-        self.parts: dict[int, SegmentFile] = {}  # the log's, those under way included
+        self.parts: dict[int, SegmentFile] = {}  # the log's, those in progress included
         self.bytes_written = 0
         self.longest_bytes = longest_bytes
         self.mapped_bytes = longest_bytes if is_mapped else 0
-        # segment -> stripe and bytes: files the log knows no more
-        self._removable: dict[int, tuple[int, int]] = {}
+        self._removable: dict[
+            int, tuple[int, int]
+        ] = {}  # segments the log forgot: stripe and bytes
         self._chunk: _native.Chunk | None = None  # taken from the log, not yet written
-        self._ending: set[int] = (
-            set()
-        )  # segments all of whose records are there, but not their ends
+        self._unfinished: set[int] = set()  # segments with all records written, but no key list
         self._lock = threading.Lock()
 
     # ---- the writer's thread
 
     def write_next(self) -> int:
-        """One chunk to its file, or what ends a segment; the bytes written, 0: nothing was to do.
+        """Write one chunk, or the end of a segment. Returns the bytes written, 0: nothing to do.
 
         Raises StorageError: nothing is lost, and the next call tries again.
         """
         if self._chunk is None:
             self._chunk = self.log.next_chunk()
         if self._chunk is None:
-            return self._finish(self.parts[min(self._ending)]) if self._ending else 0
+            return (
+                self._finish_segment(self.parts[min(self._unfinished)]) if self._unfinished else 0
+            )
         chunk = self._chunk
         part = self.parts.get(chunk.segment)
         if part is None:
-            part = self._create(chunk.segment, len(chunk.data))
+            part = self._create_segment(chunk.segment, len(chunk.data))
         data = chunk.data
-        self._take(part, chunk.offset + len(data))
+        self._reserve_space(part, chunk.offset + len(data))
         if chunk.offset == 0:
             data[: segments.HEADER.size] = self._header
         self.disk.append(part.file, chunk.offset, data)
@@ -115,65 +116,67 @@ class LogFiles:
         self._chunk = None
         self.bytes_written += len(data)
         if chunk.is_last:
-            self._finish(part)
+            self._finish_segment(part)
         return len(data)
 
     @property
     def has_work(self) -> bool:
-        """Whether `write_next` would do something now."""
-        return bool(self._ending) or self.log.pending_bytes > 0
+        """True if `write_next` would do something now."""
+        return bool(self._unfinished) or self.log.pending_bytes > 0
 
-    def _create(self, number: int, first_bytes: int) -> SegmentFile:
+    def _create_segment(self, number: int, first_bytes: int) -> SegmentFile:
         with self._lock:
-            held: dict[int, int] = {}
+            stripe_bytes: dict[int, int] = {}
             for other in self.parts.values():
-                held[other.stripe] = held.get(other.stripe, 0) + other.num_bytes
-            stripe = self.stripes.choose(held, first_bytes, self.longest_bytes)
-        self._header = segments.header_bytes(number, self.shape, secrets.randbits(32))
+                stripe_bytes[other.stripe] = stripe_bytes.get(other.stripe, 0) + other.num_bytes
+            stripe = self.stripes.choose_stripe(stripe_bytes, first_bytes, self.longest_bytes)
+        self._header = segments.encode_header(number, self.shape, secrets.randbits(32))
         path = self.stripes.directories[stripe] / segments.file_name(number)
-        # A mapping and direct output of the same file would not see each other in time everywhere.
+        # Not direct with mappings: on some file systems a mapping does not see direct writes in time.
         file = self.disk.create(path, direct=not self.mapped_bytes)
         part = SegmentFile(number, stripe, file, segments.header_crc(self._header))
         self._attach(part, self.mapped_bytes)
         with self._lock:
             self.parts[number] = part
-        self._promise(part, self.longest_bytes)
+        self._set_growth(part, self.longest_bytes)
         return part
 
-    def _take(self, part: SegmentFile, num_bytes: int) -> None:
-        """The file is about to be so long, or has become so. Raises StorageError where its directory is full."""
+    def _reserve_space(self, part: SegmentFile, num_bytes: int) -> None:
+        """Reserve space before the file grows, or after it shrank. Raises StorageError if its directory is full."""
         space = self.stripes.spaces.get(part.stripe)
         if space is None:
             return
-        more = num_bytes - part.taken_bytes
+        more = num_bytes - part.reserved_bytes
         if more < 0:
-            space.count(more)
-        elif not space.take(more):
-            raise no_room([self.stripes.spaces[n] for n in sorted(self.stripes.spaces)], more)
-        part.taken_bytes = num_bytes
-        if part.promised_bytes:
-            self._promise(part, max(0, self.longest_bytes - num_bytes))
+            space.adjust_used(more)
+        elif not space.reserve(more):
+            raise no_space_error(
+                [self.stripes.spaces[n] for n in sorted(self.stripes.spaces)], more
+            )
+        part.reserved_bytes = num_bytes
+        if part.growth_bytes:
+            self._set_growth(part, max(0, self.longest_bytes - num_bytes))
 
-    def _promise(self, part: SegmentFile, num_bytes: int) -> None:
+    def _set_growth(self, part: SegmentFile, num_bytes: int) -> None:
         if space := self.stripes.spaces.get(part.stripe):
-            space.promise(num_bytes - part.promised_bytes)
-            part.promised_bytes = num_bytes
+            space.adjust_growth(num_bytes - part.growth_bytes)
+            part.growth_bytes = num_bytes
 
-    def _count(self, stripe: int, num_bytes: int) -> None:
+    def _adjust_used(self, stripe: int, num_bytes: int) -> None:
         if space := self.stripes.spaces.get(stripe):
-            space.count(num_bytes)
+            space.adjust_used(num_bytes)
 
-    def _finish(self, part: SegmentFile) -> int:
-        self._ending.add(part.number)  # until it has an end
+    def _finish_segment(self, part: SegmentFile) -> int:
+        self._unfinished.add(part.number)  # until its key list is written
         records, num_bytes, checksum = self.log.sealed(part.number)
         checksum = (checksum + part.header_crc) % (1 << 64)
         self.disk.truncate(part.file, num_bytes)
         ids = np.asarray(self.log.keys(part.number))
-        keys = key_lists.key_list_bytes(part.number, ids, checksum)
-        self._promise(part, 0)
-        self._take(part, num_bytes + len(keys))
+        keys = key_lists.encode_key_list(part.number, ids, checksum)
+        self._set_growth(part, 0)
+        self._reserve_space(part, num_bytes + len(keys))
         path = part.file.path.with_name(key_lists.file_name(part.number))
-        self.disk.unlink(path)  # of a try that failed
+        self.disk.unlink(path)  # of a failed attempt
         part.keys = self.disk.create(path)
         self.disk.append(part.keys, 0, keys)
         self.bytes_written += len(keys)
@@ -181,7 +184,7 @@ class LogFiles:
             part.num_records, part.num_bytes, part.checksum = records, num_bytes, checksum
             part.keys_bytes = len(keys)
             part.is_complete = True
-        self._ending.discard(part.number)
+        self._unfinished.discard(part.number)
         self.log.forget_keys(part.number)
         return len(keys)
 
@@ -189,23 +192,23 @@ class LogFiles:
 
     @property
     def pending_bytes(self) -> int:
-        """In full chunks that are not written yet."""
+        """Bytes of full chunks that are not written yet."""
         return self.log.pending_bytes
 
     def sealed_unfinished(self) -> set[int]:
-        """Segments that are sealed and not yet complete: what a commit waits for."""
+        """Return the segments that are sealed and not yet complete, for which a commit waits."""
         numbers, _, _, sealed = (np.asarray(column) for column in self.log.segments())
         with self._lock:
             finished = {n for n, part in self.parts.items() if part.is_complete}
-            # What is being forgotten was complete.
+            # Segments that are being forgotten were complete.
             return set(numbers[sealed.astype(bool)].tolist()) - finished - self._removable.keys()
 
-    def complete(self) -> dict[int, SegmentFile]:
+    def complete_segments(self) -> dict[int, SegmentFile]:
         with self._lock:
             return {n: part for n, part in self.parts.items() if part.is_complete}
 
-    def look_up(self, number: int) -> tuple[SegmentFile | None, int]:
-        """A segment's file and how many records are whole in it (perhaps more, of padding, before it is complete)."""
+    def find_segment(self, number: int) -> tuple[SegmentFile | None, int]:
+        """Return a segment's file and its number of whole records, perhaps with padding before it is complete."""
         with self._lock:
             part = self.parts.get(number)
             if part is None:
@@ -218,7 +221,7 @@ class LogFiles:
         return part.file.path if part else self.stripes.home / segments.file_name(number)
 
     def sync(self, part: SegmentFile) -> None:
-        """A complete segment and its key list survive a crash; their names only after their directory is synced."""
+        """Make a complete segment and its key list durable; their names only after `sync_directories`."""
         part.is_suspect = True
         self.disk.sync(part.file)
         assert part.keys is not None
@@ -230,24 +233,24 @@ class LogFiles:
         for number in sorted(set(stripes)):
             self.disk.sync_dir(self.stripes.directories[number])
 
-    def open(self, entry: SegmentEntry, live: LiveRecords) -> None:
-        """A segment of a commit, into the log. Raises CorruptionError, CheckpointError, StorageError."""
+    def load_segment(self, entry: SegmentEntry, live: LiveRecords) -> None:
+        """Load a segment of a commit into the log. Raises CorruptionError, CheckpointError, StorageError."""
         name = segments.file_name(entry.number)
-        path = self.stripes.find(name, entry.stripe)
+        path = self.stripes.find_file(name, entry.stripe)
         file = segments.open_segment(path, self.shape, entry.num_bytes, entry.header_crc)
         if entry.num_bytes != self.shape.num_bytes(entry.num_records):
             raise CorruptionError(
                 f"{path}: its manifest says {entry.num_bytes} bytes and {entry.num_records} records, which do not "
                 "agree. Go back to an older commit"
             )
-        keys = self.stripes.find(key_lists.file_name(entry.number), entry.stripe)
+        keys = self.stripes.find_file(key_lists.file_name(entry.number), entry.stripe)
         part = SegmentFile(entry.number, entry.stripe, file, entry.header_crc)
         part.keys = key_lists.open_key_list(keys)
         if path.parent == self.stripes.home:
             part.stripe = 0
         part.num_bytes, part.num_records = entry.num_bytes, entry.num_records
         part.checksum, part.keys_bytes = entry.checksum, entry.keys_bytes
-        part.taken_bytes = _bytes_of(entry)
+        part.reserved_bytes = _total_bytes(entry)
         ids = part.read_keys().ids()
         part.is_complete = part.is_synced = True
         try:
@@ -258,50 +261,50 @@ class LogFiles:
             ) from None
         self._attach(part, entry.num_bytes)
         self.parts[entry.number] = part
-        self._count(part.stripe, part.taken_bytes)
+        self._adjust_used(part.stripe, part.reserved_bytes)
 
-    def forget(self, number: int) -> None:
-        """The log needs no row of this segment. Its file stays until `remove`, and until reads of it are done."""
+    def forget_segment(self, number: int) -> None:
+        """Forget a segment that the log does not need. Its file stays until `remove`, and until reads of it end."""
         with self._lock:
             part = self.parts.pop(number)
-            self._removable[number] = part.stripe, part.taken_bytes
+            self._removable[number] = part.stripe, part.reserved_bytes
         self.log.detach(number)
         if part.mapping is not None:
             part.mapping.close()
         self.log.forget(number)
 
-    def remove(self, named: Collection[int]) -> None:
-        """Remove the files of forgotten segments that no manifest names. Raises StorageError (call again)."""
+    def remove_forgotten(self, referenced: Collection[int]) -> None:
+        """Remove the files of forgotten segments that no manifest lists. Raises StorageError (call again)."""
         with self._lock:
-            gone = {n: held for n, held in self._removable.items() if n not in named}
+            gone = {n: entry for n, entry in self._removable.items() if n not in referenced}
         for number, (stripe, num_bytes) in sorted(gone.items()):
             for name in (segments.file_name(number), key_lists.file_name(number)):
                 if stripe in self.stripes.directories:
-                    self.disk.unlink(self.stripes.find(name, stripe))
+                    self.disk.unlink(self.stripes.find_file(name, stripe))
             with self._lock:
                 self._removable.pop(number, None)
-            self._count(stripe, -num_bytes)
+            self._adjust_used(stripe, -num_bytes)
 
-    def keep(self, entry: SegmentEntry) -> None:
-        """A segment that older commits name and this one does not."""
+    def track_removable(self, entry: SegmentEntry) -> None:
+        """Remember a segment that older commits list and this one does not, for `remove`."""
         if entry.number in self.parts or entry.number in self._removable:
             return
-        stripe = self.stripes.lies_in(segments.file_name(entry.number), entry.stripe)
-        num_bytes = 0 if stripe is None else _bytes_of(entry)
+        stripe = self.stripes.find_stripe(segments.file_name(entry.number), entry.stripe)
+        num_bytes = 0 if stripe is None else _total_bytes(entry)
         stripe = entry.stripe if stripe is None else stripe
         self._removable[entry.number] = stripe, num_bytes
-        self._count(stripe, num_bytes)
+        self._adjust_used(stripe, num_bytes)
 
-    def remove_leftovers(self, named: Collection[int]) -> None:
-        """At opening: what no kept commit names, in every directory of the store."""
+    def remove_leftovers(self, referenced: Collection[int]) -> None:
+        """Remove files that no retained commit lists, from every directory of the store, when it opens."""
         for directory in self.stripes.directories.values():
             for path in sorted(directory.iterdir()):
                 match = segments.FILE_NAME.fullmatch(path.name.removesuffix(TEMPORARY_SUFFIX))
-                if match and int(match[1]) not in named:
+                if match and int(match[1]) not in referenced:
                     self.disk.unlink(path)
 
     def close(self) -> None:
-        """Let go of mappings; files close with the last read of them."""
+        """Close mappings; files close when their last read ends."""
         with self._lock:
             parts, self.parts = list(self.parts.values()), {}
         for part in parts:
@@ -317,6 +320,6 @@ class LogFiles:
         self.log.attach(part.number, part.file.fd, address)
 
 
-def _bytes_of(entry: SegmentEntry) -> int:
-    """Of a segment and its key list."""
+def _total_bytes(entry: SegmentEntry) -> int:
+    """Return the bytes of a segment and its key list."""
     return entry.num_bytes + entry.keys_bytes

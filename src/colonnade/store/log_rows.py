@@ -1,4 +1,4 @@
-"""Rows of a log on their way in and out: what a call may hand over, reads under way, writes that are done, scans."""
+"""Rows read from and written to a log: argument checks, pending reads, finished writes, scans."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from colonnade import _native
 from colonnade.errors import StorageError
 from colonnade.store.contract import Pending, RowBatch
 from colonnade.store.key_list import Keys
-from colonnade.store.live import live_flags
+from colonnade.store.live import unpack_flags
 from colonnade.store.log_files import LogFiles, SegmentFile
-from colonnade.store.segment import bad_record, read_frames
+from colonnade.store.segment import corrupt_record_error, read_frames
 
 SNAPSHOT_TRIES = 100
 
 
 class PendingRead(Pending):
-    """A read under way. Dropping it waits for it."""
+    """Read in progress. Dropping it waits for it."""
 
     def __init__(self, job: _native.LogRead, out: Tensor, path_of: Callable[[int], Path]) -> None:
         self._job = job
@@ -31,13 +31,13 @@ class PendingRead(Pending):
         self._path_of = path_of
 
     def wait(self) -> Tensor:
-        found, fault = self._job.wait()
+        exists, fault = self._job.wait()
         raise_fault(fault, self._path_of)
-        return torch.as_tensor(np.asarray(found).astype(bool))
+        return torch.as_tensor(np.asarray(exists).astype(bool))
 
 
 class Written(Pending):
-    """A write that is done."""
+    """Finished write."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
@@ -47,7 +47,7 @@ class Written(Pending):
 
 
 def check_ids(ids: Tensor) -> None:
-    """Raises ValueError unless ids are (N,) int64 as native code takes them."""
+    """Raise ValueError unless ids are (N,) int64 as native code takes them."""
     if ids.dtype != torch.int64 or ids.dim() != 1 or not _is_plain(ids):
         raise ValueError(
             f"ids: got {ids.dtype} of shape {tuple(ids.shape)} on {ids.device}, wanted a contiguous "
@@ -56,7 +56,7 @@ def check_ids(ids: Tensor) -> None:
 
 
 def check_batch(ids: Tensor, records: Tensor, record_bytes: int) -> None:
-    """Raises ValueError unless ids are (N,) int64 and records (N, record_bytes) uint8."""
+    """Raise ValueError unless ids are (N,) int64 and records (N, record_bytes) uint8."""
     check_ids(ids)
     shape = (len(ids), record_bytes)
     if records.dtype != torch.uint8 or tuple(records.shape) != shape or not _is_plain(records):
@@ -71,7 +71,7 @@ def _is_plain(array: Tensor) -> bool:
 
 
 def raise_fault(fault: tuple[str, int, int] | None, path_of: Callable[[int], Path]) -> None:
-    """What a native read says is wrong (kind, place, errno), as StorageError or CorruptionError."""
+    """Raise a native read's fault (kind, place, errno) as StorageError or CorruptionError; None: return."""
     if fault is None:
         return
     kind, place, error = fault
@@ -81,7 +81,7 @@ def raise_fault(fault: tuple[str, int, int] | None, path_of: Callable[[int], Pat
             error,
             f"{path}: record {record}: could not read: {os.strerror(error)}. Check this disk (`dmesg`)",
         )
-    raise bad_record(path, record, _FAULTS[kind])
+    raise corrupt_record_error(path, record, _FAULTS[kind])
 
 
 _FAULTS = {
@@ -91,52 +91,52 @@ _FAULTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class PartOnDisk:
-    """The records of a segment that are whole in its file."""
+class SegmentRecords:
+    """Records of a segment that are complete in its file."""
 
     file: SegmentFile
     live: np.ndarray
-    """(N,) bool: rows."""
+    """Flags (N,) bool of records that are rows."""
     keys: Keys | None
-    """None: in the segment's key list."""
+    """Ids of the records; None: read them from the segment's key list."""
 
 
-class KeysGone(Exception):
-    """A segment became complete while it was looked at."""
+class SegmentCompleted(Exception):
+    """Internal signal: a segment became complete during a snapshot."""
 
 
 def scan_rows(
     log: _native.RowLog, files: LogFiles, reader: _native.PageReader
 ) -> Iterator[RowBatch]:
-    """Every live row as of the call, each once. The caller keeps rows from moving during the call, not after.
+    """Yield every live row once, as of the call. The caller prevents moves of rows during the call, not after.
 
-    What is in files is read as the iteration goes, what is in memory is copied at once.
+    Rows in files are read during the iteration, rows in memory are copied at once.
     """
     for _ in range(SNAPSHOT_TRIES):
-        before = _changes(log)
+        before = _count_changes(log)
         try:
             on_disk, in_memory = _snapshot(log, files, reader)
-        except KeysGone:
+        except SegmentCompleted:
             continue
-        if _changes(log) == before:
-            return _batches(on_disk, in_memory, files)
+        if _count_changes(log) == before:
+            return _read_batches(on_disk, in_memory, files)
     raise StorageError(
         f"{files.stripes.home}: got changes all along while a scan was to begin, wanted a moment without. "
         "Scan between two steps"
     )
 
 
-def _changes(log: _native.RowLog) -> tuple[int, int]:
+def _count_changes(log: _native.RowLog) -> tuple[int, int]:
     counts = log.counts()
     return counts["rows_written"], counts["rows_deleted"]
 
 
 def _snapshot(
     log: _native.RowLog, files: LogFiles, reader: _native.PageReader
-) -> tuple[list[PartOnDisk], list[RowBatch]]:
-    """Segments whose records are on the disk, and the live rows that are not there yet.
+) -> tuple[list[SegmentRecords], list[RowBatch]]:
+    """List the records that are in files, and copy the live rows that are not.
 
-    Raises KeysGone: look again.
+    Raises SegmentCompleted: take another snapshot.
     """
     on_disk, in_memory = [], []
     numbers, records, live, _ = (np.asarray(column) for column in log.segments())
@@ -145,39 +145,39 @@ def _snapshot(
     ):
         if not num_live:
             continue
-        flags = live_flags(np.asarray(log.live(number)), num_records)
-        part, there = files.look_up(number)
-        there = min(there, num_records)
+        flags = unpack_flags(np.asarray(log.live(number)), num_records)
+        part, num_written = files.find_segment(number)
+        num_written = min(num_written, num_records)
         if part is not None and part.is_complete:
-            on_disk.append(PartOnDisk(part, flags, None))
+            on_disk.append(SegmentRecords(part, flags, None))
             continue
         try:
             keys = np.asarray(log.keys(number))
         except ValueError:
-            raise KeysGone from None
-        if part is not None and flags[:there].any():
-            on_disk.append(PartOnDisk(part, flags[:there], Keys.of(keys[:there])))
-        if not flags[there:].any():
+            raise SegmentCompleted from None
+        if part is not None and flags[:num_written].any():
+            on_disk.append(SegmentRecords(part, flags[:num_written], Keys.of(keys[:num_written])))
+        if not flags[num_written:].any():
             continue
-        ids = torch.from_numpy(keys[there:num_records][flags[there:]].copy())
+        ids = torch.from_numpy(keys[num_written:num_records][flags[num_written:]].copy())
         rows = torch.empty(len(ids), files.shape.record_bytes, dtype=torch.uint8)
-        found, fault = log.read(reader, ids, rows, True).wait()
+        exists, fault = log.read(reader, ids, rows, True).wait()
         raise_fault(fault, files.path_of)
-        is_found = torch.as_tensor(np.asarray(found).astype(bool))
-        in_memory.append(RowBatch(ids[is_found], rows[is_found]))
+        has_row = torch.as_tensor(np.asarray(exists).astype(bool))
+        in_memory.append(RowBatch(ids[has_row], rows[has_row]))
     return on_disk, in_memory
 
 
-def _batches(
-    on_disk: list[PartOnDisk], in_memory: list[RowBatch], files: LogFiles
+def _read_batches(
+    on_disk: list[SegmentRecords], in_memory: list[RowBatch], files: LogFiles
 ) -> Iterator[RowBatch]:
     width = files.shape.record_bytes
     for part in on_disk:
-        of = part.file
-        keys = part.keys or of.read_keys()
-        for first, ids, frames in read_frames(of.file, of.number, files.shape, keys):
-            chosen = part.live[first : first + len(frames)]
-            if chosen.any():
-                rows = np.ascontiguousarray(frames["payload"][chosen, :width])
-                yield RowBatch(torch.from_numpy(ids[chosen]), torch.from_numpy(rows))
+        file = part.file
+        keys = part.keys or file.read_keys()
+        for first, ids, frames in read_frames(file.file, file.number, files.shape, keys):
+            is_live = part.live[first : first + len(frames)]
+            if is_live.any():
+                rows = np.ascontiguousarray(frames["payload"][is_live, :width])
+                yield RowBatch(torch.from_numpy(ids[is_live]), torch.from_numpy(rows))
     yield from in_memory

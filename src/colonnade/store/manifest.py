@@ -1,4 +1,4 @@
-"""Manifests: `manifest-<step>.json` says which bytes are one commit. Format: format.md."""
+"""Manifests: `manifest-<step>.json` lists the segments of one commit. Format: format.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from colonnade.errors import CheckpointError, CorruptionError
-from colonnade.formats import check_stamp, parse_object, stamp
+from colonnade.formats import check_format, parse_object, stamp
 from colonnade.store import key_list, live, segment
 from colonnade.store.contract import Manifest, SegmentEntry
 from colonnade.store.disk import Disk
@@ -46,7 +46,7 @@ class _Segment(TypedDict):
 
 
 class _Fields(TypedDict):
-    """What format.md says of a manifest, beside its format and version."""
+    """Fields of a manifest in format.md, other than its format and version."""
 
     step: int
     table: str
@@ -68,7 +68,7 @@ def file_name(step: int) -> str:
 
 
 def committed_steps(directory: Path) -> list[int]:
-    """The steps committed in a store's directory, ascending; their content is not looked at."""
+    """List the steps committed in a store's directory, ascending, without reading their content."""
     if not directory.is_dir():
         return []
     matches = [FILE_NAME.fullmatch(path.name) for path in directory.iterdir()]
@@ -78,7 +78,7 @@ def committed_steps(directory: Path) -> list[int]:
 def write_manifest(
     disk: Disk, directory: Path, manifest: Manifest, stripes: Stripes, identity: str
 ) -> None:
-    """Durable when this returns."""
+    """Write a manifest; it is durable when this returns."""
     fields = {
         **stamp(FORMAT),
         "step": manifest.step,
@@ -93,7 +93,7 @@ def write_manifest(
             "crc": f"{manifest.live_crc:08x}",
         },
         "store": stripes.store_id,
-        "stripes": {str(number): path for number, path in stripes.outside().items()},
+        "stripes": {str(number): path for number, path in stripes.paths_outside_home().items()},
         "segments": [
             {
                 "file": segment.file_name(entry.number),
@@ -112,21 +112,21 @@ def write_manifest(
 
 
 def describe(directory: Path, step: int) -> dict[str, Any]:
-    """What a commit's manifest says, for readers who do not know the table. Raises CorruptionError, CheckpointError."""
+    """Read a commit's manifest without knowing the table. Raises CorruptionError, CheckpointError."""
     path = directory / file_name(step)
     if not path.exists():
         raise CheckpointError(
             f"{path}: missing, but its run's commit names it. Restore it from a copy"
         )
     fields = parse_object(path, read_verified(path))
-    check_stamp(path, fields, FORMAT)
+    check_format(path, fields, FORMAT)
     try:
         _FIELDS.validate_python(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        field = ".".join(map(str, first["loc"]))
         raise CorruptionError(
-            f"{path}: got a manifest with a bad {where}: {first['msg']}. Restore it from a copy, or go back to an "
+            f"{path}: got a manifest with a bad {field}: {first['msg']}. Restore it from a copy, or go back to an "
             "older commit"
         ) from None
     return fields
@@ -134,38 +134,38 @@ def describe(directory: Path, step: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class CommitFile:
-    """A file that a manifest names: where it lies, its length, and what tells its content from others of its name."""
+    """File that a manifest lists: path, length, and a checksum that distinguishes contents of one name."""
 
     path: Path
     num_bytes: int
     content: str
 
 
-def files_of(directory: Path, said: dict[str, Any]) -> Iterator[CommitFile]:
-    """The segments and key lists of a commit, as its manifest, read by `describe`, names them."""
+def list_commit_files(directory: Path, fields: dict[str, Any]) -> Iterator[CommitFile]:
+    """List the segments and key lists of a commit. fields: its manifest as read by `describe`."""
     stripes = Stripes(directory)
-    stripes.directories |= {int(n): Path(path) for n, path in said["stripes"].items()}
-    for part in said["segments"]:
+    stripes.directories |= {int(n): Path(path) for n, path in fields["stripes"].items()}
+    for part in fields["segments"]:
         content = f"{part['header']}{part['checksum']}"
-        rows = stripes.find(part["file"], part["stripe"])
+        rows = stripes.find_file(part["file"], part["stripe"])
         yield CommitFile(rows, part["bytes"], content)
-        keys = stripes.find(key_list.file_name(number_of(part["file"])), part["stripe"])
+        keys = stripes.find_file(key_list.file_name(segment_number(part["file"])), part["stripe"])
         yield CommitFile(keys, part["keys"], content)
 
 
-def live_file(directory: Path, said: dict[str, Any]) -> Path:
-    return directory / said["live"]["file"]
+def live_bitmap_path(directory: Path, fields: dict[str, Any]) -> Path:
+    return directory / fields["live"]["file"]
 
 
-def number_of(file: str) -> int:
-    """Of a segment, by its file's name."""
+def segment_number(file: str) -> int:
+    """Parse a segment's number from its file's name."""
     return int(file[8:16])
 
 
 def read_manifest(
     directory: Path, step: int, *, table: str, identity: str, record_bytes: int
 ) -> tuple[Manifest, str, dict[int, str]]:
-    """A manifest, the store's id and its stripes outside the directory.
+    """Read a manifest. Returns it, the store's id and its stripes outside the directory.
 
     Raises CorruptionError (altered), CheckpointError (absent, or of another table, run or version).
     """
@@ -186,7 +186,7 @@ def read_manifest(
             )
     segments = tuple(
         SegmentEntry(
-            number=number_of(part["file"]),
+            number=segment_number(part["file"]),
             stripe=part["stripe"],
             num_bytes=part["bytes"],
             keys_bytes=part["keys"],
@@ -207,24 +207,24 @@ def read_manifest(
         live_crc=int(fields["live"]["crc"], 16),
         segments=segments,
     )
-    return manifest, fields["store"], {int(n): place for n, place in fields["stripes"].items()}
+    return manifest, fields["store"], {int(n): path for n, path in fields["stripes"].items()}
 
 
-def lost(kept: Iterable[Manifest], stripes: Stripes) -> dict[int, str]:
-    """Step -> the last known directory of a stripe that is gone, of commits with a segment there."""
+def find_lost_commits(commits: Iterable[Manifest], stripes: Stripes) -> dict[int, str]:
+    """Map the step of each commit with a segment in a missing stripe to the last known directory of that stripe."""
     return {
         m.step: stripes.known.get(entry.stripe, f"stripe {entry.stripe}")
-        for m in kept
+        for m in commits
         for entry in m.segments
-        if stripes.lies_in(segment.file_name(entry.number), entry.stripe) is None
+        if stripes.find_stripe(segment.file_name(entry.number), entry.stripe) is None
     }
 
 
 def read_live(directory: Path, manifest: Manifest) -> list[live.LiveRecords]:
-    """The live bitmaps of a commit, by segment as the manifest lists them. Raises CorruptionError, StorageError."""
+    """Read the live bitmaps of a commit, in order of its segments. Raises CorruptionError, StorageError."""
     path = directory / live.file_name(manifest.step)
     if not path.exists():
-        raise segment.missing(path)
+        raise segment.missing_file_error(path)
     content = read_verified(path)
     got = (len(content), segment.crc32c(content))
     if got != (manifest.live_bytes, manifest.live_crc):
@@ -234,8 +234,8 @@ def read_live(directory: Path, manifest: Manifest) -> list[live.LiveRecords]:
             "older commit"
         )
     parts = live.parse_live(path, content, manifest.step)
-    said = [(p.segment, p.num_records, p.num_live) for p in parts]
-    if said != [(s.number, s.num_records, s.num_live) for s in manifest.segments]:
+    listed = [(p.segment, p.num_records, p.num_live) for p in parts]
+    if listed != [(s.number, s.num_records, s.num_live) for s in manifest.segments]:
         raise CorruptionError(
             f"{path}: got other segments than {file_name(manifest.step)} lists. Go back to an older commit"
         )

@@ -1,10 +1,10 @@
-"""Exported rows, memory-mapped and read in place: weights only, nothing pinned, nothing remembered of a read.
+"""Exported rows, memory-mapped and read in place: weights only, nothing pinned, reads leave no trace.
 
-Processes that map the same file share its pages. Each keeps an index of its own: 4 bytes per row of a
-vocabulary table, 23 per row of an open one. Rows that are not there read as their first value (birth law):
-it is written behind the mapped rows, in memory of this process, so that every row of a table lies at
-`base + slot * stride`. Between the two lie rows that are newer than the file (`change`), with an index of
-their own: 23 bytes beside a row. Legend: N rows of a file or of a change, T tables, E lookups.
+Processes that map the same file share its pages. Each has an index of its own: 4 bytes per row of a vocabulary table,
+23 per row of an open one. Absent rows read as their first value (lazy initialisation): it is written behind the mapped
+rows, in memory of this process, so that every row of a table is at `base + slot * stride`. Between the two are rows
+that are newer than the file (`change`), with an index of their own: 23 bytes a row.
+Legend: N rows of a file or of a change, T tables, E lookups.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from colonnade.store.row_file import RowFile, open_row_file
 from colonnade.table import Table
 
 SPARSE = 16
-"""A vocabulary table with fewer than one exported row in so many is indexed by hash."""
-GONE = 1 << 40  # no slot: a row of the file that is none any more
+"""Rows of a vocabulary for each exported row, above which a table is indexed by hash."""
+GONE = 1 << 40  # instead of a slot: a row of the file that was deleted
 
 
 class MappedRows:
-    """All tables of an exported model. One thread at a time. Built by `open_mapped`."""
+    """Mapped rows of all tables of an exported model. One thread at a time. Built by `open_mapped`."""
 
     def __init__(self, tables: Sequence[MappedTable]) -> None:
         self.tables = tuple(tables)
-        self._num_damaged = 0  # mappings of this process, of which none is among these
+        self._num_damaged = 0  # mappings of this process known as damaged, none of these tables
         self._scrub: Scrub | None = None
         self._failure: CorruptionError | None = None  # of a mapping
         self._is_closed = False
 
     def find(self, ids: Tensor, offsets: Tensor, tables: Tensor) -> Tensor:
-        """The slot of each lookup, (E,) int32, valid until the next call.
+        """Return the slot of each lookup, (E,) int32, valid until the next call.
 
-        ids (E,) column by column, offsets (C + 1,), tables (C,): the table of each column. IndexError
-        for an id outside its vocabulary table; CorruptionError where a row's block of its file is damaged,
-        StorageError where it cannot be read; ConfigError once the rows are closed.
+        ids (E,) column by column, offsets (C + 1,), tables (C,): the table of each column. IndexError for an id outside
+        its vocabulary table; CorruptionError if a row's block of its file is damaged, StorageError if it cannot be
+        read; ConfigError once the rows are closed.
         """
         self._check_open()
-        _native.handle_faults()  # others may have installed their handlers meanwhile
+        _native.handle_faults()  # other libraries may have installed their handlers meanwhile
         slots, lookups = np.empty(len(ids), np.int32), ids.numpy()
         bounds = offsets.tolist()
         absent: dict[int, list[np.ndarray]] = {}
@@ -59,20 +59,22 @@ class MappedRows:
             if len(missing):
                 absent.setdefault(t, []).append(missing + first)
         for t, parts in absent.items():
-            where = np.concatenate(parts)
-            slots[where] = self.tables[t].bear(lookups[where])
+            positions = np.concatenate(parts)
+            slots[positions] = self.tables[t].initialise(lookups[positions])
         return torch.from_numpy(slots)
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """(T,) each: the address of slot 0, and the bytes between slots. Valid until the next `find`."""
+        """Return the address of slot 0 and the bytes between slots, (T,) each. Valid until the next `find`."""
         return (
             torch.tensor([table.base for table in self.tables], dtype=torch.int64),
             torch.tensor([table.stride for table in self.tables], dtype=torch.int64),
         )
 
     def check(self) -> None:
-        """Raise CorruptionError if rows were read that their file no longer holds: what was computed from them is
-        void. To be called after rows were read, before anything is returned."""
+        """Raise CorruptionError if a file could not be read under a lookup: results computed from it are void.
+
+        Call it after rows were read, before anything is returned.
+        """
         count = _native.num_damaged()
         if count == self._num_damaged:
             return
@@ -86,33 +88,35 @@ class MappedRows:
         self._num_damaged = count
 
     def scrub(self) -> None:
-        """Check what no lookup has read yet, in a thread."""
+        """Check blocks that no lookup has read yet, in a thread."""
         self._scrub = Scrub([table.file.file for table in self.tables])
 
     @property
     def problem(self) -> StorageError | None:
-        """Damage that was met in the background, or under a lookup."""
+        """Damage detected in the background, or under a lookup; None if none was."""
         return self._failure or (self._scrub.problem if self._scrub else None)
 
     @property
     def is_replaced(self) -> bool:
-        """Whether a file was written anew since it was opened."""
+        """True if a file was rewritten since it was opened."""
         return any(table.file.file.is_replaced for table in self.tables)
 
-    def change(self, t: int, ids: Tensor, weights: Tensor, gone: Tensor) -> None:
-        """Rows of table t are these from now on: ids (N,) unique, weights (N, width) of the table's dtype; gone (G,):
-        ids that read as their first value again."""
+    def change(self, table_index: int, ids: Tensor, weights: Tensor, gone: Tensor) -> None:
+        """Overwrite and delete rows of a table, in memory only.
+
+        ids (N,) unique, weights (N, width) of the table's dtype; gone (G,): ids that read as their first value again.
+        """
         self._check_open()
-        self.tables[t].change(ids.numpy(), weights, gone.numpy())
+        self.tables[table_index].change(ids.numpy(), weights, gone.numpy())
 
     def become(self, other: MappedRows) -> None:
-        """Serve the rows of another file of each table instead; `other` is used up."""
+        """Serve the files of `other` instead; `other` must not be used any more."""
         self._check_open()
         self._unmap()
         self.tables, self._scrub, self._failure = other.tables, other._scrub, None
 
     def close(self) -> None:
-        """Unmap the files; nothing can be read any more."""
+        """Unmap the files; later reads are refused."""
         self._is_closed = True
         self._unmap()
 
@@ -123,85 +127,88 @@ class MappedRows:
             table.close()
 
     def _check_open(self) -> None:
-        """Refuse to read unmapped memory, which would end the process. Raises ConfigError."""
+        """Raise ConfigError instead of reading unmapped memory, which would end the process."""
         if self._is_closed:
             raise ConfigError("got a predictor that is closed; open it again: Predictor.open(path)")
 
 
 class MappedTable:
-    """One table's file and the memory behind it."""
+    """Mapped file of one table and the memory behind it."""
 
-    def __init__(self, number: int, file: RowFile, births: _native.Dram) -> None:
-        """Raises CorruptionError, StorageError where its ids are damaged."""
-        self.number, self.table, self.file = number, file.table, file
+    def __init__(self, table_index: int, file: RowFile, initialiser: _native.Dram) -> None:
+        """Index the file's ids. Raises CorruptionError, StorageError if they are damaged."""
+        self.table_index, self.table, self.file = table_index, file.table, file
         self.index = SlotIndex(file)
         self.stride = file.stride
         self.base = 0
-        self._births = births
+        self._initialiser = initialiser
         self._mapping = _Mapping(file)
         self._capacity = self._room = 0
-        self._newer: _native.RowIndex | None = (
-            None  # id -> slot, or GONE, where it is not as in the file
-        )
+        # id -> slot, or GONE, of rows that differ from the file
+        self._newer: _native.RowIndex | None = None
         self._num_newer = 0
 
     def find(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Fills slots (E,); returns the positions of ids that the file does not hold. Raises CorruptionError,
-        StorageError where a row is damaged."""
+        """Fill slots (E,); returns the positions of ids that have no row. Raises CorruptionError, StorageError if a row
+        is damaged."""
         self.index.get(ids, slots)
         if self._newer is not None and len(ids):
-            places = np.empty(len(ids), np.int64)
-            self._newer.get(np.ascontiguousarray(ids), places)
-            known = np.flatnonzero(places != -1)
+            newer_slots = np.empty(len(ids), np.int64)
+            self._newer.get(np.ascontiguousarray(ids), newer_slots)
+            known = np.flatnonzero(newer_slots != -1)
             slots[known] = (
-                np.where(places[known] == GONE, -1, places[known]).astype(np.uint32).view(np.int32)
+                np.where(newer_slots[known] == GONE, -1, newer_slots[known])
+                .astype(np.uint32)
+                .view(np.int32)
             )
         self.file.check_rows(slots)
         return np.flatnonzero(slots == -1) if slots.size and slots.min() < 0 else slots[:0]
 
-    def bear(self, ids: np.ndarray) -> np.ndarray:
-        """First values of ids (N,), which need not differ, in place of those of the call before; their slots (N,)."""
+    def initialise(self, ids: np.ndarray) -> np.ndarray:
+        """Write first values of ids (N,), repeats allowed, over those of the last call. Returns their slots (N,)."""
         if len(ids) > self._capacity:
             self.reserve(2 * len(ids))
-        out = self._mapping.behind(self._room, len(ids))
+        out = self._mapping.rows_behind(self._room, len(ids))
         values = torch.from_numpy(out).view(getattr(torch, self.table.dtype))
-        self._births.birth_values(
-            self.number, torch.from_numpy(ids), values.view(len(ids), self.table.width)
+        self._initialiser.birth_values(
+            self.table_index, torch.from_numpy(ids), values.view(len(ids), self.table.width)
         )
         first = self._mapping.first_free + self._room
         return np.arange(first, first + len(ids), dtype=np.uint32).view(np.int32)
 
     def change(self, ids: np.ndarray, weights: Tensor, gone: np.ndarray) -> None:
-        """See `MappedRows.change`. A row that was newer already changes in place; one that is gone leaves its place to
-        nobody until the file is replaced."""
+        """Overwrite and delete rows as `MappedRows.change`.
+
+        A row that was newer already changes in place. The slot of a deleted row stays unused until the file is
+        replaced.
+        """
         if self._newer is None:
             self._newer = _native.RowIndex()
-        places = np.empty(len(ids), np.int64)
-        self._newer.get(ids, places)
-        fresh = np.flatnonzero((places == -1) | (places == GONE))
-        if self._num_newer + len(fresh) > self._room:
-            self.reserve(self._capacity, 2 * (self._num_newer + len(fresh)))
+        slots = np.empty(len(ids), np.int64)
+        self._newer.get(ids, slots)
+        new = np.flatnonzero((slots == -1) | (slots == GONE))
+        if self._num_newer + len(new) > self._room:
+            self.reserve(self._capacity, 2 * (self._num_newer + len(new)))
         first = self._mapping.first_free + self._num_newer
-        places[fresh] = np.arange(first, first + len(fresh))
-        self._num_newer += len(fresh)
-        out = self._mapping.behind(0, self._num_newer).reshape(-1, self.stride)
+        slots[new] = np.arange(first, first + len(new))
+        self._num_newer += len(new)
+        out = self._mapping.rows_behind(0, self._num_newer).reshape(-1, self.stride)
         rows = weights.contiguous().view(torch.uint8).numpy().reshape(len(ids), self.stride)
-        out[places - self._mapping.first_free] = rows
-        self._newer.put(ids, places)
+        out[slots - self._mapping.first_free] = rows
+        self._newer.put(ids, slots)
         self._newer.put(gone, np.full(len(gone), GONE, np.int64))
 
     def reserve(self, capacity: int, room: int | None = None) -> None:
-        """Address space for `room` rows that are newer than the file's, behind those, and `capacity` first values
-        behind them."""
-        newer = self._mapping.behind(0, self._num_newer).copy() if self._num_newer else None
+        """Reserve address space for `room` rows that are newer than the file's, then for `capacity` first values."""
+        newer = self._mapping.rows_behind(0, self._num_newer).copy() if self._num_newer else None
         self._capacity, self._room = capacity, self._room if room is None else room
-        self.base = self._mapping.map(self._room + capacity)
+        self.base = self._mapping.remap(self._room + capacity)
         if newer is not None:
-            self._mapping.behind(0, self._num_newer)[:] = newer
+            self._mapping.rows_behind(0, self._num_newer)[:] = newer
 
     @property
     def is_damaged(self) -> bool:
-        """Whether the file could not be read under a lookup."""
+        """True if the file could not be read under a lookup."""
         return self._mapping.is_damaged
 
     def close(self) -> None:
@@ -209,14 +216,13 @@ class MappedTable:
 
 
 class SlotIndex:
-    """id -> number of the row in its file, -1 where it is not there."""
+    """Index from id to the row's number in its file, -1 if absent."""
 
     def __init__(self, file: RowFile) -> None:
-        """Raises CorruptionError, StorageError where the file's ids are damaged."""
+        """Index the file's ids. Raises CorruptionError, StorageError if they are damaged."""
         self.rows = file.table.rows
-        self.is_all = (
-            self.rows == file.num_rows
-        )  # ascending and in range, so they are 0 .. rows - 1
+        # Ids ascend and are in range, so they are then 0 .. rows - 1.
+        self.is_all = self.rows == file.num_rows
         self._direct: np.ndarray | None = None
         self._hashed: _native.RowIndex | None = None
         if self.rows is not None and self.rows <= SPARSE * file.num_rows + (1 << 16):
@@ -232,7 +238,7 @@ class SlotIndex:
             first += len(ids)
 
     def get(self, ids: np.ndarray, slots: np.ndarray) -> None:
-        """slots (E,) int32, written. IndexError for an id outside the vocabulary."""
+        """Fill slots (E,) int32. IndexError for an id outside the vocabulary."""
         if not len(ids):
             return
         if self.rows is not None and int(ids.view(np.uint64).max()) >= self.rows:
@@ -243,13 +249,13 @@ class SlotIndex:
             np.take(self._direct, ids, out=slots, mode="clip")
         else:
             assert self._hashed is not None
-            found = np.empty(len(ids), np.int64)
-            self._hashed.get(ids, found)
-            slots[:] = found
+            row_numbers = np.empty(len(ids), np.int64)
+            self._hashed.get(ids, row_numbers)
+            slots[:] = row_numbers
 
 
 class _Mapping:
-    """A file's rows, and room behind them, at neighbouring addresses."""
+    """Mapping of a file's rows, with writable memory behind them at the following addresses."""
 
     def __init__(self, file: RowFile) -> None:
         self.file, self.stride = file, file.stride
@@ -257,8 +263,8 @@ class _Mapping:
         self._base = 0
         self._pages: FileMapping | None = None
 
-    def map(self, capacity: int) -> int:
-        """Map anew, with room for `capacity` rows behind those of the file; the address of slot 0."""
+    def remap(self, capacity: int) -> int:
+        """Map the file again, with room for `capacity` rows behind its own. Returns the address of slot 0."""
         self.close()
         begin, page = self.file.weights_begin, mmap.PAGESIZE
         first = begin // page * page if self.file.num_rows else begin
@@ -271,8 +277,8 @@ class _Mapping:
         self._base = self._pages.address + begin - first
         return self._base
 
-    def behind(self, first: int, count: int) -> np.ndarray:
-        """The bytes of `count` rows behind the file's, from number `first` of them on, writable."""
+    def rows_behind(self, first: int, count: int) -> np.ndarray:
+        """View the bytes of `count` rows behind the file's, from their number `first` on, writable."""
         start = self._base + (self.first_free + first) * self.stride
         return np.ctypeslib.as_array((ctypes.c_uint8 * (count * self.stride)).from_address(start))
 
@@ -281,7 +287,7 @@ class _Mapping:
         return self._pages is not None and self._pages.is_damaged
 
     def close(self) -> None:
-        """As when nobody holds the object any more."""
+        """Unmap, as when the object is dropped."""
         if self._pages is not None:
             self._pages.close()
             self._pages = None
@@ -299,19 +305,19 @@ def open_mapped(
     """Map one file of `folder` per table. Raises StorageError, CorruptionError naming the file that is damaged.
 
     seed: the collection's; it decides first values. Headers and ids are checked now; rows when they are first read, or
-    now where `full`. known: other rows, files of which may be among these and are not checked again.
+    now if `full`. known: other rows; files that are open there are not checked again.
     """
     opened = [
         open_row_file(folder, name, checksums, table)
         for table, (name, checksums) in zip(tables, files, strict=True)
     ]
-    for before, file in zip(known.tables if known else (), opened, strict=False):
-        file.file.take_over(before.file.file)
+    for previous, file in zip(known.tables if known else (), opened, strict=False):
+        file.file.take_over(previous.file.file)
     if full:
         for file in opened:
             file.file.check_all()
-    births = open_dram(tables, [1] * len(tables), seed=seed).native
-    mapped = [MappedTable(number, file, births) for number, file in enumerate(opened)]
+    initialiser = open_dram(tables, [1] * len(tables), seed=seed).native
+    mapped = [MappedTable(t, file, initialiser) for t, file in enumerate(opened)]
     for table in mapped:
         table.reserve(0)
     return MappedRows(mapped)

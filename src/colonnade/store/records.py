@@ -1,5 +1,4 @@
-"""Records of rows: which of their bytes are weights, optimizer state, low halves and clock; and rows of one table as
-columns.
+"""Layout of records (weights, optimizer state, low halves, clock), and rows of one table as columns.
 
 Legend: N rows, M of them, D width of the table.
 """
@@ -37,8 +36,8 @@ def clock_bytes(table: Table) -> slice:
     return slice(table.record_bytes - CLOCK_BYTES, table.record_bytes)
 
 
-def fresh_records(table: Table, weights: Tensor) -> Tensor:
-    """(N, record_bytes) uint8 of rows with these weights (N, D), first optimizer state and clock 1."""
+def build_fresh_records(table: Table, weights: Tensor) -> Tensor:
+    """Build records (N, record_bytes) uint8 of rows with these weights (N, D), first optimizer state and clock 1."""
     num_rows, width = weights.shape
     compute = getattr(torch, table.compute_dtype)
     exact = weights.to(compute)
@@ -60,7 +59,7 @@ def fresh_records(table: Table, weights: Tensor) -> Tensor:
 
 
 def bytes_of(values: Tensor) -> Tensor:
-    """(N, bytes of a row) uint8."""
+    """View values as (N, bytes of a row) uint8."""
     if not values.numel():
         width = values.shape[1:].numel() * values.element_size()
         return torch.empty(len(values), width, dtype=torch.uint8)
@@ -68,7 +67,7 @@ def bytes_of(values: Tensor) -> Tensor:
 
 
 def _solve_ftrl(part: Part, weights: Tensor, state: Tensor) -> None:
-    """FTRL's weights follow from its state (n, z): the z that gives these weights."""
+    """Set FTRL's state (n, z) to the z that gives these weights."""
     settings = part.optimizer.settings()
     dim = part.dim
     root = settings["initial_accumulator"] ** 0.5
@@ -78,24 +77,24 @@ def _solve_ftrl(part: Part, weights: Tensor, state: Tensor) -> None:
     )
 
 
-class Index:
-    """Positions of ids in a list of distinct ones."""
+class IdIndex:
+    """Index from distinct ids to their positions in a list."""
 
     def __init__(self, ids: Tensor) -> None:
         self.ids, self.order = ids.sort()
 
-    def find(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Position (M,) of each of these ids (M,), and whether it is in the list (M,) bool."""
+    def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the position (M,) of each of these ids (M,), and whether it is in the list (M,) bool."""
         if not len(self.ids):
-            return torch.zeros_like(wanted), torch.zeros(len(wanted), dtype=torch.bool)
-        place = torch.searchsorted(self.ids, wanted).clamp_(max=len(self.ids) - 1)
-        return self.order[place], self.ids[place] == wanted
+            return torch.zeros_like(ids), torch.zeros(len(ids), dtype=torch.bool)
+        positions = torch.searchsorted(self.ids, ids).clamp_(max=len(self.ids) - 1)
+        return self.order[positions], self.ids[positions] == ids
 
 
 def records_of(table: Table, columns: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-    """(M, record_bytes) of rows at these positions (M,), with first optimizer state."""
+    """Build records (M, record_bytes) of rows at these positions (M,), with first optimizer state."""
     weights = columns["weights"][rows]
-    records = fresh_records(table, weights)
+    records = build_fresh_records(table, weights)
     records[:, weight_bytes(table)] = bytes_of(weights)
     if table.master:
         records[:, low_bytes(table)] = bytes_of(columns["low_halves"][rows])
@@ -103,10 +102,10 @@ def records_of(table: Table, columns: Mapping[str, Tensor], rows: Tensor) -> Ten
     return records
 
 
-def find_misfits(given: Mapping[str, object]) -> list[str]:
-    """Say which values of a state_dict's rows are no tensors, or no counts; empty if all are what they must be."""
+def list_invalid_values(values: Mapping[str, object]) -> list[str]:
+    """List the values of a state_dict's rows that are no tensors, or no counts; empty if all are right."""
     problems = []
-    for key, value in given.items():
+    for key, value in values.items():
         if not isinstance(value, Tensor):
             problems.append(f"{key}: got {type(value).__name__}, wanted a tensor")
         elif key in ("step", "seed") and (value.dtype != torch.int64 or value.dim()):
@@ -119,7 +118,7 @@ def find_misfits(given: Mapping[str, object]) -> list[str]:
 
 
 def find_problems(table: Table, columns: Mapping[str, Tensor]) -> list[str]:
-    """Say what is wrong with the columns of a table's rows; empty if nothing is."""
+    """List what is wrong with the columns of a table's rows; empty if nothing is."""
     ids = columns["ids"]
     if problems := check_ids(table, ids):
         return problems
@@ -137,7 +136,7 @@ def find_problems(table: Table, columns: Mapping[str, Tensor]) -> list[str]:
 
 
 def check_ids(table: Table, ids: Tensor) -> list[str]:
-    """Say what is wrong with a list of a table's ids; empty if nothing is."""
+    """List what is wrong with a list of a table's ids; empty if nothing is."""
     if problems := check_shape(table, "ids", ids, (ids.numel(),), torch.int64):
         return problems
     if table.rows is not None and len(ids) and not (0 <= ids.min() and ids.max() < table.rows):
@@ -153,7 +152,7 @@ def check_ids(table: Table, ids: Tensor) -> list[str]:
 def check_shape(
     table: Table, name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype
 ) -> list[str]:
-    """Say how a column differs from this shape and dtype; empty if it does not."""
+    """Describe how a column differs from this shape and dtype; empty if it does not."""
     if tuple(values.shape) == shape and values.dtype == dtype:
         return []
     return [

@@ -24,7 +24,7 @@ LONGEST_HEADER = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RowFile:
-    """One table's file, open, whose header fits the table and the file's length."""
+    """Open file of one table's rows. Its header fits the table and the file's length."""
 
     file: CheckedFile
     table: Table
@@ -39,8 +39,8 @@ class RowFile:
         return self.file.path
 
     def ids(self) -> Iterator[np.ndarray]:
-        """Read all ids, a run at a time. Raises CorruptionError where they do not ascend, or one is outside its
-        vocabulary table; StorageError."""
+        """Read all ids, a run at a time. Raises CorruptionError if they do not ascend, or one is outside its vocabulary
+        table; StorageError."""
         last = None
         for first in range(0, self.num_rows, IDS_AT_ONCE):
             part = self.read_ids(first, min(first + IDS_AT_ONCE, self.num_rows))
@@ -69,10 +69,9 @@ class RowFile:
         return values.view(last - first, self.table.width)
 
     def check_rows(self, slots: np.ndarray) -> None:
-        """Check the blocks of rows that are about to be read, where they were not checked before.
+        """Check the blocks of rows that are about to be read, if they are unchecked.
 
-        slots (E,) int32, as uint32; those that are no number of a row are left out. Raises CorruptionError,
-        StorageError.
+        slots (E,) int32, as uint32; slots without a row are ignored. Raises CorruptionError, StorageError.
         """
         if self.file.is_checked:
             return
@@ -84,15 +83,15 @@ class RowFile:
 
 
 def open_row_file(folder: Path, name: str, checksums: FileChecksums, table: Table) -> RowFile:
-    """Open a table's file and check its header; nothing as large as its rows is read or allocated.
+    """Open a table's file and check its header, without reading or allocating memory for its rows.
 
-    Raises CorruptionError where the file is not one of this table's rows, StorageError.
+    Raises CorruptionError if it is no file of this table's rows, StorageError.
     """
     file = open_checked(folder, name, checksums)
     path, size = file.path, file.num_bytes
     length = int.from_bytes(file.read(0, 8).tobytes(), "little") if size >= 8 else 0
     if not 0 < length <= min(size - 8, LONGEST_HEADER):
-        raise _wrong(path, f"a header of {length} bytes in a file of {size}")
+        raise _format_error(path, f"a header of {length} bytes in a file of {size}")
     header = parse_json(dict[str, Any], file.read(8, length).tobytes(), path, AGAIN)
     begin, stride = 8 + length, table.width * table.itemsize
     try:
@@ -100,7 +99,7 @@ def open_row_file(folder: Path, name: str, checksums: FileChecksums, table: Tabl
         num_rows = parts[0]["shape"][0]
         got = [(part["dtype"], part["shape"], part["data_offsets"]) for part in parts]
     except (KeyError, TypeError, IndexError):
-        raise _wrong(path, "a header without ids (N,) and weights (N, width)") from None
+        raise _format_error(path, "a header without ids (N,) and weights (N, width)") from None
     is_number = type(num_rows) is int and num_rows >= 0
     ids_end = 8 * num_rows if is_number else 0
     end = ids_end + num_rows * stride if is_number else 0
@@ -109,13 +108,15 @@ def open_row_file(folder: Path, name: str, checksums: FileChecksums, table: Tabl
         (DTYPES[table.dtype], [num_rows, table.width], [ids_end, end]),
     ]
     if not is_number or got != wanted:
-        raise _wrong(
+        raise _format_error(
             path, f"ids and weights {str(got)[:300]}, wanted {wanted} for table {table.name!r}"
         )
     if begin + end != size or begin % 8:
-        raise _wrong(path, f"{size:,} bytes, and a header of {begin:,} that says {end:,} follow")
+        raise _format_error(
+            path, f"{size:,} bytes, and a header of {begin:,} that says {end:,} follow"
+        )
     return RowFile(file, table, num_rows, begin, begin + ids_end, stride)
 
 
-def _wrong(path: Path, got: str) -> CorruptionError:
+def _format_error(path: Path, got: str) -> CorruptionError:
     return CorruptionError(f"{path}: got {got}; it is no file of exported rows. {AGAIN}")

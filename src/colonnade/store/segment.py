@@ -1,6 +1,6 @@
-"""The bytes of a segment file. Defined in format.md; the asserts repeat its MUSTs.
+"""Format of segment files, as bytes. Defined in format.md; the asserts repeat its MUSTs.
 
-Legend: N records of a segment. A *place* is `segment number << 32 | record number`.
+Legend: N records of a segment. A *location* is `segment number << 32 | record number`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ CRC = struct.Struct("<I")  # before each record's payload
 assert HEADER.size == 64
 FILE_NAME = re.compile(r"segment-(\d{8})\.(rows|keys)")
 PAGE = 4096
-PIECE_BYTES = 4 << 20  # what is read in order at a time
+PIECE_BYTES = 4 << 20  # of one sequential read
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentShape:
-    """What all segments of a store have in common."""
+    """Properties that all segments of a store share."""
 
     record_bytes: int
     owner: bytes  # `owner_digest`
 
     @property
     def dtype(self) -> np.dtype:
-        """A frame: crc32c, payload padded to 4 bytes."""
+        """Type of a frame: crc32c, payload padded to 4 bytes."""
         padded = self.stride - CRC.size
         return np.dtype([("crc", "<u4"), ("payload", "u1", (padded,))])
 
@@ -56,12 +56,12 @@ class SegmentShape:
         return HEADER.size + num_records * self.stride
 
     def chunk_bytes(self, wanted: int) -> int:
-        """`wanted`, or as many whole pages as hold a frame."""
+        """Return `wanted`, or the smallest number of whole pages that fits a frame."""
         return max(wanted, -(-self.num_bytes(1) // PAGE) * PAGE)
 
 
 def owner_digest(table: str, identity: str) -> bytes:
-    """What a segment's header says about whose rows these are."""
+    """Return the digest in a segment's header that identifies its rows' table and store."""
     return hashlib.sha256(f"{table}\0{identity}".encode()).digest()
 
 
@@ -69,8 +69,8 @@ def file_name(number: int) -> str:
     return f"segment-{number:08d}.rows"
 
 
-def header_bytes(number: int, shape: SegmentShape, birth: int) -> bytes:
-    """`birth`: 32 random bits, which tell this file from another of its number."""
+def encode_header(number: int, shape: SegmentShape, birth: int) -> bytes:
+    """Build a segment's header. birth: 32 random bits that distinguish this file from another of its number."""
     head = HEADER.pack(MAGIC, VERSION, number, shape.record_bytes, shape.owner, birth, 0)[:-4]
     return head + struct.pack("<I", crc32c(head))
 
@@ -84,17 +84,19 @@ def crc32c(data: bytes) -> int:
 
 
 def open_segment(path: Path, shape: SegmentShape, num_bytes: int, crc: int) -> DiskFile:
-    """A sealed segment of `num_bytes` and header checksum `crc`; its records are not read yet.
+    """Open a sealed segment of `num_bytes` and header checksum `crc`; its records are not read yet.
 
     Raises CorruptionError (missing, torn or altered), CheckpointError (another table, run or version).
     """
-    file = open_listed(path, getattr(os, "O_DIRECT", 0))  # past the page cache where it can
+    file = open_listed(path, getattr(os, "O_DIRECT", 0))  # bypass the page cache if possible
     size = os.fstat(file.fd).st_size
     head = bytes(read_span(file, 0, HEADER.size)) if size >= HEADER.size else b""
     check_header(path, head, shape)
     if size != num_bytes:
         record = (min(size, num_bytes) - HEADER.size) // shape.stride
-        raise bad_record(path, record, f"the file has {size} bytes, its manifest says {num_bytes}")
+        raise corrupt_record_error(
+            path, record, f"the file has {size} bytes, its manifest says {num_bytes}"
+        )
     if header_crc(head) != crc:
         raise CorruptionError(
             f"{path}: got header checksum {header_crc(head):08x}, wanted {crc:08x}: these are rows of another "
@@ -104,15 +106,15 @@ def open_segment(path: Path, shape: SegmentShape, num_bytes: int, crc: int) -> D
 
 
 def open_listed(path: Path, flags: int = 0) -> DiskFile:
-    """Open a file that a manifest lists, with these flags if the file system knows them. Raises CorruptionError where
-    it is missing, StorageError as `open_regular`."""
+    """Open a file that a manifest lists, with these flags if the file system knows them. Raises CorruptionError if it
+    is missing, StorageError as `open_regular`."""
     try:
         return open_regular(path, flags=flags)
     except StorageError as error:
         if error.errno == errno.EINVAL and flags:
             return open_listed(path)
         if error.errno == errno.ENOENT:
-            raise missing(path) from error
+            raise missing_file_error(path) from error
         raise
 
 
@@ -138,7 +140,7 @@ def check_header(path: Path, head: bytes, shape: SegmentShape) -> None:
 
 
 class KeySource(Protocol):
-    """Ids of records: `key_list.Keys`."""
+    """Source of the ids of records: `key_list.Keys`."""
 
     @property
     def num_records(self) -> int: ...
@@ -149,7 +151,9 @@ class KeySource(Protocol):
 def read_frames(
     file: DiskFile, number: int, shape: SegmentShape, keys: KeySource, first: int = 0
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Records from `first` on in order, checked: (number of the first, ids (n,) int64, frames (n,) of `shape.dtype`).
+    """Read and check records from `first` on, in order.
+
+    Yields the number of the first record, ids (n,) int64, frames (n,) of `shape.dtype`.
 
     Raises CorruptionError naming file and record, StorageError.
     """
@@ -159,18 +163,20 @@ def read_frames(
         count = min(piece, num_records - first)
         data = read_span(file, shape.num_bytes(first), count * stride)
         if len(data) < count * stride:
-            raise bad_record(file.path, first + len(data) // stride, "the file ends inside it")
+            raise corrupt_record_error(
+                file.path, first + len(data) // stride, "the file ends inside it"
+            )
         frames = np.frombuffer(data, shape.dtype)
         rows = frames.view(np.uint8).reshape(count, stride)
         ids = keys.ids(first, first + count)
         bad = _native.check_records(ids, rows, shape.record_bytes, number << 32 | first)
         if bad >= 0:
-            raise bad_record(file.path, first + bad, "its checksum does not match")
+            raise corrupt_record_error(file.path, first + bad, "its checksum does not match")
         yield first, ids, frames
         first += count
 
 
-def check_rows(
+def verify_records(
     file: DiskFile,
     number: int,
     shape: SegmentShape,
@@ -178,19 +184,19 @@ def check_rows(
     header_crc: int,
     checksum: int,
 ) -> None:
-    """Reads all records. Raises CorruptionError where one, or their sum, is not what the segment's checksum says."""
-    found = header_crc
+    """Read and check all records of a segment. Raises CorruptionError if one of them, or their sum, is wrong."""
+    total = header_crc
     for _, _, frames in read_frames(file, number, shape, keys):
-        found += int(frames["crc"].sum(dtype=np.uint64))
-    if found % (1 << 64) != checksum:
+        total += int(frames["crc"].sum(dtype=np.uint64))
+    if total % (1 << 64) != checksum:
         raise CorruptionError(
-            f"{file.path}: got checksum {found % (1 << 64):016x}, wanted {checksum:016x}: these are rows of another "
+            f"{file.path}: got checksum {total % (1 << 64):016x}, wanted {checksum:016x}: these are rows of another "
             "commit. Restore the file from a copy, or go back to an older commit"
         )
 
 
 def read_span(file: DiskFile, offset: int, length: int) -> memoryview:
-    """The file's bytes from `offset`, fewer where it ends. By whole pages, as direct input wants it."""
+    """Read the file's bytes from `offset`, fewer if it ends. Reads whole pages, as direct input requires."""
     start, end = offset // PAGE * PAGE, -(-(offset + length) // PAGE) * PAGE
     buffer = memoryview(mmap.mmap(-1, end - start))
     done = 0
@@ -205,14 +211,14 @@ def read_span(file: DiskFile, offset: int, length: int) -> memoryview:
     return buffer[offset - start : max(offset - start, min(offset + length - start, done))]
 
 
-def bad_record(path: Path, record: int, why: str) -> CorruptionError:
+def corrupt_record_error(path: Path, record: int, why: str) -> CorruptionError:
     return CorruptionError(
         f"{path}: record {record}: {why}. Restore the file from a copy, or go back to an older commit "
         "(--at STEP)"
     )
 
 
-def missing(path: Path) -> CorruptionError:
+def missing_file_error(path: Path) -> CorruptionError:
     return CorruptionError(
         f"{path}: missing, but its manifest lists it. Restore it from a copy, or go back to an older commit"
     )

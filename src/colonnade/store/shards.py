@@ -1,4 +1,4 @@
-"""Shards of one table from another world, read as if they were one store; and the store of a rank that has no rows."""
+"""Readers of one table's shards from another world, as one store; and the backing of a rank without rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from colonnade.store.log import LogBacking
 
 
 class AbsentRows:
-    """A `Backing` without a file. Commits pass it over."""
+    """`Backing` of a rank without rows. Commits skip it."""
 
     def __init__(self, table_name: str, record_bytes: int) -> None:
         self.table_name, self.record_bytes = table_name, record_bytes
@@ -23,43 +23,47 @@ class AbsentRows:
         return 0
 
     def read(self, ids: Tensor, out: Tensor) -> Pending:
-        return _Nothing(len(ids))
+        return _NoRows(len(ids))
 
     def write(
-        self, ids: Tensor, records: Tensor, heat: Tensor | None = None, for_commit: bool = False
+        self,
+        ids: Tensor,
+        records: Tensor,
+        frequencies: Tensor | None = None,
+        for_commit: bool = False,
     ) -> Pending:
         if len(ids):
-            raise self._refused()
-        return _Nothing(0)
+            raise self._no_rows_error()
+        return _NoRows(0)
 
     def delete(self, ids: Tensor) -> None:
-        """There is none of them."""
+        """Do nothing: no row exists."""
 
     def scan(self) -> Iterator[RowBatch]:
         return iter(())
 
     def freeze(self) -> None:
-        """There is nothing to change."""
+        """Do nothing: no row can change."""
 
     def commit(self, step: int) -> Manifest:
-        raise self._refused()
+        raise self._no_rows_error()
 
     def thaw(self) -> None:
-        """Nothing is ever frozen."""
+        """Do nothing: nothing is ever frozen."""
 
     def prune(self, keep_steps: Collection[int]) -> None:
-        """There is no commit."""
+        """Do nothing: no commit exists."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
-    def _refused(self) -> StorageError:
+    def _no_rows_error(self) -> StorageError:
         return StorageError(
             f"table {self.table_name!r}: its sharding gives this rank no rows, wanted ids of the ranks that have them"
         )
 
 
-class _Nothing(Pending):
+class _NoRows(Pending):
     def __init__(self, num_ids: int) -> None:
         self._num_ids = num_ids
 
@@ -68,31 +72,35 @@ class _Nothing(Pending):
 
 
 class ReadOnly:
-    """The half of a `Backing` that writes, refused."""
+    """Base of read-only backings: refuses every change."""
 
     def write(
-        self, ids: Tensor, records: Tensor, heat: Tensor | None = None, for_commit: bool = False
+        self,
+        ids: Tensor,
+        records: Tensor,
+        frequencies: Tensor | None = None,
+        for_commit: bool = False,
     ) -> Pending:
-        raise _read_only()
+        raise _read_only_error()
 
     def delete(self, ids: Tensor) -> None:
-        raise _read_only()
+        raise _read_only_error()
 
     def freeze(self) -> None:
-        raise _read_only()
+        raise _read_only_error()
 
     def commit(self, step: int) -> Manifest:
-        raise _read_only()
+        raise _read_only_error()
 
     def thaw(self) -> None:
-        """Nothing is ever frozen."""
+        """Do nothing: nothing is ever frozen."""
 
     def prune(self, keep_steps: Collection[int]) -> None:
-        raise _read_only()
+        raise _read_only_error()
 
 
-class Shards(ReadOnly):
-    """A `Backing` that only reads: every id is asked of the rank that owned it."""
+class ShardReader(ReadOnly):
+    """`Backing` that only reads: each id from the shard of its owner rank."""
 
     def __init__(self, stores: Sequence[LogBacking], rows: int | None) -> None:
         """stores by rank; `rows` of the table, None for an open one."""
@@ -107,9 +115,9 @@ class Shards(ReadOnly):
         owner = torch.as_tensor(_native.owner_of(ids, self.rows, len(self.stores)))
         parts = []
         for rank, store in enumerate(self.stores):
-            where = (owner == rank).nonzero()[:, 0]
-            records = torch.empty(len(where), self.record_bytes, dtype=torch.uint8)
-            parts.append((where, records, store.read(ids[where], records)))
+            positions = (owner == rank).nonzero()[:, 0]
+            records = torch.empty(len(positions), self.record_bytes, dtype=torch.uint8)
+            parts.append((positions, records, store.read(ids[positions], records)))
         return ShardsRead(parts, len(ids), out)
 
     def scan(self) -> Iterator[RowBatch]:
@@ -121,14 +129,14 @@ class Shards(ReadOnly):
             store.close()
 
 
-def _read_only() -> StorageError:
+def _read_only_error() -> StorageError:
     return StorageError(
         "rows of another world or sharding are open read-only; adopt them to go on training"
     )
 
 
 class ShardsRead(Pending):
-    """The reads of all shards under way."""
+    """Pending reads of all shards."""
 
     def __init__(
         self, parts: Sequence[tuple[Tensor, Tensor, Pending]], num_ids: int, out: Tensor
@@ -136,9 +144,9 @@ class ShardsRead(Pending):
         self._parts, self._num_ids, self._out = parts, num_ids, out
 
     def wait(self) -> Tensor:
-        found = torch.zeros(self._num_ids, dtype=torch.bool)
-        for where, records, pending in self._parts:
-            there = pending.wait()
-            found[where] = there
-            self._out[where[there]] = records[there]
-        return found
+        exists = torch.zeros(self._num_ids, dtype=torch.bool)
+        for positions, records, pending in self._parts:
+            has_row = pending.wait()
+            exists[positions] = has_row
+            self._out[positions[has_row]] = records[has_row]
+        return exists

@@ -1,4 +1,4 @@
-"""Whether a directory can hold what a plan wants to keep there, said before anything is written."""
+"""Checks, before anything is written, that the directories of a plan can store its rows."""
 
 from __future__ import annotations
 
@@ -14,62 +14,65 @@ from colonnade.store.log import DEFAULT_CHUNK_BYTES
 
 
 def check_tiers(ssd: Sequence[Place], mapped: Place | None) -> None:
-    """`check_places` of both tiers, and that no two of their names, symlinks and mounts followed, are one directory.
+    """Check the directories of both tiers (`check_locations`), and that no two names lead to one directory.
 
-    Raises ConfigError. Changes nothing."""
-    check_places("ssd", ssd)
-    check_places("mapped", () if mapped is None else (mapped,))
+    Symlinks and mounts are followed. Raises ConfigError. Changes nothing.
+    """
+    check_locations("ssd", ssd)
+    check_locations("mapped", () if mapped is None else (mapped,))
     for place in ssd:
-        # What a store writes at once; a directory below that could not take a row.
+        # Size of one write of a store; a smaller directory could not take a row.
         if place.bytes is not None and place.bytes < DEFAULT_CHUNK_BYTES:
             raise ConfigError(
                 f"plan.memory.ssd: {place.path}: got {place.bytes:,} bytes, wanted at least {DEFAULT_CHUNK_BYTES:,}, "
                 "which are written at once; raise the size, or leave it out to use what there is"
             )
-    named = [("ssd", place) for place in ssd]
-    named += [] if mapped is None else [("mapped", mapped)]
-    for (tier, one), (other_tier, other) in combinations(named, 2):
-        if _identity(one) == _identity(other):
+    locations = [("ssd", place) for place in ssd]
+    locations += [] if mapped is None else [("mapped", mapped)]
+    for (tier, location), (other_tier, other) in combinations(locations, 2):
+        if _identity(location) == _identity(other):
             raise ConfigError(
-                f"plan.memory.{other_tier}: {other.path} is the same directory as {one.path} of plan.memory.{tier} "
-                f"({os.path.realpath(one.path)}), wanted directories that differ; name it once"
+                f"plan.memory.{other_tier}: {other.path} is the same directory as {location.path} of "
+                f"plan.memory.{tier} ({os.path.realpath(location.path)}), wanted directories that differ; name it once"
             )
 
 
 def _identity(place: Place) -> tuple[int, int, Path]:
-    """Equal for two names of one directory, also where it is still to be made."""
+    """Return a value that is equal for two names of one directory, even before it is created."""
     path = Path(os.path.realpath(place.path))
-    there = _existing(path)
-    found = there.stat()
-    return found.st_dev, found.st_ino, path.relative_to(there)
+    ancestor = _existing_ancestor(path)
+    status = ancestor.stat()
+    return status.st_dev, status.st_ino, path.relative_to(ancestor)
 
 
-def _existing(path: Path) -> Path:
+def _existing_ancestor(path: Path) -> Path:
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
 
 
-def check_places(name: str, places: Sequence[Place]) -> None:
-    """Raises ConfigError where `plan.memory.<name>` names no directory that could be written, or sizes beyond its
-    file system's. Changes nothing."""
+def check_locations(name: str, places: Sequence[Place]) -> None:
+    """Check that the directories of `plan.memory.<name>` can be written and that their file systems are large enough.
+
+    Raises ConfigError. Changes nothing.
+    """
     for place in places:
         path = Path(place.path)
-        there = _existing(path)
-        if not there.is_dir():
+        ancestor = _existing_ancestor(path)
+        if not ancestor.is_dir():
             raise ConfigError(
-                f"plan.memory.{name}: {path}: {there} is a file, wanted a directory; give another, or move the file"
+                f"plan.memory.{name}: {path}: {ancestor} is a file, wanted a directory; give another, or move the file"
             )
-        if not os.access(there, os.W_OK | os.X_OK):
+        if not os.access(ancestor, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"plan.memory.{name}: {path}: {there} is not writable, wanted a directory that is; make it so for "
+                f"plan.memory.{name}: {path}: {ancestor} is not writable, wanted a directory that is; make it so for "
                 "this user, or choose another"
             )
-        if os.statvfs(there).f_flag & os.ST_RDONLY:
+        if os.statvfs(ancestor).f_flag & os.ST_RDONLY:
             raise ConfigError(
                 f"plan.memory.{name}: {path}: the file system is read-only; choose a directory on another"
             )
-        size = shutil.disk_usage(there).total
+        size = shutil.disk_usage(ancestor).total
         if size == 0:
             raise ConfigError(
                 f"plan.memory.{name}: {path}: its file system has no room at all (0 bytes), so it cannot hold rows; "

@@ -1,8 +1,7 @@
-"""Tables as they are laid out: whole, cut by columns into slices, or with hot rows apart from cold ones; and records
-of whole rows from those of slices.
+"""Shards of tables: whole tables, column slices, hot and cold rows; and readers that join their records again.
 
-A slice is a table by itself wherever rows lie, rest and travel. Its records hold the same ids and clocks as those of
-the other slices, for all slices of a row are looked up, updated and forgotten together.
+A slice is a table by itself wherever rows are stored or sent. Its records have the same ids and clocks as those of the
+other slices, because all slices of a row are looked up, updated and deleted together.
 
 Legend: N rows, R bytes of a whole record, S of a slice's.
 """
@@ -17,24 +16,24 @@ from torch import Tensor
 
 from colonnade.errors import ConfigError, StorageError
 from colonnade.store.contract import Pending, RowBatch
-from colonnade.store.shards import ReadOnly, Shards, ShardsRead
+from colonnade.store.shards import ReadOnly, ShardReader, ShardsRead
 from colonnade.table import CLOCK_BYTES, ITEM_BYTES, Table, TableSide, TableSlice, side_of, slice_of
 from colonnade.topology.sharding import HotRows, Sharding, columns_of, is_hot
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
-    """A declared table as it is, one slice of it, or its hot or cold rows."""
+class TableShard:
+    """Shard of a declared table: the whole table, one column slice of it, or its hot or cold rows."""
 
     number: int
-    """Of the declared table."""
+    """Index of the declared table."""
     table: Table
     sharding: Sharding
-    """Of this slice alone: no kind that cuts."""
+    """Sharding of this shard alone, never a kind that cuts."""
 
     @property
     def label(self) -> str:
-        """Of its folders."""
+        """Name of its folders."""
         columns = self.columns if isinstance(self.table, TableSlice) else None
         return label(self.number, columns, self.sharding.hot)
 
@@ -44,39 +43,41 @@ class Laid:
 
     @property
     def stored(self) -> Table:
-        """As stores know it: memory for hot rows must not grow with all that the table may have."""
+        """Table as stores see it: memory for hot rows must not grow with the table's number of rows."""
         return replace(self.table, rows=None) if self.is_hot else self.table
 
     def room(self, planned: int) -> int:
-        """Rows of it that may be in memory at once, by what is planned of the table: hot ones all are, beside it."""
+        """Return the rows of it that may be in memory at once: all hot ones, else the number planned for the table."""
         hot = self.sharding.hot
         return len(hot.ids) if self.is_hot and hot is not None else planned
 
     @property
     def columns(self) -> tuple[int, int]:
-        """(first, last + 1) of the declared table's rows."""
+        """Columns (first, last + 1) of the declared table."""
         first = self.table.origin[1]
         return first, first + self.table.width
 
 
 def label(number: int, columns: tuple[int, int] | None = None, hot: HotRows | None = None) -> str:
-    """Of the folders of table `number`, of some of its columns, or of its rows of one side of a list."""
+    """Return the folder name of a table, of some of its columns, or of its rows on one side of a hot list."""
     if hot is not None:
         return f"{number:03d}-{hot.side}-{hot.word}"
     return f"{number:03d}" if columns is None else f"{number:03d}-{columns[0]}-{columns[1]}"
 
 
-def lay_out(tables: Sequence[Table], shardings: Sequence[Sharding]) -> tuple[Laid, ...]:
-    """In the order of the tables, slices from the left, cold rows before hot ones. Pure. Raises ConfigError for more
-    slices than columns."""
-    found = []
+def lay_out(tables: Sequence[Table], shardings: Sequence[Sharding]) -> tuple[TableShard, ...]:
+    """Split tables into shards: in the order of the tables, slices from the left, cold rows before hot ones.
+
+    Pure. Raises ConfigError for more slices than columns.
+    """
+    shards = []
     for t, (table, sharding) in enumerate(zip(tables, shardings, strict=True)):
         if sharding.has_hot:
-            found.append(Laid(t, side_of(table, "cold"), sharding.of_cold))
-            found.append(Laid(t, side_of(table, "hot"), sharding.of_hot))
+            shards.append(TableShard(t, side_of(table, "cold"), sharding.cold_sharding))
+            shards.append(TableShard(t, side_of(table, "hot"), sharding.hot_sharding))
             continue
         if sharding.slices == 1:
-            found.append(Laid(t, table, sharding))
+            shards.append(TableShard(t, table, sharding))
             continue
         if sharding.slices > table.width:
             raise ConfigError(
@@ -85,19 +86,19 @@ def lay_out(tables: Sequence[Table], shardings: Sequence[Sharding]) -> tuple[Lai
                 f"(plan.tables.{table.name}.ranks), or choose another sharding"
             )
         columns = columns_of(table.width, sharding.slices)
-        for (first, last), each in zip(columns, sharding.of_slices, strict=True):
-            found.append(Laid(t, slice_of(table, first, last), each))
-    return tuple(found)
+        for (first, last), own_sharding in zip(columns, sharding.slice_shardings, strict=True):
+            shards.append(TableShard(t, slice_of(table, first, last), own_sharding))
+    return tuple(shards)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordShape:
-    """What of a record is where, for who knows a table by a commit's word alone."""
+    """Layout of a record, for readers that know a table only from a commit."""
 
     dims: tuple[int, ...]
-    """By part."""
+    """Number of columns, by part."""
     states: tuple[int, ...]
-    """Scalars of optimizer state, by part."""
+    """Number of optimizer state scalars, by part."""
     itemsize: int
     state_itemsize: int
     has_master: bool
@@ -119,10 +120,12 @@ class RecordShape:
         return width * self.itemsize + state + 2 * width * self.has_master + CLOCK_BYTES
 
     def bytes_of(self, first: int, last: int) -> Tensor:
-        """(S,) int64: where each byte of a record of columns first .. last - 1 is in a whole one. A part that is cut
-        has some scalars of state for each column, those of one kind side by side."""
-        width, found = sum(self.dims), []
-        found.append(torch.arange(first * self.itemsize, last * self.itemsize))
+        """Return the positions (S,) int64, in a whole record, of the bytes of a record of columns first .. last - 1.
+
+        A part that is cut has state scalars for each column, stored kind by kind.
+        """
+        width, pieces = sum(self.dims), []
+        pieces.append(torch.arange(first * self.itemsize, last * self.itemsize))
         column, begin = 0, width * self.itemsize
         for dim, state in zip(self.dims, self.states, strict=True):
             low, high = max(first, column) - column, min(last, column + dim) - column
@@ -132,25 +135,25 @@ class RecordShape:
                     kinds = [range(k + low, k + high) for k in range(0, state, dim)]
                 scalars = torch.tensor([s for kind in kinds for s in kind], dtype=torch.int64)
                 ramp = torch.arange(self.state_itemsize)
-                found.append((begin + scalars[:, None] * self.state_itemsize + ramp).flatten())
+                pieces.append((begin + scalars[:, None] * self.state_itemsize + ramp).flatten())
             column, begin = column + dim, begin + state * self.state_itemsize
         if self.has_master:
-            found.append(torch.arange(begin + 2 * first, begin + 2 * last))
-        found.append(torch.arange(self.record_bytes - CLOCK_BYTES, self.record_bytes))
-        return torch.cat(found)
+            pieces.append(torch.arange(begin + 2 * first, begin + 2 * last))
+        pieces.append(torch.arange(self.record_bytes - CLOCK_BYTES, self.record_bytes))
+        return torch.cat(pieces)
 
 
-class Joined(ReadOnly):
-    """The slices of a table, read as one store of whole records."""
+class ColumnShardReader(ReadOnly):
+    """Reader of the column slices of a table as one store of whole records."""
 
     def __init__(
         self,
-        slices: Sequence[Shards],
+        slices: Sequence[ShardReader],
         columns: Sequence[tuple[int, int]],
         shape: RecordShape,
         identity: str = "",
     ) -> None:
-        """identity: what the bytes of whole records mean (`train.fingerprint.identity_of`)."""
+        """identity: meaning of the bytes of whole records (`checkpoint.fingerprint.identity_of`)."""
         self.slices, self.identity = tuple(slices), identity
         self.bytes = [shape.bytes_of(first, last) for first, last in columns]
         self.record_bytes = shape.record_bytes
@@ -160,48 +163,48 @@ class Joined(ReadOnly):
 
     def read(self, ids: Tensor, out: Tensor) -> Pending:
         parts = []
-        for each in self.slices:
-            records = torch.empty(len(ids), each.record_bytes, dtype=torch.uint8)
-            parts.append((records, each.read(ids, records)))
+        for part in self.slices:
+            records = torch.empty(len(ids), part.record_bytes, dtype=torch.uint8)
+            parts.append((records, part.read(ids, records)))
         return JoinedRead(parts, self.bytes, out)
 
     def scan(self) -> Iterator[RowBatch]:
-        """Raises StorageError where the slices do not hold the same rows."""
+        """Yield all rows. Raises StorageError if the slices do not have the same rows."""
         for rows in self.slices[0].scan():
             records = torch.empty(len(rows.ids), self.record_bytes, dtype=torch.uint8)
             if not bool(self.read(rows.ids, records).wait().all()):
                 raise StorageError(
-                    "slices of a table hold other rows than its first; restore the commit from a copy"
+                    "slices of a table have other rows than its first; restore the commit from a copy"
                 )
             yield RowBatch(rows.ids, records)
 
     def close(self) -> None:
-        for each in self.slices:
-            each.close()
+        for part in self.slices:
+            part.close()
 
 
 class JoinedRead(Pending):
-    """The reads of all slices under way."""
+    """Pending reads of all slices."""
 
     def __init__(
-        self, parts: Sequence[tuple[Tensor, Pending]], places: Sequence[Tensor], out: Tensor
+        self, parts: Sequence[tuple[Tensor, Pending]], positions: Sequence[Tensor], out: Tensor
     ) -> None:
-        self._parts, self._places, self._out = parts, places, out
+        self._parts, self._positions, self._out = parts, positions, out
 
     def wait(self) -> Tensor:
-        found = [pending.wait() for _, pending in self._parts]
-        there = torch.stack(found).all(0)
-        rows = torch.nonzero(there)
-        for (records, _), place in zip(self._parts, self._places, strict=True):
-            self._out[rows, place] = records[rows[:, 0]]
-        return there
+        masks = [pending.wait() for _, pending in self._parts]
+        exists = torch.stack(masks).all(0)
+        rows = torch.nonzero(exists)
+        for (records, _), positions in zip(self._parts, self._positions, strict=True):
+            self._out[rows, positions] = records[rows[:, 0]]
+        return exists
 
 
-class Rejoined(ReadOnly):
-    """The cold and the hot rows of a table, read as one store."""
+class HotColdReader(ReadOnly):
+    """Reader of the cold and the hot rows of a table as one store."""
 
-    def __init__(self, cold: Shards, hot: Shards, ids: Tensor) -> None:
-        """ids (H,) int64 ascending, of the hot ones."""
+    def __init__(self, cold: ShardReader, hot: ShardReader, ids: Tensor) -> None:
+        """ids (H,) int64 ascending: the hot rows."""
         self.cold, self.hot, self.ids = cold, hot, ids
         self.record_bytes = cold.record_bytes
 
@@ -210,10 +213,10 @@ class Rejoined(ReadOnly):
 
     def read(self, ids: Tensor, out: Tensor) -> Pending:
         mask, parts = is_hot(ids, self.ids), []
-        for side, each in ((mask, self.hot), (~mask, self.cold)):
-            where = side.nonzero()[:, 0]
-            records = torch.empty(len(where), self.record_bytes, dtype=torch.uint8)
-            parts.append((where, records, each.read(ids[where], records)))
+        for side, store in ((mask, self.hot), (~mask, self.cold)):
+            positions = side.nonzero()[:, 0]
+            records = torch.empty(len(positions), self.record_bytes, dtype=torch.uint8)
+            parts.append((positions, records, store.read(ids[positions], records)))
         return ShardsRead(parts, len(ids), out)
 
     def scan(self) -> Iterator[RowBatch]:
@@ -225,11 +228,14 @@ class Rejoined(ReadOnly):
         self.hot.close()
 
 
-class Sliced(ReadOnly):
-    """Some columns of a store of whole records, read as a slice's store."""
+class ColumnSliceReader(ReadOnly):
+    """Reader of some columns of a store of whole records, as a slice's store."""
 
     def __init__(
-        self, whole: Shards | Joined | Rejoined, columns: tuple[int, int], shape: RecordShape
+        self,
+        whole: ShardReader | ColumnShardReader | HotColdReader,
+        columns: tuple[int, int],
+        shape: RecordShape,
     ) -> None:
         self.whole, self.bytes = whole, shape.bytes_of(*columns)
         self.record_bytes = len(self.bytes)
@@ -250,12 +256,12 @@ class Sliced(ReadOnly):
 
 
 class SlicedRead(Pending):
-    """The read of whole records under way."""
+    """Pending read of whole records, of which some columns are wanted."""
 
-    def __init__(self, records: Tensor, pending: Pending, place: Tensor, out: Tensor) -> None:
-        self._records, self._pending, self._place, self._out = records, pending, place, out
+    def __init__(self, records: Tensor, pending: Pending, positions: Tensor, out: Tensor) -> None:
+        self._records, self._pending, self._positions, self._out = records, pending, positions, out
 
     def wait(self) -> Tensor:
-        found = self._pending.wait()
-        self._out[found] = self._records[found][:, self._place]
-        return found
+        exists = self._pending.wait()
+        self._out[exists] = self._records[exists][:, self._positions]
+        return exists

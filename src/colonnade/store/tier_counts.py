@@ -1,4 +1,4 @@
-"""What each tier of a rank did for its rows: one value, gathered from a store in one place."""
+"""Counts of each storage tier of a rank: hits, misses, bytes and waits, collected from its store."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:  # reports read these values without torch
     from colonnade.store.log import LogBacking
 
 LEVELS = ("held_bytes", "live_bytes")
-"""Counts of what is there now; the others only grow."""
+"""Counts of the present state; the others only grow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierCounts:
-    """Of one tier of one rank, since its store opened.
+    """Counts of one tier of one rank, since its store opened.
 
-    A row that a batch needs is looked for from the top: it is a hit of the tier that has it, a miss of those above;
-    a row that no tier has is a miss of all of them, and born.
+    A row that a batch needs is looked up from the top: a hit of the tier that has it, a miss of the tiers above. A row
+    that no tier has is a miss of all of them, and is initialised.
     """
 
     hits: int = 0
@@ -28,43 +28,43 @@ class TierCounts:
     reads: int = 0
     """Requests to the device."""
     read_bytes: int = 0
-    """From the device, whole pages."""
+    """Bytes read from the device, in whole pages."""
     row_bytes: int = 0
-    """Of rows that these reads were for, as records."""
+    """Bytes of the records that these reads were for."""
     rows_written: int = 0
-    """Rows that came from above."""
+    """Rows written by the tier above."""
     rows_moved: int = 0
-    """Rows that garbage collection wrote again."""
+    """Rows rewritten by garbage collection."""
     payload_bytes: int = 0
-    """Of `rows_written`, as records."""
+    """Bytes of `rows_written`, as records."""
     written_bytes: int = 0
-    """To the device: frames, rows moved, files of commits."""
+    """Bytes written to the device: frames, moved rows, files of commits."""
     lifetime_bytes: int = 0
-    """To the device since the store was made, in all openings."""
+    """Bytes written to the device since the store was made, in all openings."""
     held_bytes: int = 0
-    """Taken now."""
+    """Bytes in use now."""
     live_bytes: int = 0
-    """Of these, rows that count."""
+    """Bytes of live rows among these."""
     stall_seconds: float = 0.0
-    """That somebody waited for this tier: for rows on their way, or for room to write."""
+    """Seconds that threads waited for this tier: for reads, or for room to write."""
 
     @property
     def hit_rate(self) -> float | None:
-        """None: nothing was looked for."""
+        """Share of lookups that hit; None without lookups."""
         return _ratio(self.hits, self.hits + self.misses)
 
     @property
     def write_amplification(self) -> float | None:
-        """Bytes written for each byte of a row that came from above."""
+        """Bytes written for each byte of a row from the tier above."""
         return _ratio(self.written_bytes, self.payload_bytes)
 
     @property
     def space_amplification(self) -> float | None:
-        """Bytes taken for each byte of a row that counts."""
+        """Bytes in use for each byte of a live row."""
         return _ratio(self.held_bytes, self.live_bytes)
 
     def since(self, before: TierCounts) -> TierCounts:
-        """What was added; what is there now stays as it is."""
+        """Subtract earlier counts; those of the present state (`LEVELS`) stay as they are."""
         return TierCounts(
             **{
                 field.name: getattr(self, field.name)
@@ -80,37 +80,39 @@ class TierCounts:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> TierCounts:
-        """From plain values, as records have them; what is missing is 0, what is unknown is passed over."""
+        """Build counts from a record's plain values; missing ones are 0, unknown ones are ignored."""
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
     def plain(self) -> dict[str, float]:
         return asdict(self)
 
 
-def tier_counts(store: DramStore | HbmStore) -> dict[str, TierCounts]:
-    """By tier, from the top: "hbm" where rows lie on a device, "dram", then those of its backings. Costs microseconds a
-    table."""
+def collect_tier_counts(store: DramStore | HbmStore) -> dict[str, TierCounts]:
+    """Return the counts of each tier, from the top: "hbm" if rows are on a device, "dram", then those of its backings.
+
+    Costs microseconds a table.
+    """
     from colonnade.store.hbm import HbmStore
     from colonnade.store.log import LogBacking
 
     if isinstance(store, HbmStore):
-        others = tier_counts(store.below)
+        others = collect_tier_counts(store.below)
         missed = others["dram"].hits + others["dram"].misses
-        held = store.device_bytes()
+        num_bytes = store.device_bytes()
         return {
             "hbm": TierCounts(
-                hits=store.num_found,
+                hits=store.num_hits,
                 misses=missed,
                 rows_written=missed,
-                held_bytes=held,
-                live_bytes=held,
+                held_bytes=num_bytes,
+                live_bytes=num_bytes,
             ),
             **others,
         }
     sources = store.sources
     needed = sources.resident + sources.read + sources.copied + sources.born
     resident = store.native.resident_bytes()
-    found = {
+    tiers = {
         "dram": TierCounts(
             hits=sources.resident,
             misses=needed - sources.resident,
@@ -122,16 +124,16 @@ def tier_counts(store: DramStore | HbmStore) -> dict[str, TierCounts]:
     below = [backing for backing in store.backings if isinstance(backing, LogBacking)]
     for backing in below:
         name = "mapped" if backing.files.mapped_bytes else "ssd"  # files read by loads, or by reads
-        found[name] = found.get(name, TierCounts()) + _of_log(backing)
+        tiers[name] = tiers.get(name, TierCounts()) + _count_log(backing)
     if below:
-        lowest = list(found)[-1]
-        found[lowest] += _shared(below)
-        found[lowest] += TierCounts(stall_seconds=sources.stall_seconds)
-    return found
+        lowest = list(tiers)[-1]
+        tiers[lowest] += _count_shared(below)
+        tiers[lowest] += TierCounts(stall_seconds=sources.stall_seconds)
+    return tiers
 
 
-def _of_log(backing: LogBacking) -> TierCounts:
-    """What a table's log counts of itself. It has looked for the rows of evaluations too."""
+def _count_log(backing: LogBacking) -> TierCounts:
+    """Return the counts of one table's log, lookups of evaluations included."""
     counts = backing.counts()
     return TierCounts(
         hits=counts["rows_copied"] + counts["rows_planned"],
@@ -147,8 +149,8 @@ def _of_log(backing: LogBacking) -> TierCounts:
     )
 
 
-def _shared(backings: Sequence[LogBacking]) -> TierCounts:
-    """What the logs of a rank share: the reader and the writer."""
+def _count_shared(backings: Sequence[LogBacking]) -> TierCounts:
+    """Return the counts of the reader and the writer that a rank's logs share."""
     readers = {id(backing.reader): backing.reader for backing in backings}.values()
     writers = {id(b.writer): b.writer for b in backings if b.writer is not None}.values()
     counts = [reader.counts() for reader in readers]

@@ -1,4 +1,4 @@
-"""Checks of what comes out of files before it is used: names that become paths, JSON that becomes values."""
+"""Checks of values from files before they are used: names that become paths, JSON that becomes values."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import Annotated, Any, TypeVar, cast
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from colonnade.errors import CorruptionError, StorageError
-from colonnade.formats import file_kind, read_stamped
+from colonnade.formats import describe_file_kind, parse_stamped_json
 from colonnade.store.disk import DiskFile, storage_error
 
 T = TypeVar("T")
 STRICT = ConfigDict(extra="forbid", strict=True)
-"""`__pydantic_config__` of dataclasses that are read from files: no other fields, no other types."""
+"""Configuration (`__pydantic_config__`) of dataclasses that are read from files: no other fields, no other types."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]{0,254}")
 WANTED = "one file name of letters, digits and _ . = - that does not begin with a dot"
 
 
 def check_file_name(name: str, path: Path | str) -> str:
-    """Return `name`, which the file at `path` holds, if it can be joined to a folder without leaving it.
+    """Return `name`, read from the file at `path`, if it can be joined to a folder without leaving it.
 
     Raises CorruptionError.
     """
@@ -48,8 +48,8 @@ FileName = Annotated[str, AfterValidator(_validate_name)]
 
 
 def parse_json(kind: type[T], content: bytes, path: Path, remedy: str) -> T:
-    """Read a value of this type from JSON. Raises CorruptionError naming path and field for anything else: other
-    types, unknown or missing fields, no JSON."""
+    """Read a value of this type from JSON. Raises CorruptionError naming path and field for other types, unknown or
+    missing fields, or invalid JSON."""
     try:
         return _adapter(cast(Hashable, kind)).validate_json(content)
     except ValidationError as error:
@@ -61,11 +61,11 @@ def parse_json(kind: type[T], content: bytes, path: Path, remedy: str) -> T:
 
 
 def parse_stamped(kind: type[T], content: bytes, path: Path, name: str, remedy: str) -> T:
-    """Read a value from a JSON object of format `name`, which states it beside the value's fields.
+    """Read a value from a JSON object that states format `name` in addition to the value's fields.
 
-    Raises CheckpointError for another format or version, which is told first; CorruptionError as `parse_json`.
+    Raises CheckpointError for another format or version, before any other error; CorruptionError as `parse_json`.
     """
-    fields = read_stamped(path, content, name)
+    fields = parse_stamped_json(path, content, name)
     return parse_json(kind, json.dumps(fields).encode(), path, remedy)
 
 
@@ -75,36 +75,36 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def open_regular(path: Path, *, follow_links: bool = True, flags: int = 0) -> DiskFile:
-    """Open a file for reading. Raises StorageError where it cannot be read or is no regular file, on which `open` or
-    `read` may wait for ever. flags: of `open`, beside those to read."""
+    """Open a file for reading. Raises StorageError if it cannot be read or is no regular file, which could block `open`
+    or `read` forever. flags: of `open`, in addition to those for reading."""
     flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         file = DiskFile(path, os.open(path, flags if follow_links else flags | os.O_NOFOLLOW))
         mode = os.fstat(file.fd).st_mode
-        os.set_blocking(file.fd, True)  # else io_uring gives up where it would wait for the disk
+        os.set_blocking(file.fd, True)  # else io_uring fails instead of waiting for the disk
     except OSError as error:
         if not follow_links and path.is_symlink():
-            raise _is_link(path) from None
+            raise _link_error(path) from None
         raise storage_error(error, "read", path) from error
     if not stat.S_ISREG(mode):
         file.close()
         raise StorageError(
-            f"{path}: got {file_kind(mode)}, wanted a regular file. Remove it, and have the file written again"
+            f"{path}: got {describe_file_kind(mode)}, wanted a regular file. Remove it, and have the file written again"
         )
     return file
 
 
 def open_inside(folder: Path, name: str) -> DiskFile:
-    """Open a file whose name comes from a file. Raises CorruptionError for a name or a link that leads out of
+    """Open a file by a name that was read from a file. Raises CorruptionError for a name or a link that leads out of
     `folder`; StorageError as `open_regular`."""
     return open_regular(folder / check_file_name(name, folder), follow_links=False)
 
 
 def folder_inside(folder: Path, name: str) -> Path:
-    """Path of a folder whose name comes from a file. Raises CorruptionError as `open_inside`."""
+    """Return the path of a folder by a name that was read from a file. Raises CorruptionError as `open_inside`."""
     path = folder / check_file_name(name, folder)
     if path.is_symlink():
-        raise _is_link(path)
+        raise _link_error(path)
     return path
 
 
@@ -120,7 +120,7 @@ def read_regular(path: Path) -> bytes:
         file.close()
 
 
-def _is_link(path: Path) -> CorruptionError:
+def _link_error(path: Path) -> CorruptionError:
     return CorruptionError(
-        f"{path}: got a symbolic link, wanted a file or folder that lies in {path.parent} itself. Put a copy there"
+        f"{path}: got a symbolic link, wanted a file or folder inside {path.parent} itself. Put a copy there"
     )

@@ -1,7 +1,6 @@
-"""Every byte of a commit of one store, compared with what its checksums say: file by file, on past what is damaged.
+"""Verification of every byte of a commit of one store against its checksums, file by file, past damaged files.
 
-Nothing needs to be known of the table: manifests say it. Opening a store checks beyond this that
-no id is live twice.
+Manifests have all it needs to know of the table. Opening a store checks in addition that no id is live twice.
 """
 
 from __future__ import annotations
@@ -20,87 +19,91 @@ from colonnade.store.stripes import Stripe, Stripes, open_stripes
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
-    """A file that was read."""
+class VerifiedFile:
+    """Result of the verification of one file."""
 
     path: Path
     num_bytes: int
     problem: str = ""
-    """What is wrong with it, in words; "" where all of it is as it was written."""
+    """Description of the damage; "" if every byte is right."""
 
 
-def verify_file(path: Path, read: Callable[[], object]) -> Verified:
-    """`read` raises what is wrong with the file."""
+def verify_file(path: Path, read: Callable[[], object]) -> VerifiedFile:
+    """Verify one file. read: reads the file and raises what is wrong with it."""
     try:
         read()
-        return Verified(path, path.stat().st_size)
+        return VerifiedFile(path, path.stat().st_size)
     except (CorruptionError, CheckpointError, StorageError) as error:
-        said = (
+        problem = (
             str(error.strerror if error.strerror else error)
             if isinstance(error, OSError)
             else str(error)
         )
-        return Verified(path, path.stat().st_size if path.is_file() else 0, said)
+        return VerifiedFile(path, path.stat().st_size if path.is_file() else 0, problem)
 
 
-def verify_store(directory: Path, step: int, *, places: Sequence[Path] = ()) -> Iterator[Verified]:
-    """The files of a commit of one table's shard as they are read: manifest, bitmaps, then segments and key lists.
+def verify_store(
+    directory: Path, step: int, *, places: Sequence[Path] = ()
+) -> Iterator[VerifiedFile]:
+    """Verify the files of a commit of one table's shard, in the order: manifest, bitmaps, then key lists and segments.
 
-    places: where directories of the store lie now that are not where the manifest says. Raises nothing of the files.
+    places: present paths of directories of the store that are not where the manifest says. Raises no error of a file.
     """
     path = directory / manifest.file_name(step)
-    found: list[tuple[manifest.Manifest, bytes, Stripes]] = []
+    opened: list[tuple[manifest.Manifest, bytes, Stripes]] = []
 
     def read_manifest() -> None:
-        said = manifest.describe(directory, step)
-        table, identity, width = said["table"], said["identity"], said["record_bytes"]
-        whole, store_id, known = manifest.read_manifest(
+        fields = manifest.describe(directory, step)
+        table, identity, width = fields["table"], fields["identity"], fields["record_bytes"]
+        commit, store_id, known = manifest.read_manifest(
             directory, step, table=table, identity=identity, record_bytes=width
         )
         wanted = [Stripe(place, 1) for place in places]
         stripes = open_stripes(
             directory, wanted, disk=None, home_lock=None, known=known, store_id=store_id
         )
-        found.append((whole, segment.owner_digest(table, identity), stripes))
+        opened.append((commit, segment.owner_digest(table, identity), stripes))
 
     yield verify_file(path, read_manifest)
-    if not found:
+    if not opened:
         return
-    whole, owner, stripes = found[0]
-    yield verify_file(directory / live_name(step), lambda: manifest.read_live(directory, whole))
-    shape = SegmentShape(whole.record_bytes, owner)
-    for entry in whole.segments:
-        yield from _segment(entry, shape, stripes)
+    commit, owner, stripes = opened[0]
+    yield verify_file(directory / live_name(step), lambda: manifest.read_live(directory, commit))
+    shape = SegmentShape(commit.record_bytes, owner)
+    for entry in commit.segments:
+        yield from _verify_segment(entry, shape, stripes)
 
 
-def _segment(entry: SegmentEntry, shape: SegmentShape, stripes: Stripes) -> Iterator[Verified]:
-    """The key list first: without it, of the segment only header and length can be told."""
+def _verify_segment(
+    entry: SegmentEntry, shape: SegmentShape, stripes: Stripes
+) -> Iterator[VerifiedFile]:
+    """Verify a key list, then its segment: without ids, only the segment's header and length can be checked."""
     rows_name, keys_name = segment.file_name(entry.number), key_list.file_name(entry.number)
-    # Where it was last, if that directory is out of reach.
+    # The last known directory, in case it is out of reach.
     last = Path(stripes.known.get(entry.stripe, stripes.home))
-    stripe = stripes.lies_in(rows_name, entry.stripe)
+    stripe = stripes.find_stripe(rows_name, entry.stripe)
     directory = last if stripe is None else stripes.directories[stripe]
     rows, path = directory / rows_name, directory / keys_name
-    found: list[key_list.Keys] = []
+    keys: list[key_list.Keys] = []
 
     def read_keys() -> None:
-        file = key_list.open_key_list(stripes.find(keys_name, entry.stripe))
-        found.append(key_list.read_key_list(file, entry.number, entry.num_records, entry.checksum))
+        file = key_list.open_key_list(stripes.find_file(keys_name, entry.stripe))
+        keys.append(key_list.read_key_list(file, entry.number, entry.num_records, entry.checksum))
 
     def read_rows() -> None:
-        at = stripes.find(rows_name, entry.stripe)
+        at = stripes.find_file(rows_name, entry.stripe)
         file = segment.open_segment(at, shape, entry.num_bytes, entry.header_crc)
-        if not found:
+        if not keys:
             raise CorruptionError(
                 f"{rows}: its records cannot be told without {path.name}. Restore that file from a copy, or go "
                 "back to an older commit"
             )
-        segment.check_rows(file, entry.number, shape, found[0], entry.header_crc, entry.checksum)
+        segment.verify_records(file, entry.number, shape, keys[0], entry.header_crc, entry.checksum)
 
     yield verify_file(path, read_keys)
     yield verify_file(rows, read_rows)
 
 
-def verify_durable(path: Path) -> Verified:
-    """A small file that carries its checksum."""
+def verify_durable(path: Path) -> VerifiedFile:
+    """Verify a small file that has a checksum line."""
     return verify_file(path, lambda: read_verified(path))

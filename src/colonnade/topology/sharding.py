@@ -1,8 +1,8 @@
-"""Sharding of a table: which ranks hold its rows, and which rows, called hot, every rank holds.
+"""Sharding of a table: its owner ranks, and its hot rows, which are copied to every rank.
 
-Where a table is cut by columns, each slice of its rows has owners of its own.
+If a table is cut by columns, each slice of its rows has owners of its own.
 
-Pure values and functions of numbers; the native core computes the same owners (`_native.owner_of`).
+Plain values and pure functions; the native core computes the same owners (`_native.owner_of`).
 """
 
 from __future__ import annotations
@@ -26,47 +26,47 @@ Side = Literal["both", "hot", "cold"]
 
 @dataclass(frozen=True, slots=True)
 class HotRows:
-    """Of one table. A lookup is of a hot row or of a cold one by this list alone, which all ranks have."""
+    """Hot rows of one table. All ranks have the list; it alone decides whether a lookup reads a hot or a cold row."""
 
     ids: tuple[int, ...] = field(repr=False)
-    """Ascending, each once."""
+    """Ids of the hot rows, ascending, without duplicates."""
     num_ranks: int
-    """All of which have a copy."""
+    """Number of ranks; each of them has a copy of every hot row."""
     side: Side = "both"
-    """Of a sharding: a whole table's, or that of its hot or its cold rows alone."""
+    """Rows that the sharding with this list covers: all rows of the table, its hot rows or its cold rows."""
 
     def __post_init__(self) -> None:
         if not self.ids or list(self.ids) != sorted(set(self.ids)):
-            raise ConfigError("hot rows: got ids that are none, or not ascending and each once")
+            raise ConfigError("hot rows: got no ids, or ids that are not ascending and unique")
 
     def __str__(self) -> str:
         return f"{len(self.ids):,} hot rows on each of {self.num_ranks} ranks"
 
     @property
     def tensor(self) -> Tensor:
-        """(H,) int64, ascending."""
+        """Ids of the hot rows, (H,) int64, ascending."""
         return torch.tensor(self.ids, dtype=torch.int64)
 
     @property
     def word(self) -> str:
-        """Short, of this list and no other: folders of rows have it in their names."""
+        """Short hash of the id list, used in names of row folders."""
         return hashlib.sha256(np.array(self.ids, "<i8").tobytes()).hexdigest()[:12]
 
     def owns(self, ids: Tensor) -> Tensor:
-        """ids (N,) int64 -> (N,) bool: whether they are of this side."""
+        """Return whether each id belongs to `side`. ids (N,) int64 -> (N,) bool."""
         if self.side == "both":
             return torch.ones(len(ids), dtype=torch.bool)
         return is_hot(ids, self.tensor) == (self.side == "hot")
 
 
-def hot_rows(ids: Iterable[int] | Tensor, num_ranks: int) -> HotRows:
-    """Of ids in any order, some more than once."""
-    listed = ids.tolist() if isinstance(ids, Tensor) else ids
-    return HotRows(tuple(sorted({int(each) for each in listed})), num_ranks)
+def build_hot_rows(ids: Iterable[int] | Tensor, num_ranks: int) -> HotRows:
+    """Build the hot rows of a table from ids in any order, with or without duplicates."""
+    values = ids.tolist() if isinstance(ids, Tensor) else ids
+    return HotRows(tuple(sorted({int(row_id) for row_id in values})), num_ranks)
 
 
 def is_hot(ids: Tensor, hot: Tensor) -> Tensor:
-    """ids (N,) int64, hot (H,) int64 ascending -> (N,) bool: which of them are in the list."""
+    """Return which ids are hot. ids (N,) int64, hot (H,) int64 ascending -> (N,) bool."""
     return hot[torch.searchsorted(hot, ids).clamp(max=len(hot) - 1)] == ids
 
 
@@ -83,19 +83,22 @@ KINDS: tuple[Kind, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank has of a table: the rows dealt to owner `place` of `num_owners`; None: no rows."""
+    """Rows of a table on one rank: those of owner number `place` out of `num_owners`."""
 
     num_owners: int = 1
     place: int | None = 0
+    """Index of this rank among the row owners; None: the rank has no rows of the table."""
     hot: HotRows | None = None
-    """Of these rows, those of its side."""
+    """Hot rows of the table; only rows on its `side` belong to the shard."""
 
     def most_rows(self, rows: int) -> int:
-        """Of a vocabulary table of `rows` rows."""
-        return 0 if self.place is None else share(rows, self.num_owners)
+        """Return the largest number of rows this shard can have of a vocabulary table with `rows` rows."""
+        return 0 if self.place is None else max_rows_per_owner(rows, self.num_owners)
 
     def owns(self, ids: Tensor, rows: int | None) -> Tensor:
-        """(N,) bool; ids (N,) int64 of a vocabulary table of `rows` rows, or of an open one."""
+        """Return which ids belong to this shard.
+
+        ids (N,) int64 of a vocabulary table with `rows` rows, or of an open table (None) -> (N,) bool."""
         if self.place is None:
             return torch.zeros(len(ids), dtype=torch.bool)
         owner = torch.as_tensor(_native.owner_of(ids, rows or 0, self.num_owners))
@@ -106,23 +109,24 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Of one table. `row_wise`: rows are dealt to all ranks; `host_wise`: to the ranks of one host; `table_wise`: one
-    rank has them all; `replicated`: every rank has every row, and all apply the same updates. Where some ranks are
-    servers, those are "all ranks", and nothing is replicated.
+    """Distribution of one table over ranks.
 
-    Of `row_wise`, `host_wise` and `table_wise`, some rows may be `hot`: these lie on every rank.
+    `row_wise`: rows are hashed over all ranks. `host_wise`: rows are hashed over the ranks of one host. `table_wise`:
+    one rank owns all rows. `replicated`: every rank has every row, and all apply the same updates. `column_wise`: rows
+    are cut into slices of columns, and one rank owns each slice of all rows. `grid`: rows are cut likewise, and each
+    slice is hashed over the ranks of one host. If some ranks are servers, "all ranks" are the servers, and nothing is
+    replicated.
 
-    `column_wise`: rows are cut into slices of columns, and one rank has a slice of all of them; `grid`: each slice is
-    dealt to the ranks of a host."""
+    Tables of kinds `row_wise`, `host_wise` and `table_wise` can have `hot` rows with a copy on every rank."""
 
     kind: Kind
     ranks: tuple[int, ...]
-    """Ascending. A row's owner is ranks[owner_of(id, table.rows, len(ranks))], unless each of them has it; a slice's is
-    that among the slice's own ranks."""
+    """Owner ranks, ascending. The owner of a row is ranks[owner_of(id, table.rows, len(ranks))], unless the table is
+    replicated; the owner of a row's slice is found likewise among the ranks of the slice."""
     slices: int = 1
-    """Into how many its rows are cut: slice i, counted from the left, has the i-th of as many runs of `ranks`."""
+    """Number of column slices. `ranks` splits into equal runs; slice i, counted from the left, has the i-th run."""
     hot: HotRows | None = None
-    """Rows that lie on every rank; the kind says who owns the others."""
+    """Rows with a copy on every rank; the kind determines the owners of the others."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -149,80 +153,82 @@ class Sharding:
             )
         if self.has_hot and (self.is_replicated or self.kind in ("column_wise", "grid")):
             raise ConfigError(
-                f"sharding {self.kind}: got hot rows, wanted row_wise, host_wise or table_wise, whose other rows are "
+                f"sharding {self.kind}: got hot rows, wanted row_wise, host_wise or table_wise: the other rows must be "
                 "whole and have one owner each"
             )
 
     def __str__(self) -> str:
         first, last = self.ranks[0], self.ranks[-1]
-        where = f"rank {first}" if len(self.ranks) == 1 else f"ranks {first} .. {last}"
+        ranks = f"rank {first}" if len(self.ranks) == 1 else f"ranks {first} .. {last}"
         cut = f", {self.slices} slices" if self.kind == "grid" else ""
         hot = f", {self.hot}" if self.hot is not None else ""
-        return f"{self.kind}, {where}{cut}{hot}"
+        return f"{self.kind}, {ranks}{cut}{hot}"
 
     @property
     def num_owners(self) -> int:
-        """Ranks that its rows are dealt to; those of each slice are."""
+        """Number of ranks over which the rows (of each slice) are distributed."""
         return 1 if self.kind == "replicated" else len(self.ranks) // self.slices
 
     @property
     def is_replicated(self) -> bool:
+        """True if every rank has every row."""
         return self.kind == "replicated"
 
     @property
     def has_hot(self) -> bool:
-        """Of a table's, whose hot rows have not been taken apart from the cold ones."""
+        """True if the sharding covers a whole table with hot rows, not one side of it."""
         return self.hot is not None and self.hot.side == "both"
 
     @property
-    def of_hot(self) -> Sharding:
-        """Of the hot rows alone, of a sharding that has some."""
+    def hot_sharding(self) -> Sharding:
+        """Sharding of the hot rows alone; requires hot rows."""
         assert self.hot is not None
         return replace(replicated(self.hot.num_ranks), hot=replace(self.hot, side="hot"))
 
     @property
-    def of_cold(self) -> Sharding:
-        """Of the others."""
+    def cold_sharding(self) -> Sharding:
+        """Sharding of the cold rows alone; requires hot rows."""
         assert self.hot is not None
         return replace(self, hot=replace(self.hot, side="cold"))
 
     def shard_of(self, rank: int) -> Shard:
-        """What lies on `rank`."""
+        """Return the shard of the table on `rank`."""
         if rank not in self.ranks:
             return Shard(self.num_owners, None)
-        place = 0 if self.is_replicated else self.ranks.index(rank) % self.num_owners
-        return Shard(self.num_owners, place, self.hot)
+        owner_index = 0 if self.is_replicated else self.ranks.index(rank) % self.num_owners
+        return Shard(self.num_owners, owner_index, self.hot)
 
     @property
-    def of_slices(self) -> tuple[Sharding, ...]:
-        """That of each slice by itself, from the left; this one, where rows are whole."""
+    def slice_shardings(self) -> tuple[Sharding, ...]:
+        """Sharding of each column slice, from the left; only this sharding if rows are not cut."""
         if self.slices == 1:
             return (self,)
         kind: Kind = "table_wise" if self.num_owners == 1 else "host_wise"
         runs = [range(i * self.num_owners, (i + 1) * self.num_owners) for i in range(self.slices)]
         return tuple(Sharding(kind, tuple(self.ranks[i] for i in run)) for run in runs)
 
-    def home_of(self, rank: int) -> str | None:
-        """The name of the folder in a run's `rows` that holds what lies on `rank`: rows that are dealt to as many lie
-        at the same place, whatever the kind and whichever the ranks. None: no rows do."""
-        place = self.shard_of(rank).place
-        if place is None:
+    def row_folder_name(self, rank: int) -> str | None:
+        """Return the name of the folder under a run's `rows` with the rows of `rank`; None if it has no rows.
+
+        The name depends on the number of owners only, so shardings of other kinds or ranks share folders."""
+        owner_index = self.shard_of(rank).place
+        if owner_index is None:
             return None
-        return f"copy-{rank}" if self.is_replicated else f"{place}-of-{self.num_owners}"
+        return f"copy-{rank}" if self.is_replicated else f"{owner_index}-of-{self.num_owners}"
 
     def continues(self, before: Sharding, rank: int) -> bool:
-        """Whether what lies on `rank` is what one folder held under `before`; `home_of`."""
+        """Return whether the rows of `rank` are those of one folder (`row_folder_name`) written under `before`."""
         if self.is_replicated or before.is_replicated:
             return self.is_replicated and before.is_replicated and rank in before.ranks
         return self.num_owners == before.num_owners
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """Ranks that have all its rows (of the first slice) between them, each once, in order of their places."""
+        """Ranks that together store every row (of the first slice) once, in order of their owner index."""
         return self.ranks[: self.num_owners]
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it, short in large worlds: ranks as runs [first, last]. `sharding_from` reads it."""
+        """Return the sharding as JSON values, with ranks as runs [first, last]. `read_sharding` reads them."""
         runs: list[list[int]] = []
         for rank in self.ranks:
             if runs and runs[-1][1] == rank - 1:
@@ -234,24 +240,25 @@ class Sharding:
         return {"kind": self.kind, "ranks": runs, **cut, **hot}
 
 
-def sharding_from(said: Mapping[str, Any]) -> Sharding:
-    """Of `Sharding.plain`."""
-    ranks = (rank for first, last in said["ranks"] for rank in range(first, last + 1))
-    hot = HotRows(tuple(said["hot"]), said["copies"]) if "hot" in said else None
-    return Sharding(said["kind"], tuple(ranks), said.get("slices", 1), hot)
+def read_sharding(fields: Mapping[str, Any]) -> Sharding:
+    """Build a sharding from the values of `Sharding.plain`."""
+    ranks = (rank for first, last in fields["ranks"] for rank in range(first, last + 1))
+    hot = HotRows(tuple(fields["hot"]), fields["copies"]) if "hot" in fields else None
+    return Sharding(fields["kind"], tuple(ranks), fields.get("slices", 1), hot)
 
 
 def row_wise(num_ranks: int) -> Sharding:
+    """Return the sharding of rows over ranks 0 .. num_ranks - 1."""
     return Sharding("row_wise", tuple(range(num_ranks)))
 
 
-def row_wise_in(world: World) -> Sharding:
-    """Dealt to all ranks that rows may lie on."""
+def row_wise_over_owners(world: World) -> Sharding:
+    """Return the sharding of rows over all ranks that can own rows: the servers, or else all ranks."""
     return Sharding("row_wise", world.owners)
 
 
 def host_wise(world: World, host: int) -> Sharding:
-    """Dealt to those of one host."""
+    """Return the sharding of rows over the ranks of one host, or over its servers if it has any."""
     first = host * world.ranks_per_host
     if world.has_servers:
         first += world.trainers_per_host
@@ -259,16 +266,17 @@ def host_wise(world: World, host: int) -> Sharding:
 
 
 def table_wise(rank: int) -> Sharding:
+    """Return the sharding of a whole table on one rank."""
     return Sharding("table_wise", (rank,))
 
 
 def column_wise(ranks: Sequence[int]) -> Sharding:
-    """A slice for each of these ranks."""
+    """Return the sharding by columns, one slice for each of these ranks."""
     return Sharding("column_wise", tuple(sorted(ranks)), len(ranks))
 
 
 def grid(world: World, hosts: Sequence[int]) -> Sharding:
-    """A slice for each of these hosts, whose ranks share it."""
+    """Return the sharding by columns over hosts; the ranks of a host share the rows of its slice."""
     if len(hosts) < 2:
         raise ConfigError(
             f"sharding grid: got {len(hosts)} of {world.num_hosts} hosts, wanted two or more, a slice of columns for "
@@ -279,30 +287,33 @@ def grid(world: World, hosts: Sequence[int]) -> Sharding:
 
 
 def on_ranks(kind: Kind, ranks: tuple[int, ...], world: World) -> Sharding:
-    """Of a kind that takes some ranks; of a grid, all those of its hosts."""
+    """Return the sharding of a kind on given ranks. `grid` requires all ranks of each of its hosts."""
     slices = {"column_wise": len(ranks), "grid": len(ranks) // world.ranks_per_host}
     return Sharding(kind, ranks, slices.get(kind, 1))
 
 
 def columns_of(width: int, slices: int) -> list[tuple[int, int]]:
-    """(first, last + 1) of each slice of rows that wide: as alike as can be."""
+    """Return the column range (first, last + 1) of each slice of `width` columns, of widths as equal as possible."""
     ends = [width * i // slices for i in range(slices + 1)]
     return list(pairwise(ends))
 
 
 def replicated(num_ranks: int) -> Sharding:
+    """Return the sharding with a copy of the table on each of `num_ranks` ranks."""
     return Sharding("replicated", tuple(range(num_ranks)))
 
 
-def share(rows: int, num_owners: int) -> int:
-    """Most rows of a vocabulary table that one of its owners has: ids come in runs of num_owners, one for each."""
+def max_rows_per_owner(rows: int, num_owners: int) -> int:
+    """Return the largest number of rows of a vocabulary table that one owner has.
+
+    The owner function assigns each run of num_owners ids one to each owner."""
     return -(-rows // num_owners)
 
 
-def distinct_loads(shardings: Sequence[Sharding], num_ranks: int) -> list[list[Shard]]:
-    """What ranks have, by table, once for all ranks that have shards of the same tables. Pure."""
-    has = np.zeros((num_ranks, len(shardings)), dtype=bool)
+def distinct_shard_lists(shardings: Sequence[Sharding], num_ranks: int) -> list[list[Shard]]:
+    """Return the shards of one rank from each group of ranks that have shards of the same tables, by table."""
+    has_shard = np.zeros((num_ranks, len(shardings)), dtype=bool)
     for t, sharding in enumerate(shardings):
-        has[list(sharding.ranks), t] = True
-    _, ranks = np.unique(np.packbits(has, axis=1), axis=0, return_index=True)
+        has_shard[list(sharding.ranks), t] = True
+    _, ranks = np.unique(np.packbits(has_shard, axis=1), axis=0, return_index=True)
     return [[sharding.shard_of(rank) for sharding in shardings] for rank in sorted(ranks.tolist())]

@@ -1,7 +1,7 @@
-"""Towers: features that are looked up together on one group of ranks, and which ranks those are.
+"""Towers: groups of features that are looked up together, and the group of ranks that owns each tower's rows.
 
-Disaggregated Multi-Tower (Luo et al. 2024): what crosses the slow links leaves a tower once, from a rank that has all
-of its features. Pure values and functions of numbers.
+Disaggregated Multi-Tower (Luo et al. 2024): values cross the slow links between towers once, from a rank that has all
+features of the tower. Plain values and pure functions.
 """
 
 from __future__ import annotations
@@ -11,43 +11,46 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from colonnade.errors import ConfigError
-from colonnade.formats import check_stamp, stamp
+from colonnade.formats import check_format, stamp
 from colonnade.topology.world import World
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Which features stand in which tower, by name: each in one, in the order in which the tower sees them."""
+    """Assignment of features to towers, by name. Each feature is in exactly one tower."""
 
     towers: tuple[tuple[str, ...], ...]
+    """Names of each tower's features, in the order in which the tower reads them."""
 
     def __post_init__(self) -> None:
         if not self.towers:
             raise ConfigError("got a partition without towers, wanted at least one")
-        seen: dict[str, int] = {}
-        for number, features in enumerate(self.towers):
+        tower_by_feature: dict[str, int] = {}
+        for tower, features in enumerate(self.towers):
             if not features:
-                raise ConfigError(f"tower {number}: got no features, wanted at least one")
+                raise ConfigError(f"tower {tower}: got no features, wanted at least one")
             for name in features:
-                if name in seen:
+                if name in tower_by_feature:
                     raise ConfigError(
-                        f"feature {name!r}: got it in towers {seen[name]} and {number}, wanted each feature in one"
+                        f"feature {name!r}: got it in towers {tower_by_feature[name]} and {tower}, wanted each feature "
+                        "in one"
                     )
-                seen[name] = number
+                tower_by_feature[name] = tower
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Tower after tower."""
+        """Names of all features, tower after tower."""
         return tuple(name for tower in self.towers for name in tower)
 
     def tower_of(self, feature: str) -> int:
-        """Raises KeyError."""
-        for number, features in enumerate(self.towers):
+        """Return the index of a feature's tower. Raises KeyError for an unknown feature."""
+        for tower, features in enumerate(self.towers):
             if feature in features:
-                return number
+                return tower
         raise KeyError(feature)
 
     def to_json(self) -> str:
+        """Return the text of a partition file."""
         return json.dumps(
             {**stamp("colonnade towers"), "towers": [list(tower) for tower in self.towers]},
             indent=2,
@@ -55,28 +58,27 @@ class Partition:
 
     @classmethod
     def from_json(cls, text: str) -> Partition:
-        """Raises ConfigError, CheckpointError for another version."""
+        """Read the text of a partition file. Raises ConfigError; CheckpointError for another format version."""
         try:
             fields = json.loads(text)
             towers = fields["towers"]
-            check_stamp(
-                "partition", fields, "colonnade towers", is_needed=False
-            )  # people write them, too
-            if not all(
-                isinstance(tower, list) for tower in towers
-            ):  # letters of a name are no features
+            # Users write partition files by hand, without a stamp.
+            check_format("partition", fields, "colonnade towers", is_needed=False)
+            # A string would iterate by letters.
+            if not all(isinstance(tower, list) for tower in towers):
                 raise TypeError
-            named = tuple(tuple(map(str, tower)) for tower in towers)
+            feature_names = tuple(tuple(map(str, tower)) for tower in towers)
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(
                 'got a partition that cannot be read, wanted {"towers": [["feature", ...], ...]}, as `colonnade '
                 "towers` writes it"
             ) from None
-        return cls(named)
+        return cls(feature_names)
 
 
 def striped(features: Sequence[str], num_towers: int) -> Partition:
-    """Feature i in tower i modulo `num_towers`: what is left to do where nothing is known of them."""
+    """Return a round-robin partition, feature i in tower i modulo `num_towers`: the default without measured
+    affinities."""
     if not 1 <= num_towers <= len(features):
         raise ConfigError(
             f"got {num_towers} towers for {len(features)} features, wanted 1 .. {len(features)}"
@@ -85,8 +87,9 @@ def striped(features: Sequence[str], num_towers: int) -> Partition:
 
 
 def tower_ranks(world: World, num_towers: int) -> tuple[tuple[int, ...], ...]:
-    """By tower, the ranks that have its rows: equal runs of neighbours, parts of hosts or whole ones or several. One
-    tower on each host is what pays. Raises ConfigError where the world cannot be dealt so."""
+    """Return the ranks of each tower: equal runs of neighbouring ranks that divide a host or are whole hosts.
+
+    One tower on each host saves most. Raises ConfigError if the world cannot be divided like this."""
     if num_towers < 1 or world.num_ranks % num_towers:
         raise ConfigError(
             f"got {num_towers} towers on {world.num_ranks} ranks, wanted a number of towers that divides the ranks"

@@ -1,4 +1,4 @@
-"""The world as a plain value: how many hosts, how many ranks on each, what they do, how fast the links between them."""
+"""World of a run as a plain value: hosts, ranks per host, roles of ranks, speed of links."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ Origin = Literal["assumed", "planned", "measured"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """Ranks are numbered host by host: rank r lives on host r // ranks_per_host. Links carry both ways at once.
+    """Ranks of a run, numbered host by host: rank r is on host r // ranks_per_host. Links are full duplex.
 
-    A rank is a trainer, which has samples and the dense network, or a server, which has rows and nothing else. Without
-    servers the trainers have the rows."""
+    A rank is a trainer, which has samples and the dense network, or a server, which stores rows and nothing else.
+    Without servers the trainers store the rows."""
 
     num_hosts: int = 1
     ranks_per_host: int = 1
     servers_per_host: int = 0
-    """The last ranks of each host."""
+    """Number of servers on each host: its last ranks."""
     local_bytes_per_second: float = 5e9
-    """Payload a rank gets from ranks of its host while all of them do."""
+    """Payload that a rank receives from ranks of its host per second while all of them receive."""
     remote_bytes_per_second: float = 125e6
-    """Payload a host gets over its uplink, which its ranks share (1 Gbit/s)."""
+    """Payload that a host receives per second over its uplink, which its ranks share (1 Gbit/s)."""
     message_seconds: float = 1e-4
     """Fixed cost of one message of an all-to-all to a rank of the same host."""
     remote_message_seconds: float = 1e-4
-    """The same to a rank of another host."""
+    """Fixed cost of one message of an all-to-all to a rank of another host."""
     byte_processor_seconds: float = 0.0
-    """Of a rank's processor, for each byte that it sends and each that it gets; 0: nobody looked."""
+    """Processor time of a rank for each byte that it sends and each that it receives; 0: not measured."""
     message_processor_seconds: float = 0.0
-    """Of a rank's processor, for each message that it sends, and gets one for."""
+    """Processor time of a rank for sending one message and receiving one."""
     crowding: float = 1.0
-    """Threads that compute on a host, by its processors: where they are more, each has so much less of one."""
+    """Compute threads on a host per processor, at least 1: above 1, each thread is slowed down by this factor."""
     origin: Origin = "assumed"
-    """Where the numbers of the links come from: nobody looked, a person said them, `topology.links` measured them."""
+    """Source of the link speeds: defaults, numbers set by the user, or measured by `plan.measure.links`."""
 
     def __post_init__(self) -> None:
         if self.num_hosts < 1 or self.ranks_per_host < 1:
@@ -60,75 +60,84 @@ class World:
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks on all hosts."""
         return self.num_hosts * self.ranks_per_host
 
     def host(self, rank: int) -> int:
+        """Return the host of a rank."""
         return rank // self.ranks_per_host
 
     @property
     def has_servers(self) -> bool:
+        """True if some ranks are servers."""
         return self.servers_per_host > 0
 
     def is_server(self, rank: int) -> bool:
+        """Return whether a rank is a server."""
         return rank % self.ranks_per_host >= self.trainers_per_host
 
     @property
     def trainers_per_host(self) -> int:
+        """Number of trainers on each host."""
         return self.ranks_per_host - self.servers_per_host
 
     @property
     def num_trainers(self) -> int:
-        """Ranks that share each step's samples."""
+        """Number of ranks that share each step's samples."""
         return self.num_hosts * self.trainers_per_host
 
     @property
     def trainers(self) -> tuple[int, ...]:
+        """Ranks that train, ascending."""
         return tuple(rank for rank in range(self.num_ranks) if not self.is_server(rank))
 
     @property
     def servers(self) -> tuple[int, ...]:
+        """Ranks that are servers, ascending."""
         return tuple(rank for rank in range(self.num_ranks) if self.is_server(rank))
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """Ranks that rows may lie on: the servers, where there are any, else all."""
+        """Ranks that can own rows: the servers if there are any, else all ranks."""
         return self.servers or self.trainers
 
     def with_servers(self, per_host: int) -> World:
-        """The same ranks and links. Raises ConfigError where none would be left to train."""
+        """Return the same ranks and links with the last `per_host` ranks of each host as servers.
+
+        Raises ConfigError if no trainer remains."""
         return replace(self, servers_per_host=per_host)
 
-    def of_trainers(self) -> World:
-        """The trainers as a world of their own."""
+    def trainer_world(self) -> World:
+        """Return the world of the trainers alone."""
         return replace(self, ranks_per_host=self.trainers_per_host, servers_per_host=0)
 
     @property
     def call_seconds(self) -> float:
-        """Of an all-to-all of all ranks that carries next to nothing."""
+        """Seconds of an all-to-all of all ranks with empty messages."""
         local = self.ranks_per_host - 1
         remote = self.num_ranks - self.ranks_per_host
         return local * self.message_seconds + remote * self.remote_message_seconds
 
     @property
     def call_processor_seconds(self) -> float:
-        """Of each rank's processor, for an all-to-all of all ranks that carries next to nothing."""
+        """Processor time of each rank for an all-to-all of all ranks with empty messages."""
         return (self.num_ranks - 1) * self.message_processor_seconds
 
     def __str__(self) -> str:
         if self.num_ranks == 1:
-            return "1 rank: nothing travels"
-        said = [f"{self.num_hosts} x {self.ranks_per_host} ranks, links {self.origin}"]
+            return "1 rank: nothing is sent"
+        parts = [f"{self.num_hosts} x {self.ranks_per_host} ranks, links {self.origin}"]
         if self.has_servers:
             last = f"last {self.servers_per_host}" if self.servers_per_host > 1 else "last"
-            said.append(f"the {last} of each host for rows only")
+            parts.append(f"the {last} of each host for rows only")
         if self.ranks_per_host > 1:
-            said.append(
+            parts.append(
                 f"in a host {self.local_bytes_per_second / 1e6:,.0f} MB/s a rank, "
                 f"{self.message_seconds * 1e6:,.0f} us a message"
             )
         if self.num_hosts > 1:
-            said.append(
+            parts.append(
                 f"between hosts {self.remote_bytes_per_second / 1e6:,.0f} MB/s a host, "
                 f"{self.remote_message_seconds * 1e6:,.0f} us a message"
             )
-        return "; ".join(said)
+        return "; ".join(parts)

@@ -30,9 +30,9 @@ from colonnade.comm.collectives import (
     PIECE,
     WAYS,
     Way,
-    choose_way,
+    choose_sum_algorithm,
+    sum_algorithm_of_layout,
     sum_over_ranks,
-    way_of_layout,
 )
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.process_groups import tower_mesh
@@ -40,7 +40,7 @@ from colonnade.comm.traffic import waiting
 from colonnade.errors import ConfigError
 from colonnade.train.tower_weights import TowerWeights
 from colonnade.wire.codec import CODECS, CodecName
-from colonnade.wire.coded_sums import CODED_DTYPES, CodedSum, State, lost_by_parameter
+from colonnade.wire.coded_sums import CODED_DTYPES, CodedAllReduce, State, residuals_by_parameter
 
 BUCKET_BYTES = 1 << 20
 """Minimum size of a full bucket: 8 ms on an uplink of 1 Gbit/s, where the latency of its hops is below 1 ms."""
@@ -59,7 +59,7 @@ class GradientBucket:
     stream: torch.Stream | None  # on a device: runs the copies to and from `send_buffer`
     is_late: bool = False  # is sent by `send`, not during backward
     tower_mesh: Mesh | None = None  # set where the ranks of one tower alone have the bucket
-    coded: CodedSum | None = None  # compressed sum, instead of `algorithm`
+    coded: CodedAllReduce | None = None  # compressed sum, instead of `algorithm`
     residual: Tensor | None = None
     """Residuals restored from other ranks, added to the next step's `gradients`; on the first rank of the bucket."""
     previous_residual: Tensor | None = None  # `residual` before the last step
@@ -465,18 +465,20 @@ class DenseGradients:
             stream = torch.Stream(first_parameter.device)
         world = mesh.world
         if mesh is not self.mesh:
-            algorithm = choose_way(world, padded_size * send_buffer.itemsize)
+            algorithm = choose_sum_algorithm(world, padded_size * send_buffer.itemsize)
             return GradientBucket(
                 indices, gradients, send_buffer, algorithm, stream, is_late=True, tower_mesh=mesh
             )
         is_late = any(id(self.parameters[index]) in self.late for index in indices)
         if indices and self.codec != "exact" and send_buffer.dtype in CODED_DTYPES:
-            algorithm = way_of_layout(world)
-            coded = CodedSum(CODECS[self.codec], world, algorithm, padded_size, send_buffer.dtype)
+            algorithm = sum_algorithm_of_layout(world)
+            coded = CodedAllReduce(
+                CODECS[self.codec], world, algorithm, padded_size, send_buffer.dtype
+            )
             return GradientBucket(
                 indices, gradients, send_buffer, algorithm, stream, is_late, coded=coded
             )
-        algorithm = choose_way(world, padded_size * send_buffer.itemsize)
+        algorithm = choose_sum_algorithm(world, padded_size * send_buffer.itemsize)
         return GradientBucket(indices, gradients, send_buffer, algorithm, stream, is_late)
 
     def _tower_by_parameter(self) -> dict[int, int]:
@@ -506,7 +508,7 @@ class DenseGradients:
                 if saved_bucket["owed"] is not None:
                     bucket.residual = saved_bucket["owed"].to(bucket.gradients)
         else:
-            residuals = lost_by_parameter(states)
+            residuals = residuals_by_parameter(states)
             for bucket in self.buckets:
                 is_first = (bucket.tower_mesh or self.mesh).rank == 0
                 if is_first and any(index in residuals for index in bucket.indices):

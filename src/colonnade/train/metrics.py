@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
-from colonnade.data.batches import batches_of
+from colonnade.data.batches import read_rank_batches
 from colonnade.data.contract import Source
 from colonnade.errors import ConfigError, DataError, NonFiniteError
 from colonnade.models.ranking import evaluation_mode
@@ -32,7 +32,7 @@ def evaluate(model: nn.Module, source: Source, batch_size: int, mesh: Mesh) -> d
     columns: list[Tensor] = []  # (B, 2 T + 1) float64: scores, labels, weight
     groups: list[Tensor] = []
     with evaluation_mode(model):
-        for batch in batches_of(source, batch_size, mesh, channel="evaluate"):
+        for batch in read_rank_batches(source, batch_size, mesh, channel="evaluate"):
             if batch.label is None:
                 raise DataError("the batch has no label; evaluation compares scores with labels")
             logits = model(batch)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from colonnade.formats import check_stamp, read_text, stamp
+from colonnade.formats import check_format, read_text, stamp
 
 FILE_NAME = "metrics.jsonl"
 FORMAT = "colonnade metrics"
@@ -29,7 +29,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             continue
         if isinstance(line, dict) and "format" in line:
-            check_stamp(path, line, FORMAT)
+            check_format(path, line, FORMAT)
         elif isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line:
             lines.append(line)
     return lines

@@ -62,7 +62,7 @@ class Probability:
         return torch.sigmoid(model(batch).double())
 
 
-def objective_of(model: nn.Module) -> Objective:
+def get_objective(model: nn.Module) -> Objective:
     """Return the model's own `objective`, or Probability where it has none. Raises ConfigError."""
     objective = getattr(model, "objective", None)
     if objective is None:

@@ -51,8 +51,8 @@ from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
 from colonnade.embedding import EmbeddingCollection
 from colonnade.plan.plan import Plan
+from colonnade.store.collect_tier_counts import TierCounts, collect_tier_counts
 from colonnade.store.disk import storage_error
-from colonnade.store.tier_counts import TierCounts, tier_counts
 from colonnade.train.loss_scale import LossScale
 from colonnade.train.metrics_file import FILE_NAME, FIRST_LINE, ROWS_FILE_NAME, drop_lines_after
 from colonnade.train.phases import WAITING, Phases
@@ -256,7 +256,7 @@ class Counters:
     def collect_tiers(self) -> TierActivity | None:
         """Return the activity of tiers; None if all rows are in memory."""
         now = time.perf_counter()
-        tiers = tier_counts(self._trainer.collection.store)
+        tiers = collect_tier_counts(self._trainer.collection.store)
         waited = self._trainer.phases.seconds.get(WAITING, 0.0)
         gained = TierActivity(
             now - self._tiers_since,
@@ -436,7 +436,7 @@ def gather_row_summary(mesh: Mesh, collection: EmbeddingCollection) -> dict[str,
     store = collection.store
     summary = {
         "row_sources": asdict(store.sources),
-        "tiers": {name: counts.plain() for name, counts in tier_counts(store).items()},
+        "tiers": {name: counts.plain() for name, counts in collect_tier_counts(store).items()},
         "resident_bytes": store.resident_bytes(),
         "tables": table_sizes(collection),
     }

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colonnade.comm.mesh import Mesh
-from colonnade.lookup.contract import Inside
-from colonnade.lookup.layout import Declaration
+from colonnade.lookup.contract import TowerConsumers
+from colonnade.lookup.layout import EmbeddingDeclaration
 
 ELEMENTWISE_OPTIMIZERS = frozenset(
     getattr(torch.optim, name)
@@ -112,7 +112,10 @@ class TowerWeights:
 
 
 def find_tower_weights(
-    declaration: Declaration, inside: Inside | None, num_ranks: int, optimizer: Optimizer
+    declaration: EmbeddingDeclaration,
+    inside: TowerConsumers | None,
+    num_ranks: int,
+    optimizer: Optimizer,
 ) -> TowerWeights | None:
     """Find the weights to sum inside their tower only; None if there are none. Pure.
 

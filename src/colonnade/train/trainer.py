@@ -20,7 +20,7 @@ from colonnade.checkpoint.checkpoints import Checkpoints
 from colonnade.comm.collectives import announced
 from colonnade.comm.mesh import Mesh
 from colonnade.comm.peer_status import telling
-from colonnade.data.batches import batches_of, no_samples
+from colonnade.data.batches import build_empty_batch, read_rank_batches
 from colonnade.data.contract import Position, Source, Splits
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, DataError, NonFiniteError
@@ -372,7 +372,7 @@ class Trainer:
             if self.mesh.is_server:
                 while announced(self.mesh, False):
                     with torch.no_grad():
-                        self.collection.read(no_samples(source.schema))
+                        self.collection.read(build_empty_batch(source.schema))
             else:
                 size, trainers = self.schedule.batch_size, self.mesh.trainers
                 with self.rows.settled():
@@ -407,7 +407,7 @@ class Trainer:
             if self.schedule.progressive:
                 source = self.data.days[position.epoch]
             first = position.step * num_parts
-            batches = batches_of(
+            batches = read_rank_batches(
                 source,
                 self.schedule.batch_size // num_parts,
                 self.mesh,

@@ -1,1 +1,1 @@
-"""Messages between ranks: how ids, rows, bags and pooled values are packed, and how they travel."""
+"""Messages between ranks: how ids, rows, bags and pooled values are packed, encoded and sent."""

@@ -1,9 +1,9 @@
-"""Lookups as they travel to the ranks that pool them: each goes to the rank that owns its row, and every rank hears how
-many of a sample's lookups it got.
+"""Messages of lookups to the ranks that pool them. Each lookup is sent to the owner of its row, with the number of the
+sample's lookups that this owner gets.
 
-A message tells ids once for all columns of a table, either one after the other or the different ones and, in few bits,
-which of them each lookup is: whichever is shorter. The format is told in native/bags.h, its slow twin is
-bags_reference.py.
+A message lists the ids of all columns of a table together: either every lookup's id, or each unique id once and the
+index of every lookup's id in few bits, whichever is shorter. native/bags.h describes the format; bags_reference.py is a
+slow implementation of it for tests.
 
 Legend: B samples, G samples of all ranks, C columns of lookups, E lookups, T tables, N ranks.
 """
@@ -19,31 +19,34 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.errors import DataError, WorldError
-from colonnade.lookup.layout import Consumption, Lookups
-from colonnade.wire.owner_map import Deal
+from colonnade.lookup.layout import LookupColumns, Lookups
+from colonnade.wire.owner_map import OwnerMap
 
 BITS = (1, 2, 4, 8, 16, 32)
-"""What the length of a bag may take, where not all are equal."""
+"""Possible widths in bits of a bag's length, where lengths differ."""
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """What all ranks look up of an owner's rows, as one batch."""
+class ReceivedBags:
+    """Lookups of all ranks that an owner received, joined into one batch."""
 
     lookups: Lookups
     sizes: list[int]  # (N,) samples of each rank
-    codes: np.ndarray | None  # (E,) uint8 of `Batch.next_use`, 0 of ranks that know none
+    codes: np.ndarray | None  # (E,) uint8 of `Batch.next_use`; 0 where the sender has none
 
 
-def pack(
-    lookups: Lookups, table_rows: Tensor, deal: Deal, codes: np.ndarray | None
+def pack_bags(
+    lookups: Lookups, table_rows: Tensor, owner_map: OwnerMap, codes: np.ndarray | None
 ) -> list[np.ndarray]:
-    """A message to each rank, uint8. codes (E,). Raises IndexError for an id outside its vocabulary table, as
-    `_native.make_plan` does, and DataError for a batch that is too large to be told."""
-    is_weighted = torch.tensor([each is not None for each in lookups.weights], dtype=torch.uint8)
+    """Pack lookups into a message to each rank, uint8. codes: (E,) of `Batch.next_use`. Raises IndexError for an id
+    outside its vocabulary table, as `_native.make_plan` does, and DataError for a batch that is too large for a
+    message."""
+    is_weighted = torch.tensor(
+        [weights is not None for weights in lookups.weights], dtype=torch.uint8
+    )
     try:
         packed, ends = _native.pack_bags(
-            lookups.native, table_rows, deal.num_owners, torch.from_numpy(deal.places), is_weighted,
+            lookups.native, table_rows, owner_map.num_owners, torch.from_numpy(owner_map.owner_indices), is_weighted,
             None if codes is None else torch.from_numpy(codes),
         )  # fmt: skip
     except ValueError as error:
@@ -51,28 +54,29 @@ def pack(
     return np.split(np.asarray(packed), np.asarray(ends)[:-1])
 
 
-def join(
+def unpack_bags(
     messages: Sequence[np.ndarray],
-    owned: Consumption,
+    owned: LookupColumns,
     table_rows: Tensor,
-    deal: Deal,
+    owner_map: OwnerMap,
     rank: int,
     dtype: torch.dtype,
-) -> Joined:
-    """messages: by rank, of `pack`, for this `rank`; owned: the columns whose rows lie here; dtype: of weights. One
-    batch of all ranks' samples, in rank order; where some have weights, the others' are 1. Raises WorldError naming the
-    rank whose message is none."""
-    places, of_weights = torch.from_numpy(deal.places[rank].copy()), str(dtype)
+) -> ReceivedBags:
+    """Unpack the messages of `pack_bags` to this `rank` into one batch of all ranks' samples, in rank order.
+
+    messages: by sender; owned: columns of lookups of tables with rows on this rank; dtype: of weights, which are 1 for
+    ranks that sent none. Raises WorldError that names the rank that sent another kind of message."""
+    owner_indices = torch.from_numpy(owner_map.owner_indices[rank].copy())
+    weight_dtype = str(dtype).removeprefix("torch.")
     try:
-        found = _native.join_bags(
-            list(messages), owned.tables, table_rows, deal.num_owners, places,
-            of_weights.removeprefix("torch."),
+        unpacked = _native.join_bags(
+            list(messages), owned.tables, table_rows, owner_map.num_owners, owner_indices, weight_dtype,
         )  # fmt: skip
     except ValueError as error:
         raise WorldError(
             f"{error}; all ranks must run one version of Colonnade on one model"
         ) from None
-    ids, starts, flat, weights, codes, sizes = map(torch.as_tensor, found)
+    ids, starts, flat, weights, codes, sizes = map(torch.as_tensor, unpacked)
     size, bounds = int(sizes.sum()), starts.tolist()
     factors = weights.view(dtype) if len(weights) else None
     is_one_hot = not len(flat)
@@ -86,4 +90,4 @@ def join(
         ids, starts, native, size, bags,
         [None] * len(bags) if factors is None else list(factors.split(starts.diff().tolist())),
     )  # fmt: skip
-    return Joined(lookups, sizes.tolist(), codes.numpy() if len(codes) else None)
+    return ReceivedBags(lookups, sizes.tolist(), codes.numpy() if len(codes) else None)

@@ -1,11 +1,12 @@
-"""Sums over ranks in fewer bits on the slow hop; what rounding took of one step is given to the next.
+"""All-reduce of dense gradients in fewer bits on the slow hop, with error feedback.
 
-A rank codes what it sends to be added (its gradients; `by host` the sum of its host), and the owner of a share codes
-the sum that it sends back. What rounding took there is a residual of that rank, added to what it codes in the next step
-(error feedback): after T steps the applied sums are the true ones less the residuals of the last, however many they
-were. Everybody decodes what was sent, the sender too, so all ranks have the same bits.
+A rank encodes the values that it sends to be added (its gradients; `by host` the sum of its host), and the owner of a
+share encodes the sum that it sends to all ranks. The rounding error of both is a residual of that rank, which it adds
+to the values of the next step (error feedback). So after any number of steps the applied sums differ from the true ones
+by the residuals of the last step alone. Every rank decodes the messages, the sender too, so all ranks have the same
+bits.
 
-`scattered`: both legs join all ranks. `by host`: what travels inside a host is exact, and both legs join hosts.
+`scattered`: both legs are among all ranks. `by host`: messages inside a host are exact, and both legs are among hosts.
 
 Legend: N ranks, H hosts, L ranks of a host, n elements of the buffer, a multiple of N.
 """
@@ -19,144 +20,145 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colonnade.comm.collectives import PIECE, Way, added, copy_in_pieces, gathered, scattered
+from colonnade.comm.collectives import PIECE, Way, added, copy_in_chunks, gathered, scattered
 from colonnade.comm.mesh import ALL, Mesh, Scope
 from colonnade.topology.world import World
-from colonnade.wire.codec import CODECS, Block, Codec, decode, encode
+from colonnade.wire.codec import CODECS, Codec, RowBlock, decode, encode
 
-SCALED = 512
-"""Elements that share a scale or an exponent, where a codec has one: gradients of other layers lie beside them."""
+SCALE_GROUP = 512
+"""Number of elements that share a scale or an exponent. It is small, because a buffer has gradients of several
+layers."""
 CODED_DTYPES = (torch.float32, torch.float64)
-"""Of gradients; those of 16 bits travel as they are, for their sums are rounded anyway."""
+"""Types of gradients that are encoded. Those of 16 bits are sent as they are, because their sums are rounded anyway."""
 SIGNAL_BYTES = 24
-"""Of the ranks' word on a step, which is not coded and so has a message of its own."""
+"""Size of the ranks' step status, which is not encoded and so has a message of its own."""
 
 State = dict[str, Any]
-"""One rank's residuals as a checkpoint holds them: `DenseGradients.state`."""
+"""Residuals of one rank as stored in checkpoints: `DenseGradients.state`."""
 
 
 @dataclass(slots=True)
-class Residual:
-    """What rounding took of what this rank sent on one leg, as parts of gradients as they are applied."""
+class RoundingResidual:
+    """Rounding errors of the values that this rank sent on one leg, in units of applied gradients."""
 
-    kept: Tensor  # (shares, n / N): given with the next step
+    kept: Tensor  # (shares, n / N): added in the next step
     before: Tensor  # before the last step
 
     def encode(self, codec: Codec, values: Tensor, unit: float) -> Tensor:
-        """values, as many as there are residuals, with what was kept -> uint8, share by share, to nearest. What is not
-        finite leaves nothing."""
+        """Encode values plus residuals to uint8, share by share, rounded to nearest, and store the new residuals.
+        Elements that are not finite leave none."""
         self.kept, self.before = self.before, self.kept
         coded = []
         shares = zip(values.view(self.kept.shape), self.before, self.kept, strict=True)
         for share in shares:
-            for new, owed, place in zip(*(each.split(PIECE) for each in share), strict=True):
+            for new, owed, error in zip(*(part.split(PIECE) for part in share), strict=True):
                 wanted, blocks = torch.add(new, owed, alpha=unit), _blocks(len(new))
                 coded.append(encode(codec, wanted, blocks))
-                decode(codec, coded[-1], blocks, place)
-                torch.sub(wanted, place, out=place)
-                place.div_(unit).masked_fill_(~place.isfinite(), 0.0)
+                decode(codec, coded[-1], blocks, error)
+                torch.sub(wanted, error, out=error)
+                error.div_(unit).masked_fill_(~error.isfinite(), 0.0)
         return torch.cat(coded)
 
     def take_back(self) -> None:
+        """Restore the residuals before the last step."""
         self.kept, self.before = self.before, self.kept
 
 
-class CodedSum:
-    """Of one buffer of n elements."""
+class CodedAllReduce:
+    """Encoded all-reduce of one buffer of n elements."""
 
     def __init__(self, codec: Codec, world: World, way: Way, size: int, dtype: torch.dtype) -> None:
-        """`way`: not "whole"."""
+        """Begin with residuals of 0. way: not "whole"."""
         self.codec, self.way, self.dtype = codec, way, dtype
         self.share = size // world.num_ranks
         peers = world.num_hosts if way == "by host" else world.num_ranks
-        self.sent, self.summed = self._residual(peers), self._residual(1)
+        self.sent, self.summed = self._zero_residual(peers), self._zero_residual(1)
 
     def add(self, mesh: Mesh, values: Tensor, unit: float) -> None:
-        """Collective, one issuing thread, in place, as `sum_over_ranks`: (n,) on the CPU. `unit`: what gradients are
-        divided by before they are applied."""
+        """Sum values (n,) on the CPU over ranks, in place, as `sum_over_ranks`. Collective, one issuing thread. unit:
+        the divisor of gradients before they are applied."""
         hosts, local = mesh.world.num_hosts, mesh.world.ranks_per_host
         if self.way == "by host":
-            of_host = added(scattered(mesh, mesh.in_host, values, local).view(1, local, -1))
-            self._add(mesh, mesh.over_hosts, of_host, (hosts, 1), unit)
-            copy_in_pieces(gathered(mesh, mesh.in_host, of_host, local), values)
+            host_sum = added(scattered(mesh, mesh.host_scope, values, local).view(1, local, -1))
+            self._sum_over_scope(mesh, mesh.over_hosts, host_sum, (hosts, 1), unit)
+            copy_in_chunks(gathered(mesh, mesh.host_scope, host_sum, local), values)
         else:
-            self._add(mesh, ALL, values, (hosts, local), unit)
+            self._sum_over_scope(mesh, ALL, values, (hosts, local), unit)
 
     def take_back(self) -> None:
-        """What the last sum left is what was there before it."""
+        """Restore the residuals before the last sum."""
         self.sent.take_back()
         self.summed.take_back()
 
-    def _add(
-        self, mesh: Mesh, scope: Scope, values: Tensor, members: tuple[int, int], unit: float
+    def _sum_over_scope(
+        self, mesh: Mesh, scope: Scope, values: Tensor, group_shape: tuple[int, int], unit: float
     ) -> None:
-        peers = members[0] * members[1]
+        peers = group_shape[0] * group_shape[1]
         coded = scattered(mesh, scope, self.sent.encode(self.codec, values, unit), peers)
         parts = values.new_empty(peers, self.share)
         self._decode(coded, parts)
-        total = added(parts.view(*members, -1))
+        total = added(parts.view(*group_shape, -1))
         coded = gathered(mesh, scope, self.summed.encode(self.codec, total, unit), peers)
         self._decode(coded, values.view(peers, self.share))
 
     def _decode(self, coded: Tensor, out: Tensor) -> None:
-        """(shares x bytes,) -> (shares, n / N)."""
-        step = coded_bytes(self.codec, PIECE)
+        """Decode received shares (shares x bytes,) into `out` (shares, n / N)."""
+        step = coded_share_bytes(self.codec, PIECE)
         for data, share in zip(coded.view(len(out), -1), out, strict=True):
-            for bytes_of, place in zip(data.split(step), share.split(PIECE), strict=True):
-                decode(self.codec, bytes_of, _blocks(len(place)), place)
+            for piece_data, piece in zip(data.split(step), share.split(PIECE), strict=True):
+                decode(self.codec, piece_data, _blocks(len(piece)), piece)
 
-    def _residual(self, shares: int) -> Residual:
-        kept = torch.zeros(shares, self.share, dtype=self.dtype)
-        return Residual(kept, kept.clone())
+    def _zero_residual(self, shares: int) -> RoundingResidual:
+        zeros = torch.zeros(shares, self.share, dtype=self.dtype)
+        return RoundingResidual(zeros, zeros.clone())
 
 
-def coded_bytes(codec: Codec, elements: int) -> int:
-    """Pure: of one share."""
-    return sum(block.bytes_of(codec, torch.float32) for block in _blocks(elements))
+def coded_share_bytes(codec: Codec, elements: int) -> int:
+    """Return the number of bytes of an encoded share of this many elements."""
+    return sum(block.encoded_bytes(codec, torch.float32) for block in _blocks(elements))
 
 
 def coded_size(name: str, elements: int, num_ranks: int) -> int:
-    """Pure: bytes that stand for a buffer of so many elements, a multiple of N, as `comm.collectives.sent` takes
-    them. Not for "exact"."""
-    return num_ranks * coded_bytes(CODECS[name], elements // num_ranks)
+    """Return the number of bytes of an encoded buffer, as `comm.collectives.sent` takes it. elements: a multiple of N.
+    Not for "exact"."""
+    return num_ranks * coded_share_bytes(CODECS[name], elements // num_ranks)
 
 
-def lost_by_parameter(states: Sequence[State | None]) -> dict[int, Tensor]:
-    """Pure: all that the ranks of a checkpoint owed the dense network, by number of the parameter, flat. `states`: by
-    rank
-    of that world; None: it owed nothing."""
-    found: dict[int, Tensor] = {}
+def residuals_by_parameter(states: Sequence[State | None]) -> dict[int, Tensor]:
+    """Return the sum of all ranks' residuals in a checkpoint by index of the dense parameter, flat. states: by rank of
+    the checkpoint's world; None: no residuals."""
+    residuals: dict[int, Tensor] = {}
     for rank, state in enumerate(states):
         if state is None:
             continue
         for bucket in state["buckets"]:
-            for total in _laid_out(bucket, state, rank):
-                sizes = [state["sizes"][number] for number in bucket["numbers"]]
+            for total in _residual_buffers(bucket, state, rank):
+                sizes = [state["sizes"][i] for i in bucket["numbers"]]
                 parts = total[: sum(sizes)].split(sizes)
-                for number, part in zip(bucket["numbers"], parts, strict=True):
-                    found[number] = found[number] + part if number in found else part
-    return found
+                for i, part in zip(bucket["numbers"], parts, strict=True):
+                    residuals[i] = residuals[i] + part if i in residuals else part
+    return residuals
 
 
-def _laid_out(bucket: Mapping[str, Any], state: State, rank: int) -> list[Tensor]:
-    """What one rank owes of one bucket, each as a buffer that begins where the bucket does."""
-    found = [] if bucket["owed"] is None else [bucket["owed"]]
+def _residual_buffers(bucket: Mapping[str, Any], state: State, rank: int) -> list[Tensor]:
+    """Return the residuals of one rank in one bucket, as buffers of the whole bucket."""
+    buffers = [] if bucket["owed"] is None else [bucket["owed"]]
     if bucket["sent"] is None:
-        return found
+        return buffers
     hosts, local, share = state["hosts"], state["local"], bucket["sent"].shape[1]
-    first = mine = rank
+    first_sent = first_summed = rank
     if len(bucket["sent"]) == hosts * local:  # of all ranks' shares
-        first = 0
-    else:  # of those that this rank sums for its host
-        first = rank % local * hosts
-        mine = first + rank // local
-    for shares, at in ((bucket["sent"], first), (bucket["summed"], mine)):
+        first_sent = 0
+    else:  # of the shares that this rank sums for its host
+        first_sent = rank % local * hosts
+        first_summed = first_sent + rank // local
+    for shares, first in ((bucket["sent"], first_sent), (bucket["summed"], first_summed)):
         whole = shares.new_zeros(hosts * local, share)
-        whole[at : at + len(shares)] = shares
-        found.append(whole.view(-1))
-    return found
+        whole[first : first + len(shares)] = shares
+        buffers.append(whole.view(-1))
+    return buffers
 
 
-def _blocks(elements: int) -> list[Block]:
-    full, rest = divmod(elements, SCALED)
-    return [Block(full, (SCALED,))] + [Block(1, (rest,))] * (rest > 0)
+def _blocks(elements: int) -> list[RowBlock]:
+    full, rest = divmod(elements, SCALE_GROUP)
+    return [RowBlock(full, (SCALE_GROUP,))] + [RowBlock(1, (rest,))] * (rest > 0)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.lookup.contract import Exactness
-from colonnade.lookup.layout import Declaration
+from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.lookup.row_layout import RowLayout
 from colonnade.ops.memory import empty
 from colonnade.store.dram import table_seed
-from colonnade.wire.codec import CODECS, EXACT, Block, Codec, Codecs, Draw, decode, encode
+from colonnade.wire.codec import CODECS, EXACT, Codec, Codecs, RoundingKey, RowBlock, decode, encode
 
-NARROWING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+NARROW_ROW_ERROR = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Additional relative error of values where rows have 16 bits."""
 
 
@@ -28,7 +28,7 @@ class Coding:
     codecs: Codecs = EXACT
     run_seed: int = 0
 
-    def seed(self, name: str, rank: int, number: int) -> int:
+    def gradient_seed(self, name: str, rank: int, number: int) -> int:
         """Return the seed for gradients of a table or field `name`, from this rank, of the `number`-th batch of a step.
         It differs between ranks, so that their rounding errors in one row do not add up."""
         return table_seed(self.run_seed, f"{name}/gradients/{rank}/{number}")
@@ -39,17 +39,17 @@ class Coding:
             return exact
         values = CODECS[self.codecs.values].nearest_error
         if values:
-            values += NARROWING.get(dtype, 0.0)
+            values += NARROW_ROW_ERROR.get(dtype, 0.0)
         return Exactness("lossy", max(values, CODECS[self.codecs.gradients].random_error))
 
 
-AS_IT_IS = Coding()
+NO_CODING = Coding()
 
 
 class RowCodec:
     """Codecs of the rows of a declaration's tables, and of their gradients."""
 
-    def __init__(self, declaration: Declaration, rank: int, coding: Coding) -> None:
+    def __init__(self, declaration: EmbeddingDeclaration, rank: int, coding: Coding) -> None:
         """Take the rank whose gradients are rounded, with random bits of `coding`."""
         self.values = CODECS[coding.codecs.values]
         self.gradients = CODECS[coding.codecs.gradients]
@@ -66,10 +66,10 @@ class RowCodec:
         decode(self.values, data, self._blocks(layout), out)
 
     def encode_gradients(
-        self, elements: Tensor, layout: RowLayout, draws: Sequence[Draw]
+        self, elements: Tensor, layout: RowLayout, rounding_keys: Sequence[RoundingKey]
     ) -> Tensor:
-        """Return sums of gradients as they are sent, uint8. draws: by block."""
-        return encode(self.gradients, elements, self._blocks(layout), draws)
+        """Return sums of gradients as they are sent, uint8. rounding_keys: by block."""
+        return encode(self.gradients, elements, self._blocks(layout), rounding_keys)
 
     def decode_gradients(self, data: Tensor, layout: RowLayout, dtype: torch.dtype) -> Tensor:
         """Decode the result of `encode_gradients` to elements of `dtype`."""
@@ -82,17 +82,23 @@ class RowCodec:
         widths = [codec.row_bytes(dims, dtype) for dims in self.dims]
         return (layout.counts @ np.array(widths)).tolist()
 
-    def draws(self, plan: _native.Plan, blocks: np.ndarray, step: int, number: int) -> list[Draw]:
-        """Return the random draws of a plan's unique rows, rank by rank, table by table. blocks: `OwnerMap.blocks` of
-        it; step, number: see `ExchangePart.begin_push`."""
+    def rounding_keys(
+        self, plan: _native.Plan, blocks: np.ndarray, step: int, number: int
+    ) -> list[RoundingKey]:
+        """Return the rounding keys of a plan's unique rows, rank by rank, table by table. blocks:
+        `OwnerMap.block_offsets` of it; step, number: see `ExchangePart.begin_push`."""
         borders, unique = blocks.tolist(), torch.as_tensor(plan.unique_ids)
         num_tables = len(self.names)
         num_ranks = (len(borders) - 1) // num_tables
-        seeds = [self.coding.seed(name, self.rank, number) for name in self.names]
-        places = [(t, t * num_ranks + r) for r in range(num_ranks) for t in range(num_tables)]
-        return [Draw(unique[borders[b] : borders[b + 1]], seeds[t], step) for t, b in places]
+        seeds = [self.coding.gradient_seed(name, self.rank, number) for name in self.names]
+        block_order = [(t, t * num_ranks + r) for r in range(num_ranks) for t in range(num_tables)]
+        return [
+            RoundingKey(unique[borders[b] : borders[b + 1]], seeds[t], step) for t, b in block_order
+        ]
 
-    def _blocks(self, layout: RowLayout) -> list[Block]:
+    def _blocks(self, layout: RowLayout) -> list[RowBlock]:
         """Return the blocks of a message, rank by rank, table by table."""
         counts = layout.counts.tolist()
-        return [Block(n, self.dims[t]) for of_rank in counts for t, n in enumerate(of_rank)]
+        return [
+            RowBlock(n, self.dims[t]) for rank_counts in counts for t, n in enumerate(rank_counts)
+        ]

@@ -33,30 +33,30 @@ def exchange_messages(
     sizes = np.array([[len(message) for message in by_rank] for by_rank in messages], np.int32).T
     head = np.frombuffer(WEIGHT.pack(weight), np.uint8)
     parts = [part for by_rank in zip(*messages, strict=True) for part in (head, *by_rank)]
-    one, traffic_tag = [1] * mesh.num_ranks, counted(channel, "route")
+    one, traffic_tag = [1] * mesh.num_ranks, traffic_tag_of(channel, "route")
     raw_sizes, _ = mesh.all_to_all(
         channel, torch.from_numpy(np.ascontiguousarray(sizes)), one, one, traffic_tag=traffic_tag
     )
     received_sizes = _check_sizes(raw_sizes.numpy())
     data, _ = mesh.all_to_all(
-        channel, torch.from_numpy(np.concatenate(parts)), _lengths(sizes), _lengths(received_sizes),
+        channel, torch.from_numpy(np.concatenate(parts)), _message_bytes(sizes), _message_bytes(received_sizes),
         traffic_tag=traffic_tag,
     )  # fmt: skip
     received = data.numpy()
     received_messages: list[list[np.ndarray]] = [[] for _ in messages]
-    at, total = 0, 0.0
+    position, total = 0, 0.0
     for by_exchange in received_sizes.tolist():
-        total += WEIGHT.unpack_from(received.data, at)[0]
-        at += WEIGHT.size
+        total += WEIGHT.unpack_from(received.data, position)[0]
+        position += WEIGHT.size
         for i, size in enumerate(by_exchange):
             received_messages[i].append(
-                received[at : at + size].copy()
-            )  # begins at a multiple of 8 bytes
-            at += size
+                received[position : position + size].copy()
+            )  # a copy, because it must begin at a multiple of 8 bytes
+            position += size
     return received_messages, total
 
 
-def _lengths(sizes: NDArray[np.int32]) -> list[int]:
+def _message_bytes(sizes: NDArray[np.int32]) -> list[int]:
     """Return the number of bytes for each rank, header included, from the sizes (N, E) of its messages."""
     return (WEIGHT.size + sizes.sum(1, dtype=np.int64)).tolist()
 
@@ -72,6 +72,6 @@ def _check_sizes(sizes: NDArray[np.int32]) -> NDArray[np.int32]:
     return sizes
 
 
-def counted(channel: str, during: str) -> str:
+def traffic_tag_of(channel: str, during: str) -> str:
     """Return the traffic tag of bytes on the group of `channel`: "evaluate" in evaluation, else `during`."""
     return "evaluate" if channel == "evaluate" else during

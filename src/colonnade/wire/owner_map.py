@@ -1,6 +1,6 @@
-"""Who owns the rows of all tables, as plans of batches and messages between ranks take it.
+"""Owner map: which ranks own the rows of each table, in the form that batch plans and messages use.
 
-Legend: T tables, N ranks, N_t ranks that the rows of table t are dealt to.
+Legend: T tables, N ranks, N_t ranks that own rows of table t.
 """
 
 from __future__ import annotations
@@ -18,39 +18,40 @@ from colonnade.topology.sharding import Sharding
 
 
 @dataclass(frozen=True)
-class Deal:
-    """A plan lists a table's rows owner by owner; ranks ascend within a sharding, so that is rank by rank, too."""
+class OwnerMap:
+    """Map from the blocks of a plan to tables and ranks. A plan lists a table's rows owner by owner; ranks ascend
+    within a sharding, so that is rank by rank, too."""
 
     num_ranks: int
     num_owners: Tensor  # (T,) int64: N_t
-    place: (
-        np.ndarray
-    )  # (sum of N_t,) int64: of each of a plan's blocks among T * N, table by table, rank by rank
+    block_index: np.ndarray
+    """Index of each block of a plan among T * N blocks, table by table, rank by rank, (sum of N_t,) int64."""
 
     @cached_property
-    def places(self) -> np.ndarray:
-        """(N, T) int64: as which of a table's owners a rank has its rows; -1: it has none."""
-        found = np.full(len(self.num_owners) * self.num_ranks, -1)
-        found[self.place] = np.concatenate([np.arange(n) for n in self.num_owners.tolist()])
-        return np.ascontiguousarray(found.reshape(-1, self.num_ranks).T)
+    def owner_indices(self) -> np.ndarray:
+        """Index of a rank among the owners of each table, (N, T) int64; -1: it owns no rows of the table."""
+        indices = np.full(len(self.num_owners) * self.num_ranks, -1)
+        indices[self.block_index] = np.concatenate([np.arange(n) for n in self.num_owners.tolist()])
+        return np.ascontiguousarray(indices.reshape(-1, self.num_ranks).T)
 
-    def blocks(self, plan: _native.Plan) -> np.ndarray:
-        """(T * N + 1,) int64: where the unique rows of each table and rank begin; none are a rank's that owns none."""
-        found = np.zeros(len(self.num_owners) * self.num_ranks + 1, dtype=np.int64)
-        found[1 + self.place] = np.diff(np.asarray(plan.block_offsets))
-        return found.cumsum()
+    def block_offsets(self, plan: _native.Plan) -> np.ndarray:
+        """Return where the unique rows of each table and rank begin, (T * N + 1,) int64; empty for ranks that own
+        none."""
+        counts = np.zeros(len(self.num_owners) * self.num_ranks + 1, dtype=np.int64)
+        counts[1 + self.block_index] = np.diff(np.asarray(plan.block_offsets))
+        return counts.cumsum()
 
     def table_offsets(self, plan: _native.Plan) -> Tensor:
-        """(T + 1,) int64: unique rows by table."""
+        """Return where the unique rows of each table begin, (T + 1,) int64."""
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), self.num_owners.cumsum(0)])
         return torch.as_tensor(plan.block_offsets)[starts]
 
 
-def deal(shardings: Sequence[Sharding], num_ranks: int) -> Deal:
-    """Of shardings by table; of those that replicate, an exchange that deals has no lookups."""
-    places = [
+def build_owner_map(shardings: Sequence[Sharding], num_ranks: int) -> OwnerMap:
+    """Build the owner map of shardings by table. Replicated tables have no lookups in exchanges that use it."""
+    block_indices = [
         t * num_ranks + np.array(sharding.ranks, dtype=np.int64)
         for t, sharding in enumerate(shardings)
     ]
     counts = torch.tensor([len(sharding.ranks) for sharding in shardings], dtype=torch.int64)
-    return Deal(num_ranks, counts, np.concatenate(places))
+    return OwnerMap(num_ranks, counts, np.concatenate(block_indices))

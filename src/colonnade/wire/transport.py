@@ -27,9 +27,9 @@ from torch import Tensor
 
 from colonnade.comm.collectives import sum_in_order
 from colonnade.comm.mesh import Call, Mesh
-from colonnade.lookup.fields import Columns, Key, Run, runs_of
+from colonnade.lookup.fields import ColumnKey, ColumnRun, FieldColumns, find_runs
 from colonnade.ops.memory import empty
-from colonnade.wire.codec import CODECS, Block, Codec, Draw, decode, encode
+from colonnade.wire.codec import CODECS, Codec, RoundingKey, RowBlock, decode, encode
 from colonnade.wire.coding import Coding
 
 NOTHING = torch.empty(0)
@@ -41,7 +41,7 @@ class PendingTransfer:
 
     received: Tensor  # flat, sender after sender
     call: Call | None = None
-    keep: Any = None  # what must live until it has arrived
+    keep: Any = None  # objects that must live until it has arrived
     decode: Callable[[], None] | None = None  # called once it has
     parts: Sequence[PendingTransfer] = ()  # the messages, where there are several
 
@@ -59,27 +59,27 @@ class PendingTransfer:
 
 class LastTransport(Protocol):
     """Transport of the hop that ends at the samples' ranks, and of gradients from them. Methods except `add` are
-    collective, in one order on all ranks. sizes: samples by rank; tag: what the bytes are counted as.
+    collective, in one order on all ranks. sizes: samples by rank; tag: traffic tag of the bytes.
 
-    A message may be on its way when a method returns: a `PendingTransfer` holds its call, and in `decode` what is to
-    be done once it has arrived. Callers of `add` have waited before; `receive_back` waits itself.
+    A message may be on its way when a method returns: a `PendingTransfer` has its call, and `decode` is called
+    once it has arrived. Callers of `add` have waited before; `receive_back` waits itself.
     """
 
     routes: tuple[DirectRoute | HostRoute, ...]
-    """Ways that columns take between all ranks, which can take messages that a checkpoint held; (): it has none."""
-    roundings: int
+    """Routes of columns between all ranks, which can replay messages from a checkpoint; () if there are none."""
+    num_roundings: int
     """Number of times that a codec rounds a value on this hop."""
 
     def send(self, blocks: Iterable[Tensor], sizes: Sequence[int], tag: str) -> PendingTransfer:
         """Send a block for each chunk; the next one is taken from `blocks` once the previous one was sent."""
         ...
 
-    def add(self, pending: PendingTransfer, total: Tensor) -> None:
+    def add_received(self, pending: PendingTransfer, total: Tensor) -> None:
         """Write sums over senders to this transport's columns of total (B, W), in a fixed order. Local. The columns
         need not be initialised."""
         ...
 
-    def send_back_total(
+    def send_back(
         self, total: Tensor, sizes: Sequence[int], step: int, number: int
     ) -> PendingTransfer:
         """Send total (B, W), gradients of the sums. step, number: see `ExchangePart.begin_push`."""
@@ -90,20 +90,22 @@ class LastTransport(Protocol):
         ...
 
 
-def arriving(
-    codec: Codec, data: Tensor, blocks: Sequence[Block], dtype: torch.dtype
+def decode_on_arrival(
+    codec: Codec, data: Tensor, blocks: Sequence[RowBlock], dtype: torch.dtype
 ) -> tuple[Tensor, Callable[[], None] | None]:
     """Return the elements (flat) of a message of these blocks, and the function to call once it has arrived, before
     they are read. data: the message, which may be pending. Without a codec the elements are a view of it."""
     if codec.name == "exact":
         return data.view(dtype), None
-    values = empty(sum(elements(blocks)), dtype=dtype)
+    values = empty(sum(block_elements(blocks)), dtype=dtype)
     return values, partial(decode, codec, data, blocks, values)
 
 
-def arrived(codec: Codec, data: Tensor, blocks: Sequence[Block], dtype: torch.dtype) -> Tensor:
+def decode_message(
+    codec: Codec, data: Tensor, blocks: Sequence[RowBlock], dtype: torch.dtype
+) -> Tensor:
     """Return the elements (flat) of a message that has arrived."""
-    values, finish = arriving(codec, data, blocks, dtype)
+    values, finish = decode_on_arrival(codec, data, blocks, dtype)
     if finish is not None:
         finish()
     return values
@@ -112,28 +114,28 @@ def arrived(codec: Codec, data: Tensor, blocks: Sequence[Block], dtype: torch.dt
 class LocalTransport:
     """Transport of a world of one: values are on their samples' rank."""
 
-    roundings = 1
+    num_roundings = 1
     routes: tuple[DirectRoute | HostRoute, ...] = ()
 
-    def __init__(self, sent: Columns, whole: Columns, dtype: torch.dtype) -> None:
+    def __init__(self, sent: FieldColumns, whole: FieldColumns, dtype: torch.dtype) -> None:
         self.sent, self.dtype = sent, dtype
-        (self.runs,) = runs_of([sent.starts.items()], whole)
+        (self.runs,) = find_runs([sent.starts.items()], whole)
         self.is_whole = list(sent.dims.items()) == list(whole.dims.items())
 
     def send(self, blocks: Iterable[Tensor], sizes: Sequence[int], tag: str) -> PendingTransfer:
         (block,) = blocks
         return PendingTransfer(block)
 
-    def add(self, pending: PendingTransfer, total: Tensor) -> None:
-        add_runs(pending.received, total, self.runs)
+    def add_received(self, pending: PendingTransfer, total: Tensor) -> None:
+        add_columns(pending.received, total, self.runs)
 
-    def send_back_total(
+    def send_back(
         self, total: Tensor, sizes: Sequence[int], step: int, number: int
     ) -> PendingTransfer:
         if self.is_whole:
             return PendingTransfer(total)
         block = empty(len(total), self.sent.width, dtype=self.dtype)
-        take_runs(total, block, self.runs)
+        extract_columns(total, block, self.runs)
         return PendingTransfer(block)
 
     def receive_back(self, pending: PendingTransfer, sizes: Sequence[int]) -> Iterator[Tensor]:
@@ -147,16 +149,18 @@ class WorldTransport:
     def __init__(
         self,
         mesh: Mesh,
-        messages: Sequence[Columns],
-        whole: Columns,
+        messages: Sequence[FieldColumns],
+        whole: FieldColumns,
         coding: Coding,
         dtype: torch.dtype,
     ) -> None:
         """Open the routes of the columns that each rank sends (messages). whole: all columns at the samples' ranks."""
         self.dtype, self.sent = dtype, messages[mesh.rank]
         self.routes = tuple(_open_routes(mesh, messages, whole, coding, dtype))
-        self.roundings = max((route.roundings for route in self.routes), default=1)
-        self.runs = [runs_of([route.columns.starts.items()], self.sent)[0] for route in self.routes]
+        self.num_roundings = max((route.num_roundings for route in self.routes), default=1)
+        self.runs = [
+            find_runs([route.columns.starts.items()], self.sent)[0] for route in self.routes
+        ]
 
     def send(self, blocks: Iterable[Tensor], sizes: Sequence[int], tag: str) -> PendingTransfer:
         """Implement the contract for one block (G, P)."""
@@ -167,18 +171,20 @@ class WorldTransport:
             if route.columns.width < self.sent.width:
                 part = empty(sum(sizes), route.columns.width, dtype=self.dtype)
                 for run in runs:
-                    part[:, run.columns_here] = block[:, run.columns_there]
-            parts.append(route.fetch(part, sizes, tag))
-        return together(parts)
+                    part[:, run.block_columns] = block[:, run.whole_columns]
+            parts.append(route.send(part, sizes, tag))
+        return combine_transfers(parts)
 
-    def add(self, pending: PendingTransfer, total: Tensor) -> None:
+    def add_received(self, pending: PendingTransfer, total: Tensor) -> None:
         for route, part in zip(self.routes, pending.parts, strict=True):
-            route.add(part, total)
+            route.add_received(part, total)
 
-    def send_back_total(
+    def send_back(
         self, total: Tensor, sizes: Sequence[int], step: int, number: int
     ) -> PendingTransfer:
-        return together([route.push(total, sizes, step, number) for route in self.routes])
+        return combine_transfers(
+            [route.send_back(total, sizes, step, number) for route in self.routes]
+        )
 
     def receive_back(self, pending: PendingTransfer, sizes: Sequence[int]) -> Iterator[Tensor]:
         """Implement the contract: yield one block (G, P)."""
@@ -191,12 +197,16 @@ class WorldTransport:
                 received = block
                 continue
             for run in runs:
-                received[:, run.columns_there] = block[:, run.columns_here]
+                received[:, run.whole_columns] = block[:, run.block_columns]
         yield received
 
 
 def _open_routes(
-    mesh: Mesh, messages: Sequence[Columns], whole: Columns, coding: Coding, dtype: torch.dtype
+    mesh: Mesh,
+    messages: Sequence[FieldColumns],
+    whole: FieldColumns,
+    coding: Coding,
+    dtype: torch.dtype,
 ) -> list[DirectRoute | HostRoute]:
     """Open routes for all columns, the same on every rank. Columns that every rank sends are summed by hosts."""
     world, common = mesh.world, set[Any]()
@@ -204,23 +214,23 @@ def _open_routes(
         common = set.intersection(*(set(message.dims) for message in messages))
     routes: list[DirectRoute | HostRoute] = []
     if any(set(message.dims) - common for message in messages):
-        others = [only(message, set(message.dims) - common) for message in messages]
+        others = [select_columns(message, set(message.dims) - common) for message in messages]
         routes.append(DirectRoute(mesh, others, whole, coding, dtype))
     if common:
-        routes.append(HostRoute(mesh, only(messages[0], common), whole, coding, dtype))
+        routes.append(HostRoute(mesh, select_columns(messages[0], common), whole, coding, dtype))
     return routes
 
 
 class DirectRoute:
     """Route of every rank's columns directly to every other rank."""
 
-    roundings = 1
+    num_roundings = 1
 
     def __init__(
         self,
         mesh: Mesh,
-        messages: Sequence[Columns],
-        whole: Columns,
+        messages: Sequence[FieldColumns],
+        whole: FieldColumns,
         coding: Coding,
         dtype: torch.dtype,
     ) -> None:
@@ -228,58 +238,63 @@ class DirectRoute:
         self.messages, self.columns = messages, messages[mesh.rank]
         self.widths = [message.width for message in messages]
         self.dims = [tuple(message.dims.values()) for message in messages]
-        self.blocks = runs_of([message.starts.items() for message in messages], whole)
+        self.blocks = find_runs([message.starts.items() for message in messages], whole)
 
-    def columns_of(self, rank: int) -> Columns:
+    def columns_of(self, rank: int) -> FieldColumns:
         return self.messages[rank]
 
-    def arrived(self, blocks: Sequence[Tensor]) -> PendingTransfer:
+    def join_blocks(self, blocks: Sequence[Tensor]) -> PendingTransfer:
+        """Return blocks by sender as a message that has arrived."""
         return PendingTransfer(torch.cat([block.reshape(-1) for block in blocks]), None)
 
-    def fetch(self, block: Tensor, sizes: Sequence[int], tag: str) -> PendingTransfer:
+    def send(self, block: Tensor, sizes: Sequence[int], tag: str) -> PendingTransfer:
         codec = CODECS[self.coding.codecs.values]
-        served, wanted = self._served(sizes), self._wanted(sizes)
+        served, wanted = self._served_blocks(sizes), self._own_blocks(sizes)
         coded = encode(codec, block.view(-1), served)
         data, call = self.mesh.all_to_all(
-            "fetch", coded, [message_block.bytes_of(codec, self.dtype) for message_block in served],
-            [message_block.bytes_of(codec, self.dtype) for message_block in wanted], wait=False, traffic_tag=tag,
+            "fetch", coded, [message_block.encoded_bytes(codec, self.dtype) for message_block in served],
+            [message_block.encoded_bytes(codec, self.dtype) for message_block in wanted], wait=False, traffic_tag=tag,
         )  # fmt: skip
-        received, finish = arriving(codec, data, wanted, self.dtype)
+        received, finish = decode_on_arrival(codec, data, wanted, self.dtype)
         return PendingTransfer(received, call, coded, finish)
 
-    def add(self, pending: PendingTransfer, total: Tensor) -> None:
+    def add_received(self, pending: PendingTransfer, total: Tensor) -> None:
         parts = pending.received.split([len(total) * width for width in self.widths])
         for part, width, runs in zip(parts, self.widths, self.blocks, strict=True):
-            add_runs(part.view(len(total), width), total, runs)
+            add_columns(part.view(len(total), width), total, runs)
 
-    def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> PendingTransfer:
+    def send_back(
+        self, total: Tensor, sizes: Sequence[int], step: int, number: int
+    ) -> PendingTransfer:
         codec, size = CODECS[self.coding.codecs.gradients], len(total)
-        served, wanted = self._served(sizes), self._wanted(sizes)
-        send = self.mesh.room(sum(elements(wanted)), self.dtype)
+        served, wanted = self._served_blocks(sizes), self._own_blocks(sizes)
+        send = self.mesh.room(sum(block_elements(wanted)), self.dtype)
         for part, width, runs in zip(
-            send.split(elements(wanted)), self.widths, self.blocks, strict=True
+            send.split(block_elements(wanted)), self.widths, self.blocks, strict=True
         ):
-            take_runs(total, part.view(size, width), runs)
+            extract_columns(total, part.view(size, width), runs)
         samples, rank = torch.arange(size), self.mesh.rank
-        draws = [
-            Draw(samples, self.coding.seed(f"pooled by {owner}", rank, number), step)
+        rounding_keys = [
+            RoundingKey(
+                samples, self.coding.gradient_seed(f"pooled by {owner}", rank, number), step
+            )
             for owner in range(self.mesh.num_ranks)
         ]
-        coded = encode(codec, send, wanted, draws)
+        coded = encode(codec, send, wanted, rounding_keys)
         data, call = self.mesh.all_to_all(
-            "push", coded, [message_block.bytes_of(codec, self.dtype) for message_block in wanted],
-            [message_block.bytes_of(codec, self.dtype) for message_block in served], wait=False,
+            "push", coded, [message_block.encoded_bytes(codec, self.dtype) for message_block in wanted],
+            [message_block.encoded_bytes(codec, self.dtype) for message_block in served], wait=False,
         )  # fmt: skip
-        received, finish = arriving(codec, data, served, self.dtype)
+        received, finish = decode_on_arrival(codec, data, served, self.dtype)
         return PendingTransfer(received, call, coded, finish)
 
-    def _served(self, sizes: Sequence[int]) -> list[Block]:
+    def _served_blocks(self, sizes: Sequence[int]) -> list[RowBlock]:
         """Return by rank the block of its samples that this rank has."""
-        return [Block(size, self.dims[self.mesh.rank]) for size in sizes]
+        return [RowBlock(size, self.dims[self.mesh.rank]) for size in sizes]
 
-    def _wanted(self, sizes: Sequence[int]) -> list[Block]:
+    def _own_blocks(self, sizes: Sequence[int]) -> list[RowBlock]:
         """Return by rank the block of this rank's samples that it has."""
-        return [Block(sizes[self.mesh.rank], dims) for dims in self.dims]
+        return [RowBlock(sizes[self.mesh.rank], dims) for dims in self.dims]
 
 
 class HostRoute:
@@ -287,150 +302,169 @@ class HostRoute:
     the ranks l of all hosts, and sends them the sums; gradients take the same route back. Codecs apply to the blocks
     inside a host and to the sums between hosts, so values are rounded twice."""
 
-    roundings = 2
+    num_roundings = 2
 
     def __init__(
-        self, mesh: Mesh, columns: Columns, whole: Columns, coding: Coding, dtype: torch.dtype
+        self,
+        mesh: Mesh,
+        columns: FieldColumns,
+        whole: FieldColumns,
+        coding: Coding,
+        dtype: torch.dtype,
     ) -> None:
         self.mesh, self.coding, self.columns, self.dtype = mesh, coding, columns, dtype
         self.dims = tuple(columns.dims.values())
         hosts = mesh.world.num_hosts
-        self.blocks = runs_of([columns.starts.items() for _ in range(hosts)], whole)
+        self.blocks = find_runs([columns.starts.items() for _ in range(hosts)], whole)
 
     @property
-    def alike(self) -> list[list[int]]:
+    def local_rank_groups(self) -> list[list[int]]:
         """Ranks with the same local rank, which sum for each other, by local rank, (L, H)."""
-        local, every = self.mesh.world.ranks_per_host, range(self.mesh.num_ranks)
-        return [list(every[number::local]) for number in range(local)]
+        local, ranks = self.mesh.world.ranks_per_host, range(self.mesh.num_ranks)
+        return [list(ranks[local_rank::local]) for local_rank in range(local)]
 
-    def columns_of(self, rank: int) -> Columns:
+    def columns_of(self, rank: int) -> FieldColumns:
         return self.columns
 
-    def arrived(self, blocks: Sequence[Tensor]) -> PendingTransfer:
+    def join_blocks(self, blocks: Sequence[Tensor]) -> PendingTransfer:
+        """Return blocks by sender, summed by host, as a message that has arrived."""
         world = self.mesh.world
-        every = torch.stack([block.reshape(-1) for block in blocks])
-        hosts = every.view(world.num_hosts, 1, world.ranks_per_host, -1)
-        return PendingTransfer(torch.cat([sum_in_order(of_host) for of_host in hosts]), None)
+        by_rank = torch.stack([block.reshape(-1) for block in blocks])
+        by_host = by_rank.view(world.num_hosts, 1, world.ranks_per_host, -1)
+        return PendingTransfer(
+            torch.cat([sum_in_order(host_blocks) for host_blocks in by_host]), None
+        )
 
-    def fetch(self, block: Tensor, sizes: Sequence[int], tag: str) -> PendingTransfer:
+    def send(self, block: Tensor, sizes: Sequence[int], tag: str) -> PendingTransfer:
         """Sum inside the host, and begin to send sums between hosts."""
         codec, local = CODECS[self.coding.codecs.values], self.mesh.world.ranks_per_host
         blocks = block.split(list(sizes))
-        send = torch.cat([blocks[rank] for ranks in self.alike for rank in ranks])
-        own_sizes = [sizes[rank] for rank in self.alike[self.mesh.rank % local]]
-        sent_blocks = [Block(sum(sizes[rank] for rank in ranks), self.dims) for ranks in self.alike]
-        received_blocks = [Block(sum(own_sizes), self.dims)] * local
+        send = torch.cat([blocks[rank] for ranks in self.local_rank_groups for rank in ranks])
+        own_sizes = [sizes[rank] for rank in self.local_rank_groups[self.mesh.rank % local]]
+        sent_blocks = [
+            RowBlock(sum(sizes[rank] for rank in ranks), self.dims)
+            for ranks in self.local_rank_groups
+        ]
+        received_blocks = [RowBlock(sum(own_sizes), self.dims)] * local
         data, _ = self.mesh.all_to_all(
             "fetch", encode(codec, send.view(-1), sent_blocks), self._lengths(codec, sent_blocks),
-            self._lengths(codec, received_blocks), scope=self.mesh.in_host, traffic_tag=tag,
+            self._lengths(codec, received_blocks), scope=self.mesh.host_scope, traffic_tag=tag,
         )  # fmt: skip
-        received = arrived(codec, data, received_blocks, self.dtype)
-        of_host = sum_in_order(received.view(1, local, -1))
-        served, wanted = [Block(n, self.dims) for n in own_sizes], self._wanted(sizes)
-        coded = encode(codec, of_host, served)
+        received = decode_message(codec, data, received_blocks, self.dtype)
+        host_sum = sum_in_order(received.view(1, local, -1))
+        served, wanted = [RowBlock(n, self.dims) for n in own_sizes], self._own_blocks(sizes)
+        coded = encode(codec, host_sum, served)
         data, call = self.mesh.all_to_all(
             "fetch", coded, self._lengths(codec, served), self._lengths(codec, wanted),
             scope=self.mesh.over_hosts, wait=False, traffic_tag=tag,
         )  # fmt: skip
-        received, finish = arriving(codec, data, wanted, self.dtype)
+        received, finish = decode_on_arrival(codec, data, wanted, self.dtype)
         return PendingTransfer(received, call, coded, finish)
 
-    def add(self, pending: PendingTransfer, total: Tensor) -> None:
+    def add_received(self, pending: PendingTransfer, total: Tensor) -> None:
         parts = pending.received.view(len(self.blocks), len(total), self.columns.width)
         for part, runs in zip(parts, self.blocks, strict=True):
-            add_runs(part, total, runs)
+            add_columns(part, total, runs)
 
-    def push(self, total: Tensor, sizes: Sequence[int], step: int, number: int) -> PendingTransfer:
+    def send_back(
+        self, total: Tensor, sizes: Sequence[int], step: int, number: int
+    ) -> PendingTransfer:
         """Send gradients between hosts, then inside; they have arrived when it returns."""
         codec, world, rank = CODECS[self.coding.codecs.gradients], self.mesh.world, self.mesh.rank
         block = empty(len(total), self.columns.width, dtype=self.dtype)
-        take_runs(total, block, self.blocks[0])
-        every = [Block(size, self.dims) for size in sizes]
-        seed = self.coding.seed("pooled by hosts", rank, number)
-        draws = [Draw(torch.arange(len(total)), seed, step)]
-        data = encode(codec, block.view(-1), [every[rank]], draws)
-        lengths = self._lengths(codec, every)
+        extract_columns(total, block, self.blocks[0])
+        blocks_by_rank = [RowBlock(size, self.dims) for size in sizes]
+        seed = self.coding.gradient_seed("pooled by hosts", rank, number)
+        rounding_keys = [RoundingKey(torch.arange(len(total)), seed, step)]
+        data = encode(codec, block.view(-1), [blocks_by_rank[rank]], rounding_keys)
+        lengths = self._lengths(codec, blocks_by_rank)
         local, hosts = world.ranks_per_host, world.num_hosts
-        of_alike = [[lengths[r] for r in ranks] for ranks in self.alike]
+        group_lengths = [[lengths[r] for r in ranks] for ranks in self.local_rank_groups]
         received, _ = self.mesh.all_to_all(
-            "push", data.repeat(hosts), [len(data)] * hosts, of_alike[rank % local],
+            "push", data.repeat(hosts), [len(data)] * hosts, group_lengths[rank % local],
             scope=self.mesh.over_hosts,
         )  # fmt: skip
         received, _ = self.mesh.all_to_all(
             "push",
             received.repeat(local),
             [len(received)] * local,
-            list(map(sum, of_alike)),
-            scope=self.mesh.in_host,
+            list(map(sum, group_lengths)),
+            scope=self.mesh.host_scope,
         )
         # Received local rank by local rank and, from each, host by host: reorder by rank.
         starts = dict(
-            zip([r for ranks in self.alike for r in ranks],
-                accumulate((n for counts in of_alike for n in counts), initial=0), strict=False)
+            zip([r for ranks in self.local_rank_groups for r in ranks],
+                accumulate((n for counts in group_lengths for n in counts), initial=0), strict=False)
         )  # fmt: skip
         data = torch.cat([received[starts[r] : starts[r] + n] for r, n in enumerate(lengths)])
-        return PendingTransfer(arrived(codec, data, every, self.dtype), None)
+        return PendingTransfer(decode_message(codec, data, blocks_by_rank, self.dtype), None)
 
-    def _lengths(self, codec: Codec, blocks: Iterable[Block]) -> list[int]:
-        return [block.bytes_of(codec, self.dtype) for block in blocks]
+    def _lengths(self, codec: Codec, blocks: Iterable[RowBlock]) -> list[int]:
+        return [block.encoded_bytes(codec, self.dtype) for block in blocks]
 
-    def _wanted(self, sizes: Sequence[int]) -> list[Block]:
+    def _own_blocks(self, sizes: Sequence[int]) -> list[RowBlock]:
         """Return by host the block of this rank's samples."""
-        return [Block(sizes[self.mesh.rank], self.dims)] * len(self.blocks)
+        return [RowBlock(sizes[self.mesh.rank], self.dims)] * len(self.blocks)
 
 
-def together(parts: Sequence[PendingTransfer]) -> PendingTransfer:
-    """Return several pending messages as one."""
+def combine_transfers(parts: Sequence[PendingTransfer]) -> PendingTransfer:
+    """Combine several pending messages into one."""
     return PendingTransfer(NOTHING, parts=parts)
 
 
-def only(columns: Columns, keys: Iterable[Any]) -> Columns:
+def select_columns(columns: FieldColumns, keys: Iterable[Any]) -> FieldColumns:
     """Return the columns with these keys, in their order."""
     wanted = set(keys)
-    return Columns({key: dim for key, dim in columns.dims.items() if key in wanted})
+    return FieldColumns({key: dim for key, dim in columns.dims.items() if key in wanted})
 
 
-def elements(blocks: Iterable[Block]) -> list[int]:
+def block_elements(blocks: Iterable[RowBlock]) -> list[int]:
     """Return the number of elements of each block."""
     return [block.rows * sum(block.dims) for block in blocks]
 
 
-Places = tuple[tuple[Key, int], ...]
+ColumnStarts = tuple[tuple[ColumnKey, int], ...]
 """Keys of a block's columns, and the first column of each."""
 
 
 @lru_cache(maxsize=256)
-def _plan_placement(blocks: tuple[Places, ...], dims: Places) -> tuple[list[list[Run]], int]:
-    """Return by block its runs, and the number of columns of the whole that they fill, for `placed`. Cached between
-    steps, because computing it takes as long as a copy of a megabyte."""
-    every = runs_of(blocks, Columns(dict(dims)))
-    return every, sum(run.width for runs in every for run in runs if run.is_first)
+def _plan_assembly(
+    blocks: tuple[ColumnStarts, ...], dims: ColumnStarts
+) -> tuple[list[list[ColumnRun]], int]:
+    """Return by block its runs, and the number of columns of the whole that they fill, for `assemble_columns`. Cached
+    between steps, because computing it takes as long as a copy of a megabyte."""
+    runs_by_block = find_runs(blocks, FieldColumns(dict(dims)))
+    return runs_by_block, sum(run.width for runs in runs_by_block for run in runs if run.is_first)
 
 
-def placed(blocks: Sequence[tuple[Tensor, Places]], dims: Mapping[Key, int]) -> Tensor:
+def assemble_columns(
+    blocks: Sequence[tuple[Tensor, ColumnStarts]], dims: Mapping[ColumnKey, int]
+) -> Tensor:
     """Return columns of these dims from blocks (R, any) of one dtype: (R, W), contiguous. Columns in several blocks are
     summed, in order of the blocks; columns in none are 0. Read only: it is a block itself where that is the whole."""
-    every, filled = _plan_placement(tuple([places for _, places in blocks]), tuple(dims.items()))
+    runs_by_block, num_filled = _plan_assembly(
+        tuple([starts for _, starts in blocks]), tuple(dims.items())
+    )
     width, num_rows = sum(dims.values()), len(blocks[0][0])
-    taken = [(block, runs) for (block, _), runs in zip(blocks, every, strict=True) if runs]
-    if len(taken) == 1 and len(taken[0][1]) == 1 and filled == width == taken[0][0].shape[1]:
+    taken = [(block, runs) for (block, _), runs in zip(blocks, runs_by_block, strict=True) if runs]
+    if len(taken) == 1 and len(taken[0][1]) == 1 and num_filled == width == taken[0][0].shape[1]:
         return taken[0][0].contiguous()
     result = empty(num_rows, width, dtype=blocks[0][0].dtype)
-    if filled < width:
+    if num_filled < width:
         result.zero_()
     for block, runs in taken:
-        add_runs(block, result, runs)
+        add_columns(block, result, runs)
     return result
 
 
-def add_runs(block: Tensor, total: Tensor, runs: Sequence[Run]) -> None:
+def add_columns(block: Tensor, total: Tensor, runs: Sequence[ColumnRun]) -> None:
     """Add columns of the block to their columns of the total; the first block of a column is copied instead."""
     for run in runs:
-        target, source = total[:, run.columns_there], block[:, run.columns_here]
+        target, source = total[:, run.whole_columns], block[:, run.block_columns]
         target.copy_(source) if run.is_first else target.add_(source)
 
 
-def take_runs(total: Tensor, block: Tensor, runs: Sequence[Run]) -> None:
+def extract_columns(total: Tensor, block: Tensor, runs: Sequence[ColumnRun]) -> None:
     """Copy columns of the block from their columns of the total."""
     for run in runs:
-        block[:, run.columns_here] = total[:, run.columns_there]
+        block[:, run.block_columns] = total[:, run.whole_columns]

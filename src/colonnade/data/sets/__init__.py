@@ -1,1 +1,1 @@
-"""Known data sets, and streams made to order: one file each."""
+"""Readers of public data sets and generators of synthetic ones, one file each."""

@@ -1,10 +1,10 @@
-"""Criteo display-ads text files as they are: label, 13 integers, 26 categories of 8 hex digits; tabs; empty = missing.
+"""Criteo display-ads text files: label, 13 integers, 26 categories of 8 hex digits; tabs; empty = missing.
 
-A file of any size: it is indexed once, then read by runs of lines, in time order.
+A file may have any size: it is indexed once, then read by runs of lines, in time order.
 
-Dense values become log(1 + max(x, 0)); a missing one becomes 0; blanks around a number do not matter.
-A category becomes the number its hex digits spell (32 bits); a missing one becomes `MISSING_ID`, which
-no 8 digits spell.
+Dense values become log(1 + max(x, 0)); a missing one becomes 0; blanks around a number are ignored.
+A category becomes the 32-bit number of its hex digits; a missing one becomes `MISSING_ID`, which 8 digits cannot
+represent.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, Splits, spans
+from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
 from colonnade.data.counter import mix64
-from colonnade.data.lines import LineFile, excerpt, field_error, locate, open_lines
-from colonnade.data.tensors import Columns, TensorSource
+from colonnade.data.lines import LineFile, build_field_error, format_excerpt, locate, open_lines
+from colonnade.data.tensors import TensorColumns, TensorSource
 from colonnade.errors import ConfigError, DataError
 
 FOLDER = "criteo10k"
@@ -37,13 +37,13 @@ CATEGORIES = tuple(f"C{i}" for i in range(1, 27))
 NAMES = ("label", *DENSE, *CATEGORIES)
 MISSING_ID = 1 << 32
 RUN_LINES = 1 << 13
-"""Lines parsed at a time, whatever the batch size: a call costs much for few, and more than a cache holds for many."""
+"""Number of lines parsed at a time, for any batch size: fewer cost many calls, more do not fit in the cache."""
 
 _TYPES = {name: pa.int64() for name in NAMES[:14]} | {name: pa.binary() for name in CATEGORIES}
 
 
-def _byte_of_hex_pair() -> NDArray[np.uint16]:
-    """(65536,): two ASCII digits read as a little-endian uint16 -> the byte they spell; 256 = not hex."""
+def _build_hex_table() -> NDArray[np.uint16]:
+    """Map two ASCII digits, read as a little-endian uint16, to the byte they represent; 256 = not hex. (65536,)."""
     table = np.full(1 << 16, 256, dtype=np.uint16)
     for value in range(256):
         high, low = tuple(f"{value:02x}")
@@ -52,7 +52,7 @@ def _byte_of_hex_pair() -> NDArray[np.uint16]:
     return table
 
 
-_HEX_PAIRS = _byte_of_hex_pair()
+_HEX_PAIRS = _build_hex_table()
 
 
 def open_criteo(
@@ -64,14 +64,14 @@ def open_criteo(
     shuffle: bool = False,
     seed: int = 0,
 ) -> Splits:
-    """The last `test_fraction` of the lines test, `validation_fraction` of all before them validate, the first train.
+    """Open a Criteo file: the first lines train, then `validation_fraction` validates and `test_fraction` tests.
 
     path       the file, or the folder with train.txt; default `$COLONNADE_DATA/criteo10k`
     hash_rows  None: open tables. N: a category's id is mix64(id) % N, for vocabulary tables of N rows
-    shuffle    False: streamed in time order. True: loaded into memory, an order per epoch from `seed`
+    shuffle    False: streamed in time order. True: loaded into memory, a new order each epoch from `seed`
 
-    Raises DataError naming file, line and column; here for the first and the last line and the file
-    itself, and for the others when they are read.
+    Both fractions are of all lines. Raises DataError naming file, line and column: here for the file and its first and
+    last line, for other lines when they are read.
     """
     for name, fraction in (("test", test_fraction), ("validation", validation_fraction)):
         if not 0 <= fraction < 1:
@@ -90,7 +90,7 @@ def open_criteo(
     last = file.read(file.num_lines - 1, file.num_lines)
     check_line(last, file.path, file.num_lines)
     if not file.ends_in_newline and last.endswith(b"\t"):
-        raise field_error(
+        raise build_field_error(
             file.path,
             file.num_lines,
             CATEGORIES[-1],
@@ -104,7 +104,7 @@ def open_criteo(
     validation = CriteoSource(file, fit, split, hash_rows=hash_rows)
     test = CriteoSource(file, split, file.num_lines, hash_rows=hash_rows)
     return Splits(
-        train=_load(train, shuffle_key=seed) if shuffle else train,
+        train=_load_in_memory(train, shuffle_key=seed) if shuffle else train,
         validation=validation if validation.num_samples else None,
         test=test if test.num_samples else None,
     )
@@ -112,7 +112,7 @@ def open_criteo(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CriteoSource:
-    """Lines start .. stop-1 of a file, counted from 0, in file order in every epoch."""
+    """Source over lines start .. stop-1 of a file, counted from 0, in file order in every epoch."""
 
     file: LineFile
     start: int
@@ -136,14 +136,16 @@ class CriteoSource:
         num_ranks: int = 1,
         start: Position = START,
     ) -> Iterator[Batch]:
-        blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
-        return chain.from_iterable(map(self._read_run, _runs(blocks)))
+        blocks = rank_blocks(
+            self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
+        )
+        return chain.from_iterable(map(self._read_run, _group_adjacent(blocks)))
 
     def read(self, begin: int, end: int) -> Batch:
-        """Samples begin .. end-1 of this source."""
+        """Read samples begin .. end-1 of this source."""
         parts = [
-            self._read(at, min(at + RUN_LINES, end)) for at in range(begin, end, RUN_LINES)
-        ] or [self._read(begin, end)]
+            self._parse_range(at, min(at + RUN_LINES, end)) for at in range(begin, end, RUN_LINES)
+        ] or [self._parse_range(begin, end)]
         if len(parts) == 1:
             return parts[0]
         return Batch(
@@ -156,24 +158,26 @@ class CriteoSource:
             label=torch.cat([part.label for part in parts if part.label is not None]),
         )
 
-    def _read_run(self, spans: list[tuple[int, int]]) -> Iterator[Batch]:
-        """One batch per span; spans lie end to end."""
-        first, end = spans[0][0], spans[-1][1]
+    def _read_run(self, blocks: list[tuple[int, int]]) -> Iterator[Batch]:
+        """Yield one batch per block; the blocks are adjacent and are parsed in one call."""
+        first, end = blocks[0][0], blocks[-1][1]
         try:
             run = self.read(first, end)
         except DataError:
-            # Those before the line at fault are whole: each is yielded, or refused, in its turn.
+            # Read block by block, so that the batches before the faulty line are still yielded.
             run = None
-        for begin, stop in spans:
-            if run is None or len(spans) == 1:
+        for begin, stop in blocks:
+            if run is None or len(blocks) == 1:
                 yield self.read(begin, stop) if run is None else run
             else:
-                yield _part(run, begin - first, stop - first)
+                yield _slice_batch(run, begin - first, stop - first)
 
-    def _read(self, begin: int, end: int) -> Batch:
+    def _parse_range(self, begin: int, end: int) -> Batch:
         first = self.start + begin
         lines = self.file.read(first, self.start + end)
-        label, dense, ids = parse(lines, end - begin, path=self.file.path, first_line=first + 1)
+        label, dense, ids = parse_lines(
+            lines, end - begin, path=self.file.path, first_line=first + 1
+        )
         if self.hash_rows is not None:
             ids = (mix64(ids.astype(np.uint64)) % np.uint64(self.hash_rows)).astype(np.int64)
         ids_FB = torch.from_numpy(ids)
@@ -185,19 +189,19 @@ class CriteoSource:
         )
 
 
-def _runs(spans: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Neighbours that lie end to end, together, as long as they are at most RUN_LINES."""
+def _group_adjacent(blocks: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Group adjacent blocks into runs of at most RUN_LINES lines."""
     run: list[tuple[int, int]] = []
-    for span in spans:
-        if run and (span[0] != run[-1][1] or span[1] - run[0][0] > RUN_LINES):
+    for block in blocks:
+        if run and (block[0] != run[-1][1] or block[1] - run[0][0] > RUN_LINES):
             yield run
             run = []
-        run.append(span)
+        run.append(block)
     if run:
         yield run
 
 
-def _part(batch: Batch, begin: int, end: int) -> Batch:
+def _slice_batch(batch: Batch, begin: int, end: int) -> Batch:
     assert batch.label is not None
     return Batch(
         size=end - begin,
@@ -207,18 +211,18 @@ def _part(batch: Batch, begin: int, end: int) -> Batch:
     )
 
 
-def _load(source: CriteoSource, *, shuffle_key: int) -> TensorSource:
-    whole = source.read(0, source.num_samples)
-    columns = Columns(dense=whole.dense, ids=whole.ids, label=whole.label)
+def _load_in_memory(source: CriteoSource, *, shuffle_key: int) -> TensorSource:
+    batch = source.read(0, source.num_samples)
+    columns = TensorColumns(dense=batch.dense, ids=batch.ids, label=batch.label)
     return TensorSource(source.schema, columns, shuffle_key=shuffle_key)
 
 
-def parse(
+def parse_lines(
     lines: bytes, num_lines: int, *, path: Path, first_line: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
-    """`num_lines` whole lines -> label (B, 1), dense (B, 13), ids (26, B).
+    """Parse `num_lines` complete lines into label (B, 1), dense (B, 13), ids (26, B).
 
-    `path` and `first_line` (from 1) are for messages. Raises DataError at the first field at fault.
+    `path` and `first_line` (from 1) are for messages. Raises DataError for the first faulty field.
     """
     if num_lines == 0:
         empty = np.zeros((0, 1), np.float32), np.zeros((0, 13), np.float32)
@@ -235,11 +239,12 @@ def parse(
 def parse_columns(
     lines: bytes, num_lines: int, *, path: Path, first_line: int
 ) -> tuple[pa.Table, NDArray[np.int64]]:
-    """`num_lines` (1 or more) whole lines -> label (0 or 1) and I1 .. I13 as int64 with nulls, ids (26, B).
+    """Parse `num_lines` (1 or more) complete lines into a table and ids (26, B).
 
-    The categories' columns of the table are the fields as they stand. Raises DataError at the first field at fault.
+    The table has label (0 or 1) and I1 .. I13 as int64 with nulls, and the categories as unparsed text. Raises
+    DataError for the first faulty field.
     """
-    if b"x" in lines or b"X" in lines:  # Arrow would take 0x10 for a number
+    if b"x" in lines or b"X" in lines:  # Arrow would parse 0x10 as a number
         _raise_fault(lines, path, first_line, "an x, which no field may hold")
     try:
         table = pyarrow.csv.read_csv(
@@ -263,47 +268,47 @@ def parse_columns(
         _raise_fault(lines, path, first_line, "a label that is neither 0 nor 1")
     ids = np.empty((len(CATEGORIES), num_lines), dtype=np.int64)
     for i in range(len(CATEGORIES)):
-        if not _hex_ids(table.column(14 + i), out=ids[i]):
+        if not _parse_hex_ids(table.column(14 + i), out=ids[i]):
             _raise_fault(lines, path, first_line, f"column {CATEGORIES[i]} is not hexadecimal")
     return table, ids
 
 
-def _hex_ids(column: pa.ChunkedArray, out: NDArray[np.int64]) -> bool:
-    """8-digit fields -> their numbers, empty ones -> MISSING_ID, into `out` (B,). False: another field is there."""
+def _parse_hex_ids(column: pa.ChunkedArray, out: NDArray[np.int64]) -> bool:
+    """Parse 8-digit fields into `out` (B,), empty ones as MISSING_ID. Return False if there is any other field."""
     array = column.combine_chunks()
     _, offsets_buffer, data_buffer = array.buffers()
     offsets = np.frombuffer(offsets_buffer, dtype=np.int32)[array.offset :][: len(array) + 1]
     lengths = np.diff(offsets)
-    is_given = lengths == 8
-    if not (is_given | (lengths == 0)).all():
+    has_value = lengths == 8
+    if not (has_value | (lengths == 0)).all():
         return False
     out[:] = MISSING_ID
-    if not is_given.any():
+    if not has_value.any():
         return True
     pairs = np.frombuffer(data_buffer, dtype=np.uint8)[offsets[0] : offsets[-1]].view("<u2")
-    spelled = _HEX_PAIRS[pairs]
-    if spelled.max() > 255:
+    codes = _HEX_PAIRS[pairs]
+    if codes.max() > 255:
         return False
-    out[is_given] = spelled.astype(np.uint8).view(">u4")
+    out[has_value] = codes.astype(np.uint8).view(">u4")
     return True
 
 
 def _raise_fault(lines: bytes, path: Path, first_line: int, reason: str) -> NoReturn:
-    """Name the first field at fault among lines that the fast reader refused for `reason`."""
+    """Raise DataError for the first faulty field of lines that Arrow's reader refused for `reason`."""
     for number, line in enumerate(lines.removesuffix(b"\n").split(b"\n"), first_line):
         check_line(line, path, number)
     raise DataError(f"{path}, from line {first_line} on: cannot be read ({reason})")
 
 
 def check_line(line: bytes, path: Path, number: int) -> None:
-    """The slow twin of `parse` for one line: raise DataError at its first field at fault, else nothing."""
+    """Raise DataError for the first faulty field of a line. Slow check with the same rules as `parse_lines`."""
     fields = line.removesuffix(b"\n").removesuffix(b"\r").split(b"\t")
     if len(fields) != len(NAMES):
-        raise field_error(
+        raise build_field_error(
             path,
             number,
             None,
-            got=f"{len(fields)} columns in {excerpt(line)}",
+            got=f"{len(fields)} columns in {format_excerpt(line)}",
             wanted=f"{len(NAMES)} separated by tabs (label, I1..I13, C1..C26)",
             fix="Is this a Criteo training file, and whole? Test files without labels are not read",
         )
@@ -315,11 +320,11 @@ def check_line(line: bytes, path: Path, number: int) -> None:
         else:
             pattern, wanted = rb"([0-9a-fA-F]{8})?", "8 hexadecimal digits or nothing"
         if not re.fullmatch(pattern, field):
-            raise field_error(
+            raise build_field_error(
                 path,
                 number,
                 name,
-                got=excerpt(field),
+                got=format_excerpt(field),
                 wanted=wanted,
                 fix="Repair or remove the line",
             )

@@ -1,7 +1,7 @@
-"""FB15k-237 (Toutanova and Chen 2015): which entity does a relation lead to? Or any graph in OpenKE's files.
+"""FB15k-237 knowledge graph (Toutanova and Chen 2015), or any other graph in OpenKE's file format.
 
 `train2id.txt`, `valid2id.txt` and `test2id.txt`: the number of triples, then `head tail relation` on each line;
-`entity2id.txt` and `relation2id.txt` begin with how many there are.
+`entity2id.txt` and `relation2id.txt` begin with the number of entities and relations.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from colonnade.data.contract import Splits
-from colonnade.data.lines import excerpt, field_error, locate, open_lines
+from colonnade.data.lines import build_field_error, format_excerpt, locate, open_lines
 from colonnade.data.sets.triples import open_triples
 from colonnade.errors import DataError
 
@@ -64,8 +64,10 @@ def open_fb15k237(
     subsample: bool = True,
     max_validation: int | None = None,
 ) -> Splits:
-    """`path`: the folder; default `$COLONNADE_DATA/fb15k237`. Options as of `triples.open_triples`. Raises DataError
-    naming file and line."""
+    """Open the graph in the folder `path`; default `$COLONNADE_DATA/fb15k237`.
+
+    `triples.open_triples` describes the other options. Raises DataError naming file and line.
+    """
     folder = locate(path, folder=FOLDER, file="train2id.txt").parent
     num_entities, num_relations = (
         read_count(folder / name) for name in ("entity2id.txt", "relation2id.txt")
@@ -81,24 +83,29 @@ def open_fb15k237(
 
 
 def read_count(path: Path) -> int:
-    """The number on the first line."""
+    """Read the number on the first line of a file."""
     file = open_lines(path)
     first = file.read(0, min(1, file.num_lines)).strip()
     if not first.isdigit():
-        raise field_error(
-            path, 1, None, got=excerpt(first), wanted="a number: how many follow", fix="Repair it"
+        raise build_field_error(
+            path,
+            1,
+            None,
+            got=format_excerpt(first),
+            wanted="a number: how many follow",
+            fix="Repair it",
         )
     return int(first)
 
 
 def read_triples(path: Path, num_entities: int, num_relations: int) -> torch.Tensor:
-    """(n, 3) int64: head, relation, tail, in the order of the file."""
+    """Read triples (n, 3) int64: head, relation, tail, in the order of the file."""
     count, file = read_count(path), open_lines(path)
     lines = file.read(1, file.num_lines).split(b"\n")[: file.num_lines - 1]
     if len(lines) != count:
         raise DataError(
-            f"{path}: got {len(lines)} triples, wanted the {count} that its first line says. The file is cut off, or "
-            "was joined from others; get it anew"
+            f"{path}: got {len(lines)} triples, wanted {count} as in its first line. The file is cut off, or "
+            "was joined from others; get it again"
         )
     limits = (num_entities, num_entities, num_relations)
     for number, line in enumerate(lines, 2):
@@ -107,11 +114,11 @@ def read_triples(path: Path, num_entities: int, num_relations: int) -> torch.Ten
             field.isdigit() and int(field) < limit
             for field, limit in zip(fields, limits, strict=True)
         ):
-            raise field_error(
+            raise build_field_error(
                 path,
                 number,
                 None,
-                got=excerpt(line),
+                got=format_excerpt(line),
                 wanted=f"`head tail relation`: entities below {num_entities}, a relation below {num_relations}",
                 fix="Repair the line",
             )

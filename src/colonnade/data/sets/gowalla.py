@@ -1,7 +1,7 @@
 """Gowalla check-ins (Liang et al. 2016; LightGCN's files): which places will a user visit?
 
-`train.txt` trains, but for a tenth of each user's items, drawn by a seed that is fixed, which validate; `valid.txt`, a
-random part of each user's items, tests. Lines are in no order of time.
+A tenth of each user's items in `train.txt`, drawn with a fixed seed, validates and the rest trains. `valid.txt`, a
+random part of each user's items, tests. Lines are not in order of time.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from colonnade.batch import Ids
 from colonnade.data.contract import Column, Splits
 from colonnade.data.counter import stream_key
-from colonnade.data.lines import excerpt, field_error, locate, open_lines
+from colonnade.data.lines import build_field_error, format_excerpt, locate, open_lines
 from colonnade.data.sets.graph import FAN_OUTS, open_graph
 from colonnade.data.sets.interactions import (
     SEQUENCE_SETTINGS,
     SPLIT_KEY,
     Interactions,
-    bags_of,
+    group_items_by_user,
     hold_out,
     open_interactions,
 )
@@ -31,8 +31,8 @@ from colonnade.errors import DataError
 FOLDER = "gowalla"
 VALIDATION_FRACTION = 0.1
 LIMIT = 10**8
-"""Users and items are numbered from 0 without large gaps; a larger number is a damaged line."""
-WIDEST = len(str(LIMIT))
+"""Bound of user and item numbers, which start at 0 without large gaps; a larger number is a damaged line."""
+MAX_DIGITS = len(str(LIMIT))
 
 
 PRESET = {
@@ -68,17 +68,19 @@ def open_gowalla(
     order: Literal["shuffled", "file"] = "shuffled",
     fan_outs: Sequence[int] = FAN_OUTS,
 ) -> Splits:
-    """`path`: the folder with train.txt and valid.txt (a user, then its items, on each line); default
-    `$COLONNADE_DATA/gowalla`. Options as of `movielens_retrieval`; `samples` may be "neighbours", too: pairs in the
-    graph of users and places, with `fan_outs` and `max_pairs` as of `graph.open_graph`, in an order per epoch.
-    Raises DataError naming file and line."""
+    """Open the folder `path` with train.txt and valid.txt (a user, then its items, on each line).
+
+    Default `$COLONNADE_DATA/gowalla`. The options are those of `movielens_retrieval`. `samples` may also be
+    "neighbours": pairs in the graph of users and places, in a new order each epoch, with `fan_outs` and `max_pairs` as
+    in `graph.open_graph`. Raises DataError naming file and line.
+    """
     train_file = locate(path, folder=FOLDER, file="train.txt")
-    read = [read_lists(train_file), read_lists(train_file.with_name("valid.txt"))]
-    num_users = max(int(users.max()) for users, _ in read) + 1
-    num_items = max(int(items.max()) for _, items in read) + 1
-    rest, test = (bags_of(users, items, num_users) for users, items in read)
+    pairs = [read_user_items(train_file), read_user_items(train_file.with_name("valid.txt"))]
+    num_users = max(int(users.max()) for users, _ in pairs) + 1
+    num_items = max(int(items.max()) for _, items in pairs) + 1
+    rest, test = (group_items_by_user(users, items, num_users) for users, items in pairs)
     train, validation = hold_out(rest, VALIDATION_FRACTION, stream_key(SPLIT_KEY, 1))
-    found = Interactions(
+    interactions = Interactions(
         train,
         validation,
         test,
@@ -88,10 +90,10 @@ def open_gowalla(
     )
     if samples == "neighbours":
         return open_graph(
-            found, first_item=num_users, seed=seed, fan_outs=fan_outs, max_pairs=max_pairs
+            interactions, first_item=num_users, seed=seed, fan_outs=fan_outs, max_pairs=max_pairs
         )
     return open_interactions(
-        found,
+        interactions,
         samples=samples,
         seed=seed,
         max_history=max_history,
@@ -101,30 +103,30 @@ def open_gowalla(
     )
 
 
-def read_lists(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """users (n,), items (n,) of a file of `user item item ...` lines, in order. A user without items is passed over."""
+def read_user_items(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read users (n,) and items (n,) of `user item item ...` lines, in order; users without items are skipped."""
     file = open_lines(path)
     users, items = [], []
     for number, line in enumerate(file.read(0, file.num_lines).removesuffix(b"\n").split(b"\n"), 1):
         fields = line.split()
         for field in fields:
-            if not field.isdigit() or len(field) > WIDEST or int(field) >= LIMIT:
-                raise field_error(
+            if not field.isdigit() or len(field) > MAX_DIGITS or int(field) >= LIMIT:
+                raise build_field_error(
                     path,
                     number,
                     None,
-                    got=excerpt(field),
+                    got=format_excerpt(field),
                     wanted=f"numbers from 0 to {LIMIT - 1} with blanks between them: a user, then its items",
                     fix="Repair the line",
                 )
         if not fields:
-            raise field_error(
+            raise build_field_error(
                 path, number, None, got="an empty line", wanted="a user", fix="Remove the line"
             )
         values = np.array(fields[1:], dtype=np.int64)
         users.append(np.full(len(values), int(fields[0])))
         items.append(values)
-    found = torch.from_numpy(np.concatenate(users)), torch.from_numpy(np.concatenate(items))
-    if not len(found[0]):
+    pairs = torch.from_numpy(np.concatenate(users)), torch.from_numpy(np.concatenate(items))
+    if not len(pairs[0]):
         raise DataError(f"{path}: got no item on any line, wanted a user and its items on each")
-    return found
+    return pairs

@@ -1,6 +1,6 @@
-"""Graphs: pairs of nodes to learn from, each node with neighbours drawn for it, hop by hop (GraphSAGE's samples).
+"""Graph samples: pairs of nodes, each node with neighbours sampled hop by hop (as in GraphSAGE).
 
-Legend: N nodes, E directed edges, B samples, P nodes asked for, f a fan-out, I items.
+Legend: N nodes, E directed edges, B samples, P requested nodes, f a fan-out, I items.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, Splits, spans
-from colonnade.data.counter import Words, stream_key, words
+from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
+from colonnade.data.counter import Words, random_words, stream_key
 from colonnade.data.sets.interactions import (
     LOG_Q,
     Held,
     Interactions,
     PairSource,
     QuerySource,
-    join,
+    concat_bags,
 )
-from colonnade.data.tensors import Columns, take_ids
+from colonnade.data.tensors import TensorColumns, gather_ids
 from colonnade.errors import ConfigError
 
 NODE = "node"
@@ -33,142 +33,161 @@ FAN_OUTS = (10, 5)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graph:
-    """Nodes 0 .. N - 1 and who is beside whom, in both directions, once."""
+    """Adjacency of nodes 0 .. N - 1: each edge in both directions, without repetition."""
 
     num_nodes: int
     offsets: Tensor  # (N + 1,) int64
     edges: Tensor  # (E,) int64, ascending: node * N + neighbour
 
-    def draw(self, nodes_P: Tensor, words_Pf: Words, without_P: Tensor | None = None) -> Tensor:
-        """(P * f,): for each node f of its neighbours, all alike and with repetition, word after word; a node that
-        has none is drawn itself. `without_P`: a neighbour of each that is left out, where it is one; -1: nobody."""
+    def sample_neighbours(
+        self, nodes_P: Tensor, words_Pf: Words, excluded_P: Tensor | None = None
+    ) -> Tensor:
+        """Sample f neighbours of each node uniformly with replacement, one per random word. Returns (P * f,).
+
+        A node without neighbours is sampled itself. `excluded_P`: a neighbour of each node that is not sampled; -1 or
+        a node that is no neighbour: none.
+        """
         begins = self.offsets[nodes_P]
         degrees = self.offsets[nodes_P + 1] - begins
-        drawn_from = degrees
-        if without_P is not None:
-            wanted = nodes_P * self.num_nodes + without_P
-            place = torch.searchsorted(self.edges, wanted)
-            is_left_out = torch.searchsorted(self.edges, wanted, right=True) > place
-            is_left_out &= without_P >= 0  # else the edge of the node before to the last one
-            drawn_from = degrees - is_left_out.long()
-        divisors = drawn_from.clamp(min=1).numpy().astype(np.uint64)[:, None]
+        num_choices = degrees
+        if excluded_P is not None:
+            edge = nodes_P * self.num_nodes + excluded_P
+            position = torch.searchsorted(self.edges, edge)
+            is_excluded = torch.searchsorted(self.edges, edge, right=True) > position
+            is_excluded &= (
+                excluded_P >= 0
+            )  # -1 would match the previous node's edge to the last node
+            num_choices = degrees - is_excluded.long()
+        divisors = num_choices.clamp(min=1).numpy().astype(np.uint64)[:, None]
         step = torch.from_numpy((words_Pf % divisors).astype(np.int64))
-        if without_P is not None:
-            step += is_left_out[:, None] & (step >= (place - begins)[:, None])
-        found = nodes_P[:, None].repeat(1, words_Pf.shape[1])
-        some = drawn_from > 0
-        found[some] = self.edges[(begins[:, None] + step)[some]] % self.num_nodes
-        return found.flatten()
+        if excluded_P is not None:
+            step += is_excluded[:, None] & (step >= (position - begins)[:, None])
+        sampled = nodes_P[:, None].repeat(1, words_Pf.shape[1])
+        has_choice = num_choices > 0
+        sampled[has_choice] = self.edges[(begins[:, None] + step)[has_choice]] % self.num_nodes
+        return sampled.flatten()
 
 
-def graph_of(ones_n: Tensor, others_n: Tensor, num_nodes: int) -> Graph:
-    """Of edges (n,), (n,) in any order and direction; one that is there twice counts once."""
-    edges = torch.cat([ones_n * num_nodes + others_n, others_n * num_nodes + ones_n]).unique()
+def build_graph(sources_n: Tensor, targets_n: Tensor, num_nodes: int) -> Graph:
+    """Build an undirected graph from edges (n,), (n,) in any order and direction; repeated edges count once."""
+    edges = torch.cat(
+        [sources_n * num_nodes + targets_n, targets_n * num_nodes + sources_n]
+    ).unique()
     offsets = torch.zeros(num_nodes + 1, dtype=torch.int64)
     torch.cumsum(torch.bincount(edges // num_nodes, minlength=num_nodes), 0, out=offsets[1:])
     return Graph(num_nodes, offsets, edges)
 
 
-def around(
+def sample_hops(
     name: str,
     nodes_P: Tensor,
     graph: Graph,
     fan_outs: Sequence[int],
     key: int,
     first: int = 0,
-    without_P: Tensor | None = None,
+    excluded_P: Tensor | None = None,
 ) -> dict[str, Ids]:
-    """Columns `name`, the nodes themselves, and `name`_hop1, `name`_hop2 ...: for each node of the hop before, in its
-    order, so many neighbours as the fan-out says. Draws depend on `key`, the hop and the node's number, from `first`
-    on. `without_P`: a node for each, whose edge with it no hop goes, either way."""
-    found, size, at = {name: Ids(nodes_P)}, 1, nodes_P
+    """Sample the neighbourhood of nodes: column `name`, the nodes, and `name`_hop1, `name`_hop2 ...
+
+    A hop has `fan_out` neighbours of every node of the previous hop, in its order. Draws depend on `key`, the hop and
+    the node's index, counted from `first`. `excluded_P`: one node for each; no hop uses the edge between the two, in
+    either direction.
+    """
+    columns, size, frontier = {name: Ids(nodes_P)}, 1, nodes_P
     for hop, fan_out in enumerate(fan_outs, 1):
-        apart = None
-        if without_P is not None:
-            one, other = nodes_P.repeat_interleave(size), without_P.repeat_interleave(size)
-            apart = torch.where(at == one, other, torch.where(at == other, one, -1))
+        excluded = None
+        if excluded_P is not None:
+            one, other = nodes_P.repeat_interleave(size), excluded_P.repeat_interleave(size)
+            excluded = torch.where(frontier == one, other, torch.where(frontier == other, one, -1))
         size *= fan_out
-        drawn = words(stream_key(key, hop), first * size, (first + len(nodes_P)) * size)
-        at = graph.draw(at, drawn.reshape(len(at), fan_out), apart)
-        found[f"{name}_hop{hop}"] = Ids(at, torch.arange(len(nodes_P) + 1) * size)
-    return found
+        drawn = random_words(stream_key(key, hop), first * size, (first + len(nodes_P)) * size)
+        frontier = graph.sample_neighbours(
+            frontier, drawn.reshape(len(frontier), fan_out), excluded
+        )
+        columns[f"{name}_hop{hop}"] = Ids(frontier, torch.arange(len(nodes_P) + 1) * size)
+    return columns
 
 
 def open_graph(
-    found: Interactions,
+    interactions: Interactions,
     *,
     first_item: int,
     seed: int = 0,
     fan_outs: Sequence[int] = FAN_OUTS,
     max_pairs: int | None = None,
 ) -> Splits:
-    """A sample per training pair of a query and an item, which are nodes of one table, "node": query q is node q, item
-    i is node `first_item` + i. The graph is of the training pairs alone. `first_item` 0: queries and items are the same
-    nodes, the pairs are there in both directions, and none is ranked for itself.
+    """Open samples of training pairs (query, item) with sampled neighbours of both.
 
-    fan_outs   neighbours drawn for each node, by hop: as many as a model has layers
-    max_pairs  most pairs of a query that an epoch brings, others each epoch; default: all
+    Queries and items are nodes of one table, "node": query q is node q, item i is node `first_item` + i. The graph has
+    the training pairs only. `first_item` 0: queries and items are the same nodes, pairs exist in both directions, and
+    no node is ranked for itself.
 
-    Raises ConfigError for fan-outs that are none, and items that begin among queries.
+    fan_outs   neighbours sampled for each node, by hop: one number for each layer of the model
+    max_pairs  maximal pairs of a query in an epoch, different ones each epoch; default: all
+
+    Raises ConfigError for invalid fan-outs, and for a `first_item` among the queries.
     """
     fan_outs = tuple(fan_outs)
     if not fan_outs or not all(isinstance(f, int) and f >= 1 for f in fan_outs):
         raise ConfigError(
             f"got fan_outs={list(fan_outs)}, wanted a number of neighbours for each hop, e.g. [10, 5]"
         )
-    num_queries = len(found.train.counts)
+    num_queries = len(interactions.train.counts)
     if first_item and first_item < num_queries:
         raise ConfigError(
             f"got first_item={first_item}, wanted 0, where queries and items are the same nodes, or {num_queries} or "
             "more, where they are not"
         )
-    num_nodes = max(num_queries, first_item + found.num_items)
+    num_nodes = max(num_queries, first_item + interactions.num_items)
     queries = torch.arange(num_queries)
-    pairs = found.train.samples, found.train.values + first_item
-    graph = graph_of(*pairs, num_nodes)
+    pairs = interactions.train.samples, interactions.train.values + first_item
+    graph = build_graph(*pairs, num_nodes)
     columns = []
     for role in ROLES:
         hops = [f"{role}_hop{hop}" for hop in range(1, len(fan_outs) + 1)]
         columns += [Column(role, num_nodes, table=NODE)]
         columns += [Column(name, num_nodes, "sequence", table=NODE) for name in hops]
     schema = Schema((LOG_Q,), tuple(columns), labels=())
-    seen = found.train
+    excluded = interactions.train
     if first_item == 0:
-        seen = join(seen, Ids(queries, torch.arange(num_queries + 1)))
-    of_queries, of_items = (
-        around(role, nodes, graph, fan_outs, stream_key(seed, 4, number))
-        for number, (role, nodes) in enumerate(
-            zip(ROLES, (queries, torch.arange(found.num_items) + first_item), strict=True)
+        excluded = concat_bags(excluded, Ids(queries, torch.arange(num_queries + 1)))
+    query_columns, item_columns = (
+        sample_hops(role, nodes, graph, fan_outs, stream_key(seed, 4, i))
+        for i, (role, nodes) in enumerate(
+            zip(ROLES, (queries, torch.arange(interactions.num_items) + first_item), strict=True)
         )
     )
-    catalogue = Columns(dense=found.log_shares()[:, None], ids=of_items)
+    catalogue = TensorColumns(dense=interactions.log_shares()[:, None], ids=item_columns)
 
-    def ranked(truth: Ids, beside: Ids) -> QuerySource:
-        return QuerySource(schema, of_queries, None, truth, beside, catalogue, 0)
+    def build_queries(truth: Ids, excluded: Ids) -> QuerySource:
+        return QuerySource(schema, query_columns, None, truth, excluded, catalogue, 0)
 
-    samples = PairSource(schema, found, 0, max_pairs, "shuffled", seed)
+    samples = PairSource(schema, interactions, 0, max_pairs, "shuffled", seed)
     return Splits(
-        train=NeighbourSource(schema, samples, graph, first_item, seen, fan_outs),
-        validation=ranked(found.validation, seen),
-        test=ranked(found.test, join(seen, found.validation)),
+        train=NeighbourSource(schema, samples, graph, first_item, excluded, fan_outs),
+        validation=build_queries(interactions.validation, excluded),
+        test=build_queries(interactions.test, concat_bags(excluded, interactions.validation)),
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NeighbourSource:
-    """A sample per pair: its two nodes, what `around` draws about each, and as `key` what the query took, which is
-    no candidate of it. No hop goes from one of them to the other: a pair that is to be foretold is no edge."""
+    """Source with one sample per pair: its two nodes and the hops of both.
+
+    `Batch.key` has the items of the query, which are not its negatives. No hop uses the edge between the two nodes of
+    a pair, because the model predicts this edge.
+    """
 
     schema: Schema
     pairs: PairSource
     graph: Graph
     first_item: int
-    taken: Ids  # (queries,) bags of items
+    excluded: Ids  # (queries,) bags of items
     fan_outs: tuple[int, ...]
 
     @property
-    def found(self) -> Interactions:
-        return self.pairs.found
+    def interactions(self) -> Interactions:
+        return self.pairs.interactions
 
     @property
     def num_samples(self) -> int:
@@ -178,20 +197,20 @@ class NeighbourSource:
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
         pairs = self.pairs.batches(batch_size, rank=rank, num_ranks=num_ranks, start=start)
-        blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        blocks = rank_blocks(
+            self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
+        )
         return (
-            self._with_neighbours(batch, begin, start.epoch)
+            self._add_neighbours(batch, begin, start.epoch)
             for batch, (begin, _) in zip(pairs, blocks, strict=True)
         )
 
-    def _with_neighbours(self, batch: Batch, begin: int, epoch: int) -> Batch:
+    def _add_neighbours(self, batch: Batch, begin: int, epoch: int) -> Batch:
         queries, items = batch.ids["user"].values, batch.ids["item"].values
         nodes = (queries, items + self.first_item)
         ids: dict[str, Ids] = {}
-        for number, role in enumerate(ROLES):
-            key = stream_key(self.pairs.shuffle_key, epoch, 3, number)
-            ids |= around(
-                role, nodes[number], self.graph, self.fan_outs, key, begin, nodes[1 - number]
-            )
+        for i, role in enumerate(ROLES):
+            key = stream_key(self.pairs.shuffle_key, epoch, 3, i)
+            ids |= sample_hops(role, nodes[i], self.graph, self.fan_outs, key, begin, nodes[1 - i])
         truth = Ids(items, torch.arange(batch.size + 1))
-        return replace(batch, ids=ids, key=Held(truth, take_ids(self.taken, queries)))
+        return replace(batch, ids=ids, key=Held(truth, gather_ids(self.excluded, queries)))

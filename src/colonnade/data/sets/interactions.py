@@ -1,4 +1,4 @@
-"""Implicit feedback: who took which items. Samples to train retrieval on, and queries that rank a whole catalogue.
+"""Implicit feedback: items that users chose. Samples that train retrieval, and queries that rank the catalogue.
 
 Legend: U users, I items, n interactions, B samples of a batch, H items of a history.
 """
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, Splits, spans
-from colonnade.data.counter import permutation, stream_key, words
-from colonnade.data.tensors import Columns, take_ids
+from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
+from colonnade.data.counter import random_permutation, random_words, stream_key
+from colonnade.data.tensors import TensorColumns, gather_ids
 
 LOG_Q = "log_q"
 """Dense column of a pair: log of its item's share of the training interactions."""
@@ -35,12 +35,12 @@ SEQUENCE_SETTINGS = {
     "train.batch_size": 64,
     "train.epochs": 30,
 }
-"""Settings that suit a model of sequences."""
+"""Default settings of sequence models."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """`Batch.key` of a query: what its user took and a model should rank first, and what is not ranked at all."""
+    """Items of queries in a `Batch.key`: `truth`, which a model should rank first, and `seen`, which is not ranked."""
 
     truth: Ids  # (B,) bags of items
     seen: Ids  # (B,) bags of items
@@ -48,27 +48,27 @@ class Held:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Interactions:
-    """A data set of implicit feedback, split. `user` and `item` are columns too; items of a bag differ."""
+    """Implicit-feedback data set, split. `user` and `item` are columns too; the items of a bag are distinct."""
 
     train: Ids  # (U,) bags of items, in the order of the file
     validation: Ids  # (U,)
     test: Ids  # (U,)
     users: Mapping[str, Ids]  # by column, (U,)
     items: Mapping[str, Ids]  # by column, (I,)
-    columns: tuple[Column, ...]  # of users and items; the item's own is named "item"
+    columns: tuple[Column, ...]  # of users and items; item ids are in the column "item"
 
     @property
     def num_items(self) -> int:
         return len(next(iter(self.items.values())).counts)
 
     def log_shares(self) -> Tensor:
-        """(I,) float32: log of each item's share of `train`; of an item without any, as if it had half of one."""
+        """Return the log of each item's share of `train`, (I,) float32; an item without interactions counts as 0.5."""
         counts = torch.bincount(self.train.values, minlength=self.num_items).double()
         return (counts.clamp(min=0.5) / max(len(self.train.values), 1)).log().float()
 
 
 def open_interactions(
-    found: Interactions,
+    interactions: Interactions,
     *,
     samples: Literal["pairs", "sequences"],
     seed: int,
@@ -77,45 +77,55 @@ def open_interactions(
     negatives: int,
     order: Literal["shuffled", "file"],
 ) -> Splits:
-    """Both kinds of samples have queries for validation (training items are not ranked) and test (nor those of
-    validation)."""
+    """Open training samples (pairs or sequences), and queries that validate and test.
+
+    Validation does not rank training items; the test ranks no training and no validation items.
+    """
+    num_items = interactions.num_items
     if samples == "pairs":
-        history = Column("history", found.num_items, "bag", table="item")
-        schema = Schema((LOG_Q,), (*found.columns, history), labels=())
+        history = Column("history", num_items, "bag", table="item")
+        schema = Schema((LOG_Q,), (*interactions.columns, history), labels=())
         train: PairSource | SequenceSource = PairSource(
-            schema, found, max_history, max_pairs, order, seed
+            schema, interactions, max_history, max_pairs, order, seed
         )
-        catalogue = Columns(dense=found.log_shares()[:, None], ids=dict(found.items))
+        catalogue = TensorColumns(
+            dense=interactions.log_shares()[:, None], ids=dict(interactions.items)
+        )
     else:
         names = ("history", "target", "negative")
-        columns = tuple(Column(name, found.num_items, "sequence", table="item") for name in names)
+        columns = tuple(Column(name, num_items, "sequence", table="item") for name in names)
         schema = Schema((), columns, labels=())
-        train = SequenceSource(schema, found, max_history, negatives, order, seed)
-        items = {"target": Ids(torch.arange(found.num_items))}
-        catalogue = Columns(dense=torch.empty(found.num_items, 0), ids=items)
-    users = {} if samples == "sequences" else found.users
+        train = SequenceSource(schema, interactions, max_history, negatives, order, seed)
+        items = {"target": Ids(torch.arange(num_items))}
+        catalogue = TensorColumns(dense=torch.empty(num_items, 0), ids=items)
+    users = {} if samples == "sequences" else interactions.users
 
-    def queries(truth: Ids, seen: Ids) -> QuerySource:
-        return QuerySource(schema, users, found.train, truth, seen, catalogue, max_history)
+    def build_queries(truth: Ids, excluded: Ids) -> QuerySource:
+        history = interactions.train
+        return QuerySource(schema, users, history, truth, excluded, catalogue, max_history)
 
     return Splits(
         train=train,
-        validation=queries(found.validation, found.train),
-        test=queries(found.test, join(found.train, found.validation)),
+        validation=build_queries(interactions.validation, interactions.train),
+        test=build_queries(
+            interactions.test, concat_bags(interactions.train, interactions.validation)
+        ),
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairSource:
-    """A sample per training interaction, at most `max_pairs` of a user, in an order per epoch: its user, its item, and
-    as history up to `max_history` others of the user's: those that follow it in their list, round to its beginning.
+    """Source with one sample per training interaction, at most `max_pairs` of a user, in a new order each epoch.
 
-    order "file": lists are as they stand in the file; "shuffled": in an order per epoch, for data whose files say
-    nothing of time, so that a history is any part of the user's other items.
+    A sample has the user, the item, and as history up to `max_history` other items of the user: those that follow the
+    item in the user's list, continued at the start of the list.
+
+    order "file": lists are in the order of the file; "shuffled": in a new order each epoch, for files without times,
+    so that a history is a random part of the user's other items.
     """
 
     schema: Schema
-    found: Interactions
+    interactions: Interactions
     max_history: int
     max_pairs: int | None
     order: Literal["shuffled", "file"]
@@ -123,36 +133,37 @@ class PairSource:
 
     @property
     def num_samples(self) -> int:
-        return len(self._pairs())
+        return len(self._select_pairs())
 
-    def _pairs(self) -> Tensor:
-        """Places in the lists: the first `max_pairs` of each."""
-        place = _ramps(self.found.train.counts)[1]
-        return (place < (self.max_pairs or len(place) + 1)).nonzero()[:, 0]
+    def _select_pairs(self) -> Tensor:
+        """Return the indices of the first `max_pairs` interactions of each user."""
+        position = _offsets_and_positions(self.interactions.train.counts)[1]
+        return (position < (self.max_pairs or len(position) + 1)).nonzero()[:, 0]
 
     def batches(
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
-        pairs = self._pairs()
-        blocks = spans(len(pairs), batch_size, rank=rank, num_ranks=num_ranks, start=start)
-        order = pairs[_order(len(pairs), self.shuffle_key, start.epoch)]
-        lists, log_shares = self.found.train, self.found.log_shares()
+        pairs = self._select_pairs()
+        blocks = rank_blocks(len(pairs), batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        order = pairs[_epoch_order(len(pairs), self.shuffle_key, start.epoch)]
+        lists, log_shares = self.interactions.train, self.interactions.log_shares()
         if self.order == "shuffled":
-            lists = _shuffled(lists, stream_key(self.shuffle_key, start.epoch, 1))
-        return (self._take(lists, order[begin:end], log_shares) for begin, end in blocks)
+            lists = _shuffle_bags(lists, stream_key(self.shuffle_key, start.epoch, 1))
+        return (self._build_batch(lists, order[begin:end], log_shares) for begin, end in blocks)
 
-    def _take(self, bags: Ids, pairs_B: Tensor, log_shares_I: Tensor) -> Batch:
+    def _build_batch(self, bags: Ids, pairs_B: Tensor, log_shares_I: Tensor) -> Batch:
         assert bags.offsets is not None
         users_B = torch.searchsorted(bags.offsets, pairs_B, right=True) - 1
         items_B = bags.values[pairs_B]
-        ids = {name: take_ids(column, users_B) for name, column in self.found.users.items()}
-        ids |= {name: take_ids(column, items_B) for name, column in self.found.items.items()}
+        users, items = self.interactions.users, self.interactions.items
+        ids = {name: gather_ids(column, users_B) for name, column in users.items()}
+        ids |= {name: gather_ids(column, items_B) for name, column in items.items()}
         begins_B = bags.offsets[users_B]
         sizes_B = bags.offsets[users_B + 1] - begins_B
         lengths_B = (sizes_B - 1).clamp(max=self.max_history)
-        offsets, place_E = _ramps(lengths_B)
+        offsets, position_E = _offsets_and_positions(lengths_B)
         sample_E = torch.repeat_interleave(torch.arange(len(pairs_B)), lengths_B)
-        after_E = (pairs_B - begins_B + 1)[sample_E] + place_E
+        after_E = (pairs_B - begins_B + 1)[sample_E] + position_E
         values = bags.values[begins_B[sample_E] + after_E % sizes_B[sample_E]]
         ids["history"] = Ids(values, offsets)
         return Batch(len(pairs_B), log_shares_I[items_B][:, None], ids, group=users_B)
@@ -160,15 +171,17 @@ class PairSource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceSource:
-    """A sample per user with two training items or more: their items but the last (`history`), the same shifted by one
-    (`target`), and `negatives` items drawn from all, alike (`negative`). Users come in an order per epoch.
+    """Source with one sample per user with two or more training items; users in a new order each epoch.
 
-    order "file": the newest `max_history` + 1 as they stand in the file; "shuffled": in an order per epoch, for data
-    whose files say nothing of time.
+    A sample has the user's items without the last (`history`), the same shifted by one (`target`), and `negatives`
+    items drawn uniformly from all (`negative`).
+
+    order "file": the newest `max_history` + 1 items in the order of the file; "shuffled": in a new order each epoch,
+    for files without times.
     """
 
     schema: Schema
-    found: Interactions
+    interactions: Interactions
     max_history: int
     negatives: int
     order: Literal["shuffled", "file"]
@@ -176,34 +189,38 @@ class SequenceSource:
 
     @property
     def num_samples(self) -> int:
-        return len(self._users())
+        return len(self._select_users())
 
-    def _users(self) -> Tensor:
-        return (self.found.train.counts >= 2).nonzero()[:, 0]
+    def _select_users(self) -> Tensor:
+        return (self.interactions.train.counts >= 2).nonzero()[:, 0]
 
     def batches(
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
-        users = self._users()
-        blocks = spans(len(users), batch_size, rank=rank, num_ranks=num_ranks, start=start)
-        users = users[_order(len(users), self.shuffle_key, start.epoch)]
-        lists = self.found.train
+        users = self._select_users()
+        blocks = rank_blocks(len(users), batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        users = users[_epoch_order(len(users), self.shuffle_key, start.epoch)]
+        lists = self.interactions.train
         if self.order == "shuffled":
-            lists = _shuffled(lists, stream_key(self.shuffle_key, start.epoch, 1))
-        return (self._take(lists, users[begin:end], start.epoch) for begin, end in blocks)
+            lists = _shuffle_bags(lists, stream_key(self.shuffle_key, start.epoch, 1))
+        return (self._build_batch(lists, users[begin:end], start.epoch) for begin, end in blocks)
 
-    def _take(self, lists: Ids, users_B: Tensor, epoch: int) -> Batch:
-        chosen = newest(take_ids(lists, users_B), self.max_history + 1)
-        assert chosen.offsets is not None
-        lengths_B = chosen.offsets.diff() - 1
-        offsets, place_E = _ramps(lengths_B)
-        at_E = torch.repeat_interleave(chosen.offsets[:-1], lengths_B) + place_E
+    def _build_batch(self, lists: Ids, users_B: Tensor, epoch: int) -> Batch:
+        items = keep_newest(gather_ids(lists, users_B), self.max_history + 1)
+        assert items.offsets is not None
+        lengths_B = items.offsets.diff() - 1
+        offsets, position_E = _offsets_and_positions(lengths_B)
+        index_E = torch.repeat_interleave(items.offsets[:-1], lengths_B) + position_E
         key = stream_key(self.shuffle_key, epoch, 2)
-        drawn = [words(key, u * self.negatives, (u + 1) * self.negatives) for u in users_B.tolist()]
-        flat = np.concatenate([np.empty(0, np.uint64), *drawn]) % np.uint64(self.found.num_items)
+        drawn = [
+            random_words(key, u * self.negatives, (u + 1) * self.negatives)
+            for u in users_B.tolist()
+        ]
+        num_items = np.uint64(self.interactions.num_items)
+        flat = np.concatenate([np.empty(0, np.uint64), *drawn]) % num_items
         ids = {
-            "history": Ids(chosen.values[at_E], offsets),
-            "target": Ids(chosen.values[at_E + 1], offsets),
+            "history": Ids(items.values[index_E], offsets),
+            "target": Ids(items.values[index_E + 1], offsets),
             "negative": Ids(
                 torch.from_numpy(flat.astype(np.int64)),
                 torch.arange(len(users_B) + 1) * self.negatives,
@@ -214,97 +231,102 @@ class SequenceSource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuerySource:
-    """A sample per user with something held out, in the order of users: the user's columns, their newest training items
-    as `history`, where there is one, and as `key` what is `Held`. `catalogue`: all items."""
+    """Source of queries: one sample per user with held-out items (`truth`), in the order of users.
+
+    A sample has the user's columns, the newest training items as `history` (if given), and as `key` a `Held` with
+    `truth` and the `excluded` items, which are not ranked. `catalogue`: all items.
+    """
 
     schema: Schema
     users: Mapping[str, Ids]
     history: Ids | None
     truth: Ids
-    seen: Ids
-    catalogue: Columns
+    excluded: Ids
+    catalogue: TensorColumns
     max_history: int
 
     @property
     def num_samples(self) -> int:
-        return len(self._users())
+        return len(self._select_users())
 
-    def _users(self) -> Tensor:
+    def _select_users(self) -> Tensor:
         return (self.truth.counts > 0).nonzero()[:, 0]
 
     def batches(
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
-        users = self._users()
-        blocks = spans(len(users), batch_size, rank=rank, num_ranks=num_ranks, start=start)
-        return (self._take(users[begin:end]) for begin, end in blocks)
+        users = self._select_users()
+        blocks = rank_blocks(len(users), batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        return (self._build_batch(users[begin:end]) for begin, end in blocks)
 
-    def _take(self, users_B: Tensor) -> Batch:
-        ids = {name: take_ids(column, users_B) for name, column in self.users.items()}
+    def _build_batch(self, users_B: Tensor) -> Batch:
+        ids = {name: gather_ids(column, users_B) for name, column in self.users.items()}
         if self.history is not None:
-            ids["history"] = newest(take_ids(self.history, users_B), self.max_history)
-        key = Held(take_ids(self.truth, users_B), take_ids(self.seen, users_B))
+            ids["history"] = keep_newest(gather_ids(self.history, users_B), self.max_history)
+        key = Held(gather_ids(self.truth, users_B), gather_ids(self.excluded, users_B))
         dense = torch.zeros(len(users_B), len(self.schema.dense))
         return Batch(len(users_B), dense, ids, group=users_B, key=key)
 
 
 def hold_out(bags: Ids, fraction: float, key: int) -> tuple[Ids, Ids]:
-    """(kept, held out): of each bag of m items, floor(`fraction` * m) drawn at random by `key`; order stays."""
+    """Split each bag of m items into a rest and floor(`fraction` * m) held-out items, drawn at random by `key`.
+
+    Returns (rest, held out); the items stay in order.
+    """
     sizes_U, bag_n = bags.counts, bags.samples
-    drawn = words(key, 0, len(bag_n))
+    drawn = random_words(key, 0, len(bag_n))
     order = np.lexsort((drawn, bag_n.numpy()))
-    place_n = torch.empty(len(bag_n), dtype=torch.int64)
-    place_n[torch.from_numpy(order)] = _ramps(sizes_U)[1]
-    is_held = place_n < torch.floor(sizes_U * fraction + 1e-9).long()[bag_n]
-    return _chosen(bags, bag_n, ~is_held), _chosen(bags, bag_n, is_held)
+    rank_n = torch.empty(len(bag_n), dtype=torch.int64)
+    rank_n[torch.from_numpy(order)] = _offsets_and_positions(sizes_U)[1]
+    is_held_out = rank_n < torch.floor(sizes_U * fraction + 1e-9).long()[bag_n]
+    return _select_items(bags, bag_n, ~is_held_out), _select_items(bags, bag_n, is_held_out)
 
 
-def bags_of(users_n: Tensor, items_n: Tensor, num_users: int) -> Ids:
-    """(n,) each -> (U,) bags in the order given, an item once per user: the first time."""
+def group_items_by_user(users_n: Tensor, items_n: Tensor, num_users: int) -> Ids:
+    """Group pairs (n,), (n,) into a bag of items for each user, (U,); repeated pairs count once, at the first."""
     pairs_n = users_n * (int(items_n.max()) + 1 if len(items_n) else 1) + items_n
     first = np.sort(np.unique(pairs_n.numpy(), return_index=True)[1])
     users_n, items_n = users_n[first], items_n[first]
     by_user = users_n.argsort(stable=True)
     sizes = torch.bincount(users_n, minlength=num_users)
-    return Ids(items_n[by_user], _ramps(sizes)[0])
+    return Ids(items_n[by_user], _offsets_and_positions(sizes)[0])
 
 
-def join(one: Ids, other: Ids) -> Ids:
-    """The bags of both, side by side."""
-    owner = torch.cat([one.samples, other.samples])
-    values = torch.cat([one.values, other.values])[owner.argsort(stable=True)]
-    return Ids(values, _ramps(one.counts + other.counts)[0])
+def concat_bags(first: Ids, second: Ids) -> Ids:
+    """Concatenate bag i of `first` and bag i of `second`, for each i."""
+    bag_n = torch.cat([first.samples, second.samples])
+    values = torch.cat([first.values, second.values])[bag_n.argsort(stable=True)]
+    return Ids(values, _offsets_and_positions(first.counts + second.counts)[0])
 
 
-def newest(bags: Ids, most: int) -> Ids:
-    """The last `most` of each."""
+def keep_newest(bags: Ids, max_items: int) -> Ids:
+    """Truncate each bag to its last `max_items` items."""
     assert bags.offsets is not None
-    lengths = bags.offsets.diff().clamp(max=most)
-    offsets, place = _ramps(lengths)
-    return Ids(
-        bags.values[torch.repeat_interleave(bags.offsets[1:] - lengths, lengths) + place], offsets
-    )
+    lengths = bags.offsets.diff().clamp(max=max_items)
+    offsets, position = _offsets_and_positions(lengths)
+    begins = torch.repeat_interleave(bags.offsets[1:] - lengths, lengths)
+    return Ids(bags.values[begins + position], offsets)
 
 
-def _shuffled(bags: Ids, key: int) -> Ids:
-    """The items of each bag in an order drawn by `key`."""
+def _shuffle_bags(bags: Ids, key: int) -> Ids:
+    """Put the items of each bag in an order drawn by `key`."""
     bag_n = bags.samples
-    order = np.lexsort((words(key, 0, len(bag_n)), bag_n.numpy()))
+    order = np.lexsort((random_words(key, 0, len(bag_n)), bag_n.numpy()))
     return Ids(bags.values[torch.from_numpy(order)], bags.offsets)
 
 
-def _chosen(bags: Ids, bag_n: Tensor, is_chosen_n: Tensor) -> Ids:
-    sizes = torch.bincount(bag_n[is_chosen_n], minlength=len(bags.counts))
-    return Ids(bags.values[is_chosen_n], _ramps(sizes)[0])
+def _select_items(bags: Ids, bag_n: Tensor, is_selected_n: Tensor) -> Ids:
+    sizes = torch.bincount(bag_n[is_selected_n], minlength=len(bags.counts))
+    return Ids(bags.values[is_selected_n], _offsets_and_positions(sizes)[0])
 
 
-def _order(num_samples: int, key: int, epoch: int) -> Tensor:
-    return torch.from_numpy(permutation(num_samples, stream_key(key, epoch)))
+def _epoch_order(num_samples: int, key: int, epoch: int) -> Tensor:
+    return torch.from_numpy(random_permutation(num_samples, stream_key(key, epoch)))
 
 
-def _ramps(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """(B,) -> offsets (B + 1,), and 0 .. length - 1 of each, one after the other."""
+def _offsets_and_positions(lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return offsets (B + 1,) of bags of `lengths` (B,), and each item's position in its bag (E,)."""
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, out=offsets[1:])
-    ramp = torch.arange(int(offsets[-1])) - torch.repeat_interleave(offsets[:-1], lengths)
-    return offsets, ramp
+    positions = torch.arange(int(offsets[-1])) - torch.repeat_interleave(offsets[:-1], lengths)
+    return offsets, positions

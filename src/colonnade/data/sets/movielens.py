@@ -1,8 +1,8 @@
 """MovieLens-1M (Harper and Konstan 2015): does a user rate a film 4 or more?
 
-Seven one-hot columns (user, movie, sex, age, occupation, zip3, year) and the film's genres. Ratings are
-put in the order `numpy.random.RandomState(0).permutation(n)`; the first 80 % train, of which the last
-5 % validate; the rest test.
+Samples have seven one-hot columns (user, movie, sex, age, occupation, zip3, year) and the film's genres. Ratings are
+put in the order `numpy.random.RandomState(0).permutation(n)`. Of the first 80 %, the last 5 % validate and the others
+train; the last 20 % test.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from colonnade.batch import Ids
 from colonnade.data.contract import Column, Schema, Splits
-from colonnade.data.lines import excerpt, field_error, locate, open_lines
-from colonnade.data.tensors import Columns, TensorSource, take_ids
+from colonnade.data.lines import build_field_error, format_excerpt, locate, open_lines
+from colonnade.data.tensors import TensorColumns, TensorSource, gather_ids
 from colonnade.errors import DataError
 
 FOLDER = "ml-1m"
@@ -41,9 +41,9 @@ PRESET = {
 
 
 def open_movielens(path: str | Path | None = None, *, seed: int = 0) -> Splits:
-    """`path`: the folder with ratings.parquet, users.dat and movies.dat; default `$COLONNADE_DATA/ml-1m`.
+    """Open the folder `path` with ratings.parquet, users.dat and movies.dat; default `$COLONNADE_DATA/ml-1m`.
 
-    `seed` orders the training samples of each epoch; the split never depends on it. User and movie
+    `seed` orders the training samples of each epoch; the split does not depend on it. User and movie
     ids are those of the files; the other columns number their distinct values in ascending order.
     Raises DataError naming file, line or row, and column.
     """
@@ -51,29 +51,29 @@ def open_movielens(path: str | Path | None = None, *, seed: int = 0) -> Splits:
     users = read_users(ratings.with_name("users.dat"))
     movies = read_movies(ratings.with_name("movies.dat"))
     user, movie, rating = read_ratings(ratings)
-    user_row = rows_of(ratings, "user_id", user, users.ids, "users.dat")
-    movie_row = rows_of(ratings, "movie_id", movie, movies.ids, "movies.dat")
+    user_row = find_rows(ratings, "user_id", user, users.ids, "users.dat")
+    movie_row = find_rows(ratings, "movie_id", movie, movies.ids, "movies.dat")
 
     columns = [Column("user", int(users.ids.max()) + 1), Column("movie", int(movies.ids.max()) + 1)]
     ids = {"user": Ids(user), "movie": Ids(movie)}
-    for people, rows in ((users, user_row), (movies, movie_row)):
-        for name, values in people.fields.items():
+    for table, rows in ((users, user_row), (movies, movie_row)):
+        for name, values in table.fields.items():
             distinct, index = np.unique(values, return_inverse=True)
             columns.append(Column(name, len(distinct)))
             ids[name] = Ids(torch.from_numpy(index).index_select(0, rows))
     columns.append(Column("genres", len(movies.genre_names), kind="bag"))
-    ids["genres"] = take_ids(movies.genres, movie_row)
+    ids["genres"] = gather_ids(movies.genres, movie_row)
 
     schema = Schema(dense=(), categorical=tuple(columns))
     label = (rating >= POSITIVE_RATING).to(torch.float32).reshape(-1, 1)
-    held = Columns(dense=torch.empty(len(rating), 0), ids=ids, label=label, group=user)
+    samples = TensorColumns(dense=torch.empty(len(rating), 0), ids=ids, label=label, group=user)
     order = torch.from_numpy(np.random.RandomState(SPLIT_SEED).permutation(len(rating)))
     num_train = int(TRAIN_FRACTION * len(rating))
     num_fit = num_train - int(VALIDATION_FRACTION * num_train)
     return Splits(
-        train=TensorSource(schema, held, rows=order[:num_fit], shuffle_key=seed),
-        validation=TensorSource(schema, held, rows=order[num_fit:num_train]),
-        test=TensorSource(schema, held, rows=order[num_train:]),
+        train=TensorSource(schema, samples, rows=order[:num_fit], shuffle_key=seed),
+        validation=TensorSource(schema, samples, rows=order[num_fit:num_train]),
+        test=TensorSource(schema, samples, rows=order[num_train:]),
     )
 
 
@@ -91,8 +91,11 @@ class _Movies:
     genre_names: list[str]
 
 
-def _read_fields(path: Path, names: tuple[str, ...]) -> list[list[str]]:
-    """`a::b::c` lines, latin-1, sorted by their first field, a positive integer that must not repeat."""
+def _read_dat_rows(path: Path, names: tuple[str, ...]) -> list[list[str]]:
+    """Read `a::b::c` lines, latin-1, sorted by their first field, a positive integer that must not repeat.
+
+    Each row begins with its line number.
+    """
     if not path.is_file():
         raise DataError(f"{path}: no such file. The folder must hold users.dat and movies.dat too")
     file = open_lines(path)
@@ -101,17 +104,17 @@ def _read_fields(path: Path, names: tuple[str, ...]) -> list[list[str]]:
     for number, line in enumerate(lines, 1):
         fields = line.rstrip(b"\r").split(b"::")
         if len(fields) != len(names):
-            raise field_error(
+            raise build_field_error(
                 path,
                 number,
                 None,
-                got=f"{len(fields)} fields in {excerpt(line)}",
+                got=f"{len(fields)} fields in {format_excerpt(line)}",
                 wanted=f"{len(names)} separated by '::' ({', '.join(names)})",
                 fix="Is the file the one of ml-1m, and whole?",
             )
-        key = _integer(path, number, names[0], fields[0], low=1)
+        key = _parse_integer(path, number, names[0], fields[0], low=1)
         if key in rows:
-            raise field_error(
+            raise build_field_error(
                 path,
                 number,
                 names[0],
@@ -123,13 +126,13 @@ def _read_fields(path: Path, names: tuple[str, ...]) -> list[list[str]]:
     return [rows[key] for key in sorted(rows)]
 
 
-def _integer(path: Path, line: int, column: str, field: bytes, *, low: int) -> int:
+def _parse_integer(path: Path, line: int, column: str, field: bytes, *, low: int) -> int:
     if not re.fullmatch(rb"[0-9]{1,9}", field) or int(field) < low:
-        raise field_error(
+        raise build_field_error(
             path,
             line,
             column,
-            got=excerpt(field),
+            got=format_excerpt(field),
             wanted=f"an integer of at least {low}",
             fix="Repair the line",
         )
@@ -138,10 +141,13 @@ def _integer(path: Path, line: int, column: str, field: bytes, *, low: int) -> i
 
 def read_users(path: Path) -> _Users:
     names = ("user", "sex", "age", "occupation", "zip")
-    rows = _read_fields(path, names)
+    rows = _read_dat_rows(path, names)
     numbers = {
         name: np.array(
-            [_integer(path, int(row[0]), name, row[at].encode("latin-1"), low=0) for row in rows]
+            [
+                _parse_integer(path, int(row[0]), name, row[at].encode("latin-1"), low=0)
+                for row in rows
+            ]
         )
         for name, at in (("age", 3), ("occupation", 4))
     }
@@ -154,16 +160,16 @@ def read_users(path: Path) -> _Users:
 
 
 def read_movies(path: Path) -> _Movies:
-    rows = _read_fields(path, ("movie", "title", "genres"))
+    rows = _read_dat_rows(path, ("movie", "title", "genres"))
     years = []
     for number, _, title, _ in rows:
         match = re.search(r"\(([0-9]{4})\)\s*$", title)
         if match is None:
-            raise field_error(
+            raise build_field_error(
                 path,
                 int(number),
                 "title",
-                got=excerpt(title.encode("latin-1")),
+                got=format_excerpt(title.encode("latin-1")),
                 wanted="a title that ends in its year, as in 'Heat (1995)'",
                 fix="Repair the line",
             )
@@ -180,7 +186,7 @@ def read_movies(path: Path) -> _Movies:
 
 
 def read_ratings(path: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """user, movie, rating: (n,) int64 each, in file order."""
+    """Read user, movie, rating: (n,) int64 each, in file order."""
     try:
         table = pq.read_table(path, columns=list(RATING_COLUMNS), use_threads=False)
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -207,14 +213,14 @@ def read_ratings(path: Path) -> tuple[Tensor, Tensor, Tensor]:
     return user, movie, rating
 
 
-def rows_of(path: Path, column: str, ids: Tensor, known: Tensor, file: str) -> Tensor:
-    """For each of `ids` (n,), its row (n,) among `known` (K,) ascending."""
-    rows = torch.searchsorted(known, ids).clamp_(max=len(known) - 1)
-    strange = known[rows] != ids
-    if strange.any():
-        at = int(strange.to(torch.uint8).argmax())
+def find_rows(path: Path, column: str, ids: Tensor, known_ids: Tensor, file: str) -> Tensor:
+    """Return the row (n,) of each of `ids` (n,) in `known_ids` (K,), ascending. Raises DataError for unknown ids."""
+    rows = torch.searchsorted(known_ids, ids).clamp_(max=len(known_ids) - 1)
+    is_unknown = known_ids[rows] != ids
+    if is_unknown.any():
+        at = int(is_unknown.to(torch.uint8).argmax())
         raise DataError(
-            f"{path}, row {at}, column {column}: got {int(ids[at])}, wanted one that {file} beside it "
+            f"{path}, row {at}, column {column}: got {int(ids[at])}, wanted one that {file} in its folder "
             "describes. Use files of the same release"
         )
     return rows

@@ -1,7 +1,7 @@
 """MovieLens-1M as implicit feedback: which films will a user rate 4 or more?
 
-A user's ratings of 4 and more are parted at random, by a seed that is fixed: a fifth (rounded down) tests; of the rest
-a tenth validates. The files have no times, so nothing here is "next".
+Each user's ratings of 4 and more are split at random with a fixed seed: a fifth (rounded down) tests, and a tenth of
+the rest validates. The files have no times, so the task is not to predict the next film.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from colonnade.data.sets.interactions import (
     SEQUENCE_SETTINGS,
     SPLIT_KEY,
     Interactions,
-    bags_of,
+    group_items_by_user,
     hold_out,
     open_interactions,
 )
@@ -56,14 +56,14 @@ def open_movielens_retrieval(
     negatives: int = 8,
     order: Literal["shuffled", "file"] = "shuffled",
 ) -> Splits:
-    """`path` as for `movielens`. Users and items are numbered as users.dat and movies.dat list them by id.
+    """Open the folder `path`, as in `movielens`. Users and items are numbered as users.dat and movies.dat list them.
 
-    seed         orders what an epoch reads; the split never depends on it
+    seed         orders the samples of an epoch; the split does not depend on it
     samples      "pairs" (user, item) for two towers; "sequences" of a user's items for a sequence model
-    max_history  most items of a user's history that a sample brings
-    max_pairs    most pairs of a user that an epoch brings, others each epoch if shuffled; default: all
+    max_history  maximal items of a user's history in a sample
+    max_pairs    maximal pairs of a user in an epoch, different ones each epoch if shuffled; default: all
     negatives    items drawn at random for each sequence
-    order        of a sequence: the file's, or an order drawn for each epoch
+    order        order of a sequence: the file's, or a new one each epoch
 
     Raises DataError naming file, line or row, and column.
     """
@@ -71,26 +71,26 @@ def open_movielens_retrieval(
     users = movielens.read_users(file.with_name("users.dat"))
     movies = movielens.read_movies(file.with_name("movies.dat"))
     user, movie, rating = movielens.read_ratings(file)
-    user_row = movielens.rows_of(file, "user_id", user, users.ids, "users.dat")
-    movie_row = movielens.rows_of(file, "movie_id", movie, movies.ids, "movies.dat")
-    liked = rating >= movielens.POSITIVE_RATING
-    bags = bags_of(user_row[liked], movie_row[liked], len(users.ids))
+    user_row = movielens.find_rows(file, "user_id", user, users.ids, "users.dat")
+    movie_row = movielens.find_rows(file, "movie_id", movie, movies.ids, "movies.dat")
+    is_positive = rating >= movielens.POSITIVE_RATING
+    bags = group_items_by_user(user_row[is_positive], movie_row[is_positive], len(users.ids))
     rest, test = hold_out(bags, TEST_FRACTION, stream_key(SPLIT_KEY, 0))
     train, validation = hold_out(rest, VALIDATION_FRACTION, stream_key(SPLIT_KEY, 1))
 
     columns = [Column("user", len(users.ids)), Column("item", len(movies.ids))]
     by_user = {"user": Ids(torch.arange(len(users.ids)))}
     by_item = {"item": Ids(torch.arange(len(movies.ids)))}
-    for people, place in ((users, by_user), (movies, by_item)):
-        for name, values in people.fields.items():
+    for table, ids in ((users, by_user), (movies, by_item)):
+        for name, values in table.fields.items():
             distinct, index = np.unique(values, return_inverse=True)
             columns.append(Column(name, len(distinct)))
-            place[name] = Ids(torch.from_numpy(index))
+            ids[name] = Ids(torch.from_numpy(index))
     columns.append(Column("genres", len(movies.genre_names), kind="bag"))
     by_item["genres"] = movies.genres
-    found = Interactions(train, validation, test, by_user, by_item, tuple(columns))
+    interactions = Interactions(train, validation, test, by_user, by_item, tuple(columns))
     return open_interactions(
-        found,
+        interactions,
         samples=samples,
         seed=seed,
         max_history=max_history,

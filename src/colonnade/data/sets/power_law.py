@@ -1,6 +1,6 @@
-"""A graph made to order: degrees by a power law, communities, and the best ranking of neighbours known by construction.
+"""Synthetic graph with power-law degrees and communities, for which the best ranking of neighbours is known.
 
-Legend: N nodes, n edges, B nodes asked for.
+Legend: N nodes, n edges, B requested nodes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from colonnade.batch import Ids
 from colonnade.data.contract import Column, Splits
-from colonnade.data.counter import permutation, stream_key, words
+from colonnade.data.counter import random_permutation, random_words, stream_key
 from colonnade.data.sets.graph import FAN_OUTS, open_graph
-from colonnade.data.sets.interactions import Interactions, bags_of
+from colonnade.data.sets.interactions import Interactions, group_items_by_user
 from colonnade.errors import ConfigError
 
-STREAM = 30
+STREAM_KEY = 30
 
 
 PRESET = {
@@ -31,53 +31,62 @@ PRESET = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EdgeLaw:
-    """What edges are drawn by (Chung and Lu 2002, with communities): one end by its node's share; the other by its
-    share, too, with chance `mixing` among all nodes, else among those of the first one's community."""
+class EdgeDistribution:
+    """Distribution of edges (Chung and Lu 2002, with communities).
+
+    Both ends are drawn in proportion to the nodes' shares: the first among all nodes, the second among all nodes with
+    probability `mixing`, else among the nodes of the first one's community.
+    """
 
     share: Tensor  # (N,) float64, sums to 1
     community: Tensor  # (N,) int64
     mixing: float
 
     def scores(self, nodes_B: Tensor) -> Tensor:
-        """(B,) -> (B, N) float64: how likely each node is the other end of an edge drawn from it. Ranking by it is the
-        best that can be done by whoever does not know the edges."""
-        inside = torch.zeros(int(self.community.max()) + 1, dtype=torch.float64)
-        inside.index_add_(0, self.community, self.share)
-        same = self.community[nodes_B][:, None] == self.community
-        inside_B = inside[self.community[nodes_B]][:, None]
-        return self.share * (same * (1 - self.mixing) / inside_B + self.mixing)
+        """Return the probability (B, N) float64 of each node to be the other end of an edge from `nodes_B`.
 
-    def draw(self, count: int, key: int) -> tuple[Tensor, Tensor]:
-        """Ends (count,) each: as drawn, so some edges are loops or there twice."""
+        A ranking by these scores is the best possible one without knowledge of the edges.
+        """
+        community_share = torch.zeros(int(self.community.max()) + 1, dtype=torch.float64)
+        community_share.index_add_(0, self.community, self.share)
+        is_same = self.community[nodes_B][:, None] == self.community
+        share_B = community_share[self.community[nodes_B]][:, None]
+        return self.share * (is_same * (1 - self.mixing) / share_B + self.mixing)
+
+    def draw_edges(self, count: int, key: int) -> tuple[Tensor, Tensor]:
+        """Draw the two ends (count,) of edges. Some edges are loops or repeated."""
         share, community = self.share.numpy(), self.community.numpy()
-        order = np.argsort(community, kind="stable")  # a community's nodes side by side
+        order = np.argsort(community, kind="stable")  # nodes grouped by community
         ends = np.concatenate([[0.0], np.cumsum(share[order])])
         first = np.searchsorted(community[order], np.arange(int(community.max()) + 2))
 
-        def pick(begin: np.ndarray | float, end: np.ndarray | float, stream: int) -> np.ndarray:
-            at = begin + (end - begin) * _uniform(stream_key(key, stream), count)
-            return np.clip(np.searchsorted(ends, at, side="right") - 1, 0, len(share) - 1)
+        def draw_nodes(
+            begin: np.ndarray | float, end: np.ndarray | float, stream: int
+        ) -> np.ndarray:
+            x = begin + (end - begin) * _draw_uniform(stream_key(key, stream), count)
+            return np.clip(np.searchsorted(ends, x, side="right") - 1, 0, len(share) - 1)
 
-        one = pick(0.0, ends[-1], 0)
-        mine = community[order][one]
-        inside = pick(ends[first[mine]], ends[first[mine + 1]], 1)
-        inside = np.clip(inside, first[mine], first[mine + 1] - 1)  # rounding of sums
-        is_mixed = _uniform(stream_key(key, 3), count) < self.mixing
-        other = np.where(is_mixed, pick(0.0, ends[-1], 2), inside)
+        one = draw_nodes(0.0, ends[-1], 0)
+        group = community[order][one]
+        inside = draw_nodes(ends[first[group]], ends[first[group + 1]], 1)
+        inside = np.clip(inside, first[group], first[group + 1] - 1)  # rounding of sums
+        is_mixed = _draw_uniform(stream_key(key, 3), count) < self.mixing
+        other = np.where(is_mixed, draw_nodes(0.0, ends[-1], 2), inside)
         return torch.from_numpy(order[one]), torch.from_numpy(order[other])
 
 
-def edge_law(
+def build_edge_distribution(
     nodes: int, *, exponent: float, communities: int, mixing: float, graph_seed: int
-) -> EdgeLaw:
-    """Shares that make degrees fall as degree^-`exponent`, dealt to nodes at random; so are communities."""
+) -> EdgeDistribution:
+    """Assign nodes random communities and shares such that degrees follow the power law degree^-`exponent`."""
     rank = np.empty(nodes, dtype=np.int64)
-    rank[permutation(nodes, stream_key(STREAM, graph_seed, 0))] = np.arange(nodes)
+    rank[random_permutation(nodes, stream_key(STREAM_KEY, graph_seed, 0))] = np.arange(nodes)
     share = torch.from_numpy((rank + 1.0) ** (-1 / (exponent - 1)))
-    drawn = words(stream_key(STREAM, graph_seed, 1), 0, nodes) % np.uint64(communities)
+    drawn = random_words(stream_key(STREAM_KEY, graph_seed, 1), 0, nodes) % np.uint64(communities)
     _, community = np.unique(drawn, return_inverse=True)
-    return EdgeLaw(share / share.sum(), torch.from_numpy(community.astype(np.int64)), mixing)
+    return EdgeDistribution(
+        share / share.sum(), torch.from_numpy(community.astype(np.int64)), mixing
+    )
 
 
 def open_power_law(
@@ -92,52 +101,55 @@ def open_power_law(
     fan_outs: Sequence[int] = FAN_OUTS,
     max_pairs: int | None = None,
 ) -> Splits:
-    """Which nodes is a node beside? A tenth of the edges tests, a twentieth validates.
+    """Open a synthetic graph; the task is to predict a node's neighbours. A tenth of the edges tests, 5 % validate.
 
-    nodes        of the graph
-    degree       edges that are drawn, times 2, for each node; loops and repetitions are left out
-    exponent     of the degrees' power law, above 2
-    communities  that nodes are dealt to
-    mixing       chance that an edge's other end is any node, not one of the community
-    graph_seed   names the graph and its split; `seed` orders what an epoch reads and draws
-    fan_outs, max_pairs  as of `graph.open_graph`
+    nodes        number of nodes
+    degree       mean degree before loops and repeated edges are dropped
+    exponent     exponent of the power law of degrees, above 2
+    communities  number of communities
+    mixing       probability that an edge's other end is any node, not one of the community
+    graph_seed   determines the graph and its split; `seed` the order and the draws of an epoch
+    fan_outs, max_pairs  as in `graph.open_graph`
 
-    Raises ConfigError for numbers that make no graph.
+    Raises ConfigError for invalid numbers.
     """
-    wrong = {
+    checks = {
         "nodes": (nodes, nodes >= 2, "2 or more"),
         "degree": (degree, degree > 0, "more than 0"),
         "exponent": (exponent, exponent > 2, "more than 2"),
         "communities": (communities, communities >= 1, "1 or more"),
         "mixing": (mixing, 0 <= mixing <= 1, "0 to 1"),
     }
-    for name, (got, is_right, wanted) in wrong.items():
-        if not is_right:
+    for name, (got, is_valid, wanted) in checks.items():
+        if not is_valid:
             raise ConfigError(
                 f"power_law: got {name}={got}, wanted {wanted}; set data.options.{name}"
             )
-    law = edge_law(
+    distribution = build_edge_distribution(
         nodes, exponent=exponent, communities=communities, mixing=mixing, graph_seed=graph_seed
     )
-    ends = law.draw(int(nodes * degree / 2), stream_key(STREAM, graph_seed, 2))
+    ends = distribution.draw_edges(int(nodes * degree / 2), stream_key(STREAM_KEY, graph_seed, 2))
     one, other = torch.minimum(*ends), torch.maximum(*ends)
     edges = torch.unique((one * nodes + other)[one != other])
-    chance = _uniform(stream_key(STREAM, graph_seed, 3), len(edges))
-    parts = [chance >= 0.15, (chance >= 0.1) & (chance < 0.15), chance < 0.1]
-    train, validation, test = (_both_ways(edges[torch.from_numpy(part)], nodes) for part in parts)
-    itself = Ids(torch.arange(nodes))
+    u = _draw_uniform(stream_key(STREAM_KEY, graph_seed, 3), len(edges))
+    masks = [u >= 0.15, (u >= 0.1) & (u < 0.15), u < 0.1]
+    train, validation, test = (
+        _group_neighbours(edges[torch.from_numpy(mask)], nodes) for mask in masks
+    )
+    node_ids = Ids(torch.arange(nodes))
     columns = (Column("user", nodes), Column("item", nodes))
-    of_nodes = ({"user": itself}, {"item": itself})
-    found = Interactions(train, validation, test, *of_nodes, columns)
-    return open_graph(found, first_item=0, seed=seed, fan_outs=fan_outs, max_pairs=max_pairs)
+    interactions = Interactions(
+        train, validation, test, {"user": node_ids}, {"item": node_ids}, columns
+    )
+    return open_graph(interactions, first_item=0, seed=seed, fan_outs=fan_outs, max_pairs=max_pairs)
 
 
-def _both_ways(edges_n: Tensor, nodes: int) -> Ids:
-    """(nodes,) bags: all that are beside each."""
+def _group_neighbours(edges_n: Tensor, nodes: int) -> Ids:
+    """Return a bag of neighbours for each node, (nodes,)."""
     one, other = edges_n // nodes, edges_n % nodes
-    return bags_of(torch.cat([one, other]), torch.cat([other, one]), nodes)
+    return group_items_by_user(torch.cat([one, other]), torch.cat([other, one]), nodes)
 
 
-def _uniform(key: int, count: int) -> np.ndarray:
-    """(count,) float64 in [0, 1)."""
-    return (words(key, 0, count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def _draw_uniform(key: int, count: int) -> np.ndarray:
+    """Draw numbers (count,) float64 in [0, 1)."""
+    return (random_words(key, 0, count) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,14 +1,14 @@
-"""Clicks made to order: the shape and skew of Criteo, and a best reachable AUC known by construction.
+"""Synthetic clicks with the shape and skew of Criteo, for which the best possible AUC is known.
 
-Sample i is a pure function of (seed, i), so any range can be made at any time on any rank. Its
+Sample i is a pure function of (seed, i), so any rank can generate any range at any time. Its
 click is drawn with probability
 
     p = sigmoid(bias + sum of linear dense terms + sum over fields of effect(field, id)
                 + sum over pairs of fields of one group of <factor(field, id), factor(field', id')>
                 + sum over bags and sequences of the effects of their ids)
 
-where effects and factors are normal numbers found by hashing the id. Each batch carries p in `Batch.key`:
-no model can rank better than p does, and `train.metrics.ceiling` says how well that is.
+where effects and factors are normal numbers looked up by the hash of the id. Each batch has p in `Batch.key`:
+no model can rank better than p, and `train.metrics.ceiling` computes the AUC of p.
 
 Legend: B samples, F fields, R hidden factors of an id, L longest list, E ids of a list column.
 """
@@ -28,21 +28,23 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, Splits, spans
-from colonnade.data.counter import GAMMA, MASK, mix64, permutation, stream_key, words
+from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
+from colonnade.data.counter import GAMMA, MASK, mix64, random_permutation, random_words, stream_key
 from colonnade.errors import ConfigError
 
 NUM_DENSE = 13
 NUM_FACTORS = 2
 HALF_EFFECT_RANK = 200
-"""Rare ids matter less: the id of this popularity rank has half the effect of its normal number, later ones
-less still, so that what can be known is also what can be learned from a few samples."""
+"""Popularity rank at which an id has half the effect of its normal number.
+
+Rarer ids have still less, so that a model can learn from few samples most of what determines the labels.
+"""
 WORDS_PER_SAMPLE = 32  # label 0, dense 1..4, ids 5.. (two fields a word)
 LABEL_WORD, DENSE_WORD, ID_WORD = 0, 1, 5
 MAX_FIELDS = 2 * (WORDS_PER_SAMPLE - ID_WORD)
-LONGEST = 8
-"""Ids of a bag or a sequence, at most; every length from 0 on is as likely."""
-LENGTH_WORD, LIST_WORD = 0, 1  # of a list column's own words
+MAX_LENGTH = 8
+"""Maximal number of ids of a bag or a sequence; all lengths from 0 on are equally likely."""
+LENGTH_WORD, LIST_WORD = 0, 1  # in a list column's separate stream of words
 KNOT_BITS = 10
 LOW_BITS = 32 - KNOT_BITS
 NORMAL_BITS = 16
@@ -51,11 +53,11 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Field:
-    """One field's popularity and effects.
+class SyntheticField:
+    """Popularity and effects of the ids of a field.
 
-    A 32-bit word u picks a popularity rank through the inverse distribution, kept at 2**10 knots and
-    straight between them; rank k is id (k * spread + shift) % rows, so that popular ids lie anywhere.
+    A 32-bit word u selects a popularity rank through the inverse distribution, stored at 2**10 knots and linear
+    between them; rank k is id (k * spread + shift) % rows, so that popular ids are spread over the table.
     """
 
     name: str
@@ -66,131 +68,142 @@ class Field:
     shift: int
     hash_factors: tuple[
         int, ...
-    ]  # by task, odd: the top bits of id * factor pick the id's normal numbers
-    group: int | None = None  # it interacts with the fields of the same
+    ]  # by task, odd: the top bits of id * factor select the id's normal numbers
+    group: int | None = None  # the field interacts with the other fields of its group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class List:
-    """A column of 0 .. L ids per sample: a bag, whose effect is the mean of its ids', or a sequence, oldest first,
-    where the last id has its whole effect and each one before half of the next one's."""
+class ListColumn:
+    """Column of 0 .. L ids per sample: a bag or a sequence.
 
-    field: Field
+    The effect of a bag is the mean over its ids. In a sequence, oldest first, the last id has its full effect and each
+    earlier id half of the next one's.
+    """
+
+    field: SyntheticField
     kind: Literal["bag", "sequence"]
-    key: int  # of words of its own
+    key: int  # of the column's separate stream of words
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """One label: bias + sum of scale * part."""
+    """Label with the logit bias + sum of scale * term."""
 
     dense_weights: Floats  # (13,)
-    scales: dict[str, float]  # by part
+    scales: dict[str, float]  # by term
     bias: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Law:
-    """Everything that makes samples of numbers."""
+class ClickDistribution:
+    """Distribution of synthetic samples: fields, list columns, tables of normal numbers and tasks."""
 
     key: int
-    fields: tuple[Field, ...]
-    lists: tuple[List, ...]
+    fields: tuple[SyntheticField, ...]
+    lists: tuple[ListColumn, ...]
     normals: Floats  # (2**16,): standard normal numbers in random order: effects
     factors: Floats  # (R, 2**16): likewise
     quantiles: Floats  # (2**16,): the standard normal distribution's, in order: dense values
     tasks: tuple[Task, ...]
 
 
-class Lists(NamedTuple):
-    """The ids of one list column for B samples, in L slots of which each sample fills the first few."""
+class ListSamples(NamedTuple):
+    """Ids of one list column for B samples, in L slots; a sample uses the first `lengths` slots."""
 
     ids: NDArray[np.int64]  # (L, B)
     ranks: Floats  # (L, B)
     lengths: NDArray[np.int64]  # (B,)
 
     def values(self) -> NDArray[np.int64]:
-        """(E,): sample after sample."""
-        given = np.arange(LONGEST)[None, :] < self.lengths[:, None]
-        return self.ids.T[given]
+        """Return the ids of all samples, one sample after another, (E,)."""
+        is_used = np.arange(MAX_LENGTH)[None, :] < self.lengths[:, None]
+        return self.ids.T[is_used]
 
 
-class Draws(NamedTuple):
-    """B samples without their labels."""
+class SyntheticSamples(NamedTuple):
+    """Features of B samples, without labels."""
 
     dense: Floats  # (B, 13)
     ids: NDArray[np.int64]  # (F, B)
     ranks: Floats  # (F, B): popularity, from 0
-    lists: tuple[Lists, ...]
+    lists: tuple[ListSamples, ...]
 
 
-def bases(key: int, first: int, count: int) -> NDArray[np.uint64]:
-    """(B,): the state of each sample's word 0 in the splitmix64 sequence that starts at `key`."""
+def sample_states(key: int, first: int, count: int) -> NDArray[np.uint64]:
+    """Return the state (B,) of each sample's word 0 in the splitmix64 sequence that starts at `key`."""
     index = np.arange(first, first + count, dtype=np.uint64)
     return np.uint64(key) + index * np.uint64(GAMMA * WORDS_PER_SAMPLE & MASK)
 
 
-def word(base: NDArray[np.uint64], number: int) -> NDArray[np.uint64]:
-    return mix64(base + np.uint64(GAMMA * number & MASK))
+def draw_word(states: NDArray[np.uint64], index: int) -> NDArray[np.uint64]:
+    """Return word `index` of each sample, (B,)."""
+    return mix64(states + np.uint64(GAMMA * index & MASK))
 
 
-def draw(law: Law, first: int, count: int) -> Draws:
-    """Samples first .. first + count - 1."""
-    base = bases(law.key, first, count)
-    ids = np.empty((len(law.fields), count), dtype=np.int64)
+def draw_samples(distribution: ClickDistribution, first: int, count: int) -> SyntheticSamples:
+    """Generate the features of samples first .. first + count - 1."""
+    states = sample_states(distribution.key, first, count)
+    ids = np.empty((len(distribution.fields), count), dtype=np.int64)
     ranks = np.empty(ids.shape, dtype=np.float32)
-    bits = _halves(base, ID_WORD)
-    for f, field in enumerate(law.fields):
-        ranks[f] = _pick(field, bits(f), out=ids[f])
-    return Draws(
-        _draw_dense(law, base),
+    bits = _half_word_reader(states, ID_WORD)
+    for f, field in enumerate(distribution.fields):
+        ranks[f] = _draw_ids(field, bits(f), out=ids[f])
+    return SyntheticSamples(
+        _draw_dense(distribution, states),
         ids,
         ranks,
-        tuple(_draw_list(each, first, count) for each in law.lists),
+        tuple(_draw_list(column, first, count) for column in distribution.lists),
     )
 
 
-def uniform(law: Law, task: int, first: int, count: int) -> NDArray[np.float64]:
-    """(B,): 53 bits of a word are a number in [0, 1): the label is 1 where it is below the probability."""
-    drawn = word(bases(law.key, first, count), LABEL_WORD)
+def draw_uniform(
+    distribution: ClickDistribution, task: int, first: int, count: int
+) -> NDArray[np.float64]:
+    """Draw a number in [0, 1) for each sample (B,), of 53 bits. The label is 1 if it is below the probability."""
+    drawn = draw_word(sample_states(distribution.key, first, count), LABEL_WORD)
     if task:
-        drawn = mix64(drawn ^ np.uint64(stream_key(law.key, task)))
+        drawn = mix64(drawn ^ np.uint64(stream_key(distribution.key, task)))
     return (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _draw_dense(law: Law, base: NDArray[np.uint64]) -> Floats:
-    """(B, 13): 16 bits pick a quantile of the standard normal distribution."""
-    bits = np.stack([word(base, DENSE_WORD + i) for i in range(-(-NUM_DENSE // 4))], axis=1)
-    return law.quantiles[bits.astype("<u8", copy=False).view("<u2")[:, :NUM_DENSE]]
+def _draw_dense(distribution: ClickDistribution, states: NDArray[np.uint64]) -> Floats:
+    """Draw dense values (B, 13): 16 bits select a quantile of the standard normal distribution."""
+    bits = np.stack([draw_word(states, DENSE_WORD + i) for i in range(-(-NUM_DENSE // 4))], axis=1)
+    return distribution.quantiles[bits.astype("<u8", copy=False).view("<u2")[:, :NUM_DENSE]]
 
 
-def _draw_list(column: List, first: int, count: int) -> Lists:
-    base = bases(column.key, first, count)
-    lengths = (word(base, LENGTH_WORD) % np.uint64(LONGEST + 1)).astype(np.int64)
-    ids = np.empty((LONGEST, count), dtype=np.int64)
+def _draw_list(column: ListColumn, first: int, count: int) -> ListSamples:
+    states = sample_states(column.key, first, count)
+    lengths = (draw_word(states, LENGTH_WORD) % np.uint64(MAX_LENGTH + 1)).astype(np.int64)
+    ids = np.empty((MAX_LENGTH, count), dtype=np.int64)
     ranks = np.empty(ids.shape, dtype=np.float32)
-    bits = _halves(base, LIST_WORD)
-    for slot in range(LONGEST):
-        ranks[slot] = _pick(column.field, bits(slot), out=ids[slot])
-    return Lists(ids, ranks, lengths)
+    bits = _half_word_reader(states, LIST_WORD)
+    for slot in range(MAX_LENGTH):
+        ranks[slot] = _draw_ids(column.field, bits(slot), out=ids[slot])
+    return ListSamples(ids, ranks, lengths)
 
 
-def _halves(base: NDArray[np.uint64], first: int):
-    """i -> 32 bits per sample: words first, first + 1, ..., high half before low. To be asked for in order."""
-    held = base
+def _half_word_reader(states: NDArray[np.uint64], first: int):
+    """Return a function i -> 32 bits per sample, to be called with i = 0, 1, ... in order.
+
+    The bits are the halves of words first, first + 1, ..., high before low.
+    """
+    current = states
 
     def bits(i: int) -> NDArray[np.uint64]:
-        nonlocal held
+        nonlocal current
         if i % 2:
-            return held & np.uint64(0xFFFFFFFF)
-        held = word(base, first + i // 2)
-        return held >> np.uint64(32)
+            return current & np.uint64(0xFFFFFFFF)
+        current = draw_word(states, first + i // 2)
+        return current >> np.uint64(32)
 
     return bits
 
 
-def _pick(field: Field, bits: NDArray[np.uint64], *, out: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Ids into `out` (B,); returns their popularity ranks (B,)."""
+def _draw_ids(
+    field: SyntheticField, bits: NDArray[np.uint64], *, out: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Draw ids into `out` (B,) and return their popularity ranks (B,)."""
     knot = (bits >> np.uint64(LOW_BITS)).view(np.int64)
     x = (bits & np.uint64((1 << LOW_BITS) - 1)).astype(np.float64)
     x *= field.slopes.take(knot)
@@ -198,41 +211,45 @@ def _pick(field: Field, bits: NDArray[np.uint64], *, out: NDArray[np.int64]) -> 
     rank = x.astype(np.int64)
     np.multiply(rank, field.spread, out=out)
     out += field.shift
-    # By hand: division by one number is fast in numpy, its remainder is not.
+    # Computed by division: numpy divides by one number fast, but its remainder is slow.
     out -= out // field.rows * field.rows
     return rank
 
 
-def _entries(field: Field, task: int, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where an id's normal numbers are, in [0, 2**16)."""
+def _normal_indices(field: SyntheticField, task: int, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the indices of the ids' normal numbers, in [0, 2**16)."""
     hashed = ids.view(np.uint64) * np.uint64(field.hash_factors[task])
     hashed >>= np.uint64(64 - NORMAL_BITS)
     return hashed.view(np.int64)
 
 
-def _effect(law: Law, entry: NDArray[np.int64], ranks: Floats) -> Floats:
-    return law.normals.take(entry) / (1 + ranks * np.float32(1 / HALF_EFFECT_RANK))
+def _id_effects(
+    distribution: ClickDistribution, indices: NDArray[np.int64], ranks: Floats
+) -> Floats:
+    return distribution.normals.take(indices) / (1 + ranks * np.float32(1 / HALF_EFFECT_RANK))
 
 
-def parts(law: Law, task: int, draws: Draws) -> dict[str, Floats]:
-    """The terms of a task's logit before scaling, (B,) each; not those of the first task in a later one's.
+def compute_terms(
+    distribution: ClickDistribution, task: int, samples: SyntheticSamples
+) -> dict[str, Floats]:
+    """Compute the terms of a task's logit before scaling, (B,) each, without the first task's logit.
 
     Sums run column by column, so a sample's terms have the same bits in any batch.
     """
-    dense, weights = draws.dense, law.tasks[task].dense_weights
+    dense, weights = samples.dense, distribution.tasks[task].dense_weights
     linear = np.zeros(len(dense), dtype=np.float32)
     for i in range(NUM_DENSE):
         linear += dense[:, i] * weights[i]
     effects = np.zeros_like(linear)
-    num_groups = 1 + max((f.group for f in law.fields if f.group is not None), default=-1)
+    num_groups = 1 + max((f.group for f in distribution.fields if f.group is not None), default=-1)
     sums = np.zeros((num_groups, NUM_FACTORS, len(dense)), dtype=np.float32)
     squares = np.zeros((num_groups, len(dense)), dtype=np.float32)
-    for f, field in enumerate(law.fields):
-        entry = _entries(field, task, draws.ids[f])
-        effects += _effect(law, entry, draws.ranks[f])
+    for f, field in enumerate(distribution.fields):
+        indices = _normal_indices(field, task, samples.ids[f])
+        effects += _id_effects(distribution, indices, samples.ranks[f])
         if field.group is not None:
             for r in range(NUM_FACTORS):
-                factor = law.factors[r].take(entry)
+                factor = distribution.factors[r].take(indices)
                 sums[field.group, r] += factor
                 factor *= factor
                 squares[field.group] += factor
@@ -243,42 +260,46 @@ def parts(law: Law, task: int, draws: Draws) -> dict[str, Floats]:
         for r in range(NUM_FACTORS):
             within += sums[group, r] * sums[group, r]
         interaction += within
-    found = {"dense": linear, "effects": effects, "interaction": interaction}
-    for column, lists in zip(law.lists, draws.lists, strict=True):
-        effect = _list_effect(law, task, column, lists)
-        found[column.kind] = found[column.kind] + effect if column.kind in found else effect
-    return found
+    terms = {"dense": linear, "effects": effects, "interaction": interaction}
+    for column, lists in zip(distribution.lists, samples.lists, strict=True):
+        effect = _list_effects(distribution, task, column, lists)
+        terms[column.kind] = terms[column.kind] + effect if column.kind in terms else effect
+    return terms
 
 
-def _list_effect(law: Law, task: int, column: List, lists: Lists) -> Floats:
-    """(B,): 0 for an empty list."""
+def _list_effects(
+    distribution: ClickDistribution, task: int, column: ListColumn, lists: ListSamples
+) -> Floats:
+    """Compute the effect of each sample's list, (B,); 0 for an empty list."""
     total = np.zeros(len(lists.lengths), dtype=np.float32)
-    for slot in range(LONGEST):
-        entry = _entries(column.field, task, lists.ids[slot])
-        age = lists.lengths - 1 - slot  # of a slot that is not filled: negative
+    for slot in range(MAX_LENGTH):
+        indices = _normal_indices(column.field, task, lists.ids[slot])
+        age = lists.lengths - 1 - slot  # negative for an unused slot
         if column.kind == "bag":
             weight = np.float32(1) / np.maximum(lists.lengths, 1).astype(np.float32)
         else:
             weight = np.exp2(-np.maximum(age, 0).astype(np.float32))
-        total += np.where(age >= 0, weight * _effect(law, entry, lists.ranks[slot]), np.float32(0))
+        effects = weight * _id_effects(distribution, indices, lists.ranks[slot])
+        total += np.where(age >= 0, effects, np.float32(0))
     return total
 
 
-def logit(task: Task, found: dict[str, Floats]) -> Floats:
-    """(B,)."""
-    total = np.full_like(found["dense"], task.bias)
-    for name, part in found.items():
-        total += np.float32(task.scales[name]) * part
+def compute_logit(task: Task, terms: dict[str, Floats]) -> Floats:
+    """Compute a task's logit (B,) from its terms."""
+    total = np.full_like(terms["dense"], task.bias)
+    for name, term in terms.items():
+        total += np.float32(task.scales[name]) * term
     return total
 
 
-def logits(law: Law, draws: Draws) -> list[Floats]:
-    """(B,) by task."""
-    first, *others = law.tasks
-    found = [logit(first, parts(law, 0, draws))]
-    for number, task in enumerate(others, 1):
-        found.append(logit(task, {**parts(law, number, draws), "first": found[0]}))
-    return found
+def compute_logits(distribution: ClickDistribution, samples: SyntheticSamples) -> list[Floats]:
+    """Compute the logits (B,) of every task."""
+    first, *others = distribution.tasks
+    logits = [compute_logit(first, compute_terms(distribution, 0, samples))]
+    for i, task in enumerate(others, 1):
+        terms = {**compute_terms(distribution, i, samples), "first": logits[0]}
+        logits.append(compute_logit(task, terms))
+    return logits
 
 
 # The 26 fields of the full Criteo Kaggle set, C1 .. C26.
@@ -287,7 +308,7 @@ CRITEO_CARDINALITIES = (
     *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
 )
 INTERACTING = range(8, 129)
-"""Without groups, fields of this many rows interact: few enough that a model sees each pair of ids often."""
+"""Row counts of the fields that interact by default: few enough that each pair of ids occurs often."""
 LABEL_MODELS = {
     "interaction": {
         "dense": 0.35,
@@ -299,14 +320,14 @@ LABEL_MODELS = {
     "linear": {"dense": 0.38, "effects": 0.62, "bag": 0.2, "sequence": 0.2},
     "pairs": {"dense": 0.2, "effects": 0.3, "interaction": 0.5, "bag": 0.2, "sequence": 0.2},
 }
-"""Parts of the logit's variance, relative to those that a stream has."""
+"""Share of each term in the logit's variance, by label model; divided by the sum over the terms that a stream has."""
 FIRST_SHARE = 0.5
-"""Of a later task's variance: what it has in common with the first."""
+"""Share of a later task's logit variance that comes from the first task's logit."""
 TEST_START = 1 << 40
 CALIBRATION_START = 1 << 41
 CALIBRATION_SAMPLES = 1 << 16
 CHUNK = 4096
-"""Samples made at a time: the scratch arrays then stay in a core's own cache."""
+"""Number of samples generated at a time: the scratch arrays then fit in a core's private cache."""
 MAX_ROWS = 1 << 26
 
 
@@ -334,21 +355,21 @@ def open_synthetic(
     sequences: Sequence[int] = (),
     seed: int = 0,
 ) -> Splits:
-    """Train on samples 0 .. num_train-1; test on a range that never meets them, whatever num_train.
+    """Open synthetic clicks: samples 0 .. num_train-1 train; a range that no num_train reaches tests.
 
-    cardinalities    rows of each field; `max_cardinality` caps them, None does not
-    exponent         of the power law that popularity follows: the k-th most popular id has weight ~ k**-exponent
+    cardinalities    rows of each field; `max_cardinality` caps them, unless None
+    exponent         exponent of the power law of popularity: the k-th most popular id has weight ~ k**-exponent
     signal           standard deviation of the logit: 0 is noise, 1.36 gives a ceiling AUC near 0.80
     positive_rate    share of clicks
-    label_model      what the logit is made of: interaction (dense values and single ids, a little of pairs), linear
-                     (no pairs: what logistic regression can learn), pairs (half of it is pairs)
+    label_model      terms of the logit: interaction (dense values and single ids, few pairs), linear
+                     (no pairs: logistic regression can learn it), pairs (half of the variance is pairs)
     groups           names of fields, C1 .., that interact with each other and with no others, such as
-                     [[C1, C2, C5], [C3, C4]]; default: all those of 8 to 128 rows, as one group
-    tasks            labels: label, label2, ... Half of a later one's logit is the first one's. Each has a ceiling
+                     [[C1, C2, C5], [C3, C4]]; default: all fields of 8 to 128 rows, as one group
+    tasks            number of labels: label, label2, ... The first logit is half of each later one. Each has a ceiling
     bags, sequences  rows of further columns B1 .., S1 .., each with 0 to 8 ids per sample
-    seed             names the whole world: ids, effects and labels
+    seed             determines everything: ids, effects and labels
 
-    Raises ConfigError. The first time takes about 0.1 s, to set bias and scales on samples of a third range.
+    Raises ConfigError. The first call takes about 0.1 s, to set bias and scales on samples of a third range.
     """
     rows = [c if max_cardinality is None else min(c, max_cardinality) for c in cardinalities]
     if num_train < 1 or num_test < 0 or max(num_train, num_test) > TEST_START:
@@ -378,8 +399,8 @@ def open_synthetic(
         raise ConfigError(
             f"got groups for label_model={label_model!r}, in which no fields interact; leave them out"
         )
-    group_of = _group_of(rows, groups) if "interaction" in shares else {}
-    law = _calibrated_law(
+    group_of = _assign_groups(rows, groups) if "interaction" in shares else {}
+    distribution = _build_calibrated_distribution(
         tuple(rows),
         tuple(group_of.items()),
         exponent=exponent,
@@ -391,30 +412,33 @@ def open_synthetic(
         positive_rate=positive_rate,
     )
     return Splits(
-        train=SyntheticSource(law, 0, num_train),
-        test=SyntheticSource(law, TEST_START, TEST_START + num_test) if num_test else None,
+        train=SyntheticSource(distribution, 0, num_train),
+        test=SyntheticSource(distribution, TEST_START, TEST_START + num_test) if num_test else None,
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SyntheticSource:
-    """Samples start .. stop-1 of a law, in that order in every epoch.
+    """Source of samples start .. stop-1 of a distribution, in that order in every epoch.
 
-    `Batch.key`: p, (B,) float64; of several tasks (B, tasks).
+    `Batch.key`: p, (B,) float64; with several tasks (B, tasks).
     """
 
-    law: Law
+    distribution: ClickDistribution
     start: int
     stop: int
 
     @property
     def schema(self) -> Schema:
-        columns = [Column(field.name, field.rows) for field in self.law.fields]
-        columns += [Column(each.field.name, each.field.rows, each.kind) for each in self.law.lists]
+        columns = [Column(field.name, field.rows) for field in self.distribution.fields]
+        columns += [
+            Column(column.field.name, column.field.rows, column.kind)
+            for column in self.distribution.lists
+        ]
         return Schema(
             dense=tuple(f"I{i}" for i in range(1, NUM_DENSE + 1)),
             categorical=tuple(columns),
-            labels=("label", *(f"label{i}" for i in range(2, len(self.law.tasks) + 1))),
+            labels=("label", *(f"label{i}" for i in range(2, len(self.distribution.tasks) + 1))),
         )
 
     @property
@@ -429,50 +453,54 @@ class SyntheticSource:
         num_ranks: int = 1,
         start: Position = START,
     ) -> Iterator[Batch]:
-        blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        blocks = rank_blocks(
+            self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
+        )
         return (self.read(begin, end) for begin, end in blocks)
 
     def read(self, begin: int, end: int) -> Batch:
-        """Samples begin .. end-1 of this source."""
-        size, law = end - begin, self.law
+        """Generate samples begin .. end-1 of this source."""
+        size, distribution = end - begin, self.distribution
+        num_tasks = len(distribution.tasks)
         dense = np.empty((size, NUM_DENSE), dtype=np.float32)
-        ids = np.empty((len(law.fields), size), dtype=np.int64)
-        label = np.empty((size, len(law.tasks)), dtype=np.float32)
-        probability = np.empty((len(law.tasks), size), dtype=np.float64)
-        lengths = np.zeros((len(law.lists), size + 1), dtype=np.int64)
-        values: list[list] = [[np.empty(0, dtype=np.int64)] for _ in law.lists]
-        for at in range(0, size, CHUNK):
-            part = slice(at, min(at + CHUNK, size))
-            first, count = self.start + begin + at, part.stop - at
-            draws = draw(law, first, count)
-            dense[part], ids[:, part] = draws.dense, draws.ids
-            for task, x in enumerate(logits(law, draws)):
+        ids = np.empty((len(distribution.fields), size), dtype=np.int64)
+        label = np.empty((size, num_tasks), dtype=np.float32)
+        probability = np.empty((num_tasks, size), dtype=np.float64)
+        lengths = np.zeros((len(distribution.lists), size + 1), dtype=np.int64)
+        values: list[list] = [[np.empty(0, dtype=np.int64)] for _ in distribution.lists]
+        for start in range(0, size, CHUNK):
+            part = slice(start, min(start + CHUNK, size))
+            first, count = self.start + begin + start, part.stop - start
+            samples = draw_samples(distribution, first, count)
+            dense[part], ids[:, part] = samples.dense, samples.ids
+            for task, x in enumerate(compute_logits(distribution, samples)):
                 np.reciprocal(1 + np.exp(-x.astype(np.float64)), out=probability[task, part])
-                label[part, task] = uniform(law, task, first, count) < probability[task, part]
-            for i, lists in enumerate(draws.lists):
-                lengths[i, at + 1 : part.stop + 1] = lists.lengths
+                drawn = draw_uniform(distribution, task, first, count)
+                label[part, task] = drawn < probability[task, part]
+            for i, lists in enumerate(samples.lists):
+                lengths[i, start + 1 : part.stop + 1] = lists.lengths
                 values[i].append(lists.values())
-        columns = {f.name: Ids(torch.from_numpy(ids[i])) for i, f in enumerate(law.fields)}
-        for i, each in enumerate(law.lists):
+        fields = distribution.fields
+        columns = {field.name: Ids(torch.from_numpy(ids[i])) for i, field in enumerate(fields)}
+        for i, column in enumerate(distribution.lists):
             offsets = torch.from_numpy(lengths[i].cumsum())
-            columns[each.field.name] = Ids(torch.from_numpy(np.concatenate(values[i])), offsets)
-        one = len(law.tasks) == 1
+            columns[column.field.name] = Ids(torch.from_numpy(np.concatenate(values[i])), offsets)
         return Batch(
             size=size,
             dense=torch.from_numpy(dense),
             ids=columns,
             label=torch.from_numpy(label),
-            key=torch.from_numpy(probability[0] if one else probability.T.copy()),
+            key=torch.from_numpy(probability[0] if num_tasks == 1 else probability.T.copy()),
         )
 
 
-def _group_of(rows: Sequence[int], groups: Sequence[Sequence[str]] | None) -> dict[str, int]:
-    """The group of each field that has one. Raises ConfigError."""
+def _assign_groups(rows: Sequence[int], groups: Sequence[Sequence[str]] | None) -> dict[str, int]:
+    """Map the name of each field that interacts to the index of its group. Raises ConfigError."""
     names = [f"C{f + 1}" for f in range(len(rows))]
     if groups is None:
         return {name: 0 for name, n in zip(names, rows, strict=True) if n in INTERACTING}
-    found: dict[str, int] = {}
-    for number, group in enumerate(groups):
+    group_of: dict[str, int] = {}
+    for i, group in enumerate(groups):
         members = [group] if isinstance(group, str) else list(group)
         if len(members) < 2:
             raise ConfigError(
@@ -483,48 +511,48 @@ def _group_of(rows: Sequence[int], groups: Sequence[Sequence[str]] | None) -> di
                 raise ConfigError(
                     f"got {name!r} in a group, wanted fields from {names[0]} to {names[-1]}"
                 )
-            if name in found:
+            if name in group_of:
                 raise ConfigError(f"got {name} in two groups, wanted each field in one at most")
-            found[name] = number
-    return found
+            group_of[name] = i
+    return group_of
 
 
 def _build_field(
     name: str, rows: int, exponent: float, key: int, *, tasks: int = 1, group: int | None = None
-) -> Field:
-    """Popularity x >= 1 has density ~ x**-exponent on [1, rows + 1); rank = floor(x) - 1."""
+) -> SyntheticField:
+    """Build a field; popularity x >= 1 has density ~ x**-exponent on [1, rows + 1), and rank = floor(x) - 1."""
     u = np.arange(1 << KNOT_BITS) / (1 << KNOT_BITS)
     log_end, power = np.log(rows + 1.0), 1 - exponent
     # ((1 - u) + u * end**power) ** (1 / power), in a form that stays exact where power is near 0.
     log_x = np.log1p(u * np.expm1(power * log_end)) / power if power else u * log_end
     x = np.append(np.exp(log_x), rows + 1.0)
-    # Powers differ by a last bit between machines; ids must not.
+    # The last bit of powers differs between machines; ids must not.
     x = np.round(x * 2**16) / 2**16 - 1
-    # The curve is convex, so its last piece rises by rows / 2**10 or more: its last value, one part in
-    # 2**22 of that below `rows`, is never rounded up to it.
-    # Steps of the golden section keep popular ids apart whatever the number of rows.
+    # The curve is convex, so its last piece rises by rows / 2**10 or more. Its last value, lower than `rows` by 2**-22
+    # of this rise, is therefore never rounded up to `rows`.
+    # Steps of the golden section keep popular ids apart for any number of rows.
     spread = max(1, round(rows * 0.6180339887))
     while gcd(spread, rows) != 1:
         spread += 1
-    return Field(
+    return SyntheticField(
         name=name,
         rows=rows,
         knots=x[:-1].copy(),
         slopes=np.diff(x) / (1 << LOW_BITS),
         spread=spread,
         shift=stream_key(key, 0) % rows,
-        hash_factors=tuple(stream_key(key, 1, *task) | 1 for task in _numbers(tasks)),
+        hash_factors=tuple(stream_key(key, 1, *task) | 1 for task in _task_keys(tasks)),
         group=group,
     )
 
 
-def _numbers(tasks: int) -> list[tuple[int, ...]]:
-    """What goes into a key for each task: nothing for the first, so that it is the only one's."""
+def _task_keys(tasks: int) -> list[tuple[int, ...]]:
+    """Return the key parts of each task; none for the first, so that its stream is the same with one task."""
     return [(), *((task,) for task in range(1, tasks))]
 
 
 @lru_cache(maxsize=4)
-def _calibrated_law(
+def _build_calibrated_distribution(
     rows: tuple[int, ...],
     group_of: tuple[tuple[str, int], ...],
     *,
@@ -535,13 +563,17 @@ def _calibrated_law(
     label_model: str,
     signal: float,
     positive_rate: float,
-) -> Law:
-    """Build the law once for all sources that are opened of it; nothing changes one."""
-    law = _build_law(rows, dict(group_of), exponent=exponent, tasks=tasks, lists=lists, seed=seed)
-    return _calibrated(law, LABEL_MODELS[label_model], signal=signal, positive_rate=positive_rate)
+) -> ClickDistribution:
+    """Build and calibrate a distribution, once for all sources with the same options; it is immutable."""
+    distribution = _build_distribution(
+        rows, dict(group_of), exponent=exponent, tasks=tasks, lists=lists, seed=seed
+    )
+    return _calibrate(
+        distribution, LABEL_MODELS[label_model], signal=signal, positive_rate=positive_rate
+    )
 
 
-def _build_law(
+def _build_distribution(
     rows: Sequence[int],
     group_of: dict[str, int],
     *,
@@ -549,65 +581,71 @@ def _build_law(
     tasks: int,
     lists: Sequence[tuple],
     seed: int,
-) -> Law:
-    """Not calibrated yet: scales and biases are zero."""
+) -> ClickDistribution:
+    """Build a distribution that is not calibrated: it has no scales, and biases are zero."""
     key = stream_key(seed)
     normal = NormalDist()
     table = 1 << NORMAL_BITS
     quantiles = np.array([normal.inv_cdf((i + 0.5) / table) for i in range(table)], np.float32)
     shuffled = [
-        quantiles[permutation(table, stream_key(key, 2, r))] for r in range(NUM_FACTORS + 1)
+        quantiles[random_permutation(table, stream_key(key, 2, r))] for r in range(NUM_FACTORS + 1)
     ]
 
-    def field(name: str, n: int, *parts: int) -> Field:
+    def build_field(name: str, n: int, *key_parts: int) -> SyntheticField:
         return _build_field(
-            name, n, exponent, stream_key(key, *parts), tasks=tasks, group=group_of.get(name)
+            name, n, exponent, stream_key(key, *key_parts), tasks=tasks, group=group_of.get(name)
         )
 
     num_bags = sum(kind == "bag" for kind, _ in lists)
     columns = []
     for i, (kind, n) in enumerate(lists):
         name = f"B{i + 1}" if kind == "bag" else f"S{i - num_bags + 1}"
-        number = i if kind == "bag" else i - num_bags
-        own = (4 if kind == "bag" else 5, number)
-        columns.append(List(field(name, n, *own), kind, stream_key(key, *own, 0)))
-    return Law(
+        key_parts = (4, i) if kind == "bag" else (5, i - num_bags)
+        field = build_field(name, n, *key_parts)
+        columns.append(ListColumn(field, kind, stream_key(key, *key_parts, 0)))
+    return ClickDistribution(
         key=stream_key(key, 0),
-        fields=tuple(field(f"C{f + 1}", n, 1, f) for f, n in enumerate(rows)),
+        fields=tuple(build_field(f"C{f + 1}", n, 1, f) for f, n in enumerate(rows)),
         lists=tuple(columns),
         normals=shuffled[0],
         factors=np.stack(shuffled[1:]),
         quantiles=quantiles,
         tasks=tuple(
-            Task(_dense_weights(quantiles, stream_key(key, 3, *task)), {}, 0.0)
-            for task in _numbers(tasks)
+            Task(_draw_dense_weights(quantiles, stream_key(key, 3, *task)), {}, 0.0)
+            for task in _task_keys(tasks)
         ),
     )
 
 
-def _dense_weights(quantiles: Floats, key: int) -> Floats:
-    return quantiles[words(key, 0, NUM_DENSE) >> np.uint64(64 - NORMAL_BITS)]
+def _draw_dense_weights(quantiles: Floats, key: int) -> Floats:
+    return quantiles[random_words(key, 0, NUM_DENSE) >> np.uint64(64 - NORMAL_BITS)]
 
 
-def _calibrated(law: Law, shares: dict[str, float], *, signal: float, positive_rate: float) -> Law:
-    """Set scales and biases on samples that are neither trained nor tested on.
+def _calibrate(
+    distribution: ClickDistribution,
+    shares: dict[str, float],
+    *,
+    signal: float,
+    positive_rate: float,
+) -> ClickDistribution:
+    """Set scales and biases from samples that are used neither for training nor for testing.
 
-    They are rounded, so that the order in which a machine adds up a mean cannot change them.
+    They are rounded, so that they do not depend on the order in which a machine sums a mean.
     """
-    draws = draw(law, CALIBRATION_START, CALIBRATION_SAMPLES)
+    samples = draw_samples(distribution, CALIBRATION_START, CALIBRATION_SAMPLES)
     tasks: list[Task] = []
     first: Floats | None = None
-    for number, task in enumerate(law.tasks):
-        found = parts(law, number, draws)
+    for i, task in enumerate(distribution.tasks):
+        terms = compute_terms(distribution, i, samples)
         if first is not None:
-            found["first"] = first
-        task = _calibrated_task(task, found, shares, signal=signal, positive_rate=positive_rate)
-        first = logit(task, found) if first is None else first
+            terms["first"] = first
+        task = _calibrate_task(task, terms, shares, signal=signal, positive_rate=positive_rate)
+        first = compute_logit(task, terms) if first is None else first
         tasks.append(task)
-    return replace(law, tasks=tuple(tasks))
+    return replace(distribution, tasks=tuple(tasks))
 
 
-def _calibrated_task(
+def _calibrate_task(
     task: Task,
     raw: dict[str, Floats],
     shares: dict[str, float],
@@ -615,27 +653,27 @@ def _calibrated_task(
     signal: float,
     positive_rate: float,
 ) -> Task:
-    parts = {name: part.astype(np.float64) for name, part in raw.items()}
-    present = {
-        name: np.std(part)
-        for name, part in parts.items()
-        if np.std(part) > 0 and (name in shares or name == "first")
+    terms = {name: term.astype(np.float64) for name, term in raw.items()}
+    deviations = {
+        name: np.std(term)
+        for name, term in terms.items()
+        if np.std(term) > 0 and (name in shares or name == "first")
     }
-    own = sum(shares[name] for name in present if name != "first")
+    total_share = sum(shares[name] for name in deviations if name != "first")
     share_of = {
-        name: shares[name] / own * (1 - FIRST_SHARE if "first" in present else 1)
-        for name in present
+        name: shares[name] / total_share * (1 - FIRST_SHARE if "first" in deviations else 1)
+        for name in deviations
         if name != "first"
     }
-    if "first" in present:
+    if "first" in deviations:
         share_of["first"] = FIRST_SHARE
     scales = {
-        name: round(signal * float(np.sqrt(share_of[name]) / present[name]), 6)
-        if name in present
+        name: round(signal * float(np.sqrt(share_of[name]) / deviations[name]), 6)
+        if name in deviations
         else 0.0
-        for name in parts
+        for name in terms
     }
-    x = np.sum([scales[name] * part for name, part in parts.items()], axis=0)
+    x = np.sum([scales[name] * term for name, term in terms.items()], axis=0)
     low, high = -50.0, 50.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -1,6 +1,6 @@
-"""Knowledge graphs: triples (head, relation, tail) to train link prediction on, and queries that rank all entities.
+"""Knowledge graphs: triples (head, relation, tail) that train link prediction, and queries that rank all entities.
 
-Legend: n triples, B samples of a batch, m candidates that a sample brings.
+Legend: n triples, B samples of a batch, m candidates (negatives) of a sample.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, Splits, spans
-from colonnade.data.counter import permutation, stream_key, words
+from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
+from colonnade.data.counter import random_permutation, random_words, stream_key
 from colonnade.errors import ConfigError
 
 ENTITY = "entity"
@@ -23,66 +23,77 @@ RELATION = "relation"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Known:
-    """`Batch.key` of triples: the true answers to both questions of each, its own among them. No other candidate is
-    wrong, so training does not push them away, and evaluation does not count them."""
+class KnownAnswers:
+    """True answers of triples in a `Batch.key`: all known tails and heads, including the triple's own.
+
+    Training does not use them as negatives, and evaluation does not rank them.
+    """
 
     tails: Ids  # (B,) bags of entities t with (head, relation, t)
     heads: Ids  # (B,) bags of entities h with (h, relation, tail)
 
 
 @dataclass(frozen=True, eq=False)
-class Facts:
-    """All true answers that somebody knows, looked up by question."""
+class TripleIndex:
+    """Index of known triples: tails by (relation, head), and heads by (relation, tail)."""
 
     triples: Tensor  # (n, 3) int64: head, relation, tail
     num_entities: int
 
-    def known(self, triples_B3: Tensor) -> Known:
-        """Questions that nobody has an answer to get empty bags."""
+    def find_answers(self, triples_B3: Tensor) -> KnownAnswers:
+        """Find the known tails and heads of triples (B, 3); unknown keys get empty bags."""
         h, r, t = triples_B3.T
-        return Known(self._tails.find(self._key(r, h)), self._heads.find(self._key(r, t)))
+        return KnownAnswers(
+            self._tails.find(self._combine_key(r, h)), self._heads.find(self._combine_key(r, t))
+        )
 
-    def counts(self, triples_B3: Tensor) -> tuple[Tensor, Tensor]:
-        """(B,) each: how many tails, and heads, are known."""
+    def count_answers(self, triples_B3: Tensor) -> tuple[Tensor, Tensor]:
+        """Count the known tails (B,) and heads (B,) of triples (B, 3)."""
         h, r, t = triples_B3.T
-        return self._tails.count(self._key(r, h)), self._heads.count(self._key(r, t))
+        return (
+            self._tails.count(self._combine_key(r, h)),
+            self._heads.count(self._combine_key(r, t)),
+        )
 
-    def _key(self, relation: Tensor, entity: Tensor) -> Tensor:
+    def _combine_key(self, relation: Tensor, entity: Tensor) -> Tensor:
         return relation * self.num_entities + entity
 
     @cached_property
-    def _tails(self) -> Answers:
+    def _tails(self) -> AnswerTable:
         h, r, t = self.triples.T
-        return answers(self._key(r, h), t)
+        return build_answer_table(self._combine_key(r, h), t)
 
     @cached_property
-    def _heads(self) -> Answers:
+    def _heads(self) -> AnswerTable:
         h, r, t = self.triples.T
-        return answers(self._key(r, t), h)
+        return build_answer_table(self._combine_key(r, t), h)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answers:
+class AnswerTable:
+    """Mapping from keys to any number of entities, as two arrays sorted by key."""
+
     keys: Tensor  # (n,) ascending
     values: Tensor  # (n,)
 
     def count(self, keys_B: Tensor) -> Tensor:
+        """Count the entities (B,) of each key."""
         last = torch.searchsorted(self.keys, keys_B, right=True)
         return last - torch.searchsorted(self.keys, keys_B)
 
     def find(self, keys_B: Tensor) -> Ids:
+        """Find the entities of each key: (B,) bags."""
         counts_B = self.count(keys_B)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts_B.cumsum(0)])
         first_B = torch.searchsorted(self.keys, keys_B)
-        ramp = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(counts_B)
-        return Ids(self.values[first_B.repeat_interleave(counts_B) + ramp], offsets)
+        positions = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(counts_B)
+        return Ids(self.values[first_B.repeat_interleave(counts_B) + positions], offsets)
 
 
-def answers(keys_n: Tensor, values_n: Tensor) -> Answers:
-    """Of pairs in any order; one that is there twice counts once."""
+def build_answer_table(keys_n: Tensor, values_n: Tensor) -> AnswerTable:
+    """Build a table from pairs (n,), (n,) in any order; repeated pairs count once."""
     pairs = torch.unique(torch.stack([keys_n, values_n], 1), dim=0)
-    return Answers(pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
+    return AnswerTable(pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
 
 
 def open_triples(
@@ -97,20 +108,23 @@ def open_triples(
     subsample: bool = True,
     max_validation: int | None = None,
 ) -> Splits:
-    """Parts (n, 3) int64: head, relation, tail.
+    """Open a knowledge graph from its parts (n, 3) int64: head, relation, tail.
 
-    `candidates`: entities drawn at random, all alike, that each training sample brings; every sample of a batch, on
-    all ranks, is set against all of them. `subsample`: a triple weighs 1 / sqrt of how many share its questions, as
-    in word2vec (Mikolov et al. 2013), on the mean 1. `max_validation`: so many triples validate at most, drawn by the
-    seed: ranking all entities for each takes longer than training on it. Raises ConfigError for no candidates, and for
-    numbers that are none.
+    candidates      random entities (uniform) of each training sample; all samples of a batch, on all ranks, use the
+                    candidates of all as negatives
+    subsample       weigh a triple by 1 / sqrt of the number of answers to its two questions, as in word2vec (Mikolov
+                    et al. 2013), scaled to mean 1
+    max_validation  maximal number of triples that validate, drawn by the seed: ranking all entities for a triple takes
+                    longer than training on it
+
+    Raises ConfigError for candidates below 1, and for values that are not whole numbers.
     """
-    numbers = (("candidates", candidates, 1), ("max_validation", max_validation, 0))
-    for name, count, least in numbers:
-        is_count = isinstance(count, int) and not isinstance(count, bool) and count >= least
+    limits = (("candidates", candidates, 1), ("max_validation", max_validation, 0))
+    for name, count, minimum in limits:
+        is_count = isinstance(count, int) and not isinstance(count, bool) and count >= minimum
         if not is_count and (name, count) != ("max_validation", None):
             raise ConfigError(
-                f"triples: got {name}={count!r}, wanted a whole number, {least} or more; set data.options.{name}"
+                f"triples: got {name}={count!r}, wanted a whole number, {minimum} or more; set data.options.{name}"
             )
     columns = [
         Column("head", num_entities, table=ENTITY),
@@ -119,30 +133,32 @@ def open_triples(
         Column("candidate", num_entities, "sequence", table=ENTITY),
     ]
     schema = Schema((), tuple(columns), labels=())
-    learned = Facts(train, num_entities)
-    every = Facts(torch.cat([train, validation, test]), num_entities)
-    chosen = permutation(len(validation), stream_key(seed, 2))[:max_validation]
-    validation = validation[np.sort(chosen)]
+    train_index = TripleIndex(train, num_entities)
+    full_index = TripleIndex(torch.cat([train, validation, test]), num_entities)
+    selected = random_permutation(len(validation), stream_key(seed, 2))[:max_validation]
+    validation = validation[np.sort(selected)]
     weight = None
     if subsample and len(train):
-        weight = sum(learned.counts(train)).double().rsqrt()  # type: ignore[union-attr]
+        weight = sum(train_index.count_answers(train)).double().rsqrt()  # type: ignore[union-attr]
         weight = (weight / weight.mean()).float()
     return Splits(
-        train=TripleSource(schema, train, weight, learned, candidates, seed, True),
-        validation=TripleSource(schema, validation, None, every, 0, seed, False),
-        test=TripleSource(schema, test, None, every, 0, seed, False),
+        train=TripleSource(schema, train, weight, train_index, candidates, seed, True),
+        validation=TripleSource(schema, validation, None, full_index, 0, seed, False),
+        test=TripleSource(schema, test, None, full_index, 0, seed, False),
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TripleSource:
-    """A sample per triple: ids `head`, `relation`, `tail`, and `candidate`, a sequence of drawn entities; `key` is what
-    is `Known`. In an order per epoch where it is shuffled, else as given."""
+    """Source with one sample per triple: `head`, `relation`, `tail`, and `candidate`, a sequence of random entities.
+
+    `Batch.key` is `KnownAnswers`. The order is new each epoch if `is_shuffled`, else that of `triples`.
+    """
 
     schema: Schema
     triples: Tensor  # (n, 3)
     weight: Tensor | None  # (n,)
-    facts: Facts
+    index: TripleIndex
     num_candidates: int
     shuffle_key: int
     is_shuffled: bool
@@ -153,31 +169,33 @@ class TripleSource:
 
     @property
     def num_entities(self) -> int:
-        """What a model of links ranks."""
-        return self.facts.num_entities
+        """Number of entities, all of which a link prediction model ranks."""
+        return self.index.num_entities
 
     def batches(
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
         size = len(self.triples)
-        blocks = spans(size, batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        blocks = rank_blocks(size, batch_size, rank=rank, num_ranks=num_ranks, start=start)
         order = torch.arange(size)
         if self.is_shuffled:
-            order = torch.from_numpy(permutation(size, stream_key(self.shuffle_key, start.epoch)))
-        return (self._take(order, begin, end, start.epoch) for begin, end in blocks)
+            order = torch.from_numpy(
+                random_permutation(size, stream_key(self.shuffle_key, start.epoch))
+            )
+        return (self._build_batch(order, begin, end, start.epoch) for begin, end in blocks)
 
-    def _take(self, order: Tensor, begin: int, end: int, epoch: int) -> Batch:
-        chosen, m = order[begin:end], self.num_candidates
-        triples = self.triples[chosen]
-        # By place in the epoch, so that any number of ranks draws the same.
-        drawn = words(stream_key(self.shuffle_key, epoch, 1), begin * m, end * m)
+    def _build_batch(self, order: Tensor, begin: int, end: int, epoch: int) -> Batch:
+        rows, m = order[begin:end], self.num_candidates
+        triples = self.triples[rows]
+        # Drawn by position in the epoch, so that any number of ranks draws the same.
+        drawn = random_words(stream_key(self.shuffle_key, epoch, 1), begin * m, end * m)
         entities = (drawn % np.uint64(max(self.num_entities, 1))).astype(np.int64)
         ids = {name: Ids(triples[:, c].contiguous()) for c, name in enumerate(("head", RELATION, "tail"))}  # fmt: skip
-        ids["candidate"] = Ids(torch.from_numpy(entities), torch.arange(len(chosen) + 1) * m)
+        ids["candidate"] = Ids(torch.from_numpy(entities), torch.arange(len(rows) + 1) * m)
         return Batch(
-            len(chosen),
-            torch.empty(len(chosen), 0),
+            len(rows),
+            torch.empty(len(rows), 0),
             ids,
-            sample_weight=None if self.weight is None else self.weight[chosen],
-            key=self.facts.known(triples),
+            sample_weight=None if self.weight is None else self.weight[rows],
+            key=self.index.find_answers(triples),
         )

@@ -1,1 +1,1 @@
-"""Tables of any kind of file under a declared schema."""
+"""Tabular files of any format (CSV, Parquet, libsvm, TFRecord) read under a declared schema."""

@@ -1,4 +1,4 @@
-"""Whether the columns of a file are what a declaration reads of them, said before a sample is read."""
+"""Checks that the columns of a file suit its schema, made before a sample is read."""
 
 from __future__ import annotations
 
@@ -8,71 +8,81 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from colonnade.data.tabular.arrow import dtype_in, is_integer, is_list, is_number, is_text, is_time
-from colonnade.data.tabular.declaration import Declaration
+from colonnade.data.tabular.arrow import (
+    id_dtype_of,
+    is_integer,
+    is_list,
+    is_number,
+    is_text,
+    is_time,
+)
+from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.fields import (
     Bag,
     Bucket,
     Category,
+    DeclaredField,
     Dtype,
-    Field,
     Group,
     Key,
     Label,
     Number,
     Time,
     Weight,
-    nearest,
+    suggest_name,
 )
 from colonnade.data.tabular.fields import Sequence as SequenceField
 from colonnade.errors import DataError
 
-Named = Category | Bag | SequenceField | Group | Key
-"""Fields whose values are texts or integers."""
+IdentifierField = Category | Bag | SequenceField | Group | Key
+"""Fields with values that are texts or integers."""
 
 
-def check_names(
-    path: Path, names: Sequence[str], declaration: Declaration, split_by: str | None
+def check_columns(
+    path: Path, names: Sequence[str], file_schema: FileSchema, split_by: str | None
 ) -> None:
-    """Raises DataError for a name that is there twice, and for a column that is not there."""
-    there = set(names)
-    refuse_repeated(path, names)
-    for field in declaration.fields:
+    """Raise DataError for a repeated column name, and for a missing column that the schema or the split reads."""
+    existing = set(names)
+    check_unique_names(path, names)
+    for field in file_schema.fields:
         for column in field.columns:
-            if column not in there:
+            if column not in existing:
                 raise DataError(
                     f"{path}: got no column {column!r}, which the field {field.name!r} reads; "
-                    f"{nearest(column, list(names))}"
+                    f"{suggest_name(column, list(names))}"
                 )
-    if split_by is not None and split_by not in there:
+    if split_by is not None and split_by not in existing:
         raise DataError(
-            f"{path}: got no column {split_by!r}, which split_by names; {nearest(split_by, list(names))}"
+            f"{path}: got no column {split_by!r}, which split_by names; {suggest_name(split_by, list(names))}"
         )
 
 
-def refuse_repeated(path: Path, names: Sequence[str]) -> None:
-    """Raises DataError."""
-    seen: set[str] = set()
+def check_unique_names(path: Path, names: Sequence[str]) -> None:
+    """Raise DataError for a repeated column name."""
+    unique: set[str] = set()
     for name in names:
-        if name in seen:
+        if name in unique:
             raise DataError(
                 f"{path}: got two columns named {name!r}, wanted each name once. Rename one of them"
             )
-        seen.add(name)
+        unique.add(name)
 
 
-def settle(declaration: Declaration, found: Mapping[str, Dtype | None]) -> Declaration:
-    """The declaration with every `dtype` said. `found`: what the columns hold, None where nobody knows."""
-    fields: list[Field] = []
-    for field in declaration.fields:
-        if isinstance(field, Named) and field.dtype is None:
-            field = replace(field, dtype=_dtype_asked(field) or found.get(field.column) or "text")
+def resolve_dtypes(
+    file_schema: FileSchema, column_dtypes: Mapping[str, Dtype | None]
+) -> FileSchema:
+    """Return the schema with every `dtype` set. `column_dtypes`: of the file's columns, None if unknown."""
+    fields: list[DeclaredField] = []
+    for field in file_schema.fields:
+        if isinstance(field, IdentifierField) and field.dtype is None:
+            dtype = _declared_dtype(field) or column_dtypes.get(field.column) or "text"
+            field = replace(field, dtype=dtype)
         fields.append(field)
-    return replace(declaration, fields=tuple(fields))
+    return replace(file_schema, fields=tuple(fields))
 
 
-def _dtype_asked(field: Named) -> Dtype | None:
-    """What the declaration of its ids says that the values are."""
+def _declared_dtype(field: IdentifierField) -> Dtype | None:
+    """Return the dtype that the field's cardinality or vocabulary implies, if any."""
     if isinstance(field, Group | Key):
         return None
     if field.cardinality is not None:
@@ -82,12 +92,13 @@ def _dtype_asked(field: Named) -> Dtype | None:
     return None
 
 
-def check_types(path: Path, types: Mapping[str, pa.DataType], declaration: Declaration) -> None:
-    """`declaration` settled. Raises DataError for a column whose type its field cannot read."""
-    for field in declaration.fields:
+def check_types(path: Path, types: Mapping[str, pa.DataType], file_schema: FileSchema) -> None:
+    """Raise DataError for a column with a type that its field cannot read. Every `dtype` of the schema is set."""
+    for field in file_schema.fields:
         for column in field.columns:
             is_weights = isinstance(field, Bag) and column == field.weights
-            wanted, fix = (_wanted_weights if is_weights else _wanted)(field, types[column])
+            check = _weights_type_problem if is_weights else _type_problem
+            wanted, fix = check(field, types[column])
             if wanted:
                 raise DataError(
                     f"{path}, column {column}: got {types[column]}, wanted {wanted}, because the field "
@@ -95,45 +106,45 @@ def check_types(path: Path, types: Mapping[str, pa.DataType], declaration: Decla
                 )
 
 
-def _wanted_weights(_: Field, kind: pa.DataType) -> tuple[str, str]:
-    suits = is_text(kind) or (is_list(kind) and is_number(kind.value_type))
+def _weights_type_problem(_: DeclaredField, arrow_type: pa.DataType) -> tuple[str, str]:
+    suits = is_text(arrow_type) or (is_list(arrow_type) and is_number(arrow_type.value_type))
     return ("", "") if suits else ("lists of numbers", "Read another column")
 
 
-def _wanted(field: Field, kind: pa.DataType) -> tuple[str, str]:
-    """("", "") where the type suits the field; else what would, and what to do."""
-    if pa.types.is_null(kind):
+def _type_problem(field: DeclaredField, arrow_type: pa.DataType) -> tuple[str, str]:
+    """Return ("", "") if the type suits the field, else the wanted type and the fix, for a message."""
+    if pa.types.is_null(arrow_type):
         return "", ""  # all values are missing
     if isinstance(field, Label) and field.positive is not None:
-        is_named = is_text(kind) or is_integer(kind)
-        return ("", "") if is_named else ("texts or integers", "Leave positive out")
+        suits = is_text(arrow_type) or is_integer(arrow_type)
+        return ("", "") if suits else ("texts or integers", "Leave positive out")
     if isinstance(field, Time) or (isinstance(field, Number) and field.days_before is not None):
-        suits = is_time(kind) or is_text(kind) or is_number(kind)
+        suits = is_time(arrow_type) or is_text(arrow_type) or is_number(arrow_type)
         return ("", "") if suits else ("times", "Read another column")
     if isinstance(field, Number | Bucket | Label | Weight):
-        if is_number(kind) or is_text(kind):
+        if is_number(arrow_type) or is_text(arrow_type):
             return "", ""
-        fix = "Declare a time, or give days_before" if is_time(kind) else "Convert the column"
+        fix = "Declare a time, or give days_before" if is_time(arrow_type) else "Convert the column"
         return "numbers", f"{fix}, or read another column"
-    assert isinstance(field, Named)
-    return _wanted_of_ids(field, kind)
+    assert isinstance(field, IdentifierField)
+    return _ids_type_problem(field, arrow_type)
 
 
-def _wanted_of_ids(field: Named, kind: pa.DataType) -> tuple[str, str]:
-    """Return what `_wanted` does, for a field of ids whose column has some value."""
-    several = isinstance(field, Bag | SequenceField)
-    if is_list(kind) and not several:
+def _ids_type_problem(field: IdentifierField, arrow_type: pa.DataType) -> tuple[str, str]:
+    """Return what `_check_type` does, for a field of ids and a column that is not all null."""
+    is_list_field = isinstance(field, Bag | SequenceField)
+    if is_list(arrow_type) and not is_list_field:
         return "one value per row", "Declare a bag or a sequence"
-    if several and not is_list(kind) and not is_text(kind):
+    if is_list_field and not is_list(arrow_type) and not is_text(arrow_type):
         return "lists, or text with a separator", "Declare a category"
-    if is_list(kind) and pa.types.is_null(kind.value_type):
+    if is_list(arrow_type) and pa.types.is_null(arrow_type.value_type):
         return "", ""  # all lists are empty
-    holds = dtype_in(kind)
+    holds = id_dtype_of(arrow_type)
     if holds is None:
-        values = kind.value_type if is_list(kind) else kind
+        values = arrow_type.value_type if is_list(arrow_type) else arrow_type
         is_real = pa.types.is_floating(values) or pa.types.is_decimal(values)
         if is_real and field.dtype == "integer":
-            return "", ""  # each is checked to be whole
+            return "", ""  # every value is checked to be whole when it is read
         fix = "Numbers become ids with a bucket field or, if all are whole, with `dtype: integer`"
         return "text or integers", fix
     if holds == "integer" and field.dtype == "text":

@@ -1,4 +1,4 @@
-"""Text to Parquet, as a stream: what is read often is better kept in columns, smaller, typed and checked once."""
+"""Conversion of text to Parquet, as a stream. Parquet is smaller, typed, checked once, and faster to read."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ import pyarrow.parquet as pq
 
 from colonnade.data.lines import LineFile, locate, open_lines
 from colonnade.data.sets.criteo import CATEGORIES, DENSE, FILE, FOLDER, parse_columns
-from colonnade.data.tabular.columns import refuse_repeated
-from colonnade.data.tabular.csv import CsvTable, build_dialect, open_text
-from colonnade.data.tabular.infer import INFER_ROWS, UNNAMED, infer
-from colonnade.data.tabular.narrow import BLANKS, narrowest
+from colonnade.data.tabular.columns import check_unique_names
+from colonnade.data.tabular.csv import CsvFile, build_dialect, open_csv_file
+from colonnade.data.tabular.infer import INFER_ROWS, UNNAMED, infer_fields
+from colonnade.data.tabular.narrow import BLANKS, narrowest_type
 from colonnade.data.tabular.parquet import SCHEMA_KEY
 from colonnade.errors import DataError, StorageError
 
 ROWS_PER_GROUP = 1 << 17
-"""40 columns of so many rows are some 40 MB in memory: what a reader, and this writer, holds at least."""
+"""Number of rows in a row group. 40 columns take about 40 MB, the least that a reader and this writer hold in memory.
+"""
 CHUNK_LINES = 1 << 15
 COMPRESSION = "zstd"
-"""With dictionaries. Criteo's text becomes 0.22 of its size (snappy 0.29), read at millions of rows/s on a core."""
+"""Compression, with dictionaries: Criteo's text shrinks to 0.22 of its size (snappy: 0.29), and one core reads millions
+of rows per second."""
 
 CRITEO_SCHEMA = "\n".join(
     [
@@ -38,12 +40,12 @@ CRITEO_SCHEMA = "\n".join(
         "",
     ]
 )
-"""What makes of the columns the batches that the text makes."""
+"""File schema under which the converted columns give the same batches as the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A stream of tables of one schema. `num_rows` of all of them; `metadata` goes into the file's footer."""
+    """Stream of tables with one schema. `num_rows`: of all tables; `metadata`: written to the file's footer."""
 
     source: Path
     schema: pa.Schema
@@ -53,11 +55,11 @@ class Conversion:
 
 
 def open_criteo_conversion(path: str | Path) -> Conversion:
-    """A Criteo text file (or the folder that holds it) as these columns, in the order of the lines:
+    """Open the conversion of a Criteo text file (or of the folder that holds it), in the order of the lines:
 
     label       int8: 0 or 1
     I1 .. I13   int64, null where missing
-    C1 .. C26   int64, never null: what the 8 hex digits spell; 4294967296 (2**32) where missing
+    C1 .. C26   int64, never null: the number of the 8 hex digits; 4294967296 (2**32) where missing
 
     `tables` raises DataError naming file, line and column.
     """
@@ -70,17 +72,17 @@ def open_criteo_conversion(path: str | Path) -> Conversion:
         ]
     )
     metadata = {SCHEMA_KEY: CRITEO_SCHEMA.encode()}
-    tables = _criteo_tables(file, schema)
+    tables = _read_criteo_tables(file, schema)
     return Conversion(file.path, schema, file.num_lines, tables, metadata)
 
 
-def _criteo_tables(file: LineFile, schema: pa.Schema) -> Iterator[pa.Table]:
+def _read_criteo_tables(file: LineFile, schema: pa.Schema) -> Iterator[pa.Table]:
     for start in range(0, file.num_lines, CHUNK_LINES):
         stop = min(start + CHUNK_LINES, file.num_lines)
         lines = file.read(start, stop)
-        read, ids = parse_columns(lines, stop - start, path=file.path, first_line=start + 1)
-        label = pa.array(read.column(0).to_numpy().astype(np.int8))
-        numbers = [read.column(i) for i in range(1, 14)]
+        table, ids = parse_columns(lines, stop - start, path=file.path, first_line=start + 1)
+        label = pa.array(table.column(0).to_numpy().astype(np.int8))
+        numbers = [table.column(i) for i in range(1, 14)]
         yield pa.Table.from_arrays([label, *numbers, *map(pa.array, ids)], schema=schema)
 
 
@@ -93,48 +95,52 @@ def open_csv_conversion(
     null_values: Sequence[str] = (),
     on_rows: Callable[[int, int], object] = lambda rows, total: None,
 ) -> Conversion:
-    """A CSV file as its columns, in order; an empty field is null. The options are `open_csv`'s.
+    """Open the conversion of a CSV file, column by column; an empty field is null. The options are `open_csv`'s.
 
-    Every row is read once here, to choose what a column is, so that no value is changed or refused later:
+    Every row is read once here, to choose the type of each column, so that no value is changed or refused later:
 
-    int64     all values are integers as one writes them: no leading zeros, 64 bits
-    double    all are numbers, none of them with leading zeros or an integer that a double cannot hold
+    int64     all values are integers without leading zeros, of 64 bits
+    double    all are numbers, none of them with leading zeros or an integer that a double cannot represent
     string    anything else
 
     Raises DataError naming file, line and column; calls `on_rows` with the rows of each block and of the file.
     """
-    table = open_text(Path(path).expanduser(), build_dialect(delimiter, quote, names, null_values))
-    refuse_repeated(table.path, table.names)
-    total = int(table.lengths.sum())
-    if total == 0:
-        raise DataError(f"{table.path}: got no row after the header, wanted at least one")
-    texts = dict.fromkeys(table.names, pa.string())
-    ranks = [0] * len(table.names)
-    for block in range(len(table.lengths)):
-        read = table.parse(table.rows.read(block), block, None, texts)
-        ranks = [max(rank, _narrowest(read.column(i))) for i, rank in enumerate(ranks)]
-        on_rows(int(table.lengths[block]), total)
-    types = {name: _TYPES[rank] for name, rank in zip(table.names, ranks, strict=True)}
-    schema = pa.schema([pa.field(name, type_) for name, type_ in types.items()])
-    typed = any(kind != UNNAMED for kind in table.header_types.values())
-    declared = (
-        infer(table.path, table.head(INFER_ROWS), None, table.header_types) if typed else None
+    file = open_csv_file(
+        Path(path).expanduser(), build_dialect(delimiter, quote, names, null_values)
     )
-    metadata = {} if declared is None else {SCHEMA_KEY: declared.declaration.to_yaml().encode()}
-    return Conversion(table.path, schema, total, _csv_tables(table, types), metadata)
+    check_unique_names(file.path, file.names)
+    total = int(file.lengths.sum())
+    if total == 0:
+        raise DataError(f"{file.path}: got no row after the header, wanted at least one")
+    texts = dict.fromkeys(file.names, pa.string())
+    ranks = [0] * len(file.names)
+    for block in range(len(file.lengths)):
+        table = file.parse_block(file.rows.read_block(block), block, None, texts)
+        ranks = [max(rank, _narrowest_type_index(table.column(i))) for i, rank in enumerate(ranks)]
+        on_rows(int(file.lengths[block]), total)
+    types = {name: _TYPES[rank] for name, rank in zip(file.names, ranks, strict=True)}
+    schema = pa.schema([pa.field(name, type_) for name, type_ in types.items()])
+    has_types = any(kind != UNNAMED for kind in file.header_types.values())
+    inferred = (
+        infer_fields(file.path, file.read_head(INFER_ROWS), None, file.header_types)
+        if has_types
+        else None
+    )
+    metadata = {} if inferred is None else {SCHEMA_KEY: inferred.file_schema.to_yaml().encode()}
+    return Conversion(file.path, schema, total, _read_csv_tables(file, types), metadata)
 
 
 _TYPES = [pa.int64(), pa.float64(), pa.string()]
 
 
-def _narrowest(column: pa.ChunkedArray) -> int:
-    """Return the index into _TYPES of the first type that holds these texts without changing what they say."""
-    return _TYPES.index(narrowest(pc.utf8_trim(column, BLANKS)))
+def _narrowest_type_index(column: pa.ChunkedArray) -> int:
+    """Return the index into _TYPES of the first type that represents all these texts exactly."""
+    return _TYPES.index(narrowest_type(pc.utf8_trim(column, BLANKS)))
 
 
-def _csv_tables(table: CsvTable, types: dict[str, pa.DataType]) -> Iterator[pa.Table]:
-    for block in range(len(table.lengths)):
-        yield table.parse(table.rows.read(block), block, None, types)
+def _read_csv_tables(file: CsvFile, types: dict[str, pa.DataType]) -> Iterator[pa.Table]:
+    for block in range(len(file.lengths)):
+        yield file.parse_block(file.rows.read_block(block), block, None, types)
 
 
 def write_parquet(
@@ -145,16 +151,17 @@ def write_parquet(
     overwrite: bool = False,
     on_rows: Callable[[int], object] = lambda rows: None,
 ) -> None:
-    """Write all of it to `target`, which appears whole and synced, or not at all; calls `on_rows` with the count of
-    each table written. Holds one row group and one table of the stream at a time.
+    """Write all tables to `target`, which appears complete and synced, or not at all.
 
-    Raises DataError where `target` is there already (unless `overwrite`) or has no folder, StorageError where it
-    cannot be written, and what the stream raises. A killed process leaves a hidden file that ends in .partial.
+    Calls `on_rows` with the row count of each table written. Holds one row group and one table of the stream in memory.
+
+    Raises DataError if `target` exists already (unless `overwrite`) or has no folder, StorageError if it cannot be
+    written, and the errors of the stream. A killed process leaves a hidden file that ends in .partial.
     """
     target = check_target(conversion.source, target, overwrite=overwrite)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        _write(conversion, partial, rows_per_group, on_rows)
+        _write_row_groups(conversion, partial, rows_per_group, on_rows)
         with partial.open("rb") as written:
             os.fsync(written.fileno())
         partial.replace(target)
@@ -171,7 +178,7 @@ def write_parquet(
 
 
 def check_target(source: Path, target: str | Path, *, overwrite: bool) -> Path:
-    """Where to write. Raises DataError: a directory, no folder, the source itself, there already."""
+    """Return the path to write. Raises DataError: a directory, no folder, the source itself, an existing file."""
     target = Path(target).expanduser()
     if target.is_dir():
         raise DataError(f"{target}: got a directory, wanted the name of the file to write")
@@ -186,21 +193,21 @@ def check_target(source: Path, target: str | Path, *, overwrite: bool) -> Path:
     return target
 
 
-def _write(
+def _write_row_groups(
     conversion: Conversion, path: Path, rows_per_group: int, on_rows: Callable[[int], object]
 ) -> None:
     schema = conversion.schema.with_metadata(dict(conversion.metadata))
     with pq.ParquetWriter(path, schema, compression=COMPRESSION) as writer:
-        held: list[pa.Table] = []
-        num_held = 0
+        pending: list[pa.Table] = []
+        num_pending = 0
         for table in conversion.tables:
-            held.append(table.replace_schema_metadata(schema.metadata))
-            num_held += len(table)
-            if num_held >= rows_per_group:
-                whole = pa.concat_tables(held)
-                full = num_held - num_held % rows_per_group
-                writer.write_table(whole.slice(0, full), rows_per_group)
-                held, num_held = [whole.slice(full)], num_held - full
+            pending.append(table.replace_schema_metadata(schema.metadata))
+            num_pending += len(table)
+            if num_pending >= rows_per_group:
+                combined = pa.concat_tables(pending)
+                full = num_pending - num_pending % rows_per_group
+                writer.write_table(combined.slice(0, full), rows_per_group)
+                pending, num_pending = [combined.slice(full)], num_pending - full
             on_rows(len(table))
-        if num_held:
-            writer.write_table(pa.concat_tables(held), rows_per_group)
+        if num_pending:
+            writer.write_table(pa.concat_tables(pending), rows_per_group)

@@ -1,4 +1,4 @@
-"""CSV and its kin as they are: one file, many, folders, patterns; any delimiter, quoted fields; streamed by blocks."""
+"""CSV and other delimited text, streamed by blocks: files, folders and patterns; any delimiter, quoted fields."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pyarrow.csv
 from numpy.typing import NDArray
 
 from colonnade.data.contract import Splits
-from colonnade.data.lines import excerpt, field_error
-from colonnade.data.tabular.arrow import one_array
-from colonnade.data.tabular.columns import check_names
-from colonnade.data.tabular.declaration import Declaration
+from colonnade.data.lines import build_field_error, format_excerpt
+from colonnade.data.tabular.arrow import combine_chunks
+from colonnade.data.tabular.columns import check_columns
+from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.fields import (
     Bag,
     Bucket,
@@ -34,12 +34,12 @@ from colonnade.data.tabular.fields import (
     Weight,
 )
 from colonnade.data.tabular.fields import Sequence as SequenceField
-from colonnade.data.tabular.files import read_blocks
+from colonnade.data.tabular.files import read_first_rows
 from colonnade.data.tabular.infer import TYPES, UNNAMED
-from colonnade.data.tabular.narrow import casts
-from colonnade.data.tabular.opening import Format, open_tables
-from colonnade.data.tabular.source import Splitting
-from colonnade.data.tabular.text_rows import BLOCK_BYTES, TextRows, open_rows, row_ends
+from colonnade.data.tabular.narrow import can_cast
+from colonnade.data.tabular.opening import TableFormat, open_table_files
+from colonnade.data.tabular.source import SplitOptions
+from colonnade.data.tabular.text_rows import BLOCK_BYTES, TextRows, find_row_ends, index_rows
 from colonnade.errors import ConfigError, DataError
 
 TABBED = (".tsv", ".tab", ".inter")
@@ -52,6 +52,8 @@ NUMBER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
+    """Syntax of delimited text: delimiter, quote, column names and texts that are missing values."""
+
     delimiter: str | None  # None: by the file's name
     quote: str | None
     names: tuple[str, ...] | None
@@ -67,21 +69,23 @@ def build_dialect(
     names: Sequence[str] | None,
     null_values: Sequence[str],
 ) -> Dialect:
-    """Raises ConfigError."""
-    for what, value in (("delimiter", delimiter), ("quote", quote)):
-        one = isinstance(value, str) and len(value) == 1 and value.isascii() and value not in "\r\n"
-        if value is not None and not one:
-            raise ConfigError(f"got {what}={value!r}, wanted one ASCII character")
-    for what, texts in (("names", names), ("null_values", null_values)):
-        fits = isinstance(texts, Sequence) and not isinstance(texts, str)
-        if texts is not None and not (fits and all(isinstance(text, str) for text in texts)):
-            raise ConfigError(f"got {what}={texts!r}, wanted a list of texts")
+    """Check the options and return them as a dialect. Raises ConfigError."""
+    for option, value in (("delimiter", delimiter), ("quote", quote)):
+        is_valid = (
+            isinstance(value, str) and len(value) == 1 and value.isascii() and value not in "\r\n"
+        )
+        if value is not None and not is_valid:
+            raise ConfigError(f"got {option}={value!r}, wanted one ASCII character")
+    for option, texts in (("names", names), ("null_values", null_values)):
+        is_list = isinstance(texts, Sequence) and not isinstance(texts, str)
+        if texts is not None and not (is_list and all(isinstance(text, str) for text in texts)):
+            raise ConfigError(f"got {option}={texts!r}, wanted a list of texts")
     return Dialect(delimiter, quote, None if names is None else tuple(names), tuple(null_values))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CsvTable:
-    """One file, by its index. `types`: what each column that is read is parsed as."""
+class CsvFile:
+    """CSV file with an index of its blocks. `types`: type as which each column that is read is parsed."""
 
     rows: TextRows
     names: list[str]
@@ -89,9 +93,11 @@ class CsvTable:
     types: dict[str, pa.DataType]
 
     header_types: dict[str, str]
-    as_text: set[str] = dataclasses.field(default_factory=set)
-    """Columns of integers that a block spells otherwise: 31.0 beside missing ones (pandas), true. `encode_ids` reads
-    them."""
+    text_columns: set[str] = dataclasses.field(default_factory=set)
+    """Integer columns in which a block has other spellings: 31.0 in a column with missing values (pandas), true.
+
+    They are parsed as text, which `encode_ids` reads.
+    """
 
     @property
     def path(self) -> Path:
@@ -104,40 +110,44 @@ class CsvTable:
     def dtype_of(self, column: str) -> Dtype | None:
         return None
 
-    def declared(self) -> Declaration | None:
+    def embedded_schema(self) -> FileSchema | None:
         return None
 
-    def head(self, num_rows: int) -> Mapping[str, pa.Array]:
-        """Return the rows as texts."""
-        return read_blocks(replace(self, types=dict.fromkeys(self.names, pa.string())), num_rows)
+    def read_head(self, num_rows: int) -> Mapping[str, pa.Array]:
+        """Return the first rows, all columns, as texts."""
+        return read_first_rows(
+            replace(self, types=dict.fromkeys(self.names, pa.string())), num_rows
+        )
 
-    def bind(self, declaration: Declaration, split_by: str | None) -> CsvTable:
-        check_names(self.path, self.names, declaration, split_by)
-        types = text_types(declaration)
+    def bind_schema(self, file_schema: FileSchema, split_by: str | None) -> CsvFile:
+        check_columns(self.path, self.names, file_schema, split_by)
+        types = choose_parse_types(file_schema)
         if split_by is not None:
             types.setdefault(split_by, pa.string())
         return replace(self, types=types)
 
-    def read(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
-        types = {n: pa.string() if n in self.as_text else self.types[n] for n in columns}
-        text = self.rows.read(block)
+    def read_block(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
+        types = {n: pa.string() if n in self.text_columns else self.types[n] for n in columns}
+        text = self.rows.read_block(block)
         try:
-            table = self.parse(text, block, columns, types)
+            table = self.parse_block(text, block, columns, types)
         except DataError:
-            loose = {n: pa.string() if pa.types.is_integer(t) else t for n, t in types.items()}
-            if loose == types:
+            lenient = {n: pa.string() if pa.types.is_integer(t) else t for n, t in types.items()}
+            if lenient == types:
                 raise
-            table = self.parse(text, block, columns, loose)
-            integers = [name for name in loose if loose[name] != types[name]]
-            self.as_text.update(n for n in integers if not casts(table.column(n), pa.int64()))
-        return {name: one_array(table.column(name)) for name in columns}
+            table = self.parse_block(text, block, columns, lenient)
+            integers = [name for name in lenient if lenient[name] != types[name]]
+            self.text_columns.update(
+                n for n in integers if not can_cast(table.column(n), pa.int64())
+            )
+        return {name: combine_chunks(table.column(name)) for name in columns}
 
-    def parse(
+    def parse_block(
         self, text: bytes, block: int, columns: Sequence[str] | None, types: dict[str, pa.DataType]
     ) -> pa.Table:
-        """`columns` None: all; a column without a type gets one that fits. Raises DataError."""
+        """Parse the text of a block. `columns` None: all; pyarrow chooses types not in `types`. Raises DataError."""
         dialect = self.dialect
-        reason = "its rows are not those of its lines; do quotes stand in pairs?"
+        reason = "its rows do not match its lines; is each quote closed?"
         try:
             table = pyarrow.csv.read_csv(
                 pa.BufferReader(text),
@@ -157,7 +167,7 @@ class CsvTable:
                     strings_can_be_null=True,
                 ),
             )
-            # pyarrow reads an empty line as missing values only; of a single column it is one.
+            # pyarrow reads an empty line as a row of missing values. With a single column it is a valid row.
             is_ragged = self.rows.has_empty[block] and len(self.names) > 1
             if table.num_rows == self.lengths[block] and not is_ragged:
                 return table
@@ -165,9 +175,9 @@ class CsvTable:
             reason = str(error).splitlines()[0]
         self._raise_fault(text, block, types, reason)
 
-    def place(self, block: int, row: int) -> str:
-        text = self.rows.read(block)
-        ends = row_ends(text, self._quote_code)
+    def describe_row(self, block: int, row: int) -> str:
+        text = self.rows.read_block(block)
+        ends = find_row_ends(text, self._quote_code)
         begin = int(ends[row - 1]) + 1 if row else 0
         before = int(self.rows.lines[block]) + text.count(b"\n", 0, begin)
         return f"line {before + 1}"
@@ -175,9 +185,9 @@ class CsvTable:
     def _raise_fault(
         self, text: bytes, block: int, types: Mapping[str, pa.DataType], reason: str
     ) -> NoReturn:
-        """Name the first row and field at fault in a block that the fast reader refused for `reason`."""
+        """Raise DataError for the first faulty row and field of a block that pyarrow refused for `reason`."""
         line, begin = int(self.rows.lines[block]) + 1, 0
-        ends = row_ends(text, self._quote_code).tolist()
+        ends = find_row_ends(text, self._quote_code).tolist()
         for end in [*ends, len(text)]:
             row = text[begin:end]
             if begin < len(text):
@@ -188,10 +198,10 @@ class CsvTable:
         raise DataError(f"{self.path}, from line {first} on: cannot be read ({reason})")
 
     def check_row(self, row: bytes, line: int, types: Mapping[str, pa.DataType]) -> None:
-        """The slow twin of `parse` for one row: raise DataError at its first field at fault, else nothing."""
+        """Raise DataError for the first faulty field of a row. Slow check with the same rules as `parse_block`."""
         row = row.removesuffix(b"\r")
         if not row and len(self.names) > 1:
-            raise field_error(
+            raise build_field_error(
                 self.path, line, None, got="an empty line", wanted="a row", fix="Remove it"
             )
         try:
@@ -202,7 +212,7 @@ class CsvTable:
                 if not _is_utf8(part):
                     column = name
                     break
-            raise field_error(
+            raise build_field_error(
                 self.path,
                 line,
                 column,
@@ -211,22 +221,22 @@ class CsvTable:
                 fix="Convert the file, for instance with iconv -f latin1 -t utf-8",
             ) from None
         try:
-            fields = self._fields(text)
+            fields = self._split_row(text)
         except csv.Error as error:
-            raise field_error(
+            raise build_field_error(
                 self.path,
                 line,
                 None,
-                got=f"{excerpt(row)} ({error})",
+                got=f"{format_excerpt(row)} ({error})",
                 wanted="quotes around whole fields",
                 fix="Repair the row, or say that the file has no quotes: quote: none",
             ) from None
         if len(fields) != len(self.names):
-            raise field_error(
+            raise build_field_error(
                 self.path,
                 line,
                 None,
-                got=f"{len(fields)} columns in {excerpt(row)}",
+                got=f"{len(fields)} columns in {format_excerpt(row)}",
                 wanted=f"{len(self.names)} as the header has them"
                 if self.dialect.names is None
                 else f"{len(self.names)} as names has them",
@@ -239,17 +249,17 @@ class CsvTable:
             pattern, wanted = (
                 (INTEGER, "an integer of 64 bits") if kind == pa.int64() else (NUMBER, "a number")
             )
-            outside = (
+            is_outside = (
                 kind == pa.int64()
                 and pattern.fullmatch(field)
                 and not -(2**63) <= int(field) < 2**63
             )
-            if outside or not pattern.fullmatch(field):
-                raise field_error(
+            if is_outside or not pattern.fullmatch(field):
+                raise build_field_error(
                     self.path,
                     line,
                     name,
-                    got=excerpt(field.encode()),
+                    got=format_excerpt(field.encode()),
                     wanted=wanted,
                     fix="Repair or remove the row, or declare the column as text or in null_values",
                 )
@@ -262,7 +272,7 @@ class CsvTable:
     def _delimiter(self) -> str:
         return self.dialect.delimiter_of(self.path)
 
-    def _fields(self, row: str) -> list[str]:
+    def _split_row(self, row: str) -> list[str]:
         if self.dialect.quote is None:
             return row.split(self._delimiter)
         lines = row.splitlines(keepends=True) if "\n" in row else [row]
@@ -273,47 +283,49 @@ class CsvTable:
         return records[0]
 
 
-def open_text(path: Path, dialect: Dialect) -> CsvTable:
+def open_csv_file(path: Path, dialect: Dialect) -> CsvFile:
     """Index the file and read its header. Raises DataError."""
     if dialect.delimiter_of(path) == dialect.quote:
         raise ConfigError(
             f"{path}: got delimiter and quote both {dialect.quote!r}, wanted two characters"
         )
-    rows = open_rows(path, dialect.quote, has_header=dialect.names is None, block_bytes=BLOCK_BYTES)
+    rows = index_rows(
+        path, dialect.quote, has_header=dialect.names is None, block_bytes=BLOCK_BYTES
+    )
     if dialect.names is not None:
-        names, header_types = read_header(path, dialect.names)
-        return CsvTable(rows, names, dialect, {}, header_types)
+        names, header_types = parse_header(path, dialect.names)
+        return CsvFile(rows, names, dialect, {}, header_types)
     try:
-        header = rows.head.decode().rstrip("\r\n")
+        header = rows.header.decode().rstrip("\r\n")
     except UnicodeDecodeError:
-        raise field_error(
-            path, 1, None, got=excerpt(rows.head), wanted="UTF-8",
+        raise build_field_error(
+            path, 1, None, got=format_excerpt(rows.header), wanted="UTF-8",
             fix="Convert the file, for instance with iconv -f latin1 -t utf-8",
         ) from None  # fmt: skip
-    table = CsvTable(rows, [], dialect, {}, {})
+    unnamed = CsvFile(rows, [], dialect, {}, {})
     try:
-        names = table._fields(header)
+        names = unnamed._split_row(header)
     except csv.Error as error:
-        raise field_error(
-            path, 1, None, got=f"{excerpt(rows.head)} ({error})", wanted="quotes around whole names",
+        raise build_field_error(
+            path, 1, None, got=f"{format_excerpt(rows.header)} ({error})", wanted="quotes around whole names",
             fix="Repair the header, or say that the file has no quotes: quote: none",
         ) from None  # fmt: skip
     if names == [""]:
-        raise field_error(
+        raise build_field_error(
             path, 1, None, got="an empty line", wanted="a header with the names of the columns",
             fix="Add one, or give names",
         )  # fmt: skip
-    names, header_types = read_header(path, names)
-    return CsvTable(rows, names, dialect, {}, header_types)
+    names, header_types = parse_header(path, names)
+    return CsvFile(rows, names, dialect, {}, header_types)
 
 
-def read_header(path: Path, cells: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the names of the columns, and the types of those that have one.
+def parse_header(path: Path, cells: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the names of the columns, and the types by name that the header gives.
 
-    An empty cell becomes column_0, column_1, ... by its place. Cells that all read `name:type` are typed. Raises
-    DataError for an unknown type.
+    An empty cell becomes column_0, column_1, ... by its position. If all cells are `name:type`, the columns are typed.
+    Raises DataError for an unknown type.
     """
-    names = [cell or f"column_{number}" for number, cell in enumerate(cells)]
+    names = [cell or f"column_{i}" for i, cell in enumerate(cells)]
     types = {name: UNNAMED for name, cell in zip(names, cells, strict=True) if not cell}
     pairs = [cell.rpartition(":") for cell in cells]
     if (
@@ -324,18 +336,18 @@ def read_header(path: Path, cells: Sequence[str]) -> tuple[list[str], dict[str, 
         return names, types
     for name, _, kind in pairs:
         if kind not in TYPES:
-            raise field_error(
-                path, 1, name, got=f"the type {excerpt(kind.encode())} in the header",
+            raise build_field_error(
+                path, 1, name, got=f"the type {format_excerpt(kind.encode())} in the header",
                 wanted=f"one of {', '.join(TYPES)}", fix="Repair it, or give no column a type",
             )  # fmt: skip
         types[name] = TYPES[kind]
     return [name for name, _, _ in pairs], types
 
 
-def text_types(declaration: Declaration) -> dict[str, pa.DataType]:
-    """Choose what each column is parsed as; where fields want different things of it, what serves all."""
+def choose_parse_types(file_schema: FileSchema) -> dict[str, pa.DataType]:
+    """Choose the type as which each column is parsed; if fields need different types, one from which all can read."""
     wanted: dict[str, set[Dtype | str]] = {}
-    for field in declaration.fields:
+    for field in file_schema.fields:
         for column in field.columns:
             kinds = wanted.setdefault(column, set())
             if isinstance(field, Time) or (isinstance(field, Number) and field.days_before):
@@ -345,7 +357,7 @@ def text_types(declaration: Declaration) -> dict[str, pa.DataType]:
             elif isinstance(field, Label):
                 kinds.add("text")  # numbers, or true and false
             elif isinstance(field, Bag | SequenceField):
-                kinds.add("text")  # of which the elements are parsed
+                kinds.add("text")  # split and parsed later
             elif isinstance(field, Category | Group | Key):
                 kinds.add(field.dtype or "text")
     types = {"text": pa.string(), "integer": pa.int64(), "number": pa.float64()}
@@ -364,7 +376,7 @@ def _is_utf8(field: bytes) -> bool:
 
 
 ENDINGS = (".csv", ".tsv", ".tab", ".inter")
-"""Of the files that are read of a folder; a file that is named may be called anything."""
+"""Endings of the files that are read in a folder; a file given by its path may have any name."""
 
 
 def open_csv(
@@ -386,19 +398,19 @@ def open_csv(
     names: Sequence[str] | None = None,
     null_values: Sequence[str] = (),
 ) -> Splits:
-    """Samples under a declared schema, or one inferred from the first block of the first file.
+    """Open delimited text under a declared schema, or one inferred from the first block of the first file.
 
-    As `open_parquet`, where the other options are described; a block is what ends within 4 MiB of text, and
+    `open_parquet` describes the other options. A block has the rows that end within 4 MiB of text.
 
     delimiter    one character; default: tab for .tsv and .tab, else a comma
-    quote        around fields that hold delimiters or newlines; None: no such fields
-    names        of the columns, where the files have no header
-    null_values  texts that are missing values, beside the empty one: ["NA", "NULL"]
+    quote        character around fields that contain delimiters or newlines; None: no quoted fields
+    names        names of the columns, if the files have no header
+    null_values  texts that are missing values, in addition to the empty one: ["NA", "NULL"]
 
-    A column is text or integers, as its field's dtype says; default text. Every file is read once at opening, to
+    A column is text or integers, by its field's dtype; default text. Every file is read once at opening, to
     index it. Raises DataError naming file, line (from 1, the header included) and column.
     """
-    splitting = Splitting(
+    splitting = SplitOptions(
         test_fraction=test_fraction,
         validation_fraction=validation_fraction,
         split_by=split_by,
@@ -407,7 +419,7 @@ def open_csv(
         seed=seed,
         threads=threads,
     )
-    return open_tables(
+    return open_table_files(
         path,
         csv_format(delimiter=delimiter, quote=quote, names=names, null_values=null_values),
         schema=schema,
@@ -424,7 +436,7 @@ def csv_format(
     quote: str | None = '"',
     names: Sequence[str] | None = None,
     null_values: Sequence[str] = (),
-) -> Format:
-    """Raise ConfigError for options that cannot work."""
+) -> TableFormat:
+    """Return the format of CSV files with these options. Raises ConfigError for options that cannot work."""
     dialect = build_dialect(delimiter, quote, names, null_values)
-    return Format(ENDINGS, partial(open_text, dialect=dialect))
+    return TableFormat(ENDINGS, partial(open_csv_file, dialect=dialect))

@@ -1,4 +1,4 @@
-"""The declared schema of files: all fields, and the version of the hash that makes ids of texts.
+"""Declared schema of files: the fields, and the version of the hash that turns texts into ids.
 
     hash_version: 1
     fields:
@@ -7,7 +7,7 @@
       user: {type: category}
       genres: {type: bag, separator: '|', rows: 100}
 
-A declaration read back from `to_dict` or `to_yaml` is equal to the one that was written.
+A schema read from the output of `to_dict` or `to_yaml` equals the one that was written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from colonnade.data.tabular.fields import (
     Categorical,
     Category,
     Cross,
-    Field,
+    DeclaredField,
     Group,
     Key,
     Label,
@@ -36,7 +36,7 @@ from colonnade.data.tabular.fields import (
     Weight,
     field_from_dict,
     field_to_dict,
-    nearest,
+    suggest_name,
 )
 from colonnade.data.tabular.hashing import HASH_VERSION
 from colonnade.errors import ConfigError
@@ -44,10 +44,10 @@ from colonnade.formats import parse_yaml, read_text
 
 
 @dataclass(frozen=True, slots=True)
-class Declaration:
-    """Fields in the order in which the model sees them. Raises ConfigError where they do not fit together."""
+class FileSchema:
+    """Fields of a file, in the order in which the model reads them. Raises ConfigError if they are inconsistent."""
 
-    fields: tuple[Field, ...]
+    fields: tuple[DeclaredField, ...]
     hash_version: int = HASH_VERSION
 
     def __post_init__(self) -> None:
@@ -57,18 +57,18 @@ class Declaration:
                 f"got hash_version={self.hash_version!r}, wanted {HASH_VERSION}: this version of Colonnade hashes "
                 "texts no other way. Use the version that wrote the schema"
             )
-        by_name: dict[str, Field] = {}
+        by_name: dict[str, DeclaredField] = {}
         for field in self.fields:
-            if not isinstance(field, Field):
+            if not isinstance(field, DeclaredField):
                 raise ConfigError(f"got {field!r} as a field, wanted Number('price') or the like")
             if field.name in by_name:
                 raise ConfigError(f"got two fields named {field.name!r}, wanted each name once")
             by_name[field.name] = field
         for kind in (Weight, Group, Key):
-            named = [field.name for field in self.fields if isinstance(field, kind)]
-            if len(named) > 1:
+            names = [field.name for field in self.fields if isinstance(field, kind)]
+            if len(names) > 1:
                 raise ConfigError(
-                    f"got {len(named)} fields of type {kind.__name__.lower()} ({', '.join(named)}), "
+                    f"got {len(names)} fields of type {kind.__name__.lower()} ({', '.join(names)}), "
                     "wanted one at most"
                 )
         if not self.numbers and not self.categorical:
@@ -77,14 +77,15 @@ class Declaration:
             )
         for field in self.categorical:
             if isinstance(field, Cross):
-                _check_parts(field, by_name)
+                _check_cross(field, by_name)
         first: dict[str, Categorical] = {}
         for field in self.categorical:
             other = first.setdefault(field.table, field)
             if other.num_rows != field.num_rows:
                 raise ConfigError(
-                    f"fields {other.name!r} and {field.name!r} share the table {field.table!r}: got {_rows(other)} "
-                    f"and {_rows(field)}, wanted the same. Declare their ids alike, or give them tables of their own"
+                    f"fields {other.name!r} and {field.name!r} share the table {field.table!r}: got "
+                    f"{_describe_rows(other)} and {_describe_rows(field)}, wanted the same. Declare their ids alike, "
+                    "or give them tables of their own"
                 )
 
     @property
@@ -99,18 +100,18 @@ class Declaration:
     def labels(self) -> tuple[Label, ...]:
         return tuple(field for field in self.fields if isinstance(field, Label))
 
-    def one(self, kind: type[Field]) -> Any:
-        """The field of a type that is there once at most, or None."""
+    def find_field(self, kind: type[DeclaredField]) -> Any:
+        """Return the field of a type that occurs at most once (Weight, Group, Key), or None."""
         return next((field for field in self.fields if isinstance(field, kind)), None)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Of the file, each once."""
+        """Names of the file's columns that the fields read, without repetition."""
         return tuple(dict.fromkeys(c for field in self.fields for c in field.columns))
 
     @property
     def schema(self) -> Schema:
-        """What every batch holds."""
+        """Schema of every batch."""
         kinds = {Bag: "bag", Sequence: "sequence"}
         columns = tuple(
             Column(f.name, f.num_rows, kinds.get(type(f), "one"), f.table)  # type: ignore[arg-type]
@@ -122,20 +123,20 @@ class Declaration:
             labels=tuple(f.name for f in self.labels),
         )
 
-    def inputs(self) -> Declaration:
-        """Without labels and weight: for files that are to be scored and do not have them."""
+    def inputs(self) -> FileSchema:
+        """Return the schema without labels and weight, for files to be scored, which may not have these columns."""
         return replace(
             self, fields=tuple(f for f in self.fields if not isinstance(f, Label | Weight))
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for YAML, JSON and the run folder's config."""
+        """Return plain values for YAML, JSON and the run folder's config."""
         fields = {field.name: field_to_dict(field) for field in self.fields}
         return {"hash_version": self.hash_version, "fields": fields}
 
     @staticmethod
-    def from_dict(values: object) -> Declaration:
-        """Raises ConfigError naming field and setting, unknown keys with the nearest known one."""
+    def from_dict(values: object) -> FileSchema:
+        """Build a schema from plain values. Raises ConfigError naming field and setting, and the nearest known name."""
         if not isinstance(values, Mapping):
             raise ConfigError(
                 f"got {type(values).__name__} {str(values)[:60]!r} as a schema, wanted a mapping with `fields:`"
@@ -143,20 +144,20 @@ class Declaration:
         for key in values:
             if key not in ("fields", "hash_version"):
                 raise ConfigError(
-                    f"a schema has no setting {key!r}; {nearest(str(key), ['fields', 'hash_version'])}"
+                    f"a schema has no setting {key!r}; {suggest_name(str(key), ['fields', 'hash_version'])}"
                 )
         fields = values.get("fields")
         if not isinstance(fields, Mapping) or not fields:
             raise ConfigError(
                 f"got fields: {str(fields)[:60]!r}, wanted one line per field, such as `price: {{type: number}}`"
             )
-        return Declaration(
+        return FileSchema(
             tuple(field_from_dict(name, settings) for name, settings in fields.items()),
             values.get("hash_version", HASH_VERSION),
         )
 
     def to_yaml(self) -> str:
-        """One line per field; `from_yaml` and `load_declaration` read it."""
+        """Return YAML with one line per field, which `from_yaml` and `load_declaration` read."""
         values = self.to_dict()
         values["fields"] = {name: _Line(line) for name, line in values["fields"].items()}
         text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=1 << 30, allow_unicode=True)
@@ -167,33 +168,36 @@ class Declaration:
         return text
 
     @staticmethod
-    def from_yaml(text: str) -> Declaration:
-        """Raises ConfigError, also for a key that is there twice."""
+    def from_yaml(text: str) -> FileSchema:
+        """Build a schema from YAML. Raises ConfigError, also for a repeated key."""
         try:
             values = parse_yaml(text, _Loader)
         except ValueError as error:
             raise ConfigError(f"not YAML: {error}") from None
-        return Declaration.from_dict(values)
+        return FileSchema.from_dict(values)
 
 
 def load_declaration(
-    schema: Declaration | Mapping[str, Any] | Iterable[Field] | str | Path,
-) -> Declaration:
-    """A declaration as a user may give it: itself, its fields, plain values, or a YAML file. Raises ConfigError."""
-    if isinstance(schema, Declaration):
+    schema: FileSchema | Mapping[str, Any] | Iterable[DeclaredField] | str | Path,
+) -> FileSchema:
+    """Return the file schema from any form a user may pass: itself, its fields, plain values, or a YAML file's path.
+
+    Raises ConfigError.
+    """
+    if isinstance(schema, FileSchema):
         return schema
     if isinstance(schema, Mapping):
-        return Declaration.from_dict(schema)
+        return FileSchema.from_dict(schema)
     if not isinstance(schema, str | Path):
         try:
-            return Declaration(tuple(schema))
+            return FileSchema(tuple(schema))
         except TypeError:
             raise ConfigError(
                 f"got schema={schema!r}, wanted fields, or the path of a YAML file that declares them"
             ) from None
     path = Path(schema).expanduser()
     try:
-        return Declaration.from_yaml(read_text(path))
+        return FileSchema.from_yaml(read_text(path))
     except OSError as error:
         raise ConfigError(
             f"schema {path}: {error.strerror}; give an existing YAML file, or leave schema out to infer one"
@@ -205,11 +209,11 @@ def load_declaration(
 
 
 class _Line(dict):
-    """A mapping that YAML writes in one line."""
+    """Mapping that YAML writes in one line."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML with one line per `_Line`."""
+    """YAML writer with one line per `_Line`."""
 
 
 _Dumper.add_representer(
@@ -221,26 +225,26 @@ _Dumper.add_representer(
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without silent duplicates."""
+    """YAML loader that refuses repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen = set()
+        keys = set()
         for key_node, _ in node.value:
             key = key_node.value if isinstance(key_node, yaml.ScalarNode) else str(key_node)
-            if key in seen:
+            if key in keys:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"got the key {key!r} twice, wanted it once", key_node.start_mark
                 )
-            seen.add(key)
+            keys.add(key)
         return super().construct_mapping(node, deep=deep)
 
 
-def _check_parts(field: Cross, by_name: Mapping[str, Field]) -> None:
+def _check_cross(field: Cross, by_name: Mapping[str, DeclaredField]) -> None:
     crossable = [name for name, f in by_name.items() if isinstance(f, Category | Bucket | Time)]
     for part in field.of:
         if part not in by_name:
             raise ConfigError(
-                f"field {field.name!r}, of: no field {part!r}; {nearest(part, crossable)}"
+                f"field {field.name!r}, of: no field {part!r}; {suggest_name(part, crossable)}"
             )
         if part not in crossable:
             kind = type(by_name[part]).__name__.lower()
@@ -249,5 +253,5 @@ def _check_parts(field: Cross, by_name: Mapping[str, Field]) -> None:
             )
 
 
-def _rows(field: Categorical) -> str:
+def _describe_rows(field: Categorical) -> str:
     return "an open table" if field.num_rows is None else f"{field.num_rows} rows"

@@ -1,16 +1,16 @@
-"""What a user declares about the columns of a file: frozen values, the same from Python and from YAML.
+"""Field types of a file schema: frozen values, declared in Python or YAML.
 
-A field reads the file's column `column` (default: the field's own name), so two fields may read one column.
-Everywhere: an empty text, a null, an empty CSV field and a NaN are all *missing*.
+A field reads the file's column `column` (default: the field's name), so two fields may read one column.
+An empty text, a null, an empty CSV field and a NaN are all *missing*.
 
 ids of a column            declared by            the table's rows
 any 64-bit id              nothing                open: rows appear when first trained
 hashed into N rows         rows=N                 N; mix64(id) mod N; a missing value is hashed as `MISSING_ID`
-0 .. N-1 as they are       cardinality=N          N, then one for missing values
-a known list of values     vocabulary=[...]       one each, then `unknown_rows`, then one for missing values
+0 .. N-1, not hashed       cardinality=N          N, then one for missing values
+a known list of values     vocabulary=[...]       one per value, then `unknown_rows`, then one for missing values
 
-Integers are ids as they are; a text's id is its 64-bit hash (hashing.py). The row for missing values
-is there unless `missing: error`.
+Integers are used as ids directly; a text's id is its 64-bit hash (hashing.py). The row for missing values
+exists unless `missing: error`.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ Missing = Literal["row", "error"]
 Moment = Annotated[
     str, Strict(), BeforeValidator(lambda v: v.isoformat() if isinstance(v, date) else v)
 ]
-"""An ISO time; YAML reads one without quotes as a date."""
+"""ISO time; YAML reads one without quotes as a date."""
 NEWEST = "newest"
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
-    """One thing read from a file. Raises ConfigError for values that cannot work, from Python as from YAML."""
+class DeclaredField:
+    """Base of all fields. Raises ConfigError for invalid settings, from Python and from YAML."""
 
     name: str
     column: Name = dataclasses.field(default="", kw_only=True)
-    """The file's column; default: `name`."""
+    """Name of the file's column; default: `name`."""
 
     def __post_init__(self) -> None:
-        # YAML has lists where the fields have tuples.
+        # Values from YAML are lists where the fields have tuples.
         validate_fields(self, f"field {self.name!r}", strict=None)
         if not self.name or "." in self.name:
             raise ConfigError(
@@ -60,12 +60,12 @@ class Field:
                 "give the file's column with column="
             )
         object.__setattr__(self, "column", self.column or self.name)
-        self._check()
+        self._check_settings()
 
-    def _check(self) -> None:
-        """What the types of the single values do not say."""
+    def _check_settings(self) -> None:
+        """Check conditions that the types of the settings do not express."""
 
-    def _refusal(self, setting: str, wanted: str) -> ConfigError:
+    def _build_setting_error(self, setting: str, wanted: str) -> ConfigError:
         wanted = wanted[0].lower() + wanted[1:]
         return ConfigError(
             f"field {self.name!r}: got {setting}={getattr(self, setting)!r}; {wanted}"
@@ -73,46 +73,49 @@ class Field:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Of the file."""
+        """Names of the file's columns that the field reads."""
         return (self.column,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ids(Field):
+class _IdField(DeclaredField):
     name: str = dataclasses.field(kw_only=False)
     dtype: Dtype | None = None
-    """What the values are. Default: the type in the file; in CSV text, unless the ids' declaration needs integers."""
+    """Type of the values. Default: the type in the file; in CSV text, unless other settings need integers."""
     rows: Count | None = None
-    """Hash into so many rows."""
+    """Number of rows into which ids are hashed."""
     cardinality: Count | None = None
-    """Integers 0 .. cardinality-1, anything else is an error."""
+    """Number of ids: integers 0 .. cardinality-1, anything else is an error."""
     vocabulary: tuple[Value, ...] | None = None
-    """All values that have rows of their own."""
+    """Values that have separate rows."""
     unknown_rows: Amount = 1
-    """Rows shared, by hash, by values outside the vocabulary; 0: such a value is an error."""
+    """Number of rows that values outside the vocabulary share, by hash; 0: such a value is an error."""
     missing: Missing = "row"
-    """What a missing value is: a row of its own, or an error."""
+    """Treatment of missing values: a separate row, or an error."""
     table: Name = ""
-    """Fields of one table share rows; default: a table of the field's own."""
+    """Name of the table; fields of one table share rows. Default: a separate table."""
     namespace: Annotated[bool, Strict()] = False
-    """Whether its ids are hashed with its name, the missing one too, so that fields of one table share no id."""
+    """Hash ids with the field's name, the missing one too, so that fields of one table share no id."""
 
-    def _check(self) -> None:
+    def _check_settings(self) -> None:
         object.__setattr__(self, "table", self.table or self.name)
         if self.namespace and (self.cardinality is not None or self.vocabulary is not None):
-            raise self._refusal(
+            raise self._build_setting_error(
                 "namespace",
                 "It hashes ids, which a cardinality or a vocabulary numbers; give the field a table of its own, or "
                 "leave these out",
             )
-        given = [k for k in ("rows", "cardinality", "vocabulary") if getattr(self, k) is not None]
-        if len(given) > 1:
+        options = ("rows", "cardinality", "vocabulary")
+        set_options = [option for option in options if getattr(self, option) is not None]
+        if len(set_options) > 1:
             raise ConfigError(
-                f"field {self.name!r}: got both {given[0]} and {given[1]}, wanted one of rows (hashed), "
+                f"field {self.name!r}: got both {set_options[0]} and {set_options[1]}, wanted one of rows (hashed), "
                 "cardinality (integers as they are), vocabulary, or none of them for an open table"
             )
         if self.cardinality is not None and self.dtype == "text":
-            raise self._refusal("dtype", "Cardinality says that ids are integers; leave dtype out")
+            raise self._build_setting_error(
+                "dtype", "Cardinality says that ids are integers; leave dtype out"
+            )
         if self.vocabulary is not None:
             kinds = {type(value) for value in self.vocabulary}
             if len(kinds) != 1 or len(set(self.vocabulary)) != len(self.vocabulary):
@@ -122,14 +125,14 @@ class _Ids(Field):
                 )
             wanted: Dtype = "text" if kinds == {str} else "integer"
             if self.dtype not in (None, wanted):
-                raise self._refusal("dtype", f"The vocabulary holds {wanted} values")
+                raise self._build_setting_error("dtype", f"The vocabulary holds {wanted} values")
             if "" in self.vocabulary:
                 raise ConfigError(
                     f"field {self.name!r}: got '' in the vocabulary; an empty text is a missing value, say what "
                     "it is with missing="
                 )
         elif self.unknown_rows != 1:
-            raise self._refusal(
+            raise self._build_setting_error(
                 "unknown_rows", "It is for a vocabulary, which this field does not have"
             )
 
@@ -139,13 +142,13 @@ class _Ids(Field):
             return "no value"
         if len({type(value) for value in self.vocabulary}) > 1:
             return "both texts and integers"
-        seen: set[Value] = set()
-        twice = next(v for v in self.vocabulary if v in seen or seen.add(v))  # type: ignore[func-returns-value]
-        return f"{twice!r} twice"
+        values: set[Value] = set()
+        repeated = next(v for v in self.vocabulary if v in values or values.add(v))  # type: ignore[func-returns-value]
+        return f"{repeated!r} twice"
 
     @property
     def num_rows(self) -> int | None:
-        """Of the table; None: open."""
+        """Number of rows of the table; None: open."""
         if self.rows is not None:
             return self.rows
         has_missing = self.missing == "row"
@@ -157,63 +160,63 @@ class _Ids(Field):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Number(Field):
-    """A dense value: clipped, transformed, then (x - mean) / std, as float32."""
+class Number(DeclaredField):
+    """Dense value: clipped, transformed, then (x - mean) / std, as float32."""
 
     name: str = dataclasses.field(kw_only=False)
     missing: Real | None = None
-    """What the model sees in place of a missing value; default: a missing value is an error."""
+    """Input of the model for a missing value; default: a missing value is an error."""
     clip: tuple[Real, Real] | None = None
-    """Lowest and highest value; what is beyond becomes them."""
+    """Lowest and highest value; values beyond are clipped to them."""
     transform: Literal["log1p"] | None = None
-    """log1p: log(1 + max(x, 0))."""
+    """Function of the value; log1p: log(1 + max(x, 0))."""
     mean: Real = 0.0
-    """Subtracted after the transform."""
+    """Number subtracted after the transform."""
     std: Annotated[Real, Limits(gt=0)] = 1.0
-    """Divides after that."""
+    """Divisor after the subtraction."""
     days_before: Moment | None = None
-    """Given: the column holds times, and the number is the days from each to this ISO time (UTC). `newest`: the newest
-    time of the training samples, which takes its place when the files are opened."""
+    """ISO time (UTC) to which the column's times are converted as days before it. `newest`: the newest time of the
+    training samples, which replaces this setting when the files are opened."""
 
-    def _check(self) -> None:
+    def _check_settings(self) -> None:
         if self.days_before not in (None, NEWEST):
             try:
                 parse_time(self.days_before)
             except ValueError:
-                raise self._refusal(
+                raise self._build_setting_error(
                     "days_before", f"Wanted {NEWEST!r} or a time such as '2024-05-31T12:00:00'"
                 ) from None
         if self.clip is not None and self.clip[0] > self.clip[1]:
-            raise self._refusal("clip", "Wanted the lower bound first")
+            raise self._build_setting_error("clip", "Wanted the lower bound first")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Category(_Ids):
-    """One id per sample."""
+class Category(_IdField):
+    """Categorical value: one id per sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Several(_Ids):
+class _ListField(_IdField):
     separator: Name = "|"
-    """Between the values of a text; a list column needs none. Missing text: no value."""
+    """Separator of the values of a text; a list column needs none. A missing text has no value."""
     max_length: Count | None = None
-    """Most values kept of a sample."""
+    """Maximal number of values of a sample."""
     keep: Literal["first", "last"] = "first"
-    """Which of more than max_length values."""
+    """Values that are used of a sample with more than max_length."""
 
-    def _check(self) -> None:
-        # slots=True makes the class anew, so that super() without arguments would not find it.
-        _Ids._check(self)
+    def _check_settings(self) -> None:
+        # slots=True creates a new class, which super() without arguments does not know.
+        _IdField._check_settings(self)
         if not self.separator:
-            raise self._refusal("separator", "Wanted at least one character")
+            raise self._build_setting_error("separator", "Wanted at least one character")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bag(_Several):
-    """Any number of ids per sample, in no order: a list column, or text with a separator."""
+class Bag(_ListField):
+    """List of ids per sample, in no order: a list column, or text with a separator."""
 
     weights: Name = ""
-    """A column of as many numbers, which multiply the rows of the ids before these are pooled."""
+    """Name of a column with one number per id, by which its row is multiplied before pooling."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -221,27 +224,29 @@ class Bag(_Several):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sequence(_Several):
-    """Any number of ids per sample, oldest first: a list column, or text with a separator."""
+class Sequence(_ListField):
+    """List of ids per sample, oldest first: a list column, or text with a separator."""
 
     keep: Literal["first", "last"] = "last"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket(Field):
-    """A number's place among n boundaries, as an id 0 .. n: how many of them are <= it."""
+class Bucket(DeclaredField):
+    """Number encoded by n boundaries as an id 0 .. n: the count of boundaries <= the number."""
 
     name: str = dataclasses.field(kw_only=False)
     boundaries: tuple[Real, ...]
     missing: Missing = "row"
-    """What a missing value is: a row of its own (id n + 1), or an error."""
+    """Treatment of missing values: a separate row (id n + 1), or an error."""
     table: Name = ""
 
-    def _check(self) -> None:
+    def _check_settings(self) -> None:
         object.__setattr__(self, "table", self.table or self.name)
-        rising = all(a < b for a, b in zip(self.boundaries, self.boundaries[1:], strict=False))
-        if not self.boundaries or not rising:
-            raise self._refusal("boundaries", "Wanted at least one number, in rising order")
+        is_rising = all(a < b for a, b in zip(self.boundaries, self.boundaries[1:], strict=False))
+        if not self.boundaries or not is_rising:
+            raise self._build_setting_error(
+                "boundaries", "Wanted at least one number, in rising order"
+            )
 
     @property
     def num_rows(self) -> int:
@@ -249,19 +254,19 @@ class Bucket(Field):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Time(Field):
-    """A time's hour (0 .. 23) or weekday (0: Monday .. 6), in UTC, as an id.
+class Time(DeclaredField):
+    """Hour (0 .. 23) or weekday (0: Monday .. 6) of a time, in UTC, as an id.
 
-    The column holds timestamps, dates, ISO texts or Unix seconds. A time without a zone is taken as UTC.
+    The column holds timestamps, dates, ISO texts or Unix seconds. A time without a zone is UTC.
     """
 
     name: str = dataclasses.field(kw_only=False)
     part: Literal["hour", "weekday"]
     missing: Missing = "row"
-    """What a missing value is: a row of its own (the last id), or an error."""
+    """Treatment of missing values: a separate row (the last id), or an error."""
     table: Name = ""
 
-    def _check(self) -> None:
+    def _check_settings(self) -> None:
         object.__setattr__(self, "table", self.table or self.name)
 
     @property
@@ -274,20 +279,22 @@ class Time(Field):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cross(Field):
-    """One id for each combination of the ids of other fields (categories, buckets, times) of a sample."""
+class Cross(DeclaredField):
+    """Combination of the ids of other fields (categories, buckets, times) of a sample, as one id."""
 
     name: str = dataclasses.field(kw_only=False)
     of: tuple[Name, ...]
     """Names of fields, two or more."""
     rows: Count | None = None
-    """Hash into so many rows; default: an open table."""
+    """Number of rows into which ids are hashed; default: an open table."""
     table: Name = ""
 
-    def _check(self) -> None:
+    def _check_settings(self) -> None:
         object.__setattr__(self, "table", self.table or self.name)
         if len(self.of) < 2 or len(set(self.of)) != len(self.of):
-            raise self._refusal("of", "Wanted the names of two or more different fields")
+            raise self._build_setting_error(
+                "of", "Wanted the names of two or more different fields"
+            )
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -299,59 +306,59 @@ class Cross(Field):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Label(Field):
-    """What is learned; several fields of this type are several tasks."""
+class Label(DeclaredField):
+    """Training target; several fields of this type are several tasks."""
 
     name: str = dataclasses.field(kw_only=False)
     at_least: Real | None = None
-    """Given: the label is 1 where the number is at least this, else 0."""
+    """Threshold: the label is 1 where the number is at least this, else 0."""
     positive: Value | None = None
-    """Given: the label is 1 where the value is this one (a text such as yes, or an integer), else 0."""
+    """Value for which the label is 1 (a text such as yes, or an integer); else it is 0."""
     kind: Literal["binary", "number"] = "binary"
-    """binary: 0 or 1. number: any, for a loss of your own."""
+    """Kind of label. binary: 0 or 1. number: any number, for a user-defined loss."""
     missing: Literal["error", "unknown"] = "error"
-    """unknown: becomes NaN, a label nobody knows."""
+    """Treatment of missing values. unknown: NaN, an unknown label."""
 
-    def _check(self) -> None:
+    def _check_settings(self) -> None:
         if self.at_least is not None and self.positive is not None:
-            raise self._refusal("positive", "Wanted one of at_least and positive")
+            raise self._build_setting_error("positive", "Wanted one of at_least and positive")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weight(Field):
-    """How much a sample counts: 0 or more."""
+class Weight(DeclaredField):
+    """Weight of a sample in the loss: 0 or more."""
 
     name: str = dataclasses.field(kw_only=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group(Field):
-    """What samples are grouped by in metrics, such as the user: an integer, or a text's hash."""
-
-    name: str = dataclasses.field(kw_only=False)
-    dtype: Dtype | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Key(Field):
-    """What predictions are joined on, as it stands in the file: an integer or a text. Never enters the model."""
+class Group(DeclaredField):
+    """Value by which metrics group samples, such as the user: an integer, or a text's hash."""
 
     name: str = dataclasses.field(kw_only=False)
     dtype: Dtype | None = None
 
 
-FIELDS: dict[str, type[Field]] = {
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key(DeclaredField):
+    """Value on which predictions are joined, unchanged: an integer or a text. The model does not read it."""
+
+    name: str = dataclasses.field(kw_only=False)
+    dtype: Dtype | None = None
+
+
+FIELDS: dict[str, type[DeclaredField]] = {
     kind.__name__.lower(): kind
     for kind in (Number, Category, Bag, Sequence, Bucket, Time, Cross, Label, Weight, Group, Key)
 }
-"""By the `type` that YAML names."""
+"""Field types by the `type` in YAML."""
 
 Categorical = Category | Bag | Sequence | Bucket | Time | Cross
-"""Fields that become ids of a table."""
+"""Fields encoded as ids of a table."""
 
 
-def field_from_dict(name: object, values: object) -> Field:
-    """`"price", {"type": "number", "missing": 0.0}` -> Number("price", missing=0.0). Raises ConfigError."""
+def field_from_dict(name: object, values: object) -> DeclaredField:
+    """Build a field from its name and settings: "price", {"type": "number"} -> Number("price"). Raises ConfigError."""
     if not isinstance(name, str):
         raise ConfigError(
             f"got a field named {name!r} ({type(name).__name__}), wanted text; put it in quotes"
@@ -363,25 +370,27 @@ def field_from_dict(name: object, values: object) -> Field:
             f"field {name!r}: got {values!r}, wanted settings with a type, such as "
             f"{{type: number}}; types are {', '.join(FIELDS)}"
         )
-    chosen = values["type"]
-    if not isinstance(chosen, str) or chosen not in FIELDS:
-        raise ConfigError(f"field {name!r}: got type {chosen!r}; {nearest(str(chosen), FIELDS)}")
-    kind = FIELDS[chosen]
+    type_name = values["type"]
+    if not isinstance(type_name, str) or type_name not in FIELDS:
+        raise ConfigError(
+            f"field {name!r}: got type {type_name!r}; {suggest_name(str(type_name), FIELDS)}"
+        )
+    kind = FIELDS[type_name]
     known = {f.name for f in dataclasses.fields(kind)} - {"name"}
     for key in values:
         if key not in known | {"type"}:
             raise ConfigError(
-                f"field {name!r}: a {chosen} has no setting {key!r}; {nearest(str(key), known)}"
+                f"field {name!r}: a {type_name} has no setting {key!r}; {suggest_name(str(key), known)}"
             )
     for f in dataclasses.fields(kind):
         is_needed = f.default is dataclasses.MISSING and f.name != "name"
         if is_needed and f.name not in values:
-            raise ConfigError(f"field {name!r}: a {chosen} needs {f.name}, which is not given")
+            raise ConfigError(f"field {name!r}: a {type_name} needs {f.name}, which is not given")
     return kind(name, **{key: value for key, value in values.items() if key != "type"})
 
 
-def field_to_dict(field: Field) -> dict[str, Any]:
-    """The other way round: plain values, only those that are not the default."""
+def field_to_dict(field: DeclaredField) -> dict[str, Any]:
+    """Return the field's settings as plain values, without defaults: the inverse of `field_from_dict`."""
     values: dict[str, Any] = {"type": type(field).__name__.lower()}
     for f in dataclasses.fields(field):
         value = getattr(field, f.name)
@@ -391,10 +400,12 @@ def field_to_dict(field: Field) -> dict[str, Any]:
     return values
 
 
-def nearest(word: str, known: Mapping[str, Any] | set[str] | list[str] | tuple[str, ...]) -> str:
-    """How a message goes on that refuses `word`: the nearest known one, or all."""
-    found = get_close_matches(word, known, n=1, cutoff=0.5)
-    if found:
-        return f"did you mean {found[0]!r}?"
+def suggest_name(
+    word: str, known: Mapping[str, Any] | set[str] | list[str] | tuple[str, ...]
+) -> str:
+    """Return the hint of an error message about an unknown `word`: the nearest known name, or all of them."""
+    matches = get_close_matches(word, known, n=1, cutoff=0.5)
+    if matches:
+        return f"did you mean {matches[0]!r}?"
     names = sorted(known)
     return "choose from " + ", ".join(names[:20]) + (" ..." if len(names) > 20 else "")

@@ -1,10 +1,10 @@
-"""From values to 64-bit ids, the same in every process, on every machine and from every kind of file.
+"""Hashing of values to 64-bit ids, the same in every process, on every machine and from every file format.
 
-Version 1. A text is its UTF-8 bytes, cut into little-endian 64-bit words, the last one filled with zeros:
+Version 1. The UTF-8 bytes of a text are split into little-endian 64-bit words, the last one padded with zeros:
 
     h = mix64(length * GAMMA);  for each word:  h = mix64((h + GAMMA) ^ word)
 
-`HASH_VERSION` is part of every declaration: ids that a run trained on stay what they were.
+`HASH_VERSION` is part of every file schema, so that the ids on which a run trained never change.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from colonnade.data.counter import GAMMA, MASK, Words, mix64
 
 HASH_VERSION = 1
 MISSING_ID = -(1 << 63)
-"""The id of a missing value where ids are open or hashed."""
+"""Id of a missing value where ids are open or hashed."""
 
 MAX_TEXT_BYTES = 1 << 16
-"""Longest text that is an id."""
+"""Maximal bytes of a text that is an id."""
 
 SLICE = 1 << 14
-"""Texts hashed at a time: what is touched stays in cache."""
+"""Number of texts hashed at a time, so that the arrays stay in cache."""
 
 FULL = np.uint64(MASK)
 STEP = np.uint64(GAMMA)
 
 
 def hash_text(text: bytes) -> int:
-    """The definition, and the slow twin of `hash_texts`. As a signed 64-bit number."""
+    """Hash one text to a signed 64-bit id: the definition of the hash that `hash_texts` computes fast."""
     h = _mix(len(text) * GAMMA & MASK)
     for at in range(0, len(text), 8):
         h = _mix((h + GAMMA & MASK) ^ int.from_bytes(text[at : at + 8], "little"))
@@ -40,16 +40,16 @@ def hash_text(text: bytes) -> int:
 
 
 def _mix(x: int) -> int:
-    """mix64 of counter.py in plain integers."""
+    """Compute `counter.mix64` of a plain integer."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
     x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
     return x ^ x >> 31
 
 
 def hash_texts(texts: pa.Array) -> NDArray[np.int64]:
-    """(S,) ids of S strings or binaries; of a null, the id of the empty text."""
+    """Hash S strings or binaries to ids (S,); a null gets the id of the empty text."""
     offsets, data = text_buffers(texts)
-    # An unaligned word at every byte; eight more bytes so that the last text has one too.
+    # View an unaligned word at every byte; eight bytes of padding let the last text have one too.
     padded = np.zeros(len(data) + 8, dtype=np.uint8)
     padded[: len(data)] = data
     word_at = np.ndarray((len(data) + 1,), dtype="<u8", buffer=padded.data, strides=(1,))
@@ -61,7 +61,7 @@ def hash_texts(texts: pa.Array) -> NDArray[np.int64]:
 
 
 def text_buffers(texts: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """`(offsets, bytes)` of strings or binaries: text i is bytes[offsets[i]:offsets[i + 1]], offsets[0] is 0."""
+    """Return (offsets, bytes) of strings or binaries: text i is bytes[offsets[i]:offsets[i + 1]], offsets[0] is 0."""
     if texts.type in (pa.string_view(), pa.binary_view()):
         texts = texts.cast(pa.large_binary())
     kind = np.int32 if texts.type in (pa.string(), pa.binary()) else np.int64
@@ -75,48 +75,52 @@ def text_buffers(texts: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]
 
 
 def _hash_slice(offsets: NDArray[np.int64], word_at: NDArray) -> Words:
-    left = np.diff(offsets)  # bytes not yet hashed, of the texts in `active`
-    place = offsets[:-1]
-    hashes = mix64(left.astype(np.uint64) * STEP)
-    active = np.flatnonzero(left)
-    if len(active) < len(left):
-        left, place = left[active], place[active]
+    remaining = np.diff(offsets)  # bytes not yet hashed, of the texts in `active`
+    position = offsets[:-1]
+    hashes = mix64(remaining.astype(np.uint64) * STEP)
+    active = np.flatnonzero(remaining)
+    if len(active) < len(remaining):
+        remaining, position = remaining[active], position[active]
     while len(active):
-        word = word_at[place]
-        if left.min() < 8:
-            unused = (np.maximum(8 - left, 0) << 3).astype(np.uint64)
+        word = word_at[position]
+        if remaining.min() < 8:
+            unused = (np.maximum(8 - remaining, 0) << 3).astype(np.uint64)
             word &= FULL >> unused
-        whole = len(active) == len(hashes)
-        if whole:
+        is_all_active = len(active) == len(hashes)
+        if is_all_active:
             word ^= hashes + STEP
             hashes = mix64(word)
         else:
             word ^= hashes[active] + STEP
             hashes[active] = mix64(word)
-        more = left > 8
-        if not more.all():
-            active, left, place = active[more], left[more], place[more]
-        left = left - 8
-        place = place + 8
+        has_more = remaining > 8
+        if not has_more.all():
+            active, remaining = active[has_more], remaining[has_more]
+            position = position[has_more]
+        remaining = remaining - 8
+        position = position + 8
     return hashes
 
 
-def rows_of(ids: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
-    """Any 64-bit ids hashed into 0 .. rows-1: mix64(id) mod rows."""
+def hash_to_rows(ids: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
+    """Hash 64-bit ids to rows 0 .. rows-1: mix64(id) mod rows."""
     words = mix64(ids.astype(np.uint64))
     words %= np.uint64(rows)
     return words.view(np.int64)
 
 
 def add_namespace(ids: NDArray[np.int64], name: str) -> NDArray[np.int64]:
-    """(S,) of a field's ids, others: mix64(id ^ hash_text(name)). Different ids of a field stay different; those of
-    two fields meet by chance alone, one pair in 2^64, however many fields there are."""
+    """Map a field's ids (S,) to mix64(id ^ hash_text(name)), so that fields with one table share no ids.
+
+    Distinct ids of a field stay distinct. Ids of two fields collide with a probability of 2^-64 per pair, for any
+    number of fields.
+    """
     key = np.uint64(hash_text(name.encode()) & MASK)
     return mix64(ids.view(np.uint64) ^ key).view(np.int64)
 
 
-def cross_ids(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """(S,) one id for each combination of ids, the order of the parts mattering: counter.stream_key of them."""
+def combine_ids(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Combine the ids of several fields into one id per sample (S,), by `counter.stream_key`; the order matters."""
     key = np.zeros(len(parts[0]), dtype=np.uint64)
     for part in parts:
         key = mix64(key + STEP + part.view(np.uint64))

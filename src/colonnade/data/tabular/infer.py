@@ -1,4 +1,4 @@
-"""A schema for files whose user declares nothing: a first guess, to be printed, read and corrected."""
+"""Inference of a file schema from the first rows: a guess that the user can print, read and correct."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from colonnade.data.tabular.arrow import dtype_in, is_integer, is_list, is_number, is_text, is_time
-from colonnade.data.tabular.declaration import Declaration
+from colonnade.data.tabular.arrow import (
+    id_dtype_of,
+    is_integer,
+    is_list,
+    is_number,
+    is_text,
+    is_time,
+)
+from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.encode import read_numbers
 from colonnade.data.tabular.fields import (
     NEWEST,
     Bag,
     Category,
+    DeclaredField,
     Dtype,
-    Field,
     Group,
     Key,
     Label,
@@ -27,92 +34,95 @@ from colonnade.data.tabular.fields import (
     Sequence,
     Time,
     Weight,
-    nearest,
+    suggest_name,
 )
 from colonnade.data.tabular.narrow import narrow
 from colonnade.data.tabular.times import DAY
 from colonnade.errors import ConfigError
 
 INFER_ROWS = 1 << 15
-"""First rows of the first file, from which a schema is inferred."""
+"""Number of rows of the first file from which a schema is inferred."""
 LABELS = ("label", "click", "clicked", "target", "y")
 ID_WORDS = ("id", "key", "code", "hash", "uuid")
 TIME_WORDS = ("timestamp", "time", "at", "ts", "date", "datetime", "epoch")
-"""Last words of names whose integers may be Unix seconds."""
+"""Last words of the names of columns in which integers may be Unix seconds."""
 SECONDS = (1e8, 1e10)
 """Unix seconds of 1973 to 2286."""
 LOG_ABOVE = 20.0
-"""Numbers that are never negative and go beyond this are seen through log1p."""
+"""Maximum above which numbers that are never negative are transformed by log1p."""
 UNIQUE_ROWS = 100
+"""Minimal number of values of a unique column."""
 UNIQUE_SHARE = 0.999
-"""A column of at least so many values, this share of them different, is unique."""
+"""Minimal share of distinct values in a unique column."""
 WEIGHTS = "weights: "
-"""Begins the type of a column of ids that have weights; the column of these follows."""
+"""Prefix of the type of a column of weighted ids; the name of the column of weights follows."""
 VALUES = "values"
-"""Type of a column of such weights."""
+"""Type of a column of weights."""
 UNNAMED = "unnamed"
-"""Type of a column whose header cell is empty, as pandas writes its index."""
+"""Type of a column with an empty header cell, as pandas writes its index."""
 TYPES = {
     "number": "number", "float": "number", "category": "category", "token": "category", "bag": "bag",
     "sequence": "sequence", "token_seq": "token_seq", "float_seq": "float_seq", "time": "time", "label": "label",
     "key": "key", "group": "group", "weight": "weight",
 }  # fmt: skip
-"""Types that a header may give (`user:category`), RecBole's among them."""
+"""Types that a header may give (`user:category`), including RecBole's."""
 
 
 @dataclass(frozen=True, slots=True)
-class Inferred:
-    """A first guess. `left_out`: why a column is read by no field."""
+class InferredSchema:
+    """Guess of a file schema. `left_out`: the reason for each column that no field reads."""
 
-    declaration: Declaration
+    file_schema: FileSchema
     left_out: dict[str, str]
 
 
-def infer(
+def infer_fields(
     path: Path,
     columns: Mapping[str, pa.Array],
     label: str | None,
     types: Mapping[str, str] | None = None,
-) -> Inferred:
-    """Choose fields by the first values of each column, in the narrowest type that holds them (`narrow.py`):
+) -> InferredSchema:
+    """Infer fields from the first values of each column, in the narrowest type that holds them (`narrow.py`):
 
-    fractions            a number, through log1p where it is large and never negative, else (x - mean) / std
+    fractions            a number, through log1p if it is large and never negative, else (x - mean) / std
     times                hour and weekday as ids, and the age in days before the newest training sample: timestamps,
                          dates, ISO texts, and Unix seconds in columns named like `timestamp`, `created_at`
-    text                 an open category; where many values hold a |, a bag
-    integers, booleans   an open category; but a number where more than half of 1,000 or more rows are distinct
-                         and the name does not say id, key, code or hash
-    unique in nearly     text, integers named as ids, row numbers: the key. One column at most, one named as an id
-    every row            first; others are left out
+    text                 an open category; if many values contain a |, a bag
+    integers, booleans   an open category; but a number if more than half of 1,000 or more rows are distinct
+                         and the name does not contain id, key, code or hash
+    unique in nearly     text, integers named as ids, row numbers: the key. One column at most, preferably one named
+    every row            as an id; others are skipped
     lists of these       an open bag
-    anything else        left out (structs, lists of floats, bytes, nothing but missing values)
+    anything else        skipped (structs, lists of floats, bytes, only missing values)
 
-    types  by column, one of TYPES where the file's header says it, or UNNAMED
+    types  by column, one of TYPES if the file's header gives it, or UNNAMED
 
-    Raises ConfigError where no column is the label, or its values are not 0 and 1.
+    Raises ConfigError if no column is the label, or its values are not 0 and 1.
     """
     types = dict(types or {})
     labels = [name for name, kind in types.items() if kind == "label"] if label is None else []
-    labels = labels or [_label_name(path, columns, label)]
+    labels = labels or [_choose_label_column(path, columns, label)]
     narrowed = {name: narrow(array) for name, array in columns.items()}
-    fields: list[Field] = [_label(path, name, narrowed[name]) for name in labels]
+    fields: list[DeclaredField] = [_infer_label(path, name, narrowed[name]) for name in labels]
     others = {name: array for name, array in narrowed.items() if name not in labels}
     if "key" not in types.values() and (key := _choose_key(others, types)) is not None:
         types[key] = "key"
     left_out = {}
     for name, array in others.items():
         kind = types.get(name) if name else UNNAMED
-        made = (
-            _infer_fields(name, array) if kind is None else _typed_fields(path, kind, name, array)
+        inferred = (
+            _infer_fields_from_values(name, array)
+            if kind is None
+            else _build_fields_from_header(path, kind, name, array)
         )
-        if isinstance(made, str):
-            left_out[name] = made
+        if isinstance(inferred, str):
+            left_out[name] = inferred
         else:
-            fields += made
-    return Inferred(Declaration(tuple(fields)), left_out)
+            fields += inferred
+    return InferredSchema(FileSchema(tuple(fields)), left_out)
 
 
-def _label_name(path: Path, columns: Mapping[str, pa.Array], label: str | None) -> str:
+def _choose_label_column(path: Path, columns: Mapping[str, pa.Array], label: str | None) -> str:
     by_name = {name.lower(): name for name in reversed(list(columns))}
     chosen = label or next((by_name[name] for name in LABELS if name in by_name), None)
     if chosen is None:
@@ -122,18 +132,18 @@ def _label_name(path: Path, columns: Mapping[str, pa.Array], label: str | None) 
         )
     if chosen not in columns:
         raise ConfigError(
-            f"{path}: got no column {chosen!r}, which label names; {nearest(chosen, list(columns))}"
+            f"{path}: got no column {chosen!r}, which label names; {suggest_name(chosen, list(columns))}"
         )
     return chosen
 
 
-def _label(path: Path, name: str, array: pa.Array) -> Label:
+def _infer_label(path: Path, name: str, array: pa.Array) -> Label:
     if not is_number(array.type):
         raise ConfigError(
             f"{path}, column {name}: got {array.type} as the label, wanted 0 and 1. Name another column, or declare a "
             f"schema with `{name}: {{type: label, positive: 'yes'}}`, which says which value is 1"
         )
-    plain = Label(_word(name), column=name)
+    plain = Label(_field_name(name), column=name)
     x = read_numbers(plain, array)
     known = x[~np.isnan(x)]
     if len(known) < len(x):
@@ -149,24 +159,24 @@ def _label(path: Path, name: str, array: pa.Array) -> Label:
 
 
 def _choose_key(columns: Mapping[str, pa.Array], types: Mapping[str, str]) -> str | None:
-    """Return the column that predictions are best joined on: an id, else any unique one, else one without a name."""
-    choices = {}
+    """Return the column on which predictions are joined: an id, else any unique column, else one without a name."""
+    priorities = {}
     for name, array in columns.items():
-        if array.null_count or not name or _id_dtype(array) is None:
+        if array.null_count or not name or _key_dtype(array) is None:
             continue
         if types.get(name) == UNNAMED:
-            choices[name] = 2
+            priorities[name] = 2
         elif name not in types and _is_key(name, array):
-            choices[name] = 0 if _is_id(name) else 1
-    return min(choices, key=lambda name: choices[name], default=None)
+            priorities[name] = 0 if _is_id(name) else 1
+    return min(priorities, key=lambda name: priorities[name], default=None)
 
 
 def _is_key(name: str, array: pa.Array) -> bool:
-    """Return whether a column names rows: unique text, ids or row numbers."""
+    """Return whether a column identifies rows: unique text, ids or row numbers."""
     if not _is_unique(array) or _is_unix_time(name, array):
         return False
     if is_text(array.type):
-        return not _is_barred(array)
+        return not _has_separator(array)
     x = array.drop_null().to_numpy(zero_copy_only=False)
     return _is_id(name) or bool((np.diff(x) == 1).all())
 
@@ -176,120 +186,130 @@ def _is_unique(array: pa.Array) -> bool:
     return count >= UNIQUE_ROWS and pc.count_distinct(array).as_py() >= UNIQUE_SHARE * count
 
 
-def _id_dtype(array: pa.Array) -> Dtype | None:
-    """Return what keys of these values are; None: they are none."""
-    return None if pa.types.is_boolean(array.type) or is_list(array.type) else dtype_in(array.type)
+def _key_dtype(array: pa.Array) -> Dtype | None:
+    """Return the dtype of keys with these values; None if they cannot be keys."""
+    return (
+        None if pa.types.is_boolean(array.type) or is_list(array.type) else id_dtype_of(array.type)
+    )
 
 
-def _infer_fields(name: str, array: pa.Array) -> list[Field] | str:
-    """Return the fields of a column, or why there are none."""
-    kind, word = array.type, _word(name)
+def _infer_fields_from_values(name: str, array: pa.Array) -> list[DeclaredField] | str:
+    """Return the fields of a column by its values, or the reason why there are none."""
+    kind, field_name = array.type, _field_name(name)
     if pa.types.is_null(kind):
         return "no value in the first rows"
     if is_list(kind):
-        dtype = dtype_in(kind)
-        return f"no field reads {kind}" if dtype is None else [Bag(word, column=name, dtype=dtype)]
+        dtype = id_dtype_of(kind)
+        return (
+            f"no field reads {kind}"
+            if dtype is None
+            else [Bag(field_name, column=name, dtype=dtype)]
+        )
     if is_time(kind):
-        return _time_fields(name, array)
-    if _id_dtype(array) is not None and _is_key(name, array):
+        return _infer_time_fields(name, array)
+    if _key_dtype(array) is not None and _is_key(name, array):
         return "different in nearly every row"
     if pa.types.is_boolean(kind):
-        return [Category(word, column=name, dtype="integer")]
+        return [Category(field_name, column=name, dtype="integer")]
     if kind == pa.string():
-        field = Bag if _is_barred(array) else Category
-        return [field(word, column=name, dtype="text")]
+        field = Bag if _has_separator(array) else Category
+        return [field(field_name, column=name, dtype="text")]
     if is_integer(kind):
         if _is_unix_time(name, array):
-            return _time_fields(name, array)
+            return _infer_time_fields(name, array)
         is_few = len(array) < 1000 or pc.count_distinct(array).as_py() <= len(array) / 2
         if _is_id(name) or (is_few and not _is_unique(array)):
-            return [Category(word, column=name, dtype="integer")]
+            return [Category(field_name, column=name, dtype="integer")]
     elif not is_number(kind):
         return f"no field reads {kind}"
-    return [_number(name, array)]
+    return [_infer_number(name, array)]
 
 
-def _typed_fields(path: Path, kind: str, name: str, array: pa.Array) -> list[Field] | str:
-    """Return the fields of a column whose type its header gives, or why there are none."""
-    word, dtype = _word(name), _id_dtype(array) or "text"
+def _build_fields_from_header(
+    path: Path, kind: str, name: str, array: pa.Array
+) -> list[DeclaredField] | str:
+    """Return the fields of a column by the type in its header, or the reason why there are none."""
+    field_name, dtype = _field_name(name), _key_dtype(array) or "text"
     if kind == "number":
         if not (is_number(array.type) or pa.types.is_null(array.type)):
             raise ConfigError(
                 f"{path}, column {name}: got {array.type}, wanted numbers as its header says. Write {name}:category, "
                 "or repair the column"
             )
-        return [_number(name, array)]
+        return [_infer_number(name, array)]
     if kind == "category":
-        whole = pa.types.is_boolean(array.type)
-        return [Category(word, column=name, dtype="integer" if whole else dtype)]
+        is_boolean = pa.types.is_boolean(array.type)
+        return [Category(field_name, column=name, dtype="integer" if is_boolean else dtype)]
     if kind == "time":
-        return _time_fields(name, array)
+        return _infer_time_fields(name, array)
     if kind == "bag":
-        return [Bag(word, column=name, dtype="text")]
+        return [Bag(field_name, column=name, dtype="text")]
     if kind in ("sequence", "token_seq"):
         separator = "|" if kind == "sequence" else " "
-        return [Sequence(word, column=name, dtype="text", separator=separator)]
+        return [Sequence(field_name, column=name, dtype="text", separator=separator)]
     if kind == VALUES:
         return []
     if kind.startswith(WEIGHTS):
-        return [Bag(word, column=name, dtype="integer", weights=kind.removeprefix(WEIGHTS))]
+        return [Bag(field_name, column=name, dtype="integer", weights=kind.removeprefix(WEIGHTS))]
     if kind == "key":
-        return [Key(word, column=name, dtype=dtype)]
+        return [Key(field_name, column=name, dtype=dtype)]
     if kind == "group":
-        return [Group(word, column=name, dtype=dtype)]
+        return [Group(field_name, column=name, dtype=dtype)]
     if kind == "weight":
-        return [Weight(word, column=name)]
+        return [Weight(field_name, column=name)]
     return "no name" if kind == UNNAMED else f"no field reads {kind}"
 
 
-def _time_fields(name: str, array: pa.Array) -> list[Field]:
-    """Return hour (unless all are midnight), weekday and age."""
-    word = _word(name)
-    fields: list[Field] = [
-        Time(f"{word}_weekday", column=name, part="weekday"),
-        Number(f"{word}_age", column=name, missing=0.0, transform="log1p", days_before=NEWEST),
+def _infer_time_fields(name: str, array: pa.Array) -> list[DeclaredField]:
+    """Return fields for hour (unless all times are dates), weekday and age."""
+    field_name = _field_name(name)
+    fields: list[DeclaredField] = [
+        Time(f"{field_name}_weekday", column=name, part="weekday"),
+        Number(
+            f"{field_name}_age", column=name, missing=0.0, transform="log1p", days_before=NEWEST
+        ),
     ]
     is_dates = (
         is_time(array.type)
         and not (array.drop_null().cast(pa.int64()).to_numpy(zero_copy_only=False) % DAY).any()
     )
-    return fields if is_dates else [Time(f"{word}_hour", column=name, part="hour"), *fields]
+    return fields if is_dates else [Time(f"{field_name}_hour", column=name, part="hour"), *fields]
 
 
-def _number(name: str, array: pa.Array) -> Number:
-    word = _word(name)
-    x = read_numbers(Number(word, column=name), array)
+def _infer_number(name: str, array: pa.Array) -> Number:
+    field_name = _field_name(name)
+    x = read_numbers(Number(field_name, column=name), array)
     x = x[np.isfinite(x)]
     if len(x) and x.min() >= 0 and x.max() > LOG_ABOVE:
-        return Number(word, column=name, missing=0.0, transform="log1p")
+        return Number(field_name, column=name, missing=0.0, transform="log1p")
     mean, std = (float(x.mean()), float(x.std())) if len(x) else (0.0, 0.0)
-    # Four digits say it all, and are what a person wants to read.
+    # Four digits are precise enough, and short to read.
     std = float(f"{std:.4g}")
     return Number(
-        word, column=name, missing=0.0, mean=float(f"{mean:.4g}"), std=std if std > 0 else 1.0
+        field_name, column=name, missing=0.0, mean=float(f"{mean:.4g}"), std=std if std > 0 else 1.0
     )
 
 
-def _is_barred(texts: pa.Array) -> bool:
-    barred = pc.sum(pc.match_substring(texts, "|")).as_py() or 0
-    return barred > 0.1 * max(len(texts) - texts.null_count, 1)
+def _has_separator(texts: pa.Array) -> bool:
+    num_separated = pc.sum(pc.match_substring(texts, "|")).as_py() or 0
+    return num_separated > 0.1 * max(len(texts) - texts.null_count, 1)
 
 
 def _is_unix_time(name: str, array: pa.Array) -> bool:
-    if not pa.types.is_integer(array.type) or _words(name)[-1] not in TIME_WORDS:
+    if not pa.types.is_integer(array.type) or _split_name(name)[-1] not in TIME_WORDS:
         return False
     low, high = (value.as_py() for value in pc.min_max(array).values())
     return low is not None and SECONDS[0] <= low and high < SECONDS[1]
 
 
 def _is_id(name: str) -> bool:
-    return any(word in ID_WORDS for word in _words(name)) or name.lower().endswith("id")
+    return any(part in ID_WORDS for part in _split_name(name)) or name.lower().endswith("id")
 
 
-def _words(name: str) -> list[str]:
+def _split_name(name: str) -> list[str]:
     """Split `created_at`, `created-at` and `createdAt` alike."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-.\s]", "_", name).lower().split("_")
 
 
-def _word(name: str) -> str:
+def _field_name(name: str) -> str:
     return name.replace(".", "_")

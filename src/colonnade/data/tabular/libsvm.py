@@ -1,10 +1,10 @@
 """Sparse text of libsvm, libfm and libffm as columns: `label index:value ...` or `label field:index:value ...`.
 
-kind     columns
-libsvm   label; features: the indices of a line; values: one for each
-libffm   label; of each field n: field_n, the indices; values_n
+format   columns
+libsvm   label; features: the indices of a line; values: one for each index
+libffm   label; for each field n: field_n, the indices; values_n
 
-What follows a # is a comment. A schema that does not read the values demands that all are 1.
+Text after a # is a comment. If the schema does not read the values, all must be 1.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from colonnade.data.contract import Splits
-from colonnade.data.tabular.columns import check_names
-from colonnade.data.tabular.declaration import Declaration
-from colonnade.data.tabular.encode import FIX, Fault
+from colonnade.data.tabular.columns import check_columns
+from colonnade.data.tabular.declaration import FileSchema
+from colonnade.data.tabular.encode import FIX, InvalidValue
 from colonnade.data.tabular.fields import Dtype
-from colonnade.data.tabular.files import locate_fault, read_blocks
+from colonnade.data.tabular.files import build_data_error, read_first_rows
 from colonnade.data.tabular.infer import VALUES, WEIGHTS
-from colonnade.data.tabular.opening import Format, open_tables
-from colonnade.data.tabular.source import Splitting
-from colonnade.data.tabular.text_rows import BLOCK_BYTES, TextRows, open_rows
+from colonnade.data.tabular.opening import TableFormat, open_table_files
+from colonnade.data.tabular.source import SplitOptions
+from colonnade.data.tabular.text_rows import BLOCK_BYTES, TextRows, index_rows
 
 ENDINGS = (".libsvm", ".svm", ".libfm", ".libffm", ".ffm")
 FIELD = re.compile(r"(field|values)_[0-9]+")
@@ -54,7 +54,7 @@ def open_libsvm(
 
     Raises DataError naming file, line and column.
     """
-    splitting = Splitting(
+    splitting = SplitOptions(
         test_fraction=test_fraction,
         validation_fraction=validation_fraction,
         split_by=split_by,
@@ -63,7 +63,7 @@ def open_libsvm(
         seed=seed,
         threads=threads,
     )
-    return open_tables(
+    return open_table_files(
         path,
         libsvm_format(),
         schema=schema,
@@ -74,13 +74,14 @@ def open_libsvm(
     )
 
 
-def libsvm_format() -> Format:
-    return Format(ENDINGS, open_file)
+def libsvm_format() -> TableFormat:
+    """Return the format of libsvm and libffm files."""
+    return TableFormat(ENDINGS, open_libsvm_file)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LibsvmTable:
-    """One file, by its index."""
+class LibsvmFile:
+    """File of libsvm or libffm text with an index of its blocks."""
 
     rows: TextRows
     fields: tuple[int, ...] | None  # libffm's fields in the first block; None: libsvm
@@ -95,113 +96,119 @@ class LibsvmTable:
         return self.rows.lengths
 
     @property
-    def _pairs(self) -> list[tuple[str, str]]:
-        """Columns of indices, each with that of its values."""
+    def _column_pairs(self) -> list[tuple[str, str]]:
+        """Pairs of columns: indices and their values."""
         if self.fields is None:
             return [("features", "values")]
         return [(f"field_{n}", f"values_{n}") for n in self.fields]
 
     @property
     def names(self) -> list[str]:
-        return ["label", *(name for pair in self._pairs for name in pair)]
+        return ["label", *(name for pair in self._column_pairs for name in pair)]
 
     @property
     def header_types(self) -> dict[str, str]:
-        types = {ids: f"{WEIGHTS}{values}" for ids, values in self._pairs if self.is_weighted}
-        return types | {values: VALUES for _, values in self._pairs}
+        types = {
+            ids: f"{WEIGHTS}{values}" for ids, values in self._column_pairs if self.is_weighted
+        }
+        return types | {values: VALUES for _, values in self._column_pairs}
 
     def dtype_of(self, column: str) -> Dtype | None:
         return None if column == "label" else "integer"
 
-    def declared(self) -> Declaration | None:
+    def embedded_schema(self) -> FileSchema | None:
         return None
 
-    def head(self, num_rows: int) -> Mapping[str, pa.Array]:
-        return read_blocks(self, num_rows)
+    def read_head(self, num_rows: int) -> Mapping[str, pa.Array]:
+        return read_first_rows(self, num_rows)
 
-    def bind(self, declaration: Declaration, split_by: str | None) -> LibsvmTable:
-        # A field may be absent from this file's first lines.
+    def bind_schema(self, file_schema: FileSchema, split_by: str | None) -> LibsvmFile:
+        # The first lines of this file may lack a field.
         names = set(self.names)
         if self.fields is not None:
-            names |= {name for name in declaration.columns if FIELD.fullmatch(name)}
-        check_names(self.path, sorted(names), declaration, split_by)
+            names |= {name for name in file_schema.columns if FIELD.fullmatch(name)}
+        check_columns(self.path, sorted(names), file_schema, split_by)
         return self
 
-    def place(self, block: int, row: int) -> str:
+    def describe_row(self, block: int, row: int) -> str:
         return f"line {int(self.rows.lines[block]) + row + 1}"
 
     @property
     def num_parts(self) -> int:
+        """Number of parts of a pair: index:value, or field:index:value."""
         return 2 if self.fields is None else 3
 
-    def read(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
-        tokens = split_text(self.rows.read(block), self.num_parts)
-        indices = tokens.numbers(self.num_parts - 2, pa.int64(), "an integer as the index")
-        values = tokens.numbers(self.num_parts - 1, pa.float64(), "a number as the value")
+    def read_block(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
+        lines = split_lines(self.rows.read_block(block), self.num_parts)
+        indices = lines.parse_part(self.num_parts - 2, pa.int64(), "an integer as the index")
+        values = lines.parse_part(self.num_parts - 1, pa.float64(), "a number as the value")
         fields = None
         if self.fields is not None:
-            fields = tokens.numbers(0, pa.int64(), "an integer as the field").to_numpy()
-        read: dict[str, pa.Array] = {"label": tokens.labels}
+            fields = lines.parse_part(0, pa.int64(), "an integer as the field").to_numpy()
+        arrays: dict[str, pa.Array] = {"label": lines.labels}
         for name in columns:
             if name == "label":
                 continue
             kind, _, field = name.partition("_")
             mask = None if fields is None else fields == int(field)
-            read[name] = tokens.lists(values if kind == "values" else indices, mask)
+            arrays[name] = lines.group_by_line(values if kind == "values" else indices, mask)
             weights = f"values_{field}" if field else "values"
             if kind != "values" and weights not in columns:
-                wrong = values.to_numpy() != 1
-                wrong &= True if mask is None else mask
-                if wrong.any():
-                    raise tokens.fault(
-                        int(wrong.argmax()), "the value 1, because the schema reads no values",
+                is_invalid = values.to_numpy() != 1
+                is_invalid &= True if mask is None else mask
+                if is_invalid.any():
+                    raise lines.build_error(
+                        int(is_invalid.argmax()), "the value 1, because the schema reads no values",
                         f"Declare `weights: {weights}`", name,
                     )  # fmt: skip
-        return read
+        return arrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tokens:
-    """The S lines of a text, cut into labels and E pairs."""
+class SplitLines:
+    """Lines of a text (S), split into labels and pairs (E)."""
 
     labels: pa.Array  # (S,) texts
     counts: NDArray[np.int64]  # (S,) pairs of a line
     pairs: pa.Array  # (E,) texts such as 7:0.5
     parts: pa.Array  # (E,) lists of a pair's 2 or 3 parts
 
-    def lists(self, values: pa.Array, mask: NDArray[np.bool_] | None) -> pa.Array:
-        """Return (S,) lists of the values of each line; `mask` (E,): of those."""
+    def group_by_line(self, values: pa.Array, mask: NDArray[np.bool_] | None) -> pa.Array:
+        """Group values (E,) into one list per line (S,); `mask` (E,): pairs to use."""
         counts = self.counts
         if mask is not None:
             values = values.filter(pa.array(mask))
-            counts = np.bincount(self._lines()[mask], minlength=len(counts))
+            counts = np.bincount(self._line_indices()[mask], minlength=len(counts))
         return pa.ListArray.from_arrays(
             np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), values
         )
 
-    def numbers(self, part: int, kind: pa.DataType, wanted: str) -> pa.Array:
-        """Return (E,) one part of each pair as numbers. Raises Fault."""
+    def parse_part(self, part: int, kind: pa.DataType, wanted: str) -> pa.Array:
+        """Parse one part of each pair as numbers (E,). Raises InvalidValue."""
         texts = pc.list_element(self.parts, part) if len(self.parts) else pa.array([], pa.string())
         try:
             return texts.cast(kind)
         except pa.ArrowInvalid:
-            for at, text in enumerate(texts):
+            for pair, text in enumerate(texts):
                 try:
                     text.cast(kind)
                 except pa.ArrowInvalid:
-                    raise self.fault(at, wanted) from None
+                    raise self.build_error(pair, wanted) from None
             raise
 
-    def fault(self, at: int, wanted: str, fix: str = FIX, column: str = "features") -> Fault:
-        got = repr(self.pairs[at].as_py())[:60]
-        return Fault(int(self._lines()[at]), column, got, wanted, fix)
+    def build_error(
+        self, pair: int, wanted: str, fix: str = FIX, column: str = "features"
+    ) -> InvalidValue:
+        """Build the error for a pair, by its index."""
+        got = repr(self.pairs[pair].as_py())[:60]
+        return InvalidValue(int(self._line_indices()[pair]), column, got, wanted, fix)
 
-    def _lines(self) -> NDArray[np.int64]:
+    def _line_indices(self) -> NDArray[np.int64]:
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
 
-def split_text(text: bytes, num_parts: int) -> Tokens:
-    """Cut lines into tokens. Raises Fault for the first pair that has not `num_parts` parts."""
+def split_lines(text: bytes, num_parts: int) -> SplitLines:
+    """Split lines into labels and pairs. Raises InvalidValue for the first pair without `num_parts` parts."""
     lines = pa.array(text.decode(errors="replace").removesuffix("\n").split("\n"))
     if b"#" in text:
         lines = pc.replace_substring_regex(lines, "#.*", "")
@@ -215,26 +222,26 @@ def split_text(text: bytes, num_parts: int) -> Tokens:
     empty = pc.equal(pc.list_element(lists, 0), "").to_numpy(zero_copy_only=False)
     if empty.any():
         row = int(empty.argmax())
-        raise Fault(row, "label", "an empty line", "a label and pairs", "Remove the line")
-    read = Tokens(pc.list_element(lists, 0), lengths - 1, pairs, parts)
-    wrong = pc.list_value_length(parts).to_numpy() != num_parts
-    if wrong.any():
+        raise InvalidValue(row, "label", "an empty line", "a label and pairs", "Remove the line")
+    split = SplitLines(pc.list_element(lists, 0), lengths - 1, pairs, parts)
+    is_invalid = pc.list_value_length(parts).to_numpy() != num_parts
+    if is_invalid.any():
         wanted = "index:value" if num_parts == 2 else "field:index:value, as in the first line"
-        raise read.fault(int(wrong.argmax()), wanted)
-    return read
+        raise split.build_error(int(is_invalid.argmax()), wanted)
+    return split
 
 
-def open_file(path: Path) -> LibsvmTable:
-    """Index the file and look at its first block. Raises DataError."""
-    rows = open_rows(path, None, has_header=False, block_bytes=BLOCK_BYTES)
-    first = rows.read(0).split(b"\n", 1)[0].split(b"#")[0].split()
+def open_libsvm_file(path: Path) -> LibsvmFile:
+    """Index the file; find the format and the fields in its first block. Raises DataError."""
+    rows = index_rows(path, None, has_header=False, block_bytes=BLOCK_BYTES)
+    first = rows.read_block(0).split(b"\n", 1)[0].split(b"#")[0].split()
     is_libffm = len(first) > 1 and first[1].count(b":") == 2
-    table = LibsvmTable(rows, () if is_libffm else None, False)
+    file = LibsvmFile(rows, () if is_libffm else None, False)
     try:
-        tokens = split_text(rows.read(0), table.num_parts)
-        fields = np.unique(tokens.numbers(0, pa.int64(), "an integer").to_numpy()).tolist()
-        values = tokens.numbers(table.num_parts - 1, pa.float64(), "a number as the value")
-    except Fault as fault:
-        raise locate_fault(table, 0, fault) from None
+        lines = split_lines(rows.read_block(0), file.num_parts)
+        fields = np.unique(lines.parse_part(0, pa.int64(), "an integer").to_numpy()).tolist()
+        values = lines.parse_part(file.num_parts - 1, pa.float64(), "a number as the value")
+    except InvalidValue as fault:
+        raise build_data_error(file, 0, fault) from None
     is_weighted = bool((values.to_numpy() != 1).any())
-    return LibsvmTable(rows, tuple(fields) if is_libffm else None, is_weighted)
+    return LibsvmFile(rows, tuple(fields) if is_libffm else None, is_weighted)

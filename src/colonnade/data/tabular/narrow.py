@@ -1,4 +1,4 @@
-"""Columns in the narrowest type that holds their values, the same from text and from typed files."""
+"""Conversion of columns to the narrowest_type type that holds their values, the same for text and typed files."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ NUMBER = (
 LONG = r"^[+-]?[0-9]{16,}$"
 BOOLEAN = r"^([tT][rR][uU][eE]|[fF][aA][lL][sS][eE])$"
 EXACT = 2.0**53
-"""Whole floats below this are exact integers."""
+"""Bound below which whole floats are exact integers."""
 
 
 def narrow(array: pa.Array) -> pa.Array:
     """Convert a column to null, int64, bool, double, timestamp[us] or string, whichever holds all its values.
 
-    Empty texts and NaN become null, whole floats integers, times UTC. Columns of other types stay as they are.
+    Empty texts and NaN become null, whole floats integers, times UTC. Columns of other types are returned unchanged.
     """
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if is_text(array.type):
         try:
             array = _narrow_texts(array.cast(pa.string()))
-        except pa.ArrowInvalid:  # bytes that are no text
+        except pa.ArrowInvalid:  # not UTF-8
             return array
     elif is_time(array.type):
-        array = _times(array)
+        array = _to_timestamps(array)
     elif pa.types.is_integer(array.type):
         try:
             array = array.cast(pa.int64())
@@ -51,17 +51,17 @@ def _narrow_texts(texts: pa.Array) -> pa.Array:
     blank = pc.equal(texts, "")
     texts = pc.if_else(blank, None, texts) if pc.any(blank).as_py() else texts
     trimmed = pc.utf8_trim(texts, BLANKS)
-    kind = narrowest(trimmed)
-    if kind == pa.string():
+    arrow_type = narrowest_type(trimmed)
+    if arrow_type == pa.string():
         if matches_all(trimmed, BOOLEAN):
             return pc.utf8_lower(trimmed).cast(pa.bool_())
         if matches_all(trimmed, ISO):
             try:
-                return _times(trimmed)
+                return _to_timestamps(trimmed)
             except pa.ArrowInvalid:  # month 13
                 return texts
         return texts
-    return trimmed.cast(kind)
+    return trimmed.cast(arrow_type)
 
 
 def _narrow_floats(array: pa.Array) -> pa.Array:
@@ -74,32 +74,33 @@ def _narrow_floats(array: pa.Array) -> pa.Array:
     return pa.array(np.where(missing, 0, x).astype(np.int64), mask=missing)
 
 
-def _times(array: pa.Array) -> pa.Array:
+def _to_timestamps(array: pa.Array) -> pa.Array:
     times, missing = read_times(array)
     return pa.array(times, mask=missing).cast(pa.timestamp("us"))
 
 
-def narrowest(texts: pa.Array | pa.ChunkedArray) -> pa.DataType:
-    """Return int64, double or string: the first that holds these trimmed texts without changing what they say."""
+def narrowest_type(texts: pa.Array | pa.ChunkedArray) -> pa.DataType:
+    """Return int64, double or string: the first that represents these trimmed texts exactly."""
     texts = texts.drop_null()
-    if matches_all(texts, INTEGER) and casts(texts, pa.int64()):
+    if matches_all(texts, INTEGER) and can_cast(texts, pa.int64()):
         return pa.int64()
-    is_number = matches_all(texts, NUMBER) and casts(texts, pa.float64())
+    is_number = matches_all(texts, NUMBER) and can_cast(texts, pa.float64())
     is_long = is_number and pc.any(pc.match_substring_regex(texts, LONG)).as_py()
     return pa.float64() if is_number and not is_long else pa.string()
 
 
 def matches_all(texts: pa.Array | pa.ChunkedArray, pattern: str) -> bool:
-    """Return whether every text matches; nulls do. A few texts are tried first: most columns are no numbers."""
-    for part in (texts[:64], texts):
-        if not pc.all(pc.match_substring_regex(part, pattern), min_count=0).as_py():
+    """Return whether every text matches; nulls do. Tries 64 texts first, because most columns are not numbers."""
+    for sample in (texts[:64], texts):
+        if not pc.all(pc.match_substring_regex(sample, pattern), min_count=0).as_py():
             return False
     return True
 
 
-def casts(texts: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> bool:
+def can_cast(texts: pa.Array | pa.ChunkedArray, arrow_type: pa.DataType) -> bool:
+    """Return whether every text can be parsed as `kind`."""
     try:
-        texts.cast(kind)
+        texts.cast(arrow_type)
     except pa.ArrowInvalid:
         return False
     return True

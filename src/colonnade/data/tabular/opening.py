@@ -1,4 +1,4 @@
-"""From the files of any tabular kind to their parts: schema inferred or declared, types checked, samples split."""
+"""Opening of tabular files of any format: infer or load the schema, check types, split samples."""
 
 from __future__ import annotations
 
@@ -8,109 +8,110 @@ from pathlib import Path
 from typing import Any
 
 from colonnade.data.contract import Splits
-from colonnade.data.tabular.columns import refuse_repeated, settle
-from colonnade.data.tabular.declaration import Declaration, load_declaration
+from colonnade.data.tabular.columns import check_unique_names, resolve_dtypes
+from colonnade.data.tabular.declaration import FileSchema, load_declaration
 from colonnade.data.tabular.fields import NEWEST, Dtype, Number
 from colonnade.data.tabular.files import (
-    Files,
     TableFile,
-    bind_files,
+    TableFiles,
     find_days,
     find_files,
+    group_files,
 )
-from colonnade.data.tabular.infer import INFER_ROWS, Inferred, infer
-from colonnade.data.tabular.source import Splitting
+from colonnade.data.tabular.infer import INFER_ROWS, InferredSchema, infer_fields
+from colonnade.data.tabular.source import SplitOptions
 from colonnade.data.tabular.times import format_time
 from colonnade.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
-    """One kind of file. `open_file` indexes a file; raises DataError."""
+class TableFormat:
+    """File format: endings and the function that indexes a file, which raises DataError."""
 
-    endings: tuple[str, ...]  # of the files that are read of a folder
+    endings: tuple[str, ...]  # of the files that are read in a folder
     open_file: Callable[[Path], TableFile]
 
 
-def open_tables(
+def open_table_files(
     path: str | Path | Sequence[str | Path],
-    format: Format,
+    format: TableFormat,
     *,
     schema: Any,
     label: str | None,
     validation: str | Path | None,
     test: str | Path | None,
-    splitting: Splitting,
+    splitting: SplitOptions,
 ) -> Splits:
-    """Open the files at `path`, which `open_parquet` describes. Raises ConfigError, DataError."""
+    """Open files of one format as splits; `open_parquet` describes the options. Raises ConfigError, DataError."""
     days = find_days(path, format.endings)
     files = [format.open_file(file) for day in days for file in day]
     if schema is None:
-        declaration = infer_tables(files, label).declaration
+        file_schema = infer_from_files(files, label).file_schema
     elif label is not None:
         raise ConfigError(
             f"got both schema and label={label!r}; the schema says which field is the label"
         )
     else:
-        declaration = load_declaration(schema)
-    bound = settle_files(files, declaration, splitting)
+        file_schema = load_declaration(schema)
+    bound = resolve_schema(files, file_schema, splitting)
     held_out = [
         None
-        if each is None
-        else bind_tables(
-            [format.open_file(file) for file in find_files(each, format.endings)], bound.declaration
+        if part is None
+        else bind_files(
+            [format.open_file(file) for file in find_files(part, format.endings)], bound.file_schema
         )
-        for each in (validation, test)
+        for part in (validation, test)
     ]
-    return splitting.split(bound, days, *held_out)
+    return splitting.split_files(bound, days, *held_out)
 
 
-def infer_tables(files: Sequence[TableFile], label: str | None) -> Inferred:
-    """Return the schema that the first file with rows declares (Parquet's footer may), else infer one."""
+def infer_from_files(files: Sequence[TableFile], label: str | None) -> InferredSchema:
+    """Return the schema embedded in the first file with rows (Parquet's footer may have one), else infer one."""
     first = next((file for file in files if len(file.lengths)), None)
     if first is None:
         raise DataError(f"{files[0].path}: got no row, wanted at least one to infer a schema from")
-    refuse_repeated(first.path, first.names)
-    declared = first.declared() if label is None else None
-    if declared is not None:
-        return Inferred(declared, {})
-    return infer(first.path, first.head(INFER_ROWS), label, first.header_types)
+    check_unique_names(first.path, first.names)
+    embedded = first.embedded_schema() if label is None else None
+    if embedded is not None:
+        return InferredSchema(embedded, {})
+    return infer_fields(first.path, first.read_head(INFER_ROWS), label, first.header_types)
 
 
-def settle_files(
-    files: Sequence[TableFile], declaration: Declaration, splitting: Splitting
-) -> Files:
-    """Return the files under `declaration` with every dtype and time recorded, so that it reads the same tomorrow."""
-    bound = bind_tables(files, declaration, splitting.split_by)
-    return replace(bound, declaration=_settle_newest(bound, splitting))
+def resolve_schema(
+    files: Sequence[TableFile], file_schema: FileSchema, splitting: SplitOptions
+) -> TableFiles:
+    """Bind files to the schema with every dtype and time set, so that it reads the same after the files change."""
+    bound = bind_files(files, file_schema, splitting.split_by)
+    return replace(bound, file_schema=_resolve_newest(bound, splitting))
 
 
-def bind_tables(
-    files: Sequence[TableFile], declaration: Declaration, split_by: str | None = None
-) -> Files:
-    """Raise DataError for the first file whose columns are not what the declaration reads."""
+def bind_files(
+    files: Sequence[TableFile], file_schema: FileSchema, split_by: str | None = None
+) -> TableFiles:
+    """Bind files to a schema, with every dtype set. Raises DataError for the first file with unsuitable columns."""
     dtypes: dict[str, Dtype | None] = {}
     for file in files:
-        for column in declaration.columns:
+        for column in file_schema.columns:
             dtypes[column] = dtypes.get(column) or file.dtype_of(column)
-    declaration = settle(declaration, dtypes)
-    bound = [file.bind(declaration, split_by) for file in files]
+    file_schema = resolve_dtypes(file_schema, dtypes)
+    bound = [file.bind_schema(file_schema, split_by) for file in files]
     if not any(len(file.lengths) for file in files):
         raise DataError(f"{files[0].path}: got no row, wanted at least one. Was it fully written?")
-    return bind_files(declaration, bound, split_by)
+    return group_files(file_schema, bound, split_by)
 
 
-def _settle_newest(files: Files, splitting: Splitting) -> Declaration:
-    """Put the newest time of the training samples wherever the declaration says `newest`."""
-    fields = list(files.declaration.fields)
+def _resolve_newest(files: TableFiles, splitting: SplitOptions) -> FileSchema:
+    """Replace `newest` in the schema by the newest time of the training samples."""
+    fields = list(files.file_schema.fields)
     for i, field in enumerate(fields):
         if isinstance(field, Number) and field.days_before == NEWEST:
-            newest = _newest(files, field, splitting.num_train(int(files.lengths.sum())))
+            num_train = splitting.count_train_samples(int(files.lengths.sum()))
+            newest = _find_newest_time(files, field, num_train)
             fields[i] = replace(field, days_before=format_time(newest))
-    return replace(files.declaration, fields=tuple(fields))
+    return replace(files.file_schema, fields=tuple(fields))
 
 
-def _newest(files: Files, field: Number, num_samples: int) -> int:
+def _find_newest_time(files: TableFiles, field: Number, num_samples: int) -> int:
     """Return the newest time among the first samples, in microseconds since 1970."""
     newest: list[int] = []
     for block, length in enumerate(files.lengths.tolist()):

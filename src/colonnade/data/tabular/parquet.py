@@ -1,4 +1,4 @@
-"""Parquet as it is: one file, many, folders, patterns; streamed by row groups, which footers make reachable."""
+"""Parquet files, streamed by row groups: files, folders and patterns."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from colonnade.data.contract import Splits
-from colonnade.data.tabular.arrow import dtype_in, one_array
-from colonnade.data.tabular.columns import check_names, check_types, refuse_repeated
-from colonnade.data.tabular.declaration import Declaration
+from colonnade.data.tabular.arrow import combine_chunks, id_dtype_of
+from colonnade.data.tabular.columns import check_columns, check_types, check_unique_names
+from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.fields import Dtype
-from colonnade.data.tabular.opening import Format, open_tables
-from colonnade.data.tabular.source import Splitting
+from colonnade.data.tabular.opening import TableFormat, open_table_files
+from colonnade.data.tabular.source import SplitOptions
 from colonnade.errors import ConfigError, DataError
 
 ENDINGS = (".parquet", ".pq", ".parq")
 SCHEMA_KEY = b"colonnade.schema"
-"""Of a footer's metadata: a declaration as YAML."""
+"""Key in a footer's metadata of a file schema as YAML."""
 
 
 def open_parquet(
@@ -42,25 +42,25 @@ def open_parquet(
     seed: int = 0,
     threads: int = 1,
 ) -> Splits:
-    """Samples under a declared schema, or one inferred from the first file.
+    """Open Parquet files under a declared schema, or one inferred from the first file.
 
-    path                 a file, a folder (every file below it), a pattern, or several of these; natural order of names
-    schema               a Declaration, its fields, plain values, or the path of a YAML file; None: what the footer
-                         declares, as `colonnade convert criteo` writes it, else inferred
-    label                the label's column, where the schema is inferred; default: one named label, click, target or y
-    validation, test     files of their own
+    path                 a file, a folder (every file below it), a pattern, or a list of these; natural order of names
+    schema               a FileSchema, its fields, plain values, or the path of a YAML file; None: the one in the
+                         footer, which `colonnade convert criteo` writes, else inferred
+    label                the label's column, if the schema is inferred; default: one named label, click, target or y
+    validation, test     separate files
     validation_fraction, test_fraction
                          else, this share: the last samples in the order of the files (test after validation) or,
-    split_by             a column: all samples of one value of it together, by its hash. Read once at opening
-    days                 True: Splits.days has a source for every file or folder right below `path`, or that matches
-    shuffle_window       samples; 0: in the order of the files. Else an order per epoch from `seed`: row groups are
-                         shuffled, put together into windows of about so many samples, and these permuted
-    threads              read so many row groups at a time
+    split_by             a column: samples with equal values are in one part, by the value's hash. Read once at opening
+    days                 True: Splits.days has a source for every file or folder directly below `path`, or that matches
+    shuffle_window       samples; 0: in the order of the files. Else a new order each epoch from `seed`: row groups are
+                         shuffled and combined into windows of about this many samples, which are permuted
+    threads              number of row groups read at a time
 
     At most two windows are in memory, each at least a row group. Raises DataError naming file, row (from 0) and
-    column: here for what footers say, for values when they are read.
+    column: here for faults in footers, for values when they are read.
     """
-    splitting = Splitting(
+    splitting = SplitOptions(
         test_fraction=test_fraction,
         validation_fraction=validation_fraction,
         split_by=split_by,
@@ -69,7 +69,7 @@ def open_parquet(
         seed=seed,
         threads=threads,
     )
-    return open_tables(
+    return open_table_files(
         path,
         parquet_format(),
         schema=schema,
@@ -80,26 +80,27 @@ def open_parquet(
     )
 
 
-def parquet_format() -> Format:
-    return Format(ENDINGS, open_parquet_file)
+def parquet_format() -> TableFormat:
+    """Return the format of Parquet files."""
+    return TableFormat(ENDINGS, open_parquet_file)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ParquetTable:
-    """One file, by its footer."""
+class ParquetTableFile:
+    """Parquet file with its footer."""
 
     path: Path
     num_bytes: int
     metadata: pq.FileMetaData
     types: dict[str, pa.DataType]  # by column
-    groups: NDArray[np.int64]  # (blocks,) numbers of the row groups that have rows
+    groups: NDArray[np.int64]  # (blocks,) indices of the row groups that have rows
     lengths: NDArray[np.int64]  # (blocks,)
 
-    def read(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
-        with self._opened(block) as file:
+    def read_block(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
+        with self._open_for_block(block) as file:
             group = int(self.groups[block])
             table = file.read_row_group(group, columns=list(columns), use_threads=False)
-        return {name: one_array(table.column(name)) for name in columns}
+        return {name: combine_chunks(table.column(name)) for name in columns}
 
     @property
     def names(self) -> list[str]:
@@ -110,36 +111,36 @@ class ParquetTable:
         return {}
 
     def dtype_of(self, column: str) -> Dtype | None:
-        return dtype_in(self.types[column]) if column in self.types else None
+        return id_dtype_of(self.types[column]) if column in self.types else None
 
-    def declared(self) -> Declaration | None:
-        """Return what the footer declares (`colonnade convert` writes it)."""
+    def embedded_schema(self) -> FileSchema | None:
+        """Return the schema in the footer, if any (`colonnade convert` writes it)."""
         text = (self.metadata.metadata or {}).get(SCHEMA_KEY)
         try:
-            return None if text is None else Declaration.from_yaml(text.decode())
+            return None if text is None else FileSchema.from_yaml(text.decode())
         except (ConfigError, UnicodeDecodeError) as error:
             raise DataError(
                 f"{self.path}: its footer declares a schema that cannot be read ({error}). Give one with schema"
             ) from None
 
-    def head(self, num_rows: int) -> Mapping[str, pa.Array]:
+    def read_head(self, num_rows: int) -> Mapping[str, pa.Array]:
         batches: list[pa.RecordBatch] = []
-        with self._opened(0) as file:
+        with self._open_for_block(0) as file:
             for batch in file.iter_batches(num_rows, self.groups.tolist(), use_threads=False):
                 batches.append(batch.slice(0, num_rows - sum(map(len, batches))))
                 if sum(map(len, batches)) == num_rows:
                     break
         table = pa.Table.from_batches(batches)
-        return {name: one_array(table.column(name)) for name in table.column_names}
+        return {name: combine_chunks(table.column(name)) for name in table.column_names}
 
-    def bind(self, declaration: Declaration, split_by: str | None) -> ParquetTable:
-        check_names(self.path, self.names, declaration, split_by)
-        check_types(self.path, self.types, declaration)
+    def bind_schema(self, file_schema: FileSchema, split_by: str | None) -> ParquetTableFile:
+        check_columns(self.path, self.names, file_schema, split_by)
+        check_types(self.path, self.types, file_schema)
         return self
 
     @contextmanager
-    def _opened(self, block: int) -> Iterator[pq.ParquetFile]:
-        """To read this block. Errors of reading become DataErrors that name it."""
+    def _open_for_block(self, block: int) -> Iterator[pq.ParquetFile]:
+        """Open the file to read a block. Errors while reading become DataErrors that name the block."""
         try:
             with pq.ParquetFile(self.path, metadata=self.metadata) as file:
                 if self.path.stat().st_size != self.num_bytes:
@@ -152,16 +153,16 @@ class ParquetTable:
             if isinstance(error, DataError):
                 raise
             raise DataError(
-                f"{self.path}, row group {int(self.groups[block])} ({self.place(block, 0)} on): cannot be read "
+                f"{self.path}, row group {int(self.groups[block])} ({self.describe_row(block, 0)} on): cannot be read "
                 f"({str(error).splitlines()[0]}). Write or fetch the file again"
             ) from None
 
-    def place(self, block: int, row: int) -> str:
+    def describe_row(self, block: int, row: int) -> str:
         return f"row {int(self.lengths[:block].sum()) + row}"
 
 
-def open_parquet_file(path: Path) -> ParquetTable:
-    """Reads the footer. Raises DataError for what is no Parquet file, or not whole."""
+def open_parquet_file(path: Path) -> ParquetTableFile:
+    """Read a file's footer. Raises DataError for a file that is not Parquet or is incomplete."""
     try:
         with pq.ParquetFile(path) as file:
             metadata, schema = file.metadata, file.schema_arrow
@@ -176,6 +177,6 @@ def open_parquet_file(path: Path) -> ParquetTable:
     )
     groups = np.flatnonzero(lengths)
     names = list(schema.names)
-    refuse_repeated(path, names)
+    check_unique_names(path, names)
     types = dict(zip(names, schema.types, strict=True))
-    return ParquetTable(path, num_bytes, metadata, types, groups, lengths[groups])
+    return ParquetTableFile(path, num_bytes, metadata, types, groups, lengths[groups])

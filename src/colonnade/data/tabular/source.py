@@ -1,9 +1,9 @@
-"""Samples of files in batches: streamed by blocks, shuffled in windows, read ahead by threads.
+"""Sources over tabular files: streamed by blocks, shuffled in windows, read ahead by threads.
 
-Shuffled: the blocks are put in an order drawn by the epoch's key, put together into windows of at
-least `window` samples (a window closes with the block that fills it), and permuted inside each window.
-So a window holds fewer than `window` samples more than the largest block, and any position of an epoch is found by
-arithmetic on lengths.
+Shuffling puts the blocks in an order drawn by the epoch's key, combines them into windows of at
+least `window` samples (a window ends with the block that fills it), and permutes the samples inside each window.
+So a window has fewer samples than `window` plus the largest block, and any position of an epoch is computed from the
+lengths alone.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from pydantic import Field as Limits
 
 from colonnade.config.validation import Expected, Fraction, validate_fields
-from colonnade.data.contract import START, Position, Schema, Splits, spans
-from colonnade.data.counter import mix64, permutation, stream_key
-from colonnade.data.tabular.chunk import Chunk, join
-from colonnade.data.tabular.declaration import Declaration
-from colonnade.data.tabular.files import Files
+from colonnade.data.contract import START, Position, Schema, Splits, rank_blocks
+from colonnade.data.counter import mix64, random_permutation, stream_key
+from colonnade.data.tabular.chunk import Chunk, concat_chunks
+from colonnade.data.tabular.declaration import FileSchema
+from colonnade.data.tabular.files import TableFiles
 from colonnade.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,87 +32,87 @@ if TYPE_CHECKING:
 
 
 READ_SAMPLES = 1 << 16
-"""Samples that are read together, at least, where nothing is shuffled."""
+"""Minimal number of samples in a window if nothing is shuffled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Windows:
-    """W windows over P blocks."""
+class WindowPlan:
+    """Order of an epoch: W windows over P blocks."""
 
-    blocks: NDArray[np.int64]  # (P,) numbers of the blocks in the order in which they are read
+    blocks: NDArray[np.int64]  # (P,) indices of the blocks in the order in which they are read
     bounds: NDArray[np.int64]  # (W + 1,): window w is blocks[bounds[w]:bounds[w + 1]]
     starts: NDArray[
         np.int64
-    ]  # (W + 1,): its samples are starts[w] .. starts[w + 1] - 1 of the epoch
+    ]  # (W + 1,): window w has samples starts[w] .. starts[w + 1] - 1 of the epoch
     key: int | None  # None: in the order of the file
 
-    def order(self, window: int) -> NDArray[np.int64] | None:
-        """Which of the window's samples comes at each place; None: as they are."""
+    def permute_window(self, window: int) -> NDArray[np.int64] | None:
+        """Return the permutation of a window's samples; None: unchanged."""
         if self.key is None:
             return None
         size = int(self.starts[window + 1] - self.starts[window])
-        return permutation(size, stream_key(self.key, window))
+        return random_permutation(size, stream_key(self.key, window))
 
-    def at(self, sample: int) -> int:
-        """The window that holds the `sample`-th sample of the epoch."""
+    def find_window(self, sample: int) -> int:
+        """Return the window that contains the `sample`-th sample of the epoch."""
         return int(np.searchsorted(self.starts, sample, side="right")) - 1
 
 
-def windows(lengths: NDArray[np.int64], window: int, key: int | None) -> Windows:
-    """Of one epoch. `lengths` (P,): samples of each block, 1 or more. `key` None: not shuffled."""
+def plan_windows(lengths: NDArray[np.int64], window: int, key: int | None) -> WindowPlan:
+    """Plan the windows of an epoch. `lengths` (P,): samples of each block, 1 or more. `key` None: not shuffled."""
     if key is None:
-        blocks, least = np.arange(len(lengths)), READ_SAMPLES
+        blocks, min_samples = np.arange(len(lengths)), READ_SAMPLES
     else:
-        blocks, least = permutation(len(lengths), stream_key(key)), window
+        blocks, min_samples = random_permutation(len(lengths), stream_key(key)), window
     ends = np.cumsum(lengths[blocks])
     bounds = [0]
     while bounds[-1] < len(blocks):
-        begun = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
-        last = int(np.searchsorted(ends, begun + least, side="left"))
+        start = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
+        last = int(np.searchsorted(ends, start + min_samples, side="left"))
         bounds.append(min(last, len(blocks) - 1) + 1)
     starts = np.concatenate([[0], ends])[bounds]
-    return Windows(blocks, np.array(bounds), starts.astype(np.int64), key)
+    return WindowPlan(blocks, np.array(bounds), starts.astype(np.int64), key)
 
 
 SPLIT_KEY = 0x53504C49
-"""Which split a key goes to does not depend on the run's seed."""
+"""Constant key of the hash that assigns keys to splits, so that the split does not depend on the run's seed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """Samples whose `Chunk.part` falls, hashed, into [low, high) of [0, 1)."""
+class HashRange:
+    """Range [low, high) of [0, 1) of hashed split keys; selects the samples of a split."""
 
     low: float
     high: float
 
-    def rows(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which samples, in order. `keys` (S,): `Chunk.part`."""
-        words = mix64(keys.astype(np.uint64) + np.uint64(stream_key(SPLIT_KEY)))
-        place = (words >> np.uint64(11)) * 2.0**-53  # exact, so never 1: no sample falls out
-        return np.flatnonzero((place >= self.low) & (place < self.high))
+    def select_rows(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the rows in the range, in order. `keys` (S,): `Chunk.split_key`."""
+        random_words = mix64(keys.astype(np.uint64) + np.uint64(stream_key(SPLIT_KEY)))
+        hashed = (random_words >> np.uint64(11)) * 2.0**-53  # exact, so never 1: no sample is lost
+        return np.flatnonzero((hashed >= self.low) & (hashed < self.high))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableSource:
-    """Some samples of some files. Holds at most two windows at a time, and the blocks that make one.
+    """Source over samples of tabular files. Holds at most two windows in memory, and the blocks of one.
 
-    Every rank reads all of a window's blocks and takes its own samples of each batch.
+    Every rank reads all blocks of a window and yields its own samples of each batch.
     """
 
-    files: Files
+    files: TableFiles
     pieces: NDArray[np.int64]  # (P, 3): block, first and last-plus-one sample of it
-    share: Share | None = None  # None: all samples; else pieces count those of the share
+    hash_range: HashRange | None = None  # None: all samples; else pieces count only samples in it
     shuffle_window: int = 0  # samples; 0: in the order of the files
     seed: int = 0
     threads: int = 1
 
     @property
-    def declaration(self) -> Declaration:
-        return self.files.declaration
+    def file_schema(self) -> FileSchema:
+        return self.files.file_schema
 
     @property
     def schema(self) -> Schema:
-        return self.declaration.schema
+        return self.file_schema.schema
 
     @property
     def num_samples(self) -> int:
@@ -126,72 +126,82 @@ class TableSource:
         num_ranks: int = 1,
         start: Position = START,
     ) -> Iterator[Batch]:
-        blocks = spans(self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start)
-        return self._batches(blocks, self.windows(start.epoch), start.step * batch_size)
+        blocks = rank_blocks(
+            self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
+        )
+        return self._read_batches(blocks, self.plan_epoch(start.epoch), start.step * batch_size)
 
-    def windows(self, epoch: int) -> Windows:
-        """The order in which `epoch` reads the pieces."""
+    def plan_epoch(self, epoch: int) -> WindowPlan:
+        """Plan the order in which `epoch` reads the pieces."""
         lengths = self.pieces[:, 2] - self.pieces[:, 1]
         key = stream_key(self.seed, epoch) if self.shuffle_window else None
-        return windows(lengths, self.shuffle_window, key)
+        return plan_windows(lengths, self.shuffle_window, key)
 
-    def _batches(
-        self, blocks: Iterator[tuple[int, int]], plan: Windows, first: int
+    def _read_batches(
+        self, blocks: Iterator[tuple[int, int]], plan: WindowPlan, first: int
     ) -> Iterator[Batch]:
         names = [column.name for column in self.schema.categorical]
         if first >= self.num_samples:
             return
         with ThreadPoolExecutor(self.threads, "table") as threads:
-            # `held` is open, `coming` is read meanwhile.
-            held = plan.at(first)
-            chunk, order = self._arrived(self._ask(threads, plan, held)), plan.order(held)
-            coming = self._ask(threads, plan, held + 1)
+            # The batches of `window` are yielded while the futures in `upcoming` read the next one.
+            window = plan.find_window(first)
+            chunk = self._wait_for_window(self._start_reading(threads, plan, window))
+            order = plan.permute_window(window)
+            upcoming = self._start_reading(threads, plan, window + 1)
             try:
                 for begin, end in blocks:
                     parts: list[Chunk] = []
                     while True:
-                        low = int(plan.starts[held])
-                        high = int(plan.starts[held + 1])
-                        part = _part(chunk, order, max(begin, low) - low, min(end, high) - low)
+                        low = int(plan.starts[window])
+                        high = int(plan.starts[window + 1])
+                        part = _select_samples(
+                            chunk, order, max(begin, low) - low, min(end, high) - low
+                        )
                         if part.size or (end <= high and not parts):
                             parts.append(part)
                         if end <= high:
                             break
-                        held += 1
-                        chunk, order = self._arrived(coming), plan.order(held)
-                        coming = self._ask(threads, plan, held + 1)
-                    yield join(parts).to_batch(names)
+                        window += 1
+                        chunk = self._wait_for_window(upcoming)
+                        order = plan.permute_window(window)
+                        upcoming = self._start_reading(threads, plan, window + 1)
+                    yield concat_chunks(parts).to_batch(names)
             finally:
-                for future in coming:
+                for future in upcoming:
                     future.cancel()
 
-    def _ask(self, threads: ThreadPoolExecutor, plan: Windows, window: int) -> list[Future[Chunk]]:
-        """Start reading the pieces of a window; of one after the last, none."""
+    def _start_reading(
+        self, threads: ThreadPoolExecutor, plan: WindowPlan, window: int
+    ) -> list[Future[Chunk]]:
+        """Start reading the pieces of a window; return no futures after the last window."""
         if window + 1 >= len(plan.bounds):
             return []
         pieces = plan.blocks[plan.bounds[window] : plan.bounds[window + 1]]
-        return [threads.submit(self._read, int(piece)) for piece in pieces]
+        return [threads.submit(self._read_piece, int(piece)) for piece in pieces]
 
-    def _arrived(self, coming: list[Future[Chunk]]) -> Chunk:
-        return join([future.result() for future in coming])
+    def _wait_for_window(self, futures: list[Future[Chunk]]) -> Chunk:
+        return concat_chunks([future.result() for future in futures])
 
-    def _read(self, piece: int) -> Chunk:
+    def _read_piece(self, piece: int) -> Chunk:
         block, begin, end = (int(number) for number in self.pieces[piece])
-        chunk = self.files.read(block)
-        if self.share is not None:
-            assert chunk.part is not None
-            return chunk.take(self.share.rows(chunk.part)[begin:end])
-        return chunk.cut(begin, end)
+        chunk = self.files.read_chunk(block)
+        if self.hash_range is not None:
+            assert chunk.split_key is not None
+            return chunk.gather_rows(self.hash_range.select_rows(chunk.split_key)[begin:end])
+        return chunk.slice_rows(begin, end)
 
 
-def _part(chunk: Chunk, order: NDArray[np.int64] | None, begin: int, end: int) -> Chunk:
+def _select_samples(chunk: Chunk, order: NDArray[np.int64] | None, begin: int, end: int) -> Chunk:
     begin = min(begin, end)
-    return chunk.cut(begin, end) if order is None else chunk.take(order[begin:end])
+    if order is None:
+        return chunk.slice_rows(begin, end)
+    return chunk.gather_rows(order[begin:end])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Splitting:
-    """How samples are parted into train, validation and test, and read."""
+class SplitOptions:
+    """Options of splitting samples into train, validation and test, and of reading them."""
 
     test_fraction: Fraction = 0.0
     validation_fraction: Fraction = 0.0
@@ -214,99 +224,105 @@ class Splitting:
                 "next day before it trains on it"
             )
 
-    def num_train(self, total: int) -> int:
-        """Return how many of the first samples may train: all but those that a fraction holds out at the end."""
+    def count_train_samples(self, total: int) -> int:
+        """Return the number of first samples that may train: all except those held out at the end by a fraction."""
         if self.split_by is not None:
             return total
         stop = total - round(total * self.test_fraction)
         return stop - round(total * self.validation_fraction)
 
-    def whole(self, files: Files) -> TableSource:
-        """All samples of files that are held out, in their order."""
-        return TableSource(files, _pieces(files.lengths, 0, None), threads=self.threads)
+    def open_held_out(self, files: TableFiles) -> TableSource:
+        """Return a source over all samples of held-out files, in their order."""
+        return TableSource(files, _build_pieces(files.lengths, 0, None), threads=self.threads)
 
-    def split(
+    def split_files(
         self,
-        files: Files,
+        files: TableFiles,
         days: Sequence[Sequence[Path]],
-        validation: Files | None,
-        test: Files | None,
+        validation: TableFiles | None,
+        test: TableFiles | None,
     ) -> Splits:
-        """`days`: the files, day by day. `validation`, `test`: files of their own, beside the fractions."""
-        source = _Parts(files, self)
-        total = source.total
-        held = None if validation is None else self.whole(validation)
-        tested = None if test is None else self.whole(test)
+        """Split files into sources. `days`: the files grouped by day. `validation`, `test`: separate files, preferred
+        over the fractions."""
+        splitter = _Splitter(files, self)
+        total = splitter.total
+        validation_source = None if validation is None else self.open_held_out(validation)
+        test_source = None if test is None else self.open_held_out(test)
         by_day: tuple[TableSource, ...] = ()
         if self.days:
             ends = np.concatenate([[0], np.cumsum(files.lengths)])[files.bounds]
             ends = ends[np.cumsum([0, *map(len, days)])]
             by_day = tuple(
-                source.run(int(begin), int(end), shuffled=True)
+                splitter.select_range(int(begin), int(end), shuffled=True)
                 for begin, end in itertools.pairwise(ends)
             )
         if self.split_by is not None:
             middle = 1 - self.test_fraction
             low = middle - self.validation_fraction
-            shares = Share(0.0, low), Share(low, middle), Share(middle, 1.0)
-            train, validating, testing = source.deal(shares)
+            ranges = HashRange(0.0, low), HashRange(low, middle), HashRange(middle, 1.0)
+            train, validation_part, test_part = splitter.split_by_hash(ranges)
         else:
             stop = total - round(total * self.test_fraction)
-            num_train = self.num_train(total)
-            train = source.run(0, num_train, shuffled=True)
-            validating = source.run(num_train, stop)
-            testing = source.run(stop, total)
+            num_train = self.count_train_samples(total)
+            train = splitter.select_range(0, num_train, shuffled=True)
+            validation_part = splitter.select_range(num_train, stop)
+            test_part = splitter.select_range(stop, total)
         if train.num_samples == 0:
             raise ConfigError(
                 f"{days[0][0]}: the fractions leave no sample to train on, of {total}; hold out less"
             )
         return Splits(
             train,
-            held or (validating if validating.num_samples else None),
-            tested or (testing if testing.num_samples else None),
+            validation_source or (validation_part if validation_part.num_samples else None),
+            test_source or (test_part if test_part.num_samples else None),
             by_day,
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Parts:
-    files: Files
-    how: Splitting
+class _Splitter:
+    files: TableFiles
+    options: SplitOptions
 
     @property
     def total(self) -> int:
         return int(self.files.lengths.sum())
 
-    def run(self, begin: int, end: int, *, shuffled: bool = False) -> TableSource:
-        """Samples begin .. end-1 in the order of the files."""
-        return self._source(_pieces(self.files.lengths, begin, end), None, shuffled)
+    def select_range(self, begin: int, end: int, *, shuffled: bool = False) -> TableSource:
+        """Return a source over samples begin .. end-1 in the order of the files."""
+        pieces = _build_pieces(self.files.lengths, begin, end)
+        return self._build_source(pieces, None, shuffled)
 
-    def deal(self, shares: tuple[Share, ...]) -> list[TableSource]:
-        """Samples by their keys; the first share is to be shuffled. Reads every key once, to count them."""
-        pieces: list[list[tuple[int, int, int]]] = [[] for _ in shares]
+    def split_by_hash(self, ranges: tuple[HashRange, ...]) -> list[TableSource]:
+        """Return a source for each range of hashed split keys; only the first is shuffled.
+
+        Reads every key once, to count the samples.
+        """
+        pieces: list[list[tuple[int, int, int]]] = [[] for _ in ranges]
         for block in range(len(self.files.lengths)):
-            keys = self.files.read_parts(block)
-            for share, mine in zip(shares, pieces, strict=True):
-                if count := len(share.rows(keys)):
-                    mine.append((block, 0, count))
+            keys = self.files.read_split_keys(block)
+            for hash_range, range_pieces in zip(ranges, pieces, strict=True):
+                if count := len(hash_range.select_rows(keys)):
+                    range_pieces.append((block, 0, count))
         return [
-            self._source(np.array(mine, np.int64).reshape(-1, 3), share, i == 0)
-            for i, (share, mine) in enumerate(zip(shares, pieces, strict=True))
+            self._build_source(np.array(range_pieces, np.int64).reshape(-1, 3), hash_range, i == 0)
+            for i, (hash_range, range_pieces) in enumerate(zip(ranges, pieces, strict=True))
         ]
 
-    def _source(
-        self, pieces: NDArray[np.int64], share: Share | None, shuffled: bool
+    def _build_source(
+        self, pieces: NDArray[np.int64], hash_range: HashRange | None, shuffled: bool
     ) -> TableSource:
-        window = self.how.shuffle_window if shuffled else 0
-        return TableSource(self.files, pieces, share, window, self.how.seed, self.how.threads)
+        options = self.options
+        window = options.shuffle_window if shuffled else 0
+        return TableSource(self.files, pieces, hash_range, window, options.seed, options.threads)
 
 
-def _pieces(lengths: NDArray[np.int64], begin: int, end: int | None) -> NDArray[np.int64]:
-    """(P, 3): the parts of blocks that hold samples begin .. end-1; `end` None: all."""
+def _build_pieces(lengths: NDArray[np.int64], begin: int, end: int | None) -> NDArray[np.int64]:
+    """Return the pieces of blocks (P, 3) that contain samples begin .. end-1; `end` None: all."""
     ends = np.cumsum(lengths)
     starts = ends - lengths
     total = int(ends[-1]) if len(ends) else 0
     low = np.maximum(starts, begin) - starts
     high = np.minimum(ends, total if end is None else end) - starts
-    kept = np.flatnonzero(low < high)
-    return np.stack([kept, low[kept], high[kept]], axis=1).astype(np.int64)
+    blocks = np.flatnonzero(low < high)
+    return np.stack([blocks, low[blocks], high[blocks]], axis=1).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Tabular files of any kind: which one a path holds, its inferred schema, and options that outlive the day."""
+"""Registry of tabular formats; detection of a path's format, schema inference, and options that a run records."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ import pyarrow as pa
 
 from colonnade.data.contract import Splits
 from colonnade.data.tabular import csv, libsvm, parquet, tfrecord
-from colonnade.data.tabular.declaration import Declaration
+from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.files import find_files
 from colonnade.data.tabular.infer import INFER_ROWS
-from colonnade.data.tabular.opening import Format, infer_tables, settle_files
-from colonnade.data.tabular.source import Splitting, TableSource
+from colonnade.data.tabular.opening import TableFormat, infer_from_files, resolve_schema
+from colonnade.data.tabular.source import SplitOptions, TableSource
 from colonnade.errors import ConfigError
 
-FORMATS: dict[str, Callable[..., Format]] = {
+FORMATS: dict[str, Callable[..., TableFormat]] = {
     "csv": csv.csv_format,
     "parquet": parquet.parquet_format,
     "libsvm": libsvm.libsvm_format,
     "tfrecord": tfrecord.tfrecord_format,
 }
-"""By name in SOURCES: from the options of reading, which are keyword arguments, to the format."""
-KINDS = {ending: kind for kind, make in FORMATS.items() for ending in make().endings}
-"""By ending."""
+"""Functions by name in SOURCES that return a format from its options of reading (keyword arguments)."""
+KINDS = {
+    ending: kind for kind, build_format in FORMATS.items() for ending in build_format().endings
+}
+"""Names in SOURCES by file ending."""
 
 
-def kind_of(path: str | Path) -> str:
-    """Return the name in SOURCES by the first file's name. Raises ConfigError, DataError."""
+def detect_format(path: str | Path) -> str:
+    """Return the name in SOURCES of the format of the first file, by its ending. Raises ConfigError, DataError."""
     file = find_files(path, tuple(KINDS))[0]
     ending = file.suffix.lower()
     if ending in KINDS or ending == ".txt":
@@ -44,13 +46,13 @@ def kind_of(path: str | Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TableHead:
-    """First rows of files, and the schema to start from. `problem`: why there is no schema."""
+    """First rows of files and their inferred schema. `problem`: the reason if there is no schema."""
 
     kind: str
     num_rows: int  # of all files
     num_bytes: int
     columns: Mapping[str, pa.Array]  # of the first INFER_ROWS rows
-    declaration: Declaration | None
+    declaration: FileSchema | None
     left_out: Mapping[str, str]
     problem: str
 
@@ -58,49 +60,49 @@ class TableHead:
 def read_head(
     path: str | Path, kind: str | None = None, label: str | None = None, **options: Any
 ) -> TableHead:
-    """Read the first rows and infer a schema. `options`: those of the format. Raises ConfigError, DataError."""
-    kind = kind or kind_of(path)
+    """Read the first rows and infer a schema. `options`: of the format. Raises ConfigError, DataError."""
+    kind = kind or detect_format(path)
     format = FORMATS[kind](**options)
     paths = find_files(path, format.endings)
     files = [format.open_file(file) for file in paths]
     first = next((file for file in files if len(file.lengths)), files[0])
-    declaration, left_out, problem = None, {}, ""
+    file_schema, left_out, problem = None, {}, ""
     try:
-        inferred = infer_tables(files, label)
+        inferred = infer_from_files(files, label)
         left_out = inferred.left_out
-        declaration = settle_files(files, inferred.declaration, Splitting()).declaration
+        file_schema = resolve_schema(files, inferred.file_schema, SplitOptions()).file_schema
     except ConfigError as error:
         problem = str(error)
     return TableHead(
         kind,
         sum(int(file.lengths.sum()) for file in files),
         sum(file.stat().st_size for file in paths),
-        first.head(INFER_ROWS) if len(first.lengths) else {},
-        declaration,
+        first.read_head(INFER_ROWS) if len(first.lengths) else {},
+        file_schema,
         left_out,
         problem,
     )
 
 
-def infer_schema(path: str | Path, label: str | None = None, **options: Any) -> Declaration:
-    """Return a first guess, settled; `infer.py` has the rules. `options`: open_csv's delimiter, quote, names, ..."""
+def infer_schema(path: str | Path, label: str | None = None, **options: Any) -> FileSchema:
+    """Infer a file schema by the rules of `infer.py`. `options`: open_csv's delimiter, quote, names, ..."""
     head = read_head(path, None, label, **options)
     if head.declaration is None:
         raise ConfigError(head.problem)
     return head.declaration
 
 
-def lasting_options(options: Mapping[str, Any], splits: Splits) -> dict[str, Any]:
-    """`options` that open the same data in the same way from any folder, later: what a run folder has to record.
+def portable_options(options: Mapping[str, Any], splits: Splits) -> dict[str, Any]:
+    """Return `options` that open the same data in the same way later and from any folder, for the run folder.
 
-    The schema becomes plain values, whatever it was (a file, nothing); paths become absolute. Options of sources
-    without a declared schema are left as they are.
+    The schema, if a file or absent, becomes plain values; paths become absolute. Options of sources without a file
+    schema stay unchanged.
     """
-    kept = dict(options)
+    recorded = dict(options)
     if isinstance(splits.train, TableSource):
-        kept.pop("label", None)
-        kept["schema"] = splits.train.declaration.to_dict()
+        recorded.pop("label", None)
+        recorded["schema"] = splits.train.file_schema.to_dict()
         for name in ("validation", "test"):
-            if kept.get(name) is not None:
-                kept[name] = os.path.realpath(Path(kept[name]).expanduser())
-    return kept
+            if recorded.get(name) is not None:
+                recorded[name] = os.path.realpath(Path(recorded[name]).expanduser())
+    return recorded

@@ -1,7 +1,6 @@
-"""Where the rows of a delimited text file lie: blocks of some megabytes, reachable without reading what is before them.
+"""Index of the rows of a delimited text file: blocks of some megabytes that can be read in any order.
 
-A row ends at a newline that is not inside quotes, that is, one with an even number of quotes before it. So a quoted
-field may span lines.
+A row ends at a newline outside quotes, i.e. one after an even number of quotes. So a quoted field may span lines.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from colonnade.data.lines import GZIP_MAGIC, NEWLINE, check_regular
 from colonnade.errors import DataError
 
 BLOCK_BYTES = 4 << 20
-"""Rows that end within so many bytes are one block."""
+"""Number of bytes within which the rows of a block end."""
 BOM = b"\xef\xbb\xbf"
 CARRIAGE_RETURN = 0x0D
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextRows:
-    """The index of one file. A last row without a newline counts."""
+    """Index of the blocks of a text file. A last row without a newline counts."""
 
     path: Path
     num_bytes: int
-    head: bytes  # the header row, with its newline; empty where there is none
+    header: bytes  # the header row, with its newline; empty if there is none
     offsets: NDArray[
         np.int64
     ]  # (blocks + 1,) bytes before each block; the last one: the file's size
@@ -36,7 +35,8 @@ class TextRows:
     lines: NDArray[np.int64]  # (blocks,) newlines before each block, in quotes or not
     has_empty: NDArray[np.bool_]  # (blocks,) whether a row of the block is an empty line
 
-    def read(self, block: int) -> bytes:
+    def read_block(self, block: int) -> bytes:
+        """Read the text of a block. Raises DataError if the file changed."""
         begin, end = int(self.offsets[block]), int(self.offsets[block + 1])
         try:
             with self.path.open("rb") as file:
@@ -51,19 +51,19 @@ class TextRows:
             raise DataError(f"{self.path}: cannot be read ({error.strerror})") from None
 
 
-def row_ends(text: bytes, quote: int | None, in_quotes: bool = False) -> NDArray[np.int64]:
-    """Positions of the newlines in `text` that end a row. `in_quotes`: a quote is open where it begins."""
+def find_row_ends(text: bytes, quote: int | None, in_quotes: bool = False) -> NDArray[np.int64]:
+    """Return the positions of the newlines in `text` that end a row. `in_quotes`: a quote is open at its start."""
     codes = np.frombuffer(text, dtype=np.uint8)
     ends = np.flatnonzero(codes == NEWLINE)
     if quote is None or (not in_quotes and text.find(quote) < 0):
         return ends
     quotes = np.flatnonzero(codes == quote)
-    opened = (np.searchsorted(quotes, ends) + in_quotes) & 1
-    return ends[opened == 0]
+    is_quoted = (np.searchsorted(quotes, ends) + in_quotes) & 1
+    return ends[is_quoted == 0]
 
 
-def open_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: int) -> TextRows:
-    """Read the file once to index it. Raises DataError: empty, packed, another encoding, a quote left open."""
+def index_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: int) -> TextRows:
+    """Read the file once to index its rows. Raises DataError: empty, compressed, not UTF-8, an unclosed quote."""
     check_regular(path)
     code = None if quote is None else ord(quote)
     offsets: list[int] = [0]
@@ -71,29 +71,29 @@ def open_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: i
     lines: list[int] = []
     has_empty: list[bool] = []
     num_bytes = num_lines = block_lines = 0
-    in_quotes, head, pending = False, b"", b""
+    in_quotes, header, pending = False, b"", b""
     quote_line, last = 0, NEWLINE
-    needs_head = has_header
+    needs_header = has_header
     try:
         with path.open("rb") as file:
             while text := file.read(block_bytes):
                 if num_bytes == 0:
-                    _refuse_other_kinds(path)
+                    _check_is_text(path)
                     if text.startswith(BOM):
                         offsets[0] = len(BOM)
-                ends = row_ends(text, code, in_quotes)
+                ends = find_row_ends(text, code, in_quotes)
                 newlines = text.count(b"\n")
                 if code is not None and (quotes := text.count(code)):
                     in_quotes ^= quotes % 2 == 1
                     quote_line = num_lines + text.count(b"\n", 0, text.rfind(code)) + 1
-                if needs_head and len(ends):
+                if needs_header and len(ends):
                     cut = int(ends[0]) + 1
-                    head = (pending + text[:cut])[offsets[0] :]
+                    header = (pending + text[:cut])[offsets[0] :]
                     ends = ends[1:]
                     offsets[0] = num_bytes + cut
                     block_lines = num_lines + text.count(b"\n", 0, cut)
-                    needs_head, pending = False, b""
-                elif needs_head:
+                    needs_header, pending = False, b""
+                elif needs_header:
                     pending += text
                 if len(ends):
                     lengths.append(len(ends))
@@ -115,8 +115,8 @@ def open_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: i
             f"{path}: got a quote that is never closed (an odd number of {quote}, the last in line {quote_line}), "
             "wanted them in pairs. Close it, or say that the file has no quotes: quote: none"
         )
-    if needs_head:
-        head, offsets[0] = pending[offsets[0] :], num_bytes
+    if needs_header:
+        header, offsets[0] = pending[offsets[0] :], num_bytes
     elif offsets[-1] < num_bytes:
         # The last row, which no newline ends.
         assert last != NEWLINE
@@ -131,7 +131,7 @@ def open_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: i
     return TextRows(
         path,
         num_bytes,
-        head,
+        header,
         np.array(offsets, np.int64),
         np.array(lengths, np.int64),
         np.array(lines, np.int64),
@@ -140,9 +140,9 @@ def open_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: i
 
 
 def _has_empty_row(text: bytes, before: int, ends: NDArray[np.int64], begin: int) -> bool:
-    """Whether a row that ends at one of `ends` in `text` is nothing but its newline.
+    """Return whether a row that ends at one of `ends` in `text` is empty except for its newline.
 
-    The first row begins at `begin`, below 0 where that is in an earlier text, whose last byte is `before`.
+    The first row begins at `begin`, which is negative if it is in an earlier text, with the last byte `before`.
     """
     lengths = np.diff(ends, prepend=begin - 1) - 1
     if lengths.min() > 1:
@@ -152,7 +152,7 @@ def _has_empty_row(text: bytes, before: int, ends: NDArray[np.int64], begin: int
     return bool(((lengths == 0) | ((lengths == 1) & returns)).any())
 
 
-def _refuse_other_kinds(path: Path) -> None:
+def _check_is_text(path: Path) -> None:
     with path.open("rb") as file:
         text = file.read(4)
     if text.startswith(GZIP_MAGIC):

@@ -1,11 +1,11 @@
-"""TFRecord files of tf.train.Example as columns: one for each feature, a list where a record has several values.
+"""TFRecord files of tf.train.Example as columns: one per feature, a list if a record has several values.
 
 Example  { Features features = 1; }
 Features { map<string, Feature> feature = 1; }     an entry is { string key = 1; Feature value = 2; }
 Feature  { BytesList = 1 | FloatList = 2 | Int64List = 3; }     each { repeated value = 1; }, numbers packed or not
 
-A record is its length (u64), a checksum of that, its bytes and their checksum; all little-endian, the checksums
-CRC-32C, masked. The columns and their types are those of the records in the first block.
+A record has its length (u64), a checksum of the length, its bytes and their checksum, all little-endian; the checksums
+are masked CRC-32C. The columns and their types are those of the records in the first block.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 
 from colonnade.data.contract import Splits
 from colonnade.data.lines import GZIP_MAGIC
-from colonnade.data.tabular.columns import check_names, check_types
-from colonnade.data.tabular.declaration import Declaration
-from colonnade.data.tabular.encode import Fault
+from colonnade.data.tabular.columns import check_columns, check_types
+from colonnade.data.tabular.declaration import FileSchema
+from colonnade.data.tabular.encode import InvalidValue
 from colonnade.data.tabular.fields import Bag, Dtype
 from colonnade.data.tabular.fields import Sequence as SequenceField
-from colonnade.data.tabular.files import locate_fault, read_blocks
-from colonnade.data.tabular.opening import Format, open_tables
-from colonnade.data.tabular.source import Splitting
+from colonnade.data.tabular.files import build_data_error, read_first_rows
+from colonnade.data.tabular.opening import TableFormat, open_table_files
+from colonnade.data.tabular.source import SplitOptions
 from colonnade.data.tabular.text_rows import BLOCK_BYTES
 from colonnade.errors import DataError
 
@@ -38,24 +38,24 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
 def parse_example(data: bytes) -> dict[str, tuple[str, list[Any]]]:
-    """Return form ("bytes", "floats", "integers") and values by feature. Raises ValueError."""
+    """Parse a tf.train.Example: form ("bytes", "floats", "integers") and values by feature. Raises ValueError."""
     features: dict[str, tuple[str, list[Any]]] = {}
-    for entry in _messages(data, 1):
-        for pair in _messages(entry, 1):
-            keys = list(_messages(pair, 1))
+    for entry in _parse_messages(data, 1):
+        for pair in _parse_messages(entry, 1):
+            keys = list(_parse_messages(pair, 1))
             name = keys[-1].decode() if keys else ""
             form, values = "", []
-            for feature in _messages(pair, 2):
-                for number, wire, value in _fields(feature):
+            for feature in _parse_messages(pair, 2):
+                for number, wire, value in _parse_fields(feature):
                     if number in FORMS and wire == BYTES:
-                        form, values = FORMS[number], _values(FORMS[number], value)
+                        form, values = FORMS[number], _parse_values(FORMS[number], value)
             features[name] = form, values
     return features
 
 
-def _values(form: str, data: bytes) -> list[Any]:
+def _parse_values(form: str, data: bytes) -> list[Any]:
     values: list[Any] = []
-    for number, wire, value in _fields(data):
+    for number, wire, value in _parse_fields(data):
         if number != 1:
             continue
         if form == "bytes" and wire == BYTES:
@@ -65,38 +65,38 @@ def _values(form: str, data: bytes) -> list[Any]:
                 raise ValueError("floats of no whole length")
             values += struct.unpack(f"<{len(value) // 4}f", value)
         elif form == "integers" and wire == VARINT:
-            values.append(_signed(value))
+            values.append(_to_signed(value))
         elif form == "integers" and wire == BYTES:
             at = 0
             while at < len(value):
-                integer, at = _varint(value, at)
-                values.append(_signed(integer))
+                integer, at = _parse_varint(value, at)
+                values.append(_to_signed(integer))
         else:
             raise ValueError(f"wire type {wire} in a list of {form}")
     return values
 
 
-def _messages(data: bytes, wanted: int) -> Iterator[bytes]:
-    """Yield the messages and texts of one field."""
-    for number, wire, value in _fields(data):
+def _parse_messages(data: bytes, wanted: int) -> Iterator[bytes]:
+    """Yield the messages and texts of the field with number `wanted`."""
+    for number, wire, value in _parse_fields(data):
         if number == wanted:
             if wire != BYTES:
                 raise ValueError(f"wire type {wire} in field {number}")
             yield value
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, int, Any]]:
+def _parse_fields(data: bytes) -> Iterator[tuple[int, int, Any]]:
     """Yield (number, wire type, value) of every field: an integer for a varint, else bytes."""
     at = 0
     while at < len(data):
-        tag, at = _varint(data, at)
+        tag, at = _parse_varint(data, at)
         number, wire = tag >> 3, tag & 7
         if wire == VARINT:
             value: Any
-            value, at = _varint(data, at)
+            value, at = _parse_varint(data, at)
         else:
             if wire == BYTES:
-                size, at = _varint(data, at)
+                size, at = _parse_varint(data, at)
             elif wire in (FIXED64, FIXED32):
                 size = 8 if wire == FIXED64 else 4
             else:
@@ -108,8 +108,8 @@ def _fields(data: bytes) -> Iterator[tuple[int, int, Any]]:
         yield number, wire, value
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return an integer of up to 64 bits, and where it ends."""
+def _parse_varint(data: bytes, at: int) -> tuple[int, int]:
+    """Parse an integer of up to 64 bits; return it and the position after it."""
     value = shift = 0
     while shift < 70:
         if at >= len(data):
@@ -123,15 +123,15 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise ValueError("an integer of more than 64 bits")
 
 
-def _signed(value: int) -> int:
+def _to_signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
 ENDINGS = (".tfrecord", ".tfrecords")
-HEAD, FOOT = 12, 4
-"""Bytes before and behind a record's own."""
-MOST_BYTES = 1 << 30
-"""A longer record is taken for damage."""
+HEADER_BYTES, FOOTER_BYTES = 12, 4
+"""Number of bytes before and after the content of a record."""
+MAX_RECORD_BYTES = 1 << 30
+"""Maximal length of a record; a larger one is treated as damage."""
 TYPES = {"bytes": pa.binary(), "floats": pa.float32(), "integers": pa.int64()}
 
 
@@ -150,11 +150,11 @@ def open_tfrecord(
     seed: int = 0,
     threads: int = 1,
 ) -> Splits:
-    """Open samples as `open_parquet` does; a block is what ends within 4 MiB.
+    """Open samples as `open_parquet` does; a block has the records that end within 4 MiB.
 
-    Every file is walked once at opening, to index it. Raises DataError naming file, record (from 0) and column.
+    Every file is scanned once at opening, to index it. Raises DataError naming file, record (from 0) and column.
     """
-    splitting = Splitting(
+    splitting = SplitOptions(
         test_fraction=test_fraction,
         validation_fraction=validation_fraction,
         split_by=split_by,
@@ -163,7 +163,7 @@ def open_tfrecord(
         seed=seed,
         threads=threads,
     )
-    return open_tables(
+    return open_table_files(
         path,
         tfrecord_format(),
         schema=schema,
@@ -174,13 +174,14 @@ def open_tfrecord(
     )
 
 
-def tfrecord_format() -> Format:
-    return Format(ENDINGS, open_file)
+def tfrecord_format() -> TableFormat:
+    """Return the format of TFRecord files."""
+    return TableFormat(ENDINGS, open_tfrecord_file)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TFRecordTable:
-    """One file, by its index."""
+class TFRecordFile:
+    """TFRecord file with an index of its blocks."""
 
     path: Path
     offsets: NDArray[
@@ -202,51 +203,55 @@ class TFRecordTable:
         dtypes: dict[str, Dtype] = {"bytes": "text", "integers": "integer"}
         return dtypes.get(self.forms.get(column, ""))
 
-    def declared(self) -> Declaration | None:
+    def embedded_schema(self) -> FileSchema | None:
         return None
 
-    def head(self, num_rows: int) -> Mapping[str, pa.Array]:
-        return read_blocks(self, num_rows)
+    def read_head(self, num_rows: int) -> Mapping[str, pa.Array]:
+        return read_first_rows(self, num_rows)
 
-    def bind(self, declaration: Declaration, split_by: str | None) -> TFRecordTable:
-        check_names(self.path, self.names, declaration, split_by)
-        # A list of numbers may have one value in each of the first records.
+    def bind_schema(self, file_schema: FileSchema, split_by: str | None) -> TFRecordFile:
+        check_columns(self.path, self.names, file_schema, split_by)
+        # In the first records a list of numbers may always have one value.
         lists = {
             column
-            for field in declaration.fields
+            for field in file_schema.fields
             if isinstance(field, Bag | SequenceField)
             for column in field.columns
             if self.forms[column] != "bytes"
         }
         bound = replace(self, lists=self.lists | lists)
-        check_types(self.path, {name: bound._type(name) for name in self.names}, declaration)
+        check_types(self.path, {name: bound._arrow_type(name) for name in self.names}, file_schema)
         return bound
 
-    def _type(self, name: str) -> pa.DataType:
+    def _arrow_type(self, name: str) -> pa.DataType:
         kind = TYPES[self.forms[name]]
         return pa.list_(kind) if name in self.lists else kind
 
-    def place(self, block: int, row: int) -> str:
+    def describe_row(self, block: int, row: int) -> str:
         return f"record {int(self.lengths[:block].sum()) + row}"
 
-    def read(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
-        values: dict[str, list[Any]] = {name: [] for name in columns}
-        for row, record in enumerate(self.records(block)):
+    def read_block(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
+        rows: dict[str, list[Any]] = {name: [] for name in columns}
+        for row, record in enumerate(self.read_records(block)):
             features = parse_record(record, row)
             for name in columns:
-                form, read = features.get(name, ("", []))
-                if read and form != self.forms[name]:
-                    raise Fault(row, name, form, f"{self.forms[name]}, as in the first records")
+                form, values = features.get(name, ("", []))
+                if values and form != self.forms[name]:
+                    raise InvalidValue(
+                        row, name, form, f"{self.forms[name]}, as in the first records"
+                    )
                 if name in self.lists:
-                    values[name].append(read)
-                elif len(read) > 1:
-                    raise Fault(row, name, f"{len(read)} values", "one, as in the first records")
+                    rows[name].append(values)
+                elif len(values) > 1:
+                    raise InvalidValue(
+                        row, name, f"{len(values)} values", "one, as in the first records"
+                    )
                 else:
-                    values[name].append(read[0] if read else None)
-        return {name: _array(each, self._type(name)) for name, each in values.items()}
+                    rows[name].append(values[0] if values else None)
+        return {name: _build_array(rows[name], self._arrow_type(name)) for name in columns}
 
-    def records(self, block: int) -> Iterator[bytes]:
-        """Yield the records of a block. Raises DataError, Fault."""
+    def read_records(self, block: int) -> Iterator[bytes]:
+        """Yield the records of a block. Raises DataError, InvalidValue."""
         begin, end = int(self.offsets[block]), int(self.offsets[block + 1])
         try:
             with self.path.open("rb") as file:
@@ -256,58 +261,69 @@ class TFRecordTable:
             raise DataError(f"{self.path}: cannot be read ({error.strerror})") from None
         at, row = 0, 0
         while at < end - begin:
-            size = check_head(
-                self.path, data[at : at + HEAD], int(self.lengths[:block].sum()) + row
+            size = parse_record_header(
+                self.path, data[at : at + HEADER_BYTES], int(self.lengths[:block].sum()) + row
             )
-            record = data[at + HEAD : at + HEAD + size]
-            foot = data[at + HEAD + size : at + HEAD + size + FOOT]
-            if len(foot) < FOOT or masked_crc(record) != struct.unpack("<I", foot)[0]:
-                raise Fault(row, "-", "bytes that do not fit their checksum", "a whole record",
-                            "Write or fetch the file again")  # fmt: skip
+            record = data[at + HEADER_BYTES : at + HEADER_BYTES + size]
+            foot = data[at + HEADER_BYTES + size : at + HEADER_BYTES + size + FOOTER_BYTES]
+            if len(foot) < FOOTER_BYTES or masked_crc(record) != struct.unpack("<I", foot)[0]:
+                raise InvalidValue(
+                    row,
+                    "-",
+                    "bytes that do not fit their checksum",
+                    "a whole record",
+                    "Write or fetch the file again",
+                )
             yield record
-            at += HEAD + size + FOOT
+            at += HEADER_BYTES + size + FOOTER_BYTES
             row += 1
 
 
-def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+def _build_array(values: list[Any], kind: pa.DataType) -> pa.Array:
     array = pa.array(values, kind)
     is_list = pa.types.is_list(kind)
     if (kind.value_type if is_list else kind) != pa.binary():
         return array
     try:
         return array.cast(pa.list_(pa.string()) if is_list else pa.string())
-    except pa.ArrowInvalid:  # no text
+    except pa.ArrowInvalid:  # not UTF-8
         return array
 
 
 def parse_record(record: bytes, row: int) -> dict[str, tuple[str, list[Any]]]:
+    """Parse a record as `parse_example` does. Raises InvalidValue naming the row."""
     try:
         return parse_example(record)
     except ValueError as error:
-        raise Fault(row, "-", f"no tf.train.Example ({error})", "one in every record",
-                    "Write the file again, or convert it to Parquet") from None  # fmt: skip
+        raise InvalidValue(
+            row,
+            "-",
+            f"no tf.train.Example ({error})",
+            "one in every record",
+            "Write the file again, or convert it to Parquet",
+        ) from None
 
 
 def masked_crc(data: bytes) -> int:
-    """Return CRC-32C, rotated and shifted as TFRecord stores it."""
+    """Compute CRC-32C, rotated and shifted as TFRecord stores it."""
     from colonnade import _native
 
     crc = _native.crc32c(np.frombuffer(data, np.uint8))
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def check_head(path: Path, head: bytes, number: int) -> int:
-    """Return the length of a record. Raises DataError."""
-    size, crc = struct.unpack("<QI", head) if len(head) == HEAD else (0, -1)
-    if masked_crc(head[:8]) != crc or size > MOST_BYTES:
+def parse_record_header(path: Path, header: bytes, record: int) -> int:
+    """Return the length of the record with index `record`. Raises DataError."""
+    size, crc = struct.unpack("<QI", header) if len(header) == HEADER_BYTES else (0, -1)
+    if masked_crc(header[:8]) != crc or size > MAX_RECORD_BYTES:
         raise DataError(
-            f"{path}, record {number}: got a length that does not fit its checksum, wanted a TFRecord file. "
+            f"{path}, record {record}: got a length that does not fit its checksum, wanted a TFRecord file. "
             "Write or fetch the file again; unpack it first if it is compressed"
         )
     return size
 
 
-def open_file(path: Path) -> TFRecordTable:
+def open_tfrecord_file(path: Path) -> TFRecordFile:
     """Index the file, and read the features of its first block. Raises DataError."""
     offsets, ends, at, count = [0], [0], 0, 0
     try:
@@ -319,7 +335,11 @@ def open_file(path: Path) -> TFRecordTable:
                 )
             while at < num_bytes:
                 file.seek(at)
-                at += HEAD + check_head(path, file.read(HEAD), count) + FOOT
+                at += (
+                    HEADER_BYTES
+                    + parse_record_header(path, file.read(HEADER_BYTES), count)
+                    + FOOTER_BYTES
+                )
                 count += 1
                 if at > num_bytes:
                     raise DataError(
@@ -331,16 +351,16 @@ def open_file(path: Path) -> TFRecordTable:
                     ends.append(count)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    table = TFRecordTable(path, np.array(offsets), np.diff(ends), {}, frozenset())
+    indexed_file = TFRecordFile(path, np.array(offsets), np.diff(ends), {}, frozenset())
     forms: dict[str, str] = {}
     lists: set[str] = set()
     try:
-        for row, record in enumerate(table.records(0)) if count else ():
+        for row, record in enumerate(indexed_file.read_records(0)) if count else ():
             for name, (form, values) in parse_record(record, row).items():
                 if values:
                     forms.setdefault(name, form)
                 if len(values) > 1:
                     lists.add(name)
-    except Fault as fault:
-        raise locate_fault(table, 0, fault) from None
-    return replace(table, forms=dict(sorted(forms.items())), lists=frozenset(lists))
+    except InvalidValue as fault:
+        raise build_data_error(indexed_file, 0, fault) from None
+    return replace(indexed_file, forms=dict(sorted(forms.items())), lists=frozenset(lists))

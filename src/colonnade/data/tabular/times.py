@@ -1,6 +1,6 @@
-"""Times of a column as microseconds since 1970 in UTC: timestamps, dates, ISO texts, Unix seconds.
+"""Conversion of times to microseconds since 1970 in UTC: timestamps, dates, ISO texts, Unix seconds.
 
-A time with a zone is converted to UTC, one without is taken as UTC.
+A time with a zone is converted to UTC; a time without a zone is UTC.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SECONDS = r"^-?[0-9]+([.][0-9]*)?$"
 MICROS = 1_000_000
 DAY = 86_400 * MICROS
 PER_UNIT = {"s": MICROS, "ms": 1000, "us": 1}
-LAST = 2.0**62 / MICROS
-"""Seconds beyond this do not fit."""
+MAX_SECONDS = 2.0**62 / MICROS
+"""Maximal Unix seconds that fit in 64-bit microseconds."""
 
 
 def read_times(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return microseconds (S,), 0 where missing, and which are missing (S,). Raises pa.ArrowInvalid."""
+    """Return microseconds (S,), 0 where missing, and a mask (S,) of the missing ones. Raises pa.ArrowInvalid."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if is_text(array.type):
@@ -54,8 +54,8 @@ def _read_texts(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     texts = pc.replace_substring_regex(texts, r"([.][0-9]{6})[0-9]+", r"\1")
     has_zone = pc.match_substring_regex(texts, ZONE)
     for zone in (None, "UTC"):
-        wanted = pc.invert(pc.or_(is_seconds, has_zone)) if zone is None else has_zone
-        times = pc.if_else(wanted, texts, None).cast(pa.timestamp("us", zone)).cast(pa.int64())
+        has_format = pc.invert(pc.or_(is_seconds, has_zone)) if zone is None else has_zone
+        times = pc.if_else(has_format, texts, None).cast(pa.timestamp("us", zone)).cast(pa.int64())
         is_read = times.is_valid().to_numpy(zero_copy_only=False)
         x = np.where(is_read, pc.fill_null(times, 0).to_numpy(zero_copy_only=False), x)
         missing = missing & ~is_read
@@ -65,18 +65,18 @@ def _read_texts(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
 def _read_seconds(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     x = pc.fill_null(array, np.nan).to_numpy(zero_copy_only=False)
     missing = np.isnan(x)
-    if (np.abs(x) > LAST).any():
+    if (np.abs(x) > MAX_SECONDS).any():
         raise pa.ArrowInvalid("Unix seconds out of range")
     return np.round(np.where(missing, 0, x) * MICROS).astype(np.int64), missing
 
 
 def parse_time(text: str) -> int:
-    """Return the microseconds of an ISO time. Raises ValueError."""
+    """Parse an ISO time to microseconds since 1970. Raises ValueError."""
     if not re.match(ISO, text):
         raise ValueError(text)
     return int(read_times(pa.array([text]))[0][0])
 
 
 def format_time(micros: int) -> str:
-    """Return an ISO time in UTC that `parse_time` reads."""
+    """Format microseconds since 1970 as an ISO time in UTC, which `parse_time` reads."""
     return (datetime(1970, 1, 1) + timedelta(microseconds=micros)).isoformat()

@@ -1,11 +1,10 @@
-"""Communication volume and work of one table under each sharding and exchange, per step.
+"""Communication volume and processor time of one table under each sharding and exchange, per step.
 
-A sharding names the ranks that own rows; every rank asks, and each owner serves each asker alike, because owners are
-dealt rows by a hash and ranks are dealt samples. So a choice is two numbers of owners and of bytes per (asker, owner).
-Which links these take, and that hosts add up what all their ranks have a share of, is `paths.py`'s.
+Every trainer requests rows from every owner, and all pairs exchange the same bytes on average, because rows are hashed
+over owners and samples are divided evenly. So two numbers describe a choice: the number of owners, and the bytes per
+(trainer, owner) pair. `paths.py` maps these bytes to links, and knows which values hosts sum before sending them.
 
-Rows that are cut by columns have n owners for each of k slices, each of which is asked for all ids and has a k-th of
-a row's bytes.
+If rows are cut by columns, each of k slices has n owners. Every slice receives all ids and sends a k-th of the bytes.
 
 Legend: N ranks, n owners (of each slice), k slices.
 """
@@ -28,71 +27,78 @@ from colonnade.wire.id_distribution import SAMPLES, SIZE_BYTES, WEIGHT
 from colonnade.wire.packing import (
     FLAG_BYTES,
     expected_list_bytes,
-    expected_listed_bytes,
     expected_numbers_bytes,
-    listed_head_bytes,
+    expected_unsorted_list_bytes,
+    list_header_bytes,
 )
 
 HEAD_BYTES = SIZE_BYTES + 3
-"""Of a message: its size, how many samples (2 bytes for 128 .. 16,383) and whether codes follow."""
-SPREAD = ((0.0, 0.53333), (1.35563, 0.22208), (-1.35563, 0.22208), (2.85697, 0.01126), (-2.85697, 0.01126))  # fmt: skip
-"""Where to look, in standard deviations, and the weight of what is found there: the mean over a normal distribution."""
+"""Header bytes of a message: its size, the number of samples (2 bytes for 128 .. 16,383), a flag for codes."""
+NORMAL_QUADRATURE = (
+    (0.0, 0.53333), (1.35563, 0.22208), (-1.35563, 0.22208), (2.85697, 0.01126), (-2.85697, 0.01126)
+)  # fmt: skip
+"""Nodes, in standard deviations, and weights of a quadrature that averages over a normal distribution."""
 
 
-def lengths_bytes(longest: int, lookups: float, samples: float, owners: int) -> float:
-    """Of one column, to each of its owners: a byte says how lengths lie."""
-    bits = length_bits(longest, lookups, samples, owners)
+def expected_length_bytes(longest: int, lookups: float, samples: float, owners: int) -> float:
+    """Return the bytes of a column's bag lengths in a message to each owner; the first byte tells their encoding."""
+    bits = bag_length_bits(longest, lookups, samples, owners)
     return 2.0 if not bits else 1 + samples * bits / 8
 
 
-def length_bits(longest: int, lookups: float, samples: float, owners: int) -> int:
-    """Of the length of a bag, at one of its owners; 0: all are equal. Of a feature: lookups of the longest bag, and
-    of a rank's batch of so many samples."""
+def bag_length_bits(longest: int, lookups: float, samples: float, owners: int) -> int:
+    """Return the bits of a bag's length in a message to one owner; 0: all lengths are equal.
+
+    longest: lookups of the feature's longest bag. lookups, samples: of a rank's batch."""
     is_equal = abs(lookups - longest * samples) < 0.5
     if owners == 1:
-        return 0 if is_equal else _holding(longest)
-    # The longest share that more than half a sample of a batch is expected to have.
-    share, likely = longest, 0.0
+        return 0 if is_equal else _fitting_bits(longest)
+    # Find the longest part of a bag at one owner that occurs in more than half a sample of a batch on average.
+    share, expected_samples = longest, 0.0
     while share > 0:
-        likely += (
+        expected_samples += (
             math.comb(longest, share)
             * (owners - 1) ** (longest - share)
             / owners**longest
             * samples
         )
-        if likely > 0.5:
+        if expected_samples > 0.5:
             break
         share -= 1
-    return _holding(max(1, share))
+    return _fitting_bits(max(1, share))
 
 
-def _holding(length: int) -> int:
+def _fitting_bits(length: int) -> int:
     return next(bits for bits in BITS if length < 2**bits)
 
 
-def ids_bytes(
+def expected_id_bytes(
     lookups: float,
     unique: float,
     rows: int,
     num_owners: int,
     *,
     list_ratio: float = 1.0,
-    listed_ratio: float = 1.0,
+    raw_list_ratio: float = 1.0,
 ) -> float:
-    """Of one table, to one owner that has the rows of so many lookups, `unique` of them different. rows 0: an open
-    table. Ratios: of measured ids to evenly spread ones, of a list of different ids and of ids as they come."""
+    """Return the bytes of one table's ids in a message to one owner.
+
+    lookups: number of lookups of the owner's rows; unique: distinct rows among them. rows: of the table; 0: an
+    open table. list_ratio, raw_list_ratio: as in `TableLoad`."""
     if lookups <= 0:
         return 0.0
-    head = listed_head_bytes(lookups, rows)
-    listed = (expected_listed_bytes(lookups, rows, num_owners) - head) * listed_ratio + head
-    # Different ids at an owner vary by which rows come, and by which of them are its own.
+    head = list_header_bytes(lookups, rows)
+    raw_list = (
+        expected_unsorted_list_bytes(lookups, rows, num_owners) - head
+    ) * raw_list_ratio + head
+    # The number of distinct ids at an owner is random in the rows of the batch and in the owners of these rows.
     deviation = math.sqrt(unique * max(0.0, 1 - unique / (lookups * num_owners)))
-    which = sum(
+    indices = sum(
         weight * expected_numbers_bytes(lookups, max(1.0, unique + deviations * deviation))
-        for deviations, weight in SPREAD
+        for deviations, weight in NORMAL_QUADRATURE
     )
-    distinct = expected_list_bytes(unique, rows, num_owners) * list_ratio + which
-    return 1 + min(listed, distinct)
+    distinct = expected_list_bytes(unique, rows, num_owners) * list_ratio + indices
+    return 1 + min(raw_list, distinct)
 
 
 ExchangeName = Literal["rows", "pooled", "partials", "towers", "tower_rows", "replicated"]
@@ -105,13 +111,13 @@ CALLS = {
     "tower_rows": (2, 1, 1),
     "replicated": (0, 0, 1),
 }
-"""All-to-alls of a step, by channel, beside the two that all exchanges route with: sizes, and what is asked for."""
-BESIDE_SECONDS = 2.5e-3
-"""Of a rank's processor in a step, for every exchange beside the first, whatever its tables are: planning, packing,
-pooling, pushing and updating begin once more, and rows of all tables are listed anew. Measured: the tables of one
-exchange between two and three ends of it (26 fields, 4 ranks on 2 processors), without what their messages take."""
+"""Number of all-to-alls of a step by channel, in addition to the two that send sizes and ids for all exchanges."""
+EXTRA_EXCHANGE_SECONDS = 2.5e-3
+"""Processor time of a rank per step for every exchange after the first, whatever its tables: planning, packing,
+pooling, pushing and updating start once more, and the rows of all tables are listed again. Measured by splitting the
+tables of one exchange into two and three (26 fields, 4 ranks on 2 processors), without the time of their messages."""
 SHARED_BYTES = float(WEIGHT.size)
-"""Of those, from each rank to each other: the weight of its batch."""
+"""Bytes that each rank sends every other rank whatever the exchanges: the weight of its batch."""
 FIXED_BYTES = {
     "rows": float(SIZE_BYTES + FLAG_BYTES),
     "pooled": float(HEAD_BYTES),
@@ -120,106 +126,113 @@ FIXED_BYTES = {
     "tower_rows": float(SIZE_BYTES + SAMPLES.size),
     "replicated": float(SIZE_BYTES + FLAG_BYTES),
 }
-"""From each rank to each other, of an exchange that any table uses."""
+"""Bytes that each rank sends every other rank for each exchange in use."""
 TABLE_BYTES = {
     "rows": 1.0, "pooled": 0.0, "partials": 0.0, "towers": 0.0, "tower_rows": 0.0, "replicated": 1.0,
 }  # fmt: skip
-"""From each rank to each other, of each table: that no ids of it follow."""
-MATES_BYTES = SHARED_BYTES + FIXED_BYTES["rows"]
-"""From each rank to each other of its tower, under `tower_rows`, which asks there as `rows` does; and TABLE_BYTES."""
+"""Bytes that each rank sends every other rank for each table: a flag for whether ids follow."""
+TOWER_RANK_BYTES = SHARED_BYTES + FIXED_BYTES["rows"]
+"""Bytes that each rank sends every other rank of its tower under `tower_rows`, which requests rows there as `rows`
+does; TABLE_BYTES are added."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """Bytes that a rank and one other that owns rows send each other per step, on the mean."""
+class PairTraffic:
+    """Bytes between a trainer and one owner per step, on average."""
 
     route: float
-    """Asker to owner."""
+    """Bytes of ids, trainer to owner."""
     fetch: float
-    """Owner to asker."""
+    """Bytes of values, owner to trainer."""
     push: float
-    """Asker to owner."""
+    """Bytes of gradients, trainer to owner."""
     inside: float = 0.0
-    """Of values, and again of gradients, where they go by towers: between an owner and a rank of its tower, for as many
-    samples as a rank has. `fetch` and `push` are then of all slices, between a tower and a rank of another."""
-    of_rows: OfRows | None = None
-    """Instead of that, where rows come together in the tower."""
+    """Bytes of values, and of gradients, between an owner and a rank of its tower for one rank's samples, if the
+    exchange goes by towers. `fetch` and `push` then count all slices, between a tower and a rank of another one."""
+    of_rows: TowerRowTraffic | None = None
+    """Replaces `inside` if rows are sent to a rank of the tower and pooled there."""
 
 
 @dataclass(frozen=True, slots=True)
-class OfRows:
+class TowerRowTraffic:
     """Bytes between a rank of a tower and an owner in it, for the samples of all of the rank's peers."""
 
-    asked: float
+    ids: float
     values: float
     gradients: float
 
     @property
-    def all(self) -> float:
-        return self.asked + self.values + self.gradients
+    def total(self) -> float:
+        """Bytes of ids, values and gradients together."""
+        return self.ids + self.values + self.gradients
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Seconds of a processor per step."""
+class ProcessorSeconds:
+    """Processor time per step."""
 
-    asker: float
-    """Of every rank, for its own samples."""
+    trainer: float
+    """Seconds of every trainer, for its own samples."""
     owner: float
-    """Of every rank that owns rows, for all samples."""
+    """Seconds of every owner, for all samples."""
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.asker + other.asker, self.owner + other.owner)
+    def __add__(self, other: ProcessorSeconds) -> ProcessorSeconds:
+        return ProcessorSeconds(self.trainer + other.trainer, self.owner + other.owner)
 
 
-def pair(
+def predict_pair_traffic(
     load: TableLoad,
     exchange: ExchangeName,
     num_owners: int,
     slices: int = 1,
     unique_peers: float = 0.0,
-) -> Pair:
-    """What each exchange counts of one table, beside what is the same for all. unique_peers: rows of the batches of one
-    rank of each tower together, for `tower_rows`."""
+) -> PairTraffic:
+    """Predict the bytes of one table between a trainer and an owner, without the bytes that all tables share.
+
+    unique_peers: distinct rows in the batches of one rank of each tower together, for `tower_rows`."""
     n, unique = num_owners, load.unique_rank
     if exchange == "replicated":
         ids = (
             load.list_ratio * expected_list_bytes(unique, load.vocabulary, 1)
             - TABLE_BYTES[exchange]
         )
-        return Pair(ids, 0.0, unique * load.gradient_bytes)
+        return PairTraffic(ids, 0.0, unique * load.gradient_bytes)
     if exchange == "rows":
         ids = load.list_ratio * expected_list_bytes(unique / n, load.vocabulary, n)
         ids -= TABLE_BYTES[exchange]
-        each = unique / (n * slices)
-        return Pair(ids, each * load.value_bytes, each * load.gradient_bytes)
+        owner_rows = unique / (n * slices)
+        return PairTraffic(ids, owner_rows * load.value_bytes, owner_rows * load.gradient_bytes)
     if exchange == "tower_rows":
-        # A peer is asked for all lookups of the table, and asks the owners as under `rows`; in there nothing is coded.
-        peer, each = pair(load, "pooled", 1), unique_peers / (n * slices)
+        # A peer rank gets all lookups of the table and requests rows from the owners as under `rows`, without codec.
+        to_peer, owner_rows = predict_pair_traffic(load, "pooled", 1), unique_peers / (n * slices)
         ids = load.list_ratio * expected_list_bytes(unique_peers / n, load.vocabulary, n)
-        of_rows = OfRows(
-            ids - TABLE_BYTES["rows"], each * load.row_bytes, each * load.width * load.weight_bytes
+        of_rows = TowerRowTraffic(
+            ids - TABLE_BYTES["rows"],
+            owner_rows * load.row_bytes,
+            owner_rows * load.width * load.weight_bytes,
         )
-        return replace(peer, of_rows=of_rows)
-    # Every owner sends a block of all bags, and is sent one: 0 where it has no row of a bag. Under `partials` what
-    # travels so is known of all its tables together (plan/cost/partials.py).
-    route = ids_bytes(
+        return replace(to_peer, of_rows=of_rows)
+    # Every owner sends and receives a block for all bags, with zeros for bags without a row of it. Values under
+    # `partials` depend on all its tables together (plan/cost/partials.py).
+    route = expected_id_bytes(
         load.lookups / n, unique / n, load.vocabulary, n,
-        list_ratio=load.list_ratio, listed_ratio=load.listed_ratio,
+        list_ratio=load.list_ratio, raw_list_ratio=load.raw_list_ratio,
     )  # fmt: skip
     for column in load.columns:
-        route += lengths_bytes(column.longest, column.lookups, load.samples, n)
+        route += expected_length_bytes(column.longest, column.lookups, load.samples, n)
         route += column.lookups * load.weight_bytes / n if column.is_weighted else 0.0
     if exchange == "partials":
-        return Pair(route, 0.0, 0.0)
+        return PairTraffic(route, 0.0, 0.0)
     if exchange == "towers":
-        inside = load.bags * load.width * load.weight_bytes / slices  # never coded
-        return Pair(route, load.bags * load.bag_bytes, load.bags * load.gradient_bytes, inside)
+        inside = load.bags * load.width * load.weight_bytes / slices  # without codec
+        return PairTraffic(
+            route, load.bags * load.bag_bytes, load.bags * load.gradient_bytes, inside
+        )
     bags = load.bags / slices
-    return Pair(route, bags * load.bag_bytes, bags * load.gradient_bytes)
+    return PairTraffic(route, bags * load.bag_bytes, bags * load.gradient_bytes)
 
 
-def work(
+def predict_processor_seconds(
     load: TableLoad,
     exchange: ExchangeName,
     num_owners: int,
@@ -228,85 +241,97 @@ def work(
     slices: int = 1,
     unique_peers: float = 0.0,
     tower_size: int = 1,
-) -> Work:
-    """By how fast rows are gathered and updated here, and lookups planned and packed; nothing where nobody measured.
-    unique_peers: as of `pair`; tower_size: ranks of a tower."""
+) -> ProcessorSeconds:
+    """Predict the processor time of one table from measured rates of gathering, updating, planning and packing.
+
+    Returns zeros without rates. unique_peers: as in `predict_pair_traffic`. tower_size: ranks of a tower."""
     if not rates:
-        return Work(0.0, 0.0)
-    gather, update = row_seconds(rates, max(load.width // slices, 1))  # of a slice
-    planned, packed = lookup_seconds(rates)
-    n, asked = num_owners, num_ranks * load.unique_rank
+        return ProcessorSeconds(0.0, 0.0)
+    gather, update = interpolate_row_seconds(rates, max(load.width // slices, 1))  # of one slice
+    plan_seconds, pack_seconds = mean_lookup_seconds(rates)
+    n, requested_rows = num_owners, num_ranks * load.unique_rank
     if exchange == "replicated":
-        mine = load.lookups * (2 * gather + planned)
-        return Work(mine + asked * (gather + planned) + load.unique_world * update, 0.0)
+        own = load.lookups * (2 * gather + plan_seconds)
+        merge = requested_rows * (gather + plan_seconds)
+        return ProcessorSeconds(own + merge + load.unique_world * update, 0.0)
     updates = load.unique_world / n * update
-    if (
-        exchange == "rows"
-    ):  # pooled and summed where the samples are; copied, summed again and applied where rows are
-        asker = load.lookups * (2 * gather + planned) * slices
-        return Work(asker, asked / n * (2 * gather + planned) + updates)
-    asker = load.lookups * slices * packed / 2
+    if exchange == "rows":
+        # Trainers pool values and sum gradients; owners copy rows, sum gradients again and apply them.
+        trainer = load.lookups * (2 * gather + plan_seconds) * slices
+        owner = requested_rows / n * (2 * gather + plan_seconds) + updates
+        return ProcessorSeconds(trainer, owner)
+    trainer = load.lookups * slices * pack_seconds / 2
     if exchange == "tower_rows":
-        # Ranks of a tower join, plan, pool and sum for their peers, on the mean as many lookups as a rank has.
-        asker += load.lookups * (2 * gather + planned + packed / 2) * slices
-        asker += 2 * load.bags * gather * slices
-        return Work(asker, tower_size * unique_peers / n * (2 * gather + planned) + updates)
+        # Ranks of a tower join, plan, pool and sum for their peers: on average as many lookups as a rank has.
+        trainer += load.lookups * (2 * gather + plan_seconds + pack_seconds / 2) * slices
+        trainer += 2 * load.bags * gather * slices
+        owner = tower_size * unique_peers / n * (2 * gather + plan_seconds) + updates
+        return ProcessorSeconds(trainer, owner)
     if exchange != "partials":
-        asker += (n + 1) * load.bags * gather * slices
-    heard = num_ranks * load.lookups / n
-    return Work(asker, heard * (2 * gather + planned + packed / 2) + updates)
+        trainer += (n + 1) * load.bags * gather * slices
+    served_lookups = num_ranks * load.lookups / n
+    owner = served_lookups * (2 * gather + plan_seconds + pack_seconds / 2) + updates
+    return ProcessorSeconds(trainer, owner)
 
 
-def moving(bytes_: Pair, num_owners: int, world: World, num_towers: int = 1) -> Work:
-    """For the bytes of one table: every rank that trains asks its owners, every owner serves all of those; what stays
-    on a rank is not moved."""
+def predict_transfer_seconds(
+    traffic: PairTraffic, num_owners: int, world: World, num_towers: int = 1
+) -> ProcessorSeconds:
+    """Predict the processor time of sending and receiving one table's bytes. Bytes that stay on a rank cost nothing."""
     per_byte, num_trainers = world.byte_processor_seconds, world.num_trainers
-    others = 1.0 if world.has_servers else (world.num_ranks - 1) / world.num_ranks
-    if bytes_.of_rows is not None:
-        mates = world.num_ranks // num_towers
-        within = (1 - 1 / mates) * bytes_.of_rows.all * per_byte
-        asked = 2 * (1 - 1 / num_towers) * bytes_.route * per_byte
-        over = crossing(bytes_.fetch + bytes_.push, world, num_towers)
-        # Of a tower's ranks each asks all owners; on the mean over towers, a T-th as much.
-        return Work(asked + over + num_owners * within / num_towers, mates * within)
-    if (
-        bytes_.inside
-    ):  # owners to their towers' ranks, and these to the ranks of their numbers in other towers
-        near = 1 - num_towers / world.num_ranks
-        served = (others * bytes_.route + near * 2 * bytes_.inside) * per_byte
-        over = crossing(bytes_.fetch + bytes_.push, world, num_towers)
-        return Work(num_owners * served + over, num_trainers * served)
-    size = bytes_.route + bytes_.fetch + bytes_.push
-    each = others * size * per_byte
-    return Work(num_owners * each, num_trainers * each)
+    remote_part = 1.0 if world.has_servers else (world.num_ranks - 1) / world.num_ranks
+    if traffic.of_rows is not None:
+        tower_size = world.num_ranks // num_towers
+        within = (1 - 1 / tower_size) * traffic.of_rows.total * per_byte
+        ids = 2 * (1 - 1 / num_towers) * traffic.route * per_byte
+        between = tower_crossing_seconds(traffic.fetch + traffic.push, world, num_towers)
+        # Every rank of a tower requests rows from all owners in it: a T-th of the owners, averaged over towers.
+        return ProcessorSeconds(
+            ids + between + num_owners * within / num_towers, tower_size * within
+        )
+    if traffic.inside:
+        # Owners send to ranks of their tower, and these to the ranks with their local number in other towers.
+        in_tower_part = 1 - num_towers / world.num_ranks
+        served = (remote_part * traffic.route + in_tower_part * 2 * traffic.inside) * per_byte
+        between = tower_crossing_seconds(traffic.fetch + traffic.push, world, num_towers)
+        return ProcessorSeconds(num_owners * served + between, num_trainers * served)
+    size = traffic.route + traffic.fetch + traffic.push
+    pair_seconds = remote_part * size * per_byte
+    return ProcessorSeconds(num_owners * pair_seconds, num_trainers * pair_seconds)
 
 
-def crossing(size: float, world: World, num_towers: int) -> float:
-    """Seconds of every rank's processor for so many bytes between each tower and a rank of another: each is sent by one
-    and got by one."""
+def tower_crossing_seconds(size: float, world: World, num_towers: int) -> float:
+    """Return every rank's processor time for `size` bytes between each tower and a rank of another one.
+
+    Every byte is sent once and received once."""
     return 2 * (1 - 1 / num_towers) * size * world.byte_processor_seconds
 
 
 def alone(load: TableLoad, rates: Sequence[RowRate]) -> float:
-    """`work` of a rank that has all rows to itself: what a rehearsal on one process has in its step already."""
+    """Return the processor time of a table on a rank that owns all its rows.
+
+    A micro-benchmark on one process has this time in its step already."""
     if not rates:
         return 0.0
-    gather, update = row_seconds(rates, load.width)
-    planned, _ = lookup_seconds(rates)
-    return load.lookups * (2 * gather + planned) + load.unique_rank * update
+    gather, update = interpolate_row_seconds(rates, load.width)
+    plan_seconds, _ = mean_lookup_seconds(rates)
+    return load.lookups * (2 * gather + plan_seconds) + load.unique_rank * update
 
 
-def lookup_seconds(rates: Sequence[RowRate]) -> tuple[float, float]:
-    """(planned, packed and joined): seconds of one lookup, the mean over what was measured; 0 where nothing was."""
+def mean_lookup_seconds(rates: Sequence[RowRate]) -> tuple[float, float]:
+    """Return the seconds of planning one lookup, and of packing and joining one: means of the measured rates.
+
+    Returns zeros if nothing was measured."""
     known = [rate for rate in rates if rate.planned and rate.packed]
     if not known:
         return 0.0, 0.0
     return fmean(1 / rate.planned for rate in known), fmean(1 / rate.packed for rate in known)
 
 
-def row_seconds(rates: Sequence[RowRate], width: int) -> tuple[float, float]:
-    """(gathered, updated): seconds of one row of so many floats, between the widths that were measured; beyond them in
-    proportion."""
+def interpolate_row_seconds(rates: Sequence[RowRate], width: int) -> tuple[float, float]:
+    """Return the seconds of gathering one row of `width` floats, and of updating one.
+
+    Interpolates between the measured widths; proportional to the width above them."""
     known = sorted(rates, key=lambda rate: rate.width)
     widths = [rate.width for rate in known]
     scale = width / min(max(width, widths[0]), widths[-1])
@@ -318,6 +343,8 @@ def row_seconds(rates: Sequence[RowRate], width: int) -> tuple[float, float]:
 
 
 def step_seconds(processor: float, waited: float, behind: float, crowding: float) -> float:
-    """Of a rank that computes for `processor` seconds where it has a processor to itself, waits for links, and lets
-    messages travel behind both."""
+    """Return the seconds of a rank's step.
+
+    processor: seconds of computing on a processor of its own. waited: seconds of waiting for links. behind: seconds of
+    messages sent in the background of both. crowding: `World.crowding`."""
     return max(processor * crowding, processor + waited, behind)

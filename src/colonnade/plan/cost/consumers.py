@@ -1,4 +1,4 @@
-"""What a model's first operators take of its tables, as numbers: what the choice of `partials` goes by. Pure."""
+"""Size of a model's first operators: their fields, partials and bytes, for the choice of `partials`. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from colonnade.errors import ConfigError
 from colonnade.exchange.operator_cut import (
     barred,
-    never_in_towers,
-    part_of,
     partial_width,
     remote_consumers,
+    restrict_to_tables,
     result_width,
+    why_never_in_towers,
 )
 from colonnade.interaction import Concat, SomeFields
-from colonnade.lookup.layout import Declaration, Field, queries_of
+from colonnade.lookup.layout import EmbeddingDeclaration, LookupField, query_fields
 from colonnade.lookup.views import slices_of
 from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
 from colonnade.topology.sharding import Sharding
@@ -25,80 +25,86 @@ from colonnade.wire.codec import CODECS, EXACT, Codecs
 
 @dataclass(frozen=True, slots=True)
 class FieldLoad:
-    """Of what one feature reads of one part of its table."""
+    """Size of one field: what one feature reads of one part of its table."""
 
     name: str
     table: int
     """Index into the tables of the model."""
     feature: int
-    """That reads it."""
+    """Index of the feature."""
     dim: int
     value_bytes: float
-    """Of a sample's pooled values as they travel."""
+    """Bytes of a sample's pooled values in a message."""
     gradient_bytes: float
+    """Bytes of their gradients in a message."""
     added_bytes: float = 0.0
-    """To owners, of all of a rank's lookups, where they divide: a weight each."""
+    """Bytes of lookup weights that a rank sends to owners that divide the sums (mean, sqrtn): one for each lookup."""
     has_bags: bool = False
-    """A sample may have several ids."""
+    """True if a sample may have several ids."""
     per_sample: float | None = None
-    """Rows of a sequence, which are taken one by one; None: it is pooled."""
+    """Number of rows of a sequence per sample, which are read one by one; None: the field is pooled."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumerLoad:
-    """Of one of the model's first operators."""
+    """Size of one consumer: one of the model's first operators."""
 
     name: str
     fields: tuple[int, ...]
     """Indices into `ModelLoad.fields`."""
     width: int | None
-    """Floats of a sample's partial; None: it has none that adds up."""
+    """Number of floats of a sample's partial; None: it has no partial that can be summed."""
     value_bytes: float = 0.0
-    """Of a sample's partial as it travels."""
+    """Bytes of a sample's partial in a message."""
     gradient_bytes: float = 0.0
+    """Bytes of its gradient in a message."""
     needs_bags: bool = True
-    """A sample's bag of a field must lie on one rank."""
-    barred: str = ""
-    """Why it has none, in words."""
+    """True if a sample's bag of a field must be on one rank."""
+    why_not_partial: str = ""
+    """Reason why it has no partial, for messages."""
     inside_width: int | None = None
-    """Floats of what it gives where all its fields lie in one tower; None: it is not evaluated there."""
+    """Number of floats of its result inside a tower with all its fields; None: towers do not evaluate it."""
     inside_value_bytes: float = 0.0
-    """Of that, of a sample, as it travels."""
+    """Bytes of that result of a sample in a message."""
     inside_gradient_bytes: float = 0.0
+    """Bytes of its gradient in a message."""
     sequences: tuple[int, ...] = ()
-    """Those of its fields whose rows it takes one by one. Partials come from where these lie."""
+    """Fields with rows that are read one by one. Owners of these rows compute the partials."""
     query_floats: int = 0
-    """Of a sample, to where they lie."""
+    """Number of floats of a sample's queries, which are sent to the owners of sequence rows."""
     query_bytes: float = 0.0
-    """The same, which gradients of queries are, too."""
+    """Bytes of a sample's queries in a message; their gradients have the same size."""
     is_apart: bool = False
-    """It would have a partial, were it not for how rows of a table are laid out."""
-    beside: str = ""
-    """A table with hot rows that it takes, too, of which values travel whatever its partial is of."""
+    """True if only the hot rows of a table keep it from having a partial."""
+    hot_table: str = ""
+    """Table with hot rows that it reads in addition; the values of this table are sent even if partials are."""
     is_whole: bool = False
-    """One rank evaluates it of all its fields at once: a tower module."""
+    """True for a tower module: one rank evaluates all fields at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
-    """All of them."""
+    """Sizes of all fields and consumers of a model."""
 
     fields: tuple[FieldLoad, ...]
     consumers: tuple[ConsumerLoad, ...] = ()
 
     @property
-    def able(self) -> tuple[ConsumerLoad, ...]:
-        """Those with partials that may save something, were all fields of one owner."""
+    def partial_candidates(self) -> tuple[ConsumerLoad, ...]:
+        """Consumers with partials that are smaller than their fields if one owner has all of them."""
         return tuple(
-            each
-            for each in self.consumers
-            if each.width is not None
-            and (each.sequences or each.width < sum(self.fields[f].dim for f in each.fields))
+            consumer
+            for consumer in self.consumers
+            if consumer.width is not None
+            and (
+                consumer.sequences
+                or consumer.width < sum(self.fields[f].dim for f in consumer.fields)
+            )
         )
 
 
-def bare(loads: Sequence[TableLoad]) -> ModelLoad:
-    """Of a model of which nothing is known but its tables: all values travel."""
+def build_model_of_tables(loads: Sequence[TableLoad]) -> ModelLoad:
+    """Return a model load without consumers, if only the tables of a model are known: values are sent."""
     return ModelLoad(
         tuple(
             FieldLoad(f"{load.name} {c}", t, c, load.width, load.bag_bytes, load.gradient_bytes)
@@ -108,23 +114,27 @@ def bare(loads: Sequence[TableLoad]) -> ModelLoad:
     )
 
 
-def model_load(
-    declaration: Declaration,
+def build_model_load(
+    declaration: EmbeddingDeclaration,
     loads: Sequence[TableLoad],
     *,
     codecs: Codecs = EXACT,
     bags: Collection[str] = (),
     world: World | None = None,
     reads_ahead: int = 0,
-    declared: Declaration | None = None,
+    declared: EmbeddingDeclaration | None = None,
 ) -> ModelLoad:
-    """`loads`: of the declaration's tables. `bags`: features whose samples may have several ids, beside those of which
-    a sample of the data has shown some. `world`, `reads_ahead`: as `substitution.barred`. `declared`: by the model, of
-    a declaration that has hot rows of tables beside cold ones."""
+    """Build the sizes of a model's fields and consumers.
+
+    loads: of the declaration's tables. bags: features with several ids per sample, in addition to those that a sample
+    of the data shows. world, reads_ahead: as in `operator_cut.barred`. declared: the model's own declaration, if
+    `declaration` splits tables into hot and cold rows."""
     columns: dict[str, ColumnLoad] = {}
     for load in loads:
-        readers = [each for each in declaration.features if each.table == load.name]
-        columns |= {each.name: column for each, column in zip(readers, load.columns, strict=False)}
+        readers = [feature for feature in declaration.features if feature.table == load.name]
+        columns |= {
+            feature.name: column for feature, column in zip(readers, load.columns, strict=False)
+        }
     fields = []
     for field in declaration.fields:
         name = declaration.features[field.feature].name
@@ -136,8 +146,8 @@ def model_load(
         _consumer_load(
             declaration, name, fields, codecs,
             barred(original, name, world=world, reads_ahead=reads_ahead),
-            never_in_towers(declaration, name, world, reads_ahead=reads_ahead) is None,
-            None if declared is None else _hot_of(name, declared, declaration),
+            why_never_in_towers(declaration, name, world, reads_ahead=reads_ahead) is None,
+            None if declared is None else _find_hot_table(name, declared, declaration),
         )
         for name in declaration.consumers
     ]  # fmt: skip
@@ -145,130 +155,148 @@ def model_load(
 
 
 def _field_load(
-    declaration: Declaration,
-    field: Field,
+    declaration: EmbeddingDeclaration,
+    field: LookupField,
     column: ColumnLoad | None,
     loads: Sequence[TableLoad],
     codecs: Codecs,
     has_bags: bool,
 ) -> FieldLoad:
-    """Return what a field costs. column: its feature's in a sample of the data, if there is one; has_bags: samples may
-    have several ids though the sample of the data shows none."""
+    """Return the size of a field.
+
+    column: lookups of its feature in a sample of the data, if there is one. has_bags: True if samples may have several
+    ids even if the sample of the data shows none."""
     compute, feature = declaration.compute_dtype, declaration.features[field.feature]
     has_bags |= column is not None and column.longest > 1
-    added = 0.0
+    added_bytes = 0.0
     if feature.pooling in ("mean", "sqrtn") and column and has_bags and not column.is_weighted:
-        added = column.lookups * compute.itemsize
+        added_bytes = column.lookups * compute.itemsize
     return FieldLoad(
         field.name, declaration.parts[field.part][0], field.feature, field.dim,
         float(CODECS[codecs.values].row_bytes([field.dim], compute)),
-        float(CODECS[codecs.gradients].row_bytes([field.dim], compute)), added, has_bags,
-        _per_sample(column, loads) if feature.pooling == "sequence" else None,
+        float(CODECS[codecs.gradients].row_bytes([field.dim], compute)), added_bytes, has_bags,
+        _rows_per_sample(column, loads) if feature.pooling == "sequence" else None,
     )  # fmt: skip
 
 
 def _consumer_load(
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     name: str,
     fields: Sequence[FieldLoad],
     codecs: Codecs,
-    why: str | None,
+    why_not_partial: str | None,
     can_be_inside: bool,
-    hot: str | None,
+    hot_table: str | None,
 ) -> ConsumerLoad:
-    """Return what a consumer costs. why: nobody but the samples' ranks may evaluate it, if so; can_be_inside: a tower
-    may; hot: table of which it takes hot rows beside cold ones."""
+    """Return the size of a consumer.
+
+    why_not_partial: reason why owners cannot evaluate it, if any. can_be_inside: whether a tower can evaluate it.
+    hot_table: table with hot rows that it reads, if any."""
     consumer, compute = declaration.consumers[name], declaration.compute_dtype
     values, gradients, exact = (
         CODECS[codecs.values], CODECS[codecs.gradients], CODECS["exact"],
     )  # fmt: skip
-    numbers = {field.name: i for i, field in enumerate(fields)}
-    is_apart = hot is not None and why is None and isinstance(consumer.interaction, Concat)
+    indices = {field.name: i for i, field in enumerate(fields)}
+    is_apart = (
+        hot_table is not None
+        and why_not_partial is None
+        and isinstance(consumer.interaction, Concat)
+    )
     if is_apart:
-        why = f"what hot and cold rows of table {hot} give is put together where the samples are"
-    width = None if why else partial_width(declaration, name)
-    is_split = isinstance(consumer.interaction, SomeFields)  # which towers do not do
+        why_not_partial = (
+            f"hot and cold rows of table {hot_table} are combined on the ranks of the samples"
+        )
+    width = None if why_not_partial else partial_width(declaration, name)
+    is_split = isinstance(consumer.interaction, SomeFields)  # Towers do not evaluate these.
     inside = result_width(declaration, name) if can_be_inside and not is_split else None
-    queries = queries_of(consumer)
-    of_query = sum(fields[numbers[each]].dim for each in queries)
-    # Logarithms of sums are not rounded (exchange/partials.py).
+    queries = query_fields(consumer)
+    query_floats = sum(fields[indices[query]].dim for query in queries)
+    # Logarithms of sums are sent exactly (exchange/partials.py).
     codec, gradient_codec = (exact, exact) if queries else (values, gradients)
     sequences = consumer.features[len(queries) :] if queries else ()
     return ConsumerLoad(
-        name, tuple(numbers[each] for each in consumer.features), width,
+        name, tuple(indices[feature] for feature in consumer.features), width,
         float(codec.row_bytes([width or 0], compute)),
         float(gradient_codec.row_bytes([width or 0], compute)),
-        consumer.interaction.needs() == "fields", why or "", inside,
+        consumer.interaction.needs() == "fields", why_not_partial or "", inside,
         float(values.row_bytes([inside or 0], compute)),
         float(gradients.row_bytes([inside or 0], compute)),
-        tuple(numbers[each] for each in sequences), of_query,
-        float(exact.row_bytes([of_query], compute)) if queries else 0.0,
-        is_apart, str(hot) if is_split else "", consumer.interaction.merge == "whole",
+        tuple(indices[feature] for feature in sequences), query_floats,
+        float(exact.row_bytes([query_floats], compute)) if queries else 0.0,
+        is_apart, str(hot_table) if is_split else "", consumer.interaction.merge == "whole",
     )  # fmt: skip
 
 
-def _hot_of(name: str, declared: Declaration, sides: Declaration) -> str | None:
-    """A table of a consumer's whose hot rows are beside cold ones."""
-    left = {table.name for table in sides.tables}
-    taken = declared.consumers[name].features
+def _find_hot_table(
+    name: str, declared: EmbeddingDeclaration, sides: EmbeddingDeclaration
+) -> str | None:
+    """Return a table of a consumer that `sides` splits into hot and cold rows; None if there is none."""
+    unsplit = {table.name for table in sides.tables}
+    features = declared.consumers[name].features
     tables = [
-        declared.tables[declared.parts[f.part][0]].name for f in declared.fields if f.name in taken
+        declared.tables[declared.parts[f.part][0]].name
+        for f in declared.fields
+        if f.name in features
     ]
-    return next((table for table in tables if table not in left), None)
+    return next((table for table in tables if table not in unsplit), None)
 
 
-def _per_sample(column: ColumnLoad | None, loads: Sequence[TableLoad]) -> float:
-    """Rows of a sequence; one, of which nothing is known."""
+def _rows_per_sample(column: ColumnLoad | None, loads: Sequence[TableLoad]) -> float:
+    """Return the rows of a sequence per sample; 1 if nothing is known."""
     return 1.0 if column is None else column.lookups / max(loads[0].samples, 1e-300)
 
 
-def evaluated_at_owners(
-    declaration: Declaration,
+def find_remote_consumers(
+    declaration: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     exchanges: Sequence[str],
     *,
     world: World | None = None,
     reads_ahead: int = 0,
 ) -> tuple[str, ...]:
-    """Names of the consumers whose partials travel; by table: `shardings`, `exchanges`. `world`, `reads_ahead`: as
-    `substitution.remote_consumers`."""
+    """Return the names of the consumers that owners evaluate, so that partials are sent.
+
+    shardings, exchanges: by table. world, reads_ahead: as in `operator_cut.remote_consumers`."""
     slices = slices_of(declaration, shardings, exchanges)
-    names = [exchanges[each.number] for each in slices.laid]
+    names = [exchanges[shard.number] for shard in slices.laid]
     tables = {
-        each.table.name for each, name in zip(slices.laid, names, strict=True) if name == "partials"
+        shard.table.name
+        for shard, name in zip(slices.laid, names, strict=True)
+        if name == "partials"
     }
-    mine = part_of(slices.declaration, tables, "partials")
-    of_laid = [each.sharding for each in slices.laid]
-    return remote_consumers(mine, of_laid, world=world, reads_ahead=reads_ahead)
+    under_partials = restrict_to_tables(slices.declaration, tables, "partials")
+    slice_shardings = [shard.sharding for shard in slices.laid]
+    return remote_consumers(under_partials, slice_shardings, world=world, reads_ahead=reads_ahead)
 
 
 def check_bags(
-    declaration: Declaration,
+    declaration: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     exchanges: Sequence[str],
     bags: Collection[str],
 ) -> None:
-    """`bags`: features whose samples have any number of ids. Raises ConfigError where rows of such a bag may lie on
-    several ranks, and an operator that is evaluated there needs the whole bag."""
+    """Raise ConfigError if an operator that owners evaluate needs whole bags, and a bag's rows may be on several ranks.
+
+    bags: features with any number of ids per sample."""
     fields = {field.name: field for field in declaration.fields}
-    for name in evaluated_at_owners(declaration, shardings, exchanges):
+    for name in find_remote_consumers(declaration, shardings, exchanges):
         consumer = declaration.consumers[name]
         if consumer.interaction.needs() != "fields":
             continue
-        for each in consumer.features:
-            feature = declaration.features[fields[each].feature]
+        for field in consumer.features:
+            feature = declaration.features[fields[field].feature]
             sharding = shardings[declaration.table_of(feature)]
-            if sharding.has_hot:  # added up where the samples are
+            if sharding.has_hot:  # The ranks of the samples sum hot and cold rows.
                 continue
             if feature.name in bags and sharding.num_owners > 1:
-                raise split_bag(feature.table, sharding.kind, feature.name, name)
+                raise split_bag_error(feature.table, sharding.kind, feature.name, name)
 
 
-def split_bag(table: str, kind: str, feature: str, consumer: str) -> ConfigError:
-    """To be raised."""
+def split_bag_error(table: str, kind: str, feature: str, consumer: str) -> ConfigError:
+    """Build the error for a consumer that needs whole bags of a feature with bags on several ranks."""
     return ConfigError(
         f"table {table!r}: got exchange=partials with sharding={kind}, but feature {feature!r} has bags of ids, and "
-        f"consumer {consumer!r}, which is evaluated where rows lie, needs a sample's whole bag on one rank; set "
+        f"consumer {consumer!r}, which owners evaluate, needs a sample's whole bag on one rank; set "
         f"plan.tables.{table}.sharding=table_wise (plan.sharding=auto finds a rank for it), or "
         f"plan.tables.{table}.exchange=pooled"
     )

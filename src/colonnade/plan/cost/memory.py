@@ -1,10 +1,10 @@
-"""Which rows get the memory: from what each table would read at any size to a size for each, within the budgets.
+"""Division of memory among tables: from each table's reads at any size to a number of rows, within the budgets.
 
-A cache of n rows of a table holds, in time, the n rows used most: that is what giving a table n rows means. What a
-table would read falls with its rows, ever slower along its lower hull; the next byte always goes where it saves
-most. On curves that are their own hulls that is the best there is, but for the last rounding.
+A cache of n rows of a table converges to the n most used rows. So the reads of a table fall with its rows, ever more
+slowly along the lower convex hull of the curve. Each next byte goes to the table where it saves most reads: optimal for
+convex curves, except for the last rounding.
 
-Pure functions of numbers. "Rows" are one rank's, "reads" and "births" those of one batch of one rank.
+Pure functions. Rows are those of one rank; reads and births those of one batch of one rank.
 """
 
 from __future__ import annotations
@@ -22,59 +22,63 @@ from colonnade.plan.measure.popularity import (
     OPEN_ROOM,
     Popularity,
     counting_curve,
+    expected_used_rows,
     recency_curve,
-    seen,
 )
 from colonnade.plan.measure.profile import Profile
 from colonnade.store.budget import slot_bytes
 from colonnade.table import Table
-from colonnade.topology.sharding import Sharding, distinct_loads, share
+from colonnade.topology.sharding import Sharding, distinct_shard_lists, max_rows_per_owner
 
 Floats = NDArray[np.float64]
 
 Tier = Literal["dram", "mapped"]
-"""Where rows of a table rest: in memory, or in exported files that are mapped."""
+"""Memory of a table's rows: main memory, or mapped files on byte-addressable memory."""
 MOMENTS = 6
-"""Of a run's batches, at which its reads are foretold; their mean is the run's."""
+"""Number of points in a run at which reads are predicted; the run's reads are their mean."""
 CURVE_POINTS = 256
 Policy = Callable[[Popularity, float, float, float], tuple[Floats, Floats]]
 POLICIES: dict[str, Policy] = {"counting": counting_curve, "recency": recency_curve}
 SPREAD = 4.0
-"""Standard deviations by which a batch may have more rows than the mean."""
+"""Number of standard deviations above the mean that the rows of a batch may reach."""
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
-    """What one table asks of one rank's memory."""
+class MemoryDemand:
+    """Memory demand of one table on one rank."""
 
     name: str
     slot_bytes: int
     least_rows: int
-    """Of the batches that must be in memory at once: one, without staleness."""
+    """Number of rows of the batches that must be in memory at once: one batch without staleness."""
     most_rows: int
-    """More would not help, or is not wanted."""
+    """Number of rows beyond which memory saves nothing, or that the table may not exceed."""
     rows: tuple[float, ...]
+    """Numbers of rows in memory, the points of the read curve."""
     reads: tuple[float, ...]
-    """With rows[i] rows in memory, reads[i] rows a batch come from files. Between the points: straight lines."""
+    """Rows of a batch that are read from files with rows[i] rows in memory; linear between the points."""
     unique: float
-    """Different rows of a batch."""
+    """Number of distinct rows of a batch."""
     births: float
-    """Rows of a batch that were never used before."""
+    """Number of rows of a batch that were never used before."""
     is_open: bool = False
+    """True for an open table."""
     window_rows: int = 0
-    """Of all batches in flight, as far ahead as is looked: a window that does not fit becomes shorter."""
+    """Number of rows of all batches in flight; a window that does not fit becomes shorter."""
 
     def reads_at(self, rows: float) -> float:
+        """Return the rows read from files per batch with `rows` rows in memory."""
         return float(np.interp(rows, self.rows, self.reads))
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
+        """Bytes of memory of `most_rows`."""
         return self.most_rows * self.slot_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """What one table got."""
+class TableMemory:
+    """Memory assigned to one table: its rows, and the rows read from files per batch."""
 
     name: str
     rows: int
@@ -96,50 +100,54 @@ def demands(
     fixed_bytes: Mapping[str, int] | None = None,
     policy: str = "counting",
     shardings: Sequence[Sharding] | None = None,
-) -> list[Demand]:
-    """What a run's batches first_batch .. last_batch ask, on the mean, `window` of them being in flight and `at_once`
-    of those in memory whatever happens.
+) -> list[MemoryDemand]:
+    """Predict each table's mean memory demand over batches first_batch .. last_batch of a run.
 
-    `num_samples`: of the data set, where that is known: no batch has more different rows than it. `fixed_bytes`, by
-    name: tables that have bytes of their own. `policy`: a key of POLICIES. `shardings`, by table: who has rows, of
-    which each demand is a rank's; without, all ranks do.
+    window: batches in flight. at_once: batches that must be in memory at once. num_samples: size of the data set, if
+    known; no batch has more distinct rows than the data set. fixed_bytes: budgets of single tables, by name. policy: a
+    key of POLICIES. shardings: by table, each demand is that of an owner rank; without, all ranks own rows.
     """
     span = max(last_batch - first_batch, 1)
     epoch = math.inf if num_samples is None else max(num_samples / batch_size, 1.0)
     moments = [first_batch + span * (i + 0.5) / MOMENTS for i in range(MOMENTS)]
-    found = []
+    results = []
     for t, table in enumerate(tables):
         owners = num_ranks if shardings is None else shardings[t].num_owners
-        of = profile.tables[t].popularity(table.rows)
+        popularity = profile.tables[t].popularity(table.rows)
         lookups = profile.lookups_per_sample(t) * batch_size
-        unique = of.unique(lookups) / owners
+        unique = popularity.unique(lookups) / owners
         possible = _possible_rows(profile, t, table, num_samples)
-        held = min(of.unique(lookups * window), possible) / owners
-        full = min(_rows_at_once(profile, t, of, batch_size, at_once), possible)
+        in_flight = min(popularity.unique(lookups * window), possible) / owners
+        at_once_rows = min(_rows_at_once(profile, t, popularity, batch_size, at_once), possible)
         if table.rows is None:
-            whole = max(seen(of, lookups, min(last_batch, epoch)) * OPEN_ROOM, full) / owners
+            used_rows = expected_used_rows(popularity, lookups, min(last_batch, epoch))
+            whole = max(used_rows * OPEN_ROOM, at_once_rows) / owners
         else:
-            whole = share(table.rows, owners)
-        most = max(1, math.ceil(whole))
-        least = min(most, max(1, math.ceil(_spread(full / owners, full, owners > 1))))
-        wished = min(most, math.ceil(_spread(held, possible / owners)))
-        first, last = (seen(of, lookups, min(n, epoch)) for n in (first_batch, last_batch))
-        born = (last - first) / span / owners
-        rows, reads = _mean_curve(of, lookups, moments, epoch, POLICIES[policy])
+            whole = max_rows_per_owner(table.rows, owners)
+        max_rows = max(1, math.ceil(whole))
+        least_mean = _upper_bound(at_once_rows / owners, at_once_rows, owners > 1)
+        least = min(max_rows, max(1, math.ceil(least_mean)))
+        window_rows = min(max_rows, math.ceil(_upper_bound(in_flight, possible / owners)))
+        first, last = (
+            expected_used_rows(popularity, lookups, min(n, epoch))
+            for n in (first_batch, last_batch)
+        )
+        births = (last - first) / span / owners
+        rows, reads = _mean_curve(popularity, lookups, moments, epoch, POLICIES[policy])
         rows, reads = rows / owners, reads / owners
-        # Rows on their way through take room beside those that are kept.
-        rows = rows + np.minimum(window * (reads + born), held)
+        # Rows in transit take slots in addition to those of cached rows.
+        rows = rows + np.minimum(window * (reads + births), in_flight)
         order = np.argsort(rows, kind="stable")
-        rows = np.append(np.minimum(rows[order], most), most)
+        rows = np.append(np.minimum(rows[order], max_rows), max_rows)
         reads = np.append(np.minimum.accumulate(reads[order]), 0.0)
-        demand = Demand(
-            table.name, slot_bytes(table), least, most, tuple(rows.tolist()), tuple(reads.tolist()),
-            unique, born, table.rows is None, max(least, wished),
+        demand = MemoryDemand(
+            table.name, slot_bytes(table), least, max_rows, tuple(rows.tolist()), tuple(reads.tolist()),
+            unique, births, table.rows is None, max(least, window_rows),
         )  # fmt: skip
         if fixed_bytes and table.name in fixed_bytes:
-            fixed = min(most, max(1, fixed_bytes[table.name] // slot_bytes(table)))
+            fixed = min(max_rows, max(1, fixed_bytes[table.name] // slot_bytes(table)))
             if fixed < least:
-                raise _too_small(
+                raise _budget_error(
                     demand, fixed_bytes[table.name], f"plan.memory.tables.{table.name}", at_once
                 )
             demand = replace(
@@ -150,139 +158,160 @@ def demands(
                 rows=(0.0,),
                 reads=(demand.reads_at(fixed),),
             )
-        found.append(demand)
-    return found
+        results.append(demand)
+    return results
 
 
 def place(
-    wanted: Sequence[Demand],
+    table_demands: Sequence[MemoryDemand],
     dram_bytes: int | None,
     mapped_bytes: int | None = 0,
     *,
     at_once: int = 1,
-) -> list[Placed]:
-    """Rows of each table in memory. None: no limit. Raises BudgetExceeded, naming the table and the numbers, where the
-    `at_once` batches that must be in memory do not fit. The window of batches in flight comes before anything else.
+) -> list[TableMemory]:
+    """Divide a rank's memory among its tables; budgets of None have no limit.
 
-    Tables that memory would have to read most of, for their size, lie whole in `mapped_bytes` of byte-addressable
-    memory, whose rows are never read from files.
+    Batches in flight come first. Whole tables move to `mapped_bytes` of byte-addressable memory, those with the most
+    reads for their size first; mapped rows are never read from files. Raises BudgetExceeded with the table and the
+    numbers if the `at_once` batches that must be in memory do not fit.
     """
     if dram_bytes is None:
-        return [Placed(each.name, each.most_rows, 0.0) for each in wanted]
-    rows = _share(wanted, dram_bytes, at_once)
+        return [TableMemory(demand.name, demand.most_rows, 0.0) for demand in table_demands]
+    rows = _divide_budget(table_demands, dram_bytes, at_once)
     if mapped_bytes == 0:
-        return _placed(wanted, rows, set())
-    chosen: set[int] = set()
+        return _assign_rows(table_demands, rows, set())
+    mapped: set[int] = set()
     while True:
-        left = (
+        free = (
             None
             if mapped_bytes is None
-            else mapped_bytes - sum(wanted[t].most_bytes for t in chosen)
+            else mapped_bytes - sum(table_demands[t].max_bytes for t in mapped)
         )
         gains = {
-            t: each.reads_at(rows[t]) / each.most_bytes
-            for t, each in enumerate(wanted)
-            if t not in chosen and not each.is_open and rows[t] < each.most_rows
-            and (left is None or each.most_bytes <= left)
+            t: demand.reads_at(rows[t]) / demand.max_bytes
+            for t, demand in enumerate(table_demands)
+            if t not in mapped and not demand.is_open and rows[t] < demand.most_rows
+            and (free is None or demand.max_bytes <= free)
         }  # fmt: skip
         best = max(gains, key=lambda t: gains[t], default=None)
         if best is None or gains[best] <= 0:
-            return _placed(wanted, rows, chosen)
-        chosen.add(best)
-        others = [t for t in range(len(wanted)) if t not in chosen]
-        shares = iter(_share([wanted[t] for t in others], dram_bytes, at_once))
-        rows = [each.most_rows if t in chosen else next(shares) for t, each in enumerate(wanted)]
+            return _assign_rows(table_demands, rows, mapped)
+        mapped.add(best)
+        others = [t for t in range(len(table_demands)) if t not in mapped]
+        shares = iter(_divide_budget([table_demands[t] for t in others], dram_bytes, at_once))
+        rows = [
+            demand.most_rows if t in mapped else next(shares)
+            for t, demand in enumerate(table_demands)
+        ]
 
 
-def place_on_ranks(
-    wanted: Sequence[Demand],
+def divide_memory_on_ranks(
+    table_demands: Sequence[MemoryDemand],
     shardings: Sequence[Sharding],
     num_ranks: int,
     dram_bytes: int | None,
     mapped_bytes: int | None = 0,
     *,
     at_once: int = 1,
-) -> list[Placed]:
-    """`place` where ranks have different tables: each rank's memory goes to those it has, and a table gets what every
-    rank with rows of it can give. `wanted`: of these shardings, by table. Raises as `place` does."""
-    loads = [
+) -> list[TableMemory]:
+    """Divide memory as `place` does if ranks own rows of different tables.
+
+    Each rank divides its memory among its own tables; a table gets the smallest number of rows of its ranks.
+    table_demands: under these shardings. Raises as `place`."""
+    rank_tables = [
         [t for t, shard in enumerate(shards) if shard.place is not None]
-        for shards in distinct_loads(shardings, num_ranks)
+        for shards in distinct_shard_lists(shardings, num_ranks)
     ]
-    loads = [held for held in loads if held]
-    given = [_placed_at(wanted, held, dram_bytes, mapped_bytes, at_once) for held in loads]
-    tiers = {t: {by_table[t].tier for by_table in given if t in by_table} for t in range(len(wanted))}  # fmt: skip
+    rank_tables = [tables for tables in rank_tables if tables]
+    by_rank = [
+        _place_on_rank(table_demands, tables, dram_bytes, mapped_bytes, at_once)
+        for tables in rank_tables
+    ]
+    tiers = {t: {placed[t].tier for placed in by_rank if t in placed} for t in range(len(table_demands))}  # fmt: skip
     if any(len(kinds) > 1 for kinds in tiers.values()):
-        # Some rank has no mapped room for a table: then it is in memory on all, and leaves that to others.
+        # A rank has no mapped room for some table: that table stays in main memory on all ranks.
         mapped = {t for t, kinds in tiers.items() if kinds == {"mapped"}}
-        given = [
-            {t: Placed(wanted[t].name, wanted[t].most_rows, 0.0, "mapped") for t in held if t in mapped}
-            | _placed_at(wanted, [t for t in held if t not in mapped], dram_bytes, 0, at_once)
-            for held in loads
+        by_rank = [
+            {
+                t: TableMemory(table_demands[t].name, table_demands[t].most_rows, 0.0, "mapped")
+                for t in tables
+                if t in mapped
+            }
+            | _place_on_rank(table_demands, [t for t in tables if t not in mapped], dram_bytes, 0, at_once)
+            for tables in rank_tables
         ]  # fmt: skip
     return [
-        min((by_table[t] for by_table in given if t in by_table), key=lambda placed: placed.rows)
-        for t in range(len(wanted))
+        min((placed[t] for placed in by_rank if t in placed), key=lambda memory: memory.rows)
+        for t in range(len(table_demands))
     ]
 
 
-def _placed_at(
-    wanted: Sequence[Demand],
-    held: Sequence[int],
+def _place_on_rank(
+    table_demands: Sequence[MemoryDemand],
+    tables: Sequence[int],
     dram_bytes: int | None,
     mapped_bytes: int | None,
     at_once: int,
-) -> dict[int, Placed]:
-    """By table, on a rank that has rows of those `held`."""
-    found = place([wanted[t] for t in held], dram_bytes, mapped_bytes, at_once=at_once)
-    return dict(zip(held, found, strict=True))
+) -> dict[int, TableMemory]:
+    """Divide the memory of a rank with rows of these tables. Returns the memory by table."""
+    placed = place([table_demands[t] for t in tables], dram_bytes, mapped_bytes, at_once=at_once)
+    return dict(zip(tables, placed, strict=True))
 
 
 def mean_over_ranks(
-    wanted: Sequence[Demand],
-    placed: Sequence[Placed],
+    table_demands: Sequence[MemoryDemand],
+    placed: Sequence[TableMemory],
     shardings: Sequence[Sharding],
     num_ranks: int,
-) -> tuple[list[Demand], list[Placed]]:
-    """What ranks with rows of a table read and give birth to, as the mean over all ranks."""
+) -> tuple[list[MemoryDemand], list[TableMemory]]:
+    """Average the reads, distinct rows and births of tables over all ranks, including ranks without rows of a table."""
     parts = [len(sharding.ranks) / num_ranks for sharding in shardings]
     return (
         [
             replace(
-                each, reads=tuple(part * reads for reads in each.reads),
-                unique=part * each.unique, births=part * each.births,
+                demand, reads=tuple(part * reads for reads in demand.reads),
+                unique=part * demand.unique, births=part * demand.births,
             )
-            for each, part in zip(wanted, parts, strict=True)
+            for demand, part in zip(table_demands, parts, strict=True)
         ],
-        [replace(each, reads=part * each.reads) for each, part in zip(placed, parts, strict=True)],
+        [replace(memory, reads=part * memory.reads) for memory, part in zip(placed, parts, strict=True)],
     )  # fmt: skip
 
 
-def window_fits(wanted: Sequence[Demand], dram_bytes: int | None) -> bool:
-    """Whether all batches in flight fit at once, so that none waits for another's end."""
-    return dram_bytes is None or _bytes(wanted, [_window(each) for each in wanted]) <= dram_bytes
+def window_fits(table_demands: Sequence[MemoryDemand], dram_bytes: int | None) -> bool:
+    """Return whether all batches in flight fit in memory at once, so that none waits for another to finish."""
+    if dram_bytes is None:
+        return True
+    return (
+        _total_bytes(table_demands, [_window_rows(demand) for demand in table_demands])
+        <= dram_bytes
+    )
 
 
-def hull(rows: Sequence[float], reads: Sequence[float]) -> tuple[Floats, Floats]:
-    """The lower convex hull of a falling curve: what mixing two sizes would reach."""
-    kept: list[tuple[float, float]] = []
+def lower_hull(rows: Sequence[float], reads: Sequence[float]) -> tuple[Floats, Floats]:
+    """Return the lower convex hull of a falling curve, which mixtures of two sizes reach."""
+    points: list[tuple[float, float]] = []
     for x, y in zip(rows, reads, strict=True):
-        if kept and x <= kept[-1][0]:
+        if points and x <= points[-1][0]:
             continue
-        while len(kept) > 1 and (kept[-1][1] - kept[-2][1]) * (x - kept[-2][0]) >= (
-            y - kept[-2][1]
-        ) * (kept[-1][0] - kept[-2][0]):
-            kept.pop()
-        kept.append((x, y))
-    found = np.array(kept)
-    return found[:, 0], found[:, 1]
+        while len(points) > 1 and (points[-1][1] - points[-2][1]) * (x - points[-2][0]) >= (
+            y - points[-2][1]
+        ) * (points[-1][0] - points[-2][0]):
+            points.pop()
+        points.append((x, y))
+    curve = np.array(points)
+    return curve[:, 0], curve[:, 1]
 
 
 def _mean_curve(
-    of: Popularity, lookups: float, moments: Sequence[float], epoch: float, policy: Policy
+    popularity: Popularity,
+    lookups: float,
+    moments: Sequence[float],
+    epoch: float,
+    policy: Policy,
 ) -> tuple[Floats, Floats]:
-    """The mean of a policy's curves at several moments, at rows where one of them has a point."""
-    curves = [policy(of, lookups, moment, epoch) for moment in moments]
+    """Return the mean of a policy's read curves at several moments, at the rows of all their points."""
+    curves = [policy(popularity, lookups, moment, epoch) for moment in moments]
     rows = np.unique(np.concatenate([curve[0] for curve in curves]))
     if len(rows) > CURVE_POINTS:
         rows = rows[np.unique(np.linspace(0, len(rows) - 1, CURVE_POINTS).round().astype(np.int64))]
@@ -290,108 +319,118 @@ def _mean_curve(
 
 
 def _possible_rows(profile: Profile, t: int, table: Table, num_samples: int | None) -> float:
-    """Different rows that any number of batches can have, on all ranks."""
+    """Return the largest number of distinct rows that any number of batches can have, over all ranks."""
     possible = math.inf if table.rows is None else float(table.rows)
     if num_samples is None:
         return possible
-    of = profile.tables[t]
-    if profile.samples >= num_samples:  # the sample is all there is
-        return min(possible, of.rows)
-    return min(possible, of.rows + (num_samples - profile.samples) * profile.lookups_per_sample(t))
+    stats = profile.tables[t]
+    if profile.samples >= num_samples:  # The sample is the whole data set.
+        return min(possible, stats.rows)
+    more_samples = num_samples - profile.samples
+    return min(possible, stats.rows + more_samples * profile.lookups_per_sample(t))
 
 
-def _rows_at_once(profile: Profile, t: int, of: Popularity, batch_size: int, at_once: int) -> float:
-    """Different rows of a full batch, or several in a row: as counted, where the sample has such batches."""
+def _rows_at_once(
+    profile: Profile, t: int, popularity: Popularity, batch_size: int, at_once: int
+) -> float:
+    """Return the distinct rows of `at_once` full batches; from counts, if the sample has batches of this size."""
     counted = profile.tables[t].most_unique if batch_size == profile.largest_batch else 0
     lookups = profile.lookups_per_sample(t) * batch_size
     if not counted:
-        return of.unique(lookups * at_once)
-    return min(counted * at_once, max(counted, of.unique(lookups * at_once)))
+        return popularity.unique(lookups * at_once)
+    return min(counted * at_once, max(counted, popularity.unique(lookups * at_once)))
 
 
-def _spread(mean: float, most: float, is_drawn: bool = True) -> float:
-    """A number of rows that is hardly ever exceeded, of `most` that there are."""
-    return min(most, mean + SPREAD * math.sqrt(mean)) if is_drawn else min(most, mean)
+def _upper_bound(mean: float, max_rows: float, is_random: bool = True) -> float:
+    """Return a number of rows that batches hardly ever exceed, at most `max_rows`."""
+    return min(max_rows, mean + SPREAD * math.sqrt(mean)) if is_random else min(max_rows, mean)
 
 
-def _window(each: Demand) -> int:
-    return min(each.most_rows, max(each.least_rows, each.window_rows))
+def _window_rows(demand: MemoryDemand) -> int:
+    return min(demand.most_rows, max(demand.least_rows, demand.window_rows))
 
 
-def _bytes(wanted: Sequence[Demand], rows: Sequence[int]) -> int:
-    return sum(n * each.slot_bytes for n, each in zip(rows, wanted, strict=True))
+def _total_bytes(table_demands: Sequence[MemoryDemand], rows: Sequence[int]) -> int:
+    return sum(n * demand.slot_bytes for n, demand in zip(rows, table_demands, strict=True))
 
 
-def _first_rows(wanted: Sequence[Demand], budget: int, at_once: int) -> list[int]:
-    """What every table gets before the rest goes where it saves most: its window, or as much of it as fits, each
-    table the same part."""
-    least = _bytes(wanted, [each.least_rows for each in wanted])
+def _window_shares(table_demands: Sequence[MemoryDemand], budget: int, at_once: int) -> list[int]:
+    """Return the rows that each table gets first: those of its window, or the same part of every table's window."""
+    least = _total_bytes(table_demands, [demand.least_rows for demand in table_demands])
     if least > budget:
-        largest = max(wanted, key=lambda each: each.least_rows * each.slot_bytes)
-        raise _too_small(largest, budget, "plan.memory.dram", at_once, least)
-    more = _bytes(wanted, [_window(each) for each in wanted]) - least
+        largest = max(table_demands, key=lambda demand: demand.least_rows * demand.slot_bytes)
+        raise _budget_error(largest, budget, "plan.memory.dram", at_once, least)
+    more = _total_bytes(table_demands, [_window_rows(demand) for demand in table_demands]) - least
     part = 1.0 if more <= budget - least else (budget - least) / more
     return [
-        each.least_rows + math.floor(part * (_window(each) - each.least_rows)) for each in wanted
+        demand.least_rows + math.floor(part * (_window_rows(demand) - demand.least_rows))
+        for demand in table_demands
     ]
 
 
-def _share(wanted: Sequence[Demand], budget: int, at_once: int) -> list[int]:
-    first = _first_rows(wanted, budget, at_once)
-    left = budget - _bytes(wanted, first)
+def _divide_budget(table_demands: Sequence[MemoryDemand], budget: int, at_once: int) -> list[int]:
+    """Return the rows of each table in memory: its window first, then the rows that save most reads per byte."""
+    first = _window_shares(table_demands, budget, at_once)
     steps: list[tuple[float, int, int, float]] = []
-    for t, each in enumerate(wanted):
-        if each.most_rows <= first[t]:
+    for t, demand in enumerate(table_demands):
+        if demand.most_rows <= first[t]:
             continue
-        inner = [x for x in each.rows if first[t] < x < each.most_rows]
-        places = [float(first[t]), *inner, float(each.most_rows)]
-        rows, reads = hull(places, [each.reads_at(x) for x in places])
+        inner = [x for x in demand.rows if first[t] < x < demand.most_rows]
+        points = [float(first[t]), *inner, float(demand.most_rows)]
+        rows, reads = lower_hull(points, [demand.reads_at(x) for x in points])
         saved, sizes = -np.diff(reads), np.diff(rows)
-        # Earlier pieces of a table save more a byte than later ones, so that they come in order.
+        # Earlier pieces of a table's hull save more per byte than later ones, so sorting keeps their order.
         steps += [
-            (-float(saved[i] / (sizes[i] * each.slot_bytes)), t, i, float(sizes[i]))
+            (-float(saved[i] / (sizes[i] * demand.slot_bytes)), t, i, float(sizes[i]))
             for i in range(len(sizes))
             if saved[i] > 0
         ]
-    given = [float(n) for n in first]
-    free = float(left)
+    table_rows = [float(n) for n in first]
+    free = float(budget - _total_bytes(table_demands, first))
     for _, t, _, size in sorted(steps):
-        taken = min(size, free / wanted[t].slot_bytes)
-        given[t] += taken
-        free -= taken * wanted[t].slot_bytes
+        more = min(size, free / table_demands[t].slot_bytes)
+        table_rows[t] += more
+        free -= more * table_demands[t].slot_bytes
         if free <= 0:
             break
-    floored = [min(each.most_rows, math.floor(given[t] + 1e-6)) for t, each in enumerate(wanted)]
-    return _spend(wanted, floored, budget)
+    floored = [
+        min(demand.most_rows, math.floor(table_rows[t] + 1e-6))
+        for t, demand in enumerate(table_demands)
+    ]
+    return _spend_remainder(table_demands, floored, budget)
 
 
-def _spend(wanted: Sequence[Demand], rows: list[int], budget: int) -> list[int]:
-    """What saves nothing that is foretold still serves what is not: whole tables first, then evenly."""
-    left = budget - _bytes(wanted, rows)
-    lacking = [t for t, each in enumerate(wanted) if rows[t] < each.most_rows]
-    lacking.sort(key=lambda t: (wanted[t].most_rows - rows[t]) * wanted[t].slot_bytes)
-    for place, t in enumerate(lacking):
-        each = wanted[t]
-        more = min(each.most_rows - rows[t], left // (len(lacking) - place) // each.slot_bytes)
+def _spend_remainder(
+    table_demands: Sequence[MemoryDemand], rows: list[int], budget: int
+) -> list[int]:
+    """Divide memory that saves no predicted reads, in case these are wrong: complete small tables, then evenly."""
+    free = budget - _total_bytes(table_demands, rows)
+    lacking = [t for t, demand in enumerate(table_demands) if rows[t] < demand.most_rows]
+    lacking.sort(key=lambda t: (table_demands[t].most_rows - rows[t]) * table_demands[t].slot_bytes)
+    for i, t in enumerate(lacking):
+        demand = table_demands[t]
+        more = min(demand.most_rows - rows[t], free // (len(lacking) - i) // demand.slot_bytes)
         rows[t] += more
-        left -= more * each.slot_bytes
+        free -= more * demand.slot_bytes
     return rows
 
 
-def _placed(wanted: Sequence[Demand], rows: Sequence[int], mapped: set[int]) -> list[Placed]:
+def _assign_rows(
+    table_demands: Sequence[MemoryDemand], rows: Sequence[int], mapped: set[int]
+) -> list[TableMemory]:
     return [
-        Placed(
-            each.name,
+        TableMemory(
+            demand.name,
             rows[t],
-            0.0 if t in mapped else each.reads_at(rows[t]),
+            0.0 if t in mapped else demand.reads_at(rows[t]),
             "mapped" if t in mapped else "dram",
         )
-        for t, each in enumerate(wanted)
+        for t, demand in enumerate(table_demands)
     ]
 
 
-def _too_small(
-    table: Demand, budget: int, setting: str, at_once: int, needed: int | None = None
+def _budget_error(
+    table: MemoryDemand, budget: int, setting: str, at_once: int, needed: int | None = None
 ) -> BudgetExceeded:
     least = table.least_rows * table.slot_bytes
     others = f", and all tables together {needed:,}" if needed is not None else ""

@@ -1,10 +1,10 @@
-"""What tables under `partials` cost together: partials belong to consumers, not to tables.
+"""Cost of all tables under exchange `partials` together: partials belong to consumers, not to single tables.
 
-The cut is that of `exchange/operator_cut.py`, on numbers alone: a consumer whose fields' tables are all under
-`partials`, none of them cut by columns, may have its partial travel, from every rank that has rows of one of them;
-all other fields travel as under `pooled`. Where a consumer takes a sequence, partials come from where its rows lie, and
-queries go there before. A partial's bytes are the tables' that have rows on the rank which sends it, by the widths of
-the fields it stands for there: exact where all tables lie on the same ranks, and the truth in sum wherever they lie.
+The rules are those of `exchange/operator_cut.py`, on numbers alone. If all tables of a consumer's fields are under
+`partials` and none is cut by columns, every rank with rows of one of them may send the consumer's partial. All other
+fields are sent as under `pooled`. If a consumer reads a sequence, the owners of its rows compute partials, and first
+receive the queries. The bytes of a partial are divided among the tables on the sending rank by the widths of the fields
+that it replaces: exact for a table if all tables are on the same ranks; the sum over tables is always exact.
 
 Legend: N ranks, T tables, F fields, C consumers.
 """
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
 from colonnade.exchange.operator_cut import sets
-from colonnade.plan.cost.comm_volume import CHANNELS, row_seconds
-from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad, split_bag
+from colonnade.plan.cost.comm_volume import CHANNELS, interpolate_row_seconds
+from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad, split_bag_error
 from colonnade.plan.cost.paths import Paths
 from colonnade.plan.cost.table_stats import TableLoad
 from colonnade.plan.measure.device import RowRate
@@ -30,51 +30,53 @@ from colonnade.topology.sharding import Sharding
 Floats = NDArray[np.float64]
 
 WIDTH = 16
-"""Floats of a row whose rate is taken for each float of a partial."""
+"""Width, in floats, of the rows with the gather rate that is assumed for the floats of a partial."""
 
 
 @dataclass(frozen=True, slots=True)
-class Joint:
-    """Of all tables under `partials`, per sample."""
+class PartialsTraffic:
+    """Bytes and floats that all tables under `partials` send together, per sample."""
 
     consumers: tuple[int, ...]
-    """Whose partials travel."""
+    """Indices of the consumers that owners evaluate."""
     values: Floats
-    """(N,) bytes that an owner sends."""
+    """Bytes that an owner sends, (N,)."""
     gradients: Floats
-    """(N,) bytes that it is sent back."""
+    """Bytes that an owner receives, (N,)."""
     floats: Floats
-    """(N,) that it sends."""
+    """Number of floats that an owner sends, (N,)."""
     evaluated: Floats
-    """(N,) floats of fields that it takes partials of."""
-    common: tuple[float, float]
-    """Bytes of values that every rank has a share of, and that are added up inside a host before they leave it; and of
-    their gradients. In none of the arrays before but `floats`."""
-    added: Mapping[int, float]
-    """By table, of a rank's batch, to all its owners: weights of lookups, where owners divide."""
+    """Number of floats of fields that an owner computes partials of, (N,)."""
+    host_summed: tuple[float, float]
+    """Bytes of values, and of gradients, to which every rank contributes and that hosts sum before sending. Only
+    `floats` includes them."""
+    weight_bytes: Mapping[int, float]
+    """Bytes of lookup weights that a rank's batch sends to all owners of a table that divide sums, by table."""
     queries: Floats
-    """(N,) bytes that an owner is sent before it evaluates, and sends back as gradients."""
-    rounds: int = 0
-    """Consumers that have such, one after the other."""
-    split: tuple[str, int] | None = None
-    """An operator that needs whole bags, and a field whose bags are split; None: this can be."""
-    lone: int | None = None
-    """A field of a sequence whose rows would have to travel, which they cannot here; None: this can be."""
+    """Bytes of queries that an owner receives before it evaluates; it returns as many bytes of gradients. (N,)."""
+    query_rounds: int = 0
+    """Number of consumers with queries; their rounds follow one another."""
+    split_bag: tuple[str, int] | None = None
+    """Operator that needs whole bags, and a field with bags on several ranks: invalid; None: no such operator."""
+    unsendable_field: int | None = None
+    """Sequence field with rows that would have to be sent, which `partials` cannot do: invalid; None: no such field."""
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """A table's, in bytes per sample."""
+class TablePartialBytes:
+    """Part of one table in the bytes under `partials`, per sample."""
 
-    straight: float
-    """That all its owners send."""
-    common: float
-    """That every rank has a share of, and its host adds up."""
+    direct: float
+    """Bytes that all its owners send."""
+    host_summed: float
+    """Bytes to which every rank contributes and that its host sums."""
 
 
 class Partials:
-    """Of one model. owners (T, N) of the methods: the part of a table's columns that a rank has rows of; 0 all over for
-    tables that are not under `partials`."""
+    """Cost model of `partials` for one model.
+
+    Argument owners (T, N) of the methods: part of a table's columns that a rank owns rows of; all 0 for tables that are
+    not under `partials`."""
 
     def __init__(self, model: ModelLoad, num_tables: int, *, adds_in_host: bool = False) -> None:
         self.model, self.num_tables, self.adds_in_host = model, num_tables, adds_in_host
@@ -82,229 +84,238 @@ class Partials:
         self.dims = np.array([field.dim for field in model.fields], dtype=np.float64)
         self.value_bytes = np.array([field.value_bytes for field in model.fields])
         self.gradient_bytes = np.array([field.gradient_bytes for field in model.fields])
-        self.takes = np.zeros((len(model.consumers), len(model.fields)), dtype=bool)
+        self.reads = np.zeros((len(model.consumers), len(model.fields)), dtype=bool)
         for c, consumer in enumerate(model.consumers):
-            self.takes[c, list(consumer.fields)] = True
-        # Of fields side by side as a consumer takes them, those that its partial stands for; and queries.
-        self.meant, self.asks = self.takes.copy(), np.zeros_like(self.takes)
+            self.reads[c, list(consumer.fields)] = True
+        # Fields that a consumer's partial replaces, and fields that are its queries.
+        self.replaces, self.is_query = self.reads.copy(), np.zeros_like(self.reads)
         for c, consumer in enumerate(model.consumers):
             if consumer.sequences:
-                self.meant[c] = False
-                self.meant[c, list(consumer.sequences)] = True
-                self.asks[c] = self.takes[c] & ~self.meant[c]
+                self.replaces[c] = False
+                self.replaces[c, list(consumer.sequences)] = True
+                self.is_query[c] = self.reads[c] & ~self.replaces[c]
         rows = [field.per_sample for field in model.fields]
-        self.is_sequence = np.array([each is not None for each in rows], dtype=bool)
-        self.rows = np.array([1.0 if each is None else each for each in rows])
+        self.is_sequence = np.array([count is not None for count in rows], dtype=bool)
+        self.rows = np.array([1.0 if count is None else count for count in rows])
 
     @cached_property
-    def taken(self) -> NDArray[np.bool_]:
-        """(F,) by some consumer."""
-        return np.asarray(self.takes.any(0))
+    def is_read(self) -> NDArray[np.bool_]:
+        """Fields that any consumer reads, (F,)."""
+        return np.asarray(self.reads.any(0))
 
     def tables_of(self, consumer: ConsumerLoad) -> tuple[int, ...]:
+        """Return the tables that a consumer reads, ascending."""
         return tuple(sorted({self.model.fields[f].table for f in consumer.fields}))
 
-    def senders(self, c: int) -> list[int]:
-        """Tables where partials come from."""
-        return sorted(set(self.tables[self.meant[c]].tolist()))
+    def source_tables(self, c: int) -> list[int]:
+        """Return the tables with owners that compute the partials of consumer c."""
+        return sorted(set(self.tables[self.replaces[c]].tolist()))
 
     @cached_property
-    def attended(self) -> frozenset[int]:
-        """Tables of sequences whose rows need not travel: all that takes them can be evaluated where they lie."""
-        able = np.array([bool(each.sequences and each.width) for each in self.model.consumers])
-        others = self.takes[~able].any(0) if len(able) else np.zeros_like(self.is_sequence)
-        free = self.is_sequence & self.taken & ~others
+    def attention_tables(self) -> frozenset[int]:
+        """Sequence tables with rows that need not be sent, because owners can evaluate all their consumers."""
+        is_remote = np.array([bool(c.sequences and c.width) for c in self.model.consumers])
+        others = (
+            self.reads[~is_remote].any(0) if len(is_remote) else np.zeros_like(self.is_sequence)
+        )
+        free = self.is_sequence & self.is_read & ~others
         return frozenset(self.tables[free].tolist()) - frozenset(
             self.tables[self.is_sequence & ~free].tolist()
         )
 
     @cached_property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Tables that `partials` may pay for together: those of each consumer that is able, and of all of them."""
-        each = [self.tables_of(consumer) for consumer in self.model.able]
-        every = tuple(sorted({t for tables in each for t in tables}))
-        return tuple(dict.fromkeys([*each, every])) if every else ()
+    def table_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of tables that may gain from `partials` together: those of each candidate consumer, and all these."""
+        groups = [self.tables_of(consumer) for consumer in self.model.partial_candidates]
+        union = tuple(sorted({t for tables in groups for t in tables}))
+        return tuple(dict.fromkeys([*groups, union])) if union else ()
 
     @cached_property
-    def tables_of_bags(self) -> frozenset[int]:
-        """Tables whose rows must lie on one rank for some partial."""
+    def whole_bag_tables(self) -> frozenset[int]:
+        """Tables with rows that must be on one rank for the partial of a consumer."""
         fields = self.model.fields
         return frozenset(
             fields[f].table
-            for consumer in self.model.able
+            for consumer in self.model.partial_candidates
             for f in consumer.fields
             if consumer.needs_bags and fields[f].has_bags
         )
 
-    def cut(self, owners: Floats) -> tuple[int, ...]:
-        """Indices of the consumers whose partials travel."""
-        mine = ((owners > 0).any(1) & ~is_cut(owners))[self.tables]  # (F,)
-        able = [
+    def select_remote_consumers(self, owners: Floats) -> tuple[int, ...]:
+        """Return the indices of the consumers that owners should evaluate, so that the fewest floats are sent."""
+        can_be_remote = ((owners > 0).any(1) & ~is_cut(owners))[self.tables]  # (F,)
+        candidates = [
             c
-            for c, each in enumerate(self.model.consumers)
-            if each.width is not None and each.fields and mine[self.takes[c]].all()
+            for c, consumer in enumerate(self.model.consumers)
+            if consumer.width is not None and consumer.fields and can_be_remote[self.reads[c]].all()
         ]
-        if not able:
+        if not candidates:
             return ()
         field_floats = self.dims * self.rows * owners.sum(1)[self.tables]
-        widths = {c: self.partial_floats(c, owners) for c in able}
-        must = [c for c in able if self.model.consumers[c].sequences]
+        widths = {c: self.partial_floats(c, owners) for c in candidates}
+        required = [c for c in candidates if self.model.consumers[c].sequences]
 
-        def floats(some: Sequence[int]) -> float:
-            needed = self.needed(some)
-            return sum(widths[c] for c in some) + float(field_floats[needed].sum())
+        def count_floats(consumers: Sequence[int]) -> float:
+            is_sent = self.mark_sent_fields(consumers)
+            return sum(widths[c] for c in consumers) + float(field_floats[is_sent].sum())
 
-        best = tuple(must)
-        least, names = floats(best), [str(c) for c in able if c not in must]
-        for some in sets(names, lambda some: floats([*must, *map(int, some)])):
-            chosen = tuple(sorted([*must, *map(int, some)]))
-            if (found := floats(chosen)) < least:
-                best, least = chosen, found
+        best = tuple(required)
+        least, names = count_floats(best), [str(c) for c in candidates if c not in required]
+        for subset in sets(names, lambda subset: count_floats([*required, *map(int, subset)])):
+            selected = tuple(sorted([*required, *map(int, subset)]))
+            if (count := count_floats(selected)) < least:
+                best, least = selected, count
         return best
 
     def partial_floats(self, c: int, owners: Floats) -> float:
-        """Of a sample, from all owners."""
+        """Return the floats of consumer c's partials and queries of a sample, over all owners."""
         consumer = self.model.consumers[c]
-        each = (consumer.width or 0) + consumer.query_floats
-        return float((owners[self.senders(c)] > 0).any(0).sum()) * each
+        floats = (consumer.width or 0) + consumer.query_floats
+        return float((owners[self.source_tables(c)] > 0).any(0).sum()) * floats
 
-    def needed(self, some: Sequence[int]) -> NDArray[np.bool_]:
-        """(F,) fields whose values travel where those consumers' partials do."""
-        others = np.ones(len(self.takes), dtype=bool)
-        others[list(some)] = False
-        return ~self.taken | self.takes[others].any(0) | self.asks[list(some)].any(0)
+    def mark_sent_fields(self, consumers: Sequence[int]) -> NDArray[np.bool_]:
+        """Return the fields with values that are still sent if owners evaluate these consumers, (F,)."""
+        others = np.ones(len(self.reads), dtype=bool)
+        others[list(consumers)] = False
+        is_query = self.is_query[list(consumers)].any(0)
+        return ~self.is_read | self.reads[others].any(0) | is_query
 
-    def joint(self, owners: Floats) -> Joint:
-        some, model = self.cut(owners), self.model
-        needed, common = self.needed(some), np.zeros(2)
-        sums = self.common(owners)[self.tables]  # (F,)
-        values = self._by_table(self.value_bytes * (needed & ~sums)) @ owners
-        gradients = self._by_table(self.gradient_bytes * (needed & ~sums)) @ owners
-        for b, of_fields in enumerate((self.value_bytes, self.gradient_bytes)):
-            common[b] += float(of_fields[needed & sums].sum())
-        floats = self._by_table(self.dims * needed) @ owners
+    def predict_traffic(self, owners: Floats) -> PartialsTraffic:
+        """Predict what all tables under `partials` send together, per sample."""
+        remote, model = self.select_remote_consumers(owners), self.model
+        is_sent, host_summed = self.mark_sent_fields(remote), np.zeros(2)
+        is_summed = self.mark_host_summed_tables(owners)[self.tables]  # (F,)
+        values = self._sum_by_table(self.value_bytes * (is_sent & ~is_summed)) @ owners
+        gradients = self._sum_by_table(self.gradient_bytes * (is_sent & ~is_summed)) @ owners
+        for b, field_bytes in enumerate((self.value_bytes, self.gradient_bytes)):
+            host_summed[b] += float(field_bytes[is_sent & is_summed].sum())
+        floats = self._sum_by_table(self.dims * is_sent) @ owners
         evaluated, queries = np.zeros(owners.shape[1]), np.zeros(owners.shape[1])
-        mine = np.asarray((owners > 0).any(1))[self.tables]
-        lone = np.flatnonzero(needed & self.is_sequence & mine)
-        added: dict[int, float] = {}
-        split, counts = None, (owners > 0).sum(1)
-        weighed: dict[
-            int, int
-        ] = {}  # a feature, one of its fields: it is weighed once for all of them
-        for c in some:
+        is_owned = np.asarray((owners > 0).any(1))[self.tables]
+        unsendable = np.flatnonzero(is_sent & self.is_sequence & is_owned)
+        weight_bytes: dict[int, float] = {}
+        split_bag, num_owners = None, (owners > 0).sum(1)
+        # Field by feature: the weights of a feature are sent once for all its fields.
+        weighted: dict[int, int] = {}
+        for c in remote:
             consumer = model.consumers[c]
-            there = (owners[self.senders(c)] > 0).any(0)
-            queries = queries + consumer.query_bytes * there
-            if self.adds_in_host and there.all() and not consumer.sequences:
-                common += consumer.value_bytes, consumer.gradient_bytes
+            evaluates = (owners[self.source_tables(c)] > 0).any(0)
+            queries = queries + consumer.query_bytes * evaluates
+            if self.adds_in_host and evaluates.all() and not consumer.sequences:
+                host_summed += consumer.value_bytes, consumer.gradient_bytes
             else:
-                values = values + consumer.value_bytes * there
-                gradients = gradients + consumer.gradient_bytes * there
-            floats = floats + (consumer.width or 0) * there
-            evaluated += self._by_table(self.dims * self.rows * self.meant[c]) @ owners
+                values = values + consumer.value_bytes * evaluates
+                gradients = gradients + consumer.gradient_bytes * evaluates
+            floats = floats + (consumer.width or 0) * evaluates
+            evaluated += self._sum_by_table(self.dims * self.rows * self.replaces[c]) @ owners
             for f in consumer.fields:
                 field = model.fields[f]
-                is_split = counts[field.table] > 1
+                is_split = num_owners[field.table] > 1
                 if is_split and field.has_bags and consumer.needs_bags:
-                    split = consumer.name, f
+                    split_bag = consumer.name, f
                 if is_split and field.added_bytes:
-                    weighed[field.feature] = f
-        for f in weighed.values():
+                    weighted[field.feature] = f
+        for f in weighted.values():
             field = model.fields[f]
-            added[field.table] = added.get(field.table, 0.0) + field.added_bytes
-        both = float(common[0]), float(common[1])
-        rounds = sum(bool(model.consumers[c].sequences) for c in some)
-        return Joint(
-            some, values, gradients, floats, evaluated, both, added, queries, rounds, split,
-            int(lone[0]) if len(lone) else None,
+            weight_bytes[field.table] = weight_bytes.get(field.table, 0.0) + field.added_bytes
+        query_rounds = sum(bool(model.consumers[c].sequences) for c in remote)
+        return PartialsTraffic(
+            remote, values, gradients, floats, evaluated,
+            (float(host_summed[0]), float(host_summed[1])), weight_bytes, queries, query_rounds,
+            split_bag, int(unsendable[0]) if len(unsendable) else None,
         )  # fmt: skip
 
-    def _by_table(self, of_fields: Floats) -> Floats:
-        found = np.bincount(self.tables, weights=of_fields, minlength=self.num_tables)
-        return found.astype(np.float64)
+    def _sum_by_table(self, by_field: Floats) -> Floats:
+        sums = np.bincount(self.tables, weights=by_field, minlength=self.num_tables)
+        return sums.astype(np.float64)
 
-    def common(self, owners: Floats) -> NDArray[np.bool_]:
-        """(T,) tables whose values every rank has a share of, and that are added up inside a host."""
+    def mark_host_summed_tables(self, owners: Floats) -> NDArray[np.bool_]:
+        """Return the tables with values to which every rank contributes and that hosts sum, (T,)."""
         return np.asarray((owners == 1).all(1) & self.adds_in_host)
 
-    def shares(self, joint: Joint, owners: Floats, t: int) -> tuple[Share, Share]:
-        """Of `joint.values` and `joint.gradients`, with queries and their gradients, and of `joint.common`, what is
-        table t's."""
-        needed, mine = self.needed(joint.consumers), self.tables == t
-        has, found = owners[t], []
-        for b, of_fields in enumerate((self.value_bytes, self.gradient_bytes)):
-            size = float((of_fields * needed * mine).sum())
-            is_common = bool(self.common(owners)[t])
-            straight, common = (0.0, size) if is_common else (size * float(has.sum()), 0.0)
-            for c in joint.consumers:
+    def table_bytes(
+        self, traffic: PartialsTraffic, owners: Floats, t: int
+    ) -> tuple[TablePartialBytes, TablePartialBytes]:
+        """Return table t's part in the bytes of values and of gradients, queries included."""
+        is_sent, is_of_table = self.mark_sent_fields(traffic.consumers), self.tables == t
+        table_owners, parts = owners[t], []
+        for b, field_bytes in enumerate((self.value_bytes, self.gradient_bytes)):
+            size = float((field_bytes * is_sent * is_of_table).sum())
+            is_summed = bool(self.mark_host_summed_tables(owners)[t])
+            direct, summed = (0.0, size) if is_summed else (size * float(table_owners.sum()), 0.0)
+            for c in traffic.consumers:
                 consumer = self.model.consumers[c]
                 size = (consumer.value_bytes, consumer.gradient_bytes)[b] + consumer.query_bytes
-                by_table = self._by_table(self.dims * self.meant[c])
-                share = by_table[t] * has / np.maximum(by_table @ owners, 1e-300)
-                there = (owners[self.senders(c)] > 0).any(0)
-                if self.adds_in_host and there.all() and not consumer.sequences:
-                    common += size * float(share.mean())
+                widths = self._sum_by_table(self.dims * self.replaces[c])
+                share = widths[t] * table_owners / np.maximum(widths @ owners, 1e-300)
+                evaluates = (owners[self.source_tables(c)] > 0).any(0)
+                if self.adds_in_host and evaluates.all() and not consumer.sequences:
+                    summed += size * float(share.mean())
                 else:
-                    straight += size * float(share.sum())
-            found.append(Share(straight, common))
-        return found[0], found[1]
+                    direct += size * float(share.sum())
+            parts.append(TablePartialBytes(direct, summed))
+        return parts[0], parts[1]
 
 
 def is_cut(owners: Floats) -> NDArray[np.bool_]:
-    """(T,) tables whose rows are, by columns."""
+    """Return the tables with rows that are cut by columns, (T,)."""
     return np.asarray(((owners > 0) & (owners < 1)).any(1))
 
 
-def burden(
-    joint: Joint, owners: Floats, samples: float, paths: Paths, rates: Sequence[RowRate]
+def predict_partials_seconds(
+    traffic: PartialsTraffic,
+    owners: Floats,
+    samples: float,
+    paths: Paths,
+    rates: Sequence[RowRate],
 ) -> tuple[Floats, Floats]:
-    """For so many samples of a rank: (3, R) seconds of links by channel, and (N,) of processors."""
-    world, asks = paths.world, paths.asks
+    """Predict the seconds of links by channel, (3, R), and of processors, (N,), for `samples` samples of a rank."""
+    world, is_trainer = paths.world, paths.is_trainer
     links = np.zeros((len(CHANNELS), 2 * (world.num_ranks + world.num_hosts)))
-    links[1] = samples * paths.of(asks, joint.values)[1]
-    links[2] = samples * paths.of(asks, joint.gradients)[0]
-    if joint.rounds:
-        there, back, _ = paths.of(asks, joint.queries)
-        links[1] += samples * there
-        links[2] += samples * back
-    if any(joint.common):
-        links[1] += samples * joint.common[0] * paths.added[1]
-        links[2] += samples * joint.common[1] * paths.added[0]
-    for t, size in joint.added.items():
-        links[0] += size * paths.asked(asks, owners[t] / owners[t].sum()).there
-    others = 1.0 if world.has_servers else (world.num_ranks - 1) / world.num_ranks
-    moved = (
-        (joint.values + joint.gradients + 2 * joint.queries + sum(joint.common))
+    links[1] = samples * paths.compute_link_seconds(is_trainer, traffic.values)[1]
+    links[2] = samples * paths.compute_link_seconds(is_trainer, traffic.gradients)[0]
+    if traffic.query_rounds:
+        to_owners, to_trainers, _ = paths.compute_link_seconds(is_trainer, traffic.queries)
+        links[1] += samples * to_owners
+        links[2] += samples * to_trainers
+    if any(traffic.host_summed):
+        links[1] += samples * traffic.host_summed[0] * paths.host_summed_seconds[1]
+        links[2] += samples * traffic.host_summed[1] * paths.host_summed_seconds[0]
+    for t, size in traffic.weight_bytes.items():
+        links[0] += size * paths.build_id_traffic(is_trainer, owners[t] / owners[t].sum()).seconds
+    remote_part = 1.0 if world.has_servers else (world.num_ranks - 1) / world.num_ranks
+    transfer = (
+        (traffic.values + traffic.gradients + 2 * traffic.queries + sum(traffic.host_summed))
         * world.byte_processor_seconds
-        * others
+        * remote_part
     )
-    asker, owner = float(moved.sum()), world.num_trainers * moved
-    if rates:  # blocks are added up; partials are taken, and gradients of them, for all samples
-        each = row_seconds(rates, WIDTH)[0] / WIDTH
-        asker += each * float(joint.floats.sum() + joint.floats.max())
-        owner = owner + 2 * each * world.num_trainers * joint.evaluated
-    return links, samples * (asker * asks + owner)
+    trainer, owner = float(transfer.sum()), world.num_trainers * transfer
+    if rates:  # Trainers sum blocks; owners compute partials and their gradients for all samples.
+        float_seconds = interpolate_row_seconds(rates, WIDTH)[0] / WIDTH
+        trainer += float_seconds * float(traffic.floats.sum() + traffic.floats.max())
+        owner = owner + 2 * float_seconds * world.num_trainers * traffic.evaluated
+    return links, samples * (trainer * is_trainer + owner)
 
 
-def check_joint(
-    joint: Joint | None,
+def check_partials(
+    traffic: PartialsTraffic | None,
     model: ModelLoad,
     loads: Sequence[TableLoad],
     chosen: Sequence[tuple[str, Sharding]],
 ) -> None:
-    """chosen: by table. Raises ConfigError for what tables under `partials` cannot be."""
-    if joint is None:
+    """Raise ConfigError for tables that cannot be under `partials`. chosen: (exchange, sharding) by table."""
+    if traffic is None:
         return
-    if joint.split is not None:
-        consumer, f = joint.split
+    if traffic.split_bag is not None:
+        consumer, f = traffic.split_bag
         field = model.fields[f]
         kind = chosen[field.table][1].kind
-        raise split_bag(loads[field.table].name, kind, field.name, consumer)
-    if joint.lone is not None:
-        field = model.fields[joint.lone]
+        raise split_bag_error(loads[field.table].name, kind, field.name, consumer)
+    if traffic.unsendable_field is not None:
+        field = model.fields[traffic.unsendable_field]
         raise ConfigError(
-            f"table {loads[field.table].name!r}: got exchange partials for {field.name!r}, a sequence whose rows "
-            "would have to travel one by one: what takes it is evaluated where they lie only if the tables of its "
-            "queries are under partials, too, and none of them is cut by columns; set their exchange as well, or "
-            "this one's to rows"
+            f"table {loads[field.table].name!r}: got exchange partials for {field.name!r}, a sequence with rows that "
+            "would have to be sent one by one: owners evaluate its consumer only if the tables of its queries are "
+            "under partials, too, and none of them is cut by columns; set their exchange as well, or this one's to "
+            "rows"
         )

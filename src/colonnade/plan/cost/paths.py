@@ -1,6 +1,6 @@
-"""Which links a byte takes between the ranks that ask and the ranks that own: geometry of a world.
+"""Load of the links of a world: which links carry the bytes between trainers and owners of rows.
 
-Legend: N ranks, H hosts, R = 2 N + 2 H directions of links: out of and into each rank inside its host, out of and into
+Legend: N ranks, H hosts, R = 2 N + 2 H link directions: out of and into each rank inside its host, out of and into
 each host.
 """
 
@@ -15,152 +15,171 @@ from numpy.typing import NDArray
 
 from colonnade.exchange.operator_cut import tower_of
 from colonnade.lookup.hops import BY_TOWERS
-from colonnade.plan.cost.tower_paths import HopTraffic, Towered, mates, towered
+from colonnade.plan.cost.tower_paths import (
+    HopTraffic,
+    TowerTraffic,
+    predict_tower_all_to_all,
+    predict_tower_traffic,
+)
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import tower_ranks
 from colonnade.topology.world import World
 
 Floats = NDArray[np.float64]
-MOST = 4096
-"""Shardings whose paths are kept."""
+MAX_CACHED_SHARDINGS = 4096
+"""Number of shardings for which results are cached."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Load of the links by ids: one byte from each rank that asks to each that owns."""
+class IdTraffic:
+    """Load of the links by ids: one byte from each trainer to each owner."""
 
-    there: Floats
-    """(R,) seconds of every direction of links."""
-    near: float
+    seconds: Floats
+    """Seconds of every link direction, (R,)."""
+    local_bytes: float
     """Bytes that a rank sends to ranks of its host, the mean over ranks."""
-    far: float
+    remote_bytes: float
     """Bytes that a rank sends to ranks of other hosts, the mean over ranks."""
 
     @property
     def by_link(self) -> dict[str, float]:
-        return {"local": self.near, "remote": self.far}
+        """Bytes by link, "local" or "remote"."""
+        return {"local": self.local_bytes, "remote": self.remote_bytes}
 
 
 class Paths:
-    """Of one world, whose ranks stand in so many towers."""
+    """Link loads of one world with `num_towers` towers, cached by sharding."""
 
     def __init__(self, world: World, num_towers: int = 1) -> None:
         self.world, self.num_towers = world, num_towers
-        self._by_towers: dict[Any, Towered | None] = {}
-        self._asked: dict[Any, Asked] = {}
-        self.asks = np.ones(world.num_ranks)  # (N,) 1 for those with samples
-        self.asks[list(world.servers)] = 0.0
-        self._known: dict[Any, tuple[Floats, Floats, float]] = {}
-        self.adds_in_host = adds_in_host(world)
+        self._tower_traffic: dict[Any, TowerTraffic | None] = {}
+        self._id_traffic: dict[Any, IdTraffic] = {}
+        self.is_trainer = np.ones(world.num_ranks)  # (N,) 1.0 for trainers, 0.0 for servers
+        self.is_trainer[list(world.servers)] = 0.0
+        self._link_seconds: dict[Any, tuple[Floats, Floats, float]] = {}
+        self.adds_in_host = sums_inside_hosts(world)
 
-    def by_towers(self, sharding: Sharding) -> Towered | None:
-        """Where its values go by towers; None: they go as under `pooled`."""
-        key = _key(sharding), sharding.slices
-        if key not in self._by_towers:
-            if len(self._by_towers) > MOST:
-                self._by_towers.clear()
-            self._by_towers[key] = towered(self.world, sharding, self.num_towers)
-        return self._by_towers[key]
+    def tower_traffic(self, sharding: Sharding) -> TowerTraffic | None:
+        """Return the blocks of each hop by towers; None: values are sent as under `pooled`."""
+        key = _sharding_key(sharding), sharding.slices
+        if key not in self._tower_traffic:
+            if len(self._tower_traffic) > MAX_CACHED_SHARDINGS:
+                self._tower_traffic.clear()
+            self._tower_traffic[key] = predict_tower_traffic(self.world, sharding, self.num_towers)
+        return self._tower_traffic[key]
 
     @cached_property
-    def mates(self) -> HopTraffic:
-        """A byte from every rank to every other of its tower."""
-        return mates(self.world, self.num_towers)
+    def tower_all_to_all(self) -> HopTraffic:
+        """Traffic of one byte from every rank to every other rank of its tower."""
+        return predict_tower_all_to_all(self.world, self.num_towers)
 
     def tower_of(self, sharding: Sharding) -> int | None:
-        """The one that has all its rows."""
+        """Return the tower that owns all rows; None if there is none."""
         return tower_of(sharding, tower_ranks(self.world, self.num_towers))
 
-    def values_to(self, sharding: Sharding, exchange: str) -> tuple[Floats, Floats, float]:
-        """`to`, of values of samples and gradients of them: `pooled` adds up what all ranks have a share of, and so
-        does `towers`, of what lies in no tower."""
-        if exchange in ("pooled", *BY_TOWERS) and self.are_added(sharding):
-            return self.added
-        return self.to(sharding)
+    def value_link_seconds(self, sharding: Sharding, exchange: str) -> tuple[Floats, Floats, float]:
+        """Return `link_seconds` for values and gradients of an exchange.
 
-    def are_added(self, sharding: Sharding) -> bool:
-        """Whether values pooled of such rows are added up inside a host first."""
+        Under `pooled`, and under tower exchanges for tables in no tower, hosts sum values to which all ranks
+        contribute."""
+        if exchange in ("pooled", *BY_TOWERS) and self.is_host_summed(sharding):
+            return self.host_summed_seconds
+        return self.link_seconds(sharding)
+
+    def is_host_summed(self, sharding: Sharding) -> bool:
+        """Return whether hosts sum the pooled values of such rows before sending them."""
         return self.adds_in_host and sharding.kind == "row_wise"
 
-    def asked_to(self, sharding: Sharding) -> Asked:
-        """Ids of a table, a byte for each of its owners."""
-        key = _key(sharding)
-        if key not in self._asked:
-            if len(self._asked) > MOST:
-                self._asked.clear()
-            owns = np.zeros(self.world.num_ranks)
-            owns[list(sharding.ranks)] = 1.0
-            self._asked[key] = self.asked(self.asks, owns)
-        return self._asked[key]
+    def id_traffic(self, sharding: Sharding) -> IdTraffic:
+        """Return the load of one byte of ids from each trainer to each owner of a table."""
+        key = _sharding_key(sharding)
+        if key not in self._id_traffic:
+            if len(self._id_traffic) > MAX_CACHED_SHARDINGS:
+                self._id_traffic.clear()
+            owner_bytes = np.zeros(self.world.num_ranks)
+            owner_bytes[list(sharding.ranks)] = 1.0
+            self._id_traffic[key] = self.build_id_traffic(self.is_trainer, owner_bytes)
+        return self._id_traffic[key]
 
-    def asked(self, asks: Floats, owns: Floats) -> Asked:
-        """For asks (N,), 1 for each rank that asks, and owns (N,) bytes that each of them sends each owner."""
+    def build_id_traffic(self, is_sender: Floats, owner_bytes: Floats) -> IdTraffic:
+        """Compute the load of ids. Arguments as in `compute_link_seconds`."""
         world = self.world
-        asking, owning = (each.reshape(world.num_hosts, -1).sum(1) for each in (asks, owns))
-        near = float(asking @ owning - asks @ owns) / world.num_ranks
-        far = float(asks.sum() * owns.sum() - asking @ owning) / world.num_ranks
-        there, _, _ = self.of(asks, owns)
-        return Asked(there, near, far)
+        host_senders, host_bytes = (
+            by_rank.reshape(world.num_hosts, -1).sum(1) for by_rank in (is_sender, owner_bytes)
+        )
+        local = float(host_senders @ host_bytes - is_sender @ owner_bytes) / world.num_ranks
+        remote = (
+            float(is_sender.sum() * owner_bytes.sum() - host_senders @ host_bytes) / world.num_ranks
+        )
+        seconds, _, _ = self.compute_link_seconds(is_sender, owner_bytes)
+        return IdTraffic(seconds, local, remote)
 
     @cached_property
-    def asked_of_all(self) -> Asked:
-        """A byte from every rank to every other."""
+    def all_to_all(self) -> IdTraffic:
+        """Traffic of one byte from every rank to every other."""
         ones = np.ones(self.world.num_ranks)
-        return self.asked(ones, ones)
+        return self.build_id_traffic(ones, ones)
 
     @cached_property
-    def peak(self) -> float:
-        """Seconds of the busiest direction of links for a byte from every rank to every other."""
-        return float(self.asked_of_all.there.max())
+    def peak_seconds(self) -> float:
+        """Seconds of the busiest link direction for one byte from every rank to every other."""
+        return float(self.all_to_all.seconds.max())
 
     @cached_property
-    def added(self) -> tuple[Floats, Floats, float]:
-        """`to`, where all ranks own, and add up inside a host what goes to another."""
+    def host_summed_seconds(self) -> tuple[Floats, Floats, float]:
+        """Result of `link_seconds` if all ranks are owners and hosts sum values before sending them."""
         world = self.world
         local = float((world.ranks_per_host - 1) * world.num_hosts) / world.local_bytes_per_second
-        far = float(world.ranks_per_host * (world.num_hosts - 1)) / world.remote_bytes_per_second
-        found = np.repeat([local, far], [2 * world.num_ranks, 2 * world.num_hosts])
-        return found, found, max(local, far)
+        remote = float(world.ranks_per_host * (world.num_hosts - 1)) / world.remote_bytes_per_second
+        seconds = np.repeat([local, remote], [2 * world.num_ranks, 2 * world.num_hosts])
+        return seconds, seconds, max(local, remote)
 
-    def to(self, sharding: Sharding) -> tuple[Floats, Floats, float]:
-        """(R,) seconds of every direction of links for a byte from each asker to each owner, and for one back; and of
-        the slowest, were all of its kind alike."""
-        key = _key(sharding)
-        if key not in self._known:
-            if len(self._known) > MOST:
-                self._known.clear()
-            owns = np.zeros(self.world.num_ranks)
-            owns[list(sharding.ranks)] = 1.0
-            self._known[key] = self.of(self.asks, owns)
-        return self._known[key]
+    def link_seconds(self, sharding: Sharding) -> tuple[Floats, Floats, float]:
+        """Return the link seconds of one byte from each trainer to each owner, and of one byte in return.
 
-    def of(self, asks: Floats, owns: Floats) -> tuple[Floats, Floats, float]:
-        """`to`, for asks (N,), 1 for each rank that asks, and owns (N,) bytes that each of them sends each owner, or
-        is sent."""
+        Both are (R,), by link direction. The third result is the mean over the links of the slower kind."""
+        key = _sharding_key(sharding)
+        if key not in self._link_seconds:
+            if len(self._link_seconds) > MAX_CACHED_SHARDINGS:
+                self._link_seconds.clear()
+            owner_bytes = np.zeros(self.world.num_ranks)
+            owner_bytes[list(sharding.ranks)] = 1.0
+            self._link_seconds[key] = self.compute_link_seconds(self.is_trainer, owner_bytes)
+        return self._link_seconds[key]
+
+    def compute_link_seconds(
+        self, is_sender: Floats, owner_bytes: Floats
+    ) -> tuple[Floats, Floats, float]:
+        """Compute `link_seconds` for any senders and owners.
+
+        is_sender (N,): 1.0 for each sender. owner_bytes (N,): bytes that each sender sends, or receives from, each
+        owner."""
         world, size = self.world, self.world.ranks_per_host
-        asking, owning = (each.reshape(world.num_hosts, size).sum(1) for each in (asks, owns))
-        local_out = asks * (np.repeat(owning, size) - owns)
-        local_in = owns * (np.repeat(asking, size) - asks)
-        remote_out = asking * (owns.sum() - owning)
-        remote_in = owning * (asks.sum() - asking)
-        near, far = 1 / world.local_bytes_per_second, 1 / world.remote_bytes_per_second
-        there = [local_out * near, local_in * near, remote_out * far, remote_in * far]
-        back = [local_in * near, local_out * near, remote_in * far, remote_out * far]
-        slowest = max(float(each.mean()) for each in there)
-        return np.concatenate(there), np.concatenate(back), slowest
+        host_senders, host_bytes = (
+            by_rank.reshape(world.num_hosts, size).sum(1) for by_rank in (is_sender, owner_bytes)
+        )
+        local_out = is_sender * (np.repeat(host_bytes, size) - owner_bytes)
+        local_in = owner_bytes * (np.repeat(host_senders, size) - is_sender)
+        remote_out = host_senders * (owner_bytes.sum() - host_bytes)
+        remote_in = host_bytes * (is_sender.sum() - host_senders)
+        local, remote = 1 / world.local_bytes_per_second, 1 / world.remote_bytes_per_second
+        forward = [local_out * local, local_in * local, remote_out * remote, remote_in * remote]
+        reverse = [local_in * local, local_out * local, remote_in * remote, remote_out * remote]
+        slowest = max(float(seconds.mean()) for seconds in forward)
+        return np.concatenate(forward), np.concatenate(reverse), slowest
 
 
-def adds_in_host(world: World) -> bool:
-    """Whether blocks that all ranks have a share of are added up inside a host first (wire/transport.py)."""
+def sums_inside_hosts(world: World) -> bool:
+    """Return whether hosts sum blocks to which all ranks contribute before sending them (wire/transport.py)."""
     return world.num_hosts > 1 and world.ranks_per_host > 1 and not world.has_servers
 
 
-def blocks_added(world: World) -> tuple[float, float]:
-    """Blocks of so many samples as a rank has, that each rank sends inside its host and to others, where they are."""
+def count_host_summed_blocks(world: World) -> tuple[float, float]:
+    """Return the blocks of one rank's samples that each rank sends inside its host and to other hosts, if hosts sum."""
     return float((world.ranks_per_host - 1) * world.num_hosts), float(world.num_hosts - 1)
 
 
-def _key(sharding: Sharding) -> Any:
-    """Ranks in a row are told by the first and how many: hashing a thousand takes longer than what is looked up."""
+def _sharding_key(sharding: Sharding) -> Any:
+    """Return a cache key; consecutive ranks as (first, count), because hashing a thousand ranks takes too long."""
     first, count = sharding.ranks[0], len(sharding.ranks)
     return (first, count) if sharding.ranks[-1] - first + 1 == count else sharding.ranks

@@ -1,13 +1,12 @@
-"""Predicted speed of a plan, from what it reads and what reading costs; and of a model of so many parameters,
-simulated.
+"""Predicted speed of a plan from measured costs, and a simulation of models of any size.
 
-Nobody has run what this says. It takes the processor's time of one sample as measured on this machine, the bytes of a
-row as stores lay them out, and links and machines as they are given; it leaves out what only large worlds have:
-stragglers, switches that are shared, messages too small to be fast. Pure functions of numbers.
+The simulation has not been checked on real runs. It uses the processor time of one sample as measured on this machine,
+the bytes of a row in the store's format, and assumed links and machines. It leaves out effects of large worlds:
+stragglers, shared switches, messages too small to be fast. Pure functions.
 
-A step takes what the slowest of them takes: the processor, which computes and moves rows between tiers; the disk,
-which reads pages and writes chunks; the write budget. They work side by side as long as batches are looked ahead.
-Seconds are of one step of one rank; ranks work side by side.
+A step takes as long as the slowest of: the processor, which computes and moves rows between tiers; the disk, which
+reads pages and writes chunks; the write budget. These overlap as long as batches are prefetched. Seconds are those of
+one step of one rank; ranks work in parallel.
 """
 
 from __future__ import annotations
@@ -18,53 +17,58 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from colonnade.plan.cost.comm_volume import step_seconds
-from colonnade.plan.cost.memory import Demand, Placed
+from colonnade.plan.cost.memory import MemoryDemand, TableMemory
 from colonnade.plan.measure.device import PAGE, Device
 from colonnade.table import Table
 
-HEADER_BYTES = 18.2  # of a row in memory beside its record: id, pins, index, worth (DESIGN.md)
-SPARE = 1 / 0.7  # disk for a byte of rows, while collection keeps 70 % of the space in use
+HEADER_BYTES = 18.2
+"""Bytes of a row in memory in addition to its record: id, pins, index, eviction score."""
+SPARE = 1 / 0.7
+"""Bytes of disk per byte of rows, because compaction keeps 70 % of the space in use."""
 PERSIA = (
-    "PERSIA's published set-up for 100 trillion parameters: 30 hosts of 12 TB of memory with rows, 100 hosts of 30 "
-    "processors between, 64 A100 on 8 hosts; 1.91 M samples/s (0.73 M synchronously)"
+    "PERSIA's published setup for 100 trillion parameters: 30 hosts with 12 TB of memory each for rows, 100 hosts of "
+    "30 processors for workers, 64 A100 on 8 hosts; 1.91 M samples/s (0.73 M synchronously)"
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """One host."""
+    """Capacity and speed of one host."""
 
     memory_bytes: float
-    """For rows."""
+    """Bytes of memory for rows."""
     ssd_bytes: float
+    """Bytes of disk for rows; 0: no disk."""
     ranks: int
+    """Number of ranks on the host."""
     uplink: float
-    """Bytes a second each way."""
+    """Bytes per second in each direction."""
     pages: float
-    """Random reads of its disks a second."""
+    """Random page reads per second of its disks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """Of one sample, measured."""
+    """Measured cost of one sample."""
 
     seconds: float
-    """Of one rank's processor, with rows in memory."""
+    """Processor time of one rank, with rows in memory."""
     moved_seconds: float
-    """More for each row that is read from files."""
+    """Additional processor time for each row read from files."""
     rows: float
-    """Different ones that a sample asks for, of a batch's."""
+    """Number of distinct rows of a batch, per sample."""
     row_floats: float
-    """Of a mean row, as it travels."""
+    """Mean number of floats of a row in a message."""
     record_bytes: float
-    """Of a mean row with its state."""
+    """Mean bytes of a row with its optimizer state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulated:
-    """Where rows lie, on how many hosts, and what a step then takes."""
+    """Simulated run: storage of rows, number of hosts and ranks, seconds of a step."""
 
     where: str
+    """Storage of rows: "memory" or "disks"."""
     rows: float
     total_bytes: float
     hosts: int
@@ -73,16 +77,17 @@ class Simulated:
     link_seconds: float
     disk_seconds: float
     samples_per_second: float
-    """With reads ahead, which hide the shorter of processor, links and disks behind the longest."""
+    """Samples per second with prefetching: the longest of processor, links and disks hides the others."""
     synchronous: float
-    """Samples per second where links and processor wait for each other."""
+    """Samples per second if links and processor wait for each other."""
 
 
 def simulate(parameters: float, work: Work, machine: Machine, batch_size: int) -> list[Simulated]:
-    """All rows in memory, and all on disks with what memory there is as a cache that is never hit: the worst. Where
-    machines have no disk, the first alone."""
+    """Simulate training a model with all rows in memory, and with all rows on disks.
+
+    On disks, every row is read from disk: the worst case. Machines without disks only get the first."""
     rows = parameters / work.row_floats
-    found = []
+    results = []
     for where, row_bytes, room, misses in (
         ("memory", work.record_bytes + HEADER_BYTES, machine.memory_bytes, 0.0),
         ("disks", (work.record_bytes + FRAME_BYTES) * SPARE, machine.ssd_bytes, 1.0),
@@ -92,13 +97,13 @@ def simulate(parameters: float, work: Work, machine: Machine, batch_size: int) -
         total = rows * row_bytes
         hosts = max(1, math.ceil(total / room))
         ranks = hosts * machine.ranks
-        mine = batch_size / ranks
-        compute = mine * (work.seconds + misses * work.rows * work.moved_seconds)
-        # Values come and gradients go; of both a host's ranks have 1 / hosts themselves.
-        crossing = 4 * work.row_floats * work.rows * (1 - 1 / hosts)
-        link = batch_size / hosts * crossing / machine.uplink
+        rank_samples = batch_size / ranks
+        compute = rank_samples * (work.seconds + misses * work.rows * work.moved_seconds)
+        # A host receives values and sends gradients, except for the 1 / hosts of the rows that it owns itself.
+        sample_bytes = 4 * work.row_floats * work.rows * (1 - 1 / hosts)
+        link = batch_size / hosts * sample_bytes / machine.uplink
         disk = misses * batch_size / hosts * work.rows / machine.pages if misses else 0.0
-        found.append(
+        results.append(
             Simulated(
                 where=where,
                 rows=rows,
@@ -112,89 +117,101 @@ def simulate(parameters: float, work: Work, machine: Machine, batch_size: int) -
                 synchronous=batch_size / max(compute + 2 * link, disk),
             )
         )
-    return found
+    return results
 
 
 FRAME_BYTES = 16
-"""Of a record's frame at rest, beside the record (store/format.md)."""
+"""Bytes of a record's frame in files, in addition to the record (store/format.md)."""
 AMPLIFICATION = 1.5
-"""Bytes written for a byte of rows: what garbage collection rewrites at 65-70 % of live rows."""
-DEEPEST = 64
-SHALLOWEST = 2
+"""Bytes written per byte of rows: compaction rewrites rows at 65-70 % of live rows."""
+MAX_LOOKAHEAD = 64
+MIN_LOOKAHEAD = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCosts:
-    """Measured by a few steps of the model itself (run/planning.py), or given."""
+    """Costs of a step, measured by a few steps of the model itself (run/planning.py) or assumed."""
 
     step_seconds: float
-    """With every row in memory, none of them new."""
+    """Seconds of a step with every row in memory and none of them new."""
     born_seconds: float = 0.0
-    """More for each row that is used for the first time."""
+    """Additional seconds for each row that is used for the first time."""
     moved_seconds: float = 0.0
-    """More for each row that is read from files or evicted."""
+    """Additional seconds for each row that is read from files or evicted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkCosts:
-    """Of the exchange of rows and gradients with other ranks (plan/search), and the sum of dense gradients."""
+    """Costs per step of exchanging rows and gradients (plan/search) and of summing dense gradients."""
 
     processor_seconds: float = 0.0
-    """More than one rank alone would compute."""
+    """Processor time in addition to that of one rank alone."""
     waited_seconds: float = 0.0
-    """For messages, while nothing is computed."""
+    """Seconds of waiting for messages while the processor is idle."""
     behind_seconds: float = 0.0
-    """Of messages while the processor computes."""
+    """Seconds of messages that the processor hides by computing."""
     crowding: float = 1.0
-    """`World.crowding`"""
+    """Slowdown by threads that share processors (`World.crowding`)."""
     sent: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Bytes that a rank sends for rows and gradients, the mean over ranks, by channel and link."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TablePrediction:
+    """Predicted memory, reads and bytes of one table."""
+
     name: str
     lookups_per_sample: float
     bytes_per_sample: float
-    """Read and written in memory for one sample: rows pooled, rows and their state updated."""
+    """Bytes read and written in memory for one sample: rows pooled, rows and their state updated."""
     rows_in_memory: int
     hit_rate: float
-    """Share of a batch's different rows that are in memory already, or new."""
+    """Fraction of a batch's distinct rows that are in memory already, or new."""
     reads_per_sample: float
+    """Number of rows read from files per sample."""
     births_per_sample: float
+    """Number of rows used for the first time per sample."""
     tier: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
+    """Predicted speed of a run, and the costs that limit it. Seconds are per step."""
+
     samples_per_second: float
-    """Of all ranks."""
+    """Number of samples per second over all ranks."""
     all_in_memory: float
-    """Samples per second if no row were ever moved."""
+    """Number of samples per second if no row were ever read or evicted."""
     processor_seconds: float
     device_seconds: float
+    """Seconds of the disks."""
     write_seconds: float
-    """By the write budget."""
+    """Seconds that the write budget demands."""
     reads_per_sample: float
+    """Number of rows read from files per sample."""
     births_per_sample: float
+    """Number of rows used for the first time per sample."""
     written_per_second: float
-    """Bytes, garbage collection included."""
+    """Bytes written per second, compaction included."""
     hit_rate: float
+    """Fraction of a batch's distinct rows that are in memory already, or new."""
     limit: str
-    """What takes longest, in words."""
+    """Description of the bottleneck."""
     lookahead: int
     tables: tuple[TablePrediction, ...]
     step_seconds: float = 0.0
     waited_seconds: float = 0.0
+    """Copy of `LinkCosts.waited_seconds`."""
     behind_seconds: float = 0.0
+    """Copy of `LinkCosts.behind_seconds`."""
     sent: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """`LinkCosts` of the same names."""
+    """Copy of `LinkCosts.sent`."""
 
 
 def predict(
     tables: Sequence[Table],
-    wanted: Sequence[Demand],
-    placed: Sequence[Placed],
+    table_demands: Sequence[MemoryDemand],
+    placed: Sequence[TableMemory],
     lookups_per_sample: Sequence[float],
     costs: StepCosts,
     device: Device | None,
@@ -202,51 +219,52 @@ def predict(
     batch_size: int,
     num_batches: int,
     num_ranks: int = 1,
-    lookahead: int = SHALLOWEST,
+    lookahead: int = MIN_LOOKAHEAD,
     write_budget: int | None = None,
     links: LinkCosts | None = None,
 ) -> Prediction:
-    """Of a run of `num_batches` batches; `batch_size` counts samples over all ranks. Without a device no read takes
-    time but a processor's."""
-    mine = batch_size / num_ranks  # samples that one rank's rows serve
-    reads = sum(each.reads for each in placed)
-    born = sum(each.births for each in wanted)
-    unique = sum(each.unique for each in wanted)
+    """Predict the speed of a run of `num_batches` batches.
+
+    batch_size: samples over all ranks. Without a device, reads only cost processor time."""
+    rank_samples = batch_size / num_ranks
+    reads = sum(memory.reads for memory in placed)
+    births = sum(demand.births for demand in table_demands)
+    unique = sum(demand.unique for demand in table_demands)
     pages = written = moved = 0.0
-    for table, each, demand in zip(tables, placed, wanted, strict=True):
+    for table, memory, demand in zip(tables, placed, table_demands, strict=True):
         framed = FRAME_BYTES + 8 * math.ceil(table.record_bytes / 8)
-        pages += each.reads * (1 + (framed - 1) / PAGE)  # rows cross pages' borders
-        # A table that starts empty evicts once its slots are taken.
-        evicted = max(0.0, each.reads + demand.births - each.rows / num_batches)
+        pages += memory.reads * (1 + (framed - 1) / PAGE)  # Rows may cross page borders.
+        # A table that starts empty evicts no row until its slots are full.
+        evicted = max(0.0, memory.reads + demand.births - memory.rows / num_batches)
         written += evicted * framed * AMPLIFICATION
-        moved += each.reads + evicted
+        moved += memory.reads + evicted
     links = links or LinkCosts()
-    alone = costs.step_seconds + born * costs.born_seconds + links.processor_seconds
-    processor = alone + moved * costs.moved_seconds
+    in_memory = costs.step_seconds + births * costs.born_seconds + links.processor_seconds
+    processor = in_memory + moved * costs.moved_seconds
     disk = 0.0
     if device is not None and device.directories:
-        disk = pages / sum(place.pages for place in device.directories)
-        disk += written / sum(place.written for place in device.directories)
+        disk = pages / sum(directory.pages for directory in device.directories)
+        disk += written / sum(directory.written for directory in device.directories)
     budget = written / write_budget if write_budget else 0.0
-    # Messages wait for what is computed and the other way round; ids of later batches and reads wait for neither.
-    stepped = partial(
+    # Messages and computing wait for each other. Ids of later batches and reads run in the background of both.
+    combine_seconds = partial(
         step_seconds,
         waited=links.waited_seconds,
         behind=links.behind_seconds,
         crowding=links.crowding,
     )
-    seconds = max(stepped(processor), disk, budget)
+    seconds = max(combine_seconds(processor), disk, budget)
     return Prediction(
         samples_per_second=batch_size / seconds,
-        all_in_memory=batch_size / stepped(alone),
+        all_in_memory=batch_size / combine_seconds(in_memory),
         processor_seconds=processor,
         device_seconds=disk,
         write_seconds=budget,
-        reads_per_sample=reads / mine,
-        births_per_sample=born / mine,
+        reads_per_sample=reads / rank_samples,
+        births_per_sample=births / rank_samples,
         written_per_second=written / seconds,
         hit_rate=1 - reads / unique if unique else 1.0,
-        limit=_limit(processor, disk, budget, moved * costs.moved_seconds, links),
+        limit=_describe_limit(processor, disk, budget, moved * costs.moved_seconds, links),
         step_seconds=seconds,
         waited_seconds=links.waited_seconds,
         behind_seconds=links.behind_seconds,
@@ -257,35 +275,42 @@ def predict(
                 name=table.name,
                 lookups_per_sample=lookups,
                 bytes_per_sample=lookups * table.width * table.itemsize
-                + 2 * demand.unique / mine * table.record_bytes,
-                rows_in_memory=each.rows,
-                hit_rate=1 - each.reads / demand.unique if demand.unique else 1.0,
-                reads_per_sample=each.reads / mine,
-                births_per_sample=demand.births / mine,
-                tier=each.tier,
+                + 2 * demand.unique / rank_samples * table.record_bytes,
+                rows_in_memory=memory.rows,
+                hit_rate=1 - memory.reads / demand.unique if demand.unique else 1.0,
+                reads_per_sample=memory.reads / rank_samples,
+                births_per_sample=demand.births / rank_samples,
+                tier=memory.tier,
             )
-            for table, each, demand, lookups in zip(
-                tables, placed, wanted, lookups_per_sample, strict=True
+            for table, memory, demand, lookups in zip(
+                tables, placed, table_demands, lookups_per_sample, strict=True
             )
         ),
     )
 
 
-def depth_for(
-    placed: Sequence[Placed], costs: StepCosts, device: Device | None, most: int = DEEPEST
+def choose_lookahead(
+    placed: Sequence[TableMemory],
+    costs: StepCosts,
+    device: Device | None,
+    max_batches: int = MAX_LOOKAHEAD,
 ) -> int:
-    """Batches to look ahead so that a batch's reads are done when its turn comes: as many steps as its reads take,
-    one more for the chance of a slow one, and one in hand."""
-    reads = sum(each.reads for each in placed)
+    """Return the number of batches to prefetch so that a batch's reads are done before its step.
+
+    Counts the steps that its reads take, one step in case of a slow read, and one in reserve; at most `max_batches`."""
+    reads = sum(memory.reads for memory in placed)
     if not reads or device is None or not device.directories:
-        return SHALLOWEST
-    pages = sum(place.pages for place in device.directories)
-    slowest = max(place.latency for place in device.directories)
-    waits = (reads / pages + slowest) / max(costs.step_seconds, 1e-9)
-    return min(max(SHALLOWEST, math.ceil(waits) + 2), most)
+        return MIN_LOOKAHEAD
+    pages = sum(directory.pages for directory in device.directories)
+    slowest = max(directory.latency for directory in device.directories)
+    read_steps = (reads / pages + slowest) / max(costs.step_seconds, 1e-9)
+    return min(max(MIN_LOOKAHEAD, math.ceil(read_steps) + 2), max_batches)
 
 
-def _limit(processor: float, disk: float, budget: float, moving: float, links: LinkCosts) -> str:
+def _describe_limit(
+    processor: float, disk: float, budget: float, moving: float, links: LinkCosts
+) -> str:
+    """Describe the bottleneck of a step. moving: processor time for rows read and evicted."""
     waited = links.waited_seconds
     if max(disk, budget) <= max(processor + waited, links.behind_seconds):
         if links.behind_seconds > processor + waited:

@@ -1,4 +1,4 @@
-"""What each table asks of a world per step, from a profile: pure functions of numbers.
+"""Load of each table per step, predicted from a profile: lookups, distinct rows, bytes. Pure functions.
 
 Legend: b samples of a rank's batch, N ranks.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from colonnade.plan.measure.popularity import OPEN_ROOM, seen
+from colonnade.plan.measure.popularity import OPEN_ROOM, expected_used_rows
 from colonnade.plan.measure.profile import Profile
 from colonnade.store.budget import slot_bytes
 from colonnade.table import Feature, Table, TableSide, needs_whole_rows
@@ -22,68 +22,71 @@ from colonnade.wire.codec import CODECS, EXACT, Codecs
 
 @dataclass(frozen=True, slots=True)
 class ColumnLoad:
-    """Of one feature."""
+    """Lookups of one feature in one rank's batch."""
 
     lookups: float
-    """Of one rank's batch."""
+    """Mean number of lookups."""
     longest: int
-    """Most lookups of a sample."""
+    """Largest number of lookups of a sample."""
     is_weighted: bool = False
+    """True if each lookup has a weight."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableLoad:
-    """Of one table, the mean over steps. Rows are different ones; lookups and bags are counted as they come."""
+    """Load of one table per step, the mean over steps. Rows are distinct rows; lookups and bags include repeats."""
 
     name: str
     width: int
-    """Elements of a row's weights."""
+    """Number of elements of a row's weights."""
     value_bytes: int
-    """Of a row's weights as they travel."""
+    """Bytes of a row's weights in a message."""
     gradient_bytes: int
-    """Of a row's gradient as it travels, and of a pooled bag's."""
+    """Bytes of the gradient of a row, or of a pooled bag, in a message."""
     bag_bytes: int
-    """Of a pooled bag as it travels."""
+    """Bytes of a pooled bag in a message."""
     row_bytes: int
-    """Of a row's weights as they lie."""
+    """Bytes of a row's weights in memory."""
     rows: float
-    """Of the whole table; of an open one, as many as are foretold."""
+    """Number of rows of the table; a prediction for an open table."""
     slot_bytes: int
+    """Bytes of a row's slot in memory."""
     samples: float
-    """b"""
+    """Number of samples b of a rank's batch."""
     unique_rank: float
-    """Rows of one rank's batch."""
+    """Number of distinct rows in one rank's batch."""
     unique_host: float
-    """Rows of the batches of a host's ranks together."""
+    """Number of distinct rows in the batches of a host's ranks together."""
     unique_world: float
-    """Rows of the batches of all ranks together."""
+    """Number of distinct rows in the batches of all ranks together."""
     lookups: float
-    """Of one rank's batch."""
+    """Number of lookups in one rank's batch."""
     columns: tuple[ColumnLoad, ...]
-    """Features that read it."""
+    """Features that read the table."""
     is_pooled: bool
-    """No feature reads its rows as a sequence."""
+    """True if no feature reads the rows as a sequence."""
     vocabulary: int = 0
-    """Rows as declared; 0: an open table, whose ids are taken to be any 64 bits."""
+    """Declared number of rows; 0: an open table with any 64-bit ids."""
     weight_bytes: int = 4
-    """Of a lookup's weight, where its feature has them."""
+    """Bytes of a lookup's weight, for weighted features."""
     list_ratio: float = 1.0
-    """What a list of different ids takes, by what one of evenly spread ids would: measured."""
-    listed_ratio: float = 1.0
-    """The same of ids as they come."""
+    """Measured size of a list of distinct ids relative to evenly spread ids."""
+    raw_list_ratio: float = 1.0
+    """Measured size of a list of ids with repeats, relative to evenly spread ids."""
     may_be_cut: bool = False
-    """Rows may lie in slices of columns: nothing of the table needs whole ones."""
+    """True if rows may be cut by columns, because nothing needs whole rows."""
     births: float = 0.0
-    """Rows of all ranks' batches that were never used before."""
+    """Number of rows in all ranks' batches that were never used before."""
 
     @property
     def bags(self) -> float:
-        """Of one rank's batch, empty ones too."""
+        """Number of bags in one rank's batch, empty ones included."""
         return self.samples * len(self.columns)
 
-    def unique_of(self, ranks: int, world: World) -> float:
-        """Rows of the batches of so many ranks together: between what is known of one, of a host and of all, as a power
-        of their number."""
+    def expected_unique_rows(self, ranks: int, world: World) -> float:
+        """Return the number of distinct rows in the batches of `ranks` ranks together.
+
+        Interpolates the counts of one rank, one host and all ranks as powers of the number of ranks."""
         known = {
             1: self.unique_rank,
             world.trainers_per_host: self.unique_host,
@@ -99,11 +102,11 @@ class TableLoad:
 
     @property
     def total_bytes(self) -> float:
-        """Memory that all its rows take once."""
+        """Bytes of memory of all rows once."""
         return self.rows * self.slot_bytes
 
 
-def table_loads(
+def build_table_loads(
     tables: Sequence[Table],
     features: Sequence[Feature],
     profile: Profile,
@@ -114,45 +117,52 @@ def table_loads(
     num_samples: int | None = None,
     codecs: Codecs = EXACT,
 ) -> list[TableLoad]:
-    """`batch_size` counts samples over all ranks; `last_batch` of the run says how many rows of open tables, and births
-    per step, there will be; `num_samples`: of the data set, where that is known; `codecs`: what rows and
-    gradients look like while they travel."""
-    mine = batch_size / world.num_trainers
-    counted = {feature.name: feature for feature in profile.features}
+    """Predict the load of each table per step from a profile of a sample.
+
+    batch_size: samples over all ranks. last_batch: last batch of the run, which determines the rows of open tables and
+    the births per step. num_samples: size of the data set, if known. codecs: encoding of rows and gradients."""
+    rank_samples = batch_size / world.num_trainers
+    profiled = {feature.name: feature for feature in profile.features}
     epoch = math.inf if num_samples is None else max(num_samples / batch_size, 1.0)
-    found = []
+    loads = []
     for t, table in enumerate(tables):
-        of = profile.tables[t].popularity(table.rows)
-        each = profile.lookups_per_sample(t)
-        ever = seen(of, each * batch_size, min(last_batch, epoch))
-        whole = profile.unique_rows(t, batch_size, of)
+        popularity = profile.tables[t].popularity(table.rows)
+        sample_lookups = profile.lookups_per_sample(t)
+        used_rows = expected_used_rows(
+            popularity, sample_lookups * batch_size, min(last_batch, epoch)
+        )
+        unique_world = profile.unique_rows(t, batch_size, popularity)
         readers = [feature for feature in features if feature.table == table.name]
-        columns = [counted[feature.name] for feature in readers if feature.name in counted]
+        columns = [profiled[feature.name] for feature in readers if feature.name in profiled]
         dims = [part.dim for part in table.parts]
-        rows_of, compute = getattr(torch, table.dtype), getattr(torch, table.compute_dtype)
-        list_ratio, listed_ratio = profile.tables[t].list_ratios(mine)
+        dtype, compute = getattr(torch, table.dtype), getattr(torch, table.compute_dtype)
+        list_ratio, raw_list_ratio = profile.tables[t].list_ratios(rank_samples)
         values, gradients = CODECS[codecs.values], CODECS[codecs.gradients]
-        found.append(
+        loads.append(
             TableLoad(
                 name=table.name,
                 width=table.width,
-                value_bytes=values.row_bytes(dims, rows_of),
+                value_bytes=values.row_bytes(dims, dtype),
                 gradient_bytes=gradients.row_bytes(dims, compute),
                 bag_bytes=values.row_bytes(dims, compute),
-                row_bytes=table.width * rows_of.itemsize,
+                row_bytes=table.width * dtype.itemsize,
                 weight_bytes=compute.itemsize,
                 list_ratio=list_ratio,
-                listed_ratio=listed_ratio,
-                rows=float(table.rows) if table.rows else max(ever * OPEN_ROOM, whole),
+                raw_list_ratio=raw_list_ratio,
+                rows=float(table.rows) if table.rows else max(used_rows * OPEN_ROOM, unique_world),
                 slot_bytes=slot_bytes(table),
-                samples=mine,
-                unique_rank=profile.unique_rows(t, mine, of),
-                unique_host=profile.unique_rows(t, mine * world.trainers_per_host, of),
-                unique_world=whole,
-                lookups=each * mine,
+                samples=rank_samples,
+                unique_rank=profile.unique_rows(t, rank_samples, popularity),
+                unique_host=profile.unique_rows(
+                    t, rank_samples * world.trainers_per_host, popularity
+                ),
+                unique_world=unique_world,
+                lookups=sample_lookups * rank_samples,
                 columns=tuple(
                     ColumnLoad(
-                        column.lookups * mine / profile.samples, column.longest, column.is_weighted
+                        column.lookups * rank_samples / profile.samples,
+                        column.longest,
+                        column.is_weighted,
                     )
                     for column in columns
                 ),
@@ -160,7 +170,7 @@ def table_loads(
                 is_pooled=all(feature.pooling != "sequence" for feature in readers),
                 may_be_cut=not isinstance(table, TableSide)
                 and not needs_whole_rows(table, [p.name for p in table.parts if p.dim > 1]),
-                births=ever / last_batch if last_batch else 0.0,
+                births=used_rows / last_batch if last_batch else 0.0,
             )
         )
-    return found
+    return loads

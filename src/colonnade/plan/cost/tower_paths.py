@@ -1,7 +1,6 @@
-"""Which links a byte takes that goes by towers: values inside the tower of their owner first, then between ranks of one
-number.
+"""Load of the links by tower exchanges: values are sent inside their owner's tower first, then between peer ranks.
 
-Legend: N ranks, T towers of S ranks, R directions of links as `paths.py` lists them.
+Legend: N ranks, T towers of S ranks, R link directions as in `paths.py`.
 """
 
 from __future__ import annotations
@@ -19,128 +18,145 @@ from colonnade.topology.world import World
 
 Floats = NDArray[np.float64]
 CALL_MESSAGES = 1.4
-"""Messages that a call costs a processor beside its own: 0.63 ms of 3 messages, 0.34 of 1 (gloo, 4 ranks, 2 cores)."""
+"""Processor cost of an all-to-all call in addition to its messages, counted in messages: 0.63 ms for 3 messages,
+0.34 ms for 1 (gloo, 4 ranks, 2 cores)."""
 
 
 @dataclass(frozen=True, slots=True)
 class HopTraffic:
-    """Of blocks for as many samples as a rank has."""
+    """Load of the links by the blocks of one hop; a block holds values for the samples of one rank."""
 
-    back: Floats
-    """(R,) seconds of every direction of links, for a byte of each block of values."""
-    given: Floats
-    """(R,) of gradients, which go the other way."""
-    near: float
-    """Blocks that a rank sends to ranks of its host, the mean over ranks: of values, and of gradients."""
-    far: float
-    """And to those of others."""
-    slowest: float
-    """Seconds for a byte of each block, were all links of a kind alike."""
+    value_seconds: Floats
+    """Seconds of every link direction for one byte of each block of values, (R,)."""
+    gradient_seconds: Floats
+    """Seconds of every link direction for one byte of each block of gradients, sent in reverse, (R,)."""
+    local_blocks: float
+    """Number of blocks of values, and of gradients, that a rank sends to ranks of its host; the mean over ranks."""
+    remote_blocks: float
+    """Number of blocks that a rank sends to ranks of other hosts; the mean over ranks."""
+    balanced_seconds: float
+    """Seconds for one byte of each block if all links of a kind had the same load."""
 
     @property
     def by_link(self) -> dict[str, float]:
-        return {"local": self.near, "remote": self.far}
+        """Number of blocks by link, "local" or "remote"."""
+        return {"local": self.local_blocks, "remote": self.remote_blocks}
 
 
 @dataclass(frozen=True, slots=True)
-class Towered:
-    """Of one table's values."""
+class TowerTraffic:
+    """Load of the links by one table under a tower exchange."""
 
     inside: HopTraffic
-    """A block of each owner's share, for each sample of each rank."""
+    """Blocks from each owner to the ranks of its tower, for the samples of each rank."""
     between: HopTraffic
-    """A block of the table's values, for each sample of each rank."""
+    """Blocks from the ranks of the table's tower to their peers, for the samples of each rank."""
     peers: HopTraffic
-    """A block from each rank that asks to its peer in the tower, for each slice."""
+    """Blocks from each trainer to its peer in the table's tower, one for each slice."""
     owners: HopTraffic
-    """A block from each rank of a tower to each owner in it."""
+    """Blocks from each rank of the tower to each owner in it."""
 
 
-def towered(world: World, sharding: Sharding, num_towers: int) -> Towered | None:
-    """None: some of its rows, or of a slice of them, do not all lie in one tower, and travel as under `pooled`."""
+def predict_tower_traffic(world: World, sharding: Sharding, num_towers: int) -> TowerTraffic | None:
+    """Predict the link loads of a table under tower exchanges.
+
+    Returns None if the rows, or those of one slice, are not all in one tower: they are sent as under `pooled`."""
     towers = tower_ranks(world, num_towers)
-    size, asks = len(towers[0]), np.ones(world.num_ranks)
-    asks[list(world.servers)] = 0.0
+    size, is_trainer = len(towers[0]), np.ones(world.num_ranks)
+    is_trainer[list(world.servers)] = 0.0
+    # Trainers by local rank: the peers that a rank with this local rank serves.
+    num_peers = [float(is_trainer[local_rank::size].sum()) for local_rank in range(size)]
     inside: list[tuple[int, int, float]] = []
     between: list[tuple[int, int, float]] = []
-    waiting = [float(asks[number::size].sum()) for number in range(size)]  # for a rank's peers
     peers: list[tuple[int, int, float]] = []
     owners: list[tuple[int, int, float]] = []
-    for of_slice in sharding.of_slices:
-        tower = tower_of(of_slice, towers)
+    for slice_sharding in sharding.slice_shardings:
+        tower = tower_of(slice_sharding, towers)
         if tower is None:
             return None
-        mates = towers[tower]
-        inside += [(o, mate, waiting[mate % size]) for o in of_slice.ranks for mate in mates]
+        ranks = towers[tower]
+        inside += [
+            (o, rank, num_peers[rank % size]) for o in slice_sharding.ranks for rank in ranks
+        ]
         owners += [
-            (mate, o, float(waiting[mate % size] > 0)) for o in of_slice.ranks for mate in mates
+            (rank, o, float(num_peers[rank % size] > 0))
+            for o in slice_sharding.ranks
+            for rank in ranks
         ]
-        peers += [(rank, mates[rank % size], float(asks[rank])) for rank in range(world.num_ranks)]
+        peers += [
+            (rank, ranks[rank % size], float(is_trainer[rank])) for rank in range(world.num_ranks)
+        ]
         between += [
-            (mate, peer, float(asks[peer]) / sharding.slices)
-            for mate in mates
-            for peer in range(mate % size, world.num_ranks, size)
+            (rank, peer, float(is_trainer[peer]) / sharding.slices)
+            for rank in ranks
+            for peer in range(rank % size, world.num_ranks, size)
         ]
-    return Towered(*(_hop_of(world, blocks) for blocks in (inside, between, peers, owners)))
+    return TowerTraffic(
+        *(_sum_blocks(world, blocks) for blocks in (inside, between, peers, owners))
+    )
 
 
-def mates(world: World, num_towers: int) -> HopTraffic:
-    """A block from each rank to each other of its tower."""
+def predict_tower_all_to_all(world: World, num_towers: int) -> HopTraffic:
+    """Predict the link loads of one block from each rank to each other rank of its tower."""
     size = world.num_ranks // num_towers
-    every = range(world.num_ranks)
-    return _hop_of(world, [(r, o, 1.0) for r in every for o in every if r // size == o // size])
+    ranks = range(world.num_ranks)
+    return _sum_blocks(world, [(r, o, 1.0) for r in ranks for o in ranks if r // size == o // size])
 
 
-def messages(world: World, num_towers: int) -> tuple[int, int]:
-    """That each rank sends in both hops of an all-to-all by towers: to ranks of its host, and of others."""
+def count_tower_messages(world: World, num_towers: int) -> tuple[int, int]:
+    """Return the messages that each rank sends in both hops of an all-to-all by towers: local and remote ones."""
     size = world.num_ranks // num_towers
-    local = min(size, world.ranks_per_host) - 1
-    near = max(0, world.ranks_per_host // size - 1)  # other towers of the host
-    return local + near, size - 1 - local + num_towers - 1 - near
+    inside_local = min(size, world.ranks_per_host) - 1
+    between_local = max(0, world.ranks_per_host // size - 1)  # other towers of the host
+    remote = size - 1 - inside_local + num_towers - 1 - between_local
+    return inside_local + between_local, remote
 
 
-def call_seconds(world: World, num_towers: int) -> float:
-    """Of an all-to-all by towers that carries next to nothing: both hops of it."""
-    near, far = messages(world, num_towers)
-    return near * world.message_seconds + far * world.remote_message_seconds
+def tower_call_seconds(world: World, num_towers: int) -> float:
+    """Return the seconds of both hops of an all-to-all by towers with empty messages."""
+    local, remote = count_tower_messages(world, num_towers)
+    return local * world.message_seconds + remote * world.remote_message_seconds
 
 
-def spared_seconds(world: World, num_towers: int, turns: int = 1) -> float:
-    """Of each rank's processor in a step, where values and gradients go by towers, in so many turns each inside a
-    tower. Fewer messages than straight, in more calls; less than 0 where these cost more. What is handed on counts by
-    its bytes."""
+def saved_processor_seconds(world: World, num_towers: int, chunks: int = 1) -> float:
+    """Return the processor time that each rank saves per step if values and gradients are sent by towers.
+
+    chunks: number of pipelined chunks inside a tower. Towers need fewer messages than direct sending, in more calls;
+    the result is negative if the calls cost more. Relayed bytes are counted elsewhere."""
     others, size = world.num_ranks - 1, world.num_ranks // num_towers
-    if size == 1 or num_towers == 1:  # one call, of as many messages
+    if size == 1 or num_towers == 1:  # one call with the same number of messages
         return 0.0
-    fewer = others - (turns * (size - 1) + num_towers - 1)
-    # Whose messages had their part of a call's cost.
-    each = world.message_processor_seconds * others / (others + CALL_MESSAGES)
-    return 2 * (fewer - turns * CALL_MESSAGES) * each
+    fewer = others - (chunks * (size - 1) + num_towers - 1)
+    # The measured seconds of a message include its part of the cost of a call.
+    message_seconds = world.message_processor_seconds * others / (others + CALL_MESSAGES)
+    return 2 * (fewer - chunks * CALL_MESSAGES) * message_seconds
 
 
-def _hop_of(world: World, blocks: Sequence[tuple[int, int, float]]) -> HopTraffic:
-    """blocks: (sender, receiver, how many)."""
-    senders, receivers = (np.array([each[i] for each in blocks], dtype=np.int64) for i in (0, 1))
-    return _hop(world, senders, receivers, np.array([each[2] for each in blocks]))
+def _sum_blocks(world: World, blocks: Sequence[tuple[int, int, float]]) -> HopTraffic:
+    """Sum blocks by link. blocks: (sender, receiver, count) each."""
+    senders, receivers = (np.array([block[i] for block in blocks], dtype=np.int64) for i in (0, 1))
+    return _sum_by_link(world, senders, receivers, np.array([block[2] for block in blocks]))
 
 
-def _hop(
+def _sum_by_link(
     world: World, senders: NDArray[np.int64], receivers: NDArray[np.int64], counts: Floats
 ) -> HopTraffic:
-    n, hosts, local = world.num_ranks, world.num_hosts, world.ranks_per_host
+    n, hosts, size = world.num_ranks, world.num_hosts, world.ranks_per_host
     counts = counts * (senders != receivers)
-    is_near = senders // local == receivers // local
-    near, far = counts * is_near, counts * ~is_near
+    is_local = senders // size == receivers // size
+    local, remote = counts * is_local, counts * ~is_local
     sums = [
-        np.bincount(senders, near, n), np.bincount(receivers, near, n),
-        np.bincount(senders // local, far, hosts), np.bincount(receivers // local, far, hosts),
+        np.bincount(senders, local, n), np.bincount(receivers, local, n),
+        np.bincount(senders // size, remote, hosts), np.bincount(receivers // size, remote, hosts),
     ]  # fmt: skip
     rates = (1 / world.local_bytes_per_second, 1 / world.remote_bytes_per_second)
-    out_near, in_near, out_far, in_far = (each * rates[i // 2] for i, each in enumerate(sums))
+    local_out, local_in, remote_out, remote_in = (
+        blocks * rates[i // 2] for i, blocks in enumerate(sums)
+    )
     return HopTraffic(
-        np.concatenate([out_near, in_near, out_far, in_far]),
-        np.concatenate([in_near, out_near, in_far, out_far]),
-        float(near.sum()) / n,
-        float(far.sum()) / n,
-        max(float(out_near.mean()), float(out_far.mean())),
+        np.concatenate([local_out, local_in, remote_out, remote_in]),
+        np.concatenate([local_in, local_out, remote_in, remote_out]),
+        float(local.sum()) / n,
+        float(remote.sum()) / n,
+        max(float(local_out.mean()), float(remote_out.mean())),
     )

@@ -1,1 +1,1 @@
-"""Measurements that plans are made from: this machine's memory, disks and links, the popularity of rows."""
+"""Measurements for plans: this machine's memory, disks and links; popularity of rows in a sample of the data."""

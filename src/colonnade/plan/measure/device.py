@@ -1,7 +1,7 @@
-"""What this machine's tiers do, measured: rows of memory, random reads and runs of a directory's disk.
+"""Measured speed of this machine: rows in memory, random and sequential access to a directory's disk.
 
-`measure` takes a few seconds and leaves nothing behind: its scratch file has no name (or loses it before the first
-byte), so that not even a kill keeps it. The result is a frozen value that prints and round-trips through JSON.
+`measure` takes a few seconds and leaves no files: its scratch file has no name (or loses it before the first byte), so
+that it is gone even after a kill. The result is a frozen value that can be printed and converted to and from JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from colonnade import _native
-from colonnade.formats import read_stamped, stamp
+from colonnade.formats import parse_stamped_json, stamp
 from colonnade.optimizers import RowWiseAdagrad
 from colonnade.processors import usable_processors
 from colonnade.store.disk import storage_error
@@ -31,11 +31,11 @@ from colonnade.table import Table
 
 PAGE = 4096
 RUN = 1 << 20
-"""Bytes of one sequential write or read."""
+"""Number of bytes of one sequential write or read."""
 SIZES = (PAGE, 4 * PAGE, 16 * PAGE)
 DEPTHS = (1, 8, 32)
 WIDTHS = (16, 64, 128)
-"""Floats of a row whose rates are measured."""
+"""Widths, in floats, of the rows to measure."""
 ROW_STRIDE, ROWS_OF_A_JOB, JOBS, READ_DEPTH = 256, 256, 6, 32
 LOG_BYTES = 96 << 20
 TABLE_BYTES = 64 << 20
@@ -44,72 +44,87 @@ LOOKUPS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class RowRate:
-    """Rows per second of one thread-pool, named at random in a table beyond the processor's caches; and lookups of such
-    a batch, whose rates depend on no width. 0: nobody looked."""
+    """Speed of row operations with one thread pool, for random rows of a table larger than the processor's caches.
+
+    Rates of lookups do not depend on the width. 0: not measured."""
 
     width: int
-    """Floats of a row."""
+    """Number of floats of a row."""
     gathered: float
+    """Number of rows gathered and pooled per second."""
     updated: float
+    """Number of rows updated per second."""
     planned: float = 0.0
-    """Lookups per second grouped by row."""
+    """Number of lookups grouped by row per second."""
     packed: float = 0.0
-    """Lookups per second packed for the rank that pools them, and joined to a batch there."""
+    """Number of lookups per second packed for the rank that pools them, and joined to a batch there."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRate:
-    """Random reads of `bytes` each, `depth` at a time."""
+    """Speed of random reads of `bytes` each, with `depth` reads at a time."""
 
     bytes: int
     depth: int
     per_second: float
     p99_seconds: float
+    """Latency of a read, 99th percentile, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryRate:
+    """Speed of the disk under one directory."""
+
     path: str
     is_direct: bool
-    """Whether the file system lets reads and writes pass its cache by; where not, rates are those of the cache."""
+    """True if reads and writes bypass the file system's cache; otherwise the rates are those of the cache."""
     written: float
-    """Bytes per second, in runs of 1 MiB."""
+    """Bytes written per second, in runs of 1 MiB."""
     read: float
-    """Bytes per second, in runs of 1 MiB."""
+    """Bytes read per second, in runs of 1 MiB."""
     reads: tuple[ReadRate, ...]
     reader: str
-    """How the store reads here: "ring" (io_uring) or "threads"."""
+    """Method of the store's reader for this directory: "ring" (io_uring) or "threads"."""
     rows: float
-    """Rows per second, each on a page of its own, by the store's own reader."""
+    """Number of rows that the store's reader reads per second, each on a page of its own."""
     processor_seconds: float
-    """Of one such row."""
+    """Processor time of one such row."""
 
     @property
     def pages(self) -> float:
-        """Most random reads of 4 KiB per second, by whichever way was faster: others use this machine too."""
+        """Largest measured number of random reads of 4 KiB per second; other programs may slow some measurements."""
         return max(self.rows, *(rate.per_second for rate in self.reads if rate.bytes == PAGE))
 
     @property
     def latency(self) -> float:
-        """99th percentile of a lone read of 4 KiB, seconds."""
+        """Latency of a single read of 4 KiB, 99th percentile, in seconds."""
         return min(rate.p99_seconds for rate in self.reads if rate.bytes == PAGE)
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
+    """Measured speed of a machine: processors, row operations in memory, directories."""
+
     processors: int
+    """Number of usable processors."""
     memory: tuple[RowRate, ...]
+    """Speed of row operations by width."""
     directories: tuple[DirectoryRate, ...]
+    """Speed of each measured directory."""
 
     def to_json(self) -> str:
+        """Return the text of `device.json`."""
         return json.dumps({**stamp("colonnade device"), **asdict(self)}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Device:
-        values = read_stamped("device.json", text, "colonnade device")
+        """Read the text of `device.json`."""
+        values = parse_stamped_json("device.json", text, "colonnade device")
         directories = tuple(
-            DirectoryRate(**{**each, "reads": tuple(ReadRate(**rate) for rate in each["reads"])})
-            for each in values["directories"]
+            DirectoryRate(
+                **{**fields, "reads": tuple(ReadRate(**rate) for rate in fields["reads"])}
+            )
+            for fields in values["directories"]
         )
         memory = tuple(RowRate(**rate) for rate in values["memory"])
         return cls(values["processors"], memory, directories)
@@ -126,12 +141,13 @@ class Device:
             lines.append(
                 f"lookups: {rate.planned / 1e6:.1f} M/s planned, {rate.packed / 1e6:.1f} M/s packed and joined"
             )
-        for place in self.directories:
-            how = "" if place.is_direct else " (through the page cache)"
+        for directory in self.directories:
+            cached = "" if directory.is_direct else " (through the page cache)"
             lines.append(
-                f"{place.path}{how}: writes {place.written / 1e6:,.0f} MB/s, reads {place.read / 1e6:,.0f} MB/s in "
-                f"runs, {place.pages / 1e3:,.1f} k random pages/s, {place.latency * 1e6:,.0f} us for one; rows by "
-                f"{place.reader}, {place.processor_seconds * 1e6:.1f} us of a processor each"
+                f"{directory.path}{cached}: writes {directory.written / 1e6:,.0f} MB/s, reads "
+                f"{directory.read / 1e6:,.0f} MB/s in runs, {directory.pages / 1e3:,.1f} k random pages/s, "
+                f"{directory.latency * 1e6:,.0f} us for one; rows by {directory.reader}, "
+                f"{directory.processor_seconds * 1e6:.1f} us of a processor each"
             )
         return "\n".join(lines)
 
@@ -143,17 +159,19 @@ def measure(
     seconds: float = 0.15,
     widths: Sequence[int] = WIDTHS,
 ) -> Device:
-    """About `seconds` for each of a dozen rates of each directory. Raises StorageError naming a directory that cannot
-    be written or has no room for a few megabytes."""
+    """Measure the speed of this machine's memory and of these directories.
+
+    Takes about `seconds` for each of a dozen rates of each directory. Raises StorageError with the directory that
+    cannot be written or has no room for a few megabytes."""
     return Device(
         usable_processors(),
         tuple(measure_rows(width, seconds) for width in widths),
-        tuple(measure_directory(place, scratch_bytes, seconds) for place in directories),
+        tuple(measure_directory(path, scratch_bytes, seconds) for path in directories),
     )
 
 
 def measure_rows(width: int, seconds: float = 0.15) -> RowRate:
-    """Through the native core as training does it: one lookup per bag, row-wise Adagrad."""
+    """Measure row operations of the native core as in training: one lookup per bag, row-wise Adagrad."""
     table = Table("rate", width, rows=TABLE_BYTES // (4 * width), optimizer=RowWiseAdagrad(lr=0.01))
     assert table.rows is not None
     store = open_dram([table], [table.rows], seed=0)
@@ -185,23 +203,25 @@ def measure_rows(width: int, seconds: float = 0.15) -> RowRate:
         [0.01, 1e-8, np.inf, np.inf, 1.0], dtype=torch.float64
     )
     kind = torch.tensor([RowWiseAdagrad.kind], dtype=torch.int32)
-    gathered = _rate(seconds, lambda: _native.pool(
+    gathered = _calls_per_second(seconds, lambda: _native.pool(
         lookups, index, torch.tensor([view.address]), torch.tensor([view.stride_bytes]), reads, bases, strides,
         "float32", "float32",
     ))  # fmt: skip
-    updated = _rate(seconds, lambda: _native.update(
+    updated = _calls_per_second(seconds, lambda: _native.update(
         store.native, slots, offsets, plan.segment_offsets, plan.entries, source, parts, kind, settings
     ))  # fmt: skip
     rows = torch.tensor([table.rows])
-    planned = _rate(seconds, lambda: _native.make_plan(lookups, rows, torch.tensor([1])))
-    packed = _rate(seconds, lambda: _packed_and_joined(lookups, rows))
+    planned = _calls_per_second(
+        seconds, lambda: _native.make_plan(lookups, rows, torch.tensor([1]))
+    )
+    packed = _calls_per_second(seconds, lambda: _pack_and_join(lookups, rows))
     return RowRate(
         width, gathered * LOOKUPS, updated * len(unique), planned * LOOKUPS, packed * LOOKUPS
     )
 
 
-def _packed_and_joined(lookups: _native.Lookups, rows: torch.Tensor) -> None:
-    """One column, all of whose rows lie on one rank."""
+def _pack_and_join(lookups: _native.Lookups, rows: torch.Tensor) -> None:
+    """Pack and join the lookups of one column, with one owner of all rows."""
     one, zero = torch.tensor([1]), torch.zeros(1, 1, dtype=torch.int64)
     unweighted, table = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
     message, _ = _native.pack_bags(lookups, rows, one, zero, unweighted, None)
@@ -211,79 +231,83 @@ def _packed_and_joined(lookups: _native.Lookups, rows: torch.Tensor) -> None:
 def measure_directory(
     path: Path | str, scratch_bytes: int = 192 << 20, seconds: float = 0.15
 ) -> DirectoryRate:
-    """Of the disk under a directory, made if absent and removed again. Raises StorageError."""
-    place = Path(path)
-    made = missing_folders(place)
+    """Measure the disk under a directory. A missing directory is created and removed again. Raises StorageError."""
+    folder = Path(path)
+    new_folders = missing_folders(folder)
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        fd, is_direct = _scratch(place)
+        folder.mkdir(parents=True, exist_ok=True)
+        fd, is_direct = _open_scratch_file(folder)
         try:
-            size, written = _write(fd, scratch_bytes, max(seconds * 4, 0.2))
-            read = _read_runs(fd, size, seconds)
+            size, written = _measure_writes(fd, scratch_bytes, max(seconds * 4, 0.2))
+            read = _measure_sequential_reads(fd, size, seconds)
             rates = [
-                read_at_random(fd, size, count, depth, seconds)
+                measure_random_reads(fd, size, count, depth, seconds)
                 for count in SIZES
                 for depth in DEPTHS
             ]
             os.ftruncate(fd, 0)
-            reader, rows, processor = _read_rows(fd, min(size - 2 * RUN, LOG_BYTES), seconds * 2)
+            log_bytes = min(size - 2 * RUN, LOG_BYTES)
+            reader, rows, processor = _measure_row_reads(fd, log_bytes, seconds * 2)
         finally:
             os.close(fd)
     except OSError as error:
-        raise storage_error(error, "measure", place) from error
+        raise storage_error(error, "measure", folder) from error
     finally:
-        for folder in made:
+        for new_folder in new_folders:
             with suppress(OSError):
-                folder.rmdir()
+                new_folder.rmdir()
     return DirectoryRate(
-        str(place), is_direct, written, read, tuple(rates), reader, rows, processor
+        str(folder), is_direct, written, read, tuple(rates), reader, rows, processor
     )
 
 
-def read_at_random(fd: int, size: int, count: int, depth: int, seconds: float) -> ReadRate:
-    """Of reads of `count` bytes by `depth` threads of Python's, which are slower than the store's reader."""
-    ends = time.perf_counter() + seconds
+def measure_random_reads(fd: int, size: int, count: int, depth: int, seconds: float) -> ReadRate:
+    """Measure random reads of `count` bytes by `depth` Python threads, which are slower than the store's reader."""
+    end = time.perf_counter() + seconds
     latencies: list[list[float]] = [[] for _ in range(depth)]
-    failed: list[OSError] = []
+    errors: list[OSError] = []
 
-    def work(number: int) -> None:
-        buffer, found = mmap.mmap(-1, count), latencies[number]
-        places = np.random.default_rng(number).integers(0, max(1, size // count), 1 << 14) * count
+    def read_until_end(thread_index: int) -> None:
+        buffer, own_latencies = mmap.mmap(-1, count), latencies[thread_index]
+        random = np.random.default_rng(thread_index)
+        offsets = random.integers(0, max(1, size // count), 1 << 14) * count
         try:
-            for place in places.tolist():
-                began = time.perf_counter()
-                os.preadv(fd, [buffer], place)
+            for offset in offsets.tolist():
+                start = time.perf_counter()
+                os.preadv(fd, [buffer], offset)
                 now = time.perf_counter()
-                found.append(now - began)
-                if now > ends:
+                own_latencies.append(now - start)
+                if now > end:
                     return
         except OSError as error:
-            failed.append(error)
+            errors.append(error)
         finally:
             buffer.close()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(depth)]
-    began = time.perf_counter()
+    threads = [threading.Thread(target=read_until_end, args=(i,)) for i in range(depth)]
+    start = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    took = time.perf_counter() - began
-    if failed:
-        raise failed[0]
-    every = np.concatenate([np.array(each) for each in latencies])
-    return ReadRate(count, depth, len(every) / took, float(np.quantile(every, 0.99)))
+    elapsed = time.perf_counter() - start
+    if errors:
+        raise errors[0]
+    all_latencies = np.concatenate([np.array(by_thread) for by_thread in latencies])
+    p99 = float(np.quantile(all_latencies, 0.99))
+    return ReadRate(count, depth, len(all_latencies) / elapsed, p99)
 
 
-def _read_rows(fd: int, size: int, seconds: float) -> tuple[str, float, float]:
-    """(kind of reader, rows per second, processor seconds of one): a log of small rows in an empty file, of which
-    rows far apart are read, several jobs in flight as in training."""
+def _measure_row_reads(fd: int, size: int, seconds: float) -> tuple[str, float, float]:
+    """Measure reads of rows from a log of small rows in an empty file, with several jobs in flight as in training.
+
+    The rows of a job are far apart. Returns the kind of reader, rows per second, and processor seconds of a row."""
     count = max(size // ROW_STRIDE, 1)
     log = _native.RowLog(ROW_STRIDE - 16, count, 1, 0, size + 2 * RUN, RUN, 1, 1)
     records = torch.zeros(4096, ROW_STRIDE - 16, dtype=torch.uint8)
     is_attached = False
 
-    def write() -> None:
+    def write_chunks() -> None:
         nonlocal is_attached
         while (chunk := log.next_chunk()) is not None:
             if not is_attached:
@@ -295,70 +319,73 @@ def _read_rows(fd: int, size: int, seconds: float) -> tuple[str, float, float]:
     for start in range(0, count, len(records)):
         ids = torch.arange(start, min(start + len(records), count))
         log.write(ids, records[: len(ids)], None, 0)
-        write()
+        write_chunks()
     log.seal()
-    write()
+    write_chunks()
     reader = _native.PageReader("auto", READ_DEPTH)
     random = np.random.default_rng(0)
     jobs: list[tuple] = []  # (job, its output), oldest first
-    done, used, began = 0, time.process_time(), time.perf_counter()
+    num_rows, processor_start, start_time = 0, time.process_time(), time.perf_counter()
 
-    def finish() -> None:
-        nonlocal done
+    def finish_job() -> None:
+        nonlocal num_rows
         _, fault = jobs.pop(0)[0].wait()
         if fault is not None:
             raise OSError(fault[2] or errno.EIO, f"reading rows failed: {fault[0]}")
-        done += ROWS_OF_A_JOB
+        num_rows += ROWS_OF_A_JOB
 
     try:
-        while time.perf_counter() - began < seconds or not done:
+        while time.perf_counter() - start_time < seconds or not num_rows:
             if len(jobs) == JOBS:
-                finish()
+                finish_job()
             ids = torch.from_numpy(random.integers(0, count, ROWS_OF_A_JOB))
             out = torch.empty(len(ids), ROW_STRIDE - 16, dtype=torch.uint8)
             jobs.append((log.read(reader, ids, out, True), out))
         while jobs:
-            finish()
+            finish_job()
     finally:
-        for job, _ in jobs:  # whatever happened: the file must stay open until nobody reads it
+        for (
+            job,
+            _,
+        ) in jobs:  # After an error, too, the file must stay open until all reads have ended.
             job.wait()
-    rows, took = done, time.perf_counter() - began
-    return reader.kind, rows / took, (time.process_time() - used) / rows
+    elapsed = time.perf_counter() - start_time
+    return reader.kind, num_rows / elapsed, (time.process_time() - processor_start) / num_rows
 
 
-def _rate(seconds: float, action) -> float:
-    """Calls per second; the fastest of three, for others use this machine too."""
+def _calls_per_second(seconds: float, action) -> float:
+    """Measure the calls of `action` per second: the fastest of three runs, because other programs may interfere."""
     action()
     best = 0.0
     for _ in range(3):
-        count, began = 0, time.perf_counter()
-        while (took := time.perf_counter() - began) < seconds / 3:
+        count, start = 0, time.perf_counter()
+        while (elapsed := time.perf_counter() - start) < seconds / 3:
             action()
             count += 1
-        best = max(best, count / took)
+        best = max(best, count / elapsed)
     return best
 
 
-def missing_folders(place: Path) -> list[Path]:
-    """Folders that `place` would make, innermost first."""
-    found = []
-    while not place.exists() and place != place.parent:
-        found.append(place)
-        place = place.parent
-    return found
+def missing_folders(path: Path) -> list[Path]:
+    """Return the folders that creating `path` would create, innermost first."""
+    folders = []
+    while not path.exists() and path != path.parent:
+        folders.append(path)
+        path = path.parent
+    return folders
 
 
-def _scratch(place: Path) -> tuple[int, bool]:
-    """An open file without a name, and whether it passes the page cache by."""
+def _open_scratch_file(folder: Path) -> tuple[int, bool]:
+    """Open a file without a name. Returns its descriptor, and whether it bypasses the page cache."""
     for flags in (os.O_DIRECT, 0) if hasattr(os, "O_DIRECT") else (0,):
         try:
             if hasattr(os, "O_TMPFILE"):
-                return os.open(place, os.O_TMPFILE | os.O_RDWR | flags, 0o600), bool(flags)
+                return os.open(folder, os.O_TMPFILE | os.O_RDWR | flags, 0o600), bool(flags)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
                 raise
         try:
-            path = tempfile.mktemp(prefix=".colonnade-", dir=place)
+            path = tempfile.mktemp(prefix=".colonnade-", dir=folder)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o600)
             os.unlink(path)
             return fd, bool(flags)
@@ -368,34 +395,37 @@ def _scratch(place: Path) -> tuple[int, bool]:
     raise AssertionError("unreachable")
 
 
-def _write(fd: int, most: int, seconds: float) -> tuple[int, float]:
-    """(bytes written, bytes per second). A disk that is nearly full is written as far as it goes."""
+def _measure_writes(fd: int, max_bytes: int, seconds: float) -> tuple[int, float]:
+    """Write up to `max_bytes` sequentially, less on a nearly full disk. Returns bytes written and bytes per second."""
     buffer = mmap.mmap(-1, RUN)
-    buffer.write(np.random.default_rng(0).bytes(RUN))  # nothing that a disk could compress
+    buffer.write(np.random.default_rng(0).bytes(RUN))  # Random bytes: disks cannot compress them.
     room = os.fstatvfs(fd)
-    most = min(most, room.f_bavail * room.f_frsize // 4)
-    if most < 4 * RUN:
+    max_bytes = min(max_bytes, room.f_bavail * room.f_frsize // 4)
+    if max_bytes < 4 * RUN:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    done, began = 0, time.perf_counter()
-    while done + RUN <= most and (time.perf_counter() - began < seconds or done < 4 * RUN):
+    num_bytes, start = 0, time.perf_counter()
+    while num_bytes + RUN <= max_bytes and (
+        time.perf_counter() - start < seconds or num_bytes < 4 * RUN
+    ):
         try:
-            done += os.pwrite(fd, buffer, done)
+            num_bytes += os.pwrite(fd, buffer, num_bytes)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or done < 4 * RUN:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or num_bytes < 4 * RUN:
                 raise
             break
     os.fsync(fd)
-    took = time.perf_counter() - began
+    elapsed = time.perf_counter() - start
     buffer.close()
-    return done // RUN * RUN, done / took
+    return num_bytes // RUN * RUN, num_bytes / elapsed
 
 
-def _read_runs(fd: int, size: int, seconds: float) -> float:
+def _measure_sequential_reads(fd: int, size: int, seconds: float) -> float:
+    """Measure the bytes read per second in runs."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, 0, size, os.POSIX_FADV_DONTNEED)
-    buffer, done, began = mmap.mmap(-1, RUN), 0, time.perf_counter()
-    while done < RUN or time.perf_counter() - began < seconds:
-        done += os.preadv(fd, [buffer], done % size)
-    rate = done / (time.perf_counter() - began)
+    buffer, num_bytes, start = mmap.mmap(-1, RUN), 0, time.perf_counter()
+    while num_bytes < RUN or time.perf_counter() - start < seconds:
+        num_bytes += os.preadv(fd, [buffer], num_bytes % size)
+    rate = num_bytes / (time.perf_counter() - start)
     buffer.close()
     return rate

@@ -1,7 +1,7 @@
-"""How fast the links of a running world are: all-to-alls of several sizes, timed per link class with all ranks at once.
+"""Measured speed of the links of a running world: all-to-alls of several sizes, for each kind of link, on all ranks.
 
-What is timed is what training does: the same call, the same group of processes, buffers that are new each time. The
-links of a planned world are what a person says of them.
+The measurement does what training does: the same call, the same process group, new buffers each time. For a planned
+world, the user states the speed of the links.
 """
 
 from __future__ import annotations
@@ -23,125 +23,135 @@ from colonnade.sizes import parse_rate
 from colonnade.topology.world import World
 
 SIZES = (1 << 10, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-"""Bytes that each rank sends, ascending; the first is next to nothing."""
+"""Bytes that each rank sends, ascending; the first is nearly an empty message."""
 REPEATS = 5
-LONGEST = 0.2
-"""Seconds of one all-to-all beyond which no larger one is tried."""
-PURPOSE = "control"
+MAX_SECONDS = 0.2
+"""Seconds of one all-to-all after which no larger one is measured."""
+CHANNEL = "control"
 
 
-class Timed(NamedTuple):
-    """One all-to-all, of several."""
+class AllToAllTime(NamedTuple):
+    """Measured time of an all-to-all of one size."""
 
     bytes: float
-    """That this rank sent, and got as many."""
+    """Bytes that this rank sent; it received as many."""
     seconds: float
-    """Until the last rank was done."""
+    """Seconds until the last rank was done."""
     processor: float
-    """Seconds of this rank's processor."""
+    """Processor time of this rank, in seconds."""
 
 
 def measure_links(mesh: Mesh) -> World:
-    """Collective: every rank calls it, while nothing else travels. The same numbers on every rank; of a class that this
-    world does not have, those of `mesh.world`. Takes a second or two."""
+    """Measure the links of the world; every rank calls it (collective) while nothing else is sent.
+
+    Returns the same world on every rank, with measured speeds; kinds of links that the world does not have keep those
+    of `mesh.world`. Takes a second or two."""
     world = mesh.world
-    found: dict[str, float] = {}
+    speeds: dict[str, float] = {}
     if world.num_ranks > 1:
-        found["crowding"] = crowding(mesh)
+        speeds["crowding"] = measure_crowding(mesh)
     if world.ranks_per_host > 1:
-        with host_mesh(mesh) as mine:
-            times = time_exchanges(mine, range(world.ranks_per_host))
-        # Hosts are taken to be alike: a plan is as slow as the slowest of them.
-        heard = torch.stack(mesh.all_gather(PURPOSE, _padded(times)))
-        sizes, seconds, processor = _agreed(heard)
-        fixed, rate = fit(sizes, seconds)
-        found["message_seconds"] = fixed / (world.ranks_per_host - 1)
-        found["local_bytes_per_second"] = rate
-        found |= _processor(sizes, processor, world.ranks_per_host - 1)
+        with host_mesh(mesh) as local_mesh:
+            times = time_all_to_alls(local_mesh, range(world.ranks_per_host))
+        # The slowest host counts for all: a plan is as slow as it.
+        gathered = torch.stack(mesh.all_gather(CHANNEL, _pad_times(times)))
+        sizes, seconds, processor = _combine_ranks(gathered)
+        fixed, rate = fit_message_cost(sizes, seconds)
+        speeds["message_seconds"] = fixed / (world.ranks_per_host - 1)
+        speeds["local_bytes_per_second"] = rate
+        speeds |= _fit_processor_seconds(sizes, processor, world.ranks_per_host - 1)
     if world.num_hosts > 1:
-        home = world.host(mesh.rank)
-        others = [rank for rank in range(world.num_ranks) if world.host(rank) != home]
-        heard = torch.stack(mesh.all_gather(PURPOSE, _padded(time_exchanges(mesh, others))))
-        sizes, seconds, processor = _agreed(heard)
-        fixed, rate = fit(sizes, seconds)
-        found |= _processor(sizes, processor, len(others))
-        local = (world.ranks_per_host - 1) * found.get("message_seconds", 0.0)
-        found["remote_message_seconds"] = max(fixed - local, fixed / 10) / len(others)
-        found["remote_bytes_per_second"] = rate * world.ranks_per_host
-    return replace(world, origin="measured", **found) if found else world  # type: ignore[arg-type]
+        host = world.host(mesh.rank)
+        others = [rank for rank in range(world.num_ranks) if world.host(rank) != host]
+        times = time_all_to_alls(mesh, others)
+        gathered = torch.stack(mesh.all_gather(CHANNEL, _pad_times(times)))
+        sizes, seconds, processor = _combine_ranks(gathered)
+        fixed, rate = fit_message_cost(sizes, seconds)
+        speeds |= _fit_processor_seconds(sizes, processor, len(others))
+        local = (world.ranks_per_host - 1) * speeds.get("message_seconds", 0.0)
+        speeds["remote_message_seconds"] = max(fixed - local, fixed / 10) / len(others)
+        speeds["remote_bytes_per_second"] = rate * world.ranks_per_host
+    return replace(world, origin="measured", **speeds) if speeds else world  # type: ignore[arg-type]
 
 
-def crowding(mesh: Mesh) -> float:
-    """Collective: `World.crowding` of the fullest host, as torch's threads are set now."""
+def measure_crowding(mesh: Mesh) -> float:
+    """Return `World.crowding` of the host with the most threads per processor, for torch's current number of threads.
+
+    Collective."""
     threads = mesh.world.ranks_per_host * torch.get_num_threads()
-    mine = torch.tensor(max(1.0, threads / usable_processors()), dtype=torch.float64)
-    return max(float(each) for each in mesh.all_gather(PURPOSE, mine))
+    own_crowding = torch.tensor(max(1.0, threads / usable_processors()), dtype=torch.float64)
+    return max(float(value) for value in mesh.all_gather(CHANNEL, own_crowding))
 
 
-def time_exchanges(mesh: Mesh, peers: Sequence[int]) -> list[Timed]:
-    """Collective: of growing all-to-alls to `peers`."""
-    to = [rank for rank in peers if rank != mesh.rank]
-    found = []
+def time_all_to_alls(mesh: Mesh, peers: Sequence[int]) -> list[AllToAllTime]:
+    """Time all-to-alls of growing sizes to `peers`. Collective."""
+    receivers = [rank for rank in peers if rank != mesh.rank]
+    times: list[AllToAllTime] = []
     for size in SIZES:
-        each = max(1, size // len(to))
-        rows = [each if rank in to else 0 for rank in range(mesh.num_ranks)]
+        message_bytes = max(1, size // len(receivers))
+        rows = [message_bytes if rank in receivers else 0 for rank in range(mesh.num_ranks)]
         send = mesh.room(sum(rows), torch.uint8).zero_()
-        taken, computed = [], []
+        seconds, processor = [], []
         for _ in range(REPEATS + 1):
-            mesh.barrier(PURPOSE)
-            began, busy = time.perf_counter(), time.process_time()
-            mesh.all_to_all(PURPOSE, send, rows, rows)
-            computed.append(time.process_time() - busy)
-            mine = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-            taken.append(max(float(each) for each in mesh.all_gather(PURPOSE, mine)))
-        # The first finds cold buffers and connections.
-        # Of a message that carries nothing, the least: what other threads add to it is no part of it.
+            mesh.barrier(CHANNEL)
+            start, processor_start = time.perf_counter(), time.process_time()
+            mesh.all_to_all(CHANNEL, send, rows, rows)
+            processor.append(time.process_time() - processor_start)
+            own_seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            seconds.append(max(float(value) for value in mesh.all_gather(CHANNEL, own_seconds)))
+        # Drop the first, with cold buffers and connections. Of the smallest messages take the least time, because
+        # delays by other threads are no part of the fixed cost.
         typical = min if size == SIZES[0] else median
-        found.append(Timed(float(each * len(to)), typical(taken[1:]), median(computed[1:])))
-        if found[-1].seconds > LONGEST:
+        sent_bytes = float(message_bytes * len(receivers))
+        times.append(AllToAllTime(sent_bytes, typical(seconds[1:]), median(processor[1:])))
+        if times[-1].seconds > MAX_SECONDS:
             break
-    return found
+    return times
 
 
-def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(fixed seconds, bytes per second) of times that grow with sizes, both ascending. The fixed part is that of the
-    smallest; the rate is that of what comes on top, of the larger sizes more than of the smaller."""
+def fit_message_cost(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Fit a fixed cost in seconds and a rate in bytes per second to measured times; both sequences ascend.
+
+    The fixed cost is the time of the smallest size. The rate fits the additional time, with more weight on large
+    sizes."""
     fixed = seconds[0]
-    more = [
-        (size - sizes[0], max(took - fixed, 1e-9))
-        for size, took in zip(sizes, seconds, strict=True)
+    increments = [
+        (size - sizes[0], max(total - fixed, 1e-9))
+        for size, total in zip(sizes, seconds, strict=True)
     ]
-    # Least squares of took = size / rate through the smallest: large sizes count by their square.
-    moved = sum(size * size for size, _ in more)
-    rate = moved / max(sum(size * took for size, took in more), 1e-12) if moved else 1e12
+    # Least squares of seconds = size / rate through the smallest size: sizes are weighted by their square.
+    squares = sum(size * size for size, _ in increments)
+    products = sum(size * more for size, more in increments)
+    rate = squares / max(products, 1e-12) if squares else 1e12
     return fixed, rate
 
 
-def _processor(
+def _fit_processor_seconds(
     sizes: Sequence[float], seconds: Sequence[float], num_peers: int
 ) -> dict[str, float]:
-    fixed, rate = fit(sizes, seconds)
+    fixed, rate = fit_message_cost(sizes, seconds)
     return {
         "message_processor_seconds": fixed / num_peers,
-        "byte_processor_seconds": 0.5 / rate,  # every byte is sent, and got by somebody
+        "byte_processor_seconds": 0.5 / rate,  # Every byte is sent once and received once.
     }
 
 
-def _padded(times: Sequence[Timed]) -> torch.Tensor:
-    """(len(SIZES), 3): hosts may stop at different sizes."""
+def _pad_times(times: Sequence[AllToAllTime]) -> torch.Tensor:
+    """Return the times as a tensor, (len(SIZES), 3), with NaN for sizes that were not measured."""
     out = torch.full((len(SIZES), 3), float("nan"), dtype=torch.float64)
     out[: len(times)] = torch.tensor(times, dtype=torch.float64)
     return out
 
 
-def _agreed(heard: torch.Tensor) -> tuple[list[float], list[float], list[float]]:
-    """heard (N, len(SIZES), 3) -> sizes that every rank tried, the slowest's seconds, and what ranks computed on the
-    mean."""
-    tried = ~heard.isnan().any(2).any(0)
+def _combine_ranks(gathered: torch.Tensor) -> tuple[list[float], list[float], list[float]]:
+    """Combine the times of all ranks, (N, len(SIZES), 3), for the sizes that every rank measured.
+
+    Returns the sizes, the seconds of the slowest rank, and the mean processor time."""
+    is_measured = ~gathered.isnan().any(2).any(0)
     sizes, seconds, processor = (
-        heard[0, tried, 0],
-        heard[:, tried, 1].amax(0),
-        heard[:, tried, 2].mean(0),
+        gathered[0, is_measured, 0],
+        gathered[:, is_measured, 1].amax(0),
+        gathered[:, is_measured, 2].mean(0),
     )
     return sizes.tolist(), seconds.tolist(), processor.tolist()
 
@@ -149,28 +159,30 @@ def _agreed(heard: torch.Tensor) -> tuple[list[float], list[float], list[float]]
 def planned_world(
     shape: str, *, uplink: str | None = None, local: str | None = None, latency: float | None = None
 ) -> World:
-    """A world that does not run here. `shape`: "HOSTSxRANKS" or a number of ranks of one host; rates as "1Gbit" or
-    "5GB/s"; `latency`: seconds of a message. Raises ConfigError."""
+    """Build a world that does not run here from its description.
+
+    shape: "HOSTSxRANKS", or a number of ranks on one host. uplink, local: rates such as "1Gbit" or "5GB/s". latency:
+    seconds of a message. Raises ConfigError."""
     match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*", shape)
     if not match or int(match[1] or 1) < 1 or int(match[2]) < 1:
         raise ConfigError(
             f"got world {shape!r}, wanted HOSTSxRANKS such as 2x4 (2 hosts with 4 ranks each)"
         )
-    said: dict[str, float] = {}
+    speeds: dict[str, float] = {}
     for name, field, rate in (
         ("uplink", "remote_bytes_per_second", uplink),
         ("local", "local_bytes_per_second", local),
     ):
         if rate is not None:
             try:
-                said[field] = parse_rate(rate)
+                speeds[field] = parse_rate(rate)
             except ValueError as error:
                 raise ConfigError(f"{name}: {error}") from None
     if latency is not None:
-        said |= {"message_seconds": latency, "remote_message_seconds": latency}
+        speeds |= {"message_seconds": latency, "remote_message_seconds": latency}
     return World(
         num_hosts=int(match[1] or 1),
         ranks_per_host=int(match[2]),
-        origin="planned" if said else "assumed",
-        **said,  # type: ignore[arg-type]
+        origin="planned" if speeds else "assumed",
+        **speeds,  # type: ignore[arg-type]
     )

@@ -1,13 +1,12 @@
-"""How often each row of a table is used, estimated from a sample, beyond what the sample saw; and what that means for
-a cache of any size at any time of a run.
+"""Popularity of rows, estimated from a sample also for rows that it does not contain, and reads of caches of any size.
 
-The rows of a table are bins: `rows[k]` rows of which each lookup names one with probability `chance[k]`. Rows that
-the sample saw often are counted; the mass of the others (Good and Turing) lies on a power law of rank whose
-exponent makes the rate of first touches that of the sample. Lookups are taken as independent (the independent
-reference model), so that cache curves have closed forms: Che's for LRU, and for a cache that keeps the rows
-it has counted most uses of, with P(count >= k) of a Poisson count.
+A popularity groups the rows of a table into bins: each of the `rows[k]` rows of bin k is looked up with probability
+`chance[k]`. Frequent rows of the sample keep their counts. The remaining probability mass (Good and Turing) follows a
+power law of rank, with the exponent that reproduces the sample's rate of first uses. Lookups are assumed independent
+(independent reference model), so that cache curves have closed forms: Che's approximation for LRU; for a cache of the
+rows with the highest use counts, P(count >= k) of a Poisson count.
 
-A *use* is a batch that looks a row up, however often. All functions are pure; floats are float64. Legend: K bins.
+A *use* of a row is a batch with at least one lookup of it. All functions are pure; floats are float64. Legend: K bins.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 OPEN_ROOM = 1.2
-"""Of an open table: room for so many times the rows that are foretold."""
+"""Factor of the predicted rows of an open table for which memory is reserved."""
 COUNTED = 8
-"""A row seen at least this often in the sample is taken as it was counted."""
+"""Number of lookups in the sample from which a row keeps its count as popularity."""
 TAIL_BINS = 64
 HEAD_BINS = 96
 STEPS = np.linspace(0, 1, TAIL_BINS + 1)
@@ -34,38 +33,40 @@ THRESHOLDS = np.unique(np.round(np.geomspace(1, 2.0**24, 80))).astype(np.float64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Popularity:
-    rows: Floats  # (K,)
-    chance: Floats  # (K,) of one lookup to name one of these rows: sum(rows * chance) = 1
+    """Lookup probabilities of a table's rows, grouped into K bins."""
 
-    def uses(self, lookups: float) -> Floats:
-        """(K,) chance of a row to be in a batch of so many lookups."""
+    rows: Floats  # (K,) number of rows
+    chance: Floats  # (K,) probability that a lookup is of one given row of the bin: sum(rows * chance) = 1
+
+    def use_probability(self, lookups: float) -> Floats:
+        """Return the probability that a row occurs in a batch of `lookups` lookups, by bin, (K,)."""
         return -np.expm1(-self.chance * lookups)
 
     def unique(self, lookups: float) -> float:
-        """Different rows among so many lookups."""
-        return float(self.rows @ self.uses(lookups))
+        """Return the expected number of distinct rows among `lookups` lookups."""
+        return float(self.rows @ self.use_probability(lookups))
 
 
-def popularity(counts: Floats, table_rows: int | None) -> Popularity:
-    """From how often each row of the sample was seen, (N,) of at least 1, in any order.
+def estimate_popularity(counts: Floats, table_rows: int | None) -> Popularity:
+    """Estimate the popularity from the count of each row of a sample, (N,), at least 1, in any order.
 
-    `table_rows`: of a vocabulary table, whose rows not seen are there too; None: nobody knows how many there are.
+    table_rows: rows of a vocabulary table, including those not in the sample; None: unknown.
     """
     values, rows = np.unique(np.asarray(counts, dtype=np.float64), return_counts=True)
-    return from_spectrum(values, rows.astype(np.float64), table_rows)
+    return estimate_from_spectrum(values, rows.astype(np.float64), table_rows)
 
 
-def from_spectrum(values: Floats, rows: Floats, table_rows: int | None) -> Popularity:
-    """As `popularity`: `rows[i]` rows were seen `values[i]` times each; values ascend."""
+def estimate_from_spectrum(values: Floats, rows: Floats, table_rows: int | None) -> Popularity:
+    """Estimate the popularity from count frequencies: `rows[i]` rows have count `values[i]`; values ascend."""
     total = float(values @ rows)
     if total == 0:
         return Popularity(np.array([float(table_rows or 1)]), np.array([1.0 / (table_rows or 1)]))
-    steepness = _steepness(values, rows)
+    steepness = _fit_steepness(values, rows)
     counted = values >= COUNTED
-    seen = float(rows.sum())
-    if table_rows is not None and seen >= table_rows and not (values < 3).any():
-        counted[:] = True  # every row was seen, often enough
-    # A row counted r times is rather one that is expected a little less often (regression to the mean).
+    sampled_rows = float(rows.sum())
+    if table_rows is not None and sampled_rows >= table_rows and not (values < 3).any():
+        counted[:] = True  # The sample contains every row often enough.
+    # The expected count of a row with count r is a little less than r (regression to the mean).
     expected = np.where(counted, np.maximum(values - steepness, values / 2), 0.0)
     if counted.all():
         expected = values
@@ -74,126 +75,139 @@ def from_spectrum(values: Floats, rows: Floats, table_rows: int | None) -> Popul
     mass = 1.0 - float(head_mass.sum())
     num_head = float(head_rows.sum())
     if counted.all() or mass <= 1e-12:
-        return _thinned(head)
+        return _merge_bins(head)
     singles = float(rows[values == 1].sum())
-    wanted = min(singles / total, mass)  # the chance that the next lookup is of a row never seen
-    num_seen_tail = seen - num_head
+    new_row_rate = min(singles / total, mass)  # probability that the next lookup is of a new row
+    sampled_tail = sampled_rows - num_head
     if table_rows is not None:
-        most = max(float(table_rows) - num_head, num_seen_tail)
-        exponent = _solve(
-            lambda a: _unseen(_tail(num_head, most, mass, a), total), wanted, 0.0, MAX_EXPONENT
+        num_tail = max(float(table_rows) - num_head, sampled_tail)
+        exponent = _solve_falling(
+            lambda a: _first_use_rate(_power_law_tail(num_head, num_tail, mass, a), total),
+            new_row_rate,
+            0.0,
+            MAX_EXPONENT,
         )
-    else:  # both the number of rows and the exponent: from the rate at the end of the sample and before
-        least = np.log(max(num_seen_tail, 1.0))
+    else:
+        # Fit the number of rows to the rate of new rows at the end of the sample, the exponent to earlier rates.
+        min_log_rows = np.log(max(sampled_tail, 1.0))
 
-        def size_for(exponent: float) -> float:
-            return float(np.exp(_solve(
-                lambda x: -_unseen(_tail(num_head, np.exp(x), mass, exponent), total),
-                -wanted, least, least + 16,
+        def fit_num_tail(exponent: float) -> float:
+            return float(np.exp(_solve_falling(
+                lambda x: -_first_use_rate(_power_law_tail(num_head, np.exp(x), mass, exponent), total),
+                -new_row_rate, min_log_rows, min_log_rows + 16,
             )))  # fmt: skip
 
-        def miss(exponent: float) -> float:
-            tail = _tail(num_head, size_for(exponent), mass, exponent)
+        def fit_error(exponent: float) -> float:
+            tail = _power_law_tail(num_head, fit_num_tail(exponent), mass, exponent)
             return sum(
-                (np.log((_unseen(tail, total * part) + _unseen(head, total * part)) / rate)) ** 2
-                for part, rate in earlier
+                (
+                    np.log(
+                        (_first_use_rate(tail, total * part) + _first_use_rate(head, total * part))
+                        / rate
+                    )
+                )
+                ** 2
+                for part, rate in earlier_rates
             )
 
         parts = (0.125, 0.25, 0.5)
-        earlier = [
+        earlier_rates = [
             (part, float(rows @ (values * (1 - part) ** (values - 1))) / total) for part in parts
         ]
-        earlier = [(part, rate) for part, rate in earlier if rate > 0]
-        exponent = min(np.linspace(0.0, 3.0, 13).tolist(), key=miss)
-        around = np.linspace(max(exponent - 0.2, 0.0), exponent + 0.2, 9)
-        exponent = min(around.tolist(), key=miss)
-        most = size_for(exponent)
-    tail = _tail(num_head, most, mass, exponent)
-    return _thinned(
+        earlier_rates = [(part, rate) for part, rate in earlier_rates if rate > 0]
+        exponent = min(np.linspace(0.0, 3.0, 13).tolist(), key=fit_error)
+        nearby = np.linspace(max(exponent - 0.2, 0.0), exponent + 0.2, 9)
+        exponent = min(nearby.tolist(), key=fit_error)
+        num_tail = fit_num_tail(exponent)
+    tail = _power_law_tail(num_head, num_tail, mass, exponent)
+    return _merge_bins(
         Popularity(
             np.concatenate([head.rows, tail.rows]), np.concatenate([head.chance, tail.chance])
         )
     )
 
 
-def births(of: Popularity, lookups: float, batches: float) -> float:
-    """Rows of the next batch that none of `batches` batches before it named."""
-    use = of.uses(lookups)
-    return float(of.rows @ (use * _never(use, batches)))
+def expected_births(popularity: Popularity, lookups: float, batches: float) -> float:
+    """Return the rows of the next batch that none of the `batches` batches before it used."""
+    use = popularity.use_probability(lookups)
+    return float(popularity.rows @ (use * _never_used(use, batches)))
 
 
-def seen(of: Popularity, lookups: float, batches: float) -> float:
-    """Different rows of so many batches."""
-    return float(of.rows @ -np.expm1(batches * np.log1p(-np.minimum(of.uses(lookups), 1 - 1e-12))))
+def expected_used_rows(popularity: Popularity, lookups: float, batches: float) -> float:
+    """Return the distinct rows that `batches` batches of `lookups` lookups use."""
+    use = np.minimum(popularity.use_probability(lookups), 1 - 1e-12)
+    return float(popularity.rows @ -np.expm1(batches * np.log1p(-use)))
 
 
 def counting_curve(
-    of: Popularity, lookups: float, batches: float, epoch: float = math.inf
+    popularity: Popularity, lookups: float, batches: float, epoch: float = math.inf
 ) -> tuple[Floats, Floats]:
-    """A cache that keeps the rows with most uses so far: (capacity, reads of the next batch), ascending capacity.
+    """Return the reads of a cache of the rows with the most uses so far: (capacity, reads of the next batch).
 
-    Reads are of rows that are at rest; those never used before are born, not read. Straight lines between the
-    points are what a cache does that holds some of the rows of one count. `epoch`: batches after which the same samples
-    come again, and with them just the rows that they have named, as often as before.
+    Capacity ascends. Only rows used before are read; rows used for the first time are initialised. Straight lines
+    between the points describe a cache with some of the rows of one count. epoch: batches after which the same samples
+    repeat, with the same rows as often as before.
     """
-    use = of.uses(lookups)
+    use = popularity.use_probability(lookups)
     expected = torch.from_numpy(use * min(batches, epoch))
-    most = max(float(expected.max()) * 2 + 20, 2.0)
-    thresholds = THRESHOLDS[THRESHOLDS <= most]
-    thresholds = np.append(thresholds, most)
-    held = _at_least(thresholds, expected)
-    at_rest, hits = held[0], held
+    max_count = max(float(expected.max()) * 2 + 20, 2.0)
+    thresholds = THRESHOLDS[THRESHOLDS <= max_count]
+    thresholds = np.append(thresholds, max_count)
+    is_cached = _poisson_at_least(thresholds, expected)
+    has_record, hits = is_cached[0], is_cached
     if batches >= epoch:
-        # A row used C times in an epoch has C uses in the next: C of weight C is C - 1 of weight 1, and one more.
-        at_rest, hits = np.ones(len(use)), _at_least(thresholds - 1, expected)
-    capacity = held @ of.rows
-    reads = np.maximum((at_rest - hits) @ (of.rows * use), 0.0)
+        # A row with C uses in an epoch has C uses in the next. Weighting a count C by C shifts the Poisson count by 1.
+        has_record, hits = np.ones(len(use)), _poisson_at_least(thresholds - 1, expected)
+    capacity = is_cached @ popularity.rows
+    reads = np.maximum((has_record - hits) @ (popularity.rows * use), 0.0)
     capacity, reads = (
         np.append(capacity, 0.0)[::-1],
-        np.append(reads, at_rest @ (of.rows * use))[::-1],
+        np.append(reads, has_record @ (popularity.rows * use))[::-1],
     )
     return capacity, reads
 
 
-def _at_least(thresholds: Floats, expected: torch.Tensor) -> Floats:
-    """(len(thresholds), K) P(Poisson(m) >= k): the regularised lower incomplete gamma function of (k, m)."""
-    found = torch.special.gammainc(
+def _poisson_at_least(thresholds: Floats, expected: torch.Tensor) -> Floats:
+    """Return P(Poisson(m) >= k), (len(thresholds), K): the regularised lower incomplete gamma function of (k, m)."""
+    probability = torch.special.gammainc(
         torch.from_numpy(thresholds)[:, None].clamp_min(1e-300),
         expected.clamp_min(1e-300)[None, :],
     ).numpy()
-    found[thresholds == 0] = 1.0
-    return found
+    probability[thresholds == 0] = 1.0
+    return probability
 
 
 def recency_curve(
-    of: Popularity, lookups: float, batches: float, epoch: float = math.inf
+    popularity: Popularity, lookups: float, batches: float, epoch: float = math.inf
 ) -> tuple[Floats, Floats]:
-    """As `counting_curve` of a cache that keeps the rows used last (Che's approximation)."""
-    use, batches = of.uses(lookups), min(batches, epoch)
-    back = np.append(np.geomspace(0.05, max(batches, 0.1), 96), batches) if batches else np.zeros(1)
+    """Return the reads of a cache of the most recently used rows (Che's approximation), as `counting_curve`."""
+    use, batches = popularity.use_probability(lookups), min(batches, epoch)
+    ages = np.append(np.geomspace(0.05, max(batches, 0.1), 96), batches) if batches else np.zeros(1)
     logs = np.log1p(-np.minimum(use, 1 - 1e-12))
-    held = -np.expm1(np.sort(back)[:, None] * logs[None, :])
-    capacity = held @ of.rows
-    reads = np.maximum((held[-1:] - held) @ (of.rows * use), 0.0)
-    return np.insert(capacity, 0, 0.0), np.insert(reads, 0, held[-1] @ (of.rows * use))
+    is_cached = -np.expm1(np.sort(ages)[:, None] * logs[None, :])
+    capacity = is_cached @ popularity.rows
+    reads = np.maximum((is_cached[-1:] - is_cached) @ (popularity.rows * use), 0.0)
+    return np.insert(capacity, 0, 0.0), np.insert(reads, 0, is_cached[-1] @ (popularity.rows * use))
 
 
-def best_curve(of: Popularity, lookups: float) -> tuple[Floats, Floats]:
-    """A cache that holds the rows used most from the start, as one who knows all chances would: (capacity, misses of
-    a batch), first touches included."""
-    order = np.argsort(-of.chance, kind="stable")
-    use = of.uses(lookups)[order]
-    capacity = np.concatenate([[0.0], np.cumsum(of.rows[order])])
-    hits = np.concatenate([[0.0], np.cumsum(of.rows[order] * use)])
+def best_curve(popularity: Popularity, lookups: float) -> tuple[Floats, Floats]:
+    """Return the misses of a cache of the most popular rows: (capacity, misses of a batch), first uses included.
+
+    Such a cache knows all probabilities from the start; it is a lower bound."""
+    order = np.argsort(-popularity.chance, kind="stable")
+    use = popularity.use_probability(lookups)[order]
+    capacity = np.concatenate([[0.0], np.cumsum(popularity.rows[order])])
+    hits = np.concatenate([[0.0], np.cumsum(popularity.rows[order] * use)])
     return capacity, hits[-1] - hits
 
 
-def _never(use: Floats, batches: float) -> Floats:
+def _never_used(use: Floats, batches: float) -> Floats:
+    """Return the probability that a row is in none of `batches` batches. use (K,): to be in one."""
     return np.exp(batches * np.log1p(-np.minimum(use, 1 - 1e-12)))
 
 
-def _tail(num_head: float, num_rows: float, mass: float, exponent: float) -> Popularity:
-    """Rows of ranks num_head .. num_head + num_rows, of chances proportional to rank ** -exponent, `mass` together."""
+def _power_law_tail(num_head: float, num_rows: float, mass: float, exponent: float) -> Popularity:
+    """Return rows of ranks num_head .. num_head + num_rows, with chances ~ rank ** -exponent that sum to `mass`."""
     first = max(num_head, 0.5)
     edges = first * np.exp(STEPS * np.log1p(max(num_rows, 1e-9) / first))
     rows = np.diff(edges)
@@ -207,43 +221,43 @@ def _tail(num_head: float, num_rows: float, mass: float, exponent: float) -> Pop
     return Popularity(rows, mass * weights / weights.sum() / rows)
 
 
-def _unseen(of: Popularity, lookups: float) -> float:
-    """The chance that a lookup names a row that so many before it did not."""
-    return float(of.rows @ (of.chance * np.exp(-of.chance * lookups)))
+def _first_use_rate(popularity: Popularity, lookups: float) -> float:
+    """Return the probability that a lookup is of a row that none of `lookups` lookups before it read."""
+    return float(popularity.rows @ (popularity.chance * np.exp(-popularity.chance * lookups)))
 
 
-def _steepness(values: Floats, rows: Floats) -> float:
-    """1 / a where chances fall as rank ** -a, by the slope of how many rows were seen at least so often."""
+def _fit_steepness(values: Floats, rows: Floats) -> float:
+    """Fit 1 / a for chances that fall as rank ** -a: the slope of the number of rows with at least a given count."""
     at_least = np.cumsum(rows[::-1])[::-1]
-    use = (values >= 2) & (at_least >= 5)
-    if use.sum() < 3:
+    is_used = (values >= 2) & (at_least >= 5)
+    if is_used.sum() < 3:
         return 1.0
-    x, y = np.log(values[use]), np.log(at_least[use])
-    weights = np.sqrt(rows[use])
+    x, y = np.log(values[is_used]), np.log(at_least[is_used])
+    weights = np.sqrt(rows[is_used])
     x = x - np.average(x, weights=weights)
     slope = float(np.sum(weights * x * y) / np.sum(weights * x * x))
     return float(np.clip(-slope, 0.2, 2.0))
 
 
-def _solve(falling, wanted: float, low: float, high: float) -> float:
-    """Where a falling function takes a value, or the nearer end."""
-    if falling(low) <= wanted:
+def _solve_falling(function, value: float, low: float, high: float) -> float:
+    """Find the argument at which a falling function takes a value, by bisection; the nearer end if there is none."""
+    if function(low) <= value:
         return low
-    if falling(high) >= wanted:
+    if function(high) >= value:
         return high
     for _ in range(30):
         middle = (low + high) / 2
-        if falling(middle) > wanted:
+        if function(middle) > value:
             low = middle
         else:
             high = middle
     return (low + high) / 2
 
 
-def _thinned(of: Popularity) -> Popularity:
-    """At most HEAD_BINS + TAIL_BINS bins, neighbours in chance taken together."""
-    order = np.argsort(-of.chance, kind="stable")
-    rows, mass = of.rows[order], (of.rows * of.chance)[order]
+def _merge_bins(popularity: Popularity) -> Popularity:
+    """Merge bins with neighbouring chances, to about HEAD_BINS + TAIL_BINS bins."""
+    order = np.argsort(-popularity.chance, kind="stable")
+    rows, mass = popularity.rows[order], (popularity.rows * popularity.chance)[order]
     if len(rows) > HEAD_BINS + TAIL_BINS:
         ranks = np.cumsum(rows)
         bins = np.floor(np.log(ranks) * HEAD_BINS / np.log(ranks[-1] + 2)).astype(np.int64)

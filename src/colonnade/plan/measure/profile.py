@@ -1,6 +1,6 @@
-"""What a sample of the data says of each table: how much is read, how often the same row, how long after.
+"""Profile of a sample of the data: lookups of each table, how often rows repeat, and after how many lookups.
 
-`profile` takes batches; all else is pure functions of numbers. A profile is a frozen value that round-trips through
+`profile` reads batches; all other functions are pure. A profile is a frozen value that can be converted to and from
 JSON. Legend: n lookups, in the order of the samples.
 """
 
@@ -19,13 +19,13 @@ from colonnade.batch import Batch
 from colonnade.batch import Ids as FeatureIds
 from colonnade.data.counter import GAMMA, mix64
 from colonnade.errors import ConfigError
-from colonnade.formats import read_stamped, stamp
-from colonnade.plan.measure.popularity import Popularity, from_spectrum
+from colonnade.formats import parse_stamped_json, stamp
+from colonnade.plan.measure.popularity import Popularity, estimate_from_spectrum
 from colonnade.table import Feature, Table
 from colonnade.wire.packing import (
     expected_list_bytes,
-    expected_listed_bytes,
-    listed_head_bytes,
+    expected_unsorted_list_bytes,
+    list_header_bytes,
     measured_bytes,
 )
 
@@ -33,98 +33,112 @@ Ids = NDArray[np.int64]
 Curve = tuple[tuple[float, ...], tuple[float, ...]]
 
 REUSES = 2**18
-"""Lookups of a table beyond which reuse distances are those of a sample of its ids."""
+"""Number of lookups of a table above which reuse distances come from a sample of its ids."""
 GROWTH_POINTS = 12
 LISTED_BATCHES = 8
-"""Batches whose ids are packed as if they travelled."""
+"""Number of batches in which the size of packed ids is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableProfile:
-    """Of one table; rows and lookups of the sample unless said otherwise."""
+    """Profile of one table; rows and lookups are those of the sample."""
 
     name: str
     lookups: int
     unique_per_batch: float
-    """Different rows of one batch, on average."""
+    """Mean number of distinct rows of a batch."""
     spectrum: tuple[tuple[int, ...], tuple[int, ...]]
-    """(seen so many times, rows that were), ascending."""
+    """Counts that rows have in the sample, and the number of rows with each count, ascending."""
     growth: tuple[tuple[int, ...], tuple[int, ...]]
-    """(lookups, different rows among the first so many of them)."""
+    """Numbers of lookups, and of distinct rows among the first lookups."""
     recency: Curve
-    """(rows a cache holds, share of lookups that miss it) of a cache of the rows used last, first touches included."""
+    """Sizes in rows of an LRU cache, and fraction of lookups that miss it, first uses included."""
     best: Curve
-    """The same of a cache of the rows used most, as an unseen part of the data would find it."""
+    """Sizes in rows of a cache of the most used rows, and fraction of lookups of unseen data that miss it."""
     most_unique: int = 0
-    """Different rows of the fullest batch; 0: not known."""
+    """Number of distinct rows of the batch with most; 0: unknown."""
     unique: Curve = ((), ())
-    """(so many samples of a batch, different rows among them on average), ascending; up to a whole batch."""
+    """Numbers of samples of a batch, and mean number of distinct rows among them, ascending up to a full batch."""
     listing: tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]] = ((), (), ())
-    """(so many samples of a batch; bytes of their different ids as they travel, by those of as many that are evenly
-    spread; the same of all ids as they come), ascending."""
+    """Numbers of samples of a batch, ascending; size of their packed distinct ids relative to evenly spread ids; the
+    same for all ids with repeats."""
 
     def list_ratios(self, samples: float) -> tuple[float, float]:
-        """`listing` at so many samples of a batch; 1 where nothing was measured."""
-        sizes, distinct, listed = self.listing
+        """Return the two size ratios of `listing` for a number of samples; 1 if nothing was measured."""
+        sizes, distinct, repeated = self.listing
         if not sizes or samples <= 0:
             return 1.0, 1.0
-        at = math.log(samples), np.log(sizes)
-        return float(np.interp(*at, distinct)), float(np.interp(*at, listed))
+        log_samples, log_sizes = math.log(samples), np.log(sizes)
+        return (
+            float(np.interp(log_samples, log_sizes, distinct)),
+            float(np.interp(log_samples, log_sizes, repeated)),
+        )
 
     @property
     def rows(self) -> int:
+        """Number of distinct rows."""
         return sum(self.spectrum[1])
 
     def popularity(self, table_rows: int | None) -> Popularity:
+        """Estimate the popularity of the table's rows. table_rows: of a vocabulary table, else None."""
         values, rows = (np.array(part, dtype=np.float64) for part in self.spectrum)
-        return from_spectrum(values, rows, table_rows)
+        return estimate_from_spectrum(values, rows, table_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureProfile:
+    """Lookups of one feature in the sample."""
+
     name: str
     lookups: int
     longest: int
-    """Most lookups of one sample."""
+    """Largest number of lookups of a sample."""
     is_weighted: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
+    """Profile of all tables and features in a sample of the data."""
+
     samples: int
     batches: int
     tables: tuple[TableProfile, ...]
     largest_batch: int = 0
-    """Samples; 0: not known."""
+    """Number of samples of the largest batch; 0: unknown."""
     features: tuple[FeatureProfile, ...] = ()
 
     @property
     def batch_size(self) -> float:
+        """Mean number of samples of a batch."""
         return self.samples / self.batches
 
     def lookups_per_sample(self, t: int) -> float:
+        """Return the mean number of lookups of table t per sample."""
         return self.tables[t].lookups / self.samples
 
-    def unique_rows(self, t: int, samples: float, of: Popularity) -> float:
-        """Different rows of table t, whose popularity is `of`, among so many samples of a batch: as counted at the
-        nearest sizes; in between and beyond, what the popularity says, as much off as it is there."""
+    def unique_rows(self, t: int, samples: float, popularity: Popularity) -> float:
+        """Return the expected number of distinct rows of table t among `samples` samples of a batch.
+
+        Scales the prediction from the table's popularity by its error at the nearest counted sizes."""
         sizes, rows = self.tables[t].unique
-        each = self.lookups_per_sample(t)
-        if not sizes or not each or samples <= 0:
-            return of.unique(each * max(samples, 0.0))
+        sample_lookups = self.lookups_per_sample(t)
+        if not sizes or not sample_lookups or samples <= 0:
+            return popularity.unique(sample_lookups * max(samples, 0.0))
         ratios = [
-            found / max(of.unique(each * size), 1e-300)
-            for size, found in zip(sizes, rows, strict=True)
+            counted / max(popularity.unique(sample_lookups * size), 1e-300)
+            for size, counted in zip(sizes, rows, strict=True)
         ]
         ratio = float(np.interp(math.log(samples), np.log(sizes), ratios))
-        return min(ratio * of.unique(each * samples), each * samples)
+        return min(ratio * popularity.unique(sample_lookups * samples), sample_lookups * samples)
 
     def to_json(self) -> str:
+        """Return the profile as JSON text."""
         return json.dumps({**stamp("colonnade profile"), **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        values = read_stamped("profile", text, "colonnade profile")
+        """Read a profile from JSON text."""
+        values = parse_stamped_json("profile", text, "colonnade profile")
         tables = tuple(TableProfile(**_tuples(table)) for table in values.pop("tables"))
         features = tuple(FeatureProfile(**feature) for feature in values.pop("features"))
         return cls(tables=tables, features=features, **values)
@@ -133,11 +147,11 @@ class Profile:
 def profile(
     tables: Sequence[Table], features: Sequence[Feature], batches: Iterable[Batch]
 ) -> Profile:
-    """Reads every batch it is given. Raises ConfigError where there is none."""
-    numbers = {table.name: t for t, table in enumerate(tables)}
+    """Profile the lookups of a sample of the data; reads all batches. Raises ConfigError if there are no samples."""
+    table_indices = {table.name: t for t, table in enumerate(tables)}
     parts: list[list[Ids]] = [[] for _ in tables]
-    uniques, most = [0] * len(tables), [0] * len(tables)
-    columns = {each.name: FeatureProfile(each.name, 0, 0, False) for each in features}
+    uniques, max_unique = [0] * len(tables), [0] * len(tables)
+    columns = {feature.name: FeatureProfile(feature.name, 0, 0, False) for feature in features}
     sizes: list[int] = []
     counts = np.zeros((len(tables), 0))
     packed = np.zeros((len(tables), 4, 0))
@@ -147,55 +161,56 @@ def profile(
         if not batch.size:
             continue
         if not sizes:
-            sizes = _halvings(batch.size)
+            sizes = _halved_sizes(batch.size)
             counts, pieces = np.zeros((len(tables), len(sizes))), np.zeros(len(sizes))
             packed = np.zeros((len(tables), 4, len(sizes)))
         samples, count, largest = samples + batch.size, count + 1, max(largest, batch.size)
-        mine: list[list[Ids]] = [[] for _ in tables]
-        owners: list[list[Ids]] = [[] for _ in tables]
+        table_ids: list[list[Ids]] = [[] for _ in tables]
+        table_samples: list[list[Ids]] = [[] for _ in tables]
         for feature in features:
-            t = numbers[feature.table]
-            ids, owner = _looked_up(batch.ids[feature.name], batch.size)
-            mine[t].append(ids)
-            owners[t].append(owner)
-            columns[feature.name] = _seen(columns[feature.name], batch.ids[feature.name], owner)
+            t = table_indices[feature.table]
+            feature_ids = batch.ids[feature.name]
+            ids, sample_indices = _ids_and_samples(feature_ids, batch.size)
+            table_ids[t].append(ids)
+            table_samples[t].append(sample_indices)
+            columns[feature.name] = _add_lookups(columns[feature.name], feature_ids, sample_indices)
         pieces += [batch.size // size for size in sizes]
-        for t, several in enumerate(mine):
-            ids = np.concatenate(several) if several else np.zeros(0, np.int64)
-            owner = np.concatenate(owners[t]) if several else ids
+        for t, id_arrays in enumerate(table_ids):
+            ids = np.concatenate(id_arrays) if id_arrays else np.zeros(0, np.int64)
+            sample_indices = np.concatenate(table_samples[t]) if id_arrays else ids
             parts[t].append(ids)
             unique = len(np.unique(ids))
-            uniques[t], most[t] = uniques[t] + unique, max(most[t], unique)
-            counts[t] += unique_of_pieces(ids, owner, sizes, batch.size)
+            uniques[t], max_unique[t] = uniques[t] + unique, max(max_unique[t], unique)
+            counts[t] += count_unique_by_size(ids, sample_indices, sizes, batch.size)
             if count <= LISTED_BATCHES:
-                packed[t] += listing_of_pieces(ids, owner, sizes, tables[t].rows or 0)
+                packed[t] += measure_list_bytes(ids, sample_indices, sizes, tables[t].rows or 0)
     if not count:
         raise ConfigError(
             "the sample has no samples, so there is nothing to profile; give more data"
         )
     is_counted = pieces > 0
-    found = [
+    profiles = [
         replace(
             profile_ids(table.name, np.concatenate(parts[t]), uniques[t] / count),
-            most_unique=most[t],
+            most_unique=max_unique[t],
             unique=(
                 _floats(np.array(sizes)[is_counted]),
                 _floats(counts[t][is_counted] / pieces[is_counted]),
             ),
-            listing=_ratios(sizes, packed[t]),
+            listing=_list_ratios(sizes, packed[t]),
         )
         for t, table in enumerate(tables)
     ]
-    return Profile(samples, count, tuple(found), largest, tuple(columns.values()))
+    return Profile(samples, count, tuple(profiles), largest, tuple(columns.values()))
 
 
-def _halvings(size: int) -> list[int]:
-    """Whole, half, a quarter ... of a batch, ascending."""
+def _halved_sizes(size: int) -> list[int]:
+    """Return a batch size, half of it, a quarter and so on, ascending."""
     return sorted({-(-size >> k) for k in range(size.bit_length())} - {0} | {size})
 
 
-def _looked_up(ids: FeatureIds, size: int) -> tuple[Ids, Ids]:
-    """(E,) ids and the sample of each."""
+def _ids_and_samples(ids: FeatureIds, size: int) -> tuple[Ids, Ids]:
+    """Return the ids of a feature and the sample index of each, both (E,)."""
     values = ids.values.numpy()
     samples = np.arange(size)
     return values, samples if ids.offsets is None else np.repeat(
@@ -203,90 +218,100 @@ def _looked_up(ids: FeatureIds, size: int) -> tuple[Ids, Ids]:
     )
 
 
-def _seen(before: FeatureProfile, ids: FeatureIds, owner: Ids) -> FeatureProfile:
-    longest = int(np.bincount(owner).max()) if len(owner) else 0
+def _add_lookups(before: FeatureProfile, ids: FeatureIds, samples: Ids) -> FeatureProfile:
+    """Return a feature's profile with the lookups of one more batch. samples: sample index of each lookup."""
+    longest = int(np.bincount(samples).max()) if len(samples) else 0
     return replace(
         before,
-        lookups=before.lookups + len(owner),
+        lookups=before.lookups + len(samples),
         longest=max(before.longest, longest),
         is_weighted=before.is_weighted or ids.weights is not None,
     )
 
 
-def unique_of_pieces(ids: Ids, owner: Ids, sizes: Sequence[int], batch_size: int) -> Ids:
-    """(len(sizes),) by size: different ids of each whole run of so many samples, summed over the runs."""
-    order = np.lexsort((owner, ids))
-    ids, owner = ids[order], owner[order]
+def count_unique_by_size(ids: Ids, samples: Ids, sizes: Sequence[int], batch_size: int) -> Ids:
+    """Count the distinct ids of each run of `size` samples, summed over the complete runs, for each of `sizes`.
+
+    samples: sample index of each id. Returns (len(sizes),)."""
+    order = np.lexsort((samples, ids))
+    ids, samples = ids[order], samples[order]
     is_same = ids[1:] == ids[:-1]
-    found = np.zeros(len(sizes), dtype=np.int64)
+    num_unique = np.zeros(len(sizes), dtype=np.int64)
     for i, size in enumerate(sizes):
-        piece = owner // size
-        is_new = piece < batch_size // size
-        is_new[1:] &= ~(is_same & (piece[1:] == piece[:-1]))
-        found[i] = is_new.sum()
-    return found
+        run = samples // size
+        is_new = run < batch_size // size
+        is_new[1:] &= ~(is_same & (run[1:] == run[:-1]))
+        num_unique[i] = is_new.sum()
+    return num_unique
 
 
-def listing_of_pieces(ids: Ids, owner: Ids, sizes: Sequence[int], rows: int) -> NDArray[np.float64]:
-    """(4, len(sizes)): of a batch's first samples of each size, bytes of the different ids as they travel, of as many
-    that are evenly spread; of all ids as they come, of evenly spread ones. rows 0: an open table."""
-    found = np.zeros((4, len(sizes)))
+def measure_list_bytes(
+    ids: Ids, samples: Ids, sizes: Sequence[int], rows: int
+) -> NDArray[np.float64]:
+    """Measure the packed bytes of the ids of a batch's first samples, for each of `sizes`. Returns (4, len(sizes)).
+
+    The rows of the result: distinct ids; as many evenly spread ids; all ids with repeats; as many evenly spread ids.
+    rows: of the table; 0: an open table."""
+    sizes_in_bytes = np.zeros((4, len(sizes)))
     for i, size in enumerate(sizes):
-        some = ids[owner < size]
-        if len(some):
-            distinct, listed = measured_bytes(torch.from_numpy(some), rows)
-            spread = expected_list_bytes(len(np.unique(some)), rows, 1)
-            head = listed_head_bytes(len(some), rows)
-            found[:, i] = (
-                distinct, spread, max(listed - head, 0.0), expected_listed_bytes(len(some), rows, 1) - head,
+        first_ids = ids[samples < size]
+        if len(first_ids):
+            distinct, repeated = measured_bytes(torch.from_numpy(first_ids), rows)
+            distinct_spread = expected_list_bytes(len(np.unique(first_ids)), rows, 1)
+            head = list_header_bytes(len(first_ids), rows)
+            repeated_spread = expected_unsorted_list_bytes(len(first_ids), rows, 1) - head
+            sizes_in_bytes[:, i] = (
+                distinct, distinct_spread, max(repeated - head, 0.0), repeated_spread,
             )  # fmt: skip
-    return found
+    return sizes_in_bytes
 
 
-def _ratios(sizes: Sequence[int], packed: NDArray[np.float64]) -> tuple:
-    is_seen = packed[1] > 0
-    distinct, spread, listed, listed_spread = packed[:, is_seen]
+def _list_ratios(sizes: Sequence[int], packed: NDArray[np.float64]) -> tuple:
+    """Return `TableProfile.listing` from the sums of `measure_list_bytes` over batches."""
+    has_ids = packed[1] > 0
+    distinct, distinct_spread, repeated, repeated_spread = packed[:, has_ids]
     return (
-        _floats(np.array(sizes, dtype=np.float64)[is_seen]),
-        _floats(distinct / spread),
-        _floats(listed / np.maximum(listed_spread, 1.0)),
+        _floats(np.array(sizes, dtype=np.float64)[has_ids]),
+        _floats(distinct / distinct_spread),
+        _floats(repeated / np.maximum(repeated_spread, 1.0)),
     )
 
 
 def profile_ids(name: str, ids: Ids, unique_per_batch: float) -> TableProfile:
-    """Of the lookups of one table (n,) in order."""
+    """Profile the lookups of one table, (n,) in order."""
     _, first, counts = np.unique(ids, return_index=True, return_counts=True)
     values, rows = np.unique(counts, return_counts=True)
     ends = np.unique(np.linspace(0, len(ids), GROWTH_POINTS + 1).round().astype(np.int64))[1:]
-    seen = np.searchsorted(np.sort(first), ends)
+    num_distinct = np.searchsorted(np.sort(first), ends)
     return TableProfile(
         name,
         len(ids),
         unique_per_batch,
         (_ints(values), _ints(rows)),
-        (_ints(ends), _ints(seen)),
-        recency_misses(ids, rate=min(1.0, REUSES / max(len(ids), 1))),
-        best_misses(values, rows),
+        (_ints(ends), _ints(num_distinct)),
+        lru_miss_ratios(ids, rate=min(1.0, REUSES / max(len(ids), 1))),
+        most_used_miss_ratios(values, rows),
     )
 
 
-def recency_misses(ids: Ids, *, rate: float = 1.0) -> Curve:
-    """Miss ratios of caches of every size that keep the rows used last: exact at rate 1, else SHARDS (Waldspurger et
-    al. 2015): the ids whose hash falls below `rate` stand for all, their distances scaled up."""
+def lru_miss_ratios(ids: Ids, *, rate: float = 1.0) -> Curve:
+    """Return the miss ratios of LRU caches of every size.
+
+    Exact at rate 1. Otherwise SHARDS (Waldspurger et al. 2015): ids with a hash below `rate` represent all ids, and
+    their distances are scaled up."""
     if not len(ids):
         return (0.0,), (0.0,)
-    kept = ids
+    sampled_ids = ids
     if rate < 1:
         hashes = mix64(ids.astype(np.uint64) + np.uint64(GAMMA))
-        kept = ids[hashes < np.uint64(int(rate * 2**64))]
-        if not len(kept):
+        sampled_ids = ids[hashes < np.uint64(int(rate * 2**64))]
+        if not len(sampled_ids):
             return (0.0,), (1.0,)
-    distances = reuse_distances(kept)
+    distances = reuse_distances(sampled_ids)
     reuses = np.sort(distances[distances >= 0])
-    expected = len(ids) * rate if rate < 1 else len(kept)
-    first_bucket = expected - len(
-        kept
-    )  # SHARDS-adj: what the sample has too few of counts as distance 0
+    expected = len(ids) * rate if rate < 1 else len(sampled_ids)
+    # SHARDS-adj: lookups that the sample has too few of count as distance 0.
+    first_bucket = expected - len(sampled_ids)
     capacity = np.zeros(1)
     if len(reuses):
         capacity = np.unique(np.append(0.0, np.geomspace(1, reuses[-1] + 1, 64).round()))
@@ -297,10 +322,10 @@ def recency_misses(ids: Ids, *, rate: float = 1.0) -> Curve:
 
 
 def reuse_distances(ids: Ids) -> NDArray[np.int64]:
-    """(n,) how many different ids stand between a lookup and the one before of the same id; -1 at the first.
+    """Return the number of distinct ids between each lookup and the previous one of the same id, (n,); -1 without one.
 
-    Of what lies between two lookups of an id, those are no first in between whose own last lookup lies there too: the
-    distance is a length less a count of inversions, which a pass over the bits of the positions gives for all.
+    The lookups between the two count, except repeats: those with their own previous lookup in between, too. So the
+    distance is a length less a number of inversions, which a pass over the bits of the positions gives for all lookups.
     """
     n = len(ids)
     order = np.argsort(ids, kind="stable")
@@ -309,56 +334,57 @@ def reuse_distances(ids: Ids) -> NDArray[np.int64]:
     before[order[1:][same]] = order[:-1][same]
     again = np.flatnonzero(before >= 0)
     distances = np.full(n, -1, dtype=np.int64)
-    distances[again] = again - before[again] - 1 - inversions(before[again])
+    distances[again] = again - before[again] - 1 - count_inversions(before[again])
     return distances
 
 
-def inversions(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(n,) by element: how many before it are larger. Values differ."""
+def count_inversions(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Count for each element the larger ones before it, (n,). Values are distinct."""
     n = len(values)
-    found = np.zeros(n, dtype=np.int64)
+    num_larger = np.zeros(n, dtype=np.int64)
     if n < 2:
-        return found
-    # Blocks of positions of halving length, each in the order of values: of a position in a block's second half, what
-    # comes later in that order and lies in the first half is larger and before it.
+        return num_larger
+    # Split positions into blocks of halving length, each ordered by value. For a position in the second half of a
+    # block, positions of the first half that follow in this order are larger and before it.
     order = np.argsort(values, kind="stable")
     for bit in reversed(range(int(n - 1).bit_length())):
         is_first = (order >> bit) & 1 == 0
         start = (order >> (bit + 1)) << (bit + 1)
         firsts = np.concatenate([[0], np.cumsum(is_first)])
-        at = np.arange(n)
+        index = np.arange(n)
         end = np.minimum(start + (2 << bit), n)
         num_first = firsts[end] - firsts[start]
-        before = firsts[at] - firsts[start]
-        second = ~is_first
-        found[order[second]] += num_first[second] - before[second]
-        place = np.where(is_first, start + before, start + num_first + (at - start - before))
-        following = np.empty_like(order)
-        following[place] = order
-        order = following
-    return found
+        before = firsts[index] - firsts[start]
+        is_second = ~is_first
+        num_larger[order[is_second]] += num_first[is_second] - before[is_second]
+        position = np.where(is_first, start + before, start + num_first + (index - start - before))
+        next_order = np.empty_like(order)
+        next_order[position] = order
+        order = next_order
+    return num_larger
 
 
-def best_misses(values: NDArray[np.int64], rows: NDArray[np.int64]) -> Curve:
-    """Miss ratios of caches of the rows used most, from how many rows were seen how often (ascending).
+def most_used_miss_ratios(values: NDArray[np.int64], rows: NDArray[np.int64]) -> Curve:
+    """Return the miss ratios of caches of the most used rows, from count frequencies (ascending).
 
-    A row counts by what the rest of the sample says of it (each lookup left out once): seen r times, r - 1 of its
-    lookups' peers. Counting the lookup itself would praise a cache of rows that were seen once.
+    Leave-one-out: for each lookup, a row counts by the other lookups of the sample, r - 1 for a row with count r.
+    Counting the lookup itself would favour caches of rows that occur only once.
     """
     if not len(values):
         return (0.0,), (0.0,)
     total = float(values @ rows)
-    at_least = np.cumsum(rows[::-1])[::-1].astype(np.float64)  # rows seen at least values[i] times
+    # Rows with a count of at least values[i].
+    at_least = np.cumsum(rows[::-1])[::-1].astype(np.float64)
     mass = np.cumsum((values * rows)[::-1])[::-1].astype(np.float64)
-    # A cache of rows seen >= v times elsewhere catches lookups of rows seen >= v + 1 times in all.
-    caught = np.array(
+    # A cache of rows with >= v other lookups serves lookups of rows with a count >= v + 1.
+    hits = np.array(
         [mass[np.searchsorted(values, v + 1)] if v + 1 <= values[-1] else 0.0 for v in values]
     )
     capacity = np.concatenate([[0.0], at_least[::-1]])
-    misses = np.concatenate([[1.0], 1 - caught[::-1] / total])
+    misses = np.concatenate([[1.0], 1 - hits[::-1] / total])
     if len(capacity) > 256:
-        chosen = np.unique(np.geomspace(1, len(capacity) - 1, 255).astype(np.int64))
-        capacity, misses = capacity[np.r_[0, chosen]], misses[np.r_[0, chosen]]
+        points = np.unique(np.geomspace(1, len(capacity) - 1, 255).astype(np.int64))
+        capacity, misses = capacity[np.r_[0, points]], misses[np.r_[0, points]]
     return _floats(capacity), _floats(misses)
 
 

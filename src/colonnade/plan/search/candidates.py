@@ -1,6 +1,6 @@
-"""What can be chosen for each table, what is, and what it costs: the values of plan/search/search.py.
+"""Values of the search: options of a table, constraints, costs and the planner's decision.
 
-All bytes and seconds are of one step.
+All bytes and seconds are those of one step.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ OPTIONS: tuple[Option, ...] = (
     ("tower_rows", "table_wise"),
     ("replicated", "replicated"),
 )
-"""Pairs of exchange and sharding that the search tries, those by towers only for a model's tower modules. Settings may
-lay tables out in towers otherwise."""
+"""Pairs of exchange and sharding that the search tries, tower exchanges only for a model's tower modules. Settings may
+shard tables in towers in other ways."""
 BY_OWNERS = ("pooled", "partials", *BY_TOWERS)
-"""Exchanges under which bags are pooled before they come to the samples."""
+"""Exchanges that pool bags before the ranks of the samples receive them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of each rank, for rows."""
+    """Memory for rows on each rank."""
 
     bytes: int | None = None
-    """None: no limit."""
+    """Bytes of memory; None: no limit."""
     seconds_per_byte: float = float("inf")
-    """What a byte more than fits costs a step, in reads of files; inf: there are no files."""
+    """Seconds of file reads per step for each byte of rows that does not fit; inf: rows must fit."""
 
 
 @dataclass(frozen=True, slots=True)
-class Forced:
-    """What a person said of one table; None: as is best."""
+class Constraint:
+    """Constraint on one table from the configuration; None: the planner chooses."""
 
     kind: Kind | None = None
     exchange: ExchangeName | None = None
@@ -57,93 +57,109 @@ class Forced:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
-    """Of one table under one choice, beside the choices of all others."""
+class TableCost:
+    """Cost of one table under one sharding and exchange, given those of all other tables."""
 
     exchange: ExchangeName
     sharding: Sharding
     sent: Mapping[tuple[str, str], float]
     """Bytes that a rank sends, the mean over ranks, by (channel, "local" or "remote")."""
     seconds: float
-    """Of links and processors, if all of them had the same to do: the table's part of a step."""
+    """Seconds of the step for this table: those of links and processors if all of them were equally loaded."""
     more: float
-    """By how much this choice makes the whole step longer than the chosen one, all other tables staying as they are."""
+    """Seconds that this choice adds to the step compared with the decision, all other tables unchanged."""
 
     @property
     def option(self) -> Option:
+        """Exchange and kind of sharding."""
         return self.exchange, self.sharding.kind
 
     def bytes_over(self, link: str) -> float:
+        """Return the bytes sent over a kind of links, "local" or "remote"."""
         return sum(size for (_, over), size in self.sent.items() if over == link)
 
 
 @dataclass(frozen=True, slots=True)
 class TableChoice:
+    """Decision for one table, with the cost of its alternatives."""
+
     name: str
-    chosen: Cost
-    others: tuple[Cost, ...]
-    """The other choices that this table has, cheapest first."""
+    chosen: TableCost
+    """Sharding and exchange that the planner chose, and their cost."""
+    others: tuple[TableCost, ...]
+    """Alternatives, cheapest first."""
     is_forced: bool = False
+    """True if the configuration constrains the table."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumerChoice:
-    """Of one of the model's first operators: what of it travels. Floats are those of a sample, from all owners."""
+    """Decision for one of the model's first operators: partials or values. Floats are per sample, from all owners."""
 
     name: str
     is_partial: bool
-    """Else its fields' values travel, or their rows."""
+    """True if partials are sent, False if the values or rows of its fields are."""
     partial_floats: float | None
-    """None: it has no partial that adds up."""
+    """Number of floats of its partials; None: it has no partial that can be summed."""
     value_floats: float
+    """Number of floats of its fields' values."""
     why: str
+    """Reason of the decision, for messages."""
     is_apart: bool = False
-    """It would have a partial, were it not for how rows of a table are laid out."""
+    """True if only the hot rows of a table keep it from having a partial."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seconds:
-    """Of the slowest rank or uplink."""
+class StepSeconds:
+    """Predicted seconds of a step on the slowest rank or uplink, by phase."""
 
     processor: float
     route: float
+    """Seconds of sending ids."""
     fetch: float
+    """Seconds of sending values."""
     push: float
+    """Seconds of sending gradients."""
     crowding: float = 1.0
-    """`World.crowding`"""
+    """Slowdown by threads that share processors (`World.crowding`)."""
     is_fetched_ahead: bool = False
+    """True if staleness allows to fetch values of later steps early."""
 
     @property
     def step(self) -> float:
-        """Ranks that share processors compute while others of them wait."""
+        """Seconds of the step. Ranks that share processors compute while others wait."""
         return step_seconds(self.processor, self.waited, self.behind, self.crowding)
 
     @property
     def waited(self) -> float:
-        """For links, while the processor has nothing to do: gradients must be gone before the next rows come."""
+        """Seconds of waiting for links with an idle processor: gradients must be sent before the next rows arrive."""
         return self.push + (0.0 if self.is_fetched_ahead else self.fetch)
 
     @property
     def behind(self) -> float:
-        """On links while the processor computes."""
+        """Seconds of links that the processor hides by computing."""
         return self.route + (self.fetch if self.is_fetched_ahead else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
+    """Decision of the planner for all tables, with its cost."""
+
     tables: tuple[TableChoice, ...]
-    seconds: Seconds
+    seconds: StepSeconds
     sent: Mapping[tuple[str, str], float]
     """Bytes that a rank sends, the mean over ranks, by (channel, "local" or "remote"), headers included."""
     halved_seconds: float
-    """What a step would save if values and gradients travelled as 16 bits (which is never chosen: it is not exact)."""
+    """Seconds that a step would save with 16-bit values and gradients; never chosen, because it is not exact."""
     consumers: tuple[ConsumerChoice, ...] = ()
-    """Where the model's are known, in its order."""
+    """Decisions for the model's consumers in its order; empty if the model is unknown."""
 
     @property
     def shardings(self) -> dict[str, Sharding]:
+        """Sharding of each table by name."""
         return {table.name: table.chosen.sharding for table in self.tables}
 
     @property
     def exchanges(self) -> dict[str, str]:
+        """Exchange of each table by name."""
         return {table.name: table.chosen.exchange for table in self.tables}

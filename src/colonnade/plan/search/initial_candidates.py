@@ -1,4 +1,4 @@
-"""Where the search for a choice begins: from several plans, for where few tables pay only together.
+"""Initial candidates of the search: several complete plans, because some tables only gain if they change together.
 
 Functions of a `Search`, before any table has changed.
 """
@@ -9,42 +9,49 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from colonnade.plan.cost.comm_volume import ExchangeName
 from colonnade.plan.search.candidates import Option
-from colonnade.plan.search.cutting import CUT
+from colonnade.plan.search.cutting import COLUMN_KINDS
 from colonnade.plan.search.search import Search, State
 from colonnade.topology.sharding import Kind, host_wise, row_wise, table_wise
 
 DEFAULT: Option = ("rows", "row_wise")
-TOGETHER = 2
-"""Best beginnings with partials that are gone on from."""
+NUM_PARTIALS_STATES = 2
+"""Number of best initial candidates with partials to continue from."""
 
 
-def beginnings(search: Search) -> Iterator[State]:
-    """All dealt to all ranks; then, with fewer and more exchanges, each table by what it would cost if everything
-    were in balance, the largest first to whoever has least."""
-    first = _begun(search, lambda t, options: DEFAULT if DEFAULT in options else options[0])
+def build_initial_states(search: Search) -> Iterator[State]:
+    """Build the initial candidates: all tables row-wise; then plans with fewer and more exchanges.
+
+    The latter choose each table's option by its cost in a balanced world, and put the largest tables first on the
+    least loaded ranks."""
+    first = _build_state(search, lambda t, options: DEFAULT if DEFAULT in options else options[0])
     search.scale = search.seconds(first).step
     yield first
-    names = {exchange for options in search.possible for exchange, _ in options}
+    names = {exchange for options in search.options for exchange, _ in options}
     names -= {"partials"}
-    alone: list[set[ExchangeName]] = [{name} for name in sorted(names)]
+    singles: list[set[ExchangeName]] = [{name} for name in sorted(names)]
     pairs: list[set[ExchangeName]] = [{"rows", "pooled"}, {"rows", "replicated"}]
-    for some in (*alone, *pairs, names):
-        if some <= names:
-            yield _begun(search, lambda t, options, some=some: _balanced(search, t, options, some))
+    for exchanges in (*singles, *pairs, names):
+        if exchanges <= names:
+            yield _build_state(
+                search,
+                lambda t, options, exchanges=exchanges: _cheapest_if_balanced(
+                    search, t, options, exchanges
+                ),
+            )
     kinds: list[Kind] = ["row_wise", "table_wise"]
     kinds += ["host_wise"] if search.has_hosts else []
-    laid = [
-        _begun(
+    with_partials = [
+        _build_state(
             search,
-            lambda t, options, group=group, kind=kind: _together(search, t, options, group, kind, names),
+            lambda t, options, group=group, kind=kind: _use_partials(search, t, options, group, kind, names),
         )
-        for group in (search.partials.groups if search.is_known else ())
+        for group in (search.partials.table_groups if search.has_model else ())
         for kind in kinds
     ]  # fmt: skip
-    yield from sorted(laid, key=search.objective)[:TOGETHER]
+    yield from sorted(with_partials, key=search.objective)[:NUM_PARTIALS_STATES]
 
 
-def _together(
+def _use_partials(
     search: Search,
     t: int,
     options: Sequence[Option],
@@ -52,42 +59,52 @@ def _together(
     kind: Kind,
     others: Collection[str],
 ) -> Option:
-    """A table of the group under `partials`, as that kind of sharding where it may be."""
-    mine = [each for each in options if each[0] == "partials"]
-    if t not in group or not mine:
-        return _balanced(search, t, options, others)
-    if ("partials", kind) in mine:
+    """Return the option with `partials` for a table of the group, with this kind of sharding if possible.
+
+    Other tables get the cheapest option with the exchanges `others`."""
+    with_partials = [option for option in options if option[0] == "partials"]
+    if t not in group or not with_partials:
+        return _cheapest_if_balanced(search, t, options, others)
+    if ("partials", kind) in with_partials:
         return "partials", kind
-    return mine[-1]
+    return with_partials[-1]
 
 
-def _begun(search: Search, pick: Callable[..., Option]) -> State:
-    """pick: of a table, by number, and its options."""
-    state = search.empty()
+def _build_state(search: Search, pick_option: Callable[..., Option]) -> State:
+    """Build a state table by table. pick_option: called with a table's index and its options."""
+    state = search.empty_state()
     state.chosen = [("rows", row_wise(1))] * len(search.loads)
-    for t in search.order():
-        exchange, kind = pick(t, search.possible[t])
+    for t in search.order_tables():
+        exchange, kind = pick_option(t, search.options[t])
         sharding = min(
-            search.shardings(state, t, kind),
-            key=lambda each: search.with_(state, t, exchange, each),
+            search.candidate_shardings(state, t, kind),
+            key=lambda sharding: search.objective_with(state, t, exchange, sharding),
         )
-        search.add(state, t, exchange, sharding)
+        search.add_table(state, t, exchange, sharding)
         state.chosen[t] = exchange, sharding
     return state
 
 
-def _balanced(search: Search, t: int, options: Sequence[Option], some: Collection[str]) -> Option:
-    options = [each for each in options if each[0] in some] or list(options)
+def _cheapest_if_balanced(
+    search: Search, t: int, options: Sequence[Option], exchanges: Collection[str]
+) -> Option:
+    """Return the option with one of `exchanges` that costs a table least if all ranks and links are equally loaded."""
+    options = [option for option in options if option[0] in exchanges] or list(options)
     world = search.world
-    anywhere = {
-        **search.everywhere, "host_wise": host_wise(world, 0), "table_wise": table_wise(int(search.owners[0])),
+    examples = {
+        **search.fixed_shardings, "host_wise": host_wise(world, 0), "table_wise": table_wise(int(search.owners[0])),
     }  # fmt: skip
     for _, kind in options:
-        if kind in CUT:
-            anywhere[kind] = search.places(search.empty(), t, kind)[0]
-    return min(options, key=lambda each: search.mean_seconds(t, _alone(each[0]), anywhere[each[1]]))
+        if kind in COLUMN_KINDS:
+            examples[kind] = search.propose_shardings(search.empty_state(), t, kind)[0]
+    return min(
+        options,
+        key=lambda option: search.balanced_seconds(
+            t, _single_table_bound(option[0]), examples[option[1]]
+        ),
+    )
 
 
-def _alone(exchange: ExchangeName) -> ExchangeName:
-    """What a table costs at most by itself, whatever others do."""
+def _single_table_bound(exchange: ExchangeName) -> ExchangeName:
+    """Return the exchange with the most that a table can cost by itself: `pooled` for `partials`."""
     return "pooled" if exchange == "partials" else exchange

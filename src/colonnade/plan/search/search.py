@@ -1,11 +1,11 @@
-"""Which sharding and exchange each table gets: the fewest predicted seconds of a step, within the memory of each rank.
+"""Local search for the sharding and exchange of each table with the fastest step, within the memory of each rank.
 
-A step is as slow as its busiest rank and its busiest uplink, so a table cannot be judged alone: tables change one after
-another, each to what is best beside all the others, until none gains. That is done from several beginnings, for where
-few tables pay only together. Pure functions of numbers; 500 tables on 1,000 ranks take seconds.
+A step is as slow as its busiest rank and its busiest uplink, so a table cannot be judged alone. Tables change one after
+another, each to the best option given all the others, until none gains. The search starts from several initial
+candidates, because some tables only gain if they change together. Pure; 500 tables on 1,000 ranks take seconds.
 
-Legend: N ranks, H hosts, R = 2 N + 2 H directions of links: out of and into each rank inside its host, out of and into
-each host. All bytes and seconds are of one step.
+Legend: N ranks, H hosts, R = 2 N + 2 H link directions: out of and into each rank inside its host, out of and into
+each host. All bytes and seconds are those of one step.
 """
 
 from __future__ import annotations
@@ -20,86 +20,93 @@ from numpy.typing import NDArray
 from colonnade.errors import ConfigError
 from colonnade.lookup.hops import BY_TOWERS
 from colonnade.plan.cost.comm_volume import (
-    BESIDE_SECONDS,
     CALLS,
+    EXTRA_EXCHANGE_SECONDS,
     FIXED_BYTES,
-    MATES_BYTES,
     SHARED_BYTES,
     TABLE_BYTES,
+    TOWER_RANK_BYTES,
     ExchangeName,
-    Pair,
-    Work,
-    crossing,
-    moving,
-    pair,
-    work,
+    PairTraffic,
+    ProcessorSeconds,
+    predict_pair_traffic,
+    predict_processor_seconds,
+    predict_transfer_seconds,
+    tower_crossing_seconds,
 )
-from colonnade.plan.cost.consumers import ModelLoad, bare
-from colonnade.plan.cost.partials import Joint, Partials, burden
-from colonnade.plan.cost.paths import Paths, adds_in_host
+from colonnade.plan.cost.consumers import ModelLoad, build_model_of_tables
+from colonnade.plan.cost.partials import Partials, PartialsTraffic, predict_partials_seconds
+from colonnade.plan.cost.paths import Paths, sums_inside_hosts
 from colonnade.plan.cost.table_stats import TableLoad
-from colonnade.plan.cost.tower_paths import call_seconds, spared_seconds
+from colonnade.plan.cost.tower_paths import saved_processor_seconds, tower_call_seconds
 from colonnade.plan.measure.device import RowRate
 from colonnade.plan.search.candidates import (
     BY_OWNERS,
     OPTIONS,
-    Forced,
+    Constraint,
     Memory,
     Option,
-    Seconds,
+    StepSeconds,
 )
-from colonnade.plan.search.cutting import CUT, cut_places, everywhere, most_slices
-from colonnade.plan.search.tower_choice import Narrowed, narrowed
+from colonnade.plan.search.cutting import (
+    COLUMN_KINDS,
+    max_slices,
+    propose_column_shardings,
+    shard_columns_everywhere,
+)
+from colonnade.plan.search.tower_choice import TowerCompression, find_tower_compression
 from colonnade.topology.sharding import (
     Kind,
     Sharding,
     host_wise,
     on_ranks,
     replicated,
-    row_wise_in,
+    row_wise_over_owners,
     table_wise,
 )
 from colonnade.topology.world import World
 
 Floats = NDArray[np.float64]
 
-SWEEPS = 4
-GAIN = 1e-3
-"""Part of a step that all tables' changes together must save for another round of them."""
-TRIED = 4
-"""Least loaded ranks and hosts that a table may go to; one of them in a large world."""
-MANY = 10_000
-"""Tables times ranks beyond which only the two best beginnings are gone on from."""
-FEW = 150
-"""The same beyond which tables under `partials` stay as they began: each move asks for the cost of all of them."""
-TIE = 0.01
-"""Weight of what is not the bottleneck: of two choices as fast, the one that leaves more room."""
+MAX_SWEEPS = 4
+MIN_GAIN = 1e-3
+"""Part of a step that a sweep over all tables must save for another sweep to follow."""
+NUM_TRIED = 4
+"""Number of least loaded ranks and hosts that are tried for a table; one in a large world."""
+LARGE_SEARCH = 10_000
+"""Number of tables times ranks above which the search continues only from the two best initial candidates."""
+FIXED_PARTIALS_SEARCH = 150
+"""Number of tables times ranks above which tables under `partials` do not move: each move costs all of them anew."""
+TIE_WEIGHT = 0.01
+"""Weight of costs outside the bottleneck: of two equally fast choices, the one with more reserve wins."""
 
 
 @dataclass(slots=True)
 class State:
+    """Candidate plan of the search: the choice of each table, and sums of the costs of all tables."""
+
     chosen: list[tuple[ExchangeName, Sharding]]
     links: Floats  # (3, R) seconds by channel
     processor: Floats  # (N,) seconds
-    held: Floats  # (N,) bytes of all rows
-    in_use: Floats  # (N,) bytes of the rows of one step
-    users: dict[str, int] = field(default_factory=dict)  # tables by exchange
+    owned_bytes: Floats  # (N,) bytes of all rows
+    step_bytes: Floats  # (N,) bytes of the rows of one step
+    num_tables: dict[str, int] = field(default_factory=dict)  # by exchange
     owners: Floats = field(default_factory=lambda: np.zeros((0, 0)))  # (T, N) of `Partials`
-    joint: Joint | None = None  # of the tables under `partials`
-    burden: tuple[Floats, Floats] | None = None  # its seconds, as they were added
-    narrowed: Narrowed = field(
-        default_factory=Narrowed
-    )  # by operators inside towers, once all is chosen
+    partials: PartialsTraffic | None = None  # of the tables under `partials`
+    partials_seconds: tuple[Floats, Floats] | None = None  # included in `links` and `processor`
+    tower_compression: TowerCompression = field(default_factory=TowerCompression)  # set at the end
 
 
 class Search:
+    """Local search over the shardings and exchanges of all tables, with predicted seconds as the objective."""
+
     def __init__(
         self,
         loads: Sequence[TableLoad],
         world: World,
         memory: Memory,
         rates: Sequence[RowRate],
-        forced: Mapping[str, Forced],
+        forced: Mapping[str, Constraint],
         options: Collection[Option],
         is_fetched_ahead: bool,
         model: ModelLoad | None,
@@ -107,350 +114,394 @@ class Search:
     ) -> None:
         self.loads, self.world, self.memory, self.rates = loads, world, memory, rates
         self.is_fetched_ahead = is_fetched_ahead
-        # Else a host is the world, or a rank.
+        # Otherwise every host is the whole world, or a single rank.
         self.has_hosts = world.num_hosts > 1 and world.ranks_per_host > 1
-        self.forced = [forced.get(load.name, Forced()) for load in loads]
-        self.is_known = model is not None
-        self.partials = Partials(model or bare(loads), len(loads), adds_in_host=adds_in_host(world))
-        self.grouped = {t for group in self.partials.groups for t in group}
+        self.forced = [forced.get(load.name, Constraint()) for load in loads]
+        self.has_model = model is not None
+        self.partials = Partials(
+            model or build_model_of_tables(loads),
+            len(loads),
+            adds_in_host=sums_inside_hosts(world),
+        )
+        self.partials_tables = {t for group in self.partials.table_groups for t in group}
         self.samples = loads[0].samples if loads else 0.0
-        self.whole = self.partials.tables_of_bags
-        self.are_held = len(loads) * world.num_ranks > FEW
-        self.is_large = len(loads) * world.num_ranks > MANY
-        self.possible = [
-            self._possible(t, load, forced, options)
-            for t, (load, forced) in enumerate(zip(loads, self.forced, strict=True))
+        self.whole_bag_tables = self.partials.whole_bag_tables
+        self.has_fixed_partials = len(loads) * world.num_ranks > FIXED_PARTIALS_SEARCH
+        self.is_large = len(loads) * world.num_ranks > LARGE_SEARCH
+        self.options = [
+            self._find_options(t, load, constraint, options)
+            for t, (load, constraint) in enumerate(zip(loads, self.forced, strict=True))
         ]
         self.owners = np.array(world.owners)
         self.paths, self.num_towers = Paths(world, towers), towers
-        self.asks = self.paths.asks
-        self.even = sum(load.total_bytes for load in loads) / len(self.owners)
-        self.tried = 1 if self.is_large else TRIED
-        self.pairs: dict[tuple[int, ExchangeName, int, int], tuple[Pair, Work]] = {}
-        self.everywhere = dict(row_wise=row_wise_in(world), replicated=replicated(world.num_ranks))
-        self.scale = 1.0
+        self.is_trainer = self.paths.is_trainer
+        self.even_bytes = sum(load.total_bytes for load in loads) / len(self.owners)
+        self.num_tried = 1 if self.is_large else NUM_TRIED
+        self.cached_costs: dict[
+            tuple[int, ExchangeName, int, int], tuple[PairTraffic, ProcessorSeconds]
+        ] = {}
+        self.fixed_shardings = dict(
+            row_wise=row_wise_over_owners(world), replicated=replicated(world.num_ranks)
+        )
+        self.scale = 1.0  # seconds of a step, set from the first candidate
 
-    def _possible(
-        self, t: int, load: TableLoad, forced: Forced, options: Collection[Option]
+    def _find_options(
+        self, t: int, load: TableLoad, constraint: Constraint, options: Collection[Option]
     ) -> list[Option]:
-        tried = [each for each in OPTIONS if each in options]
-        if forced.exchange in BY_TOWERS and forced.kind not in (None, "replicated"):
-            # As a person or `towers.placement` laid it out.
-            tried = [(forced.exchange, forced.kind)]
+        """Return the options of a table under its constraint. Raises ConfigError if there is none."""
+        tried = [option for option in OPTIONS if option in options]
+        if constraint.exchange in BY_TOWERS and constraint.kind not in (None, "replicated"):
+            # The user or `plan.constraints.in_towers` determined the sharding.
+            tried = [(constraint.exchange, constraint.kind)]
         candidates = [
             (exchange, kind)
             for exchange, kind in tried
-            if forced.kind in (None, kind)
-            and forced.exchange in (None, exchange)
-            and self._has_exchange(t, exchange, kind, forced)
-            and self._has_sharding(load, kind, forced)
+            if constraint.kind in (None, kind)
+            and constraint.exchange in (None, exchange)
+            and self._can_have_exchange(t, exchange, kind, constraint)
+            and self._can_have_sharding(load, kind, constraint)
         ]
         if candidates:
             return candidates
-        wanted = ", ".join(str(each) for each in (forced.exchange, forced.kind) if each) or "any"
-        why = "a feature reads it as a sequence" if not load.is_pooled else "no choice has both"
+        required = [str(name) for name in (constraint.exchange, constraint.kind) if name]
+        wanted = ", ".join(required) or "any"
+        reason = "a feature reads it as a sequence" if not load.is_pooled else "no choice has both"
         raise ConfigError(
-            f"table {load.name!r}: got {wanted}, which it cannot have ({why}); set another plan.exchange or "
+            f"table {load.name!r}: got {wanted}, which it cannot have ({reason}); set another plan.exchange or "
             f"plan.sharding, or plan.tables.{load.name}"
         )
 
-    def _has_exchange(self, t: int, exchange: ExchangeName, kind: Kind, forced: Forced) -> bool:
-        """Tell whether a table of this kind of sharding may have this exchange, or is forced to."""
+    def _can_have_exchange(
+        self, t: int, exchange: ExchangeName, kind: Kind, constraint: Constraint
+    ) -> bool:
+        """Return whether a table with this kind of sharding may have this exchange, or must have it."""
         if exchange == "partials":
-            if forced.exchange != exchange and t not in self.grouped:
+            if constraint.exchange != exchange and t not in self.partials_tables:
                 return False
-            if not forced.kind and kind != "table_wise" and t in self.whole:
+            if not constraint.kind and kind != "table_wise" and t in self.whole_bag_tables:
                 return False
-        if exchange in BY_TOWERS and forced.exchange != exchange:
+        if exchange in BY_TOWERS and constraint.exchange != exchange:
             return False
-        return self.may_pool(t, exchange)
+        return self.can_pool(t, exchange)
 
-    def _has_sharding(self, load: TableLoad, kind: Kind, forced: Forced) -> bool:
-        """Tell whether this world has this kind of sharding for a table, or it is forced."""
+    def _can_have_sharding(self, load: TableLoad, kind: Kind, constraint: Constraint) -> bool:
+        """Return whether the world allows this kind of sharding for a table, or the constraint demands it."""
         if kind == "replicated" and self.world.has_servers:
             return False
-        if forced.kind == kind:
+        if constraint.kind == kind:
             return True
         if kind == "host_wise" and not self.has_hosts:
             return False
-        return kind not in CUT or most_slices(load, kind, self.world) > 1
+        return kind not in COLUMN_KINDS or max_slices(load, kind, self.world) > 1
 
-    def may_pool(self, t: int, exchange: ExchangeName) -> bool:
-        """Whether owners can serve a table so: rows of sequences travel one by one, or not at all."""
+    def can_pool(self, t: int, exchange: ExchangeName) -> bool:
+        """Return whether owners can serve a table under an exchange: owners do not pool rows of sequences."""
         load = self.loads[t]
-        is_attended = exchange == "partials" and t in self.partials.attended
+        has_attention = exchange == "partials" and t in self.partials.attention_tables
         return exchange not in BY_OWNERS or (
-            len(load.columns) > 0 and (load.is_pooled or is_attended)
+            len(load.columns) > 0 and (load.is_pooled or has_attention)
         )
 
-    def costs(self, t: int, exchange: ExchangeName, sharding: Sharding) -> tuple[Pair, Work]:
+    def predict_costs(
+        self, t: int, exchange: ExchangeName, sharding: Sharding
+    ) -> tuple[PairTraffic, ProcessorSeconds]:
+        """Predict the bytes per (trainer, owner) pair and the processor time of a table; results are cached."""
         slices = sharding.slices
         n = len(sharding.ranks) // slices
         key = (t, exchange, n, slices)
-        if exchange in BY_TOWERS and self.paths.by_towers(sharding) is None:
+        if exchange in BY_TOWERS and self.paths.tower_traffic(sharding) is None:
             exchange, key = "pooled", (t, "pooled", n, slices)
-        if key not in self.pairs:
-            load, size = self.loads[t], self.world.num_ranks // self.num_towers
-            peers = load.unique_of(self.num_towers, self.world) if exchange == "tower_rows" else 0.0
-            bytes_ = pair(load, exchange, n, slices, peers)
-            seconds = work(
-                load, exchange, n, self.world.num_trainers, self.rates, slices, peers, size
+        if key not in self.cached_costs:
+            load, world = self.loads[t], self.world
+            tower_size = world.num_ranks // self.num_towers
+            unique_peers = 0.0
+            if exchange == "tower_rows":
+                unique_peers = load.expected_unique_rows(self.num_towers, world)
+            traffic = predict_pair_traffic(load, exchange, n, slices, unique_peers)
+            seconds = predict_processor_seconds(
+                load, exchange, n, world.num_trainers, self.rates, slices, unique_peers, tower_size
             )
-            moved = moving(bytes_, n * slices, self.world, self.num_towers)
-            self.pairs[key] = bytes_, seconds + moved
-        return self.pairs[key]
+            transfer = predict_transfer_seconds(traffic, n * slices, world, self.num_towers)
+            self.cached_costs[key] = traffic, seconds + transfer
+        return self.cached_costs[key]
 
-    def empty(self) -> State:
-        n, links = self.world.num_ranks, np.zeros((3, len(self.paths.asked_of_all.there)))
+    def empty_state(self) -> State:
+        """Return a state without tables."""
+        n, links = self.world.num_ranks, np.zeros((3, len(self.paths.all_to_all.seconds)))
         owners = np.zeros((len(self.loads), n))
         return State([], links, np.zeros(n), np.zeros(n), np.zeros(n), owners=owners)
 
-    def add(
+    def add_table(
         self, state: State, t: int, exchange: ExchangeName, sharding: Sharding, sign: float = 1.0
     ) -> None:
-        """In place; `chosen` is left as it is."""
-        bytes_, seconds = self.costs(t, exchange, sharding)
-        given, back, _ = self.paths.values_to(sharding, exchange)
+        """Add the costs of a table to a state, or remove them with sign -1. `state.chosen` does not change."""
+        traffic, seconds = self.predict_costs(t, exchange, sharding)
+        to_owners, to_trainers, _ = self.paths.value_link_seconds(sharding, exchange)
         load = self.loads[t]
-        by = self.paths.by_towers(sharding) if exchange in BY_TOWERS else None
-        if by is not None and (inside := bytes_.of_rows) is not None:
-            state.links[0] += (sign * bytes_.route) * by.peers.back
-            state.links[0] += (sign * inside.asked) * by.owners.back
-            state.links[0] += (sign * TABLE_BYTES["rows"]) * self.paths.mates.back
+        by_tower = self.paths.tower_traffic(sharding) if exchange in BY_TOWERS else None
+        if by_tower is not None and (tower_rows := traffic.of_rows) is not None:
+            state.links[0] += (sign * traffic.route) * by_tower.peers.value_seconds
+            state.links[0] += (sign * tower_rows.ids) * by_tower.owners.value_seconds
+            state.links[0] += (
+                sign * TABLE_BYTES["rows"]
+            ) * self.paths.tower_all_to_all.value_seconds
         else:
-            state.links[0] += (sign * bytes_.route) * self.paths.asked_to(sharding).there
+            state.links[0] += (sign * traffic.route) * self.paths.id_traffic(sharding).seconds
         if TABLE_BYTES[exchange]:
-            more = sign * TABLE_BYTES[exchange] * sharding.slices
-            state.links[0] += more * self.paths.asked_of_all.there
-        if by is None:
-            state.links[1] += (sign * bytes_.fetch) * back
-            state.links[2] += (sign * bytes_.push) * given
+            flags = sign * TABLE_BYTES[exchange] * sharding.slices
+            state.links[0] += flags * self.paths.all_to_all.seconds
+        if by_tower is None:
+            state.links[1] += (sign * traffic.fetch) * to_trainers
+            state.links[2] += (sign * traffic.push) * to_owners
         else:
-            state.links[1] += (sign * bytes_.fetch) * by.between.back
-            state.links[2] += (sign * bytes_.push) * by.between.given
-            if bytes_.of_rows is None:
-                state.links[1] += (sign * bytes_.inside) * by.inside.back
-                state.links[2] += (sign * bytes_.inside) * by.inside.given
+            state.links[1] += (sign * traffic.fetch) * by_tower.between.value_seconds
+            state.links[2] += (sign * traffic.push) * by_tower.between.gradient_seconds
+            if traffic.of_rows is None:
+                state.links[1] += (sign * traffic.inside) * by_tower.inside.value_seconds
+                state.links[2] += (sign * traffic.inside) * by_tower.inside.gradient_seconds
             else:
-                state.links[1] += (sign * bytes_.of_rows.values) * by.owners.given
-                state.links[2] += (sign * bytes_.of_rows.gradients) * by.owners.back
-        state.processor += (sign * seconds.asker) * self.asks
-        owners = _index(sharding.ranks)
-        share = sharding.num_owners * sharding.slices
+                state.links[1] += (sign * traffic.of_rows.values) * by_tower.owners.gradient_seconds
+                state.links[2] += (sign * traffic.of_rows.gradients) * by_tower.owners.value_seconds
+        state.processor += (sign * seconds.trainer) * self.is_trainer
+        owners = _rank_index(sharding.ranks)
+        num_shards = sharding.num_owners * sharding.slices
         state.processor[owners] += sign * seconds.owner
-        state.held[owners] += sign * load.total_bytes / share
-        in_use = min(load.unique_world, load.rows) * load.slot_bytes
-        state.in_use[owners] += sign * in_use / share
-        state.users[exchange] = state.users.get(exchange, 0) + int(sign)
+        state.owned_bytes[owners] += sign * load.total_bytes / num_shards
+        step_bytes = min(load.unique_world, load.rows) * load.slot_bytes
+        state.step_bytes[owners] += sign * step_bytes / num_shards
+        state.num_tables[exchange] = state.num_tables.get(exchange, 0) + int(sign)
         if exchange == "partials":
             state.owners[t, owners] = 1 / sharding.slices if sign > 0 else 0.0
-            self._join(state)
+            self._update_partials(state)
 
-    def _join(self, state: State) -> None:
-        """In place: what the tables under `partials` cost together, as they are now."""
-        if state.burden is not None:
-            state.links -= state.burden[0]
-            state.processor -= state.burden[1]
-        state.joint = state.burden = None
-        if state.users.get("partials"):
-            state.joint = self.partials.joint(state.owners)
-            state.burden = burden(state.joint, state.owners, self.samples, self.paths, self.rates)
-            state.links += state.burden[0]
-            state.processor += state.burden[1]
+    def _update_partials(self, state: State) -> None:
+        """Replace the joint cost of the tables under `partials` in a state by the current one."""
+        if state.partials_seconds is not None:
+            state.links -= state.partials_seconds[0]
+            state.processor -= state.partials_seconds[1]
+        state.partials = state.partials_seconds = None
+        if state.num_tables.get("partials"):
+            state.partials = self.partials.predict_traffic(state.owners)
+            state.partials_seconds = predict_partials_seconds(
+                state.partials, state.owners, self.samples, self.paths, self.rates
+            )
+            state.links += state.partials_seconds[0]
+            state.processor += state.partials_seconds[1]
 
-    def seconds(self, state: State) -> Seconds:
+    def seconds(self, state: State) -> StepSeconds:
+        """Predict the seconds of a step by phase."""
         phases = state.links.max(1)
-        used = [exchange for exchange, users in state.users.items() if users]
+        used = [exchange for exchange, count in state.num_tables.items() if count]
         computed = float(state.processor.max())
-        if self.world.has_servers:  # rows' ranks work, then the samples', then again the rows'
-            asks = self.asks > 0
-            computed = float(state.processor[asks].max() + state.processor[~asks].max())
+        if self.world.has_servers:  # Servers work, then trainers, then servers again.
+            is_trainer = self.is_trainer > 0
+            computed = float(state.processor[is_trainer].max() + state.processor[~is_trainer].max())
         if used and self.world.num_ranks > 1:
             calls = np.sum([CALLS[exchange] for exchange in used], axis=0)
-            calls[0] += 1  # the header
-            if state.joint is not None:
-                calls[1:] += 2 * state.joint.rounds
+            calls[0] += 1  # ids of all exchanges
+            if state.partials is not None:
+                calls[1:] += 2 * state.partials.query_rounds
             world, towers = self.world, self.num_towers
             phases = phases + calls * world.call_seconds
-            phases[0] += self.fixed_bytes(used) * self.paths.peak
-            # And of what all exchanges route with, the sizes.
+            phases[0] += self.fixed_bytes(used) * self.paths.peak_seconds
+            # The call that sends sizes for all exchanges costs processor time only.
             computed += (float(calls.sum()) + 1) * world.call_processor_seconds
-            if self.rates:  # else nobody asks what computing takes
-                computed += (len(used) - 1) * BESIDE_SECONDS
-            less = world.call_seconds - call_seconds(world, towers)  # of a call that goes by them
-            phases[1:] -= less * sum(each in BY_TOWERS for each in used)
+            if self.rates:  # Without measured rates, processor time is not predicted.
+                computed += (len(used) - 1) * EXTRA_EXCHANGE_SECONDS
+            saved_seconds = world.call_seconds - tower_call_seconds(world, towers)
+            phases[1:] -= saved_seconds * sum(exchange in BY_TOWERS for exchange in used)
             if "towers" in used:
-                computed -= spared_seconds(world, towers, turns=2)
+                computed -= saved_processor_seconds(world, towers, chunks=2)
             if "tower_rows" in used:
-                computed -= spared_seconds(world, towers)
-                phases[0] += MATES_BYTES * float(self.paths.mates.back.max())
+                computed -= saved_processor_seconds(world, towers)
+                tower_peak = float(self.paths.tower_all_to_all.value_seconds.max())
+                phases[0] += TOWER_RANK_BYTES * tower_peak
         route, fetch, push = phases.tolist()
-        # What operators inside towers give leaves when it is used.
-        is_ahead = self.is_fetched_ahead and not state.narrowed.inside
-        return Seconds(computed, route, fetch, push, self.world.crowding, is_ahead)
+        # Results of operators inside towers are sent in the step that uses them.
+        is_ahead = self.is_fetched_ahead and not state.tower_compression.inside
+        return StepSeconds(computed, route, fetch, push, self.world.crowding, is_ahead)
 
     def fixed_bytes(self, used: Sequence[str]) -> float:
-        """From each rank to each other, whatever the tables are."""
+        """Return the bytes that each rank sends every other rank for these exchanges, whatever the tables."""
         return SHARED_BYTES + sum(FIXED_BYTES[exchange] for exchange in used)
 
     def objective(self, state: State) -> float:
-        found = self.seconds(state)
-        total = found.step
+        """Return the seconds of a step, with penalties for memory over budget and a small weight on reserves.
+
+        Returns inf for a state that cannot run."""
+        seconds = self.seconds(state)
+        total = seconds.step
         budget = self.memory.bytes
         if budget is not None:
-            over = float(state.held.max()) - max(budget, self.even * (1 + 1e-9))
+            over = float(state.owned_bytes.max()) - max(budget, self.even_bytes * (1 + 1e-9))
             if over > 0:
                 total += over * self.memory.seconds_per_byte
-            if state.in_use.max() > max(budget, self.in_use_at_least):
+            if state.step_bytes.max() > max(budget, self.min_step_bytes):
                 return float("inf")
-        if state.joint is not None and (state.joint.split or state.joint.lone is not None):
+        partials = state.partials
+        if partials is not None and (partials.split_bag or partials.unsendable_field is not None):
             return float("inf")
-        if state.joint is not None and not state.joint.consumers:
-            total *= 1 + GAIN  # `pooled` is that, too
-        spare = float(state.links.sum()) / state.links.shape[1] + found.behind
-        spare += float(state.processor.sum()) / self.world.num_ranks
-        uneven = float(state.held.max()) / max(self.even, 1.0)
-        return total + TIE * (spare + 0.01 * self.scale * uneven)
+        if partials is not None and not partials.consumers:
+            total *= 1 + MIN_GAIN  # `pooled` does the same.
+        reserve = float(state.links.sum()) / state.links.shape[1] + seconds.behind
+        reserve += float(state.processor.sum()) / self.world.num_ranks
+        imbalance = float(state.owned_bytes.max()) / max(self.even_bytes, 1.0)
+        return total + TIE_WEIGHT * (reserve + 0.01 * self.scale * imbalance)
 
     @property
-    def in_use_at_least(self) -> float:
-        """Rows of a step on a rank when all are dealt evenly: less cannot be had."""
-        rows = sum(min(each.unique_world, each.rows) * each.slot_bytes for each in self.loads)
-        return rows / len(self.owners)
+    def min_step_bytes(self) -> float:
+        """Bytes of a step's rows on a rank if all are sharded evenly: the least possible."""
+        step_bytes = sum(min(load.unique_world, load.rows) * load.slot_bytes for load in self.loads)
+        return step_bytes / len(self.owners)
 
-    def mean_seconds(self, t: int, exchange: ExchangeName, sharding: Sharding) -> float:
-        """Of the links if all ranks and uplinks had the same to carry, and of processors likewise."""
+    def balanced_seconds(self, t: int, exchange: ExchangeName, sharding: Sharding) -> float:
+        """Return a table's seconds of links and processors if all ranks and uplinks were equally loaded."""
         n = len(sharding.ranks)
-        bytes_, seconds = self.costs(t, exchange, sharding)
-        links = (bytes_.fetch + bytes_.push) * self.paths.values_to(sharding, exchange)[2]
-        if exchange in BY_TOWERS and (by := self.paths.by_towers(sharding)) is not None:
-            links = (bytes_.fetch + bytes_.push) * by.between.slowest
-            links += 2 * bytes_.inside * by.inside.slowest
-            if (inside := bytes_.of_rows) is not None:
-                links += (inside.values + inside.gradients) * by.owners.slowest
-        return links + seconds.asker + seconds.owner * n / self.world.num_ranks
+        traffic, seconds = self.predict_costs(t, exchange, sharding)
+        links = (traffic.fetch + traffic.push) * self.paths.value_link_seconds(sharding, exchange)[
+            2
+        ]
+        if exchange in BY_TOWERS and (by_tower := self.paths.tower_traffic(sharding)) is not None:
+            links = (traffic.fetch + traffic.push) * by_tower.between.balanced_seconds
+            links += 2 * traffic.inside * by_tower.inside.balanced_seconds
+            if (tower_rows := traffic.of_rows) is not None:
+                links += (
+                    tower_rows.values + tower_rows.gradients
+                ) * by_tower.owners.balanced_seconds
+        return links + seconds.trainer + seconds.owner * n / self.world.num_ranks
 
-    def order(self) -> list[int]:
-        """Tables, those first that weigh most."""
+    def order_tables(self) -> list[int]:
+        """Return the tables by bytes of gradients, largest first."""
         return sorted(
             range(len(self.loads)),
             key=lambda t: -self.loads[t].unique_rank * self.loads[t].gradient_bytes,
         )
 
-    def shardings(self, state: State, t: int, kind: Kind) -> list[Sharding]:
-        said = self.forced[t].ranks
-        return self.places(state, t, kind) if said is None else [on_ranks(kind, said, self.world)]
+    def candidate_shardings(self, state: State, t: int, kind: Kind) -> list[Sharding]:
+        """Return the shardings to try for a table: on the ranks of its constraint, or else the proposed ones."""
+        ranks = self.forced[t].ranks
+        if ranks is None:
+            return self.propose_shardings(state, t, kind)
+        return [on_ranks(kind, ranks, self.world)]
 
-    def places(self, state: State, t: int, kind: Kind) -> list[Sharding]:
+    def propose_shardings(self, state: State, t: int, kind: Kind) -> list[Sharding]:
+        """Propose shardings of a kind on the least busy ranks or hosts."""
         world = self.world
-        if kind in self.everywhere:
-            return [self.everywhere[kind]]
-        if kind in CUT and self.forced[t].kind == kind:
-            return [everywhere(kind, world)]
-        busy = self.busy(state)
-        if kind in CUT:
-            return cut_places(self.loads[t], kind, world, busy)
+        if kind in self.fixed_shardings:
+            return [self.fixed_shardings[kind]]
+        if kind in COLUMN_KINDS and self.forced[t].kind == kind:
+            return [shard_columns_everywhere(kind, world)]
+        rank_seconds = self.predict_rank_seconds(state)
+        if kind in COLUMN_KINDS:
+            return propose_column_shardings(self.loads[t], kind, world, rank_seconds)
         if kind == "table_wise":
-            least = _least(busy[self.owners], self.tried)
+            least = _smallest(rank_seconds[self.owners], self.num_tried)
             return [table_wise(int(rank)) for rank in self.owners[least]]
-        hosts = busy.reshape(world.num_hosts, -1).mean(1)
-        return [host_wise(world, int(host)) for host in _least(hosts, self.tried)]
+        host_seconds = rank_seconds.reshape(world.num_hosts, -1).mean(1)
+        return [host_wise(world, int(host)) for host in _smallest(host_seconds, self.num_tried)]
 
-    def busy(self, state: State) -> Floats:
-        """(N,) seconds that an owner already has to answer, and a little for what it holds."""
+    def predict_rank_seconds(self, state: State) -> Floats:
+        """Predict the seconds that each rank is busy as an owner, plus a small weight on its bytes, (N,)."""
         world, n = self.world, self.world.num_ranks
         fetch, push = state.links[1], state.links[2]
         uplink = fetch[2 * n : 2 * n + world.num_hosts] + push[2 * n + world.num_hosts :]
-        found = fetch[:n] + push[n : 2 * n] + state.processor
-        found = found + np.repeat(uplink, world.ranks_per_host)
-        held = state.held / max(self.even, 1.0)
+        seconds = fetch[:n] + push[n : 2 * n] + state.processor
+        seconds = seconds + np.repeat(uplink, world.ranks_per_host)
+        relative_bytes = state.owned_bytes / max(self.even_bytes, 1.0)
         budget = self.memory.bytes
         if budget is not None:
-            found = found + np.maximum(0.0, state.held - max(budget, self.even)) * min(
-                self.memory.seconds_per_byte, 1.0
-            )
-        return found + 0.01 * self.scale * held
+            over = np.maximum(0.0, state.owned_bytes - max(budget, self.even_bytes))
+            seconds = seconds + over * min(self.memory.seconds_per_byte, 1.0)
+        return seconds + 0.01 * self.scale * relative_bytes
 
-    def with_(self, state: State, t: int, exchange: ExchangeName, sharding: Sharding) -> float:
-        """The objective with one table more."""
-        self.add(state, t, exchange, sharding)
-        found = self.objective(state)
-        self.add(state, t, exchange, sharding, -1.0)
-        return found
+    def objective_with(
+        self, state: State, t: int, exchange: ExchangeName, sharding: Sharding
+    ) -> float:
+        """Return the objective with one more table; the state is restored afterwards."""
+        self.add_table(state, t, exchange, sharding)
+        objective = self.objective(state)
+        self.add_table(state, t, exchange, sharding, -1.0)
+        return objective
 
-    def improved(self, state: State) -> State:
-        """Tables change one after another while that helps."""
-        for _ in range(SWEEPS):
+    def improve(self, state: State) -> State:
+        """Change tables one after another to their best option, until a sweep over all tables gains too little."""
+        for _ in range(MAX_SWEEPS):
             before = self.objective(state)
-            for t in self.order():
+            for t in self.order_tables():
                 exchange, sharding = state.chosen[t]
-                now = self.objective(state)
-                if self.are_held and exchange == "partials":
+                current = self.objective(state)
+                if self.has_fixed_partials and exchange == "partials":
                     continue
-                before_joint = state.joint
-                self.add(state, t, exchange, sharding, -1.0)
-                best, least = (exchange, sharding), now * (1 - 1e-6)
-                for other, kind in self.possible[t]:
-                    if other == "partials" and (self.are_held or before_joint is None):
-                        continue  # alone it saves nothing
-                    for place in self.shardings(state, t, kind):
-                        found = self.with_(state, t, other, place)
-                        if found < least:
-                            best, least = (other, place), found
-                self.add(state, t, *best)
+                partials_before = state.partials
+                self.add_table(state, t, exchange, sharding, -1.0)
+                best, least = (exchange, sharding), current * (1 - 1e-6)
+                for other, kind in self.options[t]:
+                    # A single table under `partials` saves nothing.
+                    if other == "partials" and (self.has_fixed_partials or partials_before is None):
+                        continue
+                    for candidate in self.candidate_shardings(state, t, kind):
+                        objective = self.objective_with(state, t, other, candidate)
+                        if objective < least:
+                            best, least = (other, candidate), objective
+                self.add_table(state, t, *best)
                 state.chosen[t] = best
-            if self.objective(state) > before * (1 - GAIN):
+            if self.objective(state) > before * (1 - MIN_GAIN):
                 break
-        return self.rebuilt(state)
+        return self.rebuild(state)
 
-    def narrow(self, state: State) -> None:
-        """In place, once: operators inside towers leave less between them. Where tables are does not depend on it, for
-        the search puts none into a tower."""
+    def compress_towers(self, state: State) -> None:
+        """Subtract the bytes between towers that operators inside towers save. Call once, at the end of the search.
+
+        The placement of tables does not depend on it, because the search moves no table into a tower."""
         chosen = state.chosen
-        by = [
+        towers = [
             self.paths.tower_of(sharding) if exchange in BY_TOWERS else None
             for exchange, sharding in chosen
         ]
-        # Where rows come together in a tower, so do bags.
-        owners = [1 if each == "tower_rows" else of.num_owners for each, of in chosen]
-        cut = [sharding.slices > 1 for _, sharding in chosen]
-        beside = any(
-            exchange in BY_TOWERS and tower is None and not each
-            for (exchange, _), tower, each in zip(chosen, by, cut, strict=True)
+        # Under `tower_rows` one rank of the tower has whole bags.
+        owners = [
+            1 if exchange == "tower_rows" else sharding.num_owners for exchange, sharding in chosen
+        ]
+        is_cut = [sharding.slices > 1 for _, sharding in chosen]
+        has_table_outside = any(
+            exchange in BY_TOWERS and tower is None and not cut
+            for (exchange, _), tower, cut in zip(chosen, towers, is_cut, strict=True)
         )
-        if beside and self.is_fetched_ahead:
+        if has_table_outside and self.is_fetched_ahead:
             return
         exchanges = [exchange for exchange, _ in chosen]
-        found = narrowed(self.partials.model, by, owners, cut, exchanges)
+        compression = find_tower_compression(self.partials.model, towers, owners, is_cut, exchanges)
         for t, (_, sharding) in enumerate(chosen):
-            if (way := self.paths.by_towers(sharding)) is None:
+            if (by_tower := self.paths.tower_traffic(sharding)) is None:
                 continue
-            values, gradients = found.values.get(t, 0.0), found.gradients.get(t, 0.0)
-            state.links[1] += self.samples * values * way.between.back
-            state.links[2] += self.samples * gradients * way.between.given
-            more = crossing(self.samples * (values + gradients), self.world, self.num_towers)
-            state.processor += more * self.asks
-            asked = found.asked.get(t, 0.0) / sharding.num_owners
-            state.links[0] += asked * self.paths.asked_to(sharding).there
-        state.narrowed = found
+            values, gradients = compression.values.get(t, 0.0), compression.gradients.get(t, 0.0)
+            state.links[1] += self.samples * values * by_tower.between.value_seconds
+            state.links[2] += self.samples * gradients * by_tower.between.gradient_seconds
+            crossing_bytes = self.samples * (values + gradients)
+            crossing = tower_crossing_seconds(crossing_bytes, self.world, self.num_towers)
+            state.processor += crossing * self.is_trainer
+            weight_bytes = compression.weight_bytes.get(t, 0.0) / sharding.num_owners
+            state.links[0] += weight_bytes * self.paths.id_traffic(sharding).seconds
+        state.tower_compression = compression
 
-    def rebuilt(self, state: State) -> State:
-        """The same without what rounding left of tables that came and went."""
-        found = self.empty()
-        found.chosen = list(state.chosen)
+    def rebuild(self, state: State) -> State:
+        """Sum the costs of a state anew, without rounding errors from tables that were added and removed."""
+        rebuilt = self.empty_state()
+        rebuilt.chosen = list(state.chosen)
         for t, chosen in enumerate(state.chosen):
-            self.add(found, t, *chosen)
-        return found
+            self.add_table(rebuilt, t, *chosen)
+        return rebuilt
 
 
-def _least(values: Floats, count: int) -> NDArray[np.intp]:
+def _smallest(values: Floats, count: int) -> NDArray[np.intp]:
+    """Return the indices of the smallest values, ascending: at least `count`, or all of a short array."""
     if len(values) <= 2 * count:
         return np.argsort(values, kind="stable")
-    some = np.argpartition(values, count)[:count]
-    return some[np.argsort(values[some], kind="stable")]
+    smallest = np.argpartition(values, count)[:count]
+    return smallest[np.argsort(values[smallest], kind="stable")]
 
 
-def _index(ranks: tuple[int, ...]) -> Any:
-    """Of the ranks' elements in an array of all ranks."""
+def _rank_index(ranks: tuple[int, ...]) -> Any:
+    """Return an index of these ranks' elements in an array of all ranks; a slice if the ranks are consecutive."""
     first, last = ranks[0], ranks[-1]
     return slice(first, last + 1) if last - first + 1 == len(ranks) else list(ranks)

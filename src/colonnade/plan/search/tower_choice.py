@@ -1,7 +1,6 @@
-"""Choice of towers: whether a model's tower modules are worth it, where their tables would be stored, and how far
-operators inside towers compress what leaves them.
+"""Choice of towers: placement of the tables of tower modules, and compression of values by operators inside towers.
 
-What an operator gives is its tables', by the widths of the fields it takes: together they sum to the truth.
+The bytes of an operator's result are divided among its tables by the widths of its fields, so that their sum is exact.
 """
 
 from __future__ import annotations
@@ -13,84 +12,92 @@ from colonnade.exchange.operator_cut import sets
 from colonnade.plan.cost.comm_volume import ExchangeName
 from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad
 from colonnade.plan.cost.table_stats import TableLoad
-from colonnade.plan.search.candidates import Choice, Forced, Memory, Option
+from colonnade.plan.search.candidates import Choice, Constraint, Memory, Option
 from colonnade.topology.sharding import Kind
 from colonnade.topology.towers import tower_ranks
 from colonnade.topology.world import World
 
 
 @dataclass(frozen=True, slots=True)
-class Narrowed:
-    """Bytes of a sample more than its values, most of them less than 0; by table."""
+class TowerCompression:
+    """Change of the bytes between towers by operators inside towers: per sample, by table, mostly negative."""
 
     inside: Mapping[int, int] = field(default_factory=dict)
-    """Consumers that are evaluated inside, and the tower of each."""
+    """Tower of each consumer that is evaluated inside one, by index of the consumer."""
     values: Mapping[int, float] = field(default_factory=dict)
+    """Additional bytes of values."""
     gradients: Mapping[int, float] = field(default_factory=dict)
-    asked: Mapping[int, float] = field(default_factory=dict)
-    """Of a rank's batch, to all owners: weights of lookups whose bags are split and divided there."""
+    """Additional bytes of gradients."""
+    weight_bytes: Mapping[int, float] = field(default_factory=dict)
+    """Bytes of lookup weights that a rank's batch sends to all owners, for bags that are split over owners."""
 
 
-def narrowed(
+def find_tower_compression(
     model: ModelLoad,
     towers: Sequence[int | None],
     num_owners: Sequence[int],
-    cut: Sequence[bool],
+    is_cut: Sequence[bool],
     exchanges: Sequence[str],
-) -> Narrowed:
-    """By table: `towers`, where it goes by one; on how many ranks its bags come together, before they are pooled;
-    whether its rows are `cut` by columns; its exchange."""
+) -> TowerCompression:
+    """Find the consumers to evaluate inside towers so that the fewest floats leave them.
+
+    By table: towers, the tower with all its rows, if any; num_owners, ranks that hold parts of its bags before they are
+    pooled; is_cut, whether its rows are cut by columns; exchanges."""
     fields = model.fields
-    able = {}
+    candidates = {}
     for c, consumer in enumerate(model.consumers):
         tables = {fields[f].table for f in consumer.fields}
-        of_towers, of_exchanges = {towers[t] for t in tables}, {exchanges[t] for t in tables}
-        can_be_inside = consumer.inside_width is not None and not any(cut[t] for t in tables)
-        if can_be_inside and len(of_towers) == len(of_exchanges) == 1 and of_towers != {None}:
-            able[str(c)] = next(iter(of_towers))
-    if not able:
-        return Narrowed()
+        table_towers, table_exchanges = {towers[t] for t in tables}, {exchanges[t] for t in tables}
+        can_be_inside = consumer.inside_width is not None and not any(is_cut[t] for t in tables)
+        if (
+            can_be_inside
+            and len(table_towers) == len(table_exchanges) == 1
+            and table_towers != {None}
+        ):
+            candidates[str(c)] = next(iter(table_towers))
+    if not candidates:
+        return TowerCompression()
 
-    def needed(some: Sequence[str]) -> set[int]:
-        taken = {f for each in model.consumers for f in each.fields}
-        others = [each for c, each in enumerate(model.consumers) if str(c) not in some]
-        alone = {f for f in range(len(fields)) if f not in taken}
-        return alone.union(*(each.fields for each in others))
+    def find_sent_fields(inside: Sequence[str]) -> set[int]:
+        read = {f for consumer in model.consumers for f in consumer.fields}
+        others = [consumer for c, consumer in enumerate(model.consumers) if str(c) not in inside]
+        unread = {f for f in range(len(fields)) if f not in read}
+        return unread.union(*(consumer.fields for consumer in others))
 
-    def floats(some: Sequence[str]) -> float:
-        widths = sum(model.consumers[int(c)].inside_width or 0 for c in some)
-        return widths + sum(fields[f].dim for f in needed(some))
+    def count_floats(inside: Sequence[str]) -> float:
+        widths = sum(model.consumers[int(c)].inside_width or 0 for c in inside)
+        return widths + sum(fields[f].dim for f in find_sent_fields(inside))
 
     best: tuple[str, ...] = ()
-    for some in sets(list(able), floats):
-        if floats(some) < floats(best):
-            best = tuple(some)
-    inside = {int(c): tower for c in best if (tower := able[c]) is not None}
-    return _bytes_of(model, best, needed(best), num_owners, inside)
+    for subset in sets(list(candidates), count_floats):
+        if count_floats(subset) < count_floats(best):
+            best = tuple(subset)
+    inside = {int(c): tower for c in best if (tower := candidates[c]) is not None}
+    return _count_bytes(model, best, find_sent_fields(best), num_owners, inside)
 
 
-def _bytes_of(
+def _count_bytes(
     model: ModelLoad,
     names: Sequence[str],
-    needed: Collection[int],
+    sent_fields: Collection[int],
     num_owners: Sequence[int],
     inside: Mapping[int, int],
-) -> Narrowed:
-    """Count by table what travels otherwise where the consumers of these `names` are evaluated `inside` towers.
+) -> TowerCompression:
+    """Count the change of bytes by table if the consumers `names` are evaluated inside towers.
 
-    needed: fields whose values leave their tower all the same.
+    sent_fields: fields with values that leave their tower all the same.
     """
     fields = model.fields
-    values, gradients, id_bytes = dict[int, float](), dict[int, float](), dict[int, float]()
-    weighed = set()
+    values, gradients, weight_bytes = dict[int, float](), dict[int, float](), dict[int, float]()
+    weighted = set()
     for f in {f for name in names for f in model.consumers[int(name)].fields}:
-        each = fields[f]
-        if f not in needed:
-            values[each.table] = values.get(each.table, 0.0) - each.value_bytes
-            gradients[each.table] = gradients.get(each.table, 0.0) - each.gradient_bytes
-        if each.added_bytes and num_owners[each.table] > 1 and each.feature not in weighed:
-            weighed.add(each.feature)
-            id_bytes[each.table] = id_bytes.get(each.table, 0.0) + each.added_bytes
+        load = fields[f]
+        if f not in sent_fields:
+            values[load.table] = values.get(load.table, 0.0) - load.value_bytes
+            gradients[load.table] = gradients.get(load.table, 0.0) - load.gradient_bytes
+        if load.added_bytes and num_owners[load.table] > 1 and load.feature not in weighted:
+            weighted.add(load.feature)
+            weight_bytes[load.table] = weight_bytes.get(load.table, 0.0) + load.added_bytes
     for name in names:
         consumer = model.consumers[int(name)]
         width = sum(fields[f].dim for f in consumer.fields)
@@ -98,49 +105,50 @@ def _bytes_of(
             table, part = fields[f].table, fields[f].dim / width
             values[table] = values.get(table, 0.0) + part * consumer.inside_value_bytes
             gradients[table] = gradients.get(table, 0.0) + part * consumer.inside_gradient_bytes
-    return Narrowed(inside, values, gradients, id_bytes)
+    return TowerCompression(inside, values, gradients, weight_bytes)
 
 
 KIND: Kind = "table_wise"
 
 
-def inside_towers(
+def constrain_to_towers(
     loads: Sequence[TableLoad],
     world: World,
     model: ModelLoad,
     num_towers: int,
     *,
     memory: Memory,
-    forced: Mapping[str, Forced],
+    forced: Mapping[str, Constraint],
     options: Collection[Option],
     exchange: ExchangeName,
-) -> dict[str, Forced]:
-    """By name: whole tables of tower modules on ranks of one tower for each, towers and ranks alike in bytes, and that
-    exchange. Empty where there are none of which all tables are free to go there, on one host, or where memory has no
-    room."""
+) -> dict[str, Constraint]:
+    """Return constraints, by table name, that put the tables of each tower module on ranks of one tower.
+
+    Whole tables are balanced over towers and ranks by bytes, with this exchange. Returns no constraints on one host, if
+    memory has no room, or if no module has tables that are all unconstrained."""
     if world.num_hosts < 2 or world.has_servers or (exchange, KIND) not in options:
         return {}
     groups = [
         tables
-        for tables in _groups(model)
+        for tables in _find_module_tables(model)
         if all(loads[t].is_pooled and _is_free(forced.get(loads[t].name)) for t in tables)
     ]
     towers = tower_ranks(world, num_towers)
-    held = dict.fromkeys(range(world.num_ranks), 0.0)
-    found: dict[str, Forced] = {}
-    for tables in sorted(groups, key=lambda some: -sum(loads[t].total_bytes for t in some)):
-        ranks = min(towers, key=lambda each: sum(held[rank] for rank in each))
+    rank_bytes = dict.fromkeys(range(world.num_ranks), 0.0)
+    constraints: dict[str, Constraint] = {}
+    for tables in sorted(groups, key=lambda group: -sum(loads[t].total_bytes for t in group)):
+        ranks = min(towers, key=lambda tower: sum(rank_bytes[rank] for rank in tower))
         for t in sorted(tables, key=lambda t: -loads[t].total_bytes):
-            rank = min(ranks, key=lambda each: held[each])
-            held[rank] += loads[t].total_bytes
-            found[loads[t].name] = Forced(KIND, exchange, (rank,))
-    if memory.bytes is not None and max(held.values()) > memory.bytes:
+            rank = min(ranks, key=lambda rank: rank_bytes[rank])
+            rank_bytes[rank] += loads[t].total_bytes
+            constraints[loads[t].name] = Constraint(KIND, exchange, (rank,))
+    if memory.bytes is not None and max(rank_bytes.values()) > memory.bytes:
         return {}
-    return found
+    return constraints
 
 
-def freely(choice: Choice, before: Choice, names: Collection[str]) -> Choice:
-    """`choice`, of which those tables were not what a person said: beside them stands what each had `before`."""
+def mark_as_chosen(choice: Choice, before: Choice, names: Collection[str]) -> Choice:
+    """Return `choice` with the tables `names` as free decisions, not constraints; `before` supplies alternatives."""
     old = {table.name: table for table in before.tables}
     tables = tuple(
         replace(table, is_forced=False, others=(old[table.name].chosen, *old[table.name].others))
@@ -151,27 +159,27 @@ def freely(choice: Choice, before: Choice, names: Collection[str]) -> Choice:
     return replace(choice, tables=tables)
 
 
-def _groups(model: ModelLoad) -> list[set[int]]:
-    """Tables that must lie in one tower: those of each module, and of all that share one."""
-    found: list[set[int]] = []
+def _find_module_tables(model: ModelLoad) -> list[set[int]]:
+    """Return groups of tables that must be in one tower: those of each module, merged if modules share a table."""
+    groups: list[set[int]] = []
     for consumer in model.consumers:
-        if not _is_narrow(model, consumer):
+        if not _is_compressing(model, consumer):
             continue
-        mine = {model.fields[f].table for f in consumer.fields}
-        shared = [some for some in found if some & mine]
-        found = [some for some in found if not some & mine]
-        found.append(mine.union(*shared))
-    return found
+        tables = {model.fields[f].table for f in consumer.fields}
+        shared = [group for group in groups if group & tables]
+        groups = [group for group in groups if not group & tables]
+        groups.append(tables.union(*shared))
+    return groups
 
 
-def _is_narrow(model: ModelLoad, consumer: ConsumerLoad) -> bool:
-    """A tower module that less leaves than enters."""
+def _is_compressing(model: ModelLoad, consumer: ConsumerLoad) -> bool:
+    """Return whether a consumer is a tower module with a result smaller than its fields."""
     floats = sum(model.fields[f].dim for f in consumer.fields)
     inside = consumer.inside_width
     return consumer.is_whole and inside is not None and inside < floats
 
 
-def _is_free(said: Forced | None) -> bool:
-    return said is None or (
-        said.exchange is None and said.ranks is None and said.kind in (None, KIND)
+def _is_free(constraint: Constraint | None) -> bool:
+    return constraint is None or (
+        constraint.exchange is None and constraint.ranks is None and constraint.kind in (None, KIND)
     )

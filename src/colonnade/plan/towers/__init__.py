@@ -1,1 +1,1 @@
-"""Towers: which features stand together, where their tables lie, what that saves."""
+"""Towers: partition of features by affinity, and predicted savings of tower exchanges and tower modules."""

@@ -1,8 +1,8 @@
-"""What tower modules would save a model that has none: the plan's seconds once more, with all pooled tables in towers.
+"""Advice on tower modules: seconds per step they would save in a model that has none, with all pooled tables in towers.
 
-Advice: modules change what is learned, so nobody but the model's author puts them in. Pure.
+Only advice, because modules change what the model learns: only its author should add them. Pure functions.
 
-Legend: W floats of a tower's fields, CR what enters a module over what leaves it.
+Legend: W floats of a tower's fields, CR compression ratio, input floats of a module over its output floats.
 """
 
 from __future__ import annotations
@@ -12,27 +12,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from colonnade.lookup.hops import BY_TOWERS
-from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad, bare
+from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad, build_model_of_tables
 from colonnade.plan.cost.table_stats import TableLoad
 from colonnade.plan.measure.device import RowRate
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import OPTIONS, Choice, Forced, Memory
-from colonnade.plan.search.tower_choice import inside_towers
-from colonnade.plan.towers.forecast import RATIOS, towers_of
+from colonnade.plan.search.candidates import OPTIONS, Choice, Constraint, Memory
+from colonnade.plan.search.tower_choice import constrain_to_towers
+from colonnade.plan.towers.forecast import RATIOS, count_towers
 from colonnade.topology.world import World
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Of modules of one compression ratio, each one linear layer of its tower's fields."""
+    """Predicted saving by modules of one compression ratio, each one linear layer over its tower's fields."""
 
     towers: int
+    """Number of towers."""
     ratio: int
+    """Compression ratio of the modules."""
     saved_seconds: float
-    """Of a step of the exchange, without what the modules compute; less than 0: the plan as it is is faster."""
+    """Seconds saved per step without the time of the modules themselves; negative: the current plan is faster."""
     products: int
-    """Of a sample, forward."""
+    """Number of multiplications of the modules per sample, forward."""
     parameters: int
+    """Number of parameters of the modules."""
 
 
 def advised(
@@ -43,72 +46,74 @@ def advised(
     memory: Memory,
     rates: Sequence[RowRate] = (),
 ) -> tuple[Advice, ...]:
-    """By ratio of `RATIOS`, against `choice`, of these loads in this world. Tables are dealt in turn to one tower on
-    each host, or on several where there are fewer; those of sequences and with hot rows stay as they are chosen. Empty
-    on one host, with servers, where fewer than two tables or towers are there, or memory has no room."""
+    """Predict for each ratio of `RATIOS` what tower modules would save compared with the decision `choice`.
+
+    Tables are assigned round-robin to one tower on each host, or on several hosts if there are fewer tables than hosts.
+    Sequence tables and tables with hot rows stay as chosen. Returns nothing on one host, with servers, with fewer than
+    two tables or towers, or if memory has no room."""
     sides = ("[hot]", "[cold]")
-    mine = [
+    tables = [
         t
         for t, load in enumerate(loads)
         if load.is_pooled and load.columns and not load.name.endswith(sides)
     ]
-    if world.num_hosts < 2 or world.has_servers or len(mine) < 2:
+    if world.num_hosts < 2 or world.has_servers or len(tables) < 2:
         return ()
-    num_towers = towers_of(world, len(mine))
+    num_towers = count_towers(world, len(tables))
     if num_towers < 2:
         return ()
-    found = []
+    advice = []
     for ratio in RATIOS:
-        model, widths = _with_modules(bare(loads), mine, num_towers, ratio)
-        as_is = {
-            each.name: Forced(
-                each.chosen.sharding.kind, each.chosen.exchange, each.chosen.sharding.ranks
+        model, widths = _add_modules(build_model_of_tables(loads), tables, num_towers, ratio)
+        current = {
+            table.name: Constraint(
+                table.chosen.sharding.kind, table.chosen.exchange, table.chosen.sharding.ranks
             )
-            for each in choice.tables
+            for table in choice.tables
         }
-        taken = []
+        step_seconds = []
         for exchange in BY_TOWERS:
-            inside = inside_towers(
+            in_towers = constrain_to_towers(
                 loads, world, model, num_towers, memory=memory, forced={}, options=OPTIONS, exchange=exchange
             )  # fmt: skip
-            if not inside:
+            if not in_towers:
                 return ()
             other = choose(
-                loads, world, memory=memory, rates=rates, forced={**as_is, **inside}, model=model, towers=num_towers,
-                is_fetched_ahead=choice.seconds.is_fetched_ahead,
+                loads, world, memory=memory, rates=rates, forced={**current, **in_towers}, model=model,
+                towers=num_towers, is_fetched_ahead=choice.seconds.is_fetched_ahead,
             )  # fmt: skip
-            taken.append(other.seconds.step)
-        products = sum(enter * leave for enter, leave in widths)
-        found.append(
+            step_seconds.append(other.seconds.step)
+        products = sum(inputs * outputs for inputs, outputs in widths)
+        advice.append(
             Advice(
                 num_towers,
                 ratio,
-                choice.seconds.step - min(taken),
+                choice.seconds.step - min(step_seconds),
                 products,
-                products + sum(leave for _, leave in widths),
+                products + sum(outputs for _, outputs in widths),
             )
         )
-    return tuple(found)
+    return tuple(advice)
 
 
-def _with_modules(
+def _add_modules(
     model: ModelLoad, tables: Sequence[int], num_towers: int, ratio: int
 ) -> tuple[ModelLoad, list[tuple[int, int]]]:
-    """The model with a module for the fields of every tower's tables, and by module (W, W / CR)."""
+    """Return the model with a module for each tower's fields, and the widths (W, W / CR) of each module."""
     consumers, widths = [], []
-    for number in range(num_towers):
-        some = set(tables[number::num_towers])
-        fields = [f for f, field in enumerate(model.fields) if field.table in some]
-        enter = sum(model.fields[f].dim for f in fields)
-        leave = math.ceil(enter / ratio)
+    for tower in range(num_towers):
+        tower_tables = set(tables[tower::num_towers])
+        fields = [f for f, field in enumerate(model.fields) if field.table in tower_tables]
+        inputs = sum(model.fields[f].dim for f in fields)
+        outputs = math.ceil(inputs / ratio)
         values, gradients = (
-            sum(getattr(model.fields[f], name) for f in fields) * leave / enter
+            sum(getattr(model.fields[f], name) for f in fields) * outputs / inputs
             for name in ("value_bytes", "gradient_bytes")
         )
-        widths.append((enter, leave))
+        widths.append((inputs, outputs))
         consumers.append(
             ConsumerLoad(
-                f"tower{number}", tuple(fields), None, inside_width=leave, inside_value_bytes=values,
+                f"tower{tower}", tuple(fields), None, inside_width=outputs, inside_value_bytes=values,
                 inside_gradient_bytes=gradients, is_whole=True,
             )
         )  # fmt: skip

@@ -1,7 +1,7 @@
-"""What towers would save where nobody can look: seconds of a step's exchange in worlds that do not run here.
+"""Forecast of what towers save in worlds that do not run here: seconds of a step's exchange.
 
-A cost model of numbers alone: flat, towers whose features cross the slow links once (SPTT), and towers whose modules
-make less of them first (Luo et al. 2024). Predictions, not measurements.
+Compares direct exchange (flat), towers with features that cross slow links once (SPTT), and towers with modules that
+compress features first (Luo et al. 2024). Predictions of a cost model, not measurements.
 """
 
 from __future__ import annotations
@@ -16,26 +16,30 @@ PAPER = (
 )
 RATIOS = (2, 4, 8)
 DIRECTIONS = 2
-"""Values to the samples' ranks, and their gradients back the same way."""
+"""Number of directions: values to the ranks of the samples, and gradients in reverse."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Seconds of a step's exchange of pooled values and gradients; `modules` by compression ratio."""
+    """Predicted seconds of a step's exchange of pooled values and gradients."""
 
     world: World
     num_towers: int
     flat: float
+    """Seconds without towers."""
     towers: float
+    """Seconds with towers."""
     modules: dict[int, float]
+    """Seconds with tower modules, by compression ratio."""
 
 
 def forecast(world: World, *, num_tables: int, floats: int, samples: int) -> Forecast:
-    """floats: of all pooled features of a sample, 4 bytes each. samples: of a rank and step.
+    """Predict the seconds of a step's exchange without towers, with towers and with tower modules.
 
-    One tower on each host, or on several where there are fewer tables than hosts. Ids travel ahead and are left out,
-    and so is the processor. Effective bandwidth is taken not to depend on how many ranks take part, which favours
-    flat. Raises ConfigError for a world of one host, where nothing crosses a slow link.
+    floats: number of floats of all pooled features of a sample, 4 bytes each. samples: per rank and step. There is one
+    tower on each host, or on several hosts if there are fewer tables than hosts. Ids, which are sent ahead, and
+    processor time are left out. The model assumes that effective bandwidth does not depend on the number of ranks,
+    which favours flat. Raises ConfigError for a world of one host, in which nothing crosses a slow link.
     """
     if world.num_hosts < 2:
         raise ConfigError(
@@ -45,46 +49,48 @@ def forecast(world: World, *, num_tables: int, floats: int, samples: int) -> For
         raise ConfigError(
             f"got {num_tables} tables, {floats} floats and {samples} samples, wanted 1 or more of each"
         )
-    num = towers_of(world, num_tables)
+    num_towers = count_towers(world, num_tables)
     return Forecast(
         world,
-        num,
+        num_towers,
         DIRECTIONS * flat_seconds(world, floats * 4.0 * samples),
-        DIRECTIONS * tower_seconds(world, floats * 4.0 * samples, num),
+        DIRECTIONS * tower_seconds(world, floats * 4.0 * samples, num_towers),
         {
-            ratio: DIRECTIONS * tower_seconds(world, floats * 4.0 * samples, num, ratio=ratio)
+            ratio: DIRECTIONS
+            * tower_seconds(world, floats * 4.0 * samples, num_towers, ratio=ratio)
             for ratio in RATIOS
         },
     )
 
 
-def towers_of(world: World, num_tables: int) -> int:
-    """One on each host, or on several where there are fewer tables than hosts."""
+def count_towers(world: World, num_tables: int) -> int:
+    """Return the number of towers: one on each host, or on several hosts if there are fewer tables than hosts."""
     hosts = range(1, world.num_hosts + 1)
     return max(t for t in hosts if not world.num_hosts % t and t <= num_tables)
 
 
 def flat_seconds(world: World, size: float) -> float:
-    """One way of `size` bytes a rank, whole tables anywhere: every rank hears from every rank of another host."""
-    return (world.num_ranks - world.ranks_per_host) * world.remote_message_seconds + _remote(
-        world, size * (1 - 1 / world.num_hosts)
-    )
+    """Return the seconds of one direction of `size` bytes a rank without towers.
+
+    Whole tables are anywhere, so every rank receives messages from all ranks of other hosts."""
+    messages = (world.num_ranks - world.ranks_per_host) * world.remote_message_seconds
+    return messages + _uplink_seconds(world, size * (1 - 1 / world.num_hosts))
 
 
 def tower_seconds(world: World, size: float, num_towers: int, *, ratio: float = 1.0) -> float:
-    """The same by towers: inside the tower first, then one message from each other tower, `ratio` times smaller.
+    """Return the seconds of one direction with towers: inside the tower, then one message from each other tower.
 
-    A tower of one host is inside fast links. One of several hosts has slow links inside it, too, for what its modules
-    have not yet made smaller."""
+    Messages between towers are `ratio` times smaller. A tower of one host has fast links inside. A tower of several
+    hosts has slow links inside, too, which carry values before modules compress them."""
     ranks, local = world.num_ranks // num_towers, world.ranks_per_host
     inside = (local - 1) * world.message_seconds
     inside += size * (local - 1) / ranks / world.local_bytes_per_second
     inside += (ranks - local) * world.remote_message_seconds
-    inside += _remote(world, size * (ranks - local) / ranks)
-    across = (num_towers - 1) * world.remote_message_seconds
-    return inside + across + _remote(world, size * (1 - 1 / num_towers) / ratio)
+    inside += _uplink_seconds(world, size * (ranks - local) / ranks)
+    between = (num_towers - 1) * world.remote_message_seconds
+    return inside + between + _uplink_seconds(world, size * (1 - 1 / num_towers) / ratio)
 
 
-def _remote(world: World, size: float) -> float:
-    """A host's uplink is shared by its ranks."""
+def _uplink_seconds(world: World, size: float) -> float:
+    """Return the seconds of `size` bytes for each rank of a host over their shared uplink."""
     return size * world.ranks_per_host / world.remote_bytes_per_second

@@ -1,15 +1,15 @@
-"""Partition of features into towers: which features are looked up together, within what a tower may hold.
+"""Partition of features into towers within the capacity of each tower.
 
-Features in the plane: stress minimisation by majorisation (SMACOF, de Leeuw 1977) from classical scaling (Torgerson
-1952): no chance in it.
+The tower partitioner of DMT (Luo et al. 2024): embed features in the plane so that similar (or dissimilar) ones are
+near each other, then cluster them by k-means with bounded clusters. A table is looked up in one tower, so its features
+stay together. Pure functions, deterministic for a seed. Legend: F features, U tables, T towers.
 
-The bounded step of k-means: Bradley, Bennett and Demiriz 2000. Where all things weigh the same it is a flow of least
-cost, and solved as one; else it is packing, which has no quick exact way, and is searched by moves and swaps. Pure
-functions of numbers, no chance. Legend: U things, T places, M measures (what a thing weighs).
+Embedding in the plane: stress minimisation by majorisation (SMACOF, de Leeuw 1977), started from classical scaling
+(Torgerson 1952). Deterministic.
 
-The tower partitioner of DMT (Luo et al. 2024): alike features (or unlike ones) near each other in space, then k-means
-with bounded clusters. A table is looked up in one tower, so its features go together. Pure functions, no chance but a
-seed's. Legend: F features, U tables, T towers.
+Bounded assignment in k-means: Bradley, Bennett and Demiriz 2000. If all items have equal weights it is a minimum-cost
+flow, and solved as such. Otherwise it is bin packing, which has no fast exact algorithm, and a local search by moves
+and swaps solves it. Deterministic. Legend: U items, T bins, M measures (weights of an item).
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
 from colonnade.formats import stamp
-from colonnade.plan.towers.affinity import DISTANCES, Distance, distances, within_and_between
+from colonnade.plan.towers.affinity import DISTANCES, Distance, affinity_distances, mean_affinities
 from colonnade.topology.towers import Partition
 
 Floats = NDArray[np.float64]
 PLANE_ROUNDS = 500
-WORTH = 1e-7
-"""Of the stress: a round that takes less of it is the last."""
+MIN_STRESS_GAIN = 1e-7
+"""Part of the stress that a round must remove for another round to follow."""
 
 
-def place(distances: Floats, dims: int = 2) -> tuple[Floats, float]:
-    """(F, dims) points, and their stress: sum (|x_i - x_j| - d_ij)^2 over sum d_ij^2; 0 is perfect.
+def embed_in_plane(distances: Floats, dims: int = 2) -> tuple[Floats, float]:
+    """Compute points with these distances, (F, dims), and their stress.
 
-    distances: (F, F), symmetric, 0 on the diagonal. Points that are all alike lie on one spot.
+    The stress is sum (|x_i - x_j| - d_ij)^2 over sum d_ij^2; 0 is perfect. distances: (F, F), symmetric, 0 on the
+    diagonal. If all distances are 0, all points are equal.
     """
-    points = classical(distances, dims)
+    points = classical_scaling(distances, dims)
     total = float((distances**2).sum())
     if not total:
         return points, 0.0
@@ -52,19 +53,21 @@ def place(distances: Floats, dims: int = 2) -> tuple[Floats, float]:
         if after >= stress:
             break
         gain, points, stress = stress - after, moved, after
-        if gain < WORTH * stress:
+        if gain < MIN_STRESS_GAIN * stress:
             break
     return points, stress
 
 
-def classical(distances: Floats, dims: int) -> Floats:
-    """(F, dims): the leading axes of the centred squares. Each axis points to where its longest element is positive."""
+def classical_scaling(distances: Floats, dims: int) -> Floats:
+    """Compute the leading axes of the centred squared distances, (F, dims).
+
+    The largest element of each axis is positive."""
     num = len(distances)
     centre = np.eye(num) - 1.0 / num
     values, vectors = np.linalg.eigh(-0.5 * centre @ (distances**2) @ centre)
     order = np.argsort(-values, kind="stable")[:dims]
     axes = vectors[:, order] * np.sqrt(np.maximum(values[order], 0.0))
-    # Of elements that are as long up to rounding, the first says which way an axis points.
+    # Of elements that are equal up to rounding, the first determines the sign of an axis.
     longest = (np.abs(axes) >= np.abs(axes).max(0, initial=0.0) * (1 - 1e-9)).argmax(0)
     signs = np.sign(axes[longest, np.arange(len(order))])
     axes = axes * np.where(signs == 0, 1.0, signs)
@@ -81,127 +84,134 @@ def _stress(points: Floats, distances: Floats) -> float:
 
 Labels = NDArray[np.int64]
 SLACK = 1e-9
-"""Of a capacity: sums of floats may be so much above it."""
+"""Relative tolerance of a capacity, for rounding in sums of floats."""
 
 
-def assign(costs: Floats, weights: Floats, capacities: Floats) -> Labels:
-    """(U,): the place of each thing, at least one in each (U >= T). `overflow` says whether all fit.
+def assign_to_bins(costs: Floats, weights: Floats, capacities: Floats) -> Labels:
+    """Assign items to bins at low cost, at least one item in each bin (U >= T). Returns the bin of each item, (U,).
 
-    costs: (U, T). weights: (U, M), not negative. capacities: (M,), of every place, above 0; inf: no bound.
+    costs: (U, T). weights: (U, M), not negative. capacities: (M,), of every bin, above 0; inf: no bound. The result may
+    exceed capacities (`max_bin_fill`).
     """
     bounded = np.isfinite(capacities)
     weights, capacities = weights[:, bounded], capacities[bounded]
     if not capacities.size or (weights == weights[0]).all():
-        # The room for each is the least over measures.
-        rooms = np.divide(
+        # The capacity in items is the smallest over measures.
+        max_items_by_measure = np.divide(
             capacities, weights[0], out=np.full(len(capacities), np.inf), where=weights[0] > 0
         )
-        room = int(min(rooms.min(initial=np.inf) * (1 + SLACK), len(costs)))
-        if room * costs.shape[1] >= len(costs):
-            return flow(costs, room)
-    return searched(costs, weights, capacities)
+        max_items = int(min(max_items_by_measure.min(initial=np.inf) * (1 + SLACK), len(costs)))
+        if max_items * costs.shape[1] >= len(costs):
+            return assign_by_flow(costs, max_items)
+    return assign_by_local_search(costs, weights, capacities)
 
 
-def flow(costs: Floats, room: int) -> Labels:
-    """(U,): the least sum of costs with 1 .. `room` things in each place. room * T >= U >= T.
+def assign_by_flow(costs: Floats, max_items: int) -> Labels:
+    """Assign items to bins at minimum total cost, 1 .. `max_items` to each bin. max_items * T >= U >= T.
 
-    Successive shortest paths: thing after thing comes in at the cheapest way of making room, along a path of things
-    that move on. A place's first thing is so cheap that no place stays empty.
+    Returns the bin of each item, (U,). Successive shortest paths: items enter one after another along the cheapest path
+    of items that move on to other bins. The first item of a bin has so low a cost that no bin stays empty.
     """
-    num, places = costs.shape
-    first = -(np.abs(costs).sum() + 1.0)  # of a place that is empty
-    label = np.full(num, -1, dtype=np.int64)
-    held = np.zeros(places, dtype=np.int64)
-    step = np.full((places, places), np.inf)  # the cheapest move of a thing from one to another
-    mover = np.zeros((places, places), dtype=np.int64)
-    for thing in range(num):
-        far, before = costs[thing].copy(), np.full(places, -1, dtype=np.int64)
-        for _ in range(places):
-            through = far[:, None] + step
+    num_items, num_bins = costs.shape
+    first_cost = -(np.abs(costs).sum() + 1.0)  # of the first item of an empty bin
+    label = np.full(num_items, -1, dtype=np.int64)
+    num_in_bin = np.zeros(num_bins, dtype=np.int64)
+    # Cheapest move of an item from one bin to another, and this item.
+    move_cost = np.full((num_bins, num_bins), np.inf)
+    mover = np.zeros((num_bins, num_bins), dtype=np.int64)
+    for item in range(num_items):
+        path_cost, previous = costs[item].copy(), np.full(num_bins, -1, dtype=np.int64)
+        for _ in range(num_bins):
+            through = path_cost[:, None] + move_cost
             best = through.argmin(0)
-            value = through[best, np.arange(places)]
-            better = value < far - 1e-12 * (1 + np.abs(far))
+            value = through[best, np.arange(num_bins)]
+            better = value < path_cost - 1e-12 * (1 + np.abs(path_cost))
             if not better.any():
                 break
-            far[better], before[better] = value[better], best[better]
-        end = np.where(held == 0, first, np.where(held < room, 0.0, np.inf))
-        place = int((far + end).argmin())
-        held[place] += 1
-        touched = {place}
-        while before[place] >= 0:
-            source = int(before[place])
-            label[mover[source, place]] = place
-            place = source
-            touched.add(place)
-        label[thing] = place
-        for t in touched:
+            path_cost[better], previous[better] = value[better], best[better]
+        end_cost = np.where(
+            num_in_bin == 0, first_cost, np.where(num_in_bin < max_items, 0.0, np.inf)
+        )
+        target = int((path_cost + end_cost).argmin())
+        num_in_bin[target] += 1
+        changed = {target}
+        while previous[target] >= 0:
+            source = int(previous[target])
+            label[mover[source, target]] = target
+            target = source
+            changed.add(target)
+        label[item] = target
+        for t in changed:
             members = np.flatnonzero(label == t)
             more = costs[members] - costs[members, t][:, None]
             mover[t] = members[more.argmin(0)]
-            step[t] = more.min(0)
-            step[t, t] = np.inf
+            move_cost[t] = more.min(0)
+            move_cost[t, t] = np.inf
     return label
 
 
-def searched(costs: Floats, weights: Floats, capacities: Floats) -> Labels:
-    """(U,): heaviest first to the cheapest place with room, then moves and swaps while they help: the overflow first,
-    then the costs."""
-    num, places = costs.shape
-    shares = weights / capacities  # (U, M): a place may hold 1 of each
-    order = np.lexsort((np.arange(num), -shares.max(1, initial=0.0)))
-    label = np.full(num, -1, dtype=np.int64)
-    full, held = np.zeros((places, shares.shape[1])), np.zeros(places)
+def assign_by_local_search(costs: Floats, weights: Floats, capacities: Floats) -> Labels:
+    """Assign items to bins: heaviest first to the cheapest bin with room, then by moves and swaps while they help.
+
+    Reduces the overflow first, then the costs. Returns the bin of each item, (U,)."""
+    num_items, num_bins = costs.shape
+    shares = weights / capacities  # (U, M): the sum in a bin should not exceed 1
+    order = np.lexsort((np.arange(num_items), -shares.max(1, initial=0.0)))
+    label = np.full(num_items, -1, dtype=np.int64)
+    fill, num_in_bin = np.zeros((num_bins, shares.shape[1])), np.zeros(num_bins)
     for u in order.tolist():
-        over = _over(full + shares[u], held + 1)
-        label[u] = np.lexsort((costs[u], over))[0]
-        full[label[u]] += shares[u]
-        held[label[u]] += 1
-    things = np.arange(num)
+        excess = _bin_excess(fill + shares[u], num_in_bin + 1)
+        label[u] = np.lexsort((costs[u], excess))[0]
+        fill[label[u]] += shares[u]
+        num_in_bin[label[u]] += 1
+    items = np.arange(num_items)
     scale = np.ptp(costs, axis=1).sum() + 1e-300
     while True:
-        over = _over(full, held)
-        mine = over[label]
-        left = _over(full[label] - shares, held[label] - 1)
-        came = _over(full[None] + shares[:, None], held[None] + 1)  # (U, T)
-        moves = left[:, None] - mine[:, None] + came - over[None]
-        swapped = _over(full[label][:, None] - shares[:, None] + shares[None], held[label][:, None])
-        swaps = swapped + swapped.T - mine[:, None] - mine[None]
-        dearer = costs - costs[things, label][:, None]
-        exchanged = dearer[:, label]
-        apart = label[:, None] != label[None]
-        stays = label[:, None] == np.arange(places)[None]
-        best_of = []
-        for by_room, by_cost, is_none in (
-            (moves, dearer, stays),
-            (swaps, exchanged + exchanged.T, ~apart),
+        excess = _bin_excess(fill, num_in_bin)
+        own_excess = excess[label]
+        without_item = _bin_excess(fill[label] - shares, num_in_bin[label] - 1)
+        with_item = _bin_excess(fill[None] + shares[:, None], num_in_bin[None] + 1)  # (U, T)
+        moves = without_item[:, None] - own_excess[:, None] + with_item - excess[None]
+        swapped = _bin_excess(
+            fill[label][:, None] - shares[:, None] + shares[None], num_in_bin[label][:, None]
+        )
+        swaps = swapped + swapped.T - own_excess[:, None] - own_excess[None]
+        move_costs = costs - costs[items, label][:, None]
+        swap_costs = move_costs[:, label]
+        is_other_bin = label[:, None] != label[None]
+        stays = label[:, None] == np.arange(num_bins)[None]
+        candidates = []
+        for excess_change, cost_change, is_void in (
+            (moves, move_costs, stays),
+            (swaps, swap_costs + swap_costs.T, ~is_other_bin),
         ):
-            by_room = np.where(np.abs(by_room) < SLACK, 0.0, by_room)
-            worth = by_room * 1e6 + by_cost / scale
-            worth[is_none] = np.inf
-            at = int(worth.argmin())
-            best_of.append((float(worth.flat[at]), *divmod(at, worth.shape[1])))
-        (move, u, t), (swap, v, w) = best_of
+            excess_change = np.where(np.abs(excess_change) < SLACK, 0.0, excess_change)
+            change = excess_change * 1e6 + cost_change / scale
+            change[is_void] = np.inf
+            index = int(change.argmin())
+            candidates.append((float(change.flat[index]), *divmod(index, change.shape[1])))
+        (move, u, t), (swap, v, w) = candidates
         if min(move, swap) >= -SLACK:
             return label
         if move <= swap:
             label[u] = t
         else:
             label[v], label[w] = label[w], label[v]
-        full = np.stack([shares[label == p].sum(0) for p in range(places)])
-        held = np.bincount(label, minlength=places).astype(np.float64)
+        fill = np.stack([shares[label == b].sum(0) for b in range(num_bins)])
+        num_in_bin = np.bincount(label, minlength=num_bins).astype(np.float64)
 
 
-def overflow(labels: Labels, weights: Floats, capacities: Floats) -> Floats:
-    """(M,): of the fullest place, its weight over the capacity; 1 or less where it fits."""
-    found = np.zeros((int(labels.max()) + 1, weights.shape[1]))
-    np.add.at(found, labels, weights)
-    return found.max(0) / capacities
+def max_bin_fill(labels: Labels, weights: Floats, capacities: Floats) -> Floats:
+    """Return the weight of the fullest bin over its capacity by measure, (M,); at most 1 if all items fit."""
+    totals = np.zeros((int(labels.max()) + 1, weights.shape[1]))
+    np.add.at(totals, labels, weights)
+    return totals.max(0) / capacities
 
 
-def _over(full: Floats, held: Floats) -> Floats:
-    """How far places are from being as they should: what is above 1, and 1 for an empty one."""
-    above = np.maximum(full - (1 + SLACK), 0.0).sum(-1)
-    return above + (held < 1)
+def _bin_excess(fill: Floats, num_in_bin: Floats) -> Floats:
+    """Return how far bins are above capacity, as a part of it; 1 for an empty bin."""
+    above = np.maximum(fill - (1 + SLACK), 0.0).sum(-1)
+    return above + (num_in_bin < 1)
 
 
 MEASURES = ("count", "bytes", "lookups")
@@ -211,21 +221,21 @@ ROUNDS = 50
 
 @dataclass(frozen=True, slots=True)
 class FeatureLoad:
-    """What a feature asks of the tower that has it."""
+    """Load of one feature on its tower."""
 
     name: str
     table: str
     table_bytes: float
-    """Of the table's rows at rest: once, whatever number of features reads it."""
+    """Bytes of the table's rows, counted once for all features that read it."""
     lookups: float
-    """Of a sample."""
+    """Number of lookups per sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:
-    """What a tower may hold, over the mean of all towers: 1 is an even share. None: no bound.
+    """Capacity of a tower relative to the mean of all towers: 1 is an even share. None: no bound.
 
-    `count` is of features, and a share of them is rounded up: 26 features on 4 towers are 7 at most."""
+    `count` counts features, and the bound is rounded up: 26 features on 4 towers are at most 7."""
 
     count: float | None = 1.0
     bytes: float | None = None
@@ -242,34 +252,43 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """A partition judged: mean affinity of pairs inside towers and across, and what each tower holds."""
+    """Quality of a partition: mean affinity inside and across towers, and the load of each tower."""
 
     within: float | None
+    """Mean affinity of pairs of features inside one tower; None without such pairs."""
     between: float | None
+    """Mean affinity of pairs of features in two towers; None without such pairs."""
     count: tuple[int, ...]
+    """Number of features of each tower."""
     bytes: tuple[float, ...]
+    """Bytes of the tables of each tower."""
     lookups: tuple[float, ...]
+    """Number of lookups per sample of each tower."""
 
 
 @dataclass(frozen=True, slots=True)
 class TowerMap:
-    """A partition, where features lie in the plane, and how it compares with striped and with random towers."""
+    """Partition of features with their points in the plane, compared with round-robin and random partitions."""
 
     partition: Partition
     distance: Distance
     places: dict[str, tuple[float, float]]
+    """Point of each feature in the plane, by name."""
     stress: float
-    """Of the plane: what of the distances it does not show."""
+    """Part of the squared distances that the plane does not show."""
     learned: Measures
+    """Quality of `partition`."""
     striped: Measures
+    """Quality of a round-robin partition."""
     random: Measures
+    """Quality of a random partition."""
     silent: tuple[str, ...] = ()
-    """Features that had no vector in any sample."""
+    """Features without a vector in any sample."""
     made: dict[str, int] = field(default_factory=dict)
-    """From which step, and how many samples."""
+    """Step of the checkpoint and number of samples that the affinities come from."""
 
     def to_json(self) -> str:
-        """Also a `Partition`, for whoever reads no more."""
+        """Return the text of a map file, which `Partition.from_json` can read as well."""
         return json.dumps(
             {
                 **stamp("colonnade towers"),
@@ -289,28 +308,28 @@ class TowerMap:
 
     @classmethod
     def from_json(cls, text: str) -> TowerMap:
-        """Raises ConfigError."""
+        """Read the text of a map file. Raises ConfigError."""
         partition = Partition.from_json(text)
         try:
-            said = json.loads(text)
-            if said["distance"] not in DISTANCES:
-                raise ValueError(said["distance"])
-            places = {str(name): _point(at) for name, at in said["places"].items()}
-            if set(places) != set(partition.features):
-                raise ValueError("places of other features")
+            fields = json.loads(text)
+            if fields["distance"] not in DISTANCES:
+                raise ValueError(fields["distance"])
+            points = {str(name): _read_point(point) for name, point in fields["places"].items()}
+            if set(points) != set(partition.features):
+                raise ValueError("points of other features")
             learned, striped, random = (
-                _measures(said[name], partition) for name in ("learned", "striped", "random")
+                _read_measures(fields[name], partition) for name in ("learned", "striped", "random")
             )
             return cls(
                 partition,
-                said["distance"],
-                places,
-                _finite(said["stress"]),
+                fields["distance"],
+                points,
+                _read_finite(fields["stress"]),
                 learned=learned,
                 striped=striped,
                 random=random,
-                silent=tuple(map(str, said["silent"])),
-                made={str(name): int(value) for name, value in said["made"].items()},
+                silent=tuple(map(str, fields["silent"])),
+                made={str(name): int(value) for name, value in fields["made"].items()},
             )
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise ConfigError(
@@ -329,37 +348,38 @@ def tower_map(
     made: Mapping[str, int] | None = None,
     seed: int = 0,
 ) -> TowerMap:
-    """affinity: (F, F) in the order of `loads`. The same input gives the same towers, which come in the order of
-    their first features. Raises ConfigError."""
-    units = _units(loads)
-    check(loads, num_towers)
-    wanted = distances(affinity, distance)
-    plane, stress = place(wanted)
-    learned = clustered(plane, loads, num_towers, capacity=capacity, seed=seed)
-    order = np.random.default_rng([seed, 1]).permutation(len(units))
+    """Partition features into towers by affinity and compare with round-robin and random partitions.
+
+    affinity: (F, F) in the order of `loads`. Deterministic; towers are ordered by their first features. Raises
+    ConfigError."""
+    tables = _features_by_table(loads)
+    check_num_towers(loads, num_towers)
+    plane, stress = embed_in_plane(affinity_distances(affinity, distance))
+    learned = cluster_features(plane, loads, num_towers, capacity=capacity, seed=seed)
+    order = np.random.default_rng([seed, 1]).permutation(len(tables))
     striped = np.empty(len(loads), dtype=np.int64)
     shuffled = striped.copy()
-    for number, unit in enumerate(units):
-        striped[unit] = number % num_towers
-        shuffled[unit] = int(order[number]) % num_towers
+    for t, features in enumerate(tables):
+        striped[features] = t % num_towers
+        shuffled[features] = int(order[t]) % num_towers
     return TowerMap(
-        partition_of(learned, loads, num_towers),
+        build_partition(learned, loads, num_towers),
         distance,
         {
             load.name: (round(float(x), 6), round(float(y), 6))
             for load, (x, y) in zip(loads, plane, strict=True)
         },
         round(stress, 6),
-        learned=judge(affinity, loads, learned, num_towers),
-        striped=judge(affinity, loads, striped, num_towers),
-        random=judge(affinity, loads, shuffled, num_towers),
+        learned=measure_partition(affinity, loads, learned, num_towers),
+        striped=measure_partition(affinity, loads, striped, num_towers),
+        random=measure_partition(affinity, loads, shuffled, num_towers),
         silent=tuple(silent),
         made=dict(made or {}),
     )
 
 
-def check(loads: Sequence[FeatureLoad], num_towers: int) -> None:
-    """Raises ConfigError where so many towers cannot each have a table."""
+def check_num_towers(loads: Sequence[FeatureLoad], num_towers: int) -> None:
+    """Raise ConfigError if there are more towers than tables, or none."""
     tables = len({load.table for load in loads})
     if not 1 <= num_towers <= tables:
         raise ConfigError(
@@ -368,7 +388,7 @@ def check(loads: Sequence[FeatureLoad], num_towers: int) -> None:
         )
 
 
-def clustered(
+def cluster_features(
     points: Floats,
     loads: Sequence[FeatureLoad],
     num_towers: int,
@@ -376,43 +396,47 @@ def clustered(
     capacity: Capacity = Capacity(),
     seed: int = 0,
 ) -> NDArray[np.int64]:
-    """(F,): by feature its tower, numbered by their first features. Features of a table count as one thing.
+    """Cluster features into towers within their capacity. Returns the tower of each feature, (F,).
 
-    points: (F, 2). Raises ConfigError where no towers within the capacity are found.
+    points: (F, 2). Towers are numbered by their first features. Features of one table stay together. Raises ConfigError
+    if no towers within the capacity are found.
     """
-    units = _units(loads)
+    tables = _features_by_table(loads)
     weights = np.array(
         [
-            [len(unit), loads[unit[0]].table_bytes, sum(loads[f].lookups for f in unit)]
-            for unit in units
+            [len(features), loads[features[0]].table_bytes, sum(loads[f].lookups for f in features)]
+            for features in tables
         ]
     )
-    room = _room(weights, num_towers, capacity)
+    capacities = _absolute_capacities(weights, num_towers, capacity)
     best: tuple[float, NDArray[np.int64]] | None = None
-    nearest: Floats | None = None
-    for centres in _starts(points, units, num_towers, seed):
-        label, cost = _kmeans(points, units, centres, weights, room)
-        over = overflow(label, weights, room)
-        if over.max() > 1 + 1e-6:
-            if nearest is None or over.max() < nearest.max():
-                nearest = over
+    least_overflow: Floats | None = None
+    for centres in _initial_centres(points, tables, num_towers, seed):
+        label, cost = _kmeans(points, tables, centres, weights, capacities)
+        fill = max_bin_fill(label, weights, capacities)
+        if fill.max() > 1 + 1e-6:
+            if least_overflow is None or fill.max() < least_overflow.max():
+                least_overflow = fill
         elif best is None or cost < best[0] - 1e-9 * (1 + cost):
             best = (cost, label)
     if best is None:
-        assert nearest is not None
-        raise ConfigError(_refusal(nearest, weights, loads, units, num_towers, capacity))
-    found = np.empty(len(loads), dtype=np.int64)
-    for unit, tower in zip(units, best[1], strict=True):
-        found[unit] = tower
-    _, first = np.unique(found, return_index=True)
-    number = np.empty(num_towers, dtype=np.int64)
-    number[np.argsort(first, kind="stable")] = np.arange(num_towers)
-    return number[found]
+        assert least_overflow is not None
+        raise ConfigError(
+            _describe_overflow(least_overflow, weights, loads, tables, num_towers, capacity)
+        )
+    towers = np.empty(len(loads), dtype=np.int64)
+    for features, tower in zip(tables, best[1], strict=True):
+        towers[features] = tower
+    _, first = np.unique(towers, return_index=True)
+    new_index = np.empty(num_towers, dtype=np.int64)
+    new_index[np.argsort(first, kind="stable")] = np.arange(num_towers)
+    return new_index[towers]
 
 
-def partition_of(
+def build_partition(
     towers: Sequence[int] | NDArray[np.int64], loads: Sequence[FeatureLoad], num_towers: int
 ) -> Partition:
+    """Build a partition from the tower of each feature."""
     return Partition(
         tuple(
             tuple(load.name for load, t in zip(loads, towers, strict=True) if t == tower)
@@ -421,20 +445,21 @@ def partition_of(
     )
 
 
-def judge(
+def measure_partition(
     affinity: Floats,
     loads: Sequence[FeatureLoad],
     towers: Sequence[int] | NDArray[np.int64],
     num_towers: int,
 ) -> Measures:
-    within, between = within_and_between(affinity, list(map(int, towers)))
+    """Measure the affinities and loads of a partition. towers: index of each feature's tower."""
+    within, between = mean_affinities(affinity, list(map(int, towers)))
     count, lookups, size = [0] * num_towers, [0.0] * num_towers, [0.0] * num_towers
-    seen: set[str] = set()
+    counted_tables: set[str] = set()
     for load, tower in zip(loads, towers, strict=True):
         count[tower] += 1
         lookups[tower] += load.lookups
-        size[tower] += 0 if load.table in seen else load.table_bytes
-        seen.add(load.table)
+        size[tower] += 0 if load.table in counted_tables else load.table_bytes
+        counted_tables.add(load.table)
     return Measures(
         None if math.isnan(within) else round(within, 6),
         None if math.isnan(between) else round(between, 6),
@@ -444,60 +469,60 @@ def judge(
     )
 
 
-def _units(loads: Sequence[FeatureLoad]) -> list[NDArray[np.int64]]:
-    """By table, in the order of first features: the numbers of its features."""
-    found: dict[str, list[int]] = {}
-    for number, load in enumerate(loads):
-        found.setdefault(load.table, []).append(number)
-    return [np.array(unit) for unit in found.values()]
+def _features_by_table(loads: Sequence[FeatureLoad]) -> list[NDArray[np.int64]]:
+    """Return the indices of each table's features; tables in the order of their first features."""
+    features: dict[str, list[int]] = {}
+    for f, load in enumerate(loads):
+        features.setdefault(load.table, []).append(f)
+    return [np.array(indices) for indices in features.values()]
 
 
-def _room(weights: Floats, num_towers: int, capacity: Capacity) -> Floats:
-    """(3,): what a tower may hold; inf where nothing is said or nothing weighs."""
-    found = np.full(len(MEASURES), np.inf)
+def _absolute_capacities(weights: Floats, num_towers: int, capacity: Capacity) -> Floats:
+    """Return the largest weight of a tower by measure, (3,); inf without a bound or without weights."""
+    capacities = np.full(len(MEASURES), np.inf)
     for m, name in enumerate(MEASURES):
         ratio, total = getattr(capacity, name), float(weights[:, m].sum())
         if ratio is not None and total > 0:
-            found[m] = ratio * total / num_towers
+            capacities[m] = ratio * total / num_towers
             if name == "count":
-                found[m] = math.ceil(found[m] - 1e-9)
-    return found
+                capacities[m] = math.ceil(capacities[m] - 1e-9)
+    return capacities
 
 
-def _starts(
-    points: Floats, units: Sequence[NDArray[np.int64]], num_towers: int, seed: int
+def _initial_centres(
+    points: Floats, tables: Sequence[NDArray[np.int64]], num_towers: int, seed: int
 ) -> list[Floats]:
-    """Centres to begin with: tables far from each other, and tables drawn by the seed."""
-    means = np.stack([points[unit].mean(0) for unit in units])
-    chosen = [int(((means - means.mean(0)) ** 2).sum(1).argmax())]
-    far = np.full(len(means), np.inf)
-    while len(chosen) < num_towers:
-        far = np.minimum(far, ((means - means[chosen[-1]]) ** 2).sum(1))
-        far[chosen] = -1.0
-        chosen.append(int(far.argmax()))
+    """Return initial centres for k-means: tables far from each other, then tables drawn by the seed."""
+    means = np.stack([points[features].mean(0) for features in tables])
+    distant = [int(((means - means.mean(0)) ** 2).sum(1).argmax())]
+    distance = np.full(len(means), np.inf)
+    while len(distant) < num_towers:
+        distance = np.minimum(distance, ((means - means[distant[-1]]) ** 2).sum(1))
+        distance[distant] = -1.0
+        distant.append(int(distance.argmax()))
     generator = np.random.default_rng([seed, 0])
     drawn = [generator.choice(len(means), num_towers, replace=False) for _ in range(STARTS - 1)]
-    return [means[chosen], *(means[each] for each in drawn)]
+    return [means[distant], *(means[indices] for indices in drawn)]
 
 
 def _kmeans(
     points: Floats,
-    units: Sequence[NDArray[np.int64]],
+    tables: Sequence[NDArray[np.int64]],
     centres: Floats,
     weights: Floats,
-    room: Floats,
+    capacities: Floats,
 ) -> tuple[NDArray[np.int64], float]:
-    """By table its cluster, and the sum of squared distances of features to their clusters' centres."""
-    label = np.full(len(units), -1, dtype=np.int64)
+    """Return the cluster of each table, and the sum of squared distances of features to their cluster's centre."""
+    label = np.full(len(tables), -1, dtype=np.int64)
     size = weights[:, 0]
-    sums = np.stack([points[unit].sum(0) for unit in units])
-    squares = np.array([(points[unit] ** 2).sum() for unit in units])
+    sums = np.stack([points[features].sum(0) for features in tables])
+    squares = np.array([(points[features] ** 2).sum() for features in tables])
     cost = math.inf
     for _ in range(ROUNDS):
-        # Over the features of a table, |x - c|^2 adds up to this.
+        # Sum of |x - c|^2 over the features of a table.
         costs = squares[:, None] - 2 * sums @ centres.T + size[:, None] * (centres**2).sum(1)
-        moved = assign(costs, weights, room)
-        value = float(costs[np.arange(len(units)), moved].sum())
+        moved = assign_to_bins(costs, weights, capacities)
+        value = float(costs[np.arange(len(tables)), moved].sum())
         if (moved == label).all() or value >= cost - 1e-12:
             break
         label, cost = moved, value
@@ -507,49 +532,52 @@ def _kmeans(
     return label, cost
 
 
-def _refusal(
-    over: Floats,
+def _describe_overflow(
+    fill: Floats,
     weights: Floats,
     loads: Sequence[FeatureLoad],
-    units: Sequence[NDArray[np.int64]],
+    tables: Sequence[NDArray[np.int64]],
     num_towers: int,
     capacity: Capacity,
 ) -> str:
-    """What could not be met, and what could."""
-    m = int(np.where(np.isfinite(over), over, 0).argmax())
+    """Return the message for a capacity that cannot be met, and one that can. fill: result of `max_bin_fill`."""
+    m = int(np.where(np.isfinite(fill), fill, 0).argmax())
     name, ratio = MEASURES[m], float(getattr(capacity, MEASURES[m]))
     mean = weights[:, m].sum() / num_towers
     largest = int(weights[:, m].argmax())
-    would = over[m] * (math.ceil(ratio * mean - 1e-9) if name == "count" else ratio * mean) / mean
-    would = math.ceil(would * 100 - 1e-6) / 100
-    because = (
-        f"table {loads[units[largest][0]].table!r} alone is {weights[largest, m] / mean:.3g} of a tower's even share"
+    feasible = (
+        fill[m] * (math.ceil(ratio * mean - 1e-9) if name == "count" else ratio * mean) / mean
+    )
+    feasible = math.ceil(feasible * 100 - 1e-6) / 100
+    reason = (
+        f"table {loads[tables[largest][0]].table!r} alone is {weights[largest, m] / mean:.3g} of a tower's even share"
         if weights[largest, m] > ratio * mean
-        else f"the nearest that was found is {would:.3g}"
+        else f"the least that was found is {feasible:.3g}"
     )
     return (
-        f"capacity by {name}: got {ratio:g} for {num_towers} towers, wanted what their tables can be dealt within; "
-        f"{because}. Say {name}={would:g}, or have fewer towers"
+        f"capacity by {name}: got {ratio:g} for {num_towers} towers, wanted a capacity that their tables fit in; "
+        f"{reason}. Set {name}={feasible:g}, or use fewer towers"
     )
 
 
-def _point(said: Sequence[float]) -> tuple[float, float]:
-    x, y = map(_finite, said)
+def _read_point(values: Sequence[float]) -> tuple[float, float]:
+    x, y = map(_read_finite, values)
     return x, y
 
 
-def _finite(said: float) -> float:
-    value = float(said)
-    if not math.isfinite(value):
-        raise ValueError(said)
-    return value
+def _read_finite(value: float) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(value)
+    return number
 
 
-def _measures(said: Mapping, partition: Partition) -> Measures:
+def _read_measures(fields: Mapping, partition: Partition) -> Measures:
     within, between = (
-        None if said[name] is None else _finite(said[name]) for name in ("within", "between")
+        None if fields[name] is None else _read_finite(fields[name])
+        for name in ("within", "between")
     )
-    loads = [tuple(map(_finite, said[name])) for name in MEASURES]
-    if any(len(each) != len(partition.towers) for each in loads):
+    loads = [tuple(map(_read_finite, fields[name])) for name in MEASURES]
+    if any(len(load) != len(partition.towers) for load in loads):
         raise ValueError("loads of other towers")
     return Measures(within, between, tuple(map(int, loads[0])), loads[1], loads[2])

@@ -1,15 +1,15 @@
-"""Numbers as people read them: short, with units."""
+"""Formatting of numbers and settings for people: short, with units."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-SIZES = ("dram", "bytes")
+SIZE_SUFFIXES = ("dram", "bytes")
 
 
-def count_words(value: float | None) -> str:
-    """1234567 -> "1.23 M"; up to 99,999 in full. "-" where it is not known."""
+def format_count(value: float | None) -> str:
+    """Format a count: 1234567 -> "1.23 M"; up to 99,999 in full; "-" if unknown."""
     if value is None or not math.isfinite(value):
         return "-"
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e5, "k")):
@@ -19,8 +19,8 @@ def count_words(value: float | None) -> str:
     return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:.3g}"
 
 
-def bytes_words(value: float | None) -> str:
-    """Binary units."""
+def format_bytes(value: float | None) -> str:
+    """Format a number of bytes in binary units; "-" if unknown."""
     if value is None:
         return "-"
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
@@ -33,7 +33,8 @@ def bytes_words(value: float | None) -> str:
     return f"{value:.0f} B"
 
 
-def seconds_words(value: float | None) -> str:
+def format_seconds(value: float | None) -> str:
+    """Format a duration; "-" if unknown."""
     if value is None or not math.isfinite(value):
         return "-"
     if value < 1e-3:
@@ -47,30 +48,32 @@ def seconds_words(value: float | None) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
 
 
-def metric_words(name: str) -> str:
-    """ "log_loss" -> "log loss", "auc" -> "AUC"."""
-    short = {"auc": "AUC", "ndcg": "NDCG"}
+def format_metric_name(name: str) -> str:
+    """Format a metric's name: "log_loss" -> "log loss", "auc" -> "AUC"."""
+    abbreviations = {"auc": "AUC", "ndcg": "NDCG"}
     return " ".join(
-        "@".join(short.get(part, part) for part in word.split("@")) for word in name.split("_")
+        "@".join(abbreviations.get(part, part) for part in word.split("@"))
+        for word in name.split("_")
     )
 
 
-def metric_value(name: str, value: float | None) -> str:
+def format_metric(name: str, value: float | None) -> str:
+    """Format a metric's value; "-" if unknown."""
     if value is None or not math.isfinite(value):
         return "-"
     return f"{value:,.0f}" if name.startswith("num") else f"{value:.4f}"
 
 
-def setting_words(value: Any, name: str = "") -> str:
-    """`name` of the setting: sizes have units."""
-    if name.endswith(SIZES) and isinstance(value, int):
-        return bytes_words(value)
+def format_setting(value: Any, name: str = "") -> str:
+    """Format a setting's value. name: of the setting; sizes get units."""
+    if name.endswith(SIZE_SUFFIXES) and isinstance(value, int):
+        return format_bytes(value)
     if value is None:
         return "default"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return ", ".join(map(setting_words, value)) or "none"
+        return ", ".join(map(format_setting, value)) or "none"
     if isinstance(value, int) and abs(value) >= 10000:
         return f"{value:,}"
     return str(value)
