@@ -14,7 +14,7 @@ from colonnade.models.deepfm import DeepFM
 OPTIMIZERS = {"deep": colonnade.Adagrad(lr=0.05), "wide": colonnade.FTRL(lr=0.1, l1=1e-4)}
 
 
-def train(mesh: colonnade.Mesh) -> colonnade.Fitted:
+def train(mesh: colonnade.Mesh) -> colonnade.FitResult:
     bags = [20_000] * 12  # rows of each column, which has 0 to 8 ids per sample
     data = open_source("synthetic", num_train=9_000, num_test=2_000, cardinalities=[5], bags=bags)
     schema = data.train.schema

@@ -13,7 +13,7 @@ from colonnade.data import open_source
 from colonnade.models.graphsage import GraphSAGE
 
 
-def train(mesh: colonnade.Mesh, staleness: int, *folder: str) -> tuple[colonnade.Fitted, dict]:
+def train(mesh: colonnade.Mesh, staleness: int, *folder: str) -> tuple[colonnade.FitResult, dict]:
     data = open_source("power_law", nodes=2000, degree=16, communities=20, fan_outs=[5, 3])
     if folder:
         data = open_source("gowalla", folder[0], samples="neighbours", fan_outs=[5, 3])

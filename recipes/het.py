@@ -14,7 +14,7 @@ from colonnade.data import open_source
 from colonnade.models.wide_deep import WideDeep
 
 
-def train(mesh: colonnade.Mesh, staleness: int) -> tuple[colonnade.Fitted, dict]:
+def train(mesh: colonnade.Mesh, staleness: int) -> tuple[colonnade.FitResult, dict]:
     data = open_source("synthetic", num_train=24_000, num_test=2_000, cardinalities=[4_000] * 8)
     kind = {"dim": {"deep": 16, "wide": 1}, "optimizer": colonnade.SGD(lr=0.5)}
     columns = data.train.schema.categorical

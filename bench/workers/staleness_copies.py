@@ -23,7 +23,7 @@ from torch.nn.functional import embedding
 from colonnade.cache.directory import EXPIRED, HIT, MISS, Directory, VersionLog
 from colonnade.cache.messages import MAX_AGE
 from colonnade.comm.mesh import Mesh
-from colonnade.data.contract import share
+from colonnade.data.contract import rank_block
 from colonnade.optimizers import SGD, Adagrad, SparseOptimizer
 from colonnade.staleness import RowClock
 from colonnade.topology.sharding import row_wise
@@ -207,7 +207,7 @@ def train(
     )  # fmt: skip
     kept, steps = [], 0
     for samples in data.training(learning, RANKS * PER_RANK, num_steps):
-        shares = [share(len(samples), rank, num_ranks) for rank in range(num_ranks)]
+        shares = [rank_block(len(samples), rank, num_ranks) for rank in range(num_ranks)]
         values, inverse = copies.read(
             [samples.ids[begin:end].flatten().numpy() for begin, end in shares]
         )

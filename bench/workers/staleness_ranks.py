@@ -32,7 +32,7 @@ from colonnade import (
 )
 from colonnade.comm.mesh import Mesh
 from colonnade.config.plan import CacheConfig
-from colonnade.data.contract import share
+from colonnade.data.contract import rank_block
 from colonnade.staleness import row_clock
 from colonnade.train.dense import DenseGradients
 from workers.staleness_model import (
@@ -115,7 +115,7 @@ def train(
 
     def batches() -> Iterator[Batch]:
         for samples in data.training(learning, RANKS * PER_RANK, num_steps):
-            begin, end = share(len(samples), mesh.rank, mesh.num_ranks)
+            begin, end = rank_block(len(samples), mesh.rank, mesh.num_ranks)
             yield as_batch(samples[begin:end])
 
     def logits_of(batch: Batch) -> Tensor:

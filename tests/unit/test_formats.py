@@ -57,7 +57,10 @@ def read_keys(path: Path) -> object:
 
 
 def read_segment(path: Path) -> object:
-    head, fields = path.read_bytes()[: segment.HEADER.size], manifest.read_manifest_fields(path.parent, STEP)
+    head, fields = (
+        path.read_bytes()[: segment.HEADER.size],
+        manifest.read_manifest_fields(path.parent, STEP),
+    )
     owner = segment.owner_digest("user", fields["identity"])
     return segment.check_header(path, head, segment.SegmentShape(fields["record_bytes"], owner))
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from colonnade import Mesh
 from colonnade.batch import Batch
-from colonnade.data.contract import START, Schema, spans
+from colonnade.data.contract import START, Schema, rank_blocks
 from colonnade.errors import DataError, NonFiniteError
 from colonnade.train.metrics import (
     CLIP,
@@ -261,7 +261,7 @@ class Labelled:
         self.num_samples = num_samples
 
     def batches(self, batch_size, *, rank=0, num_ranks=1, start=START):
-        for begin, end in spans(500, batch_size, rank=rank, num_ranks=num_ranks, start=start):
+        for begin, end in rank_blocks(500, batch_size, rank=rank, num_ranks=num_ranks, start=start):
             yield Batch(
                 end - begin, self.logits[begin:end], {}, self.label[begin:end],
                 group=self.group[begin:end],

@@ -65,7 +65,7 @@ MEASURED: list[Device] = []
 @pytest.fixture
 def quick(monkeypatch):
     """Small scratch files, timed once for all tests: any folder is as fast as the first one."""
-    real = planning.measure
+    real = planning.measure_device
 
     def measure(places):
         if not MEASURED:
@@ -74,7 +74,7 @@ def quick(monkeypatch):
         directories = (replace(device.directories[0], path=str(place)) for place in places)
         return replace(device, directories=tuple(directories))
 
-    monkeypatch.setattr(planning, "measure", measure)
+    monkeypatch.setattr(planning, "measure_device", measure)
 
 
 def test_a_profiled_run_gives_the_bits_of_an_even_one_and_checks_its_prediction(tmp_path, quick):
@@ -97,7 +97,7 @@ def test_a_profiled_run_gives_the_bits_of_an_even_one_and_checks_its_prediction(
 
 def test_going_on_plans_anew_without_measuring_the_disk_again(tmp_path, quick, monkeypatch):
     trained(CONFIG, tmp_path / "run")
-    monkeypatch.setattr(planning, "measure", lambda places: pytest.fail("measured again"))
+    monkeypatch.setattr(planning, "measure_device", lambda places: pytest.fail("measured again"))
     summary, plan, _ = trained(override_settings(CONFIG, {"train.epochs": 2}), tmp_path / "run")
     assert summary["steps"] == 40 and plan.prediction is not None
     (tmp_path / "run" / "device.json").write_text("{torn")
@@ -121,7 +121,7 @@ def test_reads_and_first_touches_are_foretold(tmp_path, quick, monkeypatch):
 
 
 def test_a_batch_that_does_not_fit_is_said_before_the_disk_is_touched(tmp_path, monkeypatch):
-    monkeypatch.setattr(planning, "measure", lambda places: pytest.fail("measured"))
+    monkeypatch.setattr(planning, "measure_device", lambda places: pytest.fail("measured"))
     config = override_settings(CONFIG, {"plan.memory.dram": "20KiB"})
     with pytest.raises(BudgetExceeded, match=r"plan.memory.dram: got 20,480 bytes"):
         open_run(config, Mesh(), tmp_path / "run")

@@ -92,11 +92,11 @@ def go_on(mesh, folder, kind, epochs, settings=None, **arguments):
         shardings = {table.name: KINDS[kind](t, world.num_ranks) for t, table in enumerate(tables)}
         return PlanConfig(memory={"dram": wanted.memory.dram}, tables=by_table(sharding=shardings))
 
-    before, runs.settle_plan = runs.settle_plan, settle_plan
+    before, runs.resolve_plan_config = runs.resolve_plan_config, settle_plan
     try:
         run = runs.open_run(config, mesh, Path(folder), data=opened(config), **arguments)
     finally:
-        runs.settle_plan = before
+        runs.resolve_plan_config = before
     with_rows = [isinstance(each, LogBacking) for each in run.checkpoints.backings]
     if arguments.get("read_only"):
         found = run.trainer.evaluate(run.trainer.data.test)
@@ -311,12 +311,12 @@ def configured(mesh, folder):
 @contextmanager
 def quickly_measured():
     """Plans time small files for a moment."""
-    before = planning.measure
-    planning.measure = partial(before, scratch_bytes=8 << 20, seconds=0.003, widths=(16,))
+    before = planning.measure_device
+    planning.measure_device = partial(before, scratch_bytes=8 << 20, seconds=0.003, widths=(16,))
     try:
         yield
     finally:
-        planning.measure = before
+        planning.measure_device = before
 
 
 def plans_of_hot_rows(mesh, folder, names, wanted, auto):
