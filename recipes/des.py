@@ -9,7 +9,7 @@ import torch
 
 import colonnade
 from colonnade.data import open_source
-from colonnade.models.deepfm import DeepFM
+from colonnade.models import DeepFM
 
 OPTIMIZERS = {"deep": colonnade.Adagrad(lr=0.05), "wide": colonnade.FTRL(lr=0.1, l1=1e-4)}
 

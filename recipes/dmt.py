@@ -5,11 +5,9 @@ torchrun --nproc-per-node 2 recipes/dmt.py
 import torch
 
 import colonnade
+from colonnade import Partition
 from colonnade.data import open_source
-from colonnade.models.dlrm import DLRM
-from colonnade.models.tower_modules import words_of
-from colonnade.plan.constraints import shard_in_towers
-from colonnade.topology.towers import Partition
+from colonnade.models import DLRM, describe_tower_modules
 
 DIM, ROWS = 16, [40, 60, 90, 120, 50, 70, 80, 110]
 TOWERS = Partition((("C1", "C3", "C5", "C7"), ("C2", "C4", "C6", "C8")))  # these interact
@@ -21,7 +19,11 @@ def train(mesh: colonnade.Mesh, **towers) -> None:
     features = [colonnade.Feature(table.name, table.name) for table in tables]
     torch.manual_seed(0)
     model = DLRM(tables, features, num_dense=13, bottom=(32,), top=(64, 32), **towers)
-    shardings = shard_in_towers(tables, features, TOWERS, mesh.world) if mesh.num_ranks > 1 else {}
+    shardings = (
+        colonnade.shard_in_towers(tables, features, TOWERS, mesh.world)
+        if mesh.num_ranks > 1
+        else {}
+    )
     config = colonnade.PlanConfig(exchange="towers", towers=2, tables=shardings)
     model.embeddings.open(colonnade.build_plan(tables, mesh.world, config), mesh)
     data = open_source("synthetic", groups=TOWERS.towers, **DATA)
@@ -29,7 +31,8 @@ def train(mesh: colonnade.Mesh, **towers) -> None:
     result = colonnade.fit(model, data, mesh=mesh, batch_size=500, dense_lr=2e-3, quiet=True)
     sent = mesh.traffic.sent_bytes - before
     if mesh.rank == 0:
-        print("test_auc {test_auc:.4f}".format(**result.metrics), words_of(model, model.embeddings))
+        towers_text = describe_tower_modules(model, model.embeddings)
+        print("test_auc {test_auc:.4f}".format(**result.metrics), towers_text)
         print("bytes of values: {:,} {:,}".format(sent["fetch", "local"], sent["fetch", "remote"]))
 
 

@@ -10,7 +10,7 @@ import torch
 
 import colonnade
 from colonnade.data import open_source
-from colonnade.models.graphsage import GraphSAGE
+from colonnade.models import GraphSAGE
 
 
 def train(mesh: colonnade.Mesh, staleness: int, *folder: str) -> tuple[colonnade.FitResult, dict]:

@@ -11,7 +11,7 @@ import torch
 
 import colonnade
 from colonnade.data import open_source
-from colonnade.models.wide_deep import WideDeep
+from colonnade.models import WideDeep
 
 
 def train(mesh: colonnade.Mesh, staleness: int) -> tuple[colonnade.FitResult, dict]:

@@ -12,7 +12,7 @@ import torch
 
 import colonnade
 from colonnade.data import open_tensors
-from colonnade.models.dlrm import DLRM
+from colonnade.models import DLRM
 
 NUM_IDS, DIM, SAMPLES = 781_250_000_000, 128, 16_384
 

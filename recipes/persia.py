@@ -11,7 +11,7 @@ from pathlib import Path
 
 import colonnade
 from colonnade.data import Schema, open_source
-from colonnade.models.dlrm import DLRM
+from colonnade.models import DLRM
 
 
 def build(schema: Schema) -> DLRM:

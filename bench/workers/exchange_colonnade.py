@@ -45,7 +45,7 @@ from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
 from colonnade.plan.measure.device import RowRate, measure_rows
 from colonnade.plan.measure.links import measure_links
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Constraint, Decision, step_seconds
+from colonnade.plan.search.candidates import Constraint, PlanDecision, step_seconds
 from colonnade.store.budget import slot_bytes
 from colonnade.topology.sharding import Sharding, host_wise, replicated, row_wise, table_wise
 from workers.exchange_loop import EPS, ROWS_LR, Case, Iterations, digest_of, serve
@@ -277,14 +277,14 @@ class Chooser:
         plan = plan_of(tables, choice, self.case, self.mesh)
         return next((n for n, s in self.systems.items() if s.collection.plan == plan), None)
 
-    def step_seconds(self, choice: Decision, base: float, crowding: float) -> float:
+    def step_seconds(self, choice: PlanDecision, base: float, crowding: float) -> float:
         """base: what the formulas say of the rehearsed system's processor, less what this one has of its own; what they
         leave out is the same for all."""
         seconds = choice.seconds
         processor = seconds.processor - base + (self.rehearsed or 0.0)
         return step_seconds(processor, seconds.waited, seconds.behind, crowding)
 
-    def forced(self, links: World, collection: EmbeddingCollection) -> Decision:
+    def forced(self, links: World, collection: EmbeddingCollection) -> PlanDecision:
         """The prediction for its plan as it stands, and for its own operators."""
         tables = collection.plan.tables
         said = {t.name: Constraint(t.sharding.kind, t.exchange, t.sharding.ranks) for t in tables}

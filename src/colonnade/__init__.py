@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     from colonnade.comm.process_groups import close_mesh, open_mesh
     from colonnade.config.plan import PlanConfig
     from colonnade.embedding import EmbeddingCollection
-    from colonnade.errors import ColonnadeError
+    from colonnade.errors import (
+        BudgetExceeded,
+        CheckpointError,
+        ColonnadeError,
+        ConfigError,
+        DataError,
+        NonFiniteError,
+        StorageError,
+        WorldError,
+    )
+    from colonnade.exchange.cached import TableCache
     from colonnade.interaction import (
         FM,
         BiInteraction,
@@ -28,6 +38,7 @@ if TYPE_CHECKING:
         NormalizedLinear,
         Sum,
         TargetAttention,
+        TowerModule,
     )
     from colonnade.lookup.stacking import stacked_rows
     from colonnade.models.ranking import average_metrics, evaluation_mode
@@ -42,8 +53,10 @@ if TYPE_CHECKING:
         RowWiseAdam,
         SparseOptimizer,
     )
+    from colonnade.plan.constraints import shard_in_towers
     from colonnade.plan.plan import Plan, build_plan
     from colonnade.predict import Predictor
+    from colonnade.processors import count_usable_processors
     from colonnade.publish.export import export_run
     from colonnade.publish.mirror import fetch_run
     from colonnade.publish.transfer import load_export, load_rows, to_embedding, trained_ids
@@ -56,9 +69,22 @@ if TYPE_CHECKING:
     from colonnade.row_optimizer import RowOptimizer
     from colonnade.row_state import dense_state_dict, load_dense_state_dict
     from colonnade.run.fit import FitResult, fit, load_run
+    from colonnade.staleness import RowClock
     from colonnade.table import Feature, Table, Uniform
+    from colonnade.topology.sharding import (
+        HotRows,
+        Sharding,
+        column_wise,
+        grid,
+        host_wise,
+        replicated,
+        row_wise,
+        table_wise,
+    )
+    from colonnade.topology.towers import Partition
     from colonnade.topology.world import World
-    from colonnade.train.objective import Objective
+    from colonnade.train.metrics import best_possible_metrics
+    from colonnade.train.objective import Objective, weighted_loss
 
 _NAMES_BY_MODULE = {
     "batch": ("Batch", "Ids"),
@@ -66,18 +92,24 @@ _NAMES_BY_MODULE = {
     "comm.process_groups": ("close_mesh", "open_mesh"),
     "config.plan": ("PlanConfig",),
     "embedding": ("EmbeddingCollection",),
-    "errors": ("ColonnadeError",),
+    "errors": (
+        "BudgetExceeded", "CheckpointError", "ColonnadeError", "ConfigError", "DataError", "NonFiniteError",
+        "StorageError", "WorldError",
+    ),
+    "exchange.cached": ("TableCache",),
     "interaction": (
-        "FM", "BiInteraction", "Concat", "FieldsLinear", "Interaction", "LowRankCross",
-        "NormalizedLinear", "Sum", "TargetAttention",
+        "BiInteraction", "Concat", "FM", "FieldsLinear", "Interaction", "LowRankCross", "NormalizedLinear",
+        "Sum", "TargetAttention", "TowerModule",
     ),
     "lookup.stacking": ("stacked_rows",),
     "models.ranking": ("average_metrics", "evaluation_mode"),
     "optimizers": (
-        "FTRL", "LAMB", "SGD", "Adagrad", "Adam", "AdamW", "RowWiseAdagrad", "RowWiseAdam", "SparseOptimizer",
+        "Adagrad", "Adam", "AdamW", "FTRL", "LAMB", "RowWiseAdagrad", "RowWiseAdam", "SGD", "SparseOptimizer",
     ),
+    "plan.constraints": ("shard_in_towers",),
     "plan.plan": ("Plan", "build_plan"),
     "predict": ("Predictor",),
+    "processors": ("count_usable_processors",),
     "publish.export": ("export_run",),
     "publish.mirror": ("fetch_run",),
     "publish.transfer": ("load_export", "load_rows", "to_embedding", "trained_ids"),
@@ -85,9 +117,15 @@ _NAMES_BY_MODULE = {
     "row_optimizer": ("RowOptimizer",),
     "row_state": ("dense_state_dict", "load_dense_state_dict"),
     "run.fit": ("FitResult", "fit", "load_run"),
+    "staleness": ("RowClock",),
     "table": ("Feature", "Table", "Uniform"),
+    "topology.sharding": (
+        "HotRows", "Sharding", "column_wise", "grid", "host_wise", "replicated", "row_wise", "table_wise",
+    ),
+    "topology.towers": ("Partition",),
     "topology.world": ("World",),
-    "train.objective": ("Objective",),
+    "train.metrics": ("best_possible_metrics",),
+    "train.objective": ("Objective", "weighted_loss"),
 }  # fmt: skip
 """Public names by module. A name is imported when it is first used, so that `colonnade --help` does not load torch."""
 
@@ -104,49 +142,72 @@ __all__ = [
     "AgeEviction",
     "Batch",
     "BiInteraction",
+    "BudgetExceeded",
+    "CheckpointError",
     "ColonnadeError",
     "Concat",
+    "ConfigError",
     "CountMinAdmission",
+    "DataError",
     "EmbeddingCollection",
     "Feature",
     "FieldsLinear",
     "FitResult",
+    "HotRows",
     "Ids",
     "Interaction",
     "LowRankCross",
     "MaxRowsEviction",
     "Mesh",
+    "NonFiniteError",
     "NormalizedLinear",
     "Objective",
+    "Partition",
     "Plan",
     "PlanConfig",
     "Predictor",
     "RandomAdmission",
+    "RowClock",
     "RowOptimizer",
     "RowWiseAdagrad",
     "RowWiseAdam",
+    "Sharding",
     "SparseOptimizer",
+    "StorageError",
     "Sum",
     "Table",
+    "TableCache",
     "TargetAttention",
+    "TowerModule",
     "Uniform",
     "World",
+    "WorldError",
     "average_metrics",
+    "best_possible_metrics",
     "build_plan",
     "close_mesh",
+    "column_wise",
+    "count_usable_processors",
     "dense_state_dict",
     "evaluation_mode",
     "export_run",
     "fetch_run",
     "fit",
+    "grid",
+    "host_wise",
     "load_dense_state_dict",
     "load_export",
     "load_rows",
     "load_run",
     "open_mesh",
+    "replicated",
+    "row_wise",
+    "shard_in_towers",
     "stacked_rows",
+    "table_wise",
     "to_embedding",
     "trained_ids",
+    "weighted_loss",
 ]
 
 

@@ -264,16 +264,17 @@ class EmbeddingCollection(StatefulRows):
         return self.pipeline.values(context, self.backward_handle, self.device_buffer.device)
 
     def lookahead(
-        self, batches: Iterable[Batch], *, held: Sequence[PrefetchedBatch] = ()
+        self, batches: Iterable[Batch], *, prefetched: Sequence[PrefetchedBatch] = ()
     ) -> Lookahead:
         """Return an iterator that prefetches: same batches, same order, with ids sent and rows resident.
 
         A thread prepares `plan.lookahead` batches ahead. Row values are read exactly k updates before their batch is
-        used, where k is the plan's staleness. Close the iterator to stop early. `held`: from a checkpoint, one for
+        used, where k is the plan's staleness. Close the iterator to stop early. `prefetched`: from a checkpoint, one
+        for
         each of the first batches: the number of steps until its use, and the values that every rank had read for it.
         """
         self.ensure_open()
-        return self.pipeline.lookahead(batches, held)
+        return self.pipeline.lookahead(batches, prefetched)
 
     def forget(self) -> None:
         """Drop all batches since the last step, with their gradients, without applying them."""

@@ -89,6 +89,8 @@ def resolve_table_staleness(
 
 @dataclass(frozen=True, slots=True)
 class RowClock:
+    """Bounds of a row cache (HET's per-embedding clocks): how stale a cached row may be, by row and batch."""
+
     read_bound: int
     """Batches for which a cached row is used after its read, without a request to its owner."""
     write_bound: int

@@ -289,7 +289,7 @@ def test_nan_weights_are_not_exported(whole, tmp_path):
     records = build_fresh_records(table, torch.full((1, table.width), torch.nan))
     store_records(collection, 1, torch.tensor([7]), records)
     collection.step += 1
-    run.checkpoints.write(run.trainer, ())
+    run.checkpoints.save(run.trainer, ())
     run.close()
     with pytest.raises(
         NonFiniteError, match=rf"table '{table.name}': got NaN or inf in the row of id 7"
@@ -371,10 +371,10 @@ import faulthandler, os, sys, torch
 from pathlib import Path
 from small_run import CONFIG, opened
 from colonnade import Predictor
-from colonnade.config.run import build_config, override
+from colonnade.config.run import build_config, override_settings
 from colonnade.errors import CorruptionError
 out = Path(sys.argv[1])
-config = override(build_config(CONFIG), {"data.options.cardinalities": [40, 40, 40]})
+config = override_settings(build_config(CONFIG), {"data.options.cardinalities": [40, 40, 40]})
 batch = next(iter(opened(config).train.batches(200)))
 predictor = Predictor.open(out)
 wanted = predictor(batch)

@@ -142,7 +142,7 @@ def test_blocks_of_any_shape(codec, dtype):
     blocks = [RowBlock(3, (4, 1)), RowBlock(0, (2,)), RowBlock(1, (5,)), RowBlock(2, (1,))]
     elements = torch.randn(22).to(dtype)
     data = encode(codec, elements, blocks)
-    assert len(data) == sum(block.bytes_of(codec, dtype) for block in blocks)
+    assert len(data) == sum(block.encoded_bytes(codec, dtype) for block in blocks)
     out = torch.empty_like(elements)
     decode(codec, data, blocks, out)
     if codec.name == "exact" or (codec.name, dtype) == ("bf16", torch.bfloat16):

@@ -138,7 +138,7 @@ def check(batch, declaration, rows):
     for j, field in enumerate(declaration.labels):
         assert batch.label[:, j].tolist() == read[field.name]
     for kind, got in ((Weight, batch.sample_weight), (Group, batch.group), (Key, batch.key)):
-        field = declaration.one(kind)
+        field = declaration.find_field(kind)
         assert (got is None) == (field is None)
         if field is not None:
             assert got.tolist() == read[field.name]

@@ -92,7 +92,7 @@ def check(fused, plain, vectors, is_exact):
 def test_pairwise_dot_equals_twin(case):
     vectors, dim, kept, is_exact = case
     check(
-        lambda x: interaction.pairwise_dot(x, dim=dim, kept=kept),
+        lambda x: interaction.pairwise_dot(x, dim=dim, included=kept),
         lambda x: interaction.plain_pairwise_dot(as_3d(x, dim), kept),
         vectors,
         is_exact,
@@ -145,7 +145,7 @@ def double(*shape):
 def test_gradcheck():
     dense, fields = double(3, 5), double(3, 4 * 5)
     assert torch.autograd.gradcheck(
-        lambda d, f: interaction.pairwise_dot([d, f], dim=5, kept=[2, 0]), (dense, fields)
+        lambda d, f: interaction.pairwise_dot([d, f], dim=5, included=[2, 0]), (dense, fields)
     )
     assert torch.autograd.gradcheck(lambda d, f: interaction.fm([d, f], dim=5), (dense, fields))
     inputs = (double(3, 4), double(3, 4), double(3, 4))
@@ -167,8 +167,8 @@ def test_second_derivatives_are_refused(name):
 
 def test_bfloat16_and_mixed_dtypes():
     dense, fields = torch.randn(3, 4).bfloat16(), torch.randn(3, 8)
-    mixed = interaction.pairwise_dot([dense, fields], dim=4, kept=[0])
-    assert same_bits(mixed, interaction.pairwise_dot([dense.float(), fields], dim=4, kept=[0]))
+    mixed = interaction.pairwise_dot([dense, fields], dim=4, included=[0])
+    assert same_bits(mixed, interaction.pairwise_dot([dense.float(), fields], dim=4, included=[0]))
     fields = fields.bfloat16().requires_grad_()
     for operator in (interaction.pairwise_dot, interaction.fm):
         value = operator([dense, fields], dim=4)
@@ -181,7 +181,7 @@ def test_autocast():
     linear, fields = torch.nn.Linear(3, 4), torch.randn(5, 8, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         dense = linear(torch.randn(5, 3))
-        value = interaction.pairwise_dot([dense, fields], dim=4, kept=[0])
+        value = interaction.pairwise_dot([dense, fields], dim=4, included=[0])
     value.sum().backward()
     assert value.dtype == torch.float32
     assert linear.weight.grad.isfinite().all() and fields.grad.isfinite().all()
@@ -190,7 +190,7 @@ def test_autocast():
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiles_whole(backend):
     def step(dense, fields, x):
-        dots = interaction.pairwise_dot([dense, fields], dim=4, kept=[0])
+        dots = interaction.pairwise_dot([dense, fields], dim=4, included=[0])
         return dots.sum() + interaction.fm([fields], dim=4).sum() + interaction.cross(x, x, x).sum()
 
     inputs = [torch.randn(5, n, requires_grad=True) for n in (4, 8, 3)]
@@ -209,8 +209,10 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"vectors\[1\]: got \(2, 8\)"):
         interaction.fm([x, x[:2]], dim=4)
     for kept in ([2], [-1], [0, 0]):
-        with pytest.raises(ValueError, match=r"kept: got .* wanted different numbers in 0 .. 1"):
-            interaction.pairwise_dot([x], dim=4, kept=kept)
+        with pytest.raises(
+            ValueError, match=r"included: got .* wanted different numbers in 0 .. 1"
+        ):
+            interaction.pairwise_dot([x], dim=4, included=kept)
     with pytest.raises(ValueError, match="wanted one shape"):
         interaction.cross(x, x, x[:2])
 
@@ -224,7 +226,7 @@ def test_the_core_refuses():
         _native.fm([x.transpose(1, 2)], out)
     with pytest.raises(ValueError, match="out: got float32"):
         _native.pairwise_dot([x], [0], out)
-    with pytest.raises(ValueError, match="kept: got vector 5"):
+    with pytest.raises(ValueError, match="included: got vector 5"):
         _native.pairwise_dot([x], [5], torch.empty(3, 5))
     with pytest.raises(ValueError, match=r"out\[0\]"):
         _native.fm_gradient([x], out, [torch.empty(3, 1, 4)])

@@ -20,7 +20,7 @@ from colonnade.models.build import build_model, resolve_towers
 from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.dense_cost import cross_cost, dlrm_cost, dlrm_tower_cost, mlp_cost
 from colonnade.models.dlrm import DLRM
-from colonnade.models.tower_modules import words_of
+from colonnade.models.tower_modules import describe_tower_modules
 from colonnade.publish.export import export_run
 from colonnade.row_state import dense_state_dict
 from colonnade.run.run import load_run_config, open_run
@@ -284,15 +284,15 @@ def test_a_file_that_is_no_partition(tmp_path):
 
 def test_what_modules_save_is_said():
     model = DLRM(*declared(), num_dense=2, towers=TOWERS, tower_dim=3)
-    said = words_of(model, model.embeddings)
+    said = describe_tower_modules(model, model.embeddings)
     assert "2 tower modules (3+2 fields): 15 floats of a sample leave them of 30 (CR 2.00)" in said
     assert (
         f"42 parameters. The dense network takes {model.dense_cost.flops / 1e6:.2f} MFLOP" in said
     )
     flat = DLRM(*declared(), num_dense=2)
-    assert words_of(flat, flat.embeddings) == ""
+    assert describe_tower_modules(flat, flat.embeddings) == ""
     own = collection(TowerModule(Squared(), [6, 6], 2), ["a", "b"])
-    assert words_of(own, own).endswith(
+    assert describe_tower_modules(own, own).endswith(
         "2 floats of a sample leave them of 12 (CR 6.00); 0 parameters"
     )
 

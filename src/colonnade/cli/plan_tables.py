@@ -15,7 +15,7 @@ from colonnade.models.dense_cost import FLOPS_PER_PRODUCT
 from colonnade.plan.caching import full_cache_bytes
 from colonnade.plan.cost.prediction import PERSIA, Machine, SampleCost, Simulated, simulate
 from colonnade.plan.plan import memory_bytes, resident_row_bytes
-from colonnade.plan.search.candidates import Decision, TableChoice, TableCost
+from colonnade.plan.search.candidates import PlanDecision, TableChoice, TableCost
 from colonnade.plan.towers.forecast import PAPER
 from colonnade.report.formatting import format_bytes, format_count, format_seconds
 from colonnade.run.planning import PlanningResult
@@ -306,7 +306,7 @@ def _print_totals(console: Console, planned: PlanningResult, tables: Sequence[Ta
     )
 
 
-def _print_links(console: Console, choice: Decision, planned: PlanningResult) -> None:
+def _print_links(console: Console, choice: PlanDecision, planned: PlanningResult) -> None:
     prediction, seconds = planned.prediction, choice.seconds
     console.print(str(planned.world))
     if planned.world.origin != "measured":

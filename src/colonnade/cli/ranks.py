@@ -236,7 +236,7 @@ def _train_as_rank(config: RunConfig, folder: Path, at: int | None) -> dict[str,
     """Train as one rank. End the process if the run cannot continue; torchrun decides on a restart."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts there is nothing to save
 
-    from colonnade.comm.peer_status import words_of
+    from colonnade.comm.peer_status import format_error
     from colonnade.comm.process_groups import close_mesh, open_mesh
 
     mesh = None
@@ -254,7 +254,7 @@ def _train_as_rank(config: RunConfig, folder: Path, at: int | None) -> dict[str,
             escape_control_characters(f"error: rank {number}: {error}"), file=sys.stderr, flush=True
         )
         if mesh is not None and mesh.peer_monitor is not None:
-            mesh.peer_monitor.tell(words_of(error))
+            mesh.peer_monitor.tell(format_error(error))
         # Peers may wait for this rank in a collective; its exit ends their wait.
         os._exit(2)
     return summary if mesh.rank == 0 else {}

@@ -373,11 +373,11 @@ def report_errors(monitor: PeerMonitor | None) -> Iterator[None]:
     except PeerLost:
         raise
     except BaseException as error:
-        monitor.tell(words_of(error))
+        monitor.tell(format_error(error))
         raise
 
 
-def words_of(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Format an exception as one text of limited length: its class and message."""
     return f"{type(error).__name__}: {error}"[:MAX_ERROR_LENGTH]
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from colonnade.comm.heartbeat import FileHeartbeats, Heartbeats, StoreHeartbeats
 from colonnade.comm.mesh import ALL, CHANNELS, THREADS, TRAINING, Mesh, Scope
-from colonnade.comm.peer_status import PATIENCE, PeerMonitor, words_of
+from colonnade.comm.peer_status import PATIENCE, PeerMonitor, format_error
 from colonnade.comm.rendezvous import (
     HEARTBEATS,
     connect_store,
@@ -296,7 +296,7 @@ def _leave() -> None:
     if mesh is None or mesh.peer_monitor is None:
         return
     error = getattr(sys, "last_value", None)  # an exception that was not caught
-    mesh.peer_monitor.stop("it ended" if error is None else words_of(error))
+    mesh.peer_monitor.stop("it ended" if error is None else format_error(error))
     if not mesh.peer_monitor.lost:
         if dist.is_initialized():
             dist.destroy_process_group()

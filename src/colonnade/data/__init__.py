@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from colonnade.data.sets.fb15k237 import open_fb15k237
     from colonnade.data.sets.gowalla import open_gowalla
     from colonnade.data.sets.graph import open_graph
+    from colonnade.data.sets.interactions import Interactions, group_items_by_user, hold_out
     from colonnade.data.sets.movielens import open_movielens
     from colonnade.data.sets.movielens_retrieval import open_movielens_retrieval
     from colonnade.data.sets.power_law import open_power_law
@@ -39,10 +40,11 @@ if TYPE_CHECKING:
     from colonnade.data.tabular.libsvm import open_libsvm
     from colonnade.data.tabular.parquet import open_parquet
     from colonnade.data.tabular.tables import infer_schema
-    from colonnade.data.tabular.tfrecord import open_tfrecord
+    from colonnade.data.tabular.tfrecord import masked_crc, open_tfrecord
     from colonnade.data.tensors import TensorSource, open_tensors
 
 _NAMES_BY_MODULE = {
+    "sets.interactions": ("Interactions", "group_items_by_user", "hold_out"),
     "batches": ("open_batches",),
     "contract": ("Column", "Position", "Schema", "Source", "Splits", "num_steps"),
     "processes": ("ProcessSource",),
@@ -63,7 +65,7 @@ _NAMES_BY_MODULE = {
     ),
     "tabular.libsvm": ("open_libsvm",),
     "tabular.parquet": ("open_parquet",),
-    "tabular.tfrecord": ("open_tfrecord",),
+    "tabular.tfrecord": ("masked_crc", "open_tfrecord"),
     "tabular.tables": ("infer_schema",),
     "tensors": ("TensorSource", "open_tensors"),
 }  # fmt: skip
@@ -80,6 +82,7 @@ __all__ = [
     "Cross",
     "FileSchema",
     "Group",
+    "Interactions",
     "Key",
     "Label",
     "Number",
@@ -92,8 +95,11 @@ __all__ = [
     "TensorSource",
     "Time",
     "Weight",
+    "group_items_by_user",
+    "hold_out",
     "infer_schema",
     "load_file_schema",
+    "masked_crc",
     "num_steps",
     "open_batches",
     "open_criteo",

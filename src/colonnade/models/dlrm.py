@@ -102,4 +102,4 @@ class DLRM(Scorer):
         vectors = [fields[name] for name in self.inputs]  # (B, vectors * D) each
         if self.bottom is not None:
             vectors = [self.bottom(dense), *vectors]
-        return self.top(pairwise_dot(vectors, dim=self.dim, kept=self.top_vectors))
+        return self.top(pairwise_dot(vectors, dim=self.dim, included=self.top_vectors))

@@ -20,7 +20,7 @@ from colonnade.ops.linear import linear
 from colonnade.topology.towers import Partition
 
 
-def words_of(model: nn.Module, collection: EmbeddingCollection) -> str:
+def describe_tower_modules(model: nn.Module, collection: EmbeddingCollection) -> str:
     """Describe a model's tower modules in one line; an empty string if there are none."""
     modules = [
         operator
@@ -64,13 +64,15 @@ class DLRMTower(nn.Module):
                 f"got tower_vectors={vectors}, tower_summaries={summaries}, wanted one of them at least 1: something "
                 "must leave a tower"
             )
-        self.each = nn.Linear(dim, vectors * out_dim) if vectors else None
+        self.field_projection = nn.Linear(dim, vectors * out_dim) if vectors else None
         self.summary = nn.Linear(fields * dim, summaries * out_dim) if summaries else None
 
     def forward(self, fields: Tensor) -> Tensor:
         outputs = []
-        if self.each is not None:
-            vectors = linear(fields.flatten(0, 1), self.each.weight, self.each.bias)
+        if self.field_projection is not None:
+            vectors = linear(
+                fields.flatten(0, 1), self.field_projection.weight, self.field_projection.bias
+            )
             outputs.append(vectors.unflatten(0, fields.shape[:2]).flatten(1))
         if self.summary is not None:
             outputs.append(linear(fields.flatten(1), self.summary.weight, self.summary.bias))

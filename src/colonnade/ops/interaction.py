@@ -43,27 +43,28 @@ def plain_cross(first: Tensor, factor: Tensor, input: Tensor) -> Tensor:
     return first * factor + input
 
 
-def pairwise_dot(vectors: Sequence[Tensor], *, dim: int, kept: Sequence[int] = ()) -> Tensor:
-    """Return the dot product of every pair of vectors, after the `kept` vectors themselves (Naumov et al. 2019).
+def pairwise_dot(vectors: Sequence[Tensor], *, dim: int, included: Sequence[int] = ()) -> Tensor:
+    """Return the dot product of every pair of vectors, after the `included` vectors themselves (Naumov et al. 2019).
 
     vectors: tensors (B, k, D) or (B, k * D) with D = `dim`; together V vectors, numbered in order.
-    kept: numbers of vectors to include, each at most once. Returns (B, len(kept) * D + V (V - 1) / 2): the included
+    included: numbers of vectors to include, each at most once. Returns (B, len(included) * D + V (V - 1) / 2): the
+    included
     vectors, then <v_i, v_j> for i = 1 .. V - 1 and in it j = 0 .. i - 1. No (B, V, V) matrix is made.
     ValueError for shapes that disagree.
     """
     views = _view_vectors(vectors, dim)
-    included = [int(v) for v in kept]
+    indices = [int(v) for v in included]
     num_vectors = sum(view.shape[1] for view in views)
-    if len(set(included)) < len(included) or not all(0 <= v < num_vectors for v in included):
+    if len(set(indices)) < len(indices) or not all(0 <= v < num_vectors for v in indices):
         raise ValueError(
-            f"kept: got {included}, wanted different numbers in 0 .. {num_vectors - 1}"
+            f"included: got {indices}, wanted different numbers in 0 .. {num_vectors - 1}"
         )
     if not _is_native(views):
-        return plain_pairwise_dot(views, included)
+        return plain_pairwise_dot(views, indices)
     return (
-        _native_pairwise_dot(views, included)
+        _native_pairwise_dot(views, indices)
         if _can_skip_dispatch()
-        else torch.ops.colonnade.pairwise_dot(views, included)
+        else torch.ops.colonnade.pairwise_dot(views, indices)
     )
 
 

@@ -14,7 +14,7 @@ from colonnade.config.plan import PlanConfig, TablePlanConfig
 from colonnade.errors import ConfigError
 from colonnade.exchange.operator_cut import tower_of
 from colonnade.lookup.hops import BY_TOWERS
-from colonnade.plan.search.candidates import Constraint, Decision
+from colonnade.plan.search.candidates import Constraint, PlanDecision
 from colonnade.plan.search.cutting import COLUMN_KINDS, shard_columns_everywhere
 from colonnade.table import Feature, Table
 from colonnade.topology.sharding import (
@@ -162,7 +162,7 @@ def resolve_plan_config(
     config: PlanConfig,
     tables: Sequence[Table],
     world: World,
-    choice: Decision | None = None,
+    choice: PlanDecision | None = None,
     hot: Mapping[str, Sequence[int]] | None = None,
 ) -> PlanConfig:
     """Return `config` with the sharding, exchange and replicated ids of every table, as `build_plan` requires.

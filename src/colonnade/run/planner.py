@@ -28,7 +28,7 @@ from colonnade.plan.measure.device import Device
 from colonnade.plan.measure.profile import Profile
 from colonnade.plan.plan import Plan
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import Constraint, Decision, Memory
+from colonnade.plan.search.candidates import Constraint, Memory, PlanDecision
 from colonnade.topology.sharding import Sharding
 from colonnade.topology.towers import Partition
 from colonnade.topology.world import World
@@ -98,7 +98,7 @@ def choose_shardings_and_exchanges(
     memory_demands: Sequence[MemoryDemand] = (),
     bags: Collection[str] = (),
     hot: Collection[str] = (),
-) -> Decision:
+) -> PlanDecision:
     """Choose the shardings and exchanges that `config` does not fix.
 
     sides: the collection's declaration with hot and cold rows as separate tables; `loads` has these tables.
@@ -181,7 +181,7 @@ def estimate_seconds_per_byte(
 
 
 def estimate_link_costs(
-    choice: Decision,
+    choice: PlanDecision,
     loads: Sequence[TableLoad],
     device: Device,
     model: nn.Module,
@@ -211,7 +211,9 @@ def estimate_link_costs(
     )
 
 
-def find_weights_in_towers(choice: Decision, declared: EmbeddingDeclaration) -> list[nn.Parameter]:
+def find_weights_in_towers(
+    choice: PlanDecision, declared: EmbeddingDeclaration
+) -> list[nn.Parameter]:
     """Return the weights of operators that are evaluated inside a tower."""
     table_of = {
         field.name: declared.tables[declared.parts[field.part][0]].name for field in declared.fields

@@ -51,7 +51,7 @@ from colonnade.plan.measure.device import Device, measure_device, missing_folder
 from colonnade.plan.measure.links import measure_links
 from colonnade.plan.measure.profile import Profile, profile_batches
 from colonnade.plan.plan import Plan, apply_placement, build_plan
-from colonnade.plan.search.candidates import Decision
+from colonnade.plan.search.candidates import PlanDecision
 from colonnade.plan.towers.advice import Advice
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.run.planner import (
@@ -349,7 +349,7 @@ class PlanningResult:
     device: Device
     costs: StepCosts
     prediction: Prediction
-    choice: Decision
+    choice: PlanDecision
     loads: tuple[TableLoad, ...]
     world: World
     advice: tuple[Advice, ...] = ()

@@ -36,11 +36,11 @@ from colonnade.data import Splits, num_steps
 from colonnade.data.processes import read_in_processes
 from colonnade.data.tabular.tables import portable_options
 from colonnade.embedding import EmbeddingCollection
-from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, StorageError
+from colonnade.errors import CheckpointError, ConfigError
 from colonnade.formats import make_format_stamp
 from colonnade.interaction import TowerModule
 from colonnade.models.build import build_model, resolve_towers
-from colonnade.models.tower_modules import words_of
+from colonnade.models.tower_modules import describe_tower_modules
 from colonnade.plan.constraints import is_settled, resolve_plan_config
 from colonnade.plan.measure.device import Device
 from colonnade.plan.plan import Plan, build_plan
@@ -48,7 +48,6 @@ from colonnade.plan.search.candidates import Memory
 from colonnade.plan.towers.advice import advise_tower_modules
 from colonnade.processors import count_usable_processors
 from colonnade.publish.delivery import open_destinations
-from colonnade.publish.mirror import fetch_run, list_mirrored_steps, name_url_in_errors, open_url
 from colonnade.row_optimizer import RowOptimizer
 from colonnade.run.cross_rank_check import (
     check_config_on_all_ranks,
@@ -65,6 +64,7 @@ from colonnade.run.start import (
     apply_warm_start,
     build_outcome,
     complete_outcome,
+    fetch_from_mirror_if_empty,
     plan_warm_start,
     read_final_summary,
 )
@@ -384,7 +384,7 @@ def _plan_rows(setup: _RunSetup, optimizer: Optimizer) -> tuple[Plan | None, Dev
     check_plan_on_all_ranks(plan, optimizer, mesh)  # last check before anything is written
     if (folder := setup.trained_folder) is not None:
         check_folder_is_shared(folder, mesh)
-        _fetch_from_mirror_if_empty(folder, config, mesh, setup.console)
+        fetch_from_mirror_if_empty(folder, config, mesh, setup.console)
     if plan is None or setup.read_only:
         return plan, None
     if (
@@ -482,7 +482,7 @@ def _build_trainer(
         checkpoints=checkpoints,
         loss_scale=build_loss_scale(config.train.loss_scale),
     )  # fmt: skip
-    if console is not None and (tower_text := words_of(setup.model, collection)):
+    if console is not None and (tower_text := describe_tower_modules(setup.model, collection)):
         console.print(tower_text, highlight=False)
     return trainer
 
@@ -569,30 +569,6 @@ def plan_run(
         )
         planned = replace(planned, advice=advice)
     return planned, collection.tables
-
-
-def _fetch_from_mirror_if_empty(
-    folder: Path, config: RunConfig, mesh: Mesh, console: Console | None
-) -> None:
-    """Fetch the newest checkpoint of the mirror into a folder without checkpoints. Collective."""
-    url = config.train.mirror
-    if url is None:
-        return
-    own_error = ""
-    if mesh.rank == 0 and not list_checkpoints(folder):
-        try:
-            with name_url_in_errors(url, "read"):
-                steps = list_mirrored_steps(*open_url(url))
-            if steps:
-                step = fetch_run(url, folder)
-                if console is not None:
-                    console.print(
-                        f"fetched the checkpoint of step {step} from {url}", highlight=False
-                    )
-        except ColonnadeError as error:
-            own_error = str(error)
-    if error_text := mesh.all_gather_bytes("control", own_error.encode())[0].decode():
-        raise StorageError(error_text)
 
 
 def move_network(model: nn.Module, device: str, mesh: Mesh) -> None:

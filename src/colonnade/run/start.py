@@ -1,4 +1,4 @@
-"""Start of a run: warm start from another run's weights, and detection of finished runs."""
+"""Start of a run: the mirror's newest checkpoint, warm start from another run, detection of finished runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 from colonnade.checkpoint.completeness import read_checkpoint
@@ -23,10 +24,11 @@ from colonnade.checkpoint.snapshot import parameter_names
 from colonnade.checkpoint.states import load_state
 from colonnade.checkpoint.stores import open_recorded_stores
 from colonnade.comm.mesh import Mesh
-from colonnade.config.run import TrainConfig
+from colonnade.config.run import RunConfig, TrainConfig
 from colonnade.embedding import EmbeddingCollection
-from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
+from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, StorageError
 from colonnade.formats import parse_stamped_json
+from colonnade.publish.mirror import fetch_run, list_mirrored_steps, name_url_in_errors, open_url
 from colonnade.publish.transfer import store_records
 from colonnade.store.records import build_fresh_records
 from colonnade.table import Table
@@ -315,3 +317,27 @@ def _load_rows(trainer: Trainer, header: dict[str, Any], table: Table, start: Wa
             num_rows += len(ids)
         store.close()
     return num_rows
+
+
+def fetch_from_mirror_if_empty(
+    folder: Path, config: RunConfig, mesh: Mesh, console: Console | None
+) -> None:
+    """Fetch the newest checkpoint of the mirror into a folder without checkpoints. Collective."""
+    url = config.train.mirror
+    if url is None:
+        return
+    own_error = ""
+    if mesh.rank == 0 and not list_checkpoints(folder):
+        try:
+            with name_url_in_errors(url, "read"):
+                steps = list_mirrored_steps(*open_url(url))
+            if steps:
+                step = fetch_run(url, folder)
+                if console is not None:
+                    console.print(
+                        f"fetched the checkpoint of step {step} from {url}", highlight=False
+                    )
+        except ColonnadeError as error:
+            own_error = str(error)
+    if error_text := mesh.all_gather_bytes("control", own_error.encode())[0].decode():
+        raise StorageError(error_text)

@@ -181,7 +181,7 @@ class Trainer:
         self.started = started = time.perf_counter()
         if self.collection.cached is not None:
             apply_planned_bounds(self.collection.cached)
-        batches = self.collection.lookahead(self._read_batches(), held=self.restored_reads)
+        batches = self.collection.lookahead(self._read_batches(), prefetched=self.restored_reads)
         try:
             with report_errors(self.mesh.peer_monitor):
                 self._train_steps(batches, outcome)

@@ -9,7 +9,7 @@ from colonnade.plan.cost.consumers import ModelLoad
 from colonnade.plan.cost.partials import check_partials
 from colonnade.plan.cost.table_stats import TableLoad
 from colonnade.plan.measure.device import RowRate
-from colonnade.plan.search.candidates import OPTIONS, Constraint, Decision, Memory, Option
+from colonnade.plan.search.candidates import OPTIONS, Constraint, Memory, Option, PlanDecision
 from colonnade.plan.search.explanation import explain_choice
 from colonnade.plan.search.initial_candidates import build_initial_states
 from colonnade.plan.search.search import Search
@@ -28,7 +28,7 @@ def choose(
     is_fetched_ahead: bool = False,
     model: ModelLoad | None = None,
     towers: int | None = None,
-) -> Decision:
+) -> PlanDecision:
     """Choose the fastest of `options` for each table under the constraints `forced` (by table name).
 
     rates: measured speeds of gathering and updating rows, and of planning and packing lookups. is_fetched_ahead:

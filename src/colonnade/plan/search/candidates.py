@@ -142,7 +142,7 @@ class StepSeconds:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class PlanDecision:
     """Decision of the planner for all tables, with its cost."""
 
     tables: tuple[TableChoice, ...]

@@ -17,7 +17,7 @@ from colonnade.plan.search.candidates import (
     OPTIONS,
     Constraint,
     ConsumerChoice,
-    Decision,
+    PlanDecision,
     TableChoice,
     TableCost,
 )
@@ -142,7 +142,7 @@ def _format_floats(count: float | None) -> str:
     return f"{count or 0:,.0f}"
 
 
-def explain_choice(search: Search, state: State, partials_delay: float | None) -> Decision:
+def explain_choice(search: Search, state: State, partials_delay: float | None) -> PlanDecision:
     """Build the planner's decision from the best state, with costs and alternatives of each table.
 
     partials_delay: seconds that the best state with partials takes longer; None: there is none."""
@@ -184,7 +184,7 @@ def explain_choice(search: Search, state: State, partials_delay: float | None) -
     # Values fetched ahead cost no waiting, so halving their bytes saves nothing.
     halved_seconds = (push + (0.0 if seconds.is_fetched_ahead else fetch)) / 2
     consumers = _explain_state_consumers(search, state, partials_delay)
-    return Decision(tuple(tables), seconds, sent, halved_seconds, consumers)
+    return PlanDecision(tuple(tables), seconds, sent, halved_seconds, consumers)
 
 
 def _explain_state_consumers(

@@ -12,7 +12,7 @@ from colonnade.exchange.operator_cut import consumer_sets
 from colonnade.plan.cost.comm_volume import ExchangeName
 from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad
 from colonnade.plan.cost.table_stats import TableLoad
-from colonnade.plan.search.candidates import Constraint, Decision, Memory, Option
+from colonnade.plan.search.candidates import Constraint, Memory, Option, PlanDecision
 from colonnade.topology.sharding import Kind
 from colonnade.topology.towers import tower_ranks
 from colonnade.topology.world import World
@@ -147,7 +147,9 @@ def constrain_to_towers(
     return constraints
 
 
-def mark_as_chosen(choice: Decision, before: Decision, names: Collection[str]) -> Decision:
+def mark_as_chosen(
+    choice: PlanDecision, before: PlanDecision, names: Collection[str]
+) -> PlanDecision:
     """Return `choice` with the tables `names` as free decisions, not constraints; `before` supplies alternatives."""
     old = {table.name: table for table in before.tables}
     tables = tuple(

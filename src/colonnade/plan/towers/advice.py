@@ -16,7 +16,7 @@ from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad, build_model_o
 from colonnade.plan.cost.table_stats import TableLoad
 from colonnade.plan.measure.device import RowRate
 from colonnade.plan.search import choose
-from colonnade.plan.search.candidates import OPTIONS, Constraint, Decision, Memory
+from colonnade.plan.search.candidates import OPTIONS, Constraint, Memory, PlanDecision
 from colonnade.plan.search.tower_choice import constrain_to_towers
 from colonnade.plan.towers.forecast import RATIOS, count_towers
 from colonnade.topology.world import World
@@ -41,7 +41,7 @@ class Advice:
 def advise_tower_modules(
     loads: Sequence[TableLoad],
     world: World,
-    choice: Decision,
+    choice: PlanDecision,
     *,
     memory: Memory,
     rates: Sequence[RowRate] = (),
