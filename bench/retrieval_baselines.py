@@ -99,7 +99,7 @@ def score(source: Source, scores_of, k: int = 20) -> tuple[float, float]:
     """(recall@k, NDCG@k); `scores_of(users (B,)) -> (B, I)`."""
     recalls, gains = [], []
     for batch in source.batches(512):
-        top = top_items(mask_items(scores_of(batch.group).clone(), batch.key.seen), k)
+        top = top_items(mask_items(scores_of(batch.group).clone(), batch.key.excluded), k)
         recall, gain = recall_and_ndcg(top, batch.key.truth, k)
         recalls.append(recall)
         gains.append(gain)

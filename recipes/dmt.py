@@ -5,7 +5,7 @@ torchrun --nproc-per-node 2 recipes/dmt.py
 import torch
 
 import colonnade
-from colonnade import Partition
+from colonnade import Partition, shard_in_towers
 from colonnade.data import open_source
 from colonnade.models import DLRM, describe_tower_modules
 
@@ -19,12 +19,8 @@ def train(mesh: colonnade.Mesh, **towers) -> None:
     features = [colonnade.Feature(table.name, table.name) for table in tables]
     torch.manual_seed(0)
     model = DLRM(tables, features, num_dense=13, bottom=(32,), top=(64, 32), **towers)
-    shardings = (
-        colonnade.shard_in_towers(tables, features, TOWERS, mesh.world)
-        if mesh.num_ranks > 1
-        else {}
-    )
-    config = colonnade.PlanConfig(exchange="towers", towers=2, tables=shardings)
+    own = {} if mesh.num_ranks == 1 else shard_in_towers(tables, features, TOWERS, mesh.world)
+    config = colonnade.PlanConfig(exchange="towers", towers=2, tables=own)
     model.embeddings.open(colonnade.build_plan(tables, mesh.world, config), mesh)
     data = open_source("synthetic", groups=TOWERS.towers, **DATA)
     before = mesh.traffic.sent_bytes.copy()

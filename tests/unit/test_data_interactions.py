@@ -146,10 +146,12 @@ def test_queries_rank_what_was_held_out(opened, samples):
     train, validation = (
         lists_of(p) for p in (splits.train.interactions.train, splits.train.interactions.validation)
     )
-    assert lists_of(batch.key.seen) == [a + b for a, b in zip(train, validation, strict=True)][:2]
+    assert (
+        lists_of(batch.key.excluded) == [a + b for a, b in zip(train, validation, strict=True)][:2]
+    )
     assert lists_of(batch.ids["history"]) == [one[-2:] for one in train[:2]]
     (batch,) = splits.validation.batches(10)
-    assert lists_of(batch.key.seen) == [train[1]]
+    assert lists_of(batch.key.excluded) == [train[1]]
 
 
 @pytest.mark.parametrize("samples", ["pairs", "sequences"])

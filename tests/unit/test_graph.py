@@ -124,8 +124,8 @@ def test_a_pair_is_no_edge_of_its_sample(opened):
             assert t + 4 not in around_q and q not in around_t
             assert all((q, n - 4) in pairs or n == q for n in around_q)
             assert all((n, t) in pairs or n == t + 4 for n in around_t)
-            first, last = batch.key.seen.offsets[i : i + 2].tolist()
-            assert {(q, n) for n in batch.key.seen.values[first:last].tolist()} <= pairs
+            first, last = batch.key.excluded.offsets[i : i + 2].tolist()
+            assert {(q, n) for n in batch.key.excluded.values[first:last].tolist()} <= pairs
     assert seen == pairs  # others each epoch
 
 
@@ -197,9 +197,9 @@ def test_a_made_up_graph_has_each_edge_in_one_part_and_both_ways():
     other = open_source("power_law", nodes=200, degree=8, communities=5, fan_outs=[2], seed=5)
     assert torch.equal(other.train.interactions.train.values, found.train.values)
     for batch in data.test.batches(50):  # no node is ranked for itself
-        ends = batch.key.seen.offsets.tolist()
+        ends = batch.key.excluded.offsets.tolist()
         for node, a, b in zip(batch.group.tolist(), ends, ends[1:], strict=False):
-            assert node in batch.key.seen.values[a:b].tolist()
+            assert node in batch.key.excluded.values[a:b].tolist()
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_ranks_train_and_score_what_one_does(how):
 def recall(source, scores_of) -> float:
     found = []
     for batch in source.batches(100):
-        top = top_items(mask_items(scores_of(batch.group).clone(), batch.key.seen), 20)
+        top = top_items(mask_items(scores_of(batch.group).clone(), batch.key.excluded), 20)
         found.append(recall_and_ndcg(top, batch.key.truth, 20)[0])
     return float(torch.cat(found).mean())
 

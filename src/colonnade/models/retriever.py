@@ -75,7 +75,7 @@ class RetrievalObjective:
 
             def measure(batch: Batch) -> dict[str, Tensor]:
                 scores = (model.queries(batch) @ items.T).cpu()
-                top = top_items(mask_items(scores, batch.key.seen), max(CUTOFFS))
+                top = top_items(mask_items(scores, batch.key.excluded), max(CUTOFFS))
                 values = [
                     value for k in CUTOFFS for value in recall_and_ndcg(top, batch.key.truth, k)
                 ]

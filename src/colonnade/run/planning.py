@@ -386,28 +386,36 @@ def read_sample(
     return sample
 
 
-def plan_from_sample(
-    model: nn.Module,
-    collection: EmbeddingCollection,
-    data: Splits,
-    config: RunConfig,
-    *,
-    objective: Objective,
-    make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
+def _place_tables(
+    memory_demands: Sequence[MemoryDemand],
+    plan: Plan,
     world: World,
-    rows_folder: Path,
-    first_step: int = 0,
-    folder: Path | None = None,
-    device: Device | None = None,
-    costs: StepCosts | None = None,
+    dram_bytes: int | None,
+    mapped_bytes: int | None,
+    *,
+    at_once: int,
+    is_even: bool,
+) -> list[TableMemory]:
+    """Return the memory of each table on its fullest rank: as planned, or by what it saves. at_once: batches in
+    flight."""
+    if is_even:
+        return place_as_planned(memory_demands, plan)
+    shardings = [table.sharding for table in plan.tables]
+    return divide_memory_on_ranks(
+        memory_demands, shardings, world.num_ranks, dram_bytes, mapped_bytes, at_once=at_once
+    )
+
+
+def plan_from_sample(
+    model: nn.Module, collection: EmbeddingCollection, data: Splits, config: RunConfig, *, objective: Objective,
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer], world: World, rows_folder: Path, first_step: int = 0,
+    folder: Path | None = None, device: Device | None = None, costs: StepCosts | None = None,
     lookups: int = SAMPLE_LOOKUPS,
-) -> PlanningResult:
+) -> PlanningResult:  # fmt: skip
     """Plan from a sample, on one rank for all ranks. Memory is shared between tables by `plan.placement`.
 
-    rows_folder: folder for rows without a configured directory.
-    device, costs: earlier measurements, which are not repeated.
-    folder: run folder with a device.json that may have the device.
-    world: with measured links.
+    rows_folder: folder for rows without a configured directory. world: with measured links. device, costs: earlier
+    measurements, which are not repeated. folder: run folder with a device.json that may have the device.
     Raises BudgetExceeded if a batch does not fit, ConfigError without a sample or with impossible shardings,
     StorageError if a directory cannot be measured.
     """
@@ -416,22 +424,19 @@ def plan_from_sample(
     sample = read_sample(data.train, config.train.samples_per_step, lookups)
     stacked_sample = [hash_ids(batch, declared) for batch in sample]
     sample_profile = profile_batches(collection.tables, declared.features, stacked_sample)
-    hot_ids = choose_hot_ids(
-        config.plan, declared, stacked_sample, world, _read_recorded_shardings(folder)
-    )
+    recorded = _read_recorded_shardings(folder)
+    hot_ids = choose_hot_ids(config.plan, declared, stacked_sample, world, recorded)
     dram_bytes = _dram_without_hot_rows(config.plan, collection.tables, world, hot_ids)
+    unknown_steps = first_step + SAMPLES_OF_UNKNOWN_LENGTH * len(sample)
     known_steps = _count_steps_of_run(config, data.train)
-    steps = (
-        first_step + SAMPLES_OF_UNKNOWN_LENGTH * len(sample) if known_steps is None else known_steps
-    )
+    steps = unknown_steps if known_steps is None else known_steps
     mapped_bytes = 0 if base_plan.mapped is None else base_plan.mapped.bytes
     is_evenly_placed, is_auto = config.plan.placement == "even", config.plan.lookahead == "auto"
     batch_size = sample_profile.largest_batch  # all samples, if there are fewer than a batch
     batches_in_flight = 1 + base_plan.latest
     demands_of = partial(
         predict_demands, collection.tables, sample_profile, batch_size=batch_size, at_once=batches_in_flight,
-        num_ranks=owners,
-        num_samples=data.train.num_samples, first_batch=first_step,
+        num_ranks=owners, num_samples=data.train.num_samples, first_batch=first_step,
         last_batch=max(steps, first_step + 1), fixed_bytes=config.plan.memory.tables,
     )  # fmt: skip
     depths = AUTO_DEPTHS if is_auto else (int(config.plan.lookahead),)
@@ -440,11 +445,8 @@ def plan_from_sample(
     # The disk is measured only after the checks of memory.
     paths = _folders_of_rows(base_plan, rows_folder)
     device = device or read_measured_device(folder, paths) or measure_device(paths)
-    sides, side_profile = (
-        profile_hot_and_cold(declared, hot_ids, stacked_sample)
-        if hot_ids
-        else (declared, sample_profile)
-    )
+    hot_and_cold = profile_hot_and_cold(declared, hot_ids, stacked_sample) if hot_ids else None
+    sides, side_profile = hot_and_cold or (declared, sample_profile)
     loads = estimate_table_loads(
         sides, side_profile, world, last_batch=steps, num_samples=data.train.num_samples, codecs=base_plan.codecs,
     )  # fmt: skip
@@ -452,25 +454,22 @@ def plan_from_sample(
     choice = choose_shardings_and_exchanges(
         collection, sides, loads, config, world, device, memory_demands, bags, hot_ids
     )
-    base_plan = build_plan(
-        tables, world, resolve_plan_config(config.plan, tables, world, choice, hot_ids)
-    )
+    plan_config = resolve_plan_config(config.plan, tables, world, choice, hot_ids)
+    base_plan = build_plan(tables, world, plan_config)
     shardings = [table.sharding for table in base_plan.tables]
     memory_demands = demands_of(window=depth + batches_in_flight, shardings=shardings)
-    placements = (
-        place_as_planned(memory_demands, base_plan) if is_evenly_placed
-        else divide_memory_on_ranks(
-            memory_demands, shardings, world.num_ranks, dram_bytes, mapped_bytes, at_once=batches_in_flight,
-        )
+    by_rank = _place_tables(
+        memory_demands, base_plan, world, dram_bytes, mapped_bytes, at_once=batches_in_flight, is_even=is_evenly_placed,
     )  # fmt: skip
-    capacities = {placement.name: (placement.rows, placement.tier) for placement in placements}
-    memory_demands, placements = mean_over_ranks(memory_demands, placements, shardings, owners)
+    capacities = {table.name: (table.rows, table.tier) for table in by_rank}
+    memory_demands, placements = mean_over_ranks(memory_demands, by_rank, shardings, owners)
     if costs is None:
+        batches = _select_timed_batches(
+            sample, data.train, config.train.samples_per_step, world.num_trainers
+        )
         costs = run_micro_benchmark(
-            model, _select_timed_batches(sample, data.train, config.train.samples_per_step, world.num_trainers),
-            data.train.schema, objective, make_optimizer, batch_size=config.train.samples_per_step,
-            folder=Path(paths[0]) if paths else None,
-            reads={placement.name: placement.reads for placement in placements},
+            model, batches, data.train.schema, objective, make_optimizer, batch_size=config.train.samples_per_step,
+            folder=Path(paths[0]) if paths else None, reads={table.name: table.reads for table in placements},
         )  # fmt: skip
     if is_evenly_placed and base_plan.lookahead != "auto":
         depth = base_plan.lookahead
@@ -486,9 +485,7 @@ def plan_from_sample(
     plan = replace(base_plan, prediction=asdict(prediction))
     if not is_evenly_placed:
         plan = apply_placement(plan, collection.tables, capacities, lookahead=depth)
-    return PlanningResult(
-        plan, sample_profile, device, costs, prediction, choice, tuple(loads), world
-    )
+    return PlanningResult(plan, sample_profile, device, costs, prediction, choice, tuple(loads), world)  # fmt: skip
 
 
 def _read_recorded_shardings(folder: Path | None) -> dict[str, Sharding]:
