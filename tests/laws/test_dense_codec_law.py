@@ -109,8 +109,8 @@ def train(mesh, name, *, feeds_back=True):
         if not feeds_back:
             for bucket in dense.buckets:
                 if bucket.coded is not None:
-                    bucket.coded.sent.kept.zero_()
-                    bucket.coded.summed.kept.zero_()
+                    bucket.coded.sent.residual.zero_()
+                    bucket.coded.summed.residual.zero_()
     return {"applied": applied, "mine": mine, "bits": bits, "state": dense.state(), "sent": told}
 
 

@@ -287,7 +287,7 @@ def count_batches_by_changing_bounds(mesh, cases, steps):
             for held in world.held():
                 assert np.array_equal(held, total), "I1: every batch once"
         counts, copies = world.collection.cached.counts, world.collection.cached.cached_rows
-        waiting = sum(int(ticks.sum()) for ticks in copies.ticks)
+        waiting = sum(int(ticks.sum()) for ticks in copies.num_pending)
         assert counts.ticks + waiting == counts.hits + counts.misses + counts.lease_over
 
 
@@ -310,7 +310,7 @@ def begin_while_settled(mesh):
     world.rows.step()
     with world.rows.synchronized_view():
         for call in (lambda: world.rows.synchronized_view().__enter__(), lambda: next(ahead)):
-            with pytest.raises(RuntimeError, match="settled"):
+            with pytest.raises(RuntimeError, match="inside"):
                 call()
         ahead.close()
     world.collection.forget()

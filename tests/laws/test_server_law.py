@@ -280,7 +280,7 @@ def begun(mesh):
     run.trainer.evaluate = watched
     with pytest.MonkeyPatch.context() as patch:
         for module in (trainer, embedding):
-            patch.setattr(module, "announced", heard)
+            patch.setattr(module, "notify_servers", heard)
         run.train()
     return before, at
 

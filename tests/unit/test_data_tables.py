@@ -456,9 +456,9 @@ def test_no_more_than_two_windows_are_read_ahead(tmp_path, monkeypatch):
     folder = write_folder(tmp_path, "parquet", 200, files=1)
     source = open_source("parquet", folder, schema=DECLARATION, shuffle_window=20).train
     read = []
-    original = TableSource._read
+    original = TableSource._read_piece
     monkeypatch.setattr(
-        TableSource, "_read", lambda self, piece: read.append(piece) or original(self, piece)
+        TableSource, "_read_piece", lambda self, piece: read.append(piece) or original(self, piece)
     )
     batches = source.batches(10)
     next(batches)
@@ -475,13 +475,13 @@ def test_a_position_is_reached_without_reading_what_is_before_it(window, tmp_pat
     source = open_source("parquet", folder, schema=DECLARATION, shuffle_window=window).train
     whole = order_of(source)
     read = []
-    original = TableSource._read
+    original = TableSource._read_piece
 
     def count(self, piece):
         read.append(piece)
         return original(self, piece)
 
-    monkeypatch.setattr(TableSource, "_read", count)
+    monkeypatch.setattr(TableSource, "_read_piece", count)
     (batch,) = source.batches(10, start=Position(0, 19))
     assert batch.key.tolist() == whole[190:]
     assert len(read) == 2  # one window of two row groups

@@ -62,7 +62,9 @@ def synchronized_view(
     Yields, by table, this rank's changed rows as they were before. optimizers, settings: see `_native.update`. Raises
     BudgetExceeded, on every rank, where memory has no room for the rows that change; RuntimeError inside itself."""
     if exchange.is_synchronized:
-        raise RuntimeError("got rows.settled() inside of itself: rows are settled already")
+        raise RuntimeError(
+            "got rows.synchronized_view() inside of itself: rows are synchronized already"
+        )
     served_requests, send, sent_layout = _request_flush(exchange, list_pending(exchange))
     store, plan = exchange.store, served_requests.plan
     ids = torch.as_tensor(plan.unique_ids)
