@@ -466,7 +466,12 @@ def test_every_rank_refuses_a_module_that_changes_the_samples_and_asks_none_abou
         (MODULES, World(), {"num_towers": 1}, "on one rank"),
         (MODULES, World(ranks_per_host=4, servers_per_host=2), {"num_towers": 2}, "on servers"),
         (ACROSS, World(ranks_per_host=4), {"num_towers": 2}, "user.deep is in tower 0, item in tower 1"),
-        ({"first": (Concat(), FIELDS[:2])}, World(ranks_per_host=4), {"num_towers": 1}, "Concat has no result that is smaller"),
+        (
+            {"first": (Concat(), FIELDS[:2])},
+            World(ranks_per_host=4),
+            {"num_towers": 1},
+            "Concat has no result that is smaller",
+        ),
         (MODULES, World(ranks_per_host=4), {"num_towers": 2}, None),
     ],
 )  # fmt: skip
