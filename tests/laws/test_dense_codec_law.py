@@ -13,7 +13,11 @@ from torch import nn
 
 from colonnade import Mesh, World
 from colonnade.checkpoint.fingerprint import dense_weights
-from colonnade.comm.collectives import choose_sum_algorithm, sent, sum_algorithm_of_layout
+from colonnade.comm.collectives import (
+    choose_sum_algorithm,
+    estimate_sum_traffic,
+    sum_algorithm_of_layout,
+)
 from colonnade.comm.traffic import Traffic
 from colonnade.config.run import build_config, override_settings
 from colonnade.run.run import open_run
@@ -84,10 +88,10 @@ def foretold(dense):
     for bucket in dense.buckets:
         size = bucket.send_buffer.nbytes
         if bucket.coded is None:
-            told = sent(choose_sum_algorithm(world, size), world, size)
+            told = estimate_sum_traffic(choose_sum_algorithm(world, size), world, size)
         else:
             coded = coded_buffer_bytes(dense.codec, len(bucket.send_buffer), world.num_ranks)
-            told = sent(sum_algorithm_of_layout(world), world, size, coded)
+            told = estimate_sum_traffic(sum_algorithm_of_layout(world), world, size, coded)
         found = {link: found[link] + getattr(told, f"{link}_bytes") for link in found}
     return found
 

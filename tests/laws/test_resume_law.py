@@ -1,4 +1,4 @@
-"""Kill anything at any instruction: the run goes on from its newest checkpoint to the same bits."""
+"""Kill anything at any instruction: the run resumes from its newest checkpoint to the same bits."""
 
 from __future__ import annotations
 

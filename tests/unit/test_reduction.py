@@ -11,7 +11,7 @@ from torch import nn
 
 from colonnade import World, open_mesh
 from colonnade.comm import process_groups as mesh_module
-from colonnade.comm.collectives import choose_sum_algorithm, sent, sum_in_order
+from colonnade.comm.collectives import choose_sum_algorithm, estimate_sum_traffic, sum_in_order
 from colonnade.errors import ConfigError
 from colonnade.run.planner import estimate_reduction_seconds
 
@@ -52,7 +52,7 @@ def test_the_way_follows_the_links():
 @pytest.mark.parametrize("hosts, local", [(2, 2), (4, 2), (8, 8), (125, 8)])
 def test_by_host_a_byte_crosses_an_uplink_once_per_host(hosts, local):
     world, size = World(num_hosts=hosts, ranks_per_host=local), 1 << 20
-    uplink = {way: local * sent(way, world, size).remote_bytes for way in WAYS}
+    uplink = {way: local * estimate_sum_traffic(way, world, size).remote_bytes for way in WAYS}
     assert uplink["by host"] == pytest.approx(2 * size * (hosts - 1) / hosts)
     assert uplink["scattered"] == pytest.approx(local * uplink["by host"])
 
@@ -60,7 +60,7 @@ def test_by_host_a_byte_crosses_an_uplink_once_per_host(hosts, local):
 def test_seconds_of_coded_gradients_follow_their_bytes():
     world = World(num_hosts=2, ranks_per_host=2, remote_message_seconds=0, message_seconds=0)
     model = nn.Linear(1023, 1000)  # about a million weights
-    exact = sent("by host", world, 4_096_000)
+    exact = estimate_sum_traffic("by host", world, 4_096_000)
     assert estimate_reduction_seconds(model, world, "exact") == pytest.approx(
         exact.seconds(world), rel=0.01
     )

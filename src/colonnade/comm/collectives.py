@@ -91,7 +91,9 @@ class SumTraffic:
         )
 
 
-def sent(way: SumAlgorithm, world: World, size: float, coded: float | None = None) -> SumTraffic:
+def estimate_sum_traffic(
+    way: SumAlgorithm, world: World, size: float, coded: float | None = None
+) -> SumTraffic:
     """Return what each rank sends to sum a buffer of `size` bytes with algorithm `way`. Pure.
 
     coded: bytes of the whole buffer on coded hops; None without a codec. `by host` codes the hops between hosts, the
@@ -126,7 +128,10 @@ def choose_sum_algorithm(world: World, size: float) -> SumAlgorithm:
     if world.num_hosts > 1 and world.ranks_per_host > 1:
         hops["by host"] = 3 if world.num_hosts == 2 else 4
     hop = world.remote_message_seconds if world.num_hosts > 1 else world.message_seconds
-    return min(hops, key=lambda way: sent(way, world, size).seconds(world) + hops[way] * hop)
+    return min(
+        hops,
+        key=lambda way: estimate_sum_traffic(way, world, size).seconds(world) + hops[way] * hop,
+    )
 
 
 def sum_algorithm_of_layout(world: World) -> SumAlgorithm:

@@ -250,7 +250,7 @@ class PeerMonitor:
             cause = f" (gloo: {_shorten_gloo(first_line(error))})" if error is not None else ""
             lost = (
                 f"rank {self.rank} of {len(self.peers)} lost {peers} in {channel!r} (call {number}, step {self.step}, "
-                f"after {waited:.0f} s): {reason}. The run goes on from its newest checkpoint: start it again, "
+                f"after {waited:.0f} s): {reason}. The run resumes from its newest checkpoint: start it again, "
                 f"which torchrun "
                 f"--max-restarts does{cause}"
             )

@@ -41,7 +41,7 @@ def validate_fields(value: Any, subject: str | None = None, *, strict: bool | No
     and a list as a tuple; None: as the types declare.
     Raises ConfigError with the field, its value and the wanted value (the type's `Expected`, else pydantic's text).
     """
-    for name, (adapter, expected) in _build_adapters(cast(Hashable, type(value))).items():
+    for name, (adapter, expected) in _build_field_validators(cast(Hashable, type(value))).items():
         current = getattr(value, name)
         try:
             checked = adapter.validate_python(current, strict=strict)
@@ -76,7 +76,7 @@ def _suggest_word(value: Any, expected: str) -> str:
 
 
 @cache
-def _build_adapters(kind: Any) -> dict[str, tuple[TypeAdapter, str]]:
+def _build_field_validators(kind: Any) -> dict[str, tuple[TypeAdapter, str]]:
     """Return the validator and the `Expected` text of each field."""
     hints = get_type_hints(kind, include_extras=True)
     adapters = {}

@@ -50,7 +50,7 @@ from colonnade.cache.messages import (
 from colonnade.cache.next_use import PreviewedBatch, preview_batches, sort_rows_by_table
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import ConfigError
-from colonnade.exchange.row_owner import gather_int32, list_requests, owned_rows, reduce_next_use
+from colonnade.exchange.row_owner import build_lookups, gather_int32, owned_rows, reduce_next_use
 from colonnade.exchange.rows import FetchedRows, RowsExchange, RowsLookup
 from colonnade.lookup.contract import (
     BatchInfo,
@@ -300,7 +300,7 @@ class CachedExchange:
         listing = np.argsort(tables, kind="stable")
         ids = np.concatenate([unique[requested_rows], decision.evicted_ids])
         request_plan = _native.make_plan(
-            list_requests(torch.from_numpy(ids[listing]), counts),
+            build_lookups(torch.from_numpy(ids[listing]), counts),
             self.owner.table_rows,
             self.owner_map.num_owners,
         )
@@ -346,7 +346,7 @@ class CachedExchange:
         )
         served = parse_row_flags(headers, requests.counts)
         owner_plan = owner.plan_requests(requests.ids, requests.counts)
-        written = list_requests(
+        written = build_lookups(
             requests.ids[torch.from_numpy(served.written)], served.count_rows(served.written)
         )
         transfer.served_requests = ServedRequests(

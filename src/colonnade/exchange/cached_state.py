@@ -29,7 +29,7 @@ from colonnade.cache.directory import renumber_state, surplus_batches
 from colonnade.cache.messages import RowRequests, ServedRequests
 from colonnade.errors import BudgetExceeded
 from colonnade.exchange.cached import CachedExchange
-from colonnade.exchange.row_owner import gather_int32, list_requests
+from colonnade.exchange.row_owner import build_lookups, gather_int32
 from colonnade.lookup.row_layout import RowLayout, build_row_layout
 from colonnade.table import CLOCK_BYTES
 from colonnade.wire.id_distribution import exchange_messages
@@ -169,7 +169,7 @@ def _request_flush(
     by_id = [cached_rows.ids[t][slots] for t, slots in enumerate(slots_by_table)]
     counts = np.array([[len(slots) for slots in slots_by_table]])
     plan = _native.make_plan(
-        list_requests(torch.from_numpy(np.concatenate(by_id)), counts),
+        build_lookups(torch.from_numpy(np.concatenate(by_id)), counts),
         exchange.owner.table_rows, exchange.owner_map.num_owners,
     )  # fmt: skip
     blocks = exchange.owner_map.block_offsets(plan)
@@ -183,7 +183,7 @@ def _request_flush(
     received_requests = unpack_requests(
         received, exchange.owner.table_rows, exchange.owner_map.num_owners, owner_indices
     )
-    wanted = list_requests(received_requests.ids, received_requests.counts)
+    wanted = build_lookups(received_requests.ids, received_requests.counts)
     all_rows = np.ones(len(received_requests.ids), bool)
     none = np.zeros(len(received_requests.ids), np.int64)
     served_requests = ServedRequests(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
-from colonnade.exchange.row_owner import gather_int32, list_requests, owned_rows, reduce_next_use
+from colonnade.exchange.row_owner import build_lookups, gather_int32, owned_rows, reduce_next_use
 from colonnade.exchange.rows import FetchedRows, RowsExchange, RowsLookup
 from colonnade.lookup.contract import (
     BatchInfo,
@@ -108,7 +108,7 @@ class ReplicatedExchange:
             return
         counts = self._own_counts(lookup.plan)
         layout = build_row_layout(counts, self.owner.widths)
-        requests = list_requests(torch.as_tensor(lookup.plan.unique_ids), counts)
+        requests = build_lookups(torch.as_tensor(lookup.plan.unique_ids), counts)
         values = kernels.gather_message(source, unique_rows, layout, requests)
         if not is_exact:  # as if they were sent: values must not depend on the sharding
             codec.decode_values(codec.encode_values(values, layout), layout, values)

@@ -71,7 +71,7 @@ class RowOwner:
 
     def plan_requests(self, ids: Tensor, counts: np.ndarray) -> _native.Plan:
         """Group requests for this rank's rows by row: ids source by source, table by table; counts (sources, T)."""
-        return _native.make_plan(list_requests(ids, counts), self.table_rows, self.one_owner)
+        return _native.make_plan(build_lookups(ids, counts), self.table_rows, self.one_owner)
 
     def next_use_by_row(self, batch: Batch, plan: _native.Plan) -> Tensor:
         """Return `Batch.next_use` by unique row, (U,) uint8. Raises DataError."""
@@ -101,7 +101,7 @@ def owned_rows(plan: _native.Plan, next_use: Tensor | None = None) -> OwnedRows:
     )
 
 
-def list_requests(ids: Tensor, counts: np.ndarray) -> _native.Lookups:
+def build_lookups(ids: Tensor, counts: np.ndarray) -> _native.Lookups:
     """Return requests as lookups of one one-hot feature per (source, table): ids listed source by source, table by
     table; counts (sources, T)."""
     tables, poolings = _request_features(*counts.shape)

@@ -25,8 +25,8 @@ from colonnade.comm.mesh import Mesh, PendingCall
 from colonnade.exchange.prefetched import collect_prefetched_rows, gather_prefetched_rows
 from colonnade.exchange.row_owner import (
     RowOwner,
+    build_lookups,
     gather_int32,
-    list_requests,
     owned_rows,
     reduce_next_use,
 )
@@ -353,7 +353,7 @@ class RowsExchange:
         received, sent = build_row_layout(wanted, widths), build_row_layout(served, widths)
         return RowMessages(
             received, sent, received.table_major_index(widths), sent.rank_major_index(widths),
-            list_requests(ids, served),
+            build_lookups(ids, served),
         )  # fmt: skip
 
     def build_own_messages(self, lookup: PartLookup) -> RowMessages:

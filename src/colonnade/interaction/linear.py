@@ -184,7 +184,7 @@ class LowRankCross(ConcatenatedFields):
         self, fields: Tensor, field_indices: Sequence[int] | None = None
     ) -> Tensor:
         n = self.num_dense
-        return self._compute_statistics(
+        return self._project_fields(
             fields, lambda weight: self._select_columns(weight[..., n:], field_indices)
         )
 
@@ -193,9 +193,7 @@ class LowRankCross(ConcatenatedFields):
         n = self.num_dense
         if n:
             assert dense is not None
-            stats = stats + self._compute_statistics(
-                dense.to(stats), lambda weight: weight[..., :n]
-            )
+            stats = stats + self._project_fields(dense.to(stats), lambda weight: weight[..., :n])
         known = stats.new_ones(len(stats), 1)  # 1, t_0, t_1, ... concatenated
         for rows in (*self.down, self.last):
             level = stats[:, : len(rows) * known.shape[1]]
@@ -216,9 +214,7 @@ class LowRankCross(ConcatenatedFields):
             x = cross(first, linear(inner, up.T.to(x), bias.to(x)), x)
         return linear(x, self.last.to(x), None)
 
-    def _compute_statistics(
-        self, values: Tensor, select_columns: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def _project_fields(self, values: Tensor, select_columns: Callable[[Tensor], Tensor]) -> Tensor:
         """Compute the statistics of some columns of x_0: (B, W') -> (B, P).
 
         select_columns: function from weights (..., W) to those of these columns."""

@@ -223,7 +223,8 @@ class PreparedBatches:
             self._has_warned = True
             warnings.warn(
                 f"looking {self.depth} batches ahead needs more rows at once than the memory budget holds; about "
-                f"{depth} fit. Training goes on, to the same result, perhaps slower: raise plan.memory.dram, or lower "
+                f"{depth} fit. Training continues, to the same result, perhaps slower: raise "
+                f"plan.memory.dram, or lower "
                 "plan.lookahead or the batch size",
                 RuntimeWarning,
                 stacklevel=4,

@@ -263,7 +263,7 @@ class UrlPublisher:
             copy_publication(open_location(self.local_publisher.folder), open_location(self.url))
         except (ColonnadeError, OSError) as error:
             self.local_publisher.problem = error
-            print_line(f"{error}. Training goes on; the next checkpoint publishes it")
+            print_line(f"{error}. Training continues; the next checkpoint publishes it")
 
     def close(self) -> None:
         """Raise the error of the newest checkpoint, if it was not published."""

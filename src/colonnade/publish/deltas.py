@@ -142,7 +142,7 @@ class DeltaPublisher:
         except (ColonnadeError, OSError) as error:
             self.problem = error
             print_line(
-                f"{self.folder}: could not publish step {step}: {error}. Training goes on; the next "
+                f"{self.folder}: could not publish step {step}: {error}. Training continues; the next "
                 "checkpoint publishes it"
             )
 

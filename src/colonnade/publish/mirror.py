@@ -75,7 +75,7 @@ class Mirror:
             self.problem = None
         except StorageError as error:
             self.problem = error
-            print_line(f"{error}. Training goes on; the next checkpoint is copied again")
+            print_line(f"{error}. Training continues; the next checkpoint is copied again")
 
     def close(self) -> None:
         """Raise StorageError if the newest checkpoint is in the run folder only, and not at the URL."""

@@ -9,7 +9,11 @@ from pathlib import Path
 from torch import nn
 
 from colonnade.batch import Batch
-from colonnade.comm.collectives import choose_sum_algorithm, sent, sum_algorithm_of_layout
+from colonnade.comm.collectives import (
+    choose_sum_algorithm,
+    estimate_sum_traffic,
+    sum_algorithm_of_layout,
+)
 from colonnade.config.plan import PlanConfig
 from colonnade.config.run import RunConfig
 from colonnade.embedding import EmbeddingCollection
@@ -245,7 +249,7 @@ def estimate_reduction_seconds(
         local_ranks = min(size, trainers.ranks_per_host)
         tower = replace(trainers, num_hosts=size // local_ranks, ranks_per_host=local_ranks)
         bytes_per_tower = sum(p.numel() * p.element_size() for p in tower_weights) / num_towers
-        seconds = sent(
+        seconds = estimate_sum_traffic(
             choose_sum_algorithm(tower, bytes_per_tower), tower, bytes_per_tower
         ).seconds(tower)
     if size == trainers.num_ranks:  # one tower has all ranks
@@ -255,15 +259,15 @@ def estimate_reduction_seconds(
     size = sum(p.numel() * p.element_size() for p in coded)
     other_bytes = sum(p.numel() * p.element_size() for p in trained) - size
     if other_bytes:
-        seconds += sent(choose_sum_algorithm(trainers, other_bytes), trainers, other_bytes).seconds(
-            trainers
-        )
+        seconds += estimate_sum_traffic(
+            choose_sum_algorithm(trainers, other_bytes), trainers, other_bytes
+        ).seconds(trainers)
     if size:
         coded_bytes = coded_buffer_bytes(codec, sum(p.numel() for p in coded), trainers.num_ranks)
-        seconds += sent(sum_algorithm_of_layout(trainers), trainers, size, coded_bytes).seconds(
-            trainers
-        )
-        seconds += sent("whole", trainers, SIGNAL_BYTES).seconds(trainers)
+        seconds += estimate_sum_traffic(
+            sum_algorithm_of_layout(trainers), trainers, size, coded_bytes
+        ).seconds(trainers)
+        seconds += estimate_sum_traffic("whole", trainers, SIGNAL_BYTES).seconds(trainers)
     return seconds
 
 

@@ -135,7 +135,8 @@ def coded_share_bytes(codec: Codec, elements: int) -> int:
 
 
 def coded_buffer_bytes(name: str, elements: int, num_ranks: int) -> int:
-    """Return the number of bytes of an encoded buffer, as `comm.collectives.sent` takes it. elements: a multiple of N.
+    """Return the number of bytes of an encoded buffer, as `comm.collectives.estimate_sum_traffic` takes it. elements:
+    a multiple of N.
     Not for "exact"."""
     return num_ranks * coded_share_bytes(CODECS[name], elements // num_ranks)
 

@@ -299,7 +299,7 @@ def predict_partials_seconds(
     return links, samples * (trainer * is_trainer + owner)
 
 
-def check_partials(
+def check_tables_with_partials(
     traffic: PartialsTraffic | None,
     model: ModelLoad,
     loads: Sequence[TableLoad],

@@ -49,7 +49,7 @@ def measure_links(mesh: Mesh) -> World:
     world = mesh.world
     speeds: dict[str, float] = {}
     if world.num_ranks > 1:
-        speeds["crowding"] = measure_crowding(mesh)
+        speeds["crowding"] = measure_threads_per_processor(mesh)
     if world.ranks_per_host > 1:
         with host_mesh(mesh) as local_mesh:
             times = time_all_to_alls(local_mesh, range(world.ranks_per_host))
@@ -74,7 +74,7 @@ def measure_links(mesh: Mesh) -> World:
     return replace(world, origin="measured", **speeds) if speeds else world  # type: ignore[arg-type]
 
 
-def measure_crowding(mesh: Mesh) -> float:
+def measure_threads_per_processor(mesh: Mesh) -> float:
     """Return `World.crowding` of the host with the most threads per processor, for torch's current number of threads.
 
     Collective."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from colonnade.lookup.hops import BY_TOWERS
 from colonnade.plan.cost.consumers import ModelLoad
-from colonnade.plan.cost.partials import check_partials
+from colonnade.plan.cost.partials import check_tables_with_partials
 from colonnade.plan.cost.table_stats import TableLoad
 from colonnade.plan.measure.device import RowRate
 from colonnade.plan.search.candidates import OPTIONS, Constraint, Memory, Option, PlanDecision
@@ -45,7 +45,7 @@ def choose(
     states = [search.improve(state) for state in initial_states]
     best = min(states, key=search.objective)
     search.compress_towers(best)
-    check_partials(best.partials, search.partials.model, loads, best.chosen)
+    check_tables_with_partials(best.partials, search.partials.model, loads, best.chosen)
     with_partials = [
         state for state in states if state.partials is not None and state.partials.consumers
     ]
