@@ -190,7 +190,7 @@ class PlainTowerDLRM(PlainTowered):
         wide = tables[0].width
 
         def make(count):
-            layers = {"each": nn.Linear(wide, c * dim)} if c else {}
+            layers = {"field_projection": nn.Linear(wide, c * dim)} if c else {}
             return layers | ({"summary": nn.Linear(count * wide, p * dim)} if p else {})
 
         self.make_towers(partition, make)
@@ -202,8 +202,8 @@ class PlainTowerDLRM(PlainTowered):
 
     def leaves(self, module, fields):
         found = []
-        if "each" in module:
-            found += [module["each"](fields[:, f]) for f in range(fields.shape[1])]
+        if "field_projection" in module:
+            found += [module["field_projection"](fields[:, f]) for f in range(fields.shape[1])]
         if "summary" in module:
             found.append(module["summary"](fields.flatten(1)))
         return torch.cat(found, 1).unflatten(1, (-1, self.dim))

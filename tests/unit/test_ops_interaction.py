@@ -226,7 +226,7 @@ def test_the_core_refuses():
         _native.fm([x.transpose(1, 2)], out)
     with pytest.raises(ValueError, match="out: got float32"):
         _native.pairwise_dot([x], [0], out)
-    with pytest.raises(ValueError, match="included: got vector 5"):
+    with pytest.raises(ValueError, match="kept: got vector 5"):
         _native.pairwise_dot([x], [5], torch.empty(3, 5))
     with pytest.raises(ValueError, match=r"out\[0\]"):
         _native.fm_gradient([x], out, [torch.empty(3, 1, 4)])
