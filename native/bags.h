@@ -2,9 +2,9 @@
 //
 // message   varint B: samples of the sender
 //           a byte: 1 if codes follow, else 0
-//           for each column of lookups whose table has rows there, a byte: 128 if it has weights, plus the bits of a
-//             length: 0 if all bags have the same length, then varint that length; else B lengths of that many bits
-//           for each table with lookups there, ascending, the shorter of: a byte 0 and the list of its ids in order;
+//           for each column of lookups of a table with rows on the receiver, a byte: 128 if it has weights, plus the
+//             bits of a length: 0 if all bags have the same length, then varint that length; else B lengths of that many bits
+//           for each table with lookups for the receiver, ascending, the shorter of: a byte 0 and the list of its ids in order;
 //             or a byte 1, the ascending list of its unique ids, and numbers: index of each lookup's id among them
 //           weights of the columns that have them, column by column
 //           numbers: codes of all lookups

@@ -138,8 +138,8 @@ class Ads:
 def draw(law: Law, first: int, ids: NDArray[np.int64]) -> tuple[Floats, Floats]:
     """Ids of samples first, first + 1, ... into `ids` (F, B, J); returns their effects and pairs (B,), not scaled."""
     size = ids.shape[1]
-    each = FIELDS * EACH // 4  # words of a sample: four ids of 16 bits
-    drawn = random_words(law.key, first * each, (first + size) * each).astype("<u8", copy=False)
+    item = FIELDS * EACH // 4  # words of a sample: four ids of 16 bits
+    drawn = random_words(law.key, first * item, (first + size) * item).astype("<u8", copy=False)
     bits = drawn.view("<u2").reshape(size, FIELDS, EACH)
     now = np.arange(first, first + size)[:, None]
     effects = np.zeros(size, dtype=np.float32)

@@ -130,47 +130,47 @@ def row_clock(
     read = staleness // 2
     caches = Caches(stream, next_uses, policy, capacity, read, staleness - read)
     changed = np.full(stream.num_rows, -1, np.int32)  # the step of a row's last update
-    found = Traffic()
+    result = Traffic()
     for step, batches in enumerate(stream.batches[: stream.shape.warm + stream.shape.measured]):
         said = [caches.step(step, rank) for rank in range(RANKS)]
         if step >= stream.shape.warm:
-            for ids, each in zip(batches, said, strict=True):
-                is_over = each.outcomes == EXPIRED
-                is_new = changed[ids[is_over]] >= step - each.ages[is_over]
-                num_missing, num_over = int((each.outcomes == MISS).sum()), len(is_new)
-                num_named = int(((each.outcomes != HIT) | each.pushed).sum()) + len(
-                    each.evicted_ids
+            for ids, item in zip(batches, said, strict=True):
+                is_over = item.outcomes == EXPIRED
+                is_new = changed[ids[is_over]] >= step - item.ages[is_over]
+                num_missing, num_over = int((item.outcomes == MISS).sum()), len(is_new)
+                num_named = int(((item.outcomes != HIT) | item.pushed).sum()) + len(
+                    item.evicted_ids
                 )
-                found.rows += num_missing + int(is_new.sum())
-                found.rows += int(each.pushed.sum()) + len(each.evicted_ids)
-                found.named += num_named * (NAME + FLAGS) + num_over * (AGE + BIT)
-                found.uses += len(ids)
-                found.hits += int((each.outcomes == HIT).sum())
-        for ids, each in zip(batches, said, strict=True):
-            changed[ids[each.pushed]] = changed[each.evicted_ids] = step
-    return found
+                result.rows += num_missing + int(is_new.sum())
+                result.rows += int(item.pushed.sum()) + len(item.evicted_ids)
+                result.named += num_named * (NAME + FLAGS) + num_over * (AGE + BIT)
+                result.uses += len(ids)
+                result.hits += int((item.outcomes == HIT).sum())
+        for ids, item in zip(batches, said, strict=True):
+            changed[ids[item.pushed]] = changed[item.evicted_ids] = step
+    return result
 
 
 def het(stream: Stream, policy: Policy, capacity: int, staleness: int) -> Traffic:
     """Every copy is asked about in every batch: a read bound of 0. Ranks read and push one after the other."""
     caches = Caches(stream, [], policy, capacity, 0, staleness)
     versions = np.zeros(stream.num_rows, np.int64)
-    seen = np.zeros((RANKS, stream.num_rows), np.int64)
+    observed = np.zeros((RANKS, stream.num_rows), np.int64)
     found = Traffic()
     for step, batches in enumerate(stream.batches[: stream.shape.warm + stream.shape.measured]):
         for rank, ids in enumerate(batches):
-            each = caches.step(step, rank)
-            is_sent = (each.outcomes == MISS) | (versions[ids] - seen[rank, ids] > staleness)
-            seen[rank, ids[is_sent]] = versions[ids[is_sent]]
-            pushed = ids[each.pushed]
+            item = caches.step(step, rank)
+            is_sent = (item.outcomes == MISS) | (versions[ids] - observed[rank, ids] > staleness)
+            observed[rank, ids[is_sent]] = versions[ids[is_sent]]
+            pushed = ids[item.pushed]
             for some, ticks in (
-                (pushed, each.ticks[each.pushed]),
-                (each.evicted_ids, each.evicted_ticks),
+                (pushed, item.ticks[item.pushed]),
+                (item.evicted_ids, item.evicted_ticks),
             ):
                 versions[some] += ticks
-                seen[rank, some] += ticks
+                observed[rank, some] += ticks
             if step >= stream.shape.warm:
-                num_pushed = len(pushed) + len(each.evicted_ids)
+                num_pushed = len(pushed) + len(item.evicted_ids)
                 found.rows += int(is_sent.sum()) + num_pushed
                 found.named += len(ids) * VERSIONED + num_pushed * VERSIONED
                 found.uses += len(ids)

@@ -287,9 +287,11 @@ class Chooser:
     def forced(self, links: World, collection: EmbeddingCollection) -> PlanDecision:
         """The prediction for its plan as it stands, and for its own operators."""
         tables = collection.plan.tables
-        said = {t.name: Constraint(t.sharding.kind, t.exchange, t.sharding.ranks) for t in tables}
+        constraints = {
+            t.name: Constraint(t.sharding.kind, t.exchange, t.sharding.ranks) for t in tables
+        }
         model = build_model_load(collection.declaration, self.loads, world=links)
-        return choose(self.loads, links, rates=self.rates, forced=said, model=model)
+        return choose(self.loads, links, rates=self.rates, forced=constraints, model=model)
 
 
 def has_copies(collection: EmbeddingCollection) -> bool:

@@ -113,13 +113,13 @@ class CachedRows:
         ]
         self.rows = np.concatenate([rows for rows, _ in parts])
         self.at = np.concatenate(self._slots([decision.slots for decision in self.decisions]))
-        asked = np.concatenate([decision.outcomes for decision in self.decisions])
+        row_outcomes = np.concatenate([decision.outcomes for decision in self.decisions])
         ages = np.concatenate([decision.ages for decision in self.decisions]).astype(np.int64)
-        self.used += len(asked)
-        self.hits += int((asked == HIT).sum())
-        over = np.flatnonzero(asked == EXPIRED)
+        self.used += len(row_outcomes)
+        self.hits += int((row_outcomes == HIT).sum())
+        over = np.flatnonzero(row_outcomes == EXPIRED)
         over = over[self._changed(self.rows[over], ages[over])]
-        fresh = np.concatenate([np.flatnonzero(asked == MISS), over])
+        fresh = np.concatenate([np.flatnonzero(row_outcomes == MISS), over])
         slots = torch.from_numpy(self.at[fresh])
         self.copies.copy(slots, self.owners, torch.from_numpy(self.rows[fresh]))
         # What the owner has yet to hear is seen at once.
@@ -174,11 +174,11 @@ class CachedRows:
 
     def _changed(self, rows: Numbers, ages: Numbers) -> NDArray[np.bool_]:
         """Whether copies as old as this are not what their owners have."""
-        found = ages >= MAX_AGE
+        is_old = ages >= MAX_AGE
         for owner, changes in enumerate(self.changes):
-            mine = self.owner[rows] == owner
-            found[mine] |= changes.has_changed_since(0, rows[mine], self.number - ages[mine])
-        return found
+            own = self.owner[rows] == owner
+            is_old[own] |= changes.has_changed_since(0, rows[own], self.number - ages[own])
+        return is_old
 
     def _slots(self, by_rank: Sequence[NDArray[np.int32]]) -> list[Numbers]:
         """Numbers among the slots of all ranks."""

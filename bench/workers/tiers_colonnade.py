@@ -177,15 +177,15 @@ def warm(system: TieredTraining, capacities: Sequence[int]) -> None:
     first_use, starts = stream.state("first") if hints else None, stream.shape.starts
     firsts = range(0, max(map(len, held)), RUN)
     for number, first in enumerate(firsts):
-        values, told = {}, {}
+        values, expected = {}, {}
         for t, ids in enumerate(held):
             part = ids[first : first + RUN]
             name = f"C{t + 1}"
             values[name] = Ids(torch.from_numpy(part), torch.tensor([0, len(part)]))
             if first_use is not None:
                 away = first_use[starts[t] + part] + len(firsts) - number
-                told[name] = torch.from_numpy(encode_distance(away))
-        batch = Batch(size=1, dense=system.inputs[:1], ids=values, next_use=told or None)
+                expected[name] = torch.from_numpy(encode_distance(away))
+        batch = Batch(size=1, dense=system.inputs[:1], ids=values, next_use=expected or None)
         system.embeddings(batch)["fields"].backward(torch.zeros(1, width))
         system.rows.step()
 

@@ -80,8 +80,10 @@ class Opened(exchange_colonnade.Opened):
         fields = torch.zeros(size, len(module.dims), self.case.dim, requires_grad=True)
         for _ in range(TRIED):
             began = time.process_time()
-            found = module.partial_of_fields(fields)
-            torch.autograd.grad(found, [fields, *module.parameters()], torch.zeros_like(found))
+            partials = module.partial_of_fields(fields)
+            torch.autograd.grad(
+                partials, [fields, *module.parameters()], torch.zeros_like(partials)
+            )
             spent.append(time.process_time() - began)
         return median(spent)
 

@@ -270,8 +270,8 @@ class EmbeddingCollection(StatefulRows):
 
         A thread prepares `plan.lookahead` batches ahead. Row values are read exactly k updates before their batch is
         used, where k is the plan's staleness. Close the iterator to stop early. `prefetched`: from a checkpoint, one
-        for
-        each of the first batches: the number of steps until its use, and the values that every rank had read for it.
+        for each of the first batches: the number of steps until its use, and the values that every rank had read for
+        it.
         """
         self.ensure_open()
         return self.pipeline.lookahead(batches, prefetched)

@@ -53,7 +53,7 @@ def test_bytes_of_row_clock_are_those_of_a_count_row_by_row(stream, policy):
     found = row_clock(stream, uses, policy, capacity, staleness)
     world = [SlowDirectory(capacity, 4, 5, policy.name) for _ in range(RANKS)]
     changed: dict[int, int] = {}
-    rows, named, used, hits = 0, 0.0, 0, 0
+    rows, names, used, hits = 0, 0.0, 0, 0
     for step in range(32):
         all_said = []
         for rank, directory in enumerate(world):
@@ -64,21 +64,23 @@ def test_bytes_of_row_clock_are_those_of_a_count_row_by_row(stream, policy):
             all_said.append(said)
             is_counted = step >= 12
             used += len(ids) * is_counted
-            for id, (_, asked, age, _, pushed, _) in said.by_row.items():
-                hits += (asked == HIT) * is_counted
-                is_sent = asked == MISS or (asked == EXPIRED and changed.get(id, -1) >= step - age)
+            for id, (_, outcomes, age, _, pushed, _) in said.by_row.items():
+                hits += (outcomes == HIT) * is_counted
+                is_sent = outcomes == MISS or (
+                    outcomes == EXPIRED and changed.get(id, -1) >= step - age
+                )
                 rows += (is_sent + pushed) * is_counted
-                named += (asked != HIT or pushed) * 8.25 * is_counted
-                named += (asked == EXPIRED) * 4.125 * is_counted
+                names += (outcomes != HIT or pushed) * 8.25 * is_counted
+                names += (outcomes == EXPIRED) * 4.125 * is_counted
             rows += len(said.evicted) * is_counted
-            named += len(said.evicted) * 8.25 * is_counted
+            names += len(said.evicted) * 8.25 * is_counted
         for said in all_said:
             for id, row in said.by_row.items():
                 if row[4]:
                     changed[id] = step
             changed |= dict.fromkeys(said.evicted, step)
-    assert (found.rows, found.named, found.uses, found.hits) == (rows, named, used, hits)
-    assert found.saved(16) == 1 - (named + rows * 64) / (used * 136)
+    assert (found.rows, found.named, found.uses, found.hits) == (rows, names, used, hits)
+    assert found.saved(16) == 1 - (names + rows * 64) / (used * 136)
 
 
 @pytest.mark.parametrize("read, write, seed", [(0, 5, 0), (4, 5, 1), (10, 0, 2)])
@@ -88,11 +90,13 @@ def test_light_lfu_decides_row_by_row(read, write, seed):
     frozen = set()
     for _ in range(150):
         ids = np.unique(random.zipf(1.3, 25) % 90)
-        mine, said = fast.step(ids), slow.step(ids.tolist())
+        decision, said = fast.step(ids), slow.step(ids.tolist())
         by_row = np.array([said.by_row[id][1:5] for id in ids.tolist()])
-        found = np.stack([mine.outcomes, mine.ages, mine.ticks, mine.pushed], 1)
-        assert found.tolist() == by_row.tolist()
-        evicted = dict(zip(mine.evicted_ids.tolist(), mine.evicted_ticks.tolist(), strict=True))
+        result = np.stack([decision.outcomes, decision.ages, decision.ticks, decision.pushed], 1)
+        assert result.tolist() == by_row.tolist()
+        evicted = dict(
+            zip(decision.evicted_ids.tolist(), decision.evicted_ticks.tolist(), strict=True)
+        )
         assert evicted == {id: ticks for id, (_, ticks) in said.evicted.items()}
         assert set(np.flatnonzero(fast.score)) == slow.rows.keys()
         assert frozen <= slow.rows.keys()  # used often enough, they never leave

@@ -101,7 +101,7 @@ def test_operators_with_weights_however_fields_are_dealt(kind, size):
     gradients = torch.autograd.grad(wanted, weights, given)
     parts = fields.split(dims, dim=1)
     for shards in ([[0, 1, 2, 3, 4]], [[1, 3], [], [0, 2, 4]]):
-        found = interaction.combine(
+        result = interaction.combine(
             sum(
                 interaction.partial_of_fields(
                     torch.cat([fields[:, :0], *(parts[n] for n in shard)], 1), shard
@@ -109,16 +109,16 @@ def test_operators_with_weights_however_fields_are_dealt(kind, size):
                 for shard in shards
             )
         )
-        torch.testing.assert_close(found, wanted)
-        torch.testing.assert_close(torch.autograd.grad(found, weights, given), gradients)
+        torch.testing.assert_close(result, wanted)
+        torch.testing.assert_close(torch.autograd.grad(result, weights, given), gradients)
     torch.testing.assert_close(interaction(fields), wanted)
     vectors = torch.randn(size * 2, 4, dtype=torch.float64)  # of one width, sample by sample
     needs_equal_dims = WEIGHTED[kind]((4, 4)).double()
     samples = torch.arange(size).repeat_interleave(2)
-    found = needs_equal_dims.combine(
+    result = needs_equal_dims.combine(
         needs_equal_dims.partial(vectors, samples, size, torch.full((size * 2,), 2.0))
     )
-    torch.testing.assert_close(found, plain(needs_equal_dims, 2 * vectors.view(size, 8)))
+    torch.testing.assert_close(result, plain(needs_equal_dims, 2 * vectors.view(size, 8)))
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_cross_layers_over_dense_columns_and_fields(rank, layers, out):
     gradients = torch.autograd.grad(wanted, weights, given, materialize_grads=True)
     parts = fields.split(dims, dim=1)
     partials = [
-        interaction.partial_of_fields(torch.cat([parts[n] for n in some], 1), some)
-        for some in ([1], [0, 2])
+        interaction.partial_of_fields(torch.cat([parts[n] for n in several], 1), several)
+        for several in ([1], [0, 2])
     ]
     assert all(each.shape == (size, interaction.width(max(dims))) for each in partials)
     for found in (interaction.combine(sum(partials), dense), interaction(fields, dense)):
@@ -152,8 +152,8 @@ def test_rows_of_a_bag_are_enough():
     interaction = LowRankCross((2, 3), 2, 3, 1).double()
     assert interaction.needs() == "rows"
     fields = torch.randn(3, 4, 5, dtype=torch.float64)  # three shards' parts of four samples' sums
-    found = interaction.combine(sum(interaction.partial_of_fields(each) for each in fields))
-    torch.testing.assert_close(found, plain(interaction, fields.sum(0)))
+    result = interaction.combine(sum(interaction.partial_of_fields(item) for item in fields))
+    torch.testing.assert_close(result, plain(interaction, fields.sum(0)))
 
 
 def test_first_values_are_those_of_linear_layers():

@@ -47,8 +47,8 @@ def call_of(mesh, channel, call, in_room):
     if in_room:
         room = mesh.room(send.numel(), send.dtype).view(send.shape)
         send = room.copy_(send)
-    theirs = rows[:, rank].tolist()
-    return mesh.all_to_all(channel, send, rows[rank].tolist(), theirs, wait=False), theirs
+    received = rows[:, rank].tolist()
+    return mesh.all_to_all(channel, send, rows[rank].tolist(), received, wait=False), received
 
 
 def check_calls(mesh, channel, num_calls):
@@ -114,14 +114,14 @@ def of_two_hosts(mesh):
 
 def with_and_without(mesh, names):
     small_messages_too()
-    found = []
+    result = []
     for name in names:
         both = [
-            run_exchange(each, CHOICES[name], [9, 0, 1, 13], "float32", 1)
-            for each in (replace(mesh, shared_memory=None), mesh)
+            run_exchange(item, CHOICES[name], [9, 0, 1, 13], "float32", 1)
+            for item in (replace(mesh, shared_memory=None), mesh)
         ]
-        found.append(both)
-    return found, sorted(mesh.shared_memory.trackers)
+        result.append(both)
+    return result, sorted(mesh.shared_memory.trackers)
 
 
 @pytest.mark.parametrize(

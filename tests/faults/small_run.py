@@ -70,7 +70,7 @@ class KillingDisk(Disk):
 
 
 def digest(folder: Path, step: int | None = None) -> str:
-    """Of everything a checkpoint (the newest) holds: rows with optimizer state and clock, dense state, position."""
+    """Return the content of the newest checkpoint: rows with optimizer state and clock, dense state, position."""
     config = load_run_config(folder)
     tables = build_model(opened(config).train.schema, config).embeddings.tables
     step = list_checkpoints(folder)[-1] if step is None else step

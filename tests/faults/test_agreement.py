@@ -20,12 +20,12 @@ from colonnade.run.run import open_run
 
 
 def test_who_has_what_is_said_with_the_fewest_first():
-    told = [
+    expected = [
         {"train.lr": 0.05, "same": 1},
         {"train.lr": 0.05, "same": 1},
         {"train.lr": 0.1, "same": 1},
     ]
-    assert find_disagreements(told) == ["rank 2 has train.lr=0.1, ranks 0, 1 have 0.05"]
+    assert find_disagreements(expected) == ["rank 2 has train.lr=0.1, ranks 0, 1 have 0.05"]
     assert find_disagreements([{"a": 1}, {}]) == ["rank 0 has a=1, rank 1 has none"]
     assert find_disagreements([{}, {}, {"a": None}]) == ["rank 2 has a=null, ranks 0, 1 have none"]
     assert find_disagreements([{"a": 1}, {"a": 1.0}, {"a": 2}])[0].endswith("rank 2 has 2")

@@ -68,9 +68,9 @@ def dealt_by_table(mesh, folder):
 
 
 def test_tables_of_several_ranks_in_folders_of_one_name_are_missed(tmp_path):
-    for owners, said in run_ranks(2, dealt_by_table, str(tmp_path / "run")):
+    for owners, messages in run_ranks(2, dealt_by_table, str(tmp_path / "run")):
         assert owners == {(0,), (1,)}
-        assert all("rows/0-of-1 is not what this run saved there" in each for each in said)
+        assert all("rows/0-of-1 is not what this run saved there" in item for item in messages)
 
 
 def lose_rank(place, other):

@@ -33,10 +33,10 @@ FINE = PeerStatus(PEER, 0.3, calls={"dense": 58}, waiting={"dense": 3.0}, step=5
 
 
 def blamed(channel="dense", number=58, **ranks) -> tuple[tuple[int, ...], str]:
-    heard = {number: FINE for number in range(1, 4)}
-    heard |= {int(name[1:]): replace(FINE, **said) for name, said in ranks.items()}
-    found = diagnose_call(heard, channel, number)
-    return found.ranks, found.reason
+    statuses = {number: FINE for number in range(1, 4)}
+    statuses |= {int(name[1:]): replace(FINE, **said) for name, said in ranks.items()}
+    result = diagnose_call(statuses, channel, number)
+    return result.ranks, result.reason
 
 
 def test_the_rank_that_caused_it_is_blamed_and_none_that_followed():
@@ -87,14 +87,14 @@ def server():
     return server, port
 
 
-def come(port, rank, num_ranks, seconds, found, peer=PEER):
+def come(port, rank, num_ranks, seconds, result, peer=PEER):
     store = dist.TCPStore(
         "127.0.0.1", port, 1, False, timeout=timedelta(seconds=20), wait_for_workers=False
     )
     try:
-        found[rank] = join_rendezvous(store, rank, num_ranks, peer, timedelta(seconds=seconds))
+        result[rank] = join_rendezvous(store, rank, num_ranks, peer, timedelta(seconds=seconds))
     except Exception as error:
-        found[rank] = error
+        result[rank] = error
 
 
 def met(port, peers, num_ranks=None, seconds=10.0) -> dict:

@@ -100,7 +100,7 @@ def traced(tmp_path_factory):
 
 @pytest.mark.parametrize("stride", [97, pytest.param(1, marks=pytest.mark.slow)])
 def test_cut_at_every_point(traced, stride, tmp_path):
-    """By default at some points, and right after each checkpoint becomes durable, whose name is then the newest."""
+    """Kill at some points by default, and right after each checkpoint has become durable and the newest."""
     origin, changes, digests = traced
     tree, newest_certain, num_seen = Tree(), -1, 0
     for number, change in enumerate(changes):

@@ -13,9 +13,9 @@ from colonnade.comm.peer_status import PeerStatus, diagnose_call
 
 def test_a_server_is_not_blamed_for_calls_of_trainers():
     calls = {1: {"push": 7, "trainers dense": 3}, 2: {"push": 7}}
-    heard = {rank: PeerStatus(PEER, 0.1, "running", 7, made) for rank, made in calls.items()}
-    assert diagnose_call(heard, "trainers dense", 4, (0, 1)).ranks == (1,)
-    assert diagnose_call(heard, "push", 8).ranks == (1, 2)
+    statuses = {rank: PeerStatus(PEER, 0.1, "running", 7, made) for rank, made in calls.items()}
+    assert diagnose_call(statuses, "trainers dense", 4, (0, 1)).ranks == (1,)
+    assert diagnose_call(statuses, "push", 8).ranks == (1, 2)
 
 
 ROLES = {**SETTINGS, "plan.servers": 1}

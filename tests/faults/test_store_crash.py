@@ -154,8 +154,8 @@ def test_killed_with_several_directories(tmp_path):
             rows = content(store)
         with open_store(directory, 1000, stripes=stripes) as store:  # and leftovers are gone
             assert content(store) == rows
-            left = {p for s in stripes for p in s.directory.glob("segment-*")}
-            assert left == {
+            residuals = {p for s in stripes for p in s.directory.glob("segment-*")}
+            assert residuals == {
                 f.path for f in list_commit_files(directory, read_manifest_fields(directory, 1000))
             }
         number += 9

@@ -37,9 +37,8 @@ def test_a_rank_of_one_tower_is_killed(ranks, exchange, tmp_path):
 
 
 def is_read_on_one_process(run, place):
-    """What the towers' ranks found in their evaluation is what one process finds in the checkpoint; it exports,
-    predicts
-    and looks for other towers, too."""
+    """Compare the towers' evaluation with that of one process, from the checkpoint. One process also exports, predicts
+    and looks for other towers."""
 
     def colonnade(*arguments):
         result = CliRunner().invoke(app, [str(each) for each in arguments])

@@ -217,16 +217,16 @@ def open_backings(
 ):
     """One file store per table, or slice of one, for this rank, empty; none where it has no rows of it."""
     return [
-        AbsentRows(each.table.name, each.table.record_bytes)
-        if each.sharding.shard_of(mesh.rank).place is None
+        AbsentRows(item.table.name, item.table.record_bytes)
+        if item.sharding.shard_of(mesh.rank).place is None
         else open_log(
-            folder / f"{mesh.rank}-of-{mesh.num_ranks}" / each.table.name,
-            table_name=each.table.name,
-            record_bytes=each.table.record_bytes,
-            identity=each.table.name,
+            folder / f"{mesh.rank}-of-{mesh.num_ranks}" / item.table.name,
+            table_name=item.table.name,
+            record_bytes=item.table.record_bytes,
+            identity=item.table.name,
             step=None,
         )
-        for each in shard_tables(tables, shardings or [row_wise(mesh.num_ranks)] * len(tables))
+        for item in shard_tables(tables, shardings or [row_wise(mesh.num_ranks)] * len(tables))
     ]
 
 

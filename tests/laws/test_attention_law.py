@@ -336,7 +336,7 @@ def forced(kind: str, num_ranks: int) -> dict[str, Constraint]:
 
 
 def counted(mesh):
-    """By case: bytes by (channel, link), this rank's of all steps."""
+    """Return this rank's bytes of all steps by (channel, link), for each case."""
     found, n = {}, mesh.num_ranks
     for case, (kind, codecs) in SENT.items():
         alone, collection = replace(mesh, traffic=Traffic()), wide_collection()
@@ -392,14 +392,16 @@ def test_a_sequence_of_which_something_else_is_taken_cannot_stay():
     sampled = profile_batches(WIDE, declaration.features, [many(0, 500)])
     loads = build_table_loads(WIDE, declaration.features, sampled, world, batch_size=500)
     model = build_model_load(declaration, loads, world=world)
-    both = dict.fromkeys(("item", "user"), Constraint(exchange="partials"))
-    assert set(choose(loads, world, forced=both, model=model).exchanges.values()) == {"partials"}
-    one = {"item": both["item"], "user": Constraint(exchange="rows")}
+    constraints = dict.fromkeys(("item", "user"), Constraint(exchange="partials"))
+    assert set(choose(loads, world, forced=constraints, model=model).exchanges.values()) == {
+        "partials"
+    }
+    one = {"item": constraints["item"], "user": Constraint(exchange="rows")}
     with pytest.raises(ConfigError, match=r"'item': got exchange partials for 'history'"):
         choose(loads, world, forced=one, model=model)
     stale = build_model_load(declaration, loads, world=world, reads_ahead=1)
     with pytest.raises(ConfigError, match="a feature reads it as a sequence"):
-        choose(loads, world, forced=both, model=stale)
+        choose(loads, world, forced=constraints, model=stale)
 
 
 def test_shards_merge_in_any_way():

@@ -159,22 +159,22 @@ def test_what_a_choice_foretells_is_counted(profiles, case):
     everyone = run_ranks(RANKS, counted, case, hot)
     forced, codecs, order = FORCED[case]
     world = World(ranks_per_host=RANKS)
-    tables, features, seen = TABLES, FEATURES, profiles[order]
+    tables, features, profile = TABLES, FEATURES, profiles[order]
     forced = {name: forced.get(name, EVERYWHERE) for name in NAMES}
     if hot:
         declared = EmbeddingCollection(TABLES, FEATURES).declaration
-        sides, seen = profile_hot_and_cold(
+        sides, profile = profile_hot_and_cold(
             declared, hot, [batch_of(step, order) for step in range(30)]
         )
         tables, features = sides.tables, sides.features
         forced |= {f"{name}[cold]": forced[name] for name in hot}
         forced |= {f"{name}[hot]": Constraint("replicated", "replicated") for name in hot}
     loads = build_table_loads(
-        tables, features, seen, world, batch_size=SIZE, last_batch=100, codecs=codecs
+        tables, features, profile, world, batch_size=SIZE, last_batch=100, codecs=codecs
     )
     choice = choose(loads, world, forced=forced)
     for channel in CHANNELS:
-        sent = sum(each.get((channel, "local"), 0) for each in everyone) / (RANKS * STEPS)
+        sent = sum(item.get((channel, "local"), 0) for item in everyone) / (RANKS * STEPS)
         assert choice.sent[channel, "local"] == pytest.approx(sent, rel=0.02), channel
         assert choice.sent[channel, "remote"] == 0
 

@@ -139,5 +139,5 @@ def test_bytes_shrink_as_told(everyone, name):
             exact, coded = results["exact", exchange][2], results[name, exchange][2]
             for channel in ("fetch", "push"):
                 least = codec.row_bytes([DIM], torch.float32) / (4 * DIM)
-                most = codec.row_bytes([4], torch.float32) / 16
-                assert least <= coded[channel] / exact[channel] <= most
+                most_bytes = codec.row_bytes([4], torch.float32) / 16
+                assert least <= coded[channel] / exact[channel] <= most_bytes

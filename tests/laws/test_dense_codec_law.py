@@ -88,11 +88,11 @@ def foretold(dense):
     for bucket in dense.buckets:
         size = bucket.send_buffer.nbytes
         if bucket.coded is None:
-            told = estimate_sum_traffic(choose_sum_algorithm(world, size), world, size)
+            expected = estimate_sum_traffic(choose_sum_algorithm(world, size), world, size)
         else:
             coded = coded_buffer_bytes(dense.codec, len(bucket.send_buffer), world.num_ranks)
-            told = estimate_sum_traffic(sum_algorithm_of_layout(world), world, size, coded)
-        found = {link: found[link] + getattr(told, f"{link}_bytes") for link in found}
+            expected = estimate_sum_traffic(sum_algorithm_of_layout(world), world, size, coded)
+        found = {link: found[link] + getattr(expected, f"{link}_bytes") for link in found}
     return found
 
 
@@ -291,11 +291,11 @@ def given_on_two(mesh, states, name):
 
 def test_a_coded_world_of_another_size_is_given_what_was_kept(everyone):
     states = [results["int8"]["state"] for results in everyone]
-    (found, _), (same_found, _) = both = run_ranks(2, given_on_two, states, "int8")
-    left = residuals_by_parameter([state for _, state in both])
+    (found, _), (same_found, _) = constraints = run_ranks(2, given_on_two, states, "int8")
+    residuals = residuals_by_parameter([state for _, state in constraints])
     for number, part in residuals_by_parameter(states).items():
         assert torch.equal(found[number], same_found[number])
-        total = found[number].double() + left[number].double()
+        total = found[number].double() + residuals[number].double()
         torch.testing.assert_close(total, part.double(), rtol=1e-5, atol=1e-6)
 
 
@@ -316,8 +316,12 @@ def runs(mesh, folder):
     ):  # fmt: skip
         for stop in stops:
             mesh.traffic.sent_bytes.clear()
-            given = {"plan.codec.dense": "int8", "train.max_steps": stop, "train.accumulate": parts}
-            run = open_run(override_settings(build_config(CONFIG), given), mesh, folder / name)
+            settings = {
+                "plan.codec.dense": "int8",
+                "train.max_steps": stop,
+                "train.accumulate": parts,
+            }
+            run = open_run(override_settings(build_config(CONFIG), settings), mesh, folder / name)
             run.train()
             dense = dense_weights(run.trainer.model)
             weights = {n: v.clone() for n, v in dense.items()}
@@ -329,12 +333,12 @@ def runs(mesh, folder):
 def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(tmp_path):
     """And one that goes on on one rank is given what the others had kept. A step in parts is coded once, as a sum."""
     all_found = run_ranks(2, runs, tmp_path)
-    for found in all_found:
-        for (once, kept, _), (earlier, _, _), (twice, kept_again, _) in (found[:3], found[3:]):
+    for result in all_found:
+        for (once, kept, _), (earlier, _, _), (twice, kept_again, _) in (result[:3], result[3:]):
             assert all(torch.equal(once[name], twice[name]) for name in once)
             assert not all(torch.equal(once[name], earlier[name]) for name in once)
             assert same(kept, kept_again)
-        (whole, _, sent), (parts, _, sent_in_parts) = found[0], found[3]
+        (whole, _, sent), (parts, _, sent_in_parts) = result[0], result[3]
         assert sent == sent_in_parts > 0
         for name in whole:
             torch.testing.assert_close(parts[name], whole[name], rtol=0.05, atol=0.005)
@@ -343,7 +347,7 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(tmp_path):
         build_config(CONFIG), {"plan.codec.dense": "int8", "train.max_steps": 8}
     )
     run = open_run(config, Mesh(), tmp_path / "twice")
-    lost = residuals_by_parameter([found[2][1] for found in all_found])
+    lost = residuals_by_parameter([result[2][1] for result in all_found])
     owed = run.trainer.dense.state()["buckets"][0]
     parts = [lost[number] for number in owed["numbers"]]
     assert torch.equal(owed["owed"], torch.cat(parts)) and bool(owed["owed"].any())

@@ -190,14 +190,14 @@ def test_evaluation_changes_no_setting_and_no_bit():
 
 
 def test_a_checkpoint_takes_what_its_rows_take(tmp_path):
-    """Of ten rows in a table that may have a billion; and the second checkpoint lies beside the first."""
+    """Save ten rows of a table that may have a billion, twice: the second checkpoint is stored next to the first."""
     net = Net()
     kinds = [Table("user", 4), Table("film", 4, eviction=MaxRowsEviction(rows=10**9))]
     net.inner["rows"] = EmbeddingCollection(kinds, net.collection.declaration.features)
-    _, found = fitted(tmp_path, net=net, max_steps=4, checkpoint_steps=2, keep_checkpoints=2)
+    _, result = fitted(tmp_path, net=net, max_steps=4, checkpoint_steps=2, keep_checkpoints=2)
     size = sum(each.stat().st_size for each in tmp_path.rglob("*") if each.is_file())
     rows = sum(len(trained_ids(net.collection, name)) for name in ("user", "film"))
-    assert found.outcome.steps == 4 and rows <= 100
+    assert result.outcome.steps == 4 and rows <= 100
     assert size < 300_000, f"{size:,} bytes for {rows} rows"
 
 

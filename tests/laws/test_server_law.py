@@ -273,9 +273,9 @@ def begun(mesh):
         before.append(len(updates))
         return evaluate(source)
 
-    def heard(mesh, mine):
+    def heard(mesh, own):
         at.append(len(updates))
-        return notify_servers(mesh, mine)
+        return notify_servers(mesh, own)
 
     run.trainer.evaluate = watched
     with pytest.MonkeyPatch.context() as patch:
@@ -379,12 +379,12 @@ FORCED = {
 }  # fmt: skip
 
 
-def sharding_of(said: Constraint) -> Sharding:
-    return table_wise(*said.ranks) if said.ranks else row_wise_over_owners(WORLD)
+def sharding_of(constraint: Constraint) -> Sharding:
+    return table_wise(*constraint.ranks) if constraint.ranks else row_wise_over_owners(WORLD)
 
 
 def counted(mesh):
-    """By case: bytes by (channel, link), this rank's of all steps, in a loop of one's own."""
+    """Return this rank's bytes of all steps by (channel, link), for each case, in a loop of one's own."""
     found = {}
     for case, forced in FORCED.items():
         alone = replace(with_servers(mesh, 1), traffic=Traffic())
@@ -418,7 +418,7 @@ def test_bytes_are_foretold_for_trainers_and_servers():
         choice = choose(loads, WORLD, forced=forced)
         for channel in CHANNELS:
             for link in ("local", "remote"):
-                sent = sum(each[case].get((channel, link), 0) for each in everyone) / (4 * STEPS)
+                sent = sum(item[case].get((channel, link), 0) for item in everyone) / (4 * STEPS)
                 assert choice.sent[channel, link] == pytest.approx(sent, rel=0.02), (case, channel)
 
 

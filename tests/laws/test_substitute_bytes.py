@@ -141,10 +141,10 @@ def batch_of(step: int, size: int = SIZE) -> Batch:
     return Batch(size, torch.zeros(size, 0), ids)
 
 
-def sharding_of(said: Constraint, num_ranks: int) -> Sharding:
-    if said.kind == "column_wise":
+def sharding_of(constraint: Constraint, num_ranks: int) -> Sharding:
+    if constraint.kind == "column_wise":
         return column_wise(range(num_ranks))
-    return row_wise(num_ranks) if said.kind == "row_wise" else table_wise(*said.ranks)
+    return row_wise(num_ranks) if constraint.kind == "row_wise" else table_wise(*constraint.ranks)
 
 
 def collection_of(consumers):
@@ -152,7 +152,7 @@ def collection_of(consumers):
 
 
 def counted(mesh, cases):
-    """By case: bytes by (channel, link), this rank's of all steps; and the consumers whose partials travelled."""
+    """Return this rank's bytes of all steps by (channel, link), and the consumers with partials, for each case."""
     found, n = {}, mesh.num_ranks
     for case in cases:
         consumers, says, codecs, _ = CASES[case]
@@ -208,15 +208,15 @@ def test_bytes_are_foretold(hosts, ranks_per_host, cases):
     for case in cases:
         consumers, says, codecs, wanted = CASES[case]
         declaration, forced = collection_of(consumers).declaration, says(num_ranks)
-        sides, seen, hot = declaration, sampled, HOT.get(case, {})
+        sides, profile, hot = declaration, sampled, HOT.get(case, {})
         if hot:
-            sides, seen = profile_hot_and_cold(declaration, hot, batches)
+            sides, profile = profile_hot_and_cold(declaration, hot, batches)
             forced |= {f"{name}[cold]": forced[name] for name in hot}
             forced |= {f"{name}[hot]": Constraint("replicated") for name in hot}
         loads = build_table_loads(
             sides.tables,
             sides.features,
-            seen,
+            profile,
             world,
             batch_size=size,
             last_batch=100,
@@ -225,7 +225,7 @@ def test_bytes_are_foretold(hosts, ranks_per_host, cases):
         model = build_model_load(sides, loads, codecs=codecs, declared=declaration)
         choice = choose(loads, world, forced=forced, model=model)
         for key, foretold in choice.sent.items():
-            mean = sum(each[case][0].get(key, 0) for each in everyone) / (num_ranks * STEPS)
+            mean = sum(item[case][0].get(key, 0) for item in everyone) / (num_ranks * STEPS)
             # Of few ids, a quarter of a small batch's, lists are known less well.
             near = 0.05 if key[0] == "route" and num_ranks > 3 else 0.02
             assert foretold == pytest.approx(mean, rel=near), (case, key)
@@ -240,19 +240,19 @@ def test_bytes_are_foretold(hosts, ranks_per_host, cases):
                 tables=by_table(sharding=shardings, exchange=exchanges, replicated_rows=hot)
             ),
         )
-        why = {each.name: each.why for each in choice.consumers}
+        why = {item.name: item.why for item in choice.consumers}
         if "columns" in case:
             assert why["linear"] == "rows of table a are cut by columns"
         if case == "over hot rows":
             assert why["fm"] == "fewer floats; table a, which has hot rows, sends values"
         if case == "beside hot rows":
             assert "hot and cold rows of table a" in why["alone"]
-            assert [each.name for each in choice.consumers if each.depends_on_hot_rows] == ["alone"]
-        found = find_remote_consumers(
+            assert [item.name for item in choice.consumers if item.depends_on_hot_rows] == ["alone"]
+        result = find_remote_consumers(
             declaration, plan.shardings, [table.exchange for table in plan.tables]
         )
-        assert set(found) == everyone[0][case][1], case
-        assert set(found) == wanted, case
+        assert set(result) == everyone[0][case][1], case
+        assert set(result) == wanted, case
 
 
 def test_the_cut_of_numbers_is_the_exchanges():
@@ -285,8 +285,10 @@ def test_the_cut_of_numbers_is_the_exchanges():
         owners = torch.zeros(len(tables), n).double().numpy()
         for t, sharding in enumerate(shardings):
             owners[t, list(sharding.ranks)] = 1.0
-        found = [partials.model.consumers[c].name for c in partials.select_remote_consumers(owners)]
-        assert tuple(found) == remote_consumers(declaration, shardings)
+        result = [
+            partials.model.consumers[c].name for c in partials.select_remote_consumers(owners)
+        ]
+        assert tuple(result) == remote_consumers(declaration, shardings)
         traffic = partials.predict_traffic(owners)
         shares = [partials.table_bytes(traffic, owners, t) for t in range(len(tables))]
         assert traffic.unsendable_field is None

@@ -429,9 +429,9 @@ def test_what_owners_cannot_evaluate():
     declaration = declare(declared, fields, consumers)
     whole = [table_wise(rank) for rank in range(4)]
 
-    def found(**given):
-        names = remote_consumers(declaration, [row_wise(4)] * 4, **given)
-        why = {name: why_not_remote(declaration, name, **given) for name in consumers}
+    def found(**settings):
+        names = remote_consumers(declaration, [row_wise(4)] * 4, **settings)
+        why = {name: why_not_remote(declaration, name, **settings) for name in consumers}
         assert set(names) == {name for name, each in why.items() if each is None}
         return why
 

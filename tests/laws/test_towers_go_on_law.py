@@ -160,7 +160,7 @@ def same(found, wanted, **close):
 
 @pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_towers_go_on_in_other_worlds(late, tmp_path):
-    """What towers had gathered is part of a checkpoint."""
+    """Values that towers have gathered are part of a checkpoint."""
     one = [goes_on(Mesh(), tmp_path / "one", steps, late=late) for steps in (6, 7)]
     (tmp_path / "ranks").mkdir()
     for straight, in_parts in run_ranks(

@@ -478,15 +478,15 @@ def test_every_rank_refuses_a_module_that_changes_the_samples_and_asks_none_abou
 def test_why_not_inside(consumers, world, settings, said):
     declaration = declare(tables("float64"), LOOKED_UP, consumers)
     shardings = [split(2)[name] if world.num_ranks == 4 else table_wise(0) for name in TABLES]
-    found = why_not_in_towers(declaration, "first", shardings, world, **settings)
-    assert found is None if said is None else said in found
+    reason = why_not_in_towers(declaration, "first", shardings, world, **settings)
+    assert reason is None if said is None else said in reason
 
 
 def test_rows_of_no_single_tower_are_said():
     declaration, world = declare(tables("float64"), LOOKED_UP, MODULES), World(ranks_per_host=4)
     shardings = [row_wise(4)] * 4
-    said = why_not_in_towers(declaration, "first", shardings, world, num_towers=2)
-    assert said == "rows of user.deep are not all in one tower"
+    reason = why_not_in_towers(declaration, "first", shardings, world, num_towers=2)
+    assert reason == "rows of user.deep are not all in one tower"
 
 
 def test_nothing_is_evaluated_inside_where_that_saves_nothing():

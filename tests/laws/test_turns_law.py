@@ -31,10 +31,10 @@ def run_all(mesh):
     found["flat"] = train(mesh, VALUES, "pooled", "whole", TOWERS)
     send, sent = Mesh.all_to_all, []
 
-    def late(self, channel, *given, scope=ALL, **named):
+    def late(self, channel, *settings, scope=ALL, **names):
         sent.append(scope)
         time.sleep(PAUSES[(self.rank + len(sent)) % len(PAUSES)] if scope != ALL else 0.0)
-        return send(self, channel, *given, scope=scope, **named)
+        return send(self, channel, *settings, scope=scope, **names)
 
     with patch.object(Mesh, "all_to_all", late):
         found["late"] = train(mesh, MODULES, "towers", "split", TOWERS)

@@ -201,12 +201,12 @@ class PlainTowerDLRM(PlainTowered):
         self.top = stack([kept * dim + vectors * (vectors - 1) // 2, *top, tasks])
 
     def leaves(self, module, fields):
-        found = []
+        result = []
         if "field_projection" in module:
-            found += [module["field_projection"](fields[:, f]) for f in range(fields.shape[1])]
+            result += [module["field_projection"](fields[:, f]) for f in range(fields.shape[1])]
         if "summary" in module:
-            found.append(module["summary"](fields.flatten(1)))
-        return torch.cat(found, 1).unflatten(1, (-1, self.dim))
+            result.append(module["summary"](fields.flatten(1)))
+        return torch.cat(result, 1).unflatten(1, (-1, self.dim))
 
     def forward(self, batch):
         vectors = torch.cat(self.left(self.fields(batch)), 1)

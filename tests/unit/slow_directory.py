@@ -79,18 +79,18 @@ class SlowDirectory:
                     row.next, row.last = 0, 1
         said, free = Said(), self.free_slots(len(ids))
         for id, distance in zip(ids, next_uses or [0] * len(ids), strict=True):
-            row, asked, age = self.rows.get(id), MISS, 0
+            row, outcomes, age = self.rows.get(id), MISS, 0
             if row is not None:
                 age = self.number - row.copied
-                asked = EXPIRED if age > self.read_bound else HIT
+                outcomes = EXPIRED if age > self.read_bound else HIT
             else:
                 row = self.rows[id] = Row(free.pop(0), self.number)
-            if asked != HIT:
+            if outcomes != HIT:
                 row.copied = self.number
             self.use(row, distance)
             row.ticks += 1
             is_pushed = row.ticks > self.write_bound
-            said.by_row[id] = [row.slot, asked, age, row.ticks, is_pushed, False]
+            said.by_row[id] = [row.slot, outcomes, age, row.ticks, is_pushed, False]
             if is_pushed:
                 row.ticks = 0
         for id in coming if self.policy == "lookahead" else ():

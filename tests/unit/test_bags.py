@@ -58,20 +58,20 @@ def asked(batch, owner_map, codes, dtype=torch.float32):
 
 def owners_of(batch, owner_map):
     """By column: the rank of each lookup."""
-    found = []
+    result = []
     for name, t in zip(NAMES, TABLE_OF, strict=True):
         place = torch.as_tensor(
             _native.owner_of(batch.ids[name].values, int(ROWS[t]), int(owner_map.num_owners[t]))
         )
-        found.append(
+        result.append(
             [int(np.flatnonzero(owner_map.owner_indices[:, t] == p)[0]) for p in place.tolist()]
         )
-    return found
+    return result
 
 
 def columns_at(rank, batch, owner_map, codes):
     """What the twin says of a rank's share of a batch."""
-    owners, found, before = owners_of(batch, owner_map), [], 0
+    owners, result, before = owners_of(batch, owner_map), [], 0
     for c, (name, t) in enumerate(zip(NAMES, TABLE_OF, strict=True)):
         ids = batch.ids[name]
         ends = np.arange(batch.size + 1) if ids.offsets is None else ids.offsets.numpy()
@@ -83,15 +83,15 @@ def columns_at(rank, batch, owner_map, codes):
                 of_bag[bag].append(int(ids.values[e]))
             weights = None if ids.weights is None else [ids.weights[e].numpy().tobytes() for e in mine]  # fmt: skip
             known = None if codes is None else [int(codes[before + e]) for e in mine]
-            found.append(twin.Column(t, of_bag, weights, known))
+            result.append(twin.Column(t, of_bag, weights, known))
         before += len(ids.values)
-    return found
+    return result
 
 
 def owned_by(rank, owner_map):
-    mine = [c for c, t in enumerate(TABLE_OF) if owner_map.owner_indices[rank, t] >= 0]
-    tables = torch.tensor([TABLE_OF[c] for c in mine], dtype=torch.int32)
-    return LookupColumns(tuple(mine), (), tables, torch.zeros(len(mine), dtype=torch.uint8))
+    own = [c for c, t in enumerate(TABLE_OF) if owner_map.owner_indices[rank, t] >= 0]
+    tables = torch.tensor([TABLE_OF[c] for c in own], dtype=torch.int32)
+    return LookupColumns(tuple(own), (), tables, torch.zeros(len(own), dtype=torch.uint8))
 
 
 def spaces_of(rank, owner_map):
@@ -298,14 +298,14 @@ def test_damaged_messages_are_refused_or_ask_for_rows_that_are_there():
             if len(bad):
                 bad[random.integers(len(bad))] = int(random.integers(256))
         try:
-            found = bags.unpack_bags([whole[0], bad], owned, ROWS, owner_map, 1, torch.float32)
+            result = bags.unpack_bags([whole[0], bad], owned, ROWS, owner_map, 1, torch.float32)
         except WorldError as error:
             assert f"rank 1 sent {len(bad)} bytes that are no lookups" in str(error)
             refused += 1
             continue
-        bounds = found.lookups.feature_offsets.tolist()
+        bounds = result.lookups.feature_offsets.tolist()
         for c, t in enumerate(owned.tables.tolist()):
-            ids = found.lookups.ids[bounds[c] : bounds[c + 1]]
+            ids = result.lookups.ids[bounds[c] : bounds[c + 1]]
             assert set(np.asarray(_native.owner_of(ids, int(ROWS[t]), 2)).tolist()) <= {1}
     assert refused > 300
 

@@ -239,7 +239,7 @@ def test_batches_are_counted_from_less_and_nothing_else_changes(policy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_states_without_the_newest_steps_are_those_of_before_and_the_steps_stand(policy):
-    """What a checkpoint does while batches are in flight; a loaded directory goes on alike; drops undo what stands."""
+    """Save and load a directory with batches in flight: the loaded one decides alike, and drops undo decisions."""
     random = np.random.default_rng(7)
     directory = Directory(10, 3, 4, policy)
 

@@ -31,20 +31,20 @@ ONE = TableCache(10, RowClock(1, 2), "lfu")
 
 
 def configured(**settings):
-    said = {f"plan.cache.{name.replace('__', '.')}": value for name, value in settings.items()}
-    return override_settings(build_config({}), said).plan.cache
+    text = {f"plan.cache.{name.replace('__', '.')}": value for name, value in settings.items()}
+    return override_settings(build_config({}), text).plan.cache
 
 
 def test_sizes_and_bounds_of_a_configuration():
     size = 5 * cached_row_bytes(TABLES[1])
-    found = build_table_caches(
+    result = build_table_caches(
         configured(
             staleness=7, policy="lfu", tables__user__size=f"{size}B", tables__user__read_bound=3
         ),
         TABLES,
     )
-    assert found["item"] == TableCache(100, RowClock(3, 4), "lfu")  # a tenth of its rows
-    assert found["user"] == TableCache(5, RowClock(3, 0), "lfu")
+    assert result["item"] == TableCache(100, RowClock(3, 4), "lfu")  # a tenth of its rows
+    assert result["user"] == TableCache(5, RowClock(3, 0), "lfu")
     assert build_table_caches(None, TABLES) == {}
     with pytest.raises(ConfigError, match="which takes any id"):
         build_table_caches(configured(size="3%"), TABLES)
@@ -111,18 +111,21 @@ def test_unknown_policies_are_refused():
 
 def test_windows_of_policies_that_look_ahead():
     """All tables that need one share it; the policy of the others may be another."""
-    said = {"size": 7, "staleness": 1, "policy": "lookahead"}
-    found = build_table_caches(configured(**said, tables__user__policy="lru"), TABLES)
-    assert [each.window for each in found.values()] == [LOOKAHEAD_WINDOW, 0]
-    found = build_table_caches(
+    settings = {"size": 7, "staleness": 1, "policy": "lookahead"}
+    result = build_table_caches(configured(**settings, tables__user__policy="lru"), TABLES)
+    assert [each.window for each in result.values()] == [LOOKAHEAD_WINDOW, 0]
+    result = build_table_caches(
         configured(size=7, staleness=1, window=3, tables__user__policy="lookahead"), TABLES
     )
-    assert [(each.policy, each.window) for each in found.values()] == [("lru", 0), ("lookahead", 3)]
-    plan = build_plan(TABLES, 2, PlanConfig(cache=cache_settings(found)))
+    assert [(each.policy, each.window) for each in result.values()] == [
+        ("lru", 0),
+        ("lookahead", 3),
+    ]
+    plan = build_plan(TABLES, 2, PlanConfig(cache=cache_settings(result)))
     assert Plan.from_json(plan.to_json()) == plan
-    assert {table.name: table.cache for table in plan.tables} == found
+    assert {table.name: table.cache for table in plan.tables} == result
     with pytest.raises(ConfigError, match=r"window: got 0, wanted greater than or equal to 1"):
-        configured(**said, window=0)
+        configured(**settings, window=0)
 
 
 def test_a_copy_costs_what_sizes_in_bytes_take_it_for():
@@ -188,7 +191,7 @@ def test_marks_are_undone_newest_first(rows):
 def test_copies_of_checkpoints_go_on_in_a_world_like_theirs_alone():
     """As many ranks, the same tables and policies, copies that outlast their batch there and here."""
     directory = Directory(4, 1, 1, "lfu")
-    here = SimpleNamespace(
+    sender = SimpleNamespace(
         declaration=SimpleNamespace(tables=TABLES[:1]),
         directories=[directory],
         outlasts_batch=[True],
@@ -197,7 +200,7 @@ def test_copies_of_checkpoints_go_on_in_a_world_like_theirs_alone():
     )
     said = {"policy": "lfu", "kept": True, "directory": directory.state()}
     state = {"tables": {"item": said}}
-    assert can_load_cache(here, [state, state])
+    assert can_load_cache(sender, [state, state])
     of_before = {name: each for name, each in said.items() if name != "kept"}
     for other in (
         None,
@@ -206,12 +209,12 @@ def test_copies_of_checkpoints_go_on_in_a_world_like_theirs_alone():
         {"tables": {"item": said | {"kept": False}}},
         {"tables": {"item": of_before}},
     ):
-        assert not can_load_cache(here, [state, other])
-    assert not can_load_cache(here, [state])
+        assert not can_load_cache(sender, [state, other])
+    assert not can_load_cache(sender, [state])
     for num_slots in (3, 4):  # as many as there is room for here, and one more
         slots = {"slots": torch.arange(num_slots, dtype=torch.int32)}
         more = {"tables": {"item": said | {"directory": directory.state() | slots}}}
-        assert can_load_cache(here, [state, more]) == (num_slots == 3)
+        assert can_load_cache(sender, [state, more]) == (num_slots == 3)
 
 
 @pytest.mark.parametrize("late", [{"staleness_steps": 2}, {"tables": {"a": {"staleness_steps": 1}}}])  # fmt: skip

@@ -64,7 +64,7 @@ def counted_by_hand(load, sharding: Sharding, exchange, world):
     costs = predict_pair_traffic(
         load, exchange, len(sharding.ranks) // sharding.slices, sharding.slices
     )
-    found = {p: (np.zeros((2, n)), np.zeros((2, world.num_hosts))) for p in ("fetch", "push")}
+    result = {p: (np.zeros((2, n)), np.zeros((2, world.num_hosts))) for p in ("fetch", "push")}
     is_added = exchange == "pooled" and sharding.kind == "row_wise"  # inside a host first
     hops = []
     for asker, host in itertools.product(range(n), range(world.num_hosts)):
@@ -78,22 +78,22 @@ def counted_by_hand(load, sharding: Sharding, exchange, world):
         for channel, source, target, bytes_ in (
             ("fetch", owner, asker, costs.fetch), ("push", asker, owner, costs.push),
         ):  # fmt: skip
-            ranks, hosts = found[channel]
+            ranks, hosts = result[channel]
             if source // size == target // size:
                 ranks[0, source] += bytes_
                 ranks[1, target] += bytes_
             else:
                 hosts[0, source // size] += bytes_
                 hosts[1, target // size] += bytes_
-    return found
+    return result
 
 
 def is_inside(sharding: Sharding, world) -> bool:
     """Whether each slice lies on one host, which is a tower."""
     hosts = [
-        {rank // world.ranks_per_host for rank in each.ranks} for each in sharding.slice_shardings
+        {rank // world.ranks_per_host for rank in item.ranks} for item in sharding.slice_shardings
     ]
-    return all(len(each) == 1 for each in hosts)
+    return all(len(item) == 1 for item in hosts)
 
 
 def counted_by_towers(load, sharding: Sharding, world, of_rows):
@@ -101,26 +101,26 @@ def counted_by_towers(load, sharding: Sharding, world, of_rows):
     the first not for each asker, but different rows of all these."""
     n, size = world.num_ranks, world.ranks_per_host
     bag = load.bags * 4 * load.width / sharding.slices
-    found = {p: (np.zeros((2, n)), np.zeros((2, world.num_hosts))) for p in ("fetch", "push")}
+    result = {p: (np.zeros((2, n)), np.zeros((2, world.num_hosts))) for p in ("fetch", "push")}
     hops = []
-    for asker, each in itertools.product(range(n), sharding.slice_shardings):
-        there = each.ranks[0] // size * size + asker % size
+    for asker, item in itertools.product(range(n), sharding.slice_shardings):
+        there = item.ranks[0] // size * size + asker % size
         if not of_rows:
-            hops += [(owner, there, bag) for owner in each.ranks]
+            hops += [(owner, there, bag) for owner in item.ranks]
         elif asker // size == 0:
             rows = load.expected_unique_rows(world.num_hosts, world) * 4 * load.width
-            hops += [(owner, there, rows / len(sharding.ranks)) for owner in each.ranks]
+            hops += [(owner, there, rows / len(sharding.ranks)) for owner in item.ranks]
         hops += [(there, asker, bag)]
     for source, target, size_of in hops:
         for channel, one, other in (("fetch", source, target), ("push", target, source)):
-            ranks, hosts = found[channel]
+            ranks, hosts = result[channel]
             if one // size != other // size:
                 hosts[0, one // size] += size_of
                 hosts[1, other // size] += size_of
             elif one != other:
                 ranks[0, one] += size_of
                 ranks[1, other] += size_of
-    return found
+    return result
 
 
 LAID_OUT_IN_TOWERS = [

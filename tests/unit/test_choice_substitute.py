@@ -96,17 +96,17 @@ class Case:
     def volumes(self) -> dict[str, float]:
         """Floats of a sample that a rank sends, forward or back: the break-even formulas (research, des_dct 1.6)."""
         n, values, partial = self.num_ranks, self.tables * self.width, 0.0
-        left = float(values)
+        residuals = float(values)
         deep = self.tables * self.dim
         if None not in self.widths and n * sum(self.widths) < deep:
-            partial, left = partial + sum(self.widths), left - deep
+            partial, residuals = partial + sum(self.widths), residuals - deep
         if self.has_linear and n < self.tables:
-            partial, left = partial + 1, left - self.tables
+            partial, residuals = partial + 1, residuals - self.tables
         others = (n - 1) / n
         return {
             "rows": others * self.unique * self.hot * values,
             "pooled": others * values,
-            "partials": (n - 1) * partial + others * left if partial else float("inf"),
+            "partials": (n - 1) * partial + others * residuals if partial else float("inf"),
         }
 
 
@@ -160,7 +160,7 @@ def test_chosen_as_the_formulas_say(name):
     choice = choose(loads, case.world, model=model)
     taken = [exchange for exchange in choice.exchanges.values()]
     assert set(taken) == {case.wanted}, choice.exchanges
-    kinds = {each.chosen.sharding.kind for each in choice.tables}
+    kinds = {item.chosen.sharding.kind for item in choice.tables}
     is_whole = case.hot > 1 and case.wanted == "partials" and case.widths != (case.dim,)
     assert not is_whole or kinds == {"table_wise"}  # a bag on one rank
     sent = sum(choice.sent[p, "remote"] for p in ("fetch", "push"))
@@ -170,7 +170,7 @@ def test_chosen_as_the_formulas_say(name):
         forced = {load.name: Constraint(None, exchange) for load in loads}
         other = choose(loads, case.world, forced=forced, model=model)
         assert choice.seconds.step <= other.seconds.step * 1.001, exchange
-    assert any(each.is_partial for each in choice.consumers) == (case.wanted == "partials")
+    assert any(item.is_partial for item in choice.consumers) == (case.wanted == "partials")
 
 
 def test_bags_too_many_for_one_rank_are_dealt_by_rows():

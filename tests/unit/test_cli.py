@@ -125,8 +125,8 @@ def test_settings_fit_80_columns_and_are_filtered_by_words(colonnade, monkeypatc
     _, everything, _ = colonnade("settings")
     assert max(map(len, everything.splitlines())) <= 80
     assert "train.keep_checkpoints = 2" in everything
-    _, some, _ = colonnade("settings", "learning rate")
-    assert "embedding.lr = 0.02" in some and "train.batch_size" not in some
+    _, several, _ = colonnade("settings", "learning rate")
+    assert "embedding.lr = 0.02" in several and "train.batch_size" not in several
 
 
 def test_every_option_of_data_is_described(colonnade):
@@ -153,10 +153,10 @@ def test_an_outcome_begins_with_the_metric_and_fits_80_columns(colonnade, monkey
 
 def test_a_run_its_evaluation_and_going_back(colonnade, tmp_path):
     folder = str(tmp_path / "run")
-    status, first, said = colonnade(
+    status, first, message = colonnade(
         "train", "--run", folder, *SMALL, "--set", "train.checkpoint_steps=2"
     )
-    assert status == 0, said
+    assert status == 0, message
     for words in ("where rows came from", "where the time went", "test auc", "run folder"):
         assert words in first
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -170,10 +170,10 @@ def test_a_run_its_evaluation_and_going_back(colonnade, tmp_path):
 
     status, evaluated, _ = colonnade("evaluate", folder)
     assert f"auc: {summary['metrics']['test_auc']:.4f}" in evaluated
-    status, _, said = colonnade("evaluate", folder, "--at", "3")
-    assert status == 2 and "has no checkpoint of step 3" in said
-    status, _, said = colonnade("evaluate", folder, "--at", "9" * 5000)
-    assert status == 2 and "has no checkpoint of step 999" in said and len(said) < 500
+    status, _, message = colonnade("evaluate", folder, "--at", "3")
+    assert status == 2 and "has no checkpoint of step 3" in message
+    status, _, message = colonnade("evaluate", folder, "--at", "9" * 5000)
+    assert status == 2 and "has no checkpoint of step 999" in message and len(message) < 500
     status, back, _ = colonnade("evaluate", folder, "--at", "4")
     assert status == 0 and "step 4" in back
 
@@ -311,8 +311,8 @@ def test_verify_names_what_is_damaged(colonnade, tmp_path):
     folder = tmp_path / "run"
     ssd = f"plan.memory.ssd={tmp_path / 'disk'}"
     assert colonnade("train", "--run", str(folder), *SMALL, "--set", ssd)[0] == 0
-    status, said, err = colonnade("verify", str(folder))
-    assert status == 0 and "step 6: intact; " in said and err == ""
+    status, message, err = colonnade("verify", str(folder))
+    assert status == 0 and "step 6: intact; " in message and err == ""
     rows = sorted((tmp_path / "disk").rglob("segment-*.rows"))[3]
     keys = sorted((tmp_path / "disk").rglob("segment-*.keys"))[5]
     state = folder / "checkpoints" / "000000000006" / "rank-0"
@@ -322,8 +322,8 @@ def test_verify_names_what_is_damaged(colonnade, tmp_path):
         path.write_bytes(data)
     missing = sorted(folder.rglob("live-6.bits"))[9]
     missing.unlink()
-    status, said, err = colonnade("verify", str(folder), "--at", "last")
-    damaged = "".join(line for line in said.splitlines() if line.startswith("damaged"))
+    status, message, err = colonnade("verify", str(folder), "--at", "last")
+    damaged = "".join(line for line in message.splitlines() if line.startswith("damaged"))
     assert status == 2 and "5 of" in err and "files are damaged" in err
     for path in (rows, keys, keys.with_suffix(".rows"), state, missing):
         assert str(path) in damaged, path
@@ -335,8 +335,8 @@ def test_a_state_of_another_checkpoint_is_no_part_of_this_one(colonnade, tmp_pat
     assert colonnade(*arguments, "--set", "train.checkpoint_steps=4")[0] == 0
     older, newer = (folder / "checkpoints" / f"{step:012d}" / "dense" for step in (4, 6))
     newer.write_bytes(older.read_bytes())
-    status, said, err = colonnade("verify", str(folder))
-    assert status == 2 and "dense is not what this run saved there" in said
+    status, message, err = colonnade("verify", str(folder))
+    assert status == 2 and "dense is not what this run saved there" in message
     status, _, err = colonnade("evaluate", str(folder))
     assert status == 2 and "dense is not what this run saved there" in err
 
@@ -346,35 +346,37 @@ def test_verify_finds_directories_that_moved(colonnade, tmp_path):
     ssd = f"plan.memory.ssd={tmp_path / 'disk'}"
     assert colonnade("train", "--run", folder, *SMALL, "--set", ssd)[0] == 0
     (tmp_path / "disk").rename(tmp_path / "moved")
-    status, said, err = colonnade("verify", folder)
-    assert status == 2 and "--set plan.memory.ssd=" in said and "damaged or missing" in err
-    status, said, _ = colonnade("verify", folder, "--directory", str(tmp_path / "moved"))
-    assert status == 0 and "intact" in said
+    status, message, err = colonnade("verify", folder)
+    assert status == 2 and "--set plan.memory.ssd=" in message and "damaged or missing" in err
+    status, message, _ = colonnade("verify", folder, "--directory", str(tmp_path / "moved"))
+    assert status == 0 and "intact" in message
 
 
 def test_from_a_run_to_scores_and_pages(colonnade, tmp_path):
     folder, out = str(tmp_path / "run"), tmp_path / "served"
     assert colonnade("train", "--run", folder, *SMALL)[0] == 0
-    status, said, _ = colonnade("export", folder, str(out))
-    assert status == 0 and "26 tables" in said
+    status, message, _ = colonnade("export", folder, str(out))
+    assert status == 0 and "26 tables" in message
     for place in (folder, str(out), str(tmp_path / "run" / "checkpoints" / "000000000006.json")):
-        status, said, err = colonnade("inspect", place)
-        assert status == 0 and "C26" in said and err == ""
+        status, message, err = colonnade("inspect", place)
+        assert status == 0 and "C26" in message and err == ""
     test = ("--part", "test", "--output")
-    status, said, _ = colonnade("predict", str(out), *test, str(tmp_path / "a.csv"))
-    assert status == 0 and "500 samples scored" in said
-    status, said, _ = colonnade("predict", folder, "--at", "6", *test, str(tmp_path / "b.csv"))
+    status, message, _ = colonnade("predict", str(out), *test, str(tmp_path / "a.csv"))
+    assert status == 0 and "500 samples scored" in message
+    status, message, _ = colonnade("predict", folder, "--at", "6", *test, str(tmp_path / "b.csv"))
     assert status == 0 and (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
     assert len((tmp_path / "a.csv").read_text().splitlines()) == 501
-    status, said, _ = colonnade("inspect", str(tmp_path / "a.csv"))
-    assert status == 0 and "score" in said
-    status, said, _ = colonnade("report", folder)
+    status, message, _ = colonnade("inspect", str(tmp_path / "a.csv"))
+    assert status == 0 and "score" in message
+    status, message, _ = colonnade("report", folder)
     assert status == 0 and "<title>run" in (tmp_path / "run" / "report.html").read_text()
     second = str(tmp_path / "second")
     assert colonnade("train", "--run", second, *SMALL, "--set", "embedding.lr=0.05")[0] == 0
     page = tmp_path / "page.html"
-    status, said, _ = colonnade("compare", folder, second, "--output", str(page))
-    assert status == 0 and "embedding.lr" in said and "model.dim" not in said and page.exists()
+    status, message, _ = colonnade("compare", folder, second, "--output", str(page))
+    assert (
+        status == 0 and "embedding.lr" in message and "model.dim" not in message and page.exists()
+    )
 
 
 def test_outputs_that_cannot_be_written_are_one_line(colonnade, tmp_path):

@@ -93,11 +93,11 @@ def test_vectors_and_loads_of_bags_parts_and_shared_tables():
         },
     )
     deep = collection.rows("item", torch.arange(50))[:, 1:]
-    found = [pool_rows(collection, tables[f.table == "open"], f, batch) for f in features]
-    assert [each.shape for each in found] == [(3, 4)] * 3
-    np.testing.assert_allclose(found[0][0], (deep[4] + 2 * deep[9]).numpy(), rtol=1e-6)
-    assert (found[0][1] == 0).all()  # an empty bag
-    np.testing.assert_array_equal(found[1], deep[[3, 2, 1]].numpy())
+    result = [pool_rows(collection, tables[f.table == "open"], f, batch) for f in features]
+    assert [each.shape for each in result] == [(3, 4)] * 3
+    np.testing.assert_allclose(result[0][0], (deep[4] + 2 * deep[9]).numpy(), rtol=1e-6)
+    assert (result[0][1] == 0).all()  # an empty bag
+    np.testing.assert_array_equal(result[1], deep[[3, 2, 1]].numpy())
     affinity, loads = measure_affinity(collection, ListSource([batch]), 3, 5)
     assert affinity.num_samples == 3 and affinity.silent == ()
     assert [(load.table, load.lookups) for load in loads] == [

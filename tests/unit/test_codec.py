@@ -86,9 +86,9 @@ def test_random_rounding_is_right_on_the_mean_and_the_same_every_time(codec):
     coded = encode_rows(codec, rows.expand(20_000, -1), (8, 4), key)
     assert torch.equal(coded, encode_rows(codec, rows.expand(20_000, -1), (8, 4), key))
     # A row's bits are its own: alone or among others, in any order.
-    back = torch.randperm(20_000)[:50]
-    again = encode_rows(codec, rows.expand(50, -1), (8, 4), RoundingKey(ids[back], 3, 7))
-    assert torch.equal(coded[back], again)
+    decoded = torch.randperm(20_000)[:50]
+    again = encode_rows(codec, rows.expand(50, -1), (8, 4), RoundingKey(ids[decoded], 3, 7))
+    assert torch.equal(coded[decoded], again)
     for other in (RoundingKey(ids, 4, 7), RoundingKey(ids, 3, 8), RoundingKey(ids + 1, 3, 7)):
         assert not torch.equal(coded, encode_rows(codec, rows.expand(20_000, -1), (8, 4), other))
     found = decode_rows(codec, coded, (8, 4)).double()
@@ -105,9 +105,9 @@ def test_what_is_not_finite_stays_so(codec, bad, is_random):
     rows = torch.ones(3, 6)
     rows[1, 2] = bad
     key = RoundingKey(torch.arange(3), 1, 1) if is_random else None
-    back = decode_rows(codec, encode_rows(codec, rows, (4, 2), key), (4, 2))
-    assert not bool(back[1, :4].isfinite().all())
-    assert bool(back[[0, 2]].isfinite().all()) and bool(back[1, 4:].isfinite().all())
+    decoded = decode_rows(codec, encode_rows(codec, rows, (4, 2), key), (4, 2))
+    assert not bool(decoded[1, :4].isfinite().all())
+    assert bool(decoded[[0, 2]].isfinite().all()) and bool(decoded[1, 4:].isfinite().all())
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)

@@ -88,9 +88,9 @@ def test_what_is_pending_is_what_a_twin_says(seed, dtype, device):
         )  # fmt: skip
         origin = np.array([place.get(key, -1) for key in named], np.int64)
         message = torch.empty(int((sent_counts * WIDTHS).sum()), dtype=sums.dtype)
-        given = made(device, sums, index, counts)
-        copies.take_pending(sent_counts, out[named_by], origin, given, message)
-        copies.add_gradients(counts, slots, given, leaves)
+        settings = made(device, sums, index, counts)
+        copies.take_pending(sent_counts, out[named_by], origin, settings, message)
+        copies.add_gradients(counts, slots, settings, leaves)
         none = {t: np.zeros(WIDTHS[t], dtype) for t in range(3)}
         wanted = [
             (rows[key] + twin[key] if key in twin else rows[key]) if key in rows else twin[key]
@@ -139,11 +139,11 @@ def test_records_of_all_tables_travel_in_one_message(seed, device):
     ids = rows + 1000
     assert not copies.store_received(counts, rows, ids, message, widths).any()
     for t in range(3):
-        mine = np.flatnonzero(tables == t)
-        found = copies.read_records(t, rows[mine])
-        assert torch.equal(found[:, : widths[t]], whole[t][rows[mine], : widths[t]])
-        assert not found[:, widths[t] :].any()
-        assert copies.ids[t][rows[mine]].tolist() == ids[mine].tolist()
+        own = np.flatnonzero(tables == t)
+        result = copies.read_records(t, rows[own])
+        assert torch.equal(result[:, : widths[t]], whole[t][rows[own], : widths[t]])
+        assert not result[:, widths[t] :].any()
+        assert copies.ids[t][rows[own]].tolist() == ids[own].tolist()
 
 
 @pytest.mark.parametrize("device", PLACES)

@@ -71,20 +71,20 @@ def opened(tmp_path):
 
 
 def test_the_split_of_gowalla(opened):
-    found = opened().train.interactions
-    assert lists_of(found.test) == [[4], [6, 5], [], []]
-    assert [len(one) for one in lists_of(found.validation)] == [0, 1, 0, 0]
-    whole = lists_of(concat_bags(found.train, found.validation))
+    result = opened().train.interactions
+    assert lists_of(result.test) == [[4], [6, 5], [], []]
+    assert [len(one) for one in lists_of(result.validation)] == [0, 1, 0, 0]
+    whole = lists_of(concat_bags(result.train, result.validation))
     assert [sorted(one) for one in whole] == [
         [0, 1, 2, 3, 7], [0, 1, 2, 3, 4, 8, 9, 10, 11, 12], [5, 6], [1],
     ]  # fmt: skip
-    assert lists_of(opened(seed=3).train.interactions.train) == lists_of(found.train)
+    assert lists_of(opened(seed=3).train.interactions.train) == lists_of(result.train)
 
 
 @pytest.mark.parametrize("order", ["shuffled", "file"])
 def test_a_pair_brings_other_items_as_history(opened, order):
     source = opened(max_history=3, order=order).train
-    lists, seen = lists_of(source.interactions.train), []
+    lists, pairs = lists_of(source.interactions.train), []
     counts = torch.bincount(source.interactions.train.values)
     for batch in source.batches(5, start=Position(2, 0)):
         for s, history in enumerate(lists_of(batch.ids["history"])):
@@ -93,9 +93,9 @@ def test_a_pair_brings_other_items_as_history(opened, order):
             assert len(history) == min(3, len(others)) and set(history) <= set(others)
             assert len(set(history)) == len(history)
             assert float(batch.dense[s]) == pytest.approx(math.log(counts[item] / counts.sum()))
-            seen.append((user, item))
+            pairs.append((user, item))
         assert torch.equal(batch.group, batch.ids["user"].values)
-    assert sorted(seen) == sorted((u, i) for u, one in enumerate(lists) for i in one)
+    assert sorted(pairs) == sorted((u, i) for u, one in enumerate(lists) for i in one)
 
 
 def test_an_epoch_brings_so_many_pairs_of_a_user(opened):
@@ -139,10 +139,10 @@ def test_a_sequence_is_learned_place_by_place(opened, order):
 @pytest.mark.parametrize("samples", ["pairs", "sequences"])
 def test_queries_rank_what_was_held_out(opened, samples):
     splits = opened(samples=samples, max_history=2)
-    found = splits.test.truth, splits.test.excluded
+    result = splits.test.truth, splits.test.excluded
     (batch,) = splits.test.batches(10)
     assert batch.group.tolist() == [0, 1] and batch.size == splits.test.num_samples
-    assert lists_of(batch.key.truth) == lists_of(found[0])[:2]
+    assert lists_of(batch.key.truth) == lists_of(result[0])[:2]
     train, validation = (
         lists_of(p) for p in (splits.train.interactions.train, splits.train.interactions.validation)
     )
@@ -191,8 +191,8 @@ def test_movielens_as_implicit_feedback(tmp_path):
 
 def test_real_movielens(shared_data):
     splits = open_source("movielens_retrieval", shared_data / "ml-1m")
-    found = splits.train.interactions
-    sizes = [len(part.values) for part in (found.train, found.validation, found.test)]
+    result = splits.train.interactions
+    sizes = [len(part.values) for part in (result.train, result.validation, result.test)]
     assert sum(sizes) == 575_281  # ratings of 4 and 5
     assert splits.test.num_samples == 6034
 

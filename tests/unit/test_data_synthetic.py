@@ -171,9 +171,9 @@ def test_every_task_has_its_ceiling_and_something_of_the_first():
     assert source.schema.labels == ("label", "label2", "label3")
     logits = torch.logit(batch.key)
     for task in range(3):
-        found = best_possible_metrics([batch], task=task)
-        assert found["auc"] == pytest.approx(0.80, abs=0.03)
-        assert found["positive_rate"] == pytest.approx(0.25, abs=0.01)
+        result = best_possible_metrics([batch], task=task)
+        assert result["auc"] == pytest.approx(0.80, abs=0.03)
+        assert result["positive_rate"] == pytest.approx(0.25, abs=0.01)
         assert float(logits[:, task].std()) == pytest.approx(1.36, abs=0.1)
     correlation = torch.corrcoef(logits.T)
     assert correlation[0, 1] == pytest.approx(0.5**0.5, abs=0.1)

@@ -21,9 +21,9 @@ from colonnade.plan.measure.device import (
 
 def test_rates_are_measured_printed_and_kept(tmp_path):
     place = tmp_path / "new" / "place"
-    found = measure_device([place], scratch_bytes=8 << 20, seconds=0.01, widths=(16,))
+    result = measure_device([place], scratch_bytes=8 << 20, seconds=0.01, widths=(16,))
     assert not place.exists() and not list(tmp_path.iterdir())
-    (rates,) = found.directories
+    (rates,) = result.directories
     assert rates.path == str(place) and {rate.bytes for rate in rates.reads} == set(SIZES)
     assert (
         rates.written > 1e6
@@ -32,11 +32,11 @@ def test_rates_are_measured_printed_and_kept(tmp_path):
         and rates.rows > 100
     )
     assert all(rate.per_second > 1 and rate.p99_seconds > 0 for rate in rates.reads)
-    (rows,) = found.memory
+    (rows,) = result.memory
     assert rows.width == 16 and rows.gathered > rows.updated > 1e4
     assert min(rows.planned, rows.packed) > 1e4
-    assert Device.from_json(found.to_json()) == found
-    assert "random pages/s" in str(found) and str(place) in str(found)
+    assert Device.from_json(result.to_json()) == result
+    assert "random pages/s" in str(result) and str(place) in str(result)
 
 
 def test_a_directory_that_is_there_stays(tmp_path):

@@ -258,7 +258,7 @@ def test_what_cannot_work_is_said(tmp_path):
 
 @pytest.mark.parametrize(("then", "now"), [(4, 2), (3, 0)])
 def test_a_smaller_bound_goes_on_to_the_same_bits_too(then, now, tmp_path):
-    """What was read further ahead than this run reads is read anew: its own checkpoints could not hold it."""
+    """Rows read further ahead than this run reads are read again: its own checkpoints could not hold them."""
     models = []
     settings = {"batch_size": 100, "lookahead": 4, "threads": 1, "quiet": True}
     first = tmp_path / "first"

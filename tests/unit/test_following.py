@@ -120,7 +120,7 @@ def test_every_checkpoint_has_the_bits_of_its_export(
     steps = list_checkpoints(folder)
     assert sorted(snapshots) == steps and len(steps) == 4
     lay(snapshots[steps[0]], live)
-    with Predictor.open(live) as every, Predictor.open(live) as some:
+    with Predictor.open(live) as every, Predictor.open(live) as several:
         for number, step in enumerate(steps):
             lay(snapshots[step], live)
             assert every.refresh() == (number > 0) and every.refresh() == 0
@@ -128,7 +128,7 @@ def test_every_checkpoint_has_the_bits_of_its_export(
             assert every.step == step and equal(scores(every, samples), told)
             with Predictor.open(live) as late:
                 assert late.step == step and equal(scores(late, samples), told)
-        assert some.refresh() == 3 and equal(scores(some, samples), told)
+        assert several.refresh() == 3 and equal(scores(several, samples), told)
     word = read_current(live)
     assert len(word.bases) == (2 if least == 1 else 1)
     if least > 1:
@@ -282,10 +282,10 @@ def test_a_disk_with_room_for_changes_only(tmp_path, monkeypatch):
         assert writer.problem is full
         told = wanted(folder, steps[-1], samples, tmp_path / "out")
         assert equal(scores(predictor, samples), told)
-    left = published / ".base-000000000009-0123456789abcdef.4711.tmp"
-    left.mkdir()
+    residuals = published / ".base-000000000009-0123456789abcdef.4711.tmp"
+    residuals.mkdir()
     writer._write_current(writer._with_base(read_current(published)))
-    assert not left.exists() and len(read_current(published).bases) == 2
+    assert not residuals.exists() and len(read_current(published).bases) == 2
 
 
 class Dead(StorageError):
@@ -307,7 +307,7 @@ class DyingDisk(Disk):
 
 @pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_writer_that_dies_at_any_change_is_made_up_for(stride, tmp_path, monkeypatch):
-    """What can be seen is one whole checkpoint, at every moment; the next writer publishes what was left out."""
+    """One whole checkpoint is visible at every moment; the next writer publishes the missing ones."""
     monkeypatch.setattr(publication, "MIN_BYTES_FOR_BASE", 8000)  # two changes and a base are cut
     folder, samples = tmp_path / "run", batches({})[:3]
     train(Mesh(), folder, tmp_path / "unused", {"train.max_steps": 12})
@@ -321,8 +321,8 @@ def test_a_writer_that_dies_at_any_change_is_made_up_for(stride, tmp_path, monke
             if writer.problem is None:
                 writer.send(step, steps, lambda _: None)
         survived = writer.problem is None
-        seen = (published / CURRENT).exists()
-        predictor = Predictor.open(published) if seen else None
+        is_published = (published / CURRENT).exists()
+        predictor = Predictor.open(published) if is_published else None
         if predictor is not None:
             told = wanted(folder, predictor.step, samples, tmp_path / str(predictor.step))
             assert equal(scores(predictor, samples), told)

@@ -161,9 +161,9 @@ def test_columns_are_cut_as_is_said():
     ]  # fmt: skip
     assert Plan.from_json(plan.to_json()) == plan
     assert [line["rows per rank"] for line in describe_tables(plan, CUTTABLE)] == ["5", "any"]
-    some = cut({"tables": {"b": {"sharding": "column_wise", "ranks": [3, 1]}}})
-    assert some.tables[1].sharding == column_wise((1, 3)) == Sharding("column_wise", (1, 3), 2)
-    assert some.tables[1].sharding.slice_shardings[1].ranks == (3,)
+    several = cut({"tables": {"b": {"sharding": "column_wise", "ranks": [3, 1]}}})
+    assert several.tables[1].sharding == column_wise((1, 3)) == Sharding("column_wise", (1, 3), 2)
+    assert several.tables[1].sharding.slice_shardings[1].ranks == (3,)
     assert grid(WORLD, [1, 0]).slice_shardings[1].ranks == (2, 3)
     assert cut({"sharding": "grid"}, world=World()).tables[0].sharding.kind == "row_wise"
 

@@ -38,14 +38,14 @@ def test_it_says_of_each_row_when_it_is_used_again(window, most, steps, seed):
         ends = random.choice(ENDS, random.integers(0, min(most, 3) + 1))
         batches.append(np.unique(np.concatenate([drawn, ends])))
     plain = [ids.tolist() for ids in batches]
-    sight, told = NextUseWindow(window), []
+    sight, uses = NextUseWindow(window), []
     for number, ids in enumerate(batches):
         sight.add_batch(ids)
         if number >= window:
-            told.append(sight.pop_next_uses())
-    while len(told) < steps:
-        told.append(sight.pop_next_uses())
-    for step, said in enumerate(told):
+            uses.append(sight.pop_next_uses())
+    while len(uses) < steps:
+        uses.append(sight.pop_next_uses())
+    for step, said in enumerate(uses):
         next_uses, coming = slowly(plain, step, window)
         assert said.next_uses.tolist() == next_uses
         assert (None if said.coming is None else said.coming.tolist()) == coming

@@ -49,8 +49,8 @@ def test_neighbours_are_drawn_as_by_a_loop(edges, key, nodes):
                 kept[int(word % np.uint64(len(kept)))] if kept else node for word in drawn[i]
             ]
         others = None if left_out is None else torch.tensor(left_out, dtype=torch.int64)
-        found = graph.sample_neighbours(torch.tensor(nodes, dtype=torch.int64), drawn, others)
-        assert found.tolist() == wanted
+        result = graph.sample_neighbours(torch.tensor(nodes, dtype=torch.int64), drawn, others)
+        assert result.tolist() == wanted
 
 
 @given(edges=EDGES, key=st.integers(0, 2**63))
@@ -58,10 +58,10 @@ def test_no_hop_goes_between_the_nodes_of_a_pair(edges, key):
     """A node whose only neighbour is left out is drawn itself, and was asked for that neighbour at the next hop."""
     graph, nodes = build(edges), torch.arange(NODES)
     others = (3 * nodes + 1) % NODES
-    found = sample_hops("x", nodes, graph, (3, 2, 2), key, excluded_P=others)
+    result = sample_hops("x", nodes, graph, (3, 2, 2), key, excluded_P=others)
     above, size = nodes, 1
     for hop, fan_out in enumerate((3, 2, 2), 1):
-        below = found[f"x_hop{hop}"].values
+        below = result[f"x_hop{hop}"].values
         one, other = (each.repeat_interleave(size * fan_out) for each in (nodes, others))
         above = above.repeat_interleave(fan_out)
         is_pair = ((above == one) & (below == other)) | ((above == other) & (below == one))
@@ -82,11 +82,11 @@ def test_neighbours_are_drawn_alike():
 def test_hops_go_from_neighbour_to_neighbour(edges, key):
     graph, lists = build(edges), beside(edges)
     nodes = torch.arange(NODES)
-    found = sample_hops("x", nodes, graph, (3, 2), key)
-    assert list(found) == ["x", "x_hop1", "x_hop2"]
-    assert found["x_hop1"].offsets.tolist() == list(range(0, 3 * NODES + 1, 3))
-    assert found["x_hop2"].offsets.tolist() == list(range(0, 6 * NODES + 1, 6))
-    one, two = found["x_hop1"].values, found["x_hop2"].values
+    result = sample_hops("x", nodes, graph, (3, 2), key)
+    assert list(result) == ["x", "x_hop1", "x_hop2"]
+    assert result["x_hop1"].offsets.tolist() == list(range(0, 3 * NODES + 1, 3))
+    assert result["x_hop2"].offsets.tolist() == list(range(0, 6 * NODES + 1, 6))
+    one, two = result["x_hop1"].values, result["x_hop2"].values
     for above, below in ((nodes.repeat_interleave(3), one), (one.repeat_interleave(2), two)):
         for a, b in zip(above.tolist(), below.tolist(), strict=True):
             assert b in (lists[a] or [a])
@@ -109,8 +109,10 @@ def opened(tmp_path):
 
 
 def test_a_pair_is_no_edge_of_its_sample(opened):
-    found = opened.train.interactions
-    pairs = {(user, item) for user, items in enumerate(beside_users(found.train)) for item in items}
+    result = opened.train.interactions
+    pairs = {
+        (user, item) for user, items in enumerate(beside_users(result.train)) for item in items
+    }
     seen = set()
     for epoch in range(12):
         (batch,) = opened.train.batches(100, start=Position(epoch=epoch))
@@ -183,9 +185,9 @@ def test_scores_are_likelihoods():
 
 def test_a_made_up_graph_has_each_edge_in_one_part_and_both_ways():
     data = open_source("power_law", nodes=200, degree=8, communities=5, fan_outs=[2])
-    found = data.train.interactions
+    result = data.train.interactions
     edges = []
-    for bags in (found.train, found.validation, found.test):
+    for bags in (result.train, result.validation, result.test):
         pairs = {
             (node, other) for node, others in enumerate(beside_users(bags)) for other in others
         }
@@ -195,7 +197,7 @@ def test_a_made_up_graph_has_each_edge_in_one_part_and_both_ways():
     total = sum(map(len, edges))
     assert 0.05 < len(edges[2]) / total < 0.15 and 0.02 < len(edges[1]) / total < 0.08
     other = open_source("power_law", nodes=200, degree=8, communities=5, fan_outs=[2], seed=5)
-    assert torch.equal(other.train.interactions.train.values, found.train.values)
+    assert torch.equal(other.train.interactions.train.values, result.train.values)
     for batch in data.test.batches(50):  # no node is ranked for itself
         ends = batch.key.excluded.offsets.tolist()
         for node, a, b in zip(batch.group.tolist(), ends, ends[1:], strict=False):

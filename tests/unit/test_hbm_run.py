@@ -1,4 +1,4 @@
-"""Whole runs with rows in device memory: checkpoints, resuming, decisions, what they write down and what they refuse.
+"""Runs with rows in device memory: checkpoints, resuming, decisions, records and refused settings.
 
 On "cpu" the device is the processor's own memory, which only a test may ask for: the network stays where it is.
 """

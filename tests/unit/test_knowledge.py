@@ -120,13 +120,13 @@ def test_both_questions_have_the_score_of_the_triple(name, settings):
     (batch,) = source.batches(40)
     links = model(batch)
     there = back = model.embeddings(batch)["relation"]
-    asked = [(links.heads, there, links.tails)] * 2
+    outcomes = [(links.heads, there, links.tails)] * 2
     if model.reciprocal:  # "which head?" has a relation of its own, which leads from the tail
         there, back = there.chunk(2, 1)
-        asked = [(links.heads, there, links.tails), (links.tails, back, links.heads)]
+        outcomes = [(links.heads, there, links.tails), (links.tails, back, links.heads)]
     for queries, answers, triple in (
-        (links.tail_queries, links.tails, asked[0]),
-        (links.head_queries, links.heads, asked[1]),
+        (links.tail_queries, links.tails, outcomes[0]),
+        (links.head_queries, links.heads, outcomes[1]),
     ):
         scores = [slow_score(model, *row) for row in zip(*triple, strict=True)]
         wanted = torch.tensor(scores, dtype=torch.float64)
@@ -153,11 +153,11 @@ def test_vectors_of_entities_are_rows_around_their_center():
 
 @given(seed=st.integers(0, 10**6), size=st.integers(0, 30))
 def test_known_answers_are_those_of_a_search(seed, size):
-    every, asked = triples(seed, size), triples(seed + 1, 7)
+    every, outcomes = triples(seed, size), triples(seed + 1, 7)
     facts = TripleIndex(every, ENTITIES)
-    known, listed = facts.find_answers(asked), {tuple(row) for row in every.tolist()}
-    counts = facts.count_answers(asked)
-    for i, (h, r, t) in enumerate(asked.tolist()):
+    known, listed = facts.find_answers(outcomes), {tuple(row) for row in every.tolist()}
+    counts = facts.count_answers(outcomes)
+    for i, (h, r, t) in enumerate(outcomes.tolist()):
         tails = sorted({c for a, b, c in listed if (a, b) == (h, r)})
         heads = sorted({a for a, b, c in listed if (b, c) == (r, t)})
         for bags, wanted, count in (
@@ -177,8 +177,8 @@ def test_ranks_are_the_slow_ones(seed, levels, size):
     bags = [{int(t), *torch.randint(ENTITIES, (3,), generator=random).tolist()} for t in truth]
     offsets = torch.tensor([0, *map(len, bags)]).cumsum(0)
     known = Ids(torch.tensor([i for bag in bags for i in sorted(bag)], dtype=torch.int64), offsets)
-    found = compute_filtered_ranks(scores, truth, known).tolist()
-    for row, t, bag, rank in zip(scores.tolist(), truth.tolist(), bags, found, strict=True):
+    result = compute_filtered_ranks(scores, truth, known).tolist()
+    for row, t, bag, rank in zip(scores.tolist(), truth.tolist(), bags, result, strict=True):
         others = [s for i, s in enumerate(row) if i not in bag]
         above, level = sum(s > row[t] for s in others), sum(s == row[t] for s in others)
         assert rank == 1 + above + level / 2
@@ -197,7 +197,7 @@ def test_the_loss_is_the_slow_one(name, settings):
     model, temperature = build(name, temperature=0.7, margin=1.5, **settings), 0.7
     source = opened(candidates=2).train
     (batch,) = source.batches(40)
-    found = LinkPredictionObjective().loss(model, batch, Mesh())
+    result = LinkPredictionObjective().loss(model, batch, Mesh())
     links, total = model(batch), 0.0
     start = 1.5 + float(model.offset.detach())
     for queries, answers, known in (
@@ -213,7 +213,7 @@ def test_the_loss_is_the_slow_one(name, settings):
             each = -logsigmoid(score)
             each = each - ((scores * temperature).softmax(0) * logsigmoid(-scores)).sum()
             total = total + each / 4 * float(batch.sample_weight[i])
-    torch.testing.assert_close(found, total / float(batch.sample_weight.sum()))
+    torch.testing.assert_close(result, total / float(batch.sample_weight.sum()))
 
 
 @pytest.mark.parametrize("name, settings", KINDS)
@@ -245,7 +245,7 @@ def test_the_penalty_is_the_cubes_of_the_triples_own_numbers(name, settings):
     plain = build(name, loss="softmax", **settings)
     held = build(name, loss="softmax", penalty=0.3, **settings)
     (batch,) = opened(candidates=2).train.batches(40)
-    found = LinkPredictionObjective().loss(held, batch, Mesh()) - LinkPredictionObjective().loss(
+    result = LinkPredictionObjective().loss(held, batch, Mesh()) - LinkPredictionObjective().loss(
         plain, batch, Mesh()
     )
     links, relation = plain(batch), plain.embeddings(batch)["relation"]
@@ -263,7 +263,7 @@ def test_the_penalty_is_the_cubes_of_the_triples_own_numbers(name, settings):
         if name != "rotate":
             asked = relation[i].chunk(2) if plain.reciprocal else [relation[i]]
             total += weight * sum(cubes(each) for each in asked) / len(asked)
-    assert float(found.detach()) == pytest.approx(0.3 * total / float(batch.sample_weight.sum()))
+    assert float(result.detach()) == pytest.approx(0.3 * total / float(batch.sample_weight.sum()))
 
 
 @given(seed=st.integers(0, 10**6))
@@ -274,12 +274,12 @@ def test_candidates_stand_for_all_wrong_entities(seed):
     wrong = torch.randn(3, 5, generator=random, dtype=torch.float64)
     out = torch.rand(3, 5, generator=random) < 0.3
     all_wrong = torch.tensor([7.0, 100.0, 1e6], dtype=torch.float64)
-    found = sampled_softmax_loss(right, wrong, out, all_wrong, 0.5)
+    result = sampled_softmax_loss(right, wrong, out, all_wrong, 0.5)
     for i in range(3):
         kept = [math.exp(0.5 * float(wrong[i, j])) for j in range(5) if not out[i, j]]
         others = float(all_wrong[i]) * sum(kept) / len(kept) if kept else 0.0
         mine = math.exp(0.5 * float(right[i]))
-        assert float(found[i]) == pytest.approx(-math.log(mine / (mine + others)))
+        assert float(result[i]) == pytest.approx(-math.log(mine / (mine + others)))
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "softmax"])

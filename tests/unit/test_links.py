@@ -23,8 +23,8 @@ def measured(mesh):
 @pytest.mark.parametrize("rate", [1e7, 1.25e8, 4e9])
 def test_a_link_that_keeps_to_its_law_is_found(rate):
     seconds = [3e-4 + size / rate for size in SIZES]
-    fixed, found = fit_message_cost(SIZES, seconds)
-    assert found == pytest.approx(rate, rel=1e-6)
+    fixed, result = fit_message_cost(SIZES, seconds)
+    assert result == pytest.approx(rate, rel=1e-6)
     assert fixed == pytest.approx(3e-4, abs=SIZES[0] / rate * 1.01)
 
 

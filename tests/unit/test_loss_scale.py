@@ -27,8 +27,8 @@ CLIPPED = {"train.accumulate": 4, "embedding.clip_norm": 0.02, "dense.clip_norm"
 ROLES = {"plan.servers": 1, "plan.staleness_steps": 2, "plan.codec.dense": "bf16"}
 
 
-def train(mesh, folder, said):
-    config = override_settings(build_config(CONFIG), SHORT | said)
+def train(mesh, folder, message):
+    config = override_settings(build_config(CONFIG), SHORT | message)
     run = open_run(config, mesh, folder, data=opened(config))
     outcome = run.train()
     run.close()
@@ -40,7 +40,7 @@ def train(mesh, folder, said):
 def test_the_rule_is_that_of_torch(finite, grown_after):
     scaler = torch.amp.GradScaler("cpu", growth_interval=grown_after)
     weight = torch.zeros(1, requires_grad=True)
-    optimizer, mine = torch.optim.SGD([weight]), build_loss_scale("dynamic")
+    optimizer, own_part = torch.optim.SGD([weight]), build_loss_scale("dynamic")
     scaler.scale(weight.sum())  # it begins here
     for is_finite in finite:
         weight.grad = torch.tensor([1.0 if is_finite else math.inf])
@@ -48,8 +48,8 @@ def test_the_rule_is_that_of_torch(finite, grown_after):
         scaler.update()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "GROWTH_INTERVAL", grown_after)
-            assert mine.record_good_step() is None if is_finite else mine.lower()
-        assert mine.value == scaler.get_scale()
+            assert own_part.record_good_step() is None if is_finite else own_part.lower()
+        assert own_part.value == scaler.get_scale()
 
 
 def test_a_scale_that_stays_and_one_that_cannot_fall():

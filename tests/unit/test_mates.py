@@ -36,11 +36,11 @@ CALLS = st.lists(
 )  # fmt: skip
 def test_both_ends_agree(sizes):
     """sizes[i][j]: bytes from i to j."""
-    found = [uses_shared_memory(sizes[i], [row[i] for row in sizes], i) for i in range(NUM)]
+    result = [uses_shared_memory(sizes[i], [row[i] for row in sizes], i) for i in range(NUM)]
     for i in range(NUM):
         for j in range(NUM):
-            assert found[i][j] == found[j][i]
-            assert found[i][j] == (i != j and max(sizes[i][j], sizes[j][i]) >= MIN_SHARED_BYTES)
+            assert result[i][j] == result[j][i]
+            assert result[i][j] == (i != j and max(sizes[i][j], sizes[j][i]) >= MIN_SHARED_BYTES)
 
 
 @settings(max_examples=examples(40, 200))
@@ -83,13 +83,16 @@ def test_rooms_are_kept_until_all_have_read(data):
 
 
 def test_a_steady_purpose_keeps_two_rooms():
-    here, there = MessageTracker(), MessageTracker()
+    sender, receiver = MessageTracker(), MessageTracker()
     for step in range(5):
-        ours, theirs = here.begin_call(torch.empty(1), [1]), there.begin_call(torch.empty(1), [0])
-        assert here.num_retained == (1 if step == 0 else 2)
-        here.end_call({1: (ours[1][0], theirs[0][1])})
-        there.end_call({0: (theirs[0][0], ours[1][1])})
-        assert here.num_retained == 1
+        ours, their_call = (
+            sender.begin_call(torch.empty(1), [1]),
+            receiver.begin_call(torch.empty(1), [0]),
+        )
+        assert sender.num_retained == (1 if step == 0 else 2)
+        sender.end_call({1: (ours[1][0], their_call[0][1])})
+        receiver.end_call({0: (their_call[0][0], ours[1][1])})
+        assert sender.num_retained == 1
 
 
 @given(st.integers(0, 1 << 34))

@@ -95,8 +95,8 @@ def test_a_place_that_fails_for_a_while(failing, what, tmp_path, capsys):
     settings = {"run": tmp_path / "run", "mirror": "failing://b/run", **FAST}
     settings["quiet"] = False
     colonnade.fit(Net(), splits(), epochs=2, **settings)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "could not copy the checkpoint of step 12: 503 Slow Down" in said
+    message = " ".join(capsys.readouterr().out.split())
+    assert "could not copy the checkpoint of step 12: 503 Slow Down" in message
     assert list_mirrored_steps(*open_url("failing://b/run")) == [12, 24]  # made up for
     assert colonnade.fetch_run("failing://b/run", tmp_path / "fetched") == 24
 

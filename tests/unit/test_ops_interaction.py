@@ -90,10 +90,10 @@ def check(fused, plain, vectors, is_exact):
 @settings(max_examples=examples(20, 80), deadline=None)
 @given(vector_lists())
 def test_pairwise_dot_equals_twin(case):
-    vectors, dim, kept, is_exact = case
+    vectors, dim, retained, is_exact = case
     check(
-        lambda x: interaction.pairwise_dot(x, dim=dim, included=kept),
-        lambda x: interaction.plain_pairwise_dot(as_3d(x, dim), kept),
+        lambda x: interaction.pairwise_dot(x, dim=dim, included=retained),
+        lambda x: interaction.plain_pairwise_dot(as_3d(x, dim), retained),
         vectors,
         is_exact,
     )
@@ -208,11 +208,11 @@ def test_refusals():
         interaction.fm([x, x[:, :6]], dim=4)
     with pytest.raises(ValueError, match=r"vectors\[1\]: got \(2, 8\)"):
         interaction.fm([x, x[:2]], dim=4)
-    for kept in ([2], [-1], [0, 0]):
+    for retained in ([2], [-1], [0, 0]):
         with pytest.raises(
             ValueError, match=r"included: got .* wanted different numbers in 0 .. 1"
         ):
-            interaction.pairwise_dot([x], dim=4, included=kept)
+            interaction.pairwise_dot([x], dim=4, included=retained)
     with pytest.raises(ValueError, match="wanted one shape"):
         interaction.cross(x, x, x[:2])
 

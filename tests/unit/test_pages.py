@@ -103,7 +103,7 @@ def test_torchrun_takes_none_of_our_options_for_its_own():
     """`-m colonnade` without `--` works until somebody adds an option such as --run, which torchrun has words for."""
     shown = {name_of(page): page.read_text(encoding="utf-8") for page in PAGES}
     shown |= {"plan --help": plan.EXAMPLES, "train --help": train.EXAMPLES}
-    found = 0
+    result = 0
     for place, text in shown.items():
         for line in text.replace("\\\n", " ").splitlines():
             if "$" in line or not re.match(r"\s*torchrun .*colonnade ", line):
@@ -113,8 +113,8 @@ def test_torchrun_takes_none_of_our_options_for_its_own():
             ours = words[words.index("colonnade") :]
             assert told.module and words[-len(ours) - 1] == "--", f"{place}: {line}"
             assert [told.training_script, *told.training_script_args] == ours, f"{place}: {line}"
-            found += 1
-    assert found >= 5
+            result += 1
+    assert result >= 5
 
 
 def test_commands_that_are_shown_have_the_options_they_are_given():

@@ -93,10 +93,10 @@ def test_vectors_that_are_not_finite_are_refused():
 def test_the_plane_keeps_distances_that_a_plane_can_have():
     points = np.random.default_rng(0).normal(size=(20, 2))
     wanted = np.linalg.norm(points[:, None] - points[None], axis=-1)
-    found, stress = embed_in_plane(wanted)
+    result, stress = embed_in_plane(wanted)
     assert stress < 1e-12
     np.testing.assert_allclose(
-        np.linalg.norm(found[:, None] - found[None], axis=-1), wanted, atol=1e-6
+        np.linalg.norm(result[:, None] - result[None], axis=-1), wanted, atol=1e-6
     )
 
 

@@ -42,8 +42,8 @@ def cases(draw):
 def test_as_column_by_column(case):
     blocks, dims = case
     before = [block.clone() for block, _ in blocks]
-    found = assemble_columns(blocks, dims)
-    assert torch.equal(found, placed_slowly(blocks, dims)) and found.is_contiguous()
+    result = assemble_columns(blocks, dims)
+    assert torch.equal(result, placed_slowly(blocks, dims)) and result.is_contiguous()
     assert all(torch.equal(block, old) for (block, _), old in zip(blocks, before, strict=True))
 
 

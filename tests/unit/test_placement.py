@@ -44,12 +44,12 @@ def total(placed) -> float:
 
 @given(st.lists(SAVINGS, min_size=1, max_size=4), st.integers(0, 14))
 def test_convex_curves_are_shared_as_well_as_can_be(savings, budget):
-    wanted = [demand(str(t), sorted(each, reverse=True)) for t, each in enumerate(savings)]
+    wanted = [demand(str(t), sorted(item, reverse=True)) for t, item in enumerate(savings)]
     placed = divide_memory(wanted, budget)
-    assert sum(each.rows for each in placed) <= budget
-    ways = itertools.product(*(range(each.max_rows + 1) for each in wanted))
+    assert sum(item.rows for item in placed) <= budget
+    ways = itertools.product(*(range(item.max_rows + 1) for item in wanted))
     best = min(
-        sum(each.reads_at(rows) for each, rows in zip(wanted, way, strict=True))
+        sum(item.reads_at(rows) for item, rows in zip(wanted, way, strict=True))
         for way in ways
         if sum(way) <= budget
     )
@@ -65,23 +65,23 @@ def test_any_curves_within_one_piece_of_the_best(cases, more):
         demand(str(t), savings, slot=slot, least=min(least, len(savings)))
         for t, (savings, slot, least) in enumerate(cases)
     ]
-    budget = more + sum(each.least_rows * each.slot_bytes for each in wanted)
+    budget = more + sum(item.least_rows * item.slot_bytes for item in wanted)
     placed = divide_memory(wanted, budget)
     spent = 0
-    for each, got in zip(wanted, placed, strict=True):
-        assert each.least_rows <= got.rows <= each.max_rows
-        assert got.reads == each.reads_at(got.rows)
-        spent += got.rows * each.slot_bytes
+    for item, got in zip(wanted, placed, strict=True):
+        assert item.least_rows <= got.rows <= item.max_rows
+        assert got.reads == item.reads_at(got.rows)
+        spent += got.rows * item.slot_bytes
     assert spent <= budget
-    ways = itertools.product(*(range(each.least_rows, each.max_rows + 1) for each in wanted))
+    ways = itertools.product(*(range(item.least_rows, item.max_rows + 1) for item in wanted))
     costs = [
-        sum(each.reads_at(rows) for each, rows in zip(wanted, way, strict=True))
+        sum(item.reads_at(rows) for item, rows in zip(wanted, way, strict=True))
         for way in ways
-        if sum(n * each.slot_bytes for n, each in zip(way, wanted, strict=True)) <= budget
+        if sum(n * item.slot_bytes for n, item in zip(way, wanted, strict=True)) <= budget
     ]
     # The piece of a hull that the budget cuts is all that is lost, and each table's rounding.
-    lost = max(each.reads[0] for each in wanted) + sum(
-        max(-np.diff(each.reads), default=0) for each in wanted
+    lost = max(item.reads[0] for item in wanted) + sum(
+        max(-np.diff(item.reads), default=0) for item in wanted
     )
     assert min(costs) - 1e-9 <= total(placed) <= min(costs) + lost + 1e-9
 
@@ -102,7 +102,7 @@ def test_what_saves_nothing_is_given_all_the_same():
 
 
 def test_no_limit_holds_everything():
-    assert [each.rows for each in divide_memory([demand("a", [1] * 7)], None)] == [7]
+    assert [item.rows for item in divide_memory([demand("a", [1] * 7)], None)] == [7]
 
 
 def test_a_window_that_does_not_fit_is_refused_and_names_the_table():
@@ -121,32 +121,32 @@ def test_the_window_comes_first_as_far_as_it_fits():
         demand("hot", [9] * 20, least=4, window_rows=8),
     ]
     assert not window_fits(wanted, 17) and window_fits(wanted, 18) and window_fits(wanted, None)
-    assert [each.rows for each in divide_memory(wanted, 6)] == [2, 4]
-    assert [each.rows for each in divide_memory(wanted, 12)] == [6, 6]  # half of each window
-    assert [each.rows for each in divide_memory(wanted, 18)] == [10, 8]
-    assert [each.rows for each in divide_memory(wanted, 25)] == [10, 15]
+    assert [item.rows for item in divide_memory(wanted, 6)] == [2, 4]
+    assert [item.rows for item in divide_memory(wanted, 12)] == [6, 6]  # half of each window
+    assert [item.rows for item in divide_memory(wanted, 18)] == [10, 8]
+    assert [item.rows for item in divide_memory(wanted, 25)] == [10, 15]
 
 
 def test_small_data_has_no_more_rows_than_it_has():
     of = replace(profile_ids("t0", np.arange(10), 10.0), most_unique=10)
     for rows in (None, 5000):
-        (found,) = predict_demands(
+        (result,) = predict_demands(
             [Table("t0", 16, rows=rows)], Profile(10, 1, (of,), 10),
             batch_size=10, window=9, num_samples=10, last_batch=50,
         )  # fmt: skip
-        assert found.least_rows == 10 and found.window_rows == 10
+        assert result.least_rows == 10 and result.window_rows == 10
 
 
 def test_what_is_read_most_for_its_size_lies_in_mapped():
     hot, cold = demand("hot", [9] * 10), demand("cold", [1] * 10)
     small = demand("small", [5] * 3)
     by_id = demand("open", [99] * 10, is_open=True)
-    placed = {each.name: each for each in divide_memory([hot, cold, small, by_id], 12, 10)}
+    placed = {item.name: item for item in divide_memory([hot, cold, small, by_id], 12, 10)}
     assert placed["hot"].tier == "mapped" and placed["hot"].reads == 0
     assert placed["open"].tier == "dram" and placed["open"].rows == 10
     assert placed["small"].rows + placed["cold"].rows == 2 and placed["small"].rows == 2
     everything = divide_memory([hot, cold, small], 0, None)
-    assert total(everything) == 0 and {each.tier for each in everything} == {"mapped"}
+    assert total(everything) == 0 and {item.tier for item in everything} == {"mapped"}
 
 
 def sample(num_tables: int, rows: int, *, seed: int = 0) -> tuple[list[Table], Profile]:
@@ -165,33 +165,35 @@ def sample(num_tables: int, rows: int, *, seed: int = 0) -> tuple[list[Table], P
     ("num_tables", "seconds"), [(150, 6), pytest.param(550, 20, marks=pytest.mark.slow)]
 )
 def test_hundreds_of_tables_in_seconds(num_tables, seconds):
-    tables, found = sample(num_tables, 5000)
+    tables, result = sample(num_tables, 5000)
     began = time.process_time()
-    wanted = predict_demands(tables, found, batch_size=512, window=3, last_batch=100)
-    rows = sum(each.max_bytes for each in wanted)
+    wanted = predict_demands(tables, result, batch_size=512, window=3, last_batch=100)
+    rows = sum(item.max_bytes for item in wanted)
     placed = divide_memory(wanted, rows // 2)
     assert time.process_time() - began < seconds
     assert sum(p.rows * d.slot_bytes for p, d in zip(placed, wanted, strict=True)) <= rows // 2
 
 
 def test_steep_tables_need_less_and_more_memory_never_reads_more():
-    tables, found = sample(12, 5000)
-    wanted = predict_demands(tables, found, batch_size=256, window=2, last_batch=200)
-    least = sum(each.least_rows * each.slot_bytes for each in wanted)
-    most = sum(each.max_bytes for each in wanted)
-    reads = [total(divide_memory(wanted, int(budget))) for budget in np.linspace(least, most, 9)]
+    tables, result = sample(12, 5000)
+    wanted = predict_demands(tables, result, batch_size=256, window=2, last_batch=200)
+    least = sum(item.least_rows * item.slot_bytes for item in wanted)
+    most_bytes = sum(item.max_bytes for item in wanted)
+    reads = [
+        total(divide_memory(wanted, int(budget))) for budget in np.linspace(least, most_bytes, 9)
+    ]
     assert (np.diff(reads) <= 1e-6).all() and reads[0] > 0 and reads[-1] == 0
     # Better than an even share, wherever that is possible.
-    even = [int(most * 0.4 / 12 / each.slot_bytes) for each in wanted]
-    budget = sum(n * each.slot_bytes for n, each in zip(even, wanted, strict=True))
-    shared = sum(each.reads_at(n) for n, each in zip(even, wanted, strict=True))
+    even = [int(most_bytes * 0.4 / 12 / item.slot_bytes) for item in wanted]
+    budget = sum(n * item.slot_bytes for n, item in zip(even, wanted, strict=True))
+    shared = sum(item.reads_at(n) for n, item in zip(even, wanted, strict=True))
     assert total(divide_memory(wanted, budget)) < shared
 
 
 def test_ranks_share_rows_and_reads():
-    tables, found = sample(3, 5000)
-    one = predict_demands(tables, found, batch_size=256, window=2, last_batch=200)
-    four = predict_demands(tables, found, batch_size=256, window=2, last_batch=200, num_ranks=4)
+    tables, result = sample(3, 5000)
+    one = predict_demands(tables, result, batch_size=256, window=2, last_batch=200)
+    four = predict_demands(tables, result, batch_size=256, window=2, last_batch=200, num_ranks=4)
     for a, b in zip(one, four, strict=True):
         assert b.max_rows == pytest.approx(a.max_rows / 4, abs=1)
         assert b.unique == pytest.approx(a.unique / 4)
@@ -200,12 +202,12 @@ def test_ranks_share_rows_and_reads():
 
 def test_memory_goes_to_the_tables_that_a_rank_has():
     """Four ranks: a table on one, a copy on each, one on a host's two, one on all."""
-    tables, found = sample(4, 5000)
+    tables, result = sample(4, 5000)
     tables = [replace(table, rows=5000) for table in tables]
-    asked = {"batch_size": 256, "window": 2, "last_batch": 200, "num_ranks": 4}
+    outcomes = {"batch_size": 256, "window": 2, "last_batch": 200, "num_ranks": 4}
     shardings = [table_wise(1), replicated(4), Sharding("host_wise", (2, 3)), row_wise(4)]
-    alone = predict_demands(tables, found, **(asked | {"num_ranks": 1}))
-    wanted = predict_demands(tables, found, **asked, shardings=shardings)
+    alone = predict_demands(tables, result, **(outcomes | {"num_ranks": 1}))
+    wanted = predict_demands(tables, result, **outcomes, shardings=shardings)
     for t, owners in enumerate((1, 1, 2, 4)):
         assert wanted[t].max_rows == -(-5000 // owners)
         assert wanted[t].unique == pytest.approx(alone[t].unique / owners)
@@ -214,19 +216,21 @@ def test_memory_goes_to_the_tables_that_a_rank_has():
     budget = wanted[0].slot_bytes * 6000
     placed = divide_memory_on_ranks(wanted, shardings, 4, budget)
     held = {0: [1, 3], 1: [0, 1, 3], 2: [1, 2, 3], 3: [1, 2, 3]}
-    by_rank = [divide_memory([wanted[t] for t in mine], budget) for mine in held.values()]
+    by_rank = [
+        divide_memory([wanted[t] for t in own_tables], budget) for own_tables in held.values()
+    ]
     for t in range(4):
         given = [
-            found[mine.index(t)].rows
-            for mine, found in zip(held.values(), by_rank, strict=True)
-            if t in mine
+            result[own_tables.index(t)].rows
+            for own_tables, result in zip(held.values(), by_rank, strict=True)
+            if t in own_tables
         ]
         assert placed[t].rows == min(given)
-    for mine in held.values():
-        assert sum(placed[t].rows * wanted[t].slot_bytes for t in mine) <= budget
+    for own_tables in held.values():
+        assert sum(placed[t].rows * wanted[t].slot_bytes for t in own_tables) <= budget
     evenly = [row_wise(4)] * 4
-    same = predict_demands(tables, found, **asked, shardings=evenly)
-    assert same == predict_demands(tables, found, **asked)
+    same = predict_demands(tables, result, **outcomes, shardings=evenly)
+    assert same == predict_demands(tables, result, **outcomes)
     assert divide_memory_on_ranks(same, evenly, 4, budget // 2) == divide_memory(same, budget // 2)
     mean, reads = mean_over_ranks(wanted, placed, shardings, 4)
     assert mean[0].unique == wanted[0].unique / 4 and reads[2].reads == placed[2].reads / 2
@@ -236,14 +240,14 @@ def test_memory_goes_to_the_tables_that_a_rank_has():
 
 
 def test_a_table_with_bytes_of_its_own_gets_these():
-    tables, found = sample(3, 5000)
+    tables, result = sample(3, 5000)
     own = {"t1": 400 * (tables[1].record_bytes + 16)}
     wanted = predict_demands(
-        tables, found, batch_size=64, window=2, last_batch=200, fixed_bytes=own
+        tables, result, batch_size=64, window=2, last_batch=200, fixed_bytes=own
     )
     placed = divide_memory(wanted, 3000 * wanted[1].slot_bytes)
     assert placed[1].rows == 400 and placed[1].reads > 0
     with pytest.raises(BudgetExceeded, match=r"plan.memory.tables.t1: got 84 bytes"):
         predict_demands(
-            tables, found, batch_size=64, window=2, last_batch=9, fixed_bytes={"t1": 84}
+            tables, result, batch_size=64, window=2, last_batch=9, fixed_bytes={"t1": 84}
         )

@@ -297,9 +297,9 @@ def test_an_older_checkpoint_out_of_reach_is_said_once(tmp_path):
         directories=[StorageLocation(checkpoints.outside_folders[0].as_posix())],
     )  # fmt: skip
     checkpoints = Checkpoints(tmp_path / "run", Mesh(), stores, keep=2, disk=UnsyncedDisk())
-    (said,) = describe_lost_checkpoints(checkpoints)
-    assert f"checkpoint of step {step} can no longer be opened: {tmp_path / 'old'}" in said
-    assert "newest checkpoint is intact" in said
+    (message,) = describe_lost_checkpoints(checkpoints)
+    assert f"checkpoint of step {step} can no longer be opened: {tmp_path / 'old'}" in message
+    assert "newest checkpoint is intact" in message
     checkpoints.close()
 
 

@@ -190,8 +190,8 @@ def test_a_rehearsal_that_fails_leaves_nothing(tmp_path, quick, monkeypatch):
 
 
 def test_auto_lookahead_is_chosen(tmp_path, quick):
-    found, _ = plan_run(override_settings(CONFIG, {"plan.lookahead": "auto"}), tmp_path, World())
-    assert 2 <= found.plan.lookahead <= 8 and found.prediction.lookahead == found.plan.lookahead
+    result, _ = plan_run(override_settings(CONFIG, {"plan.lookahead": "auto"}), tmp_path, World())
+    assert 2 <= result.plan.lookahead <= 8 and result.prediction.lookahead == result.plan.lookahead
 
 
 def test_mapped_memory_takes_what_is_read_most(tmp_path, quick):
@@ -276,22 +276,22 @@ def test_plan_of_a_world_fits_a_terminal_and_shows_a_table_s_choices(
     monkeypatch.setenv("COLUMNS", "80")
     command = ["plan", *EIGHT_TABLES, "--set", "model.dim=4", "--world", "2x2", "--uplink", "1Gbit"]
     assert app.run(command) == 0
-    said = capsys.readouterr().out
-    assert max(map(len, said.splitlines())) <= 80
+    message = capsys.readouterr().out
+    assert max(map(len, message.splitlines())) <= 80
     for words in ("exchange:", "rows, all", "next best", "is not running", "waiting for links"):
-        assert words in said
+        assert words in message
     for words in (
         "prediction for 2 towers",
         "never added",
         "step saves",
         "Published: up to 1.9x",
     ):
-        assert words in said
-    assert "…" not in said
+        assert words in message
+    assert "…" not in message
     force = ["--set", "plan.tables.C8.sharding=table_wise", "--table", "C8"]
     assert app.run([*command, *force]) == 0
-    said = capsys.readouterr().out
-    assert "rows, rank" in said and "set by you" in said and "copies" in said
+    message = capsys.readouterr().out
+    assert "rows, rank" in message and "set by you" in message and "copies" in message
     assert app.run(["plan", *SETTINGS, "--world", "2 by 2"]) == 2
     assert "HOSTSxRANKS" in capsys.readouterr().err
 
@@ -302,18 +302,18 @@ def test_plan_says_that_copies_are_left_out(capsys, tmp_path, monkeypatch, quick
     monkeypatch.setenv("COLUMNS", "80")
     command = ["plan", *EIGHT_TABLES, "--set", "model.dim=4", "--world", "2x1"]
     assert app.run([*command, "--set", "plan.cache.staleness=10"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "more for plan.cache" in said and "plan.cache is not predicted" in said
+    message = " ".join(capsys.readouterr().out.split())
+    assert "more for plan.cache" in message and "plan.cache is not predicted" in message
     assert app.run([*command, "--set", "plan.cache.size=7", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert len(said["left_out"]) == 1 and "plan.cache" in said["left_out"][0]
-    kinds = {(each["cache"]["rows"], each["exchange"]) for each in said["plan"]["tables"]}
+    message = json.loads(capsys.readouterr().out)
+    assert len(message["left_out"]) == 1 and "plan.cache" in message["left_out"][0]
+    kinds = {(each["cache"]["rows"], each["exchange"]) for each in message["plan"]["tables"]}
     assert kinds == {(7, "cached")}
     config = override_settings(build_config({}), {"model.dim": 4})
     tables = find_collection(
         build_model(open_source("synthetic", cardinalities=CARDINALITIES).train.schema, config)
     ).tables
-    assert said["cache_bytes"] == sum(
+    assert message["cache_bytes"] == sum(
         min(7, table.rows) * cached_row_bytes(table) for table in tables
     )
 

@@ -107,20 +107,20 @@ def test_the_best_rows_are_not_praised_for_having_been_seen():
 def test_popularity_foretells_what_the_law_says_four_samples_on(rows, exponent, known):
     count, lookups = 60_000, 2048
     ids, chance = zipf(rows, exponent, count)
-    found = estimate_popularity(np.bincount(ids)[np.bincount(ids) > 0], rows if known else None)
+    result = estimate_popularity(np.bincount(ids)[np.bincount(ids) > 0], rows if known else None)
     true = Popularity(np.ones(rows), chance)
-    assert found.rows @ found.chance == pytest.approx(1)
+    assert result.rows @ result.chance == pytest.approx(1)
     batches = 4 * count / lookups
     close = 0.05 if known else 0.3
-    assert found.unique(lookups) == pytest.approx(true.unique(lookups), rel=0.02)
-    assert expected_births(found, lookups, batches) == pytest.approx(
+    assert result.unique(lookups) == pytest.approx(true.unique(lookups), rel=0.02)
+    assert expected_births(result, lookups, batches) == pytest.approx(
         expected_births(true, lookups, batches), rel=close, abs=0.5
     )
-    assert expected_used_rows(found, lookups, batches) == pytest.approx(
+    assert expected_used_rows(result, lookups, batches) == pytest.approx(
         expected_used_rows(true, lookups, batches), rel=close
     )
     for curve in (counting_curve, recency_curve):
-        mine, law = curve(found, lookups, batches), curve(true, lookups, batches)
+        mine, law = curve(result, lookups, batches), curve(true, lookups, batches)
         for share in (1 / 16, 1 / 8):
             miss = np.interp(rows * share, *mine), np.interp(rows * share, *law)
             assert miss[0] == pytest.approx(miss[1], rel=close, abs=2)
@@ -185,15 +185,15 @@ def test_a_profile_of_batches_counts_what_is_looked_up():
         torch.zeros(3, 0),
         {"a": Ids(torch.tensor([1, 2, 1])), "b": bag, "c": Ids(torch.tensor([5, -(2**63), 5]))},
     )
-    found = profile_batches(tables, features, [batch, batch])
-    assert (found.samples, found.batches) == (6, 2)
-    item, user, unused = found.tables
-    assert item.lookups == 12 and found.lookups_per_sample(0) == 2
+    result = profile_batches(tables, features, [batch, batch])
+    assert (result.samples, result.batches) == (6, 2)
+    item, user, unused = result.tables
+    assert item.lookups == 12 and result.lookups_per_sample(0) == 2
     assert item.unique_per_batch == 4 and item.rows == 4
     assert item.spectrum == ((2, 4), (2, 2))  # 2 and 8 twice; 1 and 7 four times
     assert item.growth[0][-1] == 12 and item.growth[1][-1] == 4
     assert user.rows == 2 and unused.lookups == 0 and unused.rows == 0
-    assert Profile.from_json(found.to_json()) == found
+    assert Profile.from_json(result.to_json()) == result
     with pytest.raises(ConfigError, match="no samples"):
         profile_batches(tables, features, [])
 
@@ -222,16 +222,16 @@ def test_unique_rows_of_pieces_are_those_of_sets(bags, first, second):
     offsets = torch.tensor([0, *np.cumsum([len(bag) for bag in bags])])
     owner = np.repeat(np.arange(len(bags)), [len(bag) for bag in bags])
     sizes = sorted({first, second})
-    found = count_unique_by_size(ids, owner, sizes, len(bags))
-    for size, count in zip(sizes, found.tolist(), strict=True):
+    result = count_unique_by_size(ids, owner, sizes, len(bags))
+    for size, count in zip(sizes, result.tolist(), strict=True):
         runs = [bags[k * size : (k + 1) * size] for k in range(len(bags) // size)]
         assert count == sum(len({each for bag in run for each in bag}) for run in runs)
     batch = Batch(len(bags), torch.zeros(len(bags), 0), {"f": Ids(torch.from_numpy(ids), offsets)})
-    found = profile_batches([Table("t", 4)], [Feature("f", "t")], [batch])
-    of = found.tables[0]
+    result = profile_batches([Table("t", 4)], [Feature("f", "t")], [batch])
+    of = result.tables[0]
     assert of.unique[1][-1] == len(set(ids.tolist())) and of.unique[0][-1] == len(bags)
-    assert found.features == (FeatureProfile("f", len(ids), max(map(len, bags)), False),)
-    assert Profile.from_json(found.to_json()) == found
+    assert result.features == (FeatureProfile("f", len(ids), max(map(len, bags)), False),)
+    assert Profile.from_json(result.to_json()) == result
 
 
 def test_unique_rows_of_a_rank_are_foretold_within_a_percent():
@@ -247,13 +247,13 @@ def test_unique_rows_of_a_rank_are_foretold_within_a_percent():
         ids = {table.name: Ids(each) for table, each in zip(tables, drawn, strict=True)}
         return Batch(600, torch.zeros(600, 0), ids)
 
-    found = profile_batches(tables, features, [batch(seed) for seed in range(40)])
+    result = profile_batches(tables, features, [batch(seed) for seed in range(40)])
     others = [batch(seed) for seed in range(40, 100)]
     for t, table in enumerate(tables):
-        of = found.tables[t].popularity(table.rows)
+        of = result.tables[t].popularity(table.rows)
         for size in (600, 300, 200, 50):
             counted = np.mean([
                 len(each.ids[table.name].values[start : start + size].unique())
                 for each in others for start in range(0, 600, size)
             ])  # fmt: skip
-            assert found.unique_rows(t, size, of) == pytest.approx(counted, rel=0.01)
+            assert result.unique_rows(t, size, of) == pytest.approx(counted, rel=0.01)

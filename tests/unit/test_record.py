@@ -162,10 +162,10 @@ def batch(size: int = 8) -> Batch:
 
 
 def test_a_loss_that_is_not_finite_is_null(tmp_path):
-    found = progress(tmp_path, Console(file=io.StringIO()), every=1)
-    found.open(0)
-    found.report_step(1, float("nan"), batch(), 1)
-    found.close()
+    result = progress(tmp_path, Console(file=io.StringIO()), every=1)
+    result.open(0)
+    result.report_step(1, float("nan"), batch(), 1)
+    result.close()
     (line,) = read_lines(tmp_path / "metrics.jsonl")
     assert line["loss"] is None and line["kind"] == "train"
 
@@ -174,12 +174,12 @@ def test_a_file_gets_plain_lines_now_and_then(tmp_path, monkeypatch):
     monkeypatch.setattr("colonnade.train.progress.PLAIN_SECONDS", 0.0)
     monkeypatch.setattr("colonnade.train.progress.MIN_SECONDS", 0.0)
     text = io.StringIO()
-    found = progress(tmp_path, Console(file=text, force_terminal=False), every=10)
-    found.open(0)
+    result = progress(tmp_path, Console(file=text, force_terminal=False), every=10)
+    result.open(0)
     for step in range(1, 101):
-        found.report_step(step, 0.5, batch(), 2)
-    found.report_evaluation(100, 1, {"test_auc": 0.75, "test_num_samples": 3.0})
-    found.close()
+        result.report_step(step, 0.5, batch(), 2)
+    result.report_evaluation(100, 1, {"test_auc": 0.75, "test_num_samples": 3.0})
+    result.close()
     lines = text.getvalue().splitlines()
     assert len(lines) == 11 and "\x1b" not in text.getvalue()
     assert lines[0].startswith("step 10/100  epoch 1  loss 0.5000  ")
@@ -190,35 +190,35 @@ def test_a_file_gets_plain_lines_now_and_then(tmp_path, monkeypatch):
 def test_bars_fit_the_terminal(width, tmp_path):
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=width, color_system=None)
-    found = progress(tmp_path, console, every=1)
-    found.open(0)
+    result = progress(tmp_path, console, every=1)
+    result.open(0)
     for step in range(1, 50):
-        found.report_step(step, 0.25, batch(4096), 1)
-    shown = [found._bars.get_renderable()]
-    found.close()
+        result.report_step(step, 0.25, batch(4096), 1)
+    shown = [result._bars.get_renderable()]
+    result.close()
     with console.capture() as capture:
         console.print(*shown)
     lines = capture.get().splitlines()
     assert len(lines) == 1 and len(lines[0]) <= width and len(_columns(width)) >= 3
-    found._bars.text = "dram 93.1 % | ssd 1.2k reads/s 14 MB/s | wait 2 %"
+    result._bars.text = "dram 93.1 % | ssd 1.2k reads/s 14 MB/s | wait 2 %"
     with console.capture() as capture:
-        console.print(found._bars.get_renderable())
+        console.print(result._bars.get_renderable())
     lines = capture.get().splitlines()
     assert len(lines) == 2 and len(lines[1]) <= width and lines[1].startswith("dram 93.1 %")
 
 
 def test_a_step_costs_microseconds(tmp_path):
     """Without the lines, which time limits to one in MIN_SECONDS."""
-    found = progress(tmp_path, Console(file=io.StringIO()))
-    found.open(0)
+    result = progress(tmp_path, Console(file=io.StringIO()))
+    result.open(0)
     loss, one = 0.5, batch()
     best = np.inf
     for _ in range(5):
         started = time.perf_counter()
         for step in range(1001, 2000):
-            found.report_step(2 * step + 1, loss, one, 1)
+            result.report_step(2 * step + 1, loss, one, 1)
         best = min(best, (time.perf_counter() - started) / 999)
-    found.close()
+    result.close()
     assert best < 50e-6  # 1 % of a step of 5 ms; measured 2 us
 
 

@@ -67,8 +67,8 @@ def test_seconds_of_coded_gradients_follow_their_bytes():
     for name, part in (("bf16", 1 / 2), ("fp16", 1 / 2), ("int8", 1 / 4)):
         inside = exact.local_bytes / world.local_bytes_per_second
         between = part * 2 * exact.remote_bytes / world.remote_bytes_per_second
-        found = estimate_reduction_seconds(model, world, name)
-        assert found == pytest.approx(inside + between, rel=0.02)
+        result = estimate_reduction_seconds(model, world, name)
+        assert result == pytest.approx(inside + between, rel=0.02)
     halves = model.bfloat16()  # as they are
     assert estimate_reduction_seconds(halves, world, "int8") == estimate_reduction_seconds(
         halves, world, "exact"

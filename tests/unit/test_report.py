@@ -94,21 +94,21 @@ def test_every_state_of_a_run_makes_a_page(settings, status, words, tmp_path):
 
 def test_tiers_are_shown_where_there_are_some(tmp_path):
     run = read_run(write_run(tmp_path / "run", steps=400, every=20, finished=False))
-    found = tiers.sum_tiers(run)
-    assert list(found) == ["dram", "ssd"]
+    result = tiers.sum_tiers(run)
+    assert list(result) == ["dram", "ssd"]
     lines = run.lines_of_kind("tiers")
-    ssd = found["ssd"]
+    ssd = result["ssd"]
     assert ssd.reads == sum(line["tiers"]["ssd"]["reads"] for line in lines) > 0
     assert ssd.lifetime_bytes == lines[-1]["tiers"]["ssd"]["lifetime_bytes"]
     assert ssd.held_bytes == 500_000
-    assert found["dram"].hit_rate == 0.9 and ssd.write_amplification == pytest.approx(1.5)
+    assert result["dram"].hit_rate == 0.9 and ssd.write_amplification == pytest.approx(1.5)
     words = dict(zip(tiers.TIER_LINES, tiers.format_tier(ssd), strict=True))
     assert (
         words["write amp."] == "1.50x"
         and words["space amp."] == "1.25x"
         and words["hit rate"] == "70.0%"
     )
-    assert set(tiers.format_tier(found["dram"])) >= {"-", "90.0%"}
+    assert set(tiers.format_tier(result["dram"])) >= {"-", "90.0%"}
     charts = [chart for chart in tiers.tier_charts(run) if chart is not None]
     assert len(charts) == 6
     rates = charts[0]["data"]

@@ -97,7 +97,7 @@ def go_on(mesh, folder, kind, epochs, settings=None, **arguments):
         run = runs.open_run(config, mesh, Path(folder), data=opened(config), **arguments)
     finally:
         runs.resolve_plan_config = before
-    with_rows = [isinstance(each, LogBacking) for each in run.checkpoints.backings]
+    with_rows = [isinstance(item, LogBacking) for item in run.checkpoints.backings]
     if arguments.get("read_only"):
         found = run.trainer.evaluate(run.trainer.data.test)
     else:
@@ -131,13 +131,13 @@ def test_changing(tmp_path):
     found = set()
     for name in ("changing", "same"):  # what checkpoints no longer need is gone
         folder = tmp_path / name
-        kept = [read_header(folder, step) for step in list_checkpoints(folder)]
-        wanted = {str(home.path) for header in kept for home in list_store_folders(header)}
+        retained = [read_header(folder, step) for step in list_checkpoints(folder)]
+        wanted = {str(home.path) for header in retained for home in list_store_folders(header)}
         places = [path.relative_to(folder / "rows") for path in (folder / "rows").glob("*/*")]
         assert {str(path) for path in places} == wanted
         found |= wanted
         for step in list_checkpoints(folder):
-            assert all(each.problem == "" for each in verify_checkpoint(folder, step))
+            assert all(item.problem == "" for item in verify_checkpoint(folder, step))
     assert "copy-1/003" in found and "1-of-2/003" in found
     run_ranks(3, three_ranks, tmp_path)
     assert digest(tmp_path / "changing") == digest(tmp_path / "same")
@@ -170,8 +170,8 @@ def test_going_back_gives_up_what_lies_where_rows_are_to_go(tmp_path):
     assert {h.path.parts[0] for h in list_store_folders(read_header(tmp_path, 10))} == {"copy-0"}
     go_on(Mesh(), tmp_path, "row_wise", 3, {**SMALL, "train.keep_checkpoints": 3})
     assert 5 not in list_checkpoints(tmp_path)  # it was in the way
-    for each in verify_checkpoint(tmp_path, 10):
-        assert each.problem == ""
+    for item in verify_checkpoint(tmp_path, 10):
+        assert item.problem == ""
 
 
 ADAM = {**SMALL, "embedding.optimizer": "adam", "model.dim": 7, "model.bottom": [7]}
@@ -266,7 +266,7 @@ def check_hot(folder):
     changing, same = folder / "changing", folder / "same"
     assert digest(changing) == digest(same)
     step = list_checkpoints(changing)[-1]
-    assert all(each.problem == "" for each in verify_checkpoint(changing, step))
+    assert all(item.problem == "" for item in verify_checkpoint(changing, step))
     assert as_exported(changing, folder / f"out-{step}") == as_exported(same, folder / f"old-{step}")  # fmt: skip
     seen = go_on(Mesh(), changing, "hot", 5, ADAM, read_only=True)
     assert seen[0] == go_on(Mesh(), same, "row_wise", 5, ADAM, read_only=True)[0]

@@ -59,8 +59,8 @@ def test_metrics_are_the_slow_ones(seed, shape, k, levels):
     order = torch.rand(shape, generator=random).argsort(1)
     cuts = torch.randint(1, shape[1] + 1, (shape[0],), generator=random).tolist()
     truth = [order[q, :cut].tolist() for q, cut in enumerate(cuts)]
-    seen = [order[q, cut : cut + 2].tolist() for q, cut in enumerate(cuts)]
-    scores = mask_items(scores, bags(seen))
+    observed = [order[q, cut : cut + 2].tolist() for q, cut in enumerate(cuts)]
+    scores = mask_items(scores, bags(observed))
     top = top_items(scores, k)
     assert top.shape == (shape[0], min(k, shape[1]))
     recall, ndcg = recall_and_ndcg(top, bags(truth), k)

@@ -135,22 +135,22 @@ def pushed(mesh: Mesh) -> list[str]:
     collection = opened(mesh)
     outputs = collection(batch_of(mesh.rank))
     torch.autograd.backward(list(outputs.values()), [torch.ones_like(o) for o in outputs.values()])
-    said: list[str] = []
+    message: list[str] = []
     begins, waits = Mesh._begin_call, PendingCall.wait
     with pytest.MonkeyPatch.context() as patch:
 
         def begin(self, channel, start, *scope):
-            said.append(f"{channel} begins")
+            message.append(f"{channel} begins")
             return begins(self, channel, start, *scope)
 
         def wait(self):
-            said.append(f"{self.channel} is waited for")
+            message.append(f"{self.channel} is waited for")
             return waits(self)
 
         patch.setattr(Mesh, "_begin_call", begin)
         patch.setattr(PendingCall, "wait", wait)
         collection.pipeline.collect()
-    return said
+    return message
 
 
 def test_what_one_exchange_pushes_travels_while_the_next_one_computes():

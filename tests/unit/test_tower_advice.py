@@ -22,9 +22,9 @@ def loads_in(world, num=8):
 def test_it_is_what_the_plan_of_a_model_with_modules_would_save():
     loads = loads_in(SLOW)
     flat = choose(loads, SLOW)
-    found = advise_tower_modules(loads, SLOW, flat, memory=Memory())
-    assert [each.ratio for each in found] == [2, 4, 8] and {each.towers for each in found} == {2}
-    for each in found:
+    result = advise_tower_modules(loads, SLOW, flat, memory=Memory())
+    assert [each.ratio for each in result] == [2, 4, 8] and {each.towers for each in result} == {2}
+    for each in result:
         out = 4 * DIM // each.ratio
         fields = [FieldLoad(load.name, t, t, DIM, 4.0 * DIM, 4.0 * DIM) for t, load in enumerate(loads)]  # fmt: skip
         modules = [
@@ -43,7 +43,7 @@ def test_it_is_what_the_plan_of_a_model_with_modules_would_save():
         saved = flat.seconds.processor + flat.seconds.waited - towered.processor - towered.waited
         assert each.saved_seconds == pytest.approx(saved)
         assert each.products == 2 * 4 * DIM * out and each.parameters == each.products + 2 * out
-    assert found[0].saved_seconds < found[1].saved_seconds < found[2].saved_seconds
+    assert result[0].saved_seconds < result[1].saved_seconds < result[2].saved_seconds
 
 
 def test_small_tables_that_every_rank_has_are_better_left_as_they_are():
@@ -52,8 +52,8 @@ def test_small_tables_that_every_rank_has_are_better_left_as_they_are():
     choice = choose(loads, world)
     assert {table.chosen.exchange for table in choice.tables} == {"replicated"}
     assert all(
-        each.saved_seconds < 0
-        for each in advise_tower_modules(loads, world, choice, memory=Memory())
+        item.saved_seconds < 0
+        for item in advise_tower_modules(loads, world, choice, memory=Memory())
     )
 
 
@@ -69,8 +69,8 @@ def test_tables_that_cannot_go_stay_as_they_are(kind):
         "h[cold]": Constraint("row_wise", "rows"),
     }
     choice = choose([sequence, *loads, *hot], SLOW, forced=forced)
-    found = advise_tower_modules([sequence, *loads, *hot], SLOW, choice, memory=Memory())
-    assert all(each.products == 2 * (4 * DIM) ** 2 // each.ratio for each in found) and found
+    result = advise_tower_modules([sequence, *loads, *hot], SLOW, choice, memory=Memory())
+    assert all(each.products == 2 * (4 * DIM) ** 2 // each.ratio for each in result) and result
 
 
 @pytest.mark.parametrize(

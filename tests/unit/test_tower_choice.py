@@ -125,7 +125,7 @@ def test_processors_move_what_is_sent_and_what_is_got(hosts, num_towers, ratio):
         [t for t in range(world.num_ranks) if t // size == number] for number in range(num_towers)
     ]
     consumers = tuple(
-        replace(each, fields=tuple(some)) for each, some in zip(model.consumers, mine, strict=True)
+        replace(item, fields=tuple(some)) for item, some in zip(model.consumers, mine, strict=True)
     )
     model = replace(model, consumers=consumers)
 
@@ -136,8 +136,8 @@ def test_processors_move_what_is_sent_and_what_is_got(hosts, num_towers, ratio):
     choice = found(1e-9)
     moved = (choice.seconds.processor - found(0.0).seconds.processor) / 1e-9
     sent = {channel: 0.0 for channel in ("route", "fetch", "push")}
-    for (channel, _), each in choice.sent.items():
-        sent[channel] += each
+    for (channel, _), item in choice.sent.items():
+        sent[channel] += item
     headers = (world.num_ranks - 1) * (SHARED_BYTES + FIXED_BYTES["towers"])
     assert moved == pytest.approx(2 * (sum(sent.values()) - headers), rel=1e-9)
     assert sent["fetch"] > sent["route"] > 0

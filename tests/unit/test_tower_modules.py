@@ -86,9 +86,9 @@ class Viewed(nn.Module):
 
 def test_a_module_is_not_asked_about_no_samples():
     vectors = torch.zeros(0, 2, 6, requires_grad=True)
-    found = TowerModule(Viewed(), [6, 6], 12).partial_of_fields(vectors)
-    assert found.shape == (0, 12)
-    found.sum().backward()
+    result = TowerModule(Viewed(), [6, 6], 12).partial_of_fields(vectors)
+    assert result.shape == (0, 12)
+    result.sum().backward()
     assert vectors.grad is not None
 
 
@@ -209,7 +209,7 @@ def test_towers_without_modules_are_the_flat_model(model):
 )
 def test_work_counts_all_weights(model, more, settings, num_dense):
     made = model(*declared(), num_dense=num_dense, **more, **settings)
-    assert made.dense_cost.parameters == sum(each.numel() for each in made.parameters())
+    assert made.dense_cost.parameters == sum(item.numel() for item in made.parameters())
     if not settings:
         assert made.dense_cost == made.flat_dense_cost
 
@@ -248,9 +248,9 @@ def test_partitions_come_from_numbers_files_and_lists(tmp_path):
         config = configured(towers=said, tower_dim=3)
         model = build_model(SCHEMA, config)
         assert model.towers == wanted and model.dim == 3
-        kept = resolve_towers(SCHEMA, config)
-        assert kept.model.towers == [list(tower) for tower in wanted.towers]
-        assert resolve_towers(SCHEMA, kept) == kept
+        retained = resolve_towers(SCHEMA, config)
+        assert retained.model.towers == [list(tower) for tower in wanted.towers]
+        assert resolve_towers(SCHEMA, retained) == retained
 
 
 @pytest.mark.parametrize(
@@ -284,10 +284,10 @@ def test_a_file_that_is_no_partition(tmp_path):
 
 def test_what_modules_save_is_said():
     model = DLRM(*declared(), num_dense=2, towers=TOWERS, tower_dim=3)
-    said = describe_tower_modules(model, model.embeddings)
-    assert "2 tower modules (3+2 fields): 15 floats of a sample leave them of 30 (CR 2.00)" in said
+    text = describe_tower_modules(model, model.embeddings)
+    assert "2 tower modules (3+2 fields): 15 floats of a sample leave them of 30 (CR 2.00)" in text
     assert (
-        f"42 parameters. The dense network takes {model.dense_cost.flops / 1e6:.2f} MFLOP" in said
+        f"42 parameters. The dense network takes {model.dense_cost.flops / 1e6:.2f} MFLOP" in text
     )
     flat = DLRM(*declared(), num_dense=2)
     assert describe_tower_modules(flat, flat.embeddings) == ""
@@ -327,8 +327,12 @@ def test_a_towered_run_is_evaluated_exported_predicted_and_inspected(towered, tm
     with colonnade.Predictor.open(tmp_path / "out") as predictor:
         for each, said in zip(batches, wanted, strict=True):
             assert torch.equal(predictor(each), said)
-    told = CliRunner().invoke(app, ["inspect", str(towered / "checkpoints" / f"{4:012d}.json")])
-    assert told.exit_code == 0 and "DLRMTower" in told.output and "2.00" in told.output
+    inspected = CliRunner().invoke(
+        app, ["inspect", str(towered / "checkpoints" / f"{4:012d}.json")]
+    )
+    assert (
+        inspected.exit_code == 0 and "DLRMTower" in inspected.output and "2.00" in inspected.output
+    )
 
 
 def test_a_run_goes_on_with_its_towers_alone(towered, tmp_path):
@@ -344,7 +348,7 @@ def test_without_modules_another_partition_goes_on(tmp_path):
 
 
 def test_a_checkpoint_of_other_towers_is_refused(tmp_path):
-    """Where the model came from Python: the checkpoint itself knows."""
+    """Tower modules are described by the checkpoint, also for a model from Python."""
 
     def fitted(towers, dim):
         data = colonnade.data.open_source("synthetic", **CONFIG["data"]["options"])
@@ -397,7 +401,7 @@ def test_a_warm_start_takes_rows_and_what_agrees(case, towered, tmp_path):
     from colonnade.run.start import plan_warm_start
 
     built = build_model(new.trainer.data.train.schema, override_settings(BASE, start))
-    said = str(plan_warm_start(built, built.embeddings.tables, str(source)))
+    text = str(plan_warm_start(built, built.embeddings.tables, str(source)))
     assert (
-        "started anew, because towers or their modules differ: " in said and "top.0.weight" in said
+        "started anew, because towers or their modules differ: " in text and "top.0.weight" in text
     )

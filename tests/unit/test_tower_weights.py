@@ -204,9 +204,9 @@ def test_which_weights_are_a_towers_own():
     ).declaration
     inside = TowerConsumers(2, {"one": 0, "two": 1})
     adam = torch.optim.Adam([torch.zeros(1)])
-    found = find_tower_weights(declared, inside, 4, adam)
-    assert found is not None and found.modules == ((declared.consumers["one"].interaction,), ())
-    assert len(found.parameters(0)) == 2 and found.parameters(1) == []
+    result = find_tower_weights(declared, inside, 4, adam)
+    assert result is not None and result.modules == ((declared.consumers["one"].interaction,), ())
+    assert len(result.parameters(0)) == 2 and result.parameters(1) == []
     for refused_by in (
         find_tower_weights(declared, None, 4, adam),
         find_tower_weights(declared, inside, 2, adam),  # one tower of all ranks

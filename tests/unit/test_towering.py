@@ -61,8 +61,8 @@ def test_a_partition_of_some_features_leaves_the_other_tables():
 
 def test_servers_of_a_tower_have_its_rows():
     world = World(num_hosts=2, ranks_per_host=3, servers_per_host=2)
-    found = shard_in_towers(TABLES, FEATURES, 2, world, dict.fromkeys("abcd", "host_wise"))
-    assert (found["a"].sharding.ranks, found["b"].sharding.ranks) == ((1, 2), (4, 5))
+    result = shard_in_towers(TABLES, FEATURES, 2, world, dict.fromkeys("abcd", "host_wise"))
+    assert (result["a"].sharding.ranks, result["b"].sharding.ranks) == ((1, 2), (4, 5))
     with pytest.raises(ConfigError, match="tower 0 has no server for its rows"):
         shard_in_towers(TABLES, FEATURES, 3, World(ranks_per_host=3, servers_per_host=1))
 
@@ -121,8 +121,8 @@ def test_calls_by_towers_have_fewer_slow_messages():
 
 def test_processors_have_fewer_messages_in_more_calls():
     world = World(num_hosts=4, ranks_per_host=4, message_processor_seconds=1e-3)
-    each = 1e-3 * 15 / (15 + CALL_MESSAGES)
-    assert saved_processor_seconds(world, 4) == pytest.approx(2 * (15 - 6 - CALL_MESSAGES) * each)
-    turns = 2 * (15 - 9 - 2 * CALL_MESSAGES) * each
+    item = 1e-3 * 15 / (15 + CALL_MESSAGES)
+    assert saved_processor_seconds(world, 4) == pytest.approx(2 * (15 - 6 - CALL_MESSAGES) * item)
+    turns = 2 * (15 - 9 - 2 * CALL_MESSAGES) * item
     assert saved_processor_seconds(world, 4, chunks=2) == pytest.approx(turns)
     assert saved_processor_seconds(world, 16) == saved_processor_seconds(world, 1) == 0.0

@@ -1,4 +1,4 @@
-"""What a run decides while it trains: when to evaluate and stop, which checkpoint is best, how large a step is."""
+"""Decisions of a run while it trains: when to evaluate and stop, which checkpoint is best, how large a step is."""
 
 from __future__ import annotations
 
@@ -418,8 +418,8 @@ def test_the_rate_that_a_run_starts_with_may_change_when_it_goes_on(tmp_path):
 
 def test_days_are_tested_before_they_are_trained(tmp_path):
     data = splits(days=4)
-    found = colonnade.fit(Net(), data, progressive=True, run=tmp_path / "run", **FAST)
-    assert found.outcome.steps == sum(-(-day.num_samples // 50) for day in data.days)
+    result = colonnade.fit(Net(), data, progressive=True, run=tmp_path / "run", **FAST)
+    assert result.outcome.steps == sum(-(-day.num_samples // 50) for day in data.days)
     # By hand: train day 0; score day 1; train it; ...
     model, days = Net(), []
     dense_state = {}
@@ -428,10 +428,10 @@ def test_days_are_tested_before_they_are_trained(tmp_path):
             metrics = colonnade.train.metrics.evaluate(model, day, 50, Mesh())
             days.append({"day": number, **metrics})
         train_by_hand(model, day, number, dense_state)
-    assert found.metrics["days_auc"] == pytest.approx(average_days(days)["days_auc"], abs=1e-6)
-    assert found.metrics["days_num_samples"] == sum(day.num_samples for day in data.days[1:])
-    assert [day["day"] for day in found.outcome.days] == [1, 2, 3]
-    for mine, theirs in zip(found.outcome.days, days, strict=True):
+    assert result.metrics["days_auc"] == pytest.approx(average_days(days)["days_auc"], abs=1e-6)
+    assert result.metrics["days_num_samples"] == sum(day.num_samples for day in data.days[1:])
+    assert [day["day"] for day in result.outcome.days] == [1, 2, 3]
+    for mine, theirs in zip(result.outcome.days, days, strict=True):
         assert mine == pytest.approx(theirs, abs=1e-6)
 
 
@@ -467,7 +467,7 @@ def test_pooled_days_are_the_days_samples_together():
         {"day": 1, "log_loss": 0.5, "auc": math.nan, "num_samples": 10.0},
         {"day": 2, "log_loss": 0.8, "auc": 0.7, "num_samples": 30.0},
     ]
-    found = average_days(days)
-    assert found["days_log_loss"] == pytest.approx((5 + 24) / 40)
-    assert found["days_auc"] == pytest.approx(0.7) and found["days_num_samples"] == 40
+    result = average_days(days)
+    assert result["days_log_loss"] == pytest.approx((5 + 24) / 40)
+    assert result["days_auc"] == pytest.approx(0.7) and result["days_num_samples"] == 40
     assert average_days([]) == {}

@@ -99,8 +99,7 @@ def estimate_sum_traffic(
     coded: bytes of the whole buffer on coded hops; None without a codec. `by host` codes the hops between hosts, the
     other algorithms all hops. A host's uplink sends L x `remote_bytes` and receives as much: 2 (H - 1) L / H x S for
     `exchange_shares`, 2 (H - 1) / H x S for `by host`. With `by host` and without a codec, two hosts send each other
-    their
-    whole sums: the same number of bytes in one message."""
+    their whole sums: the same number of bytes in one message."""
     ranks, hosts, local = world.num_ranks, world.num_hosts, world.ranks_per_host
     num_local, num_remote = local - 1, ranks - local
     coded_size = size if coded is None else coded

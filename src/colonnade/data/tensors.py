@@ -1,4 +1,4 @@
-"""In-memory samples as columns: user tensors, MovieLens, small files. The order is shuffled anew each epoch.
+"""Samples in memory as columns: user tensors, MovieLens, small files. The order is shuffled anew each epoch.
 
 Legend: S samples in memory, B samples of a batch, E ids of a multi-hot column.
 """

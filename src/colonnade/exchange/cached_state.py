@@ -1,14 +1,12 @@
 """State of a row cache between steps: temporary flush of pending gradients to owners' rows, and what checkpoints hold.
 
 `synchronized_view` is called between steps, on the training thread, with any number of batches in flight. Gradients
-pending at
-copies are sent and applied, one update of each row; at exit the rows are restored. Copies and directories do not
-change. Where a run continues with lower bounds, some pending gradients are flushed permanently.
+pending at copies are sent and applied, one update of each row; at exit the rows are restored. Copies and directories do
+not change. Where a run continues with lower bounds, some pending gradients are flushed permanently.
 
 A checkpoint is made inside `synchronized_view`, so its rows contain all updates, and other worlds need nothing else
-from it. A
-run that continues in the same world restores the rows as they were before `synchronized_view`, and loads the cached
-rows.
+from it. A run that continues in the same world restores the rows as they were before `synchronized_view`, and loads the
+cached rows.
 
 Legend: T tables, N ranks, O rows of this rank that are changed temporarily.
 """

@@ -56,8 +56,7 @@ class Interaction(nn.Module):
         """Compute the partial of each sample from its vectors, (B, P); the merge's neutral element without vectors.
 
         An operator defines this method or, if it needs all fields together, `partial_of_fields`: then every sample
-        must have
-        one vector per field, in field order.
+        must have one vector per field, in field order.
         """
         if weights is not None:
             values = values * weights[:, None]

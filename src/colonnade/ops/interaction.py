@@ -48,8 +48,7 @@ def pairwise_dot(vectors: Sequence[Tensor], *, dim: int, included: Sequence[int]
 
     vectors: tensors (B, k, D) or (B, k * D) with D = `dim`; together V vectors, numbered in order.
     included: numbers of vectors to include, each at most once. Returns (B, len(included) * D + V (V - 1) / 2): the
-    included
-    vectors, then <v_i, v_j> for i = 1 .. V - 1 and in it j = 0 .. i - 1. No (B, V, V) matrix is made.
+    included vectors, then <v_i, v_j> for i = 1 .. V - 1 and in it j = 0 .. i - 1. No (B, V, V) matrix is made.
     ValueError for shapes that disagree.
     """
     views = _view_vectors(vectors, dim)

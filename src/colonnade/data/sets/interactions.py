@@ -234,8 +234,7 @@ class QuerySource:
     """Source of queries: one sample per user with held-out items (`truth`), in the order of users.
 
     A sample has the user's columns, the newest training items as `history` (if given), and as `key` a `HeldOutItems`
-    with
-    `truth` and the `excluded` items, which are not ranked. `catalogue`: all items.
+    with `truth` and the `excluded` items, which are not ranked. `catalogue`: all items.
     """
 
     schema: Schema

@@ -128,8 +128,7 @@ def build_model_load(
 
     loads: of the declaration's tables. bags: features with several ids per sample, in addition to those that a sample
     of the data shows. world, reads_ahead: as in `operator_cut.why_not_remote`. declared: the model's own declaration,
-    if
-    `declaration` splits tables into hot and cold rows."""
+    if `declaration` splits tables into hot and cold rows."""
     columns: dict[str, ColumnLoad] = {}
     for load in loads:
         readers = [feature for feature in declaration.features if feature.table == load.name]

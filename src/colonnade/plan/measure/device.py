@@ -1,8 +1,8 @@
 """Measured speed of this machine: rows in memory, random and sequential access to a directory's disk.
 
 `measure_device` takes a few seconds and leaves no files: its scratch file has no name (or loses it before the first
-byte), so
-that it is gone even after a kill. The result is a frozen value that can be printed and converted to and from JSON.
+byte), so that it is gone even after a kill. The result is a frozen value that can be printed and converted to and from
+JSON.
 """
 
 from __future__ import annotations

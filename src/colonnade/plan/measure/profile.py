@@ -1,8 +1,7 @@
 """Profile of a sample of the data: lookups of each table, how often rows repeat, and after how many lookups.
 
 `profile_batches` reads batches; all other functions are pure. A profile is a frozen value that can be converted to
-and from
-JSON. Legend: n lookups, in the order of the samples.
+and from JSON. Legend: n lookups, in the order of the samples.
 """
 
 from __future__ import annotations
