@@ -56,11 +56,11 @@ def test_ratios_are_of_the_fastest_of_each_kind():
 @pytest.mark.parametrize("system", bench.COLONNADE)
 def test_blocks_of_row_clocks_have_whole_periods_and_every_choice_is_a_plan(system):
     steps, choice = bench.steps_of(system), bench.COLONNADE[system]
-    message = choice.get("cache")
-    assert (message is None) == (not system.startswith("row_clock"))
-    if message is None:
+    cache_settings = choice.get("cache")
+    assert (cache_settings is None) == (not system.startswith("row_clock"))
+    if cache_settings is None:
         return
-    [cache] = build_table_caches(CacheConfig(**message), [Table("t", 4, rows=1000)]).values()
+    [cache] = build_table_caches(CacheConfig(**cache_settings), [Table("t", 4, rows=1000)]).values()
     assert cache.rows == (100 if "10 %" in system and "100 %" not in system else 1000)
     assert steps.block % (cache.clock.read_bound + 1) == 0
     assert steps.block % (cache.clock.write_bound + 1) == 0

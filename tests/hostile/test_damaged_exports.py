@@ -410,7 +410,8 @@ other = mmap.mmap(fd, 4096)
 os.ftruncate(fd, 0)
 ours = ctypes.c_char.from_address(address)
 assert ours.value == b"\\0" and _native.is_damaged(address) and _native.num_damaged() == 1
-print("alive", flush=True) other[0]
+print("alive", flush=True)
+other[0]
 """
 
 

@@ -23,10 +23,10 @@ class Rank:
         self.own: Counter = Counter()  # by id: updates of this rank
 
     def read(self, ids: np.ndarray, owners: Counter) -> tuple[object, list[int]]:
-        message = self.directory.step(ids)
+        decision = self.directory.step(ids)
         seen = []
         for id, slot, asked in zip(
-            ids.tolist(), message.slots.tolist(), message.outcomes.tolist(), strict=True
+            ids.tolist(), decision.slots.tolist(), decision.outcomes.tolist(), strict=True
         ):
             if asked == MISS:
                 assert self.pending[slot] == 0, (
@@ -35,7 +35,7 @@ class Rank:
             if asked != HIT:
                 self.value[slot] = owners[id] + self.pending[slot]
             seen.append(self.value[slot])
-        return message, seen
+        return decision, seen
 
     def go_on_with(self, capacity: int) -> None:
         """As a run that goes on with a cache of another size."""

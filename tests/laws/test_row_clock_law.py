@@ -470,8 +470,8 @@ def run_parts(mesh, folder, parts):
     """Runs one after the other, each on from the last: (steps, settings). Of the last: all rows, the largest number of
     batches that wait at a copy, and the bounds of C2."""
     for steps, settings in parts:
-        message = {"train.epochs": 2, "train.max_steps": steps, **settings}
-        run = open_run(override_settings(build_config(CONFIG), message), mesh, folder)
+        overrides = {"train.epochs": 2, "train.max_steps": steps, **settings}
+        run = open_run(override_settings(build_config(CONFIG), overrides), mesh, folder)
         try:
             run.train()
             collection, waiting, bounds = run.trainer.collection, 0, None

@@ -27,8 +27,8 @@ CLIPPED = {"train.accumulate": 4, "embedding.clip_norm": 0.02, "dense.clip_norm"
 ROLES = {"plan.servers": 1, "plan.staleness_steps": 2, "plan.codec.dense": "bf16"}
 
 
-def train(mesh, folder, message):
-    config = override_settings(build_config(CONFIG), SHORT | message)
+def train(mesh, folder, overrides):
+    config = override_settings(build_config(CONFIG), SHORT | overrides)
     run = open_run(config, mesh, folder, data=opened(config))
     outcome = run.train()
     run.close()

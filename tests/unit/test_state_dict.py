@@ -302,7 +302,8 @@ collection = build()
 rows = RowOptimizer(collection)
 for start in range(0, ROWS, 1000):
     load_rows(collection, "a", torch.zeros(1000, DIM), torch.arange(start, start + 1000))
-other = build() other_rows = RowOptimizer(other.open())
+other = build()
+other_rows = RowOptimizer(other.open())
 model, state = measured(lambda: (collection.state_dict(), rows.state_dict()))
 measured(lambda: (other.load_state_dict(model), other_rows.load_state_dict(state)))
 """
