@@ -338,7 +338,7 @@ def _stand_by(pipe: connection.Connection, folder: str, rank: int) -> None:
             assert mesh.peer_monitor is not None or mesh.num_ranks == 1
             if mesh.peer_monitor is not None:
                 mesh.peer_monitor.timeout = process_groups.TIMEOUT.total_seconds()
-                mesh.at(0)
+                mesh.publish_step(0)
             before = State.now()
             result = function(mesh, *arguments)
             (Path(place) / f"result-{rank}").write_bytes(pickle.dumps(result))

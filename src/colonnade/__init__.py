@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     )
     from colonnade.row_optimizer import RowOptimizer
     from colonnade.row_state import dense_state_dict, load_dense_state_dict
-    from colonnade.run.fit import FitResult, fit, load_run
+    from colonnade.run.fit import FitResult, fit, load_checkpoint
     from colonnade.staleness import RowClock
     from colonnade.table import Feature, Table, Uniform
     from colonnade.topology.sharding import (
@@ -116,7 +116,7 @@ _NAMES_BY_MODULE = {
     "retention": ("AgeEviction", "CountMinAdmission", "MaxRowsEviction", "RandomAdmission"),
     "row_optimizer": ("RowOptimizer",),
     "row_state": ("dense_state_dict", "load_dense_state_dict"),
-    "run.fit": ("FitResult", "fit", "load_run"),
+    "run.fit": ("FitResult", "fit", "load_checkpoint"),
     "staleness": ("RowClock",),
     "table": ("Feature", "Table", "Uniform"),
     "topology.sharding": (
@@ -195,10 +195,10 @@ __all__ = [
     "fit",
     "grid",
     "host_wise",
+    "load_checkpoint",
     "load_dense_state_dict",
     "load_export",
     "load_rows",
-    "load_run",
     "open_mesh",
     "replicated",
     "row_wise",

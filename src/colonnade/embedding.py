@@ -233,7 +233,7 @@ class EmbeddingCollection(StatefulRows):
     def step(self, value: int) -> None:
         self.steps.value = value
 
-    def serve(self, rows: MappedRows) -> EmbeddingCollection:
+    def open_exported(self, rows: MappedRows) -> EmbeddingCollection:
         """Open the collection for prediction only: look up exported rows in place. Replaces `open`."""
         if self._opened:
             raise ConfigError("this collection is open already; build a new one to predict with")
@@ -276,10 +276,10 @@ class EmbeddingCollection(StatefulRows):
         self.ensure_open()
         return self.pipeline.lookahead(batches, prefetched)
 
-    def forget(self) -> None:
+    def discard_batches(self) -> None:
         """Drop all batches since the last step, with their gradients, without applying them."""
         if self._opened:
-            self.pipeline.gradients.forget()
+            self.pipeline.gradients.discard_batches()
 
     def rows(self, table: str, ids: Tensor) -> Tensor:
         """Return the current weights (N, dim) of rows. Collective; pass the same ids (N,) on every rank.

@@ -144,7 +144,7 @@ class RowOptimizer(Optimizer):
             scaler.update()
             return True
         self.zero_grad()
-        self.collection.forget()
+        self.collection.discard_batches()
         if scaler.is_enabled():
             scaler.update(scale * scaler.get_backoff_factor())
         return False
@@ -280,7 +280,7 @@ class RowOptimizer(Optimizer):
 
     def _raise_non_finite(self, what: str) -> NoReturn:
         self.zero_grad()
-        self.collection.forget()
+        self.collection.discard_batches()
         raise NonFiniteError(
             f"step {self.collection.step}: got NaN or inf in {what}, wanted finite "
             "numbers; no row was changed on any rank. Lower the learning rate or clip the loss"

@@ -480,7 +480,7 @@ class StatefulRows(nn.Module):
 
     def _store_records(self, t: int, ids: Tensor, records: Tensor) -> None:
         if len(ids):
-            self.store.put(t, ids.contiguous(), records)
+            self.store.write_rows(t, ids.contiguous(), records)
 
     def _check_in_memory(self, operation: str) -> None:
         """Check that all rows are in this process's memory, within `max_state_dict_bytes`. Raises CheckpointError."""

@@ -58,7 +58,7 @@ class HbmContract(ResidentContract):
             store.release(slots, offsets, dirty=True)
             one = gone[:1]
             records = self.records_of(store, 0, torch.tensor(IDS[0])[gone[5:]])
-            store.put(0, torch.tensor(IDS[0])[one], records[:1])
+            store.write_rows(0, torch.tensor(IDS[0])[one], records[:1])
             truth[0][one] = 7.0
             assert all(map(torch.equal, read_all(store), truth))
         for t, ids in enumerate(IDS):

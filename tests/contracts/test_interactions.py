@@ -150,7 +150,7 @@ def test_cross_layers_over_dense_columns_and_fields(rank, layers, out):
 def test_rows_of_a_bag_are_enough():
     """Its statistics are linear: those of a bag's rows add up to those of their sum."""
     interaction = LowRankCross((2, 3), 2, 3, 1).double()
-    assert interaction.needs() == "rows"
+    assert not interaction.needs_pooled_fields()
     fields = torch.randn(3, 4, 5, dtype=torch.float64)  # three shards' parts of four samples' sums
     result = interaction.combine(sum(interaction.partial_of_fields(item) for item in fields))
     torch.testing.assert_close(result, plain(interaction, fields.sum(0)))

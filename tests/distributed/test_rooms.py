@@ -45,7 +45,7 @@ def call_of(mesh, channel, call, in_room):
     blocks = [message(rank, r, call, int(n)) for r, n in enumerate(rows[rank])]
     send = torch.cat(blocks)
     if in_room:
-        room = mesh.room(send.numel(), send.dtype).view(send.shape)
+        room = mesh.allocate_send_buffer(send.numel(), send.dtype).view(send.shape)
         send = room.copy_(send)
     received = rows[:, rank].tolist()
     return mesh.all_to_all(channel, send, rows[rank].tolist(), received, wait=False), received
@@ -179,7 +179,7 @@ def killed(mesh, place):
     """Rank 1 is killed while the others read what it sent."""
     small_messages_too()
     size = 1 << 22
-    send = mesh.room(3 * size, torch.uint8).fill_(mesh.rank + 1)
+    send = mesh.allocate_send_buffer(3 * size, torch.uint8).fill_(mesh.rank + 1)
     received, call = mesh.all_to_all("fetch", send, [size] * 3, [size] * 3, wait=False)
     if mesh.rank == 1:
         call.wait()
@@ -213,7 +213,7 @@ def gone_before_it_is_read(mesh, place):
     """Rank 1's ticket has come, but it is gone when rank 0 opens its memory for the first time."""
     small_messages_too()
     size = 1 << 20
-    send = mesh.room(2 * size, torch.uint8).fill_(mesh.rank + 1)
+    send = mesh.allocate_send_buffer(2 * size, torch.uint8).fill_(mesh.rank + 1)
     _, call = mesh.all_to_all("push", send, [size] * 2, [size] * 2, wait=False)
     if mesh.rank == 1:
         call.wait()

@@ -287,7 +287,7 @@ def test_all_take_their_leave_together():
 def meet_and_lose_one(sent):
     open_mesh(timeout=timedelta(seconds=60))
     mesh = open_mesh(timeout=timedelta(seconds=3))  # the same world
-    mesh.at(57)
+    mesh.publish_step(57)
     mesh.all_reduce("route", torch.ones(1))
     if mesh.rank == 2:
         time.sleep(1.2)

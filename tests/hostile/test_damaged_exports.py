@@ -237,7 +237,7 @@ def test_the_scrub_names_what_no_lookup_has_read(export):
         assert file.is_checked and predictor.problem is None
         file.checked[:] = 0
         flip(export / ROWS, -1)
-        predictor.rows.scrub()
+        predictor.rows.start_scrub()
         predictor.rows._scrub.join()
         assert isinstance(predictor.problem, CorruptionError) and ROWS in str(predictor.problem)
 
@@ -255,7 +255,7 @@ def test_rows_are_checked_when_they_are_first_read(whole, tmp_path, monkeypatch)
 
         def look_up(*ids: int) -> torch.Tensor:
             asked = torch.tensor(ids)
-            slots = predictor.rows.find(asked, torch.tensor([0, len(ids)]), torch.tensor([1]))
+            slots = predictor.rows.find_slots(asked, torch.tensor([0, len(ids)]), torch.tensor([1]))
             return slots
 
         block = file.file.num_bytes // 256

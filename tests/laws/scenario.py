@@ -218,7 +218,7 @@ def open_backings(
     """One file store per table, or slice of one, for this rank, empty; none where it has no rows of it."""
     return [
         AbsentRows(item.table.name, item.table.record_bytes)
-        if item.sharding.shard_of(mesh.rank).place is None
+        if item.sharding.shard_of(mesh.rank).owner_index is None
         else open_log(
             folder / f"{mesh.rank}-of-{mesh.num_ranks}" / item.table.name,
             table_name=item.table.name,

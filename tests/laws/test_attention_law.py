@@ -419,10 +419,10 @@ def test_shards_merge_in_any_way():
     wanted = attention(query, rows, offsets)
     assert not bool(wanted[-1].any())
     stats = torch.stack([partial(shard == each) for each in range(4)])
-    nested = attention.merged(
-        torch.stack([attention.merged(stats[:2]), attention.merged(stats[2:])])
+    nested = attention.merge_partials(
+        torch.stack([attention.merge_partials(stats[:2]), attention.merge_partials(stats[2:])])
     )
-    for merged in (attention.merged(stats), nested):
+    for merged in (attention.merge_partials(stats), nested):
         found = attention.combine(merged)
         close(found, wanted, "merged")
         for one, other in zip(
@@ -442,7 +442,7 @@ def test_exported_rows_serve_it(tmp_path):
         path = tmp_path / f"{table.name}.safetensors"
         save_file({"ids": ids, "weights": collection.rows(table.name, ids)}, path)
         files.append((path.name, compute_checksums(path)))
-    served.serve(open_mapped(WIDE, tmp_path, files, seed=1))
+    served.open_exported(open_mapped(WIDE, tmp_path, files, seed=1))
     with torch.no_grad():
         found, wanted = served.eval()(many(1, 9)), collection.eval()(many(1, 9))
     assert list(found) == list(wanted) == list(ATTEND)

@@ -102,7 +102,7 @@ def test_a_dropped_batch_leaves_nothing():
     rows = RowOptimizer(collection)
     model(global_batch(0, 20)).sum().backward()
     rows.zero_grad()
-    collection.forget()
+    collection.discard_batches()
     rows.step()
     for name, value in all_rows(collection).items():
         assert torch.equal(value, before[name])

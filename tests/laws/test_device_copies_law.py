@@ -115,7 +115,7 @@ def train_with_copies(mesh, kind, tier, device):
         copies["pending"][copies["ticks"] == 0] = 0  # whatever is there, it is not used
     with collection.lookahead(stream[8:]) as ahead:
         collection(next(ahead))
-    collection.forget()
+    collection.discard_batches()
     steps(8, STEPS)
     return asdict(collection.cached.counts), seen, settled, all_rows(), state
 

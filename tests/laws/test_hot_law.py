@@ -142,7 +142,7 @@ def in_and_out(mesh):
     for name in ("item", "user"):
         torch.testing.assert_close(seen[0][name], seen[1][name])
     for each in (hot, cold):
-        each.forget()
+        each.discard_batches()
         each.eval()
     before = sent()
     with torch.no_grad():
@@ -248,7 +248,7 @@ def test_a_plan_says_what_is_hot():
     item, user = (each.sharding for each in plan.tables)
     assert (item.hot.ids, user.hot.ids) == ((1, 3, 49), (-5, 2**63 - 1))
     assert str(item) == "row_wise, ranks 0 .. 1, 3 hot rows on each of 2 ranks"
-    assert read_sharding(user.plain()) == user
+    assert read_sharding(user.to_dict()) == user
     assert build_plan(TABLES, 1, PlanConfig(tables=by_table(replicated_rows=LISTED))) == build_plan(
         TABLES, 1
     )

@@ -15,7 +15,7 @@ def keys_and_births(mesh, dram_bytes, folder):
     backings = open_backings(folder, mesh, collection.tables) if dram_bytes else []
     collection.open(plan, mesh, backings=backings)
     found = collection(share_of(global_batch(0, 8), mesh.rank, mesh.num_ranks))
-    collection.forget()
+    collection.discard_batches()
     births = {t.name: collection.rows(t.name, probe_ids()[t.name]) for t in collection.tables}
     for backing in backings:
         backing.close()
@@ -59,7 +59,7 @@ def test_rows_never_trained_cost_no_storage(tmp_path):
     backings = open_backings(tmp_path, Mesh(), collection.tables)
     collection.open(build_plan(collection.tables), Mesh(), backings=backings)
     collection(global_batch(0, 50))
-    collection.forget()  # looked up, never trained
+    collection.discard_batches()  # looked up, never trained
     collection.store.commit(1)
     assert [len(backing) for backing in backings] == [0, 0, 0, 0]
     for backing in backings:

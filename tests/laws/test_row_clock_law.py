@@ -313,7 +313,7 @@ def begin_while_settled(mesh):
             with pytest.raises(RuntimeError, match="inside"):
                 call()
         ahead.close()
-    world.collection.forget()
+    world.collection.discard_batches()
     with world.collection.lookahead(mine[1:]) as ahead:
         assert next(ahead).size == 1
 
@@ -592,9 +592,9 @@ def go_on_after(mesh, staleness, reads):
                     world.collection(next(ahead))
             if reads_it and part[0] is mine[0]:
                 for _ in range(reads):  # nothing is left behind by what is refused
-                    with pytest.raises(RuntimeError, match=r"collection\.forget\(\)"):
+                    with pytest.raises(RuntimeError, match=r"collection\.discard_batches\(\)"):
                         world.collection(mine[4])
-                world.collection.forget()
+                world.collection.discard_batches()
         with world.rows.synchronized_view():
             found.append(world.held())
     return found
@@ -640,7 +640,7 @@ def forget_a_batch(mesh):
     before = asdict(world.collection.cached.counts)
     with world.collection.lookahead(mine[3:]) as ahead:
         world.collection(next(ahead))
-    world.collection.forget()
+    world.collection.discard_batches()
     return before, asdict(world.collection.cached.counts)
 
 

@@ -148,13 +148,13 @@ def test_bounds_that_cannot_be_kept():
     plan = build_plan(
         tables, 1, PlanConfig(staleness_steps=2, tables={"hot": {"staleness_steps": 0}})
     )
-    assert Plan.from_json(plan.to_json()) == plan and plan.latest == 2
+    assert Plan.from_json(plan.to_json()) == plan and plan.max_staleness_steps == 2
     assert (
         build_plan(
             tables,
             1,
             PlanConfig(staleness_steps=2, tables=by_table(staleness_steps=dict.fromkeys(NAMES, 0))),
-        ).latest
+        ).max_staleness_steps
         == 0
     )
 

@@ -54,8 +54,8 @@ class Tower(Interaction):
     def width(self, dim):
         return self.layer.out_features
 
-    def needs(self):
-        return "fields"
+    def needs_pooled_fields(self):
+        return True
 
     def partial_of_fields(self, fields, numbers=None):
         return torch.tanh(self.layer(fields))

@@ -331,7 +331,7 @@ def test_rows_take_no_more_than_the_budget_says(tmp_path, dtype, dim, rows):
     for start in range(0, 60_000, 5_000):
         records = torch.zeros(5_000, table.record_bytes, dtype=torch.uint8)
         records[:, -8] = 1
-        store.put(0, torch.arange(start, start + 5_000), records)
+        store.write_rows(0, torch.arange(start, start + 5_000), records)
     store.begin_commit()
     assert 0.9 * budget < store.native.resident_bytes() <= budget
     store.abandon_commit()

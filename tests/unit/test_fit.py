@@ -74,10 +74,10 @@ def test_a_run_goes_on_to_the_same_bits_and_its_checkpoints_can_be_read(tmp_path
     assert_same(model, straight)
     assert found.metrics == whole.metrics
     read = Net(seed=5)
-    assert colonnade.load_run(read, tmp_path / "run", at="last") == 36
+    assert colonnade.load_checkpoint(read, tmp_path / "run", at="last") == 36
     assert_same(read, model)
     best = Net()
-    assert colonnade.load_run(best, tmp_path / "run", at="best") == found.outcome.best_step
+    assert colonnade.load_checkpoint(best, tmp_path / "run", at="best") == found.outcome.best_step
 
 
 def test_a_finished_run_gives_what_it_recorded_and_its_weights(tmp_path):
@@ -153,11 +153,11 @@ def test_two_ranks_train_what_one_trains(tmp_path):
             torch.testing.assert_close(value, wanted[1][name], rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(dense["weight"], wanted[2]["weight"], rtol=1e-9, atol=1e-12)
     read = Net("float64", seed=5)  # and one process reads what two have saved
-    assert colonnade.load_run(read, tmp_path / "two") == 24
+    assert colonnade.load_checkpoint(read, tmp_path / "two") == 24
     torch.testing.assert_close(rows_of(read), rows)
     colonnade.fetch_run(f"file://{tmp_path}/two-mirror", tmp_path / "fetched")
     fetched = Net("float64", seed=6)
-    assert colonnade.load_run(fetched, tmp_path / "fetched") == 24
+    assert colonnade.load_checkpoint(fetched, tmp_path / "fetched") == 24
     assert_same(read, fetched)
 
 
@@ -250,10 +250,10 @@ def test_what_cannot_work_is_said(tmp_path):
     folder = tmp_path / "run"
     colonnade.fit(Net(), source(50), run=folder, batch_size=50, quiet=True)
     assert list_checkpoints(folder) == [1]
-    with pytest.raises(ConfigError, match=r"colonnade\.load_run"):
+    with pytest.raises(ConfigError, match=r"colonnade\.load_checkpoint"):
         open_run(build_config({"data": {"name": "own"}}), Mesh(), folder)
     with pytest.raises(CheckpointError, match="another model"):
-        colonnade.load_run(Net(extra=("more",)), folder)
+        colonnade.load_checkpoint(Net(extra=("more",)), folder)
 
 
 @pytest.mark.parametrize(("then", "now"), [(4, 2), (3, 0)])

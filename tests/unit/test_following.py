@@ -561,7 +561,7 @@ def test_a_base_that_was_checked_is_not_checked_again(tmp_path, monkeypatch):
         before = predictor.rows.tables
         assert all(table.file.file.checked.all() for table in before)
         monkeypatch.setattr(CheckedFile, "check", None)
-        predictor._following.mark_base_damaged()
+        predictor._subscriber.mark_base_damaged()
         predictor.refresh()
         assert predictor.rows.tables is not before
         assert all(table.file.file.checked.all() for table in predictor.rows.tables)

@@ -151,7 +151,7 @@ def test_a_run_of_before_goes_on(folder):
     assert [file.problem for file in verify_checkpoint(run, STEP) if file.problem] == []
     assert all(not file.problem for file in verify_store(folder / ROWS, STEP))
     model = Net()
-    assert colonnade.load_run(model, run) == STEP
+    assert colonnade.load_checkpoint(model, run) == STEP
     settings = {"batch_size": 20, "keep_checkpoints": 1, "quiet": True, "threads": 1}
     again = colonnade.fit(Net(), splits(), run=run, epochs=2, **settings)
     assert again.resumed_at == STEP and again.outcome.steps == 4  # as recorded

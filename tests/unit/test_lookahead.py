@@ -70,7 +70,7 @@ class Slow:
             drop=lambda context: None,
             window=self.window,
             depth=depth,
-            bounds=(0,),
+            staleness_bounds=(0,),
             is_alone=is_alone,
         )
 

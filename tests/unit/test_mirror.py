@@ -74,7 +74,7 @@ def test_what_is_kept_there_is_what_is_kept_here(url, tmp_path):
     # Any checkpoint there can be had.
     fetched = tmp_path / "fetched"
     assert colonnade.fetch_run(url, fetched, at=steps[0]) == steps[0]
-    assert colonnade.load_run(Net(), fetched) == steps[0]
+    assert colonnade.load_checkpoint(Net(), fetched) == steps[0]
     with pytest.raises(CheckpointError, match="holds checkpoints already"):
         colonnade.fetch_run(url, fetched)
     with pytest.raises(CheckpointError, match="holds no checkpoint of step 5"):
@@ -108,7 +108,7 @@ def test_a_place_that_always_fails(failing, tmp_path):
         StorageError, match=r"failing://b/run: .*503 Slow Down.*checkpoints are intact"
     ):
         colonnade.fit(Net(), splits(), epochs=1, **settings)
-    assert colonnade.load_run(Net(), tmp_path / "run") == 12
+    assert colonnade.load_checkpoint(Net(), tmp_path / "run") == 12
     assert list_mirrored_steps(*open_url("failing://b/run")) == []
 
 
@@ -121,12 +121,12 @@ def test_a_copy_cut_short_is_found(tmp_path):
     fetched = tmp_path / "fetched"
     colonnade.fetch_run(url, fetched)
     with pytest.raises(StorageError, match=r"segment-\d+\.rows"):
-        colonnade.load_run(Net(), fetched)
+        colonnade.load_checkpoint(Net(), fetched)
     # The next checkpoint's copy repairs it, because its size gives it away.
     colonnade.fit(Net(), splits(), run=tmp_path / "run", mirror=url, epochs=2, **FAST)
     assert victim.read_bytes() == whole
     colonnade.fetch_run(url, tmp_path / "again")
-    assert colonnade.load_run(Net(), tmp_path / "again") == 24
+    assert colonnade.load_checkpoint(Net(), tmp_path / "again") == 24
 
 
 def test_urls_that_nobody_speaks(tmp_path):

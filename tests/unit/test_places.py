@@ -12,7 +12,7 @@ import torch
 from own_model import Net, columns
 from rich.console import Console
 
-from colonnade import fit, load_run
+from colonnade import fit, load_checkpoint
 from colonnade.checkpoint.checkpoints import (
     Checkpoints,
     describe_lost_checkpoints,
@@ -121,7 +121,7 @@ def test_two_runs_share_a_directory(tmp_path):
         )  # fmt: skip
     assert len(list((tmp_path / "rows").iterdir())) == 2
     model = Net()
-    assert load_run(model, tmp_path / "one") == 6  # nobody said where its rows lie
+    assert load_checkpoint(model, tmp_path / "one") == 6  # nobody said where its rows lie
     assert torch.isfinite(model.collection.rows("user", torch.arange(5))).all()
 
 

@@ -147,8 +147,10 @@ def test_mapped_rows_are_those_of_the_file_or_first_values(tmp_path_factory, dra
     for call in range(2):  # the second call's first values take the place of the first's
         columns = [torch.tensor(each[call], dtype=torch.int64) for each in asked]
         offsets = torch.tensor([0, *np.cumsum([len(c) for c in columns])])
-        slots = rows.find(torch.cat(columns), offsets, torch.arange(len(tables), dtype=torch.int32))
-        bases, strides = rows.places()
+        slots = rows.find_slots(
+            torch.cat(columns), offsets, torch.arange(len(tables), dtype=torch.int32)
+        )
+        bases, strides = rows.addresses_and_strides()
         for t, (table, ids) in enumerate(zip(tables, columns, strict=True)):
             mine = slots[offsets[t] : offsets[t + 1]].numpy().view(np.uint32)
             for slot, id in zip(mine.tolist(), ids.tolist(), strict=True):
@@ -222,7 +224,7 @@ def test_a_network_of_ones_own_is_served(tmp_path):
         records[:, : 4 * table.width] = rows.view(torch.uint8).view(len(known), -1)
         store.native.unpack(t, slots, records)
     files = checksums_of(tmp_path, "item.safetensors", "user.safetensors")
-    collection.serve(open_mapped(collection.tables, tmp_path, files, seed=5))
+    collection.open_exported(open_mapped(collection.tables, tmp_path, files, seed=5))
     with torch.no_grad():
         model.eval(), twin.eval()
         for size in (1, 33, 8):
@@ -232,7 +234,7 @@ def test_a_network_of_ones_own_is_served(tmp_path):
     with pytest.raises(IdRangeError, match=r"feature 'user'.*got id 50, wanted 0 \.\. 49"):
         model(batch)
     with pytest.raises(ConfigError, match="open already"):
-        collection.serve(collection._exported_rows)
+        collection.open_exported(collection._exported_rows)
     with pytest.raises(ConfigError, match="serves exported rows"):
         collection.rows("user", torch.arange(3))
 
@@ -403,7 +405,7 @@ def test_a_retrieval_model_is_searched_not_scored(tmp_path):
         save_file({"ids": torch.arange(rows), "weights": torch.randn(rows, width)}, path)
     files = checksums_of(tmp_path, "0.safetensors", "1.safetensors")
     rows = open_mapped(model.embeddings.tables, tmp_path, files, seed=0)
-    model.embeddings.serve(rows)
+    model.embeddings.open_exported(rows)
     predictor = Predictor(model.eval(), rows, schema=schema, config=config, step=0, folder=tmp_path)
     ids = {"user": Ids(torch.arange(5)), "item": Ids(torch.arange(5))}
     batch = Batch(5, dense=torch.zeros(5, 0), ids=ids)

@@ -641,6 +641,6 @@ def test_settings_are_read_again_when_they_change():
         step()
     rows.param_groups[0]["lr"] = 1.0
     rows.zero_grad()
-    embeddings.forget()
+    embeddings.discard_batches()
     rows.scale_grad_(0.5)
     assert step() == wanted - 0.5 and step() == wanted - 1.5

@@ -109,7 +109,7 @@ def test_a_batch_that_is_given_up_leaves_no_gradient():
     outputs["some"].sum().backward()
     (context,) = collection.pipeline.gradients.contexts
     assert len(context.gradients.backwards) == 1
-    collection.forget()
+    collection.discard_batches()
     assert not context.gradients.backwards
 
 

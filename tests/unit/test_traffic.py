@@ -47,7 +47,7 @@ def test_links_follow_hosts():
     assert traffic.sent_bytes == {("push", "local"): 10, ("push", "remote"): 70}
     assert traffic.messages == {("push", "local"): 1, ("push", "remote"): 2}
     assert traffic.bytes_of("push") == 80
-    assert traffic.plain()["bytes"] == {"push": {"local": 10, "remote": 70}}
+    assert traffic.to_dict()["bytes"] == {"push": {"local": 10, "remote": 70}}
 
 
 def all_calls(mesh):

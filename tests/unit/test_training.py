@@ -198,7 +198,7 @@ def test_kept_checkpoints_are_pruned_with_their_rows(tmp_path):
     assert list_checkpoints(tmp_path) == steps_to_keep(tmp_path, 1) == [12, 48]
     manifests = sorted(path.name for path in (tmp_path / "rows").rglob("manifest-*"))
     assert manifests == 2 * ["manifest-12.json"] + 2 * ["manifest-48.json"]
-    assert colonnade.load_run(Net(), tmp_path, at="best") == 12
+    assert colonnade.load_checkpoint(Net(), tmp_path, at="best") == 12
 
 
 def stopping_on_two(mesh, folder):

@@ -523,7 +523,7 @@ def _restore_prefetched_reads(
     shards = collection.slices.table_shards
     # At most as many batches as this run reads ahead: rows for later batches must be read later, to be fresh enough.
     num_reads = min(collection.opened.reads_ahead, *(len(state["held"]) for state in ranks))
-    if num_reads and len(collection.opened.bounds) == 1:
+    if num_reads and len(collection.opened.staleness_bounds) == 1:
         # If all tables have one bound, reads of only some tables are repeated.
         num_reads *= len(prefetched_tables([ranks[0]["held"][0]], len(shards))) == len(shards)
     saved_shards = shard_tables(collection.tables, read_shardings(header))
@@ -541,7 +541,7 @@ def _restore_cached_rows(
     """Restore this rank's cached rows, if the checkpoint has the shardings of this run."""
     cached: CachedExchange | None = trainer.collection.cached
     copies: list[Any] = [state.get("cache") for state in ranks]
-    shardings = [sharding.plain() for sharding in trainer.collection.plan.shardings]
+    shardings = [sharding.to_dict() for sharding in trainer.collection.plan.shardings]
     is_same = shardings == list(header["shardings"].values())
     if cached is not None and is_same and can_load_cache(cached, copies):
         load(cached, copies[trainer.mesh.rank])

@@ -144,7 +144,8 @@ def load(
     state = load_state(states_folder / "dense", header["run"])
     if "seed" not in state:
         raise CheckpointError(
-            f"{folder} is the folder of a run; colonnade.load_run(model, folder) reads it, and colonnade.fit goes on"
+            f"{folder} is the folder of a run; read it with colonnade.load_checkpoint(model, folder), or resume it "
+            "with colonnade.fit"
         )
     check_model(folder, header, collection.declaration, collection)
     collection.seed = state["seed"]
@@ -290,7 +291,7 @@ def _load_rows_to_memory(collection: EmbeddingCollection, checkpoints: Checkpoin
             ids, records = batch.ids[owned], batch.records[owned]
             for start in range(0, len(ids), rows_per_put):
                 part = slice(start, start + rows_per_put)
-                store.put(shard_index, ids[part].contiguous(), records[part].contiguous())
+                store.write_rows(shard_index, ids[part].contiguous(), records[part].contiguous())
     memory = store.below if isinstance(store, HbmStore) else store
     memory.mark_clean()
     memory.deleted = [[] for _ in memory.tables]

@@ -53,7 +53,7 @@ def restore_retentions(
         ranks = list(saved.row_owners)
         if saved.is_replicated and mesh.rank in saved.ranks:
             ranks = [mesh.rank]
-        own_shard = current.shard_of(mesh.rank).place
+        own_shard = current.shard_of(mesh.rank).owner_index
         is_same_count = saved.num_owners == current.num_owners
         needed_ranks[table.name] = [
             rank if not is_same_count or shard == own_shard else None
@@ -134,7 +134,7 @@ def _describe_shardings(collection: EmbeddingCollection) -> dict[str, Any]:
     """Describe the shardings by table; for tables cut by columns also the state sizes of parts, to join slices."""
     shardings = {}
     for table, planned in zip(collection.tables, collection.plan.tables, strict=True):
-        shardings[table.name] = planned.sharding.plain()
+        shardings[table.name] = planned.sharding.to_dict()
         if planned.sharding.slices > 1:
             shardings[table.name]["states"] = list(RecordShape.of(table).states)
     return shardings

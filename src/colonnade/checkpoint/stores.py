@@ -202,7 +202,7 @@ def _open_recorded_slice(
             sharding.shard_of(rank),
             store_folder(sharding, rank, label(table_index, columns, sharding.hot)),
         )
-        assert shard.place is not None and path is not None
+        assert shard.owner_index is not None and path is not None
         manifest = read_manifest_fields(folder / "rows" / path, step)
         stores.append(
             open_log(
@@ -212,7 +212,7 @@ def _open_recorded_slice(
                 identity=manifest["identity"],
                 rows=None if sharding.hot and sharding.is_replicated else table_header["rows"],
                 num_owners=shard.num_owners,
-                place=shard.place,
+                owner_index=shard.owner_index,
                 reader=reader,
                 step=step,
                 read_only=True,
@@ -252,7 +252,7 @@ def open_stores(
         for shard_index, table_shard in enumerate(shard_tables(tables, shardings)):
             table, sharding = table_shard.stored, table_shard.sharding
             shard, path = sharding.shard_of(rank), store_folder(sharding, rank, table_shard.label)
-            if path is None or shard.place is None:
+            if path is None or shard.owner_index is None:
                 opened.append(AbsentRows(table.name, table.record_bytes))
                 continue
             opened.append(
@@ -263,7 +263,7 @@ def open_stores(
                     identity=record_identity(table),
                     rows=table.rows,
                     num_owners=shard.num_owners,
-                    place=shard.place,
+                    owner_index=shard.owner_index,
                     disk=disk,
                     reader=reader,
                     writer=writer,
@@ -297,7 +297,7 @@ def _open_saved_shard(folder: Path, table_shard: TableShard, disk: Disk, step: i
     table, sharding = table_shard.stored, table_shard.sharding
     for rank in sharding.row_owners:
         shard, path = sharding.shard_of(rank), store_folder(sharding, rank, table_shard.label)
-        assert shard.place is not None and path is not None
+        assert shard.owner_index is not None and path is not None
         open_one = partial(open_log, folder / "rows" / path, table_name=table.name)
         opened.append(
             open_one(
@@ -305,7 +305,7 @@ def _open_saved_shard(folder: Path, table_shard: TableShard, disk: Disk, step: i
                 identity=record_identity(table),
                 rows=table.rows,
                 num_owners=shard.num_owners,
-                place=shard.place,
+                owner_index=shard.owner_index,
                 disk=disk,
                 reader=reader,
                 step=step,
@@ -358,7 +358,7 @@ def open_saved_shards(
     """Open readers of a checkpoint with other shardings, for each table or slice that this rank has rows of."""
     return [
         AbsentRows(table_shard.table.name, table_shard.table.record_bytes)
-        if table_shard.sharding.shard_of(rank).place is None
+        if table_shard.sharding.shard_of(rank).owner_index is None
         else _open_rows_of_shard(folder, tables, saved_shards, table_shard, disk, step)
         for table_shard in shards
     ]
@@ -397,7 +397,7 @@ def find_new_shards(
     return [
         shard_index
         for shard_index, table_shard in enumerate(shards)
-        if table_shard.sharding.shard_of(rank).place is not None
+        if table_shard.sharding.shard_of(rank).owner_index is not None
         and not (
             (saved := saved_by_label.get(table_shard.label))
             and table_shard.sharding.reuses_folder(saved, rank)

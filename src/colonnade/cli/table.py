@@ -25,9 +25,9 @@ MAX_LINES = 12
 def show_plan(console: Console, plan: Plan, tables: Sequence[Table]) -> None:
     """Print the plan, one line per table, the largest tables only if there are many. Columns with one value for all
     tables become part of the heading."""
-    bound = plan.latest
+    bound = plan.max_staleness_steps
     staleness = (f"bounded({bound})" if bound else "synchronous") + (
-        " by table" if len(set(plan.bounds)) > 1 else ""
+        " by table" if len(set(plan.staleness_by_table)) > 1 else ""
     )
     memory = "no limit" if plan.dram_bytes is None else f"{plan.dram_bytes / 2**20:,.0f} MiB"
     wire = plan.codecs

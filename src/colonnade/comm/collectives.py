@@ -191,7 +191,7 @@ def exchange_shares(mesh: Mesh, scope: Scope, values: Tensor, size: int) -> Tens
 
 def gather_copies(mesh: Mesh, scope: Scope, values: Tensor, size: int) -> Tensor:
     """Send `values` (n,) to all members; return all members' values (size x n,), in rank order."""
-    send = mesh.room(size * len(values), values.dtype, scope)
+    send = mesh.allocate_send_buffer(size * len(values), values.dtype, scope)
     for block in send.view(size, -1):
         copy_in_chunks(values, block)
     share = [len(values)] * size

@@ -180,7 +180,7 @@ class Mesh:
         """Scope of the ranks with the same local rank on their hosts."""
         return Scope(self.world.ranks_per_host, is_across=True)
 
-    def at(self, step: int) -> None:
+    def publish_step(self, step: int) -> None:
         """Publish the step that this rank is in to the other ranks."""
         if self.peer_monitor is not None:
             self.peer_monitor.step = step
@@ -200,7 +200,7 @@ class Mesh:
         """Send a block of variable size to each rank, and receive one from each. Collective.
 
         Returns (received, call). With `wait=False`, do not touch either buffer until the call is done. Never write
-        again to a buffer of `room` that was sent, because other ranks may read it even later."""
+        again to a buffer of `allocate_send_buffer` that was sent, because other ranks may read it even later."""
         if self.num_ranks == 1:
             return send, None
         width = send.element_size() * math.prod(send.shape[1:])
@@ -229,7 +229,9 @@ class Mesh:
         call.wait()
         return received, None
 
-    def room(self, num_elements: int, dtype: torch.dtype, scope: Scope = ALL) -> Tensor:
+    def allocate_send_buffer(
+        self, num_elements: int, dtype: torch.dtype, scope: Scope = ALL
+    ) -> Tensor:
         """Allocate a buffer (num_elements,) to write once and send in `scope`; in shared memory if the ranks of the
         scope are on one host."""
         links = self._links.get(scope) or self._links_in(scope)
@@ -282,7 +284,7 @@ class Mesh:
             self._begin_call(channel, partial(dist.broadcast, values, group_src=0)).wait()
         return values
 
-    def least(self, count: int, channel: str = "control") -> int:
+    def min_over_ranks(self, count: int, channel: str = "control") -> int:
         """Return the minimum of all ranks' counts. Collective."""
         return min(int(value) for value in self.all_gather(channel, torch.tensor(count)))
 

@@ -161,7 +161,7 @@ def _open_shared_memory(mesh: Mesh) -> SharedMemory | None:
         can_read_buffer(mesh.peers[r].pid, int(probes[r][0]), probes[r][1:].numpy().tobytes())
         for r in peers
     )
-    if not mesh.least(int(can_read_all)):
+    if not mesh.min_over_ranks(int(can_read_all)):
         pool.close()
         return None
     return SharedMemory(mesh.rank, {r: PeerBuffers(mesh.peers[r].pid) for r in peers}, pool)

@@ -59,7 +59,7 @@ class Traffic:
         """Return the bytes sent on a channel over all links."""
         return sum(self.sent_bytes[channel, link] for link in LINKS)
 
-    def plain(self) -> dict[str, dict[str, dict[str, int]]]:
+    def to_dict(self) -> dict[str, dict[str, dict[str, int]]]:
         """Return a copy of the counts: {"bytes" or "messages": {channel: {link: count}}}."""
         return {
             "bytes": _group_by_channel(self.sent_bytes),

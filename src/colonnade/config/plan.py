@@ -152,7 +152,7 @@ def _read_sharding(value: Any) -> Any:
 
 def _write_sharding(value: Any) -> Any:
     """Return a table's sharding in its form in files."""
-    return value if value is None or isinstance(value, str) else value.plain()
+    return value if value is None or isinstance(value, str) else value.to_dict()
 
 
 def _read_replicated_rows(value: Any) -> Any:

@@ -90,7 +90,7 @@ def evaluated_fields(
     unsplit = {
         declaration.fields[i].feature
         for name, fields in taken_by.items()
-        if declaration.consumers[name].interaction.needs() == "fields"
+        if declaration.consumers[name].interaction.needs_pooled_fields()
         for i in fields
     }
     return EvaluatedFields(

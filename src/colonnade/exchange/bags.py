@@ -250,7 +250,7 @@ class BagsExchange:
         into = {}
         if kernels is self.owner.native and self.share.columns.dims:
             shape = sum(lookup.sizes), self.share.columns.width
-            into = {0: self.mesh.room(math.prod(shape), self.dtype).view(shape)}
+            into = {0: self.mesh.allocate_send_buffer(math.prod(shape), self.dtype).view(shape)}
         return [tensor.to(CPU) for tensor in kernels.pool(lookup.lookups, locations, into)]
 
     def _send_sums(self, lookup: BagsLookup, block: Tensor) -> None:

@@ -417,7 +417,7 @@ class CachedExchange:
             raise RuntimeError(
                 "with a cache every batch of a lookahead is trained on, in order, before the next one is read: one was "
                 "left out, or a second one read before RowOptimizer.step(); close the lookahead, drop what was read "
-                "with collection.forget(), and open it again"
+                "with collection.discard_batches(), and open it again"
             )
         self._exchange_records(transfer, _slots_by_request(lookup))
         views = self.cached_rows.views()
@@ -440,7 +440,7 @@ class CachedExchange:
         served, requested = transfer.served_requests.row_requests, transfer.row_requests
         sent_layout = build_row_layout(served.count_rows(is_sent), self.record_widths)
         received_layout = build_row_layout(requested.count_rows(is_received), self.record_widths)
-        message = self.mesh.room(sent_layout.num_elements, torch.uint8)
+        message = self.mesh.allocate_send_buffer(sent_layout.num_elements, torch.uint8)
         self.store.native.pack_blocks(
             row_slots[torch.from_numpy(is_sent)],
             sent_layout.counts.ravel(),
@@ -490,7 +490,9 @@ class CachedExchange:
         requested, served_requests = transfer.row_requests, transfer.served_requests
         assert served_requests is not None
         sent_layout = build_row_layout(requested.count_rows(requested.written), self.widths)
-        send = self.mesh.room(sent_layout.num_elements, self.declaration.compute_dtype)
+        send = self.mesh.allocate_send_buffer(
+            sent_layout.num_elements, self.declaration.compute_dtype
+        )
         request_slots, origin = (
             transfer.request_slots[requested.written],
             transfer.origin[requested.written],

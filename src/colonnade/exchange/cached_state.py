@@ -210,7 +210,7 @@ def _acquire_rows(exchange: CachedExchange, ids: Tensor, offsets: Tensor) -> lis
         pinned = [slots]
     except BudgetExceeded as budget_error:
         error = budget_error
-    if not exchange.mesh.least(int(error is None)):
+    if not exchange.mesh.min_over_ranks(int(error is None)):
         for slots in pinned:
             store.release(slots, offsets, dirty=False)
         raise error or BudgetExceeded(
@@ -290,7 +290,7 @@ def load(exchange: CachedExchange, state: Mapping[str, Any]) -> None:
         ids, records = before.ids[trained], before.records[trained]
         for first in range(0, len(ids), CHUNK_ROWS):
             chunk = slice(first, first + CHUNK_ROWS)
-            exchange.store.put(t, ids[chunk].contiguous(), records[chunk].contiguous())
+            exchange.store.write_rows(t, ids[chunk].contiguous(), records[chunk].contiguous())
         exchange.store.delete(t, before.ids[~trained].contiguous())
         directory = {name: values.numpy() for name, values in table_state["directory"].items()}
         exchange.directories[t].load(renumber_state(directory, table_state["policy"], shift))

@@ -287,7 +287,7 @@ class RemoteAttention:
             result = self.interaction.partial(rows, segments, len(queries), None, queries)
             stats = self._send_to_samples("fetch", result.detach(), sizes, tag)
             stats = stats.requires_grad_(is_trained)
-            merged = self.interaction.merged(stats)
+            merged = self.interaction.merge_partials(stats)
         assert merged.shape == (size, self.interaction.width(dim))
         return Attended(queries, rows, result, stats, merged)
 

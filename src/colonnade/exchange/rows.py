@@ -194,7 +194,7 @@ class RowsExchange:
             return
         messages = lookup.messages = lookup.messages or self.build_own_messages(lookup)
         rows = source.rows if self.num_ranks == 1 else by_request
-        send = self.mesh.room(messages.served.num_elements, self.declaration.dtype)
+        send = self.mesh.allocate_send_buffer(messages.served.num_elements, self.declaration.dtype)
         kernels.gather_message(source, rows, messages.served, messages.requests, send)
         if self.num_ranks == 1:
             lookup.reads = self.wrap_received(lookup, send, messages.wanted_index)
@@ -263,7 +263,7 @@ class RowsExchange:
         """Return this rank's sums of gradients by unique row, laid out as wanted."""
         owner, plan, messages = self.owner, lookup.plan, lookup.messages
         assert messages is not None
-        send = self.mesh.room(messages.wanted.num_elements, owner.compute_dtype)
+        send = self.mesh.allocate_send_buffer(messages.wanted.num_elements, owner.compute_dtype)
         entries = RowGradients(
             lookup.slots, self.table_offsets(lookup), plan.segment_offsets, plan.entries,
             owner.native.output_gradients(lookup, gradients), gradients,

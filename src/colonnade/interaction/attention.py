@@ -6,7 +6,6 @@ Legend: B samples, E rows of all sequences, D dim, H heads, d = D / H, R shards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,8 +33,8 @@ class TargetAttention(Interaction):
     def width(self, dim: int) -> int:
         return dim + self.heads
 
-    def needs(self) -> Literal["rows", "fields"]:
-        return "rows"
+    def needs_pooled_fields(self) -> bool:
+        return False
 
     def find_dims_problem(self, dims: Sequence[int]) -> str | None:
         if len(dims) != 2 or dims[0] != dims[1]:
@@ -68,7 +67,7 @@ class TargetAttention(Interaction):
         sums = sums.index_add(0, segments, exponentials[:, :, None] * rows)
         return _build_statistics(sums, totals, maxima)
 
-    def merged(self, stats: Tensor) -> Tensor:
+    def merge_partials(self, stats: Tensor) -> Tensor:
         """Merge the statistics of all shards: (R, B, D + H) -> (B, D + H)."""
         dim = stats.shape[2] - self.heads
         means = stats[:, :, :dim].unflatten(2, (self.heads, -1))

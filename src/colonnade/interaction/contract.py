@@ -42,8 +42,9 @@ class Interaction(nn.Module):
         """Return P, the floats per sample in a partial, for vectors of width `dim`; None: values must be sent."""
 
     @abstractmethod
-    def needs(self) -> Literal["rows", "fields"]:
-        """Return "rows" if single rows suffice, "fields" if a field's rows must be pooled on one rank first."""
+    def needs_pooled_fields(self) -> bool:
+        """Return whether a field's rows must be pooled on one rank first; False if partials can be computed from single
+        rows."""
 
     def partial(
         self,
@@ -103,8 +104,8 @@ class FieldSubset(Interaction):
     def width(self, dim: int) -> int | None:
         return self.operator.width(dim)
 
-    def needs(self) -> Literal["rows", "fields"]:
-        return self.operator.needs()
+    def needs_pooled_fields(self) -> bool:
+        return self.operator.needs_pooled_fields()
 
     def partial_of_fields(
         self, fields: Tensor, field_indices: Sequence[int] | None = None

@@ -12,7 +12,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -78,8 +77,8 @@ class FieldsLinear(ConcatenatedFields):
     def width(self, dim: int) -> int:
         return len(self.weight)
 
-    def needs(self) -> Literal["rows", "fields"]:
-        return "rows"
+    def needs_pooled_fields(self) -> bool:
+        return False
 
     def partial_of_fields(
         self, fields: Tensor, field_indices: Sequence[int] | None = None
@@ -109,8 +108,8 @@ class NormalizedLinear(ConcatenatedFields):
     def width(self, dim: int) -> int:
         return len(self.bias) + 2
 
-    def needs(self) -> Literal["rows", "fields"]:
-        return "fields"
+    def needs_pooled_fields(self) -> bool:
+        return True
 
     def partial_of_fields(
         self, fields: Tensor, field_indices: Sequence[int] | None = None
@@ -177,8 +176,8 @@ class LowRankCross(ConcatenatedFields):
         inner = layers * rank + rank**2 * layers * (layers - 1) // 2
         return inner + len(self.last) * (1 + layers * rank)
 
-    def needs(self) -> Literal["rows", "fields"]:
-        return "rows"
+    def needs_pooled_fields(self) -> bool:
+        return False
 
     def partial_of_fields(
         self, fields: Tensor, field_indices: Sequence[int] | None = None

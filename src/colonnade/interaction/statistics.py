@@ -6,7 +6,6 @@ Legend: B samples, F fields, D dim, E vectors, P floats of a partial.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,8 +23,8 @@ class FM(Interaction):
     def width(self, dim: int) -> int:
         return dim + 1
 
-    def needs(self) -> Literal["rows", "fields"]:
-        return "fields"
+    def needs_pooled_fields(self) -> bool:
+        return True
 
     def partial(
         self,
@@ -59,8 +58,8 @@ class Sum(Interaction):
     def width(self, dim: int) -> int:
         return dim
 
-    def needs(self) -> Literal["rows", "fields"]:
-        return "rows"
+    def needs_pooled_fields(self) -> bool:
+        return False
 
     def partial(
         self,
@@ -95,8 +94,8 @@ class BiInteraction(Interaction):
     def width(self, dim: int) -> int:
         return 2 * dim
 
-    def needs(self) -> Literal["rows", "fields"]:
-        return "fields"
+    def needs_pooled_fields(self) -> bool:
+        return True
 
     def partial(
         self,
@@ -129,8 +128,8 @@ class Concat(Interaction):
     def width(self, dim: int) -> None:
         return None
 
-    def needs(self) -> Literal["rows", "fields"]:
-        return "fields"
+    def needs_pooled_fields(self) -> bool:
+        return True
 
     def partial_of_fields(
         self, fields: Tensor, field_indices: Sequence[int] | None = None

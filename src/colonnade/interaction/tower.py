@@ -9,7 +9,6 @@ Legend: B samples, F fields of a tower, D dim, W columns of its concatenated fie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -67,8 +66,8 @@ class TowerModule(Interaction):
     def width(self, dim: int) -> int:
         return self.out
 
-    def needs(self) -> Literal["rows", "fields"]:
-        return "fields"
+    def needs_pooled_fields(self) -> bool:
+        return True
 
     def partial_of_fields(
         self, fields: Tensor, field_indices: Sequence[int] | None = None

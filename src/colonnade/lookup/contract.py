@@ -177,7 +177,7 @@ class LookupContext:
     batch: BatchInfo
     parts: Sequence[PartLookup]  # by exchange of the plan
     owned: OwnedRows  # of all parts
-    hot: SplitBatch | None = None  # which lookups are of hot rows, where a table has some
+    split_batch: SplitBatch | None = None  # which lookups are of hot rows, where a table has some
     sequence_offsets: Mapping[str, Tensor] = field(default_factory=dict)  # by attended field
     pinned: PinnedRows | None = None
     wait_for_rows: Callable[[], None] = (

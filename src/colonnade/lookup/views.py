@@ -70,10 +70,10 @@ class Slices:
 
     def is_cut_part(self, p: int) -> bool:
         """Return whether rows of part p of `declared` are cut by columns."""
-        return self.declared.parts[p][0] not in self.hot and self.declared_parts.count(p) > 1
+        return self.declared.parts[p][0] not in self.hot_ids and self.declared_parts.count(p) > 1
 
     @cached_property
-    def hot(self) -> Mapping[int, Tensor]:
+    def hot_ids(self) -> Mapping[int, Tensor]:
         """Ids of hot rows, (H,) int64, ascending, by declared table that has a slice of hot rows."""
         return {
             shard.number: shard.sharding.hot.tensor
@@ -107,7 +107,7 @@ class Slices:
             self._slice_feature(f, slice_index) for f, slice_index in self.slice_readers
         )
         # Sums that are still to be added and divided are not rounded before.
-        output = declared.tables[0].compute_dtype if self.hot else declared.output
+        output = declared.tables[0].compute_dtype if self.hot_ids else declared.output
         bare = EmbeddingDeclaration(tables, features, {}, output)
         consumers = {
             name: consumer
@@ -201,7 +201,7 @@ class Slices:
 
     def split_hot(self, batch: Batch) -> SplitBatch:
         """Split a batch's lookups into those of hot and of cold rows."""
-        return split_hot_rows(batch, self.declared, self.hot)
+        return split_hot_rows(batch, self.declared, self.hot_ids)
 
     @cached_property
     def is_hashed(self) -> bool:
@@ -341,7 +341,7 @@ class Slices:
         for name in fields:
             feature, dim = self._feature_of(name), dims[name]
             part, column = values[:, column : column + dim], column + dim
-            if self.declared.table_index_of(feature) in self.hot:
+            if self.declared.table_index_of(feature) in self.hot_ids:
                 part, column = part + values[:, column : column + dim], column + dim
                 if feature.name in split_batch.lengths:
                     part = part / split_batch.lengths[feature.name].to(part.device)

@@ -126,7 +126,7 @@ class StepGradients:
             else:
                 self._drop(context)
 
-    def forget(self) -> None:
+    def discard_batches(self) -> None:
         """Drop every batch since the last step without applying it. Collective."""
         self.drop_unused([0.0] * len(self.contexts))
 

@@ -48,7 +48,7 @@ class Lookahead(Iterator[Batch]):
         drop: Callable[[LookupContext], None],
         window: PipelineSignals,
         depth: int | Literal["auto"],
-        bounds: Sequence[int],
+        staleness_bounds: Sequence[int],
         prefetched: Sequence[PrefetchedBatch] = (),
         is_alone: bool = True,
         apply_oldest: Callable[[int], int] = lambda count: 0,
@@ -56,7 +56,7 @@ class Lookahead(Iterator[Batch]):
     ) -> None:
         """Prepare nothing yet: the thread starts at the first `next()`.
 
-        fetch(context, steps before its use). bounds: staleness bounds of the tables, in steps, ascending; a batch
+        fetch(context, steps before its use). staleness_bounds: bounds of the tables, in steps, ascending; a batch
         enters the line that many steps before its use as the last one says. apply_oldest(count): applies the oldest
         pending updates and returns the number still pending, which is 0 where a bound is less than `LATE`. is_in_order:
         `fetch` refuses a batch after one that was not used. prefetched: values values of the first batches, from a
@@ -68,8 +68,8 @@ class Lookahead(Iterator[Batch]):
         self._signals = window
         self._apply_oldest = apply_oldest
         self._is_in_order = is_in_order
-        self._bounds = tuple(bounds)
-        self._bound = bounds[-1]
+        self._staleness_bounds = tuple(staleness_bounds)
+        self._max_staleness = staleness_bounds[-1]
         self._line: deque[PreparedBatch] = deque()  # fetched, oldest first
         self._current: PreparedBatch | None = None
         self._postponed = (
@@ -111,7 +111,7 @@ class Lookahead(Iterator[Batch]):
 
     def _read_or_postpone(self) -> None:
         """Make the reads of this call, or postpone them until an update is applied."""
-        if self._bound >= LATE:
+        if self._max_staleness >= LATE:
             self.catch_up()
             if self._line:
                 self._postponed = self._apply_oldest(0)
@@ -131,9 +131,9 @@ class Lookahead(Iterator[Batch]):
     def _read(self, num_left: int = 0) -> None:
         """Fetch every batch and table whose bound is reached. num_left: batches that have left the line since the reads
         were postponed."""
-        while not self._prepared.is_exhausted and len(self._line) + num_left <= self._bound:
+        while not self._prepared.is_exhausted and len(self._line) + num_left <= self._max_staleness:
             self._fetch_next(num_left)
-        for steps in self._bounds[:-1]:
+        for steps in self._staleness_bounds[:-1]:
             if len(self._line) + num_left > steps:
                 self._fetch(self._line[steps - num_left].unused, steps)
 

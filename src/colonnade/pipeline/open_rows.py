@@ -38,13 +38,13 @@ class OpenRows:
     """Policies that decide which rows are forgotten, by table as it is sharded."""
     cached: CachedExchange | None
     """Part of the exchange that caches rows; None if no table has a cache."""
-    bounds: tuple[int, ...]
+    staleness_bounds: tuple[int, ...]
     """Staleness bounds of the tables: steps between a read and its use, ascending."""
 
     @property
     def reads_ahead(self) -> int:
         """Number of steps between the earliest read of a batch and its use."""
-        return self.bounds[-1]
+        return self.staleness_bounds[-1]
 
     def build_slices(self, table: str) -> tuple[int, ...]:
         """Return the indices of a declared table's slices among all sharded tables, from the left."""
@@ -67,7 +67,7 @@ def open_rows(
     for; policies: by table, instead of its own admission and eviction. Raises ConfigError for a plan that cannot work
     in this world."""
     is_read = [declaration.is_looked_up(table) for table in declaration.tables]
-    _, steps_ahead = resolve_table_staleness(plan.bounds, is_read)
+    _, steps_ahead = resolve_table_staleness(plan.staleness_by_table, is_read)
     names = [table_plan.exchange for table_plan in plan.tables]
     views = slices_of(declaration, plan.shardings, names, steps_ahead)
     table_shards = views.table_shards
@@ -117,7 +117,7 @@ def _open_store(
     memory = open_dram(
         [table_shard.stored for table_shard in table_shards],
         [
-            table_shard.room(planned[table_shard.number].capacity_rows)
+            table_shard.max_resident_rows(planned[table_shard.number].capacity_rows)
             for table_shard in table_shards
         ],
         seed=seed,
@@ -130,7 +130,9 @@ def _open_store(
     if plan.hbm_bytes is None:
         return memory, memory
     slots = [
-        0 if shard.place is None else table_shard.room(planned[table_shard.number].hbm_rows)
+        0
+        if shard.owner_index is None
+        else table_shard.max_resident_rows(planned[table_shard.number].hbm_rows)
         for shard, table_shard in zip(shards, table_shards, strict=True)
     ]
     return memory, open_hbm(memory, slots, device, seed=seed)

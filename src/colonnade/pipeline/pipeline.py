@@ -43,10 +43,10 @@ class Pipeline:
         self.missed: Counter[int] = Counter()
         self.updates = Updates(self.exchange, self.store, rows.policies, self.missed)
         waits = bool(rows.cached or rows.policies or self.exchange.pushed_parameters)
-        may_be_late = rows.bounds[0] >= LATE and rows.mesh.num_ranks > 1
+        may_be_late = rows.staleness_bounds[0] >= LATE and rows.mesh.num_ranks > 1
         # Agreed between ranks, because a rank has policies only for tables whose rows it has, and all ranks must make
         # their calls in one order.
-        may_arrive_late = may_be_late and bool(rows.mesh.least(int(not waits)))
+        may_arrive_late = may_be_late and bool(rows.mesh.min_over_ranks(int(not waits)))
         self.gradients = StepGradients(
             self.exchange, rows.mesh, self.drop, may_arrive_late=may_arrive_late
         )
@@ -74,7 +74,7 @@ class Pipeline:
             drop=self.drop,
             window=self._signals,
             depth=rows.plan.lookahead,
-            bounds=rows.bounds,
+            staleness_bounds=rows.staleness_bounds,
             prefetched=prefetched,
             is_alone=rows.mesh.num_ranks == 1,
             apply_oldest=self.updates.apply_oldest,
@@ -179,14 +179,14 @@ class Pipeline:
     def _send_ids(self, batch: Batch, channel: str) -> LookupContext:
         """Send a batch's ids to the owners of the sharded tables."""
         views = self.views
-        rows, hot = batch, None
+        rows, split_batch = batch, None
         if views.is_hashed:
             rows = views.prepare_ids(batch)
-        if views.hot:
-            hot = views.split_hot(rows)
-            rows = hot.batch
+        if views.hot_ids:
+            split_batch = views.split_hot(rows)
+            rows = split_batch.batch
         context = self.exchange.send_ids(rows, channel)
-        context.hot = hot
+        context.split_batch = split_batch
         if views.local_attention:
             context.sequence_offsets = views.sequence_offsets(batch)
         batch.world_weight = context.batch.weight
@@ -202,7 +202,7 @@ class Pipeline:
         return self.views.merge_outputs(
             values,
             context.sequence_offsets,
-            context.hot,
+            context.split_batch,
             context.batch.dense,
             self.exchange.consumers,
         )

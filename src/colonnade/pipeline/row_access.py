@@ -117,7 +117,9 @@ class MappedLookup:
         CorruptionError and StorageError where a file of rows is damaged."""
         lookups = collect_lookups(batch, self.declaration, self.lookup_columns)
         try:
-            slots = self.rows.find(lookups.ids, lookups.feature_offsets, self.lookup_columns.tables)
+            slots = self.rows.find_slots(
+                lookups.ids, lookups.feature_offsets, self.lookup_columns.tables
+            )
         except IndexError:
             try:  # to find which feature and lookup it is
                 one_owner = torch.ones(len(self.table_rows), dtype=torch.int64)
@@ -126,6 +128,6 @@ class MappedLookup:
                 features = self.lookup_columns.features
                 raise explain_range_error(error, self.declaration, features) from None
             raise
-        pooled = self.kernels.pool(lookups, (*self.rows.places(), slots, None))
-        self.rows.check()
+        pooled = self.kernels.pool(lookups, (*self.rows.addresses_and_strides(), slots, None))
+        self.rows.check_damage()
         return build_outputs(self.declaration, self.outputs, pooled, device, batch.dense)

@@ -59,7 +59,9 @@ def subtract_hot_rows(
     """Return a memory budget less the bytes of each rank's copies of hot rows; None: no limit.
 
     name: setting of the budget. Raises ConfigError if nothing remains."""
-    hot_bytes = sum(shard.room(0) * row_bytes(shard.table) for shard in shards if shard.is_hot)
+    hot_bytes = sum(
+        shard.max_resident_rows(0) * row_bytes(shard.table) for shard in shards if shard.is_hot
+    )
     if budget is None or budget > hot_bytes:
         return None if budget is None else budget - hot_bytes
     raise ConfigError(
@@ -90,7 +92,7 @@ def profile_hot_and_cold(
     # Any sharding and any exchange that evaluates operators gives the same split.
     shardings = add_hot_rows(tables, [row_wise(2)] * len(tables), hot, 2)
     slices = slices_of(declared, shardings, ["partials"] * len(tables))
-    split_batches = (split_hot_rows(batch, declared, slices.hot).batch for batch in batches)
+    split_batches = (split_hot_rows(batch, declared, slices.hot_ids).batch for batch in batches)
     sides = slices.declaration
     declared_consumers = {
         name: consumer for name, consumer in sides.consumers.items() if name in declared.consumers

@@ -187,7 +187,7 @@ class Plan:
         return tuple(table.sharding for table in self.tables)
 
     @property
-    def bounds(self) -> tuple[int, ...]:
+    def staleness_by_table(self) -> tuple[int, ...]:
         """Number of steps that reads of each table are late."""
         return tuple(
             self.staleness_steps if table.staleness_steps is None else table.staleness_steps
@@ -195,9 +195,9 @@ class Plan:
         )
 
     @property
-    def latest(self) -> int:
+    def max_staleness_steps(self) -> int:
         """Largest number of steps that reads of any table are late."""
-        return max(self.bounds)
+        return max(self.staleness_by_table)
 
     @property
     def exchanges(self) -> tuple[str, ...]:
@@ -375,7 +375,9 @@ def _divide_memory(
     by_rank = distinct_shard_lists([shard.sharding for shard in table_shards], num_ranks)
     for shards in by_rank:
         rank_slices = [
-            table for table, shard in zip(slices, shards, strict=True) if shard.place is not None
+            table
+            for table, shard in zip(slices, shards, strict=True)
+            if shard.owner_index is not None
         ]
         check_memory_budget(tables, rank_slices, dram_bytes, table_bytes)
         _check_hbm(rank_slices, hbm_bytes)
@@ -432,7 +434,7 @@ def _choose_mapped(
     without_room: set[int] = set()
     for rank_capacities, shards in zip(capacities, by_rank, strict=True):
         fitting = set(mapped_tables(slices, rank_capacities, mapped.bytes, shards))
-        absent = {s for s, shard in enumerate(shards) if shard.place is None}
+        absent = {s for s, shard in enumerate(shards) if shard.owner_index is None}
         without_room |= set(range(len(slices))) - fitting - absent
     # All slices of a table are in the same memory.
     unmapped = {table_shards[s].number for s in without_room}
@@ -500,7 +502,7 @@ def _min_over_ranks(by_rank: Sequence[Sequence[Shard]], rows: Sequence[Sequence[
         min(
             rank_rows[t]
             for rank_rows, shards in zip(rows, by_rank, strict=True)
-            if shards[t].place is not None
+            if shards[t].owner_index is not None
         )
         for t in range(len(rows[0]))
     ]
@@ -533,7 +535,7 @@ def _exchange_columns(table: TablePlan) -> dict[str, str]:
 def describe_tables(plan: Plan, tables: Sequence[Table]) -> list[dict[str, str]]:
     """Describe a plan as one printable line per table, by column title."""
     lines = []
-    for table, planned, late in zip(tables, plan.tables, plan.bounds, strict=True):
+    for table, planned, late in zip(tables, plan.tables, plan.staleness_by_table, strict=True):
         owners = planned.sharding.num_owners
         owned = "any" if table.rows is None else f"{max_rows_per_owner(table.rows, owners):,}"
         memory = memory_bytes(table, planned)
@@ -551,7 +553,7 @@ def describe_tables(plan: Plan, tables: Sequence[Table]) -> list[dict[str, str]]
                 "memory": "as trained" if unbounded else f"{memory / 2**20:,.1f} MiB",
                 "tier": planned.tier,
                 "rest": planned.rest,
-                **({} if len(set(plan.bounds)) == 1 else {"staleness": f"{late}"}),
+                **({} if len(set(plan.staleness_by_table)) == 1 else {"staleness": f"{late}"}),
                 **({} if plan.num_ranks == 1 else _exchange_columns(planned)),
                 "optimizer": ", ".join(dict.fromkeys(part.optimizer.name for part in table.parts)),
             }

@@ -77,7 +77,7 @@ class Predictor:
         self._failure: BaseException | None = None  # of the newest refresh by `follow`
         # Error that left rows and weights of different checkpoints.
         self._torn: BaseException | None = None
-        self._following: Subscriber | None = None
+        self._subscriber: Subscriber | None = None
         self._lock = threading.Lock()  # protects rows and weights
         self._refresh_lock = threading.Lock()  # one `refresh` at a time
         self._stop = threading.Event()
@@ -130,14 +130,14 @@ class Predictor:
         at: int | str | None,
         is_full: bool,
     ) -> Predictor:
-        following = None
+        subscriber = None
         if (path / CURRENT).exists():
             if at is not None:
                 raise ConfigError(
                     f"{path} is a publication and has the newest checkpoint only; leave --at out"
                 )
-            folder, word = find_newest_base(path)
-            following = Subscriber(path, word.run, word.bases[-1], source)
+            folder, current = find_newest_base(path)
+            subscriber = Subscriber(path, current.run, current.bases[-1], source)
         else:
             folder = export_if_missing(path, at=at)
         export = read_export(folder)
@@ -148,14 +148,14 @@ class Predictor:
         keep_freed_memory()
         dense, rows = _load_export(folder, export, model, is_full)
         load_dense(model, dense)
-        find_collection(model).serve(rows)
+        find_collection(model).open_exported(rows)
         model.eval().requires_grad_(False)
         predictor = cls(
             model, rows, schema=export.schema, config=config, step=export.step, folder=folder,
             is_full=is_full,
         )  # fmt: skip
-        if following is not None:
-            predictor._following = following
+        if subscriber is not None:
+            predictor._subscriber = subscriber
             predictor.refresh()
         return predictor
 
@@ -209,33 +209,33 @@ class Predictor:
         which name the file, if it is damaged, missing or another model's. The predictor then stays at the last complete
         checkpoint.
         """
-        following = self._following
-        if following is None:
+        subscriber = self._subscriber
+        if subscriber is None:
             raise ConfigError(
                 f"{self.folder} is no publication, so it gets no updates; open the folder of train.publish"
             )
         with self._refresh_lock:
-            first_number = following.number
-            if self.rows.problem is not None and (following.source or self.rows.is_replaced):
-                following.mark_base_damaged()
+            first_number = subscriber.number
+            if self.rows.problem is not None and (subscriber.source or self.rows.is_replaced):
+                subscriber.mark_base_damaged()
             try:
-                base, word = following.behind()
-                while following.tag != word.tag:
+                base, current = subscriber.find_updates()
+                while subscriber.tag != current.tag:
                     if base is None:
-                        self._apply_change(following)
+                        self._apply_next_delta(subscriber)
                     else:
-                        self._open_base(following, base)
-                    base, word = following.behind()
+                        self._open_base(subscriber, base)
+                    base, current = subscriber.find_updates()
             except CorruptionError:
-                if following.source is not None:
-                    invalidate_copy(following.folder)
+                if subscriber.source is not None:
+                    invalidate_copy(subscriber.folder)
                 raise
-            return following.number - first_number
+            return subscriber.number - first_number
 
     def follow(self, seconds: float = 1.0) -> None:
         """Start a thread that refreshes every `seconds` until `close`. An error becomes `problem`, is counted in
         `num_failures`, and the refresh is tried again."""
-        if self._following is None or self._thread is not None:
+        if self._subscriber is None or self._thread is not None:
             self.refresh()  # raises the reason, or leaves the running thread as it is
             return
         self._thread = threading.Thread(
@@ -260,34 +260,34 @@ class Predictor:
                 self._failure = error
                 self.num_failures += 1
 
-    def _apply_change(self, following: Subscriber) -> None:
+    def _apply_next_delta(self, subscriber: Subscriber) -> None:
         """Apply the next published change to rows and weights, between two batches."""
-        change = following.read_next_delta(
+        delta = subscriber.read_next_delta(
             find_collection(self.model).tables, dense_weights(self.model)
         )
         with self._lock, torch.inference_mode():
             try:
-                for t, table in enumerate(change.tables):
-                    self.rows.change(t, table.ids, table.weights, table.gone)
-                load_dense(self.model, change.dense)
+                for t, table in enumerate(delta.tables):
+                    self.rows.apply_delta(t, table.ids, table.weights, table.gone)
+                load_dense(self.model, delta.dense)
             except BaseException as error:
                 self._torn = error
                 raise
-            self.step, self._torn = change.header.step, None
-        following.applied(change)
+            self.step, self._torn = delta.header.step, None
+        subscriber.record_delta(delta)
 
-    def _open_base(self, following: Subscriber, base: BaseExport) -> None:
+    def _open_base(self, subscriber: Subscriber, base: BaseExport) -> None:
         """Replace rows and weights by those of a full export of the publication."""
-        folder = folder_inside(following.folder, base.folder)
+        folder = folder_inside(subscriber.folder, base.folder)
         export = read_export(folder)
         check_file_lengths(folder, export)
         # Outside the lock: other threads may predict meanwhile.
         dense, rows = _load_export(folder, export, self.model, self._is_full, self.rows)
         with self._lock:
             load_dense(self.model, dense)
-            self.rows.become(rows)
+            self.rows.replace_files(rows)
             self.step, self.folder, self._torn = export.step, folder, None
-        following.opened(base)
+        subscriber.record_base(base)
 
     def __enter__(self) -> Predictor:
         return self
@@ -360,7 +360,7 @@ def _load_export(
     _check_dense_shapes(model, dense, folder)
     files, seed = export.row_files, collection.seed
     rows = open_mapped(collection.tables, folder, files, seed=seed, full=is_full, known=known)
-    rows.scrub()
+    rows.start_scrub()
     return dense, rows
 
 

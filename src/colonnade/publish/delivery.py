@@ -313,9 +313,9 @@ class Subscriber:
     ) -> None:
         """base: export that the predictor has opened; source: location that the folder is a copy of."""
         self.folder, self.run, self.source = folder, run, source
-        self.opened(base)
+        self.record_base(base)
 
-    def behind(self) -> tuple[BaseExport | None, CurrentPointer]:
+    def find_updates(self) -> tuple[BaseExport | None, CurrentPointer]:
         """Return the base to open instead of applying deltas (None: apply deltas), and the current pointer.
 
         A new base is opened as soon as it exists, because its rows are mapped, and those of deltas use this process's
@@ -366,16 +366,16 @@ class Subscriber:
         return delta
 
     def mark_base_damaged(self) -> None:
-        """Mark the open base as damaged, so that the next `behind` opens it again, from a new copy of the source."""
+        """Mark the open base as damaged, so that the next `find_updates` returns it again; a copy is deleted first."""
         self.base = self.tag = ""
         if self.source is not None:
             invalidate_copy(self.folder)
 
-    def opened(self, base: BaseExport) -> None:
+    def record_base(self, base: BaseExport) -> None:
         """Record that the predictor has opened a base."""
         self.base, self.number, self.tag = base.folder, base.number, base.tag
 
-    def applied(self, delta: Delta) -> None:
+    def record_delta(self, delta: Delta) -> None:
         """Record that the predictor has applied a delta."""
         self.number, self.tag = delta.header.number, delta.header.tag
 

@@ -167,7 +167,9 @@ def store_records(
             ]
         for start in range(0, len(owned_ids), rows_per_put):
             chunk = slice(start, start + rows_per_put)
-            collection.store.put(shard_index, owned_ids[chunk], owned_records[chunk].contiguous())
+            collection.store.write_rows(
+                shard_index, owned_ids[chunk], owned_records[chunk].contiguous()
+            )
             admit_loaded_rows(
                 collection.opened,
                 shard_index,

@@ -145,7 +145,7 @@ def fit(
     return FitResult(dict(outcome.metrics), outcome, opened_run.folder, opened_run.resumed_at)
 
 
-def load_run(
+def load_checkpoint(
     model: nn.Module,
     run: str | Path,
     *,

@@ -433,7 +433,7 @@ def plan_from_sample(
     mapped_bytes = 0 if base_plan.mapped is None else base_plan.mapped.bytes
     is_evenly_placed, is_auto = config.plan.placement == "even", config.plan.lookahead == "auto"
     batch_size = sample_profile.largest_batch  # all samples, if there are fewer than a batch
-    batches_in_flight = 1 + base_plan.latest
+    batches_in_flight = 1 + base_plan.max_staleness_steps
     demands_of = partial(
         predict_demands, collection.tables, sample_profile, batch_size=batch_size, at_once=batches_in_flight,
         num_ranks=owners, num_samples=data.train.num_samples, first_batch=first_step,

@@ -170,7 +170,7 @@ class TrainingRun:
             "num_ranks": self.mesh.num_ranks,
             "num_trainers": self.mesh.world.num_trainers,
             "phases_seconds": dict(self.trainer.phases.seconds),
-            "sent": self.mesh.traffic.plain(),
+            "sent": self.mesh.traffic.to_dict(),
             **self.row_summary,
         }
 
@@ -201,7 +201,7 @@ def open_run(
     if config.data.name == OWN:
         raise ConfigError(
             f"{folder} was trained by colonnade.fit on a model and data of your own; go on with it there, or "
-            "read it with colonnade.load_run"
+            "read it with colonnade.load_checkpoint"
         )
     set_threads(config.train.threads, mesh)
     if data is None:

@@ -36,7 +36,7 @@ def split_budget(
     subtracted from the budget before it is shared. `row_bytes`: bytes of a row.
     """
     fixed_bytes = fixed_bytes or {}
-    local_tables = [t for t, shard in enumerate(shards) if shard.place is not None]
+    local_tables = [t for t, shard in enumerate(shards) if shard.owner_index is not None]
     wanted, num_slots = [0] * len(tables), [0] * len(tables)
     for t in local_tables:
         rows = tables[t].rows
@@ -96,7 +96,7 @@ def mapped_tables(
     num_rows = {
         t: shards[t].max_rows(table.rows or 0)
         for t, table in enumerate(tables)
-        if shards[t].place is not None
+        if shards[t].owner_index is not None
     }
     for t in sorted(num_rows, key=lambda t: num_rows[t] * slot_bytes(tables[t])):
         size = num_rows[t] * slot_bytes(tables[t])

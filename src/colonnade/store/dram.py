@@ -184,7 +184,7 @@ class DramStore:
     def views(self) -> list[RowView]:
         return self._views
 
-    def put(self, table_index: int, ids: Tensor, records: Tensor) -> None:
+    def write_rows(self, table_index: int, ids: Tensor, records: Tensor) -> None:
         """Overwrite rows with these records (N, record_bytes) uint8; ids (N,) unique. They are then dirty.
 
         Raises BudgetExceeded if they do not fit in memory at once.
@@ -437,7 +437,7 @@ def open_dram(
     """
     shards = shards or [Shard()] * len(tables)
     directories = [
-        None if shard.place is None else directory
+        None if shard.owner_index is None else directory
         for shard, directory in zip(shards, directories or [None] * len(tables), strict=True)
     ]
     try:
@@ -479,7 +479,7 @@ def _reserve_memory(
         tables[0].dtype,
         tables[0].master,
         [shard.num_owners for shard in shards],
-        [-1 if shard.place is None else shard.place for shard in shards],
+        [-1 if shard.owner_index is None else shard.owner_index for shard in shards],
         is_backed,
         ["" if directory is None else str(directory) for directory in directories],
         [table.origin[1] for table in tables],

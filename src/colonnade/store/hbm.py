@@ -162,7 +162,7 @@ class HbmStore:
 
     # ---- rows
 
-    def put(self, table_index: int, ids: Tensor, records: Tensor) -> None:
+    def write_rows(self, table_index: int, ids: Tensor, records: Tensor) -> None:
         """Overwrite rows as `DramStore.put`: rows on the device there, the others below."""
         with self._moving:
             self._install_all()
@@ -170,7 +170,7 @@ class HbmStore:
             slots = directory.find(row_ids)
             is_resident = slots >= 0
             mask = torch.from_numpy(is_resident)
-            self.below.put(table_index, ids[~mask].contiguous(), records[~mask].contiguous())
+            self.below.write_rows(table_index, ids[~mask].contiguous(), records[~mask].contiguous())
             self.rows[table_index].put(
                 self._slots_to_device(slots[is_resident]), records[mask].to(self.device)
             )

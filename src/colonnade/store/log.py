@@ -457,7 +457,7 @@ def open_log(
     step: int | None,
     rows: int | None = None,
     num_owners: int = 1,
-    place: int = 0,
+    owner_index: int = 0,
     read_only: bool = False,
     disk: Disk | None = None,
     reader: _native.PageReader | None = None,
@@ -478,7 +478,7 @@ def open_log(
     is complete; files that no retained commit lists are deleted, too. Raises StoreLocked if the store is open for
     writing elsewhere. `read_only` changes nothing and needs no lock.
 
-    rows, num_owners, place: of a vocabulary table, with ids of owner `place` only; None: any id.
+    rows, num_owners, owner_index: of a vocabulary table, with ids of owner `owner_index` only; None: any id.
     reader, writer, collector: share one of each among the stores of a rank. stripes: directories of this store's own
     that take its segments instead of `directory`; every one it ever had must be among them. access "mapped": files
     are read by loads, for memory that is mounted as files. `segment_bytes`: size at which a new segment starts;
@@ -506,7 +506,7 @@ def open_log(
         longest = max(segment_bytes, HEADER.size + shape.stride)
         numbers = [entry.number for manifest in by_step.values() for entry in manifest.segments]
         log = _native.RowLog(
-            record_bytes, rows or 0, num_owners, place, longest, shape.chunk_bytes(chunk_bytes), 3,
+            record_bytes, rows or 0, num_owners, owner_index, longest, shape.chunk_bytes(chunk_bytes), 3,
             1 + max(numbers, default=0),
         )  # fmt: skip
         pages = -(-longest // 4096) * 4096

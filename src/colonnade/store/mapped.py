@@ -41,7 +41,7 @@ class MappedRows:
         self._failure: CorruptionError | None = None  # of a mapping
         self._is_closed = False
 
-    def find(self, ids: Tensor, offsets: Tensor, tables: Tensor) -> Tensor:
+    def find_slots(self, ids: Tensor, offsets: Tensor, tables: Tensor) -> Tensor:
         """Return the slot of each lookup, (E,) int32, valid until the next call.
 
         ids (E,) column by column, offsets (C + 1,), tables (C,): the table of each column. IndexError for an id outside
@@ -55,7 +55,7 @@ class MappedRows:
         absent: dict[int, list[np.ndarray]] = {}
         for c, t in enumerate(tables.tolist()):
             first, last = bounds[c], bounds[c + 1]
-            missing = self.tables[t].find(lookups[first:last], slots[first:last])
+            missing = self.tables[t].find_slots(lookups[first:last], slots[first:last])
             if len(missing):
                 absent.setdefault(t, []).append(missing + first)
         for t, parts in absent.items():
@@ -63,14 +63,14 @@ class MappedRows:
             slots[positions] = self.tables[t].initialise(lookups[positions])
         return torch.from_numpy(slots)
 
-    def places(self) -> tuple[Tensor, Tensor]:
-        """Return the address of slot 0 and the bytes between slots, (T,) each. Valid until the next `find`."""
+    def addresses_and_strides(self) -> tuple[Tensor, Tensor]:
+        """Return the address of slot 0 and the bytes between slots, (T,) each. Valid until the next `find_slots`."""
         return (
             torch.tensor([table.base for table in self.tables], dtype=torch.int64),
             torch.tensor([table.stride for table in self.tables], dtype=torch.int64),
         )
 
-    def check(self) -> None:
+    def check_damage(self) -> None:
         """Raise CorruptionError if a file could not be read under a lookup: results computed from it are void.
 
         Call it after rows were read, before anything is returned.
@@ -87,7 +87,7 @@ class MappedRows:
                 raise self._failure
         self._num_damaged = count
 
-    def scrub(self) -> None:
+    def start_scrub(self) -> None:
         """Check blocks that no lookup has read yet, in a thread."""
         self._scrub = Scrub([table.file.file for table in self.tables])
 
@@ -101,16 +101,16 @@ class MappedRows:
         """True if a file was rewritten since it was opened."""
         return any(table.file.file.is_replaced for table in self.tables)
 
-    def change(self, table_index: int, ids: Tensor, weights: Tensor, gone: Tensor) -> None:
+    def apply_delta(self, table_index: int, ids: Tensor, weights: Tensor, gone: Tensor) -> None:
         """Overwrite and delete rows of a table, in memory only.
 
         ids (N,) unique, weights (N, width) of the table's dtype; gone (G,): ids that read as their first value again.
         """
         self._check_open()
-        self.tables[table_index].change(ids.numpy(), weights, gone.numpy())
+        self.tables[table_index].apply_delta(ids.numpy(), weights, gone.numpy())
 
-    def become(self, other: MappedRows) -> None:
-        """Serve the files of `other` instead; `other` must not be used any more."""
+    def replace_files(self, other: MappedRows) -> None:
+        """Replace the mapped files by those of `other`, which must not be used any more."""
         self._check_open()
         self._unmap()
         self.tables, self._scrub, self._failure = other.tables, other._scrub, None
@@ -148,7 +148,7 @@ class MappedTable:
         self._newer: _native.RowIndex | None = None
         self._num_newer = 0
 
-    def find(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    def find_slots(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Fill slots (E,); returns the positions of ids that have no row. Raises CorruptionError, StorageError if a row
         is damaged."""
         self.index.get(ids, slots)
@@ -176,8 +176,8 @@ class MappedTable:
         first = self._mapping.first_free + self._room
         return np.arange(first, first + len(ids), dtype=np.uint32).view(np.int32)
 
-    def change(self, ids: np.ndarray, weights: Tensor, gone: np.ndarray) -> None:
-        """Overwrite and delete rows as `MappedRows.change`.
+    def apply_delta(self, ids: np.ndarray, weights: Tensor, gone: np.ndarray) -> None:
+        """Overwrite and delete rows as `MappedRows.apply_delta`.
 
         A row that was newer already changes in place. The slot of a deleted row stays unused until the file is
         replaced.

@@ -161,7 +161,7 @@ class RowRetention:
         takes the rows it owns now and the sum of the counters that cover its ids. Raises CheckpointError if the state
         is of other settings.
         """
-        is_same, index = len(states) == self.shard.num_owners, self.shard.place
+        is_same, index = len(states) == self.shard.num_owners, self.shard.owner_index
         assert index is not None
         owners = [index] if is_same else list(range(len(states)))
         wanted = {"ids", "steps", "values"} if self._rows is not None else set()
@@ -258,7 +258,8 @@ def open_policies(
     return {
         t: RowRetention(table, seed=seed, shard=shard)
         for t, (table, shard) in enumerate(zip(tables, shards, strict=True))
-        if shard.place is not None and (table.admission is not None or table.eviction is not None)
+        if shard.owner_index is not None
+        and (table.admission is not None or table.eviction is not None)
     }
 
 
@@ -300,8 +301,8 @@ def describe_retention(admission: Admission | None, eviction: Eviction | None) -
 
 def _open_sketch(admission: CountMinAdmission, shard: Shard) -> _native.CountMinSketch:
     layout = SketchLayout(admission)
-    assert shard.place is not None
-    first, end = layout.blocks_of_owner(shard.num_owners, shard.place)
+    assert shard.owner_index is not None
+    first, end = layout.blocks_of_owner(shard.num_owners, shard.owner_index)
     return _native.CountMinSketch(
         admission.updates, layout.depth, layout.width, layout.count, first, end, admission.halve_steps or 0
     )  # fmt: skip
@@ -312,8 +313,8 @@ def _open_order(table: Table, shard: Shard) -> _native.Retention:
     settings = table.eviction
     if isinstance(settings, AgeEviction):
         return _native.Retention("recency", 0, settings.steps, 0, num_owners)
-    assert isinstance(settings, MaxRowsEviction) and shard.place is not None
-    share = (settings.rows + shard.place) // num_owners
+    assert isinstance(settings, MaxRowsEviction) and shard.owner_index is not None
+    share = (settings.rows + shard.owner_index) // num_owners
     if settings.rows < num_owners:
         raise ConfigError(
             f"table {table.name!r}: got MaxRowsEviction(rows={settings.rows}) for {num_owners} ranks, wanted at "

@@ -46,7 +46,7 @@ class TableShard:
         """Table as stores see it: memory for hot rows must not grow with the table's number of rows."""
         return replace(self.table, rows=None) if self.is_hot else self.table
 
-    def room(self, planned: int) -> int:
+    def max_resident_rows(self, planned: int) -> int:
         """Return the rows of it that may be in memory at once: all hot ones, else the number planned for the table."""
         hot = self.sharding.hot
         return len(hot.ids) if self.is_hot and hot is not None else planned
@@ -61,7 +61,7 @@ class TableShard:
 def label(number: int, columns: tuple[int, int] | None = None, hot: HotRows | None = None) -> str:
     """Return the folder name of a table, of some of its columns, or of its rows on one side of a hot list."""
     if hot is not None:
-        return f"{number:03d}-{hot.side}-{hot.word}"
+        return f"{number:03d}-{hot.side}-{hot.digest}"
     return f"{number:03d}" if columns is None else f"{number:03d}-{columns[0]}-{columns[1]}"
 
 

@@ -83,7 +83,7 @@ class TierCounts:
         """Build counts from a record's plain values; missing ones are 0, unknown ones are ignored."""
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
-    def plain(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, float]:
         return asdict(self)
 
 

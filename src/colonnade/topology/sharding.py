@@ -48,7 +48,7 @@ class HotRows:
         return torch.tensor(self.ids, dtype=torch.int64)
 
     @property
-    def word(self) -> str:
+    def digest(self) -> str:
         """Short hash of the id list, used in names of row folders."""
         return hashlib.sha256(np.array(self.ids, "<i8").tobytes()).hexdigest()[:12]
 
@@ -83,27 +83,29 @@ KINDS: tuple[Kind, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows of a table on one rank: those of owner number `place` out of `num_owners`."""
+    """Rows of a table on one rank: those of owner `owner_index` out of `num_owners`."""
 
     num_owners: int = 1
-    place: int | None = 0
+    owner_index: int | None = 0
     """Index of this rank among the row owners; None: the rank has no rows of the table."""
     hot: HotRows | None = None
     """Hot rows of the table; only rows on its `side` belong to the shard."""
 
     def max_rows(self, rows: int) -> int:
         """Return the largest number of rows this shard can have of a vocabulary table with `rows` rows."""
-        return 0 if self.place is None else max_rows_per_owner(rows, self.num_owners)
+        return 0 if self.owner_index is None else max_rows_per_owner(rows, self.num_owners)
 
     def owns(self, ids: Tensor, rows: int | None) -> Tensor:
         """Return which ids belong to this shard.
 
         ids (N,) int64 of a vocabulary table with `rows` rows, or of an open table (None) -> (N,) bool."""
-        if self.place is None:
+        if self.owner_index is None:
             return torch.zeros(len(ids), dtype=torch.bool)
         owner = torch.as_tensor(_native.owner_of(ids, rows or 0, self.num_owners))
         return (
-            owner == self.place if self.hot is None else (owner == self.place) & self.hot.owns(ids)
+            owner == self.owner_index
+            if self.hot is None
+            else (owner == self.owner_index) & self.hot.owns(ids)
         )
 
 
@@ -211,7 +213,7 @@ class Sharding:
         """Return the name of the folder under a run's `rows` with the rows of `rank`; None if it has no rows.
 
         The name depends on the number of owners only, so shardings of other kinds or ranks share folders."""
-        owner_index = self.shard_of(rank).place
+        owner_index = self.shard_of(rank).owner_index
         if owner_index is None:
             return None
         return f"copy-{rank}" if self.is_replicated else f"{owner_index}-of-{self.num_owners}"
@@ -227,7 +229,7 @@ class Sharding:
         """Ranks that together store every row (of the first slice) once, in order of their owner index."""
         return self.ranks[: self.num_owners]
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the sharding as JSON values, with ranks as runs [first, last]. `read_sharding` reads them."""
         runs: list[list[int]] = []
         for rank in self.ranks:
@@ -241,7 +243,7 @@ class Sharding:
 
 
 def read_sharding(fields: Mapping[str, Any]) -> Sharding:
-    """Build a sharding from the values of `Sharding.plain`."""
+    """Build a sharding from the values of `Sharding.to_dict`."""
     ranks = (rank for first, last in fields["ranks"] for rank in range(first, last + 1))
     hot = HotRows(tuple(fields["hot"]), fields["copies"]) if "hot" in fields else None
     return Sharding(fields["kind"], tuple(ranks), fields.get("slices", 1), hot)

@@ -191,7 +191,7 @@ class TierActivity:
     def to_dict(self) -> dict[str, Any]:
         """Return the values of a metrics line."""
         by_tier = {
-            name: {**counts.plain(), "lifetime_bytes": self.lifetime_bytes[name]}
+            name: {**counts.to_dict(), "lifetime_bytes": self.lifetime_bytes[name]}
             for name, counts in self.tiers.items()
         }
         return {"seconds": self.seconds, "waited": self.waited, **by_tier}
@@ -272,7 +272,7 @@ class Counters:
 
     def collect_sent(self) -> dict[str, dict[str, dict[str, float]]]:
         """Return {"bytes" or "messages": {channel: {link: number}}}; {} if nothing was sent."""
-        before, self._sent = self._sent, self._trainer.collection.mesh.traffic.plain()
+        before, self._sent = self._sent, self._trainer.collection.mesh.traffic.to_dict()
         gained: dict[str, dict[str, dict[str, float]]] = {
             unit: {
                 channel: _subtract(by_link, before.get(unit, {}).get(channel, {}))[0]
@@ -436,7 +436,7 @@ def gather_row_summary(mesh: Mesh, collection: EmbeddingCollection) -> dict[str,
     store = collection.store
     summary = {
         "row_sources": asdict(store.sources),
-        "tiers": {name: counts.plain() for name, counts in collect_tier_counts(store).items()},
+        "tiers": {name: counts.to_dict() for name, counts in collect_tier_counts(store).items()},
         "resident_bytes": store.resident_bytes(),
         "tables": table_sizes(collection),
     }

@@ -259,7 +259,7 @@ class Trainer:
         on all ranks or on none.
         """
         num_parts = self.schedule.accumulate
-        self.mesh.at(self.collection.step)
+        self.mesh.publish_step(self.collection.step)
         self.dense.zero()
         local_loss, weight, num_samples = torch.zeros(()), 0.0, 0
         batch: Batch
@@ -494,7 +494,7 @@ class Trainer:
     ) -> None:
         """Drop the gradients of a step with NaN or inf, and skip it or raise NonFiniteError."""
         self.rows.zero_grad()
-        self.collection.forget()
+        self.collection.discard_batches()
         self._reject_step(
             f"step {self.collection.step} (epoch {batch.position.epoch}, batch {batch.position.step}): got "
             f"NaN or inf in the loss ({loss.item():g} here) or a gradient on some rank, wanted finite "

@@ -268,7 +268,7 @@ class DirectRoute:
     ) -> PendingTransfer:
         codec, size = CODECS[self.coding.codecs.gradients], len(total)
         served, wanted = self._served_blocks(sizes), self._own_blocks(sizes)
-        send = self.mesh.room(sum(block_elements(wanted)), self.dtype)
+        send = self.mesh.allocate_send_buffer(sum(block_elements(wanted)), self.dtype)
         for part, width, runs in zip(
             send.split(block_elements(wanted)), self.widths, self.blocks, strict=True
         ):

@@ -218,7 +218,7 @@ def _consumer_load(
         name, tuple(indices[feature] for feature in consumer.features), width,
         float(codec.row_bytes([width or 0], compute)),
         float(gradient_codec.row_bytes([width or 0], compute)),
-        consumer.interaction.needs() == "fields", why_not_partial or "", inside,
+        consumer.interaction.needs_pooled_fields(), why_not_partial or "", inside,
         float(values.row_bytes([inside or 0], compute)),
         float(gradients.row_bytes([inside or 0], compute)),
         tuple(indices[feature] for feature in sequences), query_floats,
@@ -281,7 +281,7 @@ def check_bags(
     fields = {field.name: field for field in declaration.fields}
     for name in find_remote_consumers(declaration, shardings, exchanges):
         consumer = declaration.consumers[name]
-        if consumer.interaction.needs() != "fields":
+        if not consumer.interaction.needs_pooled_fields():
             continue
         for field in consumer.features:
             feature = declaration.features[fields[field].feature]

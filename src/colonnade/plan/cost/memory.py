@@ -219,7 +219,7 @@ def divide_memory_on_ranks(
     Each rank divides its memory among its own tables; a table gets the smallest number of rows of its ranks.
     table_demands: under these shardings. Raises as `divide_memory`."""
     rank_tables = [
-        [t for t, shard in enumerate(shards) if shard.place is not None]
+        [t for t, shard in enumerate(shards) if shard.owner_index is not None]
         for shards in distinct_shard_lists(shardings, num_ranks)
     ]
     rank_tables = [tables for tables in rank_tables if tables]

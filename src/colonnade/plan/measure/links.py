@@ -90,7 +90,7 @@ def time_all_to_alls(mesh: Mesh, peers: Sequence[int]) -> list[AllToAllTime]:
     for size in SIZES:
         message_bytes = max(1, size // len(receivers))
         rows = [message_bytes if rank in receivers else 0 for rank in range(mesh.num_ranks)]
-        send = mesh.room(sum(rows), torch.uint8).zero_()
+        send = mesh.allocate_send_buffer(sum(rows), torch.uint8).zero_()
         seconds, processor = [], []
         for _ in range(REPEATS + 1):
             mesh.barrier(CHANNEL)
