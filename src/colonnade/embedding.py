@@ -21,15 +21,16 @@ from colonnade.batch import Batch
 from colonnade.comm.collectives import notify_servers
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import ConfigError, DataError
+from colonnade.exchange.cached import check_uncached
 from colonnade.interaction import Interaction
 from colonnade.lookup.layout import declare
+from colonnade.lookup.row_access import MappedLookup, delete_rows, read_weights, scan_rows
 from colonnade.lookup.views import slices_of
 from colonnade.ops.memory import keep_freed_memory
 from colonnade.pipeline.lookahead import Lookahead
 from colonnade.pipeline.open_rows import open_rows
 from colonnade.pipeline.pipeline import Pipeline, StepCounter
 from colonnade.pipeline.prepared_batches import PrefetchedBatch, PreparedBatch
-from colonnade.pipeline.row_access import MappedLookup, delete_rows, read_weights, scan_rows
 from colonnade.plan.plan import Plan, build_plan
 from colonnade.row_state import StatefulRows
 from colonnade.store.contract import Backing, Rows
@@ -288,7 +289,7 @@ class EmbeddingCollection(StatefulRows):
         """
         self.ensure_open()
         self.pipeline.updates.settle()
-        return read_weights(self.opened, table, ids)
+        return read_weights(self.slices, self.shards, self.store, self.mesh, table, ids)
 
     def delete(self, table: str, ids: Tensor) -> None:
         """Delete rows from memory and storage; the next read of a deleted row returns its initial value.
@@ -297,7 +298,8 @@ class EmbeddingCollection(StatefulRows):
         Ids that were never trained are ignored."""
         self.ensure_open()
         self.pipeline.updates.settle()
-        delete_rows(self.opened, table, ids)
+        check_uncached(self.cached, self.opened.build_slices(table))
+        delete_rows(self.slices, self.shards, self.store, self.policies, table, ids)
 
     def scan(self, table: str) -> Iterator[Rows]:
         """Yield this rank's trained rows from memory and storage, several per item, each row once.
@@ -306,7 +308,7 @@ class EmbeddingCollection(StatefulRows):
         slice. Changes nothing; do not train the table meanwhile. Collective while updates are pending."""
         self.ensure_open()
         self.pipeline.updates.settle()
-        yield from scan_rows(self.opened, table)
+        yield from scan_rows(self.slices, self.store, table)
 
     def read(self, batch: Batch) -> dict[str, Tensor]:
         """Return a batch's outputs for evaluation: reads see every update, and nothing changes.

@@ -20,9 +20,9 @@ from colonnade.cli import ranks
 from colonnade.comm.mesh import Mesh
 from colonnade.config import plan as plan_config
 from colonnade.config.run import build_config, override_settings
-from colonnade.run import interrupt
 from colonnade.run.run import open_run
 from colonnade.store.writer import LogWriter
+from colonnade.train import interrupt
 
 
 def train_slowly(folder):

@@ -22,7 +22,7 @@ LEVELS = [
     {"config.validation"},
     {"config.problems"},
     {"config.section"},
-    {"formats", "retention", "staleness", "batch", "optimizers", "ops"},
+    {"formats", "machine", "retention", "staleness", "batch", "optimizers", "ops"},
     {"topology"},
     {"config"},
     {"table", "interaction"},

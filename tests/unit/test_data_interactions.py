@@ -13,7 +13,7 @@ from movielens_files import write_movielens
 
 from colonnade.batch import Ids
 from colonnade.data import Position, open_source
-from colonnade.data.sets.interactions import concat_bags, group_items_by_user, hold_out, keep_newest
+from colonnade.data.interactions import concat_bags, group_items_by_user, hold_out, keep_newest
 from colonnade.errors import DataError
 
 

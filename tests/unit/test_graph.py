@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from colonnade.batch import Ids
 from colonnade.data import Position, open_source
 from colonnade.data.counter import random_words, stream_key
-from colonnade.data.sets.graph import build_graph, sample_hops
+from colonnade.data.graph import build_graph, sample_hops
 from colonnade.data.sets.power_law import EdgeDistribution, build_edge_distribution
 from colonnade.errors import ConfigError
 

@@ -18,7 +18,7 @@ from colonnade.cli import app
 from colonnade.config.run import build_config
 from colonnade.data import open_source, open_triples
 from colonnade.data.contract import Position
-from colonnade.data.sets.triples import TripleIndex
+from colonnade.data.triples import TripleIndex
 from colonnade.errors import ConfigError, DataError, NonFiniteError
 from colonnade.models.knowledge import ComplEx, DistMult, RotatE, TransE
 from colonnade.models.link_prediction import (

@@ -20,12 +20,12 @@ from colonnade.comm.mesh import Mesh
 from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_source, open_tensors
 from colonnade.errors import BudgetExceeded, DataError
-from colonnade.models.build import build_model
 from colonnade.plan.caching import cached_row_bytes
 from colonnade.plan.cost.prediction import StepCosts
 from colonnade.plan.measure.device import Device
 from colonnade.run import planning
 from colonnade.run import planning as rehearsal
+from colonnade.run.build import build_model
 from colonnade.run.planning import choose_resident_rows
 from colonnade.run.run import open_run, plan_run
 from colonnade.run.validation import find_collection

@@ -20,8 +20,8 @@ from colonnade import Batch, Mesh
 from colonnade.config.run import build_config, override_settings
 from colonnade.data.contract import Position
 from colonnade.errors import StorageError
+from colonnade.machine import collect_machine_facts
 from colonnade.report.reading import read_run, sum_lines
-from colonnade.run.machine import collect_machine_facts
 from colonnade.run.run import open_run
 from colonnade.store.tier_counts import TierCounts
 from colonnade.train.metrics_file import drop_lines_after, read_lines

@@ -19,11 +19,11 @@ from colonnade.checkpoint.header import list_checkpoints, read_header
 from colonnade.checkpoint.stores import list_store_folders
 from colonnade.config.plan import PlanConfig
 from colonnade.config.run import build_config, override_settings
-from colonnade.models.build import build_model
 from colonnade.plan.plan import Plan
 from colonnade.publish.export import export_run
 from colonnade.run import planning
 from colonnade.run import run as runs
+from colonnade.run.build import build_model
 from colonnade.store.log import LogBacking
 from colonnade.topology.sharding import (
     Sharding,

@@ -19,7 +19,7 @@ def doctor(
     from rich.table import Table as Grid
     from rich.text import Text
 
-    from colonnade.run.machine import collect_machine_facts
+    from colonnade.machine import collect_machine_facts
     from colonnade.terminal import Terminal
 
     grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0))

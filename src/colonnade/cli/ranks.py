@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from colonnade.errors import ColonnadeError, ConfigError, PeerLost, WorldError
 from colonnade.processors import count_usable_processors
-from colonnade.run.interrupt import REPEAT_SECONDS
 from colonnade.terminal import Terminal, escape_control_characters
+from colonnade.train.interrupt import REPEAT_SECONDS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -197,8 +197,8 @@ def _train_in_process(
 ) -> dict[str, Any]:
     """Train in this process as one rank of `mesh`, and return the summary."""
     from colonnade.cli.table import show_plan
-    from colonnade.run.interrupt import stop_on_signals
     from colonnade.run.run import open_run
+    from colonnade.train.interrupt import stop_on_signals
 
     run = open_run(config, mesh, folder, console=console, at=at)
     try:

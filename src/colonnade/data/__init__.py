@@ -10,17 +10,16 @@ if TYPE_CHECKING:
 
     from colonnade.data.batches import open_batches
     from colonnade.data.contract import Column, Position, Schema, Source, Splits, num_steps
+    from colonnade.data.graph import open_graph
+    from colonnade.data.interactions import Interactions, group_items_by_user, hold_out
     from colonnade.data.processes import ProcessSource
     from colonnade.data.sets.criteo import open_criteo
     from colonnade.data.sets.fb15k237 import open_fb15k237
     from colonnade.data.sets.gowalla import open_gowalla
-    from colonnade.data.sets.graph import open_graph
-    from colonnade.data.sets.interactions import Interactions, group_items_by_user, hold_out
     from colonnade.data.sets.movielens import open_movielens
     from colonnade.data.sets.movielens_retrieval import open_movielens_retrieval
     from colonnade.data.sets.power_law import open_power_law
     from colonnade.data.sets.synthetic import open_synthetic
-    from colonnade.data.sets.triples import open_triples
     from colonnade.data.sources import SOURCES, open_source
     from colonnade.data.tabular.csv import open_csv
     from colonnade.data.tabular.declaration import FileSchema, load_file_schema
@@ -42,21 +41,22 @@ if TYPE_CHECKING:
     from colonnade.data.tabular.tables import infer_schema
     from colonnade.data.tabular.tfrecord import masked_crc, open_tfrecord
     from colonnade.data.tensors import TensorSource, open_tensors
+    from colonnade.data.triples import open_triples
 
 _NAMES_BY_MODULE = {
-    "sets.interactions": ("Interactions", "group_items_by_user", "hold_out"),
+    "interactions": ("Interactions", "group_items_by_user", "hold_out"),
     "batches": ("open_batches",),
     "contract": ("Column", "Position", "Schema", "Source", "Splits", "num_steps"),
     "processes": ("ProcessSource",),
     "sets.criteo": ("open_criteo",),
     "sets.fb15k237": ("open_fb15k237",),
     "sets.gowalla": ("open_gowalla",),
-    "sets.graph": ("open_graph",),
+    "graph": ("open_graph",),
     "sets.movielens": ("open_movielens",),
     "sets.movielens_retrieval": ("open_movielens_retrieval",),
     "sets.power_law": ("open_power_law",),
     "sets.synthetic": ("open_synthetic",),
-    "sets.triples": ("open_triples",),
+    "triples": ("open_triples",),
     "sources": ("SOURCES", "open_source"),
     "tabular.csv": ("open_csv",),
     "tabular.declaration": ("FileSchema", "load_file_schema"),

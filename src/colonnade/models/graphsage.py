@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from colonnade.batch import Batch
-from colonnade.data.sets.graph import ROLES
-from colonnade.data.sets.interactions import HeldOutItems
+from colonnade.data.graph import ROLES
+from colonnade.data.interactions import HeldOutItems
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, DataError
 from colonnade.models.fields import field_dims
@@ -27,7 +27,7 @@ class GraphSAGE(Retriever):
     """GraphSAGE retrieval model over sampled neighbours of queries and items.
 
     Its features are query and item, and the sequences query_hop1 .. query_hopK and item_hop1 .. item_hopK, all of one
-    table. All nodes of a hop have equally many neighbours in the next hop (`data.sets.graph` draws them).
+    table. All nodes of a hop have equally many neighbours in the next hop (`data.graph` draws them).
 
     Algorithm 1 of the paper with the mean aggregator: K times, each node's vector becomes W_k [own; mean of the
     neighbours'], then ReLU, then length one. The last layer has no ReLU, so that scores may be below 0. The vectors

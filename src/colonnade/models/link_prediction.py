@@ -24,7 +24,7 @@ from colonnade.batch import Batch, Ids
 from colonnade.comm.collectives import gather_over_ranks
 from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import Source
-from colonnade.data.sets.triples import RELATION, KnownAnswers
+from colonnade.data.triples import RELATION, KnownAnswers
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
 from colonnade.models.ranking import average_metrics, check_scores, evaluation_mode, mark_candidates

@@ -25,7 +25,6 @@ from colonnade.config.run import RunConfig, build_config
 from colonnade.data.contract import Schema
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError, CorruptionError, StorageError
-from colonnade.models.build import build_model
 from colonnade.ops.memory import keep_freed_memory
 from colonnade.publish.delivery import (
     RemoteFolder,
@@ -39,6 +38,7 @@ from colonnade.publish.delivery import (
 from colonnade.publish.deltas import CURRENT, BaseExport
 from colonnade.publish.export import export_if_missing
 from colonnade.publish.exported import Export, check_file_lengths, read_dense, read_export
+from colonnade.run.build import build_model
 from colonnade.run.run import OWN
 from colonnade.run.validation import find_collection
 from colonnade.store.mapped import MappedRows, open_mapped

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from colonnade.checkpoint.fingerprint import dense_weights
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError, DataError, IdRangeError
-from colonnade.pipeline.row_access import admit_loaded_rows
+from colonnade.lookup.row_access import admit_loaded_rows
 from colonnade.publish.exported import ExportedTable, read_dense, read_export
+from colonnade.store.policies import RowRetention
 from colonnade.store.records import build_fresh_records
 from colonnade.store.row_file import open_row_file
 from colonnade.store.table_shards import RecordShape
@@ -170,13 +171,16 @@ def store_records(
             collection.store.write_rows(
                 shard_index, owned_ids[chunk], owned_records[chunk].contiguous()
             )
-            admit_loaded_rows(
-                collection.opened,
-                shard_index,
-                owned_ids[chunk],
-                owned_records[chunk].contiguous(),
-                collection.step,
-            )
+            if isinstance(policy := collection.policies.get(shard_index), RowRetention):
+                evicted = admit_loaded_rows(
+                    policy,
+                    shards[shard_index].table,
+                    collection.exchange.squared_norms,
+                    owned_ids[chunk],
+                    owned_records[chunk].contiguous(),
+                    collection.step,
+                )
+                collection.store.delete(shard_index, evicted)
 
 
 def _check_not_cached(collection: EmbeddingCollection, table_index: int) -> None:

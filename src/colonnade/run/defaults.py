@@ -21,8 +21,8 @@ from colonnade.checkpoint.header import list_checkpoints
 from colonnade.config.run import RunConfig, build_config, load_config, override_settings
 from colonnade.data import SOURCES, Source, Splits, open_source
 from colonnade.errors import ConfigError
-from colonnade.models.build import MODEL_SPECS
 from colonnade.models.split import Scorer
+from colonnade.run.build import MODEL_SPECS
 from colonnade.train.objective import Objective
 
 DEFAULT_SECTIONS = {

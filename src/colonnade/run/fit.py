@@ -33,7 +33,6 @@ from colonnade.errors import ConfigError, DataError
 from colonnade.models.ranking import evaluation_mode
 from colonnade.plan.plan import build_plan
 from colonnade.run.cross_rank_check import check_config_on_all_ranks
-from colonnade.run.interrupt import stop_on_signals
 from colonnade.run.run import (
     OWN,
     OptimizerFactory,
@@ -43,6 +42,7 @@ from colonnade.run.run import (
 )
 from colonnade.run.validation import find_collection
 from colonnade.terminal import Terminal
+from colonnade.train.interrupt import stop_on_signals
 from colonnade.train.objective import Objective, get_objective
 from colonnade.train.trainer import Outcome
 

@@ -39,7 +39,7 @@ from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.formats import make_format_stamp
 from colonnade.interaction import TowerModule
-from colonnade.models.build import build_model, resolve_towers
+from colonnade.machine import collect_machine_facts
 from colonnade.models.tower_modules import describe_tower_modules
 from colonnade.plan.constraints import is_settled, resolve_plan_config
 from colonnade.plan.measure.device import Device
@@ -49,6 +49,7 @@ from colonnade.plan.towers.advice import advise_tower_modules
 from colonnade.processors import count_usable_processors
 from colonnade.publish.delivery import open_destinations
 from colonnade.row_optimizer import RowOptimizer
+from colonnade.run.build import build_model, resolve_towers
 from colonnade.run.cross_rank_check import (
     check_config_on_all_ranks,
     check_model_on_all_ranks,
@@ -56,7 +57,6 @@ from colonnade.run.cross_rank_check import (
     flatten,
 )
 from colonnade.run.defaults import open_data, resolve_settings, warn_of_few_steps
-from colonnade.run.machine import collect_machine_facts
 from colonnade.run.planner import apply_tower_partition
 from colonnade.run.planning import SAMPLE_LOOKUPS, PlanningResult, plan_from_sample, plan_on_rank_0
 from colonnade.run.start import (

@@ -13,7 +13,7 @@ import torch
 
 from colonnade.data.contract import Splits
 from colonnade.data.lines import build_field_error, format_excerpt, locate, open_lines
-from colonnade.data.sets.triples import open_triples
+from colonnade.data.triples import open_triples
 from colonnade.errors import DataError
 
 FOLDER = "fb15k237"

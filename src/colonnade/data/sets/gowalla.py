@@ -16,9 +16,8 @@ import torch
 from colonnade.batch import Ids
 from colonnade.data.contract import Column, Splits
 from colonnade.data.counter import stream_key
-from colonnade.data.lines import build_field_error, format_excerpt, locate, open_lines
-from colonnade.data.sets.graph import FAN_OUTS, open_graph
-from colonnade.data.sets.interactions import (
+from colonnade.data.graph import FAN_OUTS, open_graph
+from colonnade.data.interactions import (
     SEQUENCE_SETTINGS,
     SPLIT_KEY,
     Interactions,
@@ -26,6 +25,7 @@ from colonnade.data.sets.interactions import (
     hold_out,
     open_interactions,
 )
+from colonnade.data.lines import build_field_error, format_excerpt, locate, open_lines
 from colonnade.errors import DataError
 
 FOLDER = "gowalla"

@@ -15,9 +15,7 @@ import torch
 from colonnade.batch import Ids
 from colonnade.data.contract import Column, Splits
 from colonnade.data.counter import stream_key
-from colonnade.data.lines import locate
-from colonnade.data.sets import movielens
-from colonnade.data.sets.interactions import (
+from colonnade.data.interactions import (
     SEQUENCE_SETTINGS,
     SPLIT_KEY,
     Interactions,
@@ -25,6 +23,8 @@ from colonnade.data.sets.interactions import (
     hold_out,
     open_interactions,
 )
+from colonnade.data.lines import locate
+from colonnade.data.sets import movielens
 
 TEST_FRACTION = 0.2
 VALIDATION_FRACTION = 0.1

@@ -15,8 +15,8 @@ from torch import Tensor
 from colonnade.batch import Ids
 from colonnade.data.contract import Column, Splits
 from colonnade.data.counter import random_permutation, random_words, stream_key
-from colonnade.data.sets.graph import FAN_OUTS, open_graph
-from colonnade.data.sets.interactions import Interactions, group_items_by_user
+from colonnade.data.graph import FAN_OUTS, open_graph
+from colonnade.data.interactions import Interactions, group_items_by_user
 from colonnade.errors import ConfigError
 
 STREAM_KEY = 30

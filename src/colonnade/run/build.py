@@ -21,7 +21,7 @@ from colonnade.config.run import (
     override_settings,
 )
 from colonnade.data.contract import Column, Schema
-from colonnade.data.sets.interactions import LOG_Q
+from colonnade.data.interactions import LOG_Q
 from colonnade.errors import ConfigError
 from colonnade.models.dcn import DCN
 from colonnade.models.dcnv2 import DCNv2

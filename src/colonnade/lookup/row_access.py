@@ -1,19 +1,22 @@
-"""Access to rows of an open collection by table and id: read, list, delete, adopt; and lookups in exported rows.
+"""Access to rows by table and id: read, scan, delete and admit rows; and lookups in exported rows.
+
+`EmbeddingCollection.rows`, `scan` and `delete` call these functions with the parts of an open collection: `views`, the
+tables as they are sharded; `shards`, this rank's shard by sharded table; `store`, its rows.
 
 Legend: N ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
+from colonnade.comm.mesh import Mesh
 from colonnade.errors import IdRangeError
-from colonnade.exchange.cached import check_uncached
 from colonnade.lookup.kernels import NativeKernels
 from colonnade.lookup.layout import (
     EmbeddingDeclaration,
@@ -23,21 +26,31 @@ from colonnade.lookup.layout import (
     list_outputs,
 )
 from colonnade.lookup.outputs import build_outputs
-from colonnade.pipeline.open_rows import OpenRows
+from colonnade.lookup.views import Slices
 from colonnade.store.contract import Rows, RowView
+from colonnade.store.dram import DramStore
+from colonnade.store.hbm import HbmStore
 from colonnade.store.mapped import MappedRows
-from colonnade.store.policies import RowRetention
-from colonnade.table import CLOCK_BYTES
+from colonnade.store.policies import RowPolicy, RowRetention
+from colonnade.table import CLOCK_BYTES, Table
+from colonnade.topology.sharding import Shard
 
 PACKED = torch.contiguous_format
 
 
-def read_weights(rows: OpenRows, table: str, ids: Tensor) -> Tensor:
-    """Implement `EmbeddingCollection.rows`. Collective, with the same ids (N,) on every rank."""
-    declared = rows.views.declared
+def read_weights(
+    views: Slices,
+    shards: Sequence[Shard],
+    store: DramStore | HbmStore,
+    mesh: Mesh,
+    table: str,
+    ids: Tensor,
+) -> Tensor:
+    """Read the weights of rows from the ranks that own them. Collective, with the same ids (N,) on every rank."""
+    declared = views.declared
     table_index = declared.table_index(table)
-    slices = rows.views.slices_of_table[table_index]
-    num_rows = rows.views.table_shards[slices[0]].table.rows
+    slices = views.slices_of_table[table_index]
+    num_rows = views.table_shards[slices[0]].table.rows
     unique, inverse = torch.unique(ids, return_inverse=True)
     if num_rows is not None and len(unique) and not (unique[0] >= 0 and unique[-1] < num_rows):
         raise IdRangeError(
@@ -46,33 +59,40 @@ def read_weights(rows: OpenRows, table: str, ids: Tensor) -> Tensor:
     width, compute = declared.tables[table_index].width, declared.compute_dtype
     weights = torch.zeros(len(unique), width, dtype=compute)
     for t in slices:
-        table_shard, shard = rows.views.table_shards[t], rows.shards[t]
+        table_shard, shard = views.table_shards[t], shards[t]
         is_owned = shard.owns(unique, num_rows)
-        if rows.mesh.rank not in table_shard.sharding.row_owners:
+        if mesh.rank not in table_shard.sharding.row_owners:
             is_owned[:] = False  # a replicated row that another rank returns
         num_owned = int(is_owned.sum())
-        offsets = torch.tensor([0] * (t + 1) + [num_owned] * (len(rows.shards) - t))
-        own = rows.store.read(unique[is_owned].contiguous(), offsets)[t].to(compute)
+        offsets = torch.tensor([0] * (t + 1) + [num_owned] * (len(shards) - t))
+        own = store.read(unique[is_owned].contiguous(), offsets)[t].to(compute)
         weights[is_owned, slice(*table_shard.columns)] = own
     # One rank's values and zeros: exact.
-    return rows.mesh.all_reduce("evaluate", weights).to(declared.dtype)[inverse]
+    return mesh.all_reduce("evaluate", weights).to(declared.dtype)[inverse]
 
 
-def delete_rows(rows: OpenRows, table: str, ids: Tensor) -> None:
-    """Implement `EmbeddingCollection.delete`: with the same ids (N,) on every rank."""
-    for t in check_uncached(rows.cached, rows.build_slices(table)):
-        own = ids[rows.shards[t].owns(ids, rows.views.table_shards[t].table.rows)].unique()
-        rows.store.delete(t, own)
-        policy = rows.policies.get(t)
+def delete_rows(
+    views: Slices,
+    shards: Sequence[Shard],
+    store: DramStore | HbmStore,
+    policies: Mapping[int, RowPolicy],
+    table: str,
+    ids: Tensor,
+) -> None:
+    """Delete the rows that this rank owns, and what policies remember of them. ids (N,): the same on every rank."""
+    for t in views.slices_of_table[views.declared.table_index(table)]:
+        own = ids[shards[t].owns(ids, views.table_shards[t].table.rows)].unique()
+        store.delete(t, own)
+        policy = policies.get(t)
         if isinstance(policy, RowRetention):
             policy.drop(own)
 
 
-def scan_rows(rows: OpenRows, table: str) -> Iterator[Rows]:
-    """Implement `EmbeddingCollection.scan`."""
-    for t in rows.build_slices(table):
-        slice_table = rows.views.table_shards[t].table
-        for ids, records in rows.store.scan(t):
+def scan_rows(views: Slices, store: DramStore | HbmStore, table: str) -> Iterator[Rows]:
+    """Yield this rank's trained rows of a table from memory and storage, each row once."""
+    for t in views.slices_of_table[views.declared.table_index(table)]:
+        slice_table = views.table_shards[t].table
+        for ids, records in store.scan(t):
             # Copied even where one row is contiguous already: its clock may begin at any byte.
             weights = records[:, : slice_table.width * slice_table.itemsize].clone(
                 memory_format=PACKED
@@ -80,23 +100,27 @@ def scan_rows(rows: OpenRows, table: str) -> Iterator[Rows]:
             clocks = records[:, -CLOCK_BYTES:].clone(memory_format=PACKED)
             yield Rows(
                 ids,
-                weights.view(rows.views.declared.dtype),
+                weights.view(views.declared.dtype),
                 clocks.view(torch.int64).flatten(),
             )
 
 
-def admit_loaded_rows(rows: OpenRows, t: int, ids: Tensor, records: Tensor, step: int) -> None:
-    """Admit rows of slice t that were loaded from a checkpoint or an import, between steps; others may be evicted for
-    them. ids (N,) unique; records (N, record_bytes) uint8; step: updates made before."""
-    policy = rows.policies.get(t)
-    if not isinstance(policy, RowRetention):
-        return
-    norms, table = None, rows.views.table_shards[t].table
+def admit_loaded_rows(
+    policy: RowRetention,
+    table: Table,
+    squared_norms: Callable[[RowView, Tensor], Tensor],
+    ids: Tensor,
+    records: Tensor,
+    step: int,
+) -> Tensor:
+    """Admit rows of a slice that were loaded from a checkpoint or an import, between steps. Return the ids to delete
+    for them. ids (N,) unique; records (N, record_bytes) uint8; step: updates made before."""
+    norms = None
     if policy.reads_norms:
         indices = torch.arange(len(ids), dtype=torch.int32)
         view = RowView(records.data_ptr(), table.record_bytes, table.width, table.dtype)
-        norms = rows.exchange.squared_norms(view, indices)
-    rows.store.delete(t, policy.adopt(ids, step, norms).unique())
+        norms = squared_norms(view, indices)
+    return policy.adopt(ids, step, norms).unique()
 
 
 class MappedLookup:

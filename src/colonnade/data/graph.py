@@ -15,7 +15,7 @@ from torch import Tensor
 from colonnade.batch import Batch, Ids
 from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
 from colonnade.data.counter import Words, random_words, stream_key
-from colonnade.data.sets.interactions import (
+from colonnade.data.interactions import (
     LOG_Q,
     HeldOutItems,
     Interactions,
