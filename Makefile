@@ -75,6 +75,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --strict recipes
 
 format: setup
 	$(BIN)/ruff format .

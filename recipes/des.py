@@ -11,18 +11,18 @@ import colonnade
 from colonnade.data import open_source
 from colonnade.models import DeepFM
 
+DIMS = {"deep": 16, "wide": 1}
 OPTIMIZERS = {"deep": colonnade.Adagrad(lr=0.05), "wide": colonnade.FTRL(lr=0.1, l1=1e-4)}
 
 
 def train(mesh: colonnade.Mesh) -> colonnade.FitResult:
     bags = [20_000] * 12  # rows of each column, which has 0 to 8 ids per sample
     data = open_source("synthetic", num_train=9_000, num_test=2_000, cardinalities=[5], bags=bags)
-    schema = data.train.schema
-    kind = {"dim": {"deep": 16, "wide": 1}, "optimizer": OPTIMIZERS}
-    tables = [colonnade.Table(c.name, rows=c.cardinality, **kind) for c in schema.categorical]
-    features = [colonnade.Feature(c.name, c.name, pooling="mean") for c in schema.categorical]
+    sizes = {c.name: c.cardinality for c in data.train.schema.categorical}
+    tables = [colonnade.Table(c, DIMS, rows=n, optimizer=OPTIMIZERS) for c, n in sizes.items()]
+    features = [colonnade.Feature(name, name, pooling="mean") for name in sizes]
     torch.manual_seed(0)
-    model = DeepFM(tables, features, num_dense=len(schema.dense), top=(32, 16))
+    model = DeepFM(tables, features, num_dense=len(data.train.schema.dense), top=(32, 16))
     ranks = {table.name: t % mesh.num_ranks for t, table in enumerate(tables)}
     shardings = {name: {"sharding": "table_wise", "ranks": [rank]} for name, rank in ranks.items()}
     config = colonnade.PlanConfig(exchange="partials", tables=shardings)

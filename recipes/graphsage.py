@@ -9,25 +9,26 @@ import sys
 import torch
 
 import colonnade
+from colonnade import Feature, FitResult, Mesh
 from colonnade.data import open_source
 from colonnade.models import GraphSAGE
 
 
-def train(mesh: colonnade.Mesh, staleness: int, *folder: str) -> tuple[colonnade.FitResult, dict]:
+def train(mesh: Mesh, staleness: int, *folder: str) -> tuple[FitResult, dict[str, int]]:
     data = open_source("power_law", nodes=2000, degree=16, communities=20, fan_outs=[5, 3])
     if folder:
         data = open_source("gowalla", folder[0], samples="neighbours", fan_outs=[5, 3])
-    nodes, columns = data.train.graph.num_nodes, data.train.schema.categorical
-    table = colonnade.Table("node", 32, rows=nodes, optimizer=colonnade.Adam(lr=0.01))
-    poolings = {"one": "sum", "sequence": "sequence"}
-    features = [colonnade.Feature(c.name, "node", pooling=poolings[c.kind]) for c in columns]
+    columns = data.train.schema.categorical
+    nodes, adam = columns[0].cardinality, colonnade.Adam(lr=0.01)
+    table = colonnade.Table("node", 32, rows=nodes, optimizer=adam)
+    features = [Feature(c.name, "node", pooling="sum" if c.kind == "one" else "sequence") for c in columns]  # fmt: skip
     torch.manual_seed(0)
     model = GraphSAGE([table], features, log_q=0)
     copies = {"size": nodes, "staleness": staleness, "policy": "lfu"}
     plan = colonnade.build_plan([table], mesh.world, colonnade.PlanConfig(cache=copies))
     model.embeddings.open(plan, mesh)
     result = colonnade.fit(model, data, mesh=mesh, epochs=5, batch_size=512, quiet=True)
-    return result, vars(model.embeddings.cached.counts)
+    return result, vars(cached.counts) if (cached := model.embeddings.cached) else {}
 
 
 if __name__ == "__main__":

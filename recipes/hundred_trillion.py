@@ -28,10 +28,11 @@ if __name__ == "__main__":
     draw = torch.Generator().manual_seed(0)
     ids = {name: torch.randint(NUM_IDS, (SAMPLES,), generator=draw) for name in ("user", "item")}
     data = open_tensors(ids, dense=torch.ones(SAMPLES, 1), label=(ids["item"] % 2).float())
-    settings = {"batch_size": 1024, "run": folder, "dram": "8MiB", "quiet": True}
     for epochs in (1, 2):
         model = build()
-        result = colonnade.fit(model, data, epochs=epochs, **settings)
+        result = colonnade.fit(
+            model, data, run=folder, epochs=epochs, batch_size=1024, dram="8MiB", quiet=True
+        )
         table, store = model.embeddings.tables[0], model.embeddings.store
         rows, files = len(store.backings[0]), sum(p.stat().st_size for p in folder.rglob("*.rows"))
         print(f"{NUM_IDS * DIM:,} parameters, step {model.embeddings.step}, from {result.resumed_at}: "
