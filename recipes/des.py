@@ -5,9 +5,8 @@
 Each rank sends each other rank one message with partial results of FM, first-order weights and the first deep layer.
 """
 
-import torch
-
 import colonnade
+import torch
 from colonnade.data import open_source
 from colonnade.models import DeepFM
 

@@ -2,9 +2,8 @@
 torchrun --nproc-per-node 2 recipes/dmt.py
 """
 
-import torch
-
 import colonnade
+import torch
 from colonnade import Partition, shard_in_towers
 from colonnade.data import open_source
 from colonnade.models import DLRM, describe_tower_modules

@@ -6,9 +6,8 @@ Trains on a synthetic power-law graph, or on Gowalla's graph of users and places
 
 import sys
 
-import torch
-
 import colonnade
+import torch
 from colonnade import Feature, FitResult, Mesh
 from colonnade.data import open_source
 from colonnade.models import GraphSAGE

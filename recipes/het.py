@@ -6,9 +6,8 @@ A rank uses cached rows within their bounds without a request to the owner, and 
 
 import sys
 
-import torch
-
 import colonnade
+import torch
 from colonnade.data import open_source
 from colonnade.models import WideDeep
 

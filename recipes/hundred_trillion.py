@@ -8,9 +8,8 @@ Trains a few steps within a memory budget, saves a checkpoint, continues from it
 import sys
 from pathlib import Path
 
-import torch
-
 import colonnade
+import torch
 from colonnade.data import open_tensors
 from colonnade.models import DLRM
 
