@@ -245,7 +245,7 @@ def test_the_scrub_names_what_no_lookup_has_read(export):
 def test_rows_are_checked_when_they_are_first_read(whole, tmp_path, monkeypatch):
     """A damaged row harms those alone that look it up; nothing else of the file is read."""
     small_blocks(monkeypatch)
-    monkeypatch.setattr(MappedRows, "scrub", lambda self: None)
+    monkeypatch.setattr(MappedRows, "start_scrub", lambda self: None)
     out = tmp_path / "out"
     export_run(whole / "run", out)
     with Predictor.open(out) as predictor:
