@@ -46,6 +46,7 @@ LEVELS = [
     {"train"},
     {"run"},
     {"report", "predict"},
+    {"serve"},
     {"cli"},
     {"__main__"},
 ]

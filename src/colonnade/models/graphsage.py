@@ -58,6 +58,9 @@ class GraphSAGE(Retriever):
             )
         dim = next(iter(field_dims(tables, features).values()))
         self.embeddings = EmbeddingCollection(tables, features, seed=seed)
+        self.query_features, self.item_features = (
+            tuple(name for name in (role, *hops) if name.startswith(role)) for role in ROLES
+        )
         self.log_q, self.temperature = log_q, temperature
         self.layers = nn.ModuleList(nn.Linear(2 * dim, dim) for _ in range(self.hops))
 

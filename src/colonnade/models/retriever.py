@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,8 @@ from colonnade.models.split import SplitModel
 
 CUTOFFS = (10, 20)
 CHUNK = 4096  # items embedded at a time
+BLOCK = 1 << 16
+"""Number of items scored at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +71,10 @@ class RetrievalObjective:
         """Rank the catalogue for each query; the metrics are means over queries."""
         self.check_source(source)
         with evaluation_mode(model):
-            catalogue: TensorColumns = source.catalogue  # type: ignore[attr-defined]
-            chunks = torch.arange(catalogue.num_samples).split(CHUNK)
-            items = torch.cat([model.items(catalogue.gather_rows(chunk)) for chunk in chunks])
+            items = embed_items(model, source.catalogue)  # type: ignore[attr-defined]
 
             def measure(batch: Batch) -> dict[str, Tensor]:
-                scores = (model.queries(batch) @ items.T).cpu()
-                top = top_items(mask_items(scores, batch.key.excluded), max(CUTOFFS))
+                top, _ = rank_items(model.queries(batch), items, batch.key.excluded, max(CUTOFFS))
                 values = [
                     value for k in CUTOFFS for value in recall_and_ndcg(top, batch.key.truth, k)
                 ]
@@ -101,6 +100,12 @@ class Retriever(SplitModel):
     """
 
     objective = RetrievalObjective()
+    query_features: tuple[str, ...]
+    """Names of the features that `queries` reads."""
+    item_features: tuple[str, ...]
+    """Names of the features that `items` reads, the item's id first."""
+    dense_columns: Sequence[int] = ()
+    """Indices of the dense columns that `queries` reads."""
     temperature: float
     log_q: int | None = None
     """Index of the dense column with the log of an item's frequency."""
@@ -199,11 +204,49 @@ def recall_and_ndcg(top: Tensor, truth: Ids, k: int) -> tuple[Tensor, Tensor]:
     ]
 
 
+def embed_items(model: Retriever, catalogue: TensorColumns) -> Tensor:
+    """Compute the vectors of all items of a catalogue, (I, D)."""
+    chunks = torch.arange(catalogue.num_samples).split(CHUNK)
+    return torch.cat([model.items(catalogue.gather_rows(chunk)) for chunk in chunks])
+
+
+def rank_items(
+    queries: Tensor, items: Tensor, masked: Ids, k: int, block: int = BLOCK
+) -> tuple[Tensor, Tensor]:
+    """Rank all items for each query by the dots of their vectors, exactly, `block` items at a time.
+
+    queries (B, D), items (I, D), masked (B,) bags of items that are not ranked
+    -> items and scores (B, min(k, I)), on the CPU, best first; equal scores in the order of item numbers; -1 and -inf
+    instead of items that are masked. Raises NonFiniteError for NaN.
+    """
+    top = torch.empty(len(queries), 0, dtype=torch.int64)
+    top_scores = torch.empty(len(queries), 0)
+    for begin in range(0, len(items), block):
+        scores = (queries @ items[begin : begin + block].T).cpu()
+        best, best_scores = _find_best(mask_items(scores, masked, begin), k)
+        if begin == 0:
+            top, top_scores = best, best_scores
+            continue
+        best = torch.where(best < 0, -1, best + begin)
+        # All items before this block have lower numbers, so a stable sort keeps the order of equal scores.
+        top_scores, order = torch.cat([top_scores, best_scores], dim=1).sort(
+            dim=1, descending=True, stable=True
+        )
+        top = torch.cat([top, best], dim=1).gather(1, order)
+        top, top_scores = top[:, :k], top_scores[:, :k]
+    return top, top_scores
+
+
 def top_items(scores: Tensor, k: int) -> Tensor:
     """Return the k items with the best scores of each query.
 
     scores (B, I) -> (B, min(k, I)) items, best first; equal scores in the order of item numbers; -1 instead of items
     that score -inf. Raises NonFiniteError for NaN."""
+    return _find_best(scores, k)[0]
+
+
+def _find_best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return what `top_items` does, and the scores of these items."""
     k = min(k, scores.shape[1])
     check_scores(scores)
     # topk chooses any of equal scores. Queries with more items of the lowest chosen score are sorted completely.
@@ -217,10 +260,12 @@ def top_items(scores: Tensor, k: int) -> Tensor:
         if bool(is_cut.any()):
             full_sort = scores[is_cut].sort(dim=1, descending=True, stable=True)
             items[is_cut], values[is_cut] = full_sort.indices[:, :k], full_sort.values[:, :k]
-    return items.masked_fill(values == -math.inf, -1)
+    return items.masked_fill(values == -math.inf, -1), values
 
 
-def mask_items(scores: Tensor, masked: Ids) -> Tensor:
-    """Set the scores of the items in each query's bag to -inf, in place."""
-    scores[masked.samples, masked.values] = -math.inf
+def mask_items(scores: Tensor, masked: Ids, begin: int = 0) -> Tensor:
+    """Set the scores of the items in each query's bag to -inf, in place. `scores`: of the items from `begin` on."""
+    items = masked.values - begin
+    is_inside = (items >= 0) & (items < scores.shape[1])
+    scores[masked.samples[is_inside], items[is_inside]] = -math.inf
     return scores

@@ -89,6 +89,7 @@ class SASRec(Retriever):
         if dim % heads:
             raise ConfigError(f"sasrec: got dim={dim} for {heads} heads, wanted a multiple")
         self.embeddings = EmbeddingCollection(tables, features, seed=seed)
+        self.query_features, self.item_features = ("history",), ("target",)
         self.max_length, self.temperature = max_length, temperature
         self.places = nn.Parameter(torch.randn(max_length, dim) * 0.02) if positions else None
         self.drop = nn.Dropout(dropout)

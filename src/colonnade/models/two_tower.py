@@ -73,6 +73,7 @@ class TwoTower(Retriever):
             },
             seed=seed,
         )
+        self.query_features, self.item_features = tuple(query_columns), tuple(item_columns)
         self.item_id, self.log_q, self.temperature = item_columns[0], log_q, temperature
         item_table = next(feature.table for feature in features if feature.name == self.item_id)
         self.known_items = [

@@ -35,6 +35,8 @@ FILE = "train.txt"
 DENSE = tuple(f"I{i}" for i in range(1, 14))
 CATEGORIES = tuple(f"C{i}" for i in range(1, 27))
 NAMES = ("label", *DENSE, *CATEGORIES)
+COUNT = " *-?[0-9]{1,18} *"
+"""Pattern of a number in the file."""
 MISSING_ID = 1 << 32
 RUN_LINES = 1 << 13
 """Number of lines parsed at a time, for any batch size: fewer cost many calls, more do not fit in the cache."""
@@ -268,12 +270,12 @@ def parse_columns(
         _raise_fault(lines, path, first_line, "a label that is neither 0 nor 1")
     ids = np.empty((len(CATEGORIES), num_lines), dtype=np.int64)
     for i in range(len(CATEGORIES)):
-        if not _parse_hex_ids(table.column(14 + i), out=ids[i]):
+        if not parse_hex_ids(table.column(14 + i), out=ids[i]):
             _raise_fault(lines, path, first_line, f"column {CATEGORIES[i]} is not hexadecimal")
     return table, ids
 
 
-def _parse_hex_ids(column: pa.ChunkedArray, out: NDArray[np.int64]) -> bool:
+def parse_hex_ids(column: pa.ChunkedArray, out: NDArray[np.int64]) -> bool:
     """Parse 8-digit fields into `out` (B,), empty ones as MISSING_ID. Return False if there is any other field."""
     array = column.combine_chunks()
     _, offsets_buffer, data_buffer = array.buffers()
@@ -316,7 +318,7 @@ def check_line(line: bytes, path: Path, number: int) -> None:
         if name == "label":
             pattern, wanted = rb" *(-?0+|0*1) *", "0 or 1"
         elif name in DENSE:
-            pattern, wanted = rb"| *-?[0-9]{1,18} *", "an integer or nothing"
+            pattern, wanted = rb"|" + COUNT.encode(), "an integer or nothing"
         else:
             pattern, wanted = rb"([0-9a-fA-F]{8})?", "8 hexadecimal digits or nothing"
         if not re.fullmatch(pattern, field):

@@ -1,0 +1,1 @@
+"""Online serving: raw records to batches, recommendations, and the server."""

@@ -1,0 +1,617 @@
+"""Raw records to batches: JSON values as a row of the training file has them, encoded by the schema of training.
+
+    encoder = build_encoder(predictor.config, predictor.schema)
+    batch = encoder.encode([{"user": "u17", "price": 9.5, "tags": ["a", "b"]}])
+    batch = encoder.encode_candidates({"user": "u17"}, [{"item": 3}, {"item": 8}])
+
+Values become Arrow arrays, which `data/tabular/encode.py` encodes as it does the columns of a file. A value of another
+type than the file's is read as the characters by which a CSV file would store it: 12 and "12" are one integer id, and
+12 in a column of texts is "12". What a record becomes does not depend on the other records.
+
+Legend: N records, E elements of all their lists, n dense columns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import date
+from decimal import Decimal
+from functools import lru_cache
+from itertools import chain
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from colonnade.batch import Batch, Ids
+from colonnade.config.run import RunConfig
+from colonnade.data.contract import Schema
+from colonnade.data.sets import criteo
+from colonnade.data.tabular.columns import resolve_dtypes
+from colonnade.data.tabular.csv import NUMBER
+from colonnade.data.tabular.declaration import FileSchema, load_file_schema
+from colonnade.data.tabular.encode import InvalidValue, encode_block
+from colonnade.data.tabular.fields import (
+    Bag,
+    Bucket,
+    Categorical,
+    Category,
+    Cross,
+    DeclaredField,
+    Group,
+    Key,
+    Number,
+    Time,
+    suggest_name,
+)
+from colonnade.data.tabular.fields import Sequence as SequenceField
+from colonnade.data.tabular.tables import FORMATS
+from colonnade.errors import ConfigError, DataError
+
+Record = Mapping[str, Any]
+ScalarKind = Literal["number", "integer", "text", "time", "hex"]
+PLAIN = frozenset((str, int, float, bool, type(None), list))
+"""Types of the values of parsed JSON, except objects."""
+MAX_NAME = 100
+"""Number of characters of an unknown column's name that are shown and compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRules:
+    """Rules of the training format for values that do not have the column's type."""
+
+    null_texts: frozenset[str] = frozenset()
+    """Texts that are missing values, besides the empty one: `null_values` of CSV files."""
+    number_pattern: re.Pattern[str] | None = None
+    """Pattern of a number written as text; None: what Arrow parses."""
+    has_fractions: bool = True
+    """Whether numbers may have fractions; Criteo's have none."""
+    has_booleans: bool = False
+    """Whether true and false are the numbers 1 and 0, as in typed files. A CSV file has no such number."""
+    has_unsigned: bool = False
+    """Whether ids from 2^63 to 2^64 - 1 wrap around, as unsigned columns of Parquet files do."""
+    has_float32: bool = False
+    """Whether fractions are stored as float32, as TFRecord files do."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawColumn:
+    """Column of a record: how its values become an Arrow array."""
+
+    name: str
+    kind: ScalarKind
+    """Type of the values, or of the elements of lists."""
+    is_list: bool = False
+    separators: frozenset[str] = frozenset()
+    """Separators of lists written as text: one for each field that reads them."""
+    is_required: bool = False
+    """Whether a missing value is an error, as for features that no file declares."""
+
+    def build_array(self, values: list[Any], rules: ValueRules) -> pa.Array:
+        """Build an array (N,) of the values of all records. Raises InvalidValue."""
+        if not PLAIN.issuperset(map(type, values)):
+            values = [self._convert_plain(value, row) for row, value in enumerate(values)]
+        if self.is_list:
+            return self._build_lists(values, rules)
+        if self.is_required and None in values:
+            raise self._build_error(values.index(None), None)
+        return self._build_scalars(values, rules)
+
+    def _build_lists(self, values: list[Any], rules: ValueRules) -> pa.Array:
+        """Build lists, or texts that the fields split if no value is a list."""
+        if list not in set(map(type, values)):
+            return self._build_texts(values, rules)
+        lists = [self._split_list(value, row, rules) for row, value in enumerate(values)]
+        offsets = np.cumsum([0, *map(len, lists)])
+        elements = list(chain.from_iterable(lists))
+        try:
+            if not PLAIN.issuperset(map(type, elements)):
+                elements = [self._convert_plain(value, at) for at, value in enumerate(elements)]
+            array = self._build_scalars(elements, rules)
+        except InvalidValue as fault:
+            fault.row = int(np.searchsorted(offsets, fault.row, side="right")) - 1
+            raise
+        return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), array)
+
+    def _split_list(self, value: Any, row: int, rules: ValueRules) -> list[Any]:
+        """Return the elements of a list, or of a text with separators."""
+        if isinstance(value, list):
+            return value
+        text = None if value is None else self._format(value, row, rules)
+        if not text or text in rules.null_texts:
+            return []
+        if len(self.separators) > 1:
+            raise InvalidValue(row, self.name, describe_value(value), "a list", "Send lists only")
+        return text.split(next(iter(self.separators)))
+
+    def _build_scalars(self, values: list[Any], rules: ValueRules) -> pa.Array:
+        kinds = set(map(type, values))
+        if list in kinds:
+            row = next(row for row, value in enumerate(values) if isinstance(value, list))
+            raise self._build_error(row, values[row])
+        has_nulls = bool(rules.null_texts)
+        if self.kind == "integer" and not has_nulls and kinds <= {int, type(None)}:
+            try:
+                return pa.array(values, pa.int64())
+            except (OverflowError, pa.ArrowInvalid):
+                pass  # the slow path finds the value
+        if self.kind == "number" and not has_nulls and kinds <= {int, float, type(None)}:
+            return self._build_numbers(values, rules)
+        texts = self._build_texts(values, rules)
+        return self._parse_hex(texts) if self.kind == "hex" else texts
+
+    def _build_numbers(self, values: list[Any], rules: ValueRules) -> pa.Array:
+        try:
+            x = np.array(values, np.float64)  # None becomes NaN, which is a missing value too
+        except OverflowError:
+            row = next(row for row, value in enumerate(values) if not _fits_float(value))
+            raise self._build_error(row, values[row]) from None
+        if not rules.has_fractions:
+            is_invalid = (x != np.rint(x)) & ~np.isnan(x) | (np.abs(x) >= 2.0**63)
+            if is_invalid.any():
+                row = int(is_invalid.argmax())
+                raise self._build_error(row, values[row])
+        if rules.has_float32:
+            is_float = np.array([type(value) is float for value in values], np.bool_)
+            with np.errstate(over="ignore"):
+                x[is_float] = x[is_float].astype(np.float32)
+        return pa.array(x)
+
+    def _build_texts(self, values: list[Any], rules: ValueRules) -> pa.Array:
+        """Build the texts by which a CSV file would store the values."""
+        texts = [
+            value if value is None else self._format(value, row, rules)
+            for row, value in enumerate(values)
+        ]
+        if rules.null_texts:
+            texts = [None if text in rules.null_texts else text for text in texts]
+        try:
+            return pa.array(texts, pa.string())
+        except UnicodeEncodeError:
+            row = next(row for row, text in enumerate(texts) if not _is_encodable(text))
+            raise InvalidValue(
+                row, self.name, describe_value(values[row]), "text without lone surrogates"
+            ) from None
+
+    def _format(self, value: Any, row: int, rules: ValueRules) -> str:
+        """Return the characters of a value that is not missing."""
+        if isinstance(value, str):
+            pattern = rules.number_pattern if self.kind == "number" and not self.is_list else None
+            is_missing = not value or value in rules.null_texts
+            if pattern is not None and not is_missing and not pattern.fullmatch(value):
+                raise self._build_error(row, value)
+            return value
+        if isinstance(value, bool):
+            if self.kind == "number" and not rules.has_booleans:
+                raise self._build_error(row, value)
+            word = "true" if value else "false"
+            return str(int(value)) if self.kind == "number" else word
+        if isinstance(value, int):
+            if not _fits_float(value):  # nor may its digits be printed beyond some thousand
+                raise self._build_error(row, value)
+            wraps = self.kind == "integer" and rules.has_unsigned and 2**63 <= value < 2**64
+            return str(value - 2**64 if wraps else value)
+        assert isinstance(value, float)
+        if self.kind == "number" and rules.has_float32:
+            value = float(np.float32(value))
+        if self.kind == "number" and not rules.has_fractions:
+            if not value.is_integer():
+                raise self._build_error(row, value)
+            return f"{value:.0f}"
+        return repr(value)
+
+    def _parse_hex(self, texts: pa.Array) -> pa.Array:
+        """Parse categories of Criteo's files, 8 hexadecimal digits or nothing."""
+        ids = np.empty(len(texts), np.int64)
+        column = pa.chunked_array([texts.cast(pa.binary())])
+        if not criteo.parse_hex_ids(column, out=ids):
+            for row, text in enumerate(texts):
+                one = pa.chunked_array([pa.array([text.as_py()], pa.string()).cast(pa.binary())])
+                if not criteo.parse_hex_ids(one, out=ids[:1]):
+                    raise self._build_error(row, text.as_py())
+        return pa.array(ids)
+
+    def _convert_plain(self, value: Any, row: int) -> Any:
+        """Convert values that records made in Python may have (numpy, datetime, Decimal) to those of JSON."""
+        if type(value) in PLAIN:
+            return value
+        if isinstance(value, np.generic | np.ndarray):
+            value = value.tolist()
+        if isinstance(value, tuple):
+            value = list(value)
+        elif isinstance(value, date):  # also a datetime
+            value = value.isoformat()
+        elif isinstance(value, Decimal):
+            value = str(value)
+        for kind in (str, bool, int, float):
+            if isinstance(value, kind):
+                return kind(value)
+        if value is None or isinstance(value, list):
+            return value
+        raise self._build_error(row, value)
+
+    def _build_error(self, row: int, value: Any) -> InvalidValue:
+        wanted = {
+            "number": "a number",
+            "integer": "an integer",
+            "text": "one text or number",
+            "time": "a time such as 2024-05-31T12:00:00, or Unix seconds",
+            "hex": "8 hexadecimal digits or null",
+        }[self.kind]
+        if self.is_list:
+            wanted = f"a list, and each of its elements {wanted}"
+        return InvalidValue(row, self.name, describe_value(value), wanted)
+
+
+def describe_value(value: Any) -> str:
+    """Describe a value in a message, in bounded space and time whatever it is."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return repr(value[:60]) if len(value) <= 60 else f"{value[:40]!r}... of {len(value):,} characters"  # fmt: skip
+    if isinstance(value, int):
+        return str(value) if value.bit_length() < 200 else f"an integer of {value.bit_length()} bits"  # fmt: skip
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value):,} values"
+    if isinstance(value, Mapping):
+        return "an object"
+    return f"a value of type {type(value).__name__}"
+
+
+def _fits_float(value: Any) -> bool:
+    return not isinstance(value, int) or value.bit_length() < 1024
+
+
+def _is_encodable(text: str | None) -> bool:
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def plan_columns(file_schema: FileSchema, *, is_hex: bool, is_required: bool) -> list[RawColumn]:
+    """Plan how each column is read; of fields that need different types, one is chosen from which all can read."""
+    readers: dict[str, list[tuple[DeclaredField, str]]] = {}
+    for field in file_schema.fields:
+        for column in field.columns:
+            is_weights = isinstance(field, Bag) and column == field.weights
+            readers.setdefault(column, []).append((field, _kind_of(field, is_weights, is_hex)))
+    columns = []
+    for name, pairs in readers.items():
+        kinds = {kind for _, kind in pairs}
+        order: list[ScalarKind] = ["text", "time", "hex", "integer", "number"]
+        # Texts are read by all; times and numbers together are written as texts.
+        kind: ScalarKind = "text" if {"time"} < kinds else next(k for k in order if k in kinds)
+        lists = [field for field, _ in pairs if isinstance(field, Bag | SequenceField)]
+        is_list = len(lists) == len(pairs)
+        separators = frozenset(field.separator for field in lists)
+        columns.append(RawColumn(name, kind, is_list, separators, is_required and not is_list))
+    return columns
+
+
+def _kind_of(field: DeclaredField, is_weights: bool, is_hex: bool) -> ScalarKind:
+    """Return the type that a field reads from a column."""
+    if is_weights or isinstance(field, Bucket):
+        return "number"
+    if isinstance(field, Number):
+        return "number" if field.days_before is None else "time"
+    if isinstance(field, Time):
+        return "time"
+    assert isinstance(field, Category | Bag | SequenceField)
+    if is_hex:
+        return "hex"
+    return "integer" if field.dtype == "integer" else "text"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSubset:
+    """Fields that are encoded together from one block of records."""
+
+    file_schema: FileSchema | None  # None: no field
+    columns: tuple[RawColumn, ...]
+    outputs: tuple[str, ...]
+    """Names of the categorical fields that enter the batch; the others are only crossed."""
+    dense: tuple[int, ...]
+    """Positions of the numbers in the batch's dense columns."""
+
+
+class RecordEncoder:
+    """Encoder of raw records to batches. Build one with `build_encoder`; any thread may use it.
+
+    `columns`: the raw columns that are read. `ignored`: columns of the training file that may be sent and are not read:
+    labels, weights, groups and keys.
+    """
+
+    def __init__(
+        self,
+        file_schema: FileSchema,
+        columns: Sequence[RawColumn],
+        rules: ValueRules,
+        *,
+        ignored: Collection[str] = (),
+        names: Mapping[str, str] | None = None,
+        selected: Collection[str] | None = None,
+    ) -> None:
+        """Create an encoder. `names`: names in the batch by field, where they differ. `selected`: fields to encode;
+        default: all."""
+        self._file_schema, self._rules = file_schema, rules
+        self._raw_columns = {column.name: column for column in columns}
+        self._names = dict(names or {})
+        self._selected = frozenset(
+            field.name for field in file_schema.fields
+            if selected is None or self._names.get(field.name, field.name) in selected
+        )  # fmt: skip
+        needed = select_fields(file_schema, self._selected)
+        read = {column for field in needed for column in field.columns}
+        self.columns = tuple(column for column in self._raw_columns if column in read)
+        self.ignored = (frozenset(ignored) | self._raw_columns.keys()) - read
+        self._known = frozenset(self.columns) | self.ignored
+        self._everything = self._build_subset(self._selected)
+        self._split = lru_cache(maxsize=64)(self._split_fields)
+
+    def select(self, names: Collection[str], *, ignored: Collection[str] = ()) -> RecordEncoder:
+        """Return an encoder of the features and dense columns `names`; other dense columns are 0. `ignored`: further
+        columns that may be sent and are not read."""
+        return RecordEncoder(
+            self._file_schema, list(self._raw_columns.values()), self._rules,
+            ignored=self.ignored | frozenset(ignored), names=self._names, selected=names,
+        )  # fmt: skip
+
+    def find_columns(self, name: str) -> tuple[str, ...]:
+        """Return the raw columns that a feature or dense column reads."""
+        field = next(f for f in self._file_schema.fields if self._names.get(f.name, f.name) == name)
+        return field.columns
+
+    def encode(self, records: Sequence[Record]) -> Batch:
+        """Encode records to a batch of N samples, without labels.
+
+        A null and an absent column are missing values, as in a file. Raises DataError naming record and column, for a
+        column that the training file does not have, too.
+        """
+        self._check_records(records, "record")
+        dense, ids = self._encode_subset(self._everything, records, "record")
+        parts = [(self._everything, dense)]
+        return Batch(len(records), self._spread_dense(parts, len(records)), ids)
+
+    def encode_candidates(self, user: Record, candidates: Sequence[Record]) -> Batch:
+        """Encode the candidates of one user to a batch of N samples.
+
+        The user's features are encoded once and shared: their `Ids` have one sample. They are the features that read no
+        column of a candidate. Dense columns are (1, n) if all are the user's, else (N, n). Raises DataError as `encode`
+        does, and for a column that both user and candidates have.
+        """
+        self._check_records([user], "user")
+        self._check_records(candidates, "candidate")
+        columns = frozenset(chain.from_iterable(candidates))
+        for row, candidate in enumerate(candidates):
+            if common := user.keys() & candidate.keys():
+                column = min(common)
+                raise DataError(
+                    f"candidate {row}, column {column}: got it in the user too, wanted it in one of them. Leave it out "
+                    "of the user if candidates differ in it"
+                )
+        shared, own, repeated = self._split(columns & frozenset(self.columns))
+        shared_dense, shared_ids = self._encode_subset(shared, [user], "user")
+        records = candidates
+        if repeated:
+            values = {column: user.get(column) for column in repeated}
+            records = [{**values, **candidate} for candidate in candidates]
+        own_dense, own_ids = self._encode_subset(own, records, "candidate")
+        size = 1 if shared.dense and not own.dense else len(candidates)
+        dense = self._spread_dense([(shared, shared_dense), (own, own_dense)], size)
+        ids = {**shared_ids, **own_ids}
+        names = (self._names.get(f.name, f.name) for f in self._file_schema.categorical)
+        return Batch(len(candidates), dense, {name: ids[name] for name in names if name in ids})
+
+    def _split_fields(
+        self, columns: frozenset[str]
+    ) -> tuple[FieldSubset, FieldSubset, tuple[str, ...]]:
+        """Return the fields shared by all candidates, those of each candidate, and the user's columns that these read.
+
+        `columns`: of the candidates.
+        """
+        fields = [field for field in self._file_schema.fields if field.name in self._selected]
+        own = {field.name for field in fields if columns.intersection(field.columns)}
+        parts = {f.name for f in self._file_schema.fields if columns.intersection(f.columns)}
+        own |= {field.name for field in fields if isinstance(field, Cross) and parts & {*field.of}}
+        shared = self._build_subset({field.name for field in fields} - own)
+        subset = self._build_subset(own)
+        repeated = tuple(c.name for c in subset.columns if c.name not in columns)
+        return shared, subset, repeated
+
+    def _build_subset(self, names: Collection[str]) -> FieldSubset:
+        """Build the subset of the fields `names`, with the fields that they cross."""
+        fields = select_fields(self._file_schema, names)
+        read = {column for field in fields for column in field.columns}
+        numbers = self._file_schema.numbers
+        return FieldSubset(
+            replace(self._file_schema, fields=fields) if fields else None,
+            tuple(column for column in self._raw_columns.values() if column.name in read),
+            tuple(f.name for f in fields if isinstance(f, Categorical) and f.name in names),
+            tuple(i for i, field in enumerate(numbers) if field.name in names),
+        )
+
+    def _encode_subset(
+        self, subset: FieldSubset, records: Sequence[Record], subject: str
+    ) -> tuple[torch.Tensor, dict[str, Ids]]:
+        """Encode a subset of the fields: dense columns (N, k), and ids by name in the batch."""
+        if subset.file_schema is None:
+            return torch.zeros(len(records), 0), {}
+        with describing_records(subject):
+            arrays = {
+                column.name: column.build_array([r.get(column.name) for r in records], self._rules)
+                for column in subset.columns
+            }
+            chunk = encode_block(subset.file_schema, arrays, len(records))
+        batch = chunk.to_batch([field.name for field in subset.file_schema.categorical])
+        ids = {self._names.get(name, name): batch.ids[name] for name in subset.outputs}
+        return batch.dense, ids
+
+    def _spread_dense(
+        self, parts: list[tuple[FieldSubset, torch.Tensor]], size: int
+    ) -> torch.Tensor:
+        """Combine the dense columns of subsets in the order of the schema, (size, n); others are 0."""
+        num_columns = len(self._file_schema.numbers)
+        for subset, dense in parts:
+            if len(subset.dense) == num_columns and len(dense) == size:
+                return dense
+        combined = torch.zeros(size, num_columns)
+        for subset, dense in parts:
+            combined[:, list(subset.dense)] = dense
+        return combined
+
+    def _check_records(self, records: Sequence[Record], subject: str) -> None:
+        """Raise DataError unless these are objects with known columns, and at least one."""
+        if not isinstance(records, Sequence) or isinstance(records, str | bytes):
+            raise DataError(
+                f"got {describe_value(records)}, wanted a list of {subject}s. Send each as an object of its columns"
+            )
+        if not records:
+            raise DataError(f"got no {subject}, wanted at least one. Send one or more")
+        known = self._known
+        for row, record in enumerate(records):
+            place = subject if subject == "user" else f"{subject} {row}"
+            if not isinstance(record, Mapping):
+                raise DataError(
+                    f"{place}: got {describe_value(record)}, wanted an object. Send the columns by name: "
+                    + "{"
+                    + ", ".join(f'"{name}": ...' for name in self.columns[:3])
+                    + "}"
+                )
+            if not record.keys() <= known:
+                column = next(name for name in record if name not in known)
+                raise DataError(f"{place}: {self._describe_unknown(column)}")
+
+    def _describe_unknown(self, column: Any) -> str:
+        if not isinstance(column, str):
+            return f"got {describe_value(column)} as the name of a column, wanted text. Send the columns by name"
+        hint = suggest_name(column[:MAX_NAME], list(self.columns))
+        return f"got a column {describe_value(column)}, which the model was not trained on; {hint}"
+
+
+@contextmanager
+def describing_records(subject: str) -> Iterator[None]:
+    """Turn errors of values into DataErrors that name record and column."""
+    try:
+        yield
+    except InvalidValue as fault:
+        place = subject if subject == "user" else f"{subject} {fault.row}"
+        wanted = fault.wanted.removesuffix(", because the schema says missing: error")
+        fix = "Send what a row of the training file has there"
+        if fault.got == "nothing":
+            fix = f"Send the column, or train with files that have missing values in {fault.column}"
+        raise DataError(
+            f"{place}, column {fault.column}: got {fault.got}, wanted {wanted}. {fix}"
+        ) from None
+    except pa.ArrowException as error:
+        raise DataError(
+            f"{subject}s: cannot be read as declared ({str(error).splitlines()[0][:200]}). Send what rows of the "
+            "training file have"
+        ) from None
+
+
+def select_fields(file_schema: FileSchema, names: Collection[str]) -> tuple[DeclaredField, ...]:
+    """Return the fields `names` and those that they cross, in the order of the schema."""
+    crossed = {
+        part
+        for field in file_schema.fields
+        if isinstance(field, Cross) and field.name in names
+        for part in field.of
+    }
+    return tuple(f for f in file_schema.fields if f.name in names or f.name in crossed)
+
+
+def build_encoder(config: RunConfig | None, schema: Schema) -> RecordEncoder:
+    """Build the encoder of raw records for a model. Raises ConfigError for a recorded schema that cannot be used.
+
+    The model was trained on            a record has
+    files with a schema (csv, parquet)  the columns of the files
+    criteo                              I1 .. I13, C1 .. C26, as in the file: integers and 8 hexadecimal digits
+    any other reader, or its own loop   the features and dense columns of `schema`: integer ids, numbers, lists of ids
+    """
+    name = "" if config is None else config.data.name
+    options: Mapping[str, Any] = {} if config is None else config.data.options
+    if name in FORMATS:
+        if "schema" not in options:
+            raise ConfigError(
+                f"got a model trained by the {name} reader without a schema in its configuration, wanted "
+                "data.options.schema. Export the model again from its run folder"
+            )
+        return _build_file_encoder(name, options)
+    if name == "criteo":
+        return _build_criteo_encoder(options.get("hash_rows"))
+    return _build_schema_encoder(schema)
+
+
+def _build_file_encoder(name: str, options: Mapping[str, Any]) -> RecordEncoder:
+    """Build the encoder for files with a schema."""
+    declared = load_file_schema(options["schema"])
+    inputs = declared.inputs()
+    fields = tuple(f for f in inputs.fields if not isinstance(f, Group | Key))
+    file_schema = resolve_dtypes(replace(inputs, fields=fields), {})
+    is_csv = name == "csv"
+    rules = ValueRules(
+        null_texts=frozenset(options.get("null_values") or ()) if is_csv else frozenset(),
+        number_pattern=NUMBER if is_csv else None,
+        has_booleans=not is_csv,
+        has_unsigned=name == "parquet",
+        has_float32=name == "tfrecord",
+    )
+    others = {*declared.columns, *(options.get("names") or ())}
+    if options.get("split_by"):
+        others.add(options["split_by"])
+    columns = plan_columns(file_schema, is_hex=False, is_required=False)
+    return RecordEncoder(
+        file_schema, columns, rules, ignored=others - {column.name for column in columns}
+    )
+
+
+def _build_criteo_encoder(hash_rows: int | None) -> RecordEncoder:
+    """Build the encoder for Criteo's columns."""
+    numbers = [Number(name, missing=0.0, transform="log1p") for name in criteo.DENSE]
+    categories = [
+        Category(name, dtype="integer", rows=hash_rows, missing="error")
+        for name in criteo.CATEGORIES
+    ]
+    file_schema = FileSchema((*numbers, *categories))
+    columns = plan_columns(file_schema, is_hex=True, is_required=False)
+    return RecordEncoder(
+        file_schema,
+        columns,
+        ValueRules(number_pattern=re.compile(criteo.COUNT), has_fractions=False),
+        ignored=("label",),
+    )
+
+
+def _build_schema_encoder(schema: Schema) -> RecordEncoder:
+    """Build the encoder for a schema of batches, which no file declares."""
+    names: dict[str, str] = {}
+    fields: list[DeclaredField] = []
+    kinds: dict[str, Callable[..., DeclaredField]] = {
+        "one": Category, "bag": Bag, "sequence": SequenceField
+    }  # fmt: skip
+    for i, column in enumerate(schema.categorical):
+        fields.append(
+            kinds[column.kind](
+                f"ids_{i}", column=column.name, dtype="integer", cardinality=column.cardinality,
+                missing="error",
+            )
+        )  # fmt: skip
+        names[f"ids_{i}"] = column.name
+    for i, name in enumerate(schema.dense):
+        fields.append(Number(f"dense_{i}", column=name))
+        names[f"dense_{i}"] = name
+    file_schema = FileSchema(tuple(fields))
+    columns = plan_columns(file_schema, is_hex=False, is_required=True)
+    return RecordEncoder(
+        file_schema, columns, ValueRules(number_pattern=NUMBER), ignored=schema.labels, names=names
+    )
