@@ -224,7 +224,9 @@ def test_doctor_says_what_follows(colonnade):
         assert words in said
 
 
-VERBS = "demo train towers evaluate predict convert report compare inspect export verify settings doctor bench".split()
+VERBS = (
+    "demo train towers evaluate predict recommend convert report compare inspect export verify settings doctor bench"
+).split()
 
 
 @pytest.mark.parametrize("verb", VERBS)

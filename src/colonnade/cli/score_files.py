@@ -1,7 +1,7 @@
 """Score files in Parquet, CSV or TSV, written as a stream and renamed into place when complete.
 
 Columns: `key` if the batches have one, then `score`, or `score_<label>` for each of several labels. One line per
-sample, in the order of the input. Legend: B samples, T tasks.
+sample, in the order of the input. Files of recommendations are written in the same way. Legend: B samples, T tasks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -23,26 +23,26 @@ from colonnade.batch import Batch
 from colonnade.errors import ConfigError, DataError, StorageError
 
 FORMATS = (".parquet", ".csv", ".tsv")
+T = TypeVar("T", bound="TableWriter")
 
 
-class ScoreFile:
-    """Context manager that writes scores to a temporary file, renamed to `path` at the end, deleted after an
+class TableWriter:
+    """Context manager that writes tables to a temporary file, renamed to `path` at the end, deleted after an
     exception."""
 
-    def __init__(self, path: Path, labels: Sequence[str]) -> None:
-        """Choose the format by the suffix of `path`. Raises ConfigError for an unknown suffix."""
-        if path.suffix not in FORMATS:
+    def __init__(self, path: Path, empty: pa.Table, formats: Sequence[str] = FORMATS) -> None:
+        """Choose the format by the suffix of `path`. `empty`: the table to write if there is none. Raises ConfigError
+        for an unknown suffix."""
+        if path.suffix not in formats:
             raise ConfigError(
-                f"got output {str(path)!r}, wanted a name that ends in {', '.join(FORMATS)}"
+                f"got output {str(path)!r}, wanted a name that ends in {', '.join(formats)}"
             )
         self.path = path
-        self.names = score_names(labels)
+        self._empty = empty
         self._temporary_path = path.with_name(f".{path.name}.{os.getpid()}.part")
         self._writer: Any = None
-        self._has_key: bool | None = None
-        self.num_samples = 0
 
-    def __enter__(self) -> ScoreFile:
+    def __enter__(self: T) -> T:
         """Create the temporary file, so that StorageError is raised before any work is done."""
         try:
             self._temporary_path.touch()
@@ -50,39 +50,21 @@ class ScoreFile:
             raise self._storage_error(error) from None
         return self
 
-    def add(self, batch: Batch, scores: Tensor) -> None:
-        """Append the scores (B, T) of a batch."""
-        if scores.shape != (batch.size, len(self.names)):
-            raise ConfigError(
-                f"got scores of shape {tuple(scores.shape)} for {batch.size} samples and {len(self.names)} labels; "
-                "this model gives no score per label. Use Predictor(...).model in a program of your own"
-            )
-        columns: dict[str, Any] = {}
-        has_key = batch.key is not None
-        if self._has_key is None:
-            self._has_key = has_key
-        if has_key != self._has_key:
-            raise DataError("got keys with some batches only, wanted them with all or with none")
-        if has_key:
-            columns["key"] = _to_array(batch.key)
-        values = scores.cpu().numpy()
-        columns |= {name: np.ascontiguousarray(values[:, t]) for t, name in enumerate(self.names)}
-        table = pa.table(columns)
+    def write(self, table: pa.Table) -> None:
+        """Append a table; all have the same columns."""
         try:
             if self._writer is None:
                 self._writer = self._open_writer(table.schema)
             self._writer.write_table(table)
         except OSError as error:
             raise self._storage_error(error) from None
-        self.num_samples += batch.size
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         try:
             if kind is None and self._writer is None:
-                empty = pa.table({name: pa.array([], pa.float64()) for name in self.names})
-                self._writer = self._open_writer(empty.schema)
+                self._writer = self._open_writer(self._empty.schema)
             if self._writer is not None:
                 self._writer.close()
             if kind is None:
@@ -112,6 +94,37 @@ class ScoreFile:
             error.errno,
             f"{self.path}: could not write: {reason}. {advice}; the partial file was deleted",
         )
+
+
+class ScoreFile(TableWriter):
+    """Writer of scores, with one column per label."""
+
+    def __init__(self, path: Path, labels: Sequence[str]) -> None:
+        """Choose the format by the suffix of `path`. Raises ConfigError for an unknown suffix."""
+        self.names = score_names(labels)
+        super().__init__(path, pa.table({name: pa.array([], pa.float64()) for name in self.names}))
+        self._has_key: bool | None = None
+        self.num_samples = 0
+
+    def add(self, batch: Batch, scores: Tensor) -> None:
+        """Append the scores (B, T) of a batch."""
+        if scores.shape != (batch.size, len(self.names)):
+            raise ConfigError(
+                f"got scores of shape {tuple(scores.shape)} for {batch.size} samples and {len(self.names)} labels; "
+                "this model gives no score per label. Use Predictor(...).model in a program of your own"
+            )
+        columns: dict[str, Any] = {}
+        has_key = batch.key is not None
+        if self._has_key is None:
+            self._has_key = has_key
+        if has_key != self._has_key:
+            raise DataError("got keys with some batches only, wanted them with all or with none")
+        if has_key:
+            columns["key"] = _to_array(batch.key)
+        values = scores.cpu().numpy()
+        columns |= {name: np.ascontiguousarray(values[:, t]) for t, name in enumerate(self.names)}
+        self.write(pa.table(columns))
+        self.num_samples += batch.size
 
 
 def score_names(labels: Sequence[str]) -> tuple[str, ...]:

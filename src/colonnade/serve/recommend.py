@@ -28,7 +28,7 @@ from colonnade.batch import Batch, Ids
 from colonnade.config.run import RunConfig
 from colonnade.data import open_source
 from colonnade.data.contract import Schema
-from colonnade.data.sets.interactions import Interactions, concat_bags
+from colonnade.data.interactions import Interactions, concat_bags
 from colonnade.data.tensors import TensorColumns, gather_ids
 from colonnade.errors import ConfigError, DataError
 from colonnade.models.retriever import Retriever, embed_items, rank_items
@@ -180,6 +180,11 @@ class Recommender:
     def step(self) -> int:
         """Step of the checkpoint that is recommended with."""
         return self._active.step
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Columns that a record of a user may have, read or not."""
+        return frozenset(self.encoder.columns) | self.encoder.ignored
 
     @property
     def problem(self) -> BaseException | None:

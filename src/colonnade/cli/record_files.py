@@ -1,0 +1,92 @@
+"""Files of raw records: any tabular format, or one JSON object per line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from colonnade.data.lines import check_regular
+from colonnade.data.tabular.csv import CsvFile
+from colonnade.data.tabular.encode import InvalidValue
+from colonnade.data.tabular.files import build_data_error
+from colonnade.data.tabular.tables import FORMATS, KINDS
+from colonnade.errors import ConfigError, DataError
+
+JSON_ENDINGS = (".jsonl", ".ndjson")
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Read all records of a file. Raises ConfigError, DataError as `read_record_batches`."""
+    return list(chain.from_iterable(read_record_batches(path, 1 << 16)))
+
+
+def read_record_batches(path: Path, size: int) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of a file in order, `size` at a time, as records with all columns.
+
+    Raises ConfigError for an unknown suffix, DataError naming file and line or row.
+    """
+    suffix = path.suffix.lower()
+    if suffix in JSON_ENDINGS:
+        return _read_json_lines(path, size)
+    if suffix not in KINDS:
+        raise ConfigError(
+            f"got {str(path)!r}, wanted a name that ends in {', '.join([*KINDS, *JSON_ENDINGS])}"
+        )
+    return _read_table(path, KINDS[suffix], size)
+
+
+def _read_table(path: Path, kind: str, size: int) -> Iterator[list[dict[str, Any]]]:
+    file: Any = FORMATS[kind]().open_file(check_regular(path))
+    if isinstance(file, CsvFile):
+        file = replace(file, types=dict.fromkeys(file.names, pa.string()))
+    rows: list[dict[str, Any]] = []
+    for block in range(len(file.lengths)):
+        try:
+            table = pa.table(dict(file.read_block(block, file.names)))
+        except InvalidValue as fault:
+            raise build_data_error(file, block, fault) from None
+        for part in table.to_batches(max_chunksize=size):
+            rows += part.to_pylist()
+            while len(rows) >= size:
+                yield rows[:size]
+                rows = rows[size:]
+    if rows:
+        yield rows
+
+
+def _read_json_lines(path: Path, size: int) -> Iterator[list[dict[str, Any]]]:
+    rows: list[dict[str, Any]] = []
+    with check_regular(path).open(encoding="utf-8") as file:
+        for number, line in enumerate(_decode_lines(file, path), 1):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(
+                    f"{path}, line {number}: got no JSON ({str(error)[:100]}), wanted an object on each line. Repair "
+                    "the line"
+                ) from None
+            if not isinstance(record, dict):
+                raise DataError(
+                    f"{path}, line {number}: got {type(record).__name__}, wanted an object on each line. Repair it"
+                )
+            rows.append(record)
+            if len(rows) == size:
+                yield rows
+                rows = []
+    if rows:
+        yield rows
+
+
+def _decode_lines(file: Any, path: Path) -> Iterator[str]:
+    try:
+        yield from file
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: got bytes that are not UTF-8 ({error.reason}), wanted UTF-8. Convert the file with iconv"
+        ) from None
