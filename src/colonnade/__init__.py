@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     from colonnade.row_optimizer import RowOptimizer
     from colonnade.row_state import dense_state_dict, load_dense_state_dict
     from colonnade.run.fit import FitResult, fit, load_checkpoint
+    from colonnade.serve.recommend import Recommender
+    from colonnade.serve.records import build_encoder
     from colonnade.staleness import RowClock
     from colonnade.table import Feature, Table, Uniform
     from colonnade.topology.sharding import (
@@ -117,6 +119,8 @@ _NAMES_BY_MODULE = {
     "row_optimizer": ("RowOptimizer",),
     "row_state": ("dense_state_dict", "load_dense_state_dict"),
     "run.fit": ("FitResult", "fit", "load_checkpoint"),
+    "serve.recommend": ("Recommender",),
+    "serve.records": ("build_encoder",),
     "staleness": ("RowClock",),
     "table": ("Feature", "Table", "Uniform"),
     "topology.sharding": (
@@ -167,6 +171,7 @@ __all__ = [
     "PlanConfig",
     "Predictor",
     "RandomAdmission",
+    "Recommender",
     "RowClock",
     "RowOptimizer",
     "RowWiseAdagrad",
@@ -184,6 +189,7 @@ __all__ = [
     "WorldError",
     "average_metrics",
     "best_possible_metrics",
+    "build_encoder",
     "build_plan",
     "close_mesh",
     "column_wise",

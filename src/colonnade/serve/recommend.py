@@ -32,7 +32,7 @@ from colonnade.data.interactions import Interactions, concat_bags
 from colonnade.data.tensors import TensorColumns, gather_ids
 from colonnade.errors import ConfigError, DataError
 from colonnade.models.retriever import Retriever, embed_items, rank_items
-from colonnade.predict.predictor import Predictor
+from colonnade.predict import Predictor
 from colonnade.publish.delivery import is_url
 from colonnade.publish.deltas import CURRENT
 from colonnade.serve.records import Record, RecordEncoder, build_encoder, describe_value
@@ -44,13 +44,13 @@ MAX_K = 10_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Catalogue:
-    """All items that may be recommended, in ascending order of `keys`."""
+    """Items that may be recommended, in ascending order of `keys`."""
 
     features: TensorColumns
     """Features that the model reads of an item (I,)."""
     keys: NDArray
     """Ids of the items in answers (I,): integers, or texts as objects."""
-    seen: Ids | None = None
+    taken: Ids | None = None
     """Bags (U,) of the positions of the items that each user of the training data took; None: unknown."""
 
     @property
@@ -88,7 +88,7 @@ class Recommendations:
 
 @dataclass(slots=True, eq=False)
 class _Side:
-    """One of the two halves of a recommender: a predictor and the vectors of all items at its step."""
+    """Predictor with the vectors of all items at its step: one of the two of a recommender."""
 
     predictor: Predictor
     vectors: Tensor  # (I, D)
@@ -333,14 +333,14 @@ class Recommender:
 
     def _find_seen(self, users: Sequence[Record]) -> Ids:
         """Return the bags of items that the users of the training data took; empty for others."""
-        seen = self.catalogue.seen
-        num_known = 0 if seen is None else len(seen.counts)
+        taken = self.catalogue.taken
+        num_known = 0 if taken is None else len(taken.counts)
         numbers = [_parse_user(user.get(USER), row, num_known) for row, user in enumerate(users)]
-        if seen is None or num_known == 0:
+        if taken is None or num_known == 0:
             return Ids(
                 torch.empty(0, dtype=torch.int64), torch.zeros(len(users) + 1, dtype=torch.int64)
             )
-        bags = gather_ids(seen, torch.tensor([max(number, 0) for number in numbers]))
+        bags = gather_ids(taken, torch.tensor([max(number, 0) for number in numbers]))
         is_known = torch.tensor([number >= 0 for number in numbers])
         counts = bags.counts * is_known
         values = bags.values[is_known[bags.samples]]
@@ -410,10 +410,10 @@ def open_data_catalogue(config: RunConfig) -> Catalogue:
             "their records: items=[...], or --items FILE"
         )
     interactions = getattr(splits.train, "interactions", None)
-    seen = None
+    taken = None
     if isinstance(interactions, Interactions):
-        seen = concat_bags(interactions.train, interactions.validation)
-    return Catalogue(features, np.arange(features.num_samples), seen)
+        taken = concat_bags(interactions.train, interactions.validation)
+    return Catalogue(features, np.arange(features.num_samples), taken)
 
 
 def build_catalogue(

@@ -69,13 +69,13 @@ class ValueRules:
     number_pattern: re.Pattern[str] | None = None
     """Pattern of a number written as text; None: what Arrow parses."""
     has_fractions: bool = True
-    """Whether numbers may have fractions; Criteo's have none."""
+    """True if numbers may have fractions; Criteo's have none."""
     has_booleans: bool = False
-    """Whether true and false are the numbers 1 and 0, as in typed files. A CSV file has no such number."""
+    """True if true and false are the numbers 1 and 0, as in typed files. A CSV file has no such number."""
     has_unsigned: bool = False
-    """Whether ids from 2^63 to 2^64 - 1 wrap around, as unsigned columns of Parquet files do."""
+    """True if ids from 2^63 to 2^64 - 1 wrap around, as unsigned columns of Parquet files do."""
     has_float32: bool = False
-    """Whether fractions are stored as float32, as TFRecord files do."""
+    """True if fractions are stored as float32, as TFRecord files do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class RawColumn:
     separators: frozenset[str] = frozenset()
     """Separators of lists written as text: one for each field that reads them."""
     is_required: bool = False
-    """Whether a missing value is an error, as for features that no file declares."""
+    """True if a missing value is an error, as for features that no file declares."""
 
     def build_array(self, values: list[Any], rules: ValueRules) -> pa.Array:
         """Build an array (N,) of the values of all records. Raises InvalidValue."""
@@ -313,7 +313,7 @@ def _kind_of(field: DeclaredField, is_weights: bool, is_hex: bool) -> ScalarKind
 
 
 @dataclass(frozen=True, slots=True)
-class FieldSubset:
+class EncodedFields:
     """Fields that are encoded together from one block of records."""
 
     file_schema: FileSchema | None  # None: no field
@@ -414,7 +414,7 @@ class RecordEncoder:
 
     def _split_fields(
         self, columns: frozenset[str]
-    ) -> tuple[FieldSubset, FieldSubset, tuple[str, ...]]:
+    ) -> tuple[EncodedFields, EncodedFields, tuple[str, ...]]:
         """Return the fields shared by all candidates, those of each candidate, and the user's columns that these read.
 
         `columns`: of the candidates.
@@ -428,12 +428,12 @@ class RecordEncoder:
         repeated = tuple(c.name for c in subset.columns if c.name not in columns)
         return shared, subset, repeated
 
-    def _build_subset(self, names: Collection[str]) -> FieldSubset:
+    def _build_subset(self, names: Collection[str]) -> EncodedFields:
         """Build the subset of the fields `names`, with the fields that they cross."""
         fields = select_fields(self._file_schema, names)
         read = {column for field in fields for column in field.columns}
         numbers = self._file_schema.numbers
-        return FieldSubset(
+        return EncodedFields(
             replace(self._file_schema, fields=fields) if fields else None,
             tuple(column for column in self._raw_columns.values() if column.name in read),
             tuple(f.name for f in fields if isinstance(f, Categorical) and f.name in names),
@@ -441,7 +441,7 @@ class RecordEncoder:
         )
 
     def _encode_subset(
-        self, subset: FieldSubset, records: Sequence[Record], subject: str
+        self, subset: EncodedFields, records: Sequence[Record], subject: str
     ) -> tuple[torch.Tensor, dict[str, Ids]]:
         """Encode a subset of the fields: dense columns (N, k), and ids by name in the batch."""
         if subset.file_schema is None:
@@ -457,7 +457,7 @@ class RecordEncoder:
         return batch.dense, ids
 
     def _spread_dense(
-        self, parts: list[tuple[FieldSubset, torch.Tensor]], size: int
+        self, parts: list[tuple[EncodedFields, torch.Tensor]], size: int
     ) -> torch.Tensor:
         """Combine the dense columns of subsets in the order of the schema, (size, n); others are 0."""
         num_columns = len(self._file_schema.numbers)
