@@ -67,6 +67,51 @@ def read_measured(path: Path | None, bench: str, **extent: Any) -> list[Measured
     return [Measured(c["case"], c["system"], c["unit"], c["values"]) for c in found["cases"]]
 
 
+class PieceFile:
+    """Result file that grows by pieces, so that a long bench runs in several short calls at one commit.
+
+    A piece is measured again where other processes used too much of the machine meanwhile.
+    """
+
+    def __init__(self, path: Path | None, bench: str, **extent: Any) -> None:
+        """Read what earlier calls wrote. extent: what the file's `machine` must agree with.
+
+        Raises BenchError for the file of another bench, commit or extent.
+        """
+        self.path = path
+        self.measured: list[Measured] = []
+        self.shares: dict[str, float] = {}
+        """Share of the machine that others used, by piece."""
+        self.versions: dict[str, str] = {}
+        self.more: dict[str, Any] = {}
+        """Whole file as the last call wrote it."""
+        if path is None or not path.exists():
+            return
+        self.measured = read_measured(path, bench, **extent)
+        self.more = json.loads(path.read_text())
+        if (commit := self.more["commit"]) != find_commit():
+            raise BenchError(
+                f"{path} is of commit {commit}, not {find_commit()}; give another file"
+            )
+        self.shares = self.more["machine"]["shares"]
+        self.versions = self.more["machine"]["versions"]
+
+    @property
+    def others_share(self) -> float:
+        return max(self.shares.values(), default=0.0)
+
+    def has_piece(self, name: str) -> bool:
+        """Return whether a piece was measured on a quiet machine."""
+        return self.shares.get(name, 1.0) <= MAX_OTHERS_SHARE
+
+    def add_piece(self, name: str, measured: Sequence[Measured], share: float) -> None:
+        """Add a piece's rows; those of an earlier try are replaced."""
+        new = {(m.case, m.system, m.unit) for m in measured}
+        self.measured = [m for m in self.measured if (m.case, m.system, m.unit) not in new]
+        self.measured += measured
+        self.shares[name] = round(share, 2)
+
+
 def say(text: str) -> None:
     """With the time, to stderr."""
     print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from harness import (
     PEER_INSTALLS,
     ROOT,
     BenchError,
+    PieceFile,
     Worker,
     close_workers,
     describe_machine,
@@ -38,6 +40,7 @@ from harness import (
     print_machine,
     read_cpu_seconds,
     report,
+    say,
     write_report,
 )
 from rich.console import Console
@@ -119,10 +122,15 @@ class Facet:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write cases, raw values and ratios here")
+    parser.add_argument(
+        "--json", type=Path, help="write cases, raw values and ratios here; go on with what it has"
+    )
     parser.add_argument("--quick", action="store_true", help="smaller tables, fewer rounds: to try")
     parser.add_argument("--gib", type=float, help=f"of tables per system, instead of {TABLES_GIB}")
     parser.add_argument("--rounds", type=int, help=f"blocks of a case, instead of {ROUNDS}")
+    parser.add_argument(
+        "--only", default="", help='pieces that this finds, e.g. "D=64 sgd"; default: all'
+    )
     parser.add_argument("--dims", type=int, nargs="+", default=DIMS, help="only these widths")
     options = parser.parse_args(arguments)
     if options.json and not options.json.parent.is_dir():
@@ -134,37 +142,65 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(highlight=False)
     console.width = max(console.width, WIDTH)  # also where it is no terminal
 
-    versions: dict[str, str] = {"colonnade": colonnade.__version__}
-    before = read_cpu_seconds()
-    workers = open_workers(versions, console)
-    figures = Figures()
-    try:
-        for dim in options.dims:
-            tables = Tables(int(gib * 2**30) // (4 * dim * NUM_FEATURES), dim, ROWWISE, LR)
-            with tempfile.TemporaryDirectory(prefix="colonnade-bench-") as folder:
-                files = write_batches(Path(folder), tables, rounds)
-                for each in SETS:
-                    measure_set(each, tables, workers, files, rounds, figures)
-                if dim == min(options.dims):
-                    measure_api(tables, workers, files, rounds, figures)
-    finally:
-        close_workers(workers.values())
+    file = PieceFile(options.json, "kernels", tables_gib=gib)
+    file.versions["colonnade"] = colonnade.__version__
 
-    result = report(
-        "kernels",
-        version=colonnade.__version__,
-        machine=describe_machine(
-            threads=os.cpu_count(), tables_gib=gib, others_share=round(others_share(before), 2),
-            versions=versions,
-        ),
-        measured=figures.measured(),
-        ratios=ratios_of(figures),
-    )  # fmt: skip
-    if options.json:
-        write_report(options.json, result)
+    def write() -> dict[str, Any]:
+        result = report(
+            "kernels",
+            version=colonnade.__version__,
+            machine=describe_machine(
+                threads=os.cpu_count(), tables_gib=gib, others_share=file.others_share, shares=file.shares,
+                versions=file.versions,
+            ),
+            measured=file.measured,
+            ratios=ratios_of(Figures.of_measured(file.measured)),
+        )  # fmt: skip
+        if options.json:
+            write_report(options.json, result)
+        return result
+
+    for dim in options.dims:
+        pieces = [
+            piece for piece in list_pieces(dim, is_narrowest=dim == min(DIMS))
+            if re.search(options.only, piece.name) and not file.has_piece(piece.name)
+        ]  # fmt: skip
+        if not pieces:
+            continue
+        tables = Tables(int(gib * 2**30) // (4 * dim * NUM_FEATURES), dim, ROWWISE, LR)
+        with tempfile.TemporaryDirectory(prefix="colonnade-bench-") as folder:
+            files = write_batches(Path(folder), tables, rounds)
+            for piece in pieces:
+                before, figures = read_cpu_seconds(), Figures()
+                workers = open_workers(file.versions, console)
+                try:
+                    if piece.set is None:
+                        measure_api(tables, workers, files, rounds, figures)
+                    else:
+                        measure_set(piece.set, tables, workers, files, rounds, figures)
+                finally:
+                    close_workers(workers.values())
+                file.add_piece(piece.name, figures.measured(), others_share(before))
+                say(f"{piece.name}: {clock():.0f} s, others {file.shares[piece.name]}")
+                write()
+    result, figures = write(), Figures.of_measured(file.measured)
     print_figures(console, figures)
     print_ratios(console, figures)
     print_machine(console, result)
+
+
+@dataclass(frozen=True)
+class Piece:
+    name: str
+    set: Set | None
+    """None: the Python API."""
+
+
+def list_pieces(dim: int, *, is_narrowest: bool) -> list[Piece]:
+    pieces = [
+        Piece(f"D={dim} {each.optimizer} beside {' '.join(each.peers)}", each) for each in SETS
+    ]
+    return pieces + [Piece(f"D={dim} api", None)] * is_narrowest
 
 
 def open_workers(versions: dict[str, str], console: Console) -> dict[str, Worker]:

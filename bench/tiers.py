@@ -5,7 +5,8 @@ A DLRM's embeddings over Criteo-shaped ids (the 26 real cardinalities, 33.8 mill
 system runs in a memory cgroup of its own (budget and `ALLOWANCE_BYTES`).
 
     colonnade    all in memory, and at each budget; with its dense network and without
-    rocksdict    RocksDB under the same loop of lookup, Adagrad and write-back; no network
+    rocksdict    RocksDB under the same loop of lookup, Adagrad and write-back; no network. Also in 8 shards
+                 that read a batch ahead, each a process, because threads would wait for Python's lock
     mapped       the table as one memory-mapped file under that loop; no network
     tier_device  the device alone; tier_policies: how many rows LRU, LFU, lookahead and Belady would read
 """
@@ -15,14 +16,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean
+from time import perf_counter
 from typing import Any
 
 from harness import (
@@ -30,6 +35,7 @@ from harness import (
     ROOT,
     BenchError,
     Measured,
+    PieceFile,
     Worker,
     describe_machine,
     open_environment,
@@ -37,6 +43,7 @@ from harness import (
     others_share,
     read_cpu_seconds,
     report,
+    say,
     write_report,
 )
 from rich.console import Console
@@ -60,6 +67,10 @@ ALLOWANCE_BYTES = 3 << 29
 MAPPED_SLACK_BYTES = 128 << 20
 """Of the mapped table: beside what its process holds already; the rest of its limit is page cache."""
 PEER_INSTALLS = (("rocksdict==0.3.29",),)
+NUM_SHARDS = 8
+PEER_SYSTEMS = (
+    "colonnade 1/8", "colonnade hints 1/8", "rocksdict 1/8", "rocksdict 8 shards 1/8", "mapped 1/8",
+)  # fmt: skip
 WIDTH = 150
 """Columns: the widest table."""
 READER_ROUNDS, READER_STEPS, DEVICE_SECONDS, DEVICE_DEPTH = 5, 40, 2.0, 64
@@ -103,6 +114,21 @@ QUICK = Extent(
 )  # fmt: skip
 
 
+Misses = Mapping[tuple[str, int], list[int]]
+"""Rows missed in each batch, by policy and denominator of the budget."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the pieces of one skew and dim share."""
+
+    name: str
+    stream: Stream
+    dim: int
+    filled: Path
+    misses: Misses
+
+
 @dataclass
 class Running:
     """A system that has started, and what its blocks told."""
@@ -126,6 +152,10 @@ class Running:
             self.seconds.setdefault(kind, []).append(fmean(answer["seconds"]))
             self.counts.setdefault(kind, []).append(per_step)
 
+    @property
+    def is_ours(self) -> bool:
+        return self.name.startswith("colonnade")
+
     def close(self) -> None:
         self.worker.close()
         if self.group is not None:
@@ -133,149 +163,171 @@ class Running:
 
 
 class Bench:
-    def __init__(self, folder: Path, extent: Extent, console: Console) -> None:
-        self.folder, self.extent, self.console = folder, extent, console
-        self.measured: list[Measured] = []
-        self.versions: dict[str, str] = {}
+    """Pieces of a run, in one folder whose streams and filled stores later calls find again."""
+
+    def __init__(self, folder: Path, extent: Extent, file: PieceFile, console: Console) -> None:
+        self.folder, self.extent, self.file, self.console = folder, extent, file, console
         self.limits: dict[str, str] = {}
         self.left_out: list[str] = []
         self.programs = build(folder)
-        self.found = tables.Found()
+        self.model_bytes = {
+            f"D={dim} skew {skew}": tables.model_bytes(self.shape_of(skew), dim)
+            for skew, dim in product(extent.skews, extent.dims)
+        }
         try:
             self.site = site_of(open_environment(ROOT / "build" / "bench-env-tiers", PEER_INSTALLS))
         except BenchError as error:
             self.site = ""
             self.leave_out(f"rocksdict: {error}")
 
+    def shape_of(self, skew: float) -> Shape:
+        extent = self.extent
+        return Shape(extent.cardinalities, skew, BATCH_SIZE, extent.num_batches, HISTORY)
+
     def leave_out(self, what: str) -> None:
         self.left_out.append(what)
         self.console.print(f"left out: {what}", style="yellow", markup=False)
 
-    def run(self, keep: Callable[[], object]) -> None:
-        """`keep` is called when something is measured: a long run that is stopped leaves what it had."""
-        for number, skew in enumerate(self.extent.skews):
-            shape = Shape(
-                self.extent.cardinalities, skew, BATCH_SIZE, self.extent.num_batches, HISTORY
-            )
-            self.say(f"stream: skew {skew}, {shape.num_rows:,} rows, {shape.num_batches} batches")
-            stream = write_stream(self.folder / f"stream-{skew}", shape)
-            write_hints(self.programs, stream)
-            fractions = self.extent.fractions if not number else self.extent.tail_fractions
-            misses = simulate(self.programs, stream, fractions, self.extent.lookahead, self.folder)
-            for dim in self.extent.dims:
-                name = f"D={dim} skew {skew}"
-                self.measure(name, stream, dim, fractions, misses, is_main=not number)
-                keep()
-            shutil.rmtree(stream.folder)
+    def run(self, only: str, write: Callable[[], object], *, only_prepare: bool) -> None:
+        """Measure the pieces that `only` finds and the file lacks; `write` is called after each. only_prepare: make
+        their streams and stores, and measure nothing."""
+        for skew, dim in product(self.extent.skews, self.extent.dims):
+            name, is_main = f"D={dim} skew {skew}", skew == self.extent.skews[0]
+            methods = self.list_pieces(dim, is_main)
+            pieces = [
+                each for each in methods
+                if re.search(only, f"{name} {each}") and not self.file.has_piece(f"{name} {each}")
+            ]  # fmt: skip
+            if not pieces:
+                continue
+            stream, misses = self.prepare_stream(skew)
+            setup = Setup(name, stream, dim, self.prepare_store(stream, dim), misses)
+            for piece in () if only_prepare else pieces:
+                before, start = read_cpu_seconds(), perf_counter()
+                measured = methods[piece](setup)
+                self.file.add_piece(f"{name} {piece}", measured, others_share(before))
+                write()
+                share = self.file.shares[f"{name} {piece}"]
+                say(f"{name} {piece}: {perf_counter() - start:.0f} s, others {share}")
 
-    def measure(
-        self,
-        name: str,
-        stream: Stream,
-        dim: int,
-        fractions: Sequence[int],
-        misses: Mapping[tuple[str, int], list[int]],
-        *,
-        is_main: bool,
-    ) -> None:
-        extent, open_now = self.extent, []
-        filled = self.folder / "filled"
-        seconds = fill(filled, stream, dim)
-        self.say(f"{name}: filled in {seconds:.0f} s")
-        self.found.model_bytes[name] = tables.model_bytes(stream.shape, dim)
-        try:
-            if is_main:
-                self.measure_reader(name, filled, stream, dim)
-                if dim == extent.dims[0]:
-                    self.measure_writes(name, stream, dim)
-            kept: Running | None = None
-            systems = [("colonnade all", None), *((f"colonnade 1/{n}", n) for n in fractions)]
-            for system, fraction in systems:
-                running = self.start(system, name, stream, dim, fraction, filled)
-                if running is not None:
-                    open_now.append(running)
-            for running in open_now:
+    def list_pieces(self, dim: int, is_main: bool) -> dict[str, Callable[[Setup], list[Measured]]]:
+        """List what measures each piece. `memory`: all in memory and at each budget."""
+        pieces = {"memory": self.measure_memory if is_main else self.measure_tail}
+        if is_main:
+            pieces |= {"peers": self.measure_peers, "reader": self.measure_reader}
+            if dim == self.extent.dims[0]:
+                pieces["writes"] = self.measure_writes
+            pieces |= {"commits": self.measure_commits, "first epoch": self.measure_first_epoch}
+        return pieces
+
+    def prepare_stream(self, skew: float) -> tuple[Stream, Misses]:
+        folder, shape = self.folder / f"stream-{skew}", self.shape_of(skew)
+        fractions = self.extent.fractions  # of all, so that one simulation serves every skew
+        ready = folder / "misses.json"
+        if ready.exists():
+            by_name = json.loads(ready.read_text())
+            return Stream(folder), {(p, int(n)): m for (p, n), m in by_name}
+        self.say(f"stream: skew {skew}, {shape.num_rows:,} rows, {shape.num_batches} batches")
+        stream = write_stream(folder, shape)
+        write_hints(self.programs, stream)
+        misses = simulate(self.programs, stream, fractions, self.extent.lookahead, self.folder)
+        ready.write_text(json.dumps(list(misses.items())))
+        return stream, misses
+
+    def prepare_store(self, stream: Stream, dim: int) -> Path:
+        """Fill a store that later calls find again: see `fill`."""
+        folder = self.folder / f"filled-{stream.shape.skew}-{dim}"
+        ready = folder.with_name(f"{folder.name}.ready")
+        if not ready.exists():
+            self.say(f"D={dim}: filled in {fill(folder, stream, dim):.0f} s")
+            ready.touch()
+        return folder
+
+    def open_systems(
+        self, setup: Setup, systems: Sequence[str], stack: ExitStack, **start: bool
+    ) -> list[Running]:
+        """Start the systems that can run here. The stack closes them."""
+        opened = []
+        for system in systems:
+            running = self.start(system, setup.name, setup.stream, setup.dim, setup.filled, **start)
+            if running is not None:
+                stack.callback(running.close)
+                opened.append(running)
+        return opened
+
+    def measure_memory(self, setup: Setup) -> list[Measured]:
+        return self.measure_budgets(setup, self.extent.fractions)
+
+    def measure_tail(self, setup: Setup) -> list[Measured]:
+        return self.measure_budgets(setup, self.extent.tail_fractions)
+
+    def measure_budgets(self, setup: Setup, fractions: Sequence[int]) -> list[Measured]:
+        extent = self.extent
+        with ExitStack() as stack:
+            systems = ["colonnade all", *(f"colonnade 1/{n}" for n in fractions)]
+            opened = self.open_systems(setup, systems, stack)
+            for running in opened:
                 running.block(None, extent.warm_up, network=False)
             for _ in range(extent.rounds):
-                for running in open_now:
+                for running in opened:
                     running.block(tables.SPARSE, extent.steps, network=False)
                     running.block(tables.NETWORK, extent.steps, network=True)
-            kept = next((r for r in open_now if r.name == "colonnade 1/8"), None)
-            self.keep(name, open_now, stream, misses)
-            for running in [r for r in open_now if r is not kept]:
-                running.close()
-                open_now.remove(running)
-            if is_main and kept is not None:
+            return self.cases_of(setup, opened)
+
+    def measure_commits(self, setup: Setup) -> list[Measured]:
+        """Measure blocks that hold a commit beside blocks that do not, with the network, at 1/8."""
+        with ExitStack() as stack:
+            opened = self.open_systems(setup, ["colonnade 1/8"], stack)
+            for running in opened:
+                running.block(None, self.extent.warm_up, network=True)
                 # The first one writes every row that memory holds, later ones what changed.
-                kept.block(None, COMMIT_STEPS, network=True, commit=True)
-                for _ in range(extent.commit_rounds):
+                running.block(None, COMMIT_STEPS, network=True, commit=True)
+                for _ in range(self.extent.commit_rounds):
                     for kind, has_commit in ((tables.PLAIN, False), (tables.COMMITS, True)):
-                        kept.block(kind, COMMIT_STEPS, network=True, commit=has_commit)
-                self.found.add_commits(name, kept.seconds)
-                self.measure_peers(name, stream, dim, filled, kept, open_now, misses)
-                while open_now:
-                    open_now.pop().close()
-                self.measure_first_epoch(name, stream, dim, filled)
-        finally:
-            for running in open_now:
-                running.close()
-            shutil.rmtree(filled, ignore_errors=True)
+                        running.block(kind, COMMIT_STEPS, network=True, commit=has_commit)
+            return self.cases_of(setup, opened)
 
-    def measure_peers(
-        self,
-        name: str,
-        stream: Stream,
-        dim: int,
-        filled: Path,
-        kept: Running,
-        open_now: list[Running],
-        misses: Mapping[tuple[str, int], list[int]],
-    ) -> None:
-        """At 1/8, without a network, beside `kept`; and Colonnade once more, told each row's next use."""
-        extent, others = self.extent, []
-        for system in ("colonnade hints 1/8", "rocksdict 1/8", "mapped 1/8"):
-            running = self.start(system, name, stream, dim, 8, filled)
-            if running is not None:
-                open_now.append(running)
-                others.append(running)
-        for running in others:
-            is_ours = running.name.startswith("colonnade")
-            running.block(None, extent.warm_up if is_ours else extent.peer_warm_up, network=False)
-        for _ in range(extent.peer_rounds):
-            for running in (kept, *others):
-                is_ours = running.name.startswith("colonnade")
-                steps = extent.steps if is_ours else extent.peer_steps
-                if running is kept:
-                    steps = extent.peer_steps
-                running.block(
-                    tables.BESIDE if running is kept else tables.SPARSE, steps, network=False
-                )
-        kinds = (tables.PLAIN, tables.COMMITS, tables.BESIDE)
-        seconds = {kind: kept.seconds[kind] for kind in kinds}
-        self.measured += tables.cases_of(name, kept.name, seconds, kept.counts, BATCH_SIZE)
-        self.keep(name, others, stream, misses)
+    def measure_peers(self, setup: Setup) -> list[Measured]:
+        """Measure peers at 1/8, without a network, and Colonnade once more with hints of each row's next use."""
+        extent = self.extent
+        with ExitStack() as stack:
+            opened = self.open_systems(setup, PEER_SYSTEMS, stack)
+            for running in opened:
+                warm_up = extent.warm_up if running.is_ours else extent.peer_warm_up
+                running.block(None, warm_up, network=False)
+            for _ in range(extent.peer_rounds):
+                for running in opened:
+                    beside = running.name == "colonnade 1/8"
+                    is_long = running.is_ours and not beside
+                    running.block(
+                        tables.BESIDE if beside else tables.SPARSE,
+                        extent.steps if is_long else extent.peer_steps,
+                        network=False,
+                    )
+            # Policies are counted over the batches of the longer piece, where there is one.
+            has_policies = self.file.has_piece(f"{setup.name} memory")
+            return self.cases_of(replace(setup, misses={}) if has_policies else setup, opened)
 
-    def measure_first_epoch(self, name: str, stream: Stream, dim: int, filled: Path) -> None:
-        extent, running = self.extent, []
-        try:
-            for system, fraction in (("colonnade all", None), ("colonnade 1/8", 8)):
-                one = self.start(system, name, stream, dim, fraction, filled, starts_empty=True)
-                if one is not None:
-                    running.append(one)
-            for one in running:
-                one.block(None, extent.warm_up // 4, network=False)
+    def measure_first_epoch(self, setup: Setup) -> list[Measured]:
+        extent = self.extent
+        with ExitStack() as stack:
+            systems = ["colonnade all", "colonnade 1/8"]
+            opened = self.open_systems(setup, systems, stack, starts_empty=True)
+            for running in opened:
+                running.block(None, extent.warm_up // 4, network=False)
             for _ in range(max(2, extent.rounds // 2)):
-                for one in running:
-                    one.block(tables.SPARSE, extent.steps, network=False)
-                    one.block(tables.NETWORK, extent.steps, network=True)
-            self.keep(name + tables.FIRST_EPOCH, running, stream, {})
-        finally:
-            for one in running:
-                one.close()
+                for running in opened:
+                    running.block(tables.SPARSE, extent.steps, network=False)
+                    running.block(tables.NETWORK, extent.steps, network=True)
+            return self.cases_of(
+                replace(setup, name=setup.name + tables.FIRST_EPOCH, misses={}), opened
+            )
 
-    def measure_reader(self, name: str, filled: Path, stream: Stream, dim: int) -> None:
+    def measure_reader(self, setup: Setup) -> list[Measured]:
         """The store's reader beside the bare device, on the same files."""
-        case = self.case_of(stream, dim, link_of(filled, self.folder / "reader"), None)
+        store = self.folder / "reader"
+        shutil.rmtree(store, ignore_errors=True)
+        case = self.case_of(setup.stream, setup.dim, link_of(setup.filled, store), None)
         worker = open_worker("reader", sys.executable, "workers.tiers_reader")
         reader = Running("reader", worker, None, {})
         try:
@@ -283,7 +335,7 @@ class Bench:
             worker.answer()
             reader.block(None, 4, network=False)
             files = sorted(
-                (p for p in filled.rglob("*") if p.is_file() and p.stat().st_size >= 4096),
+                (p for p in setup.filled.rglob("*") if p.is_file() and p.stat().st_size >= 4096),
                 key=lambda p: -p.stat().st_size,
             )[:64]
             device = []
@@ -292,18 +344,30 @@ class Bench:
                 reader.block("reads", READER_STEPS, network=False)
         finally:
             reader.close()
-            shutil.rmtree(self.folder / "reader", ignore_errors=True)
-        self.measured += self.found.add_reader(
-            name, device, reader.seconds["reads"], reader.counts["reads"]
+            shutil.rmtree(store, ignore_errors=True)
+        return tables.reader_cases_of(
+            setup.name, device, reader.seconds["reads"], reader.counts["reads"]
         )
 
-    def measure_writes(self, name: str, stream: Stream, dim: int) -> None:
+    def measure_writes(self, setup: Setup) -> list[Measured]:
         store = self.folder / "writes"
+        shutil.rmtree(store, ignore_errors=True)
         store.mkdir()
-        words = worker_words("tiers_writes", store, stream.folder, dim)
+        words = worker_words("tiers_writes", store, setup.stream.folder, setup.dim)
         shutil.rmtree(store)
-        self.found.writes.append(json.loads(words))
-        self.say(f"{name}: write amplification {words.strip()}")
+        case = setup.name + tables.WRITES
+        return [
+            Measured(case, "colonnade", name, [value]) for name, value in json.loads(words).items()
+        ]
+
+    def cases_of(self, setup: Setup, opened: Sequence[Running]) -> list[Measured]:
+        measured = []
+        for running in opened:
+            measured += tables.cases_of(
+                setup.name, running.name, running.seconds, running.counts, BATCH_SIZE
+            )
+        span = slice(self.extent.warm_up, max((r.used for r in opened), default=0))
+        return measured + tables.policies_of(setup.name, setup.misses, span, BATCH_SIZE)
 
     def start(
         self,
@@ -311,13 +375,13 @@ class Bench:
         name: str,
         stream: Stream,
         dim: int,
-        fraction: int | None,
         filled: Path,
         *,
         starts_empty: bool = False,
     ) -> Running | None:
         """None, and a line why, where it cannot run here."""
         kind = system.split()[0]
+        fraction = int(system.split("/")[1]) if "/" in system else None
         hints = " hints " in system
         if kind == "rocksdict" and not self.site:
             return None
@@ -339,7 +403,11 @@ class Bench:
                 group = open_group(store.name, budget + ALLOWANCE_BYTES)
             except NoMemoryGroup as error:
                 self.limits[system] = str(error)
-        case = self.case_of(stream, dim, store, budget, hints=hints, starts_empty=starts_empty)
+        shards = NUM_SHARDS if " shards " in system else 1
+        case = replace(
+            self.case_of(stream, dim, store, budget, hints=hints, starts_empty=starts_empty),
+            shards=shards,
+        )
         worker = open_worker(system, sys.executable, f"workers.tiers_{kind}")
         try:
             if group is not None:
@@ -357,7 +425,7 @@ class Bench:
                 self.leave_out(f"{name} {system}: {error}")
                 return None
             raise
-        self.versions |= {k: v for k, v in facts.items() if isinstance(v, str)}
+        self.file.versions |= {k: v for k, v in facts.items() if isinstance(v, str)}
         times = ", ".join(
             f"{k.split('_')[0]} {v:.0f} s" for k, v in facts.items() if isinstance(v, float)
         )
@@ -379,20 +447,6 @@ class Bench:
             lookahead=self.extent.lookahead, hints=hints, starts_empty=starts_empty, bottom=BOTTOM, top=TOP,
             embedding_lr=ROWS_LR, num_threads=os.cpu_count() or 1, site=self.site,
         )  # fmt: skip
-
-    def keep(
-        self,
-        name: str,
-        done: Sequence[Running],
-        stream: Stream,
-        misses: Mapping[tuple[str, int], list[int]],
-    ) -> None:
-        for running in done:
-            self.measured += tables.cases_of(
-                name, running.name, running.seconds, running.counts, BATCH_SIZE
-            )
-        span = slice(self.extent.warm_up, max((r.used for r in done), default=0))
-        self.measured += tables.policies_of(name, misses, span, BATCH_SIZE)
 
     def say(self, words: str) -> None:
         self.console.print(words, style="dim", markup=False)
@@ -442,39 +496,60 @@ def available_bytes() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write cases, raw values and ratios here")
+    parser.add_argument(
+        "--json", type=Path, help="write cases, raw values and ratios here; go on with what it has"
+    )
     parser.add_argument("--quick", action="store_true", help="a small model: to try, not to quote")
-    parser.add_argument("--folder", type=Path, help="where the stores lie; default: the temporary")
+    parser.add_argument(
+        "--only",
+        default="",
+        help='pieces that this finds, e.g. "D=16 skew 1.1 peers"; default: all',
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where stores are, and stay for later calls; default: temporary"
+    )
+    parser.add_argument(
+        "--prepare", action="store_true", help="only write the stores of the pieces into --folder"
+    )
     options = parser.parse_args(arguments)
     if options.json and not options.json.parent.is_dir():
         parser.error(
             f"--json {options.json}: there is no folder {options.json.parent}; make it first"
         )
     console = Console(highlight=False, width=max(WIDTH, Console().width))
-    before = read_cpu_seconds()
     cores = os.cpu_count() or 1
-    with tempfile.TemporaryDirectory(prefix="colonnade-bench-", dir=options.folder) as folder:
-        bench = Bench(Path(folder), QUICK if options.quick else FULL, console)
+    extent = QUICK if options.quick else FULL
+    file = PieceFile(options.json, "tiers", lookahead=extent.lookahead)
+    with ExitStack() as stack:
+        folder = options.folder
+        if folder is None:
+            temporary = tempfile.TemporaryDirectory(prefix="colonnade-bench-")
+            folder = Path(stack.enter_context(temporary))
+        folder.mkdir(exist_ok=True)
+        bench = Bench(folder, extent, file, console)
 
-        def result_of() -> dict[str, Any]:
+        def find_rest() -> tables.Found:
+            return tables.Found.of_measured(file.measured, bench.model_bytes)
+
+        def write() -> dict[str, Any]:
             result = report(
                 "tiers",
                 version=colonnade.__version__,
                 machine=describe_machine(
-                    threads=os.cpu_count(), others_share=round(others_share(before), 2),
-                    versions=bench.versions, limits=bench.limits, left_out=bench.left_out,
-                    lookahead=bench.extent.lookahead, allowance_bytes=ALLOWANCE_BYTES,
+                    threads=os.cpu_count(), others_share=file.others_share, shares=file.shares,
+                    versions=file.versions, limits=bench.limits, left_out=bench.left_out,
+                    lookahead=extent.lookahead, allowance_bytes=ALLOWANCE_BYTES,
                 ),
-                measured=bench.measured,
-                ratios=tables.ratios_of(bench.measured, bench.found, cores, bench.extent.skews[0]),
+                measured=file.measured,
+                ratios=tables.ratios_of(file.measured, find_rest(), cores, extent.skews[0]),
             )  # fmt: skip
             if options.json:
                 write_report(options.json, result)
             return result
 
-        bench.run(result_of)
-        result = result_of()
-    tables.print_result(console, bench.measured, bench.found, result, cores)
+        bench.run(options.only, write, only_prepare=options.prepare)
+        if not options.prepare:
+            tables.print_result(console, file.measured, find_rest(), write(), cores)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,37 @@
-"""How fast does a whole training step run, beside nn.EmbeddingBag and TorchRec?
+"""How fast does a whole training step run, beside nn.EmbeddingBag and TorchRec, and where does its time go?
 
 DLRM, DeepFM and DCN-v2 on Criteo-shaped ids (26 one-hot fields, skewed, 5.6 million rows), 13 dense columns,
-fp32, one process.
-Dense network, dense optimizer, loss and batches are the same for all; each system brings its embeddings:
+fp32, one process. Dense network, dense optimizer, loss and batches are the same for all; each system brings its
+embeddings:
 
     colonnade   row-wise Adagrad, batches looked up ahead as its default plan says
     torch       nn.EmbeddingBag(sparse=True) per table, torch.optim.Adagrad (one accumulator per weight, not per row)
     torchrec    DistributedModelParallel on one gloo rank, table-wise, fused row-wise Adagrad
 
-Every batch is new, as in one epoch of training, and made in memory beforehand. A second measurement leaves the
-dense network out, and sends a fixed gradient back into the looked-up fields: what the embeddings' share costs.
+Peers run as shipped, and helped: with Colonnade's settings of malloc and its linear layers, which do not need its
+tables; torch also with row-wise Adagrad and one stacked table, TorchRec also with its planner free and its train
+pipeline. Every batch is new, as in one epoch of training, and made in memory beforehand.
+
+A step's time is split by measuring its parts alone with fixed gradients, all with the same settings of malloc: the
+embeddings, the interaction (dots of all pairs), the dense products (both MLPs and their Adam). What malloc's settings
+save is the difference of whole steps with and without them. TorchRec's network is torch's, and is measured there.
+
+Each case is a piece: a later call with the same --json goes on where an earlier one stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
+from time import perf_counter
+from typing import Any
 
 import numpy as np
 from harness import (
@@ -30,10 +40,10 @@ from harness import (
     BenchError,
     Blocks,
     Measured,
+    PieceFile,
     Worker,
     close_workers,
     describe_machine,
-    geometric_mean,
     interleave,
     open_environment,
     open_worker,
@@ -41,11 +51,24 @@ from harness import (
     print_machine,
     read_cpu_seconds,
     report,
+    say,
     write_report,
 )
 from rich.console import Console
 from rich.table import Table
 from tables import around
+from tables.step_split import (
+    INTERACTION,
+    MALLOC,
+    PARTS,
+    PRODUCTS,
+    SPARSE_ONLY,
+    SPLIT,
+    find_best,
+    saved_by_part,
+    split_rows,
+    split_step,
+)
 from workers.loop import PHASES, Case
 
 import colonnade
@@ -53,7 +76,7 @@ from colonnade.data.sets.synthetic import open_synthetic
 
 DIMS = (16, 64)
 OTHER_MODELS = {"deepfm": "DeepFM", "dcnv2": "DCN-v2"}
-"""Beside DLRM, at the smaller dim, against plain torch."""
+"""Models beside DLRM, at the smaller dim, against torch."""
 BATCH_SIZE = 4096
 MAX_CARDINALITY = 1_000_000
 BOTTOM, TOP = [256, 128], [256, 128]
@@ -63,17 +86,81 @@ ROUNDS, STEPS = 12, 10
 QUICK_ROUNDS, QUICK_STEPS = 3, 5
 MAX_LOSS_GAP = 0.02
 """Systems whose log losses differ by more than this have not trained the same model."""
-SPARSE_ONLY = " sparse only"
-"""Follows a case's name where there is no dense network."""
 RATIOS = {"samples": "", "sparse_step": SPARSE_ONLY}
 """A ratio's name, and what follows `D=..` in the names of its cases."""
 LEFT_OUT = "torchrec is left out, only the torch ratios follow"
+AROUND = "around a step"
+
+
+@dataclass(frozen=True)
+class System:
+    worker: str
+    options: tuple[str, ...] = ()
+    """See `Case`."""
+
+
+SYSTEMS = {
+    "colonnade": System("colonnade"),
+    "colonnade, malloc as shipped": System("colonnade", ("shipped_malloc",)),
+    "torch": System("torch"),
+    "torch, our malloc": System("torch", ("malloc",)),
+    "torch helped": System("torch", ("malloc", "linear", "rows")),
+    "torchrec": System("torchrec"),
+    "torchrec, our malloc": System("torchrec", ("malloc",)),
+    "torchrec helped": System("torchrec", ("malloc", "linear")),
+    "torchrec helped, planner": System("torchrec", ("malloc", "linear", "planner")),
+    "torchrec helped, pipeline": System("torchrec", ("malloc", "linear", "pipeline")),
+}
+PEERS = ("torch", "torchrec", "torch helped", "torchrec helped*")
+"""As shipped, and helped; of names that begin so, the fastest counts."""
+BOTH_MALLOCS = (
+    "colonnade", "colonnade, malloc as shipped", "torch", "torch, our malloc", "torchrec", "torchrec, our malloc",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One case: systems that take turns."""
+
+    name: str
+    systems: tuple[str, ...]
+    dim: int = DIMS[0]
+    part: str = "step"
+    model: str = "dlrm"
+
+
+def list_pieces() -> list[Piece]:
+    pieces = []
+    helped = tuple(name for name in SYSTEMS if name.startswith("torchrec helped"))
+    steps = ("colonnade", "torch", "torch helped", "torchrec", *helped)
+    sparse = (
+        "colonnade", "torch", "torch, our malloc", "torch helped", "torchrec", "torchrec helped",
+        "torchrec helped, planner",
+    )  # fmt: skip
+    network = ("colonnade", "torch, our malloc", "torch helped")
+    for dim in DIMS:
+        pieces += [
+            Piece(f"D={dim}", steps, dim),
+            Piece(f"D={dim}{SPARSE_ONLY}", sparse, dim, "embeddings"),
+            Piece(f"D={dim}{MALLOC}", BOTH_MALLOCS, dim),
+            Piece(f"D={dim}{INTERACTION}", network, dim, "interaction"),
+            Piece(f"D={dim}{PRODUCTS}", network, dim, "products"),
+        ]
+    for model, title in OTHER_MODELS.items():
+        systems = ("colonnade", "torch", "torch helped")
+        pieces.append(Piece(f"{title} D={DIMS[0]}", systems, model=model))
+    return pieces
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write cases, raw values and ratios here")
+    parser.add_argument(
+        "--json", type=Path, help="write cases, raw values and ratios here; go on with what it has"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer rounds: to try, not to quote")
+    parser.add_argument(
+        "--only", default="", help='cases that this expression finds, e.g. "^D=64"; default: all'
+    )
     options = parser.parse_args(arguments)
     if options.json and not options.json.parent.is_dir():
         parser.error(
@@ -82,56 +169,84 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(highlight=False)
     rounds, steps = (QUICK_ROUNDS, QUICK_STEPS) if options.quick else (ROUNDS, STEPS)
 
-    systems = {"colonnade": sys.executable, "torch": sys.executable}
+    pythons = {"colonnade": sys.executable, "torch": sys.executable}
     try:
-        systems["torchrec"] = open_environment(ROOT / "build" / "bench-env", PEER_INSTALLS)
+        pythons["torchrec"] = open_environment(ROOT / "build" / "bench-env", PEER_INSTALLS)
     except BenchError as error:
         console.print(f"{LEFT_OUT}: {error}", style="yellow", markup=False)
 
-    measured: list[Measured] = []
-    versions: dict[str, str] = {}
-    before = read_cpu_seconds()
+    file = PieceFile(options.json, "train", rounds=rounds)
+
+    def write() -> dict[str, Any]:
+        measured = [m for m in file.measured if SPLIT not in m.case]
+        file.measured = measured + [r for d in DIMS for r in split_rows(measured, d, BATCH_SIZE)]
+        result = report(
+            "train",
+            version=colonnade.__version__,
+            machine=describe_machine(
+                threads=os.cpu_count(), rounds=rounds, others_share=file.others_share, shares=file.shares,
+                versions=file.versions,
+            ),
+            measured=file.measured,
+            ratios=ratios_of(file.measured) | around.ratios_of(file.measured),
+        )  # fmt: skip
+        if options.json:
+            write_report(options.json, result)
+        return result
+
+    pieces = [p for p in list_pieces() if is_wanted(p.name, options.only, file)]
+    wants_around = is_wanted(AROUND, options.only, file)
     with tempfile.TemporaryDirectory(prefix="colonnade-bench-") as folder:
-        rows = write_data(Path(folder), num_batches=WARM_UP_STEPS + rounds * steps)
-        runs = [("dlrm", dim, sparse) for dim, sparse in product(DIMS, (False, True))]
-        runs += [(model, DIMS[0], False) for model in OTHER_MODELS]
-        for model, dim, sparse_only in runs:
-            case = Case(
-                data=folder, rows=rows, dim=dim, bottom=BOTTOM, top=TOP, embedding_lr=ROWS_LR,
-                dense_lr=DENSE_LR, num_threads=os.cpu_count() or 1, seed=0, model=model,
-                sparse_only=sparse_only,
-            )  # fmt: skip
-            known = systems if model == "dlrm" else {s: systems[s] for s in ("colonnade", "torch")}
-            workers = open_workers(known, case, versions, console)
-            try:
-                blocks = interleave(
-                    workers, rounds=rounds, steps=steps, warm_up_steps=WARM_UP_STEPS
-                )
-            finally:
-                close_workers(workers)
-            name = f"{OTHER_MODELS.get(model, '')} D={dim}".strip()
-            if not sparse_only:
-                check_same_model(blocks, name)
-            for system, done in blocks.items():
-                measured += cases_of(name + SPARSE_ONLY * sparse_only, system, done)
+        rows = []
+        if pieces or wants_around:
+            rows = write_data(Path(folder), num_batches=WARM_UP_STEPS + rounds * steps)
+        for piece in pieces:
+            before, start = read_cpu_seconds(), perf_counter()
+            measured = measure_piece(piece, pythons, folder, rows, rounds, steps, file, console)
+            file.add_piece(piece.name, measured, others_share(before))
+            say(f"{piece.name}: {perf_counter() - start:.0f} s, others {file.shares[piece.name]}")
+            write()
+        if wants_around:
+            before = read_cpu_seconds()
+            config = around.config_of(BATCH_SIZE, BOTTOM, TOP, MAX_CARDINALITY)
+            measured = around.measure(
+                Path(folder), rows, config, rounds=rounds, num_threads=os.cpu_count() or 1
+            )
+            file.add_piece(AROUND, measured, others_share(before))
+    print_result(console, file.measured, write())
 
-        config = around.config_of(BATCH_SIZE, BOTTOM, TOP, MAX_CARDINALITY)
-        measured += around.measure(
-            Path(folder), rows, config, rounds=rounds, num_threads=os.cpu_count() or 1
-        )
 
-    result = report(
-        "train",
-        version=colonnade.__version__,
-        machine=describe_machine(
-            threads=os.cpu_count(), others_share=round(others_share(before), 2), versions=versions
-        ),
-        measured=measured,
-        ratios=ratios_of(measured) | around.ratios_of(measured),
-    )
-    if options.json:
-        write_report(options.json, result)
-    print_result(console, measured, result)
+def is_wanted(name: str, only: str, file: PieceFile) -> bool:
+    return bool(re.search(only, name)) and not file.has_piece(name)
+
+
+def measure_piece(
+    piece: Piece,
+    pythons: dict[str, str],
+    folder: str,
+    rows: list[int],
+    rounds: int,
+    steps: int,
+    file: PieceFile,
+    console: Console,
+) -> list[Measured]:
+    case = Case(
+        data=folder, rows=rows, dim=piece.dim, bottom=BOTTOM, top=TOP, embedding_lr=ROWS_LR,
+        dense_lr=DENSE_LR, num_threads=os.cpu_count() or 1, seed=0, model=piece.model, part=piece.part,
+    )  # fmt: skip
+    systems = {name: SYSTEMS[name] for name in piece.systems if SYSTEMS[name].worker in pythons}
+    workers = open_workers(systems, pythons, case, file.versions, console)
+    try:
+        blocks = interleave(workers, rounds=rounds, steps=steps, warm_up_steps=WARM_UP_STEPS)
+    finally:
+        close_workers(workers)
+    if piece.part == "step":
+        check_same_model(blocks, piece.name)
+    return [
+        row
+        for system, done in blocks.items()
+        for row in cases_of(piece.name, system, done, has_loss=piece.part == "step")
+    ]
 
 
 def write_data(
@@ -152,21 +267,29 @@ def write_data(
 
 
 def open_workers(
-    systems: dict[str, str], case: Case, versions: dict[str, str], console: Console
+    systems: dict[str, System],
+    pythons: dict[str, str],
+    case: Case,
+    versions: dict[str, str],
+    console: Console,
 ) -> list[Worker]:
-    """Start all, then wait for all. TorchRec may fail to start, and is then taken out of `systems`; others may not."""
-    started = [open_worker(name, python, f"workers.{name}") for name, python in systems.items()]
+    """Start all, then wait for all. TorchRec may fail to start, and is then taken out of `pythons`; others may not."""
+    started = [
+        open_worker(name, pythons[system.worker], f"workers.{system.worker}")
+        for name, system in systems.items()
+    ]
     ready: list[Worker] = []
     try:
         for worker in started:
+            system = systems[worker.name]
             try:
-                worker.send(asdict(case))
+                worker.send(asdict(replace(case, options=system.options)))
                 versions |= worker.answer()["ready"]
                 ready.append(worker)
             except BenchError as error:
-                if worker.name != "torchrec":
+                if system.worker != "torchrec":
                     raise
-                del systems[worker.name]
+                pythons.pop(system.worker, None)
                 worker.close()
                 console.print(f"{LEFT_OUT}: {error}", style="yellow", markup=False)
     except BaseException:
@@ -184,7 +307,7 @@ def check_same_model(blocks: dict[str, Blocks], case: str) -> None:
         )
 
 
-def cases_of(name: str, system: str, blocks: Blocks) -> list[Measured]:
+def cases_of(name: str, system: str, blocks: Blocks, *, has_loss: bool = True) -> list[Measured]:
     """The rows of one system in one case: throughput first, then where a step's time went, then its loss."""
     rates = [BATCH_SIZE / seconds for seconds in blocks.seconds]
     phases = [
@@ -192,28 +315,36 @@ def cases_of(name: str, system: str, blocks: Blocks) -> list[Measured]:
         for phase in PHASES
     ]
     rows = [Measured(name, system, "samples/s", rates), *phases]
-    if SPARSE_ONLY not in name:
+    if has_loss:
         rows.append(Measured(f"{name} loss", system, "log loss", blocks.losses))
     return rows
 
 
 def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
-    """Medians of our samples/s over each peer's, of whole steps and of the embeddings' share, by dim and the worst."""
+    """Medians of our samples/s over each peer's, of whole steps and of the embeddings' share, by dim and the worst;
+    and by dim, ms that a step saves, as a whole and by part."""
     rates = {(m.case, m.system): m.median for m in measured if m.unit == "samples/s"}
+    times = {key: 1 / rate for key, rate in rates.items()}
     ratios: dict[str, float] = {}
-    for name, peer in product(RATIOS, ("torch", "torchrec")):
+    for name, peer in product(RATIOS, PEERS):
+        suffix = peer.replace(" ", "_").rstrip("*")
         by_dim = {}
         for dim in DIMS:
             case = f"D={dim}{RATIOS[name]}"
-            if (case, peer) in rates and (case, "colonnade") in rates:
-                by_dim[dim] = rates[case, "colonnade"] / rates[case, peer]
+            time, fastest = find_best(times, case, peer)
+            if fastest and (case, "colonnade") in times:
+                by_dim[dim] = time / times[case, "colonnade"]
         if by_dim:
-            ratios[f"{name}_vs_{peer}"] = min(by_dim.values())
-            ratios |= {f"{name}_vs_{peer}_d{dim}": ratio for dim, ratio in by_dim.items()}
+            ratios[f"{name}_vs_{suffix}"] = min(by_dim.values())
+            ratios |= {f"{name}_vs_{suffix}_d{dim}": ratio for dim, ratio in by_dim.items()}
     for model, title in OTHER_MODELS.items():
         case = f"{title} D={DIMS[0]}"
-        if (case, "torch") in rates:
-            ratios[f"samples_vs_torch_{model}"] = rates[case, "colonnade"] / rates[case, "torch"]
+        for peer in ("torch", "torch helped"):
+            if (case, peer) in rates:
+                ratio = rates[case, "colonnade"] / rates[case, peer]
+                ratios[f"samples_vs_{peer.replace(' ', '_')}_{model}"] = ratio
+    for dim in DIMS:
+        ratios |= saved_by_part(split_step(measured, dim, BATCH_SIZE), dim)
     return ratios
 
 
@@ -229,7 +360,7 @@ def print_result(console: Console, measured: Sequence[Measured], result: dict) -
     for heading in ("case", "system", "samples/s", "spread", "ms", *PHASES, "loss"):
         table.add_column(heading, justify="left" if heading == "system" else "right", no_wrap=True)
     for m in measured:
-        if m.unit != "samples/s" or m.case == "around a step":
+        if m.unit != "samples/s" or m.case == AROUND:
             continue
         spread = (max(m.values) - min(m.values)) / m.median
         phases = [found[f"{m.case} {phase}", m.system].median for phase in PHASES]
@@ -240,25 +371,24 @@ def print_result(console: Console, measured: Sequence[Measured], result: dict) -
             f"{loss.median:.3f}" if loss else "",
         )  # fmt: skip
     console.print(table)
-    ratios = result["ratios"]
-    for name, peer in product(RATIOS, ("torch", "torchrec")):
-        names = [f"{name}_vs_{peer}_d{dim}" for dim in DIMS]
-        by_dim = {n: ratios[n] for n in names if n in ratios}
-        if by_dim:
-            worst = ratios[f"{name}_vs_{peer}"]
-            console.print(f"{name}_vs_{peer}: {worst:.2f} (the worst of these)")
-            for dim_name, ratio in by_dim.items():
-                console.print(f"  {dim_name}: {ratio:.2f}")
-            console.print(f"  geometric mean: {geometric_mean(list(by_dim.values())):.2f}")
-    for model in OTHER_MODELS:
-        if f"samples_vs_torch_{model}" in ratios:
-            console.print(f"samples_vs_torch_{model}: {ratios[f'samples_vs_torch_{model}']:.2f}")
-    rates = [m for m in measured if m.case == "around a step"]
+    for dim in DIMS:
+        console.print(split_grid(split_step(measured, dim, BATCH_SIZE), dim))
+    rates = [m for m in measured if m.case == AROUND]
     console.print("  ".join(f"{m.system}: {m.median:,.0f} samples/s" for m in rates))
-    for name in around.RATIOS:
-        if name in ratios:
-            console.print(f"{name}: {ratios[name]:.3f}")
+    for name, ratio in result["ratios"].items():
+        if "_ms_" not in name:
+            console.print(f"{name}: {ratio:.3f}")
     print_machine(console, result)
+
+
+def split_grid(splits: dict[str, dict[str, float]], dim: int) -> Table:
+    title = f"where a step's time goes, ms, D={dim}; peers' parts: the network's as torch has them"
+    grid = Table(box=None, title_justify="left", padding=(0, 1, 0, 0), title=title)
+    for heading in ("system", *PARTS):
+        grid.add_column(heading, justify="left" if heading == "system" else "right", no_wrap=True)
+    for system, parts in splits.items():
+        grid.add_row(system, *(f"{parts[part]:.1f}" for part in PARTS))
+    return grid
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from harness import (
     ROOT,
     BenchError,
     Measured,
+    PieceFile,
     describe_machine,
     open_environment,
     others_share,
@@ -134,13 +135,22 @@ class Turn:
 
 class Bench:
     def __init__(
-        self, question: Question, folder: Path, extent: Extent, only: str, console: Console
+        self,
+        question: Question,
+        folder: Path,
+        extent: Extent,
+        only: str,
+        console: Console,
+        file: PieceFile,
     ) -> None:
         self.question, self.folder, self.extent = question, folder, extent
-        self.only, self.console = only, console
-        self.measured: list[Measured] = []
-        self.facts: dict[str, str] = {}
-        self.left_out: list[str] = []
+        self.only, self.console, self.file = only, console, file
+        self.measured = list(file.measured)
+        machine = file.more.get("machine", {})
+        self.facts: dict[str, str] = machine.get("versions", {}) | machine.get("plans", {})
+        self.left_out: list[str] = machine.get("left_out", [])
+        self.pieces: list[str] = []
+        """Worlds and workloads that this call measures."""
         self.broken: set[str] = set()
         """Systems that ended their ranks, and are not tried again."""
         self.pythons = {"colonnade": sys.executable}
@@ -180,7 +190,10 @@ class Bench:
     ) -> None:
         num_hosts, ranks_per_host = world
         named = {f"{num_hosts}x{ranks_per_host} {each.name}": each for each in workloads}
-        left = [name for name in named if re.search(self.only, name)]
+        left = [n for n in named if re.search(self.only, n) and not self.file.has_piece(n)]
+        self.pieces += left
+        for name in left:
+            self.forget_case(name)
         while left:
             with open_hosts(num_hosts) as hosts, ExitStack() as stack:
                 try:
@@ -194,9 +207,13 @@ class Bench:
                 except Broken as error:  # the same once more, without it, with ranks of their own
                     self.broken.add(error.system)
                     self.leave_out(f"{name} {error}")
-                    self.measured = [m for m in self.measured if not m.case.startswith(f"{name} ")]
+                    self.forget_case(name)
                 except BenchError as error:
                     self.leave_out(f"{left.pop(0)}: {error}")
+
+    def forget_case(self, name: str) -> None:
+        """Drop the rows of a world and workload that is measured again."""
+        self.measured = [m for m in self.measured if not m.case.startswith(f"{name} ")]
 
     def open_fleets(self, hosts: Hosts, ranks_per_host: int, stack: ExitStack) -> dict[str, Fleet]:
         fleets: dict[str, Fleet] = {}
@@ -372,7 +389,9 @@ def write_ids(
 def main(question: Question, description: str, full: Extent, quick: Extent) -> None:
     """The bench's command line."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", type=Path, help="write cases, raw values and ratios here")
+    parser.add_argument(
+        "--json", type=Path, help="write cases, raw values and ratios here; go on with what it has"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="one world, two workloads: to try, not to quote"
     )
@@ -386,17 +405,18 @@ def main(question: Question, description: str, full: Extent, quick: Extent) -> N
         )
     console = Console(highlight=False, width=max(WIDTH, Console().width))
     before = read_cpu_seconds()
+    extent = quick if options.quick else full
+    file = PieceFile(options.json, question.name, max_cardinality=extent.max_cardinality)
     with tempfile.TemporaryDirectory(prefix="colonnade-bench-") as folder:
-        bench = Bench(
-            question, Path(folder), quick if options.quick else full, options.only, console
-        )
+        bench = Bench(question, Path(folder), extent, options.only, console, file)
 
         def result_of() -> Mapping[str, Any]:
+            file.shares |= dict.fromkeys(bench.pieces, round(others_share(before), 2))
             result = report(
                 question.name,
                 version=colonnade.__version__,
                 machine=describe_machine(
-                    threads=1, others_share=round(others_share(before), 2),
+                    threads=1, others_share=file.others_share, shares=file.shares,
                     versions={k: v for k, v in bench.facts.items() if " " not in k},
                     plans={k: v for k, v in bench.facts.items() if " " in k}, left_out=bench.left_out,
                     max_cardinality=bench.extent.max_cardinality, **question.facts,

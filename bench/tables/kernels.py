@@ -40,6 +40,17 @@ class Figures:
 
     seconds: dict[tuple[Point, str], dict[str, list[float]]] = field(default_factory=dict)
 
+    @staticmethod
+    def of_measured(measured: Iterable[Measured]) -> Figures:
+        """Read back what `measured` makes."""
+        figures = Figures()
+        for row in measured:
+            dim, workload, ids, optimizer, *beside, phase = row.case.split()
+            point = Point(int(dim[2:]), workload, ids, optimizer, " ".join(beside[1:]))
+            by_phase = figures.seconds.setdefault((point, row.system), {})
+            by_phase[phase] = [ms / 1e3 for ms in row.values]
+        return figures
+
     def points(self, system: str, peer: str = OURS) -> list[Point]:
         """Where both were measured."""
         return [p for p, name in self.seconds if name == system and (p, peer) in self.seconds]

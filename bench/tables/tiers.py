@@ -22,6 +22,7 @@ NETWORK = ""
 PLAIN = " between commits"
 COMMITS = " with commits"
 BESIDE = " sparse only, beside peers"
+WRITES = " writes"
 """Kinds of blocks: what follows a case's name."""
 FIRST_EPOCH = " first epoch"
 ALL = "colonnade all"
@@ -54,33 +55,31 @@ class Found:
     """As workers/tiers_writes.py prints them."""
     commit_slowdowns: list[float] = field(default_factory=list)
 
+    @staticmethod
+    def of_measured(measured: Sequence[Measured], model_bytes: Mapping[str, int]) -> Found:
+        """Find in a file's rows what ratios need beside samples/s."""
+        result = Found(dict(model_bytes))
+        values = {(m.case, m.system, m.unit): m.values for m in measured}
+        for (case, system, unit), rates in values.items():
+            if unit == "reads/s":
+                pairs = zip(rates, values[case, system, "cores"], strict=True)
+                reads = [Reads(*pair) for pair in pairs]
+                (result.raw if system == "tier_device" else result.reader).extend(reads)
+            elif unit == "samples/s" and case.endswith(COMMITS):
+                plain = values[case.removesuffix(COMMITS) + PLAIN, system, unit]
+                seconds = {PLAIN: [1 / r for r in plain], COMMITS: [1 / r for r in rates]}
+                result.add_commits(case, seconds)
+        writes = {
+            unit: rates[0] for (case, _, unit), rates in values.items() if case.endswith(WRITES)
+        }
+        if writes:
+            result.writes.append(writes)
+        return result
+
     def add_commits(self, case: str, seconds: Mapping[str, Sequence[float]]) -> None:
         """Neighbouring blocks: a machine that slows down meanwhile slows both."""
         pairs = zip(seconds[PLAIN], seconds[COMMITS], strict=True)
         self.commit_slowdowns.append(median(commits / plain for plain, commits in pairs))
-
-    def add_reader(
-        self,
-        case: str,
-        device: Sequence[Reads],
-        seconds: Sequence[float],
-        counts: Sequence[Mapping[str, float]],
-    ) -> list[Measured]:
-        reader = [
-            Reads(c["device_reads"] / s, c["cpu_seconds"] / s)
-            for s, c in zip(seconds, counts, strict=True)
-        ]
-        self.raw += device
-        self.reader += reader
-        both = (("tier_device", device), ("colonnade's reader", reader))
-        rates = [
-            Measured(f"{case} reads", who, "reads/s", [r.per_second for r in reads])
-            for who, reads in both
-        ]
-        cores = [
-            Measured(f"{case} reads", who, "cores", [r.cores for r in reads]) for who, reads in both
-        ]
-        return rates + cores
 
     @property
     def device_reads(self) -> float:
@@ -91,6 +90,27 @@ class Found:
     def read_seconds(self) -> float:
         """Of processor, for each read of our reader."""
         return median(r.cores / r.per_second for r in self.reader) if self.reader else 0.0
+
+
+def reader_cases_of(
+    case: str,
+    device: Sequence[Reads],
+    seconds: Sequence[float],
+    counts: Sequence[Mapping[str, float]],
+) -> list[Measured]:
+    reader = [
+        Reads(c["device_reads"] / s, c["cpu_seconds"] / s)
+        for s, c in zip(seconds, counts, strict=True)
+    ]
+    both = (("tier_device", device), ("colonnade's reader", reader))
+    rates = [
+        Measured(f"{case} reads", who, "reads/s", [r.per_second for r in reads])
+        for who, reads in both
+    ]
+    cores = [
+        Measured(f"{case} reads", who, "cores", [r.cores for r in reads]) for who, reads in both
+    ]
+    return rates + cores
 
 
 def model_bytes(shape: Shape, dim: int) -> int:
@@ -233,7 +253,9 @@ def ratios_of(
         if lru is not None and belady is not None and hinted is not None:
             add("gap_to_belady_closed", case, (lru - hinted) / (lru - belady))
         beside = figures.rates.get((case + BESIDE, "colonnade 1/8"))
-        for peer, name in (("rocksdict", "vs_rocksdb"), ("mapped", "vs_mmap")):
+        for peer, name in (
+            ("rocksdict", "vs_rocksdb"), ("rocksdict 8 shards", "vs_rocksdb_8_shards"), ("mapped", "vs_mmap"),
+        ):  # fmt: skip
             theirs = figures.rates.get((case + SPARSE, f"{peer} 1/8"))
             if theirs is not None and beside is not None:
                 add(name, case, beside / theirs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
 import colonnade
+import colonnade.embedding
 from colonnade import (
     Batch,
     EmbeddingCollection,
@@ -24,12 +26,17 @@ from colonnade.interaction import Concat
 from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.deepfm import DeepFM
 from colonnade.models.dlrm import DLRM
-from workers.loop import CROSS_LAYERS, Case, Laps, Step, serve
+from colonnade.ops.interaction import pairwise_dot
+from workers.loop import CROSS_LAYERS, Case, Laps, Step, build_part, serve
 
 
 def build(case: Case) -> tuple[Step, dict[str, str]]:
+    if "shipped_malloc" in case.options:
+        colonnade.embedding.keep_freed_memory = lambda: None
     batches = list(read(case))
-    if case.sparse_only:
+    if case.part in ("interaction", "products"):
+        return build_network_part(case, batches[0]), {"colonnade": colonnade.__version__}
+    if case.part == "embeddings":
         tables = tables_of(case, case.dim)
         return build_sparse(case, tables, batches), {"colonnade": colonnade.__version__}
     model = build_model(case, num_dense=batches[0].dense.shape[1])
@@ -98,6 +105,17 @@ def build_sparse(case: Case, tables: list[Table], batches: list[Batch]) -> Step:
         return torch.zeros(())
 
     return step
+
+
+def build_network_part(case: Case, batch: Batch) -> Step:
+    """Build a part of the network as the model evaluates it; its tables are of one row."""
+    model = build_model(replace(case, rows=[1] * len(case.rows)), num_dense=batch.dense.shape[1])
+    assert isinstance(model, DLRM) and model.bottom is not None, "parts are of DLRM"
+
+    def interact(vector: Tensor, fields: Tensor) -> Tensor:
+        return pairwise_dot([vector, fields], dim=case.dim, included=[0])
+
+    return build_part(case, model.bottom, interact, model.top)
 
 
 def read(case: Case) -> Iterator[Batch]:

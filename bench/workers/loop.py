@@ -11,8 +11,10 @@ A worker waits without spinning while others run. Legend: N batches, B samples, 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from workers.network import DCNv2Network, DeepFMNetwork, DenseNetwork
+from workers.network import DCNv2Network, DeepFMNetwork, DenseNetwork, use_library_linear
 
 CROSS_LAYERS = 3
 
@@ -47,8 +49,11 @@ class Case:
     seed: int
     model: str = "dlrm"
     """dlrm, deepfm or dcnv2: the MLP of the others is `top`."""
-    sparse_only: bool = False
-    """No dense network: the lookups' outputs get a fixed gradient, and the loss is 0."""
+    part: str = "step"
+    """step: the whole; embeddings, interaction or products: that part alone with a fixed gradient, and a loss of 0."""
+    options: Sequence[str] = ()
+    """What differs from the system as shipped. Peers: malloc, linear (Colonnade's), rows (row-wise Adagrad in one
+    stacked table, torch alone), planner, pipeline (torchrec alone). colonnade: shipped_malloc."""
 
     @property
     def names(self) -> list[str]:
@@ -64,14 +69,17 @@ class Case:
         """The dense network in plain torch: takes dense, fields and, of deepfm, first-order weights."""
         num_dense = np.load(Path(self.data) / "dense.npy", mmap_mode="r").shape[2]
         shape = {"num_fields": len(self.rows), "dim": self.dim, "num_dense": num_dense}
+        network: nn.Module
         if self.model == "deepfm":
-            return DeepFMNetwork(**shape, top=self.top)
-        if self.model == "dcnv2":
-            return DCNv2Network(**shape, cross_layers=CROSS_LAYERS, top=self.top)
-        return DenseNetwork(**shape, bottom=self.bottom, top=self.top)
+            network = DeepFMNetwork(**shape, top=self.top)
+        elif self.model == "dcnv2":
+            network = DCNv2Network(**shape, cross_layers=CROSS_LAYERS, top=self.top)
+        else:
+            network = DenseNetwork(**shape, bottom=self.bottom, top=self.top)
+        return use_library_linear(network) if "linear" in self.options else network
 
     def gradient(self, batch_size: int) -> Tensor:
-        """(B, F * D), what `sparse_only` sends back instead of a network's gradient."""
+        """(B, F * D), what the embeddings alone get instead of a network's gradient."""
         generator = torch.Generator().manual_seed(self.seed)
         shape = batch_size, len(self.rows) * self.dim
         return torch.randn(shape, generator=generator) / batch_size
@@ -98,12 +106,68 @@ Step = Callable[[Laps], Tensor]
 """Trains the next batch; returns its loss."""
 
 
+def build_part(
+    case: Case, bottom: nn.Module, interact: Callable[[Tensor, Tensor], Tensor], top: nn.Module
+) -> Step:
+    """Build a step of the interaction alone, or of both MLPs and their optimizer alone."""
+    inputs, ids, _ = case.load()
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def random_leaf(width: int) -> Tensor:
+        return torch.randn(ids.shape[2], width, generator=generator).requires_grad_()
+
+    fields, vector = random_leaf(len(case.rows) * case.dim), random_leaf(case.dim)
+    vector_gradient = vector.detach().clone()
+    dots = interact(vector, fields).detach().requires_grad_()
+    dots_gradient, logit_gradient = torch.randn_like(dots), random_leaf(1).detach()
+    batches = iter(range(len(ids)))
+
+    def interaction_step(laps: Laps) -> Tensor:
+        vector.grad = fields.grad = None
+        laps("dense")
+        outputs = interact(vector, fields)
+        laps("forward")
+        outputs.backward(dots_gradient)
+        laps("backward")
+        return torch.zeros(())
+
+    if case.part == "interaction":
+        return interaction_step
+    parameters = [*bottom.parameters(), *top.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=case.dense_lr, fused=True)
+
+    def products_step(laps: Laps) -> Tensor:
+        optimizer.zero_grad()
+        dots.grad = None
+        laps("dense")
+        outputs = bottom(inputs[next(batches)]), top(dots)
+        laps("forward")
+        torch.autograd.backward(outputs, (vector_gradient, logit_gradient))
+        laps("backward")
+        optimizer.step()
+        laps("dense")
+        return torch.zeros(())
+
+    return products_step
+
+
+def keep_freed_memory() -> None:
+    """Give malloc the settings of colonnade.ops.memory, which a peer's environment does not have."""
+    if platform.libc_ver()[0] == "glibc":
+        library = ctypes.CDLL(None)
+        if not library.mallopt(-3, 2**30):
+            library.mallopt(-3, 2**25)
+        library.mallopt(-1, 2**30)
+
+
 def serve(build: Callable[[Case], tuple[Step, dict[str, str]]]) -> None:
     """Answer the parent until it closes the pipe."""
     channel = open_channel()
     case = Case(**json.loads(sys.stdin.readline()))
     torch.set_num_threads(case.num_threads)
     torch.manual_seed(case.seed)
+    if "malloc" in case.options:
+        keep_freed_memory()
     step, facts = build(case)
     print(json.dumps({"ready": {"torch": torch.__version__, **facts}}), file=channel)
     for line in sys.stdin:

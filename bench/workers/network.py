@@ -6,11 +6,15 @@ two together. Legend: B samples, n dense columns, F fields, D dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+LINEAR_SOURCE = Path(__file__).resolve().parents[2] / "src" / "colonnade" / "ops" / "linear.py"
 
 
 class DenseNetwork(nn.Module):
@@ -38,10 +42,13 @@ class DenseNetwork(nn.Module):
 
     def forward(self, dense: Tensor, fields: Tensor) -> Tensor:
         """dense (B, n), fields (B, F * D) -> logits (B, 1)."""
-        bottom = self.bottom(dense)
+        return self.top(self.interact(self.bottom(dense), fields))
+
+    def interact(self, bottom: Tensor, fields: Tensor) -> Tensor:
+        """bottom (B, D), fields (B, F * D) -> (B, D + pairs): the vector of the bottom MLP and all dots."""
         vectors = torch.cat([bottom[:, None], fields.unflatten(1, (self.num_fields, -1))], dim=1)
         dots = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
-        return self.top(torch.cat([bottom, dots.index_select(1, self.pairs)], dim=1))
+        return torch.cat([bottom, dots.index_select(1, self.pairs)], dim=1)
 
 
 class DeepFMNetwork(nn.Module):
@@ -87,3 +94,38 @@ def _layers(widths: Sequence[int]) -> list[nn.Module]:
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return layers[:-1]
+
+
+def use_library_linear(network: nn.Module) -> nn.Module:
+    """Make a peer's network use Colonnade's linear layer, fused with the ReLU after it as in colonnade's MLPs.
+
+    Its source needs torch alone and is loaded by path, because a peer's environment does not have colonnade.
+    """
+    spec = spec_from_file_location("library_linear", LINEAR_SOURCE)
+    assert spec is not None and spec.loader is not None, "a source file has a loader"
+    source = module_from_spec(spec)
+    spec.loader.exec_module(source)
+    layers = {nn.Linear: LibraryLinear, nn.Sequential: LibrarySequential}
+    for module in list(network.modules()):
+        if type(module) in layers:
+            module.__class__ = layers[type(module)]
+            module.library_linear = source.linear
+    return network
+
+
+class LibraryLinear(nn.Linear):
+    library_linear: Callable[..., Tensor]
+
+    def forward(self, x: Tensor, *, relu: bool = False) -> Tensor:
+        return self.library_linear(x, self.weight, self.bias, relu=relu)
+
+
+class LibrarySequential(nn.Sequential):
+    """Linear layers, each evaluated together with the ReLU after it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = list(self)
+        for layer, next_layer in zip(layers, [*layers[1:], None], strict=True):
+            if isinstance(layer, LibraryLinear):
+                x = layer(x, relu=isinstance(next_layer, nn.ReLU))
+        return x

@@ -49,6 +49,8 @@ class Case:
     top: list[int]
     embedding_lr: float
     num_threads: int
+    shards: int = 1
+    """Databases of a peer."""
     site: str = ""
     """Where a peer's own packages lie."""
     seed: int = 0

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.tier_stream import Stream
 from workers.tiers_loop import Case, serve
 from workers.tiers_peer import PeerTraining, first_records
+from workers.tiers_shards import ShardedTraining, Shards, shard_of
 
 RUN = 65536
 MEMTABLES = 4
@@ -56,26 +56,40 @@ def values_of(records: NDArray[np.float32]) -> list[bytes]:
     return [data[i : i + width] for i in range(0, len(data), width)]
 
 
-def open_system(case: Case) -> tuple[PeerTraining, dict[str, float | str]]:
+def open_system(case: Case) -> tuple[PeerTraining | ShardedTraining, dict[str, float | str]]:
     sys.path.append(case.site)
+    stream = case.open_stream()
+    start = time.perf_counter()
+    if case.shards > 1:
+        shards = Shards(case.shards, stream.shape.lookups, case.dim + 1)
+        shards.open(lambda number: open_store(case, number))
+        return ShardedTraining(case, shards), {"ready_seconds": time.perf_counter() - start}
+    store = open_store(case, 0)
+    seconds = time.perf_counter() - start
+    return PeerTraining(case, store), {"rocksdict": "0.3.29", "ready_seconds": seconds}
+
+
+def open_store(case: Case, shard: int) -> RocksStore:
+    """Open the database of a shard, filled, with its most frequent rows in its caches."""
     import rocksdict
 
     assert case.dram_bytes is not None, "the database has a budget"
-    stream = case.open_stream()
-    options = options_of(rocksdict, case.dram_bytes)
-    database = rocksdict.Rdict(str(Path(case.store) / "database"), options)
+    stream, folder = case.open_stream(), Path(case.store) / f"shard-{shard}"
+    folder.mkdir()
+    options = options_of(rocksdict, case.dram_bytes // case.shards)
+    database = rocksdict.Rdict(str(folder / "database"), options)
     unlogged = rocksdict.WriteOptions()
     unlogged.disable_wal = True
     database.set_write_options(unlogged)
+    rows = np.arange(stream.shape.num_rows)
+    if case.shards > 1:
+        rows = rows[shard_of(rows, case.shards) == shard]
+    fill(database, rocksdict, options, rows, case.dim, folder)
     store = RocksStore(database, rocksdict, case.dim)
-    start = time.perf_counter()
-    fill(database, rocksdict, options, stream, case)
-    filled = time.perf_counter()
-    count = np.asarray(stream.state("count"))
-    some = min(WARM_ROWS, len(count) - 1)
-    store.get(np.sort(np.argpartition(-count, some)[:some]))
-    seconds = {"fill_seconds": filled - start, "warm_seconds": time.perf_counter() - filled}
-    return PeerTraining(case, store), {"rocksdict": "0.3.29", **seconds}
+    count = np.asarray(stream.state("count"))[rows]
+    some = min(WARM_ROWS // case.shards, len(count) - 1)
+    store.get(rows[np.sort(np.argpartition(-count, some)[:some])])
+    return store
 
 
 def options_of(rocksdict, budget: int):
@@ -103,17 +117,16 @@ def options_of(rocksdict, budget: int):
     return options
 
 
-def fill(database, rocksdict, options, stream: Stream, case: Case) -> None:
-    """Every row, as sorted tables: what compacting all of them would leave."""
-    rows = stream.shape.num_rows
-    values = values_of(first_records(min(RUN, rows), case.dim))
+def fill(database, rocksdict, options, rows: NDArray[np.int64], dim: int, folder: Path) -> None:
+    """Write every row as sorted tables: what compacting all of them would leave."""
+    values = values_of(first_records(min(RUN, len(rows)), dim))
     per_file = 64 * RUN
-    for start in range(0, rows, per_file):
-        path = Path(case.store) / f"fill-{start}.sst"
+    for start in range(0, len(rows), per_file):
+        path = folder / f"fill-{start}.sst"
         writer = rocksdict.SstFileWriter(options)
         writer.open(str(path))
-        for first in range(start, min(start + per_file, rows), RUN):
-            ids = np.arange(first, min(first + RUN, rows))
+        for first in range(start, min(start + per_file, len(rows)), RUN):
+            ids = rows[first : min(first + RUN, start + per_file)]
             for key, value in zip(keys_of(ids), values, strict=False):
                 writer[key] = value
         writer.finish()

@@ -1,8 +1,12 @@
-"""TorchRec as its user runs it: DistributedModelParallel on one gloo rank, table-wise, fused row-wise Adagrad."""
+"""TorchRec as its user runs it: DistributedModelParallel on one gloo rank, table-wise, fused row-wise Adagrad.
+
+Helped, its planner may be free in what it chooses, and its train pipeline prepares the next batch's ids ahead.
+"""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 
@@ -10,15 +14,16 @@ import torch
 import torch.distributed as dist
 import torchrec
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_default_sharders
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
 
 from workers.loop import Case, Laps, Step, serve
 
@@ -41,14 +46,36 @@ class Model(nn.Module):
             ],
         )
         self.names = case.names
-        self.network = None if case.sparse_only else case.network()
+        self.keeps_order = "planner" not in case.options
+        self.network = None if case.part == "embeddings" else case.network()
+        self.loss = nn.BCEWithLogitsLoss()
 
-    def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
-        """Logits, or the fields (B, F * D) where there is no network."""
-        fields = self.embeddings(ids)
-        if list(fields.keys()) != self.names:
-            raise AssertionError(f"the plan reordered the features to {fields.keys()}")
-        return fields.values() if self.network is None else self.network(dense, fields.values())
+    def forward(self, batch: PipelinedBatch) -> tuple[Tensor, Tensor]:
+        """Return the loss, with a gradient and without, or twice the fields (B, F * D) where there is no network."""
+        outputs = self.embeddings(batch.ids)
+        # The planner's choice reorders the features.
+        fields = (
+            outputs.values() if self.keeps_order else torch.cat([outputs[n] for n in self.names], 1)
+        )
+        if self.network is None:
+            return fields, fields
+        loss = self.loss(self.network(batch.dense, fields), batch.label)
+        return loss, loss.detach()
+
+
+@dataclass
+class PipelinedBatch(Pipelineable):
+    """Batch that a train pipeline accepts. It stays where it is, in memory."""
+
+    dense: Tensor
+    ids: KeyedJaggedTensor
+    label: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool) -> PipelinedBatch:
+        return self
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Do nothing: a CPU has no streams."""
 
 
 def build(case: Case) -> tuple[Step, dict[str, str]]:
@@ -58,10 +85,10 @@ def build(case: Case) -> tuple[Step, dict[str, str]]:
         RowWiseAdagrad, model.embeddings.parameters(), {"lr": case.embedding_lr}
     )
     model = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=plan_table_wise(model, case)
+        model, device=torch.device("cpu"), plan=plan_tables(model, case)
     )
     optimizers = [model.fused_optimizer]
-    if not case.sparse_only:
+    if case.part != "embeddings":
         dense = KeyedOptimizerWrapper(
             dict(in_backward_optimizer_filter(model.named_parameters())),
             lambda parameters: torch.optim.Adam(parameters, lr=case.dense_lr, fused=True),
@@ -69,15 +96,17 @@ def build(case: Case) -> tuple[Step, dict[str, str]]:
         optimizers.append(dense)
     optimizer = CombinedOptimizer(optimizers)
     inputs, ids, label = case.load()
-    keyed = [keyed_ids(case, batch) for batch in ids]
-    batches = iter(range(len(ids)))
-    gradient = case.gradient(ids.shape[2])
+    batches = iter(
+        [PipelinedBatch(inputs[i], keyed_ids(case, batch), label[i]) for i, batch in enumerate(ids)]
+    )
+    gradient = case.gradient(label.shape[1])
+    pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
 
     def sparse_step(laps: Laps) -> Tensor:
-        i = next(batches)
+        batch = next(batches)
         optimizer.zero_grad()
         laps("dense")
-        fields = model(inputs[i], keyed[i])
+        fields, _ = model(batch)
         laps("forward")
         fields.backward(gradient)  # the embeddings' update is fused into it
         laps("backward")
@@ -86,11 +115,11 @@ def build(case: Case) -> tuple[Step, dict[str, str]]:
         return torch.zeros(())
 
     def step(laps: Laps) -> Tensor:
-        i = next(batches)
+        batch = next(batches)
         laps("wait")
         optimizer.zero_grad()
         laps("dense")
-        loss = bce(model(inputs[i], keyed[i]), label[i])
+        loss, _ = model(batch)
         laps("forward")
         loss.backward()  # the embeddings' update is fused into it
         laps("backward")
@@ -98,24 +127,35 @@ def build(case: Case) -> tuple[Step, dict[str, str]]:
         laps("dense")
         return loss
 
+    def pipelined_step(laps: Laps) -> Tensor:
+        loss = pipeline.progress(batches)
+        laps("forward")  # all phases: the pipeline has no place to look between them
+        return loss
+
     shardings = {
         f"{p.sharding_type}/{p.compute_kernel}"
         for module in model.plan.plan.values()
         for p in module.values()
     }
-    return sparse_step if case.sparse_only else step, {
+    free = " planner" if "planner" in case.options else ""
+    steps = {"embeddings": sparse_step, "step": step}
+    return pipelined_step if "pipeline" in case.options else steps[case.part], {
         "torchrec": version("torchrec"),
         "fbgemm-gpu-cpu": version("fbgemm-gpu-cpu"),
-        "torchrec plan": ", ".join(sorted(shardings)),
+        f"torchrec{free} plan": ", ".join(sorted(shardings)),
     }
 
 
-def plan_table_wise(model: Model, case: Case) -> ShardingPlan:
+def plan_tables(model: Model, case: Case) -> ShardingPlan:
     """Left alone, the planner makes small tables data-parallel with dense gradients, and reorders the features."""
-    constraints = {
-        name: ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
-        for name in case.names
-    }
+    constraints = (
+        None
+        if "planner" in case.options
+        else {
+            name: ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
+            for name in case.names
+        }
+    )
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=1, compute_device="cpu"), constraints=constraints
     )

@@ -15,7 +15,7 @@ sys.path.insert(0, str(BENCH))  # benches are scripts, not part of the package
 
 import exchange  # noqa: E402
 from cluster import race  # noqa: E402
-from harness import BenchError, Measured  # noqa: E402
+from harness import BenchError, Measured, PieceFile  # noqa: E402
 from tables import exchange as tables  # noqa: E402
 from workers.exchange_loop import Case  # noqa: E402
 
@@ -196,6 +196,7 @@ def test_a_broken_system_is_left_out_and_its_case_done_again(tmp_path, monkeypat
     bench.folder, bench.extent, bench.only = tmp_path, exchange.QUICK, ""
     bench.console = Console(file=io.StringIO())
     bench.measured, bench.left_out, bench.broken, tried = [], [], set(), []
+    bench.file, bench.pieces = PieceFile(None, "exchange"), []
 
     class NoHosts:
         def __enter__(self):
@@ -218,5 +219,6 @@ def test_a_broken_system_is_left_out_and_its_case_done_again(tmp_path, monkeypat
     first, second = (f"2x2 {w.name}" for w in exchange.QUICK.workloads)
     assert tried == [(first, []), (first, ["pooled"]), (second, ["pooled"])]
     assert [m.case for m in bench.measured] == [f"{first} half done", f"{second} half done"]
+    assert bench.pieces == [first, second]
     assert bench.left_out == [f"{first} pooled: killed"]  # a log names folders; the screen has it
     assert "last words in" in bench.console.file.getvalue()

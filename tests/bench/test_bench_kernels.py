@@ -317,3 +317,13 @@ def test_a_reports_cases_are_lines(tmp_path: Path) -> None:
     lines = [line for line in text.splitlines() if '"case"' in line]
     assert len(lines) == len(result["cases"]) > 10
     assert asdict(ONE_HOT)["name"] == "one-hot" and str(point("one-hot", "sgd")) in text
+
+
+def test_figures_are_read_back_from_a_files_rows() -> None:
+    figures = Figures()
+    for point in (
+        Point(16, "one-hot", "skewed", "sgd"),
+        Point(16, "20-hot", "uniform", "adagrad", "torch"),
+    ):
+        figures.seconds[point, "colonnade"] = {"forward": [0.001, 0.002], "rows": [0.003]}
+    assert Figures.of_measured(figures.measured()) == figures

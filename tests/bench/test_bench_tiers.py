@@ -20,8 +20,9 @@ from harness import Measured  # noqa: E402
 from tables import tier_programs, tiers  # noqa: E402
 from workers.memory_group import NoMemoryGroup, open_group  # noqa: E402
 from workers.tier_stream import Law, Shape, Stream, probabilities, scaled, write_stream  # noqa: E402
-from workers.tiers_loop import Gate  # noqa: E402
-from workers.tiers_peer import look_up, update  # noqa: E402
+from workers.tiers_loop import Case, Gate  # noqa: E402
+from workers.tiers_peer import PeerTraining, look_up, update  # noqa: E402
+from workers.tiers_shards import ShardedTraining, Shards, apply_newer, shard_of  # noqa: E402
 
 from colonnade.cache.next_use import encode_distance  # noqa: E402
 
@@ -260,6 +261,58 @@ def test_peers_train_as_a_dense_table_would() -> None:
         torch.testing.assert_close(records[i, :4], table[row, :4] - 0.5 * summed / state.sqrt())
 
 
+class SharedStore:
+    """Dense table in shared memory, as a store of rows."""
+
+    def __init__(self, table: np.ndarray) -> None:
+        self.table = table
+
+    def get(self, rows: np.ndarray) -> np.ndarray:
+        return self.table[rows]
+
+    def put(self, rows: np.ndarray, records: np.ndarray) -> None:
+        self.table[rows] = records
+
+    def counts(self) -> dict[str, float]:
+        return {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shards are forked, and counted in /proc")
+def test_shards_that_read_ahead_train_as_one_store_does(stream: Stream) -> None:
+    case = Case(
+        str(stream.folder), "", dim=4, dram_bytes=None, lookahead=0, hints=False, starts_empty=False,
+        bottom=[], top=[], embedding_lr=0.5, num_threads=1,
+    )  # fmt: skip
+    start = np.random.default_rng(0).random((SMALL.num_rows, 5), np.float32)
+    plain = SharedStore(start.copy())
+    shared = np.memmap(stream.folder / "table.f32", np.float32, "w+", shape=start.shape)
+    shared[:] = start
+    shards = Shards(3, SMALL.lookups, 5)
+    shards.open(lambda number: SharedStore(shared))
+    systems = PeerTraining(case, plain), ShardedTraining(case, shards)
+    for steps in (1, 7, 2):
+        for system in systems:
+            system.gate.allow(steps)
+            for _ in range(steps):
+                system.step(False)
+            system.settle()
+    assert not np.array_equal(shared, start)
+    np.testing.assert_allclose(shared, plain.table, rtol=1e-6)
+    assert systems[1].counts()["cpu_seconds"] > 0
+
+
+def test_rows_go_to_all_shards_alike() -> None:
+    shards = np.bincount(shard_of(np.arange(100_000), 8), minlength=8)
+    assert shards.min() > 0.95 * shards.max()
+
+
+def test_records_that_were_updated_meanwhile_are_replaced() -> None:
+    records = np.zeros((4, 1), np.float32)
+    newer = np.array([[9.0], [3.0], [7.0]], np.float32)
+    apply_newer(np.array([2, 3, 5, 7]), records, np.array([9, 3, 7]), newer)
+    assert records[:, 0].tolist() == [0, 3, 0, 7]
+
+
 def test_a_memory_group_limits_or_says_why() -> None:
     try:
         group = open_group("test", 64 << 20)
@@ -317,6 +370,23 @@ def test_ratios_are_of_the_cases_they_name() -> None:
     assert ratios["ssd_reads_of_raw_iops"] == pytest.approx(80 / 88)
     assert ratios["ssd_reads_cores"] == pytest.approx(0.32)
     assert ratios["commit_slowdown"] == pytest.approx(1.03)
+
+
+def test_what_ratios_need_is_found_in_a_files_rows() -> None:
+    case = "D=16 skew 1.1"
+    reads = [tier_programs.Reads(80_000, 0.3), tier_programs.Reads(90_000, 0.4)]
+    device = [tier_programs.Reads(100_000, 0.2)] * 2
+    counts = [{"device_reads": r.per_second, "cpu_seconds": r.cores} for r in reads]
+    measured = tiers.reader_cases_of(case, device, [1.0, 1.0], counts)
+    measured += [
+        Measured(case + tiers.PLAIN, "colonnade 1/8", "samples/s", [100.0, 50.0]),
+        Measured(case + tiers.COMMITS, "colonnade 1/8", "samples/s", [80.0, 40.0]),
+        Measured(case + tiers.WRITES, "colonnade", "of_bytes", [1.5]),
+    ]
+    found = tiers.Found.of_measured(measured, {case: 1000})
+    assert found.reader == reads and found.raw == device
+    assert found.commit_slowdowns == pytest.approx([1.25])
+    assert found.writes == [{"of_bytes": 1.5}] and found.model_bytes == {case: 1000}
 
 
 def test_nodes_are_the_larger_of_capacity_and_throughput() -> None:
