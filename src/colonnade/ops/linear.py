@@ -2,9 +2,19 @@
 
 torch sends fp32 products to MKL, which uses less than half of some processors (here an AMD EPYC: 4096 x 367 x 256
 forward 4.3 ms, oneDNN 1.9 ms; both passes of an MLP about 2x). oneDNN is part of torch, behind private operators.
+
+oneDNN up to 3.11 points the stack pointer at a block of the heap during a product, so a signal's frame (11 KiB with AMX
+registers) overwrites the heap below that block, and a later free() aborts (oneDNN issue 4845). Therefore the main
+thread, which receives a process's signals, gets an alternate stack for Python's signal handlers.
 """
 
 from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import threading
 
 import torch
 from torch import Tensor
@@ -15,6 +25,11 @@ MIN_ROWS = 64  # with fewer, the conversion costs more than it saves
 MIN_WEIGHTS = 4096
 """Number of weights below which MKL is faster: both passes of 13,312 x 64 x 8 (a tower module) take 2.0 to 2.5 ms
 instead of 5.3 to 5.7, of 1,024 x 256 x 1 (a last layer) 0.3 instead of 1.0. At 367 x 16 weights either may win."""
+SIGNAL_STACK_BYTES = 256 << 10  # pages that no handler touches cost nothing
+SS_DISABLE = 2  # of sigaltstack(2): the thread has no alternate stack
+
+_is_stack_checked = sys.platform != "linux"
+_signal_stack: mmap.mmap | None = None  # never freed: a signal may arrive at any time
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool = False) -> Tensor:
@@ -39,6 +54,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool = False
     if is_plain:
         y = torch_linear(x, weight, bias)
         return y.relu() if relu else y
+    if not _is_stack_checked:
+        install_signal_stack()
     product = _Product.apply(x, weight.detach(), None if bias is None else bias.detach())
     return _Layer.apply(product, x, weight, bias, relu)
 
@@ -93,6 +110,36 @@ class _Layer(torch.autograd.Function):
                 gradient.to_mkldnn(), x.contiguous().to_mkldnn(), weight.contiguous(), ctx.needs_input_grad[3]
             )  # fmt: skip
         return gradient, None, dw, db if ctx.needs_input_grad[3] else None, None
+
+
+class SignalStack(ctypes.Structure):
+    """Alternate signal stack as sigaltstack(2) reads and writes it on Linux (stack_t)."""
+
+    _fields_ = [("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+
+def install_signal_stack() -> None:
+    """Give the main thread an alternate signal stack unless it has one. Does nothing in other threads."""
+    global _is_stack_checked, _signal_stack
+    if threading.current_thread() is not threading.main_thread():
+        return
+    sigaltstack = ctypes.CDLL(None).sigaltstack
+    current = SignalStack()
+    if sigaltstack(None, ctypes.byref(current)) == 0 and current.flags & SS_DISABLE:
+        _signal_stack = mmap.mmap(-1, SIGNAL_STACK_BYTES, flags=mmap.MAP_PRIVATE)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(_signal_stack))
+        sigaltstack(ctypes.byref(SignalStack(address, 0, SIGNAL_STACK_BYTES)), None)
+    _is_stack_checked = True
+
+
+def _check_stack_again() -> None:
+    """Forget that the main thread was checked: after fork, the thread that forked is the main thread."""
+    global _is_stack_checked
+    _is_stack_checked = sys.platform != "linux"
+
+
+if sys.platform == "linux":
+    os.register_at_fork(after_in_child=_check_stack_again)
 
 
 def distances(queries: Tensor, others: Tensor) -> Tensor:
