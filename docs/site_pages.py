@@ -16,7 +16,12 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOT_PAGES = ("DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md")
-API = {"colonnade": "colonnade", "data": "colonnade.data", "models": "colonnade.models"}
+API = {
+    "colonnade": "colonnade",
+    "data": "colonnade.data",
+    "export": "colonnade.export",
+    "models": "colonnade.models",
+}
 LINK = re.compile(r"(\]\()([^)#\s]+)")
 
 

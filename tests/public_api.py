@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 FILE = Path(__file__).resolve().parent / "fixtures" / "public_api.txt"
-MODULES = ("colonnade", "colonnade.data", "colonnade.models")
+MODULES = ("colonnade", "colonnade.data", "colonnade.export", "colonnade.models")
 
 
 def list_names() -> list[str]:

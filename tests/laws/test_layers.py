@@ -46,12 +46,21 @@ LEVELS = [
     {"train"},
     {"run"},
     {"report", "predict"},
-    {"serve"},
+    {"serve", "export"},
     {"cli"},
     {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
-FAMILIES = {"cli", "data/sets", "data/tabular", "exchange", "interaction", "models", "store"}
+FAMILIES = {
+    "cli",
+    "data/sets",
+    "data/tabular",
+    "exchange",
+    "export",
+    "interaction",
+    "models",
+    "store",
+}
 """Folders with one file for each member of a family: any number of files, which their door alone may import."""
 MOST_FILES = 16
 SINGLE: set[str] = set()

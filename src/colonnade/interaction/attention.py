@@ -84,10 +84,11 @@ class TargetAttention(Interaction):
     def forward(self, query: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:  # type: ignore[override]
         """Evaluate the whole operator. query (B, D); rows (E, D), sample by sample; offsets (B + 1,) int64: each
         sample's first row -> (B, D). Sums are in float32 or wider."""
-        samples = torch.arange(len(query), device=rows.device)
-        segments = samples.repeat_interleave(offsets.diff().to(rows.device))
+        samples = torch.arange(query.shape[0], device=rows.device)
+        counts = offsets.diff().to(rows.device)
+        segments = samples.repeat_interleave(counts, output_size=rows.shape[0])
         dtype = torch.promote_types(rows.dtype, torch.float32)
-        stats = self.partial(rows.to(dtype), segments, len(query), None, query.to(dtype))
+        stats = self.partial(rows.to(dtype), segments, query.shape[0], None, query.to(dtype))
         return self.combine(stats).to(rows.dtype)
 
 

@@ -193,7 +193,7 @@ class LowRankCross(ConcatenatedFields):
         if n:
             assert dense is not None
             stats = stats + self._project_fields(dense.to(stats), lambda weight: weight[..., :n])
-        known = stats.new_ones(len(stats), 1)  # 1, t_0, t_1, ... concatenated
+        known = stats.new_ones(stats.shape[0], 1)  # 1, t_0, t_1, ... concatenated
         for rows in (*self.down, self.last):
             level = stats[:, : len(rows) * known.shape[1]]
             stats = stats[:, level.shape[1] :]

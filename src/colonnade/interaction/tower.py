@@ -75,7 +75,7 @@ class TowerModule(Interaction):
         """Evaluate the module on all fields. Raises ConfigError if its output has another shape than declared, or if it
         changes its fields."""
         weight = next(self.module.parameters(), fields)
-        if not len(fields):  # a module need not accept empty batches
+        if fields.shape[0] == 0:  # a module need not accept empty batches
             return fields.flatten(1)[:, :1].expand(0, self.out)
         version = _tensor_version(fields)
         output = self.module(fields.to(weight.dtype))
@@ -84,7 +84,7 @@ class TowerModule(Interaction):
                 f"tower module {type(self.module).__name__}: got its fields changed in place, wanted them left as they "
                 "are, for others may read them; of torch's layers take inplace=False"
             )
-        wanted = (len(fields), self.out)
+        wanted = (fields.shape[0], self.out)
         if not isinstance(output, Tensor) or output.shape != wanted:
             got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ConfigError(

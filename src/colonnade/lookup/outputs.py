@@ -99,10 +99,10 @@ def _dense_columns(
     if not (wanted := consumer.interaction.num_dense):
         return ()
     shape = None if dense is None else tuple(dense.shape)
-    if dense is None or shape != (len(like), wanted):
+    if dense is None or shape != (like.shape[0], wanted):
         raise DataError(
             f"consumer {name!r} takes {wanted} dense columns of a batch; got dense {shape}, wanted "
-            f"{(len(like), wanted)}. The reader's schema and the model's operators must agree"
+            f"{(like.shape[0], wanted)}. The reader's schema and the model's operators must agree"
         )
     return (dense.to(like),)
 

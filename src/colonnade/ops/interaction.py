@@ -122,10 +122,10 @@ def _view_vectors(vectors: Sequence[Tensor], dim: int) -> list[Tensor]:
         view = tensor
         if tensor.dim() == 2 and dim > 0 and tensor.shape[1] % dim == 0:
             view = tensor.unflatten(1, (tensor.shape[1] // dim, dim))
-        if view.dim() != 3 or view.shape[2] != dim or len(view) != len(vectors[0]):
+        if view.dim() != 3 or view.shape[2] != dim or view.shape[0] != vectors[0].shape[0]:
             raise ValueError(
-                f"vectors[{i}]: got {tuple(tensor.shape)}, wanted ({len(vectors[0])}, k * {dim})"
-                f" or ({len(vectors[0])}, k, {dim})"
+                f"vectors[{i}]: got {tuple(tensor.shape)}, wanted ({vectors[0].shape[0]}, k * {dim})"
+                f" or ({vectors[0].shape[0]}, k, {dim})"
             )
         views.append(view)
     return views
@@ -170,7 +170,7 @@ _pairwise_dot = torch.library.custom_op(
 
 @_pairwise_dot.register_fake
 def _(vectors, included):
-    return vectors[0].new_empty(len(vectors[0]), _dots_width(vectors, len(included)))
+    return vectors[0].new_empty(vectors[0].shape[0], _dots_width(vectors, len(included)))
 
 
 @torch.library.custom_op("colonnade::pairwise_dot_gradient", mutates_args=(), device_types="cpu")
@@ -195,7 +195,7 @@ _fm = torch.library.custom_op("colonnade::fm", mutates_args=(), device_types="cp
 
 @_fm.register_fake
 def _(vectors):
-    return vectors[0].new_empty(len(vectors[0]), 1)
+    return vectors[0].new_empty(vectors[0].shape[0], 1)
 
 
 @torch.library.custom_op("colonnade::fm_gradient", mutates_args=(), device_types="cpu")

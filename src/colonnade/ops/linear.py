@@ -38,6 +38,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool = False
     Equal to torch.nn.functional.linear up to rounding. That function computes everything but a plain float32 product on
     the CPU.
     """
+    if _is_exporting() and not torch.is_autocast_enabled("cpu"):
+        return torch.ops.colonnade.linear(x, weight, bias, relu)
     is_plain = (
         not ONEDNN
         or torch.compiler.is_compiling()
@@ -58,6 +60,31 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool = False
         install_signal_stack()
     product = _Product.apply(x, weight.detach(), None if bias is None else bias.detach())
     return _Layer.apply(product, x, weight, bias, relu)
+
+
+def _is_exporting() -> bool:
+    """Return whether `torch.export` traces. A traced layer is one operator, which chooses when it runs."""
+    return (
+        torch.compiler.is_compiling()
+        and getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()
+    )
+
+
+@torch.library.custom_op("colonnade::linear", mutates_args=(), device_types="cpu")
+def _exported_linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
+    with torch.no_grad():
+        return linear(x, weight, bias, relu=relu)
+
+
+@_exported_linear.register_fake
+def _(x, weight, bias, relu):
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
+    """Compute `linear` in plain PyTorch: the decomposition of `colonnade::linear`."""
+    y = torch_linear(x, weight, bias)
+    return y.relu() if relu else y
 
 
 class _Product(torch.autograd.Function):

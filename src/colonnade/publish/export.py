@@ -69,7 +69,7 @@ def export_run(
         temporary.mkdir()
         model = _write_export(run_folder, step, temporary)
         for path in [*temporary.iterdir(), temporary]:
-            _sync_to_disk(path)
+            sync_to_disk(path)
         os.rename(temporary, destination)
         Disk().sync_dir(destination.parent)
     except OSError as error:
@@ -232,7 +232,8 @@ def _write_header(
     return data_offset
 
 
-def _sync_to_disk(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
+    """Make a file's content, or a folder's names, durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

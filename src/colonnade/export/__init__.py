@@ -1,0 +1,144 @@
+"""Export of a trained model for other programs: torch.export and AOTInductor, NVIDIA Triton, the Hugging Face Hub.
+
+Importing this module registers the operator `colonnade::lookup` and those of the dense part, so that
+`torch.export.load("exported/model.pt2")` works.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor, nn
+
+from colonnade.batch import Batch
+from colonnade.data.contract import Schema
+from colonnade.errors import ConfigError, StorageError
+from colonnade.export import hub as hub_files
+from colonnade.export import triton as triton_files
+from colonnade.export.program import export_dense_program, export_program
+from colonnade.export.tensors import ProgramInput, build_batch, collect_tensors, list_inputs
+from colonnade.export.torch_files import load_program, write_programs
+from colonnade.predict.predictor import Predictor
+from colonnade.publish.export import export_run, sync_to_disk
+from colonnade.publish.exported import read_export
+from colonnade.run.validation import find_collection
+from colonnade.store.disk import storage_error
+
+__all__ = [
+    "ProgramInput",
+    "export_dense_program",
+    "export_model",
+    "export_program",
+    "list_model_inputs",
+    "load_program",
+    "score_tensors",
+    "to_tensors",
+]
+
+
+def export_model(
+    run: Path | str,
+    destination: Path | str,
+    *,
+    at: int | str | None = None,
+    torch: bool = False,
+    aoti: bool = False,
+    triton: bool = False,
+    hub: bool = False,
+    model: nn.Module | None = None,
+) -> Path:
+    """Export a checkpoint of a run to a new folder, for other programs; return the folder of the weights.
+
+    torch     add model.pt2 and dense.pt2, programs of torch.export
+    aoti      also add both compiled by AOTInductor, for Python and C++ on this kind of processor
+    triton    make the folder a model of Triton: config.pbtxt, and the export with a model.py in its subfolder 1
+    hub       add README.md, a model card with the run's metrics, and config.json
+    model     your own network, not yet used, for a run of `colonnade.fit`; default: built from the configuration
+
+    `Predictor.open` opens the folder of the weights. The destination appears when it is complete. Raises as
+    `export_run`, and ConfigError for a model that cannot be exported in this way.
+    """
+    run, destination = Path(run), Path(destination)
+    if not (torch or aoti or triton or hub):
+        export_run(run, destination, at=at)
+        return destination
+    with _stage(destination) as staged:
+        weights = staged / triton_files.VERSION if triton else staged
+        export_run(run, weights, at=at)
+        with Predictor.open(weights, model=model) as predictor:
+            if torch or aoti:
+                write_programs(weights, predictor, aoti=aoti)
+            if triton:
+                _write_triton(staged, destination.name, predictor)
+            if hub:
+                _write_hub(weights, destination.name, run, predictor)
+    return destination / triton_files.VERSION if triton else destination
+
+
+def list_model_inputs(predictor: Predictor) -> list[ProgramInput]:
+    """List the inputs of a predictor's model by name, as programs and Triton take them."""
+    return list_inputs(_schema_of(predictor), find_collection(predictor.model).declaration)
+
+
+def to_tensors(batch: Batch, inputs: Sequence[ProgramInput]) -> dict[str, Tensor]:
+    """Return a batch as tensors of these inputs. Raises DataError for a feature that it lacks."""
+    return collect_tensors(batch, inputs)
+
+
+def score_tensors(predictor: Predictor, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Score arrays of the model's inputs, in a batch of their own: (B,) float64, or (B, labels) for several labels.
+
+    Raises DataError for wrong names, types, shapes or ids, and as `Predictor`.
+    """
+    scores = predictor(build_batch(list_model_inputs(predictor), arrays)).numpy()
+    return scores[:, 0] if scores.ndim == 2 and scores.shape[1] == 1 else scores
+
+
+def _schema_of(predictor: Predictor) -> Schema:
+    if predictor.schema is None:
+        raise ConfigError(
+            f"{predictor.folder} does not describe its data; export a run of `colonnade train` or `colonnade.fit`"
+        )
+    return predictor.schema
+
+
+def _write_triton(folder: Path, name: str, predictor: Predictor) -> None:
+    inputs = list_model_inputs(predictor)
+    triton_files.write_model(folder, triton_files.format_config(name, inputs, predictor.labels))
+
+
+def _write_hub(folder: Path, name: str, run: Path, predictor: Predictor) -> None:
+    export, inputs = read_export(folder), list_model_inputs(predictor)
+    metrics = hub_files.read_metrics(run, export.step)
+    card = hub_files.format_card(name, export, inputs, metrics)
+    hub_files.write_card(folder, card, hub_files.format_config(export, inputs))
+
+
+@contextmanager
+def _stage(destination: Path) -> Iterator[Path]:
+    """Yield a folder to write; rename it to `destination` when the block has ended, or leave nothing.
+
+    Raises ConfigError if the destination exists, StorageError if it cannot be written.
+    """
+    if destination.exists():
+        raise ConfigError(f"{destination} exists; give a folder that does not, or remove this one")
+    temporary = destination.with_name(f".{destination.name}.{os.getpid()}.export")
+    try:
+        temporary.mkdir(parents=True)
+        staged = temporary / destination.name
+        yield staged
+        for path in [*staged.rglob("*"), staged]:
+            sync_to_disk(path)
+        os.rename(staged, destination)
+        sync_to_disk(destination.parent)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise storage_error(error, "write", destination) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

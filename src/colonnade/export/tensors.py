@@ -1,0 +1,158 @@
+"""Names and shapes of a model's inputs, and batches from and to tensors of these names.
+
+`dense` is (B, n) float32. A feature with one id per sample is (B,) int64. A feature F with any number of ids per sample
+is (E,) int64, the ids of all samples one after another, with `F.lengths` (B,) int64. The names are those of
+`colonnade serve`.
+
+Legend: B samples, n dense columns, E ids of one feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colonnade.batch import Batch, Ids
+from colonnade.data.contract import Schema
+from colonnade.errors import ConfigError, DataError
+from colonnade.lookup.layout import EmbeddingDeclaration
+
+DENSE = "dense"
+LENGTHS = ".lengths"
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramInput:
+    """Input of a model. shape: numbers, "batch", or "ids of NAME": the number of a feature's ids in the batch."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+def list_inputs(schema: Schema, declaration: EmbeddingDeclaration) -> list[ProgramInput]:
+    """List the inputs of a whole model, in order. Raises ConfigError if two have one name."""
+    several = list_features_with_lengths(schema, declaration)
+    inputs = _list_dense_columns(schema)
+    for feature in declaration.features:
+        if feature.name in several:
+            inputs.append(ProgramInput(feature.name, "int64", (f"ids of {feature.name}",)))
+            inputs.append(ProgramInput(feature.name + LENGTHS, "int64", ("batch",)))
+        else:
+            inputs.append(ProgramInput(feature.name, "int64", ("batch",)))
+    return _check_names(inputs)
+
+
+def list_dense_inputs(schema: Schema, declaration: EmbeddingDeclaration) -> list[ProgramInput]:
+    """List the inputs of a model's dense part, in order. Raises ConfigError if two have one name."""
+    inputs = _list_dense_columns(schema)
+    for field in declaration.fields:
+        feature = declaration.features[field.feature]
+        is_sequence = feature.pooling == "sequence"
+        first = f"ids of {feature.name}" if is_sequence else "batch"
+        inputs.append(ProgramInput(field.name, declaration.output, (first, field.dim)))
+        lengths = ProgramInput(feature.name + LENGTHS, "int64", ("batch",))
+        if is_sequence and lengths not in inputs:
+            inputs.append(lengths)
+    return _check_names(inputs)
+
+
+def list_features_with_lengths(schema: Schema, declaration: EmbeddingDeclaration) -> list[str]:
+    """List the features that have any number of ids per sample."""
+    kinds = {column.name: column.kind for column in schema.categorical}
+    return [
+        feature.name
+        for feature in declaration.features
+        if kinds.get(feature.name) != "one" or feature.pooling == "sequence"
+    ]
+
+
+def collect_tensors(batch: Batch, inputs: Iterable[ProgramInput]) -> dict[str, Tensor]:
+    """Return the tensors of these inputs from a batch. Raises DataError for ids that they cannot represent."""
+    known_inputs = list(inputs)
+    names = {known.name for known in known_inputs}
+    tensors = {}
+    for known in known_inputs:
+        if known.name == DENSE:
+            tensors[DENSE] = batch.dense
+            continue
+        is_lengths = known.name.endswith(LENGTHS) and known.name.removesuffix(LENGTHS) in names
+        feature = known.name.removesuffix(LENGTHS) if is_lengths else known.name
+        ids = batch.ids.get(feature)
+        if ids is None:
+            raise DataError(
+                f"the batch has no feature {feature!r}; it has {', '.join(sorted(batch.ids))}"
+            )
+        if ids.weights is not None:
+            raise DataError(
+                f"feature {feature!r}: got weights of its ids, which programs do not take; score it with `Predictor`"
+            )
+        if feature + LENGTHS not in names and not bool((ids.counts == 1).all()):
+            raise DataError(
+                f"feature {feature!r}: got {len(ids.values)} ids for {batch.size} samples, wanted one each"
+            )
+        tensors[known.name] = ids.counts if is_lengths else ids.values
+    return tensors
+
+
+def build_batch(inputs: Iterable[ProgramInput], tensors: Mapping[str, np.ndarray]) -> Batch:
+    """Build a batch from arrays of these inputs. A feature of one id may also be (B, 1). Raises DataError.
+
+    Only names, types and dimensions are checked here; a `Predictor` checks sizes and ids.
+    """
+    known_inputs = list(inputs)
+    names = [known.name for known in known_inputs]
+    if unknown := sorted(set(tensors) - set(names)):
+        raise DataError(f"got an input {unknown[0]!r}, wanted {', '.join(names)}")
+    arrays = {known.name: _read_array(known, tensors.get(known.name)) for known in known_inputs}
+    size = max(len(arrays[k.name]) for k in known_inputs if k.shape[0] == "batch")
+    ids = {}
+    for known in known_inputs:
+        is_lengths = known.name.endswith(LENGTHS) and known.name.removesuffix(LENGTHS) in arrays
+        if known.name == DENSE or is_lengths:
+            continue
+        lengths = arrays.get(known.name + LENGTHS)
+        offsets = None
+        if lengths is not None:
+            if len(lengths) and int(lengths.min()) < 0:
+                raise DataError(
+                    f"input {known.name + LENGTHS!r}: got {int(lengths.min())}, wanted 0 or more ids"
+                )
+            offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        ids[known.name] = Ids(arrays[known.name], offsets)
+    dense = arrays.get(DENSE)
+    return Batch(size, torch.empty(size, 0) if dense is None else dense, ids)
+
+
+def _read_array(known: ProgramInput, array: np.ndarray | None) -> Tensor:
+    if array is None:
+        raise DataError(f"got no input {known.name!r}, wanted {known.dtype} of shape {known.shape}")
+    if array.ndim == 2 and array.shape[1:] == (1,) and len(known.shape) == 1:
+        array = array[:, 0]
+    others = tuple(array.shape[1:])
+    if str(array.dtype) != known.dtype or others != known.shape[1:] or array.ndim < 1:
+        raise DataError(
+            f"input {known.name!r}: got {array.dtype} of shape {array.shape}, wanted {known.dtype} of shape "
+            f"{known.shape}"
+        )
+    if known.dtype == "float32" and not bool(np.isfinite(array).all()):
+        raise DataError(f"input {known.name!r}: got NaN or inf, wanted finite numbers")
+    return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+
+
+def _list_dense_columns(schema: Schema) -> list[ProgramInput]:
+    return [ProgramInput(DENSE, "float32", ("batch", len(schema.dense)))] if schema.dense else []
+
+
+def _check_names(inputs: list[ProgramInput]) -> list[ProgramInput]:
+    names = [known.name for known in inputs]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ConfigError(
+            f"got two inputs named {repeated[0]!r}, wanted each name once; rename the column and train again"
+        )
+    return inputs
