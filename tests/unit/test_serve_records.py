@@ -21,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_data_formats import write_records
 
-from colonnade import Batch, Ids
+from colonnade import Batch, Ids, Mesh, Predictor, build_encoder
 from colonnade.config.run import build_config
 from colonnade.data import Column, Schema, open_source
 from colonnade.data.tabular.declaration import FileSchema
@@ -39,7 +39,7 @@ from colonnade.data.tabular.fields import (
     Weight,
 )
 from colonnade.errors import DataError
-from colonnade.serve.records import build_encoder
+from colonnade.run.run import load_run_config, open_run
 
 TEXTS = [
     "Oslo",
@@ -191,6 +191,40 @@ def test_records_give_the_batches_of_a_file_with_these_rows(kind, write, tmp_pat
         for name, ids in wanted.ids.items():
             values = torch.cat([b.ids[name].values for b in one_by_one])
             assert torch.equal(values, ids.values[: len(values)])
+
+
+@pytest.mark.parametrize(("kind", "write"), [("csv", write_csv), ("parquet", write_parquet)])
+def test_records_score_as_predict_and_evaluate_score_a_file(kind, write, tmp_path, colonnade):
+    rows = make_rows(1000, seed=5)
+    path = write(tmp_path / f"rows.{kind}", make_rows(400))
+    options = {"schema": DECLARATION.to_dict()}
+    config = build_config({
+        "data": {"name": kind, "path": str(path), "options": options}, "model": {"name": "dlrm", "dim": 4},
+        "train": {"epochs": 1, "batch_size": 100}, "embedding": {"lr": 0.3},
+    })  # fmt: skip
+    run = open_run(config, Mesh(), tmp_path / "run")
+    run.train()
+    run.close()
+    unseen = write(tmp_path / f"unseen.{kind}", rows)
+    source = open_source(kind, unseen, schema=DECLARATION).train
+    run = open_run(load_run_config(tmp_path / "run"), Mesh(), tmp_path / "run", read_only=True)
+    with torch.no_grad():
+        model = run.trainer.model.eval()
+        wanted = torch.cat([torch.sigmoid(model(b).double()) for b in source.batches(250)])
+    run.close()
+    status, _, text = colonnade(
+        "predict", tmp_path / "run", "--path", unseen, "--batch-size", "250", "--output", tmp_path / "out.parquet"
+    )  # fmt: skip
+    assert status == 0, text
+    predicted = pq.read_table(tmp_path / "out.parquet")["score"].to_numpy()
+    assert np.array_equal(predicted, wanted[:, 0].numpy()) and len(set(predicted)) > 900
+    with Predictor.open(tmp_path / "run") as predictor:
+        encoder = build_encoder(predictor.config, predictor.schema)
+        records = in_json(rows)
+        scores = torch.cat(
+            [predictor(encoder.encode(records[at : at + 250])) for at in range(0, 1000, 250)]
+        )
+    assert torch.equal(scores, wanted)
 
 
 def test_records_of_tfrecord_and_libsvm_files(tmp_path):
