@@ -24,7 +24,7 @@ from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_source
 from colonnade.errors import ConfigError
 from colonnade.models.retriever import rank_items, recall_and_ndcg
-from colonnade.run.run import open_run
+from colonnade.run.run import load_run_config, open_run
 
 NUM_USERS, NUM_ITEMS = 40, 30
 COMMON = {
@@ -174,9 +174,7 @@ def test_recommendations_have_the_recall_of_evaluation(data, tmp_path):
     ):
         place = tmp_path / name
         train(place, data, model, options)
-        run = open_run(
-            build_config(json.loads(json.dumps(load_config(place)))), Mesh(), place, read_only=True
-        )
+        run = open_run(load_run_config(place), Mesh(), place, read_only=True)
         wanted = run.trainer.evaluate(run.trainer.data.test)
         test = run.trainer.data.test
         run.close()
@@ -187,12 +185,6 @@ def test_recommendations_have_the_recall_of_evaluation(data, tmp_path):
                 top = torch.tensor([items + [-1] * (20 - len(items)) for items in best.items])
                 values.append(recall_and_ndcg(top, batch.key.truth, 20)[0])
         assert float(torch.cat(values).mean()) == pytest.approx(wanted["recall@20"], rel=1e-12)
-
-
-def load_config(place: Path) -> dict:
-    import yaml
-
-    return yaml.safe_load((place / "config.yaml").read_text())
 
 
 def test_sequences_exclude_their_history_and_the_users_items(data, tmp_path):

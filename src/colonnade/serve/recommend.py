@@ -144,7 +144,8 @@ class Recommender:
         predictor = Predictor.open(path, **options)
         try:
             recommender = cls.from_predictor(predictor, items=items)
-            if is_url(path) or (Path(path) / CURRENT).exists():
+            is_publication = is_url(path) or (Path(path) / CURRENT).exists()
+            if is_publication and options.get("at") is None:
                 spare = Predictor.open(path, **options)
                 recommender._spare = _Side(spare, torch.empty(0), -1)
             return recommender

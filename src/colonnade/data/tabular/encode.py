@@ -416,9 +416,11 @@ def _read_weights(field: Bag | Sequence, array: pa.Array, lengths: Longs) -> Flo
         )
     rows = np.repeat(np.arange(len(lengths)), lengths)
     try:
-        weights = read_numbers(field, replace_null_type(lists.flatten())).astype(np.float32)
+        numbers = read_numbers(field, replace_null_type(lists.flatten()))
     except InvalidValue as fault:
         raise InvalidValue(int(rows[fault.row]), field.weights, fault.got, fault.wanted) from None
+    with np.errstate(over="ignore"):
+        weights = numbers.astype(np.float32)
     bad = ~np.isfinite(weights)
     if bad.any():
         i = int(bad.argmax())
