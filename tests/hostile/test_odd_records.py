@@ -135,21 +135,16 @@ def test_any_record_is_encoded_or_refused(kind):
 def test_long_texts_and_lists_take_no_long_time():
     encoder = build("csv")
     started = time.process_time()
-    for name in GOOD:
-        for value in (
-            "9" * 10_000_000,
-            " " * 10_000_000,
-            "ab|" * 3_000_000,
-            ["9" * 10_000_000],
-            "\ud800" * 10_000_000,
-        ):
+    values = ("9" * 10_000_000, ["9" * 10_000_000], "\ud800" * 10_000_000)
+    for name in ("score", "time", "city", "user", "amounts"):
+        for value in values:
             try:
                 encoder.encode([{**GOOD, name: value}])
             except DataError as error:
                 assert len(str(error)) < 1500
     with pytest.raises(DataError, match="got a column 'xxxx"):
         encoder.encode([{**GOOD, "x" * 10_000_000: 1}])
-    assert time.process_time() - started < 18
+    assert time.process_time() - started < 10
 
 
 def test_values_that_json_may_have():
