@@ -42,7 +42,7 @@ SETTINGS: dict[str, tuple[int, dict[str, str]]] = {
     "mixed": (2, {"plan.tables.C1.exchange": "pooled", "plan.tables.C3.staleness_steps": "2"}),
     "servers": (3, {"plan.servers": "1"}),
 }  # fmt: skip
-"""By name: ranks, and settings beside COMMON. Every exchange, tier and staleness."""
+"""Ranks, and settings in addition to COMMON, by name. Every exchange, tier and staleness."""
 
 
 def main() -> None:

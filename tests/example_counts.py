@@ -1,4 +1,5 @@
-"""How many examples Hypothesis tries: few by default, many under `--hypothesis-profile thorough` (`make test-all`)."""
+"""Numbers of examples that Hypothesis tries: few by default, many under `--hypothesis-profile thorough` (`make
+test-all`)."""
 
 from __future__ import annotations
 

@@ -50,9 +50,9 @@ MOST_THREADS = 60
 times a second, so that a rank of 110 threads took 5 % of a processor while it stood by."""
 CLOSING_SECONDS = 60.0
 WATCHED = ("colonnade", "test_", "torch.distributed.distributed_c10d")
-"""What the names of modules begin with whose attributes a function may not leave changed."""
+"""Prefixes of modules that a function must not leave changed."""
 GROUP_COUNT = "torch.distributed.distributed_c10d._group_count"
-"""This one may change: groups that a function makes are made by all ranks alike, and close with the mesh."""
+"""Attribute that may change: groups that a function makes are made by all ranks alike, and close with the mesh."""
 
 
 def store_in(folder: Path) -> dict[str, str]:
@@ -250,10 +250,10 @@ class Child:
 
     @property
     def code(self) -> int | None:
-        """What it ended with; None: it runs. -9: killed."""
+        """Exit code; None: still running. -9: killed."""
         return self.process.exitcode
 
-    def said(self) -> str:
+    def read_output(self) -> str:
         return self.output.read_text() if self.output.exists() else ""
 
     def wait(self, seconds: float | None = None) -> int | None:
@@ -296,7 +296,7 @@ def _become(output: Path, environment: Mapping[str, str], paths: Sequence[str]) 
 def _program(
     output: Path, environment: Mapping[str, str], paths: Sequence[str], call: tuple[str, str, tuple]
 ) -> None:
-    """It ends here, as a program would."""
+    """End the process, as a program would."""
     _become(output, environment, paths)
     module, name, arguments = call
     code = 0
@@ -369,7 +369,7 @@ def _reset(torch_state: torch.Tensor, numpy_state: Any, python_state: Any) -> No
 
 @dataclass(frozen=True)
 class State:
-    """What a function can leave changed in a process: attributes of modules and classes, threads, files."""
+    """State that a function can leave changed in a process: attributes of modules and classes, threads, files."""
 
     attributes: Mapping[str, Mapping[str, Any]]
     threads: frozenset[int | None]

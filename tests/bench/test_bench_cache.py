@@ -33,7 +33,7 @@ def stream() -> Stream:
 
 
 def test_streams_are_what_they_say(stream):
-    assert len(stream.batches) == 38 and {len(each) for each in stream.batches} == {RANKS}
+    assert len(stream.batches) == 38 and {len(batch) for batch in stream.batches} == {RANKS}
     for ids in stream.batches[3]:
         assert 0 <= ids.min() and ids.max() < 300 and (np.diff(ids) > 0).all()
     uses = stream.next_uses()
@@ -50,7 +50,7 @@ def test_streams_are_what_they_say(stream):
 def test_bytes_of_row_clock_are_those_of_a_count_row_by_row(stream, policy):
     uses = stream.next_uses()
     capacity, staleness = 20, 9
-    found = row_clock(stream, uses, policy, capacity, staleness)
+    result = row_clock(stream, uses, policy, capacity, staleness)
     world = [SlowDirectory(capacity, 4, 5, policy.name) for _ in range(RANKS)]
     changed: dict[int, int] = {}
     rows, names, used, hits = 0, 0.0, 0, 0
@@ -60,11 +60,11 @@ def test_bytes_of_row_clock_are_those_of_a_count_row_by_row(stream, policy):
             ids, far = stream.batches[step][rank].tolist(), uses[step][rank].tolist()
             window = policy.window or 99
             coming = stream.batches[step + window][rank].tolist() if step + window < 38 else []
-            said = directory.step(ids, [n if n <= window else 0 for n in far], coming, window)
-            all_said.append(said)
+            expected = directory.step(ids, [n if n <= window else 0 for n in far], coming, window)
+            all_said.append(expected)
             is_counted = step >= 12
             used += len(ids) * is_counted
-            for id, (_, outcomes, age, _, pushed, _) in said.by_row.items():
+            for id, (_, outcomes, age, _, pushed, _) in expected.by_row.items():
                 hits += (outcomes == HIT) * is_counted
                 is_sent = outcomes == MISS or (
                     outcomes == EXPIRED and changed.get(id, -1) >= step - age
@@ -72,15 +72,15 @@ def test_bytes_of_row_clock_are_those_of_a_count_row_by_row(stream, policy):
                 rows += (is_sent + pushed) * is_counted
                 names += (outcomes != HIT or pushed) * 8.25 * is_counted
                 names += (outcomes == EXPIRED) * 4.125 * is_counted
-            rows += len(said.evicted) * is_counted
-            names += len(said.evicted) * 8.25 * is_counted
-        for said in all_said:
-            for id, row in said.by_row.items():
+            rows += len(expected.evicted) * is_counted
+            names += len(expected.evicted) * 8.25 * is_counted
+        for expected in all_said:
+            for id, row in expected.by_row.items():
                 if row[4]:
                     changed[id] = step
-            changed |= dict.fromkeys(said.evicted, step)
-    assert (found.rows, found.named, found.uses, found.hits) == (rows, names, used, hits)
-    assert found.saved(16) == 1 - (names + rows * 64) / (used * 136)
+            changed |= dict.fromkeys(expected.evicted, step)
+    assert (result.rows, result.named, result.uses, result.hits) == (rows, names, used, hits)
+    assert result.saved(16) == 1 - (names + rows * 64) / (used * 136)
 
 
 @pytest.mark.parametrize("read, write, seed", [(0, 5, 0), (4, 5, 1), (10, 0, 2)])
@@ -90,14 +90,14 @@ def test_light_lfu_decides_row_by_row(read, write, seed):
     frozen = set()
     for _ in range(150):
         ids = np.unique(random.zipf(1.3, 25) % 90)
-        decision, said = fast.step(ids), slow.step(ids.tolist())
-        by_row = np.array([said.by_row[id][1:5] for id in ids.tolist()])
+        decision, expected = fast.step(ids), slow.step(ids.tolist())
+        by_row = np.array([expected.by_row[id][1:5] for id in ids.tolist()])
         result = np.stack([decision.outcomes, decision.ages, decision.ticks, decision.pushed], 1)
         assert result.tolist() == by_row.tolist()
         evicted = dict(
             zip(decision.evicted_ids.tolist(), decision.evicted_ticks.tolist(), strict=True)
         )
-        assert evicted == {id: ticks for id, (_, ticks) in said.evicted.items()}
+        assert evicted == {id: ticks for id, (_, ticks) in expected.evicted.items()}
         assert set(np.flatnonzero(fast.score)) == slow.rows.keys()
         assert frozen <= slow.rows.keys()  # used often enough, they never leave
         frozen = {id for id, row in slow.rows.items() if row.uses > 10}
@@ -113,7 +113,7 @@ def test_hets_protocol_names_every_row_and_never_reads_more_than_it_uses(stream)
 
 
 def test_the_rate_is_that_of_lookups_and_updates():
-    """What a step gathers are the slab's rows; what it does to them is SGD with every key's gradient."""
+    """Steps gather the slab's rows and apply SGD with every key's gradient."""
     torch.manual_seed(0)
     keys = cache_rate.Cache(16, 40, "lfu")
     ids = torch.randint(0, 12, (40,))

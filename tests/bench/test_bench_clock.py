@@ -30,8 +30,8 @@ SLOW, FAST = "2x2 mixed 0.2 Gbit/s", "2x2 mixed 10 Gbit/s"
 def rows(case: str, **ms: float) -> list[Measured]:
     names = {"none": "no cache", "rows": "rows row-wise", "auto": "auto"}
     names |= {"ten": "row_clock(10) 10 %", "hundred": "row_clock(100) 100 %"}
-    found = [Measured(case, names[each], "ms/step", [value]) for each, value in ms.items()]
-    return found + [Measured(case + UPLINK, m.system, "MB/step", [1.0]) for m in found]
+    results = [Measured(case, names[name], "ms/step", [value]) for name, value in ms.items()]
+    return results + [Measured(case + UPLINK, m.system, "MB/step", [1.0]) for m in results]
 
 
 def test_ratios_are_of_the_fastest_of_each_kind():
@@ -44,13 +44,13 @@ def test_ratios_are_of_the_fastest_of_each_kind():
     assert ratios["row_clock_vs_sync_best"] == pytest.approx(1.8)
     assert ratios[f"row_clock_vs_no_cache {FAST}"] == pytest.approx(0.5)
     assert ratios[f"row_clock_vs_sync_best {FAST}"] == pytest.approx(0.5), "no cache was the best"
-    said = io.StringIO()
+    output = io.StringIO()
     machine = {"cpu": "c", "cores": 2, "threads": 1, "others_share": 0.0, "versions": {}}
     machine["left_out"] = ["x: y"]
     result = {"ratios": ratios, "machine": machine, "commit": "c"}
-    tables.print_result(Console(file=said, width=200), measured, result)
-    assert "row_clock_vs_no_cache: 3.00 (wanted >= 2.5)" in said.getvalue()
-    assert "left out: x: y" in said.getvalue()
+    tables.print_result(Console(file=output, width=200), measured, result)
+    assert "row_clock_vs_no_cache: 3.00 (wanted >= 2.5)" in output.getvalue()
+    assert "left out: x: y" in output.getvalue()
 
 
 @pytest.mark.parametrize("system", bench.COLONNADE)
@@ -91,11 +91,11 @@ def test_own_ids_are_used_by_one_rank(tmp_path):
 
 
 def test_a_question_says_how_many_steps_its_systems_have():
-    told = []
+    reported = []
 
     class Fleet:
         def send(self, message):
-            told.append(message)
+            reported.append(message)
 
         def answers(self):
             return [{"seconds": [0.01]}]
@@ -105,7 +105,7 @@ def test_a_question_says_how_many_steps_its_systems_have():
     taken.take_turns(
         [race.Turn(name, Fleet()) for name in ("no cache", "row_clock(100) 10 %")], rounds=2
     )
-    most = bench.QUICK.max_steps
-    assert [each["system"] for each in told] == ["no cache", "row_clock(100) 10 %"] * 2
-    assert [each["warm_up"] for each in told] == [race.WARM_UP_STEPS] * 4
-    assert {each["steps"] for each in told} == {most}
+    limit = bench.QUICK.max_steps
+    assert [item["system"] for item in reported] == ["no cache", "row_clock(100) 10 %"] * 2
+    assert [item["warm_up"] for item in reported] == [race.WARM_UP_STEPS] * 4
+    assert {item["steps"] for item in reported} == {limit}

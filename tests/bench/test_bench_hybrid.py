@@ -19,11 +19,11 @@ from tables.exchange import EXPOSED, PROCESSOR, UPLINK  # noqa: E402
 
 
 def rows(case: str, ms: dict[str, float], free: dict[str, float] | None = None) -> list[Measured]:
-    found = [Measured(case, system, "ms/step", [value]) for system, value in ms.items()]
-    found += [Measured(case + UPLINK, system, "MB/step", [1.0]) for system in ms]
+    results = [Measured(case, system, "ms/step", [value]) for system, value in ms.items()]
+    results += [Measured(case + UPLINK, system, "MB/step", [1.0]) for system in ms]
     for system, value in (free or {}).items():
-        found.append(Measured(case + EXPOSED, system, "ms/step", [ms[system] - value]))
-    return found
+        results.append(Measured(case + EXPOSED, system, "ms/step", [ms[system] - value]))
+    return results
 
 
 def test_overlap_is_of_the_best_plans_and_of_cases_that_are_alike():
@@ -75,7 +75,7 @@ def test_sparse_rates_and_the_bytes_of_a_row():
     assert ratios["sparse_across_processes_min"] == 200_000
     assert ratios["sparse_of_roofline"] == pytest.approx(0.5)
     assert ratios["row_bytes_beyond_payload_max"] == 24
-    said = io.StringIO()
-    sparse.show(Console(file=said, width=sparse.WIDTH), measured, {"D=32 SGD": row}, ratios)
-    assert "a row of D=32 SGD: 152.0 bytes = 128 payload + 8 clock + 16.0" in said.getvalue()
-    assert "sparse_samples_per_second: 1,024,000 (wanted >= 900,000" in said.getvalue()
+    output = io.StringIO()
+    sparse.show(Console(file=output, width=sparse.WIDTH), measured, {"D=32 SGD": row}, ratios)
+    assert "a row of D=32 SGD: 152.0 bytes = 128 payload + 8 clock + 16.0" in output.getvalue()
+    assert "sparse_samples_per_second: 1,024,000 (wanted >= 900,000" in output.getvalue()

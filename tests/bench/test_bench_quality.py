@@ -53,13 +53,13 @@ def test_a_sample_is_a_pure_function_of_its_number(stream: Ads) -> None:
 
 
 def test_popular_ids_come_and_go_and_the_ceiling_stays(stream: Ads) -> None:
-    life, seen = 1 << LIFE_BITS, []
+    life, outputs = 1 << LIFE_BITS, []
     for first in (0, life // 4, life + 20_000, 3 * life):
         batch = stream.read(first, first + 20_000)
-        seen.append(set(batch.ids["A3"].values.tolist()))
+        outputs.append(set(batch.ids["A3"].values.tolist()))
         assert auc(batch.key, batch.label) == pytest.approx(0.79, abs=0.02)
         assert float(batch.label.mean()) == pytest.approx(0.25, abs=0.02)
-    shares = [len(seen[0] & later) / len(seen[0]) for later in seen[1:]]
+    shares = [len(outputs[0] & later) / len(outputs[0]) for later in outputs[1:]]
     assert 0.3 < shares[0] < 0.75, "after a quarter of a life"
     assert shares[1:] == [0, 0], "nobody lives longer"
 
@@ -75,7 +75,7 @@ class Counts(nn.Module):
 
 
 def test_a_worker_computes_on_what_was_there_when_it_began() -> None:
-    model, num_workers, seen, applied = Counts(), 5, [], 0
+    model, num_workers, outputs, applied = Counts(), 5, [], 0
     collection = model.embeddings
     collection.open(build_plan(collection.tables, 1, PlanConfig(lookahead=0, staleness_steps=1)))
     rows, dense = RowOptimizer(collection), torch.optim.SGD(model.parameters(), lr=1.0)
@@ -86,7 +86,7 @@ def test_a_worker_computes_on_what_was_there_when_it_began() -> None:
         dense.zero_grad()
         value = collection(batch)["one"]
         assert value.item() == model.weight.item()
-        seen.append(int(value.item()))
+        outputs.append(int(value.item()))
         (-value.sum() - model.weight.sum()).backward()
 
     def step(_: int) -> None:
@@ -98,7 +98,7 @@ def test_a_worker_computes_on_what_was_there_when_it_began() -> None:
     missed: Counter[int] = Counter()
     quality_arms._race(model, collection, batches, num_workers, 0, gradients, step, missed)
     assert applied == 200 == collection.rows("count", zero).item() == model.weight.item()
-    assert Counter(update - value for update, value in enumerate(seen)) == missed
+    assert Counter(update - value for update, value in enumerate(outputs)) == missed
     assert len(missed) > 3, "they race"
     whole = sorted(missed.elements())[num_workers:-num_workers]
     assert np.mean(whole) == pytest.approx(num_workers - 1, abs=0.25)
@@ -106,14 +106,14 @@ def test_a_worker_computes_on_what_was_there_when_it_began() -> None:
 
 def test_one_worker_is_synchronous(stream: Ads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality_arms, "BLOCK", 64)
-    found = [
+    results = [
         train("deepfm", arm, stream, 16, lr=0.01, tail_blocks=1)
         for arm in (Arm("one", 64), Arm("other", 64, workers=1), Arm("late", 64, late=3))
     ]
-    assert found[0].auc == found[1].auc and found[0].tail_auc == found[1].tail_auc
-    assert len(found[0].auc) == 2 and found[0].auc[1:] != found[2].auc[1:]
-    assert found[0].missed == found[1].missed == {0: 14}
-    assert found[2].missed == {0: 1, 1: 1, 2: 1, 3: 11}
+    assert results[0].auc == results[1].auc and results[0].tail_auc == results[1].tail_auc
+    assert len(results[0].auc) == 2 and results[0].auc[1:] != results[2].auc[1:]
+    assert results[0].missed == results[1].missed == {0: 14}
+    assert results[2].missed == {0: 1, 1: 1, 2: 1, 3: 11}
 
 
 def test_an_interval_covers_what_it_should() -> None:
@@ -135,8 +135,8 @@ def test_differences_are_of_the_same_seed_and_model() -> None:
         Measured("fm pilot", "late", "AUC at 0.01", [0.1]),
         Measured("deepfm seed 0", "synchronous", "AUC", [0.9, 0.9]),
     ]
-    (found,) = quality.differences_of(measured, "fm", "late", "AUC")
-    assert found == pytest.approx([0.1, 0.2])
+    (result,) = quality.differences_of(measured, "fm", "late", "AUC")
+    assert result == pytest.approx([0.1, 0.2])
     ratios = quality.ratios_of(measured)
     assert ratios["auc_lost fm late against synchronous"] == pytest.approx(0.15)
     assert ratios["late_auc_lost fm late against synchronous"] == pytest.approx(0.2)

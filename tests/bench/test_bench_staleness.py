@@ -51,39 +51,39 @@ def on_ranks(mesh):
 
 
 def test_row_clocks_in_one_process_are_those_of_ranks() -> None:
-    found, *_ = run_ranks(3, on_ranks)
+    results, *_ = run_ranks(3, on_ranks)
     cases = [(learning, system) for learning in (SGD, ADAGRAD) for system in CLOCKS]
-    for real, (learning, system) in zip(found, cases, strict=True):
-        here, facts = trained(staleness_copies, learning, system, num_ranks=3)
-        torch.testing.assert_close(here, real, rtol=1e-9, atol=1e-11)
+    for real, (learning, system) in zip(results, cases, strict=True):
+        local, facts = trained(staleness_copies, learning, system, num_ranks=3)
+        torch.testing.assert_close(local, real, rtol=1e-9, atol=1e-11)
         assert 0.05 < facts["used without a word"] < 0.95
         late = trained(staleness_ranks, learning, SYNCHRONOUS, Mesh())[0]
-        assert float((late - here).abs().max()) > 1e-3, "lateness shows"
+        assert float((late - local).abs().max()) > 1e-3, "lateness shows"
 
 
 @pytest.mark.parametrize("learning", [SGD, ADAGRAD])
 def test_without_staleness_they_are_synchronous(learning: Learning) -> None:
-    here, facts = trained(staleness_copies, learning, System("none", clock=row_clock(0)))
+    local, facts = trained(staleness_copies, learning, System("none", clock=row_clock(0)))
     assert facts["used without a word"] == 0
     one, late = trained(staleness_ranks, learning, SYNCHRONOUS, Mesh())
-    torch.testing.assert_close(here, one, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(local, one, rtol=1e-9, atol=1e-11)
     assert late["updates missed"] == 0
 
 
 def test_a_rank_alone_misses_nothing_of_its_own() -> None:
-    here, _ = trained(staleness_copies, SGD, CLOCKS[0], num_ranks=1)
+    local, _ = trained(staleness_copies, SGD, CLOCKS[0], num_ranks=1)
     one, _ = trained(staleness_ranks, SGD, SYNCHRONOUS, Mesh())
-    torch.testing.assert_close(here, one, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(local, one, rtol=1e-9, atol=1e-11)
 
 
 def test_batches_are_the_source_s_whatever_is_read_at_once() -> None:
     data = open_stream(10_000, 100)
     batches = list(data.training(Learning("sgd", 1.0, epochs=2), 512))
-    assert [len(each) for each in batches] == ([512] * 19 + [272]) * 2
+    assert [len(batch) for batch in batches] == ([512] * 19 + [272]) * 2
     one = next(iter(data.splits.train.batches(10_000)))
-    labels = torch.cat([each.label for each in batches])
+    labels = torch.cat([batch.label for batch in batches])
     assert torch.equal(labels, torch.cat([one.label, one.label]))
-    ids = torch.cat([each.ids for each in batches[:20]])
+    ids = torch.cat([batch.ids for batch in batches[:20]])
     assert torch.equal(ids[:, 2], one.ids["C3"].values + 1460 + 583)
     assert int(ids.max()) < data.num_rows
 
@@ -97,7 +97,7 @@ def test_blocks_that_cannot_be_ranked_count_as_chance() -> None:
 
 
 def test_an_interval_covers_samples_and_seeds() -> None:
-    """Of the true difference, 0.01."""
+    """Interval contains the true difference, 0.01."""
     random, hits, alone = np.random.default_rng(0), 0, 0
     for _ in range(200):
         of_blocks = 0.02 * random.standard_normal(50)
@@ -124,8 +124,8 @@ def test_differences_are_of_the_same_seed_data_and_optimizer() -> None:
         Measured("world", "sgd bounded(4)", "largest gap to 4 ranks", [1e-12]),
         Measured("stream of 10", "ceiling", "AUC", [0.8]),
     ]
-    (found,) = tables.differences_of(measured, "ml-1m sgd", "late")
-    assert found == pytest.approx([0.1, 0.1, 0.2])
+    (result,) = tables.differences_of(measured, "ml-1m sgd", "late")
+    assert result == pytest.approx([0.1, 0.1, 0.2])
     assert tables.groups_of(measured) == {
         "ml-1m sgd": ["synchronous", "late"],
         "ml-1m adagrad": ["synchronous"],

@@ -21,9 +21,9 @@ SYSTEMS = {
 
 def test_predictions_are_judged_by_what_they_are_of() -> None:
     measured = [Measured("2x2 uplink", name, "MB/step", [1.0]) for name in SYSTEMS]
-    for name, (took, said) in SYSTEMS.items():
+    for name, (took, text) in SYSTEMS.items():
         measured += [Measured("2x2", name, "ms/step", [took])]
-        measured += [Measured("2x2 predicted", name, "ms/step", [said])]
+        measured += [Measured("2x2 predicted", name, "ms/step", [text])]
     ratios = ratios_of(measured)
     worst = {
         what: ratios[f"predicted_time_error_of_{what}"] for what in ("flat", "towers", "modules")
@@ -35,5 +35,5 @@ def test_predictions_are_judged_by_what_they_are_of() -> None:
 
 def test_what_was_recorded_is_what_its_raw_values_say() -> None:
     file = BENCH / "results" / "towers.json"
-    told = json.loads(file.read_text(encoding="utf-8"))["ratios"]
-    assert ratios_of(read_measured(file, "towers")) == pytest.approx(told, rel=1e-6)
+    reported = json.loads(file.read_text(encoding="utf-8"))["ratios"]
+    assert ratios_of(read_measured(file, "towers")) == pytest.approx(reported, rel=1e-6)

@@ -20,7 +20,7 @@ from colonnade.data import open_source
 
 def test_every_field_of_the_data_stands_in_one_tower(tmp_path: Path) -> None:
     write_movielens(tmp_path)
-    names = [each.name for each in open_source("movielens", tmp_path).train.schema.categorical]
+    names = [value.name for value in open_source("movielens", tmp_path).train.schema.categorical]
     for number, towers in bench.NATURAL.items():
         assert len(towers) == number and sorted(chain(*towers)) == sorted(names)
 
@@ -38,29 +38,31 @@ def test_what_is_scored_is_the_best_epoch(tmp_path: Path, monkeypatch: pytest.Mo
     write_movielens(tmp_path / "ml-1m")
     monkeypatch.setenv("COLONNADE_DATA", str(tmp_path))
     run = bench.open_run(bench.config_of(System("dlrm"), None, seed=0, epochs=3), Mesh(), None)
-    real, asked = bench.block_aucs, []
-    monkeypatch.setattr(bench, "block_aucs", lambda *each: asked.append(real(*each)) or asked[-1])
-    found = bench.trained(run)
-    assert len(asked) == 3 and found in asked
-    assert fmean(found) == pytest.approx(run.trainer.best.metrics["test_auc"], abs=1e-5)
+    real, requests = bench.block_aucs, []
+    monkeypatch.setattr(
+        bench, "block_aucs", lambda *item: requests.append(real(*item)) or requests[-1]
+    )
+    result = bench.trained(run)
+    assert len(requests) == 3 and result in requests
+    assert fmean(result) == pytest.approx(run.trainer.best.metrics["test_auc"], abs=1e-5)
 
 
 def test_a_run_goes_on_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_movielens(tmp_path / "ml-1m")
     monkeypatch.setenv("COLONNADE_DATA", str(tmp_path))
     file = tmp_path / "towers.json"
-    given = ["--json", str(file), "--epochs", "1", "--towers", "2"]
-    bench.main([*given, "--seeds", "1"])
+    options = ["--json", str(file), "--epochs", "1", "--towers", "2"]
+    bench.main([*options, "--seeds", "1"])
     before = json.loads(file.read_text())
     names = ["flat", *(f"2 {kind} towers CR 2" for kind in bench.KINDS)]
-    assert [each["system"] for each in before["cases"]] == names
+    assert [item["system"] for item in before["cases"]] == names
     assert sorted(chain(*before["learned"]["2"]["0"])) == sorted(chain(*bench.NATURAL[2]))
-    asked = []
+    requests = []
     real = bench.open_run
-    monkeypatch.setattr(bench, "open_run", lambda *each: asked.append(1) or real(*each))
-    bench.main([*given, "--seeds", "2"])
+    monkeypatch.setattr(bench, "open_run", lambda *item: requests.append(1) or real(*item))
+    bench.main([*options, "--seeds", "2"])
     after = json.loads(file.read_text())
-    assert len(asked) == 4 and len(after["cases"]) == 8
+    assert len(requests) == 4 and len(after["cases"]) == 8
     assert all(case in after["cases"] for case in before["cases"])
     with pytest.raises(SystemExit):
-        bench.main([*given, "--epochs", "2"])
+        bench.main([*options, "--epochs", "2"])

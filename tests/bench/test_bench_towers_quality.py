@@ -57,20 +57,20 @@ def test_losses_are_paired_by_seed_and_block() -> None:
     losses = tables.losses_of(runs)
     assert list(losses) == ["dlrm / 2 planted towers CR 2"]
     assert np.allclose(losses["dlrm / 2 planted towers CR 2"], [[0.001] * 2, [0.003] * 2])
-    found = tables.ratios_of(runs)
-    assert found["loss dlrm / 2 planted towers CR 2"] == pytest.approx(0.002)
-    assert found["loss dlrm / 2 planted towers CR 2 +-"] == pytest.approx(12.71 * 0.001, rel=1e-6)
-    cases = [vars(each) for each in tables.measured_of(runs)]
+    result = tables.ratios_of(runs)
+    assert result["loss dlrm / 2 planted towers CR 2"] == pytest.approx(0.002)
+    assert result["loss dlrm / 2 planted towers CR 2 +-"] == pytest.approx(12.71 * 0.001, rel=1e-6)
+    cases = [vars(item) for item in tables.measured_of(runs)]
     assert tables.runs_of(cases) == runs
 
 
 def test_a_loss_is_shown_or_missed_by_its_whole_interval() -> None:
-    found = [tables.verdict(*each) for each in ((4e-4, 1e-4), (4e-4, 2e-4), (7e-4, 1e-4))]
-    assert found == ["shown", "open", "missed"] and tables.verdict(-1e-3, float("nan")) == "open"
+    results = [tables.verdict(*item) for item in ((4e-4, 1e-4), (4e-4, 2e-4), (7e-4, 1e-4))]
+    assert results == ["shown", "open", "missed"] and tables.verdict(-1e-3, float("nan")) == "open"
 
 
 def test_blocks_of_scores_are_those_of_all_samples() -> None:
-    """Of a model that scores by the first number alone."""
+    """Model scores by the first number alone."""
 
     class First(torch.nn.Module):
         def forward(self, batch: object) -> torch.Tensor:
@@ -79,56 +79,56 @@ def test_blocks_of_scores_are_those_of_all_samples() -> None:
 
     test = open_source("synthetic", num_train=10, num_test=10_049, **STREAM).test
     model = First()
-    found = scored_blocks.block_aucs(model, test, Mesh())
+    result = scored_blocks.block_aucs(model, test, Mesh())
     whole = test.read(0, 10_000)
     wanted = [
         auc(whole.dense[200 * k : 200 * (k + 1), 0], whole.label[200 * k : 200 * (k + 1)])
         for k in range(50)
     ]
-    assert found == pytest.approx(wanted, abs=1e-6) and model.training
-    assert scored_blocks.block_ceiling(test) > np.mean(found)
+    assert result == pytest.approx(wanted, abs=1e-6) and model.training
+    assert scored_blocks.block_ceiling(test) > np.mean(result)
 
 
 def test_a_run_goes_on_with_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[tuple[str, int]] = []
+    requests: list[tuple[str, int]] = []
 
     def fake(system: System, splits: object, *, seed: int, **_: object) -> list[float]:
-        asked.append((system.name, seed))
+        requests.append((system.name, seed))
         return [0.7 + 0.01 * seed - 0.001 * system.towers] * 2
 
     monkeypatch.setattr(quality, "trained", fake)
     file = tmp_path / "quality.json"
-    given = [
+    options = [
         *("--json", str(file), "--samples", "100", "--test-samples", "5000", "--models", "dlrm"),
         *("--towers", "2", "--ratios", "2", "--partitions", "planted", "random"),
     ]
-    quality.main([*given, "--seeds", "1"])
-    assert asked == [("flat", 0), ("2 planted towers CR 2", 0), ("2 random towers CR 2", 0)]
-    quality.main([*given, "--seeds", "2"])
-    assert [seed for _, seed in asked] == [0, 0, 0, 1, 1, 1]
-    kept = json.loads(file.read_text())
-    assert kept["together"]["2 planted towers"] == {"0": 1.0, "1": 1.0}
-    assert set(kept["together"]["2 random towers"]) == {"0", "1"}
-    assert kept["ratios"]["loss dlrm / 2 planted towers CR 2"] == pytest.approx(0.002)
-    assert [len(case["values"]) for case in kept["cases"]] == [2] * 6
+    quality.main([*options, "--seeds", "1"])
+    assert requests == [("flat", 0), ("2 planted towers CR 2", 0), ("2 random towers CR 2", 0)]
+    quality.main([*options, "--seeds", "2"])
+    assert [seed for _, seed in requests] == [0, 0, 0, 1, 1, 1]
+    retained = json.loads(file.read_text())
+    assert retained["together"]["2 planted towers"] == {"0": 1.0, "1": 1.0}
+    assert set(retained["together"]["2 random towers"]) == {"0", "1"}
+    assert retained["ratios"]["loss dlrm / 2 planted towers CR 2"] == pytest.approx(0.002)
+    assert [len(case["values"]) for case in retained["cases"]] == [2] * 6
     capsys.readouterr()
-    quality.main([*given, "--seeds", "0"])
-    assert "+0.00200" in capsys.readouterr().out and len(asked) == 6
+    quality.main([*options, "--seeds", "0"])
+    assert "+0.00200" in capsys.readouterr().out and len(requests) == 6
     with pytest.raises(SystemExit):
-        quality.main([*given, "--dim", "32"])
+        quality.main([*options, "--dim", "32"])
 
 
 def test_a_run_that_was_stopped_is_not_kept() -> None:
     """fit returns after a signal, with a model that has seen a part of the samples."""
     splits = open_source("synthetic", num_train=200_000, num_test=1_000, **STREAM)
     read = type(splits.train).read
-    asked = []
+    requests = []
 
     def interrupted(source: object, begin: int, end: int) -> object:
-        asked.append(begin)
-        if len(asked) == 3:
+        requests.append(begin)
+        if len(requests) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
         return read(source, begin, end)
 
@@ -136,7 +136,7 @@ def test_a_run_that_was_stopped_is_not_kept() -> None:
         patch.setattr(type(splits.train), "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             quality.trained(System("dlrm"), splits, dim=4, batch_size=1024, seed=0)
-    assert len(asked) < 100
+    assert len(requests) < 100
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_learned_towers_are_those_of_the_partitioner(
     monkeypatch.setattr(quality, "LEARNED", 3 * quality.LEARNED_BATCH)
     affinity, loads = quality.flat_run(0)
     alike = affinity.matrix()
-    assert alike.shape == (26, 26) and tuple(each.name for each in loads) == NAMES
+    assert alike.shape == (26, 26) and tuple(load.name for load in loads) == NAMES
     assert quality.flat_run(0)[0] is affinity  # one run of a seed for all its systems
     learned = quality.partition("learned", 4)
     assert sorted(learned.features) == sorted(NAMES) and learned == quality.partition("learned", 4)
@@ -161,11 +161,13 @@ def test_learned_towers_are_those_of_the_partitioner(
     group = np.array([planted.tower_of(name) for name in NAMES])
     monkeypatch.setattr(affinity, "matrix", lambda: np.where(group[:, None] == group, 0.8, 0.1))
     assert quality.partition("learned", 2) == planted
-    kept = [quality.kept_pairs(quality.partition(kind, 4)) for kind in ("planted", "striped")]
-    assert kept == [1, 0]
+    retained = [quality.kept_pairs(quality.partition(kind, 4)) for kind in ("planted", "striped")]
+    assert retained == [1, 0]
 
 
 @pytest.mark.slow
 def test_planted_groups_are_learned(monkeypatch: pytest.MonkeyPatch, no_flat_run: None) -> None:
-    kept = {kind: quality.kept_pairs(quality.partition(kind, 4)) for kind in ("learned", "random")}
-    assert kept["learned"] > 0.5 > kept["random"]
+    retained = {
+        kind: quality.kept_pairs(quality.partition(kind, 4)) for kind in ("learned", "random")
+    }
+    assert retained["learned"] > 0.5 > retained["random"]

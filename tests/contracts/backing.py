@@ -22,7 +22,8 @@ WIDTHS = [9, 16, 17, 72, 1024]
 
 
 def make_records(ids, record_bytes: int, salt: int) -> torch.Tensor:
-    """(N, record_bytes) uint8 that depend on id and salt only; salt 0 gives zeros, which are a value too."""
+    """Make records (N, record_bytes) uint8 that depend on id and salt only; salt 0 gives zeros, which are a value
+    too."""
     ids = np.asarray(ids, np.int64).view(np.uint64)[:, None]
     column = np.arange(record_bytes, dtype=np.uint64)[None, :]
     mixed = (
@@ -86,10 +87,10 @@ def check_content(store, rows: dict[int, bytes], record_bytes: int, more_ids=())
     """The store answers `rows` to reads, and to a scan; other ids are missing and leave `out` alone."""
     ids = sorted({*rows, *more_ids, *LIMITS}, key=lambda i: (i * 7919) % 1009)
     out = torch.full((len(ids), record_bytes), 0xA5, dtype=torch.uint8)
-    found = store.read(torch.tensor(ids, dtype=torch.int64), out).wait()
-    assert found.dtype == torch.bool and found.shape == (len(ids),)
+    result = store.read(torch.tensor(ids, dtype=torch.int64), out).wait()
+    assert result.dtype == torch.bool and result.shape == (len(ids),)
     untouched = b"\xa5" * record_bytes
-    for i, is_found, record in zip(ids, found.tolist(), out.numpy(), strict=True):
+    for i, is_found, record in zip(ids, result.tolist(), out.numpy(), strict=True):
         assert is_found == (i in rows), i
         assert bytes(record) == rows.get(i, untouched), i
     scanned: dict[int, bytes] = {}
@@ -228,10 +229,10 @@ class BackingContract:
             pending.append((ids, out, twin.store.read(ids, out)))
         twin.write(range(2000), salt=2)  # a read sees the store as of its call
         for ids, out, read in reversed(pending):
-            found = read.wait()
-            assert torch.equal(found, read.wait())
-            assert torch.equal(found, ids < 2000)
-            assert torch.equal(out[found], make_records(ids[found], 72, 1))
+            result = read.wait()
+            assert torch.equal(result, read.wait())
+            assert torch.equal(result, ids < 2000)
+            assert torch.equal(out[result], make_records(ids[result], 72, 1))
 
     def test_a_read_nobody_waits_for_does_no_harm(self, tmp_path):
         twin = Twin(self, tmp_path, 1024)
@@ -254,8 +255,8 @@ class BackingContract:
             newest = torch.zeros(64, dtype=torch.uint8)
             while not stop.is_set():
                 out = torch.full((64, 32), 255, dtype=torch.uint8)
-                found = twin.store.read(ids, out).wait()
-                if not (found.all() and (out == out[:, :1]).all() and (out[:, 0] >= newest).all()):
+                result = twin.store.read(ids, out).wait()
+                if not (result.all() and (out == out[:, :1]).all() and (out[:, 0] >= newest).all()):
                     failures.append(out)
                 newest = out[:, 0]
 

@@ -1,4 +1,4 @@
-"""What every exchange, and every mix of them, is checked on: a declaration, batches, and gradients that follow from
+"""Suite for every exchange and every mix of them: a declaration, batches, and gradients that follow from
 (step, rank), on this exchange and on its slow twin.
 
 A choice says by table what travels; tables it does not name have `rows`.
@@ -22,26 +22,26 @@ from colonnade.topology.sharding import Sharding, column_wise, replicated, table
 SEED = 3
 FIELDS = ["user.deep", "item", "seen", "tags"]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
-"""Of reassociated sums after a few steps: relative, and absolute for numbers below 1."""
+"""Tolerances of reassociated sums after a few steps: relative, and absolute for numbers below 1."""
 
 
 @dataclass(frozen=True)
 class Choice:
     exchanges: dict[str, str] = field(default_factory=dict)
     shardings: dict[str, str] = field(default_factory=dict)
-    """By table: "table_wise" (on the rank of its number, modulo the world), "host_wise" (the first two ranks) or
-    "replicated", "column_wise" (a slice on each rank); others are row_wise."""
+    """Shardings by table: "table_wise" (on the rank of its number, modulo the world), "host_wise" (the first two ranks)
+    or "replicated", "column_wise" (a slice on each rank); others are row_wise."""
     has_sequence: bool = True
-    """Whether `history` is looked up: a sequence, in table "wide"; else its bags are averaged."""
+    """True if `history` is looked up: a sequence, in table "wide"; else its bags are averaged."""
     otherwise: str | None = None
-    """What else tables are declared with, a key of `scenario.OTHERWISE`."""
+    """Further settings of tables, a key of `scenario.OTHERWISE`."""
 
     @property
     def features(self):
-        found = features()
+        result = features()
         if not self.has_sequence:
-            found[-1] = replace(found[-1], pooling="mean")
-        return found
+            result[-1] = replace(result[-1], pooling="mean")
+        return result
 
     def shardings_in(self, num_ranks: int) -> dict[str, Sharding]:
         def sharding(t: int, kind: str) -> Sharding:
@@ -133,20 +133,20 @@ def open_collection(mesh, choice: Choice, dtype: str, **settings) -> EmbeddingCo
 
 
 def run_exchange(mesh, choice: Choice, sizes, dtype: str, staleness: int):
-    """By step, what this rank saw; and all rows at the end."""
+    """Return this rank's outputs by step, and all rows at the end."""
     collection = open_collection(mesh, choice, dtype, staleness_steps=staleness)
     rows = RowOptimizer(collection)
-    seen = []
+    outputs_by_step = []
     batches = (share_of(global_batch(t, n), mesh.rank, mesh.num_ranks) for t, n in enumerate(sizes))
     for step, batch in enumerate(collection.lookahead(batches)):
         outputs = list(collection(batch).values())
-        seen.append([output.detach() for output in outputs])
+        outputs_by_step.append([output.detach() for output in outputs])
         torch.autograd.backward(
             outputs,
             [gradient_like(output, step, mesh.rank, i) for i, output in enumerate(outputs)],
         )
         rows.step()
-    return seen, all_rows(collection), collection.exchange.exactness
+    return outputs_by_step, all_rows(collection), collection.exchange.exactness
 
 
 @lru_cache
@@ -161,16 +161,16 @@ def expected(
     """The twin's: outputs by step and rank, and all rows at the end. It knows no exchange and no sharding."""
     features = Choice(has_sequence=has_sequence).features
     declaration = declare(tables(dtype, otherwise), features, consumers())
-    twin, pending, seen = ReferenceRows(declaration, seed=SEED), [], []
+    twin, pending, outputs_by_step = ReferenceRows(declaration, seed=SEED), [], []
     for step, size in enumerate(sizes):
         shares = [share_of(global_batch(step, size), r, num_ranks) for r in range(num_ranks)]
         # bounded(k): the read for step t sees the updates of steps <= t - 1 - k.
         while len(pending) > staleness:
             twin.apply(*pending.pop(0))
-        seen.append([twin.outputs(share) for share in shares])
+        outputs_by_step.append([twin.outputs(share) for share in shares])
         gradients = [
             [gradient_like(output, step, rank, i) for i, output in enumerate(outputs)]
-            for rank, outputs in enumerate(seen[-1])
+            for rank, outputs in enumerate(outputs_by_step[-1])
         ]
         pending.append((shares, gradients))
     for late in pending:
@@ -179,29 +179,29 @@ def expected(
         table.name: torch.stack([twin.row(table, i) for i in probe_ids()[table.name].tolist()])
         for table in declaration.tables
     }
-    return seen, rows
+    return outputs_by_step, rows
 
 
 def check(choice: Choice, sizes, dtype: str, staleness: int, results) -> None:
     """results by rank, of `run_exchange`: the twin's, at the exactness that the exchange declares."""
     num_ranks, exactness = len(results), results[0][2]
-    seen, rows = expected(
+    output, rows = expected(
         choice.has_sequence, choice.otherwise, tuple(sizes), dtype, staleness, num_ranks
     )
-    for step, by_rank in enumerate(seen):
+    for step, by_rank in enumerate(output):
         for rank, outputs in enumerate(by_rank):
-            for wanted, found in zip(outputs, results[rank][0][step], strict=True):
-                same(exactness, wanted, found, f"{dtype}, k={staleness}, step {step}, rank {rank}")
+            for wanted, result in zip(outputs, results[rank][0][step], strict=True):
+                same(exactness, wanted, result, f"{dtype}, k={staleness}, step {step}, rank {rank}")
     for name, wanted in rows.items():
-        for _, found, _ in results:
-            same(exactness, wanted, found[name], f"rows of {name}")
+        for _, result, _ in results:
+            same(exactness, wanted, result[name], f"rows of {name}")
 
 
-def same(exactness, wanted: Tensor, found: Tensor, what: str) -> None:
+def same(exactness, wanted: Tensor, result: Tensor, what: str) -> None:
     if exactness.kind == "bitwise":
-        assert torch.equal(wanted, found), what
+        assert torch.equal(wanted, result), what
         return
     bound = TOLERANCE[wanted.dtype]
     torch.testing.assert_close(
-        found, wanted, rtol=bound, atol=bound, msg=lambda said: f"{what}: {said}"
+        result, wanted, rtol=bound, atol=bound, msg=lambda message: f"{what}: {message}"
     )

@@ -32,11 +32,11 @@ class InteractionContract:
     @given(shape=SHAPES, seed=st.integers(0, 10**6))
     def test_one_shard_is_the_operator(self, shape, seed):
         interaction, fields = self.make(), random_fields(shape, seed)
-        found, wanted = evaluate(interaction, fields), self.expected(fields)
+        result, wanted = evaluate(interaction, fields), self.expected(fields)
         if shape[0] == 0 and interaction.width(shape[2]) is None:
-            assert len(found) == 0  # nothing says how wide no values are
+            assert len(result) == 0  # nothing says how wide no values are
             return
-        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(result, wanted)
         torch.testing.assert_close(interaction(fields), wanted)
 
     @SETTINGS
@@ -51,9 +51,9 @@ class InteractionContract:
         owner = torch.randint(0, num_shards, (num_fields,))
         merged = torch.zeros(num_samples, interaction.width(dim), dtype=fields.dtype)
         for shard in range(num_shards):
-            mine = fields[:, owner == shard]
-            samples = torch.arange(num_samples).repeat_interleave(mine.shape[1])
-            merged += interaction.partial(mine.reshape(-1, dim), samples, num_samples)
+            own = fields[:, owner == shard]
+            samples = torch.arange(num_samples).repeat_interleave(own.shape[1])
+            merged += interaction.partial(own.reshape(-1, dim), samples, num_samples)
         torch.testing.assert_close(interaction.combine(merged), self.expected(fields))
 
     def test_gradients(self):

@@ -46,7 +46,7 @@ def key_list(number: int, ids: list[int], checksum: int) -> bytes:
 
 
 def live_content(step: int, parts: list[tuple[int, list[bool]]]) -> bytes:
-    """Of (segment, is record live) pairs; without the last line."""
+    """Content of (segment, is record live) pairs; without the last line."""
     content = struct.pack("<8sIIQ", b"CLNDLIVE", 2, len(parts), step)
     for number, flags in parts:
         content += struct.pack("<IIII", number, len(flags), sum(flags), 0)

@@ -54,15 +54,15 @@ class ResidentContract:
             is_dirty = bool(torch.randint(0, 4, (1,), generator=random))
             if is_dirty:
                 for t, numbers in enumerate(chosen):
-                    mine = slots[offsets[t] : offsets[t + 1]]
-                    for slot, number in zip(mine.tolist(), numbers.tolist(), strict=True):
+                    table_slots = slots[offsets[t] : offsets[t + 1]]
+                    for slot, number in zip(table_slots.tolist(), numbers.tolist(), strict=True):
                         assert torch.equal(row_at(store, t, slot), truth[t][number])
                         truth[t][number] += 1
                 store.before_update(slots, offsets)
                 self.train(store, slots, offsets)
             store.release(slots, offsets, dirty=is_dirty)
-        for found, wanted in zip(read_all(store), truth, strict=True):
-            assert torch.equal(found, wanted)
+        for result, wanted in zip(read_all(store), truth, strict=True):
+            assert torch.equal(result, wanted)
 
     def test_too_many_rows_are_refused_and_nothing_changes(self, tmp_path):
         store = self.open(tmp_path, [10, 10])

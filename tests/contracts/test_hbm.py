@@ -25,9 +25,9 @@ class HbmContract(ResidentContract):
 
     def train(self, store, slots, offsets):
         for t, rows in enumerate(store.rows):
-            mine = slots[offsets[t] : offsets[t + 1]].long().to(rows.device)
-            rows.weights[mine] += 1
-            rows.clocks[mine] += 1
+            table_slots = slots[offsets[t] : offsets[t + 1]].long().to(rows.device)
+            rows.weights[table_slots] += 1
+            rows.clocks[table_slots] += 1
 
     def step(self, store, chosen, truth):
         """Train these rows, numbers into IDS by table."""
@@ -48,8 +48,8 @@ class HbmContract(ResidentContract):
         for _ in range(12):
             self.step(store, [torch.randperm(len(ids), generator=random)[:9] for ids in IDS], truth)
             gone = torch.randperm(60, generator=random)[:7]
-            held, offsets = grouped([gone[:3], gone[2:5]])
-            slots, _ = store.acquire(held, offsets)
+            stored, offsets = grouped([gone[:3], gone[2:5]])
+            slots, _ = store.acquire(stored, offsets)
             for t, ids in enumerate(IDS):
                 store.delete(t, torch.tensor(ids)[gone])
                 truth[t][gone] = births[t][gone]
@@ -63,9 +63,9 @@ class HbmContract(ResidentContract):
             assert all(map(torch.equal, read_all(store), truth))
         for t, ids in enumerate(IDS):
             listed = {}
-            for mine, records in store.scan(t):
+            for own, records in store.scan(t):
                 weights = records[:, : 4 * TABLES[t].dim].contiguous().view(torch.float32)
-                listed |= dict(zip(mine.tolist(), weights, strict=True))
+                listed |= dict(zip(own.tolist(), weights, strict=True))
             trained = [i for i in range(len(ids)) if not torch.equal(truth[t][i], births[t][i])]
             assert sorted(listed) == sorted(ids[i] for i in trained)
             assert all(torch.equal(listed[ids[i]], truth[t][i]) for i in trained)
@@ -91,7 +91,7 @@ class HbmContract(ResidentContract):
         assert all(map(torch.equal, store.below.read(*everything()), truth))
 
     def test_one_row_that_leaves_alone(self, tmp_path):
-        """Its clock lies at a byte that is no multiple of eight."""
+        """Row clock begins at a byte that is no multiple of eight."""
         table = Table("narrow", 2, rows=9, initializer=Uniform(scale=1.0))
         assert table.record_bytes % 8
         below = open_dram([table], [9], seed=1)
@@ -239,7 +239,7 @@ class TestHbmOverFiles(HbmContract):
         wanted = grouped([torch.arange(30, 40), torch.arange(30, 40)])
         with pytest.raises(BudgetExceeded):
             store.acquire(*wanted)
-        assert [each.num_pinned for each in store.directories] == [0, 0]
+        assert [directory.num_pinned for directory in store.directories] == [0, 0]
         assert all(map(torch.equal, read_all(store), truth))
         slots, job = store.acquire(*wanted)
         store.wait(job)

@@ -95,10 +95,10 @@ def test_operators_with_weights_however_fields_are_dealt(kind, size):
         for weight in interaction.parameters():
             weight.add_(torch.randn_like(weight))
     fields = torch.randn(size, sum(dims), dtype=torch.float64, requires_grad=True)
-    given = torch.randn(size, 3, dtype=torch.float64)
+    gradient = torch.randn(size, 3, dtype=torch.float64)
     weights = [fields, *interaction.parameters()]
     wanted = plain(interaction, fields)
-    gradients = torch.autograd.grad(wanted, weights, given)
+    gradients = torch.autograd.grad(wanted, weights, gradient)
     parts = fields.split(dims, dim=1)
     for shards in ([[0, 1, 2, 3, 4]], [[1, 3], [], [0, 2, 4]]):
         result = interaction.combine(
@@ -110,7 +110,7 @@ def test_operators_with_weights_however_fields_are_dealt(kind, size):
             )
         )
         torch.testing.assert_close(result, wanted)
-        torch.testing.assert_close(torch.autograd.grad(result, weights, given), gradients)
+        torch.testing.assert_close(torch.autograd.grad(result, weights, gradient), gradients)
     torch.testing.assert_close(interaction(fields), wanted)
     vectors = torch.randn(size * 2, 4, dtype=torch.float64)  # of one width, sample by sample
     needs_equal_dims = WEIGHTED[kind]((4, 4)).double()
@@ -132,23 +132,23 @@ def test_cross_layers_over_dense_columns_and_fields(rank, layers, out):
     fields, dense = torch.randn(2, size, 6, dtype=torch.float64)
     fields, dense = fields.requires_grad_(True), dense[:, :2].clone().requires_grad_(True)
     weights = [fields, dense, *interaction.parameters()]
-    given = torch.randn(size, out, dtype=torch.float64)
+    gradient = torch.randn(size, out, dtype=torch.float64)
     wanted = plain(interaction, torch.cat([dense, fields], 1))
-    gradients = torch.autograd.grad(wanted, weights, given, materialize_grads=True)
+    gradients = torch.autograd.grad(wanted, weights, gradient, materialize_grads=True)
     parts = fields.split(dims, dim=1)
     partials = [
         interaction.partial_of_fields(torch.cat([parts[n] for n in several], 1), several)
         for several in ([1], [0, 2])
     ]
-    assert all(each.shape == (size, interaction.width(max(dims))) for each in partials)
-    for found in (interaction.combine(sum(partials), dense), interaction(fields, dense)):
-        torch.testing.assert_close(found, wanted)
-        mine = torch.autograd.grad(found, weights, given, materialize_grads=True)
-        torch.testing.assert_close(mine, gradients)
+    assert all(partial.shape == (size, interaction.width(max(dims))) for partial in partials)
+    for result in (interaction.combine(sum(partials), dense), interaction(fields, dense)):
+        torch.testing.assert_close(result, wanted)
+        own = torch.autograd.grad(result, weights, gradient, materialize_grads=True)
+        torch.testing.assert_close(own, gradients)
 
 
 def test_rows_of_a_bag_are_enough():
-    """Its statistics are linear: those of a bag's rows add up to those of their sum."""
+    """Statistics are linear: those of a bag's rows add up to those of their sum."""
     interaction = LowRankCross((2, 3), 2, 3, 1).double()
     assert not interaction.needs_pooled_fields()
     fields = torch.randn(3, 4, 5, dtype=torch.float64)  # three shards' parts of four samples' sums

@@ -267,8 +267,8 @@ def test_small_commits_leave_few_files(tmp_path):
         twin.collect()
         twin.prune([twin.step])
     full_records = SEGMENT_BYTES // 32
-    most = 200 * FAN_IN // full_records + 4 * FAN_IN
-    assert len(segments_of(tmp_path)) <= most < 100
+    limit = 200 * FAN_IN // full_records + 4 * FAN_IN
+    assert len(segments_of(tmp_path)) <= limit < 100
     written = twin.store.counts()["rows_rewritten"]
     assert written < 4 * 200  # each row moves up a class of eight at a time
     twin.reopen(twin.step)
@@ -320,7 +320,7 @@ def test_victims(uses):
 
 @given(uses=uses)
 def test_choosing_victims_comes_to_an_end(uses):
-    """What is rewritten is full: nothing is left to gain after a while."""
+    """Rewritten segments are full: nothing is left to gain after a while."""
     parts = {use.number: use for use in uses}
     newest = 50
     for _ in range(500):
@@ -368,10 +368,10 @@ def test_nothing_is_rewritten_that_is_large_and_full_of_rows():
 
 
 def test_stripes_fill_in_proportion_to_their_capacities():
-    held = {1: 0, 2: 0, 3: 0}
+    bytes_by_stripe = {1: 0, 2: 0, 3: 0}
     for _ in range(700):
-        held[least_full({1: 100, 2: 200, 3: 400}, held)] += 1
-    assert held == {1: 100, 2: 200, 3: 400}
+        bytes_by_stripe[least_full({1: 100, 2: 200, 3: 400}, bytes_by_stripe)] += 1
+    assert bytes_by_stripe == {1: 100, 2: 200, 3: 400}
 
 
 def test_segments_lie_in_the_stripes_and_the_manifest_says_where(tmp_path):
@@ -429,7 +429,7 @@ def test_a_stripe_belongs_to_one_store(tmp_path):
 
 
 def test_copies_of_a_striped_store_may_lie_at_home(tmp_path):
-    """As a mirror brings them back."""
+    """Copies from a mirror are in the run folder."""
     home = tmp_path / "store"
     twin = Twin(TestStripedLog(), home, 16)
     twin.write(range(500), salt=1)
@@ -520,7 +520,7 @@ def test_the_lock_does_not_outlive_a_failed_opening(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "exponent", [0.9, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.0, 1.2))]
+    "exponent", [0.9, *(pytest.param(item, marks=pytest.mark.slow) for item in (0.0, 1.2))]
 )
 def test_write_amplification_at_seventy_percent(tmp_path, exponent):
     """Rows written again and again by a Zipf law: what reaches the disk, over what was written."""
@@ -540,16 +540,16 @@ def test_write_amplification_at_seventy_percent(tmp_path, exponent):
             ids = torch.from_numpy(np.unique(drawn))
             store.write(torch.from_numpy(rng.permutation(ids.numpy())), records[: len(ids)])
             store.collect()
-            said = store.counts()
+            text = store.counts()
             if step == 75:  # the first pass over the space is free of charge
-                before = said
+                before = text
         _, num_records, _, _ = (np.asarray(column) for column in store.log.segments())
         utilisation = len(store) / int(num_records.sum())
-        written = said["rows_written"] - before["rows_written"]
-        moved = said["rows_rewritten"] - before["rows_rewritten"]
+        written = text["rows_written"] - before["rows_written"]
+        moved = text["rows_rewritten"] - before["rows_rewritten"]
         amplification = 1 + moved / written
         at_rest = store.shape.stride + 2  # a checksum, and an id of 2 bytes in a key list
-        on_disk = (said["bytes_written"] - before["bytes_written"]) / (at_rest * written)
+        on_disk = (text["bytes_written"] - before["bytes_written"]) / (at_rest * written)
         print(f"{exponent=} {amplification=:.3f} {on_disk=:.3f} {utilisation=:.3f}")
         assert utilisation > 0.68
         # Files of 1,200 records have heads, and the rest of a page at their ends.

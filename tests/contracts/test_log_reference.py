@@ -113,12 +113,12 @@ class Log:
         places, heats = np.empty(70, np.int64), np.empty(70, np.uint8)
         self.log.places(ids, places)
         self.log.heats(ids, heats)
-        found, fault = self.log.read(self.reader, ids, out, True).wait()
+        result, fault = self.log.read(self.reader, ids, out, True).wait()
         columns = [np.asarray(column).astype(int).tolist() for column in self.log.segments()]
-        said = {
+        facts = {
             "places": places.tolist(),
             "heats": heats.tolist(),
-            "found": np.asarray(found).astype(bool).tolist(),
+            "found": np.asarray(result).astype(bool).tolist(),
             "fault": fault,
             "rows": out.tolist(),
             "segments": columns,
@@ -128,10 +128,10 @@ class Log:
         }
         if self.is_frozen:
             frozen = np.asarray(self.log.frozen_segments()).tolist()
-            said["frozen"] = [(n, np.asarray(self.log.frozen_live(n)).tolist()) for n in frozen]
+            facts["frozen"] = [(n, np.asarray(self.log.frozen_live(n)).tolist()) for n in frozen]
         counts = self.log.counts()
-        said["counts"] = [counts[k] for k in ("rows_written", "rows_deleted", "rows_rewritten")]
-        return said
+        facts["counts"] = [counts[k] for k in ("rows_written", "rows_deleted", "rows_rewritten")]
+        return facts
 
     def close(self) -> None:
         for number, fd in self.files.items():

@@ -38,7 +38,7 @@ FOLDERS = [
     *(ROOT / "tests" / part for part in (".", "laws", "faults", "distributed")),
 ]
 PATHS = {"PYTHONPATH": os.pathsep.join([*map(str, FOLDERS), os.environ.get("PYTHONPATH", "")])}
-"""For ranks: the package from its source, and the tests' modules."""
+"""Environment of ranks: the package from its source, and the tests' modules."""
 
 
 @cache
@@ -47,8 +47,8 @@ def reason() -> str | None:
 
 
 def need_hosts() -> None:
-    if said := reason():
-        pytest.skip(f"no hosts on this machine: {said}")
+    if text := reason():
+        pytest.skip(f"no hosts on this machine: {text}")
 
 
 def call_on_host(namespace: str, name: str, function: Callable, *arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""What torchrun starts on every rank of the soak: steps without end of small batches of new ids, and its own memory."""
+"""Program of every rank of the soak: steps without end of small batches of new ids, and its own memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main(folder: Path, steps: int, every: int) -> None:
         share_of(global_batch(t % DIFFERENT, BATCH_SIZE), mesh.rank, mesh.num_ranks)
         for t in range(steps)
     )
-    found = []
+    results = []
     for step, batch in enumerate(collection.lookahead(shares), start=1):
         dense.zero()
         loss_of(model, batch).backward()
@@ -44,8 +44,8 @@ def main(folder: Path, steps: int, every: int) -> None:
         rows.step(agreed=True)
         optimizer.step()
         if step % every == 0:
-            found.append(resident_bytes())
-    (folder / f"rank-{mesh.rank}.json").write_text(json.dumps(found))
+            results.append(resident_bytes())
+    (folder / f"rank-{mesh.rank}.json").write_text(json.dumps(results))
     close_mesh(mesh)
 
 

@@ -36,8 +36,8 @@ def _hosts():
 
 
 def namespaces() -> list[str]:
-    said = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
-    return [line.split()[0] for line in said.stdout.splitlines()]
+    output = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    return [line.split()[0] for line in output.stdout.splitlines()]
 
 
 def ours(pid: int) -> list[str]:
@@ -64,7 +64,9 @@ def run_forked(hosts, folder):
         )
         for rank in range(4)
     ]  # fmt: skip
-    assert [rank.wait(120) for rank in ranks] == [0] * 4, "\n".join(rank.said() for rank in ranks)
+    assert [rank.wait(120) for rank in ranks] == [0] * 4, "\n".join(
+        rank.read_output() for rank in ranks
+    )
 
 
 @pytest.mark.parametrize("run", [run_forked, pytest.param(run_by_torchrun, marks=pytest.mark.slow)])
@@ -72,12 +74,12 @@ def test_two_hosts_of_two_ranks_train_what_one_process_trains(run, tmp_path):
     with open_hosts(2) as hosts:
         run(hosts, tmp_path)
         uplinks = hosts.uplinks()
-    found = [torch.load(tmp_path / f"rank-{r}.pt", weights_only=False) for r in range(4)]
+    results = [torch.load(tmp_path / f"rank-{r}.pt", weights_only=False) for r in range(4)]
     wanted = train(Mesh(), sizes=SIZES, steps=len(SIZES))
-    for trained, world in found:
+    for trained, world in results:
         assert (world.num_hosts, world.ranks_per_host) == (2, 2)
         assert_close(wanted, trained, rtol=1e-10)
-        assert_same_bits(found[0][0], trained)
+        assert_same_bits(results[0][0], trained)
     # Four ranks on one host would have sent nothing over it.
     assert min(link.sent for link in uplinks) > 50_000
     assert uplinks[0].sent == pytest.approx(uplinks[1].received, rel=0.02)

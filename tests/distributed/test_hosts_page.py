@@ -25,19 +25,19 @@ def section(title: str) -> str:
 
 def block(title: str, language: str = "") -> str:
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", section(title), re.DOTALL | re.MULTILINE)
-    (found,) = [text for kind, text in blocks if kind == language]
-    return found
+    (results,) = [text for kind, text in blocks if kind == language]
+    return results
 
 
 def torchrun_arguments(words: list[str]):
-    """What torchrun makes of them; it ends the process where it cannot."""
+    """Parse arguments as torchrun does; it ends the process where it cannot."""
     return get_args_parser().parse_args(words)
 
 
-def check_command(found) -> None:
-    assert found.rdzv_backend == "static" and found.rdzv_endpoint.endswith(":29400")
-    assert found.module and found.training_script == "colonnade"
-    assert found.training_script_args == ["train", "clicks.yaml", "--run", "runs/clicks"]
+def check_command(result) -> None:
+    assert result.rdzv_backend == "static" and result.rdzv_endpoint.endswith(":29400")
+    assert result.module and result.training_script == "colonnade"
+    assert result.training_script_args == ["train", "clicks.yaml", "--run", "runs/clicks"]
 
 
 def test_what_is_typed_on_two_hosts():
@@ -45,9 +45,9 @@ def test_what_is_typed_on_two_hosts():
     build_config(yaml.safe_load(block("By hand", "yaml")))
     lines = block("By hand").replace("\\\n", " ").replace("$NODE", "1").splitlines()
     (words,) = [shlex.split(line) for line in lines if line.startswith("torchrun ")]
-    found = torchrun_arguments(words[1:])
-    assert (found.nnodes, found.nproc_per_node, found.node_rank) == ("2", "2", 1)
-    check_command(found)
+    result = torchrun_arguments(words[1:])
+    assert (result.nnodes, result.nproc_per_node, result.node_rank) == ("2", "2", 1)
+    check_command(result)
 
 
 @pytest.mark.slow
@@ -72,23 +72,23 @@ def test_what_is_typed_on_two_hosts_trains_one_model(tmp_path):
             )
             for h in range(2)
         ]
-        said = [process.communicate(timeout=100)[0] for process in started]
+        output = [process.communicate(timeout=100)[0] for process in started]
         carried = min(link.sent for link in hosts.uplinks())
-    assert [process.returncode for process in started] == [0, 0], said[0][-2000:]
+    assert [process.returncode for process in started] == [0, 0], output[0][-2000:]
     summary = json.loads((tmp_path / "runs" / "clicks" / "summary.json").read_text())
     assert summary["num_ranks"] == 4 and summary["steps"] == 20 and carried > 100_000
     # Rank 0 says what came of it, on the first host; nobody else does.
-    assert sum("auc" in words for words in said) == 1
+    assert sum("auc" in words for words in output) == 1
 
 
 def test_the_command_for_ranks_of_rows_only():
     words = shlex.split(block("Ranks for rows only").replace("\\\n", " ").replace("$NODE", "1"))
     assert words[0] == "torchrun"
-    found = torchrun_arguments(words[1:])
-    assert (found.nnodes, found.nproc_per_node) == ("2", "6")
-    assert found.training_script_args[-2:] == ["--set", "plan.servers=2"]
-    found.training_script_args = found.training_script_args[:-2]
-    check_command(found)
+    result = torchrun_arguments(words[1:])
+    assert (result.nnodes, result.nproc_per_node) == ("2", "6")
+    assert result.training_script_args[-2:] == ["--set", "plan.servers=2"]
+    result.training_script_args = result.training_script_args[:-2]
+    check_command(result)
 
 
 def test_the_slurm_script():
@@ -101,12 +101,12 @@ def test_the_slurm_script():
     assert words[1:3] == ["bash", "-c"], "each task expands its own node's number"
     words = shlex.split(words[3])
     assert words[:2] == ["exec", "torchrun"], "SIGTERM reaches torchrun"
-    found = torchrun_arguments(words[2:])
-    assert found.node_rank == 1
-    check_command(found)
-    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script, re.MULTILINE))
-    assert found.nnodes == asked["nodes"] and asked["ntasks-per-node"] == "1"
-    assert int(found.nproc_per_node) <= int(asked["cpus-per-task"])
+    result = torchrun_arguments(words[2:])
+    assert result.node_rank == 1
+    check_command(result)
+    requested = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script, re.MULTILINE))
+    assert result.nnodes == requested["nodes"] and requested["ntasks-per-node"] == "1"
+    assert int(result.nproc_per_node) <= int(requested["cpus-per-task"])
 
 
 def test_the_kubernetes_file():
@@ -124,13 +124,13 @@ def test_the_kubernetes_file():
     assert all(isinstance(word, str) for word in container["args"])
     index = "$(JOB_COMPLETION_INDEX)"  # an Indexed Job sets it in every pod
     assert f"--node-rank={index}" in container["args"]
-    found = torchrun_arguments([word.replace(index, "1") for word in container["args"]])
-    check_command(found)
-    assert found.nnodes == str(wanted["completions"])
+    result = torchrun_arguments([word.replace(index, "1") for word in container["args"]])
+    check_command(result)
+    assert result.nnodes == str(wanted["completions"])
     # A pod of an Indexed Job is called <job>-<index>, its domain is what the Service is called.
     host = f"{job['metadata']['name']}-0.{pod['spec']['subdomain']}"
     assert (
-        found.rdzv_endpoint == f"{host}:29400"
+        result.rdzv_endpoint == f"{host}:29400"
         and pod["spec"]["subdomain"] == service["metadata"]["name"]
     )
     (port,) = container["ports"]

@@ -18,7 +18,7 @@ SETTINGS = {"plan.staleness_steps": 1, "plan.memory.dram": 90_000, "train.epochs
 SLOW_GIGABITS = 0.004
 """A step then takes long enough to be cut."""
 LIMIT_SECONDS = 5
-"""That a rank is waited for."""
+"""Seconds that a rank is waited for."""
 
 
 def run(folder: Path, *, cut_after: int | None) -> str:
@@ -53,7 +53,7 @@ def wait_for(condition, job) -> None:
 def test_a_link_is_cut(tmp_path):
     need_hosts()
     run(tmp_path / "whole", cut_after=None)
-    said = run(tmp_path / "cut", cut_after=8)
+    output = run(tmp_path / "cut", cut_after=8)
     assert digest(tmp_path / "cut") == digest(tmp_path / "whole")
-    again = [int(step) for step in re.findall(r"^started at (\d+)$", said, re.MULTILINE)]
+    again = [int(step) for step in re.findall(r"^started at (\d+)$", output, re.MULTILINE)]
     assert len(again) >= 2 and min(again) >= 8, "both ranks go on from a checkpoint"

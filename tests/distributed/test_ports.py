@@ -1,4 +1,5 @@
-"""What `colonnade train --ranks` opens to other processes and users of the machine: gloo's ports on 127.0.0.1 only."""
+"""Ports that `colonnade train --ranks` opens to other processes and users of the machine: gloo's ports on 127.0.0.1
+only."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def environment_in(folder: Path) -> dict[str, str]:
 
 
 WAYS = ["forked", pytest.param("started", marks=pytest.mark.slow)]
-"""How processes come to be: forked with all imports made, or as a user starts them."""
+"""Ways in which processes start: forked with all imports made, or as a user starts them."""
 
 
 def start(folder: Path, settings: dict, way: str = "forked") -> Child:
@@ -72,7 +73,7 @@ def process_tree(pid: int) -> list[int]:
 
 
 def open_files(pid: int) -> dict[str, str]:
-    """What the file descriptors of a process are, by path."""
+    """Return the open files of a process, by path."""
     files = {}
     with suppress(OSError):  # it has ended
         for name in os.listdir(f"/proc/{pid}/fd"):
@@ -84,11 +85,11 @@ def open_files(pid: int) -> dict[str, str]:
 def listeners(pid: int) -> set[tuple[str, int]]:
     """Address (in hex) and port of every socket that other processes can send to, of a process and its descendants."""
     sockets = set()
-    for each in process_tree(pid):
-        inodes = set(open_files(each).values())
+    for item in process_tree(pid):
+        inodes = set(open_files(item).values())
         for kind in ("tcp", "tcp6", "udp", "udp6"):
             try:
-                table = Path(f"/proc/{each}/net/{kind}").read_text().splitlines()[1:]
+                table = Path(f"/proc/{item}/net/{kind}").read_text().splitlines()[1:]
             except OSError:
                 continue
             for words in map(str.split, table):
@@ -197,14 +198,14 @@ def test_a_rank_that_is_killed_ends_all_with_status_2(tmp_path, way):
         assert launcher.wait(60) == 2
     finally:
         launcher.kill()
-    output = launcher.said()
+    output = launcher.read_output()
     assert "error: a rank failed (" in output and "rank 1 with status -9" in output
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def test_on_a_host_whose_name_is_no_loopback_address(tmp_path):
-    """It has another interface, and another address on the loopback interface."""
+    """Host has another interface, and another address on the loopback interface."""
     need_hosts()
     with open_hosts(1) as hosts:
         namespace = hosts.hosts[0].namespace
@@ -216,7 +217,7 @@ def test_on_a_host_whose_name_is_no_loopback_address(tmp_path):
             run_command, command(tmp_path, SMALL),
         )  # fmt: skip
         sockets = look_until(lambda: launcher.code is not None, launcher.process.pid)
-    assert launcher.code == 0, launcher.said()
+    assert launcher.code == 0, launcher.read_output()
     assert len(sockets) >= 2 and {address for address, _ in sockets} == {LOOPBACK}
 
 
@@ -230,12 +231,12 @@ def send_garbage(port: int, size: int) -> socket.socket | None:
 
 
 def test_garbage_on_every_port_changes_no_bit_or_ends_the_run(tmp_path):
-    """From the moment a port opens, also while ranks connect; every other connection stays open."""
+    """Garbage is sent from the moment a port opens, also while ranks connect; every other connection stays open."""
     ranks = forked_run.start(tmp_path / "run", SMALL, num_ranks=2)
     sizes, strangers, reached = [0, 1, 8, 64, 5000], [], set()
 
     def pester() -> bool:
-        for _, port in {each for rank in ranks for each in listeners(rank.process.pid)}:
+        for _, port in {listener for rank in ranks for listener in listeners(rank.process.pid)}:
             stranger = send_garbage(port, sizes[len(strangers) % len(sizes)])
             if stranger is not None:
                 reached.add(port)
@@ -253,7 +254,7 @@ def test_garbage_on_every_port_changes_no_bit_or_ends_the_run(tmp_path):
             rank.kill()
     assert len(reached) >= 2
     if any(rank.code for rank in ranks):
-        assert all("Error" in rank.said() for rank in ranks if rank.code)
+        assert all("Error" in rank.read_output() for rank in ranks if rank.code)
         return
     forked_run.run_to_end(tmp_path / "undisturbed", SMALL, 2)
     assert digest(tmp_path / "run") == digest(tmp_path / "undisturbed")

@@ -27,7 +27,7 @@ def test_members_of_a_scope_are_the_same_for_each_of_them(scope, num_ranks):
 def test_blocks_within_blocks():
     """Over the hosts of a tower: 8 ranks, towers of 4, hosts of 2."""
     scope = Scope(2, is_across=True, within=4)
-    assert [list(each) for each in scope.all_members(8)] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert [list(member) for member in scope.all_members(8)] == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
 def test_threads_have_groups_of_their_own():

@@ -34,7 +34,7 @@ def message(sender, receiver, call, rows):
 
 
 def rows_of(num_ranks, call):
-    """(N, N): of each to each."""
+    """Return the rows (N, N) of each rank to each rank."""
     pick = torch.Generator().manual_seed(call)
     which = torch.randint(len(SIZES), (num_ranks, num_ranks), generator=pick)
     return torch.tensor(SIZES)[which]
@@ -57,10 +57,10 @@ def check_calls(mesh, channel, num_calls):
     for number in range(num_calls):
         under_way.append((number, call_of(mesh, channel, number, in_room=number % 3 != 0)))
         if len(under_way) == 3 or number == num_calls - 1:
-            for call, ((received, work), theirs) in reversed(under_way):
+            for call, ((received, work), expected) in reversed(under_way):
                 work.wait()
-                blocks = received.split(theirs)
-                for sender, (block, n) in enumerate(zip(blocks, theirs, strict=True)):
+                blocks = received.split(expected)
+                for sender, (block, n) in enumerate(zip(blocks, expected, strict=True)):
                     assert torch.equal(block, message(sender, mesh.rank, call, n)), (channel, call)
             under_way.clear()
 
@@ -90,9 +90,9 @@ def all_purposes(mesh, least):
 
 @pytest.mark.parametrize("num_ranks, least", [(2, 1), (3, 1), (3, 20_000)])
 def test_odd_sizes_on_many_threads(num_ranks, least):
-    for held in run_ranks(num_ranks, all_purposes, least, fresh=True):
-        assert set(held) == {"fetch", "checkpoint", "route", "dense"}
-        assert max(held.values()) <= 4  # of the last calls, three at once
+    for shared_counts in run_ranks(num_ranks, all_purposes, least, fresh=True):
+        assert set(shared_counts) == {"fetch", "checkpoint", "route", "dense"}
+        assert max(shared_counts.values()) <= 4  # of the last calls, three at once
 
 
 def test_hosts_of_two_share_in_their_own_groups_alone():
@@ -116,11 +116,11 @@ def with_and_without(mesh, names):
     small_messages_too()
     result = []
     for name in names:
-        both = [
+        pair = [
             run_exchange(item, CHOICES[name], [9, 0, 1, 13], "float32", 1)
             for item in (replace(mesh, shared_memory=None), mesh)
         ]
-        result.append(both)
+        result.append(pair)
     return result, sorted(mesh.shared_memory.trackers)
 
 
@@ -135,9 +135,9 @@ def with_and_without(mesh, names):
 def test_every_exchange_gives_the_same_bits(names):
     """Four of the choices have every exchange and every sharding among them, but `partials`, which sends what
     `towers` does."""
-    for found, lanes in run_ranks(3, with_and_without, names, fresh=True):
+    for results, lanes in run_ranks(3, with_and_without, names, fresh=True):
         assert {"fetch", "push"} <= set(lanes)
-        for without, shared in found:
+        for without, shared in results:
             assert_same(without, shared)
 
 
@@ -205,8 +205,8 @@ def test_a_killed_mate_is_named(tmp_path):
     with pytest.raises(AssertionError):
         run_ranks(3, killed, Path(tmp_path), timeout=90, fresh=True)
     for rank in (0, 2):
-        said = (tmp_path / f"lost-{rank}").read_text()
-        assert said.startswith("True ") and "rank 1" in said and "gone" in said
+        output = (tmp_path / f"lost-{rank}").read_text()
+        assert output.startswith("True ") and "rank 1" in output and "gone" in output
 
 
 def gone_before_it_is_read(mesh, place):
@@ -231,5 +231,5 @@ def gone_before_it_is_read(mesh, place):
 def test_one_that_is_gone_before_it_is_read_is_named(tmp_path):
     with pytest.raises(AssertionError):
         run_ranks(2, gone_before_it_is_read, Path(tmp_path), timeout=90, fresh=True)
-    said = (tmp_path / "lost").read_text()
-    assert "rank 1" in said and "gone" in said
+    output = (tmp_path / "lost").read_text()
+    assert "rank 1" in output and "gone" in output

@@ -16,7 +16,7 @@ STEPS, EVERY = 1200, 50
 SETTLED = 400
 """Steps until every buffer has met its largest batch."""
 LEAST_LEAK_BYTES = 1024
-"""Of a step, that is told from none: a leak of one small message."""
+"""Smallest growth in a step that is told from none: a leak of one small message."""
 BUSY = "while True: pass"
 
 
@@ -31,13 +31,13 @@ def test_memory_does_not_grow(tmp_path, capsys):
         job = torchrun(hosts, 2, script, folder=tmp_path, env=PATHS)
         assert job.wait(800) == [0, 0], job.tail()
     for rank in range(4):
-        found = json.loads((tmp_path / f"rank-{rank}.json").read_text())[SETTLED // EVERY :]
-        third = len(found) // 3
-        before, after = median(found[:third]), median(found[-third:])
+        result = json.loads((tmp_path / f"rank-{rank}.json").read_text())[SETTLED // EVERY :]
+        third = len(result) // 3
+        before, after = median(result[:third]), median(result[-third:])
         with capsys.disabled():
             print(
                 f"\nrank {rank}: {before / 1e6:.1f} MB after {SETTLED} steps, {after / 1e6:.1f} MB after {STEPS}",
                 end="",
             )
-        apart = (len(found) - third) * EVERY
-        assert after - before < LEAST_LEAK_BYTES * apart, found
+        apart = (len(result) - third) * EVERY
+        assert after - before < LEAST_LEAK_BYTES * apart, result

@@ -39,7 +39,8 @@ def test_a_lost_rank_costs_every_host_one_of_its_own_restarts(undisturbed, tmp_p
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("limit", [60, 2])
 def test_a_lost_host_is_waited_for_as_long_as_ranks_wait(limit, undisturbed, tmp_path):  # noqa: F811
-    """Its line is started again within the timeout, or the other host's ranks give up, and its torchrun ends."""
+    """Lost host's command is started again within the timeout, or the other host's ranks give up, and its torchrun
+    ends."""
     need_hosts()
     wanted, folder = undisturbed(2), tmp_path / "run"
     with open_hosts(2, gigabits=0.004) as hosts:

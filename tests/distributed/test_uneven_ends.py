@@ -87,7 +87,7 @@ def sample_loss(logits, batch):
 
 def fitted(mesh: Mesh, data, settings, folder=None, **more):
     model = Net()
-    found = colonnade.fit(
+    result = colonnade.fit(
         model,
         Splits(open_batches(data, SCHEMA), test=open_batches(data, SCHEMA)),
         run=folder,
@@ -103,19 +103,19 @@ def fitted(mesh: Mesh, data, settings, folder=None, **more):
         for name, value in colonnade.dense_state_dict(model).items()
         if "weight" in name
     }
-    return found.outcome.steps, found.metrics, weights, all_rows(model.embeddings)
+    return result.outcome.steps, result.metrics, weights, all_rows(model.embeddings)
 
 
 def on_a_rank(mesh, folder):
     stream = Stream(mesh.rank)
     whole = {name: fitted(mesh, stream, settings) for name, settings in PLANS.items()}
-    for most in (3, 8, None):  # stopped where ranks 1 and 2 have none left, and gone on
-        parts = fitted(mesh, stream, {}, folder / "run", max_steps=most)
+    for limit in (3, 8, None):  # stopped where ranks 1 and 2 have none left, and gone on
+        parts = fitted(mesh, stream, {}, folder / "run", max_steps=limit)
     return whole, parts
 
 
 def test_every_batch_is_trained_on_once(tmp_path):
-    told = run_ranks(3, on_a_rank, tmp_path)
+    reported = run_ranks(3, on_a_rank, tmp_path)
     for name, settings in PLANS.items():
         alone = {
             key: value
@@ -123,12 +123,12 @@ def test_every_batch_is_trained_on_once(tmp_path):
             if key in ("staleness_steps", "accumulate")
         }
         steps, metrics, weights, rows = fitted(Mesh(), joined_steps(), alone)
-        for whole, _ in told:
-            found = whole[name]
-            assert found[0] == steps == (6 if "accumulate" in settings else 10), name
-            assert found[1] == pytest.approx(metrics, rel=1e-10), name
-            torch.testing.assert_close(found[2], weights, rtol=1e-10, atol=1e-12)
-            torch.testing.assert_close(found[3], rows, rtol=1e-10, atol=1e-12)
-    for whole, parts in told:
+        for whole, _ in reported:
+            result = whole[name]
+            assert result[0] == steps == (6 if "accumulate" in settings else 10), name
+            assert result[1] == pytest.approx(metrics, rel=1e-10), name
+            torch.testing.assert_close(result[2], weights, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(result[3], rows, rtol=1e-10, atol=1e-12)
+    for whole, parts in reported:
         assert parts[1] == whole["rows"][1]
         torch.testing.assert_close(parts[3], whole["rows"][3], rtol=0, atol=0)

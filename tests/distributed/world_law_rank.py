@@ -1,4 +1,4 @@
-"""What torchrun starts on every rank: train the laws' model, leave what came of it in a file."""
+"""Program of every rank: train the laws' model, leave what came of it in a file."""
 
 from __future__ import annotations
 

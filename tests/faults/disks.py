@@ -43,7 +43,7 @@ def stripes_beside(directory: Path) -> tuple[Stripe, ...]:
 
 
 def make_records(ids: list[int], salt: int) -> torch.Tensor:
-    """(N, RECORD_BYTES) uint8 that depend on id and salt only."""
+    """Make records (N, RECORD_BYTES) uint8 that depend on id and salt only."""
     mixed = np.array(ids, np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed + np.arange(RECORD_BYTES, dtype=np.uint64)) * np.uint64(2 * salt + 1)
     return torch.from_numpy((mixed >> np.uint64(32)).astype(np.uint8))
@@ -53,8 +53,8 @@ def content(store: LogBacking) -> Rows:
     """Every row of the story's ids, read; a scan must agree."""
     ids = list(range(80))
     out = torch.zeros(len(ids), RECORD_BYTES, dtype=torch.uint8)
-    found = store.read(torch.tensor(ids), out).wait().tolist()
-    rows = {i: bytes(r) for i, ok, r in zip(ids, found, out.numpy(), strict=True) if ok}
+    result = store.read(torch.tensor(ids), out).wait().tolist()
+    rows = {i: bytes(r) for i, ok, r in zip(ids, result, out.numpy(), strict=True) if ok}
     scanned = {
         i: bytes(r)
         for batch in store.scan()
@@ -154,7 +154,7 @@ class Telling:
     frozen: Rows | None = None
 
     def copy(self) -> Telling:
-        """As far as now; `by_step` is shared."""
+        """Copy the state as of now; `by_step` is shared."""
         return Telling(dict(self.rows), self.by_step, set(self.may), set(self.must))
 
     def begin(self, act: Act) -> None:
@@ -245,8 +245,8 @@ class FailingDisk(UnsyncedDisk):
     def perform(self, change, action):
         if self.verbs is None or change.verb in self.verbs:
             self.count += 1
-            due = self.count == self.number or (not self.once and self.count > self.number)
-            if due and not self.mended:
+            is_due = self.count == self.number or (not self.once and self.count > self.number)
+            if is_due and not self.mended:
                 self.num_refused += 1
                 write_half(change)
                 raise OSError(self.error, os.strerror(self.error))
@@ -343,9 +343,9 @@ class CrashDisk:
 
     def states(self, rng: np.random.Generator) -> Iterator[dict[str, bytes]]:
         """Name -> content of each state worth looking at."""
-        kept = [[True] * len(self.pending), [False] * len(self.pending)]
+        retained = [[True] * len(self.pending), [False] * len(self.pending)]
         if len(self.pending) > 1:
-            kept += [(rng.random(len(self.pending)) < 0.5).tolist() for _ in range(2)]
+            retained += [(rng.random(len(self.pending)) < 0.5).tolist() for _ in range(2)]
         contents = [
             lambda file: file.content,
             lambda file: file.synced,
@@ -353,8 +353,8 @@ class CrashDisk:
         ]
         if all(file.content == file.synced for file in self.files):
             contents = contents[:1]
-        seen = set()
-        for keep in kept:
+        visited = set()
+        for keep in retained:
             names = dict(self.synced_names)
             for effect, is_kept in zip(self.pending, keep, strict=True):
                 if is_kept:
@@ -362,6 +362,6 @@ class CrashDisk:
             for content_of in contents:
                 state = {name: content_of(self.files[i]) for name, i in names.items()}
                 key = tuple(sorted(state.items()))
-                if key not in seen:
-                    seen.add(key)
+                if key not in visited:
+                    visited.add(key)
                     yield state

@@ -44,7 +44,7 @@ def finish(children: list[Child]) -> str:
             for child in children:
                 child.kill()
         time.sleep(0.02)
-    return "\n".join(child.said() for child in children)
+    return "\n".join(child.read_output() for child in children)
 
 
 def run_to_end(folder: Path, settings: dict, num_ranks: int = 1) -> None:

@@ -60,11 +60,11 @@ class KillingDisk(Disk):
     """Dies, as if the power of this process were cut, before change number `kill_at`."""
 
     def __init__(self, kill_at: int) -> None:
-        self.left = kill_at
+        self.remaining = kill_at
 
     def perform(self, change: Change, action):
-        self.left -= 1
-        if self.left == 0:
+        self.remaining -= 1
+        if self.remaining == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return action()
 
@@ -76,7 +76,7 @@ def digest(folder: Path, step: int | None = None) -> str:
     step = list_checkpoints(folder)[-1] if step is None else step
     header = read_header(folder, step)
     run = header["run"]
-    found = hashlib.sha256(str(step).encode())
+    result = hashlib.sha256(str(step).encode())
     rows: dict[str, list] = {}
     for number, table in enumerate(tables):
         for store in open_recorded_stores(folder, header, number):
@@ -87,7 +87,7 @@ def digest(folder: Path, step: int | None = None) -> str:
             store.close()
     for name in sorted(rows):
         for row_id, record in sorted(rows[name]):
-            found.update(f"{name}/{row_id}/".encode() + record)
+            result.update(f"{name}/{row_id}/".encode() + record)
     for path in sorted((folder / "checkpoints" / f"{step:012d}").glob("retention-*")):
         for name, parts in load_state(path, run).items():
             remembered = {what: torch.cat(of) for what, of in parts.items() if of}
@@ -96,17 +96,17 @@ def digest(folder: Path, step: int | None = None) -> str:
                 columns = ("ids", "steps", "values")
                 remembered |= {what: remembered[what][order] for what in columns}
             for what, values in sorted(remembered.items()):
-                found.update(f"{path.name}/{name}/{what}/".encode() + values.numpy().tobytes())
+                result.update(f"{path.name}/{name}/{what}/".encode() + values.numpy().tobytes())
     state = load_state(folder / "checkpoints" / f"{step:012d}" / "dense", run)
     for name, value in sorted(state["model"].items()):
-        found.update(name.encode() + value.numpy().tobytes())
+        result.update(name.encode() + value.numpy().tobytes())
     for what in ("position", "best", "days"):
-        found.update(str(state[what]).encode())
-    return found.hexdigest()
+        result.update(str(state[what]).encode())
+    return result.hexdigest()
 
 
 def fail(folder: Path, channel: str, number: int = 0) -> None:
-    """What FAULT says; of signals, once."""
+    """Fail as FAULT says; signals once."""
     who, rank, what, *where, first = (os.environ.get("FAULT") or "- - - -").split()
     if (rank, " ".join(where)) != (os.environ["RANK"], channel):
         return

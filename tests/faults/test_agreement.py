@@ -42,24 +42,24 @@ SETTINGS = build_config(CONFIG)
 
 
 def refused(mesh, folder, config=SETTINGS, data=None) -> str:
-    with pytest.raises(WorldError) as said:
+    with pytest.raises(WorldError) as error:
         open_run(config, mesh, folder, data=data)
     assert not folder.exists() or not any(folder.iterdir())
-    return str(said.value)
+    return str(error.value)
 
 
 def started_differently(mesh, place) -> list[str]:
-    """What this rank hears in each case; rank 2 is the other one."""
+    """Return the error of this rank in each case; rank 2 is the other one."""
     other, folder = mesh.rank == 2, Path(place) / f"run-{mesh.rank}"
-    found = []
+    results = []
     config = override_settings(
         SETTINGS, {"train.batch_size": 200, "embedding.lr": 0.5} if other else {}
     )
-    found.append(refused(mesh, folder, config))
+    results.append(refused(mesh, folder, config))
 
     data = open_source("synthetic", **SETTINGS.data.options)
     shorter = open_source("synthetic", **{**SETTINGS.data.options, "num_train": 1400})
-    found.append(refused(mesh, folder, data=shorter if other else data))
+    results.append(refused(mesh, folder, data=shorter if other else data))
 
     columns = data.train.schema.categorical
     schema = replace(
@@ -68,7 +68,7 @@ def started_differently(mesh, place) -> list[str]:
     if other:
         kind = type("Other", (type(data.train),), {"schema": schema, "__slots__": ()})
         object.__setattr__(data.train, "__class__", kind)
-    found.append(refused(mesh, folder, data=data))
+    results.append(refused(mesh, folder, data=data))
     for settings in (
         {"dense_optimizer": lambda p: torch.optim.SGD(p, lr=0.5 if other else 0.1)},
         {"loss": lambda output, _: output[:, 0]} if other else {},
@@ -76,18 +76,18 @@ def started_differently(mesh, place) -> list[str]:
         {"model": Net(extra=("more",) * other)},
         {"epochs": 3 if other else 2},
     ):
-        with pytest.raises(WorldError) as said:
-            given = {"model": Net(), "data": source(50), **settings}
-            colonnade.fit(run=folder, mesh=mesh, quiet=True, **given)
+        with pytest.raises(WorldError) as error:
+            arguments = {"model": Net(), "data": source(50), **settings}
+            colonnade.fit(run=folder, mesh=mesh, quiet=True, **arguments)
         assert not folder.exists()
-        found.append(str(said.value))
-    return found
+        results.append(str(error.value))
+    return results
 
 
 def test_every_rank_names_the_difference_and_the_ranks(tmp_path):
-    told = run_ranks(3, started_differently, str(tmp_path))
-    assert told[0] == told[1] == told[2]
-    settings, samples, schema, optimizer, loss, parts, model, epochs = told[0]
+    reported = run_ranks(3, started_differently, str(tmp_path))
+    assert reported[0] == reported[1] == reported[2]
+    settings, samples, schema, optimizer, loss, parts, model, epochs = reported[0]
     assert "rank 2 has embedding.lr=0.5, ranks 0, 1 have 0.02" in settings
     assert "rank 2 has train.batch_size=200, ranks 0, 1 have 100" in settings
     assert "rank 2 has samples.train=1400, ranks 0, 1 have 1500" in samples

@@ -1,4 +1,4 @@
-"""What anybody else sends to the ports of a running world changes nothing: bytes that mean nothing, or silence."""
+"""Bytes that others send to the ports of a running world change nothing: bytes that mean nothing, or silence."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ SIZES = [23, 24, 1, 23] * 5
 
 def own_ports() -> list[int]:
     """TCP ports of 127.0.0.1, or of all addresses, on which this process listens."""
-    mine = set()
+    own = set()
     for link in Path("/proc/self/fd").iterdir():
         try:
-            mine.add(os.readlink(link))
+            own.add(os.readlink(link))
         except OSError:
             continue  # closed meanwhile
-    found = set()
+    results = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
             words = line.split()
-            if words[3] == LISTENING and f"socket:[{words[9]}]" in mine:
-                found.add(int(words[1].partition(":")[2], 16))
-    return sorted(found)
+            if words[3] == LISTENING and f"socket:[{words[9]}]" in own:
+                results.add(int(words[1].partition(":")[2], 16))
+    return sorted(results)
 
 
-def pester(is_over: threading.Event, heard: list[int]) -> None:
-    """Some close at once, some stay and are silent."""
+def pester(is_over: threading.Event, received: list[int]) -> None:
+    """Connect: a few close at once, others stay silent."""
     silent = []
     while not is_over.wait(0.05):
         for port in own_ports():
             try:
                 stranger = socket.create_connection(("127.0.0.1", port), timeout=1)
-                heard.append(port)
-                size = (0, 1, 8, 64, 5000)[len(heard) % 5]
+                received.append(port)
+                size = (0, 1, 8, 64, 5000)[len(received) % 5]
                 stranger.sendall(os.urandom(size))
             except OSError:
                 continue
@@ -51,18 +51,18 @@ def pester(is_over: threading.Event, heard: list[int]) -> None:
 
 def trained_among_strangers(mesh):
     wanted = train(mesh, sizes=SIZES)
-    is_over, heard = threading.Event(), []
-    stranger = threading.Thread(target=pester, args=(is_over, heard))
+    is_over, received = threading.Event(), []
+    stranger = threading.Thread(target=pester, args=(is_over, received))
     stranger.start()
     try:
-        found = train(mesh, sizes=SIZES)
+        result = train(mesh, sizes=SIZES)
     finally:
         is_over.set()
         stranger.join()
-    return wanted, found, set(heard)
+    return wanted, result, set(received)
 
 
 def test_strangers_change_nothing():
-    for wanted, found, ports in run_ranks(2, trained_among_strangers):
-        assert_same_bits(wanted, found)
+    for wanted, results, ports in run_ranks(2, trained_among_strangers):
+        assert_same_bits(wanted, results)
         assert len(ports) >= 2, "a port for each loop"

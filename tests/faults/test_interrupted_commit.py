@@ -41,8 +41,8 @@ def train_slowly(folder):
 def test_a_second_signal_ends_a_checkpoint_that_would_take_for_ever(number, tmp_path):
     child = start_child(tmp_path / "output", os.environ, train_slowly, str(tmp_path / "run"))
     try:
-        while "waiting for a checkpoint" not in child.said():
-            assert child.code is None, child.said()
+        while "waiting for a checkpoint" not in child.read_output():
+            assert child.code is None, child.read_output()
             time.sleep(0.05)
         child.send(number)
         time.sleep(0.5)
@@ -54,8 +54,11 @@ def test_a_second_signal_ends_a_checkpoint_that_would_take_for_ever(number, tmp_
     finally:
         child.kill()
     assert time.monotonic() - began < 15
-    assert "bytes of rows wait in memory to be written, at plan.write_budget of 1 " in child.said()
-    assert child.said().count("waiting for a checkpoint") == 1
+    assert (
+        "bytes of rows wait in memory to be written, at plan.write_budget of 1 "
+        in child.read_output()
+    )
+    assert child.read_output().count("waiting for a checkpoint") == 1
     assert code not in (None, 0, -signal.SIGKILL)
     assert list_checkpoints(tmp_path / "run") == []
     run = open_run(build_config(CONFIG), Mesh(), tmp_path / "run")  # nothing torn, nobody's lock

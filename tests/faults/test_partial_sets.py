@@ -27,7 +27,7 @@ def trained(mesh, *folders):
         run.train()
         run.close()
     whole, other = map(Path, folders)
-    said = []
+    lines = []
     for trick in (lose_rank, swap_ranks, of_another_run, lose_state, lose_table):
         place = whole.with_name(trick.__name__)
         if mesh.rank == 0:
@@ -36,13 +36,13 @@ def trained(mesh, *folders):
         mesh.barrier()
         with pytest.raises(CheckpointError) as refused:
             open_run(SETTINGS, mesh, place)
-        said.append(str(refused.value))
-    mine = whole.with_name(f"mine-{mesh.rank}")
+        lines.append(str(refused.value))
+    own = whole.with_name(f"mine-{mesh.rank}")
     with pytest.raises(WorldError) as refused:
-        open_run(SETTINGS, mesh, mine)
-    said.append(str(refused.value))
+        open_run(SETTINGS, mesh, own)
+    lines.append(str(refused.value))
     check_folder_is_shared(whole, mesh)
-    return said, sorted(path.name for path in mine.iterdir()) if mine.exists() else []
+    return lines, sorted(path.name for path in own.iterdir()) if own.exists() else []
 
 
 def dealt_by_table(mesh, folder):
@@ -52,7 +52,7 @@ def dealt_by_table(mesh, folder):
     run.train()
     last = {table.sharding.ranks: t for t, table in enumerate(run.trainer.collection.plan.tables)}
     run.close()
-    place, said = Path(folder) / "rows" / "0-of-1", []
+    place, lines = Path(folder) / "rows" / "0-of-1", []
     for table in (place / f"{t:03d}" for t in last.values()):
         mesh.barrier()
         if mesh.rank == 0:
@@ -60,11 +60,11 @@ def dealt_by_table(mesh, folder):
         mesh.barrier()
         with pytest.raises(CheckpointError) as refused:
             open_run(settings, mesh, Path(folder))
-        said.append(str(refused.value))
+        lines.append(str(refused.value))
         mesh.barrier()
         if mesh.rank == 0:
             place.with_name("away").rename(table)
-    return set(last), said
+    return set(last), lines
 
 
 def test_tables_of_several_ranks_in_folders_of_one_name_are_missed(tmp_path):
@@ -97,9 +97,9 @@ def lose_table(place, other):
 
 
 def test_partial_sets_are_refused_on_every_rank(tmp_path):
-    told = run_ranks(2, trained, str(tmp_path / "whole"), str(tmp_path / "other"))
-    assert told[0][0][:-1] == told[1][0][:-1]
-    lost, swapped, mixed, stateless, tableless, blind = told[0][0]
+    reported = run_ranks(2, trained, str(tmp_path / "whole"), str(tmp_path / "other"))
+    assert reported[0][0][:-1] == reported[1][0][:-1]
+    lost, swapped, mixed, stateless, tableless, blind = reported[0][0]
     assert "the checkpoint of step 4 is not whole: rows/1-of-2 is missing" in lost
     assert "rows/0-of-2 is not what this run saved there" in swapped
     assert "rows/1-of-2 is not what this run saved there" in swapped
@@ -107,7 +107,7 @@ def test_partial_sets_are_refused_on_every_rank(tmp_path):
     assert f"checkpoints/{4:012d}/rank-1 is missing" in stateless
     assert "rows/1-of-2 is not what this run saved there" in tableless
     assert "rank 1 on " in blind and "cannot see the run folder of rank 0" in blind
-    assert [files for _, files in told] == [[], []]
+    assert [files for _, files in reported] == [[], []]
     # Another number of ranks reads all of them: it refuses the same.
     with pytest.raises(CheckpointError, match="rows/1-of-2 is missing"):
         open_run(SETTINGS, Mesh(), tmp_path / "lose_rank")

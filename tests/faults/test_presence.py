@@ -34,7 +34,7 @@ FINE = PeerStatus(PEER, 0.3, calls={"dense": 58}, waiting={"dense": 3.0}, step=5
 
 def blamed(channel="dense", number=58, **ranks) -> tuple[tuple[int, ...], str]:
     statuses = {number: FINE for number in range(1, 4)}
-    statuses |= {int(name[1:]): replace(FINE, **said) for name, said in ranks.items()}
+    statuses |= {int(name[1:]): replace(FINE, **text) for name, text in ranks.items()}
     result = diagnose_call(statuses, channel, number)
     return result.ranks, result.reason
 
@@ -98,40 +98,40 @@ def come(port, rank, num_ranks, seconds, result, peer=PEER):
 
 
 def met(port, peers, num_ranks=None, seconds=10.0) -> dict:
-    found: dict = {}
+    results: dict = {}
     who = [
-        threading.Thread(target=come, args=(port, r, num_ranks or len(peers), seconds, found, p))
+        threading.Thread(target=come, args=(port, r, num_ranks or len(peers), seconds, results, p))
         for r, p in peers.items()
     ]
-    for each in who:
-        each.start()
-    for each in who:
-        each.join()
-    return found
+    for argument in who:
+        argument.start()
+    for argument in who:
+        argument.join()
+    return results
 
 
 def test_ranks_meet_and_each_attempt_has_keys_of_its_own(server):
     port = server.port
     peers = {r: replace(PEER, pid=r) for r in range(3)}
     attempts = [met(port, peers) for _ in range(3)]
-    prefixes = {found[r][0] for found in attempts for r in range(3)}
+    prefixes = {result[r][0] for result in attempts for r in range(3)}
     assert len(prefixes) == 3 and all(
-        len({found[r][0] for r in range(3)}) == 1 for found in attempts
+        len({result[r][0] for r in range(3)}) == 1 for result in attempts
     )
     assert [peer.pid for peer in attempts[2][1][1]] == [0, 1, 2]
     # Two of four come, where others were before: they are told apart.
-    found = met(port, {0: PEER, 2: PEER}, num_ranks=4, seconds=0.5)
-    for error in found.values():
+    result = met(port, {0: PEER, 2: PEER}, num_ranks=4, seconds=0.5)
+    for error in result.values():
         assert isinstance(error, PeerLost) and "ranks 1, 3 of 4 did not come" in str(error)
-    found = met(port, {1: PEER, 2: PEER}, num_ranks=3, seconds=0.5)
-    assert all("rank 0 of 3 did not come" in str(error) for error in found.values())
+    result = met(port, {1: PEER, 2: PEER}, num_ranks=3, seconds=0.5)
+    assert all("rank 0 of 3 did not come" in str(error) for error in result.values())
 
 
 def test_other_versions_and_uneven_hosts_are_refused_by_name(server):
     port = server.port
     other = replace(PEER, torch="1.0", local_ranks=3, verb="plan")
-    found = met(port, {0: PEER, 1: PEER, 2: other})
-    for error in found.values():
+    result = met(port, {0: PEER, 1: PEER, 2: other})
+    for error in result.values():
         assert isinstance(error, WorldError)
         assert 'rank 2 has torch="1.0", ranks 0, 1 have "2.0"' in str(error)
         assert "rank 2 has ranks on its host=3, ranks 0, 1 have 1" in str(error)
@@ -141,12 +141,12 @@ def test_other_versions_and_uneven_hosts_are_refused_by_name(server):
 
 def test_two_processes_of_one_rank_are_refused(server):
     port = server.port
-    found: dict = {}
-    first = threading.Thread(target=come, args=(port, 1, 3, 3.0, found, replace(PEER, pid=1)))
+    results: dict = {}
+    first = threading.Thread(target=come, args=(port, 1, 3, 3.0, results, replace(PEER, pid=1)))
     zeroth = threading.Thread(target=come, args=(port, 0, 3, 3.0, {}))
     first.start(), zeroth.start()
     store = dist.TCPStore("127.0.0.1", port, 1, False, wait_for_workers=False)
-    while not store.check(["colonnade/hello/1"]) or not store.check([here(store)]):
+    while not store.check(["colonnade/hello/1"]) or not store.check([own_key(store)]):
         time.sleep(0.01)
     again: dict = {}
     come(port, 1, 3, 3.0, again, replace(PEER, pid=2))
@@ -154,7 +154,7 @@ def test_two_processes_of_one_rank_are_refused(server):
     first.join(), zeroth.join()
 
 
-def here(store) -> str:
+def own_key(store) -> str:
     word = (
         json.loads(store.get("colonnade/hello/0"))["word"]
         if store.check(["colonnade/hello/0"])
@@ -167,8 +167,8 @@ def test_garbage_at_the_rendezvous_changes_nothing(server):
     port = server.port
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.sendall(os.urandom(3000))
-        found = met(port, {r: PEER for r in range(2)})
-        assert {prefix for prefix, _ in found.values()} and not isinstance(found[0], Exception)
+        result = met(port, {r: PEER for r in range(2)})
+        assert {prefix for prefix, _ in result.values()} and not isinstance(result[0], Exception)
 
 
 def test_a_taken_port_and_a_missing_address_are_said(monkeypatch):
@@ -211,16 +211,16 @@ def test_a_file_that_ranks_do_not_share_is_refused_and_who_is_missing_named(monk
 
 def test_heartbeats_in_a_file_do_not_grow_it_and_are_read_whole(tmp_path):
     path = store_in(tmp_path)[HEARTBEATS]
-    mine, others = FileHeartbeats(path), FileHeartbeats(path)
+    own, others = FileHeartbeats(path), FileHeartbeats(path)
     lines = {"a" * 5000, "é" * 90_000, "c"}
-    mine.write(0, "x" * 180_000)
+    own.write(0, "x" * 180_000)
     size = os.stat(path).st_size
     is_over = threading.Event()
 
     def write():
         while not is_over.is_set():
             for line in lines:
-                mine.write(0, line)
+                own.write(0, line)
 
     thread = threading.Thread(target=write)
     thread.start()
@@ -251,8 +251,8 @@ def test_an_error_is_told_and_one_who_goes_on_is_not_blamed(server, kind, tmp_pa
     else:
         heartbeats = [StoreHeartbeats(dist.PrefixStore("p", server.clone()), "h:1") for _ in "ab"]
     ranks = [PeerMonitor(heartbeats[r], [PEER, PEER], r, timedelta(seconds=5)) for r in range(2)]
-    for each in ranks:
-        each.start()
+    for rank in ranks:
+        rank.start()
     with pytest.raises(ZeroDivisionError), report_errors(ranks[1]):
         raise ZeroDivisionError("by 0")
     lost = str(ranks[0].diagnose_loss("dense", None))
@@ -261,8 +261,8 @@ def test_an_error_is_told_and_one_who_goes_on_is_not_blamed(server, kind, tmp_pa
         ranks[0].begin_call("route")
     with report_errors(ranks[1]):
         ranks[1].begin_call("route")
-    for each in ranks:
-        each.stop("it ended")
+    for rank in ranks:
+        rank.stop("it ended")
 
 
 def stopped_at_the_end(mesh):
@@ -272,16 +272,16 @@ def stopped_at_the_end(mesh):
     if mesh.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     pid = mesh.peers[1].pid
-    with pytest.raises(PeerLost, match="is stopped") as said:
+    with pytest.raises(PeerLost, match="is stopped") as error:
         close_mesh(mesh)
     os.kill(pid, signal.SIGKILL)
-    return str(said.value)
+    return str(error.value)
 
 
 def test_all_take_their_leave_together():
-    with pytest.raises(AssertionError, match="rank 1 failed") as said:
+    with pytest.raises(AssertionError, match="rank 1 failed") as error:
         run_ranks(2, stopped_at_the_end, timeout=60, fresh=True)
-    assert "rank 0 failed" not in str(said.value)
+    assert "rank 0 failed" not in str(error.value)
 
 
 def meet_and_lose_one(sent):
@@ -329,15 +329,15 @@ def test_survivors_name_it_on_every_thread_and_end(sent, kind, tmp_path):
     try:
         for rank in ranks[:2]:
             rank.process.join(100)
-            said = rank.said()
-            assert rank.code == 0, said
-            assert "lost rank 2 in" in said and "step 57" in said, said
-            assert f"pid {ranks[2].process.pid}" in said, said
+            text = rank.read_output()
+            assert rank.code == 0, text
+            assert "lost rank 2 in" in text and "step 57" in text, text
+            assert f"pid {ranks[2].process.pid}" in text, text
             assert (
                 "is gone, as if killed" if sent == "SIGKILL" else "is stopped (SIGSTOP)"
-            ) in said
-            assert "ahead PeerLost" in said
-            assert float(said.split("took ")[1].split()[0]) < 3 + 6
+            ) in text
+            assert "ahead PeerLost" in text
+            assert float(text.split("took ")[1].split()[0]) < 3 + 6
     finally:
         for rank in ranks:
             rank.kill()

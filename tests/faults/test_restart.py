@@ -37,7 +37,7 @@ PHASES = [
 def torchrun(
     folder: Path, ranks: int, fault: str = "", settings=SETTINGS, limit: float = 60
 ) -> str:
-    """What it and its ranks said; they have all ended well."""
+    """Return the output of torchrun and its ranks, which all ended well."""
     environment = {
         **os.environ, "FAULT": fault, "LIMIT": str(limit), "OMP_NUM_THREADS": "1", "RICH_WIDTH": "200",
     }  # fmt: skip
@@ -55,22 +55,22 @@ def torchrun(
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """By ranks: the digest of a run that nothing happened to."""
-    found: dict[int, str] = {}
+    """Return the digest of an undisturbed run, by number of ranks."""
+    results: dict[int, str] = {}
 
     def of(ranks: int) -> str:
-        if ranks not in found:
+        if ranks not in results:
             folder = tmp_path_factory.mktemp("undisturbed") / "run"
             run_to_end(folder, SETTINGS, ranks)
-            found[ranks] = digest(folder)
-        return found[ranks]
+            results[ranks] = digest(folder)
+        return results[ranks]
 
     return of
 
 
 def restarted(folder: Path, ranks: int, fault: str, settings=SETTINGS) -> str:
-    """What ranks say that are forked, and started again as torchrun does it: all at once when one has failed, with the
-    store that it has served since the first start, where keys of ranks that are gone lie."""
+    """Return the output of ranks that are forked, and started again as torchrun does it: all at once when one has
+    failed, with the store that it has served since the first start, where keys of ranks that are gone lie."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         **os.environ, "FAULT": fault, "LIMIT": "60", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
@@ -93,20 +93,20 @@ def restarted(folder: Path, ranks: int, fault: str, settings=SETTINGS) -> str:
 
 
 def test_ranks_that_are_started_again_meet_in_the_same_store(undisturbed, tmp_path):
-    said = restarted(tmp_path / "run", 2, "rank 1 SIGKILL push 8")
+    output = restarted(tmp_path / "run", 2, "rank 1 SIGKILL push 8")
     assert digest(tmp_path / "run") == undisturbed(2)
-    assert "started at None" in said and "started at 4" in said
+    assert "started at None" in output and "started at 4" in output
 
 
 @pytest.mark.slow
 def test_a_rank_killed_in_a_push(undisturbed, tmp_path):
     for attempt in range(3):  # on a busy machine torchrun may end rank 0 before it has spoken
-        said = torchrun(tmp_path / f"run-{attempt}", 2, "rank 1 SIGKILL push 8")
+        output = torchrun(tmp_path / f"run-{attempt}", 2, "rank 1 SIGKILL push 8")
         assert digest(tmp_path / f"run-{attempt}") == undisturbed(2)
-        assert "started at None" in said and "started at 4" in said
-        if "rank 0 of 2 lost rank 1 in" in said:
+        assert "started at None" in output and "started at 4" in output
+        if "rank 0 of 2 lost rank 1 in" in output:
             break
-    assert "rank 0 of 2 lost rank 1 in" in said and "is gone, as if killed" in said
+    assert "rank 0 of 2 lost rank 1 in" in output and "is gone, as if killed" in output
 
 
 @pytest.mark.slow

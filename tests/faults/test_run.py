@@ -1,4 +1,4 @@
-"""What a run does when its input, its disk or its user interferes: a clear end, and nothing lost."""
+"""Runs that their input, disk or user interferes with: a clear end, and nothing lost."""
 
 from __future__ import annotations
 
@@ -93,24 +93,24 @@ def test_nan_on_one_rank_stops_all():
 
 
 def assert_same_model(one, other):
-    theirs = dense_state_dict(other.trainer.model)
+    expected = dense_state_dict(other.trainer.model)
     for name, value in dense_state_dict(one.trainer.model).items():
-        assert torch.equal(value, theirs[name]), name
+        assert torch.equal(value, expected[name]), name
     for table in one.trainer.collection.tables:
         ids = torch.arange(table.rows)
-        mine, theirs = (run.trainer.collection.rows(table.name, ids) for run in (one, other))
-        assert torch.equal(mine, theirs), table.name
+        actual, expected = (run.trainer.collection.rows(table.name, ids) for run in (one, other))
+        assert torch.equal(actual, expected), table.name
 
 
 class FullDisk(Disk):
     """Has room for `changes` changes, then none."""
 
     def __init__(self, changes):
-        self.left = changes
+        self.remaining = changes
 
     def perform(self, change: Change, action):
-        self.left -= change.verb in ("append", "create")
-        if self.left < 0 and change.verb in ("append", "create"):
+        self.remaining -= change.verb in ("append", "create")
+        if self.remaining < 0 and change.verb in ("append", "create"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return action()
 
@@ -224,9 +224,9 @@ def go_on_with_two(mesh, folder):
 def test_a_checkpoint_of_one_rank_goes_on_with_two(finished):
     assert run_ranks(2, go_on_with_two, finished) == [15, 15]
     assert list_checkpoints(finished)[-1] == 30
-    back = open_run(config(), Mesh(), finished)
-    assert back.resumed_at == 30
-    back.close()
+    restored = open_run(config(), Mesh(), finished)
+    assert restored.resumed_at == 30
+    restored.close()
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_ctrl_c_checkpoints_and_ends(ranks, way, tmp_path):
         time.sleep(0.1)
     child.send(signal.SIGINT)
     child.wait(60)
-    output = child.said()
+    output = child.read_output()
     assert child.code == 0, output
     assert "stopped as requested" in output and "Traceback" not in output, output
     assert list_checkpoints(tmp_path / "run")

@@ -37,7 +37,7 @@ class Traced(Disk):
 
 
 class Tree:
-    """What the system sees, and what is certain to survive."""
+    """Files that the system sees, and those that are certain to survive."""
 
     def __init__(self) -> None:
         self.content: list[bytearray] = []
@@ -68,7 +68,7 @@ class Tree:
     def lay_out(self, origin: Path, place: Path, *, only_synced: bool) -> None:
         names = self.names
         if only_synced:
-            names = {p: i for each in self.synced_names.values() for p, i in each.items()}
+            names = {p: i for name in self.synced_names.values() for p, i in name.items()}
         for path, index in names.items():
             target = place / path.relative_to(origin)
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -84,11 +84,11 @@ def test_a_reader_that_is_slow(undisturbed, fault, tmp_path, monkeypatch):  # no
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", ["SIGKILL push 5", "SIGKILL fetch 2", "SIGSTOP push 5"])
 def test_a_reader_lost_beside_a_server(fault, tmp_path):
-    """It is missed when its next batch is due. (One that is stopped outlives a trainer that is killed.)"""
+    """Lost reader is noticed when its next batch is due. (One that is stopped outlives a trainer that is killed.)"""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     torchrun(whole, 2, settings=SETTINGS)
     settings = {**SETTINGS, "plan.servers": 1, "data.readers": 1}
     limit = 15 if "SIGSTOP" in fault else 60
-    said = torchrun(cut, 3, f"reader 1 {fault}", settings=settings, limit=limit)
+    output = torchrun(cut, 3, f"reader 1 {fault}", settings=settings, limit=limit)
     assert digest(cut) == digest(whole)
-    assert said.count("started at") >= 6, "all ranks, again"
+    assert output.count("started at") >= 6, "all ranks, again"

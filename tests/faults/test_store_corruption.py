@@ -56,7 +56,7 @@ def found_when_read(
 ) -> None:
     """Scans and `verify` name the first bad record; reads name one of them or give rows as they were written."""
     first = f"{path.name}: record {records[0]}: "
-    named = tuple(f"{path}: record {record}: " for record in records)
+    names = tuple(f"{path}: record {record}: " for record in records)
     with open_store(directory, 2, read_only=True) as store:
         for read in (store.verify, lambda: list(store.scan())):
             with pytest.raises(CorruptionError, match=first):
@@ -67,7 +67,7 @@ def found_when_read(
                 assert store.read(torch.tensor([i]), out).wait().all()
                 assert bytes(out[0].numpy()) == wanted
             except CorruptionError as error:
-                assert str(error).startswith(named)
+                assert str(error).startswith(names)
                 assert not out.any()
 
 
@@ -245,7 +245,7 @@ def test_versions_to_come(tmp_path):
 
 
 def test_key_lists_that_contradict_each_other(tmp_path):
-    """Whole files, but an id is live in two segments."""
+    """Files are whole, but an id is live in two segments."""
     make_store(tmp_path)
     checksum = int(read_manifest_fields(tmp_path, 2)["segments"][1]["checksum"], 16)
     path = tmp_path / "segment-00000002.keys"

@@ -90,7 +90,7 @@ def test_a_trace_of_writes_and_syncs_cut_at_every_point(tmp_path, stride):
 
 
 def cuts_of(change: Change) -> list[int]:
-    """Before it; and for a write, inside it."""
+    """Return the cuts before an operation and, for a write, inside it."""
     if change.verb != "append":
         return [0]
     return sorted({0, 1, len(change.data) // 2, len(change.data) - 1})

@@ -203,7 +203,7 @@ def test_directories_that_are_refused(tmp_path):
 
 
 def test_a_segment_whose_sync_failed_is_never_committed(tmp_path):
-    """After a failed fsync the system may hold the pages for clean although the disk never got them."""
+    """System, after a failed fsync, may hold the pages for clean although the disk never got them."""
     number = 1
     while True:
         directory = tmp_path / str(number)

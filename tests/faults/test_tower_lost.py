@@ -30,9 +30,11 @@ def test_a_rank_of_one_tower_is_killed(ranks, exchange, tmp_path):
     settings = SETTINGS | {"plan.exchange": exchange}
     torchrun(tmp_path / "undisturbed", ranks, settings=settings)
     fault = f"rank {ranks - 1} SIGKILL dense 26"
-    said = torchrun(tmp_path / "run", ranks, fault, settings=settings)
+    output = torchrun(tmp_path / "run", ranks, fault, settings=settings)
     assert digest(tmp_path / "run") == digest(tmp_path / "undisturbed")
-    assert "started at None" in said and any(f"started at {step}" in said for step in (4, 8, 12))
+    assert "started at None" in output and any(
+        f"started at {step}" in output for step in (4, 8, 12)
+    )
     is_read_on_one_process(tmp_path / "run", tmp_path)
 
 
@@ -41,7 +43,7 @@ def is_read_on_one_process(run, place):
     and looks for other towers."""
 
     def colonnade(*arguments):
-        result = CliRunner().invoke(app, [str(each) for each in arguments])
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
         assert result.exit_code == 0, result.output
         return result.output
 

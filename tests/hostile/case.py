@@ -13,9 +13,9 @@ class Case:
     words: tuple[str, ...]
     """All of them stand in the error line."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """By path under the folder in which the command runs."""
+    """Contents by path under the folder in which the command runs."""
     may_leave: tuple[str, ...] = ()
-    """What may be there afterwards besides `files`: a run that had begun before the fault was read."""
+    """Paths that may exist afterwards besides `files`: a run that had begun before the fault was read."""
 
 
 def train(data: str, path: str | None, *settings: str, run: str = "run") -> tuple[str, ...]:

@@ -117,17 +117,17 @@ YAML = {
 
 
 def cases() -> list[Case]:
-    found = []
+    listed = []
     for name, values in BAD_VALUES.items():
         for value in values:
             word = name if name not in ("data.name", "plan.exchange") else ""
-            found.append(
+            listed.append(
                 Case(f"--set {name}={value}", train("synthetic", None, f"{name}={value}"), (word,))
             )
     for name, word in MISSPELT.items():
-        found.append(Case(f"--set {name}=1", train("synthetic", None, f"{name}=1"), (word,)))
+        listed.append(Case(f"--set {name}=1", train("synthetic", None, f"{name}=1"), (word,)))
     for name, (content, word) in YAML.items():
-        found.append(
+        listed.append(
             Case(
                 f"yaml {name}",
                 ("train", "run.yaml", "--run", "run"),
@@ -136,7 +136,7 @@ def cases() -> list[Case]:
                 {"run.yaml": content},
             )
         )
-    found += [
+    listed += [
         Case(
             "eviction without an open table",
             train("synthetic", None, "embedding.eviction.max_rows=9"),
@@ -227,4 +227,4 @@ def cases() -> list[Case]:
         ),
         Case("no samples", train("synthetic", None, "data.options.num_train=0"), ("num_train",)),
     ]
-    return found
+    return listed

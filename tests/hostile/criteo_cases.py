@@ -30,7 +30,7 @@ def _names() -> list[str]:
 
 def cases() -> list[Case]:
     command = train("criteo", "train.txt", *FAST)
-    found = []
+    listed = []
     bad_labels = ["", "2", "-1", "0.5", "nan", "yes", "1e0", "+1", "\u0661"]
     bad_counts = ["x", "1.5", "1e3", "--1", "0x10", "9" * 19, "-", "1 2", "nan"]
     bad_categories = [
@@ -53,7 +53,7 @@ def cases() -> list[Case]:
     ):
         name = _names()[column]
         for value in values:
-            found.append(
+            listed.append(
                 Case(
                     f"criteo {name} {value!a}",
                     command,
@@ -77,7 +77,7 @@ def cases() -> list[Case]:
     }
     for name, line in shapes.items():
         for at in (1, AT, 12):
-            found.append(
+            listed.append(
                 Case(
                     f"criteo {name} at line {at}",
                     command,
@@ -96,10 +96,10 @@ def cases() -> list[Case]:
         "cut inside the last line": ("\n".join(LINES).encode()[:-200], "line 12"),
     }
     for name, (content, word) in whole.items():
-        found.append(
+        listed.append(
             Case(f"criteo file {name}", command, ("train.txt", word), {"train.txt": content})
         )
-    found += [
+    listed += [
         Case("criteo nowhere", train("criteo", "nowhere.txt"), ("nowhere.txt", "no file")),
         Case(
             "criteo folder without the file",
@@ -138,4 +138,4 @@ def cases() -> list[Case]:
             _file(LINES),
         ),
     ]
-    return found
+    return listed

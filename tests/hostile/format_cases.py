@@ -34,7 +34,7 @@ def _case(name: str, data: str, file: str, content: bytes, *words: str) -> Case:
 
 def cases() -> list[Case]:
     good = b"1 1:0.5 2:1\n" * 7
-    found = [
+    listed = [
         _case(f"libsvm {name}", "libsvm", "a.svm", good + line + b"\n" + good, "line 8", "features")
         for name, line in {
             "no colon": b"1 2",
@@ -47,7 +47,7 @@ def cases() -> list[Case]:
             "no UTF-8": b"1 \xff:1",
         }.items()
     ]
-    found += [
+    listed += [
         _case("libsvm no label", "libsvm", "a.svm", good + b"\n", "line 8", "label"),
         _case("libsvm labels of 5", "libsvm", "a.svm", good + b"5 1:1\n", "label", "at_least"),
         _case("libsvm empty", "libsvm", "a.svm", b"", "empty"),
@@ -55,7 +55,7 @@ def cases() -> list[Case]:
     ]
     record = _record(_example(label=1, user=7))
     records = record * 5
-    found += [
+    listed += [
         _case(f"tfrecord {name}", "tfrecord", "a.tfrecord", content, *words)
         for name, (content, words) in {
             "empty": (b"", ("row",)),
@@ -69,7 +69,7 @@ def cases() -> list[Case]:
         }.items()
     ]  # fmt: skip
     rows = b"1,3,2024-03-01\n" * 5
-    found += [
+    listed += [
         _case("csv an unknown type in the header", "csv", "a.csv", b"y:label,x:numbr,t:time\n" + rows,
               "line 1", "numbr"),
         _case("csv a typed column of words", "csv", "a.csv", b"y:label,x:number\n1,3\n0,x\n", "column x"),
@@ -78,4 +78,4 @@ def cases() -> list[Case]:
         _case("csv two empty header cells and one row number", "csv", "a.csv", b",y,\n" + rows + b"1,2\n",
               "line 7"),
     ]  # fmt: skip
-    return found
+    return listed

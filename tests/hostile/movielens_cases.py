@@ -37,7 +37,7 @@ def _folder(users=USERS, movies=MOVIES, ratings: bytes | None = None) -> dict[st
 
 def cases() -> list[Case]:
     command = train("movielens", "ml")
-    found = []
+    listed = []
     for name, user, word in (
         ("few fields", "2::M::56", "line 2"),
         ("many fields", "2::M::56::16::70072::x", "line 2"),
@@ -54,7 +54,9 @@ def cases() -> list[Case]:
         ("single colons", "2:M:56:16:70072", "line 2"),
     ):
         files = _folder(users=[USERS[0], user, *USERS[2:]])
-        found.append(Case(f"movielens users {name}", command, ("users.dat", "line 2", word), files))
+        listed.append(
+            Case(f"movielens users {name}", command, ("users.dat", "line 2", word), files)
+        )
     for name, movie, word in (
         ("few fields", "3::Heat (1995)", "line 2"),
         ("no year", "3::Heat::Drama", "column title"),
@@ -65,7 +67,7 @@ def cases() -> list[Case]:
         ("empty line", "", "line 2"),
     ):
         files = _folder(movies=[MOVIES[0], movie, *MOVIES[2:]])
-        found.append(
+        listed.append(
             Case(f"movielens movies {name}", command, ("movies.dat", "line 2", word), files)
         )
     odd = np.array([1, 5, 3, 4] * 5)
@@ -95,7 +97,7 @@ def cases() -> list[Case]:
             ("cannot be read as Parquet",),
         ),
     ):
-        found.append(
+        listed.append(
             Case(
                 f"movielens ratings {name}",
                 command,
@@ -105,9 +107,9 @@ def cases() -> list[Case]:
         )
     for missing in ("users.dat", "movies.dat", "ratings.parquet"):
         files = {name: data for name, data in _folder().items() if not name.endswith(missing)}
-        found.append(Case(f"movielens without {missing}", command, (missing,), files))
+        listed.append(Case(f"movielens without {missing}", command, (missing,), files))
     for empty in ("users.dat", "movies.dat"):
         files = _folder() | {f"ml/{empty}": b""}
-        found.append(Case(f"movielens empty {empty}", command, (empty, "empty"), files))
-    found.append(Case("movielens nowhere", train("movielens", "nowhere"), ("nowhere",)))
-    return found
+        listed.append(Case(f"movielens empty {empty}", command, (empty, "empty"), files))
+    listed.append(Case("movielens nowhere", train("movielens", "nowhere"), ("nowhere",)))
+    return listed

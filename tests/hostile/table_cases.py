@@ -48,13 +48,13 @@ def _csv_fields() -> list[Case]:
         "city": ["", "Paris", "bern", " Bern"],
         "age": ["old", "3o", "1.2.3"],
     }
-    found = []
+    listed = []
     for column, values in bad.items():
         for value in values:
             fields = dict(zip(HEADER.split(","), ROW.split(","), strict=True)) | {column: value}
             line = ",".join(f'"{v}"' if "," in v else v for v in fields.values())
             files = {"a.csv": _csv(*_lines(line)), "schema.yaml": SCHEMA.encode()}
-            found.append(
+            listed.append(
                 Case(
                     f"csv {column} {value!a}",
                     _run("csv", "a.csv"),
@@ -63,7 +63,7 @@ def _csv_fields() -> list[Case]:
                     may_leave=("run",),
                 )
             )
-    return found
+    return listed
 
 
 def _csv_shapes() -> list[Case]:
@@ -74,11 +74,11 @@ def _csv_shapes() -> list[Case]:
         "one field": "1",
         "an open quote": '1,2.5,"u1,Bern,33,a',
     }
-    found = []
+    listed = []
     for name, line in shapes.items():
         for at in (2, AT, 9):
             files = {"a.csv": _csv(*_lines(line, at)), "schema.yaml": SCHEMA.encode()}
-            found.append(
+            listed.append(
                 Case(
                     f"csv {name} at line {at}",
                     _run("csv", "a.csv"),
@@ -88,7 +88,7 @@ def _csv_shapes() -> list[Case]:
                     may_leave=("run",),
                 )
             )
-    return found
+    return listed
 
 
 def _csv_files() -> list[Case]:
@@ -104,7 +104,7 @@ def _csv_files() -> list[Case]:
         "binary": (bytes(range(256)), "a.csv"),
         "semicolons": (good.replace(b",", b";"), "a.csv"),
     }
-    found = [
+    listed = [
         Case(
             f"csv file {name}",
             _run("csv", "a.csv"),
@@ -115,7 +115,7 @@ def _csv_files() -> list[Case]:
         for name, (content, word) in contents.items()
     ]
     schema = {"schema.yaml": SCHEMA.encode()}
-    found += [
+    listed += [
         Case("csv nowhere", _run("csv", "nowhere.csv"), ("nowhere.csv",), schema),
         Case("csv folder without files", _run("csv", "data"), ("data",), schema | {"data/x.txt": b"1"}),
         Case("csv without a schema file", _run("csv", "a.csv"), ("schema.yaml",), {"a.csv": good}),
@@ -125,7 +125,7 @@ def _csv_files() -> list[Case]:
         Case("csv whose label is text", train("csv", "a.csv", "data.options.label=user"), ("user",), {"a.csv": good}),
         Case("csv given as parquet", _run("parquet", "a.csv"), ("a.csv",), schema | {"a.csv": good}),
     ]  # fmt: skip
-    return found
+    return listed
 
 
 def _schemas() -> list[Case]:
@@ -209,7 +209,7 @@ def _parquets() -> list[Case]:
         "tags are floats": (_parquet(tags=pa.array([[0.5]] * 8)), ("a.parquet", "tags")),
         "tags are structs": (_parquet(tags=pa.array([{"a": 1}] * 8)), ("a.parquet", "tags")),
     }  # fmt: skip
-    found = [
+    listed = [
         Case(
             f"parquet {name}",
             _run("parquet", "a.parquet"),
@@ -222,12 +222,12 @@ def _parquets() -> list[Case]:
     middle = len(good) // 3
     flipped = good[:middle] + bytes(byte ^ 0xFF for byte in good[middle : middle + 40]) + good[middle + 40 :]  # fmt: skip
     files = {"a.parquet": flipped, "schema.yaml": SCHEMA.encode()}
-    found.append(
+    listed.append(
         Case("parquet flipped", _run("parquet", "a.parquet"), ("a.parquet",), files, ("run",))
     )
     two = {"d/a.parquet": good, "d/b.parquet": _parquet(user=pa.array([1, 2] * 4)), "schema.yaml": SCHEMA.encode()}  # fmt: skip
-    found.append(Case("parquet of two types", _run("parquet", "d"), ("user",), two, ("run",)))
-    return found
+    listed.append(Case("parquet of two types", _run("parquet", "d"), ("user",), two, ("run",)))
+    return listed
 
 
 def _options() -> list[Case]:

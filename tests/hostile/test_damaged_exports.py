@@ -254,8 +254,10 @@ def test_rows_are_checked_when_they_are_first_read(whole, tmp_path, monkeypatch)
         bad = int(file.read_ids(file.num_rows - 1, file.num_rows)[0])
 
         def look_up(*ids: int) -> torch.Tensor:
-            asked = torch.tensor(ids)
-            slots = predictor.rows.find_slots(asked, torch.tensor([0, len(ids)]), torch.tensor([1]))
+            requested = torch.tensor(ids)
+            slots = predictor.rows.find_slots(
+                requested, torch.tensor([0, len(ids)]), torch.tensor([1])
+            )
             return slots
 
         block = file.file.num_bytes // 256
@@ -300,7 +302,7 @@ def test_nan_weights_are_not_exported(whole, tmp_path):
 
 @pytest.mark.parametrize("name", EVIL)
 def test_names_in_a_publication_lead_nowhere_else(name, published, tmp_path):
-    """By `open`, and by the copy that a URL is brought to."""
+    """Names are checked by `open`, and by the copy of a URL."""
     word = json.loads(read_verified(published / CURRENT))
     word["bases"][0]["folder"] = name
     write_durably(Disk(), published / CURRENT, json.dumps(word).encode())

@@ -40,22 +40,22 @@ def test_one_clear_line(case: Case, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["colonnade", *case.command])
     with pytest.raises(SystemExit) as ended:
         main()
-    said = capfd.readouterr().err
-    assert ended.value.code == 2, said
-    assert said.startswith("error: ") and said.endswith("\n"), said
-    assert said.count("\n") == 1, said
+    output = capfd.readouterr().err
+    assert ended.value.code == 2, output
+    assert output.startswith("error: ") and output.endswith("\n"), output
+    assert output.count("\n") == 1, output
     for word in case.words:
-        assert word in said, f"{word!r} is not in: {said}"
+        assert word in output, f"{word!r} is not in: {output}"
     assert_untouched(tmp_path, case)
 
 
 def assert_untouched(folder: Path, case: Case) -> None:
     for name, content in case.files.items():
         assert (folder / name).read_bytes() == content
-    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    new = sorted(there - set(case.files))
-    left = [name for name in new if Path(name).parts[0] not in case.may_leave]
-    assert not left, f"left behind: {left}"
+    existing = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    new = sorted(existing - set(case.files))
+    remaining = [name for name in new if Path(name).parts[0] not in case.may_leave]
+    assert not remaining, f"left behind: {remaining}"
     assert not [name for name in new if "tmp" in Path(name).name or "partial" in name], new
 
 

@@ -65,8 +65,8 @@ def tables(dtype: str = "float64", stays: str | None = None) -> list[Table]:
         Table("tag", DIM, rows=11, optimizer=adam, initializer=scale, dtype=dtype, max_norm=1.0, weight_bound=0.5),
         Table("wide", 3, optimizer=adagrad, initializer=scale, dtype=dtype),
     ]  # fmt: skip
-    given = OTHERWISE[stays] if stays else {}
-    return [replace(table, **given.get(table.name, {})) for table in declared]
+    options = OTHERWISE[stays] if stays else {}
+    return [replace(table, **options.get(table.name, {})) for table in declared]
 
 
 SINGLE_WEIGHTS: dict[str, dict[str, Any]] = {
@@ -76,7 +76,7 @@ SINGLE_WEIGHTS: dict[str, dict[str, Any]] = {
     "tag": {"max_norm": None},
     "wide": {"optimizer": AdamW(lr=0.01, eps=1e-3)},
 }
-"""What leaves every column of a row to itself, so that rows can be cut."""
+"""Features that leave every column of a row to itself, so that rows can be cut."""
 STAYS: dict[str, dict[str, dict[str, Any]]] = {
     "counted and frequent": {
         "item": {
@@ -100,7 +100,7 @@ OTHERWISE = {
         "wide": {**SINGLE_WEIGHTS["wide"], "eviction": MaxRowsEviction(rows=9, by="recency")},
     },
 }
-"""What else tables can be declared with."""
+"""Further settings that tables can be declared with."""
 
 
 def features() -> list[Feature]:
@@ -131,12 +131,14 @@ class Net(nn.Module):
         self.last = nn.Linear(6 + 3, 1, dtype=kind)
 
     def forward(self, batch: Batch) -> Tensor:
-        found = self.embeddings(batch)
+        result = self.embeddings(batch)
         sizes = batch.ids["history"].offsets.diff()
-        samples = torch.arange(batch.size).repeat_interleave(sizes).to(found["history"].device)
-        history = found["history"].new_zeros(batch.size, 3).index_add(0, samples, found["history"])
-        deep = torch.tanh(self.first(found["deep"]))
-        return self.last(torch.cat([deep, history], 1)) + found["fm"] + found["user.wide"]
+        samples = torch.arange(batch.size).repeat_interleave(sizes).to(result["history"].device)
+        history = (
+            result["history"].new_zeros(batch.size, 3).index_add(0, samples, result["history"])
+        )
+        deep = torch.tanh(self.first(result["deep"]))
+        return self.last(torch.cat([deep, history], 1)) + result["fm"] + result["user.wide"]
 
 
 def global_batch(step: int, size: int, *, num_items: int = 400) -> Batch:
@@ -157,7 +159,7 @@ def global_batch(step: int, size: int, *, num_items: int = 400) -> Batch:
         scattered[ids == 1] = -(2**63)
         return scattered
 
-    seen, seen_offsets = bags(num_items, 4)
+    values, seen_offsets = bags(num_items, 4)
     tags, tag_offsets = bags(11, 3)
     history, history_offsets = bags(60, 5)
     return Batch(
@@ -166,7 +168,7 @@ def global_batch(step: int, size: int, *, num_items: int = 400) -> Batch:
         {
             "user": Ids(draw(53, size)),
             "item": Ids(item(draw(num_items, size))),
-            "seen": Ids(item(seen), seen_offsets),
+            "seen": Ids(item(values), seen_offsets),
             "tags": Ids(tags, tag_offsets, torch.rand(len(tags), generator=random)),
             "history": Ids(history, history_offsets),
         },
@@ -191,7 +193,7 @@ def share_of(batch: Batch, rank: int, num_ranks: int) -> Batch:
 
 @dataclass
 class Trained:
-    """What a training left behind, in plain tensors: two runs that agree here agree everywhere."""
+    """Result of a training, in plain tensors: two runs that agree here agree everywhere."""
 
     losses: list[float]
     dense: dict[str, Tensor]
@@ -295,18 +297,18 @@ def train(
             with torch.no_grad():
                 loss_of(model, share_of(global_batch(999, 31), mesh.rank, mesh.num_ranks))
             model.train()
-    found = Trained(
+    result = Trained(
         losses,
         {k: v.cpu().clone() for k, v in dense_state_dict(model).items()},
         all_rows(collection),
     )
     for backing in backings:
         backing.close()
-    return found
+    return result
 
 
 def loss_of(model: Net, batch: Batch) -> Tensor:
-    """This rank's part of the mean over the global batch."""
+    """Compute this rank's part of the mean over the global batch."""
     logits = model(batch)
     total = nn.functional.binary_cross_entropy_with_logits(
         logits, batch.label.to(logits.device, logits.dtype), reduction="sum"
@@ -315,7 +317,7 @@ def loss_of(model: Net, batch: Batch) -> Tensor:
 
 
 def all_rows(collection: EmbeddingCollection) -> dict[str, Tensor]:
-    """Collective: weights of `probe_ids` as their owners hold them."""
+    """Read the weights of `probe_ids` from their owners. Collective."""
     return {t.name: collection.rows(t.name, probe_ids()[t.name]) for t in collection.tables}
 
 

@@ -22,7 +22,7 @@ PATIENCE = 60.0
 
 
 class Office:
-    """Where ranks leave what others come for."""
+    """Mailbox of simulated ranks: each leaves messages that others collect."""
 
     def __init__(self) -> None:
         self.boxes: dict[tuple[Any, ...], Tensor] = {}
@@ -42,10 +42,10 @@ class Office:
             self.ready.notify_all()
             wanted = [(group, now, member, rank) for member in members]
             came = self.ready.wait_for(
-                lambda: self.has_failed or all(each in self.boxes for each in wanted), PATIENCE
+                lambda: self.has_failed or all(value in self.boxes for value in wanted), PATIENCE
             )
             assert came and not self.has_failed, f"rank {rank} waits for {group}"
-            return [self.boxes.pop(each) for each in wanted]
+            return [self.boxes.pop(value) for value in wanted]
 
     def close(self) -> None:
         with self.ready:
@@ -83,9 +83,9 @@ class Simulated(Mesh):
         for peer, rows in zip(members, send_rows, strict=True):
             self._count_traffic(traffic_tag or channel, peer, width * rows)
         group = channel, scope, members[0]
-        heard = self.office.swap(group, self.rank, members, send.split(list(send_rows)))
-        assert [len(each) for each in heard] == list(receive_rows)
-        received = torch.cat(heard)
+        blocks = self.office.swap(group, self.rank, members, send.split(list(send_rows)))
+        assert [len(block) for block in blocks] == list(receive_rows)
+        received = torch.cat(blocks)
         if into is not None:
             received = into.copy_(received)
         return received, None if wait else Done()
@@ -100,7 +100,7 @@ class Simulated(Mesh):
 
 def run_simulated(world: World, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """`function(mesh, *arguments)` on every rank; what each returned, in rank order."""
-    office, found, errors = Office(), [None] * world.num_ranks, []
+    office, results, errors = Office(), [None] * world.num_ranks, []
     sizes = [size for size in range(1, world.num_ranks + 1) if world.num_ranks % size == 0]
     groups: dict[tuple[str, Scope], Any] = {
         (thread, scope): scope
@@ -111,7 +111,9 @@ def run_simulated(world: World, function: Callable[..., Any], *arguments: Any) -
 
     def run(rank: int) -> None:
         try:
-            found[rank] = function(Simulated(world, rank, dict(groups), office=office), *arguments)
+            results[rank] = function(
+                Simulated(world, rank, dict(groups), office=office), *arguments
+            )
         except BaseException as error:
             errors.append(error)
             office.close()
@@ -123,4 +125,4 @@ def run_simulated(world: World, function: Callable[..., Any], *arguments: Any) -
         thread.join()
     if errors:
         raise errors[0]
-    return found
+    return results

@@ -75,7 +75,7 @@ ATTENDING = ("likes", "again", "who", "where")
 class Case:
     exchanges: dict[str, str]
     kind: str = "row_wise"
-    """Of all tables' shardings."""
+    """Shardings, the same for all tables."""
     at_owners: tuple[str, ...] = ()
     consumers: tuple[str, ...] = tuple(CONSUMERS)
 
@@ -112,8 +112,8 @@ CASES = {
 def global_batch(step: int, size: int) -> Batch:
     draws = torch.Generator().manual_seed(step)
 
-    def bag(rows: int, most: int, is_weighted: bool = False) -> Ids:
-        lengths = torch.randint(0, most + 1, (size,), generator=draws)
+    def bag(rows: int, max_length: int, is_weighted: bool = False) -> Ids:
+        lengths = torch.randint(0, max_length + 1, (size,), generator=draws)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         count = int(offsets[-1])
         weights = torch.rand(count, generator=draws) + 0.5 if is_weighted else None
@@ -127,7 +127,7 @@ def global_batch(step: int, size: int) -> Batch:
     return Batch(size, torch.zeros(size, 0), ids, label=torch.zeros(size))
 
 
-def given(step: int, name: str, size: int, width: int) -> torch.Tensor:
+def gradient_of(step: int, name: str, size: int, width: int) -> torch.Tensor:
     random = torch.Generator().manual_seed(10 * step + len(name))
     return torch.randn(size, width, generator=random, dtype=torch.float64)
 
@@ -136,12 +136,12 @@ def collection_of(case: Case) -> EmbeddingCollection:
     features = [*FEATURES]
     consumers = {name: CONSUMERS[name] for name in case.consumers}
     taken = {field for _, fields in consumers.values() for field in fields}
-    features = [each for each in FEATURES if each.name in taken]
+    features = [feature for feature in FEATURES if feature.name in taken]
     return EmbeddingCollection(TABLES, features, consumers=consumers, seed=3)
 
 
 def train(mesh, case: Case):
-    """By step, this rank's outputs; all rows at the end; and who was evaluated at the owners."""
+    """Return this rank's outputs by step, all rows at the end, and the consumers evaluated at the owners."""
     collection = collection_of(case)
     plan = build_plan(
         TABLES,
@@ -151,37 +151,37 @@ def train(mesh, case: Case):
         ),
     )
     collection.open(plan, mesh)
-    rows, seen, trainers = RowOptimizer(collection), [], mesh.trainers
+    rows, outputs, trainers = RowOptimizer(collection), [], mesh.trainers
 
-    def mine(batch):
+    def own(batch):
         return (
             share_of(batch, 0, 99)
             if mesh.is_server
             else share_of(batch, trainers.rank, trainers.num_ranks)
         )
 
-    batches = (mine(global_batch(t, n)) for t, n in enumerate(SIZES))
+    batches = (own(global_batch(t, n)) for t, n in enumerate(SIZES))
     for step, batch in enumerate(collection.lookahead(batches)):
-        found = collection(batch)
-        assert tuple(found) == case.consumers
-        seen.append({name: each.detach().clone() for name, each in found.items()})
+        actual = collection(batch)
+        assert tuple(actual) == case.consumers
+        outputs.append({name: result.detach().clone() for name, result in actual.items()})
         first, last = (
             SIZES[step] * r // trainers.num_ranks for r in (trainers.rank, trainers.rank + 1)
         )
         if mesh.is_server:
             last = first
         gradients = [
-            given(step, name, SIZES[step], each.shape[1])[first:last]
-            for name, each in found.items()
+            gradient_of(step, name, SIZES[step], result.shape[1])[first:last]
+            for name, result in actual.items()
         ]
         for _ in range(1 + step % 2):  # two backwards
-            torch.autograd.backward(list(found.values()), gradients, retain_graph=True)
+            torch.autograd.backward(list(actual.values()), gradients, retain_graph=True)
         rows.step()
     collection.eval()
     with torch.no_grad():
-        seen.append(dict(collection(mine(global_batch(9, 7)))))
-    held = {t.name: collection.rows(t.name, torch.arange(t.rows)) for t in TABLES}
-    return seen, held, at_owners(collection)
+        outputs.append(dict(collection(own(global_batch(9, 7)))))
+    stored = {t.name: collection.rows(t.name, torch.arange(t.rows)) for t in TABLES}
+    return outputs, stored, at_owners(collection)
 
 
 def plain(case: Case):
@@ -189,8 +189,8 @@ def plain(case: Case):
     start = collection_of(case)
     start.open(build_plan(TABLES))
     weights = {t.name: start.rows(t.name, torch.arange(t.rows)) for t in TABLES}
-    tables = {each.name: each for each in FEATURES}
-    seen = []
+    tables = {feature.name: feature for feature in FEATURES}
+    outputs = []
 
     def rows_of(leaves, batch, field, sample):
         ids = batch.ids[field]
@@ -214,30 +214,31 @@ def plain(case: Case):
         if name == "fm":
             return (values[0] * values[1]).sum()[None]
         rows, heads = rows_of(leaves, batch, fields[1], sample), interaction.heads
-        found = []
+        results = []
         for query, keys in zip(values[0].chunk(heads), rows.chunk(heads, 1), strict=True):
             scores = torch.softmax(keys @ query / math.sqrt(len(query)), 0)
-            found.append(scores @ keys)
-        return torch.cat(found)
+            results.append(scores @ keys)
+        return torch.cat(results)
 
     for step, size in enumerate([*SIZES, 7]):
         batch = global_batch(9 if step == len(SIZES) else step, size)
-        leaves = {name: each.clone().requires_grad_(True) for name, each in weights.items()}
-        found = {
+        leaves = {name: feature.clone().requires_grad_(True) for name, feature in weights.items()}
+        results = {
             name: torch.stack([output(leaves, batch, name, i) for i in range(size)])
             if size else torch.zeros(0, 1)
             for name in case.consumers
         }  # fmt: skip
-        seen.append({name: each.detach() for name, each in found.items()})
+        outputs.append({name: feature.detach() for name, feature in results.items()})
         if size and step < len(SIZES):
             loss = sum(
-                (each * given(step, name, *each.shape)).sum() for name, each in found.items()
+                (feature * gradient_of(step, name, *feature.shape)).sum()
+                for name, feature in results.items()
             )
             (loss * (1 + step % 2)).backward()
             for name, leaf in leaves.items():
                 if leaf.grad is not None:
                     weights[name] = (leaf - LR * leaf.grad).detach()
-    return seen, weights
+    return outputs, weights
 
 
 def train_all(mesh):
@@ -246,11 +247,11 @@ def train_all(mesh):
 
 def with_servers_of_rows(mesh):
     """Two trainers with one server, one with two."""
-    found = []
+    results = []
     for count in (1, 2):
-        here = with_servers(mesh, count)
-        found.append((here.is_server, train(here, CASES["split"])))
-    return found
+        local = with_servers(mesh, count)
+        results.append((local.is_server, train(local, CASES["split"])))
+    return results
 
 
 def test_servers_that_attend_train_what_the_definition_says():
@@ -261,13 +262,13 @@ def test_servers_that_attend_train_what_the_definition_says():
         assert len(trainers) == 2 - number
         for step, outputs in enumerate(wanted):
             for key, value in outputs.items():
-                found = torch.cat([seen[step][key] for seen, _, _ in trainers])
+                result = torch.cat([output[step][key] for output, _, _ in trainers])
                 if len(value):
-                    close(found, value, f"{2 - number} trainers, step {step}, {key}")
-        for _, (_, held, evaluated) in (rank[number] for rank in everyone):
+                    close(result, value, f"{2 - number} trainers, step {step}, {key}")
+        for _, (_, stored, evaluated) in (rank[number] for rank in everyone):
             assert set(ATTENDING) <= set(evaluated)
             for table, value in rows.items():
-                close(held[table], value, f"{2 - number} trainers, {table}")
+                close(stored[table], value, f"{2 - number} trainers, {table}")
 
 
 @pytest.mark.parametrize(
@@ -279,13 +280,13 @@ def test_equals_the_definition(num_ranks):
     else:
         everyone = run_ranks(num_ranks, train_all, ranks_per_host=2 if num_ranks == 4 else None)
     for number, (name, case) in enumerate(CASES.items()):
-        seen, rows = plain(case)
-        for step, outputs in enumerate(seen):
+        output, rows = plain(case)
+        for step, outputs in enumerate(output):
             for key, value in outputs.items():
-                found = torch.cat([rank[number][0][step][key] for rank in everyone])
-                assert len(found) == len(value)
+                result = torch.cat([rank[number][0][step][key] for rank in everyone])
+                assert len(result) == len(value)
                 if len(value):
-                    close(found, value, f"{name}, step {step}, {key}")
+                    close(result, value, f"{name}, step {step}, {key}")
         for rank in everyone:
             for table, value in rows.items():
                 close(rank[number][1][table], value, f"{name}, {table}")
@@ -323,7 +324,7 @@ def many(step: int, size: int) -> Batch:
 
 
 def wide_collection() -> EmbeddingCollection:
-    features = [each for each in FEATURES if each.name in ("item", "user", "history")]
+    features = [feature for feature in FEATURES if feature.name in ("item", "user", "history")]
     return EmbeddingCollection(WIDE, features, consumers=ATTEND)
 
 
@@ -337,10 +338,13 @@ def forced(kind: str, num_ranks: int) -> dict[str, Constraint]:
 
 def counted(mesh):
     """Return this rank's bytes of all steps by (channel, link), for each case."""
-    found, n = {}, mesh.num_ranks
+    results, n = {}, mesh.num_ranks
     for case, (kind, codecs) in SENT.items():
         alone, collection = replace(mesh, traffic=Traffic()), wide_collection()
-        whole = {name: table_wise(*(said.ranks or (0,))) for name, said in forced(kind, n).items()}
+        whole = {
+            name: table_wise(*(constraint.ranks or (0,)))
+            for name, constraint in forced(kind, n).items()
+        }
         plan = build_plan(
             WIDE,
             n,
@@ -354,12 +358,12 @@ def counted(mesh):
         )
         collection.open(plan, alone)
         rows = RowOptimizer(collection)
-        mine = (many(1000 + n * t + mesh.rank, SIZE) for t in range(STEPS))
-        for batch in collection.lookahead(mine):
+        own_batches = (many(1000 + n * t + mesh.rank, SIZE) for t in range(STEPS))
+        for batch in collection.lookahead(own_batches):
             sum(value.sum() for value in collection(batch).values()).backward()
             rows.step()
-        found[case] = dict(alone.traffic.sent_bytes)
-    return found
+        results[case] = dict(alone.traffic.sent_bytes)
+    return results
 
 
 @pytest.mark.parametrize(
@@ -380,9 +384,9 @@ def test_bytes_are_foretold(hosts, ranks_per_host):
         )  # fmt: skip
         model = build_model_load(declaration, loads, codecs=codecs)
         choice = choose(loads, world, forced=forced(kind, num_ranks), model=model)
-        assert [each.is_partial for each in choice.consumers][:2] == [True, True]
+        assert [consumer.is_partial for consumer in choice.consumers][:2] == [True, True]
         for key, foretold in choice.sent.items():
-            mean = sum(each[case].get(key, 0) for each in everyone) / (num_ranks * STEPS)
+            mean = sum(consumer[case].get(key, 0) for consumer in everyone) / (num_ranks * STEPS)
             assert foretold == pytest.approx(mean, rel=0.02), (case, key)
 
 
@@ -418,15 +422,15 @@ def test_shards_merge_in_any_way():
 
     wanted = attention(query, rows, offsets)
     assert not bool(wanted[-1].any())
-    stats = torch.stack([partial(shard == each) for each in range(4)])
+    stats = torch.stack([partial(shard == index) for index in range(4)])
     nested = attention.merge_partials(
         torch.stack([attention.merge_partials(stats[:2]), attention.merge_partials(stats[2:])])
     )
     for merged in (attention.merge_partials(stats), nested):
-        found = attention.combine(merged)
-        close(found, wanted, "merged")
+        result = attention.combine(merged)
+        close(result, wanted, "merged")
         for one, other in zip(
-            torch.autograd.grad(found.square().sum(), (query, rows), retain_graph=True),
+            torch.autograd.grad(result.square().sum(), (query, rows), retain_graph=True),
             torch.autograd.grad(wanted.square().sum(), (query, rows), retain_graph=True),
             strict=True,
         ):
@@ -444,9 +448,9 @@ def test_exported_rows_serve_it(tmp_path):
         files.append((path.name, compute_checksums(path)))
     served.open_exported(open_mapped(WIDE, tmp_path, files, seed=1))
     with torch.no_grad():
-        found, wanted = served.eval()(many(1, 9)), collection.eval()(many(1, 9))
-    assert list(found) == list(wanted) == list(ATTEND)
-    assert all(torch.equal(found[name], wanted[name]) for name in ATTEND)
+        result, wanted = served.eval()(many(1, 9)), collection.eval()(many(1, 9))
+    assert list(result) == list(wanted) == list(ATTEND)
+    assert all(torch.equal(result[name], wanted[name]) for name in ATTEND)
 
 
 def test_scores_may_be_large():
@@ -454,9 +458,9 @@ def test_scores_may_be_large():
     attention = TargetAttention()
     query = torch.full((2, 4), 300.0, requires_grad=True)
     rows = torch.tensor([[300.0] * 4, [-300.0] * 4, [-300.0] * 4], requires_grad=True)
-    found = attention(query, rows, torch.tensor([0, 2, 3]))
-    assert torch.equal(found, rows[[0, 2]])
-    found.sum().backward()
+    result = attention(query, rows, torch.tensor([0, 2, 3]))
+    assert torch.equal(result, rows[[0, 2]])
+    result.sum().backward()
     assert bool(torch.isfinite(query.grad).all()) and bool(torch.isfinite(rows.grad).all())
 
 

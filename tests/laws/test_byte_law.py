@@ -107,18 +107,20 @@ def batch_of(step: int, order: str, size: int = SIZE) -> Batch:
 
 
 def shardings_of(forced):
-    kinds = {"row_wise": lambda said: row_wise(RANKS), "table_wise": lambda said: table_wise(*said.ranks),
-             "column_wise": lambda said: column_wise(said.ranks),
-             "replicated": lambda said: replicated(RANKS)}  # fmt: skip
-    return {name: kinds[said.kind](said) for name, said in forced.items()}
+    kinds = {"row_wise": lambda plan: row_wise(RANKS), "table_wise": lambda plan: table_wise(*plan.ranks),
+             "column_wise": lambda plan: column_wise(plan.ranks),
+             "replicated": lambda plan: replicated(RANKS)}  # fmt: skip
+    return {name: kinds[plan.kind](plan) for name, plan in forced.items()}
 
 
 def hot_of(case):
-    """By table: the most popular ids of other batches."""
+    """Return the most popular ids of other batches, by table."""
     if not case.startswith("hot rows"):
         return {}
     batches = [batch_of(step, FORCED[case][2]) for step in range(30)]
-    readers = {name: [each.name for each in FEATURES if each.table == name] for name in MANY}
+    readers = {
+        name: [feature.name for feature in FEATURES if feature.table == name] for name in MANY
+    }
     return {name: most_popular_ids(batches, readers[name], count) for name, count in MANY.items()}
 
 
@@ -127,7 +129,7 @@ def counted(mesh, case, hot):
     forced, codecs, order = FORCED[case]
     alone = replace(mesh, traffic=Traffic())
     collection = EmbeddingCollection(TABLES, FEATURES)
-    exchanges = {name: said.exchange for name, said in forced.items()}
+    exchanges = {name: constraint.exchange for name, constraint in forced.items()}
     plan = build_plan(
         TABLES,
         mesh.num_ranks,
@@ -138,8 +140,10 @@ def counted(mesh, case, hot):
     )
     collection.open(plan, alone)
     rows = RowOptimizer(collection)
-    mine = (batch_of(1000 + RANKS * t + mesh.rank, order, SIZE // RANKS) for t in range(STEPS))
-    for batch in collection.lookahead(mine):
+    own_batches = (
+        batch_of(1000 + RANKS * t + mesh.rank, order, SIZE // RANKS) for t in range(STEPS)
+    )
+    for batch in collection.lookahead(own_batches):
         sum(value.sum() for value in collection(batch).values()).backward()
         rows.step()
     return dict(alone.traffic.sent_bytes)

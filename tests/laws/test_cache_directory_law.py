@@ -1,4 +1,4 @@
-"""What holds for ranks that keep copies by the directory's decisions, whatever the interleaving of uses and evictions.
+"""Laws of ranks that cache rows as the directory decides, whatever the order of uses and evictions.
 
 Every use of a row adds one to it, so a value says which updates it has seen. Values lie by slot, as in the exchange."""
 
@@ -24,21 +24,21 @@ class Rank:
 
     def read(self, ids: np.ndarray, owners: Counter) -> tuple[object, list[int]]:
         decision = self.directory.step(ids)
-        seen = []
-        for id, slot, asked in zip(
+        outputs = []
+        for id, slot, requested in zip(
             ids.tolist(), decision.slots.tolist(), decision.outcomes.tolist(), strict=True
         ):
-            if asked == MISS:
+            if requested == MISS:
                 assert self.pending[slot] == 0, (
                     "a slot is given on with what another row had pending"
                 )
-            if asked != HIT:
+            if requested != HIT:
                 self.value[slot] = owners[id] + self.pending[slot]
-            seen.append(self.value[slot])
-        return decision, seen
+            outputs.append(self.value[slot])
+        return decision, outputs
 
     def go_on_with(self, capacity: int) -> None:
-        """As a run that goes on with a cache of another size."""
+        """Continue with a cache of another size."""
         old = self.directory
         self.directory = Directory(capacity, old.read_bound, old.write_bound, old.policy)
         self.directory.load(old.state())
@@ -52,9 +52,9 @@ class Rank:
             owners[id] += self.pending.pop(slot)
         self.directory.set_bounds(read, write)
 
-    def write(self, ids: np.ndarray, said, owners: Counter) -> None:
+    def write(self, ids: np.ndarray, decision, owners: Counter) -> None:
         for id, slot, pushed in zip(
-            ids.tolist(), said.slots.tolist(), said.pushed.tolist(), strict=True
+            ids.tolist(), decision.slots.tolist(), decision.pushed.tolist(), strict=True
         ):
             self.value[slot] += 1
             self.pending[slot] += 1
@@ -62,9 +62,9 @@ class Rank:
             if pushed:
                 owners[id] += self.pending.pop(slot)
         for id, slot, ticks in zip(
-            said.evicted_ids.tolist(),
-            said.evicted_slots.tolist(),
-            said.evicted_ticks.tolist(),
+            decision.evicted_ids.tolist(),
+            decision.evicted_slots.tolist(),
+            decision.evicted_ticks.tolist(),
             strict=True,
         ):
             assert self.pending[slot] == ticks > 0
@@ -103,16 +103,16 @@ def test_no_update_is_lost_or_seen_twice_and_none_is_missed_for_longer_than_the_
             np.unique((random.pareto(0.8, random.integers(0, 12)) * 3).astype(np.int64) % 40 - 20)
             for _ in world
         ]
-        said = []
+        lines = []
         for rank, ids in zip(world, batches, strict=True):
             if random.random() < 0.2:  # a batch that was looked at ahead and never came
                 rank.directory.undo(rank.directory.step(np.unique(random.integers(-9, 99, 9))))
-            decision, seen = rank.read(ids, owners)
-            said.append(decision)
-            for id, value in zip(ids.tolist(), seen, strict=True):
+            decision, output = rank.read(ids, owners)
+            lines.append(decision)
+            for id, value in zip(ids.tolist(), output, strict=True):
                 assert rank.own[id] <= value <= total[id]
                 assert total[id] - value <= (ranks - 1) * (read + write)
-        for rank, ids, decision in zip(world, batches, said, strict=True):
+        for rank, ids, decision in zip(world, batches, lines, strict=True):
             rank.write(ids, decision, owners)
     for rank in world:
         rank.change(0, 0, owners)

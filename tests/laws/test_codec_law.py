@@ -59,31 +59,31 @@ def train(mesh, codecs, exchange, sharding):
         PlanConfig(exchange=exchange, codec=asdict(codecs), tables=by_table(sharding=shardings)),
     )
     collection.open(plan, mesh)
-    rows, seen = RowOptimizer(collection), []
+    rows, outputs = RowOptimizer(collection), []
     for step in range(STEPS):
         before = collection.rows("a", IDS)
-        found = collection(batch_of(step, mesh.rank))
-        read = found["a"].detach().clone()
+        result = collection(batch_of(step, mesh.rank))
+        read = result["a"].detach().clone()
         torch.autograd.backward(
-            [found["a"], found["b"]], [gradient_of(step, mesh.rank), torch.ones_like(found["b"])]
+            [result["a"], result["b"]], [gradient_of(step, mesh.rank), torch.ones_like(result["b"])]
         )
         rows.step()
-        seen.append((before, read, collection.rows("a", IDS)))
+        outputs.append((before, read, collection.rows("a", IDS)))
     sent = {p: mesh.traffic.bytes_of(p) for p in ("fetch", "push")}
     mesh.traffic.sent_bytes.clear()
-    return seen, collection.exchange.exactness, sent
+    return outputs, collection.exchange.exactness, sent
 
 
 def all_cases(mesh):
-    found = {}
+    results = {}
     for name in ("exact", *NAMES):
         codecs = Codecs(name, name)
         for exchange in ("rows", "pooled", "partials"):
-            found[name, exchange] = train(mesh, codecs, exchange, row_wise(NUM_RANKS))
-        found[name, "again"] = train(mesh, codecs, "rows", row_wise(NUM_RANKS))
-        found[name, "one"] = train(mesh, codecs, "rows", table_wise(1))
-        found[name, "copies"] = train(mesh, codecs, "rows", replicated(NUM_RANKS))
-    return found
+            results[name, exchange] = train(mesh, codecs, exchange, row_wise(NUM_RANKS))
+        results[name, "again"] = train(mesh, codecs, "rows", row_wise(NUM_RANKS))
+        results[name, "one"] = train(mesh, codecs, "rows", table_wise(1))
+        results[name, "copies"] = train(mesh, codecs, "rows", replicated(NUM_RANKS))
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +110,12 @@ def test_no_further_off_than_declared(everyone, name, exchange):
             sums = torch.zeros(ROWS, DIM).index_add_(0, ids, gradient)
             wanted -= sums
             # Rows travel one gradient each; pooled, each lookup's value does.
-            each = (
+            allowed_share = (
                 sums.abs().amax(1)
                 if exchange == "rows"
                 else torch.zeros(ROWS).index_add_(0, ids, gradient.abs().amax(1))
             )
-            allowed += codec.random_error * each
+            allowed += codec.random_error * allowed_share
         off = (after - wanted).abs().amax(1)
         assert bool((off <= allowed + 1e-5 * wanted.abs().amax(1) + 1e-7).all())
         largest_error = max(largest_error, float(off.max()))
@@ -127,8 +127,8 @@ def test_the_same_bits_every_time_and_however_rows_are_dealt(everyone, name):
     for results in everyone:
         first = results[name, "rows"][0]
         for other in ("again", "one", "copies"):
-            for mine, theirs in zip(first, results[name, other][0], strict=True):
-                assert all(map(torch.equal, mine, theirs)), other
+            for actual, expected in zip(first, results[name, other][0], strict=True):
+                assert all(map(torch.equal, actual, expected)), other
 
 
 @pytest.mark.parametrize("name", NAMES)

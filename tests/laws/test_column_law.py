@@ -74,18 +74,18 @@ def train_cut(mesh, folder):
 def test_columns_train_the_bits_of_rows(num_ranks, tmp_path):
     """Bags, means, weighted ones, sequences and parts, at dims that no number of ranks divides."""
     wanted = train(Mesh(), **SINGLE)
-    for rows, pooled, left, stale in run_ranks(num_ranks, train_cut, tmp_path):
+    for rows, pooled, remaining, stale in run_ranks(num_ranks, train_cut, tmp_path):
         assert_close(wanted, rows["row_wise"], rtol=1e-10)
-        for name, found in rows.items():
+        for name, result in rows.items():
             print("rows", name)
-            assert_same_bits(rows["row_wise"], found)
-        for name, found in pooled.items():
+            assert_same_bits(rows["row_wise"], result)
+        for name, result in pooled.items():
             print("pooled", name)
-            assert_close(wanted, found, rtol=1e-10)
-        for found in left.values():
-            assert_same_bits(left["whole"], found)
-        for found in stale[1:]:
-            assert_same_bits(stale[0], found)
+            assert_close(wanted, result, rtol=1e-10)
+        for result in remaining.values():
+            assert_same_bits(remaining["whole"], result)
+        for result in stale[1:]:
+            assert_same_bits(stale[0], result)
 
 
 def train_grid(mesh):
@@ -106,13 +106,13 @@ def train_grid(mesh):
 def test_a_grid_trains_the_bits_of_rows():
     """Two hosts of two ranks: each host has a slice of the columns, dealt to its ranks by rows."""
     wanted = train(Mesh(), **SINGLE)
-    for rows, pooled, left in run_ranks(4, train_grid, ranks_per_host=2):
+    for rows, pooled, remaining in run_ranks(4, train_grid, ranks_per_host=2):
         assert_close(wanted, rows[0], rtol=1e-10)
-        for found in rows[1:]:
-            assert_same_bits(rows[0], found)
-        for found in pooled:
-            assert_close(wanted, found, rtol=1e-10)
-        assert_same_bits(*left)
+        for result in rows[1:]:
+            assert_same_bits(rows[0], result)
+        for result in pooled:
+            assert_close(wanted, result, rtol=1e-10)
+        assert_same_bits(*remaining)
 
 
 DIM = 7
@@ -150,28 +150,28 @@ def sixteen_bits(mesh, dtype, master, on_device, sharding):
 
 
 def all_sixteen_bits(mesh):
-    found = []
+    results = []
     for dtype, master in (("bfloat16", False), ("bfloat16", True), ("float16", False)):
         for on_device in (False, True):
-            found.append([
-                sixteen_bits(mesh, dtype, master, on_device, each)
-                for each in (row_wise(mesh.num_ranks), column_wise(range(mesh.num_ranks)))
+            results.append([
+                sixteen_bits(mesh, dtype, master, on_device, sharding)
+                for sharding in (row_wise(mesh.num_ranks), column_wise(range(mesh.num_ranks)))
             ])  # fmt: skip
-    return found
+    return results
 
 
 def test_first_values_and_roundings_of_columns_are_those_of_rows():
     """16-bit weights are rounded at random by their column in the whole row; a norm is over all slices."""
-    for found in run_ranks(3, all_sixteen_bits):
-        for whole, cut in found:
-            for mine, theirs in zip([*whole[0], *whole[1]], [*cut[0], *cut[1]], strict=True):
-                assert torch.equal(mine, theirs)
+    for results in run_ranks(3, all_sixteen_bits):
+        for whole, cut in results:
+            for actual, expected in zip([*whole[0], *whole[1]], [*cut[0], *cut[1]], strict=True):
+                assert torch.equal(actual, expected)
             assert not torch.equal(whole[0][0], whole[1][0])
             assert whole[2] == pytest.approx(cut[2], rel=1e-6) and whole[2][0] > 0.5
 
 
 def refused(mesh):
-    """What is said of a limit of rows' lengths that is set while training, and of the rows that are there now."""
+    """Return the error for a limit of row norms that is set while training, and the rows."""
     table = Table("t", DIM, rows=40, optimizer=SGD(lr=0.1))
     collection = EmbeddingCollection([table], [Feature("t", "t")])
     sharding = column_wise(range(mesh.num_ranks))
@@ -185,17 +185,22 @@ def refused(mesh):
     try:
         rows.step()
     except ConfigError as error:
-        said = str(error)
-    kept = collection.rows("t", IDS)
+        message = str(error)
+    retained = collection.rows("t", IDS)
     collection.delete("t", IDS[:20])
-    return said, kept, trained_ids(collection, "t"), [r.weights for r in collection.scan("t")]
+    return (
+        message,
+        retained,
+        trained_ids(collection, "t"),
+        [r.weights for r in collection.scan("t")],
+    )
 
 
 def test_whole_rows_go_in_and_come_out():
     """And a slice does not take what is of a whole row while it trains."""
-    for rank, (said, kept, trained, scanned) in enumerate(run_ranks(2, refused)):
-        assert "param group 't': got max_norm=1.0 for rows cut by columns" in said
-        assert torch.equal(kept, torch.arange(280.0).view(40, DIM))
+    for rank, (text, retained, trained, scanned) in enumerate(run_ranks(2, refused)):
+        assert "param group 't': got max_norm=1.0 for rows cut by columns" in text
+        assert torch.equal(retained, torch.arange(280.0).view(40, DIM))
         assert torch.equal(trained, IDS[20:])
         columns = slice(0, 3) if rank == 0 else slice(3, DIM)
-        assert torch.equal(torch.cat(scanned).sort(0).values, kept[20:, columns])
+        assert torch.equal(torch.cat(scanned).sort(0).values, retained[20:, columns])

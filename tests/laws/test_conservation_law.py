@@ -1,4 +1,4 @@
-"""What was pushed is what was applied, exactly once, for any interleaving, eviction or shard count."""
+"""Pushed updates are applied exactly once, for any interleaving, eviction or shard count."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ def counting(mesh, dram_bytes, staleness, lookahead, folder, accumulate=1):
     rows = RowOptimizer(collection)
     batches = (share_of(global_batch(t, SIZE), mesh.rank, mesh.num_ranks) for t in range(STEPS))
     for step, batch in enumerate(collection.lookahead(batches)):
-        found = collection(batch)
-        sum(-value.sum() for value in found.values()).backward()
+        result = collection(batch)
+        sum(-value.sum() for value in result.values()).backward()
         if (step + 1) % accumulate == 0:
             rows.step()
-    found = all_rows(collection)
+    result = all_rows(collection)
     for backing in backings:
         backing.close()
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
 def lookups():
-    """By table, how often each probe id is looked up in all batches."""
+    """Count the lookups of each probe id in all batches, by table."""
     counts = {name: torch.zeros(len(ids)) for name, ids in probe_ids().items()}
     readers = {"user": ["user"], "item": ["item", "seen"], "wide": ["history"]}
     for step in range(STEPS):
@@ -73,8 +73,8 @@ def lookups():
     return counts
 
 
-def check(found, counts):
-    for table, rows in found.items():
+def check(result, counts):
+    for table, rows in result.items():
         wanted = counts[table].double()[:, None].expand_as(rows)
         assert torch.equal(rows, wanted), table
 
@@ -85,14 +85,14 @@ def check(found, counts):
     [(None, 0, 2), (100_000, 0, 0), (100_000, 0, 3), (100_000, 2, 2), (None, 4, 1)],
 )
 def test_one_rank(lookups, dram_bytes, staleness, lookahead, accumulate, tmp_path):
-    found = counting(Mesh(), dram_bytes, staleness, lookahead, tmp_path, accumulate)
-    check(found, lookups)
+    result = counting(Mesh(), dram_bytes, staleness, lookahead, tmp_path, accumulate)
+    check(result, lookups)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_several_ranks(lookups, num_ranks, tmp_path):
-    for found in run_ranks(num_ranks, counting, 100_000, 1, 2, tmp_path, 3):
-        check(found, lookups)
+    for results in run_ranks(num_ranks, counting, 100_000, 1, 2, tmp_path, 3):
+        check(results, lookups)
 
 
 def test_a_dropped_batch_leaves_nothing():

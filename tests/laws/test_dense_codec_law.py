@@ -37,8 +37,8 @@ def network():
 
 
 def gradients_of(rank, step):
-    """Some elements are hundreds of times as large as their neighbours, which int8 then rounds to nothing; nearly the
-    same in every step."""
+    """Return gradients. A few elements are hundreds of times as large as their neighbours, which int8 then rounds to
+    nothing; nearly the same in every step."""
     random = torch.Generator().manual_seed(7)
     steady = [torch.randn(n, generator=random, dtype=torch.float64) for n in SIZES.values()]
     for part in steady:
@@ -49,28 +49,28 @@ def gradients_of(rank, step):
 
 
 def unit_of(step):
-    """What a step's gradients are divided by, as where it has several batches."""
+    """Return the divisor of a step's gradients, as if it had several batches."""
     return 1.0 if step % 3 else 64.0
 
 
 def step_of(dense, rank, step, *, gradients=None, finite=True, loss=0.0):
-    """What is applied, by parameter, and what `wait` said."""
+    """Return the applied gradients by parameter, and the result of `reduce`."""
     gradient_scale = unit_of(step)
     dense.zero()
     dense.begin_last_backward(gradient_scale=gradient_scale)
-    given = gradients or gradients_of(rank, step)
+    gradients_given = gradients or gradients_of(rank, step)
     sum(
         (p * (g * gradient_scale).to(p.dtype)).double().sum()
-        for p, g in zip(dense.parameters, given, strict=True)
+        for p, g in zip(dense.parameters, gradients_given, strict=True)
     ).backward()
-    said = dense.reduce(finite=finite, stop=False, loss=loss)
+    reduced = dense.reduce(finite=finite, stop=False, loss=loss)
     dense.scale(1 / gradient_scale)
-    return [p.grad.clone() for p in dense.parameters], said
+    return [p.grad.clone() for p in dense.parameters], reduced
 
 
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch):
-    """What runs in this process leaves the size of buckets as it found it."""
+    """Restore the size of buckets after each test."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", buckets.BUCKET_BYTES)
 
 
@@ -84,7 +84,7 @@ def opened(mesh, name, states=()):
 
 def foretold(dense):
     """Bytes of a step by link."""
-    world, found = dense.mesh.world, {"local": 0.0, "remote": 0.0}
+    world, results = dense.mesh.world, {"local": 0.0, "remote": 0.0}
     for bucket in dense.buckets:
         size = bucket.send_buffer.nbytes
         if bucket.coded is None:
@@ -92,30 +92,30 @@ def foretold(dense):
         else:
             coded = coded_buffer_bytes(dense.codec, len(bucket.send_buffer), world.num_ranks)
             expected = estimate_sum_traffic(sum_algorithm_of_layout(world), world, size, coded)
-        found = {link: found[link] + getattr(expected, f"{link}_bytes") for link in found}
-    return found
+        results = {link: results[link] + getattr(expected, f"{link}_bytes") for link in results}
+    return results
 
 
 def train(mesh, name, *, feeds_back=True):
     """Sums over STEPS steps: of what was applied, and of this rank's gradients."""
     mesh = replace(mesh, traffic=Traffic())
     dense = opened(mesh, name)
-    applied, mine, bits = [0.0] * len(SIZES), [0.0] * len(SIZES), []
+    applied, own, bits = [0.0] * len(SIZES), [0.0] * len(SIZES), []
     for step in range(STEPS):
         before = dict(mesh.traffic.sent_bytes)
-        found, _ = step_of(dense, mesh.rank, step)
-        after, told = mesh.traffic.sent_bytes, foretold(dense)
-        for link, size in told.items():
+        result, _ = step_of(dense, mesh.rank, step)
+        after, reported = mesh.traffic.sent_bytes, foretold(dense)
+        for link, size in reported.items():
             assert after.get(("dense", link), 0) - before.get(("dense", link), 0) == size
-        applied = [a + f.double() for a, f in zip(applied, found, strict=True)]
-        mine = [a + g for a, g in zip(mine, gradients_of(mesh.rank, step), strict=True)]
-        bits.append(found)
+        applied = [a + f.double() for a, f in zip(applied, result, strict=True)]
+        own = [a + g for a, g in zip(own, gradients_of(mesh.rank, step), strict=True)]
+        bits.append(result)
         if not feeds_back:
             for bucket in dense.buckets:
                 if bucket.coded is not None:
                     bucket.coded.sent.residual.zero_()
                     bucket.coded.summed.residual.zero_()
-    return {"applied": applied, "mine": mine, "bits": bits, "state": dense.state(), "sent": told}
+    return {"applied": applied, "mine": own, "bits": bits, "state": dense.state(), "sent": reported}
 
 
 def goes_on(mesh, name):
@@ -126,8 +126,8 @@ def goes_on(mesh, name):
         step_of(dense, mesh.rank, step)
     states = [dense.state()] * mesh.num_ranks  # of others it takes none
     again, anew = opened(mesh, name, states), opened(mesh, name)
-    wanted, found, other = (step_of(each, mesh.rank, 3)[0] for each in (dense, again, anew))
-    assert all(map(torch.equal, found, wanted)) and not all(map(torch.equal, other, wanted))
+    wanted, result, other = (step_of(dense_, mesh.rank, 3)[0] for dense_ in (dense, again, anew))
+    assert all(map(torch.equal, result, wanted)) and not all(map(torch.equal, other, wanted))
     assert same(again.state(), dense.state())
 
 
@@ -145,20 +145,20 @@ def refuses(mesh, name):
     dense = opened(mesh, name)
     for step in range(2):
         step_of(dense, mesh.rank, step)
-    kept = dense.state()
+    retained = dense.state()
     for bad in (float("nan"), float("inf"), float("-inf")):
         gradients = gradients_of(mesh.rank, 3)
         if mesh.rank == 1:
             gradients[0][1299] = bad
         assert not step_of(dense, mesh.rank, 3, gradients=gradients)[1][0]
-        assert same(dense.state(), kept)
+        assert same(dense.state(), retained)
     assert not step_of(dense, mesh.rank, 3, finite=mesh.rank != 1)[1][0]
-    assert same(dense.state(), kept)
-    _, said = step_of(dense, mesh.rank, 3, loss=2.0**-40 + (mesh.rank == 0))
-    assert said == (True, False, 1 + mesh.num_ranks * 2.0**-40)  # to the last bit
-    assert not same(dense.state(), kept)
+    assert same(dense.state(), retained)
+    _, text = step_of(dense, mesh.rank, 3, loss=2.0**-40 + (mesh.rank == 0))
+    assert text == (True, False, 1 + mesh.num_ranks * 2.0**-40)  # to the last bit
+    assert not same(dense.state(), retained)
     dense.restore_residuals()  # as where clipping finds that norms are no numbers
-    assert same(dense.state(), kept)
+    assert same(dense.state(), retained)
 
 
 def loss_after(mesh, name):
@@ -180,21 +180,21 @@ def loss_after(mesh, name):
 
 
 def everything(mesh):
-    found = {}
+    results = {}
     for name in ("exact", *NAMES):
-        found[name] = train(mesh, name)
+        results[name] = train(mesh, name)
     for name in ("exact", "int8"):
-        found[name, "loss"] = loss_after(mesh, name)
+        results[name, "loss"] = loss_after(mesh, name)
     for name in NAMES:
-        found[name, "alone"] = train(mesh, name, feeds_back=False)
-    return found
+        results[name, "alone"] = train(mesh, name, feeds_back=False)
+    return results
 
 
 WORLDS = [
     pytest.param((3, 3), id="3 ranks", marks=pytest.mark.slow),
     pytest.param((4, 2), id="2 x 2"),
 ]
-"""(ranks, of each host): sums inside a host first, or none are."""
+"""Numbers of ranks, in all and of each host: sums are inside a host first, or none are."""
 
 
 @pytest.fixture(scope="module", params=WORLDS)
@@ -218,8 +218,8 @@ def test_a_world_goes_on_and_refuses_what_is_not_finite(world):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_rank_has_the_same_bits(everyone, name):
     for results in everyone[1:]:
-        for step, found in enumerate(results[name]["bits"]):
-            assert all(map(torch.equal, found, everyone[0][name]["bits"][step]))
+        for step, result in enumerate(results[name]["bits"]):
+            assert all(map(torch.equal, result, everyone[0][name]["bits"][step]))
     # Parameters of 16 bits travel as they are.
     exact, coded = (everyone[0][which]["bits"][0] for which in ("exact", name))
     assert torch.equal(exact[3], coded[3]) and not torch.equal(exact[0], coded[0])
@@ -265,15 +265,15 @@ def test_another_world_is_given_what_was_kept(everyone, name):
     dense = opened(Mesh(), name, states)
     nothing = [torch.zeros(n, dtype=torch.float64) for n in SIZES.values()]
     assert not step_of(dense, 0, 0, gradients=[torch.full_like(g, float("nan")) for g in nothing])[1][0]  # fmt: skip
-    kept = dense.state()  # still: nothing was applied
-    found, _ = step_of(dense, 0, 0, gradients=nothing)
+    retained = dense.state()  # still: nothing was applied
+    result, _ = step_of(dense, 0, 0, gradients=nothing)
     for number, part in lost.items():
-        torch.testing.assert_close(found[number].double(), part.double(), rtol=1e-6, atol=0)
-    assert not bool(found[3].any())
+        torch.testing.assert_close(result[number].double(), part.double(), rtol=1e-6, atol=0)
+    assert not bool(result[3].any())
     assert dense.state() is None
     assert not any(bool(part.any()) for part in step_of(dense, 0, 1, gradients=nothing)[0])
-    again, _ = step_of(opened(Mesh(), "exact", [kept]), 0, 0, gradients=nothing)
-    assert all(map(torch.equal, again, found))
+    again, _ = step_of(opened(Mesh(), "exact", [retained]), 0, 0, gradients=nothing)
+    assert all(map(torch.equal, again, result))
     # Of weights that are no longer trained nothing is kept.
     other = DenseGradients(network()[:3], Mesh())
     other.restore(states)
@@ -285,32 +285,32 @@ def given_on_two(mesh, states, name):
     """Two ranks, where there were others: rank 0 alone adds what was kept."""
     dense = opened(mesh, name, states)
     zeros = [torch.zeros(n, dtype=torch.float64) for n in SIZES.values()]
-    found, _ = step_of(dense, mesh.rank, 0, gradients=zeros)
-    return found, dense.state()
+    result, _ = step_of(dense, mesh.rank, 0, gradients=zeros)
+    return result, dense.state()
 
 
 def test_a_coded_world_of_another_size_is_given_what_was_kept(everyone):
     states = [results["int8"]["state"] for results in everyone]
-    (found, _), (same_found, _) = constraints = run_ranks(2, given_on_two, states, "int8")
+    (result, _), (same_found, _) = constraints = run_ranks(2, given_on_two, states, "int8")
     residuals = residuals_by_parameter([state for _, state in constraints])
     for number, part in residuals_by_parameter(states).items():
-        assert torch.equal(found[number], same_found[number])
-        total = found[number].double() + residuals[number].double()
+        assert torch.equal(result[number], same_found[number])
+        total = result[number].double() + residuals[number].double()
         torch.testing.assert_close(total, part.double(), rtol=1e-5, atol=1e-6)
 
 
 def test_on_one_rank_nothing_is_coded():
     dense = opened(Mesh(World()), "int8")
-    found, _ = step_of(dense, 0, 1)
-    for mine, wanted in zip(found, gradients_of(0, 1), strict=True):
-        assert torch.equal(mine, wanted.to(mine.dtype))
+    result, _ = step_of(dense, 0, 1)
+    for own, wanted in zip(result, gradients_of(0, 1), strict=True):
+        assert torch.equal(own, wanted.to(own.dtype))
     assert dense.state() is None
 
 
 def runs(mesh, folder):
     """Dense weights after 7 steps at once; after 4, and 3 more once that run was closed; what was then kept, and bytes
     of dense gradients. The same of steps in two parts."""
-    found = []
+    results = []
     for name, stops, parts in (
         ("once", [7], 1), ("twice", [4, 7], 1), ("parts", [7], 2), ("parts twice", [4, 7], 2),
     ):  # fmt: skip
@@ -325,19 +325,22 @@ def runs(mesh, folder):
             run.train()
             dense = dense_weights(run.trainer.model)
             weights = {n: v.clone() for n, v in dense.items()}
-            found.append((weights, run.trainer.dense.state(), mesh.traffic.bytes_of("dense")))
+            results.append((weights, run.trainer.dense.state(), mesh.traffic.bytes_of("dense")))
             run.close()
-    return found
+    return results
 
 
 def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(tmp_path):
     """And one that goes on on one rank is given what the others had kept. A step in parts is coded once, as a sum."""
     all_found = run_ranks(2, runs, tmp_path)
     for result in all_found:
-        for (once, kept, _), (earlier, _, _), (twice, kept_again, _) in (result[:3], result[3:]):
+        for (once, retained, _), (earlier, _, _), (twice, kept_again, _) in (
+            result[:3],
+            result[3:],
+        ):
             assert all(torch.equal(once[name], twice[name]) for name in once)
             assert not all(torch.equal(once[name], earlier[name]) for name in once)
-            assert same(kept, kept_again)
+            assert same(retained, kept_again)
         (whole, _, sent), (parts, _, sent_in_parts) = result[0], result[3]
         assert sent == sent_in_parts > 0
         for name in whole:

@@ -35,7 +35,7 @@ from colonnade.exchange.cached_state import apply_planned_bounds
 from colonnade.staleness import RowClock, row_clock
 
 BOUNDS = [row_clock(6), RowClock(0, 3), row_clock(0), RowClock(2, 0)]
-"""By turns, of tables."""
+"""Optimizers, assigned to tables in turns."""
 LESS = ("float64", "float16", "bfloat16")
 """Kinds of rows that are much like others."""
 IDS, STEPS = 40, 11
@@ -44,8 +44,8 @@ IDS, STEPS = 40, 11
 def declared(kind: str) -> list[Table]:
     widths = {"deep": 7, "wide": 1}
     own = [
-        Table(f"t{i}", widths, rows=IDS if i % 2 else None, optimizer=each, max_norm=0.9, **KINDS[kind])
-        for i, each in enumerate(OPTIMIZERS if kind == "float32" else OPTIMIZERS[1:5])
+        Table(f"t{i}", widths, rows=IDS if i % 2 else None, optimizer=optimizer, max_norm=0.9, **KINDS[kind])
+        for i, optimizer in enumerate(OPTIMIZERS if kind == "float32" else OPTIMIZERS[1:5])
     ]  # fmt: skip
     return [*own, Table("plain", 7, optimizer=SGD(lr=0.1), **KINDS[kind])]
 
@@ -65,9 +65,9 @@ def batches(names, rank, num):
 
 
 def train_with_copies(mesh, kind, tier, device):
-    """What was counted and seen, owners' rows with what waits half-way and without it at the end, and all that is kept
-    of copies. Bounds change, lookaheads are left, a batch is read and forgotten; an output is shared with a
-    table without copies, and every other batch has two backwards."""
+    """Return counts and outputs, the owners' rows (with pending gradients half-way, without at the end), and the state
+    of cached rows. Bounds change, lookaheads are left, a batch is read and forgotten; an output is shared with a table
+    without copies, and every other batch has two backwards."""
     tables = declared(kind)
     looked_up = [Feature(f"{t.name}.{p}", t.name, pooling=p) for t in tables for p in ("mean", "sum")]  # fmt: skip
     fields = ["t0.mean.deep", "plain.sum", "t1.sum.deep"]
@@ -84,15 +84,15 @@ def train_with_copies(mesh, kind, tier, device):
     )
     collection.open(plan, mesh)
     assert isinstance(collection.cached.cached_rows, DeviceCachedRows) == (tier == "hbm")
-    rows, seen = RowOptimizer(collection), []
-    stream = list(batches([each.name for each in looked_up], mesh.rank, STEPS))
+    rows, outputs = RowOptimizer(collection), []
+    stream = list(batches([item.name for item in looked_up], mesh.rank, STEPS))
 
     def steps(first, last):
         with collection.lookahead(stream[first:]) as ahead:
             for number in range(first, last):
-                found = collection(next(ahead))
-                seen.append({name: value.detach().cpu() for name, value in found.items()})
-                terms = enumerate(found.values())
+                result = collection(next(ahead))
+                outputs.append({name: value.detach().cpu() for name, value in result.items()})
+                terms = enumerate(result.values())
                 loss = sum((value.float() - 0.1 * i).square().sum() for i, value in terms)
                 for _ in range(1 + number % 2):
                     loss.backward(retain_graph=True)
@@ -117,17 +117,17 @@ def train_with_copies(mesh, kind, tier, device):
         collection(next(ahead))
     collection.discard_batches()
     steps(8, STEPS)
-    return asdict(collection.cached.counts), seen, settled, all_rows(), state
+    return asdict(collection.cached.counts), outputs, settled, all_rows(), state
 
 
 def flat(value, name=""):
-    """(name, tensor) of all tensors in dicts, lists and tuples."""
+    """Yield (name, tensor) of all tensors in dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, dict | list | tuple):
         parts = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, each in parts:
-            yield from flat(each, f"{name}/{key}")
+        for key, item in parts:
+            yield from flat(item, f"{name}/{key}")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -138,8 +138,8 @@ def flat(value, name=""):
 def test_every_optimizer_and_kind_of_row(kind, device):
     world = World(ranks_per_host=2)
     wanted = run_simulated(world, train_with_copies, kind, "dram", "cpu")
-    found = run_simulated(world, train_with_copies, kind, "hbm", device)
-    for one, other in zip(wanted, found, strict=True):
+    result = run_simulated(world, train_with_copies, kind, "hbm", device)
+    for one, other in zip(wanted, result, strict=True):
         assert one[0] == other[0] and all(one[0].values())  # whatever can happen does
         pairs = list(zip(flat(one), flat(other), strict=True))
         assert len(pairs) > 200

@@ -16,21 +16,21 @@ STEPS, ROWS, STALENESS, WINDOW = 40, 9, 6, 4
 
 
 def decide(mesh, cases):
-    """By (policy, depth): this rank's rows by step, its directories afterwards, what was counted."""
-    found = []
+    """Return this rank's rows by step, its directories at the end and its counts, by (policy, depth)."""
+    results = []
     for policy, depth in cases:
         world = Ones(mesh, STALENESS, ROWS, policy=policy, depth=depth, seed=3)
-        mine, said = world.batches(STEPS)
-        with world.collection.lookahead(mine) as ahead:
+        own_batches, drawn_ids = world.batches(STEPS)
+        with world.collection.lookahead(own_batches) as ahead:
             for batch in ahead:
                 outputs = world.collection(batch)
                 sum(output.sum() for output in outputs.values()).backward()
                 world.rows.step()
         cached = world.collection.cached
-        ids = [step[mesh.rank] for step in said]
+        ids = [step[mesh.rank] for step in drawn_ids]
         states = [directory.state() for directory in cached.directories]
-        found.append(([ids, [np.sort(-each * 7) for each in ids]], states, cached.counts))
-    return found
+        results.append(([ids, [np.sort(-id_ * 7) for id_ in ids]], states, cached.counts))
+    return results
 
 
 def test_it_decides_by_the_next_uses_that_a_window_shows():
@@ -41,12 +41,12 @@ def test_it_decides_by_the_next_uses_that_a_window_shows():
         for tables, states, counts in looking:
             wanted = 0
             for ids, state in zip(tables, states, strict=True):
-                batches = [each.tolist() for each in ids]
+                batches = [id_.tolist() for id_ in ids]
                 slow = SlowDirectory(ROWS, STALENESS // 2, STALENESS // 2, "lookahead")
                 for step, batch in enumerate(batches):
                     next_uses, coming = slowly(batches, step, WINDOW)
-                    said = slow.step(batch, next_uses, coming or (), WINDOW)
-                    wanted += sum(row[1] == HIT for row in said.by_row.values())
+                    expected = slow.step(batch, next_uses, coming or (), WINDOW)
+                    wanted += sum(row[1] == HIT for row in expected.by_row.values())
                 rows = sorted(slow.rows.items())
                 assert state["ids"].tolist() == [id for id, _ in rows]
                 assert state["slots"].tolist() == [row.slot for _, row in rows]
@@ -87,7 +87,7 @@ def stop_and_go_on(mesh, folder):
 
 
 def test_a_run_that_stopped_goes_on_to_the_same_bits(tmp_path):
-    """It stopped where it was told to: its last decisions saw the batches behind, as those of a longer run do."""
+    """Run stops where it should: its last decisions see later batches, as those of a longer run do."""
     for (rows, states), (others, other_states) in run_ranks(2, stop_and_go_on, tmp_path):
         for one, other in zip(rows, others, strict=True):
             assert torch.equal(one, other)

@@ -40,12 +40,12 @@ SIZES = [23, 1, 0, 37, 23, 23, 2, 23]
 BUDGETS = [1 << 20, 16_000, 11_000]
 
 
-def assert_same(wanted: Trained, found: Trained, device: str) -> None:
+def assert_same(wanted: Trained, result: Trained, device: str) -> None:
     if device == "cpu":
-        assert_same_bits(wanted, found)
+        assert_same_bits(wanted, result)
     else:
         assert_close(
-            wanted, found, rtol=1e-4 if wanted.rows["item"].dtype == torch.float32 else 1e-9
+            wanted, result, rtol=1e-4 if wanted.rows["item"].dtype == torch.float32 else 1e-9
         )
 
 
@@ -61,7 +61,7 @@ def test_budgets_and_lookahead(all_in_memory, device, hbm_bytes, tmp_path):
     if dtype == "float64":
         hbm_bytes *= 2
     for number, (dram_bytes, lookahead) in enumerate([(None, 2), (60_000, 0), (30_000, 5)]):
-        found = train(
+        result = train(
             Mesh(),
             sizes=SIZES,
             dtype=dtype,
@@ -72,7 +72,7 @@ def test_budgets_and_lookahead(all_in_memory, device, hbm_bytes, tmp_path):
             folder=tmp_path / str(number) if dram_bytes else None,
             evaluate_every=3,
         )
-        assert_same(wanted, found, device)
+        assert_same(wanted, result, device)
 
 
 def test_the_smallest_budget_above_does_evict():
@@ -106,8 +106,8 @@ KINDS = {name: {"dtype": name} for name in ("float32", "float64", "float16")} | 
 def train_every_optimizer(kind, device, hbm_rows, *, output_dtype=None, clip=False):
     """Two batches a step, two backwards of the first; parts that a feature shares a table for, and clipping."""
     declared = [
-        Table(f"t{i}", {"deep": 7, "wide": 1}, optimizer=each, max_norm=0.9, **KINDS[kind])
-        for i, each in enumerate(OPTIMIZERS)
+        Table(f"t{i}", {"deep": 7, "wide": 1}, optimizer=optimizer, max_norm=0.9, **KINDS[kind])
+        for i, optimizer in enumerate(OPTIMIZERS)
     ]
     feature = [
         Feature(f"{t.name}.{p}", t.name, pooling=p) for t in declared for p in ("mean", "sum")
@@ -129,21 +129,21 @@ def train_every_optimizer(kind, device, hbm_rows, *, output_dtype=None, clip=Fal
                 9,
                 torch.zeros(9, 0),
                 {
-                    each.name: Ids(
+                    optimizer.name: Ids(
                         torch.randint(0, 200, (int(ends[-1]),), generator=random),
                         ends,
                         torch.rand(int(ends[-1]), generator=random) if i % 3 else None,
                     )
-                    for i, (each, ends) in enumerate(zip(feature, offsets, strict=True))
+                    for i, (optimizer, ends) in enumerate(zip(feature, offsets, strict=True))
                 },
             )
 
-    norms, seen = [], []
+    norms, outputs = [], []
     for number, batch in enumerate(collection.lookahead(batches())):
-        found = collection(batch)
-        seen.append({name: value.detach().cpu() for name, value in found.items()})
+        result = collection(batch)
+        outputs.append({name: value.detach().cpu() for name, value in result.items()})
         loss = sum(
-            (value.float() - 0.1 * i).square().sum() for i, value in enumerate(found.values())
+            (value.float() - 0.1 * i).square().sum() for i, value in enumerate(result.values())
         )
         for _ in range(1 + number % 2):
             loss.backward(retain_graph=True)
@@ -154,7 +154,7 @@ def train_every_optimizer(kind, device, hbm_rows, *, output_dtype=None, clip=Fal
     ids = torch.arange(200)
     if hbm_rows:
         assert collection.store.sources.evicted_dirty > 50
-    return seen, norms, {table.name: collection.rows(table.name, ids) for table in declared}
+    return outputs, norms, {table.name: collection.rows(table.name, ids) for table in declared}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -164,17 +164,17 @@ def test_every_optimizer_and_kind_of_row(device, kind):
     narrow = torch.bfloat16 if kind == "float16" else None
     settings = {"output_dtype": narrow, "clip": kind in ("float32", "float64", "split")}
     wanted = train_every_optimizer(kind, "cpu", None, **settings)
-    found = train_every_optimizer(kind, device, 100, **settings)
+    result = train_every_optimizer(kind, device, 100, **settings)
     assert wanted[1] or not settings["clip"]
     if device == "cpu":
-        assert wanted[1] == found[1]
-        for one, other in zip(wanted[0], found[0], strict=True):
+        assert wanted[1] == result[1]
+        for one, other in zip(wanted[0], result[0], strict=True):
             assert one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
-        assert all(torch.equal(rows, found[2][name]) for name, rows in wanted[2].items())
+        assert all(torch.equal(rows, result[2][name]) for name, rows in wanted[2].items())
     else:
         loose = 2e-2 if kind in ("bfloat16", "float16") else 1e-4
         for name, rows in wanted[2].items():
-            torch.testing.assert_close(rows, found[2][name], rtol=loose, atol=loose)
+            torch.testing.assert_close(rows, result[2][name], rtol=loose, atol=loose)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -182,10 +182,10 @@ def test_every_optimizer_and_kind_of_row(device, kind):
 def test_bounded_staleness(device, staleness, tmp_path):
     settings = {"sizes": SIZES, "staleness": staleness, "lookahead": 1}
     wanted = train(Mesh(), **settings)
-    found = train(
+    result = train(
         Mesh(), **settings, device=device, hbm_bytes=60_000, dram_bytes=100_000, folder=tmp_path
     )
-    assert_same(wanted, found, device)
+    assert_same(wanted, result, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -193,10 +193,10 @@ def test_bounded_staleness(device, staleness, tmp_path):
 def test_rows_that_come_and_go(device, stays, tmp_path):
     settings = {"sizes": SIZES, "stays": stays}
     wanted = train(Mesh(), **settings)
-    found = train(
+    result = train(
         Mesh(), **settings, device=device, hbm_bytes=60_000, dram_bytes=60_000, folder=tmp_path
     )
-    assert_same(wanted, found, device)
+    assert_same(wanted, result, device)
 
 
 def train_twice(mesh, device, folder):
@@ -207,5 +207,5 @@ def train_twice(mesh, device, folder):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_two_ranks(device, tmp_path):
-    for wanted, found in run_ranks(2, train_twice, device, tmp_path):
-        assert_same(wanted, found, device)
+    for wanted, results in run_ranks(2, train_twice, device, tmp_path):
+        assert_same(wanted, results, device)

@@ -80,14 +80,14 @@ def test_hot_rows_train_what_rows_do(num_ranks, tmp_path):
     wanted = train(Mesh(), **CASE)
     assert_same_bits(wanted, train(Mesh(), **CASE, hot=HOT))
     for bits, close, stale in run_ranks(num_ranks, train_hot, tmp_path):
-        for number, found in enumerate(bits):
+        for number, result in enumerate(bits):
             print("bits", number)
-            assert_same_bits(bits[0], found)
-        for number, found in enumerate([bits[0], *close]):
+            assert_same_bits(bits[0], result)
+        for number, result in enumerate([bits[0], *close]):
             print("close", number)
-            assert_close(wanted, found, rtol=1e-10)
-        for found in stale[1:]:
-            assert_close(stale[0], found, rtol=1e-10)
+            assert_close(wanted, result, rtol=1e-10)
+        for result in stale[1:]:
+            assert_close(stale[0], result, rtol=1e-10)
 
 
 TABLES = [
@@ -109,9 +109,9 @@ def batch_of(items, users, offsets, weights=None):
 
 
 def said_of(error, action):
-    with pytest.raises(error) as found:
+    with pytest.raises(error) as result:
         action()
-    return str(found.value)
+    return str(result.value)
 
 
 def in_and_out(mesh):
@@ -121,16 +121,16 @@ def in_and_out(mesh):
     cold = collection_of(mesh)
     ids = torch.tensor([0, 1, 2, 3, 49])
     assert torch.equal(hot.rows("item", ids), cold.rows("item", ids))  # first values
-    for each in (hot, cold):
-        load_rows(each, "item", torch.arange(150.0).view(50, 3))
-        load_rows(each, "user", torch.ones(3, 2), torch.tensor([-5, 7, 2**63 - 1]))
+    for collection_ in (hot, cold):
+        load_rows(collection_, "item", torch.arange(150.0).view(50, 3))
+        load_rows(collection_, "user", torch.ones(3, 2), torch.tensor([-5, 7, 2**63 - 1]))
     assert torch.equal(hot.rows("item", ids), torch.arange(150.0).view(50, 3)[ids])
     first = trained_ids(hot, "item"), trained_ids(hot, "user")
     listed = torch.cat([rows.ids for rows in hot.scan("item")])
-    for each in (hot, cold):
-        each.delete("item", torch.tensor([0, 3, 10]))
+    for collection_ in (hot, cold):
+        collection_.delete("item", torch.tensor([0, 3, 10]))
     assert torch.equal(hot.rows("item", ids), cold.rows("item", ids))
-    left = trained_ids(hot, "item")
+    remaining_ids = trained_ids(hot, "item")
 
     def sent():
         return alone.traffic.sent_bytes.get(("fetch", "local"), 0) + alone.traffic.sent_bytes.get(
@@ -138,24 +138,24 @@ def in_and_out(mesh):
         )
 
     batch = batch_of([3, 49, 1], [-5, 2**63 - 1, 8, -5], [0, 2, 2, 4])
-    seen = [each(copy(batch)) for each in (hot, cold)]
+    output = [collection_(copy(batch)) for collection_ in (hot, cold)]
     for name in ("item", "user"):
-        torch.testing.assert_close(seen[0][name], seen[1][name])
-    for each in (hot, cold):
-        each.discard_batches()
-        each.eval()
+        torch.testing.assert_close(output[0][name], output[1][name])
+    for collection_ in (hot, cold):
+        collection_.discard_batches()
+        collection_.eval()
     before = sent()
     with torch.no_grad():
         all_hot = batch_of([3, 49, 1], [-5, 2**63 - 1, -5], [0, 2, 2, 3])
-        found, wanted = hot(copy(all_hot)), cold(copy(all_hot))
-    assert torch.equal(found["item"], wanted["item"])
+        result, wanted = hot(copy(all_hot)), cold(copy(all_hot))
+    assert torch.equal(result["item"], wanted["item"])
     words = sent() - before
     bad = [
         said_of(IdRangeError, lambda: hot(batch_of([3, 50, 1], [], [0, 0, 0, 0]))),
         said_of(DataError, lambda: hot(batch_of([3, 4], [7, 8], [0, 1, 1]))),
         said_of(DataError, lambda: hot(Batch(1, torch.zeros(1, 0), {"item": Ids(torch.tensor([1]))}))),
     ]  # fmt: skip
-    return first, left, listed, words, bad
+    return first, remaining_ids, listed, words, bad
 
 
 def zipf_bytes(mesh, num_hot):
@@ -194,12 +194,12 @@ def three_steps(mesh, **settings):
             yield batch_of(items.tolist(), users, list(range(0, 41, 2)), torch.arange(40) / 8)
 
     for batch in collection.lookahead(batches()):
-        found = collection(batch)
-        (found["item"].square().sum() + found["user"].sin().sum()).backward()
+        result = collection(batch)
+        (result["item"].square().sum() + result["user"].sin().sum()).backward()
         norms.append(float(rows.clip_grad_norm_(1.0)))
         rows.step()
     ids = {"item": torch.arange(50), "user": torch.tensor([-5, 2**63 - 1, 7, 0, 1, 2, 3])}
-    return torch.tensor(norms), *[collection.rows(name, each) for name, each in ids.items()]
+    return torch.tensor(norms), *[collection.rows(name, id_) for name, id_ in ids.items()]
 
 
 def hot_and_bytes(mesh):
@@ -214,18 +214,18 @@ def hot_and_bytes(mesh):
 def test_rows_go_in_and_come_out():
     """Clipped, pooled and coded as without; and values of hot rows do not travel: on two ranks, about as many
     bytes of gradients do instead."""
-    heard = run_ranks(2, hot_and_bytes)
-    for _, _, (wanted, *others) in heard:
-        for found, error in zip(others, (1e-5, 1e-5, 2e-2), strict=True):
-            for mine, theirs in zip(found, wanted, strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=error, atol=error)
-    for _, (without, hot), _ in heard:
+    ranks = run_ranks(2, hot_and_bytes)
+    for _, _, (wanted, *others) in ranks:
+        for result, error in zip(others, (1e-5, 1e-5, 2e-2), strict=True):
+            for actual, expected in zip(result, wanted, strict=True):
+                torch.testing.assert_close(actual, expected, rtol=error, atol=error)
+    for _, (without, hot), _ in ranks:
         print(without, hot)
         assert hot["fetch"] < 0.55 * without["fetch"]
         assert sum(hot.values()) < 1.02 * sum(without.values())
-    for rank, (first, left, listed, words, bad) in enumerate(each for each, _, _ in heard):
+    for rank, (first, remaining, listed, words, bad) in enumerate(first_ for first_, _, _ in ranks):
         assert torch.equal(first[0], torch.arange(50)) and len(first[1]) == 3
-        assert torch.equal(left, torch.tensor([i for i in range(50) if i not in (0, 3, 10)]))
+        assert torch.equal(remaining, torch.tensor([i for i in range(50) if i not in (0, 3, 10)]))
         assert {1, 3, 49} <= set(listed.tolist())  # on every rank
         owned = set(listed.tolist()) - {1, 3, 49}
         assert owned == set(range(50)) - {1, 3, 49} - set(not_of(rank, first[0]))
@@ -236,7 +236,7 @@ def test_rows_go_in_and_come_out():
 
 
 def not_of(rank, ids):
-    """Of vocabulary ids, those that the other rank owns."""
+    """Return the vocabulary ids that the other rank owns."""
     return ids[~row_wise(2).shard_of(rank).owns(ids, 50)].tolist()
 
 
@@ -245,7 +245,7 @@ def test_a_plan_says_what_is_hot():
         TABLES, 2, PlanConfig(memory={"dram": 10_000}, tables=by_table(replicated_rows=LISTED))
     )
     assert Plan.from_json(plan.to_json()) == plan
-    item, user = (each.sharding for each in plan.tables)
+    item, user = (table.sharding for table in plan.tables)
     assert (item.hot.ids, user.hot.ids) == ((1, 3, 49), (-5, 2**63 - 1))
     assert str(item) == "row_wise, ranks 0 .. 1, 3 hot rows on each of 2 ranks"
     assert read_sharding(user.to_dict()) == user
@@ -257,7 +257,7 @@ def test_a_plan_says_what_is_hot():
     without = build_plan(TABLES, 2, PlanConfig(memory={"dram": 10_000}))
     taken = 3 * slot_bytes(TABLES[0]) + 2 * slot_bytes(TABLES[1])
     less = build_plan(TABLES, 2, PlanConfig(memory={"dram": 10_000 - taken}))
-    rows = [each.tables[1].capacity_rows for each in (plan, less, without)]
+    rows = [table.tables[1].capacity_rows for table in (plan, less, without)]
     assert rows[0] == rows[1] < rows[2]
 
 
@@ -288,11 +288,11 @@ def test_what_cannot_be_hot(settings, wanted):
 )
 def test_tables_that_forget_have_no_hot_rows(stays):
     tables = [Table("t", 3, **stays)]
-    said = said_of(
+    text = said_of(
         ConfigError,
         lambda: build_plan(tables, 2, PlanConfig(tables={"t": {"replicated_rows": [1]}})),
     )
-    assert "got hot rows of a table with admission or eviction" in said
+    assert "got hot rows of a table with admission or eviction" in text
     assert build_plan(tables, 1, PlanConfig(tables={"t": {"replicated_rows": [1]}})) == build_plan(
         tables, 1
     )

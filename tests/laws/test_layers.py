@@ -137,7 +137,7 @@ def test_imports_point_down():
 
 
 def test_no_circle_of_imports():
-    """What is imported by nobody who is still there is taken away until nothing is: a circle stays."""
+    """Modules without imports among the others are removed until none is left; a circle would remain."""
     rest = {module: others & set(MODULES) for module, others in all_imports().items()}
     while free := {module for module, others in rest.items() if not others}:
         rest = {m: others - free for m, others in rest.items() if m not in free}
@@ -145,7 +145,7 @@ def test_no_circle_of_imports():
 
 
 def test_folders_do_one_job():
-    """At most MOST_FILES files in a folder, and each is used by two others at least, but for families.
+    """Folders have at most MOST_FILES files, each used by two others at least, except families.
 
     A package's `__init__` is its door and no user of its files; modules of the public API have users outside.
     """

@@ -77,22 +77,22 @@ def share(step: int, rank: int, num_ranks: int) -> Batch:
     several = torch.randint(len(EDGES), (size, 3), generator=random)
     counts = torch.randint(4, (size,), generator=random)
     few = torch.randint(2, (size,), generator=random)
-    mine = range(num_ranks - 1 - rank, size, num_ranks)
+    own = range(num_ranks - 1 - rank, size, num_ranks)
 
     def bag(rows: list[torch.Tensor]) -> Ids:
         offsets = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
         return Ids(torch.cat([torch.empty(0, dtype=torch.int64), *rows]), offsets)
 
-    chosen = torch.tensor(list(mine), dtype=torch.int64)
+    chosen = torch.tensor(list(own), dtype=torch.int64)
     return Batch(
-        len(mine),
-        torch.zeros(len(mine), 0),
+        len(own),
+        torch.zeros(len(own), 0),
         {
-            "single": Ids(torch.zeros(len(mine), dtype=torch.int64)),
+            "single": Ids(torch.zeros(len(own), dtype=torch.int64)),
             "few": Ids(few[chosen]),
             "edge": Ids(edges[one[chosen]]),
-            "edges": bag([edges[several[i][: counts[i]]] for i in mine]),
-            "nothing": bag([few[i : i + 1] if step == 4 else few[:0] for i in mine]),
+            "edges": bag([edges[several[i][: counts[i]]] for i in own]),
+            "nothing": bag([few[i : i + 1] if step == 4 else few[:0] for i in own]),
         },
         label=(one[chosen] % 2).double()[:, None],
     )
@@ -124,8 +124,8 @@ def train(mesh, shardings=None, exchanges=None):
         optimizer.step()
     ids = {"single": torch.zeros(1, dtype=torch.int64), "few": torch.arange(2)}
     ids["open"] = torch.tensor(EDGES)
-    found = {name: collection.rows(name, which) for name, which in ids.items()}
-    return found | {name: value.clone() for name, value in top.state_dict().items()}
+    results = {name: collection.rows(name, which) for name, which in ids.items()}
+    return results | {name: value.clone() for name, value in top.state_dict().items()}
 
 
 def train_by_every_plan(mesh):
@@ -138,8 +138,8 @@ def train_by_every_plan(mesh):
 def test_odd_worlds(num_ranks):
     wanted = train(Mesh())
     for of_rank in run_ranks(num_ranks, train_by_every_plan):
-        for name, found in of_rank.items():
-            for what, value in found.items():
+        for name, result in of_rank.items():
+            for what, value in result.items():
                 apart = (value - wanted[what]).abs().max()
                 assert torch.allclose(value, wanted[what], rtol=1e-10, atol=1e-12), (
                     name,

@@ -14,12 +14,12 @@ def keys_and_births(mesh, dram_bytes, folder):
     plan = build_plan(collection.tables, mesh.num_ranks, PlanConfig(memory={"dram": dram_bytes}))
     backings = open_backings(folder, mesh, collection.tables) if dram_bytes else []
     collection.open(plan, mesh, backings=backings)
-    found = collection(share_of(global_batch(0, 8), mesh.rank, mesh.num_ranks))
+    result = collection(share_of(global_batch(0, 8), mesh.rank, mesh.num_ranks))
     collection.discard_batches()
     births = {t.name: collection.rows(t.name, probe_ids()[t.name]) for t in collection.tables}
     for backing in backings:
         backing.close()
-    return list(found), births
+    return list(result), births
 
 
 def test_order_and_births_in_any_world(tmp_path):

@@ -1,4 +1,4 @@
-"""What was wrong in PERSIA (version 1), each with the tests that would catch it here; those that have no better place
+"""Defects of PERSIA (version 1), each with the tests that would catch it here; those that have no better place
 are below. 15 (machine code that shipped wheels left out) is a bench's: `kernels`, against what the memory can
 give; 17 (updates of what is served that nobody sends) is tested where these are."""
 
@@ -164,8 +164,8 @@ def not_finite(mesh: Mesh) -> list[float]:
 def test_what_is_not_finite_is_refused_whole_in_every_step():
     for num_ranks in (1, 2):
         every = [not_finite(Mesh())] if num_ranks == 1 else run_ranks(2, not_finite)
-        for found in every:
-            assert found == pytest.approx([6.0 * num_ranks] * 12), "six whole steps"
+        for result in every:
+            assert result == pytest.approx([6.0 * num_ranks] * 12), "six whole steps"
 
 
 def fitted(run: Path | None, *, max_steps: int | None = None, net: Net | None = None, **settings):
@@ -184,9 +184,9 @@ def test_adam_goes_on_where_it_was(tmp_path):
 def test_evaluation_changes_no_setting_and_no_bit():
     settings = {"max_steps": 8, "row_schedule": {"name": "linear", "warmup_steps": 3}}
     plain, _ = fitted(None, **settings)
-    often, found = fitted(None, evaluate_steps=1, **settings)
+    often, result = fitted(None, evaluate_steps=1, **settings)
     assert_same(plain, often)
-    assert "validation_auc" in found.metrics
+    assert "validation_auc" in result.metrics
 
 
 def test_a_checkpoint_takes_what_its_rows_take(tmp_path):
@@ -195,7 +195,7 @@ def test_a_checkpoint_takes_what_its_rows_take(tmp_path):
     kinds = [Table("user", 4), Table("film", 4, eviction=MaxRowsEviction(rows=10**9))]
     net.inner["rows"] = EmbeddingCollection(kinds, net.collection.declaration.features)
     _, result = fitted(tmp_path, net=net, max_steps=4, checkpoint_steps=2, keep_checkpoints=2)
-    size = sum(each.stat().st_size for each in tmp_path.rglob("*") if each.is_file())
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     rows = sum(len(trained_ids(net.collection, name)) for name in ("user", "film"))
     assert result.outcome.steps == 4 and rows <= 100
     assert size < 300_000, f"{size:,} bytes for {rows} rows"
@@ -208,12 +208,12 @@ def test_memory_follows_rows():
         Table("aged", 64, eviction=AgeEviction(steps=5)),
         Table("any", 64),
     ]
-    collection = EmbeddingCollection(kinds, [Feature(each.name, each.name) for each in kinds])
+    collection = EmbeddingCollection(kinds, [Feature(kind.name, kind.name) for kind in kinds])
     rows = RowOptimizer(collection.open())
     ids = Ids(torch.arange(100) * 2**40)
     for _ in range(3):
-        found = collection(Batch(100, torch.zeros(100, 0), {each.name: ids for each in kinds}))
-        sum(value.sum() for value in found.values()).backward()
+        result = collection(Batch(100, torch.zeros(100, 0), {kind.name: ids for kind in kinds}))
+        sum(value.sum() for value in result.values()).backward()
         rows.step()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 64 * 1024, f"{grown:,} KiB for 300 rows"
@@ -222,8 +222,8 @@ def test_memory_follows_rows():
 def test_a_bound_beyond_the_epoch(tmp_path):
     """Three steps an epoch, read 8 steps early: across epochs, and each as late as it is told."""
     settings = {"batch_size": 200, "epochs": 4, "staleness_steps": 8}
-    whole, found = fitted(tmp_path / "whole", **settings)
-    steps = found.outcome.steps
+    whole, result = fitted(tmp_path / "whole", **settings)
+    steps = result.outcome.steps
     assert steps // 4 < 8 < steps
     missed = sum_lines(read_run(tmp_path / "whole"), "missed")
     assert missed == {**{str(n): 1 for n in range(8)}, "8": steps - 8}
@@ -273,10 +273,10 @@ def big_messages(mesh: Mesh) -> torch.Tensor:
     backward(collection, ids, torch.ones(len(ids), 2) / mesh.num_ranks)
     rows.step()
     births = EmbeddingCollection([table(dtype="float32")], [Feature("item", "item")], seed=2)
-    some = ids[::1000]
-    return births.rows("item", some) - collection.rows("item", some)
+    subset = ids[::1000]
+    return births.rows("item", subset) - collection.rows("item", subset)
 
 
 def test_messages_of_megabytes():
-    for found in run_ranks(2, big_messages):
-        assert torch.allclose(found, torch.ones_like(found), atol=1e-6)
+    for results in run_ranks(2, big_messages):
+        assert torch.allclose(results, torch.ones_like(results), atol=1e-6)

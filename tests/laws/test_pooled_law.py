@@ -39,7 +39,7 @@ def train_and_account(mesh, folder):
 
 @pytest.fixture(scope="module")
 def everyone(tmp_path_factory):
-    """On both of two ranks."""
+    """Results of both of two ranks."""
     return run_ranks(2, train_and_account, tmp_path_factory.mktemp("rows"))
 
 
@@ -57,7 +57,7 @@ def test_world_tiers_and_staleness(everyone):
 
 
 def in_16_bits(mesh):
-    """What was seen by step, and all rows, of rows in 16 bits."""
+    """Return outputs by step and all rows, with rows in 16 bits."""
     return [
         run_exchange(mesh, choice, [9, 0, 1, 13], "bfloat16", 0)[:2]
         for choice in (CHOICES["rows"], MIXED)
@@ -66,11 +66,11 @@ def in_16_bits(mesh):
 
 def test_rows_in_16_bits(everyone):
     """Sums in another order are rounded by the same random bits: the last of some weights differs."""
-    for (seen, rows), (pooled, ours) in (rank[4] for rank in everyone):
-        for step, outputs in enumerate(seen):
+    for (output, rows), (pooled, ours) in (rank[4] for rank in everyone):
+        for step, outputs in enumerate(output):
             bound = 0.05 if step else 1e-5
-            for wanted, found in zip(outputs, pooled[step], strict=True):
-                torch.testing.assert_close(found, wanted, rtol=bound, atol=bound)
+            for wanted, result in zip(outputs, pooled[step], strict=True):
+                torch.testing.assert_close(result, wanted, rtol=bound, atol=bound)
         for name, wanted in rows.items():
             torch.testing.assert_close(ours[name], wanted, rtol=0.02, atol=0.02)
     for name, values in everyone[0][4][1][1].items():
@@ -84,9 +84,9 @@ def accumulate(mesh, choice: Choice):
     batches = (share_of(global_batch(t, 9 + t), mesh.rank, mesh.num_ranks) for t in range(6))
     for step, batch in enumerate(collection.lookahead(batches)):
         outputs = list(collection(batch).values())
-        given = [gradient_like(output, step, mesh.rank, i) for i, output in enumerate(outputs)]
+        gradients = [gradient_like(output, step, mesh.rank, i) for i, output in enumerate(outputs)]
         for _ in range(2 - step % 2):
-            torch.autograd.backward(outputs, given, retain_graph=True)
+            torch.autograd.backward(outputs, gradients, retain_graph=True)
         if step % 2:
             norms.append(float(rows.clip_grad_norm_(2.0)))
             rows.step()
@@ -100,60 +100,60 @@ def rows_accumulate(mesh):
 def test_batches_and_backwards_accumulate_and_are_clipped(everyone):
     wanted = run_ranks(2, rows_accumulate)[0]
     assert min(wanted[0]) > 2.0
-    for norms, found in (rank[1] for rank in everyone):
+    for norms, result in (rank[1] for rank in everyone):
         assert norms == pytest.approx(wanted[0], rel=1e-10)
         for name, values in wanted[1].items():
-            torch.testing.assert_close(found[name], values, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(result[name], values, rtol=1e-10, atol=1e-12)
 
 
 def hold(mesh, choice: Choice = MIXED):
-    """What a batch that was read ahead holds, and its values."""
+    """Return the state of a prefetched batch, and its values."""
     collection = open_collection(mesh, choice, "float64", staleness_steps=1)
     ticket = collection.pipeline.prepare(share_of(global_batch(3, 11), mesh.rank, mesh.num_ranks))
     collection.pipeline.fetch(ticket)
-    held = collection.exchange.prefetched(ticket)
+    stored = collection.exchange.prefetched(ticket)
     values = collection.exchange.values(ticket, collection.backward_handle)
     collection.pipeline.drop(ticket)
-    return held, {name: value.detach() for name, value in values.items()}
+    return stored, {name: value.detach() for name, value in values.items()}
 
 
-def restored(choice: Choice, held, step: int = 3):
+def restored(choice: Choice, stored, step: int = 3):
     """Values of the same batch in a world of one, where nothing is fetched; and what a second checkpoint holds of
     it."""
     collection = open_collection(Mesh(), choice, "float64", staleness_steps=1)
     batch = global_batch(step, 11)
-    ticket = collection.pipeline.prepare(batch, (0, held))  # no step is left before it
+    ticket = collection.pipeline.prepare(batch, (0, stored))  # no step is left before it
     again = collection.exchange.prefetched(ticket)
     return collection.exchange.values(ticket, collection.backward_handle), again
 
 
 def test_what_was_read_ahead_is_read_in_another_world(everyone):
-    held = [rank[2][0] for rank in everyone]
-    found, again = restored(MIXED, held)
-    for name, value in found.items():
+    stored = [rank[2][0] for rank in everyone]
+    result, again = restored(MIXED, stored)
+    for name, value in result.items():
         wanted = torch.cat([rank[2][1][name] for rank in everyone])
         assert torch.equal(wanted, value.detach()), name
-    assert torch.equal(again["pooled.sums"], torch.cat([each["pooled.sums"] for each in held]))
+    assert torch.equal(again["pooled.sums"], torch.cat([item["pooled.sums"] for item in stored]))
     # It is what was held, not what the rows are now.
     other = [
-        {name: value * (2 if value.is_floating_point() else 1) for name, value in each.items()}
-        for each in held
+        {name: value * (2 if value.is_floating_point() else 1) for name, value in item.items()}
+        for item in stored
     ]
     doubled, _ = restored(MIXED, other)
-    assert all(torch.equal(doubled[name], 2 * found[name]) for name in found)
+    assert all(torch.equal(doubled[name], 2 * result[name]) for name in result)
 
 
 @pytest.mark.parametrize("name", ["mixed by table", "rows"])
 def test_rows_that_were_read_ahead_are_summed_by_other_exchanges(everyone, name):
     """A run of bounded staleness goes on with rows pooled at their owners."""
-    held = [rank[3][0] for rank in everyone]
-    found, _ = restored(CHOICES[name], held)
-    for output in found:
+    stored = [rank[3][0] for rank in everyone]
+    result, _ = restored(CHOICES[name], stored)
+    for output in result:
         wanted = torch.cat([rank[3][1][output] for rank in everyone])
-        torch.testing.assert_close(found[output].detach(), wanted, rtol=1e-12, atol=1e-14)
-    doubled = [{k: v * (2 if v.is_floating_point() else 1) for k, v in each.items()} for each in held]  # fmt: skip
+        torch.testing.assert_close(result[output].detach(), wanted, rtol=1e-12, atol=1e-14)
+    doubled = [{k: v * (2 if v.is_floating_point() else 1) for k, v in value.items()} for value in stored]  # fmt: skip
     again, _ = restored(CHOICES[name], doubled)
-    assert all(torch.equal(again[output], 2 * found[output]) for output in found)
+    assert all(torch.equal(again[output], 2 * result[output]) for output in result)
 
 
 @pytest.mark.parametrize("name", ["rows", "pooled"])

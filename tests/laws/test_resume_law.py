@@ -62,16 +62,16 @@ OF_TWO = {
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """By (variant, ranks): the digest of a run never killed."""
-    found: dict = {}
+    """Return the digest of a run that is never killed, by (variant, ranks)."""
+    results: dict = {}
 
     def of(variant: str, num_ranks: int) -> str:
         key = (variant, num_ranks)
-        if key not in found:
+        if key not in results:
             folder = tmp_path_factory.mktemp("undisturbed")
             run_to_end(folder, (VARIANTS | OF_TWO)[variant], num_ranks)
-            found[key] = digest(folder)
-        return found[key]
+            results[key] = digest(folder)
+        return results[key]
 
     return of
 
@@ -96,7 +96,7 @@ def test_killed_at_random_moments(undisturbed, variant, tmp_path):
     chance = random.Random(variant)
     for _ in range(4):
         children = start(tmp_path, VARIANTS[variant])
-        while "started" not in children[0].said():
+        while "started" not in children[0].read_output():
             assert children[0].code is None
             time.sleep(0.001)
         time.sleep(chance.uniform(0.0, 0.5))

@@ -53,19 +53,19 @@ SIZES = [23, 23, 1, 0, 24, 2, 23, 23]
 
 
 def caches(rows: int, staleness: int, policy: str = "lru") -> dict[str, TableCache]:
-    kept = TableCache(rows, row_clock(staleness), policy, 3 if policy == "lookahead" else 0)
-    return {table.name: kept for table in tables()}
+    retained = TableCache(rows, row_clock(staleness), policy, 3 if policy == "lookahead" else 0)
+    return {table.name: retained for table in tables()}
 
 
 def train_with_and_without(mesh):
     plain = train(mesh, sizes=SIZES)
-    some = caches(7, 0)
+    subset = caches(7, 0)
     return plain, [
         train(mesh, sizes=SIZES, caches=caches(1000, 0)),
         train(mesh, sizes=SIZES, caches=caches(7, 0, "lfu"), lookahead=3),
         train(mesh, sizes=SIZES, caches=caches(0, 0), lookahead=0),
         train(mesh, sizes=SIZES, caches=caches(7, 0, "lookahead"), lookahead=1),
-        train(mesh, sizes=SIZES, caches={name: some[name] for name in ("item", "wide")}),
+        train(mesh, sizes=SIZES, caches={name: subset[name] for name in ("item", "wide")}),
     ]
 
 
@@ -106,19 +106,22 @@ class Ones:
         ]
         self.collection = EmbeddingCollection(declared, looked_up, seed=1)
         window = 4 if policy == "lookahead" else 0
-        kept = TableCache(rows, row_clock(staleness, read, write), policy, window)
+        cache = TableCache(rows, row_clock(staleness, read, write), policy, window)
         plan = build_plan(
             declared,
             mesh.num_ranks,
-            PlanConfig(lookahead=depth, cache=cache_settings({"few": kept, "any": kept}, tier)),
+            PlanConfig(
+                lookahead=depth,
+                cache=cache_settings({"few": cache, "any": cache}, tier),
+            ),
         )
         self.collection.open(plan, mesh)
         self.rows = RowOptimizer(self.collection)
         self.used = np.zeros((mesh.num_ranks, self.IDS))
         self.before = []  # `used`, by batch
-        self.asked = {}  # by table and row: the batch that read the copy, the write bound of then
-        self.kept = kept
-        clock = kept.clock
+        self.reads = {}  # by table and row: the batch that read the copy, the write bound of then
+        self.cache = cache
+        clock = cache.clock
         self.slow = [
             SlowDirectory(rows, clock.read_bound, clock.write_bound, policy) for _ in declared
         ]
@@ -126,8 +129,8 @@ class Ones:
         self.random = [np.random.default_rng([seed, rank]) for rank in range(mesh.num_ranks)]
 
     def batches(self, steps):
-        """This rank's, and every rank's ids: {feature: unique ids} by step and rank."""
-        said = []
+        """Return this rank's batches, and every rank's unique ids by step."""
+        drawn_ids = []
         for _ in range(steps):
             drawn = [
                 np.minimum(
@@ -135,14 +138,14 @@ class Ones:
                 )
                 for random in self.random
             ]
-            said.append([np.unique(ids) for ids in drawn])
-        mine = []
-        for step in said:
+            drawn_ids.append([np.unique(ids) for ids in drawn])
+        own_batches = []
+        for step in drawn_ids:
             ids = torch.from_numpy(step[self.mesh.rank])
             bag = Ids(ids, torch.tensor([0, len(ids)]))
             other = Ids(-ids * 7, torch.tensor([0, len(ids)]))
-            mine.append(Batch(1, torch.zeros(1, 0), {"a": bag, "b": other}))
-        return mine, said
+            own_batches.append(Batch(1, torch.zeros(1, 0), {"a": bag, "b": other}))
+        return own_batches, drawn_ids
 
     def change(self, random):
         """Other bounds of one table or both, as of a run that goes on. random: the same on every rank."""
@@ -151,59 +154,59 @@ class Ones:
             staleness = int(random.choice([1, 4, 40]))
             clock = RowClock(read := int(random.integers(0, staleness + 1)), staleness - read)
             if random.integers(4):
-                cached.caches[t] = replace(self.kept, clock=clock)
-                slow.change(self.kept.rows, clock.read_bound, clock.write_bound)
+                cached.caches[t] = replace(self.cache, clock=clock)
+                slow.change(self.cache.rows, clock.read_bound, clock.write_bound)
         apply_planned_bounds(cached)
 
     def run(self, steps, changes=None):
         """Asserts of every read: nothing of one's own is missed, of each other rank s batches at most, nothing twice.
         changes: says after which steps bounds become others, and which. Returns batches by id that were ever
         trained on, and the most that a read missed of all others."""
-        mine, said = self.batches(steps)
+        own_batches, drawn_ids = self.batches(steps)
         used = self.used
         worst = 0
-        for batch, ids_of in zip(self.stream(mine, changes), said, strict=True):
-            found = self.collection(batch)
+        for batch, ids_of in zip(self.stream(own_batches, changes), drawn_ids, strict=True):
+            result = self.collection(batch)
             ids = ids_of[self.mesh.rank]
             self.before.append(used.copy())
             for name, slow, sign in zip("ab", self.slow, (1, -7), strict=True):
-                seen = -found[name].detach().numpy()[:, 0]
+                observed = -result[name].detach().numpy()[:, 0]
                 by_row = slow.step(sorted((ids * sign).tolist())).by_row
                 ages = [by_row[id][2] * (by_row[id][1] == HIT) for id in (ids * sign).tolist()]
                 self.ages.update(age.bit_length() for age in ages)
-                for id, mine, sees in zip(
-                    ids.tolist(), used[self.mesh.rank, ids], seen, strict=True
+                for id, own_use, sees in zip(
+                    ids.tolist(), used[self.mesh.rank, ids], observed, strict=True
                 ):
                     if by_row[id * sign][1] != HIT:
-                        self.asked[name, id] = len(self.before) - 1, slow.write_bound
-                    number, waited = self.asked[name, id]
+                        self.reads[name, id] = len(self.before) - 1, slow.write_bound
+                    number, waited = self.reads[name, id]
                     then = np.delete(self.before[number], self.mesh.rank, 0)[:, id]
                     known = np.maximum(0, then - waited).sum()
-                    assert sees >= mine + known, "what others had sent when the owner was asked"
+                    assert sees >= own_use + known, "what others had sent when the owner was asked"
                 bound = slow.read_bound + slow.write_bound
                 own, every = used[self.mesh.rank, ids], used[:, ids].sum(0)
                 least = own + np.maximum(0, np.delete(used, self.mesh.rank, 0)[:, ids] - bound).sum(
                     0
                 )
-                assert (seen <= every).all(), "I2: more than was"
-                assert (seen >= own).all(), "I3: a rank's own batches"
-                assert (seen >= least).all(), "I4: at most s of each other rank"
-                worst = max(worst, float((every - seen).max(initial=0)))
-            sum(output.sum() for output in found.values()).backward()
+                assert (observed <= every).all(), "I2: more than was"
+                assert (observed >= own).all(), "I3: a rank's own batches"
+                assert (observed >= least).all(), "I4: at most s of each other rank"
+                worst = max(worst, float((every - observed).max(initial=0)))
+            sum(output.sum() for output in result.values()).backward()
             self.rows.step()
-            for rank, theirs in enumerate(ids_of):
-                used[rank, theirs] += 1
+            for rank, peer_ids in enumerate(ids_of):
+                used[rank, peer_ids] += 1
         counted = self.collection.cached.ages
         assert {kind: rows for kind, rows in enumerate(counted) if rows} == dict(self.ages)
         return used.sum(0), worst
 
     def stream(self, batches, changes=None):
         """Through lookaheads that are closed early: with batches prepared, and the last time with one read, too."""
-        first, most = 0, len(batches)
-        ends = [most // 3, most // 2]
+        first, limit = 0, len(batches)
+        ends = [limit // 3, limit // 2]
         if changes is not None:
-            ends = [step for step in range(1, most) if changes.random() < 0.2]
-        for last in (*ends, most):
+            ends = [step for step in range(1, limit) if changes.random() < 0.2]
+        for last in (*ends, limit):
             if first and changes is not None:
                 self.change(changes)
             with self.collection.lookahead(batches[first:]) as ahead:
@@ -213,8 +216,8 @@ class Ones:
                     next(ahead, None)
             first = last
 
-    def held(self):
-        """Collective: by id, what the owners' rows have counted."""
+    def stored_rows(self):
+        """Return the counts in the owners' rows, by id. Collective."""
         ids = torch.arange(self.IDS)
         return [
             -self.collection.rows("few", ids)[:, 0].numpy(),
@@ -226,7 +229,7 @@ BOUNDS = [(0, None), (1, None), (3, 0), (3, 3), (10, 4), (1000, None)]
 
 
 def count_batches(mesh, cases, steps):
-    """By case, the most that a read missed of so many steps' batches."""
+    """Return by case the most updates that a read missed."""
     missed = []
     for staleness, read, rows, policy, depth, tier in cases:
         world = Ones(
@@ -234,22 +237,22 @@ def count_batches(mesh, cases, steps):
         )
         total, worst = world.run(steps)
         with world.rows.synchronized_view():
-            for held in world.held():
-                assert np.array_equal(held, total), "I1: every batch once"
+            for stored in world.stored_rows():
+                assert np.array_equal(stored, total), "I1: every batch once"
             world.collection.eval()
             every = torch.arange(world.IDS)
             bag = torch.tensor([0, len(every)])
             batch = Batch(1, torch.zeros(1, 0), {"a": Ids(every, bag), "b": Ids(-every * 7, bag)})
-            for seen in world.collection(batch).values():
-                assert np.array_equal(-seen.detach()[:, 0].numpy(), total), "evaluation sees all"
+            for output in world.collection(batch).values():
+                assert np.array_equal(-output.detach()[:, 0].numpy(), total), "evaluation sees all"
             world.collection.train()
-        after = world.held()
+        after = world.stored_rows()
         more, _ = world.run(steps // 3)  # goes on as if nobody had looked
-        for held, before in zip(world.held(), after, strict=True):
-            assert (held <= more).all()
-            assert (held >= before).all()
+        for stored, before in zip(world.stored_rows(), after, strict=True):
+            assert (stored <= more).all()
+            assert (stored >= before).all()
         with world.rows.synchronized_view():
-            assert all(np.array_equal(held, more) for held in world.held())
+            assert all(np.array_equal(stored, more) for stored in world.stored_rows())
         missed.append(worst)
     return missed
 
@@ -284,8 +287,8 @@ def count_batches_by_changing_bounds(mesh, cases, steps):
         world = Ones(mesh, staleness, rows, policy=policy, depth=depth, seed=seed)
         total, _ = world.run(steps, np.random.default_rng(seed))
         with world.rows.synchronized_view():
-            for held in world.held():
-                assert np.array_equal(held, total), "I1: every batch once"
+            for stored in world.stored_rows():
+                assert np.array_equal(stored, total), "I1: every batch once"
         counts, copies = world.collection.cached.counts, world.collection.cached.cached_rows
         waiting = sum(int(ticks.sum()) for ticks in copies.num_pending)
         assert counts.ticks + waiting == counts.hits + counts.misses + counts.lease_over
@@ -304,8 +307,8 @@ def test_reads_miss_no_more_than_the_bounds_that_a_run_goes_on_with(num_ranks, s
 def begin_while_settled(mesh):
     """Batches and moments that begin inside of a settled one are refused; then it goes on."""
     world = Ones(mesh, 6, 9)
-    mine, _ = world.batches(3)
-    ahead = world.collection.lookahead(mine)
+    own_batches, _ = world.batches(3)
+    ahead = world.collection.lookahead(own_batches)
     sum(output.sum() for output in world.collection(next(ahead)).values()).backward()
     world.rows.step()
     with world.rows.synchronized_view():
@@ -314,7 +317,7 @@ def begin_while_settled(mesh):
                 call()
         ahead.close()
     world.collection.discard_batches()
-    with world.collection.lookahead(mine[1:]) as ahead:
+    with world.collection.lookahead(own_batches[1:]) as ahead:
         assert next(ahead).size == 1
 
 
@@ -323,17 +326,17 @@ def test_nothing_begins_while_rows_are_settled():
 
 
 @pytest.mark.parametrize(
-    "given", [(-5,), (2.5,), (True,), ("4",), (4, -1), (4, 1.5), (4, None, 2.0)]
+    "bound", [(-5,), (2.5,), (True,), ("4",), (4, -1), (4, 1.5), (4, None, 2.0)]
 )
-def test_bounds_are_whole_numbers(given):
+def test_bounds_are_whole_numbers(bound):
     with pytest.raises(ConfigError, match=r"row_clock: got .*, wanted 0 or more batches"):
-        row_clock(*given)
+        row_clock(*bound)
     assert row_clock(np.int64(5)) == RowClock(2, 3)
 
 
 def beside_tables_that_are_cut(mesh):
-    """By sharding of a table without copies: the rows of one with copies, and of that table, after a few steps."""
-    found = []
+    """Return the rows of a cached table and of an uncached one after a few steps, by sharding of the latter."""
+    results = []
     hot = replace(row_wise(2), hot=build_hot_rows([0, 3], 2))
     for sharding in (row_wise(2), hot, column_wise([0, 1])):
         declared = [
@@ -341,12 +344,12 @@ def beside_tables_that_are_cut(mesh):
             Table("kept", 2, rows=9, optimizer=SGD(lr=0.1, momentum=0.9), dtype="float64"),
         ]
         collection = EmbeddingCollection(declared, [Feature(t.name, t.name) for t in declared])
-        kept = {"kept": TableCache(9, row_clock(6))}
+        retained = {"kept": TableCache(9, row_clock(6))}
         collection.open(
             build_plan(
                 declared,
                 2,
-                PlanConfig(cache=cache_settings(kept), tables={"cut": {"sharding": sharding}}),
+                PlanConfig(cache=cache_settings(retained), tables={"cut": {"sharding": sharding}}),
             ),
             mesh,
         )
@@ -356,12 +359,12 @@ def beside_tables_that_are_cut(mesh):
             sum(output.square().sum() for output in collection(coming).values()).backward()
             rows.step()
         with rows.synchronized_view():
-            found.append([collection.rows(t.name, torch.arange(9)) for t in declared])
-    return found
+            results.append([collection.rows(t.name, torch.arange(9)) for t in declared])
+    return results
 
 
 def test_other_tables_may_be_cut_or_have_hot_rows():
-    """What waits at copies is applied by the rules of its own table, however many parts others are cut into."""
+    """Pending gradients of cached rows are applied by their own table's rules, however others are cut."""
     for whole, *others in run_simulated(World(ranks_per_host=2), beside_tables_that_are_cut):
         for rows in others:
             torch.testing.assert_close(rows, whole, rtol=1e-12, atol=0)
@@ -384,44 +387,47 @@ def gathering(mesh, batches, caches):
     """Rank 0 alone uses row 1 of each table, once a batch, with these gradients; what it read, by batch and table; then
     the owners' rows, with and without what waits."""
     declared = [
-        Table(f"t{i}", 3, rows=4, optimizer=each, dtype="float64")
-        for i, each in enumerate(OPTIMIZERS)
+        Table(f"t{i}", 3, rows=4, optimizer=optimizer, dtype="float64")
+        for i, optimizer in enumerate(OPTIMIZERS)
     ]
     collection = EmbeddingCollection(
         declared, [Feature(t.name, t.name, pooling="sequence") for t in declared]
     )
-    kept = {t.name: caches for t in declared} if caches else None
+    retained = {t.name: caches for t in declared} if caches else None
     collection.open(
-        build_plan(declared, mesh.num_ranks, PlanConfig(cache=cache_settings(kept))), mesh
+        build_plan(declared, mesh.num_ranks, PlanConfig(cache=cache_settings(retained))), mesh
     )
-    rows, seen = RowOptimizer(collection), []
+    rows, outputs = RowOptimizer(collection), []
     count = int(mesh.rank == 0)
     ids = Ids(torch.ones(count, dtype=torch.int64), torch.tensor([0, count]))
     stream = (Batch(1, torch.zeros(1, 0), {t.name: ids for t in declared}) for _ in batches)
     for batch, gradient in zip(collection.lookahead(stream), batches, strict=True):
-        found = collection(batch)
-        seen.append([found[t.name].detach().clone() for t in declared])
-        sum((found[t.name] * gradient).sum() for t in declared).backward()
+        result = collection(batch)
+        outputs.append([result[t.name].detach().clone() for t in declared])
+        sum((result[t.name] * gradient).sum() for t in declared).backward()
         rows.step()
     one = torch.tensor([1])
-    held = [collection.rows(t.name, one) for t in declared]
+    stored = [collection.rows(t.name, one) for t in declared]
     with rows.synchronized_view():
-        return seen, held, [collection.rows(t.name, one) for t in declared]
+        return outputs, stored, [collection.rows(t.name, one) for t in declared]
 
 
 def test_gathered_gradients_are_one_step_of_their_sum():
-    """At the owner, of every optimizer; the rank that gathers sees a step for each of its batches at once."""
+    """Owners apply one step of the sum, with every optimizer; the rank that gathers sees a step for each of its batches
+    at once."""
     random = torch.Generator().manual_seed(2)
     gradients = [torch.randn(3, generator=random, dtype=torch.float64) for _ in range(7)]
     single, first, _ = gathering(Mesh(), gradients, None)
     _, _, summed = gathering(Mesh(), [sum(gradients[:4])], None)
     _, _, again = gathering(Mesh(), [sum(gradients[:4]), sum(gradients[4:])], None)
-    seen, held, settled = run_ranks(2, gathering, gradients, TableCache(4, row_clock(103, 100)))[0]
-    for batch, mine in zip(single, seen, strict=True):
-        for one, other in zip(batch, mine, strict=True):
+    output, stored, settled = run_ranks(
+        2, gathering, gradients, TableCache(4, row_clock(103, 100))
+    )[0]
+    for batch, own in zip(single, output, strict=True):
+        for one, other in zip(batch, own, strict=True):
             assert torch.equal(one, other)  # the copy: a step a batch
     for t in range(len(OPTIMIZERS)):
-        torch.testing.assert_close(held[t], summed[t], rtol=1e-12, atol=1e-14)  # sent after four
+        torch.testing.assert_close(stored[t], summed[t], rtol=1e-12, atol=1e-14)  # sent after four
         torch.testing.assert_close(settled[t], again[t], rtol=1e-12, atol=1e-14)
     assert not all(torch.allclose(one, other) for one, other in zip(settled, first, strict=True))
 
@@ -443,19 +449,19 @@ def run_on(mesh, folder, epochs, staleness):
     try:
         outcome = run.train()
         collection, ids = run.trainer.collection, torch.arange(50)
-        held = collection.rows("C1", ids)
+        stored = collection.rows("C1", ids)
         with run.trainer.rows.synchronized_view():
             every = [collection.rows("C1", ids), collection.rows("C2", torch.arange(900))]
         number = 0 if collection.cached is None else collection.cached.number
-        return every, held, run.summary(outcome)["metrics"], number
+        return every, stored, run.summary(outcome)["metrics"], number
     finally:
         run.close()
 
 
 def test_checkpoints_have_all_that_waits_and_go_on_with_other_bounds(tmp_path):
-    every, held, metrics, number = run_ranks(2, run_on, tmp_path / "run", 1, 9)[0]
+    every, stored, metrics, number = run_ranks(2, run_on, tmp_path / "run", 1, 9)[0]
     assert number == 15
-    assert not torch.equal(every[0], held)  # something waited
+    assert not torch.equal(every[0], stored)  # something waited
     shutil.copytree(tmp_path / "run", tmp_path / "other")
     *_, gone_on = run_ranks(2, run_on, tmp_path / "other", 2, 3)[0]
     assert gone_on == 30  # the copies were taken up: they count from where they were
@@ -497,20 +503,20 @@ def go_on_and_be_cut(mesh, folder):
         "whole": [(8, {}), (16, lower), (30, higher)],
         "cut": [(8, {}), (9, lower | on_device), (16, lower), (22, higher | on_device), (30, higher)],
     }  # fmt: skip
-    return {name: run_parts(mesh, folder / name, each) for name, each in parts.items()}
+    return {name: run_parts(mesh, folder / name, part) for name, part in parts.items()}
 
 
 def test_a_run_that_goes_on_with_other_bounds_can_be_cut_anywhere(tmp_path):
     """Bits are the same wherever copies lie."""
-    found = run_ranks(2, go_on_and_be_cut, tmp_path)[0]
-    for one, same in zip(found["whole"][0], found["cut"][0], strict=True):
+    results = run_ranks(2, go_on_and_be_cut, tmp_path)[0]
+    for one, same in zip(results["whole"][0], results["cut"][0], strict=True):
         assert torch.equal(one, same)
-    assert {each[2] for each in found.values()} == {(3, 4)}
-    assert 0 < found["whole"][1] <= 4
+    assert {result[2] for result in results.values()} == {(3, 4)}
+    assert 0 < results["whole"][1] <= 4
 
 
 def go_on_with_other_bounds(mesh, folder):
-    found = {}
+    results = {}
     changes = {
         "as it was": {}, "lower": {"plan.cache.staleness": 3}, "zero": {"plan.cache.staleness": 0},
         "none": {"plan.cache": None},
@@ -520,38 +526,38 @@ def go_on_with_other_bounds(mesh, folder):
         shutil.copytree(folder / "begun", folder / name)
     mesh.all_gather_bytes("control", b"copied")
     for name, settings in changes.items():
-        found[name] = run_parts(mesh, folder / name, [(13, settings)])
-    found["late again"] = run_parts(
+        results[name] = run_parts(mesh, folder / name, [(13, settings)])
+    results["late again"] = run_parts(
         mesh, folder / "again", [(12, {"plan.cache.staleness": 0}), (13, {})]
     )
-    return found
+    return results
 
 
 def test_lower_bounds_of_a_run_that_goes_on_hold_at_once(tmp_path):
     """No more waits at a copy than they allow, whether it was used since or not; at 0 it is a run without copies.
     Copies of a run whose bound was 0 are not taken up: nobody trained them."""
-    found = run_ranks(2, go_on_with_other_bounds, tmp_path)[0]
-    waiting = {name: each[1] for name, each in found.items()}
+    results = run_ranks(2, go_on_with_other_bounds, tmp_path)[0]
+    waiting = {name: result[1] for name, result in results.items()}
     assert waiting["as it was"] > 2 >= waiting["lower"] > waiting["zero"] == 0
     assert waiting["late again"] == 1
-    for one, same in zip(found["zero"][0], found["none"][0], strict=True):
+    for one, same in zip(results["zero"][0], results["none"][0], strict=True):
         assert torch.equal(one, same)
 
 
 def leave_one_out(mesh):
-    """What is said; then it goes on."""
+    """Return the error; then training continues."""
     world = Ones(mesh, 6, 9)
-    mine, _ = world.batches(4)
+    own_batches, _ = world.batches(4)
 
     def late_on_one_rank():
         """Give the next batch when the first has been left out here, and long before that on other ranks."""
-        for number, batch in enumerate(mine):
+        for number, batch in enumerate(own_batches):
             time.sleep(0.3 if number and mesh.rank else 0.0)
             yield batch
 
     with world.collection.lookahead(late_on_one_rank()) as ahead:
         next(ahead)
-        with pytest.raises(RuntimeError) as said:
+        with pytest.raises(RuntimeError) as error:
             next(ahead)
     world = Ones(mesh, 6, 9, seed=1)
     total, _ = world.run(9)
@@ -565,39 +571,41 @@ def leave_one_out(mesh):
     fresh = Ones(mesh, 6, 9)
     load_rows(fresh.collection, "few", torch.zeros(3, 2))  # nobody has a copy yet
     with world.rows.synchronized_view():
-        return str(said.value), [np.array_equal(held, total) for held in world.held()]
+        return str(error.value), [np.array_equal(stored, total) for stored in world.stored_rows()]
 
 
 def test_a_batch_that_is_left_out_is_said_and_what_copies_would_not_see_is_refused():
-    for said, held in run_ranks(2, leave_one_out):
-        assert "one was left out" in said
-        assert held == [True, True]
+    for text, stored in run_ranks(2, leave_one_out):
+        assert "one was left out" in text
+        assert stored == [True, True]
 
 
 def go_on_after(mesh, staleness, reads):
     """Batches of which one is read and never stepped, others follow, and the remedy that is said: bits of all rows, and
     of a run that never read it."""
-    found = []
+    results = []
     for reads_it in (True, False):
         world = Ones(mesh, staleness, 9)
-        mine, _ = world.batches(8)
-        for part in (mine[:3], mine[4:]):
-            ahead = world.collection.lookahead([*part, mine[3]] if part[0] is mine[0] else part)
+        own_batches, _ = world.batches(8)
+        for part in (own_batches[:3], own_batches[4:]):
+            ahead = world.collection.lookahead(
+                [*part, own_batches[3]] if part[0] is own_batches[0] else part
+            )
             with ahead:
                 for _ in part:
                     outputs = world.collection(next(ahead))
                     sum(output.sum() for output in outputs.values()).backward()
                     world.rows.step()
-                if reads_it and part[0] is mine[0]:
+                if reads_it and part[0] is own_batches[0]:
                     world.collection(next(ahead))
-            if reads_it and part[0] is mine[0]:
+            if reads_it and part[0] is own_batches[0]:
                 for _ in range(reads):  # nothing is left behind by what is refused
                     with pytest.raises(RuntimeError, match=r"collection\.discard_batches\(\)"):
-                        world.collection(mine[4])
+                        world.collection(own_batches[4])
                 world.collection.discard_batches()
         with world.rows.synchronized_view():
-            found.append(world.held())
-    return found
+            results.append(world.stored_rows())
+    return results
 
 
 def test_after_a_batch_that_was_read_and_never_stepped_the_remedy_works():
@@ -609,20 +617,20 @@ def test_after_a_batch_that_was_read_and_never_stepped_the_remedy_works():
 def lose_letters(mesh):
     """Batches that do not come to their owners leave nothing behind: nothing is lost."""
     world = Ones(mesh, 10, 12)
-    mine, _ = world.batches(2)
+    own_batches, _ = world.batches(2)
     sent = exchange.exchange_messages
 
     def lost(*_):
         raise OSError("the letters")
 
     exchange.exchange_messages = lost
-    for batch in mine:
+    for batch in own_batches:
         with pytest.raises(OSError, match="the letters"):
             world.collection(batch)
     exchange.exchange_messages = sent
     total, _ = world.run(20)
     with world.rows.synchronized_view():
-        return [np.array_equal(held, total) for held in world.held()]
+        return [np.array_equal(stored, total) for stored in world.stored_rows()]
 
 
 def test_what_was_asked_and_not_answered_is_taken_back():
@@ -630,15 +638,15 @@ def test_what_was_asked_and_not_answered_is_taken_back():
 
 
 def forget_a_batch(mesh):
-    """What was counted before a batch is read and forgotten, and after."""
+    """Return the counts before and after a batch is read and dropped."""
     world = Ones(mesh, 6, 9, read=0)
-    mine, _ = world.batches(4)
-    with world.collection.lookahead(mine[:3]) as ahead:
+    own_batches, _ = world.batches(4)
+    with world.collection.lookahead(own_batches[:3]) as ahead:
         for batch in ahead:
             sum(output.sum() for output in world.collection(batch).values()).backward()
             world.rows.step()
     before = asdict(world.collection.cached.counts)
-    with world.collection.lookahead(mine[3:]) as ahead:
+    with world.collection.lookahead(own_batches[3:]) as ahead:
         world.collection(next(ahead))
     world.collection.discard_batches()
     return before, asdict(world.collection.cached.counts)

@@ -111,17 +111,17 @@ def own_data(number):
 
 
 def trained(mesh, name, servers, **more):
-    """What a rank has at the end: rows and metrics are everybody's, the dense network the trainers'."""
+    """Return a rank's results: rows and metrics of all ranks, and the dense network on trainers."""
     model, data = own_model.Net("float64", optimizer=Adam(lr=0.05)), own_model.splits()
     if name == "own data":
         world = mesh.world.with_servers(servers)
         data = own_data(None if world.is_server(mesh.rank) else world.trainers.index(mesh.rank))
-    found = fit(model, data, mesh=mesh, servers=servers, **(BASE | more | CASES[name]))
-    outcome = found.outcome
+    result = fit(model, data, mesh=mesh, servers=servers, **(BASE | more | CASES[name]))
+    outcome = result.outcome
     return {
         "rows": own_model.rows_of(model),
         "dense": model.bias.state_dict(),
-        "metrics": found.metrics,
+        "metrics": result.metrics,
         "outcome": (outcome.steps, outcome.samples, outcome.stopped_early, outcome.best_step),
         "num_rows": sum(model.collection.store.num_rows(t) for t in range(2)),
         "dense_bytes": model.collection.mesh.traffic.bytes_of("dense"),
@@ -130,7 +130,7 @@ def trained(mesh, name, servers, **more):
 
 @cache
 def with_a_server(name):
-    """What each of two trainers and a server has at the end of a case."""
+    """Return the results of two trainers and a server in a case."""
     return run_ranks(3, trained, name, 1)
 
 
@@ -150,15 +150,15 @@ def test_two_trainers_and_a_server_train_what_two_ranks_train(name):
     # Norms and pooled sums are added up owner by owner.
     is_exact = name not in ("pooled", "partials", "towers", "tower_rows", "decisions")
     exact = {"rtol": 0, "atol": 0} if is_exact else {"rtol": 1e-11, "atol": 1e-13}
-    for found in (one, two, server):
-        torch.testing.assert_close(found["rows"], wanted["rows"], **exact)
-        assert found["outcome"][0] == wanted["outcome"][0]
-        assert found["outcome"][2:] == wanted["outcome"][2:]
-        assert list(found["metrics"]) == list(wanted["metrics"])
+    for result in (one, two, server):
+        torch.testing.assert_close(result["rows"], wanted["rows"], **exact)
+        assert result["outcome"][0] == wanted["outcome"][0]
+        assert result["outcome"][2:] == wanted["outcome"][2:]
+        assert list(result["metrics"]) == list(wanted["metrics"])
         for metric, value in wanted["metrics"].items():
-            assert found["metrics"][metric] == pytest.approx(value, rel=1e-11, nan_ok=True)
-    for found in (one, two):
-        torch.testing.assert_close(found["dense"], wanted["dense"], **exact)
+            assert result["metrics"][metric] == pytest.approx(value, rel=1e-11, nan_ok=True)
+    for result in (one, two):
+        torch.testing.assert_close(result["dense"], wanted["dense"], **exact)
     assert server["outcome"][1] == 0  # samples
     assert one["outcome"][1] == wanted["outcome"][1]
     assert one["dense_bytes"] == wanted["dense_bytes"] and not server["dense_bytes"]
@@ -169,13 +169,13 @@ def test_two_trainers_and_a_server_train_what_two_ranks_train(name):
     "name", by_default(name for name in CASES if name not in ("own data", "coded"))
 )
 def test_and_what_one_rank_trains(name):
-    found = with_a_server(name)[0]
+    result = with_a_server(name)[0]
     wanted = trained(Mesh(), name, 0)
     close = {"rtol": 1e-10, "atol": 1e-12}
-    torch.testing.assert_close(found["rows"], wanted["rows"], **close)
-    torch.testing.assert_close(found["dense"], wanted["dense"], **close)
+    torch.testing.assert_close(result["rows"], wanted["rows"], **close)
+    torch.testing.assert_close(result["dense"], wanted["dense"], **close)
     for metric, value in wanted["metrics"].items():
-        assert math.isclose(found["metrics"][metric], value, rel_tol=1e-9)
+        assert math.isclose(result["metrics"][metric], value, rel_tol=1e-9)
 
 
 ON_HOSTS = ("rows", "uneven", "ahead", "coded", "pooled", "decisions")
@@ -193,19 +193,19 @@ def test_two_trainers_and_a_server_on_each_of_two_hosts(tmp_path):
     without = run_ranks(4, on_hosts, tmp_path, 0, ranks_per_host=2, timeout=500)
     with_servers = run_ranks(6, on_hosts, tmp_path, 1, ranks_per_host=3, timeout=500)
     wanted, runs, _, tables = without[0]
-    for number, (cases, halves, decided_on, found) in enumerate(with_servers):
-        for name, each in cases.items():
+    for number, (cases, halves, decided_on, result) in enumerate(with_servers):
+        for name, case in cases.items():
             is_exact = name not in ("pooled", "decisions")
             close = {"rtol": 0, "atol": 0} if is_exact else {"rtol": 1e-11, "atol": 1e-13}
-            torch.testing.assert_close(each["rows"], wanted[name]["rows"], **close)
-            assert each["outcome"][0] == wanted[name]["outcome"][0]
+            torch.testing.assert_close(case["rows"], wanted[name]["rows"], **close)
+            assert case["outcome"][0] == wanted[name]["outcome"][0]
             is_server = number in (2, 5)
-            assert (each["num_rows"] > 0) == is_server == (each["dense_bytes"] == 0)
+            assert (case["num_rows"] > 0) == is_server == (case["dense_bytes"] == 0)
             if not is_server:
-                torch.testing.assert_close(each["dense"], wanted[name]["dense"], **close)
+                torch.testing.assert_close(case["dense"], wanted[name]["dense"], **close)
         assert decided_on == without[0][2] == (5, 1, True)
         assert halves[0]["metrics"] == runs[0]["metrics"]
-        torch.testing.assert_close(found, tables, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(result, tables, rtol=1e-10, atol=1e-12)
     run_ranks(4, run_until, tmp_path / "half-1", 20, 0, ranks_per_host=2)
     for name in ("whole-1", "half-0", "half-1"):
         assert digest(tmp_path / name) == digest(tmp_path / "whole-0"), name
@@ -237,23 +237,24 @@ def run_until(mesh, folder, step, servers):
 
 def on_disk(mesh, folder, servers):
     """A whole run, half a run, and the other half of what others have left."""
-    found = [run_until(mesh, folder / f"whole-{servers}", 20, servers)]
+    results = [run_until(mesh, folder / f"whole-{servers}", 20, servers)]
     if (folder / f"half-{1 - servers}").exists():
-        found.append(run_until(mesh, folder / f"half-{1 - servers}", 20, servers))
-    found.append(run_until(mesh, folder / f"half-{servers}", 9, servers))
-    return found
+        results.append(run_until(mesh, folder / f"half-{1 - servers}", 20, servers))
+    results.append(run_until(mesh, folder / f"half-{servers}", 9, servers))
+    return results
 
 
 def decided(mesh, servers):
-    """What comes of a run whose second rank meets a NaN in step 3, and whose last is asked to stop after that."""
+    """Return the outcome of a run whose second rank meets a NaN in step 3, and whose last is asked to stop after
+    that."""
     settings = {"plan.servers": servers, "train.on_non_finite": "skip", "train.evaluate_steps": 4}
     config = override_settings(build_config(CONFIG), settings)
     run = open_run(config, mesh, None, data=poisoned(3) if mesh.rank == 1 else opened(config))
-    told, run.trainer.evaluate = run.trainer.evaluate, lambda source: ask(source)
+    evaluate, run.trainer.evaluate = run.trainer.evaluate, lambda source: ask(source)
 
     def ask(source):
         run.trainer.stop_requested = mesh.rank == mesh.num_ranks - 1
-        return told(source)
+        return evaluate(source)
 
     outcome = run.train()
     return outcome.steps, outcome.skipped, outcome.stopped
@@ -273,14 +274,14 @@ def begun(mesh):
         before.append(len(updates))
         return evaluate(source)
 
-    def heard(mesh, own):
+    def notify(mesh, own):
         at.append(len(updates))
         return notify_servers(mesh, own)
 
     run.trainer.evaluate = watched
     with pytest.MonkeyPatch.context() as patch:
         for module in (trainer, embedding):
-            patch.setattr(module, "notify_servers", heard)
+            patch.setattr(module, "notify_servers", notify)
         run.train()
     return before, at
 
@@ -309,7 +310,7 @@ def test_the_first_server_tells_of_rows(whole_runs):
 
 
 def halves(mesh, folder):
-    """With a server: the other half of what two ranks have left, and half a run."""
+    """Train with a server: the second half of a run of two ranks, and half a run."""
     return [
         run_until(mesh, folder / "half-0", 20, 1)["steps"],
         run_until(mesh, folder / "half-1", 9, 1)["steps"],
@@ -329,11 +330,11 @@ def test_checkpoints_go_from_ranks_with_servers_to_ranks_without_and_back(whole_
     metrics = of_trainer["metrics"]
     assert metrics == of_server["metrics"]
     read = open_run(load_run_config(folder / "whole-1"), Mesh(), folder / "whole-1", read_only=True)
-    found = read.trainer.evaluate(
+    result = read.trainer.evaluate(
         read.trainer.data.test
     )  # one process reads what servers have left
     read.close()
-    assert found["auc"] == pytest.approx(metrics["test_auc"], abs=1e-4)
+    assert result["auc"] == pytest.approx(metrics["test_auc"], abs=1e-4)
 
 
 def retrieved(mesh, servers):
@@ -359,8 +360,8 @@ def retrieved(mesh, servers):
 
 def test_candidates_of_a_retrieval_model_are_those_of_the_trainers():
     _, _, tables = retrieval.train(Mesh(), "two_tower", sizes=(8, 2, 7))
-    for found in (*run_ranks(2, retrieved, 0), *run_ranks(3, retrieved, 1)):
-        torch.testing.assert_close(found, tables, rtol=1e-10, atol=1e-12)
+    for results in (*run_ranks(2, retrieved, 0), *run_ranks(3, retrieved, 1)):
+        torch.testing.assert_close(results, tables, rtol=1e-10, atol=1e-12)
 
 
 def test_nan_and_a_wish_to_stop_are_heard_by_all():
@@ -385,7 +386,7 @@ def sharding_of(constraint: Constraint) -> Sharding:
 
 def counted(mesh):
     """Return this rank's bytes of all steps by (channel, link), for each case, in a loop of one's own."""
-    found = {}
+    results = {}
     for case, forced in FORCED.items():
         alone = replace(with_servers(mesh, 1), traffic=Traffic())
         collection = EmbeddingCollection(TABLES, FEATURES)
@@ -394,27 +395,29 @@ def counted(mesh):
             alone.world,
             PlanConfig(
                 tables=by_table(
-                    sharding={name: sharding_of(said) for name, said in forced.items()},
-                    exchange={name: said.exchange for name, said in forced.items()},
+                    sharding={name: sharding_of(constraint) for name, constraint in forced.items()},
+                    exchange={name: constraint.exchange for name, constraint in forced.items()},
                 )
             ),
         )
         collection.open(plan, alone)
         rows, size = RowOptimizer(collection), 0 if alone.is_server else SIZE // 2
-        mine = (batch_of(1000 + 2 * t + alone.trainers.rank, "spread", size) for t in range(STEPS))
-        for batch in collection.lookahead(mine):
+        own_batches = (
+            batch_of(1000 + 2 * t + alone.trainers.rank, "spread", size) for t in range(STEPS)
+        )
+        for batch in collection.lookahead(own_batches):
             sum(value.sum() for value in collection(batch).values()).backward()
             rows.step()
-        found[case] = dict(alone.traffic.sent_bytes)
-    return found
+        results[case] = dict(alone.traffic.sent_bytes)
+    return results
 
 
 def test_bytes_are_foretold_for_trainers_and_servers():
     everyone = run_ranks(4, counted, ranks_per_host=2)
     sampled = profile_batches(TABLES, FEATURES, [batch_of(step, "spread") for step in range(30)])
     loads = build_table_loads(TABLES, FEATURES, sampled, WORLD, batch_size=SIZE, last_batch=100)
-    for case, said in FORCED.items():
-        forced = {table.name: said.get(table.name, DEALT) for table in TABLES}
+    for case, text in FORCED.items():
+        forced = {table.name: text.get(table.name, DEALT) for table in TABLES}
         choice = choose(loads, WORLD, forced=forced)
         for channel in CHANNELS:
             for link in ("local", "remote"):
@@ -428,9 +431,9 @@ def test_tables_are_chosen_places_on_servers_alone():
         world = World(num_hosts=2, ranks_per_host=4, servers_per_host=servers)
         loads = build_table_loads(TABLES, FEATURES, sampled, world, batch_size=SIZE, last_batch=100)
         for table in choose(loads, world).tables:
-            for each in (table.chosen, *table.others):
-                assert set(each.sharding.ranks) <= set(world.servers)
-                assert each.exchange != "replicated"
+            for other in (table.chosen, *table.others):
+                assert set(other.sharding.ranks) <= set(world.servers)
+                assert other.exchange != "replicated"
 
 
 def test_numbers_that_cannot_be_are_refused():

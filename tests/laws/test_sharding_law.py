@@ -1,4 +1,4 @@
-"""At one number of ranks every sharding trains the same bits, and they are those of one rank, to rounding."""
+"""Shardings train the same bits on one number of ranks, and those of one rank to rounding."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def train_sharded(mesh, folder):
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_every_sharding_trains_the_same_bits(num_ranks, tmp_path):
     wanted = train(Mesh(), sizes=SIZES)
-    for found in run_ranks(num_ranks, train_sharded, tmp_path):
-        assert_close(wanted, found["row_wise"], rtol=1e-10)
-        for name, trained in found.items():
+    for results in run_ranks(num_ranks, train_sharded, tmp_path):
+        assert_close(wanted, results["row_wise"], rtol=1e-10)
+        for name, trained in results.items():
             print("sharding", name)
-            assert_same_bits(found["row_wise"], trained)
+            assert_same_bits(results["row_wise"], trained)
 
 
 def train_stale(mesh, folder):
@@ -71,5 +71,5 @@ def train_stale(mesh, folder):
 
 def test_every_sharding_reads_as_late(tmp_path):
     for wanted, *others in run_ranks(2, train_stale, tmp_path):
-        for found in others:
-            assert_same_bits(wanted, found)
+        for result in others:
+            assert_same_bits(wanted, result)

@@ -61,36 +61,38 @@ def batch_of(step: int, first: int = 0, last: int = SIZE) -> Batch:
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
     ids = torch.randint(-(2**63), 2**63 - 1, (int(ends[-1]),), generator=random)
     weights = torch.rand(len(ids), generator=random, dtype=torch.float64)
-    mine, offsets = slice(int(ends[first]), int(ends[last])), ends[first : last + 1] - ends[first]
+    own, offsets = slice(int(ends[first]), int(ends[last])), ends[first : last + 1] - ends[first]
     one = torch.tensor([-1, 2**63 - 1, -(2**63), 0, step, 5])[first:last]
-    bags = {name: Ids(ids[mine], offsets) for name in ("sum", "mean", "past")}
-    bags |= {"one": Ids(one), "root": Ids(ids[mine], offsets, weights[mine])}
+    bags = {name: Ids(ids[own], offsets) for name in ("sum", "mean", "past")}
+    bags |= {"one": Ids(one), "root": Ids(ids[own], offsets, weights[own])}
     return Batch(last - first, torch.zeros(last - first, 0), bags)
 
 
 def by_hand(weight: Tensor, batch: Batch) -> dict[str, Tensor]:
-    """What a collection gives, of the matrix of its rows, a lookup at a time."""
-    found = {}
+    """Compute a collection's outputs from the matrix of its rows, lookup by lookup."""
+    results = {}
     for feature in FEATURES:
         ids = batch.ids[feature.name]
         vectors = [sum(weight[r] for r in rows_by_hand(i)) for i in ids.values.tolist()]
         if feature.pooling == "sequence":
-            found[feature.name] = torch.stack(vectors) if vectors else weight[:0]
+            results[feature.name] = torch.stack(vectors) if vectors else weight[:0]
             continue
-        given = torch.ones(len(vectors)) if ids.weights is None else ids.weights
+        id_weights = torch.ones(len(vectors)) if ids.weights is None else ids.weights
         ends = list(range(batch.size + 1)) if ids.offsets is None else ids.offsets.tolist()
         samples = []
         for a, b in pairwise(ends):
-            whole = sum((vectors[i] * given[i] for i in range(a, b)), torch.zeros(DIM).double())
+            whole = sum(
+                (vectors[i] * id_weights[i] for i in range(a, b)), torch.zeros(DIM).double()
+            )
             count = max(1, b - a)
             samples.append(whole / {"mean": count, "sqrtn": count**0.5}.get(feature.pooling, 1))
-        found[feature.name] = torch.stack(samples)
-    return found
+        results[feature.name] = torch.stack(samples)
+    return results
 
 
-def loss_of(found: dict[str, Tensor], samples: int) -> Tensor:
-    scale = {name: k + 1.0 for k, name in enumerate(sorted(found))}
-    return sum((value.square().sum() * scale[name] for name, value in found.items())) / samples
+def loss_of(result: dict[str, Tensor], samples: int) -> Tensor:
+    scale = {name: k + 1.0 for k, name in enumerate(sorted(result))}
+    return sum((value.square().sum() * scale[name] for name, value in result.items())) / samples
 
 
 def trained_by_hand() -> tuple[Tensor, list[dict[str, Tensor]]]:
@@ -99,9 +101,9 @@ def trained_by_hand() -> tuple[Tensor, list[dict[str, Tensor]]]:
     weight = collection.rows("item", torch.arange(ROWS)).clone().requires_grad_()
     read = []
     for step in range(STEPS):
-        found = by_hand(weight, batch_of(step))
-        (gradient,) = torch.autograd.grad(loss_of(found, SIZE), weight)
-        read.append({name: value.detach() for name, value in found.items()})
+        result = by_hand(weight, batch_of(step))
+        (gradient,) = torch.autograd.grad(loss_of(result, SIZE), weight)
+        read.append({name: value.detach() for name, value in result.items()})
         weight = (weight.detach() - 0.5 * gradient).requires_grad_()
     return weight.detach(), read
 
@@ -113,9 +115,9 @@ def trained(mesh: Mesh, **plan) -> tuple[Tensor, list[dict[str, Tensor]]]:
     share = SIZE // mesh.num_ranks
     first = mesh.rank * share
     for batch in collection.lookahead(batch_of(t, first, first + share) for t in range(STEPS)):
-        found = collection(batch)
-        read.append({name: value.detach().clone() for name, value in found.items()})
-        loss_of(found, SIZE).backward()
+        result = collection(batch)
+        read.append({name: value.detach().clone() for name, value in result.items()})
+        loss_of(result, SIZE).backward()
         rows.step()
     collection.eval()
     with torch.no_grad():  # a sequence of no sample, and of none with an id
@@ -126,12 +128,12 @@ def trained(mesh: Mesh, **plan) -> tuple[Tensor, list[dict[str, Tensor]]]:
 
 def test_a_stacked_table_trains_what_its_definition_trains():
     wanted, read = trained_by_hand()
-    found, ours = trained(Mesh())
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
-    for theirs, mine in zip(read, ours, strict=True):
-        assert set(theirs) == set(mine)
-        for name, value in theirs.items():
-            torch.testing.assert_close(mine[name], value, rtol=1e-12, atol=1e-14, msg=name)
+    result, ours = trained(Mesh())
+    torch.testing.assert_close(result, wanted, rtol=1e-12, atol=1e-14)
+    for expected, actual in zip(read, ours, strict=True):
+        assert set(expected) == set(actual)
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value, rtol=1e-12, atol=1e-14, msg=name)
 
 
 def of_ranks(mesh: Mesh) -> list:
@@ -140,17 +142,17 @@ def of_ranks(mesh: Mesh) -> list:
 
 
 def test_ranks_train_what_one_rank_trains():
-    """By rows, with hot rows on every rank: what a rank read is its part of what one rank reads."""
+    """Ranks, with hot rows on each of them, read their part of what one rank reads."""
     wanted, read = trained_by_hand()
     every = run_ranks(2, of_ranks)
-    for rank, found in enumerate(every):
-        for rows, ours in found:
+    for rank, result in enumerate(every):
+        for rows, ours in result:
             torch.testing.assert_close(rows, wanted, rtol=1e-10, atol=1e-12)
-            for theirs, mine in zip(read, ours, strict=True):
+            for expected, actual in zip(read, ours, strict=True):
                 part = slice(rank * SIZE // 2, (rank + 1) * SIZE // 2)
                 for name in POOLED:
                     torch.testing.assert_close(
-                        mine[name], theirs[name][part], rtol=1e-10, atol=1e-12
+                        actual[name], expected[name][part], rtol=1e-10, atol=1e-12
                     )
 
 
@@ -165,9 +167,9 @@ def pooled(mesh: Mesh, exchange: str) -> tuple[Tensor, Tensor]:
     rows, share = RowOptimizer(collection), SIZE // mesh.num_ranks
     first, read = mesh.rank * share, []
     for batch in collection.lookahead(batch_of(t, first, first + share) for t in range(STEPS)):
-        found = collection(batch)
-        read.append(torch.cat([found["fm"], found["all"]], 1).detach().clone())
-        ((found["fm"].square().sum() + found["all"].square().sum()) / SIZE).backward()
+        result = collection(batch)
+        read.append(torch.cat([result["fm"], result["all"]], 1).detach().clone())
+        ((result["fm"].square().sum() + result["all"].square().sum()) / SIZE).backward()
         rows.step()
     return collection.rows("item", torch.arange(ROWS)), torch.cat(read)
 
@@ -178,8 +180,8 @@ def pooled_ranks(mesh: Mesh) -> list:
 
 def test_owners_that_pool_add_up_the_same():
     wanted, _ = pooled(Mesh(), "rows")
-    for found in run_ranks(2, pooled_ranks):
-        for rows, _ in found:
+    for results in run_ranks(2, pooled_ranks):
+        for rows, _ in results:
             torch.testing.assert_close(rows, wanted, rtol=1e-10, atol=1e-12)
 
 
@@ -191,10 +193,10 @@ def test_attention_sees_one_vector_for_each_id():
     )
     batch = batch_of(3)
     weight = collection.rows("item", torch.arange(ROWS))
-    found = collection(batch)["found"]
+    result = collection(batch)["found"]
     wanted = by_hand(weight, batch_of(3))
-    theirs = attention(wanted["one"], wanted["past"], batch_of(3).ids["past"].offsets)
-    torch.testing.assert_close(found, theirs, rtol=1e-12, atol=1e-14)
+    other = attention(wanted["one"], wanted["past"], batch_of(3).ids["past"].offsets)
+    torch.testing.assert_close(result, other, rtol=1e-12, atol=1e-14)
 
 
 def test_what_cannot_be_stacked_is_said():
@@ -214,10 +216,10 @@ def test_what_cannot_be_stacked_is_said():
 
 def test_few_rows_tell_many_ids_apart():
     """50,000 ids in 2,000 rows: with one hash every id shares its row; with two, hardly any shares both."""
-    for hashes, most in ((1, 2_000), (2, 2_000_000)):
+    for hashes, limit in ((1, 2_000), (2, 2_000_000)):
         rows = stacked_rows(Table("t", 2, rows=2000, hashes=hashes), torch.arange(50_000))
         apart = len(torch.unique(rows.sort(1).values, dim=0))
-        assert apart <= most and (hashes == 1 or apart > 48_000)
+        assert apart <= limit and (hashes == 1 or apart > 48_000)
         assert len(rows.unique()) == 2000
 
 
@@ -229,18 +231,18 @@ def test_a_configuration_stacks_open_tables():
     assert (b.rows, b.hashes, b.eviction) == (50, 3, None)
     assert a.eviction is not None and a.rows is None and a.hashes is None
     assert (c.rows, c.hashes) == (9, None)
-    for wrong, said in (
+    for wrong, text in (
         ({"hashes": 2}, "got hashes=2 without rows"),
         ({"rows": 5, "eviction": {"max_rows": 3}}, "wanted one of them"),
         ({"rows": 5, "admission": {"probability": 0.5}}, "wanted one of them"),
         ({"rows": 0}, "rows"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=text):
             build_config({"embedding": {"tables": {"b": wrong}}})
 
 
 def test_a_run_is_planned_checkpointed_exported_and_predicts(tmp_path):
-    """From a file, with memory for a part of the rows: predictions have evaluation's bits; other hashes are refused."""
+    """Run on a file, with memory for some rows: predictions have evaluation's bits; other hashes are refused."""
     words = ["|".join(f"w{(7 * i + j * j) % 113}" for j in range(i % 4)) for i in range(240)]
     lines = [f"{i % 2},u{i % 17},{word}" for i, word in enumerate(words)]
     (tmp_path / "clicks.csv").write_text("click,user,words\n" + "\n".join(lines) + "\n")

@@ -37,16 +37,16 @@ def updates_seen(staleness: int, lookahead: int) -> list[int]:
     )
     collection.open(plan, Mesh())
     rows = RowOptimizer(collection)
-    seen = []
+    outputs = []
     zero = torch.zeros(1, dtype=torch.int64)
     batches = (Batch(1, torch.zeros(1, 0), {"one": Ids(zero)}) for _ in range(STEPS))
     for batch in collection.lookahead(batches):
         value = collection(batch)["one"]
-        seen.append(int(value.item()))
+        outputs.append(int(value.item()))
         (-value).sum().backward()
         rows.step()
     assert int(collection.rows("count", zero).item()) == STEPS  # evaluation sees every update
-    return seen
+    return outputs
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 7])
@@ -72,11 +72,12 @@ def test_the_same_bound_gives_the_same_bits(staleness):
 
 
 def late_ranks(mesh: Mesh) -> list:
-    """Of two bounds: trained as it comes; with every update waited for by an evaluation; and the counts of one row."""
-    found: list = []
+    """Train under two bounds, undisturbed and with evaluations that wait for every update; also return counts of one
+    row."""
+    results: list = []
     for late in ({"staleness": 2}, {"staleness": 4, "late": {"item": 2, "wide": 3}}):
-        found.append([train(mesh, lookahead=5, evaluate_every=e, **late) for e in (0, 1)])
-    return [*found, under_way(mesh, 2), under_way(mesh, 3)]
+        results.append([train(mesh, lookahead=5, evaluate_every=e, **late) for e in (0, 1)])
+    return [*results, under_way(mesh, 2), under_way(mesh, 3)]
 
 
 def under_way(mesh: Mesh, staleness: int) -> dict:
@@ -90,19 +91,19 @@ def under_way(mesh: Mesh, staleness: int) -> dict:
     )
     collection.open(plan, mesh)
     rows, zero = RowOptimizer(collection), torch.zeros(1, dtype=torch.int64)
-    found: dict = {"left": [], "seen": []}
+    results: dict = {"left": [], "seen": []}
     coming = collection.lookahead(
         Batch(1, torch.zeros(1, 0), {"one": Ids(zero)}) for _ in range(STEPS)
     )
     for batch in coming:
         value = collection(batch)["one"]
-        found["seen"].append(round(value.item()))
+        results["seen"].append(round(value.item()))
         (-value).sum().div(mesh.num_ranks).backward()
         rows.step()
-        found["left"].append(len(collection.pipeline.updates))
-        if len(found["seen"]) == STEPS // 2:
+        results["left"].append(len(collection.pipeline.updates))
+        if len(results["seen"]) == STEPS // 2:
             assert len(coming.fetched) == staleness and len(collection.pipeline.updates) == 1
-    return found | {
+    return results | {
         "last": round(collection.rows("count", zero).item()),
         "missed": collection.pipeline.missed,
     }
@@ -116,11 +117,11 @@ def test_updates_under_way_change_no_bit():
         assert_same_bits(*one)
         assert_same_bits(one[0], other[0])
     assert_close(first[0][0], train(Mesh(), lookahead=5, staleness=2), 1e-10)
-    for staleness, found in ((2, first[2]), (3, first[3])):
-        assert found["seen"] == [max(0, step - staleness) for step in range(STEPS)]
-        assert found["last"] == STEPS
-        assert found["missed"] == Counter(min(step, staleness) for step in range(STEPS))
-        assert max(found["left"]) == 2 and min(found["left"]) == 1
+    for staleness, result in ((2, first[2]), (3, first[3])):
+        assert result["seen"] == [max(0, step - staleness) for step in range(STEPS)]
+        assert result["last"] == STEPS
+        assert result["missed"] == Counter(min(step, staleness) for step in range(STEPS))
+        assert max(result["left"]) == 2 and min(result["left"]) == 1
 
 
 def test_another_bound_gives_another_model():

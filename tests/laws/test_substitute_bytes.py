@@ -153,7 +153,7 @@ def collection_of(consumers):
 
 def counted(mesh, cases):
     """Return this rank's bytes of all steps by (channel, link), and the consumers with partials, for each case."""
-    found, n = {}, mesh.num_ranks
+    results, n = {}, mesh.num_ranks
     for case in cases:
         consumers, says, codecs, _ = CASES[case]
         alone, forced = replace(mesh, traffic=Traffic()), says(n)
@@ -164,21 +164,23 @@ def counted(mesh, cases):
             PlanConfig(
                 codec=asdict(codecs),
                 tables=by_table(
-                    sharding={name: sharding_of(said, n) for name, said in forced.items()},
-                    exchange={name: said.exchange for name, said in forced.items()},
+                    sharding={
+                        name: sharding_of(constraint, n) for name, constraint in forced.items()
+                    },
+                    exchange={name: constraint.exchange for name, constraint in forced.items()},
                     replicated_rows=HOT.get(case, {}),
                 ),
             ),
         )
         collection.open(plan, alone)
         rows = RowOptimizer(collection)
-        mine = (batch_of(1000 + n * t + mesh.rank) for t in range(STEPS))
-        for batch in collection.lookahead(mine):
+        own_batches = (batch_of(1000 + n * t + mesh.rank) for t in range(STEPS))
+        for batch in collection.lookahead(own_batches):
             sum(value.sum() for value in collection(batch).values()).backward()
             rows.step()
         evaluated = set(collection.exchange.consumers)
-        found[case] = dict(alone.traffic.sent_bytes), evaluated
-    return found
+        results[case] = dict(alone.traffic.sent_bytes), evaluated
+    return results
 
 
 ALL = tuple(CASES)
@@ -230,8 +232,8 @@ def test_bytes_are_foretold(hosts, ranks_per_host, cases):
             near = 0.05 if key[0] == "route" and num_ranks > 3 else 0.02
             assert foretold == pytest.approx(mean, rel=near), (case, key)
         shardings, exchanges = (
-            {name: given.get(name) or given[f"{name}[cold]"] for name in NAMES}
-            for given in (choice.shardings, choice.exchanges)
+            {name: inputs.get(name) or inputs[f"{name}[cold]"] for name in NAMES}
+            for inputs in (choice.shardings, choice.exchanges)
         )
         plan = build_plan(
             TABLES,
@@ -256,7 +258,7 @@ def test_bytes_are_foretold(hosts, ranks_per_host, cases):
 
 
 def test_the_cut_of_numbers_is_the_exchanges():
-    """On declarations and shardings at random."""
+    """Random declarations and shardings give the same cut."""
     dice = random.Random(5)
     for _ in range(200):
         names = [str(t) for t in range(dice.randint(1, 6))]
@@ -301,4 +303,6 @@ def test_the_cut_of_numbers_is_the_exchanges():
 
 
 def one_of_each(features):
-    return Batch(1, torch.zeros(1, 0), {each.name: Ids(torch.tensor([1])) for each in features})
+    return Batch(
+        1, torch.zeros(1, 0), {feature.name: Ids(torch.tensor([1])) for feature in features}
+    )

@@ -42,7 +42,7 @@ TABLES = ("user", "item", "tag", "wide")
 class Case:
     consumers: dict
     kind: str
-    """Of all tables' shardings."""
+    """Shardings, the same for all tables."""
     wanted: tuple[str, ...]
     """Consumers that are evaluated at the owners; of those with weights, on several ranks."""
     exchanges: dict[str, str] = field(default_factory=lambda: dict.fromkeys(TABLES, "partials"))
@@ -211,13 +211,14 @@ RUNS += [(CASES["over hot rows"], 2)]
 
 
 def our_features() -> list[Feature]:
-    found = features()
-    found[-1] = replace(found[-1], pooling="mean")  # `history`
-    return found
+    result = features()
+    result[-1] = replace(result[-1], pooling="mean")  # `history`
+    return result
 
 
 def train(mesh, case: Case, *, exchanges=None, shardings=None, staleness: int = 0, hot=None):
-    """By step, this rank's outputs; all rows at the end, and all weights; and who was evaluated at the owners."""
+    """Return this rank's outputs by step, all rows and weights at the end, and the consumers evaluated at the
+    owners."""
     consumers = copy.deepcopy(case.consumers)
     collection = EmbeddingCollection(tables("float64"), our_features(), consumers=consumers, seed=3)
     collection.double()
@@ -236,22 +237,22 @@ def train(mesh, case: Case, *, exchanges=None, shardings=None, staleness: int = 
         ),
     )
     collection.open(plan, mesh)
-    rows, seen = RowOptimizer(collection), []
+    rows, outputs = RowOptimizer(collection), []
     dense = None
     if weights := list(collection.parameters()):
         dense = (torch.optim.Adam if staleness else torch.optim.SGD)(weights, lr=0.01)
     batches = (share_of(global_batch(t, n), mesh.rank, mesh.num_ranks) for t, n in enumerate(SIZES))
     for step, batch in enumerate(collection.lookahead(batches)):
-        found = collection(batch)
-        seen.append({name: output.detach().clone() for name, output in found.items()})
+        result = collection(batch)
+        outputs.append({name: output.detach().clone() for name, output in result.items()})
         first, last = (SIZES[step] * r // mesh.num_ranks for r in (mesh.rank, mesh.rank + 1))
-        given = []
-        for i, output in enumerate(found.values()):
+        gradients = []
+        for i, output in enumerate(result.values()):
             random = torch.Generator().manual_seed(10 * step + i)
             whole = torch.randn(SIZES[step], output.shape[1], generator=random, dtype=output.dtype)
-            given.append(whole[first:last])
+            gradients.append(whole[first:last])
         for _ in range(1 + step % 2):  # two backwards
-            torch.autograd.backward(list(found.values()), given, retain_graph=True)
+            torch.autograd.backward(list(result.values()), gradients, retain_graph=True)
         rows.step()
         if dense is not None:
             for weight in weights:  # after the rows' step, which has completed them
@@ -261,9 +262,9 @@ def train(mesh, case: Case, *, exchanges=None, shardings=None, staleness: int = 
     collection.eval()
     with torch.no_grad():
         batch = share_of(global_batch(9, 7), mesh.rank, mesh.num_ranks)
-        seen.append(dict(collection(batch)))
-    left = {name: weight.detach() for name, weight in collection.named_parameters()}
-    return seen, all_rows(collection) | left, at_owners(collection)
+        outputs.append(dict(collection(batch)))
+    remaining = {name: weight.detach() for name, weight in collection.named_parameters()}
+    return outputs, all_rows(collection) | remaining, at_owners(collection)
 
 
 def at_owners(collection) -> tuple[str, ...]:
@@ -284,8 +285,8 @@ def step_too_late(mesh) -> None:
     )
     collection.double().open(plan, mesh)
     rows, dense = RowOptimizer(collection), torch.optim.SGD(collection.parameters(), lr=0.1)
-    found = collection(share_of(global_batch(0, 9), mesh.rank, mesh.num_ranks))
-    found["first"].sum().backward()
+    result = collection(share_of(global_batch(0, 9), mesh.rank, mesh.num_ranks))
+    result["first"].sum().backward()
     (weight,) = collection.parameters()
     weight.grad = torch.ones_like(weight)
     dense.step()
@@ -307,9 +308,9 @@ def train_all(mesh):
     ]  # fmt: skip
 
 
-def close(found, wanted, what: str) -> None:
+def close(result, wanted, what: str) -> None:
     torch.testing.assert_close(
-        found, wanted, rtol=1e-10, atol=1e-10, msg=lambda said: f"{what}: {said}"
+        result, wanted, rtol=1e-10, atol=1e-10, msg=lambda message: f"{what}: {message}"
     )
 
 
@@ -321,16 +322,16 @@ def test_equals_the_operators_on_one_rank(num_ranks):
         for step, outputs in enumerate(wanted):
             assert list(outputs) == list(everyone[0][number][0][step]), "order"
             for key, value in outputs.items():
-                found = torch.cat([rank[number][0][step][key] for rank in everyone])
-                close(found, value, f"run {number}, step {step}, {key}")
+                results = torch.cat([rank[number][0][step][key] for rank in everyone])
+                close(results, value, f"run {number}, step {step}, {key}")
         for table, value in rows.items():
             for rank in everyone:
                 close(rank[number][1][table], value, f"run {number}, {table}")
         if case == CASES["over hot rows"] and num_ranks > 1:
             assert {rank[number][2] for rank in everyone} == {case.wanted}
         if case in [CASES[name] for name in WEIGHTED] and num_ranks > 1:
-            found = {rank[number][2] for rank in everyone}
-            assert found == {() if staleness else case.wanted}
+            results = {rank[number][2] for rank in everyone}
+            assert results == {() if staleness else case.wanted}
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in WEIGHTED])
@@ -347,7 +348,7 @@ def test_what_travels_as_partials(name):
 
 
 def test_the_cut_is_the_least_of_all():
-    """Where values of some fields travel anyway, and a consumer shares others."""
+    """Values of some fields are sent anyway, and a consumer shares others."""
     declared = [Table(name, 8, rows=99) for name in "abcd"]
     fields = [Feature(name, name) for name in "abcd"]
     shardings = [row_wise(4)] * 4
@@ -362,9 +363,9 @@ def test_the_cut_is_the_least_of_all():
     assert cut({"fm": (FM(), "abcd"), "deep": (Concat(), "abc")})[0] == ()  # 9 > 8 of d
     assert cut({"fm": (FM(), "abcd"), "deep": (Concat(), "ab")})[0] == ("fm",)  # 9 < 16
     # Either alone saves nothing, for the other needs the values.
-    both = {"fm": (FM(), "abcd"), "pairs": (BiInteraction(), "abcd")}
-    found, declaration = cut(both)
-    assert found == ("fm", "pairs")  # 9 + 16 < 32
+    consumers_ = {"fm": (FM(), "abcd"), "pairs": (BiInteraction(), "abcd")}
+    result, declaration = cut(consumers_)
+    assert result == ("fm", "pairs")  # 9 + 16 < 32
     assert floats(declaration, shardings, ("fm",)) > floats(declaration, shardings, ())
 
 
@@ -374,7 +375,7 @@ def test_a_split_bag_of_an_operator_on_fields_is_refused():
         run_ranks(2, _refused, case)
 
 
-def held(mesh):
+def stored_rows(mesh):
     """A batch that was read ahead, and what this rank holds of it."""
     case, consumers = CASES["whole tables"], {"fm": (FM(), FIELDS), **WIDE}
     collection = EmbeddingCollection(tables("float64"), our_features(), consumers=consumers, seed=3)
@@ -388,34 +389,34 @@ def held(mesh):
 
 
 def hold_and_see(mesh):
-    collection, _, ticket, found = held(mesh)
+    collection, _, ticket, result = stored_rows(mesh)
     values = collection.exchange.values(ticket, collection.backward_handle)
-    return found, {name: value.detach() for name, value in values.items()}
+    return result, {name: value.detach() for name, value in values.items()}
 
 
 def test_what_was_read_ahead_is_read_in_another_world():
     everyone = run_ranks(2, hold_and_see)
-    collection, batch, ticket, _ = held(Mesh())
+    collection, batch, ticket, _ = stored_rows(Mesh())
     collection.pipeline.drop(ticket)
-    reads = [each for each, _ in everyone]
-    doubled = [{name: 2 * value for name, value in each.items()} for each in reads]
-    found = []
+    reads = [item for item, _ in everyone]
+    doubled = [{name: 2 * value for name, value in item.items()} for item in reads]
+    results = []
     for read in (reads, doubled):
         ticket = collection.pipeline.prepare(batch, (0, read))
         assert collection.exchange.prefetched(ticket).keys() == {
-            name for each in reads for name in each
+            name for item in reads for name in item
         }
         collection.pipeline.gradients.contexts.append(ticket)
         values = collection.exchange.values(ticket, collection.backward_handle)
         sum(value.sum() for value in values.values()).backward()
         square = collection.pipeline.gradients.squared_norm(collection.step)
-        found.append(({name: value.detach() for name, value in values.items()}, square))
+        results.append(({name: value.detach() for name, value in values.items()}, square))
         collection.discard_batches()
-    for name, value in found[0][0].items():
-        close(value, torch.cat([seen[name] for _, seen in everyone]), name)
-    assert torch.equal(found[1][0]["linear"], 2 * found[0][0]["linear"])
-    close(found[1][0]["fm"], 4 * found[0][0]["fm"], "fm")
-    assert found[1][1] > found[0][1], "gradients of FM follow what was read, not the rows"
+    for name, value in results[0][0].items():
+        close(value, torch.cat([output[name] for _, output in everyone]), name)
+    assert torch.equal(results[1][0]["linear"], 2 * results[0][0]["linear"])
+    close(results[1][0]["fm"], 4 * results[0][0]["fm"], "fm")
+    assert results[1][1] > results[0][1], "gradients of FM follow what was read, not the rows"
 
 
 def _refused(mesh, case):
@@ -429,17 +430,17 @@ def test_what_owners_cannot_evaluate():
     declaration = declare(declared, fields, consumers)
     whole = [table_wise(rank) for rank in range(4)]
 
-    def found(**settings):
+    def result(**settings):
         names = remote_consumers(declaration, [row_wise(4)] * 4, **settings)
         why = {name: why_not_remote(declaration, name, **settings) for name in consumers}
-        assert set(names) == {name for name, each in why.items() if each is None}
+        assert set(names) == {name for name, value in why.items() if value is None}
         return why
 
-    assert found() == {
+    assert result() == {
         "deep": None,
         "beside": "Concat has no result that is smaller than its fields' values",
     }
     assert remote_consumers(declaration, whole) == ("deep",)
-    assert "read ahead" in found(reads_ahead=2)["deep"]
-    assert "one rank" in found(world=World())["deep"]
-    assert "servers" in found(world=World(ranks_per_host=4, servers_per_host=1))["deep"]
+    assert "read ahead" in result(reads_ahead=2)["deep"]
+    assert "one rank" in result(world=World())["deep"]
+    assert "servers" in result(world=World(ranks_per_host=4, servers_per_host=1))["deep"]

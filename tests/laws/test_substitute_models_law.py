@@ -1,4 +1,4 @@
-"""Whole models whose first operators are evaluated at the owners, weights and all: several ranks train, through the
+"""Models whose first operators are evaluated at the owners, weights and all: several ranks train, through the
 trainer, what one rank trains; with clipping, accumulation and a step that is skipped. One number of ranks, the same
 bits."""
 
@@ -43,7 +43,7 @@ ROWS, DIM, NAMES = 30, 6, "abcd"
 
 
 class Attending(Scorer):
-    """What of `d`, a sequence, is like `a`; and a first layer of the others."""
+    """Model that attends to `d`, a sequence, with `a`; and a first layer of the others."""
 
     def __init__(self, tables, features, *, num_dense):
         super().__init__()
@@ -106,17 +106,17 @@ def source(is_split: bool, is_poisoned: bool):
         ids["d"] = Ids(bag, offsets)
     dense = torch.rand(190, 2, generator=random)
     label = (torch.rand(190, generator=random) < 0.4).float()
-    found = open_tensors(ids, dense=dense, label=label, cardinalities=dict.fromkeys(NAMES, ROWS))
+    result = open_tensors(ids, dense=dense, label=label, cardinalities=dict.fromkeys(NAMES, ROWS))
     if is_poisoned:
-        found.columns.dense[71] = float("nan")
-    return found
+        result.columns.dense[71] = float("nan")
+    return result
 
 
 def trained(mesh, name):
     """Rows, dense weights, metrics, steps that were skipped; and who was evaluated at the owners."""
     settings = dict(RUNS[name])
     is_split, wanted = settings.pop("dealt", False), settings.pop("wanted")
-    make, given, dim = KINDS[name.split(",")[0]]
+    make, model_settings, dim = KINDS[name.split(",")[0]]
     optimizers = {"deep": Adam(lr=0.01, eps=1e-3), "wide": SGD(lr=0.2)}
     tables = [
         Table(
@@ -130,9 +130,11 @@ def trained(mesh, name):
         for table in NAMES
     ]
     pooling = "sum" if is_split else "mean"
-    features = [Feature(each, each, pooling=pooling if each == "d" else "sum") for each in NAMES]
+    features = [
+        Feature(value, value, pooling=pooling if value == "d" else "sum") for value in NAMES
+    ]
     torch.manual_seed(3)
-    model = make(tables, features, num_dense=2, **given).double()
+    model = make(tables, features, num_dense=2, **model_settings).double()
     shardings = {}
     if not is_split:  # others have no rows
         shardings = {t: table_wise(i % min(2, mesh.num_ranks)) for i, t in enumerate(NAMES)}
@@ -146,7 +148,7 @@ def trained(mesh, name):
     if mesh.num_ranks > 1:
         assert chosen == wanted, (name, chosen)
     whole = source(is_split, False)
-    found = fit(
+    result = fit(
         model,
         Splits(train=source(is_split, "skipped" in name), test=whole),
         mesh=mesh,
@@ -158,8 +160,8 @@ def trained(mesh, name):
     )
     rows = {t.name: model.embeddings.rows(t.name, torch.arange(ROWS)) for t in tables}
     dense = dense_state_dict(model)
-    assert any(bool(each.any()) for each in dense.values())
-    return rows, dense, found.metrics, (found.outcome.steps, found.outcome.skipped)
+    assert any(bool(value.any()) for value in dense.values())
+    return rows, dense, result.metrics, (result.outcome.steps, result.outcome.skipped)
 
 
 HALVES = {
@@ -170,14 +172,14 @@ HALVES = {
 
 def train_half(mesh, half):
     """And one of them again."""
-    found = {name: trained(mesh, name) for name in HALVES[half]}
-    if AGAIN not in found:
-        return found
-    again, before = trained(mesh, AGAIN), found[AGAIN]
+    results = {name: trained(mesh, name) for name in HALVES[half]}
+    if AGAIN not in results:
+        return results
+    again, before = trained(mesh, AGAIN), results[AGAIN]
     for one, other in zip(again[:2], before[:2], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     assert again[2] == before[2]
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ def test_ranks_train_what_one_rank_trains(num_ranks, half):
     one_rank = train_half(Mesh(), half)
     for runs in run_ranks(num_ranks, train_half, half):
         for name, (rows, dense, metrics, steps) in one_rank.items():
-            close = {"rtol": 1e-10, "atol": 1e-12, "msg": lambda said, n=name: f"{n}: {said}"}
+            close = {"rtol": 1e-10, "atol": 1e-12, "msg": lambda message, n=name: f"{n}: {message}"}
             torch.testing.assert_close(runs[name][0], rows, **close)
             torch.testing.assert_close(runs[name][1], dense, **close)
             assert runs[name][2] == pytest.approx(metrics, rel=1e-10)

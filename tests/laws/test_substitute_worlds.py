@@ -63,7 +63,7 @@ STAYS = {
     "by chance, whole": (BY_CHANCE, True),
     "fullest, whole": (FULLEST, True),
 }
-"""(settings by table, whether tables are whole)"""
+"""Settings by table, and whether tables are whole."""
 
 
 def train(mesh, *, stays=None, is_whole=False, folder=None, codecs=EXACT, **settings):
@@ -88,7 +88,7 @@ def train(mesh, *, stays=None, is_whole=False, folder=None, codecs=EXACT, **sett
     )
     backings = [] if folder is None else open_backings(folder, mesh, declared, plan.shardings)
     collection.open(plan, mesh, backings=backings)
-    rows, seen, trainers = RowOptimizer(collection), [], mesh.trainers
+    rows, outputs, trainers = RowOptimizer(collection), [], mesh.trainers
     assert mesh.num_ranks == 1 or collection.exchange.consumers  # else nothing is tried
     mesh.traffic.sent_bytes.clear()
 
@@ -102,56 +102,56 @@ def train(mesh, *, stays=None, is_whole=False, folder=None, codecs=EXACT, **sett
             )
 
     for step, batch in enumerate(collection.lookahead(batches())):
-        found = collection(batch)
-        seen.append({name: output.detach().clone() for name, output in found.items()})
+        result = collection(batch)
+        outputs.append({name: output.detach().clone() for name, output in result.items()})
         first, last = (
             SIZES[step] * r // trainers.num_ranks for r in (trainers.rank, trainers.rank + 1)
         )
-        given = []
-        for i, output in enumerate(found.values()):
+        gradients = []
+        for i, output in enumerate(result.values()):
             random = torch.Generator().manual_seed(10 * step + i)
             whole = torch.randn(SIZES[step], output.shape[1], generator=random, dtype=output.dtype)
-            given.append(whole[:0] if mesh.is_server else whole[first:last])
-        torch.autograd.backward(list(found.values()), given)
+            gradients.append(whole[:0] if mesh.is_server else whole[first:last])
+        torch.autograd.backward(list(result.values()), gradients)
         rows.step()
     sent = {channel: mesh.traffic.bytes_of(channel) for channel in ("fetch", "push")}
-    kept = collection.policies  # rows that nobody has trained may lie in memory, too
+    retained = collection.policies  # rows that nobody has trained may lie in memory, too
     counts = torch.tensor(
-        [len(kept[t]) if t in kept else collection.store.num_rows(t) for t in (1, 3)]
+        [len(retained[t]) if t in retained else collection.store.num_rows(t) for t in (1, 3)]
     )
-    found = seen, all_rows(collection), mesh.all_reduce("control", counts).tolist(), sent
+    result = outputs, all_rows(collection), mesh.all_reduce("control", counts).tolist(), sent
     for backing in backings:
         backing.close()
-    return found
+    return result
 
 
 def everything(mesh, folder):
     budget = {"memory": {"dram": 40_000}, "lookahead": 3}
-    found = {}
+    results = {}
     for is_whole in (False, True):
-        found["plain", is_whole] = train(mesh, is_whole=is_whole)
-        found["coded", is_whole] = train(mesh, is_whole=is_whole, codecs=Codecs("bf16", "bf16"))
-    found["tiered", False] = train(mesh, folder=folder / "tiered", **budget)
-    found["late", True] = train(mesh, is_whole=True, staleness_steps=2)
-    found["late and tiered", True] = train(
+        results["plain", is_whole] = train(mesh, is_whole=is_whole)
+        results["coded", is_whole] = train(mesh, is_whole=is_whole, codecs=Codecs("bf16", "bf16"))
+    results["tiered", False] = train(mesh, folder=folder / "tiered", **budget)
+    results["late", True] = train(mesh, is_whole=True, staleness_steps=2)
+    results["late and tiered", True] = train(
         mesh, is_whole=True, staleness_steps=2, folder=folder / "late", **budget
     )
     for name, (stays, is_whole) in STAYS.items():
-        found[name] = train(mesh, stays=stays, is_whole=is_whole, folder=folder / name, **budget)
-    return found
+        results[name] = train(mesh, stays=stays, is_whole=is_whole, folder=folder / name, **budget)
+    return results
 
 
-def close(found, wanted, what, bound=1e-10):
+def close(result, wanted, what, bound=1e-10):
     torch.testing.assert_close(
-        found, wanted, rtol=bound, atol=bound, msg=lambda said: f"{what}: {said}"
+        result, wanted, rtol=bound, atol=bound, msg=lambda message: f"{what}: {message}"
     )
 
 
 def check(everyone, wanted, what, bound=1e-10):
     for step, outputs in enumerate(wanted[0]):
         for name, value in outputs.items():
-            found = torch.cat([rank[0][step][name] for rank in everyone])
-            close(found, value, f"{what}, step {step}, {name}", bound)
+            result = torch.cat([rank[0][step][name] for rank in everyone])
+            close(result, value, f"{what}, step {step}, {name}", bound)
     for rank in everyone:
         for table, value in wanted[1].items():
             close(rank[1][table], value, f"{what}, rows of {table}", bound)
@@ -189,10 +189,10 @@ def with_a_server(mesh):
 
 def test_trainers_with_a_server_train_what_one_rank_does(alone):
     everyone = run_ranks(3, with_a_server)
-    trainers = [each for each in everyone if not each[0]]
+    trainers = [rank for rank in everyone if not rank[0]]
     assert len(trainers) == 2
     for i, name in ((1, ("plain", False)), (2, "counted")):
-        check([each[i] for each in trainers], alone[name], f"with a server: {name}")
+        check([rank[i] for rank in trainers], alone[name], f"with a server: {name}")
 
 
 NFM = {"model.name": "nfm", "model.bottom": None, "plan.exchange": "partials"}
@@ -216,9 +216,9 @@ def run_until(mesh, folder, step, settings):
 
 def scores_of(mesh, folder):
     run = open_run(load_run_config(folder), mesh, folder, read_only=True)
-    found = run.trainer.evaluate(run.trainer.data.test)
+    result = run.trainer.evaluate(run.trainer.data.test)
     run.close()
-    return found
+    return result
 
 
 def on_two_ranks(mesh, folder):
@@ -250,8 +250,8 @@ class Bags:
 
 
 def refusals(mesh):
-    """What is said of bags whose rows are split, and that whole tables, or sums, are allowed."""
-    said = []
+    """Return the errors for bags whose rows are split, and that whole tables, or sums, are allowed."""
+    lines = []
     for settings in (
         {},
         {"plan__tables": {f"C{i}": {"sharding": "table_wise", "ranks": [0]} for i in range(1, 5)}},
@@ -263,10 +263,10 @@ def refusals(mesh):
         model = build_model(data.train.schema, config)
         try:
             prepare_run(model, data, config, mesh, None, objective=get_objective(model))
-            said.append("")
+            lines.append("")
         except ConfigError as error:
-            said.append(str(error))
-    return said
+            lines.append(str(error))
+    return lines
 
 
 def test_bags_that_are_split_are_refused_before_the_first_batch():

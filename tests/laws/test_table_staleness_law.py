@@ -52,7 +52,7 @@ def batches(num: int):
 
 
 def seen_by_table(mesh: Mesh, bounds: dict[str, int], exchange=None, **plan) -> dict:
-    """By table, how many updates each step's read saw."""
+    """Return by table how many updates the read of each step saw."""
     collection = counters()
     collection.open(
         build_plan(
@@ -63,18 +63,18 @@ def seen_by_table(mesh: Mesh, bounds: dict[str, int], exchange=None, **plan) -> 
         mesh,
     )
     rows = RowOptimizer(collection)
-    seen: dict[str, list[int]] = {name: [] for name in NAMES}
+    outputs: dict[str, list[int]] = {name: [] for name in NAMES}
     coming = collection.lookahead(batches(STEPS))
     for batch in coming:
-        found = collection(batch)
+        result = collection(batch)
         for name in NAMES:
-            seen[name].append(round(found[name].item()))
-        assert found["past"].item() == found["hot"].item(), "one table, one moment"
-        (-sum(found[name].sum() for name in NAMES) / mesh.num_ranks).backward()
+            outputs[name].append(round(result[name].item()))
+        assert result["past"].item() == result["hot"].item(), "one table, one moment"
+        (-sum(result[name].sum() for name in NAMES) / mesh.num_ranks).backward()
         rows.step()
     zero = torch.zeros(1, dtype=torch.int64)
     last = {name: round(collection.rows(name, zero).item()) for name in NAMES}
-    return {"seen": seen, "last": last, "missed": collection.pipeline.missed}
+    return {"seen": outputs, "last": last, "missed": collection.pipeline.missed}
 
 
 def promised(k: int) -> list[int]:
@@ -84,13 +84,13 @@ def promised(k: int) -> list[int]:
 BOUNDS = {"hot": 0, "warm": 1, "cold": 4}
 
 
-def check(found: dict, bounds: dict[str, int]) -> None:
-    assert found["seen"] == {name: promised(k) for name, k in bounds.items()}
-    assert found["last"] == dict.fromkeys(NAMES, STEPS), "every update, once"
+def check(result: dict, bounds: dict[str, int]) -> None:
+    assert result["seen"] == {name: promised(k) for name, k in bounds.items()}
+    assert result["last"] == dict.fromkeys(NAMES, STEPS), "every update, once"
     wanted = Counter()
     for k in set(bounds.values()):
         wanted.update(min(step, k) for step in range(STEPS))
-    assert found["missed"] == wanted
+    assert result["missed"] == wanted
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3, 9])
@@ -102,14 +102,14 @@ def test_each_table_is_as_late_as_it_is_told(lookahead):
 
 def of_ranks(mesh: Mesh) -> list[dict]:
     others = ({}, dict.fromkeys(("warm", "cold"), "pooled"), {"warm": "partials"})
-    exact = [seen_by_table(mesh, BOUNDS, exchange=each) for each in others]
+    exact = [seen_by_table(mesh, BOUNDS, exchange=other) for other in others]
     mixed = dict.fromkeys(("user", "tag"), "pooled")
-    trained = [train(mesh, **LATE, exchanges=each, lookahead=3) for each in (None, mixed)]
+    trained = [train(mesh, **LATE, exchanges=other, lookahead=3) for other in (None, mixed)]
     return [*exact, *trained]
 
 
 LATE = {"staleness": 2, "late": {"item": 0, "tag": 1}}
-"""Of the scenario's tables; the features of "item" go into one consumer with those of others."""
+"""Exchanges of the scenario's tables; the features of "item" go into one consumer with those of others."""
 
 
 def test_a_budget_of_memory_changes_no_bit(tmp_path):
@@ -120,14 +120,14 @@ def test_a_budget_of_memory_changes_no_bit(tmp_path):
 
 
 def test_each_table_is_as_late_as_it_is_told_on_ranks():
-    """By rows, by operators that owners evaluate and by sums."""
+    """Tables are sent as rows, as partials and as sums."""
     one = train(Mesh(), **LATE)
-    for found in run_ranks(2, of_ranks):
-        *exact, by_rows, mixed = found
+    for results in run_ranks(2, of_ranks):
+        *exact, by_rows, mixed = results
         assert_close(by_rows, one, rtol=1e-10)
         assert_close(mixed, one, rtol=1e-10)
-        for each in exact:
-            check(each, BOUNDS)
+        for item in exact:
+            check(item, BOUNDS)
 
 
 def test_a_table_that_nobody_reads_has_no_say():

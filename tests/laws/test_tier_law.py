@@ -24,7 +24,7 @@ def all_in_memory(request):
 @pytest.mark.parametrize("dram_bytes", BUDGETS)
 def test_budget_and_lookahead(all_in_memory, dram_bytes, lookahead, tmp_path):
     dtype, wanted = all_in_memory
-    found = train(
+    result = train(
         Mesh(),
         sizes=SIZES,
         dtype=dtype,
@@ -33,7 +33,7 @@ def test_budget_and_lookahead(all_in_memory, dram_bytes, lookahead, tmp_path):
         folder=tmp_path,
         evaluate_every=3,
     )
-    assert_same_bits(wanted, found)
+    assert_same_bits(wanted, result)
 
 
 def test_the_smallest_budget_above_does_evict():
@@ -57,10 +57,10 @@ def test_threads(all_in_memory, threads):
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_budget_under_staleness(staleness, tmp_path):
     wanted = train(Mesh(), sizes=SIZES, staleness=staleness)
-    found = train(
+    result = train(
         Mesh(), sizes=SIZES, staleness=staleness, dram_bytes=100_000, folder=tmp_path, lookahead=1
     )
-    assert_same_bits(wanted, found)
+    assert_same_bits(wanted, result)
 
 
 @pytest.mark.parametrize("stays", list(STAYS))
@@ -71,7 +71,7 @@ def test_budget_and_lookahead_where_rows_come_and_go(stays, staleness, tmp_path)
     for number, (dram_bytes, lookahead) in enumerate([(30_000, 0), (60_000, 5), (None, 1)]):
         if staleness and dram_bytes == 30_000:
             dram_bytes = 100_000
-        found = train(
+        result = train(
             Mesh(),
             dram_bytes=dram_bytes,
             lookahead=lookahead,
@@ -79,7 +79,7 @@ def test_budget_and_lookahead_where_rows_come_and_go(stays, staleness, tmp_path)
             evaluate_every=2,
             **settings,
         )
-        assert_same_bits(wanted, found)
+        assert_same_bits(wanted, result)
     other = train(Mesh(), sizes=SIZES, staleness=staleness)
     assert not torch.equal(other.rows["item"], wanted.rows["item"])  # rows did come and go
 
@@ -88,13 +88,17 @@ def test_a_budget_below_one_batch_is_refused_and_names_the_table(tmp_path):
     with pytest.raises(BudgetExceeded, match=r"'user'.* budget holds \d+ ") as caught:
         train(Mesh(), sizes=[200], dram_bytes=2_000, folder=tmp_path)
     # Nothing is in flight: what cannot help is not advised.
-    said = str(caught.value)
-    assert "lower the batch size" in said and "lookahead" not in said and "in flight" not in said
-    found = re.search(
-        r"needs (\d+) rows .* holds (\d+) \(([\d,]+) bytes\).* needs ([\d,]+) bytes", said
+    message = str(caught.value)
+    assert (
+        "lower the batch size" in message
+        and "lookahead" not in message
+        and "in flight" not in message
     )
-    needed, held, held_bytes, bytes_that_do = (int(n.replace(",", "")) for n in found.groups())
-    assert bytes_that_do * held == held_bytes * needed
+    result = re.search(
+        r"needs (\d+) rows .* holds (\d+) \(([\d,]+) bytes\).* needs ([\d,]+) bytes", message
+    )
+    needed, stored, held_bytes, bytes_that_do = (int(n.replace(",", "")) for n in result.groups())
+    assert bytes_that_do * stored == held_bytes * needed
 
 
 def test_different_seeds_differ():

@@ -43,17 +43,17 @@ def source():
     return open_tensors(ids, dense=dense, label=label, cardinalities=dict.fromkeys(NAMES, ROWS))
 
 
-def trained(mesh, name, said):
+def trained(mesh, name, plan_text):
     """Rows and dense weights. Tables lie in their tower where there are several ranks."""
     make, settings = MODELS[name]
-    exchange, *columns = said.split(" beside ")
+    exchange, *columns = plan_text.split(" beside ")
     tables = [
         Table(
-            each, DIM, rows=ROWS, optimizer=Adam(lr=0.01, eps=1e-3), initializer=Uniform(scale=0.5), dtype="float64"
+            field, DIM, rows=ROWS, optimizer=Adam(lr=0.01, eps=1e-3), initializer=Uniform(scale=0.5), dtype="float64"
         )
-        for each in NAMES
+        for field in NAMES
     ]  # fmt: skip
-    features = [Feature(each, each, pooling="mean" if each == "e" else "sum") for each in NAMES]
+    features = [Feature(field, field, pooling="mean" if field == "e" else "sum") for field in NAMES]
     torch.manual_seed(3)
     model = make(
         tables, features, num_dense=2, top=[3], towers=TOWERS, tower_dim=3, **settings
@@ -69,26 +69,26 @@ def trained(mesh, name, said):
     )
     model.embeddings.open(plan, mesh)
     data = Splits(train=source(), test=source())
-    found = fit(model, data, mesh=mesh, batch_size=48, dense_lr=0.05, quiet=True)
-    rows = {each: model.embeddings.rows(each, torch.arange(ROWS)) for each in NAMES}
+    result = fit(model, data, mesh=mesh, batch_size=48, dense_lr=0.05, quiet=True)
+    rows = {field: model.embeddings.rows(field, torch.arange(ROWS)) for field in NAMES}
     dense = dense_state_dict(model)
     assert sum("interactions.tower" in name for name in dense) == 8
     if exchange == "towers" and mesh.num_ranks > 1:
         inside = ("tower0",) if columns else ("tower0", "tower1")
         assert model.embeddings.exchange.consumers == inside
-    return rows, dense, found.metrics
+    return rows, dense, result.metrics
 
 
 def train_all(mesh):
-    return [trained(mesh, *each) for each in RUNS]
+    return [trained(mesh, *run) for run in RUNS]
 
 
 @pytest.mark.parametrize("num_ranks", [4])
 def test_ranks_train_what_one_rank_trains(num_ranks):
     wanted = train_all(Mesh())
-    for found in run_ranks(num_ranks, train_all, ranks_per_host=2):
-        for each, ours, one in zip(RUNS, found, wanted, strict=True):
-            close = {"rtol": 1e-10, "atol": 1e-12, "msg": lambda said, n=each: f"{n}: {said}"}
+    for results in run_ranks(num_ranks, train_all, ranks_per_host=2):
+        for run, ours, one in zip(RUNS, results, wanted, strict=True):
+            close = {"rtol": 1e-10, "atol": 1e-12, "msg": lambda message, n=run: f"{n}: {message}"}
             torch.testing.assert_close(ours[0], one[0], **close)
             torch.testing.assert_close(ours[1], one[1], **close)
             assert ours[2] == pytest.approx(one[2], rel=1e-10)

@@ -106,7 +106,7 @@ CASES = {
 
 
 def exchanges_of(case):
-    """By table, but for others."""
+    """Return the exchange by table, with exceptions."""
     name = "tower_rows" if case.endswith(", rows") else "towers"
     return dict.fromkeys(NAMES, name) | CASES[case][3]
 
@@ -121,7 +121,7 @@ BAGS = [case for case in CASES if not case.endswith(", rows")]
 
 
 def counted(mesh, cases):
-    found = {}
+    results = {}
     for case in cases:
         place, towers, codecs, _ = CASES[case]
         alone = replace(mesh, traffic=Traffic())
@@ -139,18 +139,18 @@ def counted(mesh, cases):
         collection = collection_of(case)
         collection.open(plan, alone)
         rows = RowOptimizer(collection)
-        mine = (batch_of(1000 + NUM_RANKS * t + mesh.rank) for t in range(STEPS))
-        for batch in collection.lookahead(mine):
+        own_batches = (batch_of(1000 + NUM_RANKS * t + mesh.rank) for t in range(STEPS))
+        for batch in collection.lookahead(own_batches):
             sum(value.sum() for value in collection(batch).values()).backward()
             rows.step()
         inside = set(collection.exchange.consumers)
-        found[case] = dict(alone.traffic.sent_bytes), dict(alone.traffic.messages), inside
-    return found
+        results[case] = dict(alone.traffic.sent_bytes), dict(alone.traffic.messages), inside
+    return results
 
 
 @pytest.fixture(scope="module")
 def everyone():
-    """By rank: what cases of bags send."""
+    """Bytes that the cases of bags send, by rank."""
     return run_ranks(NUM_RANKS, counted, BAGS, ranks_per_host=WORLD.ranks_per_host)
 
 
@@ -190,12 +190,15 @@ def check_foretold(everyone, cases):
         )
         assert not choice.seconds.is_fetched_ahead  # what leaves a tower late is waited for
         if case in MODELS:
-            assert {each.name for each in model.consumers if each.is_whole} == {"first", "last"}
-            inside = {each.name for each in choice.consumers if each.is_partial}
+            assert {consumer.name for consumer in model.consumers if consumer.is_whole} == {
+                "first",
+                "last",
+            }
+            inside = {consumer.name for consumer in choice.consumers if consumer.is_partial}
             assert inside == everyone[0][case][2] == {"first", "last", "wide"}
         assert choice.shardings == place(towers)
         for key, foretold in choice.sent.items():
-            mean = sum(each[case][0].get(key, 0) for each in everyone) / (NUM_RANKS * STEPS)
+            mean = sum(consumer[case][0].get(key, 0) for consumer in everyone) / (NUM_RANKS * STEPS)
             near = 0.05 if key[0] == "route" else 0.02  # of few ids, lists are known less well
             assert foretold == pytest.approx(mean, rel=near), (case, key)
 

@@ -36,16 +36,16 @@ CLIP = 0.3
 def declared():
     tables = [
         Table(
-            each, DIM, rows=ROWS, optimizer=Adam(lr=0.01, eps=1e-3), initializer=Uniform(scale=0.5), dtype="float64"
+            name, DIM, rows=ROWS, optimizer=Adam(lr=0.01, eps=1e-3), initializer=Uniform(scale=0.5), dtype="float64"
         )
-        for each in NAMES
+        for name in NAMES
     ]  # fmt: skip
     return tables, [Feature(n, n, pooling="mean" if n == "e" else "sum") for n in NAMES]
 
 
 def goes_on(mesh, folder, steps, drops=0.0, late=0, exchange="towers"):
-    """To so many steps in all: rows and dense weights. Clipped by norm, which is of all towers together. drops: part of
-    what a tower's module gives; late: steps of staleness."""
+    """Train to a number of steps and return rows and dense weights. Clipped by norm, which is of all towers together.
+    drops: part of what a tower's module gives; late: steps of staleness."""
     make, settings = MODELS["dlrm"]
     if late:  # less leaves a tower, or its values would come early
         settings = settings | {"tower_summaries": 0}
@@ -58,7 +58,7 @@ def goes_on(mesh, folder, steps, drops=0.0, late=0, exchange="towers"):
     plan = {}
     if mesh.num_ranks > 1:
         file = folder.with_name("towers.json")
-        file.write_text(json.dumps({"towers": [list(each) for each in TOWERS.towers]}))
+        file.write_text(json.dumps({"towers": [list(tower) for tower in TOWERS.towers]}))
         plan = {"exchange": exchange, "sharding": "table_wise", "towers": str(file)}
     fit(
         model, Splits(train=source()), run=folder, mesh=mesh, batch_size=48, epochs=3, max_steps=steps,
@@ -71,7 +71,7 @@ def goes_on(mesh, folder, steps, drops=0.0, late=0, exchange="towers"):
 
 def weights_of(model):
     """Rows, and dense weights."""
-    rows = {each: model.embeddings.rows(each, torch.arange(ROWS)) for each in NAMES}
+    rows = {name: model.embeddings.rows(name, torch.arange(ROWS)) for name in NAMES}
     return rows, dense_state_dict(model)
 
 
@@ -94,8 +94,8 @@ class Beside(nn.Module):
         self.top = nn.Linear(10, 1)
 
     def forward(self, batch):
-        seen = self.embeddings(batch)
-        parts = [seen[name] for name in ("one", "two", "first")]
+        output = self.embeddings(batch)
+        parts = [output[name] for name in ("one", "two", "first")]
         return self.top(torch.cat([*parts, batch.dense.double()], 1))
 
 
@@ -149,13 +149,13 @@ def of_rows(mesh, place, late):
 
 
 def further(mesh, folder, late):
-    """With a rank in each tower."""
+    """Continue with one rank in each tower."""
     return goes_on(mesh, folder, 7, late=late)
 
 
-def same(found, wanted, **close):
-    torch.testing.assert_close(found[0], wanted[0], **close)
-    torch.testing.assert_close(found[1], wanted[1], **close)
+def same(result, wanted, **close):
+    torch.testing.assert_close(result[0], wanted[0], **close)
+    torch.testing.assert_close(result[1], wanted[1], **close)
 
 
 @pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 2])
@@ -169,8 +169,8 @@ def test_towers_go_on_in_other_worlds(late, tmp_path):
         same(in_parts, straight, rtol=0, atol=0)
         same(straight, one[0], rtol=1e-10, atol=1e-12)
     folder = tmp_path / "ranks" / "parts"
-    for found in run_ranks(2, further, folder, late):
-        same(found, one[1], rtol=1e-10, atol=1e-12)
+    for results in run_ranks(2, further, folder, late):
+        same(results, one[1], rtol=1e-10, atol=1e-12)
     if late:  # means, of which no sums are known
         with pytest.raises(CheckpointError, match="had read ahead"):
             goes_on(Mesh(), folder, 8, late=late)
@@ -181,11 +181,11 @@ def test_towers_go_on_in_other_worlds(late, tmp_path):
 
 def test_what_is_dropped_is_drawn_from_the_state_of_a_rank(tmp_path):
     """And towers beside other operators train what one rank does."""
-    both = beside(Mesh())
-    for dropped, straight, whole, theirs in run_ranks(4, with_dropout, tmp_path, ranks_per_host=2):
+    pair = beside(Mesh())
+    for dropped, straight, whole, other in run_ranks(4, with_dropout, tmp_path, ranks_per_host=2):
         same(dropped, straight, rtol=0, atol=0)
         assert not torch.equal(dropped[0]["a"], whole[0]["a"])
-        same(theirs, both, rtol=1e-10, atol=1e-12)
+        same(other, pair, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 2])

@@ -99,7 +99,7 @@ def split(towers, num_ranks=NUM_RANKS):
 
 
 def cut(towers, num_ranks=NUM_RANKS):
-    """By columns: over the ranks of a tower, and, of `item`, over four ranks."""
+    """Cut tables by columns: over the ranks of a tower, and `item` over four ranks."""
     size = num_ranks // towers
     return {
         "user": column_wise(range(size)), "item": column_wise(range(min(num_ranks, 4))),
@@ -108,7 +108,7 @@ def cut(towers, num_ranks=NUM_RANKS):
 
 
 def over_hosts(towers, num_ranks=NUM_RANKS):
-    """Some of no tower: on all ranks, or on some of two towers."""
+    """Shard tables outside of towers: on all ranks, or on ranks of two towers."""
     return {
         "user": row_wise(num_ranks), "item": Sharding("host_wise", (1, 2)), "tag": table_wise(3),
         "wide": table_wise(0),
@@ -116,7 +116,7 @@ def over_hosts(towers, num_ranks=NUM_RANKS):
 
 
 def partly(towers, num_ranks=NUM_RANKS):
-    """Some in the first tower, the others on all ranks, and so in no tower."""
+    """Shard a few tables in the first tower, the others on all ranks and so in no tower."""
     return split(towers, num_ranks) | {"item": row_wise(num_ranks), "wide": row_wise(num_ranks)}
 
 
@@ -124,7 +124,7 @@ PLACES = {"whole": whole, "split": split, "cut": cut, "over hosts": over_hosts, 
 
 
 def train(mesh, consumers, exchange="pooled", places=None, towers=None, staleness=0, codecs=None):
-    """By step, this rank's outputs; all rows and weights at the end; who was evaluated in a tower; bytes, messages."""
+    """Return outputs by step, all rows and weights at the end, consumers evaluated in a tower, bytes and messages."""
     consumers = copy.deepcopy(consumers)
     declared = tables("float64", "single weights")
     collection = EmbeddingCollection(declared, LOOKED_UP, consumers=consumers, seed=3).double()
@@ -151,23 +151,23 @@ def train(mesh, consumers, exchange="pooled", places=None, towers=None, stalenes
         ),
     )
     collection.open(plan, mesh)
-    rows, seen = RowOptimizer(collection), []
+    rows, outputs = RowOptimizer(collection), []
     weights = list(collection.parameters())
     dense = torch.optim.SGD(weights, lr=0.01) if weights else None
     mesh.traffic.sent_bytes.clear()
     mesh.traffic.messages.clear()
     batches = (share_of(global_batch(t, n), mesh.rank, mesh.num_ranks) for t, n in enumerate(SIZES))
     for step, batch in enumerate(collection.lookahead(batches)):
-        found = collection(batch)
-        seen.append({name: output.detach().clone() for name, output in found.items()})
+        result = collection(batch)
+        outputs.append({name: output.detach().clone() for name, output in result.items()})
         first, last = (SIZES[step] * r // mesh.num_ranks for r in (mesh.rank, mesh.rank + 1))
-        given = []
-        for i, output in enumerate(found.values()):
+        gradients = []
+        for i, output in enumerate(result.values()):
             random = torch.Generator().manual_seed(10 * step + i)
             every = torch.randn(SIZES[step], output.shape[1], generator=random, dtype=output.dtype)
-            given.append(every[first:last])
+            gradients.append(every[first:last])
         for _ in range(1 + step % 2):  # two backwards
-            torch.autograd.backward(list(found.values()), given, retain_graph=True)
+            torch.autograd.backward(list(result.values()), gradients, retain_graph=True)
         rows.step()
         if dense is not None:
             for weight in weights:
@@ -178,10 +178,10 @@ def train(mesh, consumers, exchange="pooled", places=None, towers=None, stalenes
     sent = dict(mesh.traffic.sent_bytes), dict(mesh.traffic.messages)
     collection.eval()
     with torch.no_grad():
-        seen.append(dict(collection(share_of(global_batch(9, 7), mesh.rank, mesh.num_ranks))))
-    left = {name: weight.detach() for name, weight in collection.named_parameters()}
+        outputs.append(dict(collection(share_of(global_batch(9, 7), mesh.rank, mesh.num_ranks))))
+    remaining = {name: weight.detach() for name, weight in collection.named_parameters()}
     inside = collection.exchange.consumers
-    return seen, all_rows(collection) | left, inside, sent, collection.exchange.exactness
+    return outputs, all_rows(collection) | remaining, inside, sent, collection.exchange.exactness
 
 
 TRIED = {
@@ -218,7 +218,7 @@ ROWS = {
     )
     for places, towers in tried
 }  # fmt: skip
-"""Where rows come together in the towers."""
+"""Cases in which rows are gathered in towers."""
 OTHERS |= ROWS | {
     "rows beside bags": (MODULES, {"exchange": "beside bags", "places": "split", "towers": 2}),
     "rows late": (MODULES, {"exchange": "tower_rows", "places": "split", "towers": 2, "staleness": 2}),
@@ -263,7 +263,7 @@ def results_of():
 
 @pytest.fixture(scope="module")
 def everyone(results_of):
-    """By rank: the results of all groups."""
+    """Results of all groups, by rank."""
     parts = [results_of(group) for group in GROUPS]
     return [
         {name: value for part in parts for name, value in part[rank].items()}
@@ -271,9 +271,9 @@ def everyone(results_of):
     ]
 
 
-def close(found, wanted, what):
+def close(result, wanted, what):
     torch.testing.assert_close(
-        found, wanted, rtol=1e-10, atol=1e-10, msg=lambda said: f"{what}: {said}"
+        result, wanted, rtol=1e-10, atol=1e-10, msg=lambda message: f"{what}: {message}"
     )
 
 
@@ -291,26 +291,26 @@ def test_ranks_train_what_one_does(results_of, group):
         late = settings.get("staleness", 0)
         if (key := (id(consumers), late)) not in alone:
             alone[key] = train(Mesh(), consumers, staleness=late)
-        outputs, left, *_ = alone[key]
-        for step, seen in enumerate(outputs):
-            for each, value in seen.items():
-                found = torch.cat([rank[name][0][step][each] for rank in everyone])
-                close(found, value, f"{name}, step {step}, {each}")
+        outputs, remaining, *_ = alone[key]
+        for step, output in enumerate(outputs):
+            for item, value in output.items():
+                result = torch.cat([rank[name][0][step][item] for rank in everyone])
+                close(result, value, f"{name}, step {step}, {item}")
         for rank in everyone:
-            for each, value in left.items():
-                close(rank[name][1][each], value, f"{name}, {each}")
+            for item, value in remaining.items():
+                close(rank[name][1][item], value, f"{name}, {item}")
 
 
 def test_bits_are_those_of_flat_pooled_where_nothing_is_added(everyone):
     for name in BITWISE:
         for rank in everyone:
-            seen, left, *_ = rank[name]
+            output, remaining, *_ = rank[name]
             flat_seen, flat_left, *_ = rank[("flat", *name)]
             for step, outputs in enumerate(flat_seen):
-                for each, value in outputs.items():
-                    assert torch.equal(seen[step][each], value), (name, step, each)
-            for each, value in flat_left.items():
-                assert torch.equal(left[each], value), (name, each)
+                for key, value in outputs.items():
+                    assert torch.equal(output[step][key], value), (name, step, key)
+            for key, value in flat_left.items():
+                assert torch.equal(remaining[key], value), (name, key)
 
 
 def test_who_is_evaluated_inside(everyone):
@@ -340,18 +340,18 @@ def test_as_much_leaves_a_tower_whatever_came_together_in_it(everyone):
 
 
 def refused(mesh):
-    """What is said of rows in two towers."""
+    """Return the error for rows in two towers."""
     with pytest.raises(ConfigError) as error:
         train(mesh, VALUES, "tower_rows", "over hosts", 2)
     return str(error.value)
 
 
 def test_rows_of_two_towers_are_refused():
-    for said in run_ranks(NUM_RANKS, refused, ranks_per_host=LOCAL):
+    for text in run_ranks(NUM_RANKS, refused, ranks_per_host=LOCAL):
         assert (
-            "table 'user': got exchange tower_rows and rows on ranks [0, 1, 2, 3], wanted" in said
+            "table 'user': got exchange tower_rows and rows on ranks [0, 1, 2, 3], wanted" in text
         )
-        assert "such as ranks [0, 1]" in said
+        assert "such as ranks [0, 1]" in text
 
 
 def test_codecs_round_between_towers_alone(everyone):
@@ -384,7 +384,7 @@ class Picky(Tower):
 
 
 class Deaf(Tower):
-    """What it gives has no gradient."""
+    """Module whose output has no gradient."""
 
     def partial_of_fields(self, fields, numbers=None):
         return super().partial_of_fields(fields, numbers).detach()
@@ -414,8 +414,8 @@ def first_of(tower, mesh):
 
 
 def say(mesh):
-    """What is said of modules that change the samples, or their fields; then a batch of nobody's samples, and of one,
-    and one of a module without a gradient."""
+    """Return the errors for modules that change the samples, or their fields; then a batch of nobody's samples, and of
+    one, and one of a module without a gradient."""
     errors = []
     in_place = [
         TowerModule(nn.Sequential(first, nn.Linear(10, 3)).double(), [5, 5], 3, side_by_side=True)
@@ -429,36 +429,40 @@ def say(mesh):
         mesh.barrier()
     deaf = first_of(Deaf(10, 3), mesh)
     sum(
-        each.sum()
-        for each in deaf(share_of(global_batch(0, 9), mesh.rank, mesh.num_ranks)).values()
+        parameter.sum()
+        for parameter in deaf(share_of(global_batch(0, 9), mesh.rank, mesh.num_ranks)).values()
     ).backward()
     RowOptimizer(deaf).step()
-    assert not any(each.grad.any() for each in deaf.interactions["first"].parameters())
+    assert not any(parameter.grad.any() for parameter in deaf.interactions["first"].parameters())
     collection = first_of(Picky(10, 3), mesh)
     rows, shapes = RowOptimizer(collection), []
     assert collection.exchange.consumers == ("first",)
     for number, size in enumerate((0, 1, 9)):
-        found = collection(share_of(global_batch(number, size), mesh.rank, mesh.num_ranks))
-        torch.autograd.backward(list(found.values()), [torch.ones_like(v) for v in found.values()])
+        result = collection(share_of(global_batch(number, size), mesh.rank, mesh.num_ranks))
+        torch.autograd.backward(
+            list(result.values()), [torch.ones_like(v) for v in result.values()]
+        )
         rows.step()
-        shapes.append(tuple(found["first"].shape))
+        shapes.append(tuple(result["first"].shape))
     assert collection.interactions["first"].training
     return errors, shapes
 
 
 def test_every_rank_refuses_a_module_that_changes_the_samples_and_asks_none_about_no_samples():
-    found = run_ranks(2, say)
-    for said, _ in found:
-        assert "consumer 'first': its operator gave (2, 3) for 3 samples, wanted (3, 3)" in said[0]
-        assert all("Sequential: got its fields changed in place" in each for each in said[1:])
-        assert len(said) == 3
+    results = run_ranks(2, say)
+    for output, _ in results:
+        assert (
+            "consumer 'first': its operator gave (2, 3) for 3 samples, wanted (3, 3)" in output[0]
+        )
+        assert all("Sequential: got its fields changed in place" in text for text in output[1:])
+        assert len(output) == 3
     assert [
-        sum(n for n, _ in some) for some in zip(*(shapes for _, shapes in found), strict=True)
+        sum(n for n, _ in subset) for subset in zip(*(shapes for _, shapes in results), strict=True)
     ] == [0, 1, 9]
 
 
 @pytest.mark.parametrize(
-    ("consumers", "world", "settings", "said"),
+    ("consumers", "world", "settings", "message"),
     [
         (WIDE, World(num_hosts=2), {"num_towers": 2, "reads_ahead": 1}, "6 floats, more than half of the 10"),
         (WIDE, World(num_hosts=2), {"num_towers": 2}, None),
@@ -475,11 +479,11 @@ def test_every_rank_refuses_a_module_that_changes_the_samples_and_asks_none_abou
         (MODULES, World(ranks_per_host=4), {"num_towers": 2}, None),
     ],
 )  # fmt: skip
-def test_why_not_inside(consumers, world, settings, said):
+def test_why_not_inside(consumers, world, settings, message):
     declaration = declare(tables("float64"), LOOKED_UP, consumers)
     shardings = [split(2)[name] if world.num_ranks == 4 else table_wise(0) for name in TABLES]
     reason = why_not_in_towers(declaration, "first", shardings, world, **settings)
-    assert reason is None if said is None else said in reason
+    assert reason is None if message is None else message in reason
 
 
 def test_rows_of_no_single_tower_are_said():
@@ -492,7 +496,7 @@ def test_rows_of_no_single_tower_are_said():
 def test_nothing_is_evaluated_inside_where_that_saves_nothing():
     world, places = World(ranks_per_host=4), [split(2)[name] for name in TABLES]
     wide = {"first": (Tower(10, 10), ("user.deep", "tags"))}
-    both = {**MODULES, "again": (Concat(), ("tags", "seen"))}
-    for consumers, wanted in ((MODULES, ("first", "second")), (wide, ()), (both, ("first", "second"))):  # fmt: skip
+    pair = {**MODULES, "again": (Concat(), ("tags", "seen"))}
+    for consumers, wanted in ((MODULES, ("first", "second")), (wide, ()), (pair, ("first", "second"))):  # fmt: skip
         declaration = declare(tables("float64"), LOOKED_UP, consumers)
         assert evaluated_in_towers(declaration, places, world, num_towers=2) == wanted

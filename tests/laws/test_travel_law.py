@@ -1,4 +1,4 @@
-"""On hosts of several ranks, what all ranks have a share of is added up inside a host before it crosses to another:
+"""Sums over hosts of several ranks are first formed inside each host:
 the same training, and as many bytes over an uplink as the formula says."""
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def test_equals_one_rank():
         wanted, rows, _ = train(Mesh(), case, staleness=staleness)
         for step, outputs in enumerate(wanted):
             for key, value in outputs.items():
-                found = torch.cat([rank[number][0][step][key] for rank in everyone])
-                close(found, value, f"{name}, step {step}, {key}")
+                result = torch.cat([rank[number][0][step][key] for rank in everyone])
+                close(result, value, f"{name}, step {step}, {key}")
         for table, value in rows.items():
             for rank in everyone:
                 close(rank[number][1][table], value, f"{name}, {table}")
@@ -86,17 +86,17 @@ def one_step(mesh, exchange, codec):
     rows = RowOptimizer(collection)
     batch = share_of(global_batch(3, SIZE), mesh.rank, mesh.num_ranks)
     before = dict(mesh.traffic.sent_bytes)
-    found = collection(batch)
-    wanted = [found[name] for name in consumers]
-    sum(each.square().sum() for each in wanted).backward()
+    result = collection(batch)
+    wanted = [result[name] for name in consumers]
+    sum(value.square().sum() for value in wanted).backward()
     rows.step()
     sent = {key: count - before.get(key, 0) for key, count in mesh.traffic.sent_bytes.items()}
     width = sum(part.layout.arriving.width for part in collection.exchange.parts)
-    return sent, {name: found[name].detach() for name in consumers}, width
+    return sent, {name: result[name].detach() for name in consumers}, width
 
 
 def steps(mesh):
-    return [one_step(mesh, *each) for each in COUNTED]
+    return [one_step(mesh, *item) for item in COUNTED]
 
 
 def test_bytes_between_hosts_are_those_of_the_formula():
@@ -107,17 +107,17 @@ def test_bytes_between_hosts_are_those_of_the_formula():
         for channel in ("fetch", "push"):
             sent = sum(rank[number][0].get((channel, "remote"), 0) for rank in everyone)
             assert sent == (HOSTS - 1) * payload, f"{what}, {channel}"
-        found = torch.cat([rank[number][1]["sums"] for rank in everyone])
+        result = torch.cat([rank[number][1]["sums"] for rank in everyone])
         limit = 2**-8 if item == 2 else 1e-10
         largest = exact.abs().amax(1, keepdim=True)
-        assert ((found - exact).abs() <= limit * HOSTS * largest).all(), what
+        assert ((result - exact).abs() <= limit * HOSTS * largest).all(), what
 
 
 @pytest.mark.parametrize("exchange", ["pooled", "partials"])
 def test_one_host_or_one_rank_each_has_nothing_to_add_first(exchange):
     for ranks_per_host in (1, 2):
-        found = run_ranks(2, one_step, exchange, "exact", ranks_per_host=ranks_per_host)
-        remote = sum(rank[0].get(("fetch", "remote"), 0) for rank in found)
+        results = run_ranks(2, one_step, exchange, "exact", ranks_per_host=ranks_per_host)
+        remote = sum(rank[0].get(("fetch", "remote"), 0) for rank in results)
         assert bool(remote) == (ranks_per_host == 1)
 
 

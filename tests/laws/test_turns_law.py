@@ -25,10 +25,10 @@ PAUSES = (0.0, 0.03, 0.01)
 
 
 def run_all(mesh):
-    found = {}
+    results = {}
     for name, (consumers, places, more) in CASES.items():
-        found[name] = train(mesh, consumers, "towers", places, TOWERS, **more)
-    found["flat"] = train(mesh, VALUES, "pooled", "whole", TOWERS)
+        results[name] = train(mesh, consumers, "towers", places, TOWERS, **more)
+    results["flat"] = train(mesh, VALUES, "pooled", "whole", TOWERS)
     send, sent = Mesh.all_to_all, []
 
     def late(self, channel, *settings, scope=ALL, **names):
@@ -37,9 +37,9 @@ def run_all(mesh):
         return send(self, channel, *settings, scope=scope, **names)
 
     with patch.object(Mesh, "all_to_all", late):
-        found["late"] = train(mesh, MODULES, "towers", "split", TOWERS)
+        results["late"] = train(mesh, MODULES, "towers", "split", TOWERS)
     assert any(scope.is_across for scope in sent)
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -49,26 +49,26 @@ def everyone():
 
 def test_ranks_train_what_one_does(everyone):
     for name, (consumers, _, more) in CASES.items():
-        outputs, left, *_ = train(Mesh(), consumers, **more)
-        for step, seen in enumerate(outputs):
-            for each, value in seen.items():
-                found = torch.cat([rank[name][0][step][each] for rank in everyone])
-                close(found, value, f"{name}, step {step}, {each}")
+        outputs, remaining, *_ = train(Mesh(), consumers, **more)
+        for step, output in enumerate(outputs):
+            for key, value in output.items():
+                result = torch.cat([rank[name][0][step][key] for rank in everyone])
+                close(result, value, f"{name}, step {step}, {key}")
         for rank in everyone:
-            for each, value in left.items():
-                close(rank[name][1][each], value, f"{name}, {each}")
+            for key, value in remaining.items():
+                close(rank[name][1][key], value, f"{name}, {key}")
 
 
-@pytest.mark.parametrize(("found", "wanted"), [("values", "flat"), ("late", "modules")])
-def test_bits_are_the_same(everyone, found, wanted):
+@pytest.mark.parametrize(("result", "wanted"), [("values", "flat"), ("late", "modules")])
+def test_bits_are_the_same(everyone, result, wanted):
     for rank in everyone:
-        seen, left, *_ = rank[found]
+        output, remaining, *_ = rank[result]
         as_seen, as_left, *_ = rank[wanted]
         for step, outputs in enumerate(as_seen):
-            for each, value in outputs.items():
-                assert torch.equal(seen[step][each], value), (step, each)
-        for each, value in as_left.items():
-            assert torch.equal(left[each], value), each
+            for name, value in outputs.items():
+                assert torch.equal(output[step][name], value), (step, name)
+        for name, value in as_left.items():
+            assert torch.equal(remaining[name], value), name
 
 
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
@@ -77,12 +77,12 @@ def test_a_rank_serves_itself_last(rank):
     assert peers[-1] == rank
     assert sorted(peers) == list(range(rank % 2, NUM_RANKS, 2))
     sizes = [3, 0, 5, 7, 11, 13]
-    others = sum(sizes[each] for each in range(rank % 2, NUM_RANKS, 2) if each != rank)
+    others = sum(sizes[index] for index in range(rank % 2, NUM_RANKS, 2) if index != rank)
     turns = plan_chunks(rank, 2, tuple(sizes))
     assert [turn.num_samples for turn in turns] == [others, sizes[rank]]
     for turn in turns:
         samples = torch.arange(sum(sizes)).split(sizes)
-        wanted = torch.cat([samples[each] for each in turn.ranks])
+        wanted = torch.cat([samples[index] for index in turn.ranks])
         if turn.rows is not None:
             assert torch.equal(torch.arange(sum(sizes))[turn.rows], wanted)
         assert sum(turn.counts) == len(wanted)

@@ -36,29 +36,29 @@ class Column:
 
     @property
     def ids(self) -> list[int]:
-        return [each for bag in self.bags for each in bag]
+        return [item for bag in self.bags for item in bag]
 
 
 def pack_bags(columns: Sequence[Column], size: int, spaces: Mapping[int, IdSpace]) -> bytes:
     """The message of a rank with so many samples to one owner. spaces: by table, the owner's share."""
     has_codes = any(column.codes is not None for column in columns)
-    found = pack_varint(size) + bytes([has_codes])
+    result = pack_varint(size) + bytes([has_codes])
     for column in columns:
-        found += _packed_lengths([len(bag) for bag in column.bags], column.weights is not None)
+        result += _packed_lengths([len(bag) for bag in column.bags], column.weights is not None)
     for table in sorted({column.table for column in columns}):
-        listed = [each for column in columns if column.table == table for each in column.ids]
+        listed = [id_ for column in columns if column.table == table for id_ in column.ids]
         if listed:
-            found += _packed_ids(listed, spaces[table])
-    found += b"".join(element for column in columns for element in column.weights or ())
+            result += _packed_ids(listed, spaces[table])
+    result += b"".join(element for column in columns for element in column.weights or ())
     if has_codes:
-        found += pack_numbers([code for column in columns for code in column.codes or ()])
-    return found
+        result += pack_numbers([code for column in columns for code in column.codes or ()])
+    return result
 
 
 def unpack_bags(
     data: bytes, tables: Sequence[int], spaces: Mapping[int, IdSpace], itemsize: int
 ) -> list[Column]:
-    """What `pack_bags` was given. It trusts the message; the native reader does not."""
+    """Unpack the arguments of `pack_bags`. It trusts the message; the native reader does not."""
     size, at = _varint(data, 0)
     has_codes, at = data[at], at + 1
     lengths, is_weighted = [], []
@@ -76,7 +76,7 @@ def unpack_bags(
             lengths.append([equal] * size)
     of_table = {}
     for table in sorted(set(tables)):
-        count = sum(sum(each) for t, each in zip(tables, lengths, strict=True) if t == table)
+        count = sum(sum(item) for t, item in zip(tables, lengths, strict=True) if t == table)
         if count:
             kind, at = data[at : at + 1], at + 1
             ids, read = unpack_list(data[at:], spaces[table], kind == DISTINCT)
@@ -86,12 +86,12 @@ def unpack_bags(
                 ids = [ids[index] for index in which]
             of_table[table] = iter(ids)
     bags = [
-        [[next(of_table[table]) for _ in range(length)] for length in each]
-        for table, each in zip(tables, lengths, strict=True)
+        [[next(of_table[table]) for _ in range(length)] for length in item]
+        for table, item in zip(tables, lengths, strict=True)
     ]
     weights: list[list[bytes] | None] = []
-    for each, has_weights in zip(lengths, is_weighted, strict=True):
-        end = at + sum(each) * itemsize * has_weights
+    for item, has_weights in zip(lengths, is_weighted, strict=True):
+        end = at + sum(item) * itemsize * has_weights
         weights.append(
             [data[i : i + itemsize] for i in range(at, end, itemsize)] if has_weights else None
         )
@@ -99,10 +99,10 @@ def unpack_bags(
     codes: list[list[int] | None] = [None] * len(tables)
     if has_codes:
         all_codes, at = unpack_numbers(data, at, sum(map(sum, lengths)))
-        told = iter(all_codes)
-        codes = [[next(told) for _ in range(sum(each))] for each in lengths]
+        codes_left = iter(all_codes)
+        codes = [[next(codes_left) for _ in range(sum(item))] for item in lengths]
     assert at == len(data)
-    return [Column(*each) for each in zip(tables, bags, weights, codes, strict=True)]
+    return [Column(*item) for item in zip(tables, bags, weights, codes, strict=True)]
 
 
 def _packed_lengths(lengths: Sequence[int], is_weighted: bool) -> bytes:
@@ -119,9 +119,9 @@ def _packed_ids(listed: Sequence[int], space: IdSpace) -> bytes:
         unique = sorted(set(listed), key=space.row_of)
     else:
         different = list(set(listed))
-        unique = [each for _, each in sorted(zip(_mixed(different), different, strict=True))]
-    number = {each: i for i, each in enumerate(unique)}
-    told = LISTED + pack_list(listed, space, False)
+        unique = [item for _, item in sorted(zip(_mixed(different), different, strict=True))]
+    number = {item: i for i, item in enumerate(unique)}
+    packed_codes = LISTED + pack_list(listed, space, False)
     distinct = DISTINCT + pack_list(unique, space, True)
-    distinct += pack_numbers([number[each] for each in listed])
-    return min(told, distinct, key=len)
+    distinct += pack_numbers([number[item] for item in listed])
+    return min(packed_codes, distinct, key=len)

@@ -48,21 +48,21 @@ def encode_rows(codec: Codec, rows: Tensor, dims: Sequence[int], key: RoundingKe
 
 
 def decode_rows(codec: Codec, data: Tensor, dims: Sequence[int]) -> Tensor:
-    """(n, row_bytes) uint8 -> (n, sum of dims) float32. Not for "exact"."""
-    found, begin = [], 0
+    """Decode rows (n, row_bytes) uint8 -> (n, sum of dims) float32. Not for "exact"."""
+    results, begin = [], 0
     for dim in dims:
         head = data[:, begin : begin + codec.part_bytes]
         begin += codec.part_bytes
         body = data[:, begin : begin + dim * codec.item_bytes]
         begin += dim * codec.item_bytes
         if codec.name == "bf16":
-            found.append(_as(body, torch.bfloat16, dim).float())
+            results.append(_as(body, torch.bfloat16, dim).float())
         elif codec.name == "fp16":
             exponents = _as(head, torch.int16, 1).int()
-            found.append(torch.ldexp(_as(body, torch.float16, dim).float(), exponents))
+            results.append(torch.ldexp(_as(body, torch.float16, dim).float(), exponents))
         else:
-            found.append(_as(body, torch.int8, dim).float() * _as(head, torch.float32, 1))
-    return torch.cat(found, 1)
+            results.append(_as(body, torch.int8, dim).float() * _as(head, torch.float32, 1))
+    return torch.cat(results, 1)
 
 
 def _halves(part: Tensor, dtype: torch.dtype, key: RoundingKey | None, column: int) -> Tensor:
@@ -80,5 +80,5 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 def _as(data: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
-    """(n, dim) of bytes that may begin anywhere."""
+    """View bytes that may begin anywhere as (n, dim)."""
     return data.contiguous().flatten().clone().view(dtype).view(len(data), dim)

@@ -34,7 +34,7 @@ class ReferenceRows:
         self.clocks: dict[tuple[str, int], int] = {}
 
     def row(self, table: Table, row_id: int) -> Tensor:
-        """(D,). Born if never read."""
+        """Return a row (D,), initialised if it was never read."""
         key = (table.name, row_id)
         if key not in self.weights:
             name, first = table.origin
@@ -53,15 +53,17 @@ class ReferenceRows:
         return self.weights[key]
 
     def read(self, batch: Batch, column: int, p: int) -> Tensor:
-        """(B, D), or (E, D) for a sequence: rows added one by one in lookup order (`ops.reference.pool`).
+        """Read (B, D), or (E, D) for a sequence: rows added one by one in lookup order (`ops.reference.pool`).
 
         `column` of lookups, part `p` of its table.
         """
         feature = self.declaration.features[self.consumption.features[column]]
         t, part = self.declaration.parts[p]
         ids, table = batch.ids[feature.name], self.declaration.tables[t]
-        found = [self.row(table, row_id) for row_id in ids.values.tolist()]
-        rows = torch.stack(found) if found else torch.zeros(0, table.width, dtype=row_dtype(table))
+        results = [self.row(table, row_id) for row_id in ids.values.tolist()]
+        rows = (
+            torch.stack(results) if results else torch.zeros(0, table.width, dtype=row_dtype(table))
+        )
         rows = rows[:, part.column : part.column + part.dim]
         return ops.pool(rows, bags(ids, batch.size), feature.pooling, weights_of(ids, rows.dtype))
 
@@ -93,16 +95,16 @@ class ReferenceRows:
                 continue
             ids = batch.ids[feature.name]
             whole = torch.zeros(len(ids.values), table.width, dtype=row_dtype(table))
-            for part, mine in self._read_gradients(column, gradients):
+            for part, own in self._read_gradients(column, gradients):
                 whole[:, part.column : part.column + part.dim] = ops.lookup_gradients(
-                    mine, bags(ids, batch.size), feature.pooling, weights_of(ids, mine.dtype)
+                    own, bags(ids, batch.size), feature.pooling, weights_of(ids, own.dtype)
                 )
             for row_id, share in zip(ids.values.tolist(), whole, strict=True):
                 sums[row_id] = sums[row_id] + share if row_id in sums else share
         return sums
 
     def _read_gradients(self, column: int, gradients: Sequence[Tensor]):
-        """(part, gradient) of everything that is read of a column of lookups."""
+        """Yield (part, gradient) of everything that is read of a column of lookups."""
         reads = iter(self.consumption.reads)
         for output, gradient in zip(list_outputs(self.declaration), gradients, strict=True):
             for start in output.columns:
@@ -127,8 +129,8 @@ class ReferenceRows:
 
 
 def settings_of(part: Part, table: Table) -> optimizers.Settings:
-    """As RowOptimizer hands them to the core."""
-    given = {
+    """Return settings as RowOptimizer passes them to the core."""
+    settings = {
         name: value
         for name, value in part.optimizer.settings().items()
         if name not in ("betas", "momentum", "initial_accumulator")
@@ -137,7 +139,7 @@ def settings_of(part: Part, table: Table) -> optimizers.Settings:
     max_norm = math.inf if table.max_norm is None else table.max_norm
     bound = math.inf if table.weight_bound is None else table.weight_bound
     return optimizers.Settings(
-        beta1=betas[0], beta2=betas[1], max_norm=max_norm, weight_bound=bound, **given
+        beta1=betas[0], beta2=betas[1], max_norm=max_norm, weight_bound=bound, **settings
     )
 
 
@@ -146,7 +148,7 @@ def row_dtype(table: Table) -> torch.dtype:
 
 
 def bags(ids: Ids, size: int) -> Tensor:
-    """(B + 1,): where each sample's lookups begin and end."""
+    """Return offsets (B + 1,) of the samples' lookups."""
     return torch.arange(size + 1) if ids.offsets is None else ids.offsets
 
 

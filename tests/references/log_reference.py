@@ -1,4 +1,4 @@
-"""What `_native.RowLog` does, in numpy and a dict: slow, short, the definition that tests compare with.
+"""Reference of `_native.RowLog` in numpy and a dict: slow, short, the definition that tests compare with.
 
 One difference: a read is done when `read` returns, and needs no reader.
 """
@@ -53,11 +53,11 @@ class Chunk:
 class LogRead:
     """A read that is done."""
 
-    def __init__(self, found: np.ndarray, fault: Fault | None) -> None:
-        self._found, self._fault = found, fault
+    def __init__(self, exists: np.ndarray, fault: Fault | None) -> None:
+        self._exists, self._fault = exists, fault
 
     def wait(self) -> tuple[np.ndarray, Fault | None]:
-        return self._found, self._fault
+        return self._exists, self._fault
 
 
 class RowLog:
@@ -129,12 +129,12 @@ class RowLog:
         ids, out = np.asarray(ids), np.asarray(out)
         faults: list[Fault] = []
         with self._lock:
-            found = np.zeros(len(ids), bool)
+            result = np.zeros(len(ids), bool)
             for i, row_id in enumerate(ids.tolist()):
                 place = self._place.get(row_id, -1)
                 if place < 0:
                     continue
-                found[i] = True
+                result[i] = True
                 frame, fault = self._frame(place)
                 if fault is None and self._is_bad(row_id, frame, place):
                     fault = ("checksum", place, 0)
@@ -142,7 +142,7 @@ class RowLog:
                     out[i] = frame[0, 4 : 4 + self._record_bytes]
                 else:
                     faults.append(fault)
-        return LogRead(found, min(faults, key=lambda fault: fault[1], default=None))
+        return LogRead(result, min(faults, key=lambda fault: fault[1], default=None))
 
     # ---- bytes on their way to files
 
@@ -298,7 +298,7 @@ class RowLog:
     # ---- inside; the lock is held
 
     def _full_bytes(self, part: _Part) -> int:
-        """In chunks that nothing is added to, with their padding."""
+        """Return the bytes of full chunks, with their padding."""
         if part.is_sealed:
             return -(-part.num_bytes // PAGE) * PAGE
         return part.num_bytes // self._chunk_bytes * self._chunk_bytes
@@ -340,7 +340,7 @@ class RowLog:
         return _native.check_records(one, frame, self._record_bytes, place) >= 0
 
     def _frame(self, place: int) -> tuple[np.ndarray, Fault | None]:
-        """(1, stride): from memory, or from the file once all of it is written."""
+        """Read a frame (1, stride) from memory, or from the file once all of it is written."""
         part, record = self._parts[place >> 32], place & 0xFFFFFFFF
         first = HEADER_BYTES + record * self._stride
         last = first + self._stride

@@ -38,24 +38,24 @@ class IdSpace:
 
 
 def pack_varint(value: int) -> bytes:
-    found = bytearray()
+    packed = bytearray()
     while value >= 0x80:
-        found.append(value & 0x7F | 0x80)
+        packed.append(value & 0x7F | 0x80)
         value >>= 7
-    found.append(value)
-    return bytes(found)
+    packed.append(value)
+    return bytes(packed)
 
 
 def pack_numbers(values: Sequence[int]) -> bytes:
-    """Of 0 .. 2^64 - 1."""
-    found = bytearray()
+    """Pack numbers 0 .. 2^64 - 1."""
+    packed = bytearray()
     for start in range(0, len(values), BLOCK):
         block = values[start : start + BLOCK]
         width = max(block).bit_length()
         whole = sum(value << width * i for i, value in enumerate(block))
-        found.append(width)
-        found += whole.to_bytes(-(-len(block) * width // 8), "little")
-    return bytes(found)
+        packed.append(width)
+        packed += whole.to_bytes(-(-len(block) * width // 8), "little")
+    return bytes(packed)
 
 
 def pack_list(ids: Sequence[int], space: IdSpace, is_ascending: bool) -> bytes:
@@ -63,10 +63,10 @@ def pack_list(ids: Sequence[int], space: IdSpace, is_ascending: bool) -> bytes:
     if not ids:
         return head
     if space.rows:
-        rows = [space.row_of(each) for each in ids]
+        rows = [space.row_of(id_) for id_ in ids]
         return head + pack_numbers(_distances(rows, 0) if is_ascending else rows)
     least = min(ids)
-    listed = pack_numbers([each - least for each in ids])
+    listed = pack_numbers([id_ - least for id_ in ids])
     if is_ascending:
         hashed = pack_numbers(_distances(_mixed(ids), space.first_hash))
         if len(hashed) <= len(listed) + 1:
@@ -76,7 +76,7 @@ def pack_list(ids: Sequence[int], space: IdSpace, is_ascending: bool) -> bytes:
 
 
 def unpack_list(data: bytes, space: IdSpace, is_ascending: bool) -> tuple[list[int], int]:
-    """(ids, bytes read) of what `pack_list` made. It trusts the message; the native reader does not."""
+    """Return (ids, bytes read) of the output of `pack_list`. It trusts the message; the native reader does not."""
     count, at = _varint(data, 0)
     if not count:
         return [], at
@@ -87,22 +87,22 @@ def unpack_list(data: bytes, space: IdSpace, is_ascending: bool) -> tuple[list[i
     kind, at = data[at], at + 1
     if kind == 0:
         numbers, at = unpack_numbers(data, at, count)
-        return [_unmixed(each) for each in _sums(numbers, space.first_hash)], at
+        return [_unmixed(number) for number in _sums(numbers, space.first_hash)], at
     zigzag, at = _varint(data, at)
     least = zigzag // 2 if zigzag % 2 == 0 else -(zigzag + 1) // 2
     numbers, at = unpack_numbers(data, at, count)
-    return [least + each for each in numbers], at
+    return [least + number for number in numbers], at
 
 
 def unpack_numbers(data: bytes, at: int, count: int) -> tuple[list[int], int]:
-    found: list[int] = []
-    while len(found) < count:
-        length, width = min(BLOCK, count - len(found)), data[at]
+    numbers: list[int] = []
+    while len(numbers) < count:
+        length, width = min(BLOCK, count - len(numbers)), data[at]
         size = -(-length * width // 8)
         whole = int.from_bytes(data[at + 1 : at + 1 + size], "little")
-        found += [whole >> width * i & ((1 << width) - 1) for i in range(length)]
+        numbers += [whole >> width * i & ((1 << width) - 1) for i in range(length)]
         at += 1 + size
-    return found, at
+    return numbers, at
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
@@ -115,19 +115,19 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _distances(values: Iterable[int], first: int) -> list[int]:
-    found, following = [], first
+    results, following = [], first
     for value in values:
-        found.append(value - following)
+        results.append(value - following)
         following = value + 1
-    return found
+    return results
 
 
 def _sums(distances: Iterable[int], first: int) -> list[int]:
-    found, following = [], first
+    results, following = [], first
     for distance in distances:
-        found.append(following + distance)
-        following = found[-1] + 1
-    return found
+        results.append(following + distance)
+        following = results[-1] + 1
+    return results
 
 
 def _mixed(values: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next((found for name in NAMES if (found := shutil.which(name))), None)
+CHROMIUM = next((result for name in NAMES if (result := shutil.which(name))), None)
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--disable-extensions", "--disable-dev-shm-usage",
@@ -40,18 +40,18 @@ frame.addEventListener("load", () => setTimeout(() => {
 
 
 def look(page: Path, width: int, place: Path) -> dict:
-    """{"width", "scroll", "charts", "titles", "console"} of the page in a frame of `width` pixels."""
+    """Return {"width", "scroll", "charts", "titles", "console"} of the page in a frame of `width` pixels."""
     probe = place / f"probe-{width}.html"
     probe.write_text(PROBE.replace("PAGE", page.as_uri()).replace("WIDTH", str(width)))
     done = _run(place, ["--dump-dom", f"--window-size={max(width, 500)},4000", probe.as_uri()])
-    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)
-    assert found and found[1], done.stderr[-2000:]
+    result = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)
+    assert result and result[1], done.stderr[-2000:]
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    return {**json.loads(html.unescape(found[1])), "console": console}
+    return {**json.loads(html.unescape(result[1])), "console": console}
 
 
 def on_paper(page: Path, place: Path) -> tuple[int, list[tuple[float, float]]]:
-    """How many sheets it takes, and of each chart, as laid out there, the right edges of drawing and card."""
+    """Return the number of sheets, and of each chart, as laid out there, the right edges of drawing and card."""
     copy, target = place / "paper.html", place / "paper.pdf"
     copy.write_text(page.read_text().replace("</body>", f"<script>{PAPER_PROBE}</script></body>"))
     _run(place, [f"--print-to-pdf={target}", "--no-pdf-header-footer", copy.as_uri()])

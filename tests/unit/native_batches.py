@@ -47,7 +47,7 @@ class RandomBatch:
         return [0, *np.cumsum(self.lengths.sum(1)).tolist()]
 
     def bags(self, f: int) -> Tensor:
-        """(B + 1,): which of the feature's lookups are whose."""
+        """Return offsets (B + 1,) of the samples' lookups of a feature."""
         return torch.from_numpy(np.concatenate([[0], np.cumsum(self.lengths[f])]))
 
     def lookups(self) -> _native.Lookups:
@@ -65,7 +65,7 @@ class RandomBatch:
         )
 
     def owners(self, pattern: Sequence[int] = (1,)) -> list[int]:
-        """(T,): owners of each table, over and over as in `pattern`."""
+        """Return the number of owners of each table, (T,), over and over as in `pattern`."""
         return list(islice(cycle(pattern), len(self.table_rows)))
 
     def plan(self, pattern: Sequence[int] = (1,)) -> _native.Plan:
@@ -78,7 +78,7 @@ class RandomBatch:
         return self.batch_size
 
     def features(self) -> Iterator[tuple[int, slice, int]]:
-        """(feature, its lookups, its dim)."""
+        """Yield each feature, its lookups and its dim."""
         offsets = self.feature_offsets
         for f, t in enumerate(self.feature_tables):
             yield f, slice(offsets[f], offsets[f + 1]), self.dims[t]
@@ -172,7 +172,7 @@ def running_on(isa: str, num_threads: int) -> Iterator[None]:
 
 
 def everywhere() -> Iterator[tuple[str, int]]:
-    """(instruction set, threads): each set with one and three threads, the best also with two."""
+    """Cases (instruction set, threads): each set with one and three threads, the best also with two."""
     for isa in _native.available_isas():
         yield from ((isa, n) for n in (1, 3))
     yield _native.isa(), 2

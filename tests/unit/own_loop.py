@@ -40,11 +40,11 @@ class Loop:
 
     def state(self):
         """Save and load all three as files of torch.save, weights only."""
-        return [through_a_file(each.state_dict()) for each in (self.model, self.rows, self.dense)]
+        return [through_a_file(item.state_dict()) for item in (self.model, self.rows, self.dense)]
 
     def load(self, state):
-        for each, saved in zip((self.model, self.rows, self.dense), state, strict=True):
-            each.load_state_dict(copy.deepcopy(saved))
+        for item, saved in zip((self.model, self.rows, self.dense), state, strict=True):
+            item.load_state_dict(copy.deepcopy(saved))
 
 
 def through_a_file(state):
@@ -56,21 +56,21 @@ def through_a_file(state):
 
 def assert_same_state(one, other):
     """Two loops have the same bits: weights, clocks, optimizer state, memory of admission and eviction."""
-    for mine, theirs in zip(one.state()[:2], other.state()[:2], strict=True):
-        mine, theirs = comparable(mine), comparable(theirs)
-        assert mine.keys() == theirs.keys()
-        for name, value in mine.items():
-            assert torch.equal(value, theirs[name]), name
+    for actual, expected in zip(one.state()[:2], other.state()[:2], strict=True):
+        actual, expected = comparable(actual), comparable(expected)
+        assert actual.keys() == expected.keys()
+        for name, value in actual.items():
+            assert torch.equal(value, expected[name]), name
 
 
 def comparable(state):
     """Tensors of a state_dict by name; those of rows in the order of their ids."""
     if "param_groups" in state:
         state = {f"{group}.{name}": v for group, of in state["state"].items() for name, v in of.items()}  # fmt: skip
-    found = {}
+    results = {}
     for name, value in state.items():
         place, _, column = name.rpartition(".")
         ids = state.get(f"{place}.retention_ids" if "retention" in column else f"{place}.ids")
         is_by_row = ids is not None and value.shape[:1] == ids.shape and "count" not in column
-        found[name] = value[ids.argsort()] if is_by_row else value
-    return found
+        results[name] = value[ids.argsort()] if is_by_row else value
+    return results

@@ -35,8 +35,8 @@ class Net(nn.Module):
         return self.inner["rows"]
 
     def forward(self, batch):
-        found = self.collection(batch)
-        product = torch.stack([found[name] for name in self.names]).prod(dim=0)
+        result = self.collection(batch)
+        product = torch.stack([result[name] for name in self.names]).prod(dim=0)
         return product.sum(dim=1, keepdim=True) + self.bias(batch.dense.to(product))
 
 
@@ -91,6 +91,6 @@ def assert_same(one, other, **tolerance):
         torch.testing.assert_close(
             value, other.bias.state_dict()[name], **(tolerance or {"rtol": 0, "atol": 0})
         )
-    mine, theirs = rows_of(one), rows_of(other)
-    for name, value in mine.items():
-        torch.testing.assert_close(value, theirs[name], **(tolerance or {"rtol": 0, "atol": 0}))
+    actual, expected = rows_of(one), rows_of(other)
+    for name, value in actual.items():
+        torch.testing.assert_close(value, expected[name], **(tolerance or {"rtol": 0, "atol": 0}))

@@ -46,17 +46,17 @@ class Plain(nn.Module):
         )
 
     @staticmethod
-    def taken(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def taken(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A model's weights, or their gradients, as they are named and cut here."""
-        return dict(given)
+        return dict(weights)
 
     def fields(self, batch: Batch) -> Tensor:
-        found = []
+        results = []
         for feature in self.features:
             ids = batch.ids[feature.name]
             offsets = torch.arange(batch.size) if ids.offsets is None else ids.offsets[:-1]
-            found.append(self.bags[feature.table](ids.values, offsets))
-        return torch.stack(found, 1)
+            results.append(self.bags[feature.table](ids.values, offsets))
+        return torch.stack(results, 1)
 
 
 def pairs(vectors: Tensor) -> list[Tensor]:
@@ -111,19 +111,19 @@ class PlainWideDeep(PlainLR):
         return logits
 
     @staticmethod
-    def taken(given):
-        """Of a model whose first layer is in two parts."""
-        given = dict(given)
-        of_fields = given.pop("embeddings.interactions.deep.weight")
-        of_columns = given.pop("deep.columns.weight")
-        found = {"deep.0.weight": torch.cat([of_columns, of_fields], 1)}
-        found["deep.0.bias"] = given.pop("deep.columns.bias")
-        for name, value in given.items():  # its first layer has no number
+    def taken(weights):
+        """Take the weights of a model whose first layer is in two parts."""
+        weights = dict(weights)
+        of_fields = weights.pop("embeddings.interactions.deep.weight")
+        of_columns = weights.pop("deep.columns.weight")
+        results = {"deep.0.weight": torch.cat([of_columns, of_fields], 1)}
+        results["deep.0.bias"] = weights.pop("deep.columns.bias")
+        for name, value in weights.items():  # its first layer has no number
             if name.startswith("deep.top."):
                 _, _, number, kind = name.split(".")
                 name = f"deep.{int(number) + 2}.{kind}"
-            found[name] = value
-        return found
+            results[name] = value
+        return results
 
 
 class PlainDeepFM(PlainWideDeep):
@@ -136,19 +136,19 @@ class PlainDLRM(Plain):
         dim, num_fields = tables[0].width, len(features)
         self.bottom = stack([num_dense, *bottom, dim], last_relu=True) if num_dense else None
         vectors = num_fields + (num_dense > 0)
-        kept = (num_fields if keep_fields else 0) + (num_dense > 0)
+        retained = (num_fields if keep_fields else 0) + (num_dense > 0)
         self.keep_fields = keep_fields
-        self.top = stack([kept * dim + vectors * (vectors - 1) // 2, *top, tasks])
+        self.top = stack([retained * dim + vectors * (vectors - 1) // 2, *top, tasks])
 
     def forward(self, batch):
         fields = self.fields(batch)
-        vectors, kept = fields, [fields.flatten(1)] if self.keep_fields else []
+        vectors, retained = fields, [fields.flatten(1)] if self.keep_fields else []
         if self.bottom is not None:
             dense = self.bottom(batch.dense)
             vectors = torch.cat([dense[:, None], fields], 1)
-            kept = [*kept, dense]
+            retained = [*retained, dense]
         dots = [pair.sum(1, keepdim=True) for pair in pairs(vectors)]
-        return self.top(torch.cat([*kept, *dots], 1))
+        return self.top(torch.cat([*retained, *dots], 1))
 
 
 class PlainTower(nn.Module):
@@ -160,22 +160,25 @@ class PlainTower(nn.Module):
 
 
 class PlainTowered(Plain):
-    """What leaves the towers, (B, O) each, in the partition's order; modules are named tower0, ..."""
+    """Twin of a model with tower modules, which give (B, O) each, in the partition's order; modules are named tower0,
+    ..."""
 
     def make_towers(self, partition, make):
         self.members = [[self.number(name) for name in tower] for tower in partition.towers]
         self.towers = nn.ModuleDict(
-            {f"tower{n}": PlainTower(**make(len(each))) for n, each in enumerate(self.members)}
+            {f"tower{n}": PlainTower(**make(len(member))) for n, member in enumerate(self.members)}
         )
 
     def number(self, name):
         return [feature.name for feature in self.features].index(name)
 
     @staticmethod
-    def taken(given):
-        return {name.replace("embeddings.interactions.", "towers."): v for name, v in given.items()}
+    def taken(weights):
+        return {
+            name.replace("embeddings.interactions.", "towers."): v for name, v in weights.items()
+        }
 
-    def left(self, fields: Tensor) -> list[Tensor]:
+    def tower_outputs(self, fields: Tensor) -> list[Tensor]:
         return [
             self.leaves(tower.module, fields[:, members])
             for tower, members in zip(self.towers.values(), self.members, strict=True)
@@ -197,8 +200,8 @@ class PlainTowerDLRM(PlainTowered):
         self.dim, self.keep = dim, keep
         self.bottom = stack([num_dense, *bottom, dim], last_relu=True) if num_dense else None
         vectors = c * len(features) + p * len(partition.towers) + (num_dense > 0)
-        kept = vectors if keep else int(num_dense > 0)
-        self.top = stack([kept * dim + vectors * (vectors - 1) // 2, *top, tasks])
+        retained = vectors if keep else int(num_dense > 0)
+        self.top = stack([retained * dim + vectors * (vectors - 1) // 2, *top, tasks])
 
     def leaves(self, module, fields):
         result = []
@@ -209,14 +212,14 @@ class PlainTowerDLRM(PlainTowered):
         return torch.cat(result, 1).unflatten(1, (-1, self.dim))
 
     def forward(self, batch):
-        vectors = torch.cat(self.left(self.fields(batch)), 1)
-        kept = [vectors.flatten(1)] if self.keep else []
+        vectors = torch.cat(self.tower_outputs(self.fields(batch)), 1)
+        retained = [vectors.flatten(1)] if self.keep else []
         if self.bottom is not None:
             dense = self.bottom(batch.dense)
             vectors = torch.cat([dense[:, None], vectors], 1)
-            kept = [*kept, dense]
+            retained = [*retained, dense]
         dots = [pair.sum(1, keepdim=True) for pair in pairs(vectors)]
-        return self.top(torch.cat([*kept, *dots], 1))
+        return self.top(torch.cat([*retained, *dots], 1))
 
 
 class VectorLayer(nn.Module):
@@ -309,7 +312,7 @@ class PlainTowerDCN(PlainTowered):
         return module["last"](x)
 
     def forward(self, batch):
-        first = x = torch.cat([batch.dense, *self.left(self.fields(batch))], 1)
+        first = x = torch.cat([batch.dense, *self.tower_outputs(self.fields(batch))], 1)
         for layer in self.cross:
             x = layer(first, x)
         return self.last(torch.cat([x, self.top(first)], 1))
@@ -317,61 +320,64 @@ class PlainTowerDCN(PlainTowered):
 
 class PlainDCNv1(PlainDCN):
     @staticmethod
-    def taken(given):
-        """Of a model that is collapsed: one map of x_0 for all that takes it."""
-        given = dict(given)
-        first = torch.cat([given["weights"], given["embeddings.interactions.first.weight"]], 1)
+    def taken(weights):
+        """Take the weights of a collapsed model: one map of x_0 for all that takes it."""
+        weights = dict(weights)
+        first = torch.cat([weights["weights"], weights["embeddings.interactions.first.weight"]], 1)
         num_layers, tasks = (
-            len(given["biases"]),
-            len(first) - len(given["bias"]) - len(given["biases"]),
+            len(weights["biases"]),
+            len(first) - len(weights["bias"]) - len(weights["biases"]),
         )
-        cross, last, hidden = first.split([num_layers, tasks, len(given["bias"])])
-        found = {}
+        cross, last, hidden = first.split([num_layers, tasks, len(weights["bias"])])
+        results = {}
         for n in range(num_layers):
-            found[f"cross.{n}.weight"] = cross[n : n + 1]
-            found[f"cross.{n}.bias"] = given["biases"][n]
-        after = {k.removeprefix("top."): v for k, v in given.items() if k.startswith("top.")}
+            results[f"cross.{n}.weight"] = cross[n : n + 1]
+            results[f"cross.{n}.bias"] = weights["biases"][n]
+        after = {k.removeprefix("top."): v for k, v in weights.items() if k.startswith("top.")}
         if not after:  # the last layer is the first
-            found["last.weight"], found["last.bias"] = torch.cat([last, hidden], 1), given["bias"]
-            return found
-        found["top.0.weight"], found["top.0.bias"] = hidden, given["bias"]
+            results["last.weight"], results["last.bias"] = (
+                torch.cat([last, hidden], 1),
+                weights["bias"],
+            )
+            return results
+        results["top.0.weight"], results["top.0.bias"] = hidden, weights["bias"]
         number = max(int(name.split(".")[0]) for name in after)
         for name, value in after.items():
             if int(name.split(".")[0]) < number:
-                found[f"top.{int(name.split('.')[0]) + 2}.{name.split('.')[1]}"] = value
-        found["last.weight"] = torch.cat([last, after[f"{number}.weight"]], 1)
-        found["last.bias"] = after[f"{number}.bias"]
-        return found
+                results[f"top.{int(name.split('.')[0]) + 2}.{name.split('.')[1]}"] = value
+        results["last.weight"] = torch.cat([last, after[f"{number}.weight"]], 1)
+        results["last.bias"] = after[f"{number}.bias"]
+        return results
 
 
 class PlainLowRankDCN(PlainDCN):
     """`MatrixLayer`s of a rank, whose weights the model has side by side, layer by layer."""
 
-    def taken(self, given):
-        given = dict(given)
+    def taken(self, weights):
+        weights = dict(weights)
         cross = {
-            name: given.pop(f"embeddings.interactions.cross.{name}")
+            name: weights.pop(f"embeddings.interactions.cross.{name}")
             for name in ("down", "up", "bias", "last")
         }
-        found = {}
+        results = {}
         for n in range(len(self.cross)):
-            found[f"cross.{n}.layers.0.weight"] = cross["down"][n]
-            found[f"cross.{n}.layers.1.weight"] = cross["up"][n].T
-            found[f"cross.{n}.layers.1.bias"] = cross["bias"][n]
-        columns = given.pop("deep.columns.weight"), given.pop("deep.columns.bias")
+            results[f"cross.{n}.layers.0.weight"] = cross["down"][n]
+            results[f"cross.{n}.layers.1.weight"] = cross["up"][n].T
+            results[f"cross.{n}.layers.1.bias"] = cross["bias"][n]
+        columns = weights.pop("deep.columns.weight"), weights.pop("deep.columns.bias")
         hidden = cross["last"]  # stacked: what the MLP makes of x_L
         if self.is_parallel:
-            hidden = torch.cat([columns[0], given.pop("embeddings.interactions.first.weight")], 1)
+            hidden = torch.cat([columns[0], weights.pop("embeddings.interactions.first.weight")], 1)
         if not len(self.top):  # the last layer is the first
-            found["last.weight"], found["last.bias"] = hidden, columns[1]
+            results["last.weight"], results["last.bias"] = hidden, columns[1]
         else:
-            found["top.0.weight"], found["top.0.bias"] = hidden, columns[1]
+            results["top.0.weight"], results["top.0.bias"] = hidden, columns[1]
             number = len(self.top) - 2
             for kind in ("weight", "bias"):
-                found[f"last.{kind}"] = given.pop(f"deep.top.{number}.{kind}")
-            for name, value in given.items():
+                results[f"last.{kind}"] = weights.pop(f"deep.top.{number}.{kind}")
+            for name, value in weights.items():
                 place, kind = name.removeprefix("deep.top.").split(".")
-                found[f"top.{int(place) + 2}.{kind}"] = value
+                results[f"top.{int(place) + 2}.{kind}"] = value
         if self.is_parallel:
-            found["last.weight"] = torch.cat([cross["last"], found["last.weight"]], 1)
-        return found
+            results["last.weight"] = torch.cat([cross["last"], results["last.weight"]], 1)
+        return results

@@ -27,7 +27,7 @@ class Row:
 
 @dataclass
 class Said:
-    """Of one batch."""
+    """Decision about one batch."""
 
     by_row: dict[int, list] = field(
         default_factory=dict
@@ -42,7 +42,7 @@ class SlowDirectory:
         self.before: list = []
 
     def change(self, capacity: int, read_bound: int, write_bound: int) -> dict[int, list]:
-        """From the next batch on. Returns what is pushed at once: by row, slot and ticks."""
+        """Change the settings from the next batch on. Returns what is pushed at once: by row, slot and ticks."""
         beyond = {i: r for i, r in sorted(self.rows.items()) if r.ticks > write_bound}
         pushed = {id: [row.slot, row.ticks] for id, row in beyond.items()}
         for row in beyond.values():
@@ -77,7 +77,7 @@ class SlowDirectory:
             for row in self.rows.values():
                 if row.next and row.next < self.number:
                     row.next, row.last = 0, 1
-        said, free = Said(), self.free_slots(len(ids))
+        text, free = Said(), self.free_slots(len(ids))
         for id, distance in zip(ids, next_uses or [0] * len(ids), strict=True):
             row, outcomes, age = self.rows.get(id), MISS, 0
             if row is not None:
@@ -90,7 +90,7 @@ class SlowDirectory:
             self.use(row, distance)
             row.ticks += 1
             is_pushed = row.ticks > self.write_bound
-            said.by_row[id] = [row.slot, outcomes, age, row.ticks, is_pushed, False]
+            text.by_row[id] = [row.slot, outcomes, age, row.ticks, is_pushed, False]
             if is_pushed:
                 row.ticks = 0
         for id in coming if self.policy == "lookahead" else ():
@@ -99,11 +99,11 @@ class SlowDirectory:
         order = sorted(self.rows, key=lambda id: (self.worth(self.rows[id]), id))
         for id in order[: max(0, len(order) - self.capacity)]:
             row = self.rows.pop(id)
-            if id in said.by_row:
-                said.by_row[id][4:] = [True, True]
+            if id in text.by_row:
+                text.by_row[id][4:] = [True, True]
             elif row.ticks:
-                said.evicted[id] = [row.slot, row.ticks]
-        return said
+                text.evicted[id] = [row.slot, row.ticks]
+        return text
 
     def use(self, row: Row, distance: int) -> None:
         now = (self.time >> 20) + 1

@@ -40,24 +40,24 @@ def batch_of(random, size, kinds, weighted, dtype, spread):
     ids = {}
     for name, kind, t in zip(NAMES, kinds, TABLE_OF, strict=True):
         longest = LENGTHS[kind]
-        each = np.full(size, longest) if kind in ("one", "none") else random.integers(0, longest + 1, size)  # fmt: skip
-        offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(each)]))
+        item = np.full(size, longest) if kind in ("one", "none") else random.integers(0, longest + 1, size)  # fmt: skip
+        offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(item)]))
         highest = min(spread, TABLES[t].rows or 2**62)
-        values = torch.from_numpy(random.integers(0, highest, int(each.sum())))
+        values = torch.from_numpy(random.integers(0, highest, int(item.sum())))
         weights = torch.rand(len(values), dtype=dtype) if name in weighted else None
         ids[name] = Ids(values, None if kind == "one" and weights is None else offsets, weights)
     return Batch(size, torch.zeros(size, 0), ids)
 
 
-def asked(batch, owner_map, codes, dtype=torch.float32):
-    """(messages by rank, lookups)."""
+def build_request(batch, owner_map, codes, dtype=torch.float32):
+    """Return messages by rank, and lookups."""
     declaration = DECLARATIONS[dtype]
     lookups = collect_lookups(batch, declaration, build_lookup_columns(declaration))
     return bags.pack_bags(lookups, ROWS, owner_map, codes), lookups
 
 
 def owners_of(batch, owner_map):
-    """By column: the rank of each lookup."""
+    """Return the owner rank of each lookup, by column."""
     result = []
     for name, t in zip(NAMES, TABLE_OF, strict=True):
         place = torch.as_tensor(
@@ -70,19 +70,19 @@ def owners_of(batch, owner_map):
 
 
 def columns_at(rank, batch, owner_map, codes):
-    """What the twin says of a rank's share of a batch."""
+    """Return the twin's columns of a rank's share of a batch."""
     owners, result, before = owners_of(batch, owner_map), [], 0
     for c, (name, t) in enumerate(zip(NAMES, TABLE_OF, strict=True)):
         ids = batch.ids[name]
         ends = np.arange(batch.size + 1) if ids.offsets is None else ids.offsets.numpy()
-        mine = [e for e in range(len(ids.values)) if owners[c][e] == rank]
+        own = [e for e in range(len(ids.values)) if owners[c][e] == rank]
         if owner_map.owner_indices[rank, t] >= 0:
-            bag_of = np.searchsorted(ends, mine, side="right") - 1
+            bag_of = np.searchsorted(ends, own, side="right") - 1
             of_bag: list[list[int]] = [[] for _ in range(batch.size)]
-            for e, bag in zip(mine, bag_of, strict=True):
+            for e, bag in zip(own, bag_of, strict=True):
                 of_bag[bag].append(int(ids.values[e]))
-            weights = None if ids.weights is None else [ids.weights[e].numpy().tobytes() for e in mine]  # fmt: skip
-            known = None if codes is None else [int(codes[before + e]) for e in mine]
+            weights = None if ids.weights is None else [ids.weights[e].numpy().tobytes() for e in own]  # fmt: skip
+            known = None if codes is None else [int(codes[before + e]) for e in own]
             result.append(twin.Column(t, of_bag, weights, known))
         before += len(ids.values)
     return result
@@ -118,10 +118,10 @@ def test_messages_equal_their_twins_and_arrive(data):
         weighted = data.draw(st.sets(st.sampled_from(NAMES)))
         spread = data.draw(st.sampled_from([4, 600, 2**62]))
         batches.append(batch_of(random, size, kinds, weighted, dtype, spread))
-        count = sum(len(each.values) for each in batches[-1].ids.values())
+        count = sum(len(id_.values) for id_ in batches[-1].ids.values())
         known = data.draw(st.booleans())
         codes.append(random.integers(0, 256, count).astype(np.uint8) if known else None)
-        sent.append(asked(batches[-1], owner_map, codes[-1], dtype)[0])
+        sent.append(build_request(batches[-1], owner_map, codes[-1], dtype)[0])
     for rank in range(num_ranks):
         spaces, owned = spaces_of(rank, owner_map), owned_by(rank, owner_map)
         shares = [
@@ -131,12 +131,12 @@ def test_messages_equal_their_twins_and_arrive(data):
         for share, batch, message in zip(shares, batches, sent, strict=True):
             wanted = twin.pack_bags(share, batch.size, spaces)
             assert message[rank].tobytes() == wanted
-            back = twin.unpack_bags(wanted, owned.tables.tolist(), spaces, dtype.itemsize)
+            restored = twin.unpack_bags(wanted, owned.tables.tolist(), spaces, dtype.itemsize)
             empty = [column.codes == [] for column in share]
             assert all(
                 (b.bags, b.weights) == (c.bags, c.weights)
                 and (b.codes == c.codes or (e and not b.codes))
-                for b, c, e in zip(back, share, empty, strict=True)
+                for b, c, e in zip(restored, share, empty, strict=True)
             )
         messages = [message[rank] for message in sent]
         check_joined(
@@ -144,16 +144,16 @@ def test_messages_equal_their_twins_and_arrive(data):
         )
 
 
-def check_joined(found, shares, batches, dtype):
-    lookups = found.lookups
-    assert found.sizes == [batch.size for batch in batches]
-    assert lookups.batch_size == sum(found.sizes)
+def check_joined(result, shares, batches, dtype):
+    lookups = result.lookups
+    assert result.sizes == [batch.size for batch in batches]
+    assert lookups.batch_size == sum(result.sizes)
     factor = "f" if dtype == torch.float32 else "d"
     for c in range(len(shares[0])):
-        mine = [share[c] for share in shares]
+        own = [share[c] for share in shares]
         first, last = lookups.feature_offsets[c : c + 2].tolist()
-        assert lookups.ids[first:last].tolist() == [i for column in mine for i in column.ids]
-        lengths = [len(bag) for column in mine for bag in column.bags]
+        assert lookups.ids[first:last].tolist() == [i for column in own for i in column.ids]
+        lengths = [len(bag) for column in own for bag in column.bags]
         if lookups.bags[c] is None:
             assert set(lengths) <= {1}
         else:
@@ -161,7 +161,7 @@ def check_joined(found, shares, batches, dtype):
         if lookups.weights[c] is not None:
             wanted = [
                 value
-                for column in mine
+                for column in own
                 for value in (
                     [1.0] * len(column.ids)
                     if column.weights is None
@@ -170,28 +170,28 @@ def check_joined(found, shares, batches, dtype):
             ]
             assert lookups.weights[c].tolist() == wanted
         else:
-            assert not any(column.weights for column in mine)
-        if found.codes is not None:
-            told = [x for column in mine for x in (column.codes or [0] * len(column.ids))]
-            assert found.codes[first:last].tolist() == told
+            assert not any(column.weights for column in own)
+        if result.codes is not None:
+            reported = [x for column in own for x in (column.codes or [0] * len(column.ids))]
+            assert result.codes[first:last].tolist() == reported
         else:
-            assert not any(column.codes for column in mine)
+            assert not any(column.codes for column in own)
 
 
 def many(random, distinct, owner_map, size=64):
     """One rank's messages for bags of 30 of so many different ids."""
     batch = batch_of(random, size, ["many"] * 5, {"item"}, torch.float32, distinct)
-    return asked(batch, owner_map, None)
+    return build_request(batch, owner_map, None)
 
 
 def test_ids_that_come_again_are_told_once():
     owner_map = build_owner_map([row_wise(2)] * 4, 2)
     random = np.random.default_rng(0)
-    for distinct, most in ((30, 1.0), (2**40, 8.1)):
+    for distinct, limit in ((30, 1.0), (2**40, 8.1)):
         messages, lookups = many(random, distinct, owner_map)
         weights = 4 * len(lookups.weights[3])
         bytes_each = (sum(map(len, messages)) - weights) / len(lookups.ids)
-        assert bytes_each < most
+        assert bytes_each < limit
 
 
 @pytest.mark.parametrize(
@@ -235,8 +235,8 @@ def test_the_shorter_form_is_told_however_it_is_found(rows, spread, size, longes
     bounds = np.cumsum(lengths)[:-1]
     for rank, message in enumerate(messages):
         of_bags = [
-            each[whose == rank].tolist()
-            for each, whose in zip(np.split(values.numpy(), bounds), np.split(owners, bounds), strict=True)
+            word[whose == rank].tolist()
+            for word, whose in zip(np.split(values.numpy(), bounds), np.split(owners, bounds), strict=True)
         ]  # fmt: skip
         space = IdSpace(rows or 0, num_ranks, rank)
         assert message.tobytes() == twin.pack_bags([twin.Column(0, of_bags)], size, {0: space})
@@ -252,7 +252,7 @@ def test_an_id_outside_is_refused_in_the_words_of_a_plan():
             declaration,
             build_lookup_columns(declaration),
         )
-        said = []
+        lines = []
         for ask in (
             lambda lookups=lookups: bags.pack_bags(lookups, ROWS[:1], owner_map, None),
             lambda lookups=lookups: _native.make_plan(
@@ -261,14 +261,14 @@ def test_an_id_outside_is_refused_in_the_words_of_a_plan():
         ):
             with pytest.raises(IndexError) as refused:
                 ask()
-            said.append(str(refused.value))
-        assert said == [f"table 0 feature 0 position 2 id {wrong} rows 53"] * 2
+            lines.append(str(refused.value))
+        assert lines == [f"table 0 feature 0 position 2 id {wrong} rows 53"] * 2
 
 
 def test_a_column_of_a_table_elsewhere_takes_no_byte():
     owner_map = build_owner_map([table_wise(0), table_wise(0), table_wise(0), table_wise(1)], 2)
     batch = batch_of(np.random.default_rng(0), 3, ["one"] * 5, set(), torch.float32, 9)
-    messages, _ = asked(batch, owner_map, None)
+    messages, _ = build_request(batch, owner_map, None)
     # samples, no codes; a column: equal lengths of 1; ids as listed: kind, count, width of a block, 3 rows of 9
     assert len(messages[1]) == 2 + 2 + 3 + 2
 

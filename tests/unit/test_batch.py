@@ -52,6 +52,6 @@ def test_a_batch_is_a_pytree():
     again = pytree.tree_unflatten(leaves, structure)
     assert repr(again) == repr(batch)
     assert pytree.tree_flatten(global_batch(0, 4))[1] == pytree.tree_flatten(global_batch(1, 4))[1]
-    doubled = pytree.tree_map_only(torch.Tensor, lambda each: each * 2, batch)
+    doubled = pytree.tree_map_only(torch.Tensor, lambda item: item * 2, batch)
     assert doubled.ids["b"].values.tolist() == [12]
     assert (doubled.size, doubled.key, doubled.ends_epoch) == (2, ["x", "y"], True)

@@ -1,4 +1,4 @@
-"""From configuration and schema to a model: every name, every setting, and what is refused."""
+"""Models built from configuration and schema: every name, every setting, and what is refused."""
 
 from __future__ import annotations
 
@@ -222,29 +222,29 @@ def test_a_model_no_preset_knows_is_named():
 def test_unknown_labels_add_nothing():
     """The loss over known labels, over the weight of all: ranks with other unknowns still add up."""
     logits = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
-    given = batch()
-    given.sample_weight = torch.tensor([1.0, 2.0, 0.5, 1.5], dtype=torch.float64)
-    given.world_weight = 5.0
-    loss = weighted_loss(logits, given)
+    inputs = batch()
+    inputs.sample_weight = torch.tensor([1.0, 2.0, 0.5, 1.5], dtype=torch.float64)
+    inputs.world_weight = 5.0
+    loss = weighted_loss(logits, inputs)
     loss.backward()
     total, chance = 0.0, logits.detach().sigmoid()
     for s in range(4):
         for task in range(2):
-            label = float(given.label[s, task])
+            label = float(inputs.label[s, task])
             if label == label:
                 right = chance[s, task] if label else 1 - chance[s, task]
-                total -= given.sample_weight[s] * right.log()
+                total -= inputs.sample_weight[s] * right.log()
     torch.testing.assert_close(loss.detach(), total / (5 * 2))
     assert (logits.grad == 0).tolist() == [[False, False], [False, True]] * 2
 
 
 def test_ranks_losses_add_up_with_unknown_labels():
-    logits, given = torch.randn(4, 2), batch()
+    logits, inputs = torch.randn(4, 2), batch()
     parts = [
-        Batch(2, given.dense[s], {}, label=given.label[s], world_weight=4.0)
+        Batch(2, inputs.dense[s], {}, label=inputs.label[s], world_weight=4.0)
         for s in (slice(0, 2), slice(2, 4))
     ]
-    whole = weighted_loss(logits, given)
+    whole = weighted_loss(logits, inputs)
     halves = [weighted_loss(logits[s : s + 2], part) for s, part in zip((0, 2), parts, strict=True)]
     torch.testing.assert_close(sum(halves), whole)
 

@@ -29,9 +29,9 @@ FIELDS = (
 )  # fmt: skip
 
 
-def batch(random: np.random.Generator, most: int, shift: int) -> np.ndarray:
+def batch(random: np.random.Generator, limit: int, shift: int) -> np.ndarray:
     """Ascending ids: popular ones, any, and both ends of 64 bits."""
-    skewed = (random.pareto(0.7, random.integers(0, most)).astype(np.int64) + shift) % 97 - 40
+    skewed = (random.pareto(0.7, random.integers(0, limit)).astype(np.int64) + shift) % 97 - 40
     ends = random.choice(np.array(ENDS), random.integers(0, 3))
     return np.unique(np.concatenate([skewed, ends]))
 
@@ -42,10 +42,10 @@ def batch(random: np.random.Generator, most: int, shift: int) -> np.ndarray:
     capacity=st.sampled_from([0, 1, 2, 7, 13, 31, 60, 200]),
     read_bound=st.sampled_from([0, 1, 3, UNBOUNDED]),
     write_bound=st.sampled_from([0, 2, 5, UNBOUNDED]),
-    most=st.sampled_from([1, 5, 20, 70]),
+    limit=st.sampled_from([1, 5, 20, 70]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_it_decides_row_by_row(policy, capacity, read_bound, write_bound, most, seed):
+def test_it_decides_row_by_row(policy, capacity, read_bound, write_bound, limit, seed):
     """Decisions and slots, through steps undone, bounds that change, a state loaded into another capacity, hints true
     and false."""
     random = np.random.default_rng(seed)
@@ -85,19 +85,19 @@ def test_it_decides_row_by_row(policy, capacity, read_bound, write_bound, most, 
             assert [list(x) for x in gone] == [*pushed.values()]
             fast.set_bounds(read, write)
             done = []
-        ids = batch(random, most, step // 20 * 31)
+        ids = batch(random, limit, step // 20 * 31)
         next_uses = random.integers(0, 9, len(ids)).astype(np.int32) if random.integers(2) else None
-        coming = batch(random, most, 3) if random.integers(2) else None
+        coming = batch(random, limit, 3) if random.integers(2) else None
         decision = fast.step(ids, next_uses, coming, 9)
-        said = slow.step(
+        expected = slow.step(
             ids.tolist(),
             None if next_uses is None else next_uses.tolist(),
             () if coming is None else coming.tolist(),
             9,
         )
         got = [getattr(decision, name).tolist() for name in FIELDS[1:7]]
-        assert [list(row) for row in zip(*got, strict=True)] == list(said.by_row.values())
-        evicted = dict(sorted(said.evicted.items()))
+        assert [list(row) for row in zip(*got, strict=True)] == list(expected.by_row.values())
+        evicted = dict(sorted(expected.evicted.items()))
         assert decision.evicted_ids.tolist() == list(evicted)
         gone = zip(decision.evicted_slots.tolist(), decision.evicted_ticks.tolist(), strict=True)
         assert [list(row) for row in gone] == list(evicted.values())
@@ -112,7 +112,7 @@ def test_it_decides_row_by_row(policy, capacity, read_bound, write_bound, most, 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_where_only_the_least_are_kept_in_order_the_least_leave(policy):
-    """In sizes where few of the copies are in the order of who leaves: decisions and slots of the definition."""
+    """Sizes at which few cached rows are in the order of who leaves: decisions and slots of the definition."""
     random = np.random.default_rng(5)
     fast, slow = Directory(2000, 5, 5, policy), SlowDirectory(2000, 5, 5, policy)
     for step in range(66):
@@ -122,10 +122,10 @@ def test_where_only_the_least_are_kept_in_order_the_least_leave(policy):
             fast.load(state)
         ids = np.unique((random.pareto(0.5, 400).astype(np.int64) * (step // 25 + 1)) % 20_000)
         next_uses = random.integers(0, 40, len(ids)).astype(np.int32)
-        decision, said = fast.step(ids, next_uses), slow.step(ids.tolist(), next_uses.tolist())
+        decision, expected = fast.step(ids, next_uses), slow.step(ids.tolist(), next_uses.tolist())
         got = [getattr(decision, name).tolist() for name in FIELDS[1:7]]
-        assert [list(row) for row in zip(*got, strict=True)] == list(said.by_row.values())
-        assert decision.evicted_ids.tolist() == sorted(said.evicted)
+        assert [list(row) for row in zip(*got, strict=True)] == list(expected.by_row.values())
+        assert decision.evicted_ids.tolist() == sorted(expected.evicted)
         if step % 7 == 3:
             fast.undo(decision)
             slow.undo()
@@ -135,7 +135,7 @@ def test_where_only_the_least_are_kept_in_order_the_least_leave(policy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_batches_that_threads_share_are_decided_alike(policy):
-    """Of more rows than one thread takes, most of which miss."""
+    """Batches have more rows than one thread takes, and most rows miss."""
     random = np.random.default_rng(9)
     fast, slow = Directory(6000, 1, 1, policy), SlowDirectory(6000, 1, 1, policy)
     try:
@@ -143,11 +143,14 @@ def test_batches_that_threads_share_are_decided_alike(policy):
         for _ in range(4):
             ids = np.unique((random.pareto(0.4, 12_000) * 999).astype(np.int64) % 50_000)
             next_uses = random.integers(0, 40, len(ids)).astype(np.int32)
-            decision, said = fast.step(ids, next_uses), slow.step(ids.tolist(), next_uses.tolist())
+            decision, expected = (
+                fast.step(ids, next_uses),
+                slow.step(ids.tolist(), next_uses.tolist()),
+            )
             got = [getattr(decision, name).tolist() for name in FIELDS[1:7]]
             assert len(ids) > 4096
-            assert [list(row) for row in zip(*got, strict=True)] == list(said.by_row.values())
-            assert decision.evicted_ids.tolist() == sorted(said.evicted)
+            assert [list(row) for row in zip(*got, strict=True)] == list(expected.by_row.values())
+            assert decision.evicted_ids.tolist() == sorted(expected.evicted)
             slow.before.clear()
     finally:
         _native.set_num_threads(0)
@@ -165,10 +168,10 @@ def test_the_clock_of_lfu_is_set_back_and_nothing_else_changes(capacity):
 
     def step() -> Decision:
         drawn = ids()
-        decision, said = fast.step(drawn), slow.step(drawn.tolist())
+        decision, expected = fast.step(drawn), slow.step(drawn.tolist())
         got = [getattr(decision, name).tolist() for name in FIELDS[1:7]]
-        assert [list(row) for row in zip(*got, strict=True)] == list(said.by_row.values())
-        assert decision.evicted_ids.tolist() == sorted(said.evicted)
+        assert [list(row) for row in zip(*got, strict=True)] == list(expected.by_row.values())
+        assert decision.evicted_ids.tolist() == sorted(expected.evicted)
         return decision
 
     for _ in range(2):
@@ -256,7 +259,7 @@ def test_states_without_the_newest_steps_are_those_of_before_and_the_steps_stand
             step(directory, draw(turn))
         before = directory.state()
         drawn = [draw(turn) for _ in range(4)]
-        flights = [step(directory, each) for each in drawn]
+        flights = [step(directory, item) for item in drawn]
         after = directory.state()
         same_state(directory.state(without=flights), before)
         same_state(directory.state(), after)
@@ -265,8 +268,8 @@ def test_states_without_the_newest_steps_are_those_of_before_and_the_steps_stand
         same_state(directory.state(), after)
         twin = Directory(10, 3, 4, policy)
         twin.load(before)
-        for each, decision in zip(drawn, flights, strict=True):
-            again = step(twin, each)
+        for item, decision in zip(drawn, flights, strict=True):
+            again = step(twin, item)
             for name in FIELDS:
                 np.testing.assert_array_equal(getattr(again, name), getattr(decision, name))
         same_state(twin.state(), after)
@@ -277,7 +280,7 @@ def test_states_without_the_newest_steps_are_those_of_before_and_the_steps_stand
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_row_costs_thirty_bytes(policy):
-    """Of slots, those of the batch included: at its fullest and before, once there are some ten thousand."""
+    """Slots include those of the batch: at its fullest and before, once there are some ten thousand."""
     random = np.random.default_rng(1)
     directory = Directory(200_000, 50, 50, policy)
     for _ in range(60):
@@ -300,8 +303,8 @@ def test_hits_recover_after_what_is_popular_changed(policy):
         if step == 100:
             order = random.permutation(4000)
         drawn = order[np.minimum(random.zipf(1.4, 300), 4000) - 1]
-        asked = directory.step(np.unique(drawn)).outcomes
-        hits.append(float((asked == HIT).mean()))
+        requested = directory.step(np.unique(drawn)).outcomes
+        hits.append(float((requested == HIT).mean()))
     assert hits[100] < 0.5 * np.mean(hits[80:100])
     assert np.mean(hits[120:140]) > 0.95 * np.mean(hits[80:100])
 

@@ -1,4 +1,4 @@
-"""What ranks with copies say of rows."""
+"""Notes about rows in messages of ranks with cached rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colonnade.cache.messages import (
 from colonnade.errors import WorldError
 
 
-def named(random, counts):
+def draw_records(random, counts):
     sent = random.random((counts.sum(), 3)) < 0.5
     ages = np.where(sent[:, 0], random.integers(0, 2 * MAX_AGE, len(sent)), 0)
     return RowRequests(counts, *sent.T, ages)
@@ -25,7 +25,7 @@ def named(random, counts):
 def test_notes_come_back(high):
     random = np.random.default_rng(high)
     for _ in range(20):
-        sent = named(random, random.integers(0, high, (3, 4)))
+        sent = draw_records(random, random.integers(0, high, (3, 4)))
         requests = [random.integers(0, 256, n).astype(np.uint8) for n in (0, 5, 9)]
         notes, others = split_row_flags(add_row_flags(sent, requests))
         assert all(np.array_equal(one, other) for one, other in zip(others, requests, strict=True))

@@ -113,11 +113,11 @@ def test_windows_of_policies_that_look_ahead():
     """All tables that need one share it; the policy of the others may be another."""
     settings = {"size": 7, "staleness": 1, "policy": "lookahead"}
     result = build_table_caches(configured(**settings, tables__user__policy="lru"), TABLES)
-    assert [each.window for each in result.values()] == [LOOKAHEAD_WINDOW, 0]
+    assert [value.window for value in result.values()] == [LOOKAHEAD_WINDOW, 0]
     result = build_table_caches(
         configured(size=7, staleness=1, window=3, tables__user__policy="lookahead"), TABLES
     )
-    assert [(each.policy, each.window) for each in result.values()] == [
+    assert [(value.policy, value.window) for value in result.values()] == [
         ("lru", 0),
         ("lookahead", 3),
     ]
@@ -189,7 +189,7 @@ def test_marks_are_undone_newest_first(rows):
 
 
 def test_copies_of_checkpoints_go_on_in_a_world_like_theirs_alone():
-    """As many ranks, the same tables and policies, copies that outlast their batch there and here."""
+    """Worlds are alike if ranks, tables and policies are the same, and cached rows outlast their batch in both."""
     directory = Directory(4, 1, 1, "lfu")
     sender = SimpleNamespace(
         declaration=SimpleNamespace(tables=TABLES[:1]),
@@ -198,22 +198,22 @@ def test_copies_of_checkpoints_go_on_in_a_world_like_theirs_alone():
         mesh=SimpleNamespace(num_ranks=2),
         cached_rows=SimpleNamespace(max_slots=[3]),
     )
-    said = {"policy": "lfu", "kept": True, "directory": directory.state()}
-    state = {"tables": {"item": said}}
+    facts = {"policy": "lfu", "kept": True, "directory": directory.state()}
+    state = {"tables": {"item": facts}}
     assert can_load_cache(sender, [state, state])
-    of_before = {name: each for name, each in said.items() if name != "kept"}
+    of_before = {name: outcome for name, outcome in facts.items() if name != "kept"}
     for other in (
         None,
-        {"tables": {"user": said}},
-        {"tables": {"item": said | {"policy": "lru"}}},
-        {"tables": {"item": said | {"kept": False}}},
+        {"tables": {"user": facts}},
+        {"tables": {"item": facts | {"policy": "lru"}}},
+        {"tables": {"item": facts | {"kept": False}}},
         {"tables": {"item": of_before}},
     ):
         assert not can_load_cache(sender, [state, other])
     assert not can_load_cache(sender, [state])
     for num_slots in (3, 4):  # as many as there is room for here, and one more
         slots = {"slots": torch.arange(num_slots, dtype=torch.int32)}
-        more = {"tables": {"item": said | {"directory": directory.state() | slots}}}
+        more = {"tables": {"item": facts | {"directory": directory.state() | slots}}}
         assert can_load_cache(sender, [state, more]) == (num_slots == 3)
 
 

@@ -18,10 +18,10 @@ def test_hosts_by_bytes_and_seconds_by_the_slowest():
     assert memory.hosts == pytest.approx(1e12 * (412 + HEADER_BYTES) / 400e9, abs=1)
     assert disks.hosts == pytest.approx(1e12 * (412 + FRAME_BYTES) / 0.7 / 8e12, abs=1)
     assert memory.ranks == 16 * memory.hosts and memory.disk_seconds == 0
-    for each in (memory, disks):
-        slowest = max(each.compute_seconds, each.link_seconds, each.disk_seconds)
-        assert each.samples_per_second == pytest.approx(65_536 / slowest)
-        assert each.synchronous <= each.samples_per_second
+    for item in (memory, disks):
+        slowest = max(item.compute_seconds, item.link_seconds, item.disk_seconds)
+        assert item.samples_per_second == pytest.approx(65_536 / slowest)
+        assert item.synchronous <= item.samples_per_second
     assert disks.disk_seconds == pytest.approx(65_536 / disks.hosts * 20 / 500_000)
     assert disks.compute_seconds == pytest.approx(65_536 / disks.ranks * (1e-5 + 20 * 2e-6))
 

@@ -55,7 +55,7 @@ def load_of(
 
 
 def counted_by_hand(load, sharding: Sharding, exchange, world):
-    """(bytes out of each rank inside its host, out of each host, and into both), rank by rank and pair by pair."""
+    """Count bytes out of each rank inside its host, out of each host, and into both, pair by pair."""
     n, size = world.num_ranks, world.ranks_per_host
     exchange = "pooled" if exchange == "partials" else exchange  # where no consumer is known
     if exchange in BY_TOWERS and is_inside(sharding, world):
@@ -69,9 +69,9 @@ def counted_by_hand(load, sharding: Sharding, exchange, world):
     hops = []
     for asker, host in itertools.product(range(n), range(world.num_hosts)):
         owners = [rank for rank in sharding.ranks if rank // size == host]
-        there = host * size + asker % size
-        hops += [(owner, there if is_added else asker) for owner in owners]
-        hops += [(there, asker)] * is_added
+        relay_rank = host * size + asker % size
+        hops += [(owner, relay_rank if is_added else asker) for owner in owners]
+        hops += [(relay_rank, asker)] * is_added
     for owner, asker in hops:
         if asker == owner:
             continue
@@ -89,7 +89,7 @@ def counted_by_hand(load, sharding: Sharding, exchange, world):
 
 
 def is_inside(sharding: Sharding, world) -> bool:
-    """Whether each slice lies on one host, which is a tower."""
+    """Return whether each slice is on one host, which is a tower."""
     hosts = [
         {rank // world.ranks_per_host for rank in item.ranks} for item in sharding.slice_shardings
     ]
@@ -104,13 +104,13 @@ def counted_by_towers(load, sharding: Sharding, world, of_rows):
     result = {p: (np.zeros((2, n)), np.zeros((2, world.num_hosts))) for p in ("fetch", "push")}
     hops = []
     for asker, item in itertools.product(range(n), sharding.slice_shardings):
-        there = item.ranks[0] // size * size + asker % size
+        relay_rank = item.ranks[0] // size * size + asker % size
         if not of_rows:
-            hops += [(owner, there, bag) for owner in item.ranks]
+            hops += [(owner, relay_rank, bag) for owner in item.ranks]
         elif asker // size == 0:
             rows = load.expected_unique_rows(world.num_hosts, world) * 4 * load.width
-            hops += [(owner, there, rows / len(sharding.ranks)) for owner in item.ranks]
-        hops += [(there, asker, bag)]
+            hops += [(owner, relay_rank, rows / len(sharding.ranks)) for owner in item.ranks]
+        hops += [(relay_rank, asker, bag)]
     for source, target, size_of in hops:
         for channel, one, other in (("fetch", source, target), ("push", target, source)):
             ranks, hosts = result[channel]
@@ -128,7 +128,7 @@ LAID_OUT_IN_TOWERS = [
     for exchange in BY_TOWERS
     for kind in ("row_wise", "host_wise", "column_wise", "grid")
 ]
-"""By a person alone."""
+"""Exchanges that only users choose."""
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,8 @@ def check_that_nothing_beats_the_choice(bytes_per_second, shapes) -> None:
         if kind != "column_wise" or all(load.width >= 2 * MIN_SLICE_COLUMNS for load in loads)
     ]
     best = min(
-        choose(loads, world, forced={f"t{i}": each for i, each in enumerate(some)}).seconds.step
-        for some in itertools.product(places, repeat=2)
+        choose(loads, world, forced={f"t{i}": item for i, item in enumerate(subset)}).seconds.step
+        for subset in itertools.product(places, repeat=2)
     )
     assert choose(loads, world).seconds.step <= best * 1.05
 
@@ -221,13 +221,13 @@ def test_what_is_looked_up_once_travels_as_rows_and_long_bags_pooled():
     bags = [load_of(f"b{i}", 10**6, TWO_BY_TWO, hot=20) for i in range(8)]
     choice = choose(once + bags, TWO_BY_TWO)
     kinds = {table.name: table.chosen.option for table in choice.tables}
-    assert {kinds[each.name] for each in once} == {("rows", "row_wise")}
-    assert {kinds[each.name] for each in bags} == {("pooled", "table_wise")}
+    assert {kinds[bag.name] for bag in once} == {("rows", "row_wise")}
+    assert {kinds[bag.name] for bag in bags} == {("pooled", "table_wise")}
     places = [table.chosen.sharding.ranks[0] for table in choice.tables[8:]]
     assert sorted(places) == [0, 0, 1, 1, 2, 2, 3, 3]  # in balance
     for table in choice.tables:  # nothing else would be faster
         assert all(other.more >= -1e-9 for other in table.others)
-        assert [each.more for each in table.others] == sorted(each.more for each in table.others)
+        assert [bag.more for bag in table.others] == sorted(bag.more for bag in table.others)
 
 
 def test_long_bags_of_wide_rows_are_cut():
@@ -264,7 +264,7 @@ def test_sequences_are_never_pooled():
 
 
 def test_small_tables_of_slow_messages_are_on_every_rank():
-    """Where a message costs more than bytes do, a table that never asks saves the asking."""
+    """Messages cost more than bytes do: a table that never asks saves the asking."""
     slow = World(num_hosts=2, ranks_per_host=1, message_seconds=1e-2, remote_message_seconds=1e-2)
     loads = [load_of(f"t{i}", 4, slow, width=4) for i in range(3)]
     choice = choose(loads, slow, rates=[RowRate(4, 2e4, 2e4)])  # ids travel behind so slow a model
@@ -298,7 +298,12 @@ def test_forced_ranks_are_kept_and_others_balanced_around_them():
     forced = {"b0": Constraint("table_wise", "pooled", (2,))}
     choice = choose(loads, TWO_BY_TWO, forced=forced)
     assert choice.shardings["b0"].ranks == (2,)
-    assert sorted(each.ranks for each in choice.shardings.values()) == [(0,), (1,), (2,), (3,)]
+    assert sorted(sharding.ranks for sharding in choice.shardings.values()) == [
+        (0,),
+        (1,),
+        (2,),
+        (3,),
+    ]
 
 
 def test_rates_of_rows_lie_between_those_measured():
@@ -396,7 +401,7 @@ def test_messages_take_a_processor_s_time():
     [(25, 130, 6), pytest.param(125, 520, 30, marks=pytest.mark.slow)],
 )
 def test_a_thousand_ranks_and_five_hundred_tables_take_seconds(num_hosts, num_tables, seconds):
-    """On an idle machine a sixth of `seconds`."""
+    """Search takes a sixth of `seconds` on an idle machine."""
     world = World(num_hosts=num_hosts, ranks_per_host=8)
     loads = [
         load_of(f"t{i}", 10 ** (1 + i % 7), world, hot=1 + i % 20, width=64)

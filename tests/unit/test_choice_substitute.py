@@ -32,7 +32,7 @@ class Case:
     hot: int
     dim: int
     widths: tuple[int | None, ...]
-    """Of the partials of consumers that take all vectors; None: one that wants values."""
+    """Widths of the partials of consumers that take all vectors; None: one that wants values."""
     wanted: str
     has_linear: bool = True
     unique: float = 0.35
@@ -54,7 +54,7 @@ class Case:
 
     def loads(self):
         count = self.samples * self.hot
-        found = []
+        results = []
         for t in range(self.tables):
             load = load_of(
                 f"t{t}",
@@ -64,18 +64,18 @@ class Case:
                 hot=self.hot,
                 width=self.width,
             )
-            mine = self.unique * count
-            every = mine * self.num_ranks
-            found.append(
+            own = self.unique * count
+            every = own * self.num_ranks
+            results.append(
                 replace(
                     load,
-                    unique_rank=mine,
-                    unique_host=mine,
+                    unique_rank=own,
+                    unique_host=own,
                     unique_world=every,
                     vocabulary=10 * count,
                 )
             )
-        return found
+        return results
 
     def model(self) -> ModelLoad:
         fields, bags = [], self.hot > 1
@@ -111,7 +111,7 @@ class Case:
 
 
 def low_rank(tables: int, dim: int, rank: int) -> int:
-    """Of three cross layers and one number of what they give."""
+    """Build three cross layers with one output."""
     return LowRankCross([dim] * tables, rank, 3, 1).width(dim)
 
 
@@ -213,7 +213,9 @@ def test_the_search_finds_what_trying_all_finds(num_ranks):
                 best = search.seconds(state).step
                 evaluated = state.partials is not None and len(state.partials.consumers) > 0
     assert choice.seconds.step <= 1.05 * best
-    assert evaluated == any(each.is_partial for each in choice.consumers) == (num_ranks == 2)
+    assert (
+        evaluated == any(consumer.is_partial for consumer in choice.consumers) == (num_ranks == 2)
+    )
 
 
 def test_a_split_bag_is_refused_with_what_to_do():
@@ -230,7 +232,7 @@ def test_who_takes_a_table_that_is_cut_falls_back_alone():
     case = CASES["LR + FM, few ranks"]
     groups = {"a": range(19), "b": range(19, 39), "linear": range(39, 78)}
     consumers = tuple(
-        consumer(name, some, 1 if name == "linear" else 17) for name, some in groups.items()
+        consumer(name, subset, 1 if name == "linear" else 17) for name, subset in groups.items()
     )
     model = replace(case.model(), consumers=consumers)
     forced = {f"t{t}": Constraint(None, "partials") for t in range(1, 39)}
@@ -238,8 +240,8 @@ def test_who_takes_a_table_that_is_cut_falls_back_alone():
     loads = [replace(load, may_be_cut=True) for load in case.loads()]
     a, b, linear = choose(loads, case.world, model=model, forced=forced).consumers
     assert b.is_partial and b.why == "fewer floats"
-    for each in (a, linear):
-        assert not each.is_partial and each.why == "rows of table t0 are cut by columns"
+    for value in (a, linear):
+        assert not value.is_partial and value.why == "rows of table t0 are cut by columns"
 
 
 def test_reasons_in_words():

@@ -88,9 +88,9 @@ SMALL = [
 )
 def test_errors_are_one_line(colonnade, arguments, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    status, _, said = colonnade(*arguments)
+    status, _, output = colonnade(*arguments)
     assert status == 2
-    assert said.startswith("error: ") and said.count("\n") == 1 and words in said, said
+    assert output.startswith("error: ") and output.count("\n") == 1 and words in output, output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -142,8 +142,8 @@ def test_every_option_of_data_is_described(colonnade):
 
 def test_an_outcome_begins_with_the_metric_and_fits_80_columns(colonnade, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
-    status, shown, said = colonnade("train", "--run", str(tmp_path / "run"), *SMALL)
-    assert status == 0, said
+    status, shown, output = colonnade("train", "--run", str(tmp_path / "run"), *SMALL)
+    assert status == 0, output
     lines = shown.splitlines()
     outcome = lines[next(i for i, line in enumerate(lines) if line.startswith("epoch 1")) + 1 :]
     assert outcome[0].startswith("test auc: ")
@@ -174,8 +174,8 @@ def test_a_run_its_evaluation_and_going_back(colonnade, tmp_path):
     assert status == 2 and "has no checkpoint of step 3" in message
     status, _, message = colonnade("evaluate", folder, "--at", "9" * 5000)
     assert status == 2 and "has no checkpoint of step 999" in message and len(message) < 500
-    status, back, _ = colonnade("evaluate", folder, "--at", "4")
-    assert status == 0 and "step 4" in back
+    status, restored, _ = colonnade("evaluate", folder, "--at", "4")
+    assert status == 0 and "step 4" in restored
 
 
 def test_a_finished_run_goes_on_with_more_epochs(colonnade, tmp_path):
@@ -204,13 +204,13 @@ def test_a_refused_command_changes_nothing(colonnade, tmp_path):
         "dense.optimizer=sgd",
         "train.batch_size=7",
     ):
-        status, _, said = colonnade("train", "--run", str(folder), *SMALL, "--set", change)
-        assert status == 2 and change.split("=")[0] in said
+        status, _, output = colonnade("train", "--run", str(folder), *SMALL, "--set", change)
+        assert status == 2 and change.split("=")[0] in output
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_doctor_says_what_follows(colonnade):
-    status, said, _ = colonnade("doctor")
+    status, output, _ = colonnade("doctor")
     assert status == 0
     for words in (
         "native path",
@@ -221,7 +221,7 @@ def test_doctor_says_what_follows(colonnade):
         "gloo",
         "127.0.0.1",
     ):
-        assert words in said
+        assert words in output
 
 
 VERBS = (
@@ -231,9 +231,9 @@ VERBS = (
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_teaches(verb, colonnade):
-    status, said, _ = colonnade(verb, "--help")
+    status, output, _ = colonnade(verb, "--help")
     assert status == 0
-    assert verb == "doctor" or f"colonnade {verb}" in said.split("Examples")[1]
+    assert verb == "doctor" or f"colonnade {verb}" in output.split("Examples")[1]
 
 
 def test_converting_knows_its_default():
@@ -273,8 +273,8 @@ def test_ctrl_c_while_importing_is_no_traceback(seconds, tmp_path):
     assert child.stdout.readline() == "ready\n"
     time.sleep(seconds)
     child.send_signal(signal.SIGINT)
-    _, said = child.communicate(timeout=60)
-    assert "Traceback" not in said, said
+    _, output = child.communicate(timeout=60)
+    assert "Traceback" not in output, output
     assert child.returncode in (0, 130)  # 0: training had begun, and was saved
 
 
@@ -392,8 +392,8 @@ def test_outputs_that_cannot_be_written_are_one_line(colonnade, tmp_path):
         ["predict", folder, "--part", "test", "--output", str(tmp_path / "x.doc")],
         ["export", folder, folder],
     ):
-        status, _, said = colonnade(*command)
-        assert status == 2 and said.startswith("error: ") and said.count("\n") == 1, said
+        status, _, output = colonnade(*command)
+        assert status == 2 and output.startswith("error: ") and output.count("\n") == 1, output
     assert not (tmp_path / "no").exists()
 
 
@@ -412,11 +412,11 @@ def test_a_checkpoint_may_be_named(colonnade, tmp_path):
     folder = str(tmp_path / "run")
     assert colonnade("train", "--run", folder, *SMALL, "--set", "train.checkpoint_steps=4")[0] == 0
     for at, step in (("last", 6), ("4", 4), ("6", 6)):
-        status, said, _ = colonnade("evaluate", folder, "--at", at)
-        assert status == 0 and f"step {step} (" in said and "test:" in said
+        status, output, _ = colonnade("evaluate", folder, "--at", at)
+        assert status == 0 and f"step {step} (" in output and "test:" in output
     for at, words in (("best", "no checkpoint is known to be the best"), ("5", "it has [4, 6]")):
-        status, _, said = colonnade("evaluate", folder, "--at", at)
-        assert status == 2 and words in said and said.count("\n") == 1
+        status, _, output = colonnade("evaluate", folder, "--at", at)
+        assert status == 2 and words in output and output.count("\n") == 1
 
 
 def test_lists_are_written_with_or_without_quotes():
@@ -434,8 +434,8 @@ def test_a_run_that_never_checkpointed_may_be_tried_again_with_other_settings(co
         "train", "--data", "csv", "--path", str(path), "--run", str(tmp_path / "run"),
         "--set", f"data.options.schema={schema}", "--set", "train.batch_size=4",
     )  # fmt: skip
-    status, _, said = colonnade(*arguments)
-    assert status == 2 and "line 42" in said
+    status, _, output = colonnade(*arguments)
+    assert status == 2 and "line 42" in output
     schema.write_text("fields: {label: {type: label}, x: {type: category}, u: {type: category}}\n")
     assert colonnade(*arguments)[0] == 0
 
@@ -445,8 +445,8 @@ def test_under_torchrun_a_run_has_a_name(colonnade, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.chdir(tmp_path)
     for verb in ("demo", "train"):
-        status, out, said = colonnade(verb)
-        assert (status, out) == (2, "") and "with --run" in said
+        status, out, output = colonnade(verb)
+        assert (status, out) == (2, "") and "with --run" in output
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""What the command line says to someone who uses it for the first time."""
+"""Hints of the command line for first-time users."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def test_files_without_a_reader_and_a_reader_without_files_are_explained(colonna
         (["--data", "csv"], "--path FILE"),
         (["--data", "parquet"], "--path FILE"),
     ]:
-        status, _, said = colonnade("train", *arguments)
-        assert status == 2 and hint in said and "argument" not in said, said
+        status, _, output = colonnade("train", *arguments)
+        assert status == 2 and hint in output and "argument" not in output, output
 
 
 def test_evaluate_takes_the_part_that_there_is(colonnade, clicks, tmp_path):
@@ -32,15 +32,15 @@ def test_evaluate_takes_the_part_that_there_is(colonnade, clicks, tmp_path):
     with_validation, without = str(tmp_path / "a"), str(tmp_path / "b")
     has_validation = ["--set", "data.options.validation_fraction=0.2"]
     assert colonnade("train", *short, *has_validation, "--run", with_validation)[0] == 0
-    status, said, _ = colonnade("evaluate", with_validation)
-    assert status == 0 and ", validation:" in said and "auc" in said
-    status, _, said = colonnade("evaluate", with_validation, "--part", "test")
-    assert status == 2 and "choose from train, validation" in said
+    status, output, _ = colonnade("evaluate", with_validation)
+    assert status == 0 and ", validation:" in output and "auc" in output
+    status, _, output = colonnade("evaluate", with_validation, "--part", "test")
+    assert status == 2 and "choose from train, validation" in output
     assert colonnade("train", *short, "--run", without)[0] == 0  # so few have no validation part
-    status, _, said = colonnade("evaluate", without)
-    assert status == 2 and "--part train" in said and "test_fraction" in said
-    status, said, _ = colonnade("evaluate", without, "--part", "train")
-    assert status == 0 and ", train:" in said
+    status, _, output = colonnade("evaluate", without)
+    assert status == 2 and "--part train" in output and "test_fraction" in output
+    status, output, _ = colonnade("evaluate", without, "--part", "train")
+    assert status == 0 and ", train:" in output
 
 
 def test_settings_finds_words_in_options_of_data_too(colonnade):
@@ -48,12 +48,12 @@ def test_settings_finds_words_in_options_of_data_too(colonnade):
     assert (
         together == colonnade("settings", "learning rate")[1] and "embedding.lr = 0.02" in together
     )
-    _, said, _ = colonnade("settings", "shuffle")
-    assert "data.options.shuffle_window" in said
-    _, said, _ = colonnade("settings", "data.options.shuffle_window")
-    assert "csv: data.options.shuffle_window = 0" in said and "synthetic" not in said
-    status, _, said = colonnade("settings", "data.options.shufle_window")
-    assert status == 2 and "did you mean shuffle_window" in said
+    _, output, _ = colonnade("settings", "shuffle")
+    assert "data.options.shuffle_window" in output
+    _, output, _ = colonnade("settings", "data.options.shuffle_window")
+    assert "csv: data.options.shuffle_window = 0" in output and "synthetic" not in output
+    status, _, output = colonnade("settings", "data.options.shufle_window")
+    assert status == 2 and "did you mean shuffle_window" in output
 
 
 def test_a_message_in_a_pipe_is_one_line(monkeypatch, capsys):

@@ -54,21 +54,21 @@ def trained(tmp_path_factory) -> Path:
 def test_planted_groups_are_found_in_a_trained_run(trained, colonnade, tmp_path):
     before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
     out = tmp_path / "partition.json"
-    status, said, error = colonnade("towers", trained, "--towers", 3, "--out", out)
+    status, output, error = colonnade("towers", trained, "--towers", 3, "--out", out)
     assert (status, error) == (0, "")
     towers = Partition.from_json(out.read_text())
     assert [list(tower) for tower in towers.towers] == GROUPS
-    found = TowerMap.from_json((trained / "towers.json").read_text())
-    assert found.partition == towers and found.made == {"step": 157, "samples": 1024}
-    assert found.learned.within > found.striped.within > 0
+    result = TowerMap.from_json((trained / "towers.json").read_text())
+    assert result.partition == towers and result.made == {"step": 157, "samples": 1024}
+    assert result.learned.within > result.striped.within > 0
     for words in ("learned", "striped", "within", "bytes", "lookups a sample", str(out)):
-        assert words in said
+        assert words in output
     # Nothing else of the run has changed.
     now = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
     assert {**now, trained / "towers.json": b""} == {**before, trained / "towers.json": b""}
     # The same again.
     assert colonnade("towers", trained, "--towers", 3)[0] == 0
-    assert read_towers(trained) == found
+    assert read_towers(trained) == result
 
 
 def test_vectors_and_loads_of_bags_parts_and_shared_tables():
@@ -94,7 +94,7 @@ def test_vectors_and_loads_of_bags_parts_and_shared_tables():
     )
     deep = collection.rows("item", torch.arange(50))[:, 1:]
     result = [pool_rows(collection, tables[f.table == "open"], f, batch) for f in features]
-    assert [each.shape for each in result] == [(3, 4)] * 3
+    assert [item.shape for item in result] == [(3, 4)] * 3
     np.testing.assert_allclose(result[0][0], (deep[4] + 2 * deep[9]).numpy(), rtol=1e-6)
     assert (result[0][1] == 0).all()  # an empty bag
     np.testing.assert_array_equal(result[1], deep[[3, 2, 1]].numpy())
@@ -120,24 +120,24 @@ def test_the_report_draws_them(trained, colonnade, tmp_path):
     assert "Features in the plane" in html and "Load of each tower" in html
     if CHROMIUM is not None:
         write_page(html, tmp_path / "run.html")
-        seen = look(tmp_path / "run.html", 390, tmp_path)
-        assert seen["console"] == [] and seen["scroll"] <= 390
-        chart = next(c for c in seen["charts"] if c["title"] == "Features in the plane")
+        observed = look(tmp_path / "run.html", 390, tmp_path)
+        assert observed["console"] == [] and observed["scroll"] <= 390
+        chart = next(c for c in observed["charts"] if c["title"] == "Features in the plane")
         assert chart["shapes"] >= 9 and chart["width"] <= chart["room"] + 1
     (trained / "towers.json").write_text('{"towers": [["C1"]]}')
-    status, _, said = colonnade("report", trained)
-    assert status == 2 and "towers.json" in said and "write it again" in said
+    status, _, output = colonnade("report", trained)
+    assert status == 2 and "towers.json" in output and "write it again" in output
     (trained / "towers.json").unlink()
 
 
 def test_predictions_are_marked_as_such(trained, colonnade):
-    status, said, _ = colonnade(
+    status, output, _ = colonnade(
         "towers", trained, "--predict", "8x8", "--predict", "64x8", "--uplink", "3200Gbit",
         "--local", "450GB/s", "--latency", 10, "--batch-size", 2048, "--compute", 5,
     )  # fmt: skip
     assert status == 0
     for words in ("prediction", "8x8", "64x8", "1.9x", "not a measurement", "computes 5 ms"):
-        assert words in said
+        assert words in output
     assert not (trained / "towers.json").exists()
 
 
@@ -162,11 +162,11 @@ def test_predictions_are_marked_as_such(trained, colonnade):
     ],
 )
 def test_refusals(trained, colonnade, arguments, words):
-    status, _, said = colonnade("towers", trained, *arguments)
-    assert status == 2 and words in said and said.count("\n") == 1
+    status, _, output = colonnade("towers", trained, *arguments)
+    assert status == 2 and words in output and output.count("\n") == 1
     assert not (trained / "towers.json").exists()
 
 
 def test_a_run_without_a_checkpoint(tmp_path, colonnade):
-    status, _, said = colonnade("towers", tmp_path / "none", "--towers", 2)
-    assert status == 2 and "none" in said
+    status, _, output = colonnade("towers", tmp_path / "none", "--towers", 2)
+    assert status == 2 and "none" in output

@@ -29,10 +29,10 @@ def error_of(codec, rows, dims, key):
         len(rows),
         codec.row_bytes(dims, rows.dtype),
     )
-    back, column, worst = decode_rows(codec, coded, dims), 0, 0.0
+    decoded, column, worst = decode_rows(codec, coded, dims), 0, 0.0
     for dim in dims:
         part = slice(column, column + dim)
-        off = (back[:, part].double() - rows[:, part].double()).abs().amax(1)
+        off = (decoded[:, part].double() - rows[:, part].double()).abs().amax(1)
         largest = rows[:, part].double().abs().amax(1)
         assert bool((off[largest == 0] == 0).all())
         worst = max(worst, float((off / largest.clamp(min=1e-300)).max()))
@@ -56,10 +56,10 @@ def test_the_native_codecs_have_the_bits_of_their_twins(codec, seed, exponent, i
     key = key if is_random else None
     coded = encode_rows(codec, rows, dims, key)
     assert torch.equal(coded, twin.encode_rows(codec, rows, dims, key))
-    back = decode_rows(codec, coded, dims)
+    decoded = decode_rows(codec, coded, dims)
     wanted = twin.decode_rows(codec, coded, dims)
-    assert torch.equal(back.view(torch.int32), wanted.view(torch.int32)) or back.isnan().any()
-    assert torch.equal(back.nan_to_num(), wanted.nan_to_num())
+    assert torch.equal(decoded.view(torch.int32), wanted.view(torch.int32)) or decoded.isnan().any()
+    assert torch.equal(decoded.nan_to_num(), wanted.nan_to_num())
 
 
 @settings(max_examples=examples(20, 60), deadline=None)
@@ -91,11 +91,11 @@ def test_random_rounding_is_right_on_the_mean_and_the_same_every_time(codec):
     assert torch.equal(coded[decoded], again)
     for other in (RoundingKey(ids, 4, 7), RoundingKey(ids, 3, 8), RoundingKey(ids + 1, 3, 7)):
         assert not torch.equal(coded, encode_rows(codec, rows.expand(20_000, -1), (8, 4), other))
-    found = decode_rows(codec, coded, (8, 4)).double()
+    result = decode_rows(codec, coded, (8, 4)).double()
     largest = torch.cat([rows[0, :8].abs().max().expand(8), rows[0, 8:].abs().max().expand(4)])
     step = codec.random_error * largest
     # Five standard deviations of a mean of 20,000 steps, and the bits that a stream does not have.
-    assert bool(((found.mean(0) - rows[0]).abs() <= step * (5 * 0.5 / 20_000**0.5 + 2**-12)).all())
+    assert bool(((result.mean(0) - rows[0]).abs() <= step * (5 * 0.5 / 20_000**0.5 + 2**-12)).all())
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
@@ -114,18 +114,18 @@ def test_what_is_not_finite_stays_so(codec, bad, is_random):
 @pytest.mark.parametrize("is_random", [False, True])
 def test_what_is_finite_stays_so(codec, is_random):
     """The largest float32 would be rounded up to inf, behind the check that every gradient is finite."""
-    most = torch.finfo(torch.float32).max
+    limit = torch.finfo(torch.float32).max
     rows = (
-        torch.tensor([most, -most, 255 * 2.0**120, 1.0, most * (1 - 2**-9), -most])
+        torch.tensor([limit, -limit, 255 * 2.0**120, 1.0, limit * (1 - 2**-9), -limit])
         .expand(50, 6)
         .contiguous()
     )
     key = RoundingKey(torch.arange(50), 1, 1) if is_random else None
     coded = encode_rows(codec, rows, (4, 2), key)
-    found = decode_rows(codec, coded, (4, 2))
-    assert bool(found.isfinite().all())
+    result = decode_rows(codec, coded, (4, 2))
+    assert bool(result.isfinite().all())
     assert bool(
-        ((found.double() - rows.double()).abs() <= max(codec.random_error, 2**-8) * most).all()
+        ((result.double() - rows.double()).abs() <= max(codec.random_error, 2**-8) * limit).all()
     )
     assert torch.equal(coded, twin.encode_rows(codec, rows, (4, 2), key))
 

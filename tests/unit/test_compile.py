@@ -64,7 +64,7 @@ assert "torch._dynamo" not in sys.modules
 
 
 class Dense(torch.nn.Module):
-    """What a model computes of what was looked up."""
+    """Dense network of a model."""
 
     def __init__(self):
         super().__init__()

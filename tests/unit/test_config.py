@@ -82,7 +82,7 @@ def test_override_names_the_nearest():
 
 
 def test_settings_by_table_and_sections_that_may_be_left_out_name_the_nearest_too():
-    for values, said in (
+    for values, text in (
         ({"plan": {"cache": {"siez": 3}}}, "did you mean plan.cache.size?"),
         (
             {"plan": {"cache": {"tables": {"C1": {"siez": 3}}}}},
@@ -97,7 +97,7 @@ def test_settings_by_table_and_sections_that_may_be_left_out_name_the_nearest_to
     ):
         with pytest.raises(ConfigError) as error:
             build_config(values)
-        assert said in str(error.value)
+        assert text in str(error.value)
     config = override_settings(
         build_config({}), {"embedding.tables.C1.hashes": 3, "embedding.tables.C1.rows": 50}
     )

@@ -34,14 +34,14 @@ def test_columns_are_the_fields(tmp_path, monkeypatch):
     file = pq.ParquetFile(tmp_path / "out.parquet")
     groups = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
     assert groups == [64, 64, 64, 64, 44]
-    found = file.read().to_pydict()
+    result = file.read().to_pydict()
     for i, line in enumerate(lines):
         label, *fields = line.split("\t")
-        assert found["label"][i] == int(label)
+        assert result["label"][i] == int(label)
         for name, field in zip(DENSE, fields[:13], strict=True):
-            assert found[name][i] == (int(field) if field else None)
+            assert result[name][i] == (int(field) if field else None)
         for name, field in zip(CATEGORIES, fields[13:], strict=True):
-            assert found[name][i] == (int(field, 16) if field else MISSING_ID)
+            assert result[name][i] == (int(field, 16) if field else MISSING_ID)
     assert b"I1: {type: number" in file.schema_arrow.metadata[SCHEMA_KEY]
 
 
@@ -85,9 +85,9 @@ def test_no_value_of_a_csv_file_is_changed(tmp_path_factory, rows, data):
         writer.writerows([("x", "y"), *((text, i) for i, text in enumerate(texts))])
     write_parquet(open_csv_conversion(folder / "in.csv"), folder / "out.parquet")
     table = pq.read_table(folder / "out.parquet")
-    kind, found = table.schema.field("x").type, table["x"].to_pylist()
+    kind, result = table.schema.field("x").type, table["x"].to_pylist()
     assert table["y"].to_pylist() == list(range(len(rows)))
-    for text, value in zip(texts, found, strict=True):
+    for text, value in zip(texts, result, strict=True):
         if text == "":
             assert value is None
         elif kind == pa.string():
@@ -101,21 +101,21 @@ def test_no_value_of_a_csv_file_is_changed(tmp_path_factory, rows, data):
 
 
 def test_a_type_fits_all_blocks(tmp_path, monkeypatch):
-    """What the last block says counts too, and a schema of kinds is what a person would choose."""
+    """Types of the last block count, too, and a schema of kinds is what a person would choose."""
     monkeypatch.setattr("colonnade.data.tabular.csv.BLOCK_BYTES", 64)
     lines = [f"{i},{i},{i},{i:03}" for i in range(50)]
     (tmp_path / "in.csv").write_text("\n".join(["a,b,c,d", *lines, "7,2.5,NA,7"]) + "\n")
-    seen = []
-    conversion = open_csv_conversion(tmp_path / "in.csv", on_rows=lambda *rows: seen.append(rows))
+    types_ = []
+    conversion = open_csv_conversion(tmp_path / "in.csv", on_rows=lambda *rows: types_.append(rows))
     assert [str(field.type) for field in conversion.schema] == [
         "int64",
         "double",
         "string",
         "string",
     ]
-    assert len(seen) > 5 and sum(rows for rows, _ in seen) == 51 == seen[0][1]
-    given = open_csv_conversion(tmp_path / "in.csv", null_values=["NA"])
-    assert str(given.schema.field("c").type) == "int64"
+    assert len(types_) > 5 and sum(rows for rows, _ in types_) == 51 == types_[0][1]
+    declared_conversion = open_csv_conversion(tmp_path / "in.csv", null_values=["NA"])
+    assert str(declared_conversion.schema.field("c").type) == "int64"
 
 
 def test_csv_on_the_command_line(colonnade, tmp_path):
@@ -141,12 +141,12 @@ def test_csv_on_the_command_line(colonnade, tmp_path):
 )
 def test_errors_of_csv_are_one_line_and_leave_nothing(colonnade, tmp_path, text, options, words):
     (tmp_path / "in.csv").write_bytes(text)
-    status, _, said = colonnade(
+    status, _, output = colonnade(
         "convert", "csv", tmp_path / "in.csv", tmp_path / "out.parquet", *options
     )
-    assert status == 2 and said.startswith("error: ") and said.count("\n") == 1 and words in said, (
-        said
-    )
+    assert (
+        status == 2 and output.startswith("error: ") and output.count("\n") == 1 and words in output
+    ), output
     assert [path.name for path in tmp_path.iterdir()] == ["in.csv"]
 
 
@@ -155,8 +155,8 @@ def test_the_command_writes_once_and_says_so(colonnade, tmp_path):
     status, out, _ = colonnade("convert", "criteo", folder, target, "--rows-per-group", 20)
     assert status == 0 and "50 rows, 40 columns" in out
     written = target.read_bytes()
-    status, _, said = colonnade("convert", "criteo", folder, target)
-    assert status == 2 and "is there already; give another name, or --force" in said
+    status, _, output = colonnade("convert", "criteo", folder, target)
+    assert status == 2 and "is there already; give another name, or --force" in output
     assert target.read_bytes() == written
     assert colonnade("convert", "criteo", folder, target, "--force")[0] == 0
     assert pq.ParquetFile(target).num_row_groups == 1
@@ -182,12 +182,12 @@ def test_errors_are_one_line_and_leave_nothing(
     lines[60] = "\t".join(["0", "1", "x", *lines[60].split("\t")[3:]])
     (tmp_path / "bad.txt").write_text("\n".join(lines) + "\n")
     before = sorted(tmp_path.rglob("*"))
-    status, _, said = colonnade(
+    status, _, output = colonnade(
         "convert", "criteo", tmp_path / source, tmp_path / target, "--force"
     )
-    assert status == 2 and said.startswith("error: ") and said.count("\n") == 1 and words in said, (
-        said
-    )
+    assert (
+        status == 2 and output.startswith("error: ") and output.count("\n") == 1 and words in output
+    ), output
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -222,14 +222,14 @@ def test_a_full_disk_is_said_and_nothing_stays(tmp_path, monkeypatch):
 def test_memory_holds_a_row_group_not_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_LINES", 1000)
     write_criteo(tmp_path, 20_000)
-    held = []
+    stored = []
     write_parquet(
         open_criteo_conversion(tmp_path),
         tmp_path / "out.parquet",
         rows_per_group=1000,
-        on_rows=lambda rows: held.append(pa.total_allocated_bytes()),
+        on_rows=lambda rows: stored.append(pa.total_allocated_bytes()),
     )
-    assert len(held) == 20 and max(held[10:]) < 2 * max(held[2:10])
+    assert len(stored) == 20 and max(stored[10:]) < 2 * max(stored[2:10])
 
 
 def test_a_stream_that_ends_in_an_error_of_data_names_the_line(tmp_path):

@@ -20,7 +20,7 @@ TABLES = [
 
 
 def counted(random, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """(N, T) rows, and slots of them, each once: as messages list them."""
+    """Return counts (N, T) of rows, and their slots, each once, as messages list them."""
     per_table = [random.permutation(40)[: random.integers(0, 30)] for _ in WIDTHS]
     ends = [np.sort(random.integers(0, len(rows) + 1, num_ranks - 1)) for rows in per_table]
     blocks = [np.split(rows, end) for rows, end in zip(per_table, ends, strict=True)]
@@ -30,7 +30,7 @@ def counted(random, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 PLACES = [None, *DEVICES]
-"""Where copies lie; None: in memory, for the native core."""
+"""Device of cached rows; None: main memory, for the native core."""
 
 
 def opened(tables, place: str | None):
@@ -62,7 +62,7 @@ def test_what_is_pending_is_what_a_twin_says(seed, dtype, device):
         copies.grow(t, 40)
     twin: dict[tuple[int, int], np.ndarray] = {}
     for _ in range(12):
-        (counts,), slots = (each for each in counted(random, 1))
+        (counts,), slots = (item for item in counted(random, 1))
         tables_here = row_tables(counts[None, :])
         layout = build_row_layout(counts[None, :], WIDTHS)
         sums = torch.randn(layout.num_elements, dtype=getattr(torch, dtype))
@@ -77,16 +77,16 @@ def test_what_is_pending_is_what_a_twin_says(seed, dtype, device):
         out_counts, out = counted(random, 2)
         keys = list(zip(row_tables(out_counts).tolist(), out.tolist(), strict=True))
         place = {key: i for i, key in enumerate(rows)}
-        named = [key for key in keys if (leaves[place[key]] if key in place else key in twin)]
-        named_by = np.array([key in set(named) for key in keys], bool)
-        leaves = np.array([key in set(named) for key in rows], bool)
+        names = [key for key in keys if (leaves[place[key]] if key in place else key in twin)]
+        named_by = np.array([key in set(names) for key in keys], bool)
+        leaves = np.array([key in set(names) for key in rows], bool)
         sent_counts = np.array(
             [
                 [np.sum(row_tables(out_counts[:1])[named_by[: out_counts[0].sum()]] == t) for t in range(3)],
                 [np.sum(row_tables(out_counts[1:])[named_by[out_counts[0].sum() :]] == t) for t in range(3)],
             ]
         )  # fmt: skip
-        origin = np.array([place.get(key, -1) for key in named], np.int64)
+        origin = np.array([place.get(key, -1) for key in names], np.int64)
         message = torch.empty(int((sent_counts * WIDTHS).sum()), dtype=sums.dtype)
         settings = made(device, sums, index, counts)
         copies.take_pending(sent_counts, out[named_by], origin, settings, message)
@@ -94,14 +94,14 @@ def test_what_is_pending_is_what_a_twin_says(seed, dtype, device):
         none = {t: np.zeros(WIDTHS[t], dtype) for t in range(3)}
         wanted = [
             (rows[key] + twin[key] if key in twin else rows[key]) if key in rows else twin[key]
-            for key in named
+            for key in names
         ]
         flat = np.concatenate([*wanted, none[0][:0]])
         assert message.numpy().tobytes() == flat.tobytes()  # a zero's sign, too
         for key, leaving in zip(rows, leaves, strict=True):
             if not leaving:
                 twin[key] = twin[key] + rows[key] if key in twin else rows[key]
-        for key in named:
+        for key in names:
             twin.pop(key, None)
         for t in range(3):
             assert sorted(copies.dirty_slots(t).tolist()) == sorted(s for u, s in twin if u == t)
@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_refused():
     store = open_dram(TABLES, [40] * 3, seed=0)
     slots, bytes_of = torch.tensor([1, 2], dtype=torch.int32), TABLES[0].record_bytes
     widths = np.array([t.record_bytes for t in TABLES])
-    for counts, given, message in (
+    for counts, inputs, message in (
         ([2, 0, 0], widths, 2 * bytes_of - 1),
         ([3, 0, 0], widths, 3 * bytes_of),
         ([1, 0, 0], widths, bytes_of),
@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_refused():
     ):
         for call in (store.native.pack_blocks, store.native.unpack_blocks):
             with pytest.raises(ValueError, match="got"):
-                call(slots, np.array(counts), given, torch.zeros(message, dtype=torch.uint8))
+                call(slots, np.array(counts), inputs, torch.zeros(message, dtype=torch.uint8))
     sums, ticks = [np.zeros((4, 3), np.float32)], [np.zeros(4, np.int32)]
     batch, index = torch.zeros(6), torch.tensor([0, 3], dtype=torch.int32)
     one = np.array([2]), np.array([0, 3])
@@ -180,11 +180,11 @@ def test_what_does_not_fit_is_refused():
         ([3], [0, 1], [0, 3]),
         ([2], [0, 1], [0, 4]),
     ):
-        given = np.array(counts), np.array(slots_), torch.tensor(index_, dtype=torch.int32)
+        inputs = np.array(counts), np.array(slots_), torch.tensor(index_, dtype=torch.int32)
         with pytest.raises(ValueError, match="pending sums"):
-            _native.add_pending(sums, ticks, *given, batch, np.zeros(2, np.uint8))
+            _native.add_pending(sums, ticks, *inputs, batch, np.zeros(2, np.uint8))
         out = torch.zeros(3 * counts[0])
         with pytest.raises(ValueError, match="pending sums"):
             _native.take_pending(
-                sums, ticks, given[0], given[1], np.array([0, 1]), given[2], batch, out
+                sums, ticks, inputs[0], inputs[1], np.array([0, 1]), inputs[2], batch, out
             )

@@ -98,10 +98,10 @@ def test_every_form_gives_its_batches_and_goes_on_anywhere(form):
     source = open_batches(FORMS[form](), SCHEMA)
     assert source.num_samples is None and source.schema == SCHEMA
     for _epoch in range(2):
-        found = list(source.batches(6))
-        assert all(same(a, b) for a, b in zip(found, wanted, strict=True))
+        result = list(source.batches(6))
+        assert all(same(a, b) for a, b in zip(result, wanted, strict=True))
     for step in (0, 1, 9):
-        state = found[step - 1].state if step else None
+        state = result[step - 1].state if step else None
         rest = open_batches(FORMS[form](), SCHEMA).batches(6, start=Position(0, step, state))
         assert all(same(a, b) for a, b in zip(rest, wanted[step:], strict=True))
     assert list(source.batches(6, start=Position(0, 3, ENDED))) == []
@@ -176,11 +176,11 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_batch_that_does_not_fit_is_named(case):
-    batch, said = BAD[case]
+    batch, text = BAD[case]
     source = open_batches([make_batch(0), batch], SCHEMA, name="clicks")
     batches = source.batches(6, start=Position(2, 0))
     next(batches)
-    with pytest.raises(DataError, match=f"^clicks, epoch 2, batch 1.*{said}"):
+    with pytest.raises(DataError, match=f"^clicks, epoch 2, batch 1.*{text}"):
         next(batches)
 
 
@@ -211,18 +211,18 @@ def test_data_sets_that_cannot_work_are_refused():
 # --- in a run ---------------------------------------------------------------------------------
 
 
-def config(most: int | None, batch_size: int):
+def config(max_steps: int | None, batch_size: int):
     return build_config(
         {
             "model": {"dim": 4, "bottom": [4], "top": [4]},
-            "train": {"batch_size": batch_size, "epochs": 2, "max_steps": most, "threads": 1},
+            "train": {"batch_size": batch_size, "epochs": 2, "max_steps": max_steps, "threads": 1},
         }
     )
 
 
-def run_to(folder, mesh, data, most, *, batch_size=None) -> dict:
+def run_to(folder, mesh, data, max_steps, *, batch_size=None) -> dict:
     splits = Splits(open_batches(data, SCHEMA), test=open_batches(data_like(data), SCHEMA))
-    run = open_run(config(most, batch_size or 6 * mesh.num_ranks), mesh, folder, data=splits)
+    run = open_run(config(max_steps, batch_size or 6 * mesh.num_ranks), mesh, folder, data=splits)
     try:
         outcome = run.train()
         collection = run.trainer.collection
@@ -256,10 +256,10 @@ def test_a_run_goes_on_to_the_same_bits(tmp_path, kind):
 
 
 def train_unevenly(mesh, folder, counts, kind):
-    """At once, and in three goes: what each came to."""
+    """Train at once, and in three parts; return the results."""
     whole = run_to(folder / "whole", mesh, kind(counts[mesh.rank]), None)
-    for most in (2, 7, None):
-        parts = run_to(folder / "parts", mesh, kind(counts[mesh.rank]), most)
+    for max_steps in (2, 7, None):
+        parts = run_to(folder / "parts", mesh, kind(counts[mesh.rank]), max_steps)
     run_to(folder / "cut", mesh, kind(counts[mesh.rank]), 2)
     return whole, parts
 

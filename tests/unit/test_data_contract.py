@@ -245,6 +245,6 @@ def test_a_batch_is_not_touched_by_the_next(source):
     """The consumer may hold several batches at a time (lookahead)."""
     batches = source.batches(8)
     first = next(batches)
-    kept = {name: ids.values.clone() for name, ids in first.ids.items()}
+    retained = {name: ids.values.clone() for name, ids in first.ids.items()}
     list(batches)
-    assert all(torch.equal(kept[name], ids.values) for name, ids in first.ids.items())
+    assert all(torch.equal(retained[name], ids.values) for name, ids in first.ids.items())

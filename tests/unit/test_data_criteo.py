@@ -71,16 +71,16 @@ def test_lines_parsed_together_are_the_lines_parsed_alone(
     write_criteo(tmp_path, 300)
     source = open_criteo(tmp_path, test_fraction=0, hash_rows=97).train
     lines = [source._parse_range(i, i + 1) for i in range(300)]
-    seen = 0
+    output = 0
     for batch in source.batches(batch_size):
-        alone = lines[seen : seen + batch.size]
-        seen += batch.size
+        alone = lines[output : output + batch.size]
+        output += batch.size
         assert torch.equal(batch.dense, torch.cat([one.dense for one in alone]))
         assert torch.equal(batch.label, torch.cat([one.label for one in alone]))
         for name in CATEGORIES:
             values = torch.cat([one.ids[name].values for one in alone])
             assert torch.equal(batch.ids[name].values, values)
-    assert seen == 300
+    assert output == 300
 
 
 def test_batches_before_the_line_at_fault_are_read(tmp_path):
@@ -286,7 +286,7 @@ def test_windows_line_ends_are_read(tmp_path):
 
 
 def test_a_file_cut_anywhere_in_its_last_line_is_noticed_or_whole(tmp_path):
-    """Of a last line, every proper prefix is refused; the whole line needs no newline."""
+    """Prefixes of the last line are refused; the whole line needs no newline."""
     last = with_field(600, "C26", "68fd1e64")
     for length in range(1, len(last) + 1):
         try:

@@ -197,11 +197,11 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_what_cannot_work_is_refused(said):
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_work_is_refused(message):
     with pytest.raises(ConfigError) as caught:
-        REFUSED[said]()
-    assert said in str(caught.value)
+        REFUSED[message]()
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -231,13 +231,13 @@ REFUSED_YAML = {
 }
 
 
-@pytest.mark.parametrize("said", REFUSED_YAML)
-def test_a_schema_file_at_fault_is_named(said, tmp_path):
+@pytest.mark.parametrize("message", REFUSED_YAML)
+def test_a_schema_file_at_fault_is_named(message, tmp_path):
     path = tmp_path / "schema.yaml"
-    path.write_text(REFUSED_YAML[said], encoding="utf-8")
+    path.write_text(REFUSED_YAML[message], encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load_file_schema(path)
-    assert said in str(caught.value) and str(caught.value).startswith(f"schema {path}: ")
+    assert message in str(caught.value) and str(caught.value).startswith(f"schema {path}: ")
     assert "\n" not in str(caught.value)
 
 

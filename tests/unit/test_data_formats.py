@@ -63,8 +63,8 @@ def test_libsvm_is_a_bag_with_weights(tmp_path, monkeypatch):
     assert batch.label.flatten().tolist() == [1, 0, 0, 1]
     shuffled = open_source("libsvm", path, shuffle_window=3).train
     assert pickle.loads(pickle.dumps(shuffled)).num_samples == 4
-    seen = [bag for part in shuffled.batches(2) for bag in bags(part.ids["features"])]
-    assert sorted(seen) == sorted(bags(batch.ids["features"]))
+    output = [bag for part in shuffled.batches(2) for bag in bags(part.ids["features"])]
+    assert sorted(output) == sorted(bags(batch.ids["features"]))
 
 
 def test_libfm_of_ones_has_no_weights(tmp_path):
@@ -77,8 +77,8 @@ def test_libfm_of_ones_has_no_weights(tmp_path):
     assert batch.ids["features"].weights is None
     assert bags(batch.ids["features"]) == [[0, 3], [1, 2], [1, 3]]
     path.write_text("1 0:1 3:1\n0 1:1 2:1\n0 1:1 2:0.5\n")
-    said = fault(path, schema={"fields": schema})
-    assert "line 3, column features: got '2:0.5', wanted the value 1" in said
+    message = fault(path, schema={"fields": schema})
+    assert "line 3, column features: got '2:0.5', wanted the value 1" in message
     schema["features"]["weights"] = "values"
     assert bags(read_all(path, schema={"fields": schema}).ids["features"])[2] == [
         (1, 1.0),
@@ -119,13 +119,13 @@ LIBSVM = {
 
 @pytest.mark.parametrize("name", LIBSVM)
 def test_libsvm_at_fault(name, tmp_path):
-    content, said = LIBSVM[name]
+    content, text = LIBSVM[name]
     path = tmp_path / "a.libsvm"
     path.write_bytes(content.encode("latin1"))
     schema = {"label": "label", "features": {"type": "bag", "weights": "values"}}
     is_inferred = name in ("a label in words",) or "libffm" in name
     options = {} if is_inferred else {"schema": {"fields": schema}}
-    assert str(path) in fault(path, **options) and said in fault(path, **options)
+    assert str(path) in fault(path, **options) and text in fault(path, **options)
 
 
 @settings(max_examples=examples(20, 40), deadline=None)
@@ -147,11 +147,11 @@ def test_any_libsvm_text_is_read_or_refused(tmp_path_factory, text):
 
 def varint(value: int) -> bytes:
     value %= 1 << 64
-    found = b""
+    result = b""
     while value > 127:
-        found += bytes([value & 127 | 128])
+        result += bytes([value & 127 | 128])
         value >>= 7
-    return found + bytes([value])
+    return result + bytes([value])
 
 
 def message(number: int, data: bytes) -> bytes:
@@ -244,13 +244,13 @@ def test_a_tfrecord_at_fault(tmp_path):
     path.write_bytes(whole[:-3])
     assert f"{path}, record 39: got 3 bytes less" in fault(path, **schema)
     size = len(record(example(ROWS[0])))
-    for at, said in (
+    for at, message in (
         (3, "record 0: got a length that does not fit its checksum"),
         (size + 2, "record 1: got a length that does not fit its checksum"),
         (size + 20, "record 1, column -: got bytes that do not fit their checksum"),
     ):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        assert f"{path}, {said}" in fault(path, **schema)
+        assert f"{path}, {message}" in fault(path, **schema)
     path.write_bytes(gzip.compress(whole))
     assert "got a gzip file" in fault(path, **schema)
     path.write_bytes(b"")
@@ -258,16 +258,17 @@ def test_a_tfrecord_at_fault(tmp_path):
     path.write_bytes(record(b"\xff\xff"))
     assert "record 0, column -: got no tf.train.Example (an integer" in fault(path)
     other = [*ROWS[:2], {"label": [1], "user": ["x"], "x": [1.0]}]
-    said = fault(write_records(path, other), **schema)
-    assert "record 2, column user: got bytes, wanted integers, as in the first records" in said or (
-        "got text" in said
+    message = fault(write_records(path, other), **schema)
+    assert (
+        "record 2, column user: got bytes, wanted integers, as in the first records" in message
+        or ("got text" in message)
     )
-    said = fault(write_records(path, [{"label": [1], "user": [1, 2], "x": [1.0]}]), **schema)
-    assert "column user: got list<item: int64>, wanted one value per row" in said
-    said = fault(write_records(path, [{"label": [1], "x": [1.0]}]), **schema)
-    assert "got no column 'user'" in said
-    said = fault(write_records(path, [*ROWS[:3], {"user": [1], "x": [1.0]}]), **schema)
-    assert "record 3, column label: got nothing, wanted a label" in said
+    message = fault(write_records(path, [{"label": [1], "user": [1, 2], "x": [1.0]}]), **schema)
+    assert "column user: got list<item: int64>, wanted one value per row" in message
+    message = fault(write_records(path, [{"label": [1], "x": [1.0]}]), **schema)
+    assert "got no column 'user'" in message
+    message = fault(write_records(path, [*ROWS[:3], {"user": [1], "x": [1.0]}]), **schema)
+    assert "record 3, column label: got nothing, wanted a label" in message
 
 
 def test_a_tfrecord_with_flipped_bits_is_refused(tmp_path):

@@ -100,13 +100,13 @@ def _signed(word):
 def test_fields_of_one_table_share_rows_or_keep_apart():
     words = pa.array(["a", "b", None, "a"])
     for rows in (None, 1000):
-        plain, ours, theirs = (
+        plain, ours, other = (
             encode_ids(Category(name, table="words", namespace=apart, rows=rows), words).tolist()
             for name, apart in (("x", False), ("x", True), ("y", True))
         )
         assert plain == encode_ids(Category("y", table="words", rows=rows), words).tolist()
-        assert ours[0] == ours[3] and not {*plain, *ours} & {*theirs} and not {*plain} & {*ours}
-        for ids in (plain, ours, theirs):
+        assert ours[0] == ours[3] and not {*plain, *ours} & {*other} and not {*plain} & {*ours}
+        for ids in (plain, ours, other):
             assert len({*ids}) == 3
     listed = pa.array([["a", "b"], ["a"]])
     of_bag = encode_lists(Bag("x", table="words", namespace=True), listed).values

@@ -129,7 +129,7 @@ def test_unix_seconds_are_times_where_the_name_says_so(name, tmp_path):
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_any_table_has_one_schema(data, tmp_path_factory):
-    """Of every type at once, with missing values anywhere."""
+    """Table has columns of every type, with missing values anywhere."""
     size = data.draw(st.integers(1, 12))
     times = st.datetimes(datetime.datetime(1900, 1, 1), datetime.datetime(2200, 1, 1))
     kinds = {
@@ -154,7 +154,7 @@ def test_any_table_has_one_schema(data, tmp_path_factory):
 
 
 def test_the_newest_time_is_the_training_samples(tmp_path):
-    """It is recorded, so that other files are read with the same one."""
+    """Newest time is recorded, so that other files are read with the same one."""
     times = [WHEN + datetime.timedelta(days=i) for i in range(10)]
     table = pa.table({"label": [0, 1] * 5, "when": times})
     for path in write_both(tmp_path, table):

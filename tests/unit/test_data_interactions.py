@@ -32,18 +32,18 @@ LISTS = st.lists(st.lists(st.integers(0, 40), unique=True, max_size=12), min_siz
 
 @given(lists=LISTS, fraction=st.sampled_from([0.0, 0.1, 0.2, 0.5, 1.0]), key=st.integers(0, 2**63))
 def test_held_out_and_kept_make_the_whole(lists, fraction, key):
-    kept, held = hold_out(bags(lists), fraction, key)
-    for whole, one, other in zip(lists, lists_of(kept), lists_of(held), strict=True):
+    retained, stored = hold_out(bags(lists), fraction, key)
+    for whole, one, other in zip(lists, lists_of(retained), lists_of(stored), strict=True):
         assert sorted(one + other) == sorted(whole)
         assert len(other) == math.floor(fraction * len(whole) + 1e-9)
         assert [item for item in whole if item in one] == one  # in order
     again = hold_out(bags(lists), fraction, key)
-    assert torch.equal(again[0].values, kept.values)
+    assert torch.equal(again[0].values, retained.values)
 
 
-@given(lists=LISTS, most=st.integers(1, 13))
-def test_newest_and_join(lists, most):
-    assert lists_of(keep_newest(bags(lists), most)) == [one[-most:] for one in lists]
+@given(lists=LISTS, limit=st.integers(1, 13))
+def test_newest_and_join(lists, limit):
+    assert lists_of(keep_newest(bags(lists), limit)) == [one[-limit:] for one in lists]
     assert lists_of(concat_bags(bags(lists), bags(lists[::-1]))) == [
         a + b for a, b in zip(lists, lists[::-1], strict=True)
     ]

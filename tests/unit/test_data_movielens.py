@@ -42,10 +42,10 @@ def test_values_by_hand(tmp_path):
         Column("genres", 5, kind="bag"),
     )
     # Rating 4: user 2 (M, 56, occupation 16, zip 700) gave film 1 (1995) a 4.
-    found = {name: ids.values.tolist() for name, ids in test.ids.items()}
+    results = {name: ids.values.tolist() for name, ids in test.ids.items()}
     # ages 1 25 56; occupations 7 10 15 16; zips 024 480 551 700; years 1968 1995 1998;
     # genres Animation Children's Comedy Drama Sci-Fi
-    assert found == {
+    assert results == {
         "user": [2],
         "movie": [1],
         "sex": [1],
@@ -89,10 +89,10 @@ def test_the_split_has_every_rating_once_and_ignores_the_seed(tmp_path):
     a, b = open_movielens(tmp_path, seed=0), open_movielens(tmp_path, seed=1)
     assert [s.num_samples for s in (a.train, a.validation, a.test)] == [152, 8, 40]
     table = pq.read_table(tmp_path / "ratings.parquet")
-    given = list(zip(table["user_id"].to_pylist(), table["movie_id"].to_pylist(), strict=True))
-    assert sorted(pairs(a)) == sorted(given)
+    inputs = list(zip(table["user_id"].to_pylist(), table["movie_id"].to_pylist(), strict=True))
+    assert sorted(pairs(a)) == sorted(inputs)
     order = np.random.RandomState(0).permutation(200)
-    assert pairs(a)[152:] == [given[i] for i in order[152:]]
+    assert pairs(a)[152:] == [inputs[i] for i in order[152:]]
     assert pairs(b)[152:] == pairs(a)[152:]
     assert pairs(b)[:152] != pairs(a)[:152]
     assert sorted(pairs(b)[:152]) == sorted(pairs(a)[:152])

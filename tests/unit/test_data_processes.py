@@ -61,8 +61,8 @@ def test_processes_read_what_the_source_reads(monkeypatch, forked):
     monkeypatch.setattr(module, "RUN_SAMPLES", 7)
     source = open_columns()
     wanted = list(source.batches(7, rank=1, num_ranks=2, start=Position(3, 1)))
-    found = ProcessSource(source, 2).batches(7, rank=1, num_ranks=2, start=Position(3, 1))
-    assert all(same(a, b) for a, b in zip(found, wanted, strict=True))
+    result = ProcessSource(source, 2).batches(7, rank=1, num_ranks=2, start=Position(3, 1))
+    assert all(same(a, b) for a, b in zip(result, wanted, strict=True))
 
 
 def test_an_epoch_of_nothing_and_bad_arguments(forked):
@@ -90,9 +90,9 @@ def test_an_error_is_raised_here_when_its_batch_has_its_turn(tmp_path, monkeypat
         assert type(caught.value) is DataError
         return batches, str(caught.value)
 
-    (found, said), (wanted, words) = read(ProcessSource(source, 2)), read(source)
-    assert said == words and "line 151" in said
-    assert all(same(a, b) for a, b in zip(found, wanted, strict=True))
+    (result, text), (wanted, words) = read(ProcessSource(source, 2)), read(source)
+    assert text == words and "line 151" in text
+    assert all(same(a, b) for a, b in zip(result, wanted, strict=True))
 
 
 class Peculiar(Exception):
@@ -134,12 +134,12 @@ def test_readers_are_ahead_by_a_bound_outlive_ctrl_c_and_are_missed_when_killed(
     monkeypatch.setattr(module, "RUN_SAMPLES", 3)
     batches = ProcessSource(Noted(tmp_path), 2).batches(1)
     assert float(next(batches).dense) == 0
-    most = (
+    limit = (
         3 * 2 * (module.RUNS_AHEAD + 1)
     )  # a run in the queue's hands may have been asked for again
     wait_until(lambda: len(list(tmp_path.iterdir())) >= 3 * 2 * module.RUNS_AHEAD)
     time.sleep(0.5)
-    assert len(list(tmp_path.iterdir())) <= most
+    assert len(list(tmp_path.iterdir())) <= limit
 
     readers = readers_of()
     assert len(readers) == 2
@@ -158,17 +158,17 @@ def test_a_run_with_readers_is_the_run_without(tmp_path, forked):
         "model": {"dim": 4, "bottom": [4], "top": [4]},
         "train": {"batch_size": 100, "threads": 1, "max_steps": 3},
     }
-    found = []
+    results = []
     for readers, steps in ((0, [None]), (1, [3, None])):
-        for most in steps:
+        for limit in steps:
             folder = tmp_path / str(readers)
-            changes = {"data.readers": readers, "train.max_steps": most}
+            changes = {"data.readers": readers, "train.max_steps": limit}
             run = open_run(override_settings(build_config(values), changes), Mesh(), folder)
             metrics = run.train().metrics
             run.close()
         weights = {name: v.tolist() for name, v in run.trainer.model.named_parameters()}
-        found.append((metrics, weights))
-    assert found[0] == found[1]
+        results.append((metrics, weights))
+    assert results[0] == results[1]
 
 
 def test_a_reader_that_is_stopped_is_named_once(tmp_path, monkeypatch, capfd, readers_of, forked):
@@ -182,9 +182,11 @@ def test_a_reader_that_is_stopped_is_named_once(tmp_path, monkeypatch, capfd, re
     threading.Timer(0.6, os.kill, (reader.pid, signal.SIGCONT)).start()
     assert [float(next(batches).dense) for _ in range(40)] == list(range(1, 41))
     batches.close()
-    said = capfd.readouterr().err
+    output = capfd.readouterr().err
     assert (
-        said.count("reader process that is stopped") == said.count(f"kill -CONT {reader.pid}") == 1
+        output.count("reader process that is stopped")
+        == output.count(f"kill -CONT {reader.pid}")
+        == 1
     )
 
 
@@ -203,10 +205,10 @@ def test_closing_ends_a_reader_that_is_stopped(tmp_path):
     notes.mkdir()
     child = start_child(output, os.environ, wait_for_a_stopped_reader, notes, "close")
     try:
-        assert child.wait(60) == 0, child.said()
+        assert child.wait(60) == 0, child.read_output()
     finally:
         child.kill()
-    assert child.said().split() == ["False", "False"]
+    assert child.read_output().split() == ["False", "False"]
 
 
 def test_a_reader_that_is_stopped_keeps_nobody_from_ending(tmp_path):
@@ -231,9 +233,9 @@ def test_readers_end_with_a_killed_parent_also_one_that_is_stopped(tmp_path):
     notes, output = tmp_path / "notes", tmp_path / "output"
     notes.mkdir()
     parent = start_child(output, os.environ, read_and_sleep, notes)
-    wait_until(lambda: parent.said().endswith("\n") or parent.code is not None)
-    assert parent.code is None, parent.said()
-    readers = [int(pid) for pid in parent.said().split()]
+    wait_until(lambda: parent.read_output().endswith("\n") or parent.code is not None)
+    assert parent.code is None, parent.read_output()
+    readers = [int(pid) for pid in parent.read_output().split()]
     try:
         assert len(readers) == 2
         parent.kill()

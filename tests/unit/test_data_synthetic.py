@@ -41,14 +41,14 @@ def source() -> SyntheticSource:
 def test_the_default_stream_is_what_it_was():
     """Figures that were measured on it are quoted: its bits are for ever. Of the probabilities those that float32 has:
     the last bit of an exponential is another on processors with AVX-512."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     parts = open_synthetic()
     for source in (parts.train, parts.test):
         batch = source.read(3000, 9000)
         ids = [column.values for column in batch.ids.values()]
         for tensor in (batch.dense, batch.label, batch.key.float(), *ids):
-            found.update(tensor.numpy().tobytes())
-    assert found.hexdigest() == "fc8827946d344d10d96e4b364d6c692813ba2ee3224407c1329f35d1809d5540"
+            result.update(tensor.numpy().tobytes())
+    assert result.hexdigest() == "fc8827946d344d10d96e4b364d6c692813ba2ee3224407c1329f35d1809d5540"
 
 
 def mix(x: int) -> int:
@@ -108,8 +108,8 @@ def sample_slowly(law: ClickDistribution, sample: int):
         for column, ids in zip(law.lists, lists, strict=True):
             for i, (rank, number) in enumerate(ids):
                 weight = 1 / len(ids) if column.kind == "bag" else 2.0 ** (i + 1 - len(ids))
-                found = weight * effect(column.field, t, rank, number)
-                logit += task.scales[column.kind] * found
+                result = weight * effect(column.field, t, rank, number)
+                logit += task.scales[column.kind] * result
         if t == 0:
             first = logit
         else:
@@ -190,7 +190,7 @@ def test_only_fields_of_a_group_interact():
         ids[f], ranks[f] = np.roll(ids[f], 1), np.roll(ranks[f], 1)
         rolled[f] = draws._replace(ids=ids, ranks=ranks)
 
-    def both(f, g):
+    def pair(f, g):
         ids = rolled[f].ids.copy()
         ids[g] = rolled[g].ids[g]
         return draws._replace(ids=ids)
@@ -199,7 +199,7 @@ def test_only_fields_of_a_group_interact():
         return compute_terms(law, 0, of)["interaction"]
 
     for f, g in itertools.combinations(range(5), 2):
-        joint = value(both(f, g)) - value(rolled[f]) - value(rolled[g]) + value(draws)
+        joint = value(pair(f, g)) - value(rolled[f]) - value(rolled[g]) + value(draws)
         together = (f, g) in ((0, 2), (1, 4))
         assert (np.abs(joint).max() > 0.1) == together
 

@@ -1,4 +1,4 @@
-"""What CSV and Parquet say about files and options at fault: one line with file, row and column, never a traceback."""
+"""Errors for CSV and Parquet files and options at fault: one line with file, row and column, never a traceback."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ CSV = {
 @pytest.mark.parametrize("name", CSV)
 def test_csv_at_fault(name, tmp_path, monkeypatch):
     """The same is said wherever blocks begin and end."""
-    contents, schema, said = CSV[name]
+    contents, schema, text = CSV[name]
     path = tmp_path / "a.csv"
     path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
     delimiter = {"delimiter": ";"} if name.startswith("a comma") else {}
@@ -227,7 +227,7 @@ def test_csv_at_fault(name, tmp_path, monkeypatch):
     for block_bytes in (1 << 20, 13, 8, 5, 4, 3):
         monkeypatch.setattr("colonnade.data.tabular.csv.BLOCK_BYTES", block_bytes)
         message = fault("csv", path, schema, **delimiter)
-        assert message.startswith(str(path)) and said in message, (block_bytes, message)
+        assert message.startswith(str(path)) and text in message, (block_bytes, message)
 
 
 GOOD_CSV = {
@@ -383,12 +383,12 @@ PARQUET = {
 @pytest.mark.parametrize("row_group_size", [1, 100])
 @pytest.mark.parametrize("name", PARQUET)
 def test_parquet_at_fault(name, row_group_size, tmp_path):
-    columns, schema, said = PARQUET[name]
+    columns, schema, text = PARQUET[name]
     path = tmp_path / "a.parquet"
     # Rows are counted through the file, whatever the groups.
     pq.write_table(pa.table(columns), path, row_group_size=row_group_size)
     message = fault("parquet", path, schema)
-    assert message.startswith(str(path)) and said in message, message
+    assert message.startswith(str(path)) and text in message, message
 
 
 def test_one_name_twice(tmp_path):
@@ -400,8 +400,8 @@ def test_one_name_twice(tmp_path):
 def test_files_that_differ_name_the_odd_one(tmp_path):
     pq.write_table(pa.table({"a": ["x"], "b": [1.0]}), tmp_path / "1.parquet")
     pq.write_table(pa.table({"a": [7], "b": [1.0]}), tmp_path / "2.parquet")
-    said = fault("parquet", tmp_path, TEXT)
-    assert "2.parquet, column a: got int64, wanted text" in said
+    message = fault("parquet", tmp_path, TEXT)
+    assert "2.parquet, column a: got int64, wanted text" in message
     pq.write_table(pa.table({"b": [1.0]}), tmp_path / "2.parquet")
     assert "2.parquet: got no column 'a'" in fault("parquet", tmp_path, TEXT)
     (tmp_path / "1.csv").write_text("a,b\n1,2\n")
@@ -433,7 +433,7 @@ def test_paths_at_fault(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"test_fraction": 1.0}, "test_fraction=1.0, wanted a number of 0 or more, below 1"),
         ({"test_fraction": "half"}, "test_fraction='half'"),
@@ -452,17 +452,17 @@ def test_paths_at_fault(kind, tmp_path):
         ({"label": "click"}, "got both schema and label='click'"),
     ],
 )  # fmt: skip
-def test_options_at_fault(kind, options, said, tmp_path):
+def test_options_at_fault(kind, options, message, tmp_path):
     write = write_csv if kind == "csv" else write_parquet
     path = write(tmp_path / f"a.{kind}", samples(3))
     if options == {"test_fraction": 0.9}:
         path = write(tmp_path / f"a.{kind}", samples(3))
         options = {"test_fraction": 0.99}
-    assert said in fault(kind, path, DECLARATION, **options)
+    assert message in fault(kind, path, DECLARATION, **options)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"delimiter": ";;"}, "delimiter=';;', wanted one ASCII character"),
         ({"delimiter": 7}, "delimiter=7"),
@@ -477,10 +477,10 @@ def test_options_at_fault(kind, options, said, tmp_path):
         ({"null_values": "NA"}, "null_values='NA', wanted a list of texts"),
     ],
 )
-def test_csv_options_at_fault(options, said, tmp_path):
+def test_csv_options_at_fault(options, message, tmp_path):
     path = write_csv(tmp_path / "a.csv", samples(3))
     schema = NUMBER if "names" in options else DECLARATION
-    assert said in fault("csv", path, schema, **options)
+    assert message in fault("csv", path, schema, **options)
 
 
 def test_a_missing_split_key_is_named(tmp_path):
@@ -527,9 +527,9 @@ def test_parquet_cut_short(length, tmp_path):
 def test_parquet_with_a_page_destroyed(tmp_path):
     """Zeros over the first pages: the footer is fine, so the fault shows when they are read."""
     path = write_parquet(tmp_path / "a.parquet", samples(50), compression="snappy")
-    held = bytearray(path.read_bytes())
-    held[4:200] = bytes(196)
-    path.write_bytes(held)
+    stored = bytearray(path.read_bytes())
+    stored[4:200] = bytes(196)
+    path.write_bytes(stored)
     message = fault("parquet", path, DECLARATION)
     assert message.startswith(f"{path}, row group 0 (row 0 on): cannot be read")
 
@@ -540,13 +540,13 @@ def test_csv_with_bytes_changed_is_read_or_refused(tmp_path_factory, seed):
     """Whatever a few bytes become: batches, or one clear line."""
     rng = random.Random(seed)
     path = write_csv(tmp_path_factory.mktemp("f") / "a.csv", samples(12, seed))
-    held = bytearray(path.read_bytes())
+    stored = bytearray(path.read_bytes())
     for _ in range(rng.randrange(1, 4)):
-        at = rng.randrange(len(held))
-        held[at : at + rng.randrange(2)] = bytes(
+        at = rng.randrange(len(stored))
+        stored[at : at + rng.randrange(2)] = bytes(
             rng.choice(b'",\n\r\0\xff|x1') for _ in range(rng.randrange(3))
         )
-    path.write_bytes(held)
+    path.write_bytes(stored)
     try:
         list(open_source("csv", path, schema=DECLARATION).train.batches(5))
     except ColonnadeError as error:

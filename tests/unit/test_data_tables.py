@@ -43,7 +43,7 @@ WRITE = {"csv": write_csv, "parquet": write_parquet}
 
 @pytest.fixture(params=WRITE)
 def kind(request, monkeypatch):
-    """With blocks of a few rows."""
+    """Formats, read in blocks of a few rows."""
     monkeypatch.setattr("colonnade.data.tabular.csv.BLOCK_BYTES", 400)
     return request.param
 
@@ -76,7 +76,7 @@ def id_of(field, value) -> int:
 
 
 def read_slowly(declaration, rows):
-    """By field name: the value of each sample, ids as lists for bags and sequences."""
+    """Return the value of each sample by field name, ids as lists for bags and sequences."""
     read = {}
     for field in declaration.fields:
         values = [row.get(field.column) for row in rows]
@@ -85,9 +85,11 @@ def read_slowly(declaration, rows):
         elif isinstance(field, Category):
             read[field.name] = [id_of(field, value) for value in values]
         elif isinstance(field, Bag | Sequence):
-            most = field.max_length or 10**9
-            kept = [value[:most] if field.keep == "first" else value[-most:] for value in values]
-            read[field.name] = [[id_of(field, each) for each in value] for value in kept]
+            limit = field.max_length or 10**9
+            retained = [
+                value[:limit] if field.keep == "first" else value[-limit:] for value in values
+            ]
+            read[field.name] = [[id_of(field, item) for item in value] for value in retained]
         elif isinstance(field, Bucket):
             n = len(field.boundaries)
             read[field.name] = [
@@ -96,7 +98,7 @@ def read_slowly(declaration, rows):
             ]
         elif isinstance(field, Cross):
             parts = zip(*(read[name] for name in field.of), strict=True)
-            keys = [stream_key(*(part % 2**64 for part in each)) for each in parts]
+            keys = [stream_key(*(part % 2**64 for part in item)) for item in parts]
             read[field.name] = [
                 signed(key) if field.rows is None else mixed(key) % field.rows for key in keys
             ]
@@ -249,7 +251,7 @@ def test_columns_with_a_dot_in_their_names(tmp_path):
 
 
 def test_whole_floats_are_ids_where_the_schema_says_integers(tmp_path):
-    """What pandas makes of integers with missing values."""
+    """Pandas makes floats of integers with missing values."""
     columns = {"a": [1.0, None, float("nan"), -3.0], "b": [[2.0], [], None, [None, 5.0]]}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     schema = [Category("a", dtype="integer"), Bag("b", cardinality=9)]
@@ -524,7 +526,7 @@ def test_integers_are_categories_unless_they_are_nearly_all_different(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("columns", "label", "said"),
+    ("columns", "label", "message"),
     [
         ({"a": [1.0]}, None, "no column named label, click"),
         ({"a": [1.0], "bought": [1]}, "bougt", "did you mean 'bought'"),
@@ -533,13 +535,13 @@ def test_integers_are_categories_unless_they_are_nearly_all_different(tmp_path):
         ({"label": [1.0]}, None, "nothing that a model can read"),
     ],
 )
-def test_what_cannot_be_inferred_is_said(columns, label, said, tmp_path):
+def test_what_cannot_be_inferred_is_said(columns, label, message, tmp_path):
     size = max(map(len, columns.values()))
     table = pa.table({name: (values * size)[:size] for name, values in columns.items()})
     pq.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(ConfigError) as caught:
         infer_schema(tmp_path, label)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_lasting_options_open_the_same_data(tmp_path, kind, monkeypatch):
@@ -594,8 +596,12 @@ def test_inferred_ids_lose_nothing(tmp_path):
     """Leading zeros and integers of 20 digits are texts; integers that pandas wrote as floats are integers."""
     path = tmp_path / "a.csv"
     path.write_text(f"label,zip,user_id,big\n1,00501,3.0,{10**20}\n0,501,4.0,5\n1,7,,7\n")
-    found = {f.name: f for f in infer_schema(path).fields}
-    assert [found[name].dtype for name in ("zip", "user_id", "big")] == ["text", "integer", "text"]
+    results = {f.name: f for f in infer_schema(path).fields}
+    assert [results[name].dtype for name in ("zip", "user_id", "big")] == [
+        "text",
+        "integer",
+        "text",
+    ]
     (batch,) = open_source("csv", path).train.batches(9)
     assert len(set(batch.ids["zip"].values.tolist())) == 3
     assert batch.ids["user_id"].values.tolist() == [3, 4, MISSING_ID]

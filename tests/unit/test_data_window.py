@@ -12,7 +12,7 @@ lengths_of = st.lists(st.integers(1, 40), min_size=1, max_size=30).map(np.array)
 
 
 def samples_read(lengths, plan):
-    """(block, sample) in the order of the epoch, by walking the windows one sample at a time."""
+    """Return (block, sample) in the order of the epoch, by walking the windows one sample at a time."""
     read = []
     for w in range(len(plan.bounds) - 1):
         inside = [

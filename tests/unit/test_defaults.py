@@ -73,7 +73,7 @@ def write_csv(path: Path, num_samples: int, seed: int = 0) -> Path:
 
 
 def train(config: RunConfig, folder: Path | None, data: Splits | None = None):
-    """(outcome, what was printed)."""
+    """Train and return the outcome and the printed text."""
     console = Console(width=200, record=True, quiet=False, file=io.StringIO())
     run = open_run(config, Mesh(), folder, console=console, data=data)
     try:
@@ -110,24 +110,24 @@ def test_a_run_keeps_what_was_chosen_for_it_when_its_data_change(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "given", [
+    "inputs", [
         {"train.batch_size": 100}, {"train.epochs": 2}, {"train.patience": 0}, {"train.patience": 1},
         {"train.monitor": "auc"}, {"dense.lr": 0.5}, {"dense.weight_decay": 0.0},
         {"embedding.initial_accumulator": 0.0},
         {"data.options.validation_fraction": 0.3}, {"data.options.shuffle_window": 0},
     ],
 )  # fmt: skip
-def test_what_a_user_says_wins(tmp_path, given):
+def test_what_a_user_says_wins(tmp_path, inputs):
     path = write_csv(tmp_path / "train.csv", 2500)
-    config = override_settings(get_preset("csv"), {"data.path": str(path), **given})
+    config = override_settings(get_preset("csv"), {"data.path": str(path), **inputs})
     opened, data, _ = open_data(config, None)
     values = opened.model_dump()
-    for name, value in given.items():
+    for name, value in inputs.items():
         place = values
         for part in name.split(".")[:-1]:
             place = place[part]
         assert place[name.split(".")[-1]] == value
-    assert (data.validation is None) == (given == {"train.patience": 0})
+    assert (data.validation is None) == (inputs == {"train.patience": 0})
 
 
 def test_tiny_data_are_trained_on_whole_and_the_run_says_that_it_is_short(tmp_path):
@@ -157,8 +157,8 @@ def columns_of(name: str, folder: Path) -> tuple[object, TensorColumns]:
     else:
         whole = open_source("movielens", folder / name).train
     assert isinstance(whole, TensorSource)
-    held = whole.columns
-    return whole.schema, TensorColumns(dense=held.dense, ids=held.ids, label=held.label)
+    columns = whole.columns
+    return whole.schema, TensorColumns(dense=columns.dense, ids=columns.ids, label=columns.label)
 
 
 def encode(columns: TensorColumns, schema, rows: NDArray, vocabularies: dict):
@@ -183,7 +183,7 @@ def encode(columns: TensorColumns, schema, rows: NDArray, vocabularies: dict):
 
 
 def logistic_regression(schema, columns: TensorColumns, train_rows: NDArray, test_rows: NDArray):
-    """(AUC, log loss) of scikit-learn's, with its C by cross validation."""
+    """Return (AUC, log loss) of scikit-learn's logistic regression, with its C by cross validation."""
     from scipy import sparse
     from sklearn.linear_model import LogisticRegressionCV
     from sklearn.metrics import log_loss, roc_auc_score
@@ -208,7 +208,7 @@ def logistic_regression(schema, columns: TensorColumns, train_rows: NDArray, tes
 
 
 def compare(name: str, share: float, split: int, folder: Path) -> tuple[float, float]:
-    """(AUC, log loss) of the default, less those of logistic regression, on the same samples."""
+    """Return (AUC, log loss) of the default, less those of logistic regression, on the same samples."""
     schema, columns = columns_of(name, folder)
     order = np.random.RandomState(1000 + split).permutation(columns.num_samples)
     num_train = int(0.8 * len(order))
@@ -242,7 +242,7 @@ def compare(name: str, share: float, split: int, folder: Path) -> tuple[float, f
 )  # fmt: skip
 def test_the_default_is_not_below_logistic_regression(name, share, num_splits, shared_data):
     pytest.importorskip("sklearn")
-    found = np.array([compare(name, share, split, shared_data) for split in range(num_splits)])
-    auc, log_loss = found.mean(0)
+    result = np.array([compare(name, share, split, shared_data) for split in range(num_splits)])
+    auc, log_loss = result.mean(0)
     print(f"{name} {share:.0%}: AUC {auc:+.4f}, log loss {log_loss:+.4f} over {num_splits} splits")
-    assert auc >= -0.005 and log_loss <= 0.01, found
+    assert auc >= -0.005 and log_loss <= 0.01, result

@@ -84,7 +84,7 @@ def inputs_of(rank, step, part=0):
 
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch):
-    """What runs in this process leaves the size of buckets as it found it."""
+    """Restore the size of buckets after each test."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", buckets.BUCKET_BYTES)
 
 
@@ -127,8 +127,8 @@ def check(mesh, device):
     reference = Mixed(device)
     for rank in range(mesh.num_ranks):
         reference(torch.full((4, 3), 2.0 + rank)).backward()
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)
+    for actual, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad)
     whole = sum(range(1, mesh.num_ranks + 1))  # of the ranks' parts of the loss
     assert answers == (True, mesh.num_ranks > 1, whole)
     model.one.weight.grad[0, 0] = float("nan")
@@ -152,27 +152,27 @@ def step_of(model, dense, rank, step, *, parts, is_overlapped, **options):
 
 
 def bits_at_any_time(mesh):
-    """With and without overlap, in one bucket and in many, for parameters of every kind and several backwards."""
+    """Sum with and without overlap, in one bucket and in many, for parameters of every kind and several backwards."""
     cases = [
         {"parts": 1},
         {"parts": 1, "uses_all": False},  # a parameter without a gradient
         {"parts": 3},
         {"parts": 1, "uses_all": True},
     ]
-    found = []
+    results = []
     for bucket_bytes, alone_bytes in ((1 << 20, 1 << 16), (32, 8)):  # signals beside others, alone
         buckets.BUCKET_BYTES, dense_module.ALONE_BYTES = bucket_bytes, alone_bytes
         for is_overlapped in (False, True):
             model = Odd()
             dense = attached(model, mesh)
-            found.append(
+            results.append(
                 [
                     step_of(model, dense, mesh.rank, step, is_overlapped=is_overlapped, **case)
                     for step, case in enumerate(cases)
                 ]
             )
-    for other in found[1:]:
-        for (answer, gradients), (same_answer, same) in zip(found[0], other, strict=True):
+    for other in results[1:]:
+        for (answer, gradients), (same_answer, same) in zip(results[0], other, strict=True):
             assert answer == same_answer == (True, False, mesh.num_ranks)
             for one, another in zip(gradients, same, strict=True):
                 assert (one is None and another is None) or torch.equal(one, another)
@@ -182,13 +182,13 @@ def bits_at_any_time(mesh):
         for rank in range(mesh.num_ranks):
             for part in range(parts):
                 reference(inputs_of(rank, step, part), **options).backward()
-        for mine, theirs in zip(found[0][step][1], reference.parameters(), strict=True):
-            if mine is not None:
-                wanted = torch.zeros_like(mine) if theirs.grad is None else theirs.grad
+        for actual, expected in zip(results[0][step][1], reference.parameters(), strict=True):
+            if actual is not None:
+                wanted = torch.zeros_like(actual) if expected.grad is None else expected.grad
                 torch.testing.assert_close(
-                    mine, wanted, rtol=2e-2 if mine.dtype == HALF else 1e-5, atol=1e-5
+                    actual, wanted, rtol=2e-2 if actual.dtype == HALF else 1e-5, atol=1e-5
                 )
-    return [[gradients for _, gradients in steps] for steps in found[:1]]
+    return [[gradients for _, gradients in steps] for steps in results[:1]]
 
 
 def leaves_while_backward_runs(mesh):
@@ -203,14 +203,14 @@ def leaves_while_backward_runs(mesh):
         order.append((bucket.indices, threading.current_thread().name))
 
     dense_module._reduce_bucket = noted
-    seen = []
+    outputs = []
 
     def early(_):
         if dense._thread is not None:
             until = time.monotonic() + 30
             while len(order) < 3 and time.monotonic() < until:
                 time.sleep(0.001)
-        seen.append(len(order))
+        outputs.append(len(order))
 
     layers[0].weight.register_hook(early)  # before its gradient is added
     for _ in range(2):  # the first is watched
@@ -221,7 +221,7 @@ def leaves_while_backward_runs(mesh):
         dense.reduce(finite=True, stop=False)
         assert order == [([n], "dense") for n in (3, 2, 1, 0)]
     dense_module._reduce_bucket = reduce
-    assert seen == [0, 3]
+    assert outputs == [0, 3]
 
 
 def completed_late(mesh):
@@ -242,12 +242,12 @@ def completed_late(mesh):
         if step:
             assert dense.buckets[0].ready.wait(30) and dense.buckets[1].ready.wait(30)
         assert not any(bucket.ready.is_set() and step for bucket in dense.buckets[2:])
-        for each in late:
-            each.grad += 1.0 + mesh.rank
+        for item in late:
+            item.grad += 1.0 + mesh.rank
         dense.reduce(finite=True, stop=False)
         more = sum(1.0 + rank for rank in range(mesh.num_ranks))
-        for each, own in zip((late[0], late[2]), wanted, strict=True):
-            torch.testing.assert_close(each.grad, mesh.num_ranks * own + more)
+        for item, own in zip((late[0], late[2]), wanted, strict=True):
+            torch.testing.assert_close(item.grad, mesh.num_ranks * own + more)
         assert torch.equal(late[1].grad, torch.full((4, 4), more))
 
 
@@ -257,9 +257,9 @@ def reenters(mesh):
     dense, plain = attached(model, mesh), attached(other, mesh)
     for step in range(3):
         options = {"parts": 1, "reenters": True}
-        _, mine = step_of(model, dense, mesh.rank, step, is_overlapped=True, **options)
+        _, own = step_of(model, dense, mesh.rank, step, is_overlapped=True, **options)
         _, same = step_of(other, plain, mesh.rank, step, is_overlapped=False, **options)
-        for one, another in zip(mine, same, strict=True):
+        for one, another in zip(own, same, strict=True):
             assert (one is None and another is None) or torch.equal(one, another)
     assert max(dense._num_expected) == 2
 
@@ -298,8 +298,8 @@ def test_on_one_rank():
 
 def test_on_two_ranks():
     one, other = run_ranks(2, on_two)
-    for mine, theirs in zip(one[0], other[0], strict=True):
-        for a, b in zip(mine, theirs, strict=True):
+    for actual, expected in zip(one[0], other[0], strict=True):
+        for a, b in zip(actual, expected, strict=True):
             assert (a is None and b is None) or torch.equal(a, b)
 
 
@@ -309,7 +309,7 @@ def values_of(rank, size, dtype):
 
 
 def on_every_way(mesh, sizes=(4, 8, 40_000)):  # the last in pieces
-    """Collective, four ranks as 2 x 2: by any way and layout of hosts the same bits; what is sent is as foretold."""
+    """Sum on four ranks as 2 x 2: the same bits by any way and layout of hosts; bytes are as predicted."""
     one_host = World(ranks_per_host=mesh.num_ranks)
     layouts = [*product([mesh.world], SUM_ALGORITHMS), *product([one_host], SUM_ALGORITHMS[:2])]
     for (world, way), size, dtype in product(layouts, sizes, (torch.float32, torch.bfloat16)):
@@ -325,7 +325,7 @@ def on_every_way(mesh, sizes=(4, 8, 40_000)):  # the last in pieces
 
 
 def on_links_known_otherwise(mesh):
-    """Collective: one rank's numbers are others, as if it had measured by itself; all go rank 0's way."""
+    """Sum with other link speeds on one rank: all use rank 0's way. Collective."""
     slow = World(num_hosts=2, ranks_per_host=2, remote_bytes_per_second=1e4)
     fast = World(
         num_hosts=2, ranks_per_host=2, remote_bytes_per_second=1e12, local_bytes_per_second=1e6
@@ -356,10 +356,10 @@ def on_four(mesh):
 
 def test_on_hosts():
     """Any layout of four ranks on hosts gives the same bits, on every rank."""
-    found = [bits for of_rank in run_ranks(4, on_four, ranks_per_host=2) for bits in of_rank]
-    for one, other in pairwise(found):
-        for mine, theirs in zip(one[0], other[0], strict=True):
-            for a, b in zip(mine, theirs, strict=True):
+    results = [bits for of_rank in run_ranks(4, on_four, ranks_per_host=2) for bits in of_rank]
+    for one, other in pairwise(results):
+        for actual, expected in zip(one[0], other[0], strict=True):
+            for a, b in zip(actual, expected, strict=True):
                 assert (a is None and b is None) or torch.equal(a, b)
 
 

@@ -1,4 +1,4 @@
-"""What this machine's tiers do: measured, bounded, and nothing left behind."""
+"""Measured speeds of this machine's tiers: measured, bounded, and nothing left behind."""
 
 from __future__ import annotations
 

@@ -16,25 +16,25 @@ EXACT = "donot_use_mm_for_euclid_dist"
 def test_distances_are_torchs(shape, dtype, is_squared):
     p, m, d = shape
     q, o = (torch.randn(n, d, dtype=dtype, requires_grad=True) for n in (p, m))
-    found, wanted = distances(q, o), torch.cdist(q, o, compute_mode=EXACT)
+    result, wanted = distances(q, o), torch.cdist(q, o, compute_mode=EXACT)
     if is_squared:
-        found, wanted = squared_distances(q, o), wanted.square()
-    assert found.dtype == dtype
-    torch.testing.assert_close(found, wanted)
+        result, wanted = squared_distances(q, o), wanted.square()
+    assert result.dtype == dtype
+    torch.testing.assert_close(result, wanted)
     weight = torch.randn(p, m, dtype=dtype)
-    for ours, theirs in zip(
-        torch.autograd.grad((found * weight).sum(), (q, o)),
+    for ours, other in zip(
+        torch.autograd.grad((result * weight).sum(), (q, o)),
         torch.autograd.grad((wanted * weight).sum(), (q, o)),
         strict=True,
     ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-4)
 
 
 def test_a_distance_of_nothing_has_no_gradient():
     q, o = torch.ones(2, 3, requires_grad=True), torch.ones(1, 3, requires_grad=True)
-    found = distances(q, o)
-    assert found.tolist() == [[0.0], [0.0]]
-    found.sum().backward()
+    result = distances(q, o)
+    assert result.tolist() == [[0.0], [0.0]]
+    result.sum().backward()
     assert not q.grad.any() and not o.grad.any()
 
 
@@ -54,5 +54,5 @@ def test_only_one_side_may_want_a_gradient(function):
 def test_autocast_does_not_touch_it(function):
     q, o = torch.randn(80, 16), torch.randn(70, 16)
     with torch.autocast("cpu", torch.bfloat16):
-        found = function(q, o)
-    assert torch.equal(found, function(q, o))
+        result = function(q, o)
+    assert torch.equal(result, function(q, o))

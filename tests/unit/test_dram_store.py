@@ -63,11 +63,11 @@ def train(store, ids, offsets, truth, amount=1.0):
     store.wait(job)
     store.before_update(slots, offsets)
     for t, table in enumerate(TABLES):
-        mine = slots[offsets[t] : offsets[t + 1]].contiguous()
-        if not len(mine):
+        table_slots = slots[offsets[t] : offsets[t + 1]].contiguous()
+        if not len(table_slots):
             continue
-        records = torch.empty(len(mine), table.record_bytes, dtype=torch.uint8)
-        store.native.pack(t, mine, records)
+        records = torch.empty(len(table_slots), table.record_bytes, dtype=torch.uint8)
+        store.native.pack(t, table_slots, records)
         weights = records[:, :16].clone(memory_format=PACKED).view(torch.float32)
         clocks = records[:, -8:].clone(memory_format=PACKED).view(torch.int64)
         for i, row in enumerate(ids[offsets[t] : offsets[t + 1]].tolist()):
@@ -76,12 +76,12 @@ def train(store, ids, offsets, truth, amount=1.0):
             truth[t][row] = (weight + amount, clock + 1)
         records[:, :16] = (weights + amount).view(torch.uint8)
         records[:, -8:] = (clocks + 1).view(torch.uint8)
-        store.native.unpack(t, mine, records)
+        store.native.unpack(t, table_slots, records)
     store.release(slots, offsets, dirty=True)
 
 
 def content(store):
-    found = []
+    results = []
     for t in range(len(TABLES)):
         rows = {}
         for ids, records in store.scan(t):
@@ -90,15 +90,15 @@ def content(store):
             for i, row in enumerate(ids.tolist()):
                 assert row not in rows
                 rows[row] = (weights[i], int(clocks[i]))
-        found.append(rows)
-    return found
+        results.append(rows)
+    return results
 
 
-def assert_same(found, wanted):
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert mine.keys() == theirs.keys()
-        for row, (weight, clock) in mine.items():
-            assert torch.equal(weight, theirs[row][0]) and clock == theirs[row][1]
+def assert_same(result, wanted):
+    for actual, expected in zip(result, wanted, strict=True):
+        assert actual.keys() == expected.keys()
+        for row, (weight, clock) in actual.items():
+            assert torch.equal(weight, expected[row][0]) and clock == expected[row][1]
 
 
 @pytest.mark.parametrize("is_beside", [False, True])
@@ -204,7 +204,7 @@ def test_many_jobs_at_once_and_reads_beside_them(tmp_path):
     close(store)
     store = open_store(tmp_path, 1, capacity=[100, 100, 40])  # nothing is in memory
     window = [(batch(random, (10, 10, 5))) for _ in range(8)]
-    jobs = [store.acquire(*each) for each in window]
+    jobs = [store.acquire(*item) for item in window]
     for t in range(len(TABLES)):
         rows = torch.tensor(sorted(truth[t]))
         offsets = torch.tensor([0] * (t + 1) + [len(rows)] * (len(TABLES) - t))
@@ -213,8 +213,8 @@ def test_many_jobs_at_once_and_reads_beside_them(tmp_path):
     for (ids, offsets), (slots, job) in zip(window, jobs, strict=True):
         store.wait(job)
         for t in range(len(TABLES)):
-            mine = slots[offsets[t] : offsets[t + 1]].contiguous()
-            clocks = torch.as_tensor(store.native.clocks(t, mine)).tolist()
+            table_slots = slots[offsets[t] : offsets[t + 1]].contiguous()
+            clocks = torch.as_tensor(store.native.clocks(t, table_slots)).tolist()
             rows = ids[offsets[t] : offsets[t + 1]].tolist()
             assert clocks == [truth[t].get(row, (0, 0))[1] for row in rows]
         store.release(slots, offsets, dirty=False)

@@ -1,4 +1,4 @@
-"""Who leaves memory: against exact simulations of the same policies on the same batches.
+"""Evictions from memory, against exact simulations of the same policies on the same batches.
 
 Legend: U universe of ids, S steps.
 """
@@ -61,14 +61,14 @@ def last_uses():
 
 
 def next_uses(batches: list[np.ndarray]) -> np.ndarray:
-    """(S, U) int32: batches until the id is next used, from those that use it; 2^30 if never."""
+    """Return (S, U) int32: batches until the id is next used, from those that use it; 2^30 if never."""
     coming = np.full(UNIVERSE, 2**30)
-    found = np.zeros((len(batches), UNIVERSE), np.int32)
+    result = np.zeros((len(batches), UNIVERSE), np.int32)
     for step in range(len(batches) - 1, -1, -1):
         ids = batches[step]
-        found[step, ids] = np.minimum(coming[ids] - step, 2**30)
+        result[step, ids] = np.minimum(coming[ids] - step, 2**30)
         coming[ids] = step
-    return found
+    return result
 
 
 def belady(batches: list[np.ndarray]):
@@ -98,17 +98,17 @@ def hits_of_dram(
     clocks = np.zeros(UNIVERSE, np.int64) if clocks is None else clocks
     dram = open_dram(dims=[1], state=0, capacity=CAPACITY)
     heats, known = np.zeros(UNIVERSE, np.uint8), np.zeros(UNIVERSE, bool)
-    hits, held = 0, []
+    hits, batches_held = 0, []
     for step, ids in enumerate(batches):
         rows = torch.from_numpy(ids)
         slots, offsets = torch.empty(len(ids), dtype=torch.int32), torch.tensor([0, len(ids)])
         codes = None if hints is None else torch.from_numpy(hints[step, ids])
-        left = dram.acquire(rows, offsets, slots, False, codes)
-        missing = torch.as_tensor(left.missing).long()
+        victims = dram.acquire(rows, offsets, slots, False, codes)
+        missing = torch.as_tensor(victims.missing).long()
         hits += len(ids) - len(missing)
-        gone = np.asarray(left.evicted_ids[0])
-        assert len(gone) == left.num_evicted  # all of them were trained
-        heats[gone], known[gone] = np.asarray(left.evicted_heats[0]), True
+        gone = np.asarray(victims.evicted_ids[0])
+        assert len(gone) == victims.num_evicted  # all of them were trained
+        heats[gone], known[gone] = np.asarray(victims.evicted_heats[0]), True
         before = missing[torch.from_numpy(known[ids[missing.numpy()]])]
         dram.resume(0, slots[before].contiguous(), torch.from_numpy(heats[ids[before.numpy()]]))
         came = ids[missing.numpy()]
@@ -117,9 +117,9 @@ def hits_of_dram(
         dram.unpack(0, slots[missing].contiguous(), torch.from_numpy(records))
         strange = missing[torch.from_numpy(~known[came] & (clocks[came] > 0))]
         dram.recall(0, slots[strange].contiguous(), steps)
-        held.append((slots, offsets))
-        if len(held) == window:
-            dram.release(*held.pop(0), True)
+        batches_held.append((slots, offsets))
+        if len(batches_held) == window:
+            dram.release(*batches_held.pop(0), True)
         assert dram.num_rows(0) <= CAPACITY
     return hits
 
@@ -162,16 +162,16 @@ def test_a_process_that_goes_on_knows_how_often_rows_were_used(times):
     decay = times * sum(map(len, first)) / HALF_LIFE * np.log(2)
     exact = hits_of(decayed_counts(uses * -np.expm1(-decay) / decay), second)
     blind = hits_of_dram(second)
-    told = hits_of_dram(second, clocks=uses, steps=steps)
-    assert told >= 0.99 * exact
-    assert told - blind >= 0.8 * (exact - blind) > 0.03 * exact
+    reported = hits_of_dram(second, clocks=uses, steps=steps)
+    assert reported >= 0.99 * exact
+    assert reported - blind >= 0.8 * (exact - blind) > 0.03 * exact
 
 
 def test_what_was_popular_long_before_the_process_fades():
     """Clocks of a long run of other popular ids: without its length they would keep memory for long."""
     uses, batches = 20 * uses_of(zipf_batches(0.8, 2)), zipf_batches(0.8, 1)[STEPS // 2 :]
-    told = hits_of_dram(batches, clocks=uses, steps=20 * STEPS)
-    assert told > 1.4 * hits_of_dram(batches, clocks=uses, steps=1)
+    reported = hits_of_dram(batches, clocks=uses, steps=20 * STEPS)
+    assert reported > 1.4 * hits_of_dram(batches, clocks=uses, steps=1)
 
 
 def test_rows_of_a_window_are_never_chosen():

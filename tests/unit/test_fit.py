@@ -25,10 +25,10 @@ from colonnade.run.run import open_run
 
 def test_a_model_of_ones_own_learns():
     model = Net()
-    found = colonnade.fit(model, splits(3000), epochs=6, batch_size=100, quiet=True)
-    assert found.metrics["test_auc"] > 0.75
-    assert found.outcome.steps == 180 and found.outcome.best_step is not None
-    assert found.run is None
+    result = colonnade.fit(model, splits(3000), epochs=6, batch_size=100, quiet=True)
+    assert result.metrics["test_auc"] > 0.75
+    assert result.outcome.steps == 180 and result.outcome.best_step is not None
+    assert result.run is None
 
 
 def test_fit_is_a_plain_loop_written_down():
@@ -67,17 +67,17 @@ def test_a_run_goes_on_to_the_same_bits_and_its_checkpoints_can_be_read(tmp_path
     settings = {"batch_size": 50, "quiet": True, "run": tmp_path / "run"}
     colonnade.fit(Net(), splits(), epochs=1, **settings)
     model = Net()
-    found = colonnade.fit(model, splits(), epochs=3, **settings)
-    assert found.resumed_at == 12 and found.outcome.steps == 24
+    result = colonnade.fit(model, splits(), epochs=3, **settings)
+    assert result.resumed_at == 12 and result.outcome.steps == 24
     straight = Net()
     whole = colonnade.fit(straight, splits(), epochs=3, **settings | {"run": tmp_path / "straight"})
     assert_same(model, straight)
-    assert found.metrics == whole.metrics
+    assert result.metrics == whole.metrics
     read = Net(seed=5)
     assert colonnade.load_checkpoint(read, tmp_path / "run", at="last") == 36
     assert_same(read, model)
     best = Net()
-    assert colonnade.load_checkpoint(best, tmp_path / "run", at="best") == found.outcome.best_step
+    assert colonnade.load_checkpoint(best, tmp_path / "run", at="best") == result.outcome.best_step
 
 
 def test_a_finished_run_gives_what_it_recorded_and_its_weights(tmp_path):
@@ -94,7 +94,8 @@ def test_a_finished_run_gives_what_it_recorded_and_its_weights(tmp_path):
 
 
 def test_a_run_killed_before_its_summary_gets_the_same_one(tmp_path):
-    """Between the last checkpoint and the summary: the checkpoint knows what the call that made it had done."""
+    """Run is killed between the last checkpoint and the summary: the checkpoint knows what the call that made it had
+    done."""
     settings = {"batch_size": 50, "epochs": 2, "quiet": True, "run": tmp_path / "run"}
     first = colonnade.fit(Net(), splits(), **settings)
     path = tmp_path / "run" / "summary.json"
@@ -137,12 +138,12 @@ def test_two_ranks_agree_that_a_run_is_finished(tmp_path):
 def on_two_ranks(mesh, folder):
     model = Net("float64", seed=mesh.rank)  # rank 0's dense weights count
     model.collection.seed = 0
-    found = colonnade.fit(
+    result = colonnade.fit(
         model, splits(), run=folder, epochs=2, batch_size=50, quiet=True,  # finds its world, as under torchrun
         mirror=f"file://{folder}-mirror",
         dense_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )  # fmt: skip
-    return found.metrics, rows_of(model), model.bias.state_dict()
+    return result.metrics, rows_of(model), model.bias.state_dict()
 
 
 def test_two_ranks_train_what_one_trains(tmp_path):
@@ -177,8 +178,8 @@ def test_ctrl_c_checkpoints_and_the_same_call_goes_on(tmp_path):
 
     settings = {"run": tmp_path, "batch_size": 50, "quiet": True}
     before = signal.getsignal(signal.SIGINT)
-    found = colonnade.fit(Net(), source(200), loss=interrupted, **settings)
-    assert found.outcome.stopped and found.outcome.steps == 1
+    result = colonnade.fit(Net(), source(200), loss=interrupted, **settings)
+    assert result.outcome.stopped and result.outcome.steps == 1
     assert signal.getsignal(signal.SIGINT) is before
     again = colonnade.fit(Net(), source(200), **settings)
     assert again.resumed_at == 1 and again.outcome.steps == 3
@@ -200,8 +201,8 @@ def test_cut_by_max_steps_and_gone_on_with_is_never_cut(staleness, tmp_path):
 
 
 def test_no_epoch_trains_nothing():
-    found = colonnade.fit(Net(), source(200), epochs=0, batch_size=50, quiet=True)
-    assert found.outcome.steps == 0
+    result = colonnade.fit(Net(), source(200), epochs=0, batch_size=50, quiet=True)
+    assert result.outcome.steps == 0
     with pytest.raises(DataError, match="got no samples to train on"):
         colonnade.fit(Net(), source(0), batch_size=50, quiet=True)
 
@@ -214,15 +215,15 @@ def test_a_gpu_that_is_not_there():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU on this machine")
 def test_the_dense_network_on_a_gpu_trains_what_the_processor_trains():
-    found = []
+    results = []
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         model = Net()
         colonnade.fit(model, splits(), epochs=1, batch_size=64, device=device, quiet=True)
-        found.append(rows_of(model).values())
+        results.append(rows_of(model).values())
         assert next(model.parameters()).device.type == device
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    for ours, other in zip(*results, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-3, atol=1e-4)
 
 
 def test_a_loss_of_ones_own():

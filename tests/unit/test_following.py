@@ -69,7 +69,7 @@ def equal(a: list, b: list) -> bool:
 
 
 def wanted(folder: Path, step: int, samples: list, place: Path) -> list[torch.Tensor]:
-    """By an export of the step."""
+    """Return the scores of an export of the step."""
     if not place.exists():
         export_run(folder, place, at=step)
     with Predictor.open(place) as predictor:
@@ -537,7 +537,7 @@ def test_a_change_that_no_run_writes_is_refused(damage, tmp_path):
 
 
 def test_a_copy_that_is_damaged_under_a_follower_heals(tmp_path):
-    """Its base is cut short while rows of it are mapped: no score until it was carried again."""
+    """Base is cut short while rows of it are mapped: no score until it was carried again."""
     folder, published, copy = tmp_path / "run", tmp_path / "published", tmp_path / "copy"
     train(Mesh(), folder, published, {"train.max_steps": 8})
     samples = batches({})[:2]
@@ -575,7 +575,7 @@ def wait_until(is_done) -> None:
 
 
 class Panic(BaseException):
-    """As libraries in Rust raise it: no Exception."""
+    """Panic as libraries in Rust raise it: no Exception."""
 
 
 def panics(folder):

@@ -1,4 +1,4 @@
-"""What a configuration says of shardings and exchanges: what counts more, what is left open, what is refused."""
+"""Shardings and exchanges of a configuration: what counts more, what is left open, what is refused."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ TABLES = [Table("a", 4, rows=10), Table("b", 4)]
 WORLD = World(num_hosts=2, ranks_per_host=2)
 
 
-def said(**plan):
+def constraints_of(**plan):
     return read_constraints(build_config({"plan": plan}).plan, TABLES, WORLD)
 
 
 def test_without_a_word_rows_are_dealt_to_all_and_nothing_is_chosen():
-    assert said()["a"] == Constraint("row_wise", "rows")
+    assert constraints_of()["a"] == Constraint("row_wise", "rows")
     assert is_settled(build_config({}).plan, TABLES, WORLD)
     plan = build_plan(TABLES, WORLD)
     assert {(t.sharding.kind, t.exchange) for t in plan.tables} == {("row_wise", "rows")}
@@ -44,15 +44,17 @@ def test_without_a_word_rows_are_dealt_to_all_and_nothing_is_chosen():
 
 def test_a_table_s_own_word_counts_more():
     own = {"a": {"sharding": "table_wise", "ranks": [2]}}
-    assert said(exchange="pooled", tables=own) == {
+    assert constraints_of(exchange="pooled", tables=own) == {
         "a": Constraint("table_wise", "pooled", (2,)), "b": Constraint("row_wise", "pooled"),
     }  # fmt: skip
-    assert said(exchange="auto", sharding="auto")["a"] == Constraint()
+    assert constraints_of(exchange="auto", sharding="auto")["a"] == Constraint()
     copies = Constraint("replicated")
-    assert said(sharding="replicated") == {"a": copies, "b": copies}
-    assert said(exchange="pooled", tables={"a": {"sharding": "replicated"}})["a"] == copies
+    assert constraints_of(sharding="replicated") == {"a": copies, "b": copies}
+    assert (
+        constraints_of(exchange="pooled", tables={"a": {"sharding": "replicated"}})["a"] == copies
+    )
     own = {"a": {"sharding": "row_wise", "exchange": "pooled"}}
-    mixed = said(sharding="replicated", tables=own)
+    mixed = constraints_of(sharding="replicated", tables=own)
     assert mixed == {"a": Constraint("row_wise", "pooled"), "b": copies}
 
 
@@ -128,7 +130,7 @@ def test_a_file_holds_what_python_gives():
 )  # fmt: skip
 def test_what_cannot_be_is_refused(plan, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
-        said(**plan)
+        constraints_of(**plan)
 
 
 def test_a_table_is_forced_from_the_command_line():
@@ -169,12 +171,12 @@ def test_columns_are_cut_as_is_said():
 
 
 def test_memory_is_counted_by_slice():
-    """Of a table cut in two, a rank's budget holds twice the rows that it holds of the whole one."""
+    """Memory budgets of a table cut in two hold twice the rows that it holds of the whole one."""
     wide = [Table("a", 64, optimizer=SGD(lr=0.1)), Table("b", 64, optimizer=SGD(lr=0.1))]
-    both = {"a": column_wise([0, 1]), "b": column_wise([0, 1])}
+    pair = {"a": column_wise([0, 1]), "b": column_wise([0, 1])}
     whole = build_plan(wide, 2, PlanConfig(memory={"dram": 1_000_000})).tables[0].capacity_rows
     sliced = (
-        build_plan(wide, 2, PlanConfig(memory={"dram": 1_000_000}, tables=by_table(sharding=both)))
+        build_plan(wide, 2, PlanConfig(memory={"dram": 1_000_000}, tables=by_table(sharding=pair)))
         .tables[0]
         .capacity_rows
     )
@@ -183,7 +185,7 @@ def test_memory_is_counted_by_slice():
         wide,
         2,
         PlanConfig(
-            memory={"dram": 1_000_000, "tables": {"a": 100_000}}, tables=by_table(sharding=both)
+            memory={"dram": 1_000_000, "tables": {"a": 100_000}}, tables=by_table(sharding=pair)
         ),
     )
     assert 500 < own.tables[0].capacity_rows < 1000 < own.tables[1].capacity_rows

@@ -24,11 +24,11 @@ EDGES = st.lists(st.tuples(st.integers(0, NODES - 1), st.integers(0, NODES - 1))
 
 
 def beside(edges) -> list[list[int]]:
-    found = [set() for _ in range(NODES)]
+    results = [set() for _ in range(NODES)]
     for a, b in edges:
-        found[a].add(b)
-        found[b].add(a)
-    return [sorted(one) for one in found]
+        results[a].add(b)
+        results[b].add(a)
+    return [sorted(one) for one in results]
 
 
 def build(edges):
@@ -44,9 +44,10 @@ def test_neighbours_are_drawn_as_by_a_loop(edges, key, nodes):
     for left_out in (None, without):
         wanted = []
         for i, node in enumerate(nodes):
-            kept = [n for n in lists[node] if left_out is None or n != left_out[i]]
+            retained = [n for n in lists[node] if left_out is None or n != left_out[i]]
             wanted += [
-                kept[int(word % np.uint64(len(kept)))] if kept else node for word in drawn[i]
+                retained[int(word % np.uint64(len(retained)))] if retained else node
+                for word in drawn[i]
             ]
         others = None if left_out is None else torch.tensor(left_out, dtype=torch.int64)
         result = graph.sample_neighbours(torch.tensor(nodes, dtype=torch.int64), drawn, others)
@@ -62,7 +63,7 @@ def test_no_hop_goes_between_the_nodes_of_a_pair(edges, key):
     above, size = nodes, 1
     for hop, fan_out in enumerate((3, 2, 2), 1):
         below = result[f"x_hop{hop}"].values
-        one, other = (each.repeat_interleave(size * fan_out) for each in (nodes, others))
+        one, other = (item.repeat_interleave(size * fan_out) for item in (nodes, others))
         above = above.repeat_interleave(fan_out)
         is_pair = ((above == one) & (below == other)) | ((above == other) & (below == one))
         assert not (is_pair & (one != other)).any()
@@ -113,11 +114,11 @@ def test_a_pair_is_no_edge_of_its_sample(opened):
     pairs = {
         (user, item) for user, items in enumerate(beside_users(result.train)) for item in items
     }
-    seen = set()
+    visited = set()
     for epoch in range(12):
         (batch,) = opened.train.batches(100, start=Position(epoch=epoch))
         query, item = batch.ids["query"].values, batch.ids["item"].values - 4
-        seen |= set(zip(query.tolist(), item.tolist(), strict=True))
+        visited |= set(zip(query.tolist(), item.tolist(), strict=True))
         assert max(Counter(query.tolist()).values()) == 4
         assert torch.equal(batch.key.truth.values, item)
         for i, (q, t) in enumerate(zip(query.tolist(), item.tolist(), strict=True)):
@@ -128,7 +129,7 @@ def test_a_pair_is_no_edge_of_its_sample(opened):
             assert all((n, t) in pairs or n == t + 4 for n in around_t)
             first, last = batch.key.excluded.offsets[i : i + 2].tolist()
             assert {(q, n) for n in batch.key.excluded.values[first:last].tolist()} <= pairs
-    assert seen == pairs  # others each epoch
+    assert visited == pairs  # others each epoch
 
 
 def beside_users(bags: Ids) -> list[list[int]]:
@@ -163,13 +164,13 @@ def test_edges_follow_their_law():
     chance = law.share[:, None] * law.scores(torch.arange(60))
     assert float(chance.sum()) == pytest.approx(1)
     torch.testing.assert_close(chance, chance.T)  # so both ends have the same law
-    for found, wanted in (
+    for result, wanted in (
         (torch.bincount(ends[0], minlength=60), chance.sum(1)),
         (torch.bincount(ends[1], minlength=60), chance.sum(0)),
         (torch.bincount(ends[0] * 60 + ends[1], minlength=3600).reshape(60, 60), chance),
     ):
         error = (count * wanted * (1 - wanted)).sqrt()
-        assert ((found - count * wanted).abs() < 5 * error + 1).all()
+        assert ((result - count * wanted).abs() < 5 * error + 1).all()
 
 
 def test_shares_are_a_power_law():

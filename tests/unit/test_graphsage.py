@@ -88,8 +88,8 @@ def test_with_all_neighbours_it_is_the_dense_one():
     for parameter, gradient in zip(model.parameters(), gradients, strict=False):
         torch.testing.assert_close(parameter.grad, gradient)
     RowOptimizer(model.embeddings).step()
-    found = model.embeddings.rows("node", nodes)
-    torch.testing.assert_close(found, (rows - 0.5 * gradients[-1]).detach())
+    result = model.embeddings.rows("node", nodes)
+    torch.testing.assert_close(result, (rows - 0.5 * gradients[-1]).detach())
 
 
 def test_a_rank_without_samples():
@@ -97,7 +97,9 @@ def test_a_rank_without_samples():
     model = build(80, log_q=0)
     none = Ids(torch.empty(0, dtype=torch.int64))
     bags = Ids(none.values, torch.zeros(1, dtype=torch.int64))
-    ids = {name: none if each.offsets is None else bags for name, each in batch.ids.items()}
+    ids = {
+        name: none if field_ids.offsets is None else bags for name, field_ids in batch.ids.items()
+    }
     empty = Batch(0, batch.dense[:0], ids, key=HeldOutItems(bags, bags))
     assert len(model(empty).queries) == 0
     assert len(model.queries(empty)) == len(model.items(empty)) == 0
@@ -153,11 +155,11 @@ def test_ranks_train_and_score_what_one_does(how):
 
 
 def recall(source, scores_of) -> float:
-    found = []
+    results = []
     for batch in source.batches(100):
         top = top_items(mask_items(scores_of(batch.group).clone(), batch.key.excluded), 20)
-        found.append(recall_and_ndcg(top, batch.key.truth, 20)[0])
-    return float(torch.cat(found).mean())
+        results.append(recall_and_ndcg(top, batch.key.truth, 20)[0])
+    return float(torch.cat(results).mean())
 
 
 def test_a_power_law_graph_is_learned():
@@ -167,10 +169,10 @@ def test_a_power_law_graph_is_learned():
     law = build_edge_distribution(600, exponent=2.5, communities=12, mixing=0.05, graph_seed=0)
     model = build(600, dtype="float32", dim=16, optimizer=Adam(lr=0.01), log_q=0)
     assert isinstance(get_objective(model), RetrievalObjective)
-    found = colonnade.fit(model, data, epochs=10, batch_size=256, dense_lr=0.005, quiet=True)
+    result = colonnade.fit(model, data, epochs=10, batch_size=256, dense_lr=0.005, quiet=True)
     ceiling = recall(data.test, law.scores)
     popular = recall(data.test, lambda nodes: law.share.expand(len(nodes), -1))
-    reached = found.metrics["test_recall@20"]
+    reached = result.metrics["test_recall@20"]
     print(f"popularity {popular:.4f} graphsage {reached:.4f} ceiling {ceiling:.4f}")
     assert reached > popular + 0.5 * (ceiling - popular)
 

@@ -89,7 +89,7 @@ def opened(seed=0, size=40, **options):
 
 
 def slow_score(model, h, r, t) -> float:
-    """Of one triple, by the papers' formulas."""
+    """Compute the score of one triple by the papers' formulas."""
     h, r, t = h.tolist(), r.tolist(), t.tolist()
     half = len(h) // 2
 
@@ -97,7 +97,7 @@ def slow_score(model, h, r, t) -> float:
         return [complex(a, b) for a, b in zip(v[:half], v[half:], strict=True)]
 
     def far(differences):
-        total = sum(abs(each) ** model.norm for each in differences)
+        total = sum(abs(difference) ** model.norm for difference in differences)
         return total if model.squared else total ** (1 / model.norm)
 
     if isinstance(model, TransE):
@@ -119,11 +119,14 @@ def test_both_questions_have_the_score_of_the_triple(name, settings):
     source = opened(candidates=2).train
     (batch,) = source.batches(40)
     links = model(batch)
-    there = back = model.embeddings(batch)["relation"]
-    outcomes = [(links.heads, there, links.tails)] * 2
+    forward_relation = backward_relation = model.embeddings(batch)["relation"]
+    outcomes = [(links.heads, forward_relation, links.tails)] * 2
     if model.reciprocal:  # "which head?" has a relation of its own, which leads from the tail
-        there, back = there.chunk(2, 1)
-        outcomes = [(links.heads, there, links.tails), (links.tails, back, links.heads)]
+        forward_relation, backward_relation = forward_relation.chunk(2, 1)
+        outcomes = [
+            (links.heads, forward_relation, links.tails),
+            (links.tails, backward_relation, links.heads),
+        ]
     for queries, answers, triple in (
         (links.tail_queries, links.tails, outcomes[0]),
         (links.head_queries, links.heads, outcomes[1]),
@@ -143,12 +146,12 @@ def test_vectors_of_entities_are_rows_around_their_center():
     assert torch.equal(model.entities(ids), wanted)
     (batch,) = opened().train.batches(40)
     links = model(batch)
-    for name, found in (
+    for name, result in (
         ("head", links.heads),
         ("tail", links.tails),
         ("candidate", links.candidates),
     ):
-        assert torch.equal(found, wanted[batch.ids[name].values])
+        assert torch.equal(result, wanted[batch.ids[name].values])
 
 
 @given(seed=st.integers(0, 10**6), size=st.integers(0, 30))
@@ -210,21 +213,21 @@ def test_the_loss_is_the_slow_one(name, settings):
             wrong = [c for c, e in enumerate(links.candidate_ids.tolist()) if e not in true]
             score = model.compare_pairs(queries[i : i + 1], answers[i : i + 1])[0] + start
             scores = model.compare(queries[i : i + 1], links.candidates[wrong])[0] + start
-            each = -logsigmoid(score)
-            each = each - ((scores * temperature).softmax(0) * logsigmoid(-scores)).sum()
-            total = total + each / 4 * float(batch.sample_weight[i])
+            item = -logsigmoid(score)
+            item = item - ((scores * temperature).softmax(0) * logsigmoid(-scores)).sum()
+            total = total + item / 4 * float(batch.sample_weight[i])
     torch.testing.assert_close(result, total / float(batch.sample_weight.sum()))
 
 
 @pytest.mark.parametrize("name, settings", KINDS)
 def test_softmax_over_all_entities_is_cross_entropy(name, settings):
-    """Where each entity is a candidate once there is nothing to estimate."""
+    """Softmax has nothing to estimate if each entity is a candidate once."""
     model = build(name, loss="softmax", temperature=0.7, **settings)
     (batch,) = opened().train.batches(40)
     links = model(batch)
     ids = torch.arange(ENTITIES)
     links = replace(links, candidates=model.entities(ids), candidate_ids=ids)
-    found = link_loss(model, links, batch.key, Mesh())
+    result = link_loss(model, links, batch.key, Mesh())
     total = 0.0
     for queries, answers, known in (
         (links.tail_queries, batch.ids["tail"], batch.key.tails),
@@ -234,18 +237,19 @@ def test_softmax_over_all_entities_is_cross_entropy(name, settings):
         for i, answer in enumerate(answers.values.tolist()):
             first, last = known.offsets[i : i + 2].tolist()
             other = [t for t in known.values[first:last].tolist() if t != answer]
-            kept = scores[i].index_fill(0, torch.tensor(other, dtype=torch.int64), -math.inf)
-            total = total - kept.log_softmax(0)[answer] / 2 * float(batch.sample_weight[i])
-    torch.testing.assert_close(found, total / float(batch.sample_weight.sum()))
+            retained = scores[i].index_fill(0, torch.tensor(other, dtype=torch.int64), -math.inf)
+            total = total - retained.log_softmax(0)[answer] / 2 * float(batch.sample_weight[i])
+    torch.testing.assert_close(result, total / float(batch.sample_weight.sum()))
 
 
 @pytest.mark.parametrize("name, settings", KINDS)
 def test_the_penalty_is_the_cubes_of_the_triples_own_numbers(name, settings):
-    """By weight, as the loss is; of both questions the mean, and nothing of a rotation, whose numbers are of size 1."""
+    """Penalty is weighted as the loss is; of both questions the mean, and nothing of a rotation, whose numbers are of
+    size 1."""
     plain = build(name, loss="softmax", **settings)
-    held = build(name, loss="softmax", penalty=0.3, **settings)
+    stored = build(name, loss="softmax", penalty=0.3, **settings)
     (batch,) = opened(candidates=2).train.batches(40)
-    result = LinkPredictionObjective().loss(held, batch, Mesh()) - LinkPredictionObjective().loss(
+    result = LinkPredictionObjective().loss(stored, batch, Mesh()) - LinkPredictionObjective().loss(
         plain, batch, Mesh()
     )
     links, relation = plain(batch), plain.embeddings(batch)["relation"]
@@ -255,14 +259,14 @@ def test_the_penalty_is_the_cubes_of_the_triples_own_numbers(name, settings):
         if plain.is_complex:
             half = len(numbers) // 2
             numbers = map(complex, numbers[:half], numbers[half:])
-        return sum(abs(each) ** 3 for each in numbers)
+        return sum(abs(number) ** 3 for number in numbers)
 
     total = 0.0
     for i, weight in enumerate(batch.sample_weight.tolist()):
         total += weight * (cubes(links.heads[i]) + cubes(links.tails[i]))
         if name != "rotate":
-            asked = relation[i].chunk(2) if plain.reciprocal else [relation[i]]
-            total += weight * sum(cubes(each) for each in asked) / len(asked)
+            requested = relation[i].chunk(2) if plain.reciprocal else [relation[i]]
+            total += weight * sum(cubes(number) for number in requested) / len(requested)
     assert float(result.detach()) == pytest.approx(0.3 * total / float(batch.sample_weight.sum()))
 
 
@@ -276,10 +280,10 @@ def test_candidates_stand_for_all_wrong_entities(seed):
     all_wrong = torch.tensor([7.0, 100.0, 1e6], dtype=torch.float64)
     result = sampled_softmax_loss(right, wrong, out, all_wrong, 0.5)
     for i in range(3):
-        kept = [math.exp(0.5 * float(wrong[i, j])) for j in range(5) if not out[i, j]]
-        others = float(all_wrong[i]) * sum(kept) / len(kept) if kept else 0.0
-        mine = math.exp(0.5 * float(right[i]))
-        assert float(result[i]) == pytest.approx(-math.log(mine / (mine + others)))
+        retained = [math.exp(0.5 * float(wrong[i, j])) for j in range(5) if not out[i, j]]
+        others = float(all_wrong[i]) * sum(retained) / len(retained) if retained else 0.0
+        own = math.exp(0.5 * float(right[i]))
+        assert float(result[i]) == pytest.approx(-math.log(own / (own + others)))
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "softmax"])
@@ -364,20 +368,20 @@ def test_a_ring_is_learned(name, settings):
     every = torch.tensor(
         [[e, r, (e + step) % n] for e in range(n) for r, step in enumerate((1, 2, -1))]
     )
-    held = torch.zeros(len(every), dtype=torch.bool)
-    held[2::9] = True
+    stored = torch.zeros(len(every), dtype=torch.bool)
+    stored[2::9] = True
     data = open_triples(
-        every[~held],
-        every[held],
-        every[held],
+        every[~stored],
+        every[stored],
+        every[stored],
         num_entities=n,
         num_relations=RELATIONS,
         candidates=4,
     )
     model = build(name, "float32", Adam(lr=0.05), n, 16, **settings)
     assert isinstance(get_objective(model), LinkPredictionObjective)
-    found = colonnade.fit(model, data, epochs=60, batch_size=20)
-    assert found.metrics["test_hits@1"] > 0.9
+    result = colonnade.fit(model, data, epochs=60, batch_size=20)
+    assert result.metrics["test_hits@1"] > 0.9
 
 
 def write(folder, **parts):
@@ -388,8 +392,8 @@ def write(folder, **parts):
         "valid2id": "1\n1 2 0\n",
         "test2id": "1\n1 0 1",
     }
-    for name, said in {**text, **parts}.items():
-        (folder / f"{name}.txt").write_text(said)
+    for name, facts in {**text, **parts}.items():
+        (folder / f"{name}.txt").write_text(facts)
     return folder
 
 
@@ -403,7 +407,7 @@ def test_files_are_head_tail_relation(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("parts", "said"),
+    ("parts", "message"),
     [
         ({"train2id": "2\n0 1 0\n"}, "got 1 triples, wanted 2"),
         ({"train2id": "1\n0 1 2\n"}, "line 2.*got '0 1 2'.*below 2"),
@@ -414,8 +418,8 @@ def test_files_are_head_tail_relation(tmp_path):
         ({"entity2id": ""}, "entity2id.txt: got an empty file"),
     ],
 )
-def test_damaged_files_are_named(tmp_path, parts, said):
-    with pytest.raises(DataError, match=said):
+def test_damaged_files_are_named(tmp_path, parts, message):
+    with pytest.raises(DataError, match=message):
         open_source("fb15k237", write(tmp_path, **parts))
 
 
@@ -455,7 +459,7 @@ def replace_schema(source):
 
 @pytest.mark.parametrize("name, settings", KINDS)
 def test_an_answer_that_is_reached_has_a_gradient(name, settings):
-    """Of RotatE it was NaN: hypot's at (0, 0)."""
+    """Gradient of RotatE was NaN: hypot's at (0, 0)."""
     model = build(name, **settings)
     queries = torch.ones(2, DIM, dtype=torch.float64, requires_grad=True)
     answers = torch.ones(2, DIM, dtype=torch.float64)
@@ -466,12 +470,12 @@ def test_an_answer_that_is_reached_has_a_gradient(name, settings):
 
 @pytest.mark.parametrize("more", [{}, {**SQUARED, "reciprocal": True}])
 def test_predictions_of_links_are_refused_with_what_to_do(tmp_path, more):
-    said = {
+    message = {
         "data": {"name": "fb15k237", "path": str(write(tmp_path))},
         "model": {"name": "rotate", "dim": 4, **more},
         "train": {"epochs": 1, "batch_size": 2, "threads": 1},
     }
-    run = open_run(build_config(said), Mesh(), tmp_path / "run")
+    run = open_run(build_config(message), Mesh(), tmp_path / "run")
     try:
         run.train()
     finally:
@@ -514,9 +518,9 @@ def test_a_batch_of_nothing():
 def test_no_samples_are_no_success(tmp_path, parts, train, evaluate, capsys):
     run, data = tmp_path / "run", tmp_path / "data"
     data.mkdir()
-    said = ["--data", "fb15k237", "--path", str(write(data, **parts)), "--run", str(run)]
+    message = ["--data", "fb15k237", "--path", str(write(data, **parts)), "--run", str(run)]
     small = ["--set", "model.dim=4", "--set", "train.epochs=1", "--set", "train.batch_size=2"]
-    assert app.run(["train", *said, *small]) == train
+    assert app.run(["train", *message, *small]) == train
     if evaluate is None:
         assert "got no samples to train on" in capsys.readouterr().err
         return

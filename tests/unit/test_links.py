@@ -35,9 +35,9 @@ def test_one_slow_exchange_of_a_small_size_does_not_move_the_rate():
 
 
 def test_ranks_agree_on_their_links():
-    found = run_ranks(2, measured)
-    assert found[0] == found[1]
-    together, apart = found[0]
+    results = run_ranks(2, measured)
+    assert results[0] == results[1]
+    together, apart = results[0]
     assert together.origin == apart.origin == "measured"
     assert 1e6 < together.local_bytes_per_second < 1e12 and 0 < together.message_seconds < 1
     assert 1e6 < apart.remote_bytes_per_second < 1e12 and 0 < apart.remote_message_seconds < 1
@@ -51,9 +51,9 @@ def test_ranks_agree_on_their_links():
 
 @pytest.mark.slow
 def test_links_between_hosts_are_told_from_those_inside():
-    found = run_ranks(4, measured)
-    assert len({repr(each) for each in found}) == 1
-    world = found[0][1]
+    results = run_ranks(4, measured)
+    assert len({repr(link) for link in results}) == 1
+    world = results[0][1]
     assert 1e6 < world.remote_bytes_per_second < 1e12 and 0 < world.remote_message_seconds < 1
     assert 1e6 < world.local_bytes_per_second < 1e12 and 0 < world.message_seconds < 1
 

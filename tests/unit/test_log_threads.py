@@ -30,30 +30,30 @@ class Source:
     """Chunks of 1000 bytes that are written by being counted."""
 
     def __init__(self, chunks: int, problem: Exception | None = None) -> None:
-        self.left, self.written, self.problem = chunks, [], problem
+        self.remaining, self.written, self.problem = chunks, [], problem
         self.gate = threading.Event()
         self.gate.set()
 
     def write_next(self) -> int:
         self.gate.wait()
-        if not self.left:
+        if not self.remaining:
             return 0
         if self.problem is not None:
             raise self.problem
-        self.left -= 1
+        self.remaining -= 1
         self.written.append(time.monotonic())
         return 1000
 
     def sealed_unfinished(self) -> set[int]:
-        return {1} if self.left else set()
+        return {1} if self.remaining else set()
 
     @property
     def has_work(self) -> bool:
-        return self.left > 0
+        return self.remaining > 0
 
     @property
     def pending_bytes(self) -> int:
-        return 1000 * self.left
+        return 1000 * self.remaining
 
 
 @given(st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 3)), min_size=1, max_size=50))
@@ -108,7 +108,7 @@ def test_an_error_is_told_to_whoever_waits_and_is_tried_again():
     source.problem = None
     assert writer.wait_for_room() is True
     writer.flush(source)
-    assert source.left == 0 and writer.pending_bytes == 0
+    assert source.remaining == 0 and writer.pending_bytes == 0
     writer.remove(source)
 
 
@@ -133,7 +133,7 @@ def test_collecting_goes_on_while_a_full_disk_refuses_to_write():
     source = Source(6, StorageError(errno.ENOSPC, "full"))
     writer.add(source)
     writer.wait_for_spare_room()
-    source.left = 9
+    source.remaining = 9
     with pytest.raises(StorageError, match="full"):
         writer.wait_for_spare_room()
     writer.remove(source)
@@ -147,9 +147,9 @@ def test_an_error_nobody_waits_for_is_tried_again_by_itself():
     time.sleep(0.05)
     source.problem = None
     deadline = time.monotonic() + 20
-    while source.left and time.monotonic() < deadline:
+    while source.remaining and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not source.left
+    assert not source.remaining
     writer.remove(source)
 
 
@@ -204,7 +204,7 @@ def opened(place, **changes):
 def test_a_store_that_is_dropped_lets_go_of_threads_lock_files_and_mappings(
     tmp_path, monkeypatch, access
 ):
-    """As one that is closed, though it is within a moment and not at once."""
+    """Dropped stores are released like closed ones, but a moment later."""
     monkeypatch.setattr(attendant, "RETRY_SECONDS", 0.05)
 
     def used(place) -> LogBacking:
@@ -216,23 +216,23 @@ def test_a_store_that_is_dropped_lets_go_of_threads_lock_files_and_mappings(
         assert store.read(torch.arange(1000), out).wait().all() and len(out.unique()) == 2
         return store
 
-    def held() -> set[str]:
+    def stored() -> set[str]:
         open_files = {os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()}
         files = {path for path in open_files if path.startswith(str(tmp_path))}
         maps = Path("/proc/self/maps").read_text().splitlines()
         return files | set(os.listdir("/proc/self/task")) | {m for m in maps if str(tmp_path) in m}
 
     used(tmp_path / "closed").close()  # threads that any store may use have begun
-    before = held()
+    before = stored()
     dropped = used(tmp_path / "dropped")
-    during = held() - before
-    assert len(during) > 6 and (access == "direct") == (not any("r--s" in each for each in during))
+    during = stored() - before
+    assert len(during) > 6 and (access == "direct") == (not any("r--s" in item for item in during))
     del dropped
     gc.collect()
     deadline = time.monotonic() + 30
-    while (left := held() - before) and time.monotonic() < deadline:
+    while (remaining := stored() - before) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not left
+    assert not remaining
     with opened(tmp_path / "dropped", step=1) as again:
         assert len(again) == 1000
 
@@ -254,9 +254,9 @@ def test_a_store_that_is_dropped_while_its_disk_refuses_to_write_is_let_go(tmp_p
     store.write(torch.arange(1000), torch.zeros(1000, 64, dtype=torch.uint8))
     with pytest.raises(StorageError, match="Free space"):
         writer.wait_for_room()
-    gone, heard = weakref.ref(store.files), len(tries)
+    gone, received = weakref.ref(store.files), len(tries)
     deadline = time.monotonic() + 30
-    while len(tries) < heard + 3 and time.monotonic() < deadline:
+    while len(tries) < received + 3 and time.monotonic() < deadline:
         time.sleep(0.01)  # nobody takes these errors
     del store
     gc.collect()
@@ -306,19 +306,19 @@ def test_collection_leaves_most_of_the_time_to_others_unless_space_is_short(is_s
 def test_only_logs_with_work_are_asked():
     """Twenty-six tables that are asked after every batch cost more than what there is to write."""
     writer, idle, busy = LogWriter(), Source(0), Source(3)
-    asked: list[str] = []
-    idle.write_next = lambda: asked.append("writer") or 0
+    requests: list[str] = []
+    idle.write_next = lambda: requests.append("writer") or 0
     for source in (idle, busy):
         writer.add(source)
     writer.flush(busy)
     assert writer.wait_for_room() is True
     for source in (idle, busy):
         writer.remove(source)
-    assert not asked
+    assert not requests
 
 
 def test_a_log_that_is_named_to_the_collector_is_looked_at_soon():
-    """Its own look at all of them comes once a second; one that has more is asked again at once."""
+    """Collector looks at all logs once a second; one that has more is asked again at once."""
     collector, logs = Collector(), [Garbage(0) for _ in range(8)]
     for log in logs:
         collector.add(log)

@@ -1,4 +1,4 @@
-"""How far ahead batches are made ready: chosen by itself, and less where the window does not fit."""
+"""Number of batches that are prepared ahead: chosen by itself, and less where the window does not fit."""
 
 from __future__ import annotations
 
@@ -74,16 +74,16 @@ class Slow:
             is_alone=is_alone,
         )
 
-    def prepare(self, batch, held):
+    def prepare(self, batch, stored):
         self.prepared += 1
         context = Context()
-        context.due = time.perf_counter() + self.seconds
+        context.ready_at = time.perf_counter() + self.seconds
         return context
 
     def fetch(self, context, steps_left):
         start = time.perf_counter()
-        if context.due > start:
-            time.sleep(context.due - start)
+        if context.ready_at > start:
+            time.sleep(context.ready_at - start)
             self.stall += time.perf_counter() - start
         context.reads = ()
 
@@ -154,13 +154,15 @@ def test_a_window_that_does_not_fit_is_made_smaller(tmp_path, lookahead):
     one = collection(tmp_path / "one", lookahead=0, rows_in_memory=100)
     wanted = run(one, batches(60, 40))
     ahead = collection(tmp_path / "ahead", lookahead=lookahead, rows_in_memory=100)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as message:
         warnings.simplefilter("always")
-        found = run(ahead, batches(60, 40))
-    assert torch.equal(found, wanted)
-    said = [str(w.message) for w in said if "batches ahead needs more rows" in str(w.message)]
-    assert len(said) == (lookahead == 8)  # once; not where the depth is the lookahead's own choice
-    assert not said or "looking 8 batches" in said[0]
+        result = run(ahead, batches(60, 40))
+    assert torch.equal(result, wanted)
+    message = [str(w.message) for w in message if "batches ahead needs more rows" in str(w.message)]
+    assert len(message) == (
+        lookahead == 8
+    )  # once; not where the depth is the lookahead's own choice
+    assert not message or "looking 8 batches" in message[0]
 
 
 def test_who_has_a_batch_is_not_starved_of_it():
@@ -175,8 +177,8 @@ def test_who_has_a_batch_is_not_starved_of_it():
         return next(coming)
 
     permits, ready = queue.Queue(), queue.Queue()
-    for said in (True, True, False):
-        permits.put(said)
+    for text in (True, True, False):
+        permits.put(text)
     window.starved.set()  # training waits for the first, and is not heard again
     _prepare_batches(prepare_next, permits, ready, window)
     assert starved_then == [True, False] and ready.qsize() == 2

@@ -62,10 +62,10 @@ def test_a_scale_that_stays_and_one_that_cannot_fall():
     assert least.state() == (4.0, 7)
 
 
-@pytest.mark.parametrize("said", [{}, CLIPPED])
-def test_powers_of_two_change_no_bit(said, tmp_path):
+@pytest.mark.parametrize("message", [{}, CLIPPED])
+def test_powers_of_two_change_no_bit(message, tmp_path):
     for number, scale in enumerate((None, 1024, "dynamic")):
-        outcome, _ = train(Mesh(), tmp_path / str(number), said | {"train.loss_scale": scale})
+        outcome, _ = train(Mesh(), tmp_path / str(number), message | {"train.loss_scale": scale})
         assert outcome.skipped == 0
         assert digest(tmp_path / str(number)) == digest(tmp_path / "0")
     assert ("loss scale", "65,536", "0 steps skipped") in build_headline(read_run(tmp_path / "2"))

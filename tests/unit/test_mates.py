@@ -52,7 +52,7 @@ def test_rooms_are_kept_until_all_have_read(data):
     posted = {}  # (sender, receiver, number) -> the ticket's "read"
     waiting = {i: [] for i in range(NUM)}  # calls begun: {mate: number}
     done = set()  # (sender, receiver, number) that were read
-    kept = {i: [] for i in range(NUM)}  # (room, numbers)
+    retained = {i: [] for i in range(NUM)}  # (room, numbers)
     pairs_of_calls = data.draw(CALLS)
     ahead = [0] * NUM
     for _ in range(4 * len(pairs_of_calls) * NUM):
@@ -65,7 +65,7 @@ def test_rooms_are_kept_until_all_have_read(data):
             numbers = lanes[i].begin_call(room, mates)
             for mate, (number, read) in numbers.items():
                 posted[i, mate, number] = read
-            kept[i].append((room, {mate: number for mate, (number, _) in numbers.items()}))
+            retained[i].append((room, {mate: number for mate, (number, _) in numbers.items()}))
             waiting[i].append({mate: number for mate, (number, _) in numbers.items()})
         elif waiting[i]:
             which = data.draw(st.integers(0, len(waiting[i]) - 1))
@@ -75,11 +75,13 @@ def test_rooms_are_kept_until_all_have_read(data):
             waiting[i].pop(which)
             done |= {(mate, i, number) for mate, number in call.items()}
             lanes[i].end_call({m: (number, posted[m, i, number]) for m, number in call.items()})
-        held = [{id(room) for room, _ in lane._retained} for lane in lanes]
+        stored = [{id(room) for room, _ in lane._retained} for lane in lanes]
         for rank in range(NUM):
-            for room, numbers in kept[rank]:
+            for room, numbers in retained[rank]:
                 if any((rank, mate, number) not in done for mate, number in numbers.items()):
-                    assert id(room) in held[rank], "a room was let go that somebody has yet to read"
+                    assert id(room) in stored[rank], (
+                        "a room was let go that somebody has yet to read"
+                    )
 
 
 def test_a_steady_purpose_keeps_two_rooms():

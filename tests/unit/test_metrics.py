@@ -179,12 +179,10 @@ def test_group_auc_is_the_weighted_mean_of_scikit_learns():
     scores, labels, weights, groups = many(4_000, 200)
     aucs, totals = [], []
     for group in np.unique(groups):
-        mine = groups == group
-        if len(set(labels[mine])) == 2:
-            aucs.append(
-                learn.roc_auc_score(labels[mine], scores[mine], sample_weight=weights[mine])
-            )
-            totals.append(weights[mine].sum())
+        own = groups == group
+        if len(set(labels[own])) == 2:
+            aucs.append(learn.roc_auc_score(labels[own], scores[own], sample_weight=weights[own]))
+            totals.append(weights[own].sum())
     assert len(aucs) < len(np.unique(groups))  # some have one class only
     wanted = np.average(aucs, weights=totals)
     assert group_auc(scores, labels, groups, weights) == pytest.approx(wanted, abs=1e-12)
@@ -195,14 +193,14 @@ def test_group_auc_is_its_definition(samples, groups):
     scores, labels, weights = columns(samples)
     groups = np.array(groups[: len(scores)], dtype=np.int64)
     parts = [(columns(samples)[0][groups == g], g) for g in np.unique(groups)]
-    found = [
+    results = [
         (auc_by_pairs(part, labels[groups == g], weights[groups == g]), weights[groups == g].sum())
         for part, g in parts
     ]
-    found = [(value, weight) for value, weight in found if not math.isnan(value)]
+    results = [(value, weight) for value, weight in results if not math.isnan(value)]
     wanted = float("nan")
-    if found:
-        values, totals = zip(*found, strict=True)
+    if results:
+        values, totals = zip(*results, strict=True)
         wanted = np.average(values, weights=totals)
     got = group_auc(scores, labels, groups, weights)
     assert got == pytest.approx(wanted, abs=1e-12, nan_ok=True)
@@ -224,9 +222,9 @@ def test_a_large_evaluation_takes_less_than_a_second():
     evaluation = Evaluation()
     evaluation.add(scores, labels, weights, groups)
     start = time.perf_counter()
-    found = evaluation.result()
+    result = evaluation.result()
     assert time.perf_counter() - start < 4.0  # 0.3 s on a machine of its own
-    assert set(found) >= {"auc", "group_auc", "normalized_entropy", "calibration"}
+    assert set(result) >= {"auc", "group_auc", "normalized_entropy", "calibration"}
 
 
 def test_labels_that_nobody_knows_are_left_out():
@@ -273,12 +271,12 @@ def evaluate_two_tasks(mesh):
 
 
 def test_tasks_have_metrics_of_their_own_on_any_number_of_ranks():
-    found, data = evaluate_two_tasks(Mesh()), Labelled()
+    result, data = evaluate_two_tasks(Mesh()), Labelled()
     scores = torch.sigmoid(data.logits.double())
-    assert found["auc"] == auc(scores[:, 0], data.label[:, 0])
+    assert result["auc"] == auc(scores[:, 0], data.label[:, 0])
     known = ~data.label[:, 1].isnan()
-    assert found["auc_buy"] == auc(scores[known, 1], data.label[known, 1])
-    assert found["num_samples_buy"] == int(known.sum())
-    assert found["group_auc"] == group_auc(scores[:, 0], data.label[:, 0], data.group)
+    assert result["auc_buy"] == auc(scores[known, 1], data.label[known, 1])
+    assert result["num_samples_buy"] == int(known.sum())
+    assert result["group_auc"] == group_auc(scores[:, 0], data.label[:, 0], data.group)
     for ranks in run_ranks(2, evaluate_two_tasks):
-        assert ranks == found
+        assert ranks == result

@@ -1,4 +1,4 @@
-"""What a person gets wrong in a loop of their own: a clear error or the defined result, and nothing half-applied."""
+"""Mistakes in a user's own loop: a clear error or the defined result, and nothing half-applied."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def batch(k=(1, 2), a=(5, 6, 7), offsets=(0, 1, 3), changes=None):
     return Batch(2, torch.zeros(2, 0), ids | (changes or {}))
 
 
-def step(rows, rows_collection, given):
-    found = rows_collection(given)
-    (-found["k"].sum()).backward()
+def step(rows, rows_collection, batch_given):
+    result = rows_collection(batch_given)
+    (-result["k"].sum()).backward()
     rows.step()
 
 
@@ -66,10 +66,10 @@ def test_ids_that_do_not_fit(changes, words):
         collection()(batch(changes=changes))
 
 
-@pytest.mark.parametrize("given", [{"k": torch.tensor([1])}, [1, 2], None])
-def test_what_is_no_batch(given):
+@pytest.mark.parametrize("batch_given", [{"k": torch.tensor([1])}, [1, 2], None])
+def test_what_is_no_batch(batch_given):
     with pytest.raises(DataError, match=r"wanted a colonnade\.Batch"):
-        collection()(given)
+        collection()(batch_given)
 
 
 def test_threads_that_call_at_once_are_refused_and_the_collection_still_works():
@@ -137,8 +137,8 @@ def test_one_batch_many_times():
     embeddings = collection()
     rows = RowOptimizer(embeddings)
     one = batch()
-    for given in embeddings.lookahead([one] * 10):
-        step(rows, embeddings, given)
+    for batch_given in embeddings.lookahead([one] * 10):
+        step(rows, embeddings, batch_given)
     assert embeddings.rows("known", torch.tensor([1])).tolist() == [[10.0, 10.0]]
 
 
@@ -150,22 +150,22 @@ def test_batches_that_nobody_uses_are_unpinned(tmp_path):
     plan = build_plan(embeddings.tables, 1, PlanConfig(memory={"dram": 700}))
     embeddings.open(plan, Mesh(), backings=backings)
     embeddings.eval()
-    seen = 0
-    for number, given in enumerate(
+    output = 0
+    for number, batch_given in enumerate(
         embeddings.lookahead(batch(a=(3 * n, 3 * n + 1, 3 * n + 2)) for n in range(60))
     ):
-        seen += 1
+        output += 1
         if number % 2:
-            embeddings(given)
-    assert seen == 60
+            embeddings(batch_given)
+    assert output == 60
 
 
 def test_leaving_the_loop_early_ends_the_thread():
     embeddings = collection()
     before = set(threading.enumerate())  # earlier tests' may end meanwhile
     for _ in range(5):
-        for given in embeddings.lookahead(batch() for _ in range(50)):
-            embeddings(given)
+        for batch_given in embeddings.lookahead(batch() for _ in range(50)):
+            embeddings(batch_given)
             break
     gc.collect()
     deadline = time.monotonic() + 5

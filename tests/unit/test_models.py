@@ -74,17 +74,17 @@ def batch(size=9, num_dense=3, tasks=1, dtype=torch.float64) -> Batch:
 
 
 def dcn_twin(layer, structure="parallel"):
-    return lambda *given: PlainDCN(*given, layer, [5], structure)
+    return lambda *weights: PlainDCN(*weights, layer, [5], structure)
 
 
 def low_rank_twin(rank, structure="parallel", top=(5,), layers=2):
-    return lambda *given: PlainLowRankDCN(
-        *given, lambda width: MatrixLayer(width, rank), top, structure, cross_layers=layers
+    return lambda *weights: PlainLowRankDCN(
+        *weights, lambda width: MatrixLayer(width, rank), top, structure, cross_layers=layers
     )
 
 
 def dcn_v1_twin(top, layers=2):
-    return lambda *given: PlainDCNv1(*given, VectorLayer, top, cross_layers=layers)
+    return lambda *weights: PlainDCNv1(*weights, VectorLayer, top, cross_layers=layers)
 
 
 def dlrm_towers(dim, c, p, keep=False):
@@ -93,7 +93,7 @@ def dlrm_towers(dim, c, p, keep=False):
         DLRM,
         "vector",
         {"bottom": [6], "top": [5], "towers": TOWERS, **settings},
-        lambda *given: PlainTowerDLRM(*given, [6], [5], TOWERS, dim, c, p, keep),
+        lambda *weights: PlainTowerDLRM(*weights, [6], [5], TOWERS, dim, c, p, keep),
     )
 
 
@@ -103,7 +103,7 @@ def dcn_towers(dim, layers, rank=None):
         DCNv2,
         "vector",
         {"cross_layers": 2, "top": [5], "towers": TOWERS, **settings},
-        lambda *given: PlainTowerDCN(*given, [5], TOWERS, dim, layers, rank),
+        lambda *weights: PlainTowerDCN(*weights, [5], TOWERS, dim, layers, rank),
     )
 
 
@@ -176,16 +176,18 @@ TYPICAL_FIRST = [
 def build(case: str, num_dense: int = 3, tasks: int = 1, dtype: str = "float64"):
     model, kind, settings, _ = CASES[case]
     torch.manual_seed(0)
-    given = {"num_dense": num_dense, "tasks": tasks, **settings}
-    return model(tables(kind, tasks, dtype), FEATURES, **given).to(getattr(torch, dtype))
+    options = {"num_dense": num_dense, "tasks": tasks, **settings}
+    return model(tables(kind, tasks, dtype), FEATURES, **options).to(getattr(torch, dtype))
 
 
 def twin_of(case: str, model, num_dense: int, tasks: int):
     """The plain model with the same dense weights and the same rows."""
     _, kind, _, make = CASES[case]
     plain = make(tables(kind, tasks), FEATURES, num_dense, tasks).double()
-    left = plain.load_state_dict(plain.taken(dense_state_dict(model)), strict=False)
-    assert not left.unexpected_keys and all(key.startswith("bags.") for key in left.missing_keys)
+    remaining = plain.load_state_dict(plain.taken(dense_state_dict(model)), strict=False)
+    assert not remaining.unexpected_keys and all(
+        key.startswith("bags.") for key in remaining.missing_keys
+    )
     with torch.no_grad():
         for name, bag in plain.bags.items():
             bag.weight.copy_(model.embeddings.rows(name, torch.arange(ROWS)))
@@ -200,15 +202,15 @@ def test_model_is_its_twin(case, num_dense, tasks):
     with torch.no_grad():  # linear terms start at zero, which would hide them
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    plain, given = twin_of(case, model, num_dense, tasks), batch(num_dense=num_dense, tasks=tasks)
-    logits, wanted = model(given), plain(given)
-    assert logits.shape == (given.size, tasks)
+    plain, inputs = twin_of(case, model, num_dense, tasks), batch(num_dense=num_dense, tasks=tasks)
+    logits, wanted = model(inputs), plain(inputs)
+    assert logits.shape == (inputs.size, tasks)
     torch.testing.assert_close(logits, wanted)
 
-    bce(logits, given.label).backward()
-    bce(wanted, given.label).backward()
+    bce(logits, inputs.label).backward()
+    bce(wanted, inputs.label).backward()
     twins = dict(plain.named_parameters())
-    gradients = plain.taken({name: each.grad for name, each in model.named_parameters()})
+    gradients = plain.taken({name: item.grad for name, item in model.named_parameters()})
     assert len(twins) == len(gradients) + len(plain.bags)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, twins[name].grad, msg=lambda m, n=name: f"{n}: {m}")
@@ -222,10 +224,10 @@ def test_model_is_its_twin(case, num_dense, tasks):
 def test_one_batch_can_be_learned(case):
     model = build(case, dtype="float32")
     rows, dense = RowOptimizer(model.embeddings), torch.optim.Adam(model.parameters(), lr=1e-2)
-    given = batch(dtype=torch.float32)
+    inputs = batch(dtype=torch.float32)
     for _ in range(200):
         dense.zero_grad()
-        loss = bce(model(given), given.label)
+        loss = bce(model(inputs), inputs.label)
         loss.backward()
         rows.step()
         dense.step()
@@ -245,18 +247,20 @@ def test_a_batch_of_none(case):
 def test_bfloat16_of_the_dense_network(case):
     """Near the exact logits, in the rows' dtype, with gradients for everything."""
     model = build(case, dtype="float32")
-    given = batch(dtype=torch.float32)
-    exact = model(given).detach()
+    inputs = batch(dtype=torch.float32)
+    exact = model(inputs).detach()
     model.autocast = torch.bfloat16
-    logits = model(given)
+    logits = model(inputs)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, exact, rtol=0.05, atol=0.1)
     if case not in ("lr", "fm"):  # whose network has no product that a single dense column notices
         assert not torch.equal(logits, exact), "nothing was computed in bfloat16"
-    bce(logits, given.label).backward()
+    bce(logits, inputs.label).backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
     contexts = model.embeddings.pipeline.gradients.contexts
-    (backwards,) = (each.gradients.backwards for each in contexts if each.gradients.backwards)
+    (backwards,) = (
+        context.gradients.backwards for context in contexts if context.gradients.backwards
+    )
     assert all(gradient.dtype == torch.float32 for gradient in backwards[0])
 
 
@@ -268,13 +272,13 @@ def test_the_dense_network_compiles_whole(case):
     plain = copy.deepcopy(model)
     model.compile(backend="aot_eager", fullgraph=True)
     for size in (9, 12, 15):
-        given = batch(size)
-        found, wanted = model(given), plain(given)
-        torch.testing.assert_close(found, wanted)
-        bce(found, given.label).backward()
-        bce(wanted, given.label).backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)
+        inputs = batch(size)
+        result, wanted = model(inputs), plain(inputs)
+        torch.testing.assert_close(result, wanted)
+        bce(result, inputs.label).backward()
+        bce(wanted, inputs.label).backward()
+    for actual, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad)
 
 
 @pytest.mark.slow
@@ -283,9 +287,9 @@ def test_the_dense_network_compiles_with_inductor(case):
     model = build(case, dtype="float32")
     wanted = model(batch(dtype=torch.float32)).detach()
     model.compile()
-    found = model(batch(dtype=torch.float32))
-    torch.testing.assert_close(found, wanted)
-    found.sum().backward()
+    result = model(batch(dtype=torch.float32))
+    torch.testing.assert_close(result, wanted)
+    result.sum().backward()
 
 
 def test_a_compiled_model_is_copied_without_its_program():
@@ -310,16 +314,16 @@ def test_the_dense_network_on_a_gpu(case):
     model = build(case)
     plain = copy.deepcopy(model)
     model.to("cuda")
-    given = batch()
-    found, wanted = model(given), plain(given)
-    assert found.device.type == "cuda"
-    torch.testing.assert_close(found.cpu(), wanted)
-    bce(found, given.label.cuda()).backward()
-    bce(wanted, given.label).backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
-    for each in (model, plain):
-        RowOptimizer(each.embeddings).step()
+    inputs = batch()
+    result, wanted = model(inputs), plain(inputs)
+    assert result.device.type == "cuda"
+    torch.testing.assert_close(result.cpu(), wanted)
+    bce(result, inputs.label.cuda()).backward()
+    bce(wanted, inputs.label).backward()
+    for actual, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad.cpu(), expected.grad)
+    for item in (model, plain):
+        RowOptimizer(item.embeddings).step()
     ids = torch.arange(ROWS)
     torch.testing.assert_close(model.embeddings.rows("a", ids), plain.embeddings.rows("a", ids))
 
@@ -403,7 +407,7 @@ def test_a_layers_weights_have_their_gradients_before_its_inputs_do():
 @pytest.mark.parametrize("width", [13, 205])
 def test_gradients_of_a_linear_layer_are_torchs(width):
     torch.manual_seed(0)
-    found = []
+    results = []
     for function in (
         lambda x, w, b: linear(x, w, b, relu=True),
         lambda x, w, b: nn.functional.linear(x, w, b).relu(),
@@ -411,6 +415,6 @@ def test_gradients_of_a_linear_layer_are_torchs(width):
         torch.manual_seed(1)
         x, w, b = (torch.randn(*s, requires_grad=True) for s in ((100, width), (20, width), (20,)))
         function(x, w, b).square().sum().backward()
-        found.append([x.grad, w.grad, b.grad])
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        results.append([x.grad, w.grad, b.grad])
+    for ours, other in zip(*results, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-4)

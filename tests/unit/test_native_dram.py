@@ -112,8 +112,8 @@ def test_births_equal_twin(dim, dtype, split):
                 dram.birth_values(0, ids, values)
                 assert same_bits(values, wanted)
                 assert dram.num_rows(0) == 0
-                slots, left = acquire(dram, ids)
-                assert left.missing.tolist() == list(range(len(ids)))
+                slots, leaving = acquire(dram, ids)
+                assert leaving.missing.tolist() == list(range(len(ids)))
         state = torch.full((len(ids), 1), 0.25, dtype=computed)
         born = reference.pack(wanted, state, torch.zeros(len(ids), dtype=torch.int64), lows)
         assert same_bits(records_of(dram, slots, born.shape[1]), born)
@@ -216,8 +216,8 @@ def test_records_round_trip(dim, state_elements, row_format, seed):
     assert torch.equal(dram.clocks(0, slots), saturated)
     unpacked = reference.unpack(records, dim, state_elements, dtype, is_split=split)
     assert same_bits(unpacked[2], saturated)
-    for mine, wanted in zip(unpacked, (weights, state, saturated, lows), strict=True):
-        assert (mine is wanted is None) or same_bits(mine, wanted)
+    for own, wanted in zip(unpacked, (weights, state, saturated, lows), strict=True):
+        assert (own is wanted is None) or same_bits(own, wanted)
     read = torch.empty(41, dim, dtype=dtype)
     ids = torch.tensor([99, *range(40)])
     assert dram.read(0, ids, read).tolist() == [0]
@@ -258,13 +258,13 @@ class DramAgainstDict(RuleBasedStateMachine):
         self.below: dict[int, int] = {}  # id -> clock: what a store under the dram holds
         self.clocks: dict[int, int] = {}  # id -> clock of every row ever updated
         self.resident: set[int] = set()
-        self.held: list[tuple[np.ndarray, torch.Tensor]] = []
+        self.acquired: list[tuple[np.ndarray, torch.Tensor]] = []
 
     def teardown(self):
         _native.set_num_threads(0)
 
     def pinned(self):
-        return {int(i) for ids, _ in self.held for i in ids}
+        return {int(i) for ids, _ in self.acquired for i in ids}
 
     def records(self, ids, clocks):
         weights = torch.tensor([[float(int(i) % 1000)] * 4 for i in ids]).reshape(-1, 4)
@@ -287,39 +287,39 @@ class DramAgainstDict(RuleBasedStateMachine):
                 acquire(self.dram, ids)
             assert [part.tolist() for part in self.dram.resident(0)] == before
             return
-        slots, left = acquire(self.dram, ids, birth=False)
-        assert left.missing.tolist() == [
+        slots, leaving = acquire(self.dram, ids, birth=False)
+        assert leaving.missing.tolist() == [
             i for i, row in enumerate(ids) if int(row) not in self.resident
         ]
         gone = self.resident | wanted
         self.resident = set(self.dram.resident(0)[0].tolist())
         gone -= self.resident
-        assert len(gone) == left.num_evicted and not gone & (wanted | self.pinned())
+        assert len(gone) == leaving.num_evicted and not gone & (wanted | self.pinned())
         # Exactly the evicted rows that were newer than below come back, with what they held.
         newer = {row for row in gone if self.clocks.get(row, 0) != self.below.get(row, 0)}
-        evicted = left.evicted_ids[0].tolist()
-        assert set(evicted) == newer and len(evicted) == len(newer) == len(left.evicted_heats[0])
+        evicted = leaving.evicted_ids[0].tolist()
+        assert set(evicted) == newer and len(evicted) == len(newer) == len(leaving.evicted_heats[0])
         assert torch.equal(
-            left.evicted_records[0], self.records(evicted, [self.clocks[i] for i in evicted])
+            leaving.evicted_records[0], self.records(evicted, [self.clocks[i] for i in evicted])
         )
         self.below |= {row: self.clocks[row] for row in evicted}
-        missing = left.missing.long().numpy()
+        missing = leaving.missing.long().numpy()
         self.dram.unpack(
             0,
             slots[missing].contiguous(),
             self.records(ids[missing], [self.below.get(int(i), 0) for i in ids[missing]]),
         )
-        self.held.append((ids, slots))
+        self.acquired.append((ids, slots))
         if not keep or len(self.pinned()) > self.capacity / 2:
-            self.release(len(self.held) - 1, dirty)
+            self.release(len(self.acquired) - 1, dirty)
 
     @rule(at=st.integers(0, 100), dirty=st.booleans())
     def release_one(self, at, dirty):
-        if self.held:
+        if self.acquired:
             self.release(at, dirty)
 
     def release(self, at, dirty):
-        ids, slots = self.held.pop(at % len(self.held))
+        ids, slots = self.acquired.pop(at % len(self.acquired))
         if dirty:
             for row in ids.tolist():
                 self.clocks[row] = self.clocks.get(row, 0) + 1
@@ -328,7 +328,7 @@ class DramAgainstDict(RuleBasedStateMachine):
 
     @rule()
     def flush(self):
-        """What a commit does."""
+        """Flush as a commit does."""
         ids, slots = self.dram.dirty(0)
         expected = {
             row for row in self.resident if self.clocks.get(row, 0) != self.below.get(row, 0)
@@ -345,26 +345,26 @@ class DramAgainstDict(RuleBasedStateMachine):
     def erase(self, size):
         ids = self.rng.choice(self.universe, size=min(size, len(self.universe)), replace=False)
         rows = torch.from_numpy(ids)
-        here = set(self.resident)
+        local = set(self.resident)
         self.dram.erase(0, rows)
         in_use = self.pinned()
-        if self.kind.startswith("direct") and self.held:
-            in_use = here
+        if self.kind.startswith("direct") and self.acquired:
+            in_use = local
         for row in ids.tolist():
             if row not in in_use:
                 self.resident.discard(row)
             self.clocks.pop(row, None)
             self.below.pop(row, None)
         # Rows in use are as new, where they were; then they say their id again.
-        born = np.array(sorted({int(i) for i in ids} & in_use & here), dtype=np.int64)
+        born = np.array(sorted({int(i) for i in ids} & in_use & local), dtype=np.int64)
         if len(born):
             resident, slots = (np.asarray(part) for part in self.dram.resident(0))
-            mine = torch.from_numpy(slots[np.searchsorted(resident, born)])
+            table_slots = torch.from_numpy(slots[np.searchsorted(resident, born)])
             weights = reference.birth_values(torch.from_numpy(born), 4, 5, 0.5, torch.float32)
             state, clocks = torch.full((len(born), 1), 0.25), torch.zeros(len(born)).long()
             wanted = reference.pack(weights, state, clocks)
-            assert torch.equal(records_of(self.dram, mine, 28), wanted)
-            self.dram.unpack(0, mine, self.records(born, clocks.tolist()))
+            assert torch.equal(records_of(self.dram, table_slots, 28), wanted)
+            self.dram.unpack(0, table_slots, self.records(born, clocks.tolist()))
 
     @invariant()
     def agrees(self):
@@ -384,7 +384,7 @@ class DramAgainstDict(RuleBasedStateMachine):
         assert read[present, 3].tolist() == [
             float(i % 1000) for i in self.universe[present].tolist()
         ]
-        for held_ids, held_slots in self.held:  # pinned rows do not move
+        for held_ids, held_slots in self.acquired:  # pinned rows do not move
             where = np.searchsorted(ids.numpy(), held_ids)
             assert torch.equal(slots[where], held_slots)
 
@@ -400,8 +400,8 @@ def test_rows_used_least_go_first():
     for ids in ([1, 2, 3, 4], [1, 2, 3], [1, 2]):
         release(dram, acquire(dram, ids)[0])
     for new, gone in ((5, 4), (6, 5), (7, 6)):  # one use each: not worth what is here
-        slots, left = acquire(dram, [new])
-        assert left.num_evicted == 1 and gone not in dram.resident(0)[0].tolist()
+        slots, remaining = acquire(dram, [new])
+        assert remaining.num_evicted == 1 and gone not in dram.resident(0)[0].tolist()
         release(dram, slots)
     assert sorted(dram.resident(0)[0].tolist()) == [1, 2, 3, 7]
 
@@ -416,8 +416,8 @@ def test_rows_that_may_not_leave_stay():
 
 def test_memory_error_of_one_table_leaves_no_trace_on_others():
     dram = open_dram(dims=[2, 2, 2], capacity=3)
-    held = torch.empty(4, dtype=torch.int32)
-    dram.acquire(torch.tensor([1, 2, 1, 1]), torch.tensor([0, 2, 3, 4]), held, True)
+    stored = torch.empty(4, dtype=torch.int32)
+    dram.acquire(torch.tensor([1, 2, 1, 1]), torch.tensor([0, 2, 3, 4]), stored, True)
     before = [[part.tolist() for part in dram.resident(t)] for t in range(3)]
     slots = torch.empty(6, dtype=torch.int32)
     ids = torch.tensor([1, 5, 2, 3, 4, 9])
@@ -425,9 +425,9 @@ def test_memory_error_of_one_table_leaves_no_trace_on_others():
         dram.acquire(ids, torch.tensor([0, 2, 5, 6]), slots, True)
     assert [[part.tolist() for part in dram.resident(t)] for t in range(3)] == before
     assert slots.tolist() == [-1] * 6
-    dram.release(held, torch.tensor([0, 2, 3, 4]), False)  # pinned once, as before
+    dram.release(stored, torch.tensor([0, 2, 3, 4]), False)  # pinned once, as before
     with pytest.raises(ValueError, match="not pinned"):
-        dram.release(held, torch.tensor([0, 2, 3, 4]), False)
+        dram.release(stored, torch.tensor([0, 2, 3, 4]), False)
     dram.acquire(ids, torch.tensor([0, 2, 5, 6]), slots, True)
 
 
@@ -435,16 +435,16 @@ def test_rows_never_updated_are_clean():
     dram = open_dram(capacity=2)
     release(dram, acquire(dram, [1, 2])[0], dirty=True)  # clock 0
     assert dram.dirty(0)[0].tolist() == []
-    _, left = acquire(dram, [3, 4])
-    assert left.num_evicted == 2 and left.evicted_ids[0].tolist() == []
-    assert left.evicted_records[0].shape == (0, 28)
+    _, remaining = acquire(dram, [3, 4])
+    assert remaining.num_evicted == 2 and remaining.evicted_ids[0].tolist() == []
+    assert remaining.evicted_records[0].shape == (0, 28)
 
 
 def test_pins_count():
     dram = open_dram(capacity=2)
     first, _ = acquire(dram, [1])
-    second, left = acquire(dram, [1])
-    assert torch.equal(first, second) and left.missing.tolist() == []
+    second, remaining = acquire(dram, [1])
+    assert torch.equal(first, second) and remaining.missing.tolist() == []
     release(dram, first)
     with pytest.raises(MemoryError, match="1 pinned"):
         acquire(dram, [2, 3])
@@ -509,18 +509,18 @@ def test_direct_rows_lie_at_their_number():
 @pytest.mark.parametrize("capacity", [100, 5])
 def test_id_of_another_rank(capacity):
     owners = _native.owner_of(torch.arange(100), 100, 3).tolist()
-    mine, foreign = owners.index(1), owners.index(2)
+    own, foreign = owners.index(1), owners.index(2)
     dram = open_dram(rows=100, capacity=capacity, num_owners=3, place=1)
     message = f"table 0 position 1 id {foreign} rows 100: owner 2 has it, this is owner 1"
     with pytest.raises(ValueError, match=message):
-        acquire(dram, [mine, foreign])
+        acquire(dram, [own, foreign])
     assert dram.num_rows(0) == 0
     with pytest.raises(ValueError, match="not pinned"):
-        release(dram, torch.tensor([mine // 3], dtype=torch.int32))
+        release(dram, torch.tensor([own // 3], dtype=torch.int32))
 
 
 def test_a_direct_table_counts_what_is_in_flight():
-    """It has no pins by row: more releases than acquires are refused, whatever the rows."""
+    """Direct tables have no pins by row: more releases than acquires are refused, whatever the rows."""
     dram = open_dram(rows=100, capacity=100)
     first, _ = acquire(dram, [1, 2, 3])
     second, _ = acquire(dram, [3, 4])
@@ -570,8 +570,8 @@ def test_memory_is_reserved_not_used():
     assert 100_000 * row < grown <= 100_000 * (row + 18.2)
 
 
-@pytest.mark.parametrize(("can_evict", "most"), [(False, 16.1), (True, 18.2)])
-def test_bytes_of_a_row_of_an_open_table(can_evict, most):
+@pytest.mark.parametrize(("can_evict", "limit"), [(False, 16.1), (True, 18.2)])
+def test_bytes_of_a_row_of_an_open_table(can_evict, limit):
     """Beyond weights, state and clock, above 100k rows, growing or not: two more where rows may leave."""
     dram = open_dram(dims=[1], state=0, capacity=10**7, can_evict=can_evict)
     rng = np.random.default_rng(0)
@@ -582,7 +582,7 @@ def test_bytes_of_a_row_of_an_open_table(can_evict, most):
         if dram.num_rows(0) >= 100_000:
             worst = max(worst, dram.resident_bytes() / dram.num_rows(0) - 8)
     assert dram.num_rows(0) > 800_000
-    assert most - 1 < worst <= most
+    assert limit - 1 < worst <= limit
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -596,7 +596,8 @@ def test_bytes_of_a_row_of_a_direct_table(num_ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_tables", "step"), [(26, 4096), (1, 100_000)])
 def test_growth_without_a_pause(num_tables, step):
-    """From 0 to 20 M rows, the worst step takes at most 3 times the median one: processor time, best of 3 runs."""
+    """Table grows from 0 to 20 M rows: the worst step takes at most 3 times the median one: processor time, best of 3
+    runs."""
     total, ratios = 20_000_000, []
     offsets = torch.arange(num_tables + 1) * step
     _native.set_num_threads(1)
@@ -686,7 +687,7 @@ def test_refused(call, message):
 
 @pytest.mark.parametrize(("rows", "num_owners"), [(0, 1), (0, 3), (100, 1), (100, 3)])
 def test_table_without_rows_here(rows, num_owners):
-    """It takes no memory and refuses every id; nothing has changed then."""
+    """Table takes no memory and refuses every id; nothing has changed then."""
     dram = open_dram(rows=rows, capacity=50, num_owners=num_owners, place=-1)
     empty = dram.resident_bytes()
     for ids in ([5], [0, 99], list(range(70))):

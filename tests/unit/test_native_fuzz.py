@@ -101,18 +101,18 @@ def three_lookups():
 
 
 class Call:
-    """Right arguments of one function, by name; `seen()`: all it may write, as it is now."""
+    """Right arguments of one function, by name; `snapshot()`: all it may write, as it is now."""
 
     def __init__(self, name):
         self.dram, self.parts, self.slots = a_dram()
-        self.kept = [torch.full((3, 4), 7.0), torch.ones(3, 4)]
+        self.buffers = [torch.full((3, 4), 7.0), torch.ones(3, 4)]
         getattr(self, name)()
 
-    def seen(self):
+    def snapshot(self):
         written = [a for a in self.arguments.values() if torch.is_tensor(a)]
         for a in self.arguments.values():
             written += [x for x in a if torch.is_tensor(x)] if isinstance(a, list) else []
-        written = [a.tolist() for a in [*written, *self.kept] if a.device.type == "cpu"]
+        written = [a.tolist() for a in [*written, *self.buffers] if a.device.type == "cpu"]
         return records(self.dram), written
 
     def bind(self, function, **arguments):
@@ -121,7 +121,7 @@ class Call:
     # Each function, right.
 
     def pool(self):
-        out, rows = self.kept
+        out, rows = self.buffers
         self.bind(
             _native.pool,
             lookups=three_lookups(),
@@ -136,7 +136,7 @@ class Call:
         )
 
     def source(self):
-        gradients = self.kept[1]
+        gradients = self.buffers[1]
         return _native.OutputGradients(
             three_lookups(),
             _native.Reads(int32(0, 1), int32(0, 0), int32(4, 4)),
@@ -150,13 +150,13 @@ class Call:
             _native.OutputGradients,
             lookups=three_lookups(),
             reads=_native.Reads(int32(0, 1), int32(0, 0), int32(4, 4)),
-            bases=longs(self.kept[1].data_ptr(), self.kept[1][2].data_ptr()),
+            bases=longs(self.buffers[1].data_ptr(), self.buffers[1][2].data_ptr()),
             strides=longs(16, 16),
             dtype="float32",
         )
 
     def row_gradients(self):
-        base = self.kept[1].data_ptr()
+        base = self.buffers[1].data_ptr()
         self.bind(_native.RowGradients, base=base, index=int32(0, 4, 8), dtype="float32")
 
     def sum_rows(self):
@@ -167,7 +167,7 @@ class Call:
             source=self.source(),
             offsets=longs(0, 2, 3),
             parts=self.parts,
-            out_base=self.kept[0].data_ptr(),
+            out_base=self.buffers[0].data_ptr(),
             out_index=int32(0, 4, 8),
             dtype="float32",
         )
@@ -266,7 +266,7 @@ class Call:
 CALLS = [
     name
     for name in vars(Call)
-    if not name.startswith("_") and name not in ("seen", "bind", "source")
+    if not name.startswith("_") and name not in ("snapshot", "bind", "source")
 ]
 
 
@@ -290,12 +290,12 @@ def test_any_wrong_argument(name):
                 wrong = [WRECKS[wreck](x) if torch.is_tensor(x) else x for x in whole]
             else:
                 wrong = WRECKS[wreck](torch.tensor(whole))
-            before = call.seen()
+            before = call.snapshot()
             try:
                 call.function(**{**call.arguments, argument: wrong})
             except REFUSED as error:
                 assert str(error)
-                assert call.seen() == before, (argument, wreck)
+                assert call.snapshot() == before, (argument, wreck)
             else:
                 accepted.add((argument, wreck))
     # Shapes that are right as well: a shorter list of parts, vectors with strides, no gradient wanted.
@@ -314,7 +314,7 @@ def test_any_wrong_number(name, place, number, element):
         return  # addresses cannot be checked
     if argument in ("out_index", "index", "out_strides") and name != "take":
         return
-    before = call.seen()
+    before = call.snapshot()
     if torch.is_tensor(value) and not value.is_floating_point():
         if not isinstance(number, int):
             return
@@ -330,7 +330,7 @@ def test_any_wrong_number(name, place, number, element):
         if name == "acquire":  # gives no slot then
             assert call.arguments["slots"].tolist() in ([7] * 3, [-1] * 3)
             call.arguments["slots"].fill_(7)
-        assert call.seen() == before
+        assert call.snapshot() == before
 
 
 def test_outputs_must_be_writable():
@@ -338,10 +338,10 @@ def test_outputs_must_be_writable():
         call = Call(name)
         out = call.arguments[argument].numpy().copy()
         out.flags.writeable = False
-        before = call.seen(), np.copy(out)
+        before = call.snapshot(), np.copy(out)
         with pytest.raises(TypeError):
             call.function(**{**call.arguments, argument: out})
-        assert call.seen() == before[0]
+        assert call.snapshot() == before[0]
         assert (out == before[1]).all()
 
 

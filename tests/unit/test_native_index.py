@@ -61,19 +61,19 @@ def test_row_index_grows_and_shrinks():
     index = _native.RowIndex()
     for part in ids.split(70_001):
         index.put(part, part // 2 & 2**62)
-    kept = ids[::3].contiguous()
+    retained = ids[::3].contiguous()
     index.erase(ids[1::3].contiguous())
     index.erase(ids[2::3].contiguous())
-    assert len(index) == len(kept)
+    assert len(index) == len(retained)
     out = torch.empty_like(ids)
     index.get(ids, out)
-    assert torch.equal(out[::3], kept // 2 & 2**62)
+    assert torch.equal(out[::3], retained // 2 & 2**62)
     assert (out[1::3] == -1).all() and (out[2::3] == -1).all()
-    assert torch.equal(index.items()[0], kept.sort().values)
+    assert torch.equal(index.items()[0], retained.sort().values)
 
 
 def test_row_index_with_one_bucket_for_all():
-    """More rows than fit a bucket's counter of passers-by would be slow, never wrong."""
+    """Index is slow, never wrong, with more rows than a bucket's counter of passers-by can count."""
     ids = longs({unmix64((low << 40 | 0xFFFFFFFF) % 2**64) for low in range(2000)})
     index = _native.RowIndex()
     index.put(ids, ids & 2**62)
@@ -186,10 +186,10 @@ beside.join()
 
 
 @pytest.mark.parametrize(
-    "said, wanted", [("2", "2"), pytest.param("unset", "1", marks=pytest.mark.slow)]
+    "message, wanted", [("2", "2"), pytest.param("unset", "1", marks=pytest.mark.slow)]
 )
-def test_threads_of_ranks_are_shared_out_once(said, wanted):
-    """What OMP_NUM_THREADS says is of each rank already: launchers divide before they set it."""
+def test_threads_of_ranks_are_shared_out_once(message, wanted):
+    """OMP_NUM_THREADS is already for each rank: launchers divide before they set it."""
     code = """
 import os
 if os.environ["OMP_NUM_THREADS"] == "unset":
@@ -202,7 +202,7 @@ for _ in range(2):
     run.set_threads(0, mesh)
     print(_native.num_threads())
 """
-    assert run(code, OMP_NUM_THREADS=said) == [wanted] * 2
+    assert run(code, OMP_NUM_THREADS=message) == [wanted] * 2
 
 
 def test_instruction_sets():

@@ -32,7 +32,7 @@ def longs(values):
 
 
 def records_of(ids, version, record_bytes):
-    """(N, record_bytes): what row `id` holds in version `version`."""
+    """Return records (N, record_bytes) of rows `id` in version `version`."""
     rng = [np.random.default_rng([i % 2**64, version]) for i in ids]
     rows = [r.integers(0, 256, record_bytes, dtype=np.uint8) for r in rng]
     return (
@@ -50,9 +50,9 @@ class Files:
         self.directory = tempfile.TemporaryDirectory()
         self.fds, self.direct_fds, self.ends = {}, {}, {}
 
-    def write(self, most=10**9):
-        while most > 0 and (chunk := self.log.next_chunk()) is not None:
-            most -= 1
+    def write(self, limit=10**9):
+        while limit > 0 and (chunk := self.log.next_chunk()) is not None:
+            limit -= 1
             if chunk.segment not in self.fds:
                 path = os.path.join(self.directory.name, str(chunk.segment))
                 self.fds[chunk.segment] = os.open(path, os.O_RDWR | os.O_CREAT)
@@ -104,16 +104,16 @@ def make_log(
 
 def read(log, reader, ids, record_bytes, demand=True):
     out = torch.full((len(ids), record_bytes), 0xA5, dtype=torch.uint8)
-    found, fault = log.read(reader, longs(ids), out, demand).wait()
+    result, fault = log.read(reader, longs(ids), out, demand).wait()
     assert fault is None
-    return found, out
+    return result, out
 
 
 def check_content(log, reader, model, ids, record_bytes):
     """model: id -> (version, heat)"""
     ids = list(ids)
-    found, out = read(log, reader, ids, record_bytes)
-    assert found.tolist() == [i in model for i in ids]
+    result, out = read(log, reader, ids, record_bytes)
+    assert result.tolist() == [i in model for i in ids]
     for i, row in zip(ids, out, strict=True):
         wanted = (
             records_of([i], model[i][0], record_bytes)[0]
@@ -181,11 +181,11 @@ def test_log_is_a_dict(steps, record_bytes, kind, is_open):
     rows = 0 if is_open else 41
     log, files = make_log(record_bytes, rows)
     reader = _native.PageReader(kind, 8)
-    model, seen, frozen = {}, set(), None
+    model, visited, frozen = {}, set(), None
     try:
         for version, (step, ids, stream) in enumerate(steps):
             ids = [i for i in ids if is_open or 0 <= i < rows]
-            seen.update(ids)
+            visited.update(ids)
             if step == "write":
                 heats = (
                     torch.tensor([(i + version) % 256 for i in ids], dtype=torch.uint8)
@@ -235,7 +235,7 @@ def test_log_is_a_dict(steps, record_bytes, kind, is_open):
                 frozen = None
             check_content(log, reader, model, ids, record_bytes)
         files.write()
-        check_content(log, reader, model, seen, record_bytes)
+        check_content(log, reader, model, visited, record_bytes)
         if frozen is not None:
             check_commit(log, files, frozen, record_bytes)
     finally:
@@ -276,8 +276,8 @@ def check_commit(log, files, frozen, record_bytes):
     for segment in segments:
         reopened.load(segment, log.keys(segment), log.frozen_live(segment), files.fds[segment])
     assert reopened.num_rows == len(frozen)
-    found, out = read(reopened, _native.PageReader("auto", 4), list(frozen), record_bytes)
-    assert bool(found.all()) and [bytes(row.numpy()) for row in out] == [
+    result, out = read(reopened, _native.PageReader("auto", 4), list(frozen), record_bytes)
+    assert bool(result.all()) and [bytes(row.numpy()) for row in out] == [
         content[i][:record_bytes] for i in frozen
     ]
 
@@ -323,8 +323,8 @@ def test_mapped_files_are_read_in_place():
         maps[segment] = np.memmap(f"/proc/self/fd/{fd}", np.uint8, "r")
         log.detach(segment)
         log.attach(segment, fd, maps[segment].ctypes.data)
-    found, out = read(log, reader, ids, 33)
-    assert bool(found.all()) and torch.equal(out, records_of(ids, 0, 33))
+    result, out = read(log, reader, ids, 33)
+    assert bool(result.all()) and torch.equal(out, records_of(ids, 0, 33))
     assert reader.counts()["reads"] == 0 and log.counts()["rows_copied"] == 500
     os.pwrite(files.fds[1], b"\1", 64 + 20)
     fault = log.read(reader, longs(ids), out, True).wait()[1]
@@ -386,11 +386,13 @@ def test_reads_race_with_writes_and_collection():
         try:
             rng = np.random.default_rng(threading.get_ident())
             while not stop.is_set():
-                asked = rng.integers(0, 1500, 200).tolist()
+                requested = rng.integers(0, 1500, 200).tolist()
                 out = torch.empty(200, 60, dtype=torch.uint8)
-                found, fault = log.read(reader, longs(asked), out, bool(rng.integers(2))).wait()
-                assert fault is None and bool(found.all())
-                for i, row in zip(asked[:20], out, strict=False):
+                result, fault = log.read(
+                    reader, longs(requested), out, bool(rng.integers(2))
+                ).wait()
+                assert fault is None and bool(result.all())
+                for i, row in zip(requested[:20], out, strict=False):
                     assert any(torch.equal(row, records_of([i], v, 60)[0]) for v in range(8))
         except BaseException as error:
             errors.append(error)
@@ -461,6 +463,6 @@ def test_nothing_asked_is_nothing_done():
     empty = longs([])
     log.write(empty, torch.empty(0, 8, dtype=torch.uint8), None, 0)
     assert log.delete(empty) == 0 and log.next_chunk() is None and log.pending_bytes == 0
-    found, fault = log.read(reader, empty, torch.empty(0, 8, dtype=torch.uint8), True).wait()
-    assert len(found) == 0 and fault is None
+    result, fault = log.read(reader, empty, torch.empty(0, 8, dtype=torch.uint8), True).wait()
+    assert len(result) == 0 and fault is None
     files.close()

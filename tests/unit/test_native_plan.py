@@ -95,17 +95,17 @@ def grouped(ids, feature_offsets, feature_tables, table_rows, num_owners):
         features = [f for f in range(len(feature_tables)) if feature_tables[f] == t]
         lookups = [np.arange(feature_offsets[f], feature_offsets[f + 1]) for f in features]
         lookups = np.concatenate([np.empty(0, np.int64), *lookups])
-        mine, which = np.unique(ids[lookups], return_inverse=True)
-        owners = reference.owner_of(torch.from_numpy(mine), rows, dealt_to).numpy()
-        hashes = reference.mix64(torch.from_numpy(mine)).numpy().view(np.uint64)
-        order = np.lexsort((mine // dealt_to if rows else hashes, owners))
+        own, which = np.unique(ids[lookups], return_inverse=True)
+        owners = reference.owner_of(torch.from_numpy(own), rows, dealt_to).numpy()
+        hashes = reference.mix64(torch.from_numpy(own)).numpy().view(np.uint64)
+        order = np.lexsort((own // dealt_to if rows else hashes, owners))
         row = np.argsort(order)[which]
         inverse[lookups] = start + row
-        start += len(mine)
-        unique.append(mine[order])
+        start += len(own)
+        unique.append(own[order])
         counts += np.bincount(owners, minlength=dealt_to).tolist()
         entries.append(lookups[np.argsort(row, kind="stable")])
-        lengths.append(np.bincount(row, minlength=len(mine)))
+        lengths.append(np.bincount(row, minlength=len(own)))
     return reference.LookupGroups(
         torch.from_numpy(np.concatenate(unique)),
         torch.tensor(counts).cumsum(0),
@@ -162,7 +162,7 @@ def test_grouped_equals_twin(batch, pattern):
 
 
 def test_shared_tables_ids_with_one_hash_prefix_are_told_apart():
-    """As above, with runs that cross the threads' parts of the table, beside ids of any hash."""
+    """Same as above, with runs that cross the threads' parts of the table, beside ids of any hash."""
     ids = [unmix64(0x123456789ABC << 16 | low) for low in range(2 * SHARED)]
     lookups = np.random.default_rng(1).permutation(ids + list(range(100)))
     wanted = grouped(lookups, [0, len(lookups)], [0], [0], [3])

@@ -158,7 +158,8 @@ def test_outputs_that_are_streamed(dim, row_dtype, out_dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [16, 5])
 def test_rounding_is_torchs(dim, dtype):
-    """Of float32 around every number of the 16-bit type, half-way ones included; and every one of them widened."""
+    """Rounding of float32 around every number of the 16-bit type, half-way ones included; and every one of them
+    widened."""
     numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     around = numbers[~numbers.isnan()].float().view(torch.int32)
     half = 1 << (15 if dtype == torch.bfloat16 else 12)

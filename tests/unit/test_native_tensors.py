@@ -55,11 +55,11 @@ def test_tensors_of_other_kinds_go_by_python_or_are_refused():
 
 
 def test_a_tensor_whose_storage_was_freed_is_refused():
-    """As FSDP leaves parameters between uses: the shape is there, the memory is not."""
+    """FSDP leaves parameters like this between uses: the shape is there, the memory is not."""
     rows, out = torch.ones(2, 1, 4), torch.empty(2, 1)
     index, freed = INDEX.clone(), torch.ones(2, 1, 4)
-    for each in (index, freed):
-        each.untyped_storage().resize_(0)
+    for item in (index, freed):
+        item.untyped_storage().resize_(0)
     calls = (
         lambda: _native.take(VALUES, index, torch.empty(2, dtype=torch.int32)),
         lambda: _native.take(VALUES, INDEX, index),
@@ -106,8 +106,8 @@ def test_what_is_looked_into_stays_for_as_long_as_somebody_looks():
     view = _native.empty_bytes(1 << 16)[8:]
     address = view.data_ptr() - 8
     others = [_native.empty_bytes(1 << 16) for _ in range(8)]
-    assert address not in {each.data_ptr() for each in others}
-    thread = threading.Thread(target=lambda kept: kept.clear(), args=([view],))
+    assert address not in {other.data_ptr() for other in others}
+    thread = threading.Thread(target=lambda retained: retained.clear(), args=([view],))
     del view
     thread.start()
     thread.join()
@@ -119,6 +119,6 @@ def test_results_are_tensors_of_their_dtype():
     directory = _native.Directory(3, 1, 1, "lru")
     directory.step(ids, None, None, 0)
     columns = directory.rows()
-    assert [each.dtype for each in columns] == [torch.int64] + [torch.int32] * 4
+    assert [array.dtype for array in columns] == [torch.int64] + [torch.int32] * 4
     assert columns[0].tolist() == [4, 9] and not columns[0].requires_grad
     assert a_plan(ids[:0]).entries.shape == slots.shape

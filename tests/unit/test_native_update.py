@@ -86,7 +86,7 @@ class Gradients:
 
     @property
     def parts(self):
-        """(table, number in the table, column, dim) of each part."""
+        """Yield (table, number in the table, column, dim) of each part."""
         for t, dims in enumerate(self.dims):
             for i, dim in enumerate(dims):
                 yield t, i, self.columns[t][i], dim
@@ -97,7 +97,7 @@ class Gradients:
         return _native.Parts(int32(*tables), int32(*columns), int32(*dims), int32(*states))
 
     def sums(self, t, i):
-        """(U_t, D): the twin's sums for part i of table t."""
+        """Return the twin's sums (U_t, D) for part i of table t."""
         if (t, i) not in self.known:
             self.known[t, i] = self._sums(t, i)
         return self.known[t, i]
@@ -108,21 +108,21 @@ class Gradients:
         lookups = [lookups for _, lookups, _ in self.batch.features()]
         for (f, first, end), out in zip(self.reads, self.outputs, strict=True):
             if self.batch.feature_tables[f] == t and first <= i < end:
-                mine, weights = lookups[f], self.batch.weights
+                own, weights = lookups[f], self.batch.weights
                 column = self.columns[t][i] - self.columns[t][first]
-                terms[mine] = reference.lookup_gradients(
+                terms[own] = reference.lookup_gradients(
                     out[:, column : column + self.dims[t][i]],
                     self.batch.bags(f),
                     self.batch.poolings[f],
-                    None if weights is None else weights[mine],
+                    None if weights is None else weights[own],
                 )
-                is_read[mine] = True
+                is_read[own] = True
         lo, hi = self.plan.block_offsets[t : t + 2].tolist()
         offsets = self.plan.segment_offsets[lo : hi + 1]
         return reference.sum_rows(terms, offsets, self.plan.entries, is_read)
 
     def row_sums(self, t):
-        """(U_t, width)"""
+        """Return sums (U_t, width)."""
         return torch.cat([self.sums(t, i) for i in range(len(self.dims[t]))], dim=1)
 
     def packed(self):
@@ -187,7 +187,7 @@ def numbers(s):
 
 
 class Table:
-    """What the twins make of the rows of one table."""
+    """Twin of the rows of one table."""
 
     def __init__(self, gradients, t, ids, row_dtype, is_split, states, num_states, clocks):
         self.ids, self.seed, self.row_dtype, self.is_split = ids, t, row_dtype, is_split
@@ -204,9 +204,9 @@ class Table:
         for i, dim in enumerate(gradients.dims[t]):
             column, state, p = gradients.columns[t][i], self.states[i], first_part + i
             values = self.weights[:, column : column + dim].to(self.state.dtype)
-            mine = self.state[:, state : state + optimizers.state_elements(kinds[p], dim)]
+            own = self.state[:, state : state + optimizers.state_elements(kinds[p], dim)]
             sums = gradients.sums(t, i)
-            optimizers.update(kinds[p], values, mine, self.clocks, sums, all_settings[p])
+            optimizers.update(kinds[p], values, own, self.clocks, sums, all_settings[p])
             if self.weights.dtype.itemsize == 2:
                 values = optimizers.round_at_random(
                     values, self.ids, self.clocks, self.seed, self.row_dtype, column=column
@@ -286,8 +286,8 @@ def test_update_equals_twin(batch, chosen, rows, dtype, from_rows):
         slots = torch.empty(plan.num_unique, dtype=torch.int32)
         dram.acquire(plan.unique_ids, plan.block_offsets, slots, False)
         by_table = slots.split(plan.block_offsets.diff().tolist())
-        for t, mine in enumerate(by_table):
-            dram.unpack(t, mine.contiguous(), before[t])
+        for t, own in enumerate(by_table):
+            dram.unpack(t, own.contiguous(), before[t])
         with running_on(isa, num_threads):
             for _ in range(2):
                 _native.update(
@@ -301,9 +301,9 @@ def test_update_equals_twin(batch, chosen, rows, dtype, from_rows):
                     int32(*kinds),
                     torch.tensor([numbers(s) for s in all_settings], dtype=torch.float64),
                 )
-        for t, mine in enumerate(by_table):
+        for t, own in enumerate(by_table):
             records = torch.empty_like(wanted[t])
-            dram.pack(t, mine.contiguous(), records)
+            dram.pack(t, own.contiguous(), records)
             assert same_bits(records, wanted[t]), (isa, num_threads, t, kinds)
 
 
@@ -365,12 +365,14 @@ def test_by_page_is_the_same_rows_in_the_order_of_their_pages():
     entries = torch.from_numpy(rng.permutation(int(segments[-1])).astype(np.int32))
     for _, num_threads in everywhere():
         with running_on("portable", num_threads):
-            found = _native.by_page(slots, offsets, segments, entries)
-        moved, starts, theirs = (torch.as_tensor(part) for part in found)
-        given = dict(zip(slots.tolist(), entries.split(lengths.tolist()), strict=True))
-        assert starts[0] == 0 and starts[-1] == len(theirs)
-        for slot, mine in zip(moved.tolist(), theirs.split(starts.diff().tolist()), strict=True):
-            assert torch.equal(given[slot], mine)
+            result = _native.by_page(slots, offsets, segments, entries)
+        moved, starts, expected = (torch.as_tensor(part) for part in result)
+        options = dict(zip(slots.tolist(), entries.split(lengths.tolist()), strict=True))
+        assert starts[0] == 0 and starts[-1] == len(expected)
+        for slot, actual in zip(
+            moved.tolist(), expected.split(starts.diff().tolist()), strict=True
+        ):
+            assert torch.equal(options[slot], actual)
         for t, (first, last) in enumerate(pairwise(offsets)):
             assert set(moved[first:last].tolist()) == set(slots[first:last].tolist())
             groups = moved[first:last] >> 9  # 2^20 slots in 2^11 groups
@@ -379,7 +381,7 @@ def test_by_page_is_the_same_rows_in_the_order_of_their_pages():
                 assert not torch.equal(moved[first:last], slots[first:last])
             else:  # few rows, and rows in order, stay as they are
                 assert torch.equal(moved[first:last], slots[first:last])
-        assert _native.by_page(moved, offsets, starts, theirs) is None
+        assert _native.by_page(moved, offsets, starts, expected) is None
 
 
 def test_what_is_no_rows_with_segments_is_left_to_update():

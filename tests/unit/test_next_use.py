@@ -80,16 +80,16 @@ def test_every_batch_says_when_its_ids_come_again(epochs):
     ]  # fmt: skip
     num_said = 0
     for step, batch in enumerate(source.batches(4)):
-        said = {}
+        facts = {}
         for name, table in (("a", "item"), ("bag", "item"), ("b", "b")):
             codes = batch.next_use[name].tolist()
             assert len(codes) == len(batch.ids[name].values)
             for i, code in zip(batch.ids[name].values.tolist(), codes, strict=True):
                 if code:
-                    assert (table, i) not in said  # once in a batch
-                    said[table, i] = code
-        assert said.keys() == uses[step]
-        for row, code in said.items():
+                    assert (table, i) not in facts  # once in a batch
+                    facts[table, i] = code
+        assert facts.keys() == uses[step]
+        for row, code in facts.items():
             until = 20 if epochs == 1 else 40
             later = [s for s in range(step + 1, until) if row in uses[s]]
             wanted = encode_distance(np.array([later[0] - step]))[0] if later else NEVER
@@ -153,7 +153,7 @@ CONFIG = build_config(
 
 
 def run_on(mesh, folder, changes):
-    """(hits, this rank's rows by table and id, their weights)."""
+    """Return hits, this rank's rows by table and id, and their weights."""
     run = open_run(override_settings(CONFIG, changes), mesh, folder)
     run.train()
     collection = run.trainer.collection
@@ -198,12 +198,12 @@ def test_ranks_parts_are_told_as_the_whole_batch_is(num_ranks):
     parts = [
         with_next_use(data).batches(64, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)
     ]
-    for batch, *mine in zip(whole, *parts, strict=True):
+    for batch, *actual in zip(whole, *parts, strict=True):
         for name in names:
             ids, codes = batch.ids[name].values, batch.next_use[name]
-            theirs = torch.cat([part.next_use[name] for part in mine])
-            assert torch.equal(ids, torch.cat([part.ids[name].values for part in mine]))
-            assert torch.equal(theirs, codes)
+            expected = torch.cat([part.next_use[name] for part in actual])
+            assert torch.equal(ids, torch.cat([part.ids[name].values for part in actual]))
+            assert torch.equal(expected, codes)
 
 
 def test_data_whose_order_nobody_knows_is_refused():

@@ -65,15 +65,16 @@ def train(embeddings, rows, ids):
     rows.step()
 
 
-def remembered(asked) -> dict[str, torch.Tensor]:
+def remembered(retention) -> dict[str, torch.Tensor]:
     """`state` in one piece, rows in the order of their ids."""
-    found = {
-        name: torch.cat(parts) if parts else torch.empty(0) for name, parts in asked.state().items()
+    results = {
+        name: torch.cat(parts) if parts else torch.empty(0)
+        for name, parts in retention.state().items()
     }
-    if "ids" in found:
-        order = found["ids"].argsort()
-        found |= {name: found[name][order] for name in ("ids", "steps", "values")}
-    return found
+    if "ids" in results:
+        order = results["ids"].argsort()
+        results |= {name: results[name][order] for name in ("ids", "steps", "values")}
+    return results
 
 
 # Orders of eviction against a slow twin
@@ -112,8 +113,8 @@ class Twin:
         return exponent + math.floor((value / 2.0**exponent - 1) * 4) / 4
 
     def hear(self, ids, norms, step):
-        named = sorted(zip(ids, norms, strict=True), key=lambda pair: mixed(pair[0]))
-        for i, norm in named:
+        names = sorted(zip(ids, norms, strict=True), key=lambda pair: mixed(pair[0]))
+        for i, norm in names:
             before = self.rows.get(i)
             count = 256
             if before is not None:
@@ -121,18 +122,18 @@ class Twin:
                 count += before.count >> shift
             self.time += 1
             self.rows[i] = Row(step, count, norm, self.time)
-        left = [
+        remaining = [
             i
             for i in sorted(self.rows, key=lambda i: self.rows[i].moved)
             if self.max_age and self.rows[i].step + self.max_age <= step
         ]
-        for i in left:
+        for i in remaining:
             del self.rows[i]
         if self.max_rows:
             for i in self.order()[: max(0, len(self.rows) - self.max_rows)]:
-                left.append(i)
+                remaining.append(i)
                 del self.rows[i]
-        return left
+        return remaining
 
     def order(self):
         return sorted(self.rows, key=lambda i: (self.score(self.rows[i]), self.rows[i].moved))
@@ -141,10 +142,10 @@ class Twin:
 @settings(max_examples=examples(20, 60), deadline=None)
 @given(
     kind=st.sampled_from([("recency", 60, 0, 0), ("frequency", 90, 0, 4), ("norm", 70, 0, 0)]),
-    most=st.sampled_from([1, 64, 200]),
+    limit=st.sampled_from([1, 64, 200]),
     seed=st.integers(0, 50),
 )
-def test_a_snapshot_is_of_its_moment_whatever_changes_meanwhile(kind, most, seed):
+def test_a_snapshot_is_of_its_moment_whatever_changes_meanwhile(kind, limit, seed):
     native, random = _native.Retention(*kind, 1), np.random.default_rng(seed)
 
     def hear(step):
@@ -159,34 +160,34 @@ def test_a_snapshot_is_of_its_moment_whatever_changes_meanwhile(kind, most, seed
     for _ in range(4):
         for _ in range(3):
             hear(step := step + 1)
-        wanted, found = columns(native.state()), []
+        wanted, results = columns(native.state()), []
         native.begin_snapshot()
         for _ in range(int(random.integers(0, 4))):
             hear(step := step + 1)
-        while part := columns(native.save_some(most)):
-            found += part
+        while part := columns(native.save_some(limit)):
+            results += part
             hear(step := step + 1)
-        assert sorted(found) == wanted
+        assert sorted(results) == wanted
     native.begin_snapshot()  # one that nobody finishes
     hear(step + 1)
 
 
 def test_a_sketch_is_copied_as_it_was_while_it_counts_on():
     kind = CountMinAdmission(updates=3, expected_ids=20_000, halve_steps=6)
-    asked, random = policy(admission=kind), np.random.default_rng(0)
-    assert asked._sketch is not None
+    retention, random = policy(admission=kind), np.random.default_rng(0)
+    assert retention._sketch is not None
 
     def hear(step):
         ids = torch.from_numpy(np.unique(random.integers(0, 5000, 900)))
-        asked.forget(ids, torch.ones(len(ids)), step)
+        retention.forget(ids, torch.ones(len(ids)), step)
 
     for step in range(0, 30, 3):
         hear(step)
-        counters = torch.as_tensor(asked._sketch.counters).clone()
-        asked.begin_state()
+        counters = torch.as_tensor(retention._sketch.counters).clone()
+        retention.begin_state()
         hear(step + 1)
         hear(step + 2)
-        state = asked.finish_state()
+        state = retention.finish_state()
         assert torch.equal(torch.cat(state["counters"]), counters)
         assert state["counted_to"][0].tolist() == [step]
 
@@ -227,9 +228,11 @@ def test_orders_of_eviction_are_those_of_a_slow_twin(steps, kind, seed):
         native.remove(torch.tensor(deleted, dtype=torch.int64))
         for i in deleted:
             twin.rows.pop(i, None)
-        heard = torch.from_numpy(norms) if kind[0] == "norm" else None
-        left = torch.as_tensor(native.hear(torch.tensor(ids, dtype=torch.int64), heard, step))
-        assert left.tolist() == twin.hear(ids, norms.tolist(), step)
+        received = torch.from_numpy(norms) if kind[0] == "norm" else None
+        remaining = torch.as_tensor(
+            native.hear(torch.tensor(ids, dtype=torch.int64), received, step)
+        )
+        assert remaining.tolist() == twin.hear(ids, norms.tolist(), step)
         assert torch.as_tensor(native.state()[0]).tolist() == twin.order()
         assert len(native) == len(twin.rows)
 
@@ -240,8 +243,8 @@ def test_many_rows_come_and_go_as_in_the_twin():
     random = np.random.default_rng(1)
     for step in range(12):
         ids = np.unique((random.random(900) ** 2 * 9000).astype(np.int64)) * 7919
-        left = torch.as_tensor(native.hear(torch.from_numpy(ids), None, step)).tolist()
-        assert left == twin.hear(ids.tolist(), [0.0] * len(ids), step)
+        remaining = torch.as_tensor(native.hear(torch.from_numpy(ids), None, step)).tolist()
+        assert remaining == twin.hear(ids.tolist(), [0.0] * len(ids), step)
     assert len(native) == 3000
 
 
@@ -250,9 +253,9 @@ def test_squared_norms(dtype):
     rows = torch.randn(50, 13, dtype=torch.float64).to(getattr(torch, dtype))
     rows[3] = 0
     slots = torch.tensor([4, 0, 49, 3], dtype=torch.int32)
-    found = _native.squared_norms(rows.data_ptr(), 13 * rows.element_size(), 13, dtype, slots)
+    result = _native.squared_norms(rows.data_ptr(), 13 * rows.element_size(), 13, dtype, slots)
     wanted = rows[slots.long()].double().square().sum(1)
-    torch.testing.assert_close(torch.as_tensor(found), wanted, rtol=1e-14, atol=0)
+    torch.testing.assert_close(torch.as_tensor(result), wanted, rtol=1e-14, atol=0)
 
 
 # Admission
@@ -263,11 +266,15 @@ def test_squared_norms(dtype):
 def test_a_sketch_never_counts_too_few(steps, halves):
     """And with room enough never too many. Halved counts are at most what was counted."""
     every = 5 if halves else None
-    asked = policy(admission=CountMinAdmission(updates=3, expected_ids=100_000, halve_steps=every))
+    retention = policy(
+        admission=CountMinAdmission(updates=3, expected_ids=100_000, halve_steps=every)
+    )
     times: dict[int, int] = {}
     for step, ids in enumerate(steps):
         given_ids = torch.tensor(ids, dtype=torch.int64)
-        refused = asked.forget(given_ids, torch.ones(len(ids), dtype=torch.int64), step).tolist()
+        refused = retention.forget(
+            given_ids, torch.ones(len(ids), dtype=torch.int64), step
+        ).tolist()
         for i in ids:
             times[i] = times.get(i, 0) + 1
         wanted = [i for i in ids if times[i] < 3]
@@ -277,15 +284,15 @@ def test_a_sketch_never_counts_too_few(steps, halves):
 
 
 def test_a_sketch_admits_too_early_no_more_often_than_it_says():
-    asked = policy(admission=CountMinAdmission(updates=2, expected_ids=20_000, error=0.02))
+    retention = policy(admission=CountMinAdmission(updates=2, expected_ids=20_000, error=0.02))
     ids = torch.randperm(2**40 // 2**20)[:20_000] * 2**20 + 17
     early = 0
     for step, part in enumerate(ids.split(1000)):
-        early += len(part) - len(asked.forget(part, torch.ones(len(part)), step))
+        early += len(part) - len(retention.forget(part, torch.ones(len(part)), step))
     assert early <= 0.02 * len(ids)
-    late = asked.forget(ids[:1000].contiguous(), torch.ones(1000), 30)
+    late = retention.forget(ids[:1000].contiguous(), torch.ones(1000), 30)
     assert len(late) == 0  # seen twice
-    assert asked.num_bytes <= 1.5 * 20_000 * math.log2(1 / 0.02) + 40_000
+    assert retention.num_bytes <= 1.5 * 20_000 * math.log2(1 / 0.02) + 40_000
 
 
 def test_a_counter_stays_at_its_most():
@@ -296,11 +303,11 @@ def test_a_counter_stays_at_its_most():
 
 
 def test_halved_counts_are_forgotten():
-    asked = policy(admission=CountMinAdmission(updates=2, expected_ids=100, halve_steps=10))
+    retention = policy(admission=CountMinAdmission(updates=2, expected_ids=100, halve_steps=10))
     one = torch.tensor([5])
-    assert asked.forget(one, torch.tensor([1]), 0).tolist() == [5]
-    assert asked.forget(one, torch.tensor([1]), 30).tolist() == [5]
-    assert asked.forget(one, torch.tensor([1]), 31).tolist() == []
+    assert retention.forget(one, torch.tensor([1]), 0).tolist() == [5]
+    assert retention.forget(one, torch.tensor([1]), 30).tolist() == [5]
+    assert retention.forget(one, torch.tensor([1]), 31).tolist() == []
 
 
 def test_a_row_is_admitted_by_chance_and_stays():
@@ -333,9 +340,9 @@ def test_the_table_never_has_more_rows_than_it_may():
     for _ in range(20):
         train(embeddings, rows, torch.randint(0, 40, (16,)))
         assert len(trained_ids(embeddings, "item")) <= 10
-    found = embeddings.policies[0]
-    assert isinstance(found, RowRetention)
-    assert remembered(found)["ids"].tolist() == trained_ids(embeddings, "item").tolist()
+    result = embeddings.policies[0]
+    assert isinstance(result, RowRetention)
+    assert remembered(result)["ids"].tolist() == trained_ids(embeddings, "item").tolist()
 
 
 def test_rows_leave_the_disk_too(tmp_path):
@@ -360,15 +367,15 @@ def test_a_table_without_an_age_is_named_as_checkpoints_of_before_name_it():
 
 
 def test_rows_leave_a_table_for_age_before_it_is_full():
-    """Of at most five rows for three steps: whichever comes first."""
+    """Rows leave at most five rows and three steps: whichever comes first."""
     embeddings = opened(table(eviction=MaxRowsEviction(rows=5, age_steps=3)))
     rows = RowOptimizer(embeddings)
-    kept = {"0 1": 2, "2 3": 4, "4": 5, "5 6": 5, "": 3, "4 5 6": 3, "7 8 9": 5}
-    for said, number in kept.items():
-        ids = [int(i) for i in said.split()]
+    retained = {"0 1": 2, "2 3": 4, "4": 5, "5 6": 5, "": 3, "4 5 6": 3, "7 8 9": 5}
+    for text, number in retained.items():
+        ids = [int(i) for i in text.split()]
         train(embeddings, rows, torch.tensor(ids, dtype=torch.int64))
-        here = trained_ids(embeddings, "item").tolist()
-        assert len(here) == number and set(ids) <= set(here), here
+        local = trained_ids(embeddings, "item").tolist()
+        assert len(local) == number and set(ids) <= set(local), local
 
 
 def test_the_smallest_rows_leave():
@@ -436,30 +443,31 @@ def test_several_batches_of_a_step_are_one_update():
     ids=["frequency", "recency", "age", "admission"],
 )  # fmt: skip
 def test_no_step_does_much_more_than_the_others_while_it_grows(changes):
-    """From empty to full and beyond: the worst step at most thrice the median, in rows and counters touched."""
-    asked, random = policy(**changes), np.random.default_rng(3)
+    """Table grows from empty to full and beyond: the worst step at most thrice the median, in rows and counters
+    touched."""
+    retention, random = policy(**changes), np.random.default_rng(3)
     clocks: dict[int, int] = {}
     work = []
     for step in range(300):
         ids = np.unique((random.random(1500) ** 3 * (2000 + 300 * step)).astype(np.int64) * 7919)
         for i in ids.tolist():
             clocks[i] = clocks.get(i, 0) + 1
-        before = asked.work
+        before = retention.work
         now = torch.tensor([clocks[i] for i in ids.tolist()])
-        for i in asked.forget(torch.from_numpy(ids), now, step).tolist():
+        for i in retention.forget(torch.from_numpy(ids), now, step).tolist():
             clocks.pop(i)
-        work.append(asked.work - before)
+        work.append(retention.work - before)
     assert max(work) <= 3 * float(np.median(work)), (max(work), np.median(work))
-    assert len(asked) == len(clocks)
+    assert len(retention) == len(clocks)
 
 
 def test_memory_for_each_row_is_what_the_documents_say():
-    asked = policy(eviction=MaxRowsEviction(rows=400_000, by="frequency"))
+    retention = policy(eviction=MaxRowsEviction(rows=400_000, by="frequency"))
     for step in range(20):
         ids = torch.arange(20_000 * step, 20_000 * (step + 1)) * 7919
-        asked.forget(ids, torch.ones(len(ids)), step)
+        retention.forget(ids, torch.ones(len(ids)), step)
         if step > 3:
-            assert asked.num_bytes <= 31.5 * len(asked)
+            assert retention.num_bytes <= 31.5 * len(retention)
 
 
 # Checkpoints
@@ -518,8 +526,8 @@ def test_a_run_goes_on_to_the_same_bits(stays, changes, tmp_path):
     whole, cut, again = OpenNet(stays), OpenNet(stays), OpenNet(stays)
     done = fitted(whole, tmp_path / "whole", 23, **changes)
     fitted(cut, tmp_path / "cut", 9, **changes)
-    found = fitted(again, tmp_path / "cut", 23, **changes)
-    assert done.outcome.steps == 23 and found.resumed_at == 9
+    result = fitted(again, tmp_path / "cut", 23, **changes)
+    assert done.outcome.steps == 23 and result.resumed_at == 9
     assert content(whole) and content(whole) == content(again)
     one, other = state_of(whole), state_of(again)
     assert one.keys() == {1}
@@ -537,8 +545,8 @@ def test_other_settings_are_refused(tmp_path):
 
 def on_ranks(mesh, stays, folder, max_steps):
     model = OpenNet(stays)
-    found = fitted(model, folder, max_steps, mesh=mesh)
-    return content(model), state_of(model)[1], found.resumed_at
+    result = fitted(model, folder, max_steps, mesh=mesh)
+    return content(model), state_of(model)[1], result.resumed_at
 
 
 @pytest.mark.parametrize("stays", ["counted", pytest.param("norm", marks=pytest.mark.slow)])
@@ -558,8 +566,8 @@ def test_on_two_ranks_and_on_one_after_two(stays, tmp_path):
     state = state_of(model)[1]
     assert sorted(state["ids"].tolist()) == sorted(rows)
     if "counters" in state:
-        both = sum(part[1]["counters"].long() for part in whole)
-        assert torch.equal(state["counters"].long(), both.clamp(max=255))
+        pair = sum(part[1]["counters"].long() for part in whole)
+        assert torch.equal(state["counters"].long(), pair.clamp(max=255))
     fitted(model := OpenNet(stays), tmp_path / "whole", 20)
     assert 0 < len(content(model)) <= 20
 
@@ -577,16 +585,16 @@ def test_counters_find_their_ranks(worlds):
     def hear(ranks, step):
         owner = torch.as_tensor(_native.owner_of(ids, 0, len(ranks)))
         refused = [
-            asked.forget(ids[owner == rank], torch.ones(int((owner == rank).sum())), step)
-            for rank, asked in enumerate(ranks)
+            retention.forget(ids[owner == rank], torch.ones(int((owner == rank).sum())), step)
+            for rank, retention in enumerate(ranks)
         ]
         return torch.cat(refused)
 
     before, after = world(worlds[0]), world(worlds[1])
     assert len(hear(before, 0)) == len(hear(before, 1)) == len(ids)
-    states = [asked.state() for asked in before]
-    for asked in after:
-        asked.restore(states)
+    states = [retention.state() for retention in before]
+    for retention in after:
+        retention.restore(states)
     assert len(hear(after, 2)) == 0
     if worlds[0] > 1:
         with pytest.raises(CheckpointError, match="memory of rows holds nothing"):
@@ -597,7 +605,7 @@ def test_counters_find_their_ranks(worlds):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: CountMinAdmission(updates=1, expected_ids=9), "updates=1, wanted a whole number, 2 .. 255"),
         (lambda: CountMinAdmission(updates=300, expected_ids=9), "updates=300"),
@@ -620,8 +628,8 @@ def test_counters_find_their_ranks(worlds):
         (lambda: policy(num_owners=4, eviction=MaxRowsEviction(rows=3)), "at least a row for each"),
     ],
 )  # fmt: skip
-def test_settings_that_cannot_work(make, said):
-    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+def test_settings_that_cannot_work(make, message):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         make()
 
 

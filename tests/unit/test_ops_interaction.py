@@ -19,7 +19,8 @@ COUNTS = (1, 2, 3, 4, 5, 8, 9, 10, 16, 17, 18, 25, 27, 33, 34, 42)
 
 @st.composite
 def vector_lists(draw):
-    """(vectors as they lie, dim, kept): 2-D or 3-D tensors, with gaps, of a transposed batch, or side by side."""
+    """Yield (vectors with their strides, dim, kept): 2-D or 3-D tensors, with gaps, of a transposed batch, or side by
+    side."""
     batch_size = draw(st.sampled_from((0, 1, 2, 3, 5, 17)))
     dim, num_vectors = draw(st.sampled_from(DIMS)), draw(st.sampled_from(COUNTS))
     dtype = draw(st.sampled_from(list(DTYPES)))
@@ -53,8 +54,8 @@ def vector_lists(draw):
             }[lie](whole)
         )
     total = sum(v.numel() for v in vectors) // max(1, batch_size * dim) if batch_size else 1
-    kept = draw(st.lists(st.integers(0, total - 1), unique=True, max_size=4)) if total else []
-    return vectors, dim, kept, is_exact
+    retained = draw(st.lists(st.integers(0, total - 1), unique=True, max_size=4)) if total else []
+    return vectors, dim, retained, is_exact
 
 
 def as_3d(vectors, dim):
@@ -75,9 +76,9 @@ def check(fused, plain, vectors, is_exact):
     first = None
     for isa, num_threads in everywhere():
         with running_on(isa, num_threads):
-            found = results(fused, vectors)
-        first = first or found
-        for f, e, w in zip(found, first, wanted, strict=True):
+            result = results(fused, vectors)
+        first = first or result
+        for f, e, w in zip(result, first, wanted, strict=True):
             assert f.shape == w.shape and same_bits(f, e), (isa, num_threads)
     for f, w in zip(first, wanted, strict=True):
         if is_exact:
@@ -119,8 +120,8 @@ def test_cross_equals_twin(shape, dtype):
     wanted = results(lambda x: interaction.plain_cross(*x), inputs)
     for isa, num_threads in everywhere():
         with running_on(isa, num_threads):
-            found = results(lambda x: interaction.cross(*x), inputs)
-        for f, w in zip(found, wanted, strict=True):
+            result = results(lambda x: interaction.cross(*x), inputs)
+        for f, w in zip(result, wanted, strict=True):
             assert same_bits(f, w), (isa, num_threads)
 
 
@@ -133,8 +134,8 @@ def test_large(dim, num_vectors):
         (lambda x: interaction.pairwise_dot(x, dim=dim), interaction.plain_pairwise_dot),
         (lambda x: interaction.fm(x, dim=dim), interaction.plain_fm),
     ):
-        for found, wanted in zip(results(fused, [fields]), results(plain, [fields]), strict=True):
-            assert torch.equal(found, wanted)
+        for result, wanted in zip(results(fused, [fields]), results(plain, [fields]), strict=True):
+            assert torch.equal(result, wanted)
 
 
 def double(*shape):
@@ -195,8 +196,8 @@ def test_compiles_whole(backend):
 
     inputs = [torch.randn(5, n, requires_grad=True) for n in (4, 8, 3)]
     compiled = torch.compile(step, backend=backend, fullgraph=True)
-    found = torch.autograd.grad(compiled(*inputs), inputs)
-    for f, w in zip(found, torch.autograd.grad(step(*inputs), inputs), strict=True):
+    result = torch.autograd.grad(compiled(*inputs), inputs)
+    for f, w in zip(result, torch.autograd.grad(step(*inputs), inputs), strict=True):
         torch.testing.assert_close(f, w)
 
 
@@ -218,7 +219,7 @@ def test_refusals():
 
 
 def test_the_core_refuses():
-    """What the wrapper would not send, left undone."""
+    """Core refuses arguments that the wrapper never sends, and changes nothing."""
     x, out = torch.randn(3, 2, 4), torch.full((3, 1), 7.0)
     with pytest.raises(ValueError, match=r"vectors\[1\]: got float64"):
         _native.pairwise_dot([x, x.double()], [], out)

@@ -29,10 +29,10 @@ class Steps:
         state = weights.new_zeros(NUM_ROWS, optimizers.state_elements(kind, DIM))
         state[:, :first_count] = first_state
         for rows, terms in zip(self.touched, self.terms, strict=True):
-            mine, its_state = weights[rows], state[rows]
+            own, its_state = weights[rows], state[rows]
             gradients = terms[0] + terms[1] + terms[2]
-            optimizers.update(kind, mine, its_state, clocks[rows], gradients, s)
-            weights[rows], state[rows] = mine, its_state
+            optimizers.update(kind, own, its_state, clocks[rows], gradients, s)
+            weights[rows], state[rows] = own, its_state
             clocks[rows] += 1
         return weights
 
@@ -223,9 +223,9 @@ class TestRounding:
         values = [1.0 + 0.3 * 2**-10, -3.00123, 1e-6 / 3, -5e-8, 1234.567, 2**-14 - 1e-9]
         rounded = self.rounded(values, dtype)
         for j, value in enumerate(values):
-            found = rounded[:, j].unique()
-            assert len(found) == 2 and found[0] < value < found[1]
-            gap = float(found[1] - found[0])
+            result = rounded[:, j].unique()
+            assert len(result) == 2 and result[0] < value < result[1]
+            gap = float(result[1] - result[0])
             assert float(rounded[:, j].double().mean()) == pytest.approx(value, abs=gap * 0.04)
 
     def test_too_large(self, dtype):

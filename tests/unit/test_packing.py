@@ -26,10 +26,10 @@ def natively(ids, space, is_ascending):
         one(space.place), is_ascending,
     )  # fmt: skip
     assert np.asarray(ends).tolist() == [len(packed)]
-    found, counts, used = _native.unpack_ids(
+    result, counts, used = _native.unpack_ids(
         packed, one(space.rows), one(space.num_owners), one(space.place), is_ascending
     )
-    assert np.asarray(found).tolist() == list(ids) and np.asarray(counts).tolist() == [len(ids)]
+    assert np.asarray(result).tolist() == list(ids) and np.asarray(counts).tolist() == [len(ids)]
     assert used == len(packed)
     return np.asarray(packed).tobytes()
 
@@ -43,8 +43,8 @@ def test_lists_equal_their_twin(data):
         num_owners,
         data.draw(st.integers(0, num_owners - 1)),
     )
-    some = WORDS | st.integers(-50, 50) if not space.rows else st.integers(0, space.rows - 1)
-    drawn = data.draw(st.lists(some, max_size=300))
+    subset = WORDS | st.integers(-50, 50) if not space.rows else st.integers(0, space.rows - 1)
+    drawn = data.draw(st.lists(subset, max_size=300))
     ids = torch.tensor(drawn, dtype=torch.int64)
     owners = torch.as_tensor(_native.owner_of(ids, space.rows, num_owners))
     listed = ids[owners == space.place].tolist()
@@ -63,8 +63,8 @@ def test_lists_equal_their_twin(data):
 def test_numbers_equal_their_twin(values):
     packed = _native.pack_numbers(torch.tensor(values, dtype=torch.int64))
     assert np.asarray(packed).tobytes() == twin.pack_numbers(values)
-    found, used = _native.unpack_numbers(packed, len(values))
-    assert np.asarray(found).tolist() == values and used == len(packed)
+    result, used = _native.unpack_numbers(packed, len(values))
+    assert np.asarray(result).tolist() == values and used == len(packed)
 
 
 ROWS, RANKS = torch.tensor([5000, 0, 3]), 3
@@ -90,9 +90,9 @@ def request(seed, num_ids=200, with_codes=True):
         unique, firsts, lasts, ROWS, OWNERS, np.tile(np.arange(RANKS)[:, None], 3),
         codes=codes if with_codes else None,
     )  # fmt: skip
-    asked = [[unique[f:n] for f, n in zip(*b, strict=True)] for b in zip(firsts, lasts, strict=True)]  # fmt: skip
+    rows_asked = [[unique[f:n] for f, n in zip(*b, strict=True)] for b in zip(firsts, lasts, strict=True)]  # fmt: skip
     known = [[codes[f:n] for f, n in zip(*b, strict=True)] for b in zip(firsts, lasts, strict=True)]  # fmt: skip
-    return messages, asked, known
+    return messages, rows_asked, known
 
 
 @pytest.mark.parametrize("num_ids", [0, 1, 2, 97, 400])
@@ -100,18 +100,20 @@ def test_requests_arrive_as_they_were_sent(num_ids):
     everyones = [request(seed, num_ids, with_codes=seed != 1) for seed in range(RANKS)]
     for owner in range(RANKS):
         messages = [sent[0][owner] for sent in everyones]
-        found = packing.unpack_requests(messages, ROWS, OWNERS, torch.full((3,), owner))
+        result = packing.unpack_requests(messages, ROWS, OWNERS, torch.full((3,), owner))
         wanted = [table for sent in everyones for table in sent[1][owner]]
-        assert torch.equal(found.ids, torch.cat(wanted))
-        assert found.counts.ravel().tolist() == list(map(len, wanted))
-        told = [t if s != 1 else t * 0 for s, sent in enumerate(everyones) for t in sent[2][owner]]
-        assert torch.equal(found.codes, torch.cat(told))
+        assert torch.equal(result.ids, torch.cat(wanted))
+        assert result.counts.ravel().tolist() == list(map(len, wanted))
+        reported = [
+            t if s != 1 else t * 0 for s, sent in enumerate(everyones) for t in sent[2][owner]
+        ]
+        assert torch.equal(result.codes, torch.cat(reported))
 
 
 def test_nobody_knows_when():
     messages = [request(seed, with_codes=False)[0][0] for seed in range(2)]
-    found = packing.unpack_requests(messages, ROWS, OWNERS, torch.zeros(3).long())
-    assert found.codes is None
+    result = packing.unpack_requests(messages, ROWS, OWNERS, torch.zeros(3).long())
+    assert result.codes is None
 
 
 def unpacked(message, places=None):
@@ -131,12 +133,12 @@ def test_damaged_requests_are_refused_or_ask_for_rows_that_are_there():
             if len(bad):
                 bad[random.integers(len(bad))] = int(random.integers(256))
         try:
-            found = unpacked(bad)
+            result = unpacked(bad)
         except WorldError as error:
             assert "rank 0 sent" in str(error)
             refused += 1
             continue
-        for part, rows in zip(found.ids.split(found.counts[0].tolist()), ROWS.tolist(), strict=True):  # fmt: skip
+        for part, rows in zip(result.ids.split(result.counts[0].tolist()), ROWS.tolist(), strict=True):  # fmt: skip
             owners = torch.as_tensor(
                 _native.owner_of(part, rows, RANKS)
             )  # raises where it is outside
@@ -161,8 +163,8 @@ def test_what_is_no_request_is_refused():
 def measured_id_bytes(ids, rows, num_owners):
     """Bytes that each of these different ids takes in requests to all owners."""
     offsets, table = torch.tensor([0, len(ids)]), torch.zeros(1, dtype=torch.int32)
-    asked = _native.Lookups(ids, offsets, table, torch.tensor([2], dtype=torch.uint8), 0, None, None)  # fmt: skip
-    plan = _native.make_plan(asked, torch.tensor([rows]), torch.tensor([num_owners]))
+    requested = _native.Lookups(ids, offsets, table, torch.tensor([2], dtype=torch.uint8), 0, None, None)  # fmt: skip
+    plan = _native.make_plan(requested, torch.tensor([rows]), torch.tensor([num_owners]))
     blocks, owners = torch.as_tensor(plan.block_offsets), torch.full((num_owners,), num_owners)
     packed, _ = _native.pack_ids(
         plan.unique_ids, blocks[:-1].contiguous(), blocks[1:].contiguous(), torch.full_like(owners, rows), owners,
@@ -183,7 +185,7 @@ def popular(random, rows, draws, exponent, spread):
 
 @pytest.mark.parametrize("num_owners", [2, 4])
 def test_expected_bytes(num_owners):
-    """Of a Criteo-like batch: within 2 % where popular ids are spread over a table, roughly otherwise."""
+    """Estimate for a Criteo-like batch: within 2 % where popular ids are spread over a table, roughly otherwise."""
     random, total = np.random.default_rng(0), np.zeros(3)
     for rows in (3, 100, 5000, 100_000, 1_000_000):
         for spread in (True, False):

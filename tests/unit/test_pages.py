@@ -39,7 +39,7 @@ def name_of(page: Path) -> str:
 
 
 def blocks_of(page: Path) -> list[tuple[str, str]]:
-    """(language, text) of each fenced block, in order."""
+    """Return (language, text) of each fenced block, in order."""
     text = page.read_text(encoding="utf-8")
     return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
@@ -109,17 +109,19 @@ def test_torchrun_takes_none_of_our_options_for_its_own():
             if "$" in line or not re.match(r"\s*torchrun .*colonnade ", line):
                 continue
             words = shlex.split(line)[1:]
-            told = get_args_parser().parse_args(words)
+            reported = get_args_parser().parse_args(words)
             ours = words[words.index("colonnade") :]
-            assert told.module and words[-len(ours) - 1] == "--", f"{place}: {line}"
-            assert [told.training_script, *told.training_script_args] == ours, f"{place}: {line}"
+            assert reported.module and words[-len(ours) - 1] == "--", f"{place}: {line}"
+            assert [reported.training_script, *reported.training_script_args] == ours, (
+                f"{place}: {line}"
+            )
             result += 1
     assert result >= 5
 
 
 def test_commands_that_are_shown_have_the_options_they_are_given():
     """Also of blocks that nobody runs, and of benches, which hand on what is theirs."""
-    verbs, found = typer.main.get_command(app).commands, 0
+    verbs, result = typer.main.get_command(app).commands, 0
     for page in PAGES:
         for kind, text in blocks_of(page):
             for line in text.replace("\\\n", " ").splitlines() if kind in ("", "sh") else ():
@@ -132,21 +134,21 @@ def test_commands_that_are_shown_have_the_options_they_are_given():
                 if (command := verbs.get(verb[0])) is None or verb[0] == "bench":
                     continue
                 known = {
-                    name for each in command.params for name in each.opts + each.secondary_opts
+                    name for param in command.params for name in param.opts + param.secondary_opts
                 }  # type: ignore[attr-defined]
                 known |= {
                     name
-                    for each in getattr(command, "commands", {}).values()
-                    for p in each.params
+                    for param in getattr(command, "commands", {}).values()
+                    for p in param.params
                     for name in p.opts
                 }
                 for word in verb[1:]:
                     if word in ("|", ">", "&&", ";"):
                         break
                     if word.startswith("--"):
-                        found += 1
+                        result += 1
                         assert word.split("=")[0] in known, f"{name_of(page)}: {line}"
-    assert found > 50
+    assert result > 50
 
 
 def test_nothing_is_left_to_fill_in():

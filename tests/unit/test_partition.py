@@ -38,19 +38,20 @@ def loads_of(num: int, *, tables: int | None = None, sizes=None) -> list[Feature
 
 
 def planted(num: int, groups: int, *, noise: float = 0.8, seed: int = 0):
-    """(affinity, group by feature): vectors of a group's features have a direction in common, sample by sample."""
+    """Return affinity, and group by feature: vectors of a group's features have a direction in common, sample by
+    sample."""
     rng = np.random.default_rng(seed)
     group = rng.permutation(num) % groups
     vectors = rng.normal(size=(256, groups, 16))[:, group]
     vectors = vectors + noise * rng.normal(size=vectors.shape)
-    found = Affinity([f"f{i}" for i in range(num)])
+    result = Affinity([f"f{i}" for i in range(num)])
     for half in (vectors[:100], vectors[100:]):
-        found.add(list(half.transpose(1, 0, 2)))
-    return found.matrix(), group
+        result.add(list(half.transpose(1, 0, 2)))
+    return result.matrix(), group
 
 
-def purity(found: TowerMap, group) -> float:
-    label = np.array([found.partition.tower_of(f"f{i}") for i in range(len(group))])
+def purity(result: TowerMap, group) -> float:
+    label = np.array([result.partition.tower_of(f"f{i}") for i in range(len(group))])
     return sum(np.bincount(group[label == t]).max() for t in np.unique(label)) / len(group)
 
 
@@ -59,10 +60,10 @@ def test_affinity_is_the_mean_over_samples_that_have_both():
     vectors = [rng.normal(size=(40, dim)).astype(np.float32) for dim in (4, 4, 4, 3, 3)]
     vectors[1][::2] = 0.0  # empty bags
     vectors[2][:] = 0.0
-    found = Affinity(list("abcde"))
-    found.add(vectors)
-    matrix = found.matrix()
-    assert found.silent == ("c",) and found.num_samples == 40
+    result = Affinity(list("abcde"))
+    result.add(vectors)
+    matrix = result.matrix()
+    assert result.silent == ("c",) and result.num_samples == 40
     cosines = []
     for s in range(1, 40, 2):
         a, b = (vectors[i][s].astype(np.float64) for i in (0, 1))
@@ -76,11 +77,13 @@ def test_affinity_is_the_mean_over_samples_that_have_both():
 
 def test_vectors_of_any_length_count_alike():
     rng = np.random.default_rng(2)
-    some = [rng.normal(size=(30, 5)) for _ in range(4)]
-    found, scaled = Affinity("abcd"), Affinity("abcd")
-    found.add(some)
-    scaled.add([each * scale for each, scale in zip(some, (1e-200, 1e200, -3.0, 1.0), strict=True)])
-    np.testing.assert_allclose(found.matrix(), scaled.matrix(), rtol=1e-12)
+    subset = [rng.normal(size=(30, 5)) for _ in range(4)]
+    result, scaled = Affinity("abcd"), Affinity("abcd")
+    result.add(subset)
+    scaled.add(
+        [item * scale for item, scale in zip(subset, (1e-200, 1e200, -3.0, 1.0), strict=True)]
+    )
+    np.testing.assert_allclose(result.matrix(), scaled.matrix(), rtol=1e-12)
 
 
 def test_vectors_that_are_not_finite_are_refused():
@@ -139,8 +142,8 @@ def test_the_flow_is_the_cheapest_of_all_assignments(seed):
         assign_by_flow(costs, room),
         assign_to_bins(costs, np.ones((num, 2)), np.array([room, np.inf])),
     ):
-        held = np.bincount(label, minlength=places)
-        assert held.min() >= 1 and held.max() <= room
+        stored = np.bincount(label, minlength=places)
+        assert stored.min() >= 1 and stored.max() <= room
         assert costs[np.arange(num), label].sum() == pytest.approx(best)
 
 
@@ -161,19 +164,19 @@ def test_the_search_keeps_within_capacities_that_have_room(seed):
 @pytest.mark.parametrize(("num", "groups"), [(26, 4), (26, 8), (23, 3), (12, 12), (7, 1)])
 def test_coherent_towers_are_the_planted_groups(num, groups):
     affinity, group = planted(num, groups)
-    found = tower_map(affinity, loads_of(num), groups)
-    assert purity(found, group) == 1.0
-    assert max(found.learned.count) <= -(-num // groups)
+    result = tower_map(affinity, loads_of(num), groups)
+    assert purity(result, group) == 1.0
+    assert max(result.learned.count) <= -(-num // groups)
     if 1 < groups < num:
-        assert found.learned.within > max(found.striped.within, found.random.within)
-        assert found.learned.between < min(found.striped.between, found.random.between)
+        assert result.learned.within > max(result.striped.within, result.random.within)
+        assert result.learned.between < min(result.striped.between, result.random.between)
 
 
 def test_diverse_towers_part_the_planted_groups():
     affinity, group = planted(24, 4)
-    found = tower_map(affinity, loads_of(24), 4, distance="diverse")
-    assert found.learned.within < found.striped.within
-    assert purity(found, group) <= 0.5
+    result = tower_map(affinity, loads_of(24), 4, distance="diverse")
+    assert result.learned.within < result.striped.within
+    assert purity(result, group) <= 0.5
 
 
 def test_the_same_input_gives_the_same_towers():
@@ -186,13 +189,13 @@ def test_the_same_input_gives_the_same_towers():
 
 def test_features_of_a_table_stay_together():
     affinity, _ = planted(26, 4)
-    found = tower_map(affinity, loads_of(26, tables=9), 4, capacity=Capacity(count=1.3))
+    result = tower_map(affinity, loads_of(26, tables=9), 4, capacity=Capacity(count=1.3))
     for table in range(9):
-        members = {found.partition.tower_of(f"f{i}") for i in range(table, 26, 9)}
+        members = {result.partition.tower_of(f"f{i}") for i in range(table, 26, 9)}
         assert len(members) == 1
-    assert max(found.learned.count) <= 9
-    assert sum(found.learned.bytes) == 900  # a table's bytes count once
-    assert sum(found.learned.lookups) == 26
+    assert max(result.learned.count) <= 9
+    assert sum(result.learned.bytes) == 900  # a table's bytes count once
+    assert sum(result.learned.lookups) == 26
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -206,11 +209,11 @@ def test_capacity_by_bytes_and_lookups(seed):
         )
     ]
     capacity = Capacity(count=1.2, bytes=1.5, lookups=1.15)
-    held = tower_map(affinity, loads, 4, capacity=capacity).learned
+    stored = tower_map(affinity, loads, 4, capacity=capacity).learned
     total = sum(load.table_bytes for load in loads), sum(load.lookups for load in loads)
-    assert max(held.count) <= math.ceil(1.2 * 26 / 4)
-    assert max(held.bytes) <= 1.5 * total[0] / 4 * (1 + 1e-6)
-    assert max(held.lookups) <= 1.15 * total[1] / 4 * (1 + 1e-6)
+    assert max(stored.count) <= math.ceil(1.2 * 26 / 4)
+    assert max(stored.bytes) <= 1.5 * total[0] / 4 * (1 + 1e-6)
+    assert max(stored.lookups) <= 1.15 * total[1] / 4 * (1 + 1e-6)
 
 
 def test_what_cannot_be_met_is_refused_with_what_could():
@@ -243,8 +246,8 @@ def test_what_cannot_be_met_is_refused_with_what_could():
 def test_features_of_which_nothing_is_known():
     nothing = Affinity([f"f{i}" for i in range(5)])
     nothing.add([np.zeros((4, 3))] * 5)
-    found = tower_map(nothing.matrix(), loads_of(5), 2, silent=nothing.silent)
-    assert sorted(map(len, found.partition.towers)) == [2, 3] and len(found.silent) == 5
+    result = tower_map(nothing.matrix(), loads_of(5), 2, silent=nothing.silent)
+    assert sorted(map(len, result.partition.towers)) == [2, 3] and len(result.silent) == 5
     one = tower_map(np.ones((1, 1)), loads_of(1), 1)
     assert one.partition == Partition((("f0",),)) and one.learned.within is None
     assert TowerMap.from_json(one.to_json()) == one
@@ -252,16 +255,16 @@ def test_features_of_which_nothing_is_known():
 
 def test_a_map_goes_through_json_and_is_a_partition():
     affinity, _ = planted(13, 3)
-    found = tower_map(affinity, loads_of(13), 3, made={"step": 7, "samples": 256})
-    assert TowerMap.from_json(found.to_json()) == found
-    assert Partition.from_json(found.to_json()) == found.partition
+    result = tower_map(affinity, loads_of(13), 3, made={"step": 7, "samples": 256})
+    assert TowerMap.from_json(result.to_json()) == result
+    assert Partition.from_json(result.to_json()) == result.partition
     for change in (
         {"places": {}}, {"distance": "near"}, {"stress": "x"}, {"striped": None}, {"made": 3},
-        {"places": {name: [math.inf, 0] for name in found.places}},
+        {"places": {name: [math.inf, 0] for name in result.places}},
         {"learned": {"within": 1, "between": 1, "count": [1], "bytes": [1], "lookups": [1]}},
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="cannot be read"):
-            TowerMap.from_json(json.dumps({**json.loads(found.to_json()), **change}))
+            TowerMap.from_json(json.dumps({**json.loads(result.to_json()), **change}))
 
 
 def test_within_and_between():

@@ -1,4 +1,4 @@
-"""Where a step's time goes: what a thread waits for is taken out of the phase it interrupts, and adds up."""
+"""Phases of a step: waiting time is subtracted from the phase that it interrupts, and adds up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies in several blocks, put side by side: a column at a time, with zeros first, for comparison."""
+"""Values of several blocks, put side by side: a column at a time, with zeros first, for comparison."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def placed_slowly(blocks, dims):
     starts, width = {}, 0
     for key, dim in dims.items():
         starts[key], width = width, width + dim
-    found = torch.zeros(len(blocks[0][0]), width)
+    result = torch.zeros(len(blocks[0][0]), width)
     for block, places in blocks:
         for key, first in places:
             for column in range(dims[key]):
-                found[:, starts[key] + column] += block[:, first + column]
-    return found
+                result[:, starts[key] + column] += block[:, first + column]
+    return result
 
 
 @st.composite

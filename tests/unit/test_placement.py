@@ -39,7 +39,7 @@ SAVINGS = st.lists(st.integers(0, 20), min_size=1, max_size=6)
 
 
 def total(placed) -> float:
-    return sum(each.reads for each in placed)
+    return sum(item.reads for item in placed)
 
 
 @given(st.lists(SAVINGS, min_size=1, max_size=4), st.integers(0, 14))
@@ -98,7 +98,7 @@ def test_a_hull_is_convex_and_below(values):
 
 def test_what_saves_nothing_is_given_all_the_same():
     placed = divide_memory([demand("a", [3, 0, 0]), demand("b", [0] * 9)], 8)
-    assert [each.rows for each in placed] == [3, 5]
+    assert [item.rows for item in placed] == [3, 5]
 
 
 def test_no_limit_holds_everything():
@@ -151,14 +151,14 @@ def test_what_is_read_most_for_its_size_lies_in_mapped():
 
 def sample(num_tables: int, rows: int, *, seed: int = 0) -> tuple[list[Table], Profile]:
     random = np.random.default_rng(seed)
-    tables, found = [], []
+    tables, results = [], []
     for t in range(num_tables):
         exponent = 0.6 + 0.8 * random.random()
         chance = np.arange(1, rows + 1) ** -exponent
         drawn = np.searchsorted(np.cumsum(chance / chance.sum()), random.random(4000))
         tables.append(Table(f"t{t}", 16, rows=rows if t % 7 else None))
-        found.append(profile_ids(f"t{t}", drawn.clip(0, rows - 1), 500.0))
-    return tables, Profile(4000, 8, tuple(found))
+        results.append(profile_ids(f"t{t}", drawn.clip(0, rows - 1), 500.0))
+    return tables, Profile(4000, 8, tuple(results))
 
 
 @pytest.mark.parametrize(
@@ -215,18 +215,18 @@ def test_memory_goes_to_the_tables_that_a_rank_has():
             assert wanted[t] == alone[t]
     budget = wanted[0].slot_bytes * 6000
     placed = divide_memory_on_ranks(wanted, shardings, 4, budget)
-    held = {0: [1, 3], 1: [0, 1, 3], 2: [1, 2, 3], 3: [1, 2, 3]}
+    stored = {0: [1, 3], 1: [0, 1, 3], 2: [1, 2, 3], 3: [1, 2, 3]}
     by_rank = [
-        divide_memory([wanted[t] for t in own_tables], budget) for own_tables in held.values()
+        divide_memory([wanted[t] for t in own_tables], budget) for own_tables in stored.values()
     ]
     for t in range(4):
-        given = [
+        options = [
             result[own_tables.index(t)].rows
-            for own_tables, result in zip(held.values(), by_rank, strict=True)
+            for own_tables, result in zip(stored.values(), by_rank, strict=True)
             if t in own_tables
         ]
-        assert placed[t].rows == min(given)
-    for own_tables in held.values():
+        assert placed[t].rows == min(options)
+    for own_tables in stored.values():
         assert sum(placed[t].rows * wanted[t].slot_bytes for t in own_tables) <= budget
     evenly = [row_wise(4)] * 4
     same = predict_demands(tables, result, **outcomes, shardings=evenly)
@@ -236,7 +236,7 @@ def test_memory_goes_to_the_tables_that_a_rank_has():
     assert mean[0].unique == wanted[0].unique / 4 and reads[2].reads == placed[2].reads / 2
     assert reads[1].reads == placed[1].reads
     mapped = divide_memory_on_ranks(wanted, shardings, 4, budget // 2, wanted[1].max_bytes)
-    assert {each.tier for each in mapped} <= {"dram", "mapped"} and len(mapped) == 4
+    assert {item.tier for item in mapped} <= {"dram", "mapped"} and len(mapped) == 4
 
 
 def test_a_table_with_bytes_of_its_own_gets_these():

@@ -114,10 +114,12 @@ def test_reads_and_first_touches_are_foretold(tmp_path, quick, monkeypatch):
     summary, _, _ = trained(config, tmp_path / "run")
     # 1M lookups would be the whole data: from a tenth of it.
     monkeypatch.setattr(planning, "SAMPLE_LOOKUPS", 2)
-    found, _ = plan_run(config, tmp_path, World(), lookups=10_000 // 10 * 26)
+    result, _ = plan_run(config, tmp_path, World(), lookups=10_000 // 10 * 26)
     sources, samples = summary["row_sources"], 10_000
-    assert found.prediction.births_per_sample * samples == pytest.approx(sources["born"], rel=0.1)
-    assert found.prediction.reads_per_sample * samples == pytest.approx(reads_of(summary), rel=0.35)
+    assert result.prediction.births_per_sample * samples == pytest.approx(sources["born"], rel=0.1)
+    assert result.prediction.reads_per_sample * samples == pytest.approx(
+        reads_of(summary), rel=0.35
+    )
 
 
 def test_a_batch_that_does_not_fit_is_said_before_the_disk_is_touched(tmp_path, monkeypatch):
@@ -135,9 +137,9 @@ def test_a_sample_of_one_batch_is_enough(tmp_path, quick):
         CONFIG, {"data": {"name": "csv", "path": str(path)}, "plan.memory.dram": None}
     )
     for config in (small, override_settings(small, {"plan.memory.dram": 440})):
-        found, _ = plan_run(config, tmp_path, World())
-        assert found.profile.batches == 1 and found.profile.samples == 10
-        assert found.prediction.samples_per_second > 0
+        result, _ = plan_run(config, tmp_path, World())
+        assert result.profile.batches == 1 and result.profile.samples == 10
+        assert result.prediction.samples_per_second > 0
         plan_run(config, tmp_path, World(ranks_per_host=3))
     summary, plan, _ = trained(config, tmp_path / "run")
     assert plan.placement == "profiled" and summary["steps"] == 1
@@ -154,17 +156,17 @@ def test_what_one_batch_needs_is_enough_and_no_byte_less(batch_size, tmp_path, q
     )
     data = open_source("synthetic", None, **config.data.options)
     collection = find_collection(build_model(data.train.schema, config))
-    most = dict.fromkeys((table.name for table in collection.tables), 0)
+    limit = dict.fromkeys((table.name for table in collection.tables), 0)
     for batch in data.train.batches(batch_size):
         for feature in collection.declaration.features:
             unique = len(batch.ids[feature.name].values.unique())
-            most[feature.table] = max(most[feature.table], unique)
-    least = sum(most[table.name] * slot_bytes(table) for table in collection.tables)
+            limit[feature.table] = max(limit[feature.table], unique)
+    least = sum(limit[table.name] * slot_bytes(table) for table in collection.tables)
     enough = override_settings(config, {"plan.memory.dram": least, "data.options.num_test": 50})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the window becomes shorter, and says so
         summary, plan, _ = trained(enough, tmp_path / "run")
-    assert [table.capacity_rows for table in plan.tables] == list(most.values())
+    assert [table.capacity_rows for table in plan.tables] == list(limit.values())
     assert summary["steps"] == -(-1000 // batch_size)
     with pytest.raises(BudgetExceeded, match=f"for a batch, and all tables together {least:,}"):
         plan_run(override_settings(config, {"plan.memory.dram": least - 1}), tmp_path, World())
@@ -195,18 +197,18 @@ def test_auto_lookahead_is_chosen(tmp_path, quick):
 
 
 def test_mapped_memory_takes_what_is_read_most(tmp_path, quick):
-    found, _ = plan_run(
+    result, _ = plan_run(
         override_settings(CONFIG, {"plan.memory.mapped": f"{tmp_path}/mapped:60KiB"}),
         tmp_path,
         World(),
     )
-    assert "mapped" in {table.tier for table in found.plan.tables}
+    assert "mapped" in {table.tier for table in result.plan.tables}
     assert not (tmp_path / "mapped").exists()
 
 
 def test_fit_plans_for_a_model_of_ones_own(tmp_path, quick):
     data = open_tensors(**columns(400))
-    found = fit(
+    result = fit(
         Net(),
         data,
         run=tmp_path / "run",
@@ -215,7 +217,7 @@ def test_fit_plans_for_a_model_of_ones_own(tmp_path, quick):
         batch_size=64,
         quiet=True,
     )
-    assert found.outcome.steps
+    assert result.outcome.steps
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["placement"] == "profiled"
 
 
@@ -241,7 +243,7 @@ def test_plan_prints_a_table_and_json(capsys, tmp_path, monkeypatch, quick):
     monkeypatch.setenv("COLUMNS", "200")
     command = ["plan", *EIGHT_TABLES, "--set", "model.dim=4", "--dram", "600KiB"]
     assert app.run([*command, "--target", "1000"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in (
         "MB/s at 1,000 samples/s",
         "dram+files",
@@ -249,13 +251,13 @@ def test_plan_prints_a_table_and_json(capsys, tmp_path, monkeypatch, quick):
         "what limits:",
         "C8",
     ):
-        assert words in said
+        assert words in output
     assert app.run([*command, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["plan"]["prediction"]["samples_per_second"] > 0
-    assert len(found["plan"]["tables"]) == 8 and found["device"]["directories"]
-    assert found["costs"]["step_seconds"] > 0
-    assert (found["cache_bytes"], found["left_out"]) == (0, [])
+    result = json.loads(capsys.readouterr().out)
+    assert result["plan"]["prediction"]["samples_per_second"] > 0
+    assert len(result["plan"]["tables"]) == 8 and result["device"]["directories"]
+    assert result["costs"]["step_seconds"] > 0
+    assert (result["cache_bytes"], result["left_out"]) == (0, [])
     assert not list(tmp_path.iterdir())
 
 
@@ -307,7 +309,7 @@ def test_plan_says_that_copies_are_left_out(capsys, tmp_path, monkeypatch, quick
     assert app.run([*command, "--set", "plan.cache.size=7", "--json"]) == 0
     message = json.loads(capsys.readouterr().out)
     assert len(message["left_out"]) == 1 and "plan.cache" in message["left_out"][0]
-    kinds = {(each["cache"]["rows"], each["exchange"]) for each in message["plan"]["tables"]}
+    kinds = {(item["cache"]["rows"], item["exchange"]) for item in message["plan"]["tables"]}
     assert kinds == {(7, "cached")}
     config = override_settings(build_config({}), {"model.dim": 4})
     tables = find_collection(
@@ -342,8 +344,8 @@ def test_plan_advises_no_modules_beside_those_of_the_model(capsys, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     command = ["plan", *EIGHT_TABLES, "--set", "model.dim=4", "--world", "2x2", "--json"]
     assert app.run(command) == 0
-    said = json.loads(capsys.readouterr().out)["tower_modules"]
-    assert [each["ratio"] for each in said] == [2, 4, 8]
+    output = json.loads(capsys.readouterr().out)["tower_modules"]
+    assert [text["ratio"] for text in output] == [2, 4, 8]
     assert app.run([*command, "--set", "model.towers=2", "--set", "model.tower_dim=2"]) == 0
     assert json.loads(capsys.readouterr().out)["tower_modules"] == []
 
@@ -353,13 +355,13 @@ def test_plan_says_of_each_consumer_what_travels(capsys, tmp_path, monkeypatch, 
     monkeypatch.setenv("COLUMNS", "80")
     model = ["model.name=deepfm", "model.bottom=none", "model.dim=4", "plan.exchange=partials"]
     command = ["plan", *SETTINGS, "--world", "16x1", "--uplink", "1Gbit"]
-    assert app.run([*command, *(word for each in model for word in ("--set", each))]) == 0
-    said = capsys.readouterr().out
-    assert "partials, all!" in said and "…" not in said
-    assert "linear: partial (values 416, partial 16): fewer floats" in said
-    lines = " ".join(said.split())
+    assert app.run([*command, *(word for item in model for word in ("--set", item))]) == 0
+    output = capsys.readouterr().out
+    assert "partials, all!" in output and "…" not in output
+    assert "linear: partial (values 416, partial 16): fewer floats" in output
+    lines = " ".join(output.split())
     assert "fm: values (values 1,664, partial 80): values are sent anyway for deep" in lines
-    assert "deep: values (values 1,664, partial 2,048): costs more" in lines, said
+    assert "deep: values (values 1,664, partial 2,048): costs more" in lines, output
 
 
 def test_plan_simulates_what_nobody_can_run(capsys, tmp_path, monkeypatch, quick):
@@ -369,13 +371,13 @@ def test_plan_simulates_what_nobody_can_run(capsys, tmp_path, monkeypatch, quick
     command += ["--simulate", "100e12"]
     command += ["--world", "1x16", "--uplink", "100Gbit"]
     assert app.run([*command, "--host", "480GiB:8TiB"]) == 0
-    said = capsys.readouterr().out
-    assert "SIMULATION of 100,000,000,000,000 parameters" in said and "PERSIA" in said
-    assert "rows in memory:" in said and "rows in disks:" in said
+    output = capsys.readouterr().out
+    assert "SIMULATION of 100,000,000,000,000 parameters" in output and "PERSIA" in output
+    assert "rows in memory:" in output and "rows in disks:" in output
     assert app.run([*command, "--host", "480GiB:8TiB", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)["simulation"]
     assert values["parameters"] == 100e12 and values["measured"]["seconds"] > 0
-    assert [each["where"] for each in values["cases"]] == ["memory", "disks"]
+    assert [value["where"] for value in values["cases"]] == ["memory", "disks"]
     monkeypatch.setattr(
         "colonnade.run.run.plan_run", never
     )  # what is wrong is said before a minute of measuring

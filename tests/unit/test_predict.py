@@ -45,7 +45,7 @@ def train(mesh, folder, settings):
 
 @torch.no_grad()
 def evaluated(folder: Path, batches: list[Batch]) -> list[torch.Tensor]:
-    """What evaluation scores."""
+    """Return the scores of evaluation."""
     run = open_run(load_run_config(folder), Mesh(), folder, read_only=True)
     model = run.trainer.model.eval()
     found = [torch.sigmoid(model(batch).double()) for batch in batches]

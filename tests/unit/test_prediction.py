@@ -1,4 +1,4 @@
-"""What a plan foretells follows from what was measured, by arithmetic that a person can do."""
+"""Predictions of a plan follow from measurements, by arithmetic that a person can do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sample says: curves against plain simulations, extrapolations against the law that made the sample."""
+"""Profiles of a sample: curves against plain simulations, extrapolations against the law that made the sample."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STREAMS = st.lists(st.integers(-3, 12), max_size=80).map(lambda ids: np.array(id
 
 
 def zipf(rows: int, exponent: float, count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(ids (count,), chances (rows,))"""
+    """Return ids (count,) and probabilities (rows,)."""
     chance = np.arange(1, rows + 1) ** -float(exponent)
     chance /= chance.sum()
     drawn = np.random.default_rng(seed).random(count)
@@ -46,14 +46,14 @@ def zipf(rows: int, exponent: float, count: int, seed: int = 0) -> tuple[np.ndar
 
 
 def lru_misses(ids, capacity: int) -> int:
-    held: OrderedDict[int, None] = OrderedDict()
+    cached_: OrderedDict[int, None] = OrderedDict()
     misses = 0
     for i in ids.tolist():
-        misses += i not in held
-        held.pop(i, None)
-        held[i] = None
-        if len(held) > capacity:
-            held.popitem(last=False)
+        misses += i not in cached_
+        cached_.pop(i, None)
+        cached_[i] = None
+        if len(cached_) > capacity:
+            cached_.popitem(last=False)
     return misses
 
 
@@ -97,8 +97,8 @@ def test_the_best_rows_are_not_praised_for_having_been_seen():
     ranked = [i for i, _ in Counter(half.tolist()).most_common()]
     naive = np.sort(np.unique(half, return_counts=True)[1])[::-1].cumsum() / len(half)
     for size in (50, 500, 5000):
-        found = 1 - np.isin(other, ranked[:size]).mean()
-        assert np.interp(size, *curve) == pytest.approx(found, abs=0.015)
+        result = 1 - np.isin(other, ranked[:size]).mean()
+        assert np.interp(size, *curve) == pytest.approx(result, abs=0.015)
     assert 1 - naive[4999] < np.interp(5000, *curve) - 0.05  # the uncorrected one is far off
 
 
@@ -120,9 +120,9 @@ def test_popularity_foretells_what_the_law_says_four_samples_on(rows, exponent, 
         expected_used_rows(true, lookups, batches), rel=close
     )
     for curve in (counting_curve, recency_curve):
-        mine, law = curve(result, lookups, batches), curve(true, lookups, batches)
+        own, law = curve(result, lookups, batches), curve(true, lookups, batches)
         for share in (1 / 16, 1 / 8):
-            miss = np.interp(rows * share, *mine), np.interp(rows * share, *law)
+            miss = np.interp(rows * share, *own), np.interp(rows * share, *law)
             assert miss[0] == pytest.approx(miss[1], rel=close, abs=2)
 
 
@@ -133,9 +133,9 @@ def test_a_counting_cache_does_what_its_curve_says():
     random, uses, reads = np.random.default_rng(1), np.zeros(rows), []
     for number in range(batches + 40):
         batch = np.unique(random.choice(rows, lookups, p=chance))
-        kept = np.argsort(-uses - random.random(rows) * 0.5)[:600]
+        retained = np.argsort(-uses - random.random(rows) * 0.5)[:600]
         if number >= batches:
-            reads.append(int(((uses[batch] > 0) & ~np.isin(batch, kept)).sum()))
+            reads.append(int(((uses[batch] > 0) & ~np.isin(batch, retained)).sum()))
         uses[batch] += 1
     curve = counting_curve(Popularity(np.ones(rows), chance), lookups, batches + 20)
     assert np.interp(600, *curve) == pytest.approx(np.mean(reads), rel=0.08)
@@ -153,10 +153,10 @@ def test_a_later_epoch_reads_what_the_first_left(kept_rows):
         if number % epoch == 0:
             random.shuffle(data)
         batch = np.unique(data[number % epoch * lookups :][:lookups])
-        kept = np.argsort(-uses - random.random(rows) * 0.5)[:kept_rows]
+        retained = np.argsort(-uses - random.random(rows) * 0.5)[:kept_rows]
         if number >= epoch:
             assert (uses[batch] > 0).all()
-            reads.append(int((~np.isin(batch, kept)).sum()))
+            reads.append(int((~np.isin(batch, retained)).sum()))
         uses[batch] += 1
     curve = counting_curve(Popularity(np.ones(rows), chance), lookups, 2 * epoch, epoch)
     assert np.interp(kept_rows, *curve) == pytest.approx(np.mean(reads), rel=0.25, abs=0.5)
@@ -199,15 +199,15 @@ def test_a_profile_of_batches_counts_what_is_looked_up():
 
 
 def test_growth_is_of_the_first_lookups():
-    found = profile_ids("t", np.array([1, 1, 2, 1, 3, 3, 4, 1, 1, 1, 1, 5]), 1.0)
-    assert dict(zip(*found.growth, strict=True))[2] == 1
-    assert dict(zip(*found.growth, strict=True))[7] == 4
+    result = profile_ids("t", np.array([1, 1, 2, 1, 3, 3, 4, 1, 1, 1, 1, 5]), 1.0)
+    assert dict(zip(*result.growth, strict=True))[2] == 1
+    assert dict(zip(*result.growth, strict=True))[7] == 4
 
 
 def test_nothing_and_one_lookup_have_a_profile():
     for ids in (np.zeros(0, np.int64), np.array([-5])):
-        found = profile_ids("t", ids, float(len(ids)))
-        of = found.popularity(10)
+        result = profile_ids("t", ids, float(len(ids)))
+        of = result.popularity(10)
         assert of.rows @ of.chance == pytest.approx(1)
         assert (counting_curve(of, 4, 3)[1] >= 0).all()
 
@@ -218,14 +218,14 @@ def test_nothing_and_one_lookup_have_a_profile():
     st.integers(1, 9),
 )
 def test_unique_rows_of_pieces_are_those_of_sets(bags, first, second):
-    ids = np.array([each for bag in bags for each in bag], dtype=np.int64)
+    ids = np.array([item for bag in bags for item in bag], dtype=np.int64)
     offsets = torch.tensor([0, *np.cumsum([len(bag) for bag in bags])])
     owner = np.repeat(np.arange(len(bags)), [len(bag) for bag in bags])
     sizes = sorted({first, second})
     result = count_unique_by_size(ids, owner, sizes, len(bags))
     for size, count in zip(sizes, result.tolist(), strict=True):
         runs = [bags[k * size : (k + 1) * size] for k in range(len(bags) // size)]
-        assert count == sum(len({each for bag in run for each in bag}) for run in runs)
+        assert count == sum(len({item for bag in run for item in bag}) for run in runs)
     batch = Batch(len(bags), torch.zeros(len(bags), 0), {"f": Ids(torch.from_numpy(ids), offsets)})
     result = profile_batches([Table("t", 4)], [Feature("f", "t")], [batch])
     of = result.tables[0]
@@ -235,7 +235,8 @@ def test_unique_rows_of_pieces_are_those_of_sets(bags, first, second):
 
 
 def test_unique_rows_of_a_rank_are_foretold_within_a_percent():
-    """From other batches, at sizes that were counted and between them; of a large table, a small one, an open one."""
+    """Prediction is from other batches, at sizes that were counted and between them; of a large table, a small one, an
+    open one."""
     tables = [Table("big", 4, rows=5000), Table("small", 4, rows=40), Table("open", 4)]
     features = [Feature(table.name, table.name) for table in tables]
 
@@ -244,7 +245,7 @@ def test_unique_rows_of_a_rank_are_foretold_within_a_percent():
         drawn = [
             torch.from_numpy(zipf(*law, 600, seed=9 * seed + k)[0]) for k, law in enumerate(laws)
         ]
-        ids = {table.name: Ids(each) for table, each in zip(tables, drawn, strict=True)}
+        ids = {table.name: Ids(other) for table, other in zip(tables, drawn, strict=True)}
         return Batch(600, torch.zeros(600, 0), ids)
 
     result = profile_batches(tables, features, [batch(seed) for seed in range(40)])
@@ -253,7 +254,7 @@ def test_unique_rows_of_a_rank_are_foretold_within_a_percent():
         of = result.tables[t].popularity(table.rows)
         for size in (600, 300, 200, 50):
             counted = np.mean([
-                len(each.ids[table.name].values[start : start + size].unique())
-                for each in others for start in range(0, 600, size)
+                len(other.ids[table.name].values[start : start + size].unique())
+                for other in others for start in range(0, 600, size)
             ])  # fmt: skip
             assert result.unique_rows(t, size, of) == pytest.approx(counted, rel=0.01)

@@ -60,38 +60,39 @@ def run_recipe(output: Path, words: list[str]) -> None:
 
 
 def test_mtrains_trains_with_rows_below_memory(run, tmp_path):
-    said = run("mtrains.py", str(tmp_path / "run"))
-    rows = dict(line.removeprefix("rows ").split(": ") for line in said.splitlines()[1:])
+    output = run("mtrains.py", str(tmp_path / "run"))
+    rows = dict(line.removeprefix("rows ").split(": ") for line in output.splitlines()[1:])
     count = {name: int(number.replace(",", "")) for name, number in rows.items()}
     assert list(count) == ["resident", "born", "read", "copied"]
     assert count["resident"] > count["born"] > 0 and count["read"] + count["copied"] > 0
-    assert "test_auc 0." in said
+    assert "test_auc 0." in output
     assert list((tmp_path / "run-rows").rglob("segment-*"))
     assert (tmp_path / "run" / "summary.json").exists()
 
 
 def test_des_sends_partials(run):
-    """On the other rank's 250 samples: FM's 17 floats, the first layer's 32 and one of first-order weights."""
-    said = run("des.py", num_ranks=2)
-    assert "bytes a step: 50,000 of partials, 50,000 of their gradients" in said
-    assert float(said.split("test_auc ")[1].split()[0]) > 0.6
+    """Partials are of the other rank's 250 samples: FM's 17 floats, the first layer's 32 and one of first-order
+    weights."""
+    output = run("des.py", num_ranks=2)
+    assert "bytes a step: 50,000 of partials, 50,000 of their gradients" in output
+    assert float(output.split("test_auc ")[1].split()[0]) > 0.6
 
 
 def test_persia_trains_late_beside_a_server_and_is_followed(run, tmp_path):
-    said = run("persia.py", str(tmp_path / "run"), num_ranks=3)
-    assert float(said.split("test_auc ")[1].split()[0]) > 0.58
-    assert "published step 63: [0." in said
+    output = run("persia.py", str(tmp_path / "run"), num_ranks=3)
+    assert float(output.split("test_auc ")[1].split()[0]) > 0.58
+    assert "published step 63: [0." in output
 
 
 def test_100_trillion_parameters_train_here(run, tmp_path):
     """Memory and files follow the rows that were trained: at rest 16 bytes beside a record at most, of two
     checkpoints."""
-    said = run("hundred_trillion.py", str(tmp_path / "run")).splitlines()
-    assert [line.split(": ")[0] for line in said] == [
+    output = run("hundred_trillion.py", str(tmp_path / "run")).splitlines()
+    assert [line.split(": ")[0] for line in output] == [
         "100,000,000,000,000 parameters, step 16, from None",
         "100,000,000,000,000 parameters, step 32, from 16",
     ]
-    for line in said:
+    for line in output:
         words = line.split(": ")[1].replace(",", "").split()
         rows, memory, files = int(words[0]), int(words[3]), int(words[9])
         assert rows == 2 * 16_384 and memory <= 8 << 20
@@ -100,12 +101,12 @@ def test_100_trillion_parameters_train_here(run, tmp_path):
 
 def test_dmt_learns_as_much_with_half_of_the_floats(run):
     """Modules inside the towers: what travels between two ranks is half as much."""
-    said = run("dmt.py", num_ranks=2)
-    flat, towered = (float(line.split()[1]) for line in said.splitlines()[::2])
+    output = run("dmt.py", num_ranks=2)
+    flat, towered = (float(line.split()[1]) for line in output.splitlines()[::2])
     assert flat > 0.65 and towered > flat - 0.01
-    assert "64 floats of a sample leave them of 128 (CR 2.00)" in said
+    assert "64 floats of a sample leave them of 128 (CR 2.00)" in output
     flat_bytes, towered_bytes = (
-        int(line.split()[-2].replace(",", "")) for line in said.splitlines()[1::2]
+        int(line.split()[-2].replace(",", "")) for line in output.splitlines()[1::2]
     )
     assert 0 < flat_bytes == 2 * towered_bytes
 
@@ -114,10 +115,10 @@ def test_het_says_less_the_later_reads_may_be(run):
     """Bytes of rows, ids and gradients; most rows of a batch are used without a word."""
     sent = {}
     for staleness in (0, 100):
-        said = run("het.py", str(staleness), num_ranks=2)
-        assert float(said.split("test_auc ")[1].split()[0]) > 0.6
-        sent[staleness] = int(said.split("bytes a step ")[1].split()[0].replace(",", ""))
-        counts = dict(each.rsplit(" ", 1) for each in said.splitlines()[1].split("  "))
+        output = run("het.py", str(staleness), num_ranks=2)
+        assert float(output.split("test_auc ")[1].split()[0]) > 0.6
+        sent[staleness] = int(output.split("bytes a step ")[1].split()[0].replace(",", ""))
+        counts = dict(word.rsplit(" ", 1) for word in output.splitlines()[1].split("  "))
         hits, misses = (int(counts[name].replace(",", "")) for name in ("hits", "misses"))
         assert hits > misses if staleness else hits == 0
     assert sent[100] < 0.7 * sent[0]
@@ -128,7 +129,7 @@ def test_graphsage_learns_with_copies_of_rows(run):
     """Ten batches late nothing is lost, and less than half of the bytes travel."""
     sent = {}
     for staleness in (0, 10):
-        said = run("graphsage.py", str(staleness), num_ranks=2)
-        assert float(said.split("test_recall@20 ")[1].split()[0]) > 0.35  # popularity: 0.1
-        sent[staleness] = int(said.split("bytes ")[1].split()[0].replace(",", ""))
+        output = run("graphsage.py", str(staleness), num_ranks=2)
+        assert float(output.split("test_recall@20 ")[1].split()[0]) > 0.35  # popularity: 0.1
+        sent[staleness] = int(output.split("bytes ")[1].split()[0].replace(",", ""))
     assert sent[10] < 0.5 * sent[0]

@@ -1,4 +1,4 @@
-"""What a run writes down: it agrees with the trainer's own counters, survives kills, and costs next to nothing."""
+"""Metrics of a run: they agree with the trainer's own counters, survives kills, and costs next to nothing."""
 
 from __future__ import annotations
 
@@ -128,9 +128,9 @@ def test_traffic_and_tables_are_counted(finished):
     tables = record.lines_of_kind("tables")[-1]["tables"]
     store = run.trainer.collection.store
     for t, table in enumerate(run.trainer.collection.tables):
-        found = tables[table.name]
-        assert found["rows_in_memory"] == store.native.num_rows(t)
-        assert found["bytes_in_memory"] == found["rows_in_memory"] * table.record_bytes
+        result = tables[table.name]
+        assert result["rows_in_memory"] == store.native.num_rows(t)
+        assert result["bytes_in_memory"] == result["rows_in_memory"] * table.record_bytes
     assert record.summary["tables"]["C4"]["rows_in_files"] > 0
     facts = json.loads((folder / "machine.json").read_text())
     assert set(facts) == {"format", "version", *collect_machine_facts(folder)}
@@ -243,8 +243,8 @@ def test_tensorboard_reads_what_was_recorded(tmp_path):
 def test_a_full_disk_names_the_file_and_no_thread_speaks(tmp_path, capfd):
     record = Record(tmp_path)
     record.open(0)
-    most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, most[1]))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
     try:
         with pytest.raises(StorageError, match=r"metrics\.jsonl: could not write"):
             for step in range(1, 100):
@@ -252,7 +252,7 @@ def test_a_full_disk_names_the_file_and_no_thread_speaks(tmp_path, capfd):
         with suppress(StorageError):
             record.close()
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert capfd.readouterr() == ("", "")
 
 

@@ -38,9 +38,9 @@ from colonnade.report.reading import (
 
 
 def figures_in(html: str) -> list[dict]:
-    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', html, re.S)
-    assert found
-    return json.loads(found[1])
+    result = re.search(r'<script type="application/json" id="figures">(.*?)</script>', html, re.S)
+    assert result
+    return json.loads(result[1])
 
 
 def test_what_is_read_is_what_was_written(tmp_path):
@@ -338,10 +338,10 @@ def test_the_last_batch_of_an_epoch_does_not_count_as_a_typical_one(tmp_path):
 
 def test_tiers_are_left_out_where_files_hold_checkpoints_alone(tmp_path):
     folder = write_run(tmp_path / "run")
-    kept = [
+    retained = [
         line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"rows"' not in line
     ]
-    (folder / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    (folder / "metrics.jsonl").write_text("\n".join(retained) + "\n")
     for ssd, shown in [({"written_bytes": 4096}, False), ({"hits": 3, "reads": 3}, True)]:
         summary = {"tiers": {"dram": {"hits": 9}, "ssd": ssd}}
         (folder / "summary.json").write_text(json.dumps(summary))

@@ -1,4 +1,4 @@
-"""What headless Chromium makes of the pages: charts drawn, nothing cut off, nothing said on the console, few sheets."""
+"""Pages in headless Chromium: charts drawn, nothing cut off, nothing said on the console, few sheets."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.slow)])
 def test_a_report_is_drawn_and_fits(width, tmp_path):
     write_page(run_page(read_run(write_run(tmp_path / "run"))), tmp_path / "run.html")
-    seen = look(tmp_path / "run.html", width, tmp_path)
-    assert seen["console"] == []
-    assert seen["width"] == width and seen["scroll"] <= width  # no sideways scrolling
-    titles = [chart["title"] for chart in seen["charts"]]
+    output = look(tmp_path / "run.html", width, tmp_path)
+    assert output["console"] == []
+    assert output["width"] == width and output["scroll"] <= width  # no sideways scrolling
+    titles = [chart["title"] for chart in output["charts"]]
     assert titles == [
         "Training loss", "AUC", "Log loss", "Learning rates", "Throughput", "Phases of a step",
         "Phases of a step over time", "Row sources", "Bytes sent", "Hit rates", "Reads from below",
         "Bytes to and from below", "Time spent waiting for rows", "Write amplification", "Lifetime bytes written",
         "Table sizes", "Table traffic",
     ]  # fmt: skip
-    for chart in seen["charts"]:
+    for chart in output["charts"]:
         assert chart["svgs"] >= 1 and chart["shapes"] >= 1, chart
         assert chart["width"] <= chart["room"] + 1, chart
     for heading in ("run" + "finished", "Quality", "Speed", "Rows", "Tiers", "Tables", "Settings"):
-        assert heading in seen["titles"]
+        assert heading in output["titles"]
 
 
 @pytest.mark.slow
@@ -41,9 +41,9 @@ def test_odd_runs_are_drawn_too(tmp_path):
     for number, settings in enumerate(odd):
         page = tmp_path / f"{number}.html"
         write_page(run_page(read_run(write_run(tmp_path / f"run{number}", **settings))), page)
-        seen = look(page, 390, tmp_path)
-        assert seen["console"] == [] and seen["scroll"] <= 390
-        assert all(chart["svgs"] for chart in seen["charts"]) and seen["charts"]
+        output = look(page, 390, tmp_path)
+        assert output["console"] == [] and output["scroll"] <= 390
+        assert all(chart["svgs"] for chart in output["charts"]) and output["charts"]
 
 
 def test_a_comparison_is_drawn_and_fits(tmp_path):
@@ -51,9 +51,9 @@ def test_a_comparison_is_drawn_and_fits(tmp_path):
         read_run(write_run(tmp_path / f"run{i}", lr=i / 10, name="a" * 30 * i)) for i in range(1, 7)
     ]
     write_page(compare_page(runs), tmp_path / "page.html")
-    seen = look(tmp_path / "page.html", 390, tmp_path)
-    assert seen["console"] == [] and seen["scroll"] <= 390
-    assert len(seen["charts"]) >= 4 and all(chart["shapes"] for chart in seen["charts"])
+    output = look(tmp_path / "page.html", 390, tmp_path)
+    assert output["console"] == [] and output["scroll"] <= 390
+    assert len(output["charts"]) >= 4 and all(chart["shapes"] for chart in output["charts"])
 
 
 @pytest.mark.slow

@@ -99,11 +99,11 @@ def go_on(mesh, folder, kind, epochs, settings=None, **arguments):
         runs.resolve_plan_config = before
     with_rows = [isinstance(item, LogBacking) for item in run.checkpoints.backings]
     if arguments.get("read_only"):
-        found = run.trainer.evaluate(run.trainer.data.test)
+        result = run.trainer.evaluate(run.trainer.data.test)
     else:
-        found = run.train()
+        result = run.train()
     run.close()
-    return found, with_rows
+    return result, with_rows
 
 
 def two_ranks(mesh, folder):
@@ -128,29 +128,29 @@ def three_ranks(mesh, folder):
 def test_changing(tmp_path):
     run_ranks(2, two_ranks, tmp_path)
     assert digest(tmp_path / "changing") == digest(tmp_path / "same")
-    found = set()
+    results = set()
     for name in ("changing", "same"):  # what checkpoints no longer need is gone
         folder = tmp_path / name
         retained = [read_header(folder, step) for step in list_checkpoints(folder)]
         wanted = {str(home.path) for header in retained for home in list_store_folders(header)}
         places = [path.relative_to(folder / "rows") for path in (folder / "rows").glob("*/*")]
         assert {str(path) for path in places} == wanted
-        found |= wanted
+        results |= wanted
         for step in list_checkpoints(folder):
             assert all(item.problem == "" for item in verify_checkpoint(folder, step))
-    assert "copy-1/003" in found and "1-of-2/003" in found
+    assert "copy-1/003" in results and "1-of-2/003" in results
     run_ranks(3, three_ranks, tmp_path)
     assert digest(tmp_path / "changing") == digest(tmp_path / "same")
     # Read in place by one rank, and adopted by it.
-    seen = go_on(Mesh(), tmp_path / "changing", "row_wise", 4, read_only=True)
-    assert seen[0] == go_on(Mesh(), tmp_path / "same", "row_wise", 4, read_only=True)[0]
+    output = go_on(Mesh(), tmp_path / "changing", "row_wise", 4, read_only=True)
+    assert output[0] == go_on(Mesh(), tmp_path / "same", "row_wise", 4, read_only=True)[0]
     for name in ("changing", "same"):
         go_on(Mesh(), tmp_path / name, "table_wise", 5)
     assert digest(tmp_path / "changing") == digest(tmp_path / "same")
 
 
 def test_changing_open_tables(tmp_path):
-    """What admission and eviction remember goes with the rows."""
+    """State of admission and eviction moves with the rows."""
     run_ranks(2, open_tables, tmp_path)
     assert digest(tmp_path / "changing") == digest(tmp_path / "same")
 
@@ -212,15 +212,15 @@ def check_cut(folder):
     assert digest(changing) == digest(same)
     step = list_checkpoints(changing)[-1]
     verified = list(verify_checkpoint(changing, step))
-    assert all(each.problem == "" for each in verified)
+    assert all(item.problem == "" for item in verified)
     assert {len(home.path.name) for home in list_store_folders(read_header(changing, step))} >= {
         len("000-0-3")
     }
     assert as_exported(changing, folder / f"out-{step}") == as_exported(
         same, folder / f"old-{step}"
     )
-    seen = go_on(Mesh(), changing, "row_wise", 3, ADAM, read_only=True)
-    assert seen[0] == go_on(Mesh(), same, "row_wise", 3, ADAM, read_only=True)[0]
+    output = go_on(Mesh(), changing, "row_wise", 3, ADAM, read_only=True)
+    assert output[0] == go_on(Mesh(), same, "row_wise", 3, ADAM, read_only=True)[0]
 
 
 def test_rows_are_cut_and_joined(tmp_path):
@@ -268,18 +268,19 @@ def check_hot(folder):
     step = list_checkpoints(changing)[-1]
     assert all(item.problem == "" for item in verify_checkpoint(changing, step))
     assert as_exported(changing, folder / f"out-{step}") == as_exported(same, folder / f"old-{step}")  # fmt: skip
-    seen = go_on(Mesh(), changing, "hot", 5, ADAM, read_only=True)
-    assert seen[0] == go_on(Mesh(), same, "row_wise", 5, ADAM, read_only=True)[0]
+    output = go_on(Mesh(), changing, "hot", 5, ADAM, read_only=True)
+    assert output[0] == go_on(Mesh(), same, "row_wise", 5, ADAM, read_only=True)[0]
     return {str(home.path) for home in list_store_folders(read_header(changing, step))}
 
 
 @pytest.mark.slow
 def test_rows_become_hot_and_cold(tmp_path):
-    """From whole rows, from slices of columns, from other hot rows; to another world, and to one rank."""
+    """Rows become hot from whole rows, from slices of columns, from other hot rows; to another world, and to one
+    rank."""
     run_ranks(2, hot_and_cold, tmp_path)
-    found = check_hot(tmp_path)
-    assert {path[:16] for path in found} >= {"0-of-2/000-cold-", "0-of-1/001-cold-", "1-of-2/002"}
-    assert sum("-hot-" in path for path in found) == 6  # a copy on each rank
+    result = check_hot(tmp_path)
+    assert {path[:16] for path in result} >= {"0-of-2/000-cold-", "0-of-1/001-cold-", "1-of-2/002"}
+    assert sum("-hot-" in path for path in result) == 6  # a copy on each rank
     run_ranks(3, hot_on_three, tmp_path)
     check_hot(tmp_path)
     for name in ("changing", "same"):
@@ -344,6 +345,8 @@ def test_a_configuration_asks_for_hot_rows(tmp_path):
     assert went_on == {names[3]: tuple(range(100))}
     assert digest(tmp_path / "hot") == digest(tmp_path / "same")
     plan = Plan.from_json((tmp_path / "hot" / "plan.json").read_text())
-    assert {each.name: each.sharding.hot.ids for each in plan.tables if each.sharding.hot} == last
+    assert {
+        table.name: table.sharding.hot.ids for table in plan.tables if table.sharding.hot
+    } == last
     alone = {f"plan.tables.{names[1]}.replicated_rows": 60}
     assert chosen_hot(Mesh(), tmp_path / "hot", 4, alone) == {}

@@ -47,7 +47,7 @@ def train(embeddings, rows, ids):
     rows.step()
 
 
-def found(embeddings):
+def list_rows(embeddings):
     parts = list(embeddings.scan("item"))
     ids = torch.cat([part.ids for part in parts])
     weights = torch.cat([part.weights for part in parts])
@@ -64,7 +64,7 @@ def test_scan_lists_every_trained_row_once(tmp_path, dram_bytes):
         train(embeddings, rows, [*range(start, start + 10), -(2**63)])
     embeddings.eval()
     embeddings(Batch(1, torch.zeros(1, 0), {"item": Ids(torch.tensor([777]))}))  # never trained
-    listed = found(embeddings)
+    listed = list_rows(embeddings)
     assert sorted(listed) == [-(2**63), *range(60)]
     assert listed[-(2**63)][1] == 6 and listed[3][1] == 1
     ids = torch.tensor(list(listed))
@@ -85,7 +85,7 @@ def test_a_deleted_row_is_as_if_never_trained(tmp_path, dram_bytes):
     after = embeddings.rows("item", everything)
     assert torch.equal(after[[3, 47]], births[[3, 47]])
     assert torch.equal(after[4], births[4] - 1)
-    assert sorted(found(embeddings)) == [i for i in range(50) if i not in (3, 47)]
+    assert sorted(list_rows(embeddings)) == [i for i in range(50) if i not in (3, 47)]
     train(embeddings, rows, [3])  # without momentum of its former life
     assert torch.equal(embeddings.rows("item", torch.tensor([3]))[0], births[3] - 1)
 
@@ -129,13 +129,13 @@ def test_a_policy_admits_and_evicts_whatever_is_prepared_ahead(lookahead):
     rows = RowOptimizer(embeddings)
     births = embeddings.rows("item", torch.arange(4))
     steps = [[0, 1], [0, 2], [2], [2, 3], [2], [2], [2], [2]]
-    given = (
+    inputs = (
         Batch(len(ids), torch.zeros(len(ids), 0), {"item": Ids(torch.tensor(ids))}) for ids in steps
     )
-    for batch in embeddings.lookahead(given):
+    for batch in embeddings.lookahead(inputs):
         embeddings(batch)["item"].sum().backward()
         rows.step()
-    listed = found(embeddings)
+    listed = list_rows(embeddings)
     # 0 was admitted at its second step and evicted later; 1 and 3 were seen once; 2 lost its first update.
     assert sorted(listed) == [2]
     assert listed[2][1] == 6

@@ -160,8 +160,8 @@ def test_two_towers_are_plain_torch():
     for name, rows, gradient in zip(
         ("user", "item", "year"), (user, item, year), gradients[-3:], strict=True
     ):
-        found = model.embeddings.rows(name, torch.arange(len(rows)))
-        torch.testing.assert_close(found, (rows - 0.5 * gradient).detach())
+        result = model.embeddings.rows(name, torch.arange(len(rows)))
+        torch.testing.assert_close(result, (rows - 0.5 * gradient).detach())
 
 
 def test_an_item_that_occurs_often_scores_higher():
@@ -253,8 +253,8 @@ def test_sasrec_is_plain_torch(positions):
     for parameter, gradient in zip(model.parameters(), gradients, strict=False):
         torch.testing.assert_close(parameter.grad, gradient)
     RowOptimizer(model.embeddings).step()
-    found = model.embeddings.rows("item", torch.arange(ITEMS))
-    torch.testing.assert_close(found, (item - 0.5 * gradients[-1]).detach())
+    result = model.embeddings.rows("item", torch.arange(ITEMS))
+    torch.testing.assert_close(result, (item - 0.5 * gradients[-1]).detach())
 
 
 def test_a_query_is_the_last_place_of_a_history():
@@ -279,8 +279,8 @@ def test_what_comes_later_is_not_seen():
             "target": bags([[1, 4, 1, 5]]),
             "negative": bags([[0]]),
         }
-        both = model(Batch(1, torch.empty(1, 0), ids)).queries
-    torch.testing.assert_close(both[2], one[0])
+        pair = model(Batch(1, torch.empty(1, 0), ids)).queries
+    torch.testing.assert_close(pair[2], one[0])
 
 
 MODELS = {"two_tower": (two_tower, pair_batch), "sasrec": (sasrec, sequence_batch)}
@@ -350,7 +350,7 @@ def test_bfloat16_and_compilation_of_the_towers(name):
 
 
 def test_attention_with_a_gap_would_be_seen():
-    """What the padding rests on: causal attention of a place does not look at what stands after it."""
+    """Padding relies on this: causal attention of a place does not look at what stands after it."""
     x = torch.randn(1, 1, 3, 4)
     longer = torch.cat([x, torch.randn(1, 1, 2, 4)], 2)
     short = scaled_dot_product_attention(x, x, x, is_causal=True)

@@ -1,4 +1,4 @@
-"""What ranks tell each other before their lookups is checked before it is believed."""
+"""Sizes that ranks send each other before lookups are checked."""
 
 from __future__ import annotations
 

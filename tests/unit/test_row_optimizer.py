@@ -50,7 +50,7 @@ OF_TORCH = [
 ]
 
 
-def named(optimizer) -> str:
+def name_of(optimizer) -> str:
     return f"{optimizer.name}{getattr(optimizer, 'momentum', '')}"
 
 
@@ -66,13 +66,13 @@ def table(optimizer, name="item", **changes) -> Table:
 
 
 def batch(ids: list[int], *names: str) -> Batch:
-    found = {name: Ids(torch.tensor(ids)) for name in names or ("item",)}
-    return Batch(len(ids), torch.zeros(len(ids), 0), found)
+    results = {name: Ids(torch.tensor(ids)) for name in names or ("item",)}
+    return Batch(len(ids), torch.zeros(len(ids), 0), results)
 
 
 def backward(embeddings, ids, gradient, *names):
-    found = embeddings(batch(ids, *names))
-    torch.autograd.backward(list(found.values()), [gradient.to(v.dtype) for v in found.values()])
+    result = embeddings(batch(ids, *names))
+    torch.autograd.backward(list(result.values()), [gradient.to(v.dtype) for v in result.values()])
 
 
 def rows_of(embeddings, name="item") -> torch.Tensor:
@@ -105,7 +105,7 @@ def test_a_row_trains_as_a_parameter_of_its_own_under_torch(settings, kind):
     torch.testing.assert_close(rows_of(embeddings), torch.stack(twins).detach(), rtol=1e-12, atol=1e-14)  # fmt: skip
 
 
-@pytest.mark.parametrize("optimizer", ALL, ids=named)
+@pytest.mark.parametrize("optimizer", ALL, ids=name_of)
 def test_every_optimizer_trains_and_counts(optimizer):
     """Towards a target, from a common start; float32."""
     embeddings = collection(table(optimizer, dtype="float32"))
@@ -147,9 +147,9 @@ def test_clipping_by_value_clips_the_sum_of_a_row():
     gradient = torch.tensor([[0.7, -3.0, 0.1], [0.7, 1.0, 0.1], [-5.0, 0.2, 9.0]])
     backward(embeddings, [4, 4, 2], gradient)
     rows.step()
-    found = -rows_of(embeddings)
-    assert torch.allclose(found[4], torch.tensor([1.0, -1.0, 0.2]).double())
-    assert torch.allclose(found[2], torch.tensor([-1.0, 0.2, 1.0]).double())
+    result = -rows_of(embeddings)
+    assert torch.allclose(result[4], torch.tensor([1.0, -1.0, 0.2]).double())
+    assert torch.allclose(result[2], torch.tensor([-1.0, 0.2, 1.0]).double())
 
 
 def test_clipping_by_norm_is_torchs_over_all_tables():
@@ -180,8 +180,8 @@ def clip_on(mesh):
     rows = RowOptimizer(embeddings)
     norms = []
     for ids, gradient in gradients(4):
-        mine = slice(mesh.rank * 6 // mesh.num_ranks, (mesh.rank + 1) * 6 // mesh.num_ranks)
-        backward(embeddings, ids[mine].tolist(), gradient[mine])
+        own = slice(mesh.rank * 6 // mesh.num_ranks, (mesh.rank + 1) * 6 // mesh.num_ranks)
+        backward(embeddings, ids[own].tolist(), gradient[own])
         norms.append(float(rows.clip_grad_norm_(0.7)))
         rows.step()
     return norms, rows_of(embeddings)
@@ -200,7 +200,7 @@ def test_clipping_by_norm_is_the_same_on_any_number_of_ranks():
 def test_where_rows_lie_changes_no_bit(dtype):
     """Rows are updated in the order in which they lie, which is that of their births; neither they nor the norm of all
     gradients may tell."""
-    found = []
+    results = []
     for births in (torch.arange(3000), torch.arange(3000).flip(0), torch.randperm(3000)):
         tables = [table(Adam(lr=0.1), name, rows=None, dim=16, dtype=dtype) for name in ("a", "b")]
         embeddings = collection(*tables)
@@ -217,10 +217,10 @@ def test_where_rows_lie_changes_no_bit(dtype):
             assert lookup.pinned.by_page is not None
             norms.append(float(rows.clip_grad_norm_(0.7)))
             rows.step()
-        found.append((norms, [embeddings.rows(name, torch.arange(3000)) for name in ("a", "b")]))
-    for norms, weights in found[1:]:
-        assert norms == found[0][0]
-        assert all(map(torch.equal, weights, found[0][1]))
+        results.append((norms, [embeddings.rows(name, torch.arange(3000)) for name in ("a", "b")]))
+    for norms, weights in results[1:]:
+        assert norms == results[0][0]
+        assert all(map(torch.equal, weights, results[0][1]))
 
 
 def test_clipping_then_backward_is_refused_and_zero_grad_starts_over():
@@ -251,7 +251,7 @@ def test_clipping_refuses_what_is_not_finite(bad):
     assert torch.equal(rows_of(embeddings), before)
 
 
-@pytest.mark.parametrize("optimizer", ALL, ids=named)
+@pytest.mark.parametrize("optimizer", ALL, ids=name_of)
 def test_accumulation_is_one_step_on_the_sum(optimizer):
     """Two batches, two backwards of one of them; against the same lookups in one batch."""
     accumulated, at_once = collection(table(optimizer)), collection(table(optimizer))
@@ -263,8 +263,8 @@ def test_accumulation_is_one_step_on_the_sum(optimizer):
         torch.autograd.backward(first, gradient[:3])
         backward(accumulated, ids[3:], gradient[3:])
         backward(at_once, ids, torch.cat([2 * gradient[:3], gradient[3:]]))
-        for each in rows:
-            each.step()
+        for row in rows:
+            row.step()
     torch.testing.assert_close(rows_of(accumulated), rows_of(at_once), rtol=1e-10, atol=1e-12)
 
 
@@ -280,12 +280,15 @@ def test_parts_are_tables_that_share_their_ids():
     one, two = RowOptimizer(together), RowOptimizer(apart)
     assert [group["name"] for group in one.param_groups] == ["item.deep", "item.wide"]
     for ids, gradient in gradients(6):
-        found = together(batch(ids.tolist()))
-        assert {name: v.shape[1] for name, v in found.items()} == {"item.deep": DIM, "item.wide": 1}
+        result = together(batch(ids.tolist()))
+        assert {name: v.shape[1] for name, v in result.items()} == {
+            "item.deep": DIM,
+            "item.wide": 1,
+        }
         wanted = apart(batch(ids.tolist(), "deep", "wide"))
-        assert torch.equal(found["item.deep"], wanted["deep"])
-        assert torch.equal(found["item.wide"], wanted["wide"])
-        torch.autograd.backward(list(found.values()), [gradient, gradient[:, :1]])
+        assert torch.equal(result["item.deep"], wanted["deep"])
+        assert torch.equal(result["item.wide"], wanted["wide"])
+        torch.autograd.backward(list(result.values()), [gradient, gradient[:, :1]])
         torch.autograd.backward(list(wanted.values()), [gradient, gradient[:, :1]])
         one.step(), two.step()
     rows = rows_of(together)
@@ -305,8 +308,8 @@ def test_a_part_that_nobody_reads_keeps_its_values():
     ).open()  # fmt: skip
     rows = RowOptimizer(embeddings)
     before = rows_of(embeddings)
-    found = embeddings(batch([1, 1]))
-    found["deep"].sum().backward()
+    result = embeddings(batch([1, 1]))
+    result["deep"].sum().backward()
     rows.step()
     after = rows_of(embeddings)
     assert torch.equal(after[1, :DIM], before[1, :DIM] - 2)
@@ -327,7 +330,7 @@ def test_max_norm_is_that_of_nn_embedding():
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_updated_weights_are_bounded(dtype):
-    """Those of rows that were not updated stay as they are."""
+    """Weights of rows that were not updated stay as they are."""
     embeddings = collection(table(SGD(lr=1.0), dtype=dtype, weight_bound=0.25))
     rows = RowOptimizer(embeddings)
     before = rows_of(embeddings)
@@ -347,9 +350,9 @@ def test_a_master_makes_bfloat16_train_as_float32():
     """Gradients that do not depend on the weights: the float32 weights must be the masters, to the bit."""
     exact = collection(table(Adagrad(lr=0.1), dtype="float32"))
     split = collection(table(Adagrad(lr=0.1), dtype="bfloat16", master=True))
-    both = [RowOptimizer(exact), RowOptimizer(split)]
+    pair = [RowOptimizer(exact), RowOptimizer(split)]
     for ids, gradient in gradients(20):
-        for embeddings, rows in zip((exact, split), both, strict=True):
+        for embeddings, rows in zip((exact, split), pair, strict=True):
             backward(embeddings, ids.tolist(), gradient.float())
             rows.step()
     bits = rows_of(exact).view(torch.int32)
@@ -378,15 +381,17 @@ def test_small_updates_survive_in_16_bits_on_average(dtype):
 @pytest.mark.parametrize("output", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_rows_and_outputs_of_16_bits(dtype, output):
-    kept = table(SGD(lr=1.0), dtype=dtype)
-    embeddings = EmbeddingCollection([kept], [Feature("item", "item")], output_dtype=output).open()
+    retained = table(SGD(lr=1.0), dtype=dtype)
+    embeddings = EmbeddingCollection(
+        [retained], [Feature("item", "item")], output_dtype=output
+    ).open()
     rows = RowOptimizer(embeddings)
-    found = embeddings(batch([1, 2]))["item"]
-    assert found.dtype == output
+    result = embeddings(batch([1, 2]))["item"]
+    assert result.dtype == output
     weights = rows_of(embeddings)
     assert weights.dtype == getattr(torch, dtype)
-    assert torch.equal(found, weights[1:3].to(output))
-    found.backward(torch.ones_like(found))
+    assert torch.equal(result, weights[1:3].to(output))
+    result.backward(torch.ones_like(result))
     rows.step()
     torch.testing.assert_close(
         rows_of(embeddings)[1:3].float(), weights[1:3].float() - 1, rtol=0, atol=0.01
@@ -439,7 +444,7 @@ def test_open_tables_train_as_vocabulary_tables_do():
     """Rows of open tables are updated in the order of their pages: the same bits, whatever the order."""
     parts = {"deep": Adam(lr=0.1), "wide": RowWiseAdagrad(lr=0.1)}
     many, random = 3000, torch.Generator().manual_seed(3)
-    both = [
+    pair = [
         EmbeddingCollection(
             [Table("item", {"deep": 16, "wide": 1}, rows=rows, optimizer=parts)],
             [Feature("item", "item")],
@@ -447,18 +452,18 @@ def test_open_tables_train_as_vocabulary_tables_do():
         ).open()
         for rows in (many, None)
     ]
-    optimizers = [RowOptimizer(embeddings) for embeddings in both]
+    optimizers = [RowOptimizer(embeddings) for embeddings in pair]
     for _ in range(4):
         ids = torch.randint(0, many, (2500,), generator=random)
         gradient = torch.randn(2500, 17, generator=random)
-        for embeddings, rows in zip(both, optimizers, strict=True):
-            found = embeddings(batch(ids.tolist()))
+        for embeddings, rows in zip(pair, optimizers, strict=True):
+            result = embeddings(batch(ids.tolist()))
             torch.autograd.backward(
-                [found["item.deep"], found["item.wide"]], [gradient[:, :16], gradient[:, 16:]]
+                [result["item.deep"], result["item.wide"]], [gradient[:, :16], gradient[:, 16:]]
             )
             rows.step()
     ids = torch.arange(many)
-    assert torch.equal(both[0].rows("item", ids), both[1].rows("item", ids))
+    assert torch.equal(pair[0].rows("item", ids), pair[1].rows("item", ids))
 
 
 @pytest.mark.parametrize(
@@ -469,7 +474,7 @@ def test_open_tables_train_as_vocabulary_tables_do():
         lambda rows: torch.optim.lr_scheduler.ReduceLROnPlateau(rows),
     ],
 )
-@pytest.mark.parametrize("optimizer", [Adam(lr=0.1), SGD(lr=0.1, momentum=0.9)], ids=named)
+@pytest.mark.parametrize("optimizer", [Adam(lr=0.1), SGD(lr=0.1, momentum=0.9)], ids=name_of)
 def test_schedulers_of_torch_take_row_optimizers(schedule, optimizer):
     embeddings = collection(table(optimizer))
     rows = RowOptimizer(embeddings)
@@ -504,17 +509,17 @@ def test_clipping_refuses_sums_that_overflow():
 def test_a_gradient_that_its_owner_changes_is_refused():
     embeddings = collection()
     rows = RowOptimizer(embeddings)
-    before, given = rows_of(embeddings), torch.ones(1, DIM, dtype=torch.float64)
-    embeddings(batch([1]))["item"].backward(given)
-    given.zero_()
+    before, gradient = rows_of(embeddings), torch.ones(1, DIM, dtype=torch.float64)
+    embeddings(batch([1]))["item"].backward(gradient)
+    gradient.zero_()
     with pytest.raises(RuntimeError, match="changed in place"):
         rows.step()
     assert torch.equal(rows_of(embeddings), before)
 
 
 def test_state_dicts_are_of_the_same_tables():
-    ours, theirs = collection(table(Adam(lr=0.1))), collection(table(SGD(lr=0.3)))
-    rows, other = RowOptimizer(ours), RowOptimizer(theirs)
+    ours, expected = collection(table(Adam(lr=0.1))), collection(table(SGD(lr=0.3)))
+    rows, other = RowOptimizer(ours), RowOptimizer(expected)
     with pytest.raises(ConfigError, match="groups that differ"):
         rows.load_state_dict(other.state_dict())
     saved = RowOptimizer(ours).state_dict()
@@ -566,7 +571,7 @@ def steps_of(mesh, scaler=None):
     rows, dense = RowOptimizer(embeddings), torch.nn.Linear(DIM, 1, dtype=torch.float64)
     for weight in dense.parameters():
         torch.nn.init.constant_(weight, 0.5)
-    optimizer, found = torch.optim.SGD(dense.parameters(), lr=0.1), []
+    optimizer, results = torch.optim.SGD(dense.parameters(), lr=0.1), []
     for step in range(7):
         if scaler is None and step in (2, 4):
             continue
@@ -584,8 +589,8 @@ def steps_of(mesh, scaler=None):
             rows.step()
             optimizer.step()
         else:
-            found.append((rows.scaled_step(scaler, optimizer), math.log2(scaler.get_scale())))
-    return found, rows_of(embeddings), dense.weight.detach()
+            results.append((rows.scaled_step(scaler, optimizer), math.log2(scaler.get_scale())))
+    return results, rows_of(embeddings), dense.weight.detach()
 
 
 def scaled_steps(mesh):
@@ -593,18 +598,18 @@ def scaled_steps(mesh):
 
 
 def test_a_scaled_loss_trains_the_same_and_skips_whole_steps():
-    """Of a power of two: the same bits as without it, but for the steps that are skipped, on every rank alike."""
+    """Scale is a power of two: the same bits as without it, but for the steps that are skipped, on every rank alike."""
     _, values, weight = steps_of(Mesh())
     one, *others = [scaled_steps(Mesh()), *run_ranks(2, scaled_steps)]
     assert torch.equal(one[1], values) and torch.equal(one[2], weight)
     stepped = [True, True, False, True, False, True, True]
-    for found, values, weight in (one, *others):
+    for result, values, weight in (one, *others):
         scales = [12, 12, 11, 12, 11, 11, 11]  # lowered, and grown after 3 steps
-        assert found == list(zip(stepped, scales, strict=True))
-        if found is not one[0]:
+        assert result == list(zip(stepped, scales, strict=True))
+        if result is not one[0]:
             assert torch.equal(values, others[0][1]) and torch.equal(weight, others[0][2])
     off = steps_of(Mesh(), torch.amp.GradScaler("cpu", enabled=False))
-    assert [each for each, _ in off[0]] == stepped and torch.equal(off[1], one[1])
+    assert [item for item, _ in off[0]] == stepped and torch.equal(off[1], one[1])
 
 
 def test_tensors_in_a_tuple_are_read_again():

@@ -40,11 +40,11 @@ def test_scores_come_back_to_the_bit(ending, tmp_path):
             file.add(batch(len(scores), key), scores)
         assert not path.exists()  # before it is whole
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
-    found = read(path)
-    assert found.column_names == ["key", "score_click", "score_buy"]
-    assert found["key"].to_pylist() == [each for key in keys for each in key]
+    result = read(path)
+    assert result.column_names == ["key", "score_click", "score_buy"]
+    assert result["key"].to_pylist() == [item for key in keys for item in key]
     for t, name in enumerate(("score_click", "score_buy")):
-        assert np.array_equal(found[name].to_numpy(), torch.cat(wanted)[:, t].numpy())
+        assert np.array_equal(result[name].to_numpy(), torch.cat(wanted)[:, t].numpy())
 
 
 def test_names_and_no_samples(tmp_path):
@@ -52,8 +52,8 @@ def test_names_and_no_samples(tmp_path):
     for ending in (".parquet", ".csv"):
         with ScoreFile(tmp_path / f"none{ending}", ("label",)):
             pass
-        found = read(tmp_path / f"none{ending}")
-        assert found.column_names == ["score"] and len(found) == 0
+        result = read(tmp_path / f"none{ending}")
+        assert result.column_names == ["score"] and len(result) == 0
 
 
 def test_nothing_is_left_of_scores_that_fail(tmp_path, monkeypatch):
@@ -97,10 +97,10 @@ def test_criteo_lines_are_read_whole_with_labels_or_without(tmp_path):
     for path, has_label in (("data", True), ("bare.txt", False), ("cut.txt", False)):
         source = open_inputs("criteo", tmp_path / path, {})
         assert source.num_samples == 300 and source.schema == splits.train.schema
-        for found, each in zip(source.batches(60), wanted, strict=True):
-            assert (found.label is not None) is has_label
-            assert torch.equal(found.dense, each.dense)
-            assert all(torch.equal(found.ids[n].values, each.ids[n].values) for n in each.ids)
+        for result, value in zip(source.batches(60), wanted, strict=True):
+            assert (result.label is not None) is has_label
+            assert torch.equal(result.dense, value.dense)
+            assert all(torch.equal(result.ids[n].values, value.ids[n].values) for n in value.ids)
     lines = text.splitlines()
     lines[123] = lines[123].replace("\t", " ", 1)
     (tmp_path / "broken.txt").write_text("\n".join(lines))

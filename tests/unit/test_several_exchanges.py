@@ -1,4 +1,5 @@
-"""What a plan of several exchanges spares: nothing is put side by side or cut apart, and no push waits for another."""
+"""Costs that a plan of several exchanges avoids: nothing is put side by side or cut apart, and no push waits for
+another."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from colonnade.topology.sharding import table_wise
 SAMPLES, DIM = 6, 4
 EXCHANGES = {"a": "rows", "b": "pooled", "c": "rows", "d": "pooled"}
 TAKEN = {"some": ("a", "b", "c"), "others": ("c", "b"), "same": ("a", "b", "c")}
-"""By consumer; d is nobody's."""
+"""Features by consumer; d has none."""
 
 
 def opened(mesh: Mesh = Mesh(), homes=None, **settings) -> EmbeddingCollection:  # noqa: B008
@@ -53,13 +54,13 @@ def batch_of(seed: int) -> Batch:
 
 
 def operations(output: torch.Tensor) -> list[str]:
-    """What backward does after it, by name."""
-    found, left = [], [output.grad_fn]
-    while left:
-        if (each := left.pop()) is not None:
-            found.append(each.name())
-            left += [after for after, _ in each.next_functions]
-    return found
+    """Return the operations of backward after it, by name."""
+    results, remaining = [], [output.grad_fn]
+    while remaining:
+        if (item := remaining.pop()) is not None:
+            results.append(item.name())
+            remaining += [after for after, _ in item.next_functions]
+    return results
 
 
 def test_outputs_are_written_where_they_are_read_and_gradients_read_where_they_were_given():
@@ -72,8 +73,8 @@ def test_outputs_are_written_where_they_are_read_and_gradients_read_where_they_w
         for i, feature in enumerate(taken):
             rows = collection.rows(feature, batch.ids[feature].values)
             assert torch.equal(outputs[name][:, i * DIM : (i + 1) * DIM], rows)
-    given = [torch.randn(*outputs[name].shape) for name in ("some", "others", "d")]
-    torch.autograd.backward([outputs[name] for name in ("some", "others", "d")], given)
+    gradient = [torch.randn(*outputs[name].shape) for name in ("some", "others", "d")]
+    torch.autograd.backward([outputs[name] for name in ("some", "others", "d")], gradient)
     pushed: list[list[torch.Tensor]] = []
     with pytest.MonkeyPatch.context() as patch:
         for part in collection.exchange.parts:
@@ -84,10 +85,10 @@ def test_outputs_are_written_where_they_are_read_and_gradients_read_where_they_w
 
             patch.setattr(part, "begin_push", begin_push)
         collection.pipeline.collect()
-    addresses = {each.data_ptr() for each in given}
+    addresses = {value.data_ptr() for value in gradient}
     assert len(pushed) == len(collection.exchange.parts)
     for gradients in pushed:
-        assert {each.data_ptr() for each in gradients} <= addresses
+        assert {value.data_ptr() for value in gradients} <= addresses
 
 
 def test_several_backwards_are_added_once_for_all_exchanges():
@@ -131,7 +132,7 @@ def test_a_rank_without_rows_of_one_exchange_knows_next_uses_of_the_others():
 
 
 def pushed(mesh: Mesh) -> list[str]:
-    """In which order a step's pushes begin and are waited for."""
+    """Return the order in which a step's pushes begin and are waited for."""
     collection = opened(mesh)
     outputs = collection(batch_of(mesh.rank))
     torch.autograd.backward(list(outputs.values()), [torch.ones_like(o) for o in outputs.values()])
@@ -154,5 +155,5 @@ def pushed(mesh: Mesh) -> list[str]:
 
 
 def test_what_one_exchange_pushes_travels_while_the_next_one_computes():
-    for said in run_ranks(2, pushed):
-        assert said == ["push begins"] * 2 + ["push is waited for"] * 2
+    for text in run_ranks(2, pushed):
+        assert text == ["push begins"] * 2 + ["push is waited for"] * 2

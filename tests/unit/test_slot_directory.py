@@ -35,7 +35,7 @@ def test_rows_are_where_it_says(monkeypatch, exact, rows):
     pinned: list[np.ndarray] = []
     for _ in range(150):
         ids = random.permutation(900)[:80] * scale
-        before = {int(i): int(s) for held in pinned for i, s in zip(*held, strict=True)}
+        before = {int(i): int(s) for stored in pinned for i, s in zip(*stored, strict=True)}
         slots = use(directory, ids)
         assert len(np.unique(slots)) == len(ids)
         for i, s in zip(ids.tolist(), slots.tolist(), strict=True):
@@ -46,12 +46,14 @@ def test_rows_are_where_it_says(monkeypatch, exact, rows):
         if len(pinned) > 2:
             directory.unpin(pinned.pop(0)[1], dirty=False)
         if random.random() < 0.2:
-            here = directory.find(random.permutation(900)[:50] * scale)
-            here = here[here >= 0]
-            directory.drop(here[~directory.is_pinned(here)])
-        held = np.flatnonzero(directory.flags & slot_directory.OCCUPIED)
-        assert directory.num_rows == len(held) and np.array_equal(directory.ids[held], memory[held])
-        assert np.array_equal(directory.find(directory.ids[held]), held)
+            local = directory.find(random.permutation(900)[:50] * scale)
+            local = local[local >= 0]
+            directory.drop(local[~directory.is_pinned(local)])
+        stored = np.flatnonzero(directory.flags & slot_directory.OCCUPIED)
+        assert directory.num_rows == len(stored) and np.array_equal(
+            directory.ids[stored], memory[stored]
+        )
+        assert np.array_equal(directory.find(directory.ids[stored]), stored)
         assert directory.num_pinned == len(np.unique(np.concatenate([s for _, s in pinned])))
 
 
@@ -65,14 +67,14 @@ def test_releasing_what_is_not_pinned_is_refused():
 
 
 def hits(directory, stream, codes=None):
-    """Of the rows of the stream's second half, the share that was there."""
-    found = total = 0
+    """Return the hit rate of the stream's second half."""
+    result = total = 0
     for step, ids in enumerate(stream):
         if 2 * step >= len(stream):
-            found += int((directory.find(ids) >= 0).sum())
+            result += int((directory.find(ids) >= 0).sum())
             total += len(ids)
         directory.unpin(use(directory, ids, codes), dirty=False)
-    return found / total
+    return result / total
 
 
 def skewed(seed, steps, rows=60_000):

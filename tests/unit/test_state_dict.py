@@ -173,8 +173,8 @@ def test_partial_and_wrong_keys_are_named():
     refused({f"{KEYS}gone.ids": whole[ids]}, r"Unexpected key.*rows\.gone\.ids")
     with pytest.raises(RuntimeError, match=r"Missing key.*embeddings\.rows\.user\.ids"):
         loop.model.load_state_dict(colonnade.dense_state_dict(loop.model))
-    for mine, theirs in zip(loop.state()[:2], before[:2], strict=True):
-        assert str(mine) == str(theirs)
+    for actual, expected in zip(loop.state()[:2], before[:2], strict=True):
+        assert str(actual) == str(expected)
 
 
 def test_a_new_table_starts_anew_where_the_load_is_not_strict():
@@ -185,7 +185,7 @@ def test_a_new_table_starts_anew_where_the_load_is_not_strict():
     colonnade.load_rows(small, "old", torch.ones(9, 4))
     large = EmbeddingCollection(tables, features)
     result = large.load_state_dict(small.state_dict(), strict=False)
-    assert result.missing_keys == [f"rows.new.{each}" for each in ("ids", "weights", "clocks")]
+    assert result.missing_keys == [f"rows.new.{item}" for item in ("ids", "weights", "clocks")]
     assert torch.equal(large.rows("old", torch.arange(9)), torch.ones(9, 4))
 
 
@@ -205,11 +205,11 @@ def test_rows_elsewhere_or_too_large_name_the_other_way(tmp_path):
     loop.train(0, 3)
     saved = loop.state()
     loop.collection.max_state_dict_bytes = 1000
-    for each in (loop.model, loop.rows):
+    for item in (loop.model, loop.rows):
         with pytest.raises(
             CheckpointError, match=r"bytes of rows.*collection\.save\(folder, step\)"
         ):
-            each.state_dict()
+            item.state_dict()
     with pytest.raises(CheckpointError, match="max_state_dict_bytes = 1,000"):
         loop.load(saved)
     with pytest.raises(CheckpointError, match="a copy or pickle: got"):
@@ -217,9 +217,9 @@ def test_rows_elsewhere_or_too_large_name_the_other_way(tmp_path):
     budget = Loop()
     plan = build_plan(budget.collection.tables, 1, PlanConfig(memory={"dram": 20_000}, lookahead=0))
     budget.collection.open(plan, folder=tmp_path)
-    for each in (budget.model, budget.rows):
+    for item in (budget.model, budget.rows):
         with pytest.raises(CheckpointError, match="a memory budget that does not hold every row"):
-            each.state_dict()
+            item.state_dict()
     waiting = Loop()
     waiting.load(saved)
     with pytest.raises(CheckpointError, match="a memory budget that does not hold every row"):

@@ -1,4 +1,4 @@
-"""What a person can declare, and what is refused before anything is built."""
+"""Declarations that are accepted, and those that are refused before anything is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tower modules would save a model that has none: numbers of the plan's own formulas, and never a change of it."""
+"""Savings of tower modules for a model that has none: numbers of the plan's own formulas, and never a change of it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def test_it_is_what_the_plan_of_a_model_with_modules_would_save():
     loads = loads_in(SLOW)
     flat = choose(loads, SLOW)
     result = advise_tower_modules(loads, SLOW, flat, memory=Memory())
-    assert [each.ratio for each in result] == [2, 4, 8] and {each.towers for each in result} == {2}
-    for each in result:
-        out = 4 * DIM // each.ratio
+    assert [item.ratio for item in result] == [2, 4, 8] and {item.towers for item in result} == {2}
+    for item in result:
+        out = 4 * DIM // item.ratio
         fields = [FieldLoad(load.name, t, t, DIM, 4.0 * DIM, 4.0 * DIM) for t, load in enumerate(loads)]  # fmt: skip
         modules = [
             ConsumerLoad(
@@ -41,8 +41,8 @@ def test_it_is_what_the_plan_of_a_model_with_modules_would_save():
         }
         towered = choose(loads, SLOW, model=model, forced=forced).seconds
         saved = flat.seconds.processor + flat.seconds.waited - towered.processor - towered.waited
-        assert each.saved_seconds == pytest.approx(saved)
-        assert each.products == 2 * 4 * DIM * out and each.parameters == each.products + 2 * out
+        assert item.saved_seconds == pytest.approx(saved)
+        assert item.products == 2 * 4 * DIM * out and item.parameters == item.products + 2 * out
     assert result[0].saved_seconds < result[1].saved_seconds < result[2].saved_seconds
 
 
@@ -70,7 +70,7 @@ def test_tables_that_cannot_go_stay_as_they_are(kind):
     }
     choice = choose([sequence, *loads, *hot], SLOW, forced=forced)
     result = advise_tower_modules([sequence, *loads, *hot], SLOW, choice, memory=Memory())
-    assert all(each.products == 2 * (4 * DIM) ** 2 // each.ratio for each in result) and result
+    assert all(item.products == 2 * (4 * DIM) ** 2 // item.ratio for item in result) and result
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,12 @@ def model_of(loads, ratio, towers=2, shared=None, is_whole=True):
     fields = [FieldLoad(load.name, t, t, DIM, 4.0 * DIM, 4.0 * DIM) for t, load in enumerate(loads)]
     consumers = []
     for number in range(towers):
-        mine = {t for t in range(len(loads)) if t % towers == number}
-        mine |= set() if shared is None else {shared}
-        out = len(mine) * DIM // ratio
+        own = {t for t in range(len(loads)) if t % towers == number}
+        own |= set() if shared is None else {shared}
+        out = len(own) * DIM // ratio
         consumers.append(
             ConsumerLoad(
-                f"tower{number}", tuple(sorted(mine)), None, inside_width=out,
+                f"tower{number}", tuple(sorted(own)), None, inside_width=out,
                 inside_value_bytes=4.0 * out, inside_gradient_bytes=4.0 * out,
                 is_whole=is_whole,
             )
@@ -115,26 +115,27 @@ def test_ids_of_tables_sum_to_those_of_all_but_for_headers(loads):
 @pytest.mark.parametrize("ratio", [1, 4])
 @pytest.mark.parametrize("hosts, num_towers", [(2, 2), (4, 4), (4, 2), (2, 4)])
 def test_processors_move_what_is_sent_and_what_is_got(hosts, num_towers, ratio):
-    """Of values and gradients by towers: the bytes that are counted, not as many as would go straight."""
+    """Values and gradients by towers: the bytes that are counted, not as many as would go straight."""
     world = World(num_hosts=hosts, ranks_per_host=2)
     tables = [load_of(f"t{i}", 10**6, world, width=DIM) for i in range(world.num_ranks)]
     forced = {f"t{i}": Constraint("table_wise", "towers", (i,)) for i in range(world.num_ranks)}
     model = model_of(tables, ratio, num_towers)
     size = world.num_ranks // num_towers
-    mine = [
+    own = [
         [t for t in range(world.num_ranks) if t // size == number] for number in range(num_towers)
     ]
     consumers = tuple(
-        replace(item, fields=tuple(some)) for item, some in zip(model.consumers, mine, strict=True)
+        replace(item, fields=tuple(subset))
+        for item, subset in zip(model.consumers, own, strict=True)
     )
     model = replace(model, consumers=consumers)
 
-    def found(byte_seconds):
-        there = replace(world, byte_processor_seconds=byte_seconds)
-        return choose(tables, there, forced=forced, model=model, towers=num_towers)
+    def result(byte_seconds):
+        target = replace(world, byte_processor_seconds=byte_seconds)
+        return choose(tables, target, forced=forced, model=model, towers=num_towers)
 
-    choice = found(1e-9)
-    moved = (choice.seconds.processor - found(0.0).seconds.processor) / 1e-9
+    choice = result(1e-9)
+    moved = (choice.seconds.processor - result(0.0).seconds.processor) / 1e-9
     sent = {channel: 0.0 for channel in ("route", "fetch", "push")}
     for (channel, _), item in choice.sent.items():
         sent[channel] += item

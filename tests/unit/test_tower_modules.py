@@ -54,14 +54,14 @@ class Squared(nn.Module):
 
 def test_any_module_is_a_consumer_of_its_tower():
     made = collection(TowerModule(Squared(), [6, 6], 2), ["d", "b"])
-    seen = made(batch())
+    output = made(batch())
     rows = [made.rows(name, batch().ids[name].values).square().sum(1) for name in "db"]
-    torch.testing.assert_close(seen["mine"], torch.stack(rows, 1))
+    torch.testing.assert_close(output["mine"], torch.stack(rows, 1))
     wide = nn.Linear(9, 4)
     mixed = dict(zip(NAMES, (6, 3, 6, 6, 6), strict=True))
     made = collection(TowerModule(wide, [3, 6], 4), ["b", "a"], mixed)
-    given = torch.cat([made.rows(name, batch().ids[name].values) for name in "ba"], 1)
-    torch.testing.assert_close(made(batch())["mine"], wide(given))
+    inputs = torch.cat([made.rows(name, batch().ids[name].values) for name in "ba"], 1)
+    torch.testing.assert_close(made(batch())["mine"], wide(inputs))
     assert TowerModule(wide, [3, 6], 4).ratio == 9 / 4
     assert "on one rank" in why_not_remote(made.declaration, "mine")
 
@@ -69,12 +69,14 @@ def test_any_module_is_a_consumer_of_its_tower():
 def test_a_partial_of_vectors_is_the_module():
     module = TowerModule(nn.Flatten(), [6, 6], 12)
     vectors = torch.randn(8, 6)
-    found = module.partial(vectors, torch.arange(4).repeat_interleave(2), 4)
-    assert torch.equal(found, vectors.reshape(4, 12)) and torch.equal(module.combine(found), found)
+    result = module.partial(vectors, torch.arange(4).repeat_interleave(2), 4)
+    assert torch.equal(result, vectors.reshape(4, 12)) and torch.equal(
+        module.combine(result), result
+    )
     weighted = module.partial(
         vectors, torch.arange(4).repeat_interleave(2), 4, torch.full((8,), 2.0)
     )
-    assert torch.equal(weighted, 2 * found)
+    assert torch.equal(weighted, 2 * result)
 
 
 class Viewed(nn.Module):
@@ -166,21 +168,21 @@ def weights(model) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("model", [DLRM, DCNv2])
 def test_a_module_begins_by_its_features_alone(model):
     """Wherever its tower stands; and what lies around the towers begins as if there were no modules."""
-    found = []
+    results = []
     for order in (TOWERS.towers, TOWERS.towers[::-1]):
         torch.manual_seed(3)
         made = model(*declared(), num_dense=2, towers=Partition(order), tower_dim=6)
-        found.append(weights(made))
-    for name, value in found[0].items():
+        results.append(weights(made))
+    for name, value in results[0].items():
         other = name.replace("tower0", "towerX").replace("tower1", "tower0").replace("X", "1")
-        assert torch.equal(value, found[1][other]), name
+        assert torch.equal(value, results[1][other]), name
     torch.manual_seed(3)
     flat = weights(model(*declared(), num_dense=2))
-    assert all(torch.equal(value, found[0][name]) for name, value in flat.items())
+    assert all(torch.equal(value, results[0][name]) for name, value in flat.items())
     torch.manual_seed(3)
     another = model(*declared(), num_dense=2, towers=TOWERS, tower_dim=6, seed=1)
     name = next(name for name in weights(another) if "tower0" in name and "weight" in name)
-    assert not torch.equal(weights(another)[name], found[0][name])
+    assert not torch.equal(weights(another)[name], results[0][name])
 
 
 @pytest.mark.parametrize("model", [DLRM, DCNv2])
@@ -222,10 +224,10 @@ def test_work_is_that_of_the_literature():
         return dlrm_cost(13, 27, dim, bottom=bottom, top=top)
 
     assert dlrm(128).products == 2_458_496 and round(dlrm(128).flops / 1e6, 2) == 14.75
-    found = [
+    results = [
         round((dlrm_tower_cost(26, 128, dim) + dlrm(dim)).flops / 1e6, 2) for dim in (64, 32, 16, 8)
     ]
-    assert found == [15.26, 14.23, 13.72, 13.46]
+    assert results == [15.26, 14.23, 13.72, 13.46]
     dcn = mlp_cost([13, *bottom, 128]) + cross_cost(27 * 128, layers=3, rank=512)
     assert round((dcn + mlp_cost([27 * 128, *top, 1])).flops / 1e6, 2) == 96.18
 
@@ -240,12 +242,12 @@ def configured(**model):
 def test_partitions_come_from_numbers_files_and_lists(tmp_path):
     file = tmp_path / "towers.json"
     file.write_text(TOWERS.to_json())
-    for said, wanted in (
+    for message, wanted in (
         (2, round_robin_partition(NAMES, 2)),
         (str(file), TOWERS),
         ([list(tower) for tower in TOWERS.towers], TOWERS),
     ):
-        config = configured(towers=said, tower_dim=3)
+        config = configured(towers=message, tower_dim=3)
         model = build_model(SCHEMA, config)
         assert model.towers == wanted and model.dim == 3
         retained = resolve_towers(SCHEMA, config)
@@ -321,12 +323,12 @@ def test_a_towered_run_is_evaluated_exported_predicted_and_inspected(towered, tm
     run = open_run(load_run_config(towered), Mesh(), towered, read_only=True)
     batches = list(run.trainer.data.test.batches(64))
     with torch.no_grad():
-        wanted = [torch.sigmoid(run.trainer.model.eval()(each).double()) for each in batches]
+        wanted = [torch.sigmoid(run.trainer.model.eval()(batch).double()) for batch in batches]
     run.close()
     export_run(towered, tmp_path / "out")
     with colonnade.Predictor.open(tmp_path / "out") as predictor:
-        for each, said in zip(batches, wanted, strict=True):
-            assert torch.equal(predictor(each), said)
+        for batch, text in zip(batches, wanted, strict=True):
+            assert torch.equal(predictor(batch), text)
     inspected = CliRunner().invoke(
         app, ["inspect", str(towered / "checkpoints" / f"{4:012d}.json")]
     )
@@ -352,9 +354,9 @@ def test_a_checkpoint_of_other_towers_is_refused(tmp_path):
 
     def fitted(towers, dim):
         data = colonnade.data.open_source("synthetic", **CONFIG["data"]["options"])
-        names = [each.name for each in data.train.schema.categorical]
+        names = [item.name for item in data.train.schema.categorical]
         tables = [
-            Table(each.name, 4, rows=each.cardinality) for each in data.train.schema.categorical
+            Table(item.name, 4, rows=item.cardinality) for item in data.train.schema.categorical
         ]
         features = [Feature(name, name) for name in names]
         model = DLRM(tables, features, num_dense=13, towers=Partition(towers), tower_dim=dim)
@@ -382,7 +384,7 @@ def test_a_warm_start_takes_rows_and_what_agrees(case, towered, tmp_path):
     ids = torch.arange(50)
     rows = [run.trainer.collection.rows("C1", ids) for run in (new, old, fresh)]
     assert torch.equal(rows[0], rows[1]) and not torch.equal(rows[0], rows[2])
-    begun, theirs, first = (weights(run.trainer.model) for run in (new, old, fresh))
+    begun, other, first = (weights(run.trainer.model) for run in (new, old, fresh))
     same = {
         "other towers": ["bottom.2.weight", "top.2.weight", "tower0"],
         "from flat": ["top.2.weight", "bottom.0"],
@@ -395,7 +397,7 @@ def test_a_warm_start_takes_rows_and_what_agrees(case, towered, tmp_path):
         if any(part in name for part in anew[case]):
             assert torch.equal(value, first[name]), name
         elif any(part in name for part in same[case]):
-            assert torch.equal(value, theirs[name]), name
+            assert torch.equal(value, other[name]), name
     for run in (new, fresh, old):
         run.close()
     from colonnade.run.start import plan_warm_start

@@ -29,8 +29,8 @@ class Model(nn.Module):
         self.towers = nn.ModuleList(nn.Linear(3, 2) for _ in range(2))
         self.top = nn.Linear(3, 1)
         self.double()
-        for number, each in enumerate(self.towers):
-            each.register_buffer("seen", torch.full((2,), float(number)))
+        for number, tower in enumerate(self.towers):
+            tower.register_buffer("visits", torch.full((2,), float(number)))
 
 
 def optimizer_of(model):
@@ -38,13 +38,13 @@ def optimizer_of(model):
 
 
 def step_of(mesh, model, dense, step, size, spoils=-1):
-    """As a trainer's: what passes through a module's tower are samples of peers. `spoils`: a rank with a gradient of
-    NaN in its tower."""
+    """Take a trainer's step: what passes through a module's tower are samples of peers. `spoils`: a rank with a
+    gradient of NaN in its tower."""
     inputs = INPUTS[step]
-    mine = inputs[mesh.rank :: mesh.num_ranks]
+    own = inputs[mesh.rank :: mesh.num_ranks]
     dense.zero()
     dense.begin_last_backward()
-    (model.top(mine) ** 2).sum().backward()
+    (model.top(own) ** 2).sum().backward()
     # What `push` does: each sample once, by one rank of the tower.
     tower, number = divmod(mesh.rank, size)
     for t, module in enumerate(model.towers):
@@ -52,12 +52,12 @@ def step_of(mesh, model, dense, step, size, spoils=-1):
             continue
         part = inputs[number::size] if mesh.num_ranks > 1 else inputs
         loss = (module(part) ** 2).sum()
-        for parameter, each in zip(
+        for parameter, item in zip(
             module.parameters(), torch.autograd.grad(loss, list(module.parameters())), strict=True
         ):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            parameter.grad += each
+            parameter.grad += item
             if mesh.rank == spoils:
                 parameter.grad += float("nan")
     for parameter in model.towers.parameters():
@@ -67,8 +67,8 @@ def step_of(mesh, model, dense, step, size, spoils=-1):
 
 
 def given_to(model, size):
-    """Of two towers; of four, the first two have a module each."""
-    modules = [(each,) for each in model.towers]
+    """Return the gradients given to two towers; of four, the first two have a module each."""
+    modules = [(tower,) for tower in model.towers]
     return TowerWeights(size, (*modules, *[()] * (NUM_RANKS // size - 2)))
 
 
@@ -88,19 +88,19 @@ def train(mesh, size, codec="exact", states=None):
         norms.append(dense.clip_norm(0.7))
         optimizer.step()
     own = mesh.rank // size
-    before = [each.detach().clone() for each in model.parameters()]
+    before = [tower.detach().clone() for tower in model.parameters()]
     if towers is not None:
-        for t, each in enumerate(model.towers):
+        for t, tower in enumerate(model.towers):
             has_it = t == own
-            assert (each.weight in optimizer.state) is has_it
-            assert (each.weight.grad is not None) is has_it
-    model.towers[own % 2].seen += 10.0
+            assert (tower.weight in optimizer.state) is has_it
+            assert (tower.weight.grad is not None) is has_it
+    model.towers[own % 2].visits += 10.0
     dense.broadcast_tower_weights(optimizer)
-    kept = optimizer.state_dict()
-    weights = [each.detach().clone() for each in model.parameters()]
-    seen = [float(each.seen[0]) for each in model.towers]
+    retained = optimizer.state_dict()
+    weights = [tower.detach().clone() for tower in model.parameters()]
+    output = [float(tower.visits[0]) for tower in model.towers]
     return {
-        "norms": norms, "weights": weights, "before": before, "kept": kept, "seen": seen,
+        "norms": norms, "weights": weights, "before": before, "kept": retained, "seen": output,
         "state": dense.state(),
     }  # fmt: skip
 
@@ -114,13 +114,13 @@ def refused(mesh):
     dense.build_buckets()
     for spoils in (3, 0, -1):
         assert step_of(mesh, model, dense, 0, 2, spoils=spoils)[0] is (spoils < 0)
-    said = ""
+    message = ""
     dense.zero()
     try:
         model.towers[1](INPUTS[0]).sum().backward()
     except ConfigError as error:
-        said = str(error)
-    return said
+        message = str(error)
+    return message
 
 
 def sent(mesh, towers_of):
@@ -139,12 +139,12 @@ def sent(mesh, towers_of):
 
 
 def everything(mesh):
-    found = {size: train(mesh, size) for size in (2, 1)}
-    found["coded"] = train(mesh, 2, "int8")
-    found["refused"] = refused(mesh)
-    found["sent"] = [sent(mesh, lambda model: given_to(model, 2)), sent(mesh, lambda model: None)]
+    results = {size: train(mesh, size) for size in (2, 1)}
+    results["coded"] = train(mesh, 2, "int8")
+    results["refused"] = refused(mesh)
+    results["sent"] = [sent(mesh, lambda model: given_to(model, 2)), sent(mesh, lambda model: None)]
 
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,9 @@ def test_towers_train_what_one_process_does(everyone, size):
         )
     assert not torch.equal(everyone[0][size]["before"][2], one["weights"][2])  # of the other tower
     bits = [rank[size]["weights"] for rank in everyone]
-    assert all(torch.equal(a, b) for each in bits for a, b in zip(each, bits[0], strict=True))
+    assert all(
+        torch.equal(a, b) for rank_bits in bits for a, b in zip(rank_bits, bits[0], strict=True)
+    )
 
 
 def test_buffers_of_a_tower_are_handed_out(everyone):

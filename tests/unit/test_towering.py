@@ -1,4 +1,4 @@
-"""Where tables lie in towers: what a number or a partition makes of a configuration, and what is refused."""
+"""Shardings in towers: what a number or a partition makes of a configuration, and what is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARTITION = Partition((("b", "c", "a", "again"), ("d",)))
 def planned(plan, partition=None, world=WORLD, tables=TABLES):
     config = apply_towers(build_config({"plan": plan}).plan, tables, FEATURES, partition, world)
     assert is_settled(config, tables, world)
-    return {each.name: str(each.sharding) for each in build_plan(tables, world, config).tables}
+    return {table.name: str(table.sharding) for table in build_plan(tables, world, config).tables}
 
 
 def test_tables_lie_in_their_towers():
@@ -55,8 +55,8 @@ def test_a_number_of_towers_beside_exchanges_that_are_yet_to_be_chosen():
 
 
 def test_a_partition_of_some_features_leaves_the_other_tables():
-    some = planned({"exchange": "towers"}, Partition((("a",), ("b",))))
-    assert some["c"] == "row_wise, ranks 0 .. 3" and some["b"] == "host_wise, ranks 2 .. 3"
+    subset = planned({"exchange": "towers"}, Partition((("a",), ("b",))))
+    assert subset["c"] == "row_wise, ranks 0 .. 3" and subset["b"] == "host_wise, ranks 2 .. 3"
 
 
 def test_servers_of_a_tower_have_its_rows():
@@ -68,7 +68,7 @@ def test_servers_of_a_tower_have_its_rows():
 
 
 @pytest.mark.parametrize(
-    ("plan", "partition", "said"),
+    ("plan", "partition", "message"),
     [
         ({"exchange": "towers", "towers": 3}, None, "3 towers on 4 ranks"),
         ({"exchange": "towers", "towers": 8}, None, "8 towers on 4 ranks"),
@@ -80,8 +80,8 @@ def test_servers_of_a_tower_have_its_rows():
         ({"exchange": "towers", "tables": {"a": {"sharding": "host_wise", "ranks": [1, 2]}}}, None, "of one tower"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(plan, partition, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_is_refused(plan, partition, message):
+    with pytest.raises(ConfigError, match=message):
         planned(plan, partition)
 
 
@@ -99,9 +99,9 @@ def test_a_file_says_which_features_stand_together(tmp_path):
     file = tmp_path / "towers.json"
     file.write_text(PARTITION.to_json())
     config = build_config({"plan": {"exchange": "towers", "towers": str(file)}})
-    laid = apply_tower_partition(config, Collection, WORLD).plan
-    assert laid.towers == 2 and laid.tables["d"].sharding.ranks == (2, 3)
-    assert build_plan(TABLES, WORLD, laid).towers == 2
+    sharded = apply_tower_partition(config, Collection, WORLD).plan
+    assert sharded.towers == 2 and sharded.tables["d"].sharding.ranks == (2, 3)
+    assert build_plan(TABLES, WORLD, sharded).towers == 2
     assert apply_tower_partition(config, Collection, World()) is config  # one rank: no towers
     file.write_text("{}")
     with pytest.raises(ConfigError, match=r"plan\.towers: .*towers\.json: .*cannot be read"):

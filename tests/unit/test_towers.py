@@ -17,24 +17,24 @@ def test_a_partition_has_each_feature_once_and_goes_through_json():
 
 
 @pytest.mark.parametrize(
-    "towers, said",
+    "towers, message",
     [((), "without towers"), ((("a",), ()), "tower 1: got no features"), ((("a",), ("a",)), "'a'")],
 )
-def test_partitions_that_cannot_be(towers, said):
-    with pytest.raises(ConfigError, match=said):
+def test_partitions_that_cannot_be(towers, message):
+    with pytest.raises(ConfigError, match=message):
         Partition(towers)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('{"towers": [["a"], []]}', "tower 1: got no features"),
         ('{"towers": [["a", "b"], ["b"]]}', "'b': got it in towers 0 and 1"),
         ('{"towers": []}', "without towers"),
     ],
 )
-def test_a_file_says_what_cannot_be(text, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_file_says_what_cannot_be(text, message):
+    with pytest.raises(ConfigError, match=message):
         Partition.from_json(text)
 
 

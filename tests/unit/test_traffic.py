@@ -1,4 +1,4 @@
-"""What a rank counts as sent: who receives it, how much, over which link."""
+"""Counts of sent bytes: who receives it, how much, over which link."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_sum_moves_each_chunk_around_the_ring_twice(size, elements, itemsize):
     sent = [count_ring_sum(elements * itemsize, itemsize, place, size)[0] for place in range(size)]
     # Everything but one member's chunk passes each link, once summed and once spread.
     assert sum(sent) == 2 * (size - 1) * elements * itemsize
-    assert all(each % itemsize == 0 for each in sent)
+    assert all(item % itemsize == 0 for item in sent)
 
 
 @pytest.mark.parametrize("size", range(1, 20))

@@ -64,8 +64,8 @@ def test_train_resume_and_evaluate(kind, colonnade, tmp_path, monkeypatch):
     run = str(tmp_path / "run")
     command = ["train", "--data", kind, "--path", path.name, "--run", run, *SETTINGS]
     declared = [*command, "--set", "data.options.schema=schema.yaml"]
-    status, said = colonnade(*declared)
-    assert status == 0, said
+    status, output = colonnade(*declared)
+    assert status == 0, output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["metrics"]["test_auc"] > 0.8, summary
     recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["data"]
@@ -74,8 +74,8 @@ def test_train_resume_and_evaluate(kind, colonnade, tmp_path, monkeypatch):
     # From another folder, without the schema's file: the run folder knows.
     schema.rename(tmp_path / "elsewhere.yaml")
     monkeypatch.chdir("/")
-    status, said = colonnade("evaluate", run)
-    assert status == 0 and f"auc: {summary['metrics']['test_auc']:.4f}" in said, said
+    status, output = colonnade("evaluate", run)
+    assert status == 0 and f"auc: {summary['metrics']['test_auc']:.4f}" in output, output
     again = open_source(kind, recorded["path"], **recorded["options"])
     parts = (again.train, again.validation, again.test)
     assert [part.num_samples for part in parts] == [2100, 300, 600]
@@ -83,12 +83,12 @@ def test_train_resume_and_evaluate(kind, colonnade, tmp_path, monkeypatch):
     # Going on with the same schema is fine; with another one it is refused, and says where they differ.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere.yaml").rename(schema)
-    status, said = colonnade(*declared, "--set", "train.epochs=3")
-    assert status == 0, said
+    status, output = colonnade(*declared, "--set", "train.epochs=3")
+    assert status == 0, output
     before = (tmp_path / "run" / "config.yaml").read_bytes()
     schema.write_text(SCHEMA.replace("rows: 200", "rows: 100"))
-    status, said = colonnade(*declared)
-    assert status == 2 and "data.options.schema.fields.user.rows=200" in said, said
+    status, output = colonnade(*declared)
+    assert status == 2 and "data.options.schema.fields.user.rows=200" in output, output
     assert (tmp_path / "run" / "config.yaml").read_bytes() == before
 
 
@@ -96,10 +96,10 @@ def test_nothing_declared(colonnade, tmp_path):
     path = write(tmp_path / "sales.csv")
     run = tmp_path / "run"
     command = ["train", "--data", "csv", "--path", str(path), "--run", str(run), *SETTINGS]
-    status, said = colonnade(*command)
-    assert status == 2 and "Say which column it is" in said and not run.exists(), said
-    status, said = colonnade(*command, "--set", "data.options.label=bought")
-    assert status == 0, said
+    status, output = colonnade(*command)
+    assert status == 2 and "Say which column it is" in output and not run.exists(), output
+    status, output = colonnade(*command, "--set", "data.options.label=bought")
+    assert status == 0, output
     assert json.loads((run / "summary.json").read_text())["metrics"]["test_auc"] > 0.8
 
 
@@ -109,17 +109,17 @@ def test_two_ranks_train_what_one_trains(colonnade, tmp_path):
     metrics = []
     for ranks in ("1", "2"):
         run = tmp_path / f"run{ranks}"
-        status, said = colonnade(
+        status, output = colonnade(
             "train", "--data", "parquet", "--path", str(path), "--run", str(run), *SETTINGS,
             "--set", "data.options.label=bought", "--ranks", ranks,
         )  # fmt: skip
-        assert status == 0, said
+        assert status == 0, output
         metrics.append(json.loads((run / "summary.json").read_text())["metrics"])
     assert metrics[0]["test_auc"] == pytest.approx(metrics[1]["test_auc"], abs=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (["data.options.schema=nowhere.yaml"], "nowhere.yaml: No such file"),
         (["data.options.lable=bought"], "did you mean 'label'"),
@@ -131,10 +131,10 @@ def test_two_ranks_train_what_one_trains(colonnade, tmp_path):
         (["data.options.label=bought", "data.options.test=nowhere.csv"], "no such file"),
     ],
 )
-def test_a_refused_command_writes_nothing(settings, said, colonnade, tmp_path):
+def test_a_refused_command_writes_nothing(settings, message, colonnade, tmp_path):
     path = write(tmp_path / "sales.csv", 20)
     chosen = [word for setting in settings for word in ("--set", setting)]
     run = tmp_path / "run"
     status, words = colonnade("train", "--data", "csv", "--path", str(path), "--run", str(run), *chosen)  # fmt: skip
-    assert status == 2 and said in words and words.startswith("error: "), words
+    assert status == 2 and message in words and words.startswith("error: "), words
     assert words.count("\n") == 1 and not run.exists()

@@ -41,14 +41,14 @@ class Scripted:
 
     def __init__(self, scores):
         self.scores = list(scores)
-        self.heard = 0
+        self.num_evaluations = 0
 
     def loss(self, model, batch, mesh):
         return model(batch).sum() / max(batch.world_weight, 1e-12)
 
     def evaluate(self, model, source, batch_size, mesh):
-        self.heard += 1
-        return {"auc": self.scores[self.heard - 1], "num_samples": 1.0}
+        self.num_evaluations += 1
+        return {"auc": self.scores[self.num_evaluations - 1], "num_samples": 1.0}
 
 
 def validated():
@@ -57,12 +57,12 @@ def validated():
 
 def test_early_stopping_names_the_best_step(tmp_path):
     script = Scripted([0.5, 0.6, 0.7, 0.7, 0.65, 0.69, 0.9])
-    found = colonnade.fit(
+    result = colonnade.fit(
         Net(), validated(), objective=script, run=tmp_path, epochs=9, patience=3, keep_checkpoints=2, **FAST
     )  # fmt: skip
-    assert found.outcome.stopped_early and found.outcome.best_step == 36
-    assert found.outcome.steps == 72 and script.heard == 6
-    assert found.metrics["validation_auc"] == 0.7
+    assert result.outcome.stopped_early and result.outcome.best_step == 36
+    assert result.outcome.steps == 72 and script.num_evaluations == 6
+    assert result.metrics["validation_auc"] == 0.7
     assert list_checkpoints(tmp_path) == [36, 60, 72]  # the best beside the newest two
     assert [resolve_step(tmp_path, at) for at in ("best", "last", "60", None)] == [36, 72, 60, 36]
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 12; it has \[36, 60, 72\]"):
@@ -74,15 +74,15 @@ def test_patience_goes_on_where_it_was(tmp_path):
     scores = [0.5, 0.6, 0.55, 0.58, 0.57]
     for epochs in range(1, 6):
         script = Scripted(scores[epochs - 1 :])
-        found = colonnade.fit(
+        result = colonnade.fit(
             Net(), validated(), objective=script, run=tmp_path, epochs=epochs, patience=3, **FAST
         )
-        assert found.outcome.stopped_early == (epochs == 5)
-    assert (found.outcome.steps, found.outcome.best_step) == (12, 24)
+        assert result.outcome.stopped_early == (epochs == 5)
+    assert (result.outcome.steps, result.outcome.best_step) == (12, 24)
     again = colonnade.fit(
         Net(), validated(), objective=Scripted([]), run=tmp_path, epochs=9, patience=3, **FAST
     )
-    assert again.outcome == found.outcome  # as recorded
+    assert again.outcome == result.outcome  # as recorded
     more = colonnade.fit(
         Net(), validated(), objective=Scripted([0.9]), run=tmp_path, epochs=6, patience=4, **FAST
     )
@@ -93,8 +93,8 @@ class TwoScores(Scripted):
     """`scores`: (auc, log loss) of each evaluation of the validation part."""
 
     def evaluate(self, model, source, batch_size, mesh):
-        auc, log_loss = self.scores[self.heard]
-        self.heard += 1
+        auc, log_loss = self.scores[self.num_evaluations]
+        self.num_evaluations += 1
         return {"auc": auc, "log_loss": log_loss, "num_samples": 1.0}
 
 
@@ -151,11 +151,11 @@ def test_no_validation_part_means_the_last_step(tmp_path):
 
 def test_min_delta_and_less_is_better():
     best = Best("validation_loss", min_delta=0.1)
-    heard = [
+    received = [
         best.record_evaluation({"validation_loss": s}, t)
         for t, s in enumerate([1.0, 0.95, 0.85, math.nan])
     ]
-    assert heard == [True, False, True, False]
+    assert received == [True, False, True, False]
     assert (best.score, best.step, best.num_since) == (0.85, 2, 1)
 
 
@@ -182,11 +182,11 @@ def test_the_best_is_the_first_maximum(scores, cut):
 
 def test_evaluations_between_epochs(tmp_path):
     script = Scripted([0.5, 0.9, 0.8, 0.7, 0.6])
-    found = colonnade.fit(
+    result = colonnade.fit(
         Net(), validated(), objective=script, run=tmp_path, evaluate_steps=5, **FAST
     )
-    assert script.heard == 3  # steps 5, 10 and the epoch's end, 12
-    assert found.outcome.best_step == 10
+    assert script.num_evaluations == 3  # steps 5, 10 and the epoch's end, 12
+    assert result.outcome.best_step == 10
     assert list_checkpoints(tmp_path) == [10, 12]  # 5 was best once, and is neither now
 
 
@@ -203,10 +203,10 @@ def test_kept_checkpoints_are_pruned_with_their_rows(tmp_path):
 
 def stopping_on_two(mesh, folder):
     script = Scripted([0.5, 0.4, 0.3, 0.9])
-    found = colonnade.fit(
+    result = colonnade.fit(
         Net(), validated(), objective=script, mesh=mesh, run=folder, epochs=9, patience=2, **FAST
     )
-    return found.outcome.steps, found.outcome.best_step
+    return result.outcome.steps, result.outcome.best_step
 
 
 def test_ranks_stop_together(tmp_path):
@@ -273,8 +273,8 @@ def test_dense_clipping_is_torchs():
     dense.reduce(finite=True, stop=True)  # the signals are no gradient
     norm = torch.nn.utils.clip_grad_norm_(other.parameters(), 0.5)
     assert dense.clip_norm(0.5) == pytest.approx(float(norm), rel=1e-6)
-    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)
+    for actual, expected in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad)
 
 
 def test_a_norm_that_overflows_is_refused_or_skipped():
@@ -283,10 +283,10 @@ def test_a_norm_that_overflows_is_refused_or_skipped():
 
     model = Net("float64", OPTIMIZERS["sgd"])
     before = rows_of(model)
-    found = colonnade.fit(
+    result = colonnade.fit(
         model, source(100), loss=huge, embedding_clip_norm=1.0, on_non_finite="skip", **FAST
     )
-    assert found.outcome.skipped == 2
+    assert result.outcome.skipped == 2
     for name, value in rows_of(model).items():
         assert torch.equal(value, before[name])
     with pytest.raises(NonFiniteError):
@@ -431,8 +431,8 @@ def test_days_are_tested_before_they_are_trained(tmp_path):
     assert result.metrics["days_auc"] == pytest.approx(average_days(days)["days_auc"], abs=1e-6)
     assert result.metrics["days_num_samples"] == sum(day.num_samples for day in data.days[1:])
     assert [day["day"] for day in result.outcome.days] == [1, 2, 3]
-    for mine, theirs in zip(result.outcome.days, days, strict=True):
-        assert mine == pytest.approx(theirs, abs=1e-6)
+    for actual, expected in zip(result.outcome.days, days, strict=True):
+        assert actual == pytest.approx(expected, abs=1e-6)
 
 
 def train_by_hand(model, day, number, state):
@@ -455,9 +455,9 @@ def test_days_go_on_where_a_run_was_stopped(tmp_path):
     whole = colonnade.fit(straight, data, **settings)
     for limit in (2, 7, 11, None):
         model = Net()
-        found = colonnade.fit(model, data, run=tmp_path, max_steps=limit, **settings)
+        result = colonnade.fit(model, data, run=tmp_path, max_steps=limit, **settings)
     assert_same(straight, model)
-    assert found.metrics == whole.metrics
+    assert result.metrics == whole.metrics
     with pytest.raises(ConfigError, match="this data set has none"):
         colonnade.fit(Net(), splits(), progressive=True, **FAST)
 

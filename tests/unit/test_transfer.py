@@ -72,17 +72,17 @@ def test_every_dtype(dtype, master):
     collection = opened(table)
     weights = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
     load_rows(collection, "item", weights, torch.arange(50) * 3)
-    found = to_embedding(collection, "item", torch.arange(50) * 3).weight.detach()
-    assert found.dtype == getattr(torch, dtype)
+    result = to_embedding(collection, "item", torch.arange(50) * 3).weight.detach()
+    assert result.dtype == getattr(torch, dtype)
     if master:  # the stored half is the nearest, half up; and nothing of a float32 is lost
-        torch.testing.assert_close(found.float(), weights, rtol=2**-8, atol=0)
+        torch.testing.assert_close(result.float(), weights, rtol=2**-8, atol=0)
         train(collection, [0, 3], lr=0.0)
         high = collection.rows("item", torch.tensor([0, 3])).view(torch.int16).int() << 16
         records = next(collection.store.scan(0))[1]
         low = records[:2, 8:16].contiguous().view(torch.int16).int()
         assert torch.equal((high + low).view(torch.float32), weights[:2])
     else:
-        assert torch.equal(found, weights.to(found.dtype))
+        assert torch.equal(result, weights.to(result.dtype))
 
 
 def train(collection, ids, lr=None):
@@ -115,7 +115,7 @@ def test_a_single_row_is_listed():
 
 
 def test_ftrl_keeps_the_weights_it_is_given():
-    """Its weights follow from its state: a zero gradient must leave them, or they were lost."""
+    """FTRL computes weights from its state: a zero gradient must leave them, or they were lost."""
     settings = {"lr": 0.3, "l1": 0.2, "l2": 0.1, "beta": 0.7, "initial_accumulator": 0.4}
     collection = opened(Table("item", 4, rows=6, optimizer=FTRL(**settings)))
     weights = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
@@ -150,8 +150,8 @@ def round_trip(mesh):
     load_rows(collection, "item", weights)
     words = torch.arange(50) * 7919
     load_rows(collection, "word", weights[:50, :3].contiguous(), words)
-    found = to_embedding(collection, "item").weight.detach()
-    return torch.equal(found, weights) and torch.equal(trained_ids(collection, "word"), words)
+    result = to_embedding(collection, "item").weight.detach()
+    return torch.equal(result, weights) and torch.equal(trained_ids(collection, "word"), words)
 
 
 def test_on_several_ranks():
@@ -162,7 +162,7 @@ def test_bad_weights_change_nothing():
     collection = opened(Table("item", 4, rows=6))
     before = collection.rows("item", torch.arange(6))
     weights, twice = torch.randn(2, 4), torch.tensor([3, 3])
-    for error, words, given in (
+    for error, words, gradient in (
         (ConfigError, r"wanted \(N, 4\)", (torch.randn(2, 5),)),
         (ConfigError, r"wanted \(2,\) int64", (weights, torch.tensor([1]))),
         (IdRangeError, r"ids 1 \.\. 6, wanted 0 \.\. 5", (weights, torch.tensor([1, 6]))),
@@ -170,7 +170,7 @@ def test_bad_weights_change_nothing():
         (DataError, "NaN or inf in row 1", (torch.tensor([[1.0] * 4, [torch.nan] * 4]),)),
     ):
         with pytest.raises(error, match=words):
-            load_rows(collection, "item", *given)
+            load_rows(collection, "item", *gradient)
     with pytest.raises(ConfigError, match="unknown table"):
         load_rows(collection, "itme", weights)
     with pytest.raises(ConfigError, match="is open: say which ids"):
@@ -182,8 +182,11 @@ def test_an_export_is_read_back(tmp_path):
     model = Net()
     colonnade.fit(model, splits(), run=tmp_path / "run", epochs=1, **FAST)
     colonnade.export_run(tmp_path / "run", tmp_path / "out")
-    said = json.loads((tmp_path / "out" / "model.json").read_text())
-    assert said["schema"]["labels"] == ["label"] and said["schema"]["dense"] == ["dense0", "dense1"]
+    output = json.loads((tmp_path / "out" / "model.json").read_text())
+    assert output["schema"]["labels"] == ["label"] and output["schema"]["dense"] == [
+        "dense0",
+        "dense1",
+    ]
     other = Net(seed=9)
     other.collection.seed = 0
     colonnade.load_export(other, other.collection, tmp_path / "out")
@@ -196,7 +199,7 @@ def test_an_export_is_read_back(tmp_path):
         bigger = Net(extra=("more",))
         colonnade.load_export(bigger, bigger.collection, tmp_path / "out")
     before = model.bias.weight.clone()
-    short = tmp_path / "out" / said["tables"][0]["file"]
+    short = tmp_path / "out" / output["tables"][0]["file"]
     short.write_bytes(short.read_bytes()[:-4])
     with pytest.raises(CorruptionError, match=f"{short.name}: got"):
         colonnade.load_export(model, model.collection, tmp_path / "out")

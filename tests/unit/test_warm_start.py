@@ -61,14 +61,14 @@ def test_the_same_optimizer_goes_on_as_if_nothing_had_happened(optimizer, tmp_pa
     reference = Net(optimizer=OPTIMIZERS[optimizer])
     state = []
 
-    def kept(parameters):
+    def retained(parameters):
         state.append(adam(parameters))
         if len(state) == 2:
             state[1].load_state_dict(state[0].state_dict())
         return state[-1]
 
     for half in halves:
-        colonnade.fit(reference, half, dense_optimizer=kept, **FAST)
+        colonnade.fit(reference, half, dense_optimizer=retained, **FAST)
     assert_same(second, reference)
 
 
@@ -77,9 +77,9 @@ def test_another_optimizer_starts_its_state_anew(old, tmp_path, capsys):
     other = Net(optimizer=OPTIMIZERS["adam"], seed=3)
     sgd = {"quiet": False, "dense_optimizer": lambda p: torch.optim.SGD(p, lr=1)}
     start_from(folder, other, splits(), tmp_path / "new", **sgd)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "the rows of 2 tables" in said
-    assert "weights without optimizer state: dense parameters, user, film" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "the rows of 2 tables" in output
+    assert "weights without optimizer state: dense parameters, user, film" in output
     rows, wanted = rows_of(other), rows_of(model)
     trained = colonnade.trained_ids(model.collection, "user")
     assert torch.equal(rows["user"][trained], wanted["user"][trained])
@@ -91,8 +91,8 @@ def test_what_was_dropped_and_what_is_new_is_said(tmp_path, capsys):
     start_from(
         tmp_path / "old", Net(extra=("here",)), splits(extra=("here",)), tmp_path / "new", quiet=False
     )  # fmt: skip
-    said = " ".join(capsys.readouterr().out.split())
-    assert "new: here" in said and "not taken over: gone" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "new: here" in output and "not taken over: gone" in output
 
 
 def settings_of(**changes):
@@ -129,8 +129,8 @@ def test_a_resumed_run_does_not_start_again(old, tmp_path):
     settings = {"run": tmp_path / "new", "warm_start": f"{folder}@best", **FAST}
     colonnade.fit(model, splits(), epochs=1, **settings)
     again = Net()
-    found = colonnade.fit(again, splits(), epochs=1, **settings)
-    assert found.outcome.steps == 12 and found.resumed_at == 12  # as the first recorded
+    result = colonnade.fit(again, splits(), epochs=1, **settings)
+    assert result.outcome.steps == 12 and result.resumed_at == 12  # as the first recorded
     assert_same(model, again)
 
 

@@ -109,7 +109,7 @@ def learn(tiered: Tiered, batch: Batch) -> None:
 
 @dataclass
 class Work:
-    """Of one step, done by the threads that train: nothing here depends on how fast anything is."""
+    """Work of one step, done by the threads that train: nothing here depends on how fast anything is."""
 
     touched: int  # rows used, evicted, saved for a checkpoint
     appended: int  # rows
@@ -162,8 +162,8 @@ def test_a_step_is_bounded_work(case, tmp_path):
         # A step saves no more than its own rows.
         assert max(work.appended for work in works) <= 2 * 2 * UNIQUE
     for what in ("touched", "looked", "remembered"):
-        each = [getattr(work, what) for work in works]
-        assert max(each) <= 3 * float(np.median(each)), (what, max(each), np.median(each))
+        item = [getattr(work, what) for work in works]
+        assert max(item) <= 3 * float(np.median(item)), (what, max(item), np.median(item))
     assert max(work.waited for work in works) == 0.0
     tiered.close()
 
@@ -217,7 +217,7 @@ def test_a_checkpoint_on_a_slow_disk_keeps_no_step_waiting(tmp_path):
 @pytest.mark.parametrize("case", ["eviction", "collection", "checkpoint"])
 def test_the_worst_step_is_at_most_thrice_the_median(case, tmp_path):
     """The best of three runs: a machine that does something else now and then makes some step slow."""
-    found = []
+    results = []
     for attempt in range(3):
         tiered = opened(
             tmp_path / str(attempt),
@@ -252,7 +252,7 @@ def test_the_worst_step_is_at_most_thrice_the_median(case, tmp_path):
         print(
             f"{case}: median {median * 1e3:.1f} ms, worst {worst * 1e3:.1f} ms, {worst / median:.2f}"
         )
-        found.append(worst / median)
-        if found[-1] <= 3:
+        results.append(worst / median)
+        if results[-1] <= 3:
             break
-    assert min(found) <= 3, found
+    assert min(results) <= 3, results
