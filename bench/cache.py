@@ -1,4 +1,4 @@
-"""What do caches of rows save, beside the best any cache can, and how fast are they?
+"""Bytes that caches of rows save, compared with the best possible cache, and their speed.
 
 8 ranks, simulated in one process by the order of their batches: who has which row is decided by that order alone, so
 bytes are counted, not measured. workers/cache_traffic.py says how; fp32, payload of ids, rows and gradients.
@@ -75,7 +75,7 @@ WINDOW_TURNS = 12
 CHANGES = (Shape("zipf", 128, 100_000, 150, 50, 0), Shape("zipf", 2048, 400_000, 60, 40, 0))
 QUICK_CHANGES = (Shape("zipf", 32, 20_000, 100, 40, 0),)
 RECOVERED = 0.95
-"""Of the share of hits before."""
+"""Part of the earlier hit rate."""
 KEYS = (128 * FIELDS, 2048 * FIELDS)
 RATE_POLICY = "lfu"
 ROUNDS, QUICK_ROUNDS = 15, 3
@@ -166,9 +166,9 @@ def count_recovery(shape: Shape, to: Figures) -> None:
     for name in ("lru", "lfu", HET_POLICY, OURS):
         directory = open_directory(name, capacity, UNBOUNDED, UNBOUNDED, stream.num_rows)
         hits = []
-        for ids, said in zip(batches, foreseen(batches, window), strict=True):
+        for ids, text in zip(batches, foreseen(batches, window), strict=True):
             if name == OURS:
-                decision = directory.step(ids, said.next_uses, said.coming, window)
+                decision = directory.step(ids, text.next_uses, text.coming, window)
             else:
                 decision = directory.step(ids)
             hits.append(float((decision.outcomes == HIT).mean()))

@@ -1,4 +1,4 @@
-"""How fast does training run on a machine that it shares, and what does its waiting cost?
+"""Speed of training on a shared machine, and the cost of waiting threads.
 
 DLRM on Criteo-shaped ids, one process, as many threads as there are processors; four systems in turns:
 
@@ -58,7 +58,7 @@ SYSTEMS = {
     "torch": ("torch", {}),
     "torch passive": ("torch", {"OMP_WAIT_POLICY": "passive"}),
 }
-"""By name: the worker's module and its settings of how threads wait."""
+"""Worker's module by name, and its settings of how threads wait."""
 NEIGHBOURS = (0, 1, 2, 4)
 QUOTAS = (1.0, 1.5)
 QUOTA_SYSTEMS = ("colonnade", "torch")

@@ -1,4 +1,4 @@
-"""How much of the time for rows between hosts does bounded staleness hide behind dense work?
+"""Time for rows between hosts that bounded staleness hides behind dense work.
 
 Hosts are network namespaces on this machine, 2 of 2 ranks, uplinks of 200 Mbit/s, 1 and 10 Gbit/s; 26 one-hot fields
 of Criteo's cardinalities, cut, D = 64, Zipf 1.1, 1024 samples a rank, as in `bench exchange`. Beside the exchange each
@@ -72,7 +72,7 @@ QUICK = Extent(
 
 
 def write_case(folder: Path, workload: Dense, num_ranks: int, max_cardinality: int) -> HybridCase:
-    """Of what the workers are told."""
+    """Write the case that the workers read."""
     case = exchange.write_case(folder, workload, num_ranks, max_cardinality)
     return HybridCase(**asdict(case), hidden=workload.hidden)
 

@@ -78,14 +78,14 @@ SYSTEMS = (
     System("bounded(1)", late=1),
     System("row_clock(10)", clock=row_clock(10)),
     System("row_clock(10000)", clock=row_clock(10_000)),
-    System("row_clock(100), all kept", clock=row_clock(100), kept=1.0),
-    System("row_clock(unbounded), all kept", clock=NEVER, kept=1.0),
+    System("row_clock(100), all kept", clock=row_clock(100), cached_share=1.0),
+    System("row_clock(unbounded), all kept", clock=NEVER, cached_share=1.0),
 )
 RATES = {
     "adagrad": (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4),
     "sgd": (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0),
 }
-"""That a pilot may try; it begins in the middle."""
+"""Learning rates that a pilot may try; it begins in the middle."""
 MOVIELENS, STREAM = DATA = ("ml-1m", "stream")
 MOVIELENS_EPOCHS = 2
 PILOT_SAMPLES, PILOT_WORLD = 1_000_000, 1000
@@ -126,8 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             measured=measured, ratios=tables.ratios_of(measured),
         )  # fmt: skip
 
-    def keep(found: Sequence[Measured]) -> None:
-        measured.extend(found)
+    def keep(actual: Sequence[Measured]) -> None:
+        measured.extend(actual)
         if options.json:
             part = options.json.with_suffix(".part")
             write_report(part, result())
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def label_of(name: str, samples: int) -> str:
-    """Of a data set and how much of it is trained."""
+    """Label a data set and the part of it that is trained."""
     return name if name == MOVIELENS else f"{name} of {samples:,}"
 
 
@@ -175,8 +175,8 @@ def run(
         [Measured(case, system.name, AUC, aucs)]
         + [Measured(case, system.name, unit, [fact]) for unit, fact in facts.items()]
     )
-    said = ", ".join(f"{unit} {fact:.4g}" for unit, fact in facts.items())
-    say(f"{case} {system.name}: AUC {fmean(aucs):.5f}, {said}")
+    text = ", ".join(f"{unit} {fact:.4g}" for unit, fact in facts.items())
+    say(f"{case} {system.name}: AUC {fmean(aucs):.5f}, {text}")
 
 
 def train(data: Data, learning: Learning, system: System, test: Sequence[Samples]) -> Trained:
@@ -187,7 +187,7 @@ def train(data: Data, learning: Learning, system: System, test: Sequence[Samples
 
 @cache
 def opened(name: str, sizes: tuple[int, int], seed: int) -> Data:
-    """Of the stream the same for every seed."""
+    """Open a data set; the stream is the same for every seed."""
     return open_movielens(seed) if name == MOVIELENS else open_stream(*sizes)
 
 
@@ -206,7 +206,7 @@ def pilot(
     optimizer: str,
     sizes: tuple[int, int],
 ) -> Callable[[int], Learning]:
-    """By seed, how rows are trained: at the rate that validation samples found best for synchronous training. Of the
+    """Return the learning by seed: at the rate that is best on validation samples for synchronous training. Of the
     stream, another world's samples, and fewer."""
     samples = min(sizes[0], PILOT_SAMPLES)
     case = f"{label_of(name, samples)} {optimizer} pilot"
@@ -230,14 +230,15 @@ def pilot(
 
 
 def scored_rates(measured: Sequence[Measured], case: str) -> dict[float, float]:
-    """By learning rate: the pilot's mean AUC."""
+    """Return the pilot's mean AUC by learning rate."""
     return {
         float(m.unit.removeprefix("AUC at ")): fmean(m.values) for m in measured if m.case == case
     }
 
 
 def next_rate(choices: Sequence[float], scored: Mapping[float, float]) -> float | None:
-    """Which one the pilot tries next: neighbours of the best, until it has two that are worse. None: no other."""
+    """Return the rate that the pilot tries next: neighbours of the best, until it has two that are worse. None: no
+    other."""
     if not scored:
         return choices[len(choices) // 2]
     at = choices.index(max(scored, key=lambda rate: scored[rate]))
@@ -246,8 +247,8 @@ def next_rate(choices: Sequence[float], scored: Mapping[float, float]) -> float 
 
 
 def world_gaps() -> list[Measured]:
-    """By system: the largest difference of a logit between four ranks and one process, in float64."""
-    real, found = real_ranks(), []
+    """Return by system the largest difference of a logit between four ranks and one process, in float64."""
+    real, results = real_ranks(), []
     data = staleness_ranks.world_data()
     assert data.splits.test is not None
     test = list(data.scored(data.splits.test))
@@ -258,13 +259,13 @@ def world_gaps() -> list[Measured]:
             done = staleness_copies.train(data, learning, system, test, keeps_logits=True)
         name = f"{learning.optimizer} {system.name}"
         gap = float((torch.cat([*done.logits, done.scores]) - real[name]).abs().max())
-        found.append(Measured(WORLD, name, f"largest gap to {RANKS} ranks", [gap]))
+        results.append(Measured(WORLD, name, f"largest gap to {RANKS} ranks", [gap]))
         say(f"{name}: one process and {RANKS} ranks differ by {gap:.1e} at most")
-    return found
+    return results
 
 
 def real_ranks() -> dict[str, Tensor]:
-    """What four ranks make of `staleness_ranks.WORLD`."""
+    """Run four ranks of `staleness_ranks.WORLD`."""
     paths = os.pathsep.join(map(os.path.abspath, sys.path))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""How much better does a model rank that is trained synchronously, beside late and racing updates?
+"""Ranking quality of synchronous training, compared with late and racing updates.
 
 LR+FM and a small DeepFM on a stream of ads (`workers/ads.py`): 200 ids a sample, popular ones come and go. Of 5.7
 million samples every eighth block of 4,096 is never trained, but scored when as many samples have been trained as lie
@@ -98,8 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ratios=tables.ratios_of(measured) | gaps_of(measured),
         )
 
-    def keep(found: Sequence[Measured]) -> None:
-        measured.extend(found)
+    def keep(actual: Sequence[Measured]) -> None:
+        measured.extend(actual)
         if options.json:
             part = options.json.with_suffix(".part")
             write_report(part, result())
@@ -168,7 +168,7 @@ def late_mean(values: Sequence[float]) -> float:
 
 
 def scored_rates(measured: Sequence[Measured], pilot: str, arm: str) -> dict[float, float]:
-    """By learning rate: the mean AUC of the pilot's second half."""
+    """Return the mean AUC of the pilot's second half by learning rate."""
     return {
         float(m.unit.removeprefix("AUC at ")): late_mean(m.values)
         for m in measured
@@ -177,7 +177,8 @@ def scored_rates(measured: Sequence[Measured], pilot: str, arm: str) -> dict[flo
 
 
 def next_rate(rates: Mapping[float, float], quick: bool = False) -> float | None:
-    """Which one the pilot tries next: neighbours of the best, until it has two that are worse. None: no other."""
+    """Return the rate that the pilot tries next: neighbours of the best, until it has two that are worse. None: no
+    other."""
     if not rates:
         return RATES[len(RATES) // 2]
     at = RATES.index(max(rates, key=lambda rate: rates[rate]))
@@ -197,7 +198,7 @@ def world_scores() -> list[Measured]:
     paths = os.pathsep.join(map(os.path.abspath, sys.path))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    found = []
+    results = []
     for name, how in (("1 rank", []), ("4 ranks, substitute", run)):
         done = subprocess.run(
             [sys.executable, *how, "-m", "workers.quality_world"],
@@ -206,10 +207,10 @@ def world_scores() -> list[Measured]:
         if done.returncode:
             raise BenchError(f"{name}: status {done.returncode}; {done.stderr.strip()[-2000:]}")
         aucs = json.loads(done.stdout.strip().splitlines()[-1])
-        found += [
+        results += [
             Measured("world", name, f"AUC of {kind}", values) for kind, values in aucs.items()
         ]
-    return found
+    return results
 
 
 def gaps_of(measured: Sequence[Measured]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What retrieval models are measured against: popularity, and matrix factorisation by BPR and by least squares.
+"""Baselines of retrieval models: popularity, and matrix factorisation by BPR and by least squares.
 
     python bench/retrieval_baselines.py movielens_retrieval /path/to/ml-1m
 
@@ -55,20 +55,20 @@ def implicit_als(
 
 
 def _solve(bags: tuple[Tensor, Tensor], other: Tensor, confidence: float, ridge: float) -> Tensor:
-    """For each bag of rows of `other`, the vector that minimises its share of the loss."""
+    """Return for each bag of rows of `other` the vector that minimises its share of the loss."""
     offsets, values = bags
     dim = other.shape[1]
     gram = other.T @ other + ridge * torch.eye(dim)
-    found = torch.zeros(len(offsets) - 1, dim)
-    for begin in range(0, len(found), BLOCK):
-        left, right = torch.zeros(BLOCK, dim, dim), torch.zeros(BLOCK, dim)
-        end = min(begin + BLOCK, len(found))
+    result = torch.zeros(len(offsets) - 1, dim)
+    for begin in range(0, len(result), BLOCK):
+        remaining, right = torch.zeros(BLOCK, dim, dim), torch.zeros(BLOCK, dim)
+        end = min(begin + BLOCK, len(result))
         for row in range(begin, end):
             taken = other[values[offsets[row] : offsets[row + 1]]]
-            left[row - begin] = gram + confidence * taken.T @ taken
+            remaining[row - begin] = gram + confidence * taken.T @ taken
             right[row - begin] = (1 + confidence) * taken.sum(0)
-        found[begin:end] = torch.linalg.solve(left[: end - begin], right[: end - begin])
-    return found
+        result[begin:end] = torch.linalg.solve(remaining[: end - begin], right[: end - begin])
+    return result
 
 
 def bpr(
@@ -96,7 +96,7 @@ def bpr(
 
 
 def score(source: Source, scores_of, k: int = 20) -> tuple[float, float]:
-    """(recall@k, NDCG@k); `scores_of(users (B,)) -> (B, I)`."""
+    """Return (recall@k, NDCG@k); `scores_of(users (B,)) -> (B, I)`."""
     recalls, gains = [], []
     for batch in source.batches(512):
         top = top_items(mask_items(scores_of(batch.group).clone(), batch.key.excluded), k)
@@ -118,12 +118,12 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=40)
     args = parser.parse_args()
     splits = open_source(args.data, args.path)
-    found = splits.train.found
-    popularity = torch.bincount(found.train.values, minlength=found.num_items).double()
+    result = splits.train.found
+    popularity = torch.bincount(result.train.values, minlength=result.num_items).double()
     _show(splits, "popularity", lambda users: popularity.expand(len(users), -1))
     for decay in args.decay:
         users, items = bpr(
-            found.train, found.num_items, dim=64, lr=5e-3, decay=decay, epochs=args.epochs
+            result.train, result.num_items, dim=64, lr=5e-3, decay=decay, epochs=args.epochs
         )
         name = f"BPR dim=64 lr=0.005 decay={decay:g} epochs={args.epochs}"
         _show(splits, name, lambda rows, u=users, i=items: u[rows] @ i.T)
@@ -132,7 +132,7 @@ def main() -> None:
             for ridge in args.regularisation:
                 started = time.perf_counter()
                 users, items = implicit_als(
-                    found.train, found.num_items, dim=dim, confidence=confidence,
+                    result.train, result.num_items, dim=dim, confidence=confidence,
                     regularisation=ridge, sweeps=args.sweeps,
                 )  # fmt: skip
                 name = f"ALS dim={dim} confidence={confidence:g} regularisation={ridge:g}"
@@ -142,11 +142,11 @@ def main() -> None:
 
 def _show(splits, name: str, scores_of) -> None:
     parts = (("validation", splits.validation), ("test", splits.test))
-    said = []
+    lines = []
     for part, source in parts:
         recall, gain = score(source, scores_of)
-        said.append(f"{part} recall@20 {recall:.4f} ndcg@20 {gain:.4f}")
-    print(f"{name}: {', '.join(said)}", flush=True)
+        lines.append(f"{part} recall@20 {recall:.4f} ndcg@20 {gain:.4f}")
+    print(f"{name}: {', '.join(lines)}", flush=True)
 
 
 if __name__ == "__main__":

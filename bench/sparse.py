@@ -1,4 +1,4 @@
-"""How fast are lookups and updates of open tables alone, and what does a row cost, beside PERSIA's worker and server?
+"""Speed of lookups and updates of open tables alone, and bytes of a row, compared with PERSIA's worker and server.
 
 26 one-hot fields of open tables, D=16, Adagrad, 4,096 samples a step, ids of a Zipf law with exponent 1.1:
 
@@ -56,7 +56,7 @@ DIM = 16
 WANTED, WANTED_ACROSS, WANTED_BEYOND = 900_000, 5 * 34_000, 16
 PERSIA_RATE, PERSIA_BYTES = 33_700, 306
 WORLDS = ((2, 0), (4, 0), (4, 2))
-"""(ranks, of these servers)"""
+"""Numbers of ranks, and of servers among them."""
 ROWS = ((32, "SGD"), (16, "Adagrad"))
 """Whose memory is measured: 128 bytes of payload either way."""
 NUM_BORN = 4_000_000
@@ -102,7 +102,7 @@ def one_process(
     workload: Workload, ids: Path, num_rows: int, rounds: int, steps: int
 ) -> list[Measured]:
     """Seconds of a step by phase: the API's, and beside it the native core's and the bare loops'."""
-    found = []
+    results = []
     all_threads = os.cpu_count() or 1
     few = [(["api"], all_threads - 1)] if all_threads > 1 else []
     for also, threads in ((["api"], all_threads), *few, (["open", "roofline"], all_threads)):
@@ -122,11 +122,11 @@ def one_process(
             close_workers([worker])
         for system, done in blocks.items():
             name = f"{system}, {threads} threads" if system == "api" else system
-            found.append(Measured(name, "colonnade", "ms/step", [1e3 * s for s in done.seconds]))
+            results.append(Measured(name, "colonnade", "ms/step", [1e3 * s for s in done.seconds]))
             for phase, seconds in done.phases.items():
                 values = [round(1e3 * s, 3) for s in seconds]
-                found.append(Measured(f"{name} {phase}", "colonnade", "ms/step", values))
-    return found
+                results.append(Measured(f"{name} {phase}", "colonnade", "ms/step", values))
+    return results
 
 
 def several(
@@ -151,7 +151,7 @@ def row_bytes(dim: int, optimizer: str, num_rows: int) -> dict[str, float]:
 def ratios_of(
     measured: Sequence[Measured], of_rows: dict[str, dict[str, float]], batch_size: int
 ) -> dict[str, float]:
-    by_case = {each.case: each.median for each in measured}
+    by_case = {row.case: row.median for row in measured}
     fastest = min(
         ms for case, ms in by_case.items() if case.startswith("api") and case.endswith(" threads")
     )
@@ -164,9 +164,9 @@ def ratios_of(
         "sparse_across_processes_min": min(across.values()),
         "sparse_across_processes_vs_persia_min": min(across.values()) / PERSIA_RATE,
         "sparse_of_roofline": bare / fastest,
-        "row_bytes_beyond_payload_and_clock_max": max(each["beyond"] for each in of_rows.values()),
+        "row_bytes_beyond_payload_and_clock_max": max(row["beyond"] for row in of_rows.values()),
         "row_bytes_beyond_payload_max": max(
-            each["beyond"] + each["clock"] for each in of_rows.values()
+            row["beyond"] + row["clock"] for row in of_rows.values()
         ),
     }
 
@@ -180,17 +180,17 @@ def show(
     table = Lines(box=None, padding=(0, 2, 0, 0), title_justify="left", title="Of a step, medians")
     for heading in ("what", "median", "unit", "least", "most"):
         table.add_column(heading, justify="left" if heading in ("what", "unit") else "right")
-    for each in measured:
-        digits = 0 if each.unit == "samples/s" else 2
+    for item in measured:
+        digits = 0 if item.unit == "samples/s" else 2
         words = [
-            f"{v:,.{digits}f}" for v in (median(each.values), min(each.values), max(each.values))
+            f"{v:,.{digits}f}" for v in (median(item.values), min(item.values), max(item.values))
         ]
-        table.add_row(each.case, words[0], each.unit, *words[1:])
+        table.add_row(item.case, words[0], item.unit, *words[1:])
     console.print(table)
-    for name, said in of_rows.items():
+    for name, text in of_rows.items():
         console.print(
-            f"a row of {name}: {said['total']:.1f} bytes = {said['payload']:.0f} payload + {said['clock']:.0f} clock + "
-            f"{said['beyond']:.1f} id, pins and index (PERSIA: {PERSIA_BYTES} for 128)", soft_wrap=True
+            f"a row of {name}: {text['total']:.1f} bytes = {text['payload']:.0f} payload + {text['clock']:.0f} clock + "
+            f"{text['beyond']:.1f} id, pins and index (PERSIA: {PERSIA_BYTES} for 128)", soft_wrap=True
         )  # fmt: skip
     wanted: dict[str, Any] = {
         "sparse_samples_per_second": f"wanted >= {WANTED:,}; PERSIA {PERSIA_RATE:,}",

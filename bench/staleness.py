@@ -51,8 +51,8 @@ HISTORY, BLOCK = 153, 12
 
 
 def steps_of(system: str) -> Steps:
-    """Of row clocks whole periods: owners hear of a row that is always used every s / 2 + 1 batches, and of many of
-    them at once."""
+    """Return the steps of a case. Row clocks have whole periods: owners hear of a row that is always used every s / 2 +
+    1 batches, and of many of them at once."""
     if system.startswith(CLOCK):
         bound = next(s for s in BOUNDS if system.startswith(f"{CLOCK}({s})"))
         return Steps(HISTORY, max(BLOCK, bound // 2 + 1))
@@ -77,7 +77,7 @@ class Workload:
     has_own: bool
     batch_size: int = 1024
     num_batches: int = 1024
-    """Of each rank, before they come again."""
+    """Batches of each rank before they repeat."""
 
 
 FULL = Extent(
@@ -91,8 +91,8 @@ QUICK = Extent(
 
 
 def write_case(folder: Path, workload: Workload, num_ranks: int, max_rows: int) -> WideDeepCase:
-    """Of what the workers are told."""
-    rows = [min(each, max_rows) for each in CRITEO_CARDINALITIES]
+    """Write the case that the workers read."""
+    rows = [min(cardinality, max_rows) for cardinality in CRITEO_CARDINALITIES]
     size = workload.batch_size
     path = race.write_ids(folder, rows, num_ranks, size, SKEW, workload.num_batches)
     if workload.has_own:
@@ -108,9 +108,9 @@ def give_own(ids: NDArray[np.int64], rows: list[int], least: int) -> None:
     for f, count in enumerate(rows):
         if count >= least:
             for rank in range(num_ranks):
-                mine = ids[:, rank, f]
-                own = mine - mine % num_ranks + rank
-                mine[:] = np.where(own < count, own, rank)
+                local = ids[:, rank, f]
+                own = local - local % num_ranks + rank
+                local[:] = np.where(own < count, own, rank)
 
 
 QUESTION = Question(

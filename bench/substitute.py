@@ -1,4 +1,4 @@
-"""How much less travels, and how much faster is a step, when partial results travel instead of rows?
+"""Bytes and time that a step saves if partial results are sent instead of rows.
 
 Hosts are network namespaces on this machine, as in `bench exchange`: 2 or 4 of 2 ranks each, uplinks of 1 or 10 Gbit/s.
 Models are the first operators of LR+FM, Wide&Deep and DeepFM (a first layer 128 wide) over tables of 50,000 rows of D
@@ -67,7 +67,7 @@ class Workload:
 SHAPES = ((26, 1), (50, 2), (100, 5))
 """Fields, and ids of each."""
 FORETOLD = SHAPES[0], SHAPES[2]
-"""For more ranks."""
+"""Cases for more ranks."""
 WORKLOADS = tuple(
     Workload(model, *shape, dim) for model in OPERATORS for shape in SHAPES for dim in (8, 16)
 )
@@ -82,7 +82,7 @@ QUICK = Extent(
 
 
 def write_case(folder: Path, workload: Workload, num_ranks: int, num_rows: int) -> ModelCase:
-    """Of what the workers are told."""
+    """Write the case that the workers read."""
     rows = [num_rows] * workload.fields
     ids = race.write_ids(folder, rows, num_ranks, BATCH_SIZE * workload.lookups, SKEW)
     return ModelCase(
@@ -92,22 +92,22 @@ def write_case(folder: Path, workload: Workload, num_ranks: int, num_rows: int) 
 
 
 def predictions(num_rows: int) -> list[dict[str, Any]]:
-    """For worlds that this machine cannot run, of some workloads."""
-    found = []
-    for each in WORKLOADS:
-        if (each.fields, each.lookups) in FORETOLD and each.dim == 16:
+    """Predict worlds that this machine cannot run."""
+    results = []
+    for workload in WORKLOADS:
+        if (workload.fields, workload.lookups) in FORETOLD and workload.dim == 16:
             case = ModelCase(
-                ids="", rows=[num_rows] * each.fields, dim=each.dim, batch_size=BATCH_SIZE,
-                lookups=each.lookups, pooled=True, seed=0, model=each.model,
+                ids="", rows=[num_rows] * workload.fields, dim=workload.dim, batch_size=BATCH_SIZE,
+                lookups=workload.lookups, pooled=True, seed=0, model=workload.model,
             )  # fmt: skip
-            found += foretold.foretell(
-                each.name,
+            results += foretold.foretell(
+                workload.name,
                 Opened.declared(case),
                 batch_size=BATCH_SIZE,
-                lookups=each.lookups,
+                lookups=workload.lookups,
                 skew=SKEW,
             )
-    return [asdict(each) for each in found]
+    return [asdict(workload) for workload in results]
 
 
 def print_result(console: Console, measured: Sequence[Measured], result: Mapping[str, Any]) -> None:

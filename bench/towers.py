@@ -1,4 +1,4 @@
-"""What do towers save where links between hosts are slow, and what do their modules?
+"""Savings of towers and of tower modules if links between hosts are slow.
 
 Hosts are network namespaces on this machine, as in `bench exchange`: 2 or 4 of 2 ranks each, uplinks of 1 Gbit/s or
 200 Mbit/s; 26 fields of Criteo's cardinalities, cut, with one id or 20 a sample; D = 64 and 128; 1024 samples a rank.

@@ -1,4 +1,4 @@
-"""What do tower modules cost in AUC on real data? MovieLens-1M, its preset's DLRM: flat, and with 2 and 4 towers.
+"""Cost of tower modules in AUC on real data. MovieLens-1M, its preset's DLRM: flat, and with 2 and 4 towers.
 
 Its eight fields are put together by what they tell of, people or films (natural), dealt in turn (striped), or as the
 partitioner of `colonnade towers` has them of the flat model of the same seed (learned). A tower's module lets dim / CR
@@ -56,7 +56,7 @@ Towers = list[list[str]]
 
 
 def config_of(system: System, towers: Towers | int | None, *, seed: int, epochs: int) -> RunConfig:
-    """What the command line would be told."""
+    """Return the configuration as from the command line."""
     config = override_settings(
         get_preset(DATA, MODEL),
         {
@@ -80,10 +80,10 @@ class Blocks(Probability):
     def evaluate(
         self, model: nn.Module, source: Source, batch_size: int, mesh: Mesh
     ) -> dict[str, float]:
-        found = super().evaluate(model, source, batch_size, mesh)
+        result = super().evaluate(model, source, batch_size, mesh)
         if source is self.test:
-            self.by_auc[found["auc"]] = block_aucs(model, source, mesh)
-        return found
+            self.by_auc[result["auc"]] = block_aucs(model, source, mesh)
+        return result
 
 
 def trained(run: TrainingRun) -> list[float]:
@@ -96,18 +96,18 @@ def trained(run: TrainingRun) -> list[float]:
 
 
 def learned(run: TrainingRun, number: int, seed: int) -> Towers:
-    """By how alike the fields' vectors are to a run that has ended."""
+    """Learn towers from the similarity of fields' vectors in a finished run."""
     trainer = run.trainer
     affinity, loads = measure_affinity(
         trainer.collection, trainer.data.train, run.config.train.batch_size, PROBED
     )
-    found = tower_map(affinity.matrix(), loads, number, silent=affinity.silent, seed=seed)
-    return [list(tower) for tower in found.partition.towers]
+    result = tower_map(affinity.matrix(), loads, number, silent=affinity.silent, seed=seed)
+    return [list(tower) for tower in result.partition.towers]
 
 
 def systems_of(towers: Sequence[int], ratios: Sequence[int], kinds: Sequence[str]) -> list[System]:
     """The flat one first, for others are compared with it."""
-    return [System(MODEL)] + [System(MODEL, *each) for each in product(towers, ratios, kinds)]
+    return [System(MODEL)] + [System(MODEL, *item) for item in product(towers, ratios, kinds)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -127,12 +127,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs: dict[str, dict[str, list[float]]] = {}
     grouped: dict[str, dict[str, Towers]] = {}  # learned towers, by their number and seed
     if options.json and options.json.exists():
-        kept = json.loads(options.json.read_text())
-        if kept.get("settings") != settings:
+        retained = json.loads(options.json.read_text())
+        if retained.get("settings") != settings:
             parser.error(
-                f"--json {options.json}: has runs of {kept.get('settings')}; give another file"
+                f"--json {options.json}: has runs of {retained.get('settings')}; give another file"
             )
-        runs, grouped = runs_of(kept["cases"]), kept["learned"]
+        runs, grouped = runs_of(retained["cases"]), retained["learned"]
     systems = systems_of(options.towers, options.ratios, options.partitions)
     for seed, system in product(range(options.seeds), systems):
         name = f"{MODEL} / {system.name}"

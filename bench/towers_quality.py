@@ -1,4 +1,4 @@
-"""What do tower modules cost in AUC? DLRM and DCN-v2 with towers beside the flat model, on a stream made for them.
+"""Cost of tower modules in AUC. DLRM and DCN-v2 with towers beside the flat model, on a stream made for them.
 
 26 fields in eight groups that interact within and with no others; 2, 4 and 8 towers are groups put together, or fields
 dealt in turn (striped), or by chance (random), as a short flat run of a factorization machine has them (learned, by the
@@ -68,17 +68,17 @@ SETTINGS: dict[str, Any] = {
 }
 MODELS = {"dlrm": DLRM, "dcnv2": DCNv2}
 ROWS_LR, DENSE_LR = 0.4, 3e-3
-"""By one run of DLRM each (1.5 million samples, seed 0), AUC below the ceiling: flat 0.0090 at 0.1, 0.0059 at 0.2 and
-0.0058 at 0.4; 4 planted towers of CR 2 0.0279, 0.0147 and 0.0065. So 0.4 is as good as any for the flat model, and both
-have a rate that suits them; at the first, towers would lose by learning later."""
+"""Learning rate of rows, chosen by one run of DLRM each (1.5 million samples, seed 0), AUC below the ceiling: flat
+0.0090 at 0.1, 0.0059 at 0.2 and 0.0058 at 0.4; 4 planted towers of CR 2 0.0279, 0.0147 and 0.0065. So 0.4 is as good as
+any for the flat model, and both have a rate that suits them; at the first, towers would lose by learning later."""
 FALLING = {"name": "linear"}
-"""To zero with the last step, so that a run does not end in the noise of its last batches."""
+"""Decay to zero with the last step, so that a run does not end in the noise of its last batches."""
 LEARNED, LEARNED_DIM, LEARNED_BATCH, LEARNED_LR = 1_000_000, 16, 1024, 0.05
 """Samples, dim, batch and rate of the flat run that learned towers are made from, chosen at seed 1 by the planted
 groups themselves: of the pairs of 2, 4 and 8 towers it kept 0.87, 0.83 and 0.93; with half the samples 0.80, 0.70 and
 0.37; at twice the rate 0.87, 0.80 and 0.70. Other seeds are the cleaner check."""
 PROBED = 8
-"""Of its batches."""
+"""Number of batches that measure the affinity of fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class System:
 
 
 def partition(kind: str, towers: int, seed: int = 0) -> Partition:
-    """Raises ConfigError for a file that is none."""
+    """Build the partition of a kind. Raises ConfigError for a file that is no partition."""
     if kind == "planted":
         groups = [GROUPS[8 * t // towers : 8 * (t + 1) // towers] for t in range(towers)]
         return Partition(
@@ -119,15 +119,15 @@ def partition(kind: str, towers: int, seed: int = 0) -> Partition:
 
 @cache
 def flat_run(seed: int) -> tuple[Affinity, list[FeatureLoad]]:
-    """How alike fields are to a factorization machine that saw LEARNED samples: it turns vectors of fields together
-    whose pairs matter, where models that weigh products afterwards have no reason to."""
+    """Train a factorization machine on LEARNED samples and measure the affinity of fields. It aligns vectors of fields
+    whose pairs matter; models that weigh products afterwards have no reason to."""
     splits = open_source("synthetic", num_train=LEARNED, num_test=0, **STREAM)
     # Small at first: what vectors turn to is then what pairs asked for, not where they began.
     optimizer, scale = Adagrad(lr=LEARNED_LR), Uniform(scale=0.05)
     parts = {"deep": LEARNED_DIM, "wide": 1}
     tables = [
-        Table(each.name, parts, rows=each.cardinality, optimizer=optimizer, initializer=scale)
-        for each in splits.train.schema.categorical
+        Table(item.name, parts, rows=item.cardinality, optimizer=optimizer, initializer=scale)
+        for item in splits.train.schema.categorical
     ]  # fmt: skip
     features, mesh = [Feature(table.name, table.name) for table in tables], Mesh()
     torch.manual_seed(seed)
@@ -142,17 +142,17 @@ def flat_run(seed: int) -> tuple[Affinity, list[FeatureLoad]]:
     return measure_affinity(model.embeddings, splits.train, LEARNED_BATCH, PROBED)
 
 
-def kept_pairs(found: Partition) -> float:
-    """Of all pairs of fields of one planted group, the share that stands in one tower."""
+def kept_pairs(result: Partition) -> float:
+    """Return the share of pairs of one planted group that are in one tower."""
     pairs = [pair for group in GROUPS for pair in combinations(group, 2)]
-    return fmean(found.tower_of(one) == found.tower_of(other) for one, other in pairs)
+    return fmean(result.tower_of(one) == result.tower_of(other) for one, other in pairs)
 
 
 def build(system: System, splits: Splits, dim: int, seed: int) -> torch.nn.Module:
     optimizer = Adagrad(lr=ROWS_LR)
     tables = [
-        Table(each.name, dim, rows=each.cardinality, optimizer=optimizer, initializer=Uniform(scale=dim**-0.5))
-        for each in splits.train.schema.categorical
+        Table(item.name, dim, rows=item.cardinality, optimizer=optimizer, initializer=Uniform(scale=dim**-0.5))
+        for item in splits.train.schema.categorical
     ]  # fmt: skip
     features = [Feature(table.name, table.name) for table in tables]
     towers: dict[str, Any] = {}
@@ -183,10 +183,10 @@ def systems_of(
     models: Sequence[str], towers: Sequence[int], ratios: Sequence[int], partitions: Sequence[str]
 ) -> list[System]:
     """Flat ones first, for others are compared with them. The first partition is tried at all ratios, others at 2."""
-    found = [System(model) for model in models]
+    results = [System(model) for model in models]
     swept, *others = partitions
-    found += [System(*each, swept) for each in product(models, towers, ratios)]
-    return found + [System(*each, 2, kind) for each in product(models, towers) for kind in others]
+    results += [System(*item, swept) for item in product(models, towers, ratios)]
+    return results + [System(*item, 2, kind) for item in product(models, towers) for kind in others]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -223,12 +223,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     together: dict[str, dict[str, float]] = {}  # by partition: pairs of planted groups in one tower
     best: float | None = None
     if options.json and options.json.exists():
-        kept = json.loads(options.json.read_text())
-        if kept.get("settings") != settings:
+        retained = json.loads(options.json.read_text())
+        if retained.get("settings") != settings:
             parser.error(
-                f"--json {options.json}: has runs of {kept.get('settings')}; give another file"
+                f"--json {options.json}: has runs of {retained.get('settings')}; give another file"
             )
-        runs, together, best = runs_of(kept["cases"]), kept["together"], kept["ceiling"]
+        runs, together, best = runs_of(retained["cases"]), retained["together"], retained["ceiling"]
     splits = open_source(
         "synthetic", num_train=options.samples, num_test=options.test_samples, **STREAM
     )
@@ -253,8 +253,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 machine=describe_machine(threads=torch.get_num_threads()),
                 measured=measured_of(runs), ratios=ratios_of(runs),
             )  # fmt: skip
-            kept = {"settings": settings, "ceiling": best, "together": together}
-            write_report(options.json, {**result, **kept})
+            retained = {"settings": settings, "ceiling": best, "together": together}
+            write_report(options.json, {**result, **retained})
     print_result(console, runs, best)
     for name, shares in together.items():
         console.print(f"{name}: {fmean(shares.values()):.0%} of the planted groups' pairs together")

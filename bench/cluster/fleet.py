@@ -39,8 +39,9 @@ class Fleet:
                 raise self._died() from None
 
     def answers(self) -> list[dict[str, Any]]:
-        """In rank order. Raises BenchError with the ranks' own words if one died or says nothing for too long."""
-        found = []
+        """Return the ranks' answers in rank order. Raises BenchError with the ranks' output if one died or is silent
+        for too long."""
+        results = []
         for file in self.files:
             try:
                 line = file.readline()
@@ -48,8 +49,8 @@ class Fleet:
                 line = ""
             if not line:
                 raise self._died()
-            found.append(json.loads(line))
-        return found
+            results.append(json.loads(line))
+        return results
 
     def close(self) -> None:
         for file, rank in zip(self.files, self.ranks, strict=True):

@@ -35,17 +35,17 @@ ETC = Path("/etc/netns")
 INTERFACE = "eth0"
 NETWORK = "10.77.0"
 BURST_SECONDS = 1e-3
-"""Of its rate, what a link lets through at once; and at least a segment."""
+"""Part of a link's rate that may pass at once; and at least a segment."""
 LEAST_BURST_BYTES = 131_072
 QUEUE_SECONDS = 0.05
 """The longest a packet waits at a link before it is dropped."""
 END_SECONDS = 5.0
-"""What a process gets between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 SET_PARENT_DEATH_SIGNAL = 1
 
 
 class NoHosts(RuntimeError):
-    """This machine gives us no network namespaces; the message says why."""
+    """No network namespaces on this machine; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Uplink:
 @dataclass(frozen=True, slots=True)
 class Host:
     name: str
-    """As its processes see it."""
+    """Host name that its processes see."""
     address: str
     namespace: str
     port: str
@@ -89,7 +89,7 @@ class Hosts:
         command: Sequence[str],
         *,
         env: Mapping[str, str] | None = None,
-        **kept: Any,
+        **retained: Any,
     ) -> subprocess.Popen[Any]:
         """Run it on a host; `env` is added to ours, `kept` goes to Popen. SIGTERM reaches it when this process dies;
         ctrl-C here does not reach it: `close` ends it."""
@@ -98,7 +98,7 @@ class Hosts:
             env={**os.environ, **interface_names(), **(env or {})},
             preexec_fn=_end_with_parent,
             start_new_session=True,
-            **kept,
+            **retained,
         )
         self.started.append(process)
         return process
@@ -111,15 +111,15 @@ class Hosts:
 
     def uplinks(self) -> list[Uplink]:
         """The interface counters of every host, now."""
-        found = []
+        results = []
         for host in self.hosts:
-            said = _run("ip", "-n", host.namespace, "-j", "-s", "link", "show", "dev", INTERFACE)
-            counts = json.loads(said)[0]["stats64"]
-            found.append(Uplink(counts["tx"]["bytes"], counts["rx"]["bytes"]))
-        return found
+            text = _run("ip", "-n", host.namespace, "-j", "-s", "link", "show", "dev", INTERFACE)
+            counts = json.loads(text)[0]["stats64"]
+            results.append(Uplink(counts["tx"]["bytes"], counts["rx"]["bytes"]))
+        return results
 
     def cut(self, host: int) -> None:
-        """Its link goes down: nothing comes or goes, nobody is told."""
+        """Take the link down: nothing comes or goes, and no process is notified."""
         _run("ip", "-n", self.switch, "link", "set", self.hosts[host].port, "down")
 
     def mend(self, host: int) -> None:
@@ -193,13 +193,13 @@ def sweep() -> None:
 
 
 def _is_left_over(name: str) -> bool:
-    """Of a namespace, by the process that its name tells."""
-    found = re.match(rf"{PREFIX}(\d+)-", name)
-    return found is not None and not Path(f"/proc/{found[1]}").exists()
+    """Return whether the process that a namespace's name tells has ended."""
+    result = re.match(rf"{PREFIX}(\d+)-", name)
+    return result is not None and not Path(f"/proc/{result[1]}").exists()
 
 
 def interface_names() -> dict[str, str]:
-    """What gloo and NCCL are told on hosts with several interfaces: which one leads to the others."""
+    """Return settings of gloo and NCCL for hosts with several interfaces: which one leads to the others."""
     return {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
 
 
@@ -232,8 +232,8 @@ def _tc(namespace: str, device: str, gigabits: float | None) -> None:
 
 def _on(host: Host, command: Sequence[str]) -> list[str]:
     """Each of these replaces itself by the next one: the process keeps its id and hears its signals."""
-    named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host.name]
-    return ["ip", "netns", "exec", host.namespace, *named, *command]
+    names = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host.name]
+    return ["ip", "netns", "exec", host.namespace, *names, *command]
 
 
 def _end_with_parent() -> None:
@@ -256,11 +256,11 @@ def _remove(namespace: str, signals: Sequence[int] = (signal.SIGTERM, signal.SIG
 
 
 def _all_ended(pids: Sequence[int], deadline: float) -> bool:
-    left = list(pids)
-    while left and time.monotonic() < deadline:
-        left = [pid for pid in left if _is_running(pid)]
-        time.sleep(0.02 if left else 0)
-    return not left
+    remaining = list(pids)
+    while remaining and time.monotonic() < deadline:
+        remaining = [pid for pid in remaining if _is_running(pid)]
+        time.sleep(0.02 if remaining else 0)
+    return not remaining
 
 
 def _is_running(pid: int) -> bool:
@@ -273,6 +273,6 @@ def _is_running(pid: int) -> bool:
 def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["no word why"])[0]
-        raise NoHosts(f"`{' '.join(command)}` failed: {said}")
+        text = (done.stderr.strip().splitlines() or ["no word why"])[0]
+        raise NoHosts(f"`{' '.join(command)}` failed: {text}")
     return done.stdout

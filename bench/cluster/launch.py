@@ -36,9 +36,9 @@ class Job:
         """The last words of every host."""
         ends = []
         for log in self.logs:
-            said = log.read_text(encoding="utf-8", errors="replace")
+            output = log.read_text(encoding="utf-8", errors="replace")
             # What torchrun says of a rank that failed is long, and none of it is the rank's own reason.
-            lines = re.split(r"^.*failed \(exitcode:", said, maxsplit=1, flags=re.MULTILINE)[
+            lines = re.split(r"^.*failed \(exitcode:", output, maxsplit=1, flags=re.MULTILINE)[
                 0
             ].splitlines()
             errors = [line for line in lines[:-TAIL_LINES] if re.search(r"\b[A-Z]\w*Error: ", line)]
@@ -61,7 +61,7 @@ def torchrun(
     env: Mapping[str, str] | None = None,
     max_restarts: int = 0,
     number: int = 0,
-    **kept: Any,
+    **retained: Any,
 ) -> Job:
     """`script` and its arguments, after torchrun's own, on every host; logs go to `folder`, `kept` to Popen.
 
@@ -92,7 +92,7 @@ def torchrun(
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    **kept,
+                    **retained,
                 )
             )
     return Job(agents, logs)

@@ -1,1 +1,1 @@
-"""What a bench's figures say: ratios, and the table a person reads."""
+"""Ratios of a bench's figures, and printed tables."""

@@ -26,7 +26,7 @@ from colonnade.run.run import open_run
 
 GROUPS = (("trainer", "bare loop"), ("parquet", "criteo text"), ("evaluate", "predict"))
 STEPS = {"trainer": 50, "parquet": 96, "evaluate": 20}
-"""Of a block, by the first of a group."""
+"""Steps of a block, by the first of its group."""
 RATIOS = ("trainer_overhead", "reader_vs_train", "reader_vs_train_criteo", "predict_vs_evaluate")
 WARM_UP = 2
 NUM_RUN_SAMPLES = 400_000
@@ -107,12 +107,12 @@ def write_text(path: Path) -> None:
 
 
 def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
-    found = {m.system: m for m in measured if m.case == "around a step"}
-    if not found:
+    results = {m.system: m for m in measured if m.case == "around a step"}
+    if not results:
         return {}
-    rate = {system: m.median for system, m in found.items()}
+    rate = {system: m.median for system, m in results.items()}
     # Neighbouring blocks: a machine that slows down meanwhile slows both.
-    pairs = zip(found["bare loop"].values, found["trainer"].values, strict=True)
+    pairs = zip(results["bare loop"].values, results["trainer"].values, strict=True)
     return {
         "trainer_overhead": median(bare / trainer for bare, trainer in pairs),
         "reader_vs_train": rate["parquet"] / rate["trainer"],

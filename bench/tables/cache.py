@@ -16,7 +16,7 @@ PHASES = ("plan", "decide", "gather", "update")
 
 @dataclass(frozen=True)
 class Point:
-    """What was counted."""
+    """Point at which bytes were counted."""
 
     stream: str
     batch: str
@@ -30,13 +30,13 @@ class Point:
 @dataclass
 class Figures:
     saved: dict[tuple[Point, int, str], float] = field(default_factory=dict)
-    """By point, dim and system: the share of a parameter server's bytes that it saves."""
+    """Share, by point, dim and system, of a parameter server's bytes that it saves."""
     windows: dict[Point, int] = field(default_factory=dict)
     """Batches that `OURS` sees ahead."""
     recovery: dict[tuple[str, str], int | None] = field(default_factory=dict)
-    """By batch and policy: batches until hits are what they were; None: not in the stream."""
+    """Batches until hits recover, by batch and policy; None: not in the stream."""
     seconds: dict[tuple[int, int], dict[str, list[float]]] = field(default_factory=dict)
-    """By dim and keys of a batch: of each phase and of "roofline", a step's, by block."""
+    """Seconds of a step by dim and keys of a batch, of each phase and of "roofline", by block."""
 
     def keys_per_second(self, dim: int, keys: int, *names: str) -> float:
         by_name = self.seconds[dim, keys]
@@ -44,13 +44,13 @@ class Figures:
         return keys / median(map(sum, blocks))
 
     def gaps(self) -> dict[tuple[Point, int], float]:
-        """How much of what the optimum saves more than HET's policy, under the same bounds, ours saves."""
-        found = {}
+        """Return the part of the gap between HET's policy and the optimum, under the same bounds, that ours closes."""
+        results = {}
         for point, dim, system in self.saved:
             if system == OPTIMUM and point.staleness == 100 and point.share < 1:
-                least, most = (self.saved[point, dim, name] for name in (HET_POLICY, OPTIMUM))
-                found[point, dim] = (self.saved[point, dim, OURS] - least) / (most - least)
-        return found
+                least, limit = (self.saved[point, dim, name] for name in (HET_POLICY, OPTIMUM))
+                results[point, dim] = (self.saved[point, dim, OURS] - least) / (limit - least)
+        return results
 
     def full(self) -> dict[tuple[Point, int], float]:
         return {
@@ -80,7 +80,7 @@ class Figures:
 
 
 def ratios_of(figures: Figures) -> dict[str, float]:
-    """Of what was measured; worst points but for the `_mean`."""
+    """Compute ratios of measurements: of the worst points, except the `_mean`."""
     ratios: dict[str, float] = {}
     if gaps := figures.gaps().values():
         ratios["gap_to_optimum_closed"] = min(gaps)
@@ -88,9 +88,11 @@ def ratios_of(figures: Figures) -> dict[str, float]:
     if full := figures.full().values():
         ratios["saved_row_clock_100_full"] = min(full)
     for policy in ("lfu", OURS):
-        found = [n for (_, each), n in figures.recovery.items() if each == policy and n is not None]
-        if found:
-            ratios[f"batches_to_recover_{policy}"] = max(found)
+        results = [
+            n for (_, value), n in figures.recovery.items() if value == policy and n is not None
+        ]
+        if results:
+            ratios[f"batches_to_recover_{policy}"] = max(results)
     for dim in DIMS:
         if rates := [figures.keys_per_second(*at) for at in figures.seconds if at[0] == dim]:
             ratios[f"cache_keys_per_second_d{dim}"] = min(rates)
@@ -149,5 +151,5 @@ def print_figures(console: Console, figures: Figures) -> None:
 def print_ratios(console: Console, ratios: dict[str, float]) -> None:
     for name, value in ratios.items():
         wanted = f" (wanted {WANTED[name]})" if name in WANTED else ""
-        said = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-        console.print(f"{name}: {said}{wanted}")
+        text = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+        console.print(f"{name}: {text}{wanted}")

@@ -1,4 +1,4 @@
-"""What `bench staleness` makes of its blocks: how much faster a step is with copies, by system, link and stream."""
+"""Tables of `bench staleness`: speedup of a step by cached rows, by system, link and stream."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def best_synchronous(steps: Mapping[str, float]) -> str | None:
 
 
 def stream_of(case: str) -> str:
-    """Of a case with its rate."""
+    """Return the stream of a case with its rate."""
     return case.rsplit(" ", 2)[0]
 
 
@@ -51,7 +51,7 @@ def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
 
 
 def print_result(console: Console, measured: Sequence[Measured], result: Mapping[str, Any]) -> None:
-    found = {(m.case, m.system): m.median for m in measured}
+    results = {(m.case, m.system): m.median for m in measured}
     for case in names_of(measured):
         steps = steps_of(measured, case)
         sync = best_synchronous(steps)
@@ -72,7 +72,7 @@ def print_result(console: Console, measured: Sequence[Measured], result: Mapping
             bases = [steps.get(NO_CACHE), sync and steps[sync]]
             grid.add_row(
                 system, f"{ms:.1f}", *(f"{base / ms:.2f}" if base else "" for base in bases),
-                f"{found[case + UPLINK, system]:.2f}", f"{found.get((case + PROCESSOR, system), 0.0):.0f}",
+                f"{results[case + UPLINK, system]:.2f}", f"{results.get((case + PROCESSOR, system), 0.0):.0f}",
             )  # fmt: skip
         console.print(grid)
     for name, ratio in result["ratios"].items():

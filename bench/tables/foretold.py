@@ -1,4 +1,4 @@
-"""What the formulas say of worlds that this machine cannot run: bytes over a host's uplink and the time that links
+"""Predictions for worlds that this machine cannot run: bytes over a host's uplink and the time that links
 take, of each exchange under its best shardings. Predictions: nothing of this was measured.
 
 Legend: N ranks, b samples of a rank.
@@ -34,9 +34,9 @@ class Foretold:
     num_ranks: int
     exchange: str
     megabytes: float
-    """That a host sends over its uplink, a step."""
+    """Bytes that a host sends over its uplink in a step."""
     milliseconds: float
-    """That a step waits for links."""
+    """Seconds that a step waits for links."""
 
 
 def zipf(rows: int, skew: float) -> Popularity:
@@ -48,15 +48,15 @@ def zipf(rows: int, skew: float) -> Popularity:
 def load_of(
     table, popularity: Popularity, world: World, batch_size: int, lookups: int
 ) -> TableLoad:
-    each = float(batch_size * lookups)
+    item = float(batch_size * lookups)
     parts = 4 * table.width
     return TableLoad(
         name=table.name, width=table.width, value_bytes=parts, gradient_bytes=parts, bag_bytes=parts, row_bytes=parts,
         rows=float(table.rows), slot_bytes=slot_bytes(table), samples=float(batch_size),
-        unique_rank=popularity.unique(each),
-        unique_host=popularity.unique(each * world.ranks_per_host),
-        unique_world=popularity.unique(each * world.num_ranks), lookups=each,
-        columns=(ColumnLoad(each, lookups),), is_pooled=True, vocabulary=table.rows,
+        unique_rank=popularity.unique(item),
+        unique_host=popularity.unique(item * world.ranks_per_host),
+        unique_world=popularity.unique(item * world.num_ranks), lookups=item,
+        columns=(ColumnLoad(item, lookups),), is_pooled=True, vocabulary=table.rows,
     )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def foretell(
     """declared: tables of equally many rows, features, consumers."""
     tables, features, consumers = declared
     declaration = EmbeddingCollection(tables, features, consumers=consumers).declaration
-    law, found = zipf(tables[0].rows, skew), []
+    law, results = zipf(tables[0].rows, skew), []
     for num_ranks in RANKS:
         world = World(
             num_hosts=num_ranks // RANKS_PER_HOST,
@@ -80,7 +80,7 @@ def foretell(
             forced = {table.name: Constraint(exchange=exchange) for table in tables}  # type: ignore[arg-type]
             choice = choose(loads, world, forced=forced, model=model)
             over = sum(size for (_, link), size in choice.sent.items() if link == "remote")
-            found.append(
+            results.append(
                 Foretold(
                     case,
                     num_ranks,
@@ -89,7 +89,7 @@ def foretell(
                     1e3 * choice.seconds.step,
                 )
             )
-    return found
+    return results
 
 
 def print_foretold(console: Console, predictions: Sequence[Mapping]) -> None:
@@ -105,8 +105,10 @@ def print_foretold(console: Console, predictions: Sequence[Mapping]) -> None:
     for exchange in EXCHANGES:
         grid.add_column(f"{exchange} ms", justify="right")
     lines: dict[tuple[str, int], dict[str, Mapping]] = {}
-    for each in predictions:
-        lines.setdefault((each["case"], each["num_ranks"]), {})[each["exchange"]] = each
+    for prediction in predictions:
+        lines.setdefault((prediction["case"], prediction["num_ranks"]), {})[
+            prediction["exchange"]
+        ] = prediction
     for (case, ranks), by_exchange in lines.items():
         cells = [f"{by_exchange[e]['megabytes']:,.1f}" for e in EXCHANGES]
         cells += [f"{by_exchange[e]['milliseconds']:,.1f}" for e in EXCHANGES]

@@ -1,4 +1,4 @@
-"""What `bench hybrid` makes of its blocks: how much of the shorter of computing and communicating was hidden."""
+"""Tables of `bench hybrid`: part of the shorter of computing and communicating that is hidden."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALIKE = 3.0
 """Computing and communicating that differ by more have little to hide of each other, and much noise for it."""
 WANTED = 0.7
 CORES = " cores"
-"""Of a world and workload: how many processors all ranks share."""
+"""Number of processors that all ranks share, by world and workload."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Overlap:
     communication: float
     peer: float | None
     processors: float | None
-    """What the synchronous step needs of them, were all of them busy all the time. None: not recorded."""
+    """Time that the synchronous step needs if all processors are always busy. None: not recorded."""
 
     @property
     def hideable(self) -> float:
-        """What a perfect overlap would save."""
+        """Return the time that a perfect overlap saves."""
         return self.sync - max(self.compute, self.communication)
 
     @property
@@ -48,23 +48,27 @@ class Overlap:
     @property
     def reached(self) -> float | None:
         """Likewise of what processors leave to be hidden, which compute and communicate; None: nothing."""
-        left = self.sync - max(self.compute, self.communication, self.processors or 0.0)
-        return None if self.processors is None or left <= 0 else (self.sync - self.late) / left
+        remaining = self.sync - max(self.compute, self.communication, self.processors or 0.0)
+        return (
+            None
+            if self.processors is None or remaining <= 0
+            else (self.sync - self.late) / remaining
+        )
 
     @property
     def is_judged(self) -> bool:
-        least, most = sorted((self.compute, self.communication))
-        return self.hideable > 0 and most <= ALIKE * least
+        least, limit = sorted((self.compute, self.communication))
+        return self.hideable > 0 and limit <= ALIKE * least
 
 
 def name_of(hidden: int) -> str:
-    """Of a workload."""
+    """Return the name of a workload."""
     return f"{hidden} units"
 
 
 def overlaps(measured: Sequence[Measured]) -> list[Overlap]:
-    """Of every case with dense work whose exchange was measured alone at the same rate."""
-    found = []
+    """Return the overlap of every case with dense work whose exchange was measured alone at the same rate."""
+    results = []
     exposed = {(m.case, m.system): m.median for m in measured if m.case.endswith(EXPOSED)}
     processor = {(m.case, m.system): m.median for m in measured if m.case.endswith(PROCESSOR)}
     cores = {m.case: m.median for m in measured if m.case.endswith(CORES)}
@@ -79,28 +83,28 @@ def overlaps(measured: Sequence[Measured]) -> list[Overlap]:
         name, best = min(sync, key=sync.__getitem__), min(late, key=late.__getitem__)
         shared = cores.get(case.rsplit(" ", 2)[0] + CORES)
         peers = [ms for peer, ms in steps.items() if is_peer(peer)]
-        found.append(
+        results.append(
             Overlap(
                 case, sync[name], name, late[best], best, sync[name] - exposed.get((case + EXPOSED, name), 0.0),
                 bare[name], min(peers, default=None),
                 None if shared is None else processor[case + PROCESSOR, name] / shared,
             )
         )  # fmt: skip
-    return found
+    return results
 
 
 def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
-    found = overlaps(measured)
-    ratios = {f"hybrid_vs_sync_best {each.case}": each.sync / each.late for each in found}
-    if found:
+    actual = overlaps(measured)
+    ratios = {f"hybrid_vs_sync_best {result.case}": result.sync / result.late for result in actual}
+    if actual:
         ratios["hybrid_vs_sync_best"] = min(ratios.values())
-    judged = {each.case: each.won for each in found if each.is_judged}
+    judged = {result.case: result.won for result in actual if result.is_judged}
     ratios |= {f"overlap_won {case}": won for case, won in judged.items()}
     if judged:
         ratios["overlap_won"] = min(judged.values())
-    reached = {each.case: each.reached for each in found if each.is_judged}
+    reached = {result.case: result.reached for result in actual if result.is_judged}
     ratios |= {f"overlap_reached {case}": x for case, x in reached.items() if x is not None}
-    if peers := [each.peer / each.late for each in found if each.peer is not None]:
+    if peers := [result.peer / result.late for result in actual if result.peer is not None]:
         ratios["hybrid_vs_torchrec_best"] = min(peers)
     return ratios
 
@@ -123,11 +127,12 @@ def print_result(console: Console, measured: Sequence[Measured], result: Mapping
         grid.add_column(
             heading, justify="left" if heading in ("case", "synchronous", "bounded") else "right"
         )
-    for each in overlaps(measured):
+    for overlap in overlaps(measured):
         grid.add_row(
-            each.case, each.best_sync, f"{each.sync:.1f}", each.best_late, f"{each.late:.1f}", f"{each.compute:.1f}",
-            f"{each.communication:.1f}", *(f"{x:.1f}" if x is not None else "" for x in (each.processors, each.peer)),
-            *(f"{x:.2f}" if x is not None and each.is_judged else "" for x in (each.won, each.reached)),
+            overlap.case, overlap.best_sync, f"{overlap.sync:.1f}", overlap.best_late, f"{overlap.late:.1f}",
+            f"{overlap.compute:.1f}", f"{overlap.communication:.1f}",
+            *(f"{x:.1f}" if x is not None else "" for x in (overlap.processors, overlap.peer)),
+            *(f"{x:.2f}" if x is not None and overlap.is_judged else "" for x in (overlap.won, overlap.reached)),
         )  # fmt: skip
     console.print(grid)
     for name, value in result["ratios"].items():

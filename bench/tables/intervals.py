@@ -17,11 +17,11 @@ from numpy.typing import ArrayLike
 STUDENT_95 = (
     12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09,
 )  # fmt: skip
-"""By degrees of freedom, from 1; beyond, the normal distribution's 1.96 is close."""
+"""Quantiles by degrees of freedom, from 1; beyond, the normal distribution's 1.96 is close."""
 
 
 def student(values: Sequence[float]) -> tuple[float, float]:
-    """(mean, half the width of its 95 % interval); nan of a single one."""
+    """Return the mean and half the width of its 95 % interval, nan for a single value."""
     count = len(values)
     if count < 2:
         return fmean(values), nan
@@ -30,7 +30,7 @@ def student(values: Sequence[float]) -> tuple[float, float]:
 
 
 def interval(differences: Sequence[ArrayLike]) -> tuple[float, float]:
-    """Of differences (K,) by seed: their mean, and half the width of its 95 % interval."""
+    """Return the mean of differences (K,) by seed, and half the width of its 95 % interval."""
     mean, of_samples = student(np.mean(np.asarray(differences), axis=0).tolist())
-    of_seeds = student([float(np.mean(each)) for each in differences])[1]
+    of_seeds = student([float(np.mean(difference)) for difference in differences])[1]
     return mean, of_samples if isnan(of_seeds) else hypot(of_samples, of_seeds)

@@ -1,4 +1,4 @@
-"""What `bench quality_substitute` makes of its scores: differences of AUC with paired intervals.
+"""Tables of `bench quality_substitute`: differences of AUC with paired intervals.
 
 An interval is that of a paired bootstrap. Two arms have scored the same blocks of samples, so what is resampled is the
 difference of their AUCs on a block; runs of RUN neighbouring blocks are drawn together, for neighbours share their
@@ -21,7 +21,7 @@ from rich.table import Table as Grid
 AUC, TAIL, LOSS, MISSED = "AUC", "AUC of the tail", "log loss", "updates missed"
 BASE, SMALL, CEILING = "synchronous", "synchronous, 256", "ceiling"
 PARTS = (("auc", AUC, False), ("late_auc", AUC, True), ("tail_auc", TAIL, False))
-"""Of all scored blocks, of those of the stream's second half, of those behind it."""
+"""Parts of the stream: all scored blocks, those of its second half, those after it."""
 LOST = ("lost", "95 %", "by seed", "lost late", "on the tail")
 RUN = 8
 RESAMPLES = 10_000
@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 
 
 def interval(differences: Sequence[Floats], *, seed: int = 0) -> tuple[float, float, float]:
-    """(mean, low, high) of differences (K,) by seed: the bootstrap's 2.5 and 97.5 % quantiles."""
+    """Return (mean, low, high) of differences (K,) by seed: the bootstrap's 2.5 and 97.5 % quantiles."""
     random, means, weights = np.random.default_rng(seed), [], []
     for blocks in differences:
         run = min(RUN, len(blocks))
@@ -55,43 +55,44 @@ def differences_of(
 ) -> list[Floats]:
     """`base` less `arm`, (K,) for each seed that has both; `half`: of the stream's second half."""
     values = {(m.case, m.system): np.array(m.values) for m in measured if m.unit == unit}
-    found = []
-    for (case, system), theirs in values.items():
+    results = []
+    for (case, system), other in values.items():
         if system == arm and case.startswith(f"{kind} seed") and (case, base) in values:
-            blocks = values[case, base] - theirs
-            found.append(blocks[len(blocks) // 2 :] if half else blocks)
-    return found
+            blocks = values[case, base] - other
+            results.append(blocks[len(blocks) // 2 :] if half else blocks)
+    return results
 
 
 def arms_of(measured: Sequence[Measured]) -> dict[str, list[str]]:
-    """By model: arms with scores, in the order in which they were trained."""
-    found: dict[str, list[str]] = {}
+    """Return arms with scores by model, in the order in which they were trained."""
+    results: dict[str, list[str]] = {}
     for m in measured:
         kind, _, which = m.case.partition(" ")
         if m.unit == AUC and which.startswith("seed"):
-            arms = found.setdefault(kind, [])
+            arms = results.setdefault(kind, [])
             if m.system not in arms:
                 arms.append(m.system)
-    return found
+    return results
 
 
 def bases_of(arm: str) -> list[str]:
-    """What it is compared with: synchronous training, and that of as small batches."""
+    """Return the arms it is compared with: synchronous training, and that of as small batches."""
     if arm in (BASE, CEILING):
         return []
     return [BASE, SMALL] if arm.endswith(" x 256") else [BASE]
 
 
 def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
-    """How much AUC synchronous training is ahead of each arm; "... low" and "... high" are the interval's ends."""
+    """Return the AUC by which synchronous training is ahead of each arm; "... low" and "... high" are the interval's
+    ends."""
     ratios: dict[str, float] = {}
     for kind, arms in arms_of(measured).items():
-        for arm, base in [(each, base) for each in arms for base in bases_of(each)]:
+        for arm, base in [(value, base) for value in arms for base in bases_of(value)]:
             for name, unit, half in PARTS:
-                if found := differences_of(measured, kind, arm, unit, half=half, base=base):
-                    said = f"{name}_lost {kind} {arm} against {base}"
-                    mean, low, high = interval(found)
-                    ratios |= {said: mean, f"{said} low": low, f"{said} high": high}
+                if result := differences_of(measured, kind, arm, unit, half=half, base=base):
+                    text = f"{name}_lost {kind} {arm} against {base}"
+                    mean, low, high = interval(result)
+                    ratios |= {text: mean, f"{text} low": low, f"{text} high": high}
     return ratios
 
 
@@ -112,17 +113,17 @@ def print_result(
 
 
 def _line(measured: Sequence[Measured], kind: str, arm: str, base: str) -> list[str]:
-    mine = [m for m in measured if m.system == arm and m.case.startswith(f"{kind} seed")]
+    own = [m for m in measured if m.system == arm and m.case.startswith(f"{kind} seed")]
 
     def mean(unit: str) -> float:
-        return float(np.mean([np.mean(m.values) for m in mine if m.unit == unit] or [np.nan]))
+        return float(np.mean([np.mean(m.values) for m in own if m.unit == unit] or [np.nan]))
 
     line = [kind, arm, f"{mean('rows lr'):g}", f"{mean(MISSED):.1f}", f"{mean(AUC):.4f}"]
-    found = differences_of(measured, kind, arm, AUC, base=base)
-    if not found:
+    result = differences_of(measured, kind, arm, AUC, base=base)
+    if not result:
         return line
-    lost, low, high = interval(found)
-    seeds = " ".join(f"{blocks.mean():+.4f}" for blocks in found)
+    lost, low, high = interval(result)
+    seeds = " ".join(f"{blocks.mean():+.4f}" for blocks in result)
     line += [base, f"{lost:+.4f}", f"{low:+.4f} .. {high:+.4f}", seeds]
     for _, unit, half in PARTS[1:]:
         parts = differences_of(measured, kind, arm, unit, half=half, base=base)

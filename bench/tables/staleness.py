@@ -1,4 +1,4 @@
-"""What `bench quality_staleness` makes of its scores: AUC lost against synchronous training, with paired intervals.
+"""Tables of `bench quality_staleness`: AUC lost against synchronous training, with paired intervals.
 
 All systems score the same test samples, in the same blocks, so what has an interval is the difference of AUCs on a
 block (`tables/intervals.py`).
@@ -28,30 +28,31 @@ def differences_of(measured: Sequence[Measured], group: str, system: str) -> lis
     """Synchronous less `system`, (K,) for each seed of the group that has both. group: data and optimizer."""
     values = {(m.case, m.system): np.array(m.values) for m in measured if m.unit == AUC}
     return [
-        values[case, BASE] - theirs
-        for (case, name), theirs in values.items()
+        values[case, BASE] - other
+        for (case, name), other in values.items()
         if name == system and case.startswith(group + SEED) and (case, BASE) in values
     ]
 
 
 def groups_of(measured: Sequence[Measured]) -> dict[str, list[str]]:
-    """By data and optimizer: systems with scores, in the order in which they were trained."""
-    found: dict[str, list[str]] = {}
+    """Return systems with scores by data and optimizer, in the order in which they were trained."""
+    results: dict[str, list[str]] = {}
     for m in measured:
         if m.unit == AUC and SEED in m.case:
-            systems = found.setdefault(m.case.split(SEED)[0], [])
+            systems = results.setdefault(m.case.split(SEED)[0], [])
             if m.system not in systems:
                 systems.append(m.system)
-    return found
+    return results
 
 
 def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
-    """How much AUC synchronous training is ahead; "... +-": half its interval. And the worlds' largest gap."""
+    """Return the AUC by which synchronous training is ahead; "... +-": half its interval. And the worlds' largest
+    gap."""
     ratios: dict[str, float] = {}
     for group, systems in groups_of(measured).items():
         for system in systems:
-            if system != BASE and (found := differences_of(measured, group, system)):
-                mean, half = interval(found)
+            if system != BASE and (result := differences_of(measured, group, system)):
+                mean, half = interval(result)
                 name = f"auc_lost {group} {system}"
                 ratios |= {name: round(mean, 6), f"{name} +-": round(half, 6)}
     gaps = [gap for m in measured if m.case == "world" for gap in m.values]
@@ -77,16 +78,16 @@ def print_result(
 
 
 def _line(measured: Sequence[Measured], group: str, system: str) -> list[str]:
-    mine = [m for m in measured if m.system == system and m.case.startswith(group + SEED)]
+    own = [m for m in measured if m.system == system and m.case.startswith(group + SEED)]
 
     def mean(unit: str) -> float:
-        return float(np.mean([np.mean(m.values) for m in mine if m.unit == unit] or [np.nan]))
+        return float(np.mean([np.mean(m.values) for m in own if m.unit == unit] or [np.nan]))
 
     line, facts = [group, system, f"{mean(AUC):.5f}"], [mean(unit) for unit in FACTS]
-    found = [] if system == BASE else differences_of(measured, group, system)
-    if found:
-        lost, half = interval(found)
-        seeds = " ".join(f"{each.mean():+.5f}" for each in found)
+    results = [] if system == BASE else differences_of(measured, group, system)
+    if results:
+        lost, half = interval(results)
+        seeds = " ".join(f"{result.mean():+.5f}" for result in results)
         line += [f"{lost:+.5f}", f"{half:.5f}", seeds]
     else:
         line += [""] * 3

@@ -1,4 +1,4 @@
-"""What `bench substitute` makes of its blocks, beside what `tables.exchange` makes of any: ratios against the
+"""Tables of `bench substitute`, in addition to those of `tables.exchange`: ratios against the
 parameter server.
 
 Legend: K ids of a sample, D dim.
@@ -37,19 +37,19 @@ def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
         forced = [ms for n, ms in steps.items() if n != AUTO and not is_peer(n)]
         if AUTO in steps and forced:
             regret[case] = steps[AUTO] / min(forced)
-        for system, said in steps_of(measured, case + PREDICTED_PAYLOAD).items():
+        for system, text in steps_of(measured, case + PREDICTED_PAYLOAD).items():
             if system.startswith(DES) and sent.get(system):
-                off.append(abs(said - sent[system]) / sent[system])
+                off.append(abs(text - sent[system]) / sent[system])
     ratios = {}
-    for name, best, found in (
+    for name, best, result in (
         ("des_bytes_saved_vs_ps", max, saved),
         ("des_throughput_vs_ps", max, faster),
         ("chooser_regret", max, regret),
     ):
-        if found:
-            whole = name if found is regret else f"{name}_best"
-            ratios[whole] = best(found.values())
-            ratios |= {f"{name} {case}": value for case, value in found.items()}
+        if result:
+            whole = name if result is regret else f"{name}_best"
+            ratios[whole] = best(result.values())
+            ratios |= {f"{name} {case}": value for case, value in result.items()}
     if off:
         ratios["des_bytes_vs_formula_error"] = max(off)
     return ratios

@@ -27,7 +27,7 @@ class Programs:
 
 
 def build(folder: Path) -> Programs:
-    """Raises BenchError with the compiler's words."""
+    """Compile a program. Raises BenchError with the compiler's output."""
     compiler = os.environ.get("CXX", "c++")
     built = []
     for name in ("tier_policies", "tier_device"):
@@ -44,20 +44,20 @@ def simulate(
     folder: Path,
 ) -> Mapping[tuple[str, int], list[int]]:
     """Rows that each policy misses in each batch, by (policy, denominator of the rows that it holds)."""
-    asked = {}
+    requested = {}
     for n in fractions:
         capacity = stream.shape.num_rows // n
         for policy in (*KNOWING, *FOREKNOWING):
-            asked[policy, n] = f"{policy}:{capacity}:0"
-        asked[LOOKING, n] = f"lfu:{capacity}:{lookahead}"
+            requested[policy, n] = f"{policy}:{capacity}:0"
+        requested[LOOKING, n] = f"lfu:{capacity}:{lookahead}"
     out = folder / "misses.jsonl"
-    run([str(programs.policies), str(stream.folder), str(out), *asked.values()])
+    run([str(programs.policies), str(stream.folder), str(out), *requested.values()])
     by_run = read_misses(out)
-    return {key: by_run[words] for key, words in asked.items()}
+    return {key: by_run[words] for key, words in requested.items()}
 
 
 def read_misses(path: Path) -> dict[str, list[int]]:
-    """By run, as it was asked for: rows missed in each batch."""
+    """Return the rows missed in each batch, by run."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return {line["run"]: line["misses"] for line in lines}
 

@@ -1,4 +1,4 @@
-"""What `bench towers_quality` and `towers_movielens` make of their runs: AUC that towers lose, with paired intervals.
+"""Tables of `bench towers_quality` and `towers_movielens`: AUC that towers lose, with paired intervals.
 
 Runs: by "model / system" and seed, the AUC of each of K blocks of test samples, which are the same for all.
 """
@@ -21,19 +21,19 @@ from tables.intervals import interval
 Runs = Mapping[str, Mapping[str, Sequence[float]]]
 UNIT, FLAT, SEED = "AUC", "flat", " seed "
 MAX_LOSS = 0.0005
-"""That the issue allows at ratios of 1 and 2."""
+"""Loss that is allowed at ratios of 1 and 2."""
 
 
 def measured_of(runs: Runs) -> list[Measured]:
     """One case for each run: its blocks."""
-    found = []
+    results = []
     for name, by_seed in runs.items():
         model, _, system = name.partition(" / ")
-        found += [
+        results += [
             Measured(f"{model}{SEED}{seed}", system, UNIT, list(blocks))
             for seed, blocks in by_seed.items()
         ]
-    return found
+    return results
 
 
 def runs_of(cases: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
@@ -46,15 +46,15 @@ def runs_of(cases: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[floa
 
 
 def losses_of(runs: Runs) -> dict[str, list[NDArray[np.float64]]]:
-    """By "model / system": flat less towered AUC (K,), of each seed that both have."""
-    found = {}
+    """Return by "model / system" flat less towered AUC (K,), of each seed that both have."""
+    results = {}
     for name, by_seed in runs.items():
         model, _, system = name.partition(" / ")
         flat = runs.get(f"{model} / {FLAT}", {})
         if system != FLAT:
-            both = sorted(flat.keys() & by_seed.keys(), key=int)
-            found[name] = [np.subtract(flat[seed], by_seed[seed]) for seed in both]
-    return {name: each for name, each in found.items() if each}
+            pair = sorted(flat.keys() & by_seed.keys(), key=int)
+            results[name] = [np.subtract(flat[seed], by_seed[seed]) for seed in pair]
+    return {name: result for name, result in results.items() if result}
 
 
 def ratios_of(runs: Runs) -> dict[str, float]:
@@ -67,7 +67,7 @@ def ratios_of(runs: Runs) -> dict[str, float]:
 
 
 def verdict(mean: float, half: float) -> str:
-    """Of a loss against what is allowed."""
+    """Judge a loss by the allowed one."""
     if mean + half <= MAX_LOSS:
         return "shown"
     return "missed" if mean - half > MAX_LOSS else "open"
@@ -83,11 +83,11 @@ def print_result(console: Console, runs: Runs, best: float | None = None) -> Non
     for name, by_seed in runs.items():
         if not by_seed:
             continue
-        said = [""] * 4
+        lines = [""] * 4
         if name in losses:
             mean, half = interval(losses[name])
-            seeds = " ".join(f"{each.mean():+.5f}" for each in losses[name])
+            seeds = " ".join(f"{loss.mean():+.5f}" for loss in losses[name])
             width = "" if isnan(half) else f"{half:.5f}"
-            said = [f"{mean:+.5f}", width, seeds, verdict(mean, half)]
-        grid.add_row(name, f"{fmean(map(fmean, by_seed.values())):.5f}", *said)
+            lines = [f"{mean:+.5f}", width, seeds, verdict(mean, half)]
+        grid.add_row(name, f"{fmean(map(fmean, by_seed.values())):.5f}", *lines)
     console.print(grid)

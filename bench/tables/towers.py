@@ -1,4 +1,4 @@
-"""What `bench towers` makes of its blocks, beside what `tables.exchange` makes of any: ratios against TorchRec and
+"""Tables of `bench towers`, in addition to those of `tables.exchange`: ratios against TorchRec and
 against the best exchange that knows no towers."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def module_of(ratio: int) -> str:
 
 
 def ratio_of(system: str) -> int:
-    """Of a system with modules, whatever comes together inside its towers."""
+    """Return the ratio of a system with modules, whatever is gathered in its towers."""
     return int(system.split(" CR ")[1].split()[0])
 
 
@@ -47,34 +47,36 @@ def what_is(system: str) -> str:
 
 def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
     """The worst case of each, and the best where the name says so."""
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     off: dict[str, list[float]] = {}
     for case in names_of(measured):
-        steps, said = steps_of(measured, case), steps_of(measured, case + PREDICTED)
-        for name in said.keys() & steps.keys():
-            off.setdefault(what_is(name), []).append(abs(said[name] - steps[name]) / steps[name])
+        steps, text = steps_of(measured, case), steps_of(measured, case + PREDICTED)
+        for name in text.keys() & steps.keys():
+            off.setdefault(what_is(name), []).append(abs(text[name] - steps[name]) / steps[name])
         best = kinds_of(steps)
         for ratio in RATIOS:
             module = best.get(module_of(ratio))
             if module is None:
                 continue
             if "torchrec" in best:
-                found.setdefault(f"towers_cr{ratio}_vs_torchrec", {})[case] = (
+                results.setdefault(f"towers_cr{ratio}_vs_torchrec", {})[case] = (
                     best["torchrec"] / module
                 )
             if "flat" in best:
-                found.setdefault(f"towers_cr{ratio}_vs_best_flat", {})[case] = best["flat"] / module
+                results.setdefault(f"towers_cr{ratio}_vs_best_flat", {})[case] = (
+                    best["flat"] / module
+                )
         if TOWERS in best and "flat" in best:
-            found.setdefault("towers_vs_best_flat", {})[case] = best["flat"] / best[TOWERS]
+            results.setdefault("towers_vs_best_flat", {})[case] = best["flat"] / best[TOWERS]
         if TOWERS in best and "torchrec" in best:
-            found.setdefault("towers_vs_torchrec", {})[case] = best["torchrec"] / best[TOWERS]
+            results.setdefault("towers_vs_torchrec", {})[case] = best["torchrec"] / best[TOWERS]
     ratios = {}
-    for name, values in found.items():
+    for name, values in results.items():
         ratios[name], ratios[f"{name}_best"] = min(values.values()), max(values.values())
         ratios |= {f"{name} {case}": value for case, value in values.items()}
     if off:
         ratios["predicted_time_error"] = max(map(max, off.values()))
-        ratios |= {f"predicted_time_error_of_{what}": max(each) for what, each in off.items()}
+        ratios |= {f"predicted_time_error_of_{what}": max(item) for what, item in off.items()}
     return ratios
 
 

@@ -34,7 +34,7 @@ LIFE_BITS = 20
 HALF_EFFECT_RANK = 100
 NUM_FACTORS = 2
 SHARES = {"effects": 0.7, "pairs": 0.3}
-"""Of the logit's variance."""
+"""Part of the logit's variance."""
 SIGNAL = 1.36
 POSITIVE_RATE = 0.25
 CHUNK = 1024
@@ -148,15 +148,15 @@ def draw(law: Law, first: int, ids: NDArray[np.int64]) -> tuple[Floats, Floats]:
     for f in range(FIELDS):
         word = bits[:, f].astype(np.int64)
         place, damp = law.place_of.take(word), law.damp_of.take(word)
-        mine = law.births[f].take(place)
-        mine += now
-        mine >>= LIFE_BITS  # which of the place's pairs of ids
-        mine *= PLACES
-        mine += place
-        np.multiply(mine, 2, out=ids[f])
+        own = law.births[f].take(place)
+        own += now
+        own >>= LIFE_BITS  # which of the place's pairs of ids
+        own *= PLACES
+        own += place
+        np.multiply(own, 2, out=ids[f])
         word &= 1
         ids[f] += word
-        hashed = mine.view(np.uint64) * np.uint64(law.hashes[f])
+        hashed = own.view(np.uint64) * np.uint64(law.hashes[f])
         hashed >>= np.uint64(48)
         entry = hashed.view(np.int64)
         effects += _summed(law.normals, entry, damp)
@@ -168,7 +168,7 @@ def draw(law: Law, first: int, ids: NDArray[np.int64]) -> tuple[Floats, Floats]:
 
 
 def _summed(numbers: Floats, entry: NDArray[np.int64], damp: Floats) -> Floats:
-    """(B,)."""
+    """Return the sum, (B,)."""
     return np.einsum("bj,bj->b", numbers.take(entry), damp)
 
 
@@ -176,12 +176,12 @@ def _calibrated(law: Law) -> Law:
     """Scales and bias, on samples that are neither trained nor tested on; rounded, so that the order in which a machine
     adds up a mean cannot change them."""
     ids = np.empty((FIELDS, CALIBRATION_SAMPLES, EACH), dtype=np.int64)
-    found = [part.astype(np.float64) for part in draw(law, CALIBRATION_START, ids)]
+    results = [part.astype(np.float64) for part in draw(law, CALIBRATION_START, ids)]
     effects, pairs = (
         round(SIGNAL * float(np.sqrt(share) / part.std()), 6)
-        for share, part in zip(SHARES.values(), found, strict=True)
+        for share, part in zip(SHARES.values(), results, strict=True)
     )
-    x = effects * found[0] + pairs * found[1]
+    x = effects * results[0] + pairs * results[1]
     low, high = -50.0, 50.0
     for _ in range(60):
         middle = (low + high) / 2

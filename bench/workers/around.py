@@ -1,4 +1,4 @@
-"""What stands around a step, one kind for each worker: loops over the same batches, readers, scoring.
+"""Work around a step, one kind for each worker: loops over the same batches, readers, scoring.
 
 The first line from the parent names the kind and its files (`Around`); then blocks as in `loop.py`.
 Legend: N batches, B samples, F fields.
@@ -44,17 +44,17 @@ class Made:
     """The batches of the files, from memory, again and again: reading costs nothing in any loop."""
 
     schema: Schema
-    held: list[Batch]
+    batch_list: list[Batch]
 
     @property
     def num_samples(self) -> int:
-        return len(self.held) * self.held[0].size * 10**6
+        return len(self.batch_list) * self.batch_list[0].size * 10**6
 
     def batches(
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
-        for step in range(start.step, 10**6 * len(self.held)):
-            yield replace(self.held[step % len(self.held)])
+        for step in range(start.step, 10**6 * len(self.batch_list)):
+            yield replace(self.batch_list[step % len(self.batch_list)])
 
 
 def held_batches(around: Around) -> Made:
@@ -96,7 +96,7 @@ def trainer_loop(around: Around) -> Block:
 
 
 def bare_loop(around: Around) -> Block:
-    """By hand, with the calls that the trainer makes for a step."""
+    """Train by hand, with the calls that the trainer makes for a step."""
     run = open_trainer(around)
     trainer = run.trainer
     model, collection, dense, rows = trainer.model, trainer.collection, trainer.dense, trainer.rows
@@ -154,9 +154,9 @@ def evaluate(around: Around) -> Block:
     objective = Probability()
 
     def block(num_steps: int) -> None:
-        part = Made(made.schema, made.held[:num_steps])
-        some = Some(part, num_steps)
-        objective.evaluate(run.trainer.model, some, config.train.batch_size, Mesh())
+        part = Made(made.schema, made.batch_list[:num_steps])
+        subset = Some(part, num_steps)
+        objective.evaluate(run.trainer.model, subset, config.train.batch_size, Mesh())
 
     return block
 
@@ -166,7 +166,7 @@ def predict(around: Around) -> Block:
     predictor = Predictor.open(around.run)
 
     def block(num_steps: int) -> None:
-        for batch in Some(made, num_steps).batches(made.held[0].size):
+        for batch in Some(made, num_steps).batches(made.batch_list[0].size):
             predictor(batch)
 
     return block
@@ -185,13 +185,13 @@ class Some:
 
     @property
     def num_samples(self) -> int:
-        return self.count * self.source.held[0].size
+        return self.count * self.source.batch_list[0].size
 
     def batches(
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
-        held = self.source.held
-        return (replace(held[i % len(held)]) for i in range(self.count))
+        stored = self.source.batch_list
+        return (replace(stored[i % len(stored)]) for i in range(self.count))
 
 
 BUILDERS: dict[str, Callable[[Around], Block]] = {

@@ -1,4 +1,4 @@
-"""How many keys a second one rank's cache looks up and updates: `bench cache`.
+"""Keys per second that one rank's cache looks up and updates: `bench cache`.
 
 A step takes a batch's keys as they come, duplicates and all: it plans them (which are different), decides
 (`Directory.step`), gathers every key's row and applies SGD with every key's gradient, in place, in the slab of
@@ -122,7 +122,7 @@ class Bare:
         self.rows = Rows(
             cache.dim, cache.bases, int(cache.strides), torch.tensor([states.data_ptr()]), 8
         )
-        self.kept = states, cache  # the addresses above do not keep them
+        self.buffers = states, cache  # the addresses above do not keep them
         self.task = Task(cache.num_keys, 1, cache.outputs, 0, cache.dim, cache.gradients)
 
     def tune(self, batches: list[Lookup]) -> None:
@@ -147,7 +147,7 @@ class Bare:
 def measure(
     dim: int, num_keys: int, policy: str, *, rounds: int, steps: int, seed: int = 0
 ) -> dict[str, list[float]]:
-    """By phase of `cache`, and for "roofline": seconds of a step, the mean of each block; blocks in turns."""
+    """Measure seconds of a step by phase of `cache`, and for "roofline", the mean of each block; blocks in turns."""
     generator = torch.Generator().manual_seed(seed)
     cache = Cache(dim, num_keys, policy)
     settling = max(2, SETTLING_KEYS // num_keys)
@@ -161,11 +161,11 @@ def measure(
         planned.append(Lookup(index, slots, torch.tensor([0, len(slots)])))
     bare = Bare(cache)
     bare.tune(planned[-8:])
-    found: dict[str, list[float]] = {name: [] for name in (*PHASES, "roofline")}
+    results: dict[str, list[float]] = {name: [] for name in (*PHASES, "roofline")}
     for block in ids[settling:].split(steps):
         seconds = torch.tensor([cache.step(batch) for batch in block]).mean(0)
         for name, mean in zip(PHASES, seconds.tolist(), strict=True):
-            found[name].append(mean)
+            results[name].append(mean)
         tries = [bare.step(planned[-1 - i % len(planned)]) for i in range(steps)]
-        found["roofline"].append(sum(tries) / steps)
-    return found
+        results["roofline"].append(sum(tries) / steps)
+    return results

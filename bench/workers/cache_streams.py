@@ -25,8 +25,8 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one stream. Steps: `warm` of them fill the caches, `measured` are counted, `tail` are there so that hints see
-    beyond the end."""
+    """Shape of one stream. Steps: `warm` of them fill the caches, `measured` are counted, `tail` are there so that
+    hints see beyond the end."""
 
     name: str
     batch_size: int
@@ -51,17 +51,17 @@ class Stream:
     batches: list[list[Ids]]  # [step][rank] (U,) ascending, each once
 
     def next_uses(self) -> list[list[NDArray[np.int32]]]:
-        """[step][rank] (U,): steps until the same rank uses the row again; 0: not in this stream."""
-        found: list[list[NDArray[np.int32]]] = [[] for _ in self.batches]
+        """Return [step][rank] (U,): steps until the same rank uses the row again; 0: not in this stream."""
+        results: list[list[NDArray[np.int32]]] = [[] for _ in self.batches]
         for rank in range(len(self.batches[0])):
             coming = np.full(self.num_rows, -1, np.int32)
             for step in reversed(range(len(self.batches))):
                 ids = self.batches[step][rank]
-                found[step].append(
+                results[step].append(
                     np.where(coming[ids] < 0, 0, coming[ids] - step).astype(np.int32)
                 )
                 coming[ids] = step
-        return found
+        return results
 
 
 def open_stream(

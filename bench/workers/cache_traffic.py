@@ -1,5 +1,5 @@
-"""What 8 ranks with caches say to the owners of their rows, counted: rows and bytes of names, exactly, in the order of
-their batches.
+"""Traffic of 8 ranks with caches to the owners of their rows, counted: rows and bytes of names, exactly, in the order
+of their batches.
 
 How it is counted. A row's values or its summed gradient are D float32. A row is named by 8 bytes and two bits (read,
 write), once a step and rank, for all that is said of it in the step; a renewal says its age besides, 4 bytes, and is
@@ -12,8 +12,7 @@ caches, ids deduplicated: every unique row of a batch is named (8 bytes), read a
                 bytes; it is sent where more than s updates are missing; pushes name row and number of updates, 16
                 bytes; an update is one of a batch
 
-Legend: U unique rows of a rank's batch, N rows of all tables.
-"""
+Legend: U unique rows of a rank's batch, N rows of all tables."""
 
 from __future__ import annotations
 
@@ -35,24 +34,24 @@ NextUses = list[list[NDArray[np.int32]]]
 
 @dataclass
 class Traffic:
-    """Of all ranks in the measured steps."""
+    """Traffic of all ranks in the measured steps."""
 
     rows: int = 0  # travelled, either way
-    named: float = 0.0  # bytes of all else
+    name_bytes: float = 0.0  # bytes of all else
     uses: int = 0  # rows of batches
     hits: int = 0  # of these, those about which nothing was asked
 
     def payload(self, dim: int) -> float:
-        return self.named + self.rows * 4.0 * dim
+        return self.name_bytes + self.rows * 4.0 * dim
 
     def saved(self, dim: int) -> float:
-        """Of what a parameter server without caches moves: 0 nothing, 1 all."""
+        """Return the saved part of the bytes of a parameter server without caches: 0 nothing, 1 all."""
         return 1 - self.payload(dim) / (self.uses * (NAME + 8.0 * dim))
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Who leaves. window: batches that `lookahead` sees ahead; None: all that come."""
+    """Eviction policy. window: batches that `lookahead` sees ahead; None: all that come."""
 
     name: str
     window: int | None = None
@@ -91,7 +90,7 @@ class Caches:
         write: int,
     ) -> None:
         self.stream, self.next_uses, self.policy = stream, next_uses, policy
-        self.told = [
+        self.hints = [
             foreseen([batches[rank] for batches in stream.batches], policy.window or 1)
             for rank in range(RANKS)
         ]
@@ -106,12 +105,12 @@ class Caches:
             return directory.step(ids)
         if self.policy.window is None:
             return directory.step(ids, self.next_uses[step][rank])
-        said = next(self.told[rank])
-        return directory.step(ids, said.next_uses, said.coming, self.policy.window)
+        text = next(self.hints[rank])
+        return directory.step(ids, text.next_uses, text.coming, self.policy.window)
 
 
 def foreseen(batches: Iterable[Ids], window: int) -> Iterator[RowNextUses]:
-    """What training knows of each of one rank's batches."""
+    """Return what training knows in advance of each of one rank's batches."""
     sight, waiting = NextUseWindow(window), 0
     for ids in batches:
         sight.add_batch(ids)
@@ -132,9 +131,9 @@ def row_clock(
     changed = np.full(stream.num_rows, -1, np.int32)  # the step of a row's last update
     result = Traffic()
     for step, batches in enumerate(stream.batches[: stream.shape.warm + stream.shape.measured]):
-        said = [caches.step(step, rank) for rank in range(RANKS)]
+        lines = [caches.step(step, rank) for rank in range(RANKS)]
         if step >= stream.shape.warm:
-            for ids, item in zip(batches, said, strict=True):
+            for ids, item in zip(batches, lines, strict=True):
                 is_over = item.outcomes == EXPIRED
                 is_new = changed[ids[is_over]] >= step - item.ages[is_over]
                 num_missing, num_over = int((item.outcomes == MISS).sum()), len(is_new)
@@ -143,10 +142,10 @@ def row_clock(
                 )
                 result.rows += num_missing + int(is_new.sum())
                 result.rows += int(item.pushed.sum()) + len(item.evicted_ids)
-                result.named += num_named * (NAME + FLAGS) + num_over * (AGE + BIT)
+                result.name_bytes += num_named * (NAME + FLAGS) + num_over * (AGE + BIT)
                 result.uses += len(ids)
                 result.hits += int((item.outcomes == HIT).sum())
-        for ids, item in zip(batches, said, strict=True):
+        for ids, item in zip(batches, lines, strict=True):
             changed[ids[item.pushed]] = changed[item.evicted_ids] = step
     return result
 
@@ -156,23 +155,23 @@ def het(stream: Stream, policy: Policy, capacity: int, staleness: int) -> Traffi
     caches = Caches(stream, [], policy, capacity, 0, staleness)
     versions = np.zeros(stream.num_rows, np.int64)
     observed = np.zeros((RANKS, stream.num_rows), np.int64)
-    found = Traffic()
+    result = Traffic()
     for step, batches in enumerate(stream.batches[: stream.shape.warm + stream.shape.measured]):
         for rank, ids in enumerate(batches):
             item = caches.step(step, rank)
             is_sent = (item.outcomes == MISS) | (versions[ids] - observed[rank, ids] > staleness)
             observed[rank, ids[is_sent]] = versions[ids[is_sent]]
             pushed = ids[item.pushed]
-            for some, ticks in (
+            for subset, ticks in (
                 (pushed, item.ticks[item.pushed]),
                 (item.evicted_ids, item.evicted_ticks),
             ):
-                versions[some] += ticks
-                observed[rank, some] += ticks
+                versions[subset] += ticks
+                observed[rank, subset] += ticks
             if step >= stream.shape.warm:
                 num_pushed = len(pushed) + len(item.evicted_ids)
-                found.rows += int(is_sent.sum()) + num_pushed
-                found.named += len(ids) * VERSIONED + num_pushed * VERSIONED
-                found.uses += len(ids)
-                found.hits += int((~is_sent).sum())
-    return found
+                result.rows += int(is_sent.sum()) + num_pushed
+                result.name_bytes += len(ids) * VERSIONED + num_pushed * VERSIONED
+                result.uses += len(ids)
+                result.hits += int((~is_sent).sum())
+    return result

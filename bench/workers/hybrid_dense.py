@@ -29,7 +29,7 @@ class DenseWork:
         self.network: nn.Sequential | None = None
         if case.hidden:
             sizes = [len(case.rows) * case.dim, *[case.hidden] * DEPTH]
-            layers = [each for n, m in pairwise(sizes) for each in (nn.Linear(n, m), nn.ReLU())]
+            layers = [item for n, m in pairwise(sizes) for item in (nn.Linear(n, m), nn.ReLU())]
             self.network = nn.Sequential(*layers, nn.Linear(case.hidden, 1))
 
     def run(self, fields: Tensor) -> None:
@@ -40,7 +40,7 @@ class DenseWork:
 
 
 class WithDense:
-    """What a system of `exchange_colonnade` or `exchange_torchrec` does between lookup and update, besides."""
+    """Dense work of a system of `exchange_colonnade` or `exchange_torchrec` between lookup and update."""
 
     def __init__(self, case: HybridCase, *rest: Any) -> None:
         super().__init__(case, *rest)

@@ -77,9 +77,11 @@ class Colonnade:
         self.tables = tables
         n, dim = NUM_FEATURES, tables.dim
         self.state_elements = {"sgd": 0, "rowwise_adagrad": 1, "adagrad": dim}[tables.optimizer]
-        self.each = torch.arange(n, dtype=torch.int32)  # features and tables are numbered alike
-        self.parts = _native.Parts(self.each, int32(*[0] * n), int32(*[dim] * n), int32(*[0] * n))
-        self.reads = _native.Reads(self.each, int32(*[0] * n), int32(*[dim] * n))
+        self.indices = torch.arange(n, dtype=torch.int32)  # features and tables are numbered alike
+        self.parts = _native.Parts(
+            self.indices, int32(*[0] * n), int32(*[dim] * n), int32(*[0] * n)
+        )
+        self.reads = _native.Reads(self.indices, int32(*[0] * n), int32(*[dim] * n))
         self.declared_rows = torch.full((n,), 0 if is_open else tables.rows)
         self.undealt = torch.ones(n, dtype=torch.int64)
         self.dram = _native.Dram(
@@ -116,7 +118,7 @@ class Colonnade:
         return _native.Lookups(
             ids,
             torch.arange(0, len(ids) + 1, num),
-            self.each,
+            self.indices,
             torch.full((NUM_FEATURES,), pooling, dtype=torch.uint8),
             workload.batch_size,
             bags,
@@ -197,10 +199,10 @@ class Bare:
             bag_floats=out.row_floats,
             gradients=gradient_of(workload, self.rows.dim),
         )
-        kept = [self.plan(workload, next(batches).view(-1)) for _ in range(NUM_PLANNED)]
-        gather = sweep(partial(self.try_gather, task), kept, GATHER_SETTINGS)
-        update = sweep(partial(self.try_update, task), kept, UPDATE_SETTINGS)
-        kept.clear()
+        retained = [self.plan(workload, next(batches).view(-1)) for _ in range(NUM_PLANNED)]
+        gather = sweep(partial(self.try_gather, task), retained, GATHER_SETTINGS)
+        update = sweep(partial(self.try_update, task), retained, UPDATE_SETTINGS)
+        retained.clear()
 
         def step(laps: Laps) -> None:
             batch = self.plan(workload, next(batches).view(-1))

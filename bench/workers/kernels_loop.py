@@ -1,4 +1,4 @@
-"""What `bench kernels` says to a worker and what it answers: one JSON object per line, over stdin and stdout.
+"""Protocol between `bench kernels` and a worker: one JSON object per line, over stdin and stdout.
 
     parent                                            worker
     {"num_threads", "seed"}                           {"ready": versions}   at once
@@ -40,9 +40,9 @@ from workers.workload import NUM_FEATURES, Tables, Workload
 SPIN_SECONDS = 0.02
 """OpenMP's threads spin this long after a block; the next system must not pay for it."""
 EPS = 1e-8
-"""Of every Adagrad."""
+"""Epsilon of every Adagrad."""
 SCALE = 1e-3
-"""Of gradients and weights: small enough that nothing grows in thousands of steps, far from denormal numbers."""
+"""Scale of gradients and weights: small enough that nothing grows in thousands of steps, far from denormal numbers."""
 
 Step = Callable[[Laps], None]
 """Takes the next batch, starts the laps, looks the ids up and updates the rows."""

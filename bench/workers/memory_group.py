@@ -15,7 +15,7 @@ PEAKS = {1: "memory.max_usage_in_bytes", 2: "memory.peak"}
 
 
 class NoMemoryGroup(RuntimeError):
-    """This machine gives us no memory cgroup; the message says why."""
+    """No memory cgroup on this machine; the message says why."""
 
 
 class MemoryGroup:
@@ -25,7 +25,7 @@ class MemoryGroup:
         self.folder, self.version, self.limit_bytes = folder, version, limit_bytes
 
     def add(self, pid: int) -> None:
-        """What the process allocates from now on counts."""
+        """Count what the process allocates from now on."""
         (self.folder / "cgroup.procs").write_text(str(pid))
 
     def tighten(self, limit_bytes: int) -> None:
@@ -35,10 +35,10 @@ class MemoryGroup:
 
     @property
     def anonymous_bytes(self) -> int:
-        """Of its processes now, page cache apart."""
+        """Return the bytes of its processes now, without the page cache."""
         lines = (self.folder / "memory.stat").read_text().splitlines()
-        said = dict(line.split() for line in lines)
-        return int(said["total_rss" if self.version == 1 else "anon"])
+        text = dict(line.split() for line in lines)
+        return int(text["total_rss" if self.version == 1 else "anon"])
 
     @property
     def peak_bytes(self) -> int:
@@ -56,7 +56,7 @@ class MemoryGroup:
 
 
 def open_group(name: str, limit_bytes: int) -> MemoryGroup:
-    """Raises NoMemoryGroup."""
+    """Open a memory cgroup. Raises NoMemoryGroup."""
     version, parent = find_parent()
     folder = parent / f"colonnade-{os.getpid()}-{name}"
     try:
@@ -76,7 +76,7 @@ def open_group(name: str, limit_bytes: int) -> MemoryGroup:
 
 
 def find_parent() -> tuple[int, Path]:
-    """(version, folder) of this process's own memory cgroup. Raises NoMemoryGroup."""
+    """Return (version, folder) of this process's own memory cgroup. Raises NoMemoryGroup."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
         own = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
@@ -95,6 +95,6 @@ def find_parent() -> tuple[int, Path]:
 
 
 def _existing(mount: Path, group: str) -> Path:
-    """In a container the mount may begin at our group already."""
+    """Return the existing folder of the group. In a container the mount may begin at our group already."""
     folder = mount / group.lstrip("/")
     return folder if folder.is_dir() else mount

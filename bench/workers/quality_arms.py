@@ -35,12 +35,12 @@ BLOCK = 4096
 SCORED_EVERY = 8
 """The last of so many blocks is never trained, and scored when as many samples as lie before it have been."""
 SPREAD = 0.3
-"""Of the logarithm of the time that a worker takes for a batch."""
+"""Standard deviation of the logarithm of the time that a worker takes for a batch."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """How updates follow reads. `late`: exactly so many updates are missing in the rows a step reads, in turn;
+    """Arm: order of updates and reads. `late`: exactly so many updates are missing in the rows a step reads, in turn;
     `workers`: so many race, each with rows and dense weights as they were when it began."""
 
     name: str
@@ -143,28 +143,28 @@ def _race(
         batch.context = collection.pipeline.prepare(batch)
         collection.pipeline.fetch(batch.context)
         ends = now + float(np.exp(SPREAD * random.standard_normal()))
-        held = [p.data.clone() for p in parameters]
-        heapq.heappush(at_work, (ends, started, batch, held, applied))
+        stored = [p.data.clone() for p in parameters]
+        heapq.heappush(at_work, (ends, started, batch, stored, applied))
         started += 1
 
     for _ in range(num_workers):
         begin(0.0)
     while at_work:
-        now, _, batch, held, seen = heapq.heappop(at_work)
+        now, _, batch, stored, output = heapq.heappop(at_work)
         newest = [p.data for p in parameters]
-        for p, was in zip(parameters, held, strict=True):
+        for p, was in zip(parameters, stored, strict=True):
             p.data = was
         gradients(batch)
         for p, new in zip(parameters, newest, strict=True):
             p.data = new
-        missed[applied - seen] += 1
+        missed[applied - output] += 1
         applied += 1
         step(batch.size)
         begin(now)
 
 
 def training_batches(stream: Ads, batch_size: int, num_blocks: int) -> Iterator[Batch]:
-    """Of all blocks that are not scored."""
+    """Yield the batches of all blocks that are not scored."""
     for block in range(num_blocks):
         if block % SCORED_EVERY != SCORED_EVERY - 1:
             for begin in range(block * BLOCK, (block + 1) * BLOCK, batch_size):
@@ -175,11 +175,11 @@ def training_batches(stream: Ads, batch_size: int, num_blocks: int) -> Iterator[
 def add_score(
     model: Scorer, stream: Ads, block: int, aucs: list[float], losses: list[float] | None = None
 ) -> None:
-    """With every update made so far."""
+    """Score with every update made so far."""
     batch = stream.read(block * BLOCK, (block + 1) * BLOCK)
     model.eval()
-    found = torch.sigmoid(model(batch).double())
+    result = torch.sigmoid(model(batch).double())
     model.train()
-    aucs.append(auc(found, batch.label))
+    aucs.append(auc(result, batch.label))
     if losses is not None:
-        losses.append(log_loss(found, batch.label))
+        losses.append(log_loss(result, batch.label))

@@ -19,7 +19,7 @@ STEPS, BATCH_SIZE, LR = 24, 1024, 0.01
 
 
 def scores(mesh: Mesh, kind: str) -> list[float]:
-    """Collective: by step, the same on every rank."""
+    """Return scores by step, the same on every rank. Collective."""
     model = build(kind, LR, "float64").double()
     collection = model.embeddings
     if mesh.num_ranks > 1:  # bags lie whole, which FM asks for
@@ -37,7 +37,7 @@ def scores(mesh: Mesh, kind: str) -> list[float]:
     late = collection.exchange.pushed_parameters
     dense = DenseGradients(list(model.parameters()), mesh, late=late)
     dense.build_buckets()
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    optimizer, results = torch.optim.SGD(model.parameters(), lr=0.1), []
     stream = open_ads(STEPS * BATCH_SIZE)
     source = stream.batches(BATCH_SIZE, rank=mesh.rank, num_ranks=mesh.num_ranks)
     for batch in collection.lookahead(source):
@@ -50,10 +50,10 @@ def scores(mesh: Mesh, kind: str) -> list[float]:
         dense.reduce(finite=True, stop=False)
         rows.step(agreed=True)
         optimizer.step()
-        mine = torch.cat([logits.detach(), label], 1)
-        all_ranks = torch.cat(mesh.all_gather("gather", mine.contiguous()))
-        found.append(auc(all_ranks[:, 0], all_ranks[:, 1]))
-    return found
+        own = torch.cat([logits.detach(), label], 1)
+        all_ranks = torch.cat(mesh.all_gather("gather", own.contiguous()))
+        results.append(auc(all_ranks[:, 0], all_ranks[:, 1]))
+    return results
 
 
 if __name__ == "__main__":

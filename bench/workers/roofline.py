@@ -53,7 +53,7 @@ class _Update(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Rows:
-    """Where rows lie, and where their state does."""
+    """Memory of rows and of their state."""
 
     dim: int
     bases: Tensor  # (T,) int64 addresses

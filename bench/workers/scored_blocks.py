@@ -18,24 +18,25 @@ BLOCKS, LEAST = 50, 200
 
 
 def check_whole(outcome: Outcome) -> None:
-    """Raises KeyboardInterrupt for a training that a signal ended early: its model says nothing of the whole run."""
+    """Check that training was not cut short. Raises KeyboardInterrupt if a signal ended it early: its model says
+    nothing of the whole run."""
     if outcome.stopped:
         raise KeyboardInterrupt
 
 
 @torch.no_grad()
 def block_aucs(model: nn.Module, source: Source, mesh: Mesh) -> list[float]:
-    """By block, to six digits; the few samples behind the last one are left out. The model has one task and is in one
-    process; its training flag is put back."""
-    was_training, found = model.training, []
+    """Return AUC by block, to six digits; the few samples behind the last one are left out. The model has one task and
+    is in one process; its training flag is put back."""
+    was_training, results = model.training, []
     model.eval()
     size = block_size(source)
     for batch in read_rank_batches(source, size, mesh, channel="evaluate"):
         if batch.size == size:
             assert batch.label is not None
-            found.append(round(auc(model(batch).double(), batch.label), 6))
+            results.append(round(auc(model(batch).double(), batch.label), 6))
     model.train(was_training)
-    return found
+    return results
 
 
 def block_ceiling(source: Source) -> float:
@@ -49,6 +50,6 @@ def block_ceiling(source: Source) -> float:
 
 
 def block_size(source: Source) -> int:
-    """Of a source that knows how many samples it has."""
+    """Return the block size of a source that knows its number of samples."""
     assert source.num_samples
     return source.num_samples // max(1, min(BLOCKS, source.num_samples // LEAST))

@@ -54,8 +54,8 @@ def main(path: str, dim: int, servers: int, rounds: int, steps: int) -> None:
     def batches() -> Iterator[Batch]:
         first = 0 if mesh.is_server else mesh.trainers.rank * share
         for batch in cycle(ids):
-            mine = batch[:, first : first + size]
-            values = {name: Ids(mine[f].contiguous()) for f, name in enumerate(names)}
+            own = batch[:, first : first + size]
+            values = {name: Ids(own[f].contiguous()) for f, name in enumerate(names)}
             yield Batch(size=size, dense=torch.empty(size, 0), ids=values)
 
     ready = collection.lookahead(batches())

@@ -1,4 +1,4 @@
-"""What a row of an open table costs in memory: of this process before and after rows were born, beside what it holds.
+"""Memory that a row of an open table takes: of this process before and after rows were born, beside what it holds.
 
 python -m workers.sparse_rows DIM OPTIMIZER ROWS   prints one JSON object
 """
@@ -22,7 +22,7 @@ CLOCK = 4
 
 
 def resident_bytes() -> int:
-    """Of this process, by the kernel's count."""
+    """Return the resident bytes of this process, by the kernel's count."""
     words = Path("/proc/self/smaps_rollup").read_text().split()
     return int(words[words.index("Rss:") + 1]) << 10
 
@@ -34,14 +34,14 @@ def measure(dim: int, optimizer: str, rows: int) -> dict[str, float]:
     store = open_dram([table], [2 * rows], seed=0)
     payload = (dim + table.state_floats) * 4
     bear(store.native, 0, RUN)
-    before, held = resident_bytes(), store.resident_bytes()
+    before, stored = resident_bytes(), store.resident_bytes()
     bear(store.native, RUN, RUN + rows)
-    grown, told = resident_bytes() - before, store.resident_bytes() - held
+    grown, reported = resident_bytes() - before, store.resident_bytes() - stored
     return {
         "payload": payload,
         "clock": CLOCK,
         "beyond": round(grown / rows - payload - CLOCK, 2),
-        "beyond_told": round(told / rows - payload - CLOCK, 2),
+        "beyond_told": round(reported / rows - payload - CLOCK, 2),
         "total": round(grown / rows, 2),
     }
 

@@ -37,10 +37,10 @@ class WideDeepCase(Case):
 
 class Trained(exchange_colonnade.Opened):
     def __init__(
-        self, case: WideDeepCase, choice: Mapping[str, Any], held: list[Batch], mesh: Mesh
+        self, case: WideDeepCase, choice: Mapping[str, Any], stored: list[Batch], mesh: Mesh
     ) -> None:
         torch.manual_seed(case.seed)
-        super().__init__(case, choice, held, mesh)
+        super().__init__(case, choice, stored, mesh)
         tables, features, _ = self.declared(case)
         self.model = WideDeep(tables, features, num_dense=NUM_DENSE, top=TOP)
         self.model.embeddings = self.collection
@@ -67,14 +67,14 @@ class Trained(exchange_colonnade.Opened):
         features = [Feature(name, name) for name in case.names]
         return tables, features, {"deep": (first, deep), "linear": (Sum(), wide)}
 
-    def outputs(self, found: dict[str, Tensor]) -> list[Tensor]:
-        return [self.model.network(found, self.columns)]
+    def outputs(self, result: dict[str, Tensor]) -> list[Tensor]:
+        return [self.model.network(result, self.columns)]
 
     def before_backward(self) -> None:
         self.dense.begin_last_backward()
 
     def gradients(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Of the cross entropy, the mean over all ranks' samples."""
+        """Return gradients of the cross entropy, the mean over all ranks' samples."""
         samples = len(self.label) * self.mesh.num_ranks
         return [(outputs[0].detach().sigmoid() - self.label) / samples]
 

@@ -106,7 +106,7 @@ class CachedRows:
     def read(self, ids: Sequence[Numbers]) -> tuple[Tensor, Tensor]:
         """ids by rank, (L_r,) -> values (U, W), and by lookup, rank after rank, which of them it reads (L,)."""
         self.number += 1
-        parts = [np.unique(each, return_inverse=True) for each in ids]
+        parts = [np.unique(id_, return_inverse=True) for id_ in ids]
         self.decisions = [
             directory.step(rows)
             for directory, (rows, _) in zip(self.directories, parts, strict=True)
@@ -132,7 +132,7 @@ class CachedRows:
         return self.copies.weights[torch.from_numpy(self.at)], torch.from_numpy(inverse)
 
     def write(self, sums: Tensor) -> None:
-        """(U, W): the gradients of each row that was read, summed by rank."""
+        """Add (U, W): the gradients of each row that was read, summed by rank."""
         at = torch.from_numpy(self.at)
         had = torch.from_numpy(np.flatnonzero(self.ticks[self.at] > 0))
         totals = sums.clone()
@@ -145,9 +145,9 @@ class CachedRows:
         sent_rows, sent = [], []
         evicted = self._slots([decision.evicted_slots for decision in self.decisions])
         for rank, decision in enumerate(self.decisions):
-            mine = np.flatnonzero(decision.pushed) + ends[rank]
-            sent_rows += [self.rows[mine], decision.evicted_ids]
-            sent += [totals[torch.from_numpy(mine)], self.pending[torch.from_numpy(evicted[rank])]]
+            own = np.flatnonzero(decision.pushed) + ends[rank]
+            sent_rows += [self.rows[own], decision.evicted_ids]
+            sent += [totals[torch.from_numpy(own)], self.pending[torch.from_numpy(evicted[rank])]]
             self.ticks[evicted[rank]] = 0
         rows = self._apply(sent_rows, sent)
         for owner, changes in enumerate(self.changes):
@@ -157,23 +157,23 @@ class CachedRows:
     def settle(self) -> None:
         """All that waits is sent, once, at the end: owners' rows have every update."""
         flushed = [directory.flush() for directory in self.directories]
-        slots = self._slots([each.slots for each in flushed])
+        slots = self._slots([slot.slots for slot in flushed])
         self._apply(
-            [each.ids for each in flushed],
-            [self.pending[torch.from_numpy(each)] for each in slots],
+            [slot.ids for slot in flushed],
+            [self.pending[torch.from_numpy(slot)] for slot in slots],
         )
         self.ticks[:] = 0
 
     def _apply(self, rows: Sequence[Numbers], sums: Sequence[Tensor]) -> Numbers:
         """One update of each row that anybody sent something of, by the sum in the order of ranks. Which these are."""
-        each, inverse = np.unique(np.concatenate(rows), return_inverse=True)
-        total = self.owners.weights.new_zeros(len(each), self.owners.weights.shape[1])
+        item, inverse = np.unique(np.concatenate(rows), return_inverse=True)
+        total = self.owners.weights.new_zeros(len(item), self.owners.weights.shape[1])
         total.index_add_(0, torch.from_numpy(inverse.reshape(-1)), torch.cat(list(sums)))
-        self.owners.step(torch.from_numpy(each), total)
-        return each
+        self.owners.step(torch.from_numpy(item), total)
+        return item
 
     def _changed(self, rows: Numbers, ages: Numbers) -> NDArray[np.bool_]:
-        """Whether copies as old as this are not what their owners have."""
+        """Return whether copies as old as this are not what their owners have."""
         is_old = ages >= MAX_AGE
         for owner, changes in enumerate(self.changes):
             own = self.owner[rows] == owner
@@ -182,7 +182,7 @@ class CachedRows:
 
     def _slots(self, by_rank: Sequence[NDArray[np.int32]]) -> list[Numbers]:
         """Numbers among the slots of all ranks."""
-        return [each.astype(np.int64) + r * self.num_slots for r, each in enumerate(by_rank)]
+        return [item.astype(np.int64) + r * self.num_slots for r, item in enumerate(by_rank)]
 
 
 def train(
@@ -195,7 +195,7 @@ def train(
     num_steps: int | None = None,
     keeps_logits: bool = False,
 ) -> Trained:
-    """As `staleness_ranks.train` on `num_ranks` ranks, in this process."""
+    """Train as `staleness_ranks.train` on `num_ranks` ranks, in this process."""
     began, (network, optimizer) = time.perf_counter(), build_network(data, learning)
     dtype, num_fields = getattr(torch, learning.dtype), len(data.columns)
     whole = open_rows(data, learning, System("first values"), Mesh())
@@ -205,7 +205,7 @@ def train(
         capacity(data, system), num_ranks=num_ranks,
         most_lookups=-(-RANKS * PER_RANK // num_ranks) * num_fields,
     )  # fmt: skip
-    kept, steps = [], 0
+    retained, steps = [], 0
     for samples in data.training(learning, RANKS * PER_RANK, num_steps):
         shares = [rank_block(len(samples), rank, num_ranks) for rank in range(num_ranks)]
         values, inverse = copies.read(
@@ -222,14 +222,14 @@ def train(
         optimizer.step()
         steps += 1
         if keeps_logits:
-            kept.append(logits.detach().flatten())
+            retained.append(logits.detach().flatten())
     copies.settle()
     rows = copies.owners.weights
     with torch.no_grad():
-        scores = [network(rows[each.ids], each.dense.to(dtype)).flatten() for each in test]
+        scores = [network(rows[item.ids], item.dense.to(dtype)).flatten() for item in test]
     seconds = time.perf_counter() - began
     facts = {
         "used without a word": copies.hits / max(1, copies.used),
         "samples/s": steps * RANKS * PER_RANK / seconds,
     }
-    return Trained(torch.cat(scores), kept, facts)
+    return Trained(torch.cat(scores), retained, facts)

@@ -1,9 +1,9 @@
-"""What every system of `bench quality_staleness` trains: one network, over rows of one table, and the samples it sees.
+"""Model and samples of every system of `bench quality_staleness`: one network, over rows of one table, and the samples
+it sees.
 
 All fields share a table, as in HET, field behind field: row = first row of the field + id. A row has D + 1 columns.
 
-Legend: B samples, F fields, W = D + 1.
-"""
+Legend: B samples, F fields, W = D + 1."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from colonnade.staleness import RowClock
 from colonnade.train.metrics import auc
 
 RANKS, PER_RANK = 4, 128
-"""Of the world that is asked about."""
+"""Size of the world in question."""
 DIM, TOP = 16, (64, 32)
 DENSE_LR = 1e-3
 INIT_SCALE = 0.01
 READ_STEPS = 16
 """Batches that are read at once: the streams make samples in blocks."""
 SCORED_BLOCKS = 50
-"""Of a test set; each has an AUC of its own."""
+"""Blocks of a test set; each has an AUC of its own."""
 
 
 @dataclass(frozen=True)
 class System:
-    """Rule by which rows are read. late: number of updates that every read misses. clock: bounds of cached rows; kept:
-    share of the rows that a rank caches, those used most often."""
+    """Rule by which rows are read. late: number of updates that every read misses. clock: bounds of cached rows;
+    cached_share: share of the rows that a rank caches, those used most often."""
 
     name: str
     late: int = 0
     clock: RowClock | None = None
-    kept: float = 0.1
+    cached_share: float = 0.1
 
 
 @dataclass(frozen=True)
 class Learning:
-    """How rows are trained, and from where. `seed`: first values of rows and network, order of MovieLens' samples."""
+    """Optimizer of rows, and their beginning. `seed`: first values of rows and network, order of MovieLens' samples."""
 
     optimizer: str
     lr: float
@@ -99,7 +99,7 @@ class Data:
 
     @property
     def firsts(self) -> Tensor:
-        """(F + 1,): where the rows of each field begin; the last is their number."""
+        """Return (F + 1,) first rows of the fields; the last is their number."""
         rows = [c.cardinality for c in self.schema.categorical if c.kind == "one"]
         return torch.tensor([0, *rows]).cumsum(0)
 
@@ -142,7 +142,7 @@ def open_movielens(seed: int) -> Data:
 
 
 def open_stream(samples: int, test_samples: int, **options: Any) -> Data:
-    """Of Criteo's shape. options: of `data.sets.synthetic`."""
+    """Open a stream of Criteo's shape. options: of `data.sets.synthetic`."""
     return Data(open_source("synthetic", num_train=samples, num_test=test_samples, **options))
 
 
@@ -174,7 +174,7 @@ def build_network(data: Data, learning: Learning) -> tuple[Network, torch.optim.
 
 def block_aucs(scores: Tensor, blocks: Sequence[Tensor]) -> list[float]:
     """scores (n,), labels by block. What is not a number ranks nothing: 0.5."""
-    parts = scores.split([len(each) for each in blocks])
+    parts = scores.split([len(block) for block in blocks])
     return [
         auc(part, label) if bool(torch.isfinite(part).all()) else 0.5
         for part, label in zip(parts, blocks, strict=True)

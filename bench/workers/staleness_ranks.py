@@ -54,9 +54,9 @@ WORLD = (
     System("synchronous"),
     System("bounded(4)", late=4),
     System("row_clock(7)", clock=row_clock(7)),
-    System("row_clock(60), all kept", clock=row_clock(60), kept=1.0),
+    System("row_clock(60), all kept", clock=row_clock(60), cached_share=1.0),
 )
-"""What is trained both ways: leases end, sums are sent when due and as rows are driven out."""
+"""Systems that are trained both ways: leases end, sums are sent when due and as rows are driven out."""
 WORLD_STEPS = 60
 WORLD_LEARNING = (
     Learning("adagrad", 0.1, dtype="float64"),
@@ -69,7 +69,7 @@ def world_data() -> Data:
 
 
 def open_rows(data: Data, learning: Learning, system: System, mesh: Mesh) -> EmbeddingCollection:
-    """Collective. The table on the mesh, as the system reads it."""
+    """Open the table on the mesh, as the system reads it. Collective."""
     table = Table(
         ROWS, DIM + 1, rows=data.num_rows, optimizer=learning.rule,
         initializer=Uniform(scale=INIT_SCALE), dtype=learning.dtype,
@@ -92,7 +92,7 @@ def open_rows(data: Data, learning: Learning, system: System, mesh: Mesh) -> Emb
 
 def capacity(data: Data, system: System) -> int:
     """Rows that each rank keeps copies of."""
-    return int(system.kept * data.num_rows)
+    return int(system.cached_share * data.num_rows)
 
 
 def train(
@@ -105,7 +105,7 @@ def train(
     num_steps: int | None = None,
     keeps_logits: bool = False,
 ) -> Trained:
-    """Collective. Global batches of RANKS x PER_RANK samples, whatever the number of ranks; each rank scores all of
+    """Train on global batches of RANKS x PER_RANK samples, whatever the number of ranks; each rank scores all of
     `test`."""
     began, (network, optimizer) = time.perf_counter(), build_network(data, learning)
     collection = open_rows(data, learning, system, mesh)
@@ -122,7 +122,7 @@ def train(
         read = collection(batch)["ids"].view(batch.size, -1, DIM + 1)
         return network(read, batch.dense.to(dtype))
 
-    kept, steps = [], 0
+    retained, steps = [], 0
     for batch in collection.lookahead(batches()):
         dense.zero()
         logits = logits_of(batch)
@@ -135,8 +135,8 @@ def train(
         optimizer.step()
         steps += 1
         if keeps_logits:
-            said = mesh.all_gather_bytes("gather", logits.detach().numpy().tobytes())
-            kept.append(torch.frombuffer(bytearray(b"".join(said)), dtype=dtype))
+            text = mesh.all_gather_bytes("gather", logits.detach().numpy().tobytes())
+            retained.append(torch.frombuffer(bytearray(b"".join(text)), dtype=dtype))
     collection.eval()
     with rows.synchronized_view(), torch.no_grad():
         scores = torch.cat([logits_of(as_batch(samples)).flatten() for samples in test])
@@ -145,7 +145,7 @@ def train(
         "updates missed": fmean(collection.pipeline.missed.elements()),
         "samples/s": steps * RANKS * PER_RANK / seconds,
     }
-    return Trained(scores, kept, facts)
+    return Trained(scores, retained, facts)
 
 
 def as_batch(samples: Samples) -> Batch:
@@ -163,13 +163,13 @@ def main(path: Path) -> None:
     torch.set_num_threads(1)
     mesh, data = open_mesh(), world_data()
     assert data.splits.test is not None
-    test, found = list(data.scored(data.splits.test)), {}
+    test, results = list(data.scored(data.splits.test)), {}
     for learning in WORLD_LEARNING:
         for system in WORLD:
             done = train(data, learning, system, mesh, test, keeps_logits=True)
-            found[f"{learning.optimizer} {system.name}"] = torch.cat([*done.logits, done.scores])
+            results[f"{learning.optimizer} {system.name}"] = torch.cat([*done.logits, done.scores])
     if mesh.rank == 0:
-        torch.save(found, path)
+        torch.save(results, path)
         print(json.dumps({"ranks": mesh.num_ranks}), flush=True)
     close_mesh(mesh)
 

@@ -67,7 +67,7 @@ def main(name: str) -> None:
     torch.set_num_threads(1)
     calls = Calls()
     mesh = open_mesh()
-    tables = [Table(each, DIM, rows=ROWS, optimizer=Adagrad(lr=0.01)) for each in NAMES]
+    tables = [Table(value, DIM, rows=ROWS, optimizer=Adagrad(lr=0.01)) for value in NAMES]
     is_towered = world["exchange"] == "towers"
     owners = {"user": 0, "item": 2} if is_towered else {}
     plan = build_plan(
@@ -81,7 +81,7 @@ def main(name: str) -> None:
     )
     collection = EmbeddingCollection(
         tables,
-        [Feature(each, each) for each in NAMES],
+        [Feature(value, value) for value in NAMES],
         consumers={"fields": (Concat(), NAMES)},
     ).open(plan, mesh)
     rows = RowOptimizer(collection)
@@ -94,7 +94,7 @@ def main(name: str) -> None:
     calls.is_on = False
     ready.close()
     if mesh.rank == 0:
-        files = sorted(each.removeprefix(PACKAGE) for each in calls.by_file)
+        files = sorted(value.removeprefix(PACKAGE) for value in calls.by_file)
         total = sum(calls.by_file.values())
         print(json.dumps({"calls": total / STEPS, "files": files}), flush=True)
     close_mesh(mesh)
@@ -104,7 +104,7 @@ def batches(rank: int) -> Iterator[Batch]:
     """Yield batches of random ids without end, other ones on each rank."""
     random = torch.Generator().manual_seed(rank)
     while True:
-        ids = {each: Ids(torch.randint(ROWS, (SAMPLES,), generator=random)) for each in NAMES}
+        ids = {name: Ids(torch.randint(ROWS, (SAMPLES,), generator=random)) for name in NAMES}
         yield Batch(size=SAMPLES, dense=torch.empty(SAMPLES, 0), ids=ids)
 
 

@@ -19,9 +19,9 @@ from workers.substitute_loop import LR, ModelCase
 
 
 class Opened(exchange_colonnade.Opened):
-    def __init__(self, case: ModelCase, *given: Any) -> None:
-        super().__init__(case, *given)
-        self.given = case.given()
+    def __init__(self, case: ModelCase, *inputs: Any) -> None:
+        super().__init__(case, *inputs)
+        self.output_gradients = case.output_gradients()
         if "deep" in case.operators:
             with torch.no_grad():
                 self.collection.interactions["deep"].weight.copy_(case.weight().T)
@@ -36,19 +36,19 @@ class Opened(exchange_colonnade.Opened):
             for name, rows in zip(case.names, case.rows, strict=True)
         ]
         deep, wide = ([f"{name}.{part}" for name in case.names] for part in dims)
-        found = {
+        results = {
             "fm": (FM(), deep),
             "deep": (FieldsLinear([case.dim] * len(deep), case.hidden), deep),
             "linear": (Sum(), wide),
         }
         features = [Feature(name, name) for name in case.names]
-        return tables, features, {name: found[name] for name in case.operators}
+        return tables, features, {name: results[name] for name in case.operators}
 
-    def outputs(self, found: dict[str, Tensor]) -> list[Tensor]:
-        return [found[name] for name in self.case.operators]  # type: ignore[attr-defined]
+    def outputs(self, result: dict[str, Tensor]) -> list[Tensor]:
+        return [result[name] for name in self.case.operators]  # type: ignore[attr-defined]
 
     def gradients(self, outputs: list[Tensor]) -> list[Tensor]:
-        return self.given
+        return self.output_gradients
 
 
 def build(case: ModelCase, choices: Mapping[str, Any]) -> Any:

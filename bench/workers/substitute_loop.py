@@ -1,4 +1,4 @@
-"""What `bench substitute` tells its workers: a case of `exchange_loop`, and the model whose operators take the rows.
+"""Cases of `bench substitute` for its workers: a case of `exchange_loop`, and the model whose operators take the rows.
 
 Legend: F fields, D dim, H width of the first layer, B samples of a rank.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from workers.exchange_loop import Case
 
 LR = 0.02
-"""Of plain SGD, which is the same whether a row's parts are updated together or apart."""
+"""Learning rate of plain SGD, which is the same whether a row's parts are updated together or apart."""
 OPERATORS = {
     "LR+FM": ("fm", "linear"),
     "Wide&Deep": ("deep", "linear"),
@@ -38,12 +38,12 @@ class ModelCase(Case):
         return OPERATORS[self.model]
 
     def weight(self) -> Tensor:
-        """(F * D, H) of the first layer."""
+        """Return the weight (F * D, H) of the first layer."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         width = len(self.rows) * self.dim
         return torch.randn(width, self.hidden, generator=generator) / width**0.5
 
-    def given(self) -> list[Tensor]:
+    def output_gradients(self) -> list[Tensor]:
         """Gradients, by operator."""
         generator = torch.Generator().manual_seed(self.seed)
         widths = [self.hidden if name == "deep" else 1 for name in self.operators]

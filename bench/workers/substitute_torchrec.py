@@ -26,11 +26,11 @@ class Sharded(exchange_torchrec.Sharded):
     ) -> None:
         self.model = case
         super().__init__(replace(case, dim=-(-(case.dim + 1) // 4) * 4), choice, keyed)
-        self.given = case.given()
+        self.output_gradients = case.output_gradients()
         self.weight = case.weight().requires_grad_()
 
-    def outputs_of(self, found: Any) -> list[Tensor]:
-        (pooled,) = super().outputs_of(found)
+    def outputs_of(self, result: Any) -> list[Tensor]:
+        (pooled,) = super().outputs_of(result)
         rows = pooled.view(self.model.batch_size, len(self.model.rows), self.case.dim)
         vectors = rows[:, :, : self.model.dim]
         outputs = []
@@ -46,7 +46,7 @@ class Sharded(exchange_torchrec.Sharded):
         return outputs
 
     def gradients(self, outputs: list[Tensor]) -> list[Tensor]:
-        return self.given
+        return self.output_gradients
 
 
 def build(case: ModelCase, choices: Mapping[str, Any]) -> Any:

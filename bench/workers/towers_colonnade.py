@@ -28,22 +28,22 @@ TRIED = 3
 def towers_of(case: Case) -> list[list[str]]:
     """Features by tower: those whose tables lie on ranks of a host."""
     world = the_mesh().world
-    found: list[list[str]] = [[] for _ in range(world.num_hosts)]
+    results: list[list[str]] = [[] for _ in range(world.num_hosts)]
     for name, rank in zip(case.names, dealt(case.rows, world.num_ranks), strict=True):
-        found[world.host(rank)].append(name)
-    return found
+        results[world.host(rank)].append(name)
+    return results
 
 
 class Opened(exchange_colonnade.Opened):
-    def __init__(self, case: Case, choice: Mapping[str, Any], *given: Any) -> None:
+    def __init__(self, case: Case, choice: Mapping[str, Any], *inputs: Any) -> None:
         self.ratio = choice.get("ratio", 1)
-        super().__init__(case, choice, *given)
+        super().__init__(case, choice, *inputs)
         self.weights = list(self.collection.parameters())
         generator = torch.Generator().manual_seed(case.seed)
-        self.given = [
-            torch.randn(case.batch_size, each.out, generator=generator) / case.batch_size
-            for each in self.collection.interactions.values()
-            if isinstance(each, TowerModule)
+        self.output_gradients = [
+            torch.randn(case.batch_size, interaction.out, generator=generator) / case.batch_size
+            for interaction in self.collection.interactions.values()
+            if isinstance(interaction, TowerModule)
         ]
 
     @staticmethod
@@ -61,16 +61,18 @@ class Opened(exchange_colonnade.Opened):
             consumers[f"tower{number}"] = TowerModule(module, dims, len(names) * out), names
         return tables, features, consumers
 
-    def outputs(self, found: dict[str, Tensor]) -> list[Tensor]:
-        return super().outputs(found) if self.ratio == 1 else list(found.values())
+    def outputs(self, result: dict[str, Tensor]) -> list[Tensor]:
+        return super().outputs(result) if self.ratio == 1 else list(result.values())
 
     def gradients(self, outputs: list[Tensor]) -> list[Tensor]:
-        return super().gradients(outputs) if self.ratio == 1 else self.given
+        return super().gradients(outputs) if self.ratio == 1 else self.output_gradients
 
     def own_seconds(self) -> float:
         """The products of its tower's module, for the samples of the rank's peers."""
         modules = [
-            each for each in self.collection.interactions.values() if isinstance(each, TowerModule)
+            interaction
+            for interaction in self.collection.interactions.values()
+            if isinstance(interaction, TowerModule)
         ]
         if not modules:
             return 0.0
@@ -93,10 +95,10 @@ class Opened(exchange_colonnade.Opened):
             return
         flat = torch.cat([weight.grad.flatten() for weight in self.weights])
         dist.all_reduce(flat)
-        for weight, each in zip(
+        for weight, word in zip(
             self.weights, flat.split([w.numel() for w in self.weights]), strict=True
         ):
-            weight -= LR * each.view_as(weight)
+            weight -= LR * word.view_as(weight)
             weight.grad = None
 
 

@@ -1,4 +1,4 @@
-"""What `bench kernels` looks up: the shape of a step's lookups, and the ids, made once for all systems.
+"""Workload of `bench kernels`: the shape of a step's lookups, and the ids, made once for all systems.
 
 Legend: N batches, F features (one table each), B samples, L lookups per sample and feature, R rows of a table.
 """
@@ -40,7 +40,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Tables:
-    """What a worker opens: NUM_FEATURES tables of (rows, dim) float32, and one optimizer for all."""
+    """Tables that a worker opens: NUM_FEATURES tables of (rows, dim) float32, and one optimizer for all."""
 
     rows: int
     dim: int

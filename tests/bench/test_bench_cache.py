@@ -79,7 +79,7 @@ def test_bytes_of_row_clock_are_those_of_a_count_row_by_row(stream, policy):
                 if row[4]:
                     changed[id] = step
             changed |= dict.fromkeys(expected.evicted, step)
-    assert (result.rows, result.named, result.uses, result.hits) == (rows, names, used, hits)
+    assert (result.rows, result.name_bytes, result.uses, result.hits) == (rows, names, used, hits)
     assert result.saved(16) == 1 - (names + rows * 64) / (used * 136)
 
 
@@ -109,7 +109,7 @@ def test_hets_protocol_names_every_row_and_never_reads_more_than_it_uses(stream)
     assert unbounded.rows < unbounded.uses, "only rows that were never here are sent"
     synchronous = het(stream, Policy("light_lfu"), 300, 0)
     assert synchronous.saved(128) < 0.1
-    assert synchronous.named >= 16 * synchronous.uses
+    assert synchronous.name_bytes >= 16 * synchronous.uses
 
 
 def test_the_rate_is_that_of_lookups_and_updates():

@@ -29,8 +29,8 @@ from colonnade.staleness import row_clock  # noqa: E402
 SGD, ADAGRAD = (Learning(name, lr, dtype="float64") for name, lr in (("sgd", 1.0), ("adagrad", 0.1)))  # fmt: skip
 SYNCHRONOUS = System("synchronous")
 CLOCKS = (
-    System("short leases", clock=row_clock(5), kept=0.2),
-    System("long ones", clock=row_clock(11, read_bound=2), kept=1.0),
+    System("short leases", clock=row_clock(5), cached_share=0.2),
+    System("long ones", clock=row_clock(11, read_bound=2), cached_share=1.0),
 )
 
 

@@ -51,12 +51,12 @@ def test_exported_rows_are_the_runs(settings, num_ranks, tmp_path):
         rows, dense = train(Mesh(), folder, settings)
     else:
         rows, dense = run_ranks(num_ranks, train, folder, settings)[0]
-    said = export_run(folder, out, at="last")
-    assert said == json.loads((out / "model.json").read_text())
-    assert said["step"] == 15 and said["config"]["model"]["dim"] == 4
-    for table in said["tables"]:
-        found = load_file(out / table["file"])
-        ids, weights = found["ids"], found["weights"]
+    text = export_run(folder, out, at="last")
+    assert text == json.loads((out / "model.json").read_text())
+    assert text["step"] == 15 and text["config"]["model"]["dim"] == 4
+    for table in text["tables"]:
+        result = load_file(out / table["file"])
+        ids, weights = result["ids"], result["weights"]
         assert len(ids) == table["count"] > 0
         assert torch.equal(ids, ids.unique())  # ascending, each once
         assert weights.dtype == getattr(torch, table["dtype"])
@@ -103,11 +103,11 @@ def test_files_are_for_all_who_may_read_and_a_full_disk_is_named(tmp_path):
     sizes = {path.name: path.stat().st_size for path in out.iterdir()}
     dense = sizes.pop("dense.safetensors")
     assert max(sizes.values()) < dense - 1  # so that it is the one that does not fit
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (dense - 1, most))
+    _, limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (dense - 1, limit))
     try:
         with pytest.raises(StorageError, match="again"):
             export_run(folder, tmp_path / "again")
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}

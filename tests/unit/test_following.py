@@ -79,17 +79,17 @@ def wanted(folder: Path, step: int, samples: list, place: Path) -> list[torch.Te
 @pytest.fixture
 def snapshots(monkeypatch):
     """The publication as it was after each checkpoint, by step."""
-    found: dict[int, dict[str, bytes]] = {}
+    results: dict[int, dict[str, bytes]] = {}
     send = publication.DeltaPublisher.send
 
-    def send_and_keep(self, step, kept, say):
-        send(self, step, kept, say)
+    def send_and_keep(self, step, retained, say):
+        send(self, step, retained, say)
         assert self.problem is None
         files = [path for path in self.folder.rglob("*") if path.is_file()]
-        found[step] = {str(p.relative_to(self.folder)): p.read_bytes() for p in files}
+        results[step] = {str(p.relative_to(self.folder)): p.read_bytes() for p in files}
 
     monkeypatch.setattr(publication.DeltaPublisher, "send", send_and_keep)
-    return found
+    return results
 
 
 def lay(files: dict[str, bytes], folder: Path) -> None:
@@ -124,11 +124,11 @@ def test_every_checkpoint_has_the_bits_of_its_export(
         for number, step in enumerate(steps):
             lay(snapshots[step], live)
             assert every.refresh() == (number > 0) and every.refresh() == 0
-            told = wanted(folder, step, samples, tmp_path / f"at-{step}")
-            assert every.step == step and equal(scores(every, samples), told)
+            expected = wanted(folder, step, samples, tmp_path / f"at-{step}")
+            assert every.step == step and equal(scores(every, samples), expected)
             with Predictor.open(live) as late:
-                assert late.step == step and equal(scores(late, samples), told)
-        assert several.refresh() == 3 and equal(scores(several, samples), told)
+                assert late.step == step and equal(scores(late, samples), expected)
+        assert several.refresh() == 3 and equal(scores(several, samples), expected)
     word = read_current(live)
     assert len(word.bases) == (2 if least == 1 else 1)
     if least > 1:
@@ -179,19 +179,19 @@ def test_goes_on_where_it_was_and_names_what_is_wrong(snapshots, tmp_path):
             with pytest.raises(CorruptionError, match=delta_file_name(2)):
                 predictor.refresh()
             assert predictor.step == second  # the first of the two was whole
-        told = wanted(folder, second, samples, tmp_path / "second")
-        assert equal(scores(predictor, samples), told) and not equal(told, before)
+        expected = wanted(folder, second, samples, tmp_path / "second")
+        assert equal(scores(predictor, samples), expected) and not equal(expected, before)
         torn.unlink()
         with pytest.raises(StorageError, match=delta_file_name(2)):
             predictor.refresh()
         torn.write_bytes((live / delta_file_name(1)).read_bytes())
         with pytest.raises(CheckpointError, match="another publication's"):
             predictor.refresh()
-        assert predictor.step == second and equal(scores(predictor, samples), told)
+        assert predictor.step == second and equal(scores(predictor, samples), expected)
         lay(snapshots[last], live)
         assert predictor.refresh() == 2
-        told = wanted(folder, last, samples, tmp_path / "last")
-        assert equal(scores(predictor, samples), told)
+        expected = wanted(folder, last, samples, tmp_path / "last")
+        assert equal(scores(predictor, samples), expected)
 
 
 def test_two_models_are_not_mixed_up(tmp_path):
@@ -229,13 +229,13 @@ def test_a_run_that_went_back_is_followed(tmp_path):
         run.train()
         run.close()
         assert predictor.refresh() > 0 and predictor.step == 12
-        told = wanted(folder, 12, samples, tmp_path / "out")
-        assert equal(scores(predictor, samples), told)
+        expected = wanted(folder, 12, samples, tmp_path / "out")
+        assert equal(scores(predictor, samples), expected)
         shutil.rmtree(published)  # begun anew, with other numbers
         publication.DeltaPublisher(folder, published, Disk()).send(8, [8], print)
         assert predictor.refresh() < 0 and predictor.step == 8
-        told = wanted(folder, 8, samples, tmp_path / "eight")
-        assert equal(scores(predictor, samples), told)
+        expected = wanted(folder, 8, samples, tmp_path / "eight")
+        assert equal(scores(predictor, samples), expected)
 
 
 def test_a_publication_that_was_removed_and_overtook_its_followers(tmp_path):
@@ -253,8 +253,8 @@ def test_a_publication_that_was_removed_and_overtook_its_followers(tmp_path):
             writer.send(step, steps, print)
         predictor.refresh()
         assert predictor.step == steps[-1]
-        told = wanted(folder, steps[-1], samples, tmp_path / "out")
-        assert equal(scores(predictor, samples), told)
+        expected = wanted(folder, steps[-1], samples, tmp_path / "out")
+        assert equal(scores(predictor, samples), expected)
 
 
 def test_a_disk_with_room_for_changes_only(tmp_path, monkeypatch):
@@ -280,8 +280,8 @@ def test_a_disk_with_room_for_changes_only(tmp_path, monkeypatch):
             predictor.refresh()
             assert predictor.step == step
         assert writer.problem is full
-        told = wanted(folder, steps[-1], samples, tmp_path / "out")
-        assert equal(scores(predictor, samples), told)
+        expected = wanted(folder, steps[-1], samples, tmp_path / "out")
+        assert equal(scores(predictor, samples), expected)
     residuals = published / ".base-000000000009-0123456789abcdef.4711.tmp"
     residuals.mkdir()
     writer._write_current(writer._with_base(read_current(published)))
@@ -296,11 +296,11 @@ class DyingDisk(Disk):
     """Does nothing any more from change number `dies_at` on, as after SIGKILL."""
 
     def __init__(self, dies_at: int) -> None:
-        self.left = dies_at
+        self.remaining = dies_at
 
     def perform(self, change, action):
-        self.left -= 1
-        if self.left <= 0:
+        self.remaining -= 1
+        if self.remaining <= 0:
             raise Dead(change.verb)
         return action()
 
@@ -324,8 +324,8 @@ def test_a_writer_that_dies_at_any_change_is_made_up_for(stride, tmp_path, monke
         is_published = (published / CURRENT).exists()
         predictor = Predictor.open(published) if is_published else None
         if predictor is not None:
-            told = wanted(folder, predictor.step, samples, tmp_path / str(predictor.step))
-            assert equal(scores(predictor, samples), told)
+            expected = wanted(folder, predictor.step, samples, tmp_path / str(predictor.step))
+            assert equal(scores(predictor, samples), expected)
         again = publication.DeltaPublisher(folder, published, Disk())
         again.send(steps[-1], steps, lambda _: None)
         assert again.problem is None
@@ -346,15 +346,17 @@ def test_a_url_is_followed_as_a_folder_is(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="copy=folder"):
         Predictor.open(url)
     with Predictor.open(url, copy=copy) as predictor:
-        seen = [predictor.step]
+        steps_seen = [predictor.step]
         for steps in (8, 12):
             train(Mesh(), folder, url, {"train.max_steps": steps})
             assert predictor.refresh() == 1 and predictor.refresh() == 0
-            seen.append(predictor.step)
-            told = wanted(folder, steps, samples, tmp_path / str(steps))
-            assert seen[-1] == steps and equal(scores(predictor, samples), told)
+            steps_seen.append(predictor.step)
+            expected = wanted(folder, steps, samples, tmp_path / str(steps))
+            assert steps_seen[-1] == steps and equal(scores(predictor, samples), expected)
             with Predictor.open(url, copy=copy) as again, Predictor.open(copy) as beside:
-                assert equal(scores(again, samples), told) and equal(scores(beside, samples), told)
+                assert equal(scores(again, samples), expected) and equal(
+                    scores(beside, samples), expected
+                )
         with pytest.raises(ConfigError, match="a folder of its own"):
             train(Mesh(), tmp_path / "three", url, {"train.max_steps": 4, "train.seed": 1})
         assert not list((tmp_path / "three").rglob("rank-0"))  # nothing was trained for it
@@ -375,7 +377,7 @@ def test_a_url_is_followed_as_a_folder_is(tmp_path, monkeypatch):
         place.files.rm(word)
         with pytest.raises(CheckpointError, match="holds no publication"):
             predictor.refresh()
-        assert predictor.step == 12 and equal(scores(predictor, samples), told)
+        assert predictor.step == 12 and equal(scores(predictor, samples), expected)
     train(Mesh(), tmp_path / "two", tmp_path / "other", {"train.max_steps": 4, "train.seed": 1})
     with pytest.raises(ConfigError, match="a folder of its own"):
         carriage.copy_publication(
@@ -398,16 +400,16 @@ def test_a_killed_run_goes_on_publishing(tmp_path):
     small_run = Path(__file__).parents[1] / "faults" / "small_run.py"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RANK": "0"}
     folder, published = tmp_path / "run", tmp_path / "published"
-    said = json.dumps({**settings, "train.publish": str(published)})
+    message = json.dumps({**settings, "train.publish": str(published)})
     for kill_at in (60, 80, 80, 0):
-        command = [sys.executable, str(small_run), str(folder), said, str(kill_at)]
+        command = [sys.executable, str(small_run), str(folder), message, str(kill_at)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == (-signal.SIGKILL if kill_at else 0), done.stderr
         if (published / CURRENT).exists():
             with Predictor.open(published) as predictor:
                 step = predictor.step
-                told = wanted(folder, step, samples, tmp_path / f"{kill_at}-{step}")
-                assert equal(scores(predictor, samples), told)
+                expected = wanted(folder, step, samples, tmp_path / f"{kill_at}-{step}")
+                assert equal(scores(predictor, samples), expected)
     assert step == 12
 
 
@@ -420,19 +422,19 @@ def test_follows_by_itself_while_the_run_goes_on(tmp_path, monkeypatch):
         clock = {"train.checkpoint_steps": 0, "train.checkpoint_seconds": 0.05, "train.epochs": 8}
         trained = threading.Thread(target=train, args=(Mesh(), folder, published, clock))
         trained.start()
-        seen = {4}
+        steps_seen = {4}
         while trained.is_alive():
             predictor(samples[0])
-            seen.add(predictor.step)
+            steps_seen.add(predictor.step)
         trained.join()
         deadline = time.monotonic() + 10
         while (
             predictor.step < (step := list_checkpoints(folder)[-1]) and time.monotonic() < deadline
         ):
             time.sleep(0.02)
-        assert predictor.problem is None and len(seen) > 2
-        told = wanted(folder, step, samples, tmp_path / "out")
-        assert equal(scores(predictor, samples), told)
+        assert predictor.problem is None and len(steps_seen) > 2
+        expected = wanted(folder, step, samples, tmp_path / "out")
+        assert equal(scores(predictor, samples), expected)
         monkeypatch.setattr(following, "read_current", refused)
         while predictor.problem is None and time.monotonic() < deadline + 10:
             time.sleep(0.02)
@@ -445,7 +447,7 @@ def test_follows_by_itself_while_the_run_goes_on(tmp_path, monkeypatch):
             time.sleep(0.02)
         assert isinstance(predictor.problem, ColonnadeError) and CURRENT in str(predictor.problem)
         assert "remove the publication's folder" in str(predictor.problem)
-        assert equal(scores(predictor, samples), told)
+        assert equal(scores(predictor, samples), expected)
 
 
 def without_bases(word: dict) -> None:
@@ -504,8 +506,8 @@ def test_no_damage_ends_a_follower(snapshots, tmp_path, monkeypatch):
         assert name in str(predictor.problem) and predictor.step == steps[0]
         lay(snapshots[steps[-1]], live)
         wait_until(lambda: predictor.step == steps[-1])
-        told = wanted(folder, steps[-1], batches({})[:2], tmp_path / "out")
-        assert equal(scores(predictor, batches({})[:2]), told)
+        expected = wanted(folder, steps[-1], batches({})[:2], tmp_path / "out")
+        assert equal(scores(predictor, batches({})[:2]), expected)
 
 
 @pytest.mark.parametrize(
@@ -542,7 +544,7 @@ def test_a_copy_that_is_damaged_under_a_follower_heals(tmp_path):
     train(Mesh(), folder, published, {"train.max_steps": 8})
     samples = batches({})[:2]
     with Predictor.open(f"file://{published}", copy=copy) as predictor:
-        told = scores(predictor, samples)
+        reported = scores(predictor, samples)
         predictor.rows._scrub.join()
         victim = predictor.rows.tables[3].file.path
         os.truncate(victim, 0)
@@ -550,7 +552,7 @@ def test_a_copy_that_is_damaged_under_a_follower_heals(tmp_path):
             scores(predictor, samples)
         assert victim.name in str(predictor.problem)
         predictor.refresh()
-        assert predictor.problem is None and equal(scores(predictor, samples), told)
+        assert predictor.problem is None and equal(scores(predictor, samples), reported)
 
 
 def test_a_base_that_was_checked_is_not_checked_again(tmp_path, monkeypatch):

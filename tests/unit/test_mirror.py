@@ -50,8 +50,8 @@ def test_a_bare_machine_goes_on_to_the_same_bits(url, tmp_path):
     assert list_mirrored_steps(*open_url(url)) == list_checkpoints(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
     model = Net()
-    found = colonnade.fit(model, splits(), epochs=3, **settings)
-    assert found.resumed_at == 24 and found.outcome.steps == 12
+    result = colonnade.fit(model, splits(), epochs=3, **settings)
+    assert result.resumed_at == 24 and result.outcome.steps == 12
     assert_same(straight, model)
     assert list_mirrored_steps(*open_url(url)) == list_checkpoints(tmp_path / "run")
 

@@ -110,19 +110,19 @@ def dcn_towers(dim, layers, rank=None):
 CASES = {
     "lr": (LR, "weights", {}, PlainLR),
     "fm": (FactorizationMachine, "both", {}, PlainFM),
-    "nfm": (NFM, "both", {"top": [5]}, lambda *given: PlainNFM(*given, [5])),
-    "wide_deep": (WideDeep, "both", {"top": [6, 5]}, lambda *given: PlainWideDeep(*given, [6, 5])),
-    "deepfm": (DeepFM, "both", {"top": [5]}, lambda *given: PlainDeepFM(*given, [5])),
+    "nfm": (NFM, "both", {"top": [5]}, lambda *arguments: PlainNFM(*arguments, [5])),
+    "wide_deep": (WideDeep, "both", {"top": [6, 5]}, lambda *arguments: PlainWideDeep(*arguments, [6, 5])),
+    "deepfm": (DeepFM, "both", {"top": [5]}, lambda *arguments: PlainDeepFM(*arguments, [5])),
     "dlrm": (
-        DLRM, "vector", {"bottom": [6], "top": [5]}, lambda *given: PlainDLRM(*given, [6], [5], False)
+        DLRM, "vector", {"bottom": [6], "top": [5]}, lambda *arguments: PlainDLRM(*arguments, [6], [5], False)
     ),
     "dlrm, fields kept": (
         DLRM,
         "vector",
         {"bottom": [6], "top": [5], "keep_fields": True},
-        lambda *given: PlainDLRM(*given, [6], [5], True),
+        lambda *arguments: PlainDLRM(*arguments, [6], [5], True),
     ),
-    "deepfm, nothing deep": (DeepFM, "both", {"top": []}, lambda *given: PlainDeepFM(*given, [])),
+    "deepfm, nothing deep": (DeepFM, "both", {"top": []}, lambda *arguments: PlainDeepFM(*arguments, [])),
     "dcn": (DCN, "vector", {"cross_layers": 2, "top": [5]}, dcn_v1_twin([5])),
     "dcn, deeper": (DCN, "vector", {"cross_layers": 4, "top": [5, 3]}, dcn_v1_twin([5, 3], 4)),
     "dcn, nothing deep": (DCN, "vector", {"cross_layers": 1, "top": []}, dcn_v1_twin([], 1)),

@@ -48,9 +48,9 @@ def evaluated(folder: Path, batches: list[Batch]) -> list[torch.Tensor]:
     """Return the scores of evaluation."""
     run = open_run(load_run_config(folder), Mesh(), folder, read_only=True)
     model = run.trainer.model.eval()
-    found = [torch.sigmoid(model(batch).double()) for batch in batches]
+    results = [torch.sigmoid(model(batch).double()) for batch in batches]
     run.close()
-    return found
+    return results
 
 
 def test_batches(folder: Path, size: int = 64) -> list[Batch]:
@@ -100,12 +100,12 @@ def test_predictions_are_evaluations_to_the_bit(settings, num_ranks, tmp_path):
     for place in (folder, tmp_path / "out"):
         with Predictor.open(place) as predictor:
             for batch, scores in zip(batches, wanted, strict=True):
-                found = predictor(batch)
-                assert found.dtype == torch.float64 and torch.equal(found, scores)
-                assert not found.requires_grad
-            told = list(predictor.scores(iter(batches)))
-            assert [batch for batch, _ in told] == batches
-            assert all(torch.equal(a, b) for (_, a), b in zip(told, wanted, strict=True))
+                result = predictor(batch)
+                assert result.dtype == torch.float64 and torch.equal(result, scores)
+                assert not result.requires_grad
+            printed = list(predictor.scores(iter(batches)))
+            assert [batch for batch, _ in printed] == batches
+            assert all(torch.equal(a, b) for (_, a), b in zip(printed, wanted, strict=True))
 
 
 def checksums_of(folder: Path, *names: str) -> list:
@@ -119,25 +119,25 @@ DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 def stores(draw):
     """Tables, the ids their files hold, and ids to look up."""
     dtype = draw(st.sampled_from(sorted(DTYPES)))
-    tables, held, asked = [], [], []
+    tables, rows_by_table, requests = [], [], []
     for t in range(draw(st.integers(1, 3))):
         rows = draw(st.sampled_from([None, 1, 7, 300, 200_000]))
         ids = st.integers(-(2**63), 2**63 - 1) if rows is None else st.integers(0, rows - 1)
         tables.append(Table(f"t{t}", draw(st.integers(1, 9)), rows=rows, dtype=dtype))
-        held.append(sorted(draw(st.sets(ids, max_size=40))))
+        rows_by_table.append(sorted(draw(st.sets(ids, max_size=40))))
         if rows == 7 and draw(st.booleans()):
-            held[-1] = list(range(7))  # all of them
-        known = st.sampled_from(held[-1]) if held[-1] else ids
-        asked.append([draw(st.lists(ids | known, max_size=60)) for _ in range(2)])
-    return tables, held, asked
+            rows_by_table[-1] = list(range(7))  # all of them
+        known = st.sampled_from(rows_by_table[-1]) if rows_by_table[-1] else ids
+        requests.append([draw(st.lists(ids | known, max_size=60)) for _ in range(2)])
+    return tables, rows_by_table, requests
 
 
 @settings(max_examples=examples(20, 60))
 @given(stores())
 def test_mapped_rows_are_those_of_the_file_or_first_values(tmp_path_factory, drawn):
-    tables, held, asked = drawn
+    tables, stored, requested = drawn
     place, weights, files = tmp_path_factory.mktemp("rows"), [], []
-    for t, (table, ids) in enumerate(zip(tables, held, strict=True)):
+    for t, (table, ids) in enumerate(zip(tables, stored, strict=True)):
         weights.append(torch.randn(len(ids), table.width).to(getattr(torch, table.dtype)))
         path = place / f"{t}.safetensors"
         save_file({"ids": torch.tensor(ids, dtype=torch.int64), "weights": weights[t]}, path)
@@ -145,23 +145,23 @@ def test_mapped_rows_are_those_of_the_file_or_first_values(tmp_path_factory, dra
     births = open_dram(tables, [1] * len(tables), seed=3).native
     rows = open_mapped(tables, place, files, seed=3)
     for call in range(2):  # the second call's first values take the place of the first's
-        columns = [torch.tensor(each[call], dtype=torch.int64) for each in asked]
+        columns = [torch.tensor(item[call], dtype=torch.int64) for item in requested]
         offsets = torch.tensor([0, *np.cumsum([len(c) for c in columns])])
         slots = rows.find_slots(
             torch.cat(columns), offsets, torch.arange(len(tables), dtype=torch.int32)
         )
         bases, strides = rows.addresses_and_strides()
         for t, (table, ids) in enumerate(zip(tables, columns, strict=True)):
-            mine = slots[offsets[t] : offsets[t + 1]].numpy().view(np.uint32)
-            for slot, id in zip(mine.tolist(), ids.tolist(), strict=True):
+            table_slots = slots[offsets[t] : offsets[t + 1]].numpy().view(np.uint32)
+            for slot, id in zip(table_slots.tolist(), ids.tolist(), strict=True):
                 address, size = int(bases[t]) + slot * int(strides[t]), int(strides[t])
-                found = bytes((ctypes.c_uint8 * size).from_address(address))
-                if id in held[t]:
-                    wanted = weights[t][held[t].index(id)]
+                result = bytes((ctypes.c_uint8 * size).from_address(address))
+                if id in stored[t]:
+                    wanted = weights[t][stored[t].index(id)]
                 else:
                     wanted = torch.empty(1, table.width, dtype=getattr(torch, table.dtype))
                     births.birth_values(t, torch.tensor([id]), wanted)
-                assert found == wanted.contiguous().view(torch.uint8).numpy().tobytes()
+                assert result == wanted.contiguous().view(torch.uint8).numpy().tobytes()
     rows.close()
 
 
@@ -182,8 +182,8 @@ class Own(torch.nn.Module):
         self.top = torch.nn.Linear(16, 2)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        found = self.embeddings(batch)
-        return self.top(found["deep"]) + found["item.wide"] + found["last.deep"].sum()
+        result = self.embeddings(batch)
+        return self.top(result["deep"]) + result["item.wide"] + result["last.deep"].sum()
 
 
 def own_batch(size: int, generator: torch.Generator) -> Batch:
@@ -276,15 +276,15 @@ def test_a_run_is_exported_once_and_again_when_it_has_changed(folder, tmp_path):
     with pytest.raises(CheckpointError, match="neither a run folder"):
         Predictor.open(tmp_path)
     train(Mesh(), folder, {"train.epochs": 2})
-    left, written = (first.with_name(f".30-{number}.4711.tmp") for number in "ab")
-    for place, ago in ((left, 4000), (written, 0)):  # one of a process that was killed
+    remaining, written = (first.with_name(f".30-{number}.4711.tmp") for number in "ab")
+    for place, ago in ((remaining, 4000), (written, 0)):  # one of a process that was killed
         place.mkdir()
         (place / "rows").write_text("half")
-        for each in (place / "rows", place):
-            os.utime(each, (time.time() - ago,) * 2)
+        for item in (place / "rows", place):
+            os.utime(item, (time.time() - ago,) * 2)
     second = Predictor.open(folder)
     assert second.step == 30 and second.folder != first
-    assert written.exists() and not left.exists()
+    assert written.exists() and not remaining.exists()
     shutil.rmtree(written)
 
 
@@ -346,10 +346,10 @@ def test_scores_end_early_and_pass_errors_on(folder):
         yield batches[0]
         raise DataError("row 7 is wrong")
 
-    told = predictor.scores(broken())
-    assert torch.equal(next(told)[1], predictor(batches[0]))
+    read_batches = predictor.scores(broken())
+    assert torch.equal(next(read_batches)[1], predictor(batches[0]))
     with pytest.raises(DataError, match="row 7"):
-        next(told)
+        next(read_batches)
     before = threading.active_count()
     early = predictor.scores(iter(batches))
     next(early)
@@ -360,12 +360,12 @@ def test_scores_end_early_and_pass_errors_on(folder):
 def test_what_does_not_fit_is_refused(folder, tmp_path):
     out = tmp_path / "out"
     export_run(folder, out)
-    said = json.loads((out / "model.json").read_text())
+    output = json.loads((out / "model.json").read_text())
     with pytest.raises(CheckpointError, match="exported from another model"):
         Predictor.open(out, model=Own())
     with pytest.raises(ConfigError, match="0 EmbeddingCollections"):
         Predictor.open(out, model=torch.nn.Linear(1, 1))
-    victim = out / said["tables"][1]["file"]
+    victim = out / output["tables"][1]["file"]
     whole = victim.read_bytes()
     swapped = bytearray(whole)
     begin = 8 + int.from_bytes(whole[:8], "little")

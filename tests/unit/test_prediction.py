@@ -26,39 +26,39 @@ def foretell(rows=500, *, step=1e-3, moved=1e-6, pages=1e6, **settings):
 
 
 def test_all_in_memory_takes_the_steps_own_time():
-    found = foretell(1000)
-    assert found.processor_seconds == pytest.approx(1e-3 + 4 * 2e-6)
-    assert found.samples_per_second == found.all_in_memory == pytest.approx(200 / (1e-3 + 8e-6))
-    assert found.hit_rate == 1 and found.limit == "processor: the model itself"
-    assert found.written_per_second == 0
+    result = foretell(1000)
+    assert result.processor_seconds == pytest.approx(1e-3 + 4 * 2e-6)
+    assert result.samples_per_second == result.all_in_memory == pytest.approx(200 / (1e-3 + 8e-6))
+    assert result.hit_rate == 1 and result.limit == "processor: the model itself"
+    assert result.written_per_second == 0
 
 
 def test_reads_and_evictions_take_the_processors_time():
-    found = foretell(500)
+    result = foretell(500)
     moved = (
         25 + 25 + 4 - 5
     )  # reads, and evictions: what comes goes, but for the slots that were free
-    assert found.processor_seconds == pytest.approx(1e-3 + 8e-6 + moved * 1e-6)
-    assert found.reads_per_sample == pytest.approx(25 / 200)
-    assert found.hit_rate == pytest.approx(0.75)
-    (table,) = found.tables
+    assert result.processor_seconds == pytest.approx(1e-3 + 8e-6 + moved * 1e-6)
+    assert result.reads_per_sample == pytest.approx(25 / 200)
+    assert result.hit_rate == pytest.approx(0.75)
+    (table,) = result.tables
     assert table.bytes_per_sample == pytest.approx(2 * 64 + 2 * 100 / 200 * 76)
     assert foretell(500, moved=1e-4).limit.startswith("processor, 83% of it moving")
 
 
 def test_a_slow_disk_limits():
-    found = foretell(500, pages=1000)
-    assert found.limit == "random reads of the disk"
+    result = foretell(500, pages=1000)
+    assert result.limit == "random reads of the disk"
     written = (25 + 4 - 5) * 96 * AMPLIFICATION
     seconds = 25 * (1 + 95 / PAGE) / 1000 + written / 1e9
-    assert found.samples_per_second == pytest.approx(200 / seconds)
-    assert found.device_seconds == pytest.approx(seconds)
+    assert result.samples_per_second == pytest.approx(200 / seconds)
+    assert result.device_seconds == pytest.approx(seconds)
 
 
 def test_a_write_budget_limits():
-    found = foretell(500, write_budget=1000)
-    assert found.limit == "the write budget"
-    assert found.written_per_second == pytest.approx(1000)
+    result = foretell(500, write_budget=1000)
+    assert result.limit == "the write budget"
+    assert result.written_per_second == pytest.approx(1000)
 
 
 def test_ranks_work_side_by_side():
