@@ -46,7 +46,7 @@ def scores(mesh: Mesh, kind: str) -> list[float]:
         logits, label = model(batch), batch.label.double()
         loss = cross_entropy(logits, label, reduction="sum") / batch.world_weight
         loss.backward()
-        collection.pipeline.collect()  # owners' gradients of dense weights come with the rows'
+        collection.pipeline.send_gradients()  # owners' gradients of dense weights come with the rows'
         dense.reduce(finite=True, stop=False)
         rows.step(agreed=True)
         optimizer.step()

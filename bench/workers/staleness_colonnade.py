@@ -80,9 +80,9 @@ class Trained(exchange_colonnade.Opened):
 
     def update(self) -> None:
         if self.late:  # whose gradients come with the rows'
-            self.collection.pipeline.collect()
+            self.collection.pipeline.send_gradients()
         self.dense.send(finite=True, stop=False)
-        self.collection.pipeline.collect()
+        self.collection.pipeline.send_gradients()
         self.dense.wait()
         self.rows.step(agreed=True)
         self.optimizer.step()

@@ -129,7 +129,7 @@ def train(
         assert batch.label is not None
         loss = cross_entropy(logits, batch.label.to(dtype), reduction="sum") / batch.world_weight
         loss.backward()
-        collection.pipeline.collect()
+        collection.pipeline.send_gradients()
         dense.reduce(finite=True, stop=False)
         rows.step(agreed=True)
         optimizer.step()

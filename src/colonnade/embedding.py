@@ -288,7 +288,7 @@ class EmbeddingCollection(StatefulRows):
         Rows that were never trained have their initial value. The call changes nothing.
         """
         self.ensure_open()
-        self.pipeline.updates.settle()
+        self.pipeline.updates.apply_pending()
         return read_weights(self.slices, self.shards, self.store, self.mesh, table, ids)
 
     def delete(self, table: str, ids: Tensor) -> None:
@@ -297,7 +297,7 @@ class EmbeddingCollection(StatefulRows):
         Call it on every rank with the same ids (N,). A row that a batch in flight uses is reinitialised in place.
         Ids that were never trained are ignored."""
         self.ensure_open()
-        self.pipeline.updates.settle()
+        self.pipeline.updates.apply_pending()
         check_uncached(self.cached, self.opened.build_slices(table))
         delete_rows(self.slices, self.shards, self.store, self.policies, table, ids)
 
@@ -307,7 +307,7 @@ class EmbeddingCollection(StatefulRows):
         Every rank has all rows of a replicated table. Of a table sharded by columns, a rank has the columns of its
         slice. Changes nothing; do not train the table meanwhile. Collective while updates are pending."""
         self.ensure_open()
-        self.pipeline.updates.settle()
+        self.pipeline.updates.apply_pending()
         yield from scan_rows(self.slices, self.store, table)
 
     def read(self, batch: Batch) -> dict[str, Tensor]:

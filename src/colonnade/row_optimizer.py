@@ -235,7 +235,7 @@ class RowOptimizer(Optimizer):
         Inside the context you can evaluate, read rows or checkpoint. Yields, by slice, the changed rows before their
         update; an empty list without a cache."""
         self.collection.ensure_open()
-        self.collection.pipeline.updates.settle()
+        self.collection.pipeline.updates.apply_pending()
         cached = self.collection.cached
         if cached is None:
             yield []

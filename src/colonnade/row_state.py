@@ -270,7 +270,7 @@ class StatefulRows(nn.Module):
         self._apply_loaded_state()
         if self.is_open:
             self._check_in_memory(operation)
-            self.pipeline.updates.settle()
+            self.pipeline.updates.apply_pending()
         tables = {}
         for t, table in enumerate(self.declaration.tables):
             byte_ranges = [weight_bytes(table), low_bytes(table), clock_bytes(table)]
@@ -332,7 +332,7 @@ class StatefulRows(nn.Module):
         self._apply_loaded_state()
         if self.is_open:
             self._check_in_memory("RowOptimizer.state_dict()")
-            self.pipeline.updates.settle()
+            self.pipeline.updates.apply_pending()
         states: dict[int, dict[str, Tensor]] = {}
         for t, table in enumerate(self.declaration.tables):
             groups = self._parts_by_group(t)
@@ -420,7 +420,7 @@ class StatefulRows(nn.Module):
                 self._store_state(kind, state.pop(kind))
 
     def _store_state(self, kind: str, state: Any) -> None:
-        self.pipeline.updates.settle()
+        self.pipeline.updates.apply_pending()
         if kind == "states":
             self._store_optimizer_states(state)
             return

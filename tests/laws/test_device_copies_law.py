@@ -109,7 +109,7 @@ def train_with_copies(mesh, kind, tier, device):
     steps(5, 8)
     with rows.synchronized_view() as before:
         settled = all_rows()
-        state = cached_state.state(collection.cached, before)
+        state = cached_state.capture_cache_state(collection.cached, before)
     for table in state["tables"].values():
         copies = table["copies"]
         copies["pending"][copies["ticks"] == 0] = 0  # whatever is there, it is not used

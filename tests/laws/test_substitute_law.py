@@ -29,7 +29,7 @@ from colonnade import (
     World,
     build_plan,
 )
-from colonnade.exchange.operator_cut import floats, remote_consumers, why_not_remote
+from colonnade.exchange.operator_cut import count_sent_floats, remote_consumers, why_not_remote
 from colonnade.lookup.layout import declare
 from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
 
@@ -366,7 +366,9 @@ def test_the_cut_is_the_least_of_all():
     consumers_ = {"fm": (FM(), "abcd"), "pairs": (BiInteraction(), "abcd")}
     result, declaration = cut(consumers_)
     assert result == ("fm", "pairs")  # 9 + 16 < 32
-    assert floats(declaration, shardings, ("fm",)) > floats(declaration, shardings, ())
+    assert count_sent_floats(declaration, shardings, ("fm",)) > count_sent_floats(
+        declaration, shardings, ()
+    )
 
 
 def test_a_split_bag_of_an_operator_on_fields_is_refused():

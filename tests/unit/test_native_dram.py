@@ -101,7 +101,7 @@ def test_births_equal_twin(dim, dtype, split):
         assert -0.3 <= master.min() and master.max() < 0.3
         wanted, lows = reference.birth_values(ids, dim, seed, 0.3, dtype), None
         if split:
-            wanted, lows = reference.split(master)
+            wanted, lows = reference.split_masters(master)
             assert same_bits(reference.join(wanted, lows), master)
         for isa, num_threads in everywhere():
             with running_on(isa, num_threads):
@@ -133,7 +133,7 @@ def test_split_is_exact_and_nearest():
     bits = torch.tensor(
         [0x3F800000, 0x3F807FFF, 0x3F808000, 0x3F818000, -0x407F8000]
     )  # last: sign bit
-    highs, lows = reference.split(bits.int().view(torch.float32))
+    highs, lows = reference.split_masters(bits.int().view(torch.float32))
     assert (highs.view(torch.int16).int() & 0xFFFF).tolist() == [
         0x3F80,
         0x3F80,
@@ -175,7 +175,7 @@ def test_parts_are_born_each_in_its_own_way(dtype, split):
     )
     assert not masters[:, 3:5].any()
     assert same_bits(masters[:, 5:], reference.birth_values(ids, 9, 7, 2.0, computed)[:, 5:])
-    weights, lows = reference.split(masters) if split else (masters.to(dtype), None)
+    weights, lows = reference.split_masters(masters) if split else (masters.to(dtype), None)
     state = torch.tensor([[0.5, 0, 3, 3, 3, 0]], dtype=computed).expand(len(ids), 6)
     records = reference.pack(weights, state, torch.zeros(len(ids), dtype=torch.int64), lows)
     slots, _ = acquire_of(dram, 0, ids, num_tables=2)

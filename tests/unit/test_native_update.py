@@ -217,7 +217,7 @@ class Table:
 
     def records(self):
         if self.is_split:
-            highs, lows = reference.split(self.weights)
+            highs, lows = reference.split_masters(self.weights)
             return reference.pack(highs, self.state, self.clocks, lows)
         return reference.pack(self.weights, self.state, self.clocks)
 

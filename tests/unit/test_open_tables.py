@@ -179,7 +179,7 @@ def test_a_sketch_is_copied_as_it_was_while_it_counts_on():
 
     def hear(step):
         ids = torch.from_numpy(np.unique(random.integers(0, 5000, 900)))
-        retention.forget(ids, torch.ones(len(ids)), step)
+        retention.select_rows_to_delete(ids, torch.ones(len(ids)), step)
 
     for step in range(0, 30, 3):
         hear(step)
@@ -272,7 +272,7 @@ def test_a_sketch_never_counts_too_few(steps, halves):
     times: dict[int, int] = {}
     for step, ids in enumerate(steps):
         given_ids = torch.tensor(ids, dtype=torch.int64)
-        refused = retention.forget(
+        refused = retention.select_rows_to_delete(
             given_ids, torch.ones(len(ids), dtype=torch.int64), step
         ).tolist()
         for i in ids:
@@ -288,9 +288,9 @@ def test_a_sketch_admits_too_early_no_more_often_than_it_says():
     ids = torch.randperm(2**40 // 2**20)[:20_000] * 2**20 + 17
     early = 0
     for step, part in enumerate(ids.split(1000)):
-        early += len(part) - len(retention.forget(part, torch.ones(len(part)), step))
+        early += len(part) - len(retention.select_rows_to_delete(part, torch.ones(len(part)), step))
     assert early <= 0.02 * len(ids)
-    late = retention.forget(ids[:1000].contiguous(), torch.ones(1000), 30)
+    late = retention.select_rows_to_delete(ids[:1000].contiguous(), torch.ones(1000), 30)
     assert len(late) == 0  # seen twice
     assert retention.num_bytes <= 1.5 * 20_000 * math.log2(1 / 0.02) + 40_000
 
@@ -305,9 +305,9 @@ def test_a_counter_stays_at_its_most():
 def test_halved_counts_are_forgotten():
     retention = policy(admission=CountMinAdmission(updates=2, expected_ids=100, halve_steps=10))
     one = torch.tensor([5])
-    assert retention.forget(one, torch.tensor([1]), 0).tolist() == [5]
-    assert retention.forget(one, torch.tensor([1]), 30).tolist() == [5]
-    assert retention.forget(one, torch.tensor([1]), 31).tolist() == []
+    assert retention.select_rows_to_delete(one, torch.tensor([1]), 0).tolist() == [5]
+    assert retention.select_rows_to_delete(one, torch.tensor([1]), 30).tolist() == [5]
+    assert retention.select_rows_to_delete(one, torch.tensor([1]), 31).tolist() == []
 
 
 def test_a_row_is_admitted_by_chance_and_stays():
@@ -454,7 +454,7 @@ def test_no_step_does_much_more_than_the_others_while_it_grows(changes):
             clocks[i] = clocks.get(i, 0) + 1
         before = retention.work
         now = torch.tensor([clocks[i] for i in ids.tolist()])
-        for i in retention.forget(torch.from_numpy(ids), now, step).tolist():
+        for i in retention.select_rows_to_delete(torch.from_numpy(ids), now, step).tolist():
             clocks.pop(i)
         work.append(retention.work - before)
     assert max(work) <= 3 * float(np.median(work)), (max(work), np.median(work))
@@ -465,7 +465,7 @@ def test_memory_for_each_row_is_what_the_documents_say():
     retention = policy(eviction=MaxRowsEviction(rows=400_000, by="frequency"))
     for step in range(20):
         ids = torch.arange(20_000 * step, 20_000 * (step + 1)) * 7919
-        retention.forget(ids, torch.ones(len(ids)), step)
+        retention.select_rows_to_delete(ids, torch.ones(len(ids)), step)
         if step > 3:
             assert retention.num_bytes <= 31.5 * len(retention)
 
@@ -585,7 +585,9 @@ def test_counters_find_their_ranks(worlds):
     def hear(ranks, step):
         owner = torch.as_tensor(_native.owner_of(ids, 0, len(ranks)))
         refused = [
-            retention.forget(ids[owner == rank], torch.ones(int((owner == rank).sum())), step)
+            retention.select_rows_to_delete(
+                ids[owner == rank], torch.ones(int((owner == rank).sum())), step
+            )
             for rank, retention in enumerate(ranks)
         ]
         return torch.cat(refused)

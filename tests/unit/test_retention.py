@@ -109,7 +109,7 @@ class SeenTwice:
         self.times: dict[int, int] = {}
         self.last: dict[int, int] = {}
 
-    def forget(self, ids, clocks, step):
+    def select_rows_to_delete(self, ids, clocks, step):
         assert len(ids) == len(clocks) == len(ids.unique())
         for i in ids.tolist():
             self.times[i] = self.times.get(i, 0) + 1

@@ -84,7 +84,7 @@ def test_outputs_are_written_where_they_are_read_and_gradients_read_where_they_w
                 return begin(lookup, gradients, *others)
 
             patch.setattr(part, "begin_push", begin_push)
-        collection.pipeline.collect()
+        collection.pipeline.send_gradients()
     addresses = {value.data_ptr() for value in gradient}
     assert len(pushed) == len(collection.exchange.parts)
     for gradients in pushed:
@@ -150,7 +150,7 @@ def pushed(mesh: Mesh) -> list[str]:
 
         patch.setattr(Mesh, "_begin_call", begin)
         patch.setattr(PendingCall, "wait", wait)
-        collection.pipeline.collect()
+        collection.pipeline.send_gradients()
     return message
 
 

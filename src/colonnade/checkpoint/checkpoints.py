@@ -48,7 +48,7 @@ from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import Position
 from colonnade.errors import CheckpointError, ColonnadeError, StorageError
 from colonnade.exchange.cached import CachedExchange
-from colonnade.exchange.cached_state import can_load_cache, load
+from colonnade.exchange.cached_state import can_load_cache, restore_cache_state
 from colonnade.exchange.prefetched import prefetched_tables
 from colonnade.sizes import StorageLocation
 from colonnade.store.disk import Disk
@@ -544,7 +544,7 @@ def _restore_cached_rows(
     shardings = [sharding.to_dict() for sharding in trainer.collection.plan.shardings]
     is_same = shardings == list(header["shardings"].values())
     if cached is not None and is_same and can_load_cache(cached, copies):
-        load(cached, copies[trainer.mesh.rank])
+        restore_cache_state(cached, copies[trainer.mesh.rank])
 
 
 def describe_lost_checkpoints(checkpoints: Checkpoints) -> list[str]:

@@ -254,7 +254,7 @@ def _save_checkpoint(
             snapshot = _take_snapshot(collection, checkpoints.run, step, optimizer)
             collection.store.begin_commit()
     else:
-        collection.pipeline.updates.settle()
+        collection.pipeline.updates.apply_pending()
         snapshot = _take_snapshot(collection, checkpoints.run, step, None)
         collection.store.begin_commit()
     checkpoints.write_snapshot(collection, snapshot, lambda _: None)

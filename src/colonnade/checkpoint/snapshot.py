@@ -16,7 +16,7 @@ from colonnade.checkpoint.fingerprint import dense_weights, fingerprint
 from colonnade.checkpoint.header import FORMAT
 from colonnade.checkpoint.states import load_state
 from colonnade.checkpoint.stores import read_shardings
-from colonnade.exchange.cached_state import SavedRows, state
+from colonnade.exchange.cached_state import SavedRows, capture_cache_state
 from colonnade.formats import make_format_stamp
 from colonnade.store.policies import RowRetention
 from colonnade.store.table_shards import RecordShape
@@ -98,7 +98,7 @@ def take_snapshot(
         "is_server": mesh.is_server,
         "dense_residuals": trainer.dense.state(),
         "work": trainer.count_work(),
-        "cache": None if cached is None else state(cached, pending_copies),
+        "cache": None if cached is None else capture_cache_state(cached, pending_copies),
     }
     header = build_header(trainer.collection, trainer.model, run, step)
     header |= {

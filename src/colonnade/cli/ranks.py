@@ -254,7 +254,7 @@ def _train_as_rank(config: RunConfig, folder: Path, at: int | None) -> dict[str,
             escape_control_characters(f"error: rank {number}: {error}"), file=sys.stderr, flush=True
         )
         if mesh is not None and mesh.peer_monitor is not None:
-            mesh.peer_monitor.tell(format_error(error))
+            mesh.peer_monitor.report_stop(format_error(error))
         # Peers may wait for this rank in a collective; its exit ends their wait.
         os._exit(2)
     return summary if mesh.rank == 0 else {}

@@ -183,7 +183,7 @@ class PeerMonitor:
     def stop(self, reason: str) -> None:
         """Announce that this rank ends, and stop the thread."""
         if not self._over.is_set():
-            self.tell(reason)
+            self.report_stop(reason)
             self._over.set()
             self._wake.set()
             self._thread.join(1.0)
@@ -255,7 +255,7 @@ class PeerMonitor:
                 f"--max-restarts does{cause}"
             )
             self._is_follower = True
-            self.tell(lost)
+            self.report_stop(lost)
             if self._serves:
                 time.sleep(LINGER_SECONDS)
             self.lost = lost
@@ -269,7 +269,7 @@ class PeerMonitor:
                 return True
         return self._diagnosed.is_set()
 
-    def tell(self, reason: str) -> None:
+    def report_stop(self, reason: str) -> None:
         """Write to the other ranks that this rank stops, and why."""
         self._stop_reason = self._stop_reason or reason
         self._stopped_at = self._stopped_at or time.monotonic()
@@ -373,7 +373,7 @@ def report_errors(monitor: PeerMonitor | None) -> Iterator[None]:
     except PeerLost:
         raise
     except BaseException as error:
-        monitor.tell(format_error(error))
+        monitor.report_stop(format_error(error))
         raise
 
 

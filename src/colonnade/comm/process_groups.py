@@ -130,7 +130,7 @@ def open_mesh(
     make_groups(groups, HOST_SCOPE_THREADS, _host_scopes(world), ranks, rank, longest)
     _joined_mesh = Mesh(world, rank, groups, peer_monitor=monitor)
     _joined_mesh = replace(_joined_mesh, shared_memory=_open_shared_memory(_joined_mesh))
-    atexit.register(_leave)  # without it gloo's threads abort the process at its end
+    atexit.register(_leave_world)  # without it gloo's threads abort the process at its end
     return _joined_mesh
 
 
@@ -285,12 +285,12 @@ def close_mesh(mesh: Mesh) -> None:
     )
     if is_complete:
         mesh.barrier()
-    _leave()
+    _leave_world()
     if is_complete and mesh.shared_memory is not None:  # all ranks have read their messages
         mesh.shared_memory.pool.close()
 
 
-def _leave() -> None:
+def _leave_world() -> None:
     global _joined_mesh
     mesh, _joined_mesh = _joined_mesh, None
     if mesh is None or mesh.peer_monitor is None:

@@ -223,7 +223,7 @@ def _acquire_rows(exchange: CachedExchange, ids: Tensor, offsets: Tensor) -> lis
 CHUNK_ROWS = 4096  # rows that are restored at once
 
 
-def state(exchange: CachedExchange, before: Sequence[SavedRows]) -> dict[str, Any]:
+def capture_cache_state(exchange: CachedExchange, before: Sequence[SavedRows]) -> dict[str, Any]:
     """Return the cache's state for a checkpoint, between steps: as of the newest step, without batches in flight. It
     has plain values and tensors."""
     tables = {}
@@ -276,7 +276,7 @@ def _has_room(exchange: CachedExchange, state: Mapping[str, Any]) -> bool:
     )
 
 
-def load(exchange: CachedExchange, state: Mapping[str, Any]) -> None:
+def restore_cache_state(exchange: CachedExchange, state: Mapping[str, Any]) -> None:
     """Load a checkpoint's state before the first batch. The store has the rows of the checkpoint.
 
     Bounds are those of the checkpoint until training begins (`apply_planned_bounds`). Batch numbers continue, from a

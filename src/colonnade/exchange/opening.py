@@ -198,7 +198,7 @@ def _open_bags(
         LastHop(transport, layout.pooled_columns(mesh.rank), sent),
         coding,
         operators=operators,
-        attention=_attention(layout, mesh, shardings),
+        attention=_build_attention(layout, mesh, shardings),
         keeps_pooled=evaluates,
     )
 
@@ -219,7 +219,7 @@ def _check_sequences(
         )
 
 
-def _attention(
+def _build_attention(
     layout: BagLayout, mesh: Mesh, shardings: Sequence[Sharding]
 ) -> dict[str, RemoteAttention]:
     """Return attention by consumer, for consumers of sequences that owners evaluate."""

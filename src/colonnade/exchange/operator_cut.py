@@ -43,12 +43,12 @@ def remote_consumers(
         name for name in candidates if declaration.consumers[name].interaction.sequences
     )
     best, others = required, [name for name in candidates if name not in required]
-    least = floats(declaration, shardings, best)
+    least = count_sent_floats(declaration, shardings, best)
     for subset in consumer_sets(
-        others, lambda subset: floats(declaration, shardings, (*required, *subset))
+        others, lambda subset: count_sent_floats(declaration, shardings, (*required, *subset))
     ):
         selected = tuple(name for name in candidates if name in required or name in subset)
-        num_floats = floats(declaration, shardings, selected)
+        num_floats = count_sent_floats(declaration, shardings, selected)
         if num_floats < least:
             best, least = selected, num_floats
     return best
@@ -98,7 +98,7 @@ def result_width(declaration: EmbeddingDeclaration, name: str) -> int | None:
     return consumer.interaction.width(max(dims)) if dims else None
 
 
-def floats(
+def count_sent_floats(
     declaration: EmbeddingDeclaration, shardings: Sequence[Sharding], consumers: Collection[str]
 ) -> int:
     """Return the number of floats per sample that owners send to its rank: partials of those consumers, and values for

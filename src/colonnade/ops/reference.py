@@ -121,7 +121,7 @@ def birth_values(
     return (u * torch.tensor(scale, dtype=computed)).to(dtype)
 
 
-def split(masters: Tensor) -> tuple[Tensor, Tensor]:
+def split_masters(masters: Tensor) -> tuple[Tensor, Tensor]:
     """Split float32 into (high bfloat16, low int16): the bits are (high << 16) + low.
 
     So high is the master rounded to nearest, halfway away from zero, because low is at most 2^15 - 1.

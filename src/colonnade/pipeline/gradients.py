@@ -43,8 +43,8 @@ class StepGradients:
         *,
         may_arrive_late: bool,
     ) -> None:
-        """Begin without any batch. drop: drops a batch. may_arrive_late: `collect` need not wait until gradients have
-        arrived at the owners."""
+        """Begin without any batch. drop: drops a batch. may_arrive_late: `send_gradients` need not wait until gradients
+        have arrived at the owners."""
         self.exchange, self.mesh = exchange, mesh
         self.contexts: list[LookupContext] = []
         self.pushed: Pushed | None = None
@@ -64,7 +64,7 @@ class StepGradients:
         """Return, by batch, 1 if it had a backward on this rank, else 0."""
         return [float(bool(context.gradients.backwards)) for context in self.contexts]
 
-    def collect(self, step: int) -> Pushed:
+    def send_gradients(self, step: int) -> Pushed:
         """Send the gradients that backward recorded since the last step to the rows' owners. Collective.
 
         They have arrived when it returns, unless `may_arrive_late`. Completes the gradients of
@@ -87,21 +87,23 @@ class StepGradients:
         return self.pushed
 
     def squared_norm(self, step: int) -> float:
-        """Return the sum of squares of all rows' summed gradients, over all ranks. Collective. step: as `collect`."""
-        pushed, square = self.collect(step), 0.0
+        """Return the sum of squares of all rows' summed gradients, over all ranks. Collective. step: as
+        `send_gradients`."""
+        pushed, square = self.send_gradients(step), 0.0
         if (gradients := pushed.wait_for_gradients()) is not None:
             pushed.gradients, square = self.exchange.squared_norm(gradients)
         total = torch.tensor([square], dtype=torch.float64)
         return float(self.mesh.all_reduce("push", total, traffic_tag="control"))
 
     def take_pushed(self, step: int) -> tuple[Pushed, list[LookupContext]]:
-        """Return the pushed gradients of `collect` and their batches; the next step begins without any. Collective."""
-        pushed, contexts = self.collect(step), self.contexts
+        """Return the pushed gradients of `send_gradients` and their batches; the next step begins without any.
+        Collective."""
+        pushed, contexts = self.send_gradients(step), self.contexts
         self.contexts, self.pushed = [], None
         return pushed, contexts
 
     def discard_pushed(self) -> None:
-        """Discard the gradients that `collect` sent since the last step. Collective."""
+        """Discard the gradients that `send_gradients` sent since the last step. Collective."""
         pushed, self.pushed = self.pushed, None
         if pushed is not None:
             pushed.wait_for_gradients()
@@ -180,7 +182,7 @@ class Updates:
         batches accept no further backward."""
         if update.pushed.finish is None:
             if self.pending:
-                self.settle()
+                self.apply_pending()
             self._apply(update)
             return
         self.pending.append(update)
@@ -193,7 +195,7 @@ class Updates:
             self._apply(self.pending.popleft())
         return len(self.pending)
 
-    def settle(self) -> None:
+    def apply_pending(self) -> None:
         """Apply every pending update, after the reads that must not see the newest one. Called before anything but the
         reader reads or changes rows."""
         if self.pending:
@@ -225,7 +227,7 @@ class Updates:
         clocks = self.store.clocks(t, where)
         if isinstance(policy, RowRetention) and policy.reads_norms:
             norms = self.exchange.squared_norms(self.store.views()[t], where)
-            forgotten_ids = policy.forget(updated, clocks, step, norms)
+            forgotten_ids = policy.select_rows_to_delete(updated, clocks, step, norms)
         else:
-            forgotten_ids = policy.forget(updated, clocks, step)
+            forgotten_ids = policy.select_rows_to_delete(updated, clocks, step)
         self.store.delete(t, forgotten_ids.unique())

@@ -65,7 +65,7 @@ class Pipeline:
     ) -> Lookahead:
         """Implement `EmbeddingCollection.lookahead`. prefetched: for each of the first batches, steps until its use and
         the values that all ranks had fetched for it."""
-        self.updates.settle()
+        self.updates.apply_pending()
         rows = self.rows
         lookahead = Lookahead(
             batches if rows.cached is None else rows.cached.preview_batches(batches, self.views),
@@ -162,7 +162,7 @@ class Pipeline:
     def read(self, batch: Batch) -> LookupContext:
         """Fetch a batch for evaluation: it sees every update and changes nothing; any number of training batches may be
         in flight."""
-        self.updates.settle()
+        self.updates.apply_pending()
         context = self._send_ids(batch, "evaluate")
         values = self.store.read(context.owned.ids, context.owned.offsets)
         views = [
@@ -207,9 +207,9 @@ class Pipeline:
             self.exchange.consumers,
         )
 
-    def collect(self) -> Pushed:
+    def send_gradients(self) -> Pushed:
         """Send the gradients that backward recorded since the last step: see `StepGradients.collect`."""
-        return self.gradients.collect(self.steps.value)
+        return self.gradients.send_gradients(self.steps.value)
 
     def push(self, optimizers: Tensor, settings: Tensor) -> None:
         """Send recorded gradients to the rows' owners, apply them once, release the rows.

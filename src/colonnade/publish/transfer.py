@@ -49,7 +49,7 @@ def load_rows(
     if ids is None:
         ids = torch.arange(len(values))
     _check_weights_and_ids(declared, values, ids)
-    collection.pipeline.updates.settle()
+    collection.pipeline.updates.apply_pending()
     for start in range(0, len(ids), ROWS_PER_CHUNK):
         chunk = slice(start, start + ROWS_PER_CHUNK)
         store_records(

@@ -90,7 +90,7 @@ class DeviceRows:
                 kind, values[:, columns], state[:, states], clocks, sums[:, columns], part_settings
             )
         if self.lows is not None:
-            weights, self.lows[slots] = reference.split(values)
+            weights, self.lows[slots] = reference.split_masters(values)
         elif self.rounds_at_random:
             assert ids is not None
             weights = optimizers.round_at_random(

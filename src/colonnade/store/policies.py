@@ -38,7 +38,7 @@ WORD = 2**64 - 1
 class RowPolicy(Protocol):
     """Policy that decides at the owner, after an update was applied, which rows of a table it forgets."""
 
-    def forget(self, ids: Tensor, clocks: Tensor, step: int) -> Tensor:
+    def select_rows_to_delete(self, ids: Tensor, clocks: Tensor, step: int) -> Tensor:
         """Return the ids to forget: any of the trained ones (not admitted) or of earlier ones (evicted).
 
         ids (N,), clocks (N,) after the update: this rank's rows that step `step` trained. The result must depend on the
@@ -70,10 +70,12 @@ class RowRetention:
 
     @property
     def reads_norms(self) -> bool:
-        """True if `forget` needs the rows' norms."""
+        """True if `select_rows_to_delete` needs the rows' norms."""
         return isinstance(self.eviction, MaxRowsEviction) and self.eviction.by == "norm"
 
-    def forget(self, ids: Tensor, clocks: Tensor, step: int, norms: Tensor | None = None) -> Tensor:
+    def select_rows_to_delete(
+        self, ids: Tensor, clocks: Tensor, step: int, norms: Tensor | None = None
+    ) -> Tensor:
         """Return the ids to forget, as `RowPolicy`.
 
         norms (N,) float64: squared, after the update; only if `reads_norms`.

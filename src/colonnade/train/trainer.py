@@ -286,7 +286,7 @@ class Trainer:
             if not has_pushed_gradients:
                 send()
         with self.phases("push rows"):
-            self.collection.pipeline.collect()  # sent along with the dense gradients; applied when all ranks agree
+            self.collection.pipeline.send_gradients()  # with the dense gradients; applied when all ranks agree
         with self.phases("check gradients"):
             if has_pushed_gradients:  # the push brings the gradients of weights that owners use
                 send()
@@ -370,7 +370,7 @@ class Trainer:
         metrics: dict[str, float] = {}
         with self.phases("evaluate", include_waits=True):
             # On all ranks, before servers wait for requests: pending updates may need a reply from servers.
-            self.collection.pipeline.updates.settle()
+            self.collection.pipeline.updates.apply_pending()
             if self.mesh.is_server:
                 while notify_servers(self.mesh, False):
                     with torch.no_grad():
