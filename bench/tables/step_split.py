@@ -12,7 +12,7 @@ SPARSE_ONLY = " sparse only"
 MALLOC = " malloc"
 """Follows a case's name where systems are compared with and without our settings of malloc."""
 SPLIT = " split "
-"""Between the name of a case and that of a part."""
+"""Separator between the name of a case and that of a part."""
 INTERACTION, PRODUCTS = " interaction", " products"
 PARTS = ("step", "embeddings", "interaction", "products", "allocator", "rest")
 """rest: the loss, what is between the parts, and caches that a part alone finds warm."""
@@ -30,7 +30,7 @@ class Sources:
     """System with malloc as shipped, whose step is compared with that of `ours`; "": the step has our settings."""
     ours: str = ""
     suffix: str = ""
-    """Of the step's case."""
+    """Suffix of the step's case."""
 
 
 SHIPPED = "colonnade, malloc as shipped"

@@ -71,8 +71,8 @@ def test_model_py_scores_under_tritons_api(triton, monkeypatch):
     short = {k: v for k, v in arrays[0].items() if k != inputs[2].name}
     kinds = {**arrays[0], inputs[1].name: np.zeros(13, np.int32)}
     columns = {k: v[:, None] if k == inputs[1].name else v for k, v in arrays[0].items()}
-    given = [*arrays, columns, wrong, short, kinds, {**arrays[0], "other": np.zeros(13)}]
-    responses = model.execute([triton_stub.InferenceRequest(tensors) for tensors in given])
+    requests = [*arrays, columns, wrong, short, kinds, {**arrays[0], "other": np.zeros(13)}]
+    responses = model.execute([triton_stub.InferenceRequest(tensors) for tensors in requests])
     for response, batch in zip(responses, [*batches, batches[0]], strict=False):
         (output,) = response.output_tensors()
         assert output.name() == "score" and output.as_numpy().dtype == np.float64

@@ -389,11 +389,11 @@ def test_the_operator_in_cpp_has_the_same_bits(dtype, master, tmp_path_factory):
             ids, lengths = [i[:0] for i in ids], [n[:0] for n in lengths]
         lengths = [n if is_bag else n[:0] for n, is_bag in zip(lengths, several, strict=True)]
         arguments = (layout, weights, keys, ids, lengths, size)
-        found, wanted = (
+        result, wanted = (
             torch.ops.colonnade_cpp.lookup(*arguments),
             torch.ops.colonnade.lookup(*arguments),
         )
-        for a, b in zip(found, wanted, strict=True):
+        for a, b in zip(result, wanted, strict=True):
             assert a.shape == b.shape and torch.equal(a, b)
     ids[2] = torch.full_like(ids[2], 50)
     with pytest.raises(RuntimeError, match="feature 'tags', lookup 0 of the batch: got id 50"):

@@ -226,7 +226,9 @@ class LayoutReader:
             ],
             dim=1,
         )
-        gathered[is_absent] = reference.split(first_values)[0] if table.master else first_values
+        gathered[is_absent] = (
+            reference.split_masters(first_values)[0] if table.master else first_values
+        )
         return gathered
 
     def _hashes_of_sequences(self) -> dict[str, int]:
