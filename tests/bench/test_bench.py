@@ -63,8 +63,8 @@ def test_the_peers_network_is_the_models(dim: int) -> None:
 
     expected.square().sum().backward()
     network(batch.dense, fields).square().sum().backward()
-    for (name, theirs), ours in zip(network.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(theirs.grad, ours.grad, msg=name)
+    for (name, parameter), ours in zip(network.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, ours.grad, msg=name)
 
 
 def test_the_peers_deepfm_is_ours() -> None:
@@ -169,10 +169,10 @@ def test_a_helped_network_computes_what_the_shipped_one_does(kind: str) -> None:
     inputs = torch.randn(96, 3), torch.randn(96, 40), torch.randn(96, 5)
     inputs = inputs if kind == "deepfm" else inputs[:2]
     results = []
-    for each in (network, use_library_linear(network)):
+    for item in (network, use_library_linear(network)):
         network.zero_grad()
-        each(*inputs).square().sum().backward()
-        results.append([each(*inputs).detach(), *(p.grad for p in each.parameters())])
+        item(*inputs).square().sum().backward()
+        results.append([item(*inputs).detach(), *(p.grad for p in item.parameters())])
     assert any(type(module) is LibraryLinear for module in network.modules())
     for shipped, helped in zip(*results, strict=True):
         torch.testing.assert_close(helped, shipped, rtol=1e-4, atol=1e-4)
@@ -227,7 +227,7 @@ def test_parts_of_a_step_add_up_to_it() -> None:
         ("D=16 malloc", "torchrec"): 84, ("D=16 malloc", "torchrec, our malloc"): 72,
         ("D=16 malloc", "colonnade"): 41, ("D=16 malloc", "colonnade, malloc as shipped"): 52,
     }  # fmt: skip
-    measured = [Measured(c, s, "samples/s", [4000 / each]) for (c, s), each in ms.items()]
+    measured = [Measured(c, s, "samples/s", [4000 / value]) for (c, s), value in ms.items()]
     splits = step_split.split_step(measured, 16, 4)
     assert list(splits) == ["colonnade", step_split.SHIPPED, "torchrec", "torchrec helped"]
     expected = {
@@ -356,9 +356,9 @@ def test_the_report_has_the_agreed_shape() -> None:
 
 
 def test_systems_that_learn_differently_are_not_compared() -> None:
-    ours, theirs = harness.Blocks(losses=[0.50]), harness.Blocks(losses=[0.55])
+    ours, other = harness.Blocks(losses=[0.50]), harness.Blocks(losses=[0.55])
     with pytest.raises(BenchError, match="D=16"):
-        train.check_same_model({"colonnade": ours, "torch": theirs}, "D=16")
+        train.check_same_model({"colonnade": ours, "torch": other}, "D=16")
     train.check_same_model({"colonnade": ours, "torch": harness.Blocks(losses=[0.51])}, "D=16")
 
 

@@ -21,7 +21,7 @@ from workers.exchange_loop import Case  # noqa: E402
 
 
 def block(ms: list[float], **more) -> list[dict]:
-    """Of as many ranks as times."""
+    """Build a block with one rank per time."""
     rank = {"payload_bytes": {}, "phases": {}, "cpu_seconds": 0.01, "rss_bytes": 5e8, "digest": 1.0}
     return [
         {**rank, "seconds": [m / 1e3], "sent_bytes": 2e6 * (r % 2 == 0), **more}
@@ -50,9 +50,9 @@ def test_payload_and_what_was_foretold_of_it_are_both_of_a_host():
     blocks = [block([10, 10, 10, 10], payload_bytes={"fetch remote": 3e6, "push local": 1e6})]
     foretold = {"payload_bytes": {"fetch remote": 3.3e6, "push local": 1.1e6}, "seconds": 0.011}
     rows = tables.cases_of("2x2 X 1 Gbit/s", "rows", blocks, 2, 0.01, foretold)
-    found = {m.case: m.median for m in rows}
-    assert found["2x2 X 1 Gbit/s payload"] == pytest.approx(8)
-    assert found["2x2 X 1 Gbit/s predicted payload"] == pytest.approx(8.8)
+    results = {m.case: m.median for m in rows}
+    assert results["2x2 X 1 Gbit/s payload"] == pytest.approx(8)
+    assert results["2x2 X 1 Gbit/s predicted payload"] == pytest.approx(8.8)
     ratios = tables.ratios_of(rows)
     assert ratios["predicted_bytes_error"] == pytest.approx(0.1)
     assert ratios["predicted_time_error"] == pytest.approx(0.1)
@@ -77,35 +77,35 @@ def measured(case: str, **ms: float) -> list[Measured]:
 
 
 def test_ratios_are_of_the_worst_case():
-    found = measured("2x2 a", rows=10, pooled=20, auto=11, torchrec_x=30, torchrec_y=25)
-    found += measured("2x2 b", rows=40, pooled=20, auto=20, torchrec_x=36, torchrec_y=90)
-    found += measured("1x1 a", rows=50, torchrec_x=5)  # one rank exchanges nothing
-    ratios = tables.ratios_of(found)
+    result = measured("2x2 a", rows=10, pooled=20, auto=11, torchrec_x=30, torchrec_y=25)
+    result += measured("2x2 b", rows=40, pooled=20, auto=20, torchrec_x=36, torchrec_y=90)
+    result += measured("1x1 a", rows=50, torchrec_x=5)  # one rank exchanges nothing
+    ratios = tables.ratios_of(result)
     assert ratios["best_vs_torchrec_best"] == pytest.approx(1.8)
     assert ratios["best_vs_torchrec_best 2x2 a"] == pytest.approx(2.5)
     assert ratios["choice_within_of_best"] == pytest.approx(1.1)
 
 
 def test_a_lossy_codec_is_in_no_ratio():
-    found = measured("2x2 a", rows=10, rows_int8_lossy=1, auto=10, torchrec_x=30)
-    ratios = tables.ratios_of(found)
+    result = measured("2x2 a", rows=10, rows_int8_lossy=1, auto=10, torchrec_x=30)
+    ratios = tables.ratios_of(result)
     assert ratios["best_vs_torchrec_best"] == pytest.approx(3)
     assert ratios["choice_within_of_best"] == pytest.approx(1)
 
 
 def test_the_tables_print_without_peers_or_predictions():
     console = Console(file=io.StringIO(), width=200)
-    found = measured("1x1 a", rows=10) + measured("2x2 a", rows=20)
-    tables.print_case(console, found, "2x2 a")
+    actual = measured("1x1 a", rows=10) + measured("2x2 a", rows=20)
+    tables.print_case(console, actual, "2x2 a")
     machine = {
         "cpu": "c", "cores": 2, "threads": 1, "others_share": 0.0, "versions": {}, "batch_size": 100,
         "left_out": ["x: y"],
     }  # fmt: skip
-    result = {"ratios": tables.ratios_of(found), "machine": machine, "commit": "c"}
-    tables.print_result(console, found, result)
-    said = console.file.getvalue()
-    assert "left out: x: y" in said and "1 ranks on 1 hosts: rows 10,000" in said
-    assert "4 ranks on 2 hosts: rows 20,000" in said
+    result = {"ratios": tables.ratios_of(actual), "machine": machine, "commit": "c"}
+    tables.print_result(console, actual, result)
+    output = console.file.getvalue()
+    assert "left out: x: y" in output and "1 ranks on 1 hosts: rows 10,000" in output
+    assert "4 ranks on 2 hosts: rows 20,000" in output
 
 
 @pytest.mark.parametrize("workload", exchange.WORKLOADS, ids=lambda w: w.name)
@@ -132,15 +132,15 @@ class Answering:
     """Stands where a fleet stands."""
 
     def __init__(self, digests: dict[str, float], dies: str = "") -> None:
-        self.digests, self.dies, self.said = digests, dies, {}
+        self.digests, self.dies, self.message = digests, dies, {}
 
     def send(self, message: dict) -> None:
-        self.said = message
+        self.message = message
 
     def answers(self) -> list[dict]:
-        if self.said["system"] == self.dies:
+        if self.message["system"] == self.dies:
             raise BenchError("killed")
-        return block([1.0, 1.0], digest=self.digests[self.said["system"]])
+        return block([1.0, 1.0], digest=self.digests[self.message["system"]])
 
 
 def turns(**digests: float) -> list[race.Turn]:
@@ -157,22 +157,22 @@ def test_a_choice_that_is_one_of_the_systems_is_measured_as_that_one(same, tmp_p
     bench = race.Bench.__new__(race.Bench)
     bench.question, bench.extent = exchange.QUESTION, exchange.QUICK
     bench.console, bench.measured, bench.facts = Console(file=io.StringIO()), [], {}
-    bench.left_out, bench.broken, asked = [], set(), []
+    bench.left_out, bench.broken, requests = [], set(), []
 
     class Fleet(Answering):
         def answers(self) -> list[dict]:
-            if "plan" in self.said:
-                said = {"predicted": {}, "left_out": {}, "links": "", "chosen": "26 x rows"}
-                return [said | ({"same": same} if same else {})]
-            asked.append(self.said["system"])
-            return block([len(asked)] * 2)
+            if "plan" in self.message:
+                facts = {"predicted": {}, "left_out": {}, "links": "", "chosen": "26 x rows"}
+                return [facts | ({"same": same} if same else {})]
+            requests.append(self.message["system"])
+            return block([len(requests)] * 2)
 
     fleet = Fleet({})
     systems = [race.Turn("rows", fleet), race.Turn("pooled", fleet)]
     hosts = type("Hosts", (), {"shape": lambda *_: None})()
     bench.measure("1x2 a", systems, hosts, 2, (1.0,), lambda: None)
     steps = {m.system: m.values for m in bench.measured if m.case == "1x2 a 1 Gbit/s"}
-    assert (race.AUTO in asked) is (same is None)
+    assert (race.AUTO in requests) is (same is None)
     assert set(steps) == {"rows", "pooled", race.AUTO}
     assert (steps[race.AUTO] == steps["rows"]) is (same is not None)
 

@@ -49,14 +49,14 @@ def test_ids_are_as_skewed_as_said(skew: float) -> None:
     assert counts.shape == (3, num_rows), "ids are rows"
     weight = torch.arange(1, num_rows + 1, dtype=torch.float64) ** -skew
     expected = num * weight / weight.sum()
-    found = counts.sort(descending=True).values.double()
+    result = counts.sort(descending=True).values.double()
     if skew:
-        torch.testing.assert_close(found[:, :5], expected[:5].expand(3, 5), rtol=0.08, atol=0)
+        torch.testing.assert_close(result[:, :5], expected[:5].expand(3, 5), rtol=0.08, atol=0)
         hottest = counts.argsort(descending=True)[:, :4]
         assert len(set(hottest[:, 0].tolist())) == 3, "each table has frequent rows of its own"
         assert (hottest.sort().values.diff() > 1).all(), "frequent rows are no neighbours"
     else:
-        assert found.max() < 3 * num / num_rows
+        assert result.max() < 3 * num / num_rows
 
 
 def test_a_file_of_ids_is_the_same_for_every_system(tmp_path: Path) -> None:
@@ -82,9 +82,9 @@ def test_our_steps_are_torchs(workload: Workload, optimizer: str) -> None:
                 step(laps)
                 assert min(laps.seconds.values()) > 0, f"{system}: a phase that is never booked"
         for t, bag in enumerate(torchs.bags):
-            found = torch.empty_like(bag.weight.data)
-            native.dram.read(t, torch.arange(ROWS), found)
-            torch.testing.assert_close(found, bag.weight.data, rtol=1e-4, atol=1e-6)
+            result = torch.empty_like(bag.weight.data)
+            native.dram.read(t, torch.arange(ROWS), result)
+            torch.testing.assert_close(result, bag.weight.data, rtol=1e-4, atol=1e-6)
         assert not torch.equal(first, torchs.bags[3].weight), "the steps changed nothing"
 
 
@@ -126,7 +126,7 @@ def test_the_bare_loops_read_and_write_what_they_bound(
         8,
     )
     ids = next(batches(workload))
-    unique = [torch.unique(mine) for mine in ids]
+    unique = [torch.unique(own) for own in ids]
     sizes = torch.tensor([0, *map(len, unique)])
     batch = roofline.Lookup(
         ids.flatten().to(torch.int32), torch.cat(unique).to(torch.int32), sizes.cumsum(0)
@@ -137,7 +137,7 @@ def test_the_bare_loops_read_and_write_what_they_bound(
         workload.num_outputs, workload.lookups if workload.pooled else 1, out.values,
         out.feature_floats, out.row_floats, torch.ones_like(out.values),
     )  # fmt: skip
-    expected = torch.stack([weights[f, mine] for f, mine in enumerate(ids)])
+    expected = torch.stack([weights[f, own] for f, own in enumerate(ids)])
     if workload.pooled:
         expected = (
             expected.unflatten(1, (workload.batch_size, -1)).sum(2).transpose(0, 1).flatten(1)
@@ -148,24 +148,24 @@ def test_the_bare_loops_read_and_write_what_they_bound(
         out.values.fill_(torch.nan)
         loops.gather(rows, batch, task, setting)
         torch.testing.assert_close(out.values, expected)
-    kept = weights.clone(), states.clone()
+    retained = weights.clone(), states.clone()
     for setting in roofline.UPDATE_SETTINGS[::3]:
         loops.update(rows, batch, task, setting)
-        assert torch.equal(weights, kept[0]) and torch.equal(states, kept[1]), "times one"
+        assert torch.equal(weights, retained[0]) and torch.equal(states, retained[1]), "times one"
         assert task.sums[:2].sum() == task.gradients.numel(), "every gradient is read"
 
 
 def test_a_sweep_takes_the_fastest_and_never_one_batch_twice_in_a_row() -> None:
-    asked: list[tuple[str, roofline.Setting]] = []
+    requests: list[tuple[str, roofline.Setting]] = []
 
     def run(batch: str, setting: roofline.Setting) -> None:
-        asked.append((batch, setting))
+        requests.append((batch, setting))
         for _ in range(20_000 * (setting != (1, 16))):
             pass
 
     assert roofline.sweep(run, ["a", "b"], [(0, 0), (1, 8), (1, 16)]) == (1, 16)
-    assert len(asked) == 3 * roofline.SWEEPS
-    assert all(x[0] != y[0] for x, y in itertools.pairwise(asked))
+    assert len(requests) == 3 * roofline.SWEEPS
+    assert all(x[0] != y[0] for x, y in itertools.pairwise(requests))
 
 
 class Counting:
@@ -213,8 +213,8 @@ def test_a_set_opens_its_systems_and_frees_the_others(tmp_path: Path) -> None:
     files = {(w.name, "uniform"): (w, tmp_path) for w in kernels.WORKLOADS}
     figures = Figures()
     tables = Tables(10, 16, "sgd", 0.1)
-    for each in kernels.SETS:
-        kernels.measure_set(each, tables, workers, files, 1, figures)
+    for set_ in kernels.SETS:
+        kernels.measure_set(set_, tables, workers, files, 1, figures)
     opened: set[str] = set()
     for name, what in entries:
         opened = opened - {name} if what == "close" else opened | {name}
@@ -233,8 +233,8 @@ def test_without_fbgemm_the_rest_is_measured(tmp_path: Path) -> None:
     workers = {name: Diary(name, []) for name in ("colonnade", "torch")}
     files = {(w.name, "uniform"): (w, tmp_path) for w in kernels.WORKLOADS}
     figures = Figures()
-    for each in kernels.SETS:
-        kernels.measure_set(each, Tables(10, 16, "sgd", 0.1), workers, files, 1, figures)
+    for set_ in kernels.SETS:
+        kernels.measure_set(set_, Tables(10, 16, "sgd", 0.1), workers, files, 1, figures)
     assert {system for _, system in figures.seconds} == {"colonnade", "torch", "open", "roofline"}
 
 
@@ -272,7 +272,7 @@ def made_up() -> Figures:
 
 
 def test_ratios_mean_what_they_say() -> None:
-    found = ratios_of(made_up())
+    result = ratios_of(made_up())
     expected = {
         "forward_vs_fbgemm": 4.0,  # 2 and 8; sequences and other optimizers are apart
         "forward_vs_fbgemm_min": 2.0,
@@ -289,8 +289,8 @@ def test_ratios_mean_what_they_say() -> None:
         "sparse_samples_per_second": 4096 / 0.002,
         "sparse_samples_per_second_min": 4096 / 0.004,
     }
-    assert {name: found[name] for name in expected} == pytest.approx(expected)
-    assert {name.removesuffix("_min").removesuffix("_max") for name in found} == {
+    assert {name: result[name] for name in expected} == pytest.approx(expected)
+    assert {name.removesuffix("_min").removesuffix("_max") for name in result} == {
         ratio.name for ratio in RATIOS
     }
     assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0)

@@ -76,8 +76,8 @@ def test_draws_follow_the_law_also_beyond_its_head(skew: float) -> None:
     wanted = probabilities(n, skew)
     for first, last in ((0, 1), (1, 10), (10, 1000), (3000, 4096), (4096, 4200), (4200, n)):
         mass = wanted[first:last].sum()
-        found = np.mean((ranks >= first) & (ranks < last))
-        assert found == pytest.approx(mass, abs=5 * math.sqrt(mass / draws)), (first, last)
+        result = np.mean((ranks >= first) & (ranks < last))
+        assert result == pytest.approx(mass, abs=5 * math.sqrt(mass / draws)), (first, last)
     assert ranks.min() == 0 and ranks.max() < n
 
 
@@ -132,12 +132,14 @@ def naive_misses(stream: Stream, policy: str, capacity: int, lookahead: int) -> 
         by = {"lru": -age[row], "belady": -(age[row] + np.float32(first))}.get(policy, counts[row])
         return -float(by), float(age[row]), row
 
-    held = sorted(range(shape.num_rows), key=worth)[:capacity]
+    by_score = sorted(range(shape.num_rows), key=worth)[:capacity]
     if policy == "static":
-        kept = set(held)
-        return [sum(row not in kept for row in batch) for batch in batches]
+        retained = set(by_score)
+        return [sum(row not in retained for row in batch) for batch in batches]
     turn = count()
-    free = {row: (key(row, -1), next(turn)) for row in sorted(held, key=lambda r: (-age[r], -r))}
+    free = {
+        row: (key(row, -1), next(turn)) for row in sorted(by_score, key=lambda r: (-age[r], -r))
+    }
     pins: Counter[int] = Counter()
     now_key: dict[int, int] = {}
     misses, released = [], 0
@@ -190,9 +192,9 @@ def test_simulated_policies_are_the_naive_ones(
     out = tmp_path / "out"
     run = f"{policy}:{capacity}:{lookahead}"
     tier_programs.run([str(programs.policies), str(stream.folder), str(out), run])
-    found = tier_programs.read_misses(out)[run]
-    assert found == naive_misses(stream, policy, capacity, lookahead)
-    assert sum(found) > 100
+    result = tier_programs.read_misses(out)[run]
+    assert result == naive_misses(stream, policy, capacity, lookahead)
+    assert sum(result) > 100
 
 
 def test_belady_is_best_and_knowledge_helps(
@@ -356,10 +358,10 @@ def test_ratios_are_of_the_cases_they_name() -> None:
                                   "oracle": 0.298, "belady": 0.22}.items()
         ),
     ]  # fmt: skip
-    found = tiers.Found(raw=[tier_programs.Reads(88_000, 0.2)])
-    found.reader.append(tier_programs.Reads(80_000, 0.32))
-    found.add_commits(case, {tiers.PLAIN: [1.0, 2.0, 1.0], tiers.COMMITS: [1.02, 2.2, 1.03]})
-    ratios = tiers.ratios_of(measured, found, 2, 1.1)
+    result = tiers.Found(raw=[tier_programs.Reads(88_000, 0.2)])
+    result.reader.append(tier_programs.Reads(80_000, 0.32))
+    result.add_commits(case, {tiers.PLAIN: [1.0, 2.0, 1.0], tiers.COMMITS: [1.02, 2.2, 1.03]})
+    ratios = tiers.ratios_of(measured, result, 2, 1.1)
     assert ratios["throughput_of_all_dram_at_1_8"] == pytest.approx(0.92)
     assert ratios["throughput_of_all_dram_at_1_16_d16_skew_1_1"] == pytest.approx(0.8)
     # Device: 88,000 / 0.4 = 220,000; processor: 1 us + 0.4 * 4 us / 2 cores = 1.8 us: 556,000.
@@ -383,10 +385,10 @@ def test_what_ratios_need_is_found_in_a_files_rows() -> None:
         Measured(case + tiers.COMMITS, "colonnade 1/8", "samples/s", [80.0, 40.0]),
         Measured(case + tiers.WRITES, "colonnade", "of_bytes", [1.5]),
     ]
-    found = tiers.Found.of_measured(measured, {case: 1000})
-    assert found.reader == reads and found.raw == device
-    assert found.commit_slowdowns == pytest.approx([1.25])
-    assert found.writes == [{"of_bytes": 1.5}] and found.model_bytes == {case: 1000}
+    result = tiers.Found.of_measured(measured, {case: 1000})
+    assert result.reader == reads and result.raw == device
+    assert result.commit_slowdowns == pytest.approx([1.25])
+    assert result.writes == [{"of_bytes": 1.5}] and result.model_bytes == {case: 1000}
 
 
 def test_nodes_are_the_larger_of_capacity_and_throughput() -> None:
