@@ -148,7 +148,7 @@ def test_long_texts_and_lists_take_no_long_time():
 
 
 def test_values_that_json_may_have():
-    """What Python's parser makes of texts that other parsers refuse."""
+    """Results of Python's parser for texts that other parsers refuse."""
     encoder = build("csv")
     for text, is_good in (
         ('{"score": NaN}', False), ('{"score": 1e400}', False), ('{"score": -Infinity}', False),

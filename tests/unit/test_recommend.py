@@ -154,12 +154,12 @@ def test_best_items_are_a_full_sort_without_those_taken(towers, data):
         )
         assert (best.items[0], best.scores[0]) == full_sort(predictor, USER, {0, 2, 4}, 5)
         # A user whom the training data does not have is known by its own columns alone.
-        some = [USER, {"user": 0, "history": []}, {"user": 3, "history": None}]
-        together = recommender.recommend(some, 7, exclude=[[0], [], [2]])
+        subset = [USER, {"user": 0, "history": []}, {"user": 3, "history": None}]
+        together = recommender.recommend(subset, 7, exclude=[[0], [], [2]])
         assert [len(items) for items in together.items] == [7, 7, 7]
         assert not taken_by(data, 0) & {*together.items[1]}
-        assert recommender.recommend(some, 7, exclude=[[0], [], [2]]) is not together
-        assert recommender.recommend(some, 7, exclude=[[0], [], [2]]).items == together.items
+        assert recommender.recommend(subset, 7, exclude=[[0], [], [2]]) is not together
+        assert recommender.recommend(subset, 7, exclude=[[0], [], [2]]).items == together.items
 
 
 def test_recommendations_have_the_recall_of_evaluation(data, tmp_path):
