@@ -197,7 +197,8 @@ class RawColumn:
             return str(value - 2**64 if wraps else value)
         assert isinstance(value, float)
         if self.kind == "number" and rules.has_float32:
-            value = float(np.float32(value))
+            with np.errstate(over="ignore"):
+                value = float(np.float32(value))
         if self.kind == "number" and not rules.has_fractions:
             if not value.is_integer():
                 raise self._build_error(row, value)
