@@ -99,17 +99,17 @@ bool is_within(std::span<const std::int32_t> order, std::int64_t first, std::int
   return !strangers;
 }
 
-Divisor divisor_of(Pooling pooling) {
+}  // namespace
+
+Divisor divisor_of(Pooling pooling) noexcept {
   return pooling == Pooling::mean ? Divisor::n : pooling == Pooling::sqrtn ? Divisor::sqrt_n : Divisor::one;
 }
 
-Rounding rounding_to(Dtype dtype) {
+Rounding rounding_to(Dtype dtype) noexcept {
   return dtype == Dtype::bfloat16  ? Rounding::bfloat16
          : dtype == Dtype::float16 ? Rounding::float16
                                    : Rounding::none;
 }
-
-}  // namespace
 
 void pool(const Lookups& lookups, std::span<const std::uint32_t> index, const Reads& reads,
           const PoolPlaces& places, Dtype dtype, Dtype out_dtype, std::span<const std::int32_t> order) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <span>
 
+#include "kernels/kernels.h"
 #include "lookups.h"
 #include "parts.h"
 #include "scalar.h"
@@ -24,6 +25,9 @@ struct PoolPlaces {
 // are the same.
 void pool(const Lookups& lookups, std::span<const std::uint32_t> index, const Reads& reads,
           const PoolPlaces& places, Dtype dtype, Dtype out_dtype, std::span<const std::int32_t> order = {});
+
+Divisor divisor_of(Pooling pooling) noexcept;
+Rounding rounding_to(Dtype dtype) noexcept;  // of outputs of this dtype
 
 bool all_finite(const void* values, std::int64_t n, Dtype dtype);
 

@@ -169,6 +169,7 @@ void bind_update(nb::module_& m);
 void bind_files(nb::module_& m);
 void bind_interaction(nb::module_& m);
 void bind_log(nb::module_& m);
+void bind_mapped_rows(nb::module_& m);
 void bind_packing(nb::module_& m);
 void bind_pending(nb::module_& m);
 

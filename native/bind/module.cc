@@ -76,6 +76,7 @@ NB_MODULE(_native, m) {
   bind_files(m);
   bind_interaction(m);
   bind_log(m);
+  bind_mapped_rows(m);
   bind_packing(m);
   bind_pending(m);
   bind_bags(m);

@@ -92,12 +92,19 @@ struct Made : nb::ndarray<nb::pytorch, T> {
   Made(void* data, std::initializer_list<size_t> shape, nb::handle owner) : Base(data, shape, owner) {}
 };
 
+// Likewise, of a dtype that is known when the program runs.
+struct MadeOfDtype : nb::ndarray<nb::pytorch> {
+  using Base = nb::ndarray<nb::pytorch>;
+  MadeOfDtype(void* data, std::initializer_list<size_t> shape, nb::handle owner, nb::dlpack::dtype dtype)
+      : Base(data, shape, owner, {}, dtype) {}
+};
+
 // Return the same as a Python object; null if torch is not available.
-template <class T>
-nb::object given(const Made<T>& made) noexcept {
+template <class Array>
+nb::object given(const Array& made) noexcept {
   struct Held {
     ManagedTensor managed;
-    typename Made<T>::Base array;
+    typename Array::Base array;
   };
   const TensorExchange* const exchange = torch_tensors().exchange;
   if (!exchange) return {};
@@ -142,18 +149,22 @@ struct type_caster<colonnade::In> : array_caster<colonnade::In> {};
 template <>
 struct type_caster<colonnade::Out> : array_caster<colonnade::Out> {};
 
-template <class T>
-struct type_caster<colonnade::Made<T>> {
-  using Base = make_caster<typename colonnade::Made<T>::Base>;
-  using Value = colonnade::Made<T>;
+template <class Array>
+struct made_caster {
+  using Base = make_caster<typename Array::Base>;
+  using Value = Array;
   static constexpr auto Name = Base::Name;
   template <class>
   using Cast = Value;
 
-  static handle from_cpp(const colonnade::Made<T>& made, rv_policy policy, cleanup_list* cleanup) noexcept {
+  static handle from_cpp(const Array& made, rv_policy policy, cleanup_list* cleanup) noexcept {
     object tensor = colonnade::given(made);
     return tensor.is_valid() ? tensor.release() : Base::from_cpp(made, policy, cleanup);
   }
 };
+template <class T>
+struct type_caster<colonnade::Made<T>> : made_caster<colonnade::Made<T>> {};
+template <>
+struct type_caster<colonnade::MadeOfDtype> : made_caster<colonnade::MadeOfDtype> {};
 
 }  // namespace nanobind::detail

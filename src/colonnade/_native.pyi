@@ -606,6 +606,51 @@ def unchecked_blocks(
     """Return the unchecked blocks, at most 256 and each once, that contain rows at begin + slot * stride of a file.
     Only slots < num_rows count."""
 
+class MappedTable:
+    """Rows of one table in mapped memory, and the index from id to slot. Holds the arrays that it gets."""
+
+    def __init__(
+        self,
+        num_ids: int,  # size of the vocabulary; 0: any id
+        num_rows: int,  # of the file
+        slots_by_id: Array | None,  # (num_ids,) int32, -1: absent
+        hashed: RowIndex
+        | None,  # alternative, id -> slot; neither: the file has all ids of the vocabulary
+        stride: int,  # bytes of a row
+        begin: int,  # byte of the file where row 0 is
+        block_bytes: int,  # of the file's blocks: a power of two
+        checked: Array,  # (blocks of the file,) uint8, 1: was compared with its checksum; changes are seen
+    ) -> None: ...
+    def set_base(self, address: int) -> None:
+        """Set the address of slot 0; 0: the rows are not mapped, and reads return None."""
+    def set_newer(self, index: RowIndex | None) -> None:
+        """Set the index id -> slot of rows that differ from the file; 1 << 40: the row has its first value again."""
+
+class MappedReader:
+    """Reader of a declaration's features in mapped tables: pools a batch in one call. Any thread may use it."""
+
+    def __init__(
+        self,
+        kind: type,  # of a feature's ids, with attributes values, offsets and weights
+        names: list[str],  # (C,) feature of each column of lookups
+        tables: Array,  # (C,) int32
+        poolings: Array,  # (C,) uint8, as in Lookups
+        reads: Array,  # (R, 5) int64: column of lookups, first element in a row, dim, output, first column there
+        widths: Array,  # (O,) int64: columns of each output
+        dtype: str,
+        output: str,
+    ) -> None: ...
+    def read(
+        self,
+        tables: list[MappedTable],
+        births: Dram,  # has the first values of absent rows
+        ids: Any,  # mapping of feature names to ids
+        size: int,
+        is_sharing: bool,  # a feature with one sample has it for all samples
+    ) -> list[Array] | None:
+        """Return the outputs, (rows, width) each, with the bits of `pool`. None if anything is invalid, absent or
+        unusual: ids outside a vocabulary, another type of tensor, a block that was not checked yet."""
+
 class RowIndex:
     """Open-addressing hash map from int64 to uint64 with batched operations. Not thread-safe."""
 

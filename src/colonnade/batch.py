@@ -7,7 +7,7 @@ Legend: B samples, n dense columns, E lookups of one feature.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -38,6 +38,73 @@ class Ids:
         """Sample that each id belongs to, (E,) int64."""
         counts = self.counts
         return torch.repeat_interleave(torch.arange(len(counts)), counts)
+
+
+class SharedIds(Mapping[str, Ids]):
+    """Ids of a batch by feature, where a feature may have one sample that all samples share.
+
+    `compact` has the ids as they came. Items have copies for all samples, made when they are read.
+    """
+
+    def __init__(self, compact: Mapping[str, Ids], size: int) -> None:
+        self.compact, self.size = compact, size
+        self._copies: dict[str, Ids] = {}
+
+    def has_one_sample(self, feature: str) -> bool:
+        """Return whether all samples share the ids of a feature."""
+        return has_one_sample(self.compact.get(feature))
+
+    def __getitem__(self, feature: str) -> Ids:
+        ids = self.compact[feature]
+        if not has_one_sample(ids):
+            return ids
+        if feature not in self._copies:
+            self._copies[feature] = repeat_sample(ids, self.size)
+        return self._copies[feature]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.compact)
+
+    def __len__(self) -> int:
+        return len(self.compact)
+
+
+def has_one_sample(ids: object) -> bool:
+    """Return whether these are valid ids of a single sample, apart from their weights."""
+    if not isinstance(ids, Ids) or not isinstance(ids.values, Tensor) or ids.values.dim() != 1:
+        return False
+    if ids.offsets is None:
+        return ids.values.numel() == 1
+    return (
+        isinstance(ids.offsets, Tensor)
+        and ids.offsets.dtype == torch.int64
+        and tuple(ids.offsets.shape) == (2,)
+        and ids.offsets.tolist() == [0, ids.values.numel()]
+    )
+
+
+def repeat_sample(ids: Ids, size: int) -> Ids:
+    """Return `size` copies of the ids of one sample."""
+    offsets = None if ids.offsets is None else torch.arange(size + 1) * ids.values.numel()
+    weights = ids.weights
+    if isinstance(weights, Tensor) and not weights.requires_grad:  # others are refused as they are
+        weights = weights.repeat(size)
+    return Ids(ids.values.repeat(size), offsets, weights)
+
+
+def share_samples(batch: Batch) -> Batch:
+    """Return a batch whose features and dense columns with one sample, if any, are shared by all its samples."""
+    if batch.size == 1:
+        return batch
+    dense = batch.dense
+    if dense.dim() == 2 and len(dense) == 1:
+        dense = dense.repeat(batch.size, 1)
+    ids = batch.ids
+    if any(has_one_sample(feature_ids) for feature_ids in ids.values()):
+        ids = SharedIds(ids, batch.size)
+    if dense is batch.dense and ids is batch.ids:
+        return batch
+    return replace(batch, dense=dense, ids=ids)
 
 
 @dataclass(slots=True)

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from colonnade import _native
-from colonnade.batch import Batch
+from colonnade.batch import Batch, Ids, SharedIds
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import IdRangeError
 from colonnade.lookup.kernels import NativeKernels
 from colonnade.lookup.layout import (
     EmbeddingDeclaration,
+    LookupColumns,
+    Output,
     build_lookup_columns,
     collect_lookups,
     explain_range_error,
@@ -30,7 +32,7 @@ from colonnade.lookup.views import Slices
 from colonnade.store.contract import Rows, RowView
 from colonnade.store.dram import DramStore
 from colonnade.store.hbm import HbmStore
-from colonnade.store.mapped import MappedRows
+from colonnade.store.mapped import HAS_READER, MappedRows
 from colonnade.store.policies import RowPolicy, RowRetention
 from colonnade.table import CLOCK_BYTES, Table
 from colonnade.topology.sharding import Shard
@@ -135,10 +137,24 @@ class MappedLookup:
         )
         self.table_rows = torch.tensor([table.rows or 0 for table in declaration.tables])
         self.kernels = NativeKernels(declaration, self.lookup_columns, self.outputs, 1)
+        self.reader = (
+            build_reader(declaration, self.lookup_columns, self.outputs) if HAS_READER else None
+        )
 
     def read(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
         """Return the same outputs as `Exchange.values`. Raises IdRangeError and DataError as training does, and
         CorruptionError and StorageError where a file of rows is damaged."""
+        ids, is_sharing = batch.ids, isinstance(batch.ids, SharedIds)
+        if isinstance(ids, SharedIds):
+            ids = ids.compact
+        pooled = self.rows.read(self.reader, ids, batch.size, is_sharing=is_sharing)
+        if pooled is None:
+            pooled = self.read_checked(batch)
+        self.rows.check_damage()
+        return build_outputs(self.declaration, self.outputs, pooled, device, batch.dense)
+
+    def read_checked(self, batch: Batch) -> list[Tensor]:
+        """Return the pooled outputs, step by step: check ids, tensors and blocks of files, and name what is invalid."""
         lookups = collect_lookups(batch, self.declaration, self.lookup_columns)
         try:
             slots = self.rows.find_slots(
@@ -152,6 +168,26 @@ class MappedLookup:
                 features = self.lookup_columns.features
                 raise explain_range_error(error, self.declaration, features) from None
             raise
-        pooled = self.kernels.pool(lookups, (*self.rows.addresses_and_strides(), slots, None))
-        self.rows.check_damage()
-        return build_outputs(self.declaration, self.outputs, pooled, device, batch.dense)
+        return self.kernels.pool(lookups, (*self.rows.addresses_and_strides(), slots, None))
+
+
+def build_reader(
+    declaration: EmbeddingDeclaration, lookup_columns: LookupColumns, outputs: Sequence[Output]
+) -> _native.MappedReader:
+    """Build the native reader of a declaration's outputs in mapped tables."""
+    columns = [(i, column) for i, output in enumerate(outputs) for column in output.columns]
+    parts = [(c, declaration.parts[p][1]) for c, p in lookup_columns.reads]
+    reads = [
+        (c, part.column, part.dim, *output_column)
+        for (c, part), output_column in zip(parts, columns, strict=True)
+    ]
+    return _native.MappedReader(
+        Ids,
+        [declaration.features[f].name for f in lookup_columns.features],
+        lookup_columns.tables,
+        lookup_columns.poolings,
+        torch.tensor(reads, dtype=torch.int64),
+        torch.tensor([output.width for output in outputs], dtype=torch.int64),
+        declaration.tables[0].dtype,
+        declaration.output,
+    )

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colonnade.batch import Batch, Ids
+from colonnade.batch import Batch, Ids, SharedIds
 from colonnade.data.counter import mix64, stream_key
 from colonnade.errors import ConfigError
 from colonnade.lookup.layout import EmbeddingDeclaration, get_checked_ids
@@ -56,14 +56,19 @@ def hash_ids(batch: Batch, declaration: EmbeddingDeclaration) -> Batch:
     stacks = hashed_tables_by_feature(declaration)
     if not stacks:
         return batch
-    ids, next_use = dict(batch.ids), None if batch.next_use is None else dict(batch.next_use)
+    shared = batch.ids if isinstance(batch.ids, SharedIds) else None
+    ids = dict(batch.ids if shared is None else shared.compact)
+    next_use = None if batch.next_use is None else dict(batch.next_use)
     for feature in declaration.features:
         if feature.name not in stacks:
             continue
         table = stacks[feature.name]
-        column = get_checked_ids(batch, feature, declaration.compute_dtype)
+        is_shared = shared is not None and shared.has_one_sample(feature.name)
+        size = 1 if is_shared else batch.size
+        checked_batch = batch if shared is None else replace(batch, size=size, ids=ids)
+        column = get_checked_ids(checked_batch, feature, declaration.compute_dtype)
         rows, hashes = stacked_rows(table, column.values), int(table.hashes or 1)
-        starts = torch.arange(batch.size + 1) if column.offsets is None else column.offsets
+        starts = torch.arange(size + 1) if column.offsets is None else column.offsets
         weights = column.weights
         # Pooling divides by the number of rows, and must divide by the number of ids.
         factor = {"mean": float(hashes), "sqrtn": math.sqrt(hashes)}.get(feature.pooling, 1.0)
@@ -74,7 +79,8 @@ def hash_ids(batch: Batch, declaration: EmbeddingDeclaration) -> Batch:
         ids[feature.name] = Ids(rows.flatten(), starts * hashes, weights)
         if next_use is not None and (codes := next_use.get(feature.name)) is not None:
             next_use[feature.name] = codes.repeat_interleave(hashes)
-    return replace(batch, ids=ids, next_use=next_use)
+    hashed_ids = ids if shared is None else SharedIds(ids, batch.size)
+    return replace(batch, ids=hashed_ids, next_use=next_use)
 
 
 def sum_hashed_rows(outputs: Mapping[str, Tensor], hashes: Mapping[str, int]) -> dict[str, Tensor]:

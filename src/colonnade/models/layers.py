@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Linear, ReLU
 
 from colonnade.interaction import FieldsLinear
 from colonnade.ops.interaction import cross
@@ -41,15 +42,16 @@ class MLP(nn.Sequential):
     """
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        layers = list(self)
+        layers = [*self._modules.values(), None]
         is_fused_relu = False  # `layer` was evaluated with the layer before it
-        for layer, next_layer in zip(layers, [*layers[1:], None], strict=False):
+        for layer, next_layer in pairwise(layers):
             if is_fused_relu:
                 is_fused_relu = False
-            elif type(layer) is nn.Linear:
-                is_fused_relu = type(next_layer) is nn.ReLU
+            elif type(layer) is Linear:
+                is_fused_relu = type(next_layer) is ReLU
                 x = linear(x, layer.weight, layer.bias, relu=is_fused_relu)
             else:
+                assert layer is not None
                 x = layer(x)
         return x
 

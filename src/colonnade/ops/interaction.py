@@ -52,19 +52,18 @@ def pairwise_dot(vectors: Sequence[Tensor], *, dim: int, included: Sequence[int]
     ValueError for shapes that disagree.
     """
     views = _view_vectors(vectors, dim)
+    is_native = _is_native(views)
+    if is_native and _can_skip_dispatch():
+        return _native_pairwise_dot(views, included)  # the core checks `included`, too
     indices = [int(v) for v in included]
     num_vectors = sum(view.shape[1] for view in views)
     if len(set(indices)) < len(indices) or not all(0 <= v < num_vectors for v in indices):
         raise ValueError(
             f"included: got {indices}, wanted different numbers in 0 .. {num_vectors - 1}"
         )
-    if not _is_native(views):
+    if not is_native:
         return plain_pairwise_dot(views, indices)
-    return (
-        _native_pairwise_dot(views, indices)
-        if _can_skip_dispatch()
-        else torch.ops.colonnade.pairwise_dot(views, indices)
-    )
+    return torch.ops.colonnade.pairwise_dot(views, indices)
 
 
 def fm(vectors: Sequence[Tensor], *, dim: int) -> Tensor:
@@ -106,6 +105,8 @@ def _can_skip_dispatch() -> bool:
 
 def _promote(tensors: Sequence[Tensor]) -> list[Tensor]:
     dtype = tensors[0].dtype
+    if all(tensor.dtype == dtype for tensor in tensors):
+        return list(tensors)
     for tensor in tensors[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
     return [tensor.to(dtype) for tensor in tensors]
@@ -121,7 +122,7 @@ def _view_vectors(vectors: Sequence[Tensor], dim: int) -> list[Tensor]:
     for i, tensor in enumerate(_promote(vectors)):
         view = tensor
         if tensor.dim() == 2 and dim > 0 and tensor.shape[1] % dim == 0:
-            view = tensor.unflatten(1, (tensor.shape[1] // dim, dim))
+            view = tensor.view(tensor.shape[0], tensor.shape[1] // dim, dim)
         if view.dim() != 3 or view.shape[2] != dim or view.shape[0] != vectors[0].shape[0]:
             raise ValueError(
                 f"vectors[{i}]: got {tuple(tensor.shape)}, wanted ({vectors[0].shape[0]}, k * {dim})"
@@ -139,6 +140,8 @@ def _is_native(tensors: Sequence[Tensor]) -> bool:
 
 def _prepare_vectors(vectors: Sequence[Tensor]) -> list[Tensor]:
     """Prepare vectors for the core: detached, elements of a vector contiguous."""
+    if torch.is_inference_mode_enabled() and all(v.stride(2) == 1 for v in vectors):
+        return list(vectors)  # nothing records them
     return [
         v.detach() if v.stride(2) == 1 or v.shape[2] == 1 else v.detach().contiguous()
         for v in vectors

@@ -43,21 +43,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool = False
     is_plain = (
         not ONEDNN
         or torch.compiler.is_compiling()
+        or x.shape[0] < MIN_ROWS
+        or weight.numel() < MIN_WEIGHTS
         or x.device.type != "cpu"
         or not x.dtype == weight.dtype == torch.float32
         or x.dim() != 2
         or weight.dim() != 2
         or (bias is not None and (bias.dtype != torch.float32 or bias.shape != weight.shape[:1]))
         or x.shape[1] != weight.shape[1]
-        or weight.numel() < MIN_WEIGHTS
-        or len(x) < MIN_ROWS
         or torch.is_autocast_enabled("cpu")
     )
     if is_plain:
         y = torch_linear(x, weight, bias)
-        return y.relu() if relu else y
+        if not relu:
+            return y
+        return y.relu() if torch.is_grad_enabled() else y.relu_()
     if not _is_stack_checked:
         install_signal_stack()
+    if not torch.is_grad_enabled():  # nothing to record
+        y = _multiply(x, weight, bias)
+        return y.relu_() if relu else y
     product = _Product.apply(x, weight.detach(), None if bias is None else bias.detach())
     return _Layer.apply(product, x, weight, bias, relu)
 
@@ -87,15 +92,21 @@ def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> 
     return y.relu() if relu else y
 
 
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    bias = None if bias is None else bias.contiguous()
+    return torch.ops.mkldnn._linear_pointwise(
+        x.contiguous(), weight.contiguous(), bias, "none", [], ""
+    )
+
+
 class _Product(torch.autograd.Function):
     """Product of x and weight, plus bias. Its backward computes the gradient of x alone."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight = weight.contiguous()
-        bias = None if bias is None else bias.contiguous()
         ctx.save_for_backward(weight)
-        return torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, bias, "none", [], "")
+        return _multiply(x, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

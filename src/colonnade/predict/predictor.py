@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from colonnade.batch import Batch
+from colonnade.batch import Batch, share_samples
 from colonnade.checkpoint.fingerprint import dense_weights, load_dense
 from colonnade.config.run import RunConfig, build_config
 from colonnade.data.contract import Schema
@@ -169,9 +169,11 @@ class Predictor:
         """Error of the last refresh by `follow`, or damage detected in the background; None: neither."""
         return self._failure or self.rows.problem
 
-    @torch.inference_mode()
     def __call__(self, batch: Batch) -> Tensor:
         """Predict a batch: probabilities (B, T) float64, or what the model's own `objective.predict` returns.
+
+        A feature may have the ids of one sample, and dense be (1, n): all samples share them, and rows are looked up
+        once. Scores have the bits of the batch with copies.
 
         Raises IdRangeError or DataError for an invalid batch, CorruptionError or StorageError for a damaged file of
         rows, ConfigError for a model without predictions, such as a retrieval model."""
@@ -182,13 +184,13 @@ class Predictor:
                 f"{type(self.model).__name__}'s objective {type(objective).__name__} has no `predict`; give it "
                 "predict(model, batch), or use predictor.model"
             )
-        with self._lock:
+        with self._lock, torch.inference_mode():
             if self._torn is not None:
                 raise StorageError(
                     f"{self.folder}: got a checkpoint that was loaded only in part ({self._torn}), so nothing "
                     "is scored; refresh loads it again, or open a new predictor"
                 )
-            return predict(self.model, batch)
+            return predict(self.model, share_samples(batch))
 
     def scores(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
         """Yield each batch and its probabilities, in order. A thread reads the next batches meanwhile; close the

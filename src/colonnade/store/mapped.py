@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from colonnade import _native
+from colonnade.batch import Ids
 from colonnade.errors import ConfigError, CorruptionError, StorageError
-from colonnade.store.checksums import AGAIN, FileChecksums, Scrub
+from colonnade.store.checksums import AGAIN, BLOCK_BYTES, FileChecksums, Scrub
 from colonnade.store.disk import FileMapping
 from colonnade.store.dram import open_dram
 from colonnade.store.row_file import RowFile, open_row_file
@@ -28,14 +29,17 @@ from colonnade.table import Table
 
 SPARSE = 16
 """Rows of a vocabulary for each exported row, above which a table is indexed by hash."""
+HAS_READER = hasattr(_native, "MappedReader")  # False: the extension is older than this file
 GONE = 1 << 40  # instead of a slot: a row of the file that was deleted
 
 
 class MappedRows:
     """Mapped rows of all tables of an exported model. One thread at a time. Built by `open_mapped`."""
 
-    def __init__(self, tables: Sequence[MappedTable]) -> None:
+    def __init__(self, tables: Sequence[MappedTable], initialiser: _native.Dram) -> None:
         self.tables = tuple(tables)
+        self._initialiser = initialiser
+        self._native_tables = [table.native for table in tables if table.native is not None]
         self._num_damaged = 0  # mappings of this process known as damaged, none of these tables
         self._scrub: Scrub | None = None
         self._failure: CorruptionError | None = None  # of a mapping
@@ -62,6 +66,25 @@ class MappedRows:
             positions = np.concatenate(parts)
             slots[positions] = self.tables[t].initialise(lookups[positions])
         return torch.from_numpy(slots)
+
+    def read(
+        self,
+        reader: _native.MappedReader | None,
+        ids: Mapping[str, Ids],
+        size: int,
+        *,
+        is_sharing: bool,
+    ) -> list[Tensor] | None:
+        """Look up a batch's features and pool them in one native call. Return the reader's outputs; None if an id, a
+        tensor or a row is invalid, or a row's block was not checked yet: `find_slots` then says what, or checks it.
+
+        is_sharing: a feature with one sample has it for all samples. Raises ConfigError once the rows are closed.
+        """
+        self._check_open()
+        if reader is None:
+            return None
+        _native.handle_faults()  # other libraries may have installed their handlers meanwhile
+        return reader.read(self._native_tables, self._initialiser, ids, size, is_sharing)
 
     def addresses_and_strides(self) -> tuple[Tensor, Tensor]:
         """Return the address of slot 0 and the bytes between slots, (T,) each. Valid until the next `find_slots`."""
@@ -114,6 +137,7 @@ class MappedRows:
         self._check_open()
         self._unmap()
         self.tables, self._scrub, self._failure = other.tables, other._scrub, None
+        self._initialiser, self._native_tables = other._initialiser, other._native_tables
 
     def close(self) -> None:
         """Unmap the files; later reads are refused."""
@@ -147,6 +171,12 @@ class MappedTable:
         # id -> slot, or GONE, of rows that differ from the file
         self._newer: _native.RowIndex | None = None
         self._num_newer = 0
+        self.native: _native.MappedTable | None = None
+        if HAS_READER:
+            self.native = _native.MappedTable(
+                self.table.rows or 0, file.num_rows, self.index.slots_by_id, self.index.hashed, file.stride,
+                file.weights_begin, BLOCK_BYTES, file.file.checked,
+            )  # fmt: skip
 
     def find_slots(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Fill slots (E,); returns the positions of ids that have no row. Raises CorruptionError, StorageError if a row
@@ -184,6 +214,8 @@ class MappedTable:
         """
         if self._newer is None:
             self._newer = _native.RowIndex()
+            if self.native is not None:
+                self.native.set_newer(self._newer)
         slots = np.empty(len(ids), np.int64)
         self._newer.get(ids, slots)
         new = np.flatnonzero((slots == -1) | (slots == GONE))
@@ -203,6 +235,8 @@ class MappedTable:
         newer = self._mapping.rows_behind(0, self._num_newer).copy() if self._num_newer else None
         self._capacity, self._room = capacity, self._room if room is None else room
         self.base = self._mapping.remap(self._room + capacity)
+        if self.native is not None:
+            self.native.set_base(self.base)
         if newer is not None:
             self._mapping.rows_behind(0, self._num_newer)[:] = newer
 
@@ -212,6 +246,8 @@ class MappedTable:
         return self._mapping.is_damaged
 
     def close(self) -> None:
+        if self.native is not None:
+            self.native.set_base(0)
         self._mapping.close()
 
 
@@ -223,18 +259,18 @@ class SlotIndex:
         self.rows = file.table.rows
         # Ids ascend and are in range, so they are then 0 .. rows - 1.
         self.is_all = self.rows == file.num_rows
-        self._direct: np.ndarray | None = None
-        self._hashed: _native.RowIndex | None = None
+        self.slots_by_id: np.ndarray | None = None
+        self.hashed: _native.RowIndex | None = None
         if self.rows is not None and self.rows <= SPARSE * file.num_rows + (1 << 16):
-            self._direct = None if self.is_all else np.full(self.rows, -1, np.int32)
+            self.slots_by_id = None if self.is_all else np.full(self.rows, -1, np.int32)
         else:
-            self._hashed = _native.RowIndex()
+            self.hashed = _native.RowIndex()
         first = 0
         for ids in file.ids():
-            if self._direct is not None:
-                self._direct[ids] = np.arange(first, first + len(ids), dtype=np.int32)
-            elif self._hashed is not None:
-                self._hashed.put(ids, np.arange(first, first + len(ids), dtype=np.int64))
+            if self.slots_by_id is not None:
+                self.slots_by_id[ids] = np.arange(first, first + len(ids), dtype=np.int32)
+            elif self.hashed is not None:
+                self.hashed.put(ids, np.arange(first, first + len(ids), dtype=np.int64))
             first += len(ids)
 
     def get(self, ids: np.ndarray, slots: np.ndarray) -> None:
@@ -245,12 +281,12 @@ class SlotIndex:
             raise IndexError("an id is outside its vocabulary table")
         if self.is_all:
             slots[:] = ids
-        elif self._direct is not None:
-            np.take(self._direct, ids, out=slots, mode="clip")
+        elif self.slots_by_id is not None:
+            np.take(self.slots_by_id, ids, out=slots, mode="clip")
         else:
-            assert self._hashed is not None
+            assert self.hashed is not None
             row_numbers = np.empty(len(ids), np.int64)
-            self._hashed.get(ids, row_numbers)
+            self.hashed.get(ids, row_numbers)
             slots[:] = row_numbers
 
 
@@ -320,4 +356,4 @@ def open_mapped(
     mapped = [MappedTable(t, file, initialiser) for t, file in enumerate(opened)]
     for table in mapped:
         table.reserve(0)
-    return MappedRows(mapped)
+    return MappedRows(mapped, initialiser)
