@@ -207,7 +207,7 @@ def test_two_models_are_not_mixed_up(tmp_path):
         with pytest.raises(CheckpointError, match="wanted run"):
             predictor.refresh()
         assert predictor.step == 4
-    with pytest.raises(ConfigError, match="leave --at out"):
+    with pytest.raises(CheckpointError, match="wanted one that is published still: none"):
         Predictor.open(published, at=4)
     export_run(tmp_path / "one", tmp_path / "export")
     with Predictor.open(tmp_path / "export") as predictor:

@@ -31,6 +31,7 @@ from colonnade.publish.delivery import (
     Subscriber,
     copy_publication,
     find_newest_base,
+    find_published_step,
     invalidate_copy,
     is_url,
     open_location,
@@ -66,11 +67,12 @@ class Predictor:
         config: RunConfig | None,
         step: int,
         folder: Path,
+        run: str = "",
         is_full: bool = False,
     ) -> None:
         self.model, self.rows = model, rows
         self.schema, self.config = schema, config
-        self.step, self.folder = step, folder
+        self.step, self.folder, self.run = step, folder, run
         self.num_failures = 0
         """Number of failed refreshes by `follow` since the predictor was opened."""
         self._is_full = is_full
@@ -96,8 +98,9 @@ class Predictor:
         """Open an exported folder, a run folder, or a folder or URL that a run publishes to.
 
         A run folder's checkpoint is exported to RUN/serving the first time. `at`: its step, "best" or "last"; None: the
-        best if there is a validation part, else the last. A publication is opened at its newest checkpoint. `copy`: for
-        a URL, the folder on this host that it is copied to; other predictors may open and follow that folder.
+        best if there is a validation part, else the last. A publication is opened at its newest checkpoint, or `at` an
+        older step that it still has files of, and then stays there. `copy`: for a URL, the folder on this host that it
+        is copied to; other predictors may open and follow that folder.
 
         `model`: your own network, not yet used; default: built from the run's configuration.
         `verify`: "full" reads every byte before anything is scored; "lazy" checks lengths, ids and dense weights now,
@@ -130,12 +133,12 @@ class Predictor:
         at: int | str | None,
         is_full: bool,
     ) -> Predictor:
-        subscriber = None
-        if (path / CURRENT).exists():
-            if at is not None:
-                raise ConfigError(
-                    f"{path} is a publication and has the newest checkpoint only; leave --at out"
-                )
+        subscriber, last_number = None, 0
+        if (path / CURRENT).exists() and at is not None:
+            current, base, last_number = find_published_step(path, _parse_published_step(path, at))
+            folder = folder_inside(path, base.folder)
+            subscriber = Subscriber(path, current.run, base)
+        elif (path / CURRENT).exists():
             folder, current = find_newest_base(path)
             subscriber = Subscriber(path, current.run, current.bases[-1], source)
         else:
@@ -152,11 +155,13 @@ class Predictor:
         model.eval().requires_grad_(False)
         predictor = cls(
             model, rows, schema=export.schema, config=config, step=export.step, folder=folder,
-            is_full=is_full,
+            run=export.run, is_full=is_full,
         )  # fmt: skip
-        if subscriber is not None:
+        if subscriber is not None and at is None:
             predictor._subscriber = subscriber
             predictor.refresh()
+        while subscriber is not None and subscriber.number < last_number:
+            predictor._apply_next_delta(subscriber)
         return predictor
 
     @property
@@ -177,6 +182,10 @@ class Predictor:
 
         Raises IdRangeError or DataError for an invalid batch, CorruptionError or StorageError for a damaged file of
         rows, ConfigError for a model without predictions, such as a retrieval model."""
+        return self.predict_with_step(batch)[0]
+
+    def predict_with_step(self, batch: Batch) -> tuple[Tensor, int]:
+        """Predict a batch as a call does, and return the step of the checkpoint that predicted it, too."""
         objective = get_objective(self.model)
         predict = getattr(objective, "predict", None)
         if predict is None:
@@ -190,7 +199,7 @@ class Predictor:
                     f"{self.folder}: got a checkpoint that was loaded only in part ({self._torn}), so nothing "
                     "is scored; refresh loads it again, or open a new predictor"
                 )
-            return predict(self.model, share_samples(batch))
+            return predict(self.model, share_samples(batch)), self.step
 
     def scores(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
         """Yield each batch and its probabilities, in order. A thread reads the next batches meanwhile; close the
@@ -334,6 +343,15 @@ def _read_ahead(items: Iterable[T]) -> Any:
     finally:
         stop.set()
         thread.join()
+
+
+def _parse_published_step(path: Path, at: int | str) -> int:
+    """Return the step that `at` names. Raises ConfigError for names of a run's checkpoints."""
+    if isinstance(at, int) or at.isdecimal():
+        return int(at)
+    raise ConfigError(
+        f"{path} is a publication: got at={at!r}, wanted a published step, or nothing for the newest"
+    )
 
 
 def _build_network(export: Export, config: RunConfig | None, folder: Path) -> nn.Module:

@@ -37,8 +37,9 @@ from colonnade.publish.deltas import (
     parse_current,
     read_current,
     read_delta,
+    read_delta_header,
 )
-from colonnade.publish.exported import MODEL, parse_model_json
+from colonnade.publish.exported import MODEL, parse_model_json, read_export
 from colonnade.publish.mirror import Mirror, convert_to_storage_error, open_url
 from colonnade.store.checksums import FileChecksums
 from colonnade.store.disk import Disk
@@ -416,3 +417,33 @@ def find_newest_base(folder: Path) -> tuple[Path, CurrentPointer]:
     raise StorageError(
         f"{base_folder}: missing, but {folder} names it; let the run publish to another folder"
     )
+
+
+def find_published_step(folder: Path, step: int) -> tuple[CurrentPointer, BaseExport, int]:
+    """Return the current pointer, the base to open for a step, and the number of the last delta to apply to it.
+
+    Raises CheckpointError that lists the published steps if this one is not among them any more.
+    """
+    current = read_current_or_raise(folder)
+    numbers = list_published_steps(folder, current)
+    if step not in numbers:
+        raise CheckpointError(
+            f"{folder}: got step {step}, wanted one that is published still: "
+            f"{', '.join(map(str, numbers)) or 'none'}"
+        )
+    number = numbers[step]
+    base = [base for base in current.bases if base.number <= number][-1]
+    return current, base, number
+
+
+def list_published_steps(folder: Path, current: CurrentPointer) -> dict[int, int]:
+    """Return the number of each published step with a base and all deltas on disk, by step, ascending."""
+    steps: dict[int, int] = {}
+    for base in current.bases:
+        with suppress(StorageError, CheckpointError):
+            steps[read_export(folder_inside(folder, base.folder)).step] = base.number
+    first = min(steps.values(), default=current.number)
+    for number in range(first + 1, current.number + 1):
+        with suppress(StorageError):
+            steps[read_delta_header(folder, number).step] = number
+    return dict(sorted(steps.items()))

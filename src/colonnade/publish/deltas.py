@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -42,7 +43,14 @@ from colonnade.publish.exported import Count, verify_export
 from colonnade.store.difference import CommitDifference, IncomparableCommits, diff_commits
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
-from colonnade.store.untrusted import STRICT, FileName, folder_inside, parse_json, parse_stamped
+from colonnade.store.untrusted import (
+    STRICT,
+    FileName,
+    folder_inside,
+    open_inside,
+    parse_json,
+    parse_stamped,
+)
 from colonnade.store.verification import VerifiedFile, verify_file
 from colonnade.table import ITEM_BYTES
 
@@ -50,6 +58,7 @@ FORMAT = "colonnade publication"
 CURRENT = "published.json"
 MIN_BYTES_FOR_BASE = 1 << 20  # of all deltas together, below which a new base is not worth its cost
 REMEDY = "remove the publication's folder, and let the run publish a new one"
+MAX_HEADER_BYTES = 1 << 24  # of a delta's list of tensors
 NUM_OLD_BASES = 1  # kept in addition to the newest, for predictors that still read them
 
 
@@ -361,6 +370,26 @@ def read_delta(folder: Path, number: int) -> Delta:
         ) from None
     header = parse_json(DeltaHeader, text.encode(), path, REMEDY)
     return Delta(header, tuple(tables), dense)
+
+
+def read_delta_header(folder: Path, number: int) -> DeltaHeader:
+    """Read a delta's metadata alone, unchecked, to list steps: `read_delta` checks what is applied.
+
+    Raises StorageError if it is missing, CorruptionError if it is no delta.
+    """
+    path = folder / delta_file_name(number)
+    file = open_inside(folder, path.name)
+    try:
+        size = int.from_bytes(os.pread(file.fd, 8, 0), "little")
+        content = os.pread(file.fd, min(size, MAX_HEADER_BYTES), 8)
+        text = str(json.loads(content)["__metadata__"]["change"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CorruptionError(
+            f"{path}: got no change of a publication ({error}); {REMEDY}"
+        ) from None
+    finally:
+        file.close()
+    return parse_json(DeltaHeader, text.encode(), path, REMEDY)
 
 
 def _check_ids(ids: Tensor) -> None:

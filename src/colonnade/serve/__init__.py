@@ -1,1 +1,4 @@
-"""Online serving: raw records to batches, recommendations, and the server."""
+"""Online server of a trained model: Open Inference Protocol v2 over HTTP and gRPC, raw records, and live updates.
+
+Needs the optional packages of `pip install 'colonnade[serve]'`.
+"""

@@ -124,6 +124,11 @@ class MappedRows:
         """True if a file was rewritten since it was opened."""
         return any(table.file.file.is_replaced for table in self.tables)
 
+    @property
+    def newer_bytes(self) -> int:
+        """Bytes of rows that are newer than the files, in the memory of this process."""
+        return sum(table.newer_bytes for table in self.tables)
+
     def apply_delta(self, table_index: int, ids: Tensor, weights: Tensor, gone: Tensor) -> None:
         """Overwrite and delete rows of a table, in memory only.
 
@@ -239,6 +244,11 @@ class MappedTable:
             self.native.set_base(self.base)
         if newer is not None:
             self._mapping.rows_behind(0, self._num_newer)[:] = newer
+
+    @property
+    def newer_bytes(self) -> int:
+        """Bytes of rows that are newer than the file."""
+        return self._num_newer * self.stride
 
     @property
     def is_damaged(self) -> bool:

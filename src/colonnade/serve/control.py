@@ -1,0 +1,173 @@
+"""Private folder of a server, through which all worker processes learn which step to serve and which are pinned.
+
+STATE/control.json     the newest order: served step, pinned steps; replaced atomically, checked before each answer
+STATE/pins/<step>/     a publication of its own that ends at that step: hard links, or copies, of its files, which
+                       therefore survive the retention of the publication
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from colonnade.errors import CheckpointError, ConfigError
+from colonnade.formats import make_format_stamp
+from colonnade.publish.delivery import find_published_step
+from colonnade.publish.deltas import (
+    CURRENT,
+    FORMAT,
+    CurrentPointer,
+    delta_file_name,
+    read_delta_header,
+)
+from colonnade.store.disk import Disk
+from colonnade.store.durable import write_durably
+from colonnade.store.untrusted import folder_inside
+
+CONTROL = "control.json"
+PINS = "pins"
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOrder:
+    """Order to all workers. `serve_step` None: the newest checkpoint; `pins`: steps that stay available."""
+
+    serve_step: int | None = None
+    pins: tuple[int, ...] = ()
+    is_stopped: bool = False
+
+
+class ControlFolder:
+    """Private folder of a server. Any thread and process may use it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._path = folder / CONTROL
+        self._order, self._stamp = ServeOrder(), (0, 0)
+
+    def read(self) -> ServeOrder:
+        """Return the current order. Costs one look at the file's time while nothing has changed."""
+        try:
+            status = os.stat(self._path)
+        except FileNotFoundError:
+            return self._order
+        stamp = (status.st_mtime_ns, status.st_ino)
+        if stamp != self._stamp:
+            fields = json.loads(self._path.read_text(encoding="utf-8"))
+            self._order = ServeOrder(
+                fields["serve_step"], tuple(fields["pins"]), fields["is_stopped"]
+            )
+            self._stamp = stamp
+        return self._order
+
+    def serve(self, step: int | None) -> ServeOrder:
+        """Let all workers serve this step; None: the newest checkpoint again."""
+        with self._locked() as order:
+            return self._write(replace(order, serve_step=step))
+
+    def stop(self) -> ServeOrder:
+        """Let all workers drain and end."""
+        with self._locked() as order:
+            return self._write(replace(order, is_stopped=True))
+
+    def reset_stop(self) -> None:
+        """Forget the stop of an earlier server in this folder."""
+        with self._locked() as order:
+            if order.is_stopped:
+                self._write(replace(order, is_stopped=False))
+
+    def pin(self, publication: Path, step: int, max_pins: int) -> ServeOrder:
+        """Keep a published step available. Raises CheckpointError if it is not published, ConfigError for too many."""
+        with self._locked() as order:
+            if step in order.pins:
+                return order
+            if len(order.pins) >= max_pins:
+                raise ConfigError(
+                    f"got pins {list(order.pins)} and step {step}, wanted at most {max_pins}; unpin one, or raise "
+                    "--max-pins"
+                )
+            copy_published_step(publication, self.pin_folder(step), step)
+            return self._write(replace(order, pins=(*order.pins, step)))
+
+    def unpin(self, step: int) -> ServeOrder:
+        """Forget a pinned step. Raises ConfigError if it is served, CheckpointError if it is not pinned."""
+        with self._locked() as order:
+            if step == order.serve_step:
+                raise ConfigError(
+                    f"got step {step}, which is served now; let the server follow, then unpin it"
+                )
+            if step not in order.pins:
+                raise CheckpointError(f"got step {step}, wanted a pinned one: {list(order.pins)}")
+            written = self._write(
+                replace(order, pins=tuple(pin for pin in order.pins if pin != step))
+            )
+            shutil.rmtree(self.pin_folder(step), ignore_errors=True)
+            return written
+
+    def pin_folder(self, step: int) -> Path:
+        """Return the folder of a pinned step."""
+        return self.folder / PINS / str(step)
+
+    def _write(self, order: ServeOrder) -> ServeOrder:
+        temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(asdict(order)), encoding="utf-8")
+        os.replace(temporary, self._path)
+        return self.read()
+
+    @contextmanager
+    def _locked(self) -> Iterator[ServeOrder]:
+        """Let one process at a time change the order."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with open(self.folder / "lock", "a", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield self.read()
+
+
+def copy_published_step(publication: Path, target: Path, step: int) -> None:
+    """Build a publication in `target` that ends at a step of another one, by hard links or copies of its files.
+
+    Raises CheckpointError that lists the published steps if this one is not among them, StorageError.
+    """
+    current, base, number = find_published_step(publication, step)
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    (temporary / base.folder).mkdir(parents=True)
+    tag, num_bytes = base.tag, 0
+    try:
+        for path in sorted(folder_inside(publication, base.folder).iterdir()):
+            _link_or_copy(path, temporary / base.folder / path.name)
+        for delta in range(base.number + 1, number + 1):
+            path = publication / delta_file_name(delta)
+            _link_or_copy(path, temporary / path.name)
+            tag = read_delta_header(temporary, delta).tag
+            num_bytes += path.stat().st_size
+    except FileNotFoundError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"{publication}: {error.filename} was removed meanwhile, so step {step} is not published any more"
+        ) from None
+    pointer = CurrentPointer(current.run, number, step, tag, (base,), num_bytes)
+    fields = {**make_format_stamp(FORMAT), **asdict(pointer)}
+    write_durably(Disk(), temporary / CURRENT, json.dumps(fields, indent=2).encode())
+    shutil.rmtree(target, ignore_errors=True)
+    os.rename(temporary, target)
+
+
+def _link_or_copy(path: Path, target: Path) -> None:
+    """Link a file, or copy it to another file system."""
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path}: got a symbolic link, wanted a file of the publication itself"
+        )
+    try:
+        os.link(path, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(path, target)

@@ -1,0 +1,331 @@
+"""Messages of the Open Inference Protocol v2: JSON, and its extension with binary tensors. Pure functions of bytes.
+
+A body with binary tensors is JSON, whose length the header Inference-Header-Content-Length states, and then the bytes
+of the tensors in the order of the JSON, little-endian and row-major.
+
+Legend: N candidates of a request.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+HEADER_LENGTH = "Inference-Header-Content-Length"
+DTYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(kind)
+    for name, kind in {
+        "BOOL": "?", "UINT8": "u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "INT8": "i1", "INT16": "<i2",
+        "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8",
+    }.items()
+}  # fmt: skip
+"""numpy's type of each datatype of fixed size."""
+MAX_DIMENSIONS = 8
+Tensors = dict[str, np.ndarray]
+
+
+class RequestError(Exception):
+    """Request that is answered with an error: `status` of HTTP and one line (got / wanted / do this)."""
+
+    def __init__(self, status: int, text: str, *, retry_seconds: int | None = None) -> None:
+        super().__init__(text)
+        self.status, self.retry_seconds = status, retry_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class WantedOutput:
+    """Output that a request names, and whether it wants it binary."""
+
+    name: str
+    is_binary: bool
+
+
+@dataclass(frozen=True, slots=True)
+class InferRequest:
+    """Parsed request: input tensors by name, and what the answer is to contain."""
+
+    id: str
+    inputs: Tensors
+    outputs: tuple[WantedOutput, ...]
+    """Empty: all outputs, in the form that `is_binary` says."""
+    is_binary: bool
+
+
+def parse_json(content: bytes | bytearray | memoryview) -> Any:
+    """Parse JSON, NaN and infinities refused. Raises RequestError (400)."""
+    try:
+        return json.loads(bytes(content), parse_constant=_refuse_constant)
+    except RequestError:
+        raise
+    except RecursionError:
+        raise RequestError(
+            400, "body: got JSON nested too deep, wanted the documented objects"
+        ) from None
+    except ValueError as error:  # of JSON, UTF-8, and integers of too many digits
+        raise RequestError(
+            400,
+            f"body: got {describe_value(str(error))}, wanted JSON in UTF-8; see docs/howto/serve.md",
+        ) from None
+
+
+def _refuse_constant(name: str) -> float:
+    raise RequestError(
+        400, f"body: got {name}, which is not JSON; leave the sample out, or send a number"
+    )
+
+
+def parse_infer_request(body: bytearray | bytes, header_length: str | None) -> InferRequest:
+    """Parse the body of an inference request.
+
+    header_length: value of the header Inference-Header-Content-Length; None if the body is JSON only. Tensors are views
+    of `body` where its alignment permits. Raises RequestError (400).
+    """
+    length = _parse_header_length(header_length, len(body))
+    with memoryview(body) as view:
+        fields = parse_json(view[:length])
+    if not isinstance(fields, dict):
+        raise RequestError(
+            400, f"body: got {describe_value(fields)}, wanted an object with 'inputs'"
+        )
+    parameters = _get_object(fields, "parameters", "the request")
+    inputs: Tensors = {}
+    end = length
+    for entry in _get_objects(fields, "inputs"):
+        name, tensor, end = _parse_input(entry, body, end)
+        if name in inputs:
+            raise RequestError(400, f"input {describe_value(name)}: got it twice, wanted it once")
+        inputs[name] = tensor
+    if end != len(body):
+        raise RequestError(
+            400,
+            f"body: got {len(body) - length:,} bytes of binary tensors, wanted {end - length:,}, the sum of "
+            "binary_data_size of all inputs",
+        )
+    if not inputs:
+        raise RequestError(
+            400, "body: got no 'inputs', wanted the inputs that the model's metadata lists"
+        )
+    is_binary = parameters.get("binary_data_output", False) is True
+    outputs = tuple(
+        WantedOutput(
+            _get_text(entry, "name", "an output"),
+            _get_object(entry, "parameters", "an output").get("binary_data", is_binary) is True,
+        )
+        for entry in _get_objects(fields, "outputs")
+    )
+    request_id = fields.get("id", "")
+    if not isinstance(request_id, str):
+        raise RequestError(400, f"id: got {describe_value(request_id)}, wanted a string")
+    return InferRequest(request_id, inputs, outputs, is_binary)
+
+
+def _parse_header_length(text: str | None, num_bytes: int) -> int:
+    """Return the length of the JSON part of a body."""
+    if text is None:
+        return num_bytes
+    length = int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else -1
+    if not 0 < length <= num_bytes:
+        raise RequestError(
+            400,
+            f"{HEADER_LENGTH}: got {describe_value(text)}, wanted the bytes of JSON at the beginning of the body, "
+            f"1 to {num_bytes:,}",
+        )
+    return length
+
+
+def _parse_input(
+    entry: Mapping[str, Any], body: bytearray | bytes, begin: int
+) -> tuple[str, np.ndarray, int]:
+    """Return the name and the tensor of an input, and where the next one's bytes begin."""
+    name = _get_text(entry, "name", "an input")
+    label = f"input {describe_value(name)}"
+    dtype = get_dtype(entry.get("datatype"), label)
+    shape, count = check_shape(entry.get("shape"), label)
+    parameters = _get_object(entry, "parameters", label)
+    if "binary_data_size" not in parameters:
+        return name, _parse_data(entry.get("data"), dtype, shape, count, label), begin
+    size = parameters["binary_data_size"]
+    if "data" in entry or size != count * dtype.itemsize or isinstance(size, bool):
+        raise RequestError(
+            400,
+            f"{label}: got binary_data_size {describe_value(size)}"
+            f"{' and data' if 'data' in entry else ''}, wanted {count * dtype.itemsize:,} bytes for its shape",
+        )
+    if begin + size > len(body):
+        raise RequestError(
+            400,
+            f"{label}: got {max(len(body) - begin, 0):,} bytes left in the body, wanted {size:,} "
+            "(binary_data_size); send all of it",
+        )
+    return name, read_tensor(body, dtype, shape, begin), begin + size
+
+
+def read_tensor(
+    content: bytes | bytearray, dtype: np.dtype[Any], shape: tuple[int, ...], begin: int = 0
+) -> np.ndarray:
+    """View bytes as a tensor, or copy them where they are not aligned. The bytes must be there."""
+    count = math.prod(shape)
+    tensor = np.frombuffer(content, dtype, count, begin) if count else np.empty(0, dtype)
+    if not (tensor.flags.aligned and tensor.flags.writeable):
+        tensor = tensor.copy()
+    return tensor.reshape(shape)
+
+
+def get_dtype(name: object, label: str) -> np.dtype[Any]:
+    """Return numpy's type of a datatype. Raises RequestError for an unknown one, and BYTES."""
+    dtype = DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None:
+        raise RequestError(
+            400,
+            f"{label}: got datatype {describe_value(name)}, wanted the one in the model's metadata",
+        )
+    return dtype
+
+
+def check_shape(shape: object, label: str) -> tuple[tuple[int, ...], int]:
+    """Return a tensor's shape and its number of elements. Raises RequestError."""
+    is_valid = isinstance(shape, list | tuple) and 0 < len(shape) <= MAX_DIMENSIONS
+    if is_valid:
+        is_valid = all(type(n) is int and 0 <= n < 2**62 for n in shape)  # type: ignore[attr-defined]
+    if not is_valid:
+        raise RequestError(
+            400,
+            f"{label}: got shape {describe_value(shape)}, wanted a list of 1 to {MAX_DIMENSIONS} lengths of 0 or more",
+        )
+    lengths: tuple[int, ...] = tuple(shape)  # type: ignore[arg-type]
+    return lengths, math.prod(lengths)
+
+
+def _parse_data(
+    data: object, dtype: np.dtype[Any], shape: tuple[int, ...], count: int, label: str
+) -> np.ndarray:
+    """Return the tensor of a JSON array, flat or nested. Raises RequestError."""
+    if not isinstance(data, list):
+        raise RequestError(
+            400,
+            f"{label}: got data {describe_value(data)}, wanted an array of {count:,} numbers, or binary_data_size",
+        )
+    try:
+        tensor = np.array(data)
+    except (ValueError, OverflowError) as error:
+        raise RequestError(
+            400, f"{label}: got data of uneven rows ({error}), wanted {count:,} numbers"
+        ) from None
+    if tensor.size == 0:
+        tensor = tensor.astype(dtype)
+    wanted_kinds = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}[dtype.kind]
+    if tensor.dtype.kind not in wanted_kinds:
+        first = next(
+            (v for v in np.array(data, object).flat if _has_other_kind(v, wanted_kinds)), data
+        )
+        raise RequestError(
+            400,
+            f"{label}: got {describe_value(first)} in data, wanted values of its datatype in its range",
+        )
+    if tensor.size != count or tensor.ndim not in (1, len(shape)):
+        raise RequestError(
+            400,
+            f"{label}: got data of shape {list(tensor.shape)}, wanted {list(shape)} or [{count}]",
+        )
+    if dtype.kind in "iu" and tensor.size:
+        limits = np.iinfo(dtype)
+        if not (int(tensor.min()) >= limits.min and int(tensor.max()) <= limits.max):
+            raise RequestError(
+                400,
+                f"{label}: got a value outside {limits.min} .. {limits.max}, wanted its datatype's range",
+            )
+    return tensor.astype(dtype).reshape(shape)
+
+
+def _has_other_kind(value: object, kinds: str) -> bool:
+    """Return whether a value is not of these kinds of numpy types, or too large for them."""
+    kind = np.asarray(value).dtype.kind
+    return kind not in kinds
+
+
+def format_infer_response(
+    request: InferRequest, outputs: Tensors, *, model: str, step: int, run: str
+) -> tuple[bytes, int | None]:
+    """Return the body of an answer, and the length of its JSON part (None: all of it is JSON).
+
+    Raises RequestError (400) for an output that the model does not have.
+    """
+    wanted = request.outputs or tuple(WantedOutput(name, request.is_binary) for name in outputs)
+    entries: list[dict[str, Any]] = []
+    parts: list[bytes] = []
+    for output in wanted:
+        tensor = outputs.get(output.name)
+        if tensor is None:
+            raise RequestError(
+                400,
+                f"output {describe_value(output.name)}: got no such output, wanted {' or '.join(outputs)}",
+            )
+        entry: dict[str, Any] = {
+            "name": output.name,
+            "datatype": get_datatype(tensor.dtype),
+            "shape": list(tensor.shape),
+        }
+        if output.is_binary:
+            parts.append(np.ascontiguousarray(tensor).tobytes())
+            entry["parameters"] = {"binary_data_size": len(parts[-1])}
+        else:
+            entry["data"] = tensor.ravel().tolist()
+        entries.append(entry)
+    fields = {
+        "model_name": model,
+        "model_version": str(step),
+        "parameters": {"run": run},
+        "outputs": entries,
+    }
+    if request.id:
+        fields["id"] = request.id
+    header = json.dumps(fields).encode()
+    if not parts:
+        return header, None
+    return b"".join([header, *parts]), len(header)
+
+
+def get_datatype(dtype: np.dtype[Any]) -> str:
+    """Return the protocol's name of a numpy type."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
+def describe_value(value: object) -> str:
+    """Describe a value of a request on one line of at most 80 characters."""
+    if isinstance(value, list | dict) and len(value) > 8:
+        return f"{'an array' if isinstance(value, list) else 'an object'} of {len(value):,} entries"
+    try:
+        text = ascii(value)
+    except (ValueError, RecursionError):  # an integer of too many digits
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:76]} ..."
+
+
+def _get_text(entry: Mapping[str, Any], field: str, label: str) -> str:
+    value = entry.get(field)
+    if not isinstance(value, str) or not value:
+        raise RequestError(400, f"{field} of {label}: got {describe_value(value)}, wanted a string")
+    return value
+
+
+def _get_object(entry: Mapping[str, Any], field: str, label: str) -> Mapping[str, Any]:
+    value = entry.get(field, {})
+    if not isinstance(value, dict):
+        raise RequestError(
+            400, f"{field} of {label}: got {describe_value(value)}, wanted an object"
+        )
+    return value
+
+
+def _get_objects(fields: Mapping[str, Any], field: str) -> Sequence[Mapping[str, Any]]:
+    values = fields.get(field, [])
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise RequestError(
+            400, f"{field}: got {describe_value(values)}, wanted an array of objects"
+        )
+    return values

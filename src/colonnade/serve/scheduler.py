@@ -1,0 +1,183 @@
+"""Bounded queue in front of the thread that scores: back-pressure, deadlines, optional micro-batches, and drain.
+
+Nothing is dropped silently: a job that is refused raises, and each job that was accepted gets a result or an error.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from colonnade.batch import Batch
+from colonnade.serve.metrics import Metrics
+from colonnade.serve.protocol import RequestError
+from colonnade.serve.tensors import concatenate_batches, count_lookups
+from colonnade.serve.versions import Scored, ServedModel
+
+
+@dataclass(slots=True)
+class Job:
+    """Work for the scoring thread. `resolve` gets its result or its error, in that thread."""
+
+    run: Callable[[], Any]
+    resolve: Callable[[Any, BaseException | None], None]
+    deadline: float
+    """Time by `time.monotonic`; a job that begins later fails with 504."""
+
+
+@dataclass(slots=True)
+class ScoreJob(Job):
+    """Job that scores a batch. `prepare` builds it, and `finish` turns scores into the result."""
+
+    run: Callable[[], Any] = field(init=False, repr=False, default=lambda: None)
+    prepare: Callable[[], Batch]
+    finish: Callable[[Scored], Any]
+    step: int | None = None
+
+
+class ScoringQueue:
+    """Queue of jobs and its thread. Any thread may submit."""
+
+    def __init__(
+        self, model: ServedModel, metrics: Metrics, *, max_jobs: int, micro_batch: int = 1
+    ) -> None:
+        self.model, self.metrics = model, metrics
+        self.max_jobs, self.micro_batch = max_jobs, micro_batch
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._num_jobs = 0
+        self._is_closed = False
+        self._lock = threading.Lock()  # protects the number of jobs
+        self._thread = threading.Thread(target=self._work, name="scoring", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of jobs accepted and not finished."""
+        return self._num_jobs
+
+    def submit(self, job: Job) -> None:
+        """Add a job. Raises RequestError (503) if the queue is full or closed."""
+        with self._lock:
+            if self._is_closed:
+                raise RequestError(
+                    503, "got a request while the server stops; send it again", retry_seconds=1
+                )
+            if self._num_jobs >= self.max_jobs:
+                raise RequestError(
+                    503,
+                    f"got {self._num_jobs} requests waiting, wanted at most {self.max_jobs}; send this one again "
+                    "later, fewer at a time",
+                    retry_seconds=1,
+                )
+            self._num_jobs += 1
+            self._jobs.put(job)
+
+    def close(self) -> None:
+        """Finish the accepted jobs and stop the thread."""
+        with self._lock:
+            self._is_closed = True
+            self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            jobs, is_last = self._collect(job)
+            try:
+                self._run(jobs)
+            finally:
+                with self._lock:
+                    self._num_jobs -= len(jobs)
+            if is_last:
+                return
+
+    def _collect(self, job: Job) -> tuple[list[Job], bool]:
+        """Return a job with the waiting ones that may be scored together with it, and whether the queue has ended."""
+        jobs = [job]
+        while len(jobs) < self.micro_batch:
+            try:
+                waiting = self._jobs.get_nowait()
+            except queue.Empty:
+                break
+            if waiting is None:
+                return jobs, True
+            jobs.append(waiting)
+        return jobs, False
+
+    def _run(self, jobs: list[Job]) -> None:
+        """Run jobs, and resolve each of them exactly once."""
+        batches: list[tuple[ScoreJob, Batch]] = []
+        now = time.monotonic()
+        for job in jobs:
+            try:
+                if now > job.deadline:
+                    raise RequestError(
+                        504, "got no result before the time-out, wanted it while the request waits; send it again, "
+                        "fewer at a time", retry_seconds=1,
+                    )  # fmt: skip
+                if isinstance(job, ScoreJob):
+                    batches.append((job, job.prepare()))
+                else:
+                    resolve(job, job.run())
+            except BaseException as error:  # any error: the client waits for it
+                resolve(job, None, error)
+        for group in group_batches(batches, self.micro_batch):
+            self._score(group)
+
+    def _score(self, group: list[tuple[ScoreJob, Batch]]) -> None:
+        jobs = [job for job, _ in group]
+        batches = [batch for _, batch in group]
+        try:
+            started = time.perf_counter()
+            merged = batches[0] if len(group) == 1 else concatenate_batches(batches)
+            scored = self.model.score(merged, jobs[0].step)
+            self.metrics.observe_batch(
+                merged.size, count_lookups(merged), time.perf_counter() - started
+            )
+        except BaseException as error:
+            if len(group) > 1:  # one bad request must not fail the others
+                for pair in group:
+                    self._score([pair])
+            else:
+                resolve(jobs[0], None, error)
+            return
+        first = 0
+        for job, batch in group:
+            part = scored
+            if len(group) > 1:
+                part = Scored(scored.scores[first : first + batch.size], scored.step, scored.run)
+            first += batch.size
+            try:
+                result = job.finish(part)
+            except BaseException as error:
+                resolve(job, None, error)
+            else:
+                resolve(job, result)
+
+
+def resolve(job: Job, result: Any, error: BaseException | None = None) -> None:
+    """Give a job its result or its error. A client that is gone must not end the thread."""
+    try:
+        job.resolve(result, error)
+    except Exception:
+        traceback.print_exc()
+
+
+def group_batches(
+    batches: Sequence[tuple[ScoreJob, Batch]], max_size: int
+) -> list[list[tuple[ScoreJob, Batch]]]:
+    """Group jobs that can be scored as one batch: the same step, weights for the same features; in order."""
+    if max_size == 1 or len(batches) == 1:
+        return [[pair] for pair in batches]
+    groups: dict[Any, list[tuple[ScoreJob, Batch]]] = {}
+    for job, batch in batches:
+        weighted = tuple(name for name, ids in batch.ids.items() if ids.weights is not None)
+        groups.setdefault((job.step, weighted), []).append((job, batch))
+    return list(groups.values())

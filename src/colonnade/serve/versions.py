@@ -1,0 +1,411 @@
+"""Versions of a served model: the newest checkpoint, which follows a publication, and older steps on request.
+
+Each answer names the step that scored it: a `Predictor` returns both under one lock. Rows of open versions stay mapped
+when the publication deletes their files.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from colonnade.batch import Batch
+from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, StorageError
+from colonnade.predict import Predictor
+from colonnade.publish.delivery import is_url, list_published_steps
+from colonnade.publish.deltas import CURRENT, read_current
+from colonnade.publish.exported import MODEL
+from colonnade.serve.control import ControlFolder, ServeOrder
+from colonnade.serve.tensors import expand_shared
+
+if TYPE_CHECKING:
+    from colonnade.serve.options import ServeOptions
+
+
+class NotReady(Exception):
+    """Model that cannot score now: no checkpoint is loaded yet, or its rows are damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Scores (N, T) of a batch, with the step and the run of the checkpoint that computed them."""
+
+    scores: Tensor
+    step: int
+    run: str
+
+
+@dataclass(slots=True)
+class OpenVersion:
+    """Open older step. It is closed when nobody uses it any more."""
+
+    predictor: Predictor
+    last_use: int
+    num_users: int = 0
+    is_evicted: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of this process that its rows take."""
+        return self.predictor.rows.newer_bytes
+
+
+def choose_evictions(
+    versions: dict[int, tuple[int, int]], retained: Sequence[int], max_versions: int, max_bytes: int
+) -> list[int]:
+    """Return the steps to close, least recently used first, until the others are within both limits.
+
+    versions: (time of the last use, bytes) by step. retained: steps that are never closed; their bytes count.
+    """
+    candidates = sorted((use, step) for step, (use, _) in versions.items() if step not in retained)
+    total = sum(num_bytes for _, num_bytes in versions.values())
+    evicted: list[int] = []
+    for _, step in candidates:
+        if len(candidates) - len(evicted) <= max_versions and total <= max_bytes:
+            break
+        evicted.append(step)
+        total -= versions[step][1]
+    return evicted
+
+
+class ServedModel:
+    """Model of a server in one process. Any thread may call it."""
+
+    def __init__(
+        self,
+        options: ServeOptions,
+        *,
+        report: Callable[[str, dict[str, Any]], None] = lambda event, fields: None,
+        on_poll: Callable[[ServedModel], None] = lambda model: None,
+    ) -> None:
+        """report: gets events (a new step, a problem) with their fields. on_poll: called after each look for news."""
+        self.options = options
+        self.control = ControlFolder(Path(options.state_folder))
+        self.num_failures = 0
+        self._report, self._on_poll = report, on_poll
+        self._newest: Predictor | None = None
+        self._problem: str | None = "no checkpoint is loaded yet"
+        self._loaded_at, self._age_when_loaded = time.monotonic(), 0.0
+        self._versions: dict[int, OpenVersion] = {}
+        self._num_uses = 0
+        self._lock = threading.Lock()  # protects the open versions
+        self._open_lock = threading.Lock()  # one version is opened at a time
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def publication(self) -> Path:
+        """Folder that publishes on this host."""
+        return Path(self.options.copy or self.options.path)
+
+    @property
+    def is_publication(self) -> bool:
+        """True if newer checkpoints may come."""
+        if is_url(self.options.path) or (self.publication / CURRENT).exists():
+            return True
+        # An empty folder, or none yet: a run will publish there.
+        return not (
+            (self.publication / MODEL).exists() or (self.publication / "checkpoints").exists()
+        )
+
+    def start(self) -> None:
+        """Open the model, and follow it in a thread if it is a publication.
+
+        A publication that is empty or damaged is tried again at each poll; anything else raises ColonnadeError.
+        """
+        if not self.is_publication:
+            self._open_newest()
+        else:
+            with suppress(StorageError, CheckpointError):
+                self._look_for_news()
+        self._on_poll(self)
+        self._thread = threading.Thread(target=self._follow, name="follow", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop following and unmap all rows after the current calls have ended."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        with self._lock:
+            versions, self._versions = list(self._versions.values()), {}
+        for version in versions:
+            version.predictor.close()
+        if self._newest is not None:
+            self._newest.close()
+
+    def score(self, batch: Batch, step: int | None = None) -> Scored:
+        """Score a batch with a step; None: with the newest one, or with that of a rollback.
+
+        Raises NotReady, CheckpointError for a step that is not published any more, and as `Predictor`.
+        """
+        batch = expand_shared(batch)
+        wanted = self.control.read().serve_step if step is None else step
+        newest = self.get_newest() if wanted is None else self._newest
+        if newest is not None and (wanted is None or wanted == newest.step):
+            scores, scored_step = newest.predict_with_step(batch)
+            if wanted is None or wanted == scored_step:
+                return Scored(scores, scored_step, newest.run)
+        assert wanted is not None
+        with self.borrow(wanted) as predictor:
+            scores, scored_step = predictor.predict_with_step(batch)
+            return Scored(scores, scored_step, predictor.run)
+
+    def get_newest(self) -> Predictor:
+        """Return the predictor of the newest checkpoint. Raises NotReady."""
+        newest = self._newest
+        if newest is None:
+            raise NotReady(f"the model is not ready: {self._problem}; try again later")
+        return newest
+
+    def get_any(self) -> Predictor:
+        """Return a predictor, for what all steps have in common: schema, configuration, run. Raises NotReady."""
+        with self._lock:
+            others = [version.predictor for version in self._versions.values()]
+        return self._newest or next(iter(others), None) or self.get_newest()
+
+    def has_open(self, step: int | None) -> bool:
+        """Return whether a request for this step needs to open nothing."""
+        newest = self._newest
+        wanted = self.control.read().serve_step if step is None else step
+        is_newest = newest is not None and wanted == newest.step
+        return wanted is None or is_newest or wanted in self._versions
+
+    def open_version(self, step: int | None) -> None:
+        """Open a step, so that the next request for it does not wait. Raises as `score`."""
+        wanted = self.control.read().serve_step if step is None else step
+        if wanted is not None and not self.has_open(wanted):
+            with self.borrow(wanted):
+                pass
+
+    @contextmanager
+    def borrow(self, step: int) -> Iterator[Predictor]:
+        """Yield the predictor of an older step, opened if it is not open, and close it later if it was evicted."""
+        with self._lock:
+            version = self._use(step)
+        if version is None:
+            version = self._open(step)
+        try:
+            yield version.predictor
+        finally:
+            with self._lock:
+                version.num_users -= 1
+                is_last = version.is_evicted and version.num_users == 0
+            if is_last:
+                version.predictor.close()
+
+    def list_steps(self) -> list[int]:
+        """Return the steps that can be asked for, ascending."""
+        newest = self._newest
+        steps = set(self._versions) | set(self.control.read().pins)
+        if newest is not None:
+            steps.add(newest.step)
+        if self.is_publication:
+            with suppress(ColonnadeError, OSError):
+                current = read_current(self.publication)
+                steps |= (
+                    set()
+                    if current is None
+                    else set(list_published_steps(self.publication, current))
+                )
+        return sorted(steps)
+
+    def roll_back(self, step: int | None) -> int:
+        """Serve an older step in all workers until `follow`, and pin it; None: the step before. Return the step."""
+        if step is None:
+            served = self.step
+            earlier = [s for s in self.list_steps() if served is not None and s < served]
+            if not earlier:
+                raise CheckpointError(
+                    f"got no step before {served}, wanted one of {self.list_steps()}"
+                )
+            step = earlier[-1]
+        self.pin(step)
+        self.control.serve(step)
+        return step
+
+    def follow(self) -> None:
+        """Serve the newest checkpoint in all workers again."""
+        self.control.serve(None)
+
+    def pin(self, step: int) -> None:
+        """Keep a step open and its files on disk. Raises ConfigError, CheckpointError, as `ControlFolder.pin`."""
+        if not self.is_publication:
+            raise ConfigError(
+                f"{self.options.path} is no publication and has one step only; there is nothing to pin"
+            )
+        self.control.pin(self.publication, step, self.options.max_pins)
+        self.open_version(step)
+
+    def unpin(self, step: int) -> None:
+        """Forget a pinned step. Raises as `ControlFolder.unpin`."""
+        self.control.unpin(step)
+        self._evict()
+
+    @property
+    def step(self) -> int | None:
+        """Step that is served to requests that name none; None: nothing is loaded."""
+        newest, order = self._newest, self.control.read()
+        if order.serve_step is not None:
+            return order.serve_step
+        return None if newest is None else newest.step
+
+    @property
+    def run(self) -> str:
+        """Run that trained the model; "" before anything is loaded."""
+        with suppress(NotReady):
+            return self.get_any().run
+        return ""
+
+    @property
+    def num_open_versions(self) -> int:
+        """Number of open older steps."""
+        return len(self._versions)
+
+    @property
+    def problem(self) -> str | None:
+        """Description of what is wrong with the publication or with the served rows; None: nothing."""
+        served = self._get_served()
+        if served is not None and served.rows.problem is not None:
+            return str(served.rows.problem)
+        return self._problem
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the served checkpoint is loaded and whole: a damaged publication leaves the last good one."""
+        served = self._get_served()
+        return served is not None and served.rows.problem is None
+
+    @property
+    def age_seconds(self) -> float:
+        """Seconds since the newest loaded checkpoint was published."""
+        return self._age_when_loaded + time.monotonic() - self._loaded_at
+
+    def _get_served(self) -> Predictor | None:
+        """Return the predictor that requests get which name no step; None: it is not open."""
+        newest, wanted = self._newest, self.control.read().serve_step
+        if wanted is None or (newest is not None and wanted == newest.step):
+            return newest
+        version = self._versions.get(wanted)
+        return None if version is None else version.predictor
+
+    def _use(self, step: int) -> OpenVersion | None:
+        """Count a use of an open step. Call it with the lock held."""
+        version = self._versions.get(step)
+        if version is not None:
+            self._num_uses += 1
+            version.last_use, version.num_users = self._num_uses, version.num_users + 1
+        return version
+
+    def _open(self, step: int) -> OpenVersion:
+        with self._open_lock:
+            with self._lock:
+                version = self._use(step)
+            if version is not None:
+                return version
+            if not self.is_publication:
+                raise CheckpointError(
+                    f"got version {step}, wanted {self.step}, the one of this export; serve a publication for others"
+                )
+            folder = self.control.pin_folder(step)
+            is_pinned = (folder / CURRENT).exists()
+            predictor = Predictor.open(folder if is_pinned else self.publication, at=step)
+            newer_bytes = predictor.rows.newer_bytes
+            if newer_bytes > self.options.max_version_bytes:
+                predictor.close()
+                raise ConfigError(
+                    f"version {step}: got {newer_bytes:,} bytes of rows newer than its base, wanted at most "
+                    f"{self.options.max_version_bytes:,}; raise --version-memory"
+                )
+            with self._lock:
+                self._versions[step] = OpenVersion(predictor, 0)
+                version = self._use(step)
+            assert version is not None
+            self._report("version", {"step": step, "bytes": newer_bytes})
+            self._evict()
+            return version
+
+    def _evict(self) -> None:
+        """Close older steps beyond the limits, those in use when their last user is done."""
+        order = self.control.read()
+        retained = [*order.pins, *([] if order.serve_step is None else [order.serve_step])]
+        idle: list[OpenVersion] = []
+        with self._lock:
+            sizes = {s: (v.last_use, v.num_bytes) for s, v in self._versions.items()}
+            limits = (self.options.max_versions, self.options.max_version_bytes)
+            for step in choose_evictions(sizes, retained, *limits):
+                version = self._versions.pop(step)
+                version.is_evicted = True
+                if not version.num_users:
+                    idle.append(version)
+        for version in idle:
+            version.predictor.close()
+
+    def _follow(self) -> None:
+        """Look for newer checkpoints until `close`. No failure ends the thread."""
+        order = ServeOrder()
+        while not self._stop.wait(self.options.poll_seconds):
+            try:
+                if (newer_order := self.control.read()) != order:
+                    order = newer_order
+                    self._take_order(order)
+                if self.is_publication:
+                    self._look_for_news()
+            except BaseException as error:  # any error: nothing else would restart this thread
+                self._note_problem(error)
+            self._on_poll(self)
+
+    def _take_order(self, order: ServeOrder) -> None:
+        """Open pinned steps and close those that are not pinned any more."""
+        self._report("order", {"serve_step": order.serve_step, "pins": list(order.pins)})
+        for step in order.pins:
+            self.open_version(step)
+        self._evict()
+
+    def _look_for_news(self) -> None:
+        """Open the publication, or load what it has published since. Raises what `Predictor` raises."""
+        try:
+            if self._newest is None:
+                self._open_newest()
+            elif self._newest.refresh():
+                self._note_step()
+            self._problem = None
+        except BaseException as error:
+            self._note_problem(error)
+            raise
+
+    def _open_newest(self) -> None:
+        options = self.options
+        if (
+            not is_url(options.path)
+            and self.is_publication
+            and not (self.publication / CURRENT).exists()
+        ):
+            raise CheckpointError(f"{options.path} has no checkpoint yet; waiting for one")
+        copy = options.copy if is_url(options.path) else None
+        self._newest = Predictor.open(options.path, at=options.at, copy=copy)
+        self._problem = None
+        self._note_step()
+
+    def _note_step(self) -> None:
+        newest = self.get_newest()
+        self._loaded_at, self._age_when_loaded = time.monotonic(), 0.0
+        path = self.publication / CURRENT if self.is_publication else newest.folder / MODEL
+        with suppress(OSError):
+            self._age_when_loaded = max(time.time() - os.stat(path).st_mtime, 0.0)
+        self._report("step", {"step": newest.step, "age_seconds": round(self._age_when_loaded, 3)})
+
+    def _note_problem(self, error: BaseException) -> None:
+        text = str(error) or type(error).__name__
+        self.num_failures += 1
+        if text != self._problem:
+            self._report("problem", {"problem": text})
+        self._problem = text

@@ -1,0 +1,368 @@
+"""Real server processes: tritonclient over HTTP and gRPC, drain, several workers, slow clients, TLS, ports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import served
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from served import TOKEN, bearer, serving, to_binary, to_tensors
+from tritonclient.utils import InferenceServerException
+
+from colonnade import Predictor
+
+INFER = "/v2/models/ads/infer"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    served.train(folder / "run", folder / "published")
+    (folder / "token").write_text(f"{TOKEN}\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return served.samples()[0]
+
+
+@pytest.fixture(scope="module")
+def server(trained):
+    """One process with HTTP and gRPC."""
+    with serving(
+        trained / "published",
+        "--name",
+        "ads",
+        "--grpc-port",
+        "0",
+        "--token-file",
+        trained / "token",
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def told(trained, batch) -> np.ndarray:
+    with Predictor.open(trained / "published") as predictor:
+        return predictor(batch)[:, 0].numpy()
+
+
+def inputs_of(module, batch, **form):
+    inputs = []
+    for name, tensor in to_tensors(batch).items():
+        kind = {"f": "FP32", "i": "INT64"}[tensor.dtype.kind]
+        inputs.append(module.InferInput(name, list(tensor.shape), kind))
+        inputs[-1].set_data_from_numpy(tensor, **form)
+    return inputs
+
+
+def test_tritonclient_over_http(server, batch, told):
+    client = triton_http.InferenceServerClient(f"127.0.0.1:{server.port}")
+    assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("ads")
+    assert client.get_server_metadata()["name"] == "colonnade"
+    metadata = client.get_model_metadata("ads")
+    assert metadata["outputs"][0]["name"] == "score"
+    for binary in (True, False):
+        wanted = [triton_http.InferRequestedOutput("score", binary_data=binary)]
+        result = client.infer(
+            "ads", inputs_of(triton_http, batch, binary_data=binary), outputs=wanted
+        )
+        assert np.array_equal(result.as_numpy("score"), told)
+        assert result.get_response()["model_version"] == metadata["versions"][-1]
+    oldest = metadata["versions"][0]
+    result = client.infer(
+        "ads", inputs_of(triton_http, batch), model_version=oldest, request_id="r1"
+    )
+    assert result.get_response()["model_version"] == oldest and result.get_response()["id"] == "r1"
+    with pytest.raises(InferenceServerException, match="wanted"):
+        client.infer("ads", inputs_of(triton_http, batch)[:2])
+    assert not client.is_model_ready("other")
+    client.close()
+
+
+def test_tritonclient_over_grpc(server, batch, told):
+    client = triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc_port}")
+    assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("ads")
+    metadata = client.get_model_metadata("ads")
+    assert metadata.inputs[0].name == "dense" and metadata.outputs[0].datatype == "FP64"
+    result = client.infer("ads", inputs_of(triton_grpc, batch))
+    assert np.array_equal(result.as_numpy("score"), told)
+    assert result.get_response().model_version == metadata.versions[-1]
+    assert result.get_response().parameters["run"].string_param
+    oldest = metadata.versions[0]
+    assert (
+        client.infer("ads", inputs_of(triton_grpc, batch), model_version=oldest)
+        .get_response()
+        .model_version
+        == oldest
+    )
+    for wrong in ({"model_version": "99"}, {"inputs": inputs_of(triton_grpc, batch)[:2]}):
+        with pytest.raises(InferenceServerException, match="wanted"):
+            client.infer("ads", **{"inputs": inputs_of(triton_grpc, batch), **wrong})
+    client.close()
+
+
+def test_grpc_takes_typed_contents(server, batch, told):
+    """As clients send that are not Triton's."""
+    import grpc
+
+    from colonnade.serve.grpc_service import SERVICE, build_message_types
+
+    types = build_message_types()
+    inputs = []
+    for name, tensor in to_tensors(batch).items():
+        field, kind = {"f": ("fp32_contents", "FP32"), "i": ("int64_contents", "INT64")}[
+            tensor.dtype.kind
+        ]
+        contents = {field: tensor.ravel().tolist()}
+        inputs.append(
+            {"name": name, "datatype": kind, "shape": list(tensor.shape), "contents": contents}
+        )
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        call = channel.unary_unary(
+            f"/{SERVICE}/ModelInfer",
+            request_serializer=types["ModelInferRequest"].SerializeToString,
+            response_deserializer=types["ModelInferResponse"].FromString,
+        )
+        answer = call(types["ModelInferRequest"](model_name="ads", inputs=inputs))
+        assert np.array_equal(np.frombuffer(answer.raw_output_contents[0]), told)
+        inputs[0]["contents"]["fp32_contents"].pop()
+        with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
+            call(types["ModelInferRequest"](model_name="ads", inputs=inputs))
+
+
+def connect(server, text: bytes) -> socket.socket:
+    link = socket.create_connection(("127.0.0.1", server.port), 30)
+    link.sendall(text)
+    return link
+
+
+def read_all(link: socket.socket) -> bytes:
+    content = b""
+    with link:
+        while part := link.recv(65536):
+            content += part
+    return content
+
+
+def test_slow_and_broken_clients_are_ended(trained):
+    with serving(trained / "published", "--body-timeout", "0.5") as server:
+        began = time.monotonic()
+        host = f"Host: localhost:{server.port}\r\n".encode()
+        silent = connect(server, b"")
+        header = connect(server, b"GET /v2 HT")
+        body = connect(server, b"POST /score HTTP/1.1\r\n" + host + b"Content-Length: 100\r\n\r\n[")
+        large = connect(server, b"GET /v2 HTTP/1.1\r\n" + host + b"X: " + b"y" * 100_000)
+        noise = connect(server, b"\x16\x03\x01 what is this\r\n\r\n")
+        assert read_all(silent) == b""
+        assert b"408" in (answer := read_all(header)) and b"no complete header" in answer
+        assert b"408" in (answer := read_all(body)) and b"got 1 bytes of the body" in answer
+        assert b"431" in (answer := read_all(large)) and b"wanted less" in answer
+        assert b" 400 " in (answer := read_all(noise)) and b"not HTTP/1.1" in answer
+        assert time.monotonic() - began < 10
+        with server.client() as client:
+            assert client.get("/v2/health/ready").status_code == 200
+
+
+def test_a_refused_body_is_answered_before_it_ends(server):
+    """The client sends on, and can still read why."""
+    host = f"Host: localhost:{server.port}\r\n".encode()
+    link = connect(
+        server, b"POST /score HTTP/1.1\r\n" + host + b"Content-Length: 1000000000\r\n\r\n"
+    )
+    link.sendall(b"x" * 300_000)
+    answer = read_all(link)
+    assert b" 413 " in answer and b"--max-body" in answer
+
+
+def test_requests_in_progress_are_answered_on_sigterm(trained, batch):
+    server = served.Server(trained / "published", "--name", "ads")
+    body, headers = to_binary(to_tensors(batch))
+    codes: list[object] = []
+
+    def send() -> None:
+        with server.client() as client:
+            while True:
+                try:
+                    codes.append(client.post(INFER, content=body, headers=headers).status_code)
+                except httpx.HTTPError as error:
+                    codes.append(error)
+                    return
+
+    threads = [threading.Thread(target=send) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while codes.count(200) < 40:
+        time.sleep(0.01)
+    # A body that is half sent when the server is told to stop, and completed afterwards.
+    host = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    link = connect(server, f"{host}{lines}\r\n".encode() + body[:100])
+    time.sleep(0.2)
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.4)
+    link.sendall(body[100:])
+    assert read_all(link).startswith(b"HTTP/1.1 200")
+    assert server.stop() == 0, server.errors
+    for thread in threads:
+        thread.join(30)
+    answered = [code for code in codes if not isinstance(code, Exception)]
+    assert set(answered) <= {200, 503}
+    # Idle connections are closed; none that had sent a request was left without an answer.
+    assert all(
+        isinstance(c, httpx.ConnectError | httpx.RemoteProtocolError | httpx.ReadError)
+        for c in codes
+        if c not in answered
+    )
+
+
+def read_metric(text: str, name: str) -> float:
+    return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_workers_share_a_port_and_are_started_again(trained, batch, told):
+    with serving(
+        trained / "published",
+        "--name",
+        "ads",
+        "--workers",
+        "2",
+        "--grpc-port",
+        "0",
+        "--token-file",
+        trained / "token",
+    ) as server:
+        first = children_of(server.process.pid)
+        assert len(first) == 2
+        body, headers = to_binary(to_tensors(batch))
+
+        def ask() -> httpx.Response:
+            with server.client() as client:
+                return client.post(INFER, content=body, headers=headers)
+
+        for _ in range(10):
+            answer = ask()
+            length = int(answer.headers["Inference-Header-Content-Length"])
+            assert np.array_equal(np.frombuffer(answer.content[length:]), told)
+        rpc = triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc_port}")
+        assert np.array_equal(
+            rpc.infer("ads", inputs_of(triton_grpc, batch)).as_numpy("score"), told
+        )
+        rpc.close()
+        with server.client() as client:
+            assert (
+                read_metric(
+                    client.get("/metrics").text,
+                    'colonnade_requests_total{route="infer",status="200"}',
+                )
+                == 10
+            )
+            steps = [int(step) for step in client.get("/v2/models/ads").json()["versions"]]
+            assert (
+                client.post(
+                    "/admin/rollback", json={"step": steps[0]}, headers=bearer()
+                ).status_code
+                == 200
+            )
+        for _ in range(10):  # in whichever worker
+            assert f'"model_version": "{steps[0]}"'.encode() in ask().content
+        os.kill(first[0], signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            now = children_of(server.process.pid)
+            if len(now) == 2 and first[0] not in now:
+                break
+            time.sleep(0.05)
+        for _ in range(10):
+            assert f'"model_version": "{steps[0]}"'.encode() in ask().content
+        with server.client() as client:
+            text = client.get("/metrics").text
+            assert read_metric(text, "colonnade_worker_restarts_total") == 1
+            assert read_metric(text, 'colonnade_requests_total{route="infer",status="200"}') == 30
+            assert client.post("/admin/shutdown", headers=bearer()).status_code == 200
+        assert server.process.wait(60) == 0
+
+
+def test_workers_end_with_their_supervisor(trained):
+    server = served.Server(trained / "published", "--workers", "2")
+    workers = children_of(server.process.pid)
+    server.stop(signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while any(is_running(pid) for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "colonnade", "serve", *map(str, arguments)],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "300"}, check=False,
+    )  # fmt: skip
+
+
+def test_what_cannot_be_served_is_said_in_one_line(trained, server, tmp_path):
+    (tmp_path / "short").write_text("abc")
+    for arguments, words in (
+        ([trained / "published", "--port", server.port], "Address already in use"),
+        ([tmp_path / "nothing"], "has no model"),
+        ([trained / "published", "--at", "4"], "leave --at out"),
+        ([trained / "published", "--host", "0.0.0.0"], "--token-file"),
+        ([trained / "published", "--token-file", tmp_path / "short"], "at least 16"),
+        ([trained / "published", "--tls-key", tmp_path / "short"], "wanted both or none"),
+        (["s3://a/b"], "give --copy FOLDER"),
+        ([trained / "published", "--max-body", "much"], "--max-body"),
+    ):
+        ended = run(*arguments)
+        assert ended.returncode == 2 and words in ended.stderr, (arguments, ended.stderr)
+        assert len(ended.stderr.strip().splitlines()) == 1
+
+
+def test_tls(trained, tmp_path, batch):
+    made = subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext",
+         "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem"],
+        capture_output=True, check=False,
+    )  # fmt: skip
+    if made.returncode:
+        pytest.skip("there is no openssl")
+    with serving(
+        trained / "published",
+        "--tls-cert",
+        tmp_path / "cert.pem",
+        "--tls-key",
+        tmp_path / "key.pem",
+    ) as server:
+        assert server.url.startswith("https://")
+        with server.client(verify=str(tmp_path / "cert.pem")) as client:
+            assert client.get("/v2/health/ready").json()["ready"]
+
+
+def test_curl_answers_a_person(server):
+    ended = subprocess.run(
+        ["curl", "-s", f"{server.url}/v2/models/ads"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(ended.stdout)["name"] == "ads"
