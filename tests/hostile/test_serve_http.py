@@ -57,12 +57,10 @@ class Maker:
             "Host": f"localhost:{self.port}",
             "Connection": "close",
             "Content-Length": len(body),
-            **headers,
+            **{name.replace("_", "-"): value for name, value in headers.items()},
         }
         lines = "".join(
-            f"{name.replace('_', '-')}: {value}\r\n"
-            for name, value in fields.items()
-            if value is not None
+            f"{name}: {value}\r\n" for name, value in fields.items() if value is not None
         )
         return f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode("utf-8", "surrogateescape") + body
 

@@ -97,7 +97,7 @@ def steps(trained) -> list[int]:
 
 
 def wanted(trained: Path, batch, step: int) -> torch.Tensor:
-    """By a predictor of an export of the step."""
+    """Scores by a predictor of an export of the step."""
     with Predictor.open(trained / "run", at=step) as predictor:
         return predictor(batch)
 
@@ -130,11 +130,11 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def test_answers_are_the_predictors_to_the_bit(client, trained, batch, steps):
-    told = wanted(trained, batch, steps[-1])[:, 0].numpy()
+    expected = wanted(trained, batch, steps[-1])[:, 0].numpy()
     binary = infer(client, batch)
     text = client("POST", INFER, json=to_json(to_tensors(batch)))
     for answer in (binary, text):
-        assert np.array_equal(scores_of(answer), told)
+        assert np.array_equal(scores_of(answer), expected)
         fields = fields_of(answer)
         assert fields["model_version"] == str(steps[-1]) and fields["parameters"]["run"]
     assert binary.headers["content-type"] == "application/octet-stream"
@@ -215,7 +215,7 @@ def test_metadata_and_health(client, steps):
 
 
 def test_rollback_follow_pin_and_unpin(client, trained, batch, steps):
-    told = {step: wanted(trained, batch, step)[:, 0].numpy() for step in steps}
+    expected = {step: wanted(trained, batch, step)[:, 0].numpy() for step in steps}
 
     def admin(action: str, step: int | None = None) -> httpx.Response:
         fields = {} if step is None else {"step": step}
@@ -226,14 +226,14 @@ def test_rollback_follow_pin_and_unpin(client, trained, batch, steps):
         "pins": [steps[-2]],
         "step": steps[-2],
     }
-    assert np.array_equal(scores_of(infer(client, batch)), told[steps[-2]])
+    assert np.array_equal(scores_of(infer(client, batch)), expected[steps[-2]])
     assert admin("rollback", steps[0]).json()["pins"] == [steps[-2], steps[0]]
     answer = infer(client, batch)
     assert fields_of(answer)["model_version"] == str(steps[0])
-    assert np.array_equal(scores_of(answer), told[steps[0]])
+    assert np.array_equal(scores_of(answer), expected[steps[0]])
     assert admin("unpin", steps[0]).status_code == 400
     assert admin("follow").json()["step"] == steps[-1]
-    assert np.array_equal(scores_of(infer(client, batch)), told[steps[-1]])
+    assert np.array_equal(scores_of(infer(client, batch)), expected[steps[-1]])
     assert admin("unpin", steps[0]).status_code == 200
     assert admin("unpin", steps[0]).status_code == 404
     assert admin("pin", 3).status_code == 404 and admin("pin").status_code == 400
@@ -254,9 +254,9 @@ def test_pins_are_limited(trained, tmp_path, steps):
 
 
 def test_a_pinned_step_survives_the_end_of_the_publication(trained, tmp_path, batch, steps):
-    """Its files are unlinked while they are mapped, and a later server has it still."""
+    """Files are unlinked while they are mapped, and a later server has it still."""
     shutil.copytree(trained / "published", tmp_path / "published")
-    told = {step: wanted(trained, batch, step)[:, 0].numpy() for step in steps}
+    expected = {step: wanted(trained, batch, step)[:, 0].numpy() for step in steps}
     with opened(tmp_path / "published", tmp_path / "state") as client:
         client.service.model.roll_back(steps[1])
         infer(client, batch, f"/v2/models/model/versions/{steps[2]}/infer")
@@ -264,7 +264,7 @@ def test_a_pinned_step_survives_the_end_of_the_publication(trained, tmp_path, ba
         for step, path in ((steps[1], INFER), (steps[2], f"/v2/models/model/versions/{steps[2]}/infer"),
                            (steps[3], f"/v2/models/model/versions/{steps[3]}/infer")):  # fmt: skip
             answer = infer(client, batch, path)
-            assert np.array_equal(scores_of(answer), told[step])
+            assert np.array_equal(scores_of(answer), expected[step])
     shutil.copytree(trained / "published", tmp_path / "published")
     for number in range(1, 4):
         (tmp_path / "published" / delta_file_name(number)).unlink()
@@ -272,7 +272,7 @@ def test_a_pinned_step_survives_the_end_of_the_publication(trained, tmp_path, ba
         wait_for(lambda: client.service.is_ready)  # the newest step cannot be opened
         ready = client("GET", "/v2/health/ready").json()
         assert ready["step"] == steps[1] and "change-000000000001" in ready["problem"]
-        assert np.array_equal(scores_of(infer(client, batch)), told[steps[1]])
+        assert np.array_equal(scores_of(infer(client, batch)), expected[steps[1]])
         client.service.model.follow()
         assert client("GET", "/v2/health/ready").status_code == 503
         assert infer(client, batch).status_code == 503
@@ -323,7 +323,7 @@ def test_damage_is_named_and_never_served(trained, tmp_path, batch, steps):
     live = tmp_path / "live"
     publish(trained, live, steps[1])
     with opened(live, tmp_path / "state") as client:
-        told = scores_of(infer(client, batch))
+        expected = scores_of(infer(client, batch))
         part = tmp_path / "part"
         copy_published_step(trained / "published", part, steps[2])
         content = bytearray((part / delta_file_name(2)).read_bytes())
@@ -337,7 +337,7 @@ def test_damage_is_named_and_never_served(trained, tmp_path, batch, steps):
         assert "colonnade_problem 1.0" in metrics and "torn or altered" in metrics
         answer = infer(client, batch)
         assert fields_of(answer)["model_version"] == str(steps[1])
-        assert np.array_equal(scores_of(answer), told)
+        assert np.array_equal(scores_of(answer), expected)
         content[len(content) // 2] ^= 1
         (live / "mended").write_bytes(content)
         (live / "mended").rename(live / delta_file_name(2))
@@ -459,12 +459,12 @@ def test_micro_batches_answer_each_request_by_itself(trained, tmp_path, batch):
         score = client.service.model.score
         sizes = []
 
-        def held(merged, step):
+        def score_later(merged, step):
             release.wait(20)
             sizes.append(merged.size)
             return score(merged, step)
 
-        client.service.model.score = held
+        client.service.model.score = score_later
         threading.Timer(0.3, release.set).start()
         requests = []
         for one in [*batches, *batches]:
@@ -543,7 +543,7 @@ def test_no_file_stays_open(trained, tmp_path, batch, steps):
 
 
 def test_one_user_and_many_candidates(client, trained, batch, steps):
-    """What all candidates share is sent once, and scores have the bits of copies."""
+    """Features that all candidates share are sent once, and scores have the bits of copies."""
     tensors = to_tensors(batch)
     shared = {**tensors, "C1": tensors["C1"][:1], "C3": tensors["C3"][:1]}
     copies = {**tensors, "C1": np.full_like(tensors["C1"], tensors["C1"][0])}
@@ -565,12 +565,12 @@ def to_records(batch) -> list[dict]:
 
 
 def test_records_are_scored_as_their_tensors(client, trained, batch, steps):
-    told = wanted(trained, batch, steps[-1])[:, 0].tolist()
+    expected = wanted(trained, batch, steps[-1])[:, 0].tolist()
     records = to_records(batch)
     for body in (records, {"records": records}):
         answer = client("POST", "/score", json=body)
         assert answer.status_code == 200, answer.text
-        assert answer.json()["scores"] == told and answer.json()["step"] == steps[-1]
+        assert answer.json()["scores"] == expected and answer.json()["step"] == steps[-1]
         assert answer.json()["run"] and answer.json()["model"] == "model"
     user = {name: records[0][name] for name in ("C1", "C2")}
     candidates = [{k: v for k, v in record.items() if k not in user} for record in records]
@@ -624,15 +624,15 @@ def test_recommendations_follow_and_roll_back(tmp_path):
                 assert admin.status_code == 200, admin.text
             answer = client("POST", "/recommend", json=body)
             assert answer.status_code == 200, answer.text
-            told = answer.json()
+            expected = answer.json()
             with Recommender.open(tmp_path / "run", at=step) as recommender:
                 best = recommender.recommend([{"user": 3}], 4, exclude=[[1, 2]])
-            assert (told["items"], told["scores"], told["step"]) == (
+            assert (expected["items"], expected["scores"], expected["step"]) == (
                 best.items[0],
                 best.scores[0],
                 step,
             )
-            assert told["run"] and not {1, 2} & set(told["items"])
+            assert expected["run"] and not {1, 2} & set(expected["items"])
         for wrong in ({}, [], {"user": 3}, {"user": {}, "k": 0}, {"user": {"user": 3}, "n": 1}, {"user": {"x": 1}},
                       {"user": {"user": 3}, "exclude": 3}, {"user": {"user": 3}, "exclude_seen": 1}):  # fmt: skip
             answer = client("POST", "/recommend", json=wrong)

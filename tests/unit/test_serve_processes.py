@@ -55,7 +55,7 @@ def server(trained):
 
 
 @pytest.fixture(scope="module")
-def told(trained, batch) -> np.ndarray:
+def expected(trained, batch) -> np.ndarray:
     with Predictor.open(trained / "published") as predictor:
         return predictor(batch)[:, 0].numpy()
 
@@ -69,7 +69,7 @@ def inputs_of(module, batch, **form):
     return inputs
 
 
-def test_tritonclient_over_http(server, batch, told):
+def test_tritonclient_over_http(server, batch, expected):
     client = triton_http.InferenceServerClient(f"127.0.0.1:{server.port}")
     assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("ads")
     assert client.get_server_metadata()["name"] == "colonnade"
@@ -80,7 +80,7 @@ def test_tritonclient_over_http(server, batch, told):
         result = client.infer(
             "ads", inputs_of(triton_http, batch, binary_data=binary), outputs=wanted
         )
-        assert np.array_equal(result.as_numpy("score"), told)
+        assert np.array_equal(result.as_numpy("score"), expected)
         assert result.get_response()["model_version"] == metadata["versions"][-1]
     oldest = metadata["versions"][0]
     result = client.infer(
@@ -93,13 +93,13 @@ def test_tritonclient_over_http(server, batch, told):
     client.close()
 
 
-def test_tritonclient_over_grpc(server, batch, told):
+def test_tritonclient_over_grpc(server, batch, expected):
     client = triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc_port}")
     assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("ads")
     metadata = client.get_model_metadata("ads")
     assert metadata.inputs[0].name == "dense" and metadata.outputs[0].datatype == "FP64"
     result = client.infer("ads", inputs_of(triton_grpc, batch))
-    assert np.array_equal(result.as_numpy("score"), told)
+    assert np.array_equal(result.as_numpy("score"), expected)
     assert result.get_response().model_version == metadata.versions[-1]
     assert result.get_response().parameters["run"].string_param
     oldest = metadata.versions[0]
@@ -115,8 +115,8 @@ def test_tritonclient_over_grpc(server, batch, told):
     client.close()
 
 
-def test_grpc_takes_typed_contents(server, batch, told):
-    """As clients send that are not Triton's."""
+def test_grpc_takes_typed_contents(server, batch, expected):
+    """Contents in the form of clients other than Triton's."""
     import grpc
 
     from colonnade.serve.grpc_service import SERVICE, build_message_types
@@ -138,7 +138,7 @@ def test_grpc_takes_typed_contents(server, batch, told):
             response_deserializer=types["ModelInferResponse"].FromString,
         )
         answer = call(types["ModelInferRequest"](model_name="ads", inputs=inputs))
-        assert np.array_equal(np.frombuffer(answer.raw_output_contents[0]), told)
+        assert np.array_equal(np.frombuffer(answer.raw_output_contents[0]), expected)
         inputs[0]["contents"]["fp32_contents"].pop()
         with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
             call(types["ModelInferRequest"](model_name="ads", inputs=inputs))
@@ -207,7 +207,7 @@ def test_requests_in_progress_are_answered_on_sigterm(trained, batch):
         thread.start()
     while codes.count(200) < 40:
         time.sleep(0.01)
-    # A body that is half sent when the server is told to stop, and completed afterwards.
+    # A body that is half sent when the server is expected to stop, and completed afterwards.
     host = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     link = connect(server, f"{host}{lines}\r\n".encode() + body[:100])
@@ -237,7 +237,7 @@ def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_workers_share_a_port_and_are_started_again(trained, batch, told):
+def test_workers_share_a_port_and_are_started_again(trained, batch, expected):
     with serving(
         trained / "published",
         "--name",
@@ -260,10 +260,10 @@ def test_workers_share_a_port_and_are_started_again(trained, batch, told):
         for _ in range(10):
             answer = ask()
             length = int(answer.headers["Inference-Header-Content-Length"])
-            assert np.array_equal(np.frombuffer(answer.content[length:]), told)
+            assert np.array_equal(np.frombuffer(answer.content[length:]), expected)
         rpc = triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc_port}")
         assert np.array_equal(
-            rpc.infer("ads", inputs_of(triton_grpc, batch)).as_numpy("score"), told
+            rpc.infer("ads", inputs_of(triton_grpc, batch)).as_numpy("score"), expected
         )
         rpc.close()
         with server.client() as client:

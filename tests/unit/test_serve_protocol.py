@@ -228,8 +228,8 @@ def test_too_few_and_too_many_bytes_are_refused():
 
 def test_outputs_are_in_the_form_that_was_asked_for():
     scores = format_scores(torch.tensor([[0.1], [0.7]], dtype=torch.float64))
-    asked = InferRequest("7", {}, (WantedOutput("score", False),), True)
-    body, length = format_infer_response(asked, scores, model="m", step=12, run="abc")
+    wanted = InferRequest("7", {}, (WantedOutput("score", False),), True)
+    body, length = format_infer_response(wanted, scores, model="m", step=12, run="abc")
     assert length is None and json.loads(body) == {
         "model_name": "m", "model_version": "12", "id": "7", "parameters": {"run": "abc"},
         "outputs": [{"name": "score", "datatype": "FP64", "shape": [2], "data": [0.1, 0.7]}],
@@ -262,9 +262,9 @@ def test_shared_features_are_expanded_and_batches_joined():
     full = expand_shared(user)
     assert full.dense.shape == (3, 2) and full.ids["tags"].values.tolist() == [7, 8, 7, 8, 7, 8]
     assert full.ids["tags"].offsets.tolist() == [0, 2, 4, 6]
-    both = concatenate_batches([user, user])
-    assert both.size == 6 and both.ids["tags"].offsets.tolist() == [0, 2, 4, 6, 8, 10, 12]
-    assert both.ids["item"].values.tolist() == [1, 2, 3, 1, 2, 3]
+    joined = concatenate_batches([user, user])
+    assert joined.size == 6 and joined.ids["tags"].offsets.tolist() == [0, 2, 4, 6, 8, 10, 12]
+    assert joined.ids["item"].values.tolist() == [1, 2, 3, 1, 2, 3]
 
 
 def test_only_jobs_of_one_step_are_scored_together():

@@ -10,14 +10,14 @@ Legend: N candidates of a request, n dense columns, E lookups of one feature, T 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from colonnade.batch import Batch, Ids
+from colonnade.batch import Batch, Ids, share_samples
 from colonnade.data.contract import Schema
 from colonnade.errors import ConfigError
 from colonnade.serve.protocol import RequestError, Tensors, describe_value, get_datatype
@@ -266,21 +266,8 @@ def _describe_tensor(spec: TensorSpec) -> dict[str, Any]:
 
 def expand_shared(batch: Batch) -> Batch:
     """Return a batch with a copy of each shared feature for each sample, as those that training reads."""
-    size, dense = batch.size, batch.dense
-    if len(dense) != size:
-        dense = dense.expand(size, -1).contiguous()
-    ids = {name: _expand_ids(feature, size) for name, feature in batch.ids.items()}
-    return Batch(size, dense, ids)
-
-
-def _expand_ids(ids: Ids, size: int) -> Ids:
-    if ids.offsets is None:
-        return ids if len(ids.values) == size else Ids(ids.values.expand(size).contiguous())
-    if len(ids.offsets) == size + 1:
-        return ids
-    count = len(ids.values)
-    weights = None if ids.weights is None else ids.weights.repeat(size)
-    return Ids(ids.values.repeat(size), torch.arange(size + 1) * count, weights)
+    shared = share_samples(batch)
+    return replace(shared, ids=dict(shared.ids))
 
 
 def concatenate_batches(batches: Sequence[Batch]) -> Batch:

@@ -24,7 +24,6 @@ from colonnade.publish.delivery import is_url, list_published_steps
 from colonnade.publish.deltas import CURRENT, read_current
 from colonnade.publish.exported import MODEL
 from colonnade.serve.control import ControlFolder, ServeOrder
-from colonnade.serve.tensors import expand_shared
 
 if TYPE_CHECKING:
     from colonnade.serve.options import ServeOptions
@@ -147,7 +146,6 @@ class ServedModel:
 
         Raises NotReady, CheckpointError for a step that is not published any more, and as `Predictor`.
         """
-        batch = expand_shared(batch)
         wanted = self.control.read().serve_step if step is None else step
         newest = self.get_newest() if wanted is None else self._newest
         if newest is not None and (wanted is None or wanted == newest.step):
