@@ -319,8 +319,9 @@ int main(int, char** words) {
   c10::InferenceMode mode;
   std::ifstream file(words[2], std::ios::binary);
   const std::vector<char> bytes((std::istreambuf_iterator<char>(file)), {});
+  const c10::IValue list = torch::pickle_load(bytes);
   std::vector<at::Tensor> inputs;
-  for (const auto& input : torch::pickle_load(bytes).toListRef()) inputs.push_back(input.toTensor());
+  for (const auto& input : list.toListRef()) inputs.push_back(input.toTensor());
   torch::inductor::AOTIModelPackageLoader loader(words[1]);
   const auto scores = torch::pickle_save(loader.run(inputs).at(0));
   std::ofstream(words[3], std::ios::binary).write(scores.data(), scores.size());
