@@ -42,7 +42,7 @@ struct Rows {
     } else if (index != Index::all) {
       hashed.put(ids, row_numbers);
     }
-    checked.assign((kBegin + num_rows * kStride >> kBlockBits) + 1, 1);
+    checked.assign(((kBegin + num_rows * kStride) >> kBlockBits) + 1, 1);
     table.num_ids = num_ids;
     table.num_rows = num_rows;
     table.slots_by_id = slots_by_id;
@@ -172,7 +172,7 @@ void what_is_unusual_is_refused() {
       CHECK(rows.table.find(ids, slots.data()) == (index == Index::open));
     }
     ids[299] = rows.ids[7];
-    const std::int64_t first = kBegin + 7 * kStride >> kBlockBits, last = kBegin + 8 * kStride - 1 >> kBlockBits;
+    const std::int64_t first = (kBegin + 7 * kStride) >> kBlockBits, last = (kBegin + 8 * kStride - 1) >> kBlockBits;
     for (std::int64_t block = 0; block < static_cast<std::int64_t>(rows.checked.size()); ++block) {
       rows.checked[block] = 0;
       CHECK(rows.table.find(ids, slots.data()) == (block < first || block > last));

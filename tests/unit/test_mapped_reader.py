@@ -118,7 +118,7 @@ def draw_ids(draw, table: Table, stored: list[int], size: int, is_bag: bool) -> 
     return Ids(values, offsets, weights)
 
 
-@settings(max_examples=examples(60, 400))
+@settings(max_examples=examples(30, 400))
 @given(st.data(), collections())
 def test_one_call_has_the_bits_of_the_step_by_step_path(tmp_path_factory, data, collection):
     tables, stored, declaration = collection
@@ -134,7 +134,7 @@ def test_one_call_has_the_bits_of_the_step_by_step_path(tmp_path_factory, data, 
             )
             gone = torch.tensor(sorted(data.draw(st.sets(any_id, max_size=3))), dtype=torch.int64)
             weights = torch.randn(len(changed), table.width).to(getattr(torch, table.dtype))
-            rows.change(t, changed, weights, gone)
+            rows.apply_delta(t, changed, weights, gone)
         size = data.draw(st.sampled_from(SIZES))
         ids = {}
         for feature in declaration.features:
@@ -231,6 +231,8 @@ def test_unusual_tensors_have_the_same_values(lookup):
 
 def test_blocks_are_checked_before_the_native_call_reads_them(lookup):
     batch = plain_batch()
+    for table in lookup.rows.tables:
+        table.file.file.checked[:] = 0  # reading the ids at the start checked these small files
     assert lookup.rows.read(lookup.reader, batch.ids, 3, is_sharing=False) is None
     lookup.read(batch, torch.device("cpu"))
     assert all(table.file.file.checked.all() for table in lookup.rows.tables)
