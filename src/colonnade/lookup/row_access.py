@@ -32,7 +32,7 @@ from colonnade.lookup.views import Slices
 from colonnade.store.contract import Rows, RowView
 from colonnade.store.dram import DramStore
 from colonnade.store.hbm import HbmStore
-from colonnade.store.mapped import HAS_READER, MappedRows
+from colonnade.store.mapped import MappedRows
 from colonnade.store.policies import RowPolicy, RowRetention
 from colonnade.table import CLOCK_BYTES, Table
 from colonnade.topology.sharding import Shard
@@ -137,9 +137,7 @@ class MappedLookup:
         )
         self.table_rows = torch.tensor([table.rows or 0 for table in declaration.tables])
         self.kernels = NativeKernels(declaration, self.lookup_columns, self.outputs, 1)
-        self.reader = (
-            build_reader(declaration, self.lookup_columns, self.outputs) if HAS_READER else None
-        )
+        self.reader = build_reader(declaration, self.lookup_columns, self.outputs)
 
     def read(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
         """Return the same outputs as `Exchange.values`. Raises IdRangeError and DataError as training does, and

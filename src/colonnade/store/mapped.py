@@ -29,7 +29,6 @@ from colonnade.table import Table
 
 SPARSE = 16
 """Rows of a vocabulary for each exported row, above which a table is indexed by hash."""
-HAS_READER = hasattr(_native, "MappedReader")  # False: the extension is older than this file
 GONE = 1 << 40  # instead of a slot: a row of the file that was deleted
 
 
@@ -39,7 +38,7 @@ class MappedRows:
     def __init__(self, tables: Sequence[MappedTable], initialiser: _native.Dram) -> None:
         self.tables = tuple(tables)
         self._initialiser = initialiser
-        self._native_tables = [table.native for table in tables if table.native is not None]
+        self._native_tables = [table.native for table in tables]
         self._num_damaged = 0  # mappings of this process known as damaged, none of these tables
         self._scrub: Scrub | None = None
         self._failure: CorruptionError | None = None  # of a mapping
@@ -69,7 +68,7 @@ class MappedRows:
 
     def read(
         self,
-        reader: _native.MappedReader | None,
+        reader: _native.MappedReader,
         ids: Mapping[str, Ids],
         size: int,
         *,
@@ -81,8 +80,6 @@ class MappedRows:
         is_sharing: a feature with one sample has it for all samples. Raises ConfigError once the rows are closed.
         """
         self._check_open()
-        if reader is None:
-            return None
         _native.handle_faults()  # other libraries may have installed their handlers meanwhile
         return reader.read(self._native_tables, self._initialiser, ids, size, is_sharing)
 
@@ -176,12 +173,10 @@ class MappedTable:
         # id -> slot, or GONE, of rows that differ from the file
         self._newer: _native.RowIndex | None = None
         self._num_newer = 0
-        self.native: _native.MappedTable | None = None
-        if HAS_READER:
-            self.native = _native.MappedTable(
-                self.table.rows or 0, file.num_rows, self.index.slots_by_id, self.index.hashed, file.stride,
-                file.weights_begin, BLOCK_BYTES, file.file.checked,
-            )  # fmt: skip
+        self.native = _native.MappedTable(
+            self.table.rows or 0, file.num_rows, self.index.slots_by_id, self.index.hashed, file.stride,
+            file.weights_begin, BLOCK_BYTES, file.file.checked,
+        )  # fmt: skip
 
     def find_slots(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Fill slots (E,); returns the positions of ids that have no row. Raises CorruptionError, StorageError if a row
@@ -219,8 +214,7 @@ class MappedTable:
         """
         if self._newer is None:
             self._newer = _native.RowIndex()
-            if self.native is not None:
-                self.native.set_newer(self._newer)
+            self.native.set_newer(self._newer)
         slots = np.empty(len(ids), np.int64)
         self._newer.get(ids, slots)
         new = np.flatnonzero((slots == -1) | (slots == GONE))
@@ -240,8 +234,7 @@ class MappedTable:
         newer = self._mapping.rows_behind(0, self._num_newer).copy() if self._num_newer else None
         self._capacity, self._room = capacity, self._room if room is None else room
         self.base = self._mapping.remap(self._room + capacity)
-        if self.native is not None:
-            self.native.set_base(self.base)
+        self.native.set_base(self.base)
         if newer is not None:
             self._mapping.rows_behind(0, self._num_newer)[:] = newer
 
@@ -256,8 +249,7 @@ class MappedTable:
         return self._mapping.is_damaged
 
     def close(self) -> None:
-        if self.native is not None:
-            self.native.set_base(0)
+        self.native.set_base(0)
         self._mapping.close()
 
 
