@@ -121,10 +121,11 @@ class Asker:
         self.thread.join()
 
 
+@pytest.mark.slow  # the shortest takes two minutes of processor time
 @pytest.mark.parametrize(
     ("seconds", "workers"),
-    [(8, 1), pytest.param(600, 1, marks=pytest.mark.slow), pytest.param(600, 2, marks=pytest.mark.slow)],
-)  # fmt: skip
+    [(8, 1), (600, 1), (600, 2)],
+)
 def test_each_answer_is_the_checkpoints_that_it_names(tmp_path, seconds, workers):
     seed = int(os.environ.get("COLONNADE_KILL_SEED", "7"))
     rng = random.Random(seed)
