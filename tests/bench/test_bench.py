@@ -102,6 +102,7 @@ def load_dense(network: torch.nn.Module, model: torch.nn.Module, taken: Callable
     network.load_state_dict({k.replace("layers.0.", ""): v for k, v in dense.items()}, strict=True)
 
 
+@pytest.mark.slow  # five systems take 20 seconds of processor time
 def test_systems_fed_the_same_files_learn_the_same(tmp_path: Path) -> None:
     """Real workers: the two that need nothing installed. The data's entropy is the loss both must come to."""
     num_batches, size, clicks = 120, 512, np.array([0.1, 0.5, 0.9])
@@ -133,7 +134,9 @@ def test_systems_fed_the_same_files_learn_the_same(tmp_path: Path) -> None:
         assert done.losses[1] == pytest.approx(entropy.mean(), abs=0.03)
 
 
-@pytest.mark.parametrize("part", ["embeddings", "interaction", "products"])
+@pytest.mark.parametrize(
+    "part", ["embeddings", "interaction", pytest.param("products", marks=pytest.mark.slow)]
+)
 def test_a_part_of_a_step_is_measured_alone(tmp_path: Path, part: str) -> None:
     generator = np.random.default_rng(0)
     ids = np.stack([generator.integers(rows, size=(4, 64)) for rows in ROWS], axis=1)
