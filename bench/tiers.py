@@ -120,7 +120,7 @@ Misses = Mapping[tuple[str, int], list[int]]
 
 @dataclass(frozen=True)
 class Setup:
-    """What the pieces of one skew and dim share."""
+    """State that the pieces of one skew and dim share."""
 
     name: str
     stream: Stream

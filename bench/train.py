@@ -1,4 +1,4 @@
-"""How fast does a whole training step run, beside nn.EmbeddingBag and TorchRec, and where does its time go?
+"""Speed of a whole training step next to nn.EmbeddingBag and TorchRec, and where its time goes.
 
 DLRM, DeepFM and DCN-v2 on Criteo-shaped ids (26 one-hot fields, skewed, 5.6 million rows), 13 dense columns,
 fp32, one process. Dense network, dense optimizer, loss and batches are the same for all; each system brings its
@@ -112,7 +112,7 @@ SYSTEMS = {
     "torchrec helped, pipeline": System("torchrec", ("malloc", "linear", "pipeline")),
 }
 PEERS = ("torch", "torchrec", "torch helped", "torchrec helped*")
-"""As shipped, and helped; of names that begin so, the fastest counts."""
+"""Peers as shipped, and helped; the fastest of the names that match counts."""
 BOTH_MALLOCS = (
     "colonnade", "colonnade, malloc as shipped", "torch", "torch, our malloc", "torchrec", "torchrec, our malloc",
 )  # fmt: skip

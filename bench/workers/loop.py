@@ -52,7 +52,7 @@ class Case:
     part: str = "step"
     """step: the whole; embeddings, interaction or products: that part alone with a fixed gradient, and a loss of 0."""
     options: Sequence[str] = ()
-    """What differs from the system as shipped. Peers: malloc, linear (Colonnade's), rows (row-wise Adagrad in one
+    """Differences from the system as shipped. Peers: malloc, linear (Colonnade's), rows (row-wise Adagrad in one
     stacked table, torch alone), planner, pipeline (torchrec alone). colonnade: shipped_malloc."""
 
     @property

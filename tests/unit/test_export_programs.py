@@ -183,8 +183,8 @@ import sys, torch
 program = torch.export.load(sys.argv[1]).module()
 inputs, wanted = torch.load(sys.argv[2])
 assert not any(name.startswith("colonnade") for name in sys.modules)
-for given, scores in zip(inputs, wanted):
-    torch.testing.assert_close(program(given), scores, rtol=1e-5, atol=1e-6)
+for fields, scores in zip(inputs, wanted):
+    torch.testing.assert_close(program(fields), scores, rtol=1e-5, atol=1e-6)
 print("equal")
 """
 

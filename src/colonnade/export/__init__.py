@@ -6,10 +6,7 @@ Importing this module registers the operator `colonnade::lookup` and those of th
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +14,16 @@ from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.data.contract import Schema
-from colonnade.errors import ConfigError, StorageError
+from colonnade.errors import ConfigError
 from colonnade.export import hub as hub_files
 from colonnade.export import triton as triton_files
 from colonnade.export.program import export_dense_program, export_program
 from colonnade.export.tensors import ProgramInput, build_batch, collect_tensors, list_inputs
 from colonnade.export.torch_files import load_program, write_programs
 from colonnade.predict.predictor import Predictor
-from colonnade.publish.export import export_run, sync_to_disk
+from colonnade.publish.export import export_run, stage_folder
 from colonnade.publish.exported import read_export
 from colonnade.run.validation import find_collection
-from colonnade.store.disk import storage_error
 
 __all__ = [
     "ProgramInput",
@@ -67,7 +63,7 @@ def export_model(
     if not (torch or aoti or triton or hub):
         export_run(run, destination, at=at)
         return destination
-    with _stage(destination) as staged:
+    with stage_folder(destination) as staged:
         weights = staged / triton_files.VERSION if triton else staged
         export_run(run, weights, at=at)
         with Predictor.open(weights, model=model) as predictor:
@@ -117,28 +113,3 @@ def _write_hub(folder: Path, name: str, run: Path, predictor: Predictor) -> None
     metrics = hub_files.read_metrics(run, export.step)
     card = hub_files.format_card(name, export, inputs, metrics)
     hub_files.write_card(folder, card, hub_files.format_config(export, inputs))
-
-
-@contextmanager
-def _stage(destination: Path) -> Iterator[Path]:
-    """Yield a folder to write; rename it to `destination` when the block has ended, or leave nothing.
-
-    Raises ConfigError if the destination exists, StorageError if it cannot be written.
-    """
-    if destination.exists():
-        raise ConfigError(f"{destination} exists; give a folder that does not, or remove this one")
-    temporary = destination.with_name(f".{destination.name}.{os.getpid()}.export")
-    try:
-        temporary.mkdir(parents=True)
-        staged = temporary / destination.name
-        yield staged
-        for path in [*staged.rglob("*"), staged]:
-            sync_to_disk(path)
-        os.rename(staged, destination)
-        sync_to_disk(destination.parent)
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise storage_error(error, "write", destination) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

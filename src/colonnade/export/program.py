@@ -12,6 +12,7 @@ Legend: B samples, n dense columns, E ids of one feature, T tables.
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -105,7 +106,7 @@ class _Call:
     inputs: Mapping[str, Tensor] = {}
 
 
-class ExportedModel(nn.Module):
+class ExportedModel(nn.Module, ABC):
     """Module that a program is traced from: named tensors in, scores out."""
 
     def __init__(self, model: nn.Module, collection: EmbeddingCollection, schema: Schema) -> None:
@@ -156,9 +157,9 @@ class ExportedModel(nn.Module):
         """Return the ids of a feature; None: the program has none."""
         return self.inputs.get(feature.name)
 
+    @abstractmethod
     def look_up(self, batch: Batch) -> Sequence[Tensor]:
         """Return one tensor per field."""
-        raise NotImplementedError
 
     def compute_outputs(self, batch: Batch) -> dict[str, Tensor]:
         """Return what the collection does: outputs of consumers, and of fields without one."""

@@ -26,6 +26,7 @@ from colonnade.data.contract import Schema
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError, CorruptionError, StorageError
 from colonnade.ops.memory import keep_freed_memory
+from colonnade.predict.refresh_thread import RefreshThread
 from colonnade.publish.delivery import (
     RemoteFolder,
     Subscriber,
@@ -73,17 +74,13 @@ class Predictor:
         self.model, self.rows = model, rows
         self.schema, self.config = schema, config
         self.step, self.folder, self.run = step, folder, run
-        self.num_failures = 0
-        """Number of failed refreshes by `follow` since the predictor was opened."""
         self._is_full = is_full
-        self._failure: BaseException | None = None  # of the newest refresh by `follow`
         # Error that left rows and weights of different checkpoints.
         self._torn: BaseException | None = None
         self._subscriber: Subscriber | None = None
         self._lock = threading.Lock()  # protects rows and weights
         self._refresh_lock = threading.Lock()  # one `refresh` at a time
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._follower = RefreshThread(self.refresh, "follow")
 
     @classmethod
     def open(
@@ -172,7 +169,12 @@ class Predictor:
     @property
     def problem(self) -> BaseException | None:
         """Error of the last refresh by `follow`, or damage detected in the background; None: neither."""
-        return self._failure or self.rows.problem
+        return self._follower.problem or self.rows.problem
+
+    @property
+    def num_failures(self) -> int:
+        """Number of failed refreshes by `follow` since the predictor was opened."""
+        return self._follower.num_failures
 
     def __call__(self, batch: Batch) -> Tensor:
         """Predict a batch: probabilities (B, T) float64, or what the model's own `objective.predict` returns.
@@ -246,30 +248,16 @@ class Predictor:
     def follow(self, seconds: float = 1.0) -> None:
         """Start a thread that refreshes every `seconds` until `close`. An error becomes `problem`, is counted in
         `num_failures`, and the refresh is tried again."""
-        if self._subscriber is None or self._thread is not None:
+        if self._subscriber is None or self._follower.is_started:
             self.refresh()  # raises the reason, or leaves the running thread as it is
             return
-        self._thread = threading.Thread(
-            target=self._refresh_repeatedly, args=(seconds,), name="follow", daemon=True
-        )
-        self._thread.start()
+        self._follower.start(seconds)
 
     def close(self) -> None:
         """Unmap the rows after the current call has ended. Later uses raise ConfigError."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._follower.stop()
         with self._lock:
             self.rows.close()
-
-    def _refresh_repeatedly(self, seconds: float) -> None:
-        while not self._stop.wait(seconds):
-            try:
-                self.refresh()
-                self._failure = None
-            except BaseException as error:  # any error: nothing else would restart this thread
-                self._failure = error
-                self.num_failures += 1
 
     def _apply_next_delta(self, subscriber: Subscriber) -> None:
         """Apply the next published change to rows and weights, between two batches."""

@@ -18,6 +18,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,16 +62,28 @@ def export_run(
     """
     run_folder, destination = Path(run_folder), Path(destination)
     step = resolve_step(run_folder, at)
+    with stage_folder(destination) as staged:
+        staged.mkdir()
+        return _write_export(run_folder, step, staged)
+
+
+@contextmanager
+def stage_folder(destination: Path) -> Iterator[Path]:
+    """Yield the path of a folder to make and fill; rename it to `destination` after the block, or leave nothing.
+
+    Raises ConfigError if the destination exists, StorageError if it cannot be written.
+    """
     if destination.exists():
         raise ConfigError(f"{destination} exists; give a folder that does not, or remove this one")
     destination.parent.mkdir(parents=True, exist_ok=True)
     temporary = destination.with_name(f".{destination.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir()
-        model = _write_export(run_folder, step, temporary)
-        for path in [*temporary.iterdir(), temporary]:
+        staged = temporary / destination.name
+        yield staged
+        for path in [*staged.rglob("*"), staged]:
             sync_to_disk(path)
-        os.rename(temporary, destination)
+        os.rename(staged, destination)
         Disk().sync_dir(destination.parent)
     except OSError as error:
         if isinstance(error, StorageError):
@@ -78,7 +91,6 @@ def export_run(
         raise storage_error(error, "write", destination) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return model
 
 
 def _write_export(run_folder: Path, step: int, folder: Path) -> dict[str, Any]:

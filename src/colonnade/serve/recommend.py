@@ -33,6 +33,7 @@ from colonnade.data.tensors import TensorColumns, gather_ids
 from colonnade.errors import ConfigError, DataError
 from colonnade.models.retriever import Retriever, embed_items, rank_items
 from colonnade.predict import Predictor
+from colonnade.predict.refresh_thread import RefreshThread
 from colonnade.publish.delivery import is_url
 from colonnade.publish.deltas import CURRENT
 from colonnade.serve.records import Record, RecordEncoder, build_encoder, describe_value
@@ -118,14 +119,10 @@ class Recommender:
         self.catalogue = catalogue
         self.encoder = encoder
         """Encoder of users' records: the columns of queries."""
-        self.num_failures = 0
-        """Number of failed refreshes by `follow` since the recommender was opened."""
         self._history = tuple(history)
         self._item_ids, self._item_order = item_index
-        self._failure: BaseException | None = None
         self._refresh_lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._follower = RefreshThread(self.refresh, "recommend")
 
     @classmethod
     def open(
@@ -190,7 +187,12 @@ class Recommender:
     @property
     def problem(self) -> BaseException | None:
         """Error of the last refresh by `follow`, or damage detected in the background; None: neither."""
-        return self._failure or self._active.predictor.problem
+        return self._follower.problem or self._active.predictor.problem
+
+    @property
+    def num_failures(self) -> int:
+        """Number of failed refreshes by `follow` since the recommender was opened."""
+        return self._follower.num_failures
 
     def recommend(
         self,
@@ -254,28 +256,14 @@ class Recommender:
     def follow(self, seconds: float = 1.0) -> None:
         """Start a thread that refreshes every `seconds` until `close`. An error becomes `problem`, is counted in
         `num_failures`, and the refresh is tried again."""
-        if self._spare is None or self._thread is not None:
+        if self._spare is None or self._follower.is_started:
             self.refresh()
             return
-        self._thread = threading.Thread(
-            target=self._refresh_repeatedly, args=(seconds,), name="recommend", daemon=True
-        )
-        self._thread.start()
-
-    def _refresh_repeatedly(self, seconds: float) -> None:
-        while not self._stop.wait(seconds):
-            try:
-                self.refresh()
-                self._failure = None
-            except BaseException as error:  # any error: nothing else would restart this thread
-                self._failure = error
-                self.num_failures += 1
+        self._follower.start(seconds)
 
     def close(self) -> None:
         """Unmap the rows after the current call has ended."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._follower.stop()
         for side in (self._active, self._spare):
             if side is not None:
                 with side.lock:

@@ -123,8 +123,10 @@ class ServedModel:
         if not self.is_publication:
             self._open_newest()
         else:
-            with suppress(StorageError, CheckpointError):
+            try:
                 self._look_for_news()
+            except (StorageError, CheckpointError) as error:
+                self._note_problem(error)
         self._on_poll(self)
         self._thread = threading.Thread(target=self._follow, name="follow", daemon=True)
         self._thread.start()
@@ -370,15 +372,11 @@ class ServedModel:
 
     def _look_for_news(self) -> None:
         """Open the publication, or load what it has published since. Raises what `Predictor` raises."""
-        try:
-            if self._newest is None:
-                self._open_newest()
-            elif self._newest.refresh():
-                self._note_step()
-            self._problem = None
-        except BaseException as error:
-            self._note_problem(error)
-            raise
+        if self._newest is None:
+            self._open_newest()
+        elif self._newest.refresh():
+            self._note_step()
+        self._problem = None
 
     def _open_newest(self) -> None:
         options = self.options
