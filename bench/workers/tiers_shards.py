@@ -13,6 +13,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -55,13 +56,15 @@ def run_shard(
     rows: NDArray[np.int64],
     records: NDArray[np.float32],
 ) -> None:
-    """Answer the loop until it closes the pipe: read rows into a buffer's records, or write them."""
+    """Answer the loop until it sends "leave" or closes the pipe: read rows into a buffer's records, or write them."""
     store = open_store(number)
     pipe.send("ready")
     while True:
         try:
             kind, buffer, first, last = pipe.recv()
         except EOFError:
+            os._exit(0)
+        if kind == "leave":
             os._exit(0)
         part = slice(first, last)
         if kind == "get" and first < last:
@@ -79,7 +82,7 @@ class Shards:
         self.rows = shared_array((NUM_BUFFERS, capacity), np.int64)
         self.records = shared_array((NUM_BUFFERS, capacity, width), np.float32)
         self.pipes: list[Connection] = []
-        self.pids: list[int] = []
+        self.processes: list[BaseProcess] = []
         self.unanswered: deque[str] = deque()
         """Kinds of the requests that shards work at, oldest first."""
 
@@ -93,7 +96,7 @@ class Shards:
             process.start()
             shard_end.close()
             self.pipes.append(loop_end)
-            self.pids.append(process.pid or 0)
+            self.processes.append(process)
         for pipe in self.pipes:
             pipe.recv()
 
@@ -115,11 +118,20 @@ class Shards:
         while self.unanswered:
             self.wait(self.unanswered[-1])
 
+    def close(self) -> None:
+        """End all. They are asked: a closed pipe alone is not seen while shards forked later hold its other end."""
+        for pipe in self.pipes:
+            pipe.send(("leave", 0, 0, 0))
+            pipe.close()
+        for process in self.processes:
+            process.join()
+
     def counts(self) -> Mapping[str, float]:
         """Count what the loop's process and all shards used."""
         counts = process_counts()
         ticks = os.sysconf("SC_CLK_TCK")
-        for pid in self.pids:
+        for process in self.processes:
+            pid = process.pid
             words = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
             counts["cpu_seconds"] += (int(words[11]) + int(words[12])) / ticks
             lines = dict(x.split(": ") for x in Path(f"/proc/{pid}/io").read_text().splitlines())

@@ -301,6 +301,8 @@ def test_shards_that_read_ahead_train_as_one_store_does(stream: Stream) -> None:
     assert not np.array_equal(shared, start)
     np.testing.assert_allclose(shared, plain.table, rtol=1e-6)
     assert systems[1].counts()["cpu_seconds"] > 0
+    shards.close()
+    assert [process.exitcode for process in shards.processes] == [0, 0, 0]
 
 
 def test_rows_go_to_all_shards_alike() -> None:
