@@ -224,26 +224,16 @@ class Gradients {
   Term waiting_[kWaiting];
 };
 
-// Call Loop::run<T, kVectors, kIsNarrow>(task) with the loop that fits the task. Float64 is for tests and small models:
-// one loop for any dim.
+// Call Loop::run<T, kVectors, kIsNarrow>(task) with the loop that fits the task.
 template <class T, class Loop, class Task>
 void run_by_dim(const Task& task, std::int64_t dim, bool is_narrow) {
-  if constexpr (sizeof(T) == 8) {
-    Loop::template run<T, 0, false>(task);
-  } else {
-    switch (dim % kLanes<T> ? 0 : dim / kLanes<T>) {
-      case 1:
-        return is_narrow ? Loop::template run<T, 1, true>(task) : Loop::template run<T, 1, false>(task);
-      case 2:
-        return is_narrow ? Loop::template run<T, 2, true>(task) : Loop::template run<T, 2, false>(task);
-      case 4:
-        return is_narrow ? Loop::template run<T, 4, true>(task) : Loop::template run<T, 4, false>(task);
-      case 8:
-        return is_narrow ? Loop::template run<T, 8, true>(task) : Loop::template run<T, 8, false>(task);
-      default:
-        return is_narrow ? Loop::template run<T, 0, true>(task) : Loop::template run<T, 0, false>(task);
+  visit_num_vectors<T>(dim, [&](auto num_vectors) {
+    constexpr int kVectors = decltype(num_vectors)::value;
+    if constexpr (sizeof(T) == 4) {
+      if (is_narrow) return Loop::template run<T, kVectors, true>(task);
     }
-  }
+    Loop::template run<T, kVectors, false>(task);
+  });
 }
 
 COLONNADE_INLINE bool is_16_bit(Dtype dtype) {

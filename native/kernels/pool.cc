@@ -72,11 +72,13 @@ struct Bags {
 
   template <class Out, int kStored>
   COLONNADE_INLINE_MEMBER void write(Out* out, const Vector<T> (&values)[kStored]) const {
-    if (is_streamed) {
-      for (int v = 0; v < kStored; ++v) stream_as(out + v * kLanes<T>, values[v]);
-    } else {
-      for (int v = 0; v < kStored; ++v) store_as(out + v * kLanes<T>, values[v]);
+    if constexpr (kCanStream) {
+      if (is_streamed) {
+        for (int v = 0; v < kStored; ++v) stream_as(out + v * kLanes<T>, values[v]);
+        return;
+      }
     }
+    for (int v = 0; v < kStored; ++v) store_as(out + v * kLanes<T>, values[v]);
   }
   template <int kStored>
   COLONNADE_INLINE_MEMBER void write(std::byte* out, std::int64_t column,
@@ -222,19 +224,9 @@ void pool_rows(const PoolTask& task) {
 
 template <class Row, bool kIsWeighted>
 void pool_by_dim(const PoolTask& task) {
-  constexpr std::int64_t kWidth = kLanes<Compute<Row>>;
-  switch (task.dim % kWidth ? 0 : task.dim / kWidth) {
-    case 1:
-      return pool_rows<Row, 1, kIsWeighted>(task);
-    case 2:
-      return pool_rows<Row, 2, kIsWeighted>(task);
-    case 4:
-      return pool_rows<Row, 4, kIsWeighted>(task);
-    case 8:
-      return pool_rows<Row, 8, kIsWeighted>(task);
-    default:
-      return pool_rows<Row, 0, kIsWeighted>(task);
-  }
+  visit_num_vectors<Compute<Row>>(task.dim, [&](auto num_vectors) {
+    pool_rows<Row, decltype(num_vectors)::value, kIsWeighted>(task);
+  });
 }
 
 }  // namespace

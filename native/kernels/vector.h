@@ -46,6 +46,7 @@ struct Register {
 };
 
 constexpr int kParts = 64 / kRegisterBytes;
+constexpr bool kCanStream = kRegisterBytes == 64;
 
 template <class T>
 struct Vector {
@@ -156,6 +157,20 @@ COLONNADE_INLINE void fetch_row(const void* at, std::int64_t bytes) {
   const auto* line = static_cast<const std::byte*>(at);
   for (std::int64_t b = 0; b < bytes; b += 64) fetch(line + b);
   if (bytes % 64) fetch(line + bytes - 1);
+}
+
+// Call visit(n) with the number of vectors of a row of dim elements as a constant, if loops are compiled for it, which
+// keep the row in registers; else visit(0), for any dim. Float64 is for tests and small models: one loop for any dim.
+template <class T, class Visit>
+COLONNADE_INLINE void visit_num_vectors(std::int64_t dim, const Visit& visit) {
+  const std::int64_t num_vectors = dim % kLanes<T> ? 0 : dim / kLanes<T>;
+  if constexpr (sizeof(T) == 4) {
+    if (num_vectors == 1) return visit(std::integral_constant<int, 1>());
+    if (num_vectors == 2) return visit(std::integral_constant<int, 2>());
+    if (num_vectors == 4) return visit(std::integral_constant<int, 4>());
+    if (num_vectors == 8) return visit(std::integral_constant<int, 8>());
+  }
+  visit(std::integral_constant<int, 0>());
 }
 
 }  // namespace
