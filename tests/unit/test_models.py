@@ -418,3 +418,16 @@ def test_gradients_of_a_linear_layer_are_torchs(width):
         results.append([x.grad, w.grad, b.grad])
     for ours, other in zip(*results, strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-4)
+    for ours, other in zip(*results, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("shape", [(5, 3), (2, 5, 3), (0, 3)])
+def test_an_exported_linear_layer_trains(shape, relu):
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    layer = torch.ops.colonnade.linear
+    torch.autograd.gradcheck(lambda *inputs: layer(*inputs, relu), (x, w, b))
+    torch.autograd.gradcheck(lambda *inputs: layer(*inputs, None, relu), (x, w))

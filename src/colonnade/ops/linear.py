@@ -86,6 +86,25 @@ def _(x, weight, bias, relu):
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
+def _save_layer(ctx, inputs: tuple, output: Tensor) -> None:
+    x, weight, _bias, relu = inputs
+    ctx.save_for_backward(x, weight, *([output] if relu else []))
+
+
+def _compute_layer_gradients(ctx, gradient: Tensor):
+    x, weight, *activated = ctx.saved_tensors
+    if activated:
+        gradient = torch.ops.aten.threshold_backward(gradient, activated[0], 0)
+    rows = gradient.flatten(0, -2)
+    dx = gradient @ weight if ctx.needs_input_grad[0] else None
+    dw = rows.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+    return dx, dw, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+# For whoever trains an exported program; and torch.compile up to 2.11 takes itself for an export.
+_exported_linear.register_autograd(_compute_layer_gradients, setup_context=_save_layer)
+
+
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
     """Compute `linear` in plain PyTorch: the decomposition of `colonnade::linear`."""
     y = torch_linear(x, weight, bias)
