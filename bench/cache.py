@@ -168,9 +168,9 @@ def count_recovery(shape: Shape, to: Figures) -> None:
         hits = []
         for ids, text in zip(batches, foreseen(batches, window), strict=True):
             if name == OURS:
-                decision = directory.step(ids, text.next_uses, text.coming, window)
+                decision = directory.decide_batch(ids, text.next_uses, text.coming, window)
             else:
-                decision = directory.step(ids)
+                decision = directory.decide_batch(ids)
             hits.append(float((decision.outcomes == HIT).mean()))
         enough = RECOVERED * fmean(hits[shape.warm - 10 : shape.warm])
         after = (n for n, share in enumerate(hits[shape.warm :]) if share >= enough)

@@ -39,7 +39,7 @@ from colonnade.comm.mesh import Mesh
 from colonnade.config.run import RunConfig, override_settings
 from colonnade.data.contract import Source
 from colonnade.errors import ColonnadeError
-from colonnade.plan.towers.partition import tower_map
+from colonnade.plan.towers.partition import build_tower_map
 from colonnade.run.defaults import get_preset
 from colonnade.run.run import TrainingRun, open_run
 from colonnade.train.objective import Probability
@@ -101,7 +101,7 @@ def learned(run: TrainingRun, number: int, seed: int) -> Towers:
     affinity, loads = measure_affinity(
         trainer.collection, trainer.data.train, run.config.train.batch_size, PROBED
     )
-    result = tower_map(affinity.matrix(), loads, number, silent=affinity.silent, seed=seed)
+    result = build_tower_map(affinity.matrix(), loads, number, silent=affinity.silent, seed=seed)
     return [list(tower) for tower in result.partition.towers]
 
 

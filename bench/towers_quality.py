@@ -52,8 +52,8 @@ from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.dlrm import DLRM
 from colonnade.models.linear import FactorizationMachine
 from colonnade.plan.towers.affinity import Affinity
-from colonnade.plan.towers.partition import FeatureLoad, tower_map
-from colonnade.topology.towers import Partition, round_robin_partition
+from colonnade.plan.towers.partition import FeatureLoad, build_tower_map
+from colonnade.topology.towers import Partition, build_round_robin_partition
 
 NAMES = tuple(f"C{f + 1}" for f in range(26))
 GROUPS = tuple(NAMES[26 * g // 8 : 26 * (g + 1) // 8] for g in range(8))
@@ -105,13 +105,13 @@ def partition(kind: str, towers: int, seed: int = 0) -> Partition:
             tuple(tuple(name for group in tower for name in group) for tower in groups)
         )
     if kind == "striped":
-        return round_robin_partition(NAMES, towers)
+        return build_round_robin_partition(NAMES, towers)
     if kind == "random":
         order = torch.randperm(26, generator=torch.Generator().manual_seed(seed)).tolist()
-        return round_robin_partition([NAMES[f] for f in order], towers)
+        return build_round_robin_partition([NAMES[f] for f in order], towers)
     if kind == "learned":
         affinity, loads = flat_run(seed)
-        return tower_map(
+        return build_tower_map(
             affinity.matrix(), loads, towers, silent=affinity.silent, seed=seed
         ).partition
     return Partition.from_json(Path(kind).read_text(encoding="utf-8"))

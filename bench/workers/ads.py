@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, rank_blocks
+from colonnade.data.contract import START, Column, Position, Schema, iterate_rank_blocks
 from colonnade.data.counter import random_permutation, random_words, stream_key
 
 FIELDS, EACH = 20, 10
@@ -104,7 +104,7 @@ class Ads:
     def batches(
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
-        blocks = rank_blocks(
+        blocks = iterate_rank_blocks(
             self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
         )
         return (self.read(begin, end) for begin, end in blocks)

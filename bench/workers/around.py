@@ -109,7 +109,7 @@ def bare_loop(around: Around) -> Block:
         # As many as are trained, and no read-ahead beyond: the trainer's stream ends there too.
         stream = (batch for _, batch in zip(range(num_steps), stream, strict=False))
         for batch in collection.lookahead(stream):
-            dense.zero()
+            dense.zero_gradients()
             loss = weighted_loss(model(batch), batch)
             loss.backward()
             finite = bool(torch.isfinite(loss)) and collection.pipeline.gradients.are_finite()

@@ -78,7 +78,7 @@ class Cache:
     def decide(self, plan: _native.Plan) -> tuple[Tensor, Tensor]:
         """slots (U,), index (E,), both int32."""
         unique = torch.as_tensor(plan.unique_ids).numpy()
-        slots = torch.from_numpy(self.directory.step(unique).slots)
+        slots = torch.from_numpy(self.directory.decide_batch(unique).slots)
         inverse = torch.as_tensor(plan.inverse)
         index = torch.empty_like(inverse)
         _native.take(slots, inverse, index)

@@ -102,18 +102,18 @@ class Caches:
     def step(self, step: int, rank: int):
         ids, directory = self.stream.batches[step][rank], self.ranks[rank]
         if isinstance(directory, LightLfu) or self.policy.name != "lookahead":
-            return directory.step(ids)
+            return directory.decide_batch(ids)
         if self.policy.window is None:
-            return directory.step(ids, self.next_uses[step][rank])
+            return directory.decide_batch(ids, self.next_uses[step][rank])
         text = next(self.hints[rank])
-        return directory.step(ids, text.next_uses, text.coming, self.policy.window)
+        return directory.decide_batch(ids, text.next_uses, text.coming, self.policy.window)
 
 
 def foreseen(batches: Iterable[Ids], window: int) -> Iterator[RowNextUses]:
     """Return what training knows in advance of each of one rank's batches."""
     sight, waiting = NextUseWindow(window), 0
     for ids in batches:
-        sight.add_batch(ids)
+        sight.add_batch_rows(ids)
         waiting += 1
         if waiting > window:
             yield sight.pop_next_uses()

@@ -40,7 +40,7 @@ from colonnade import (
     open_mesh,
 )
 from colonnade.plan.constraints import resolve_plan_config
-from colonnade.plan.cost.consumers import build_model_load, check_bags
+from colonnade.plan.cost.consumers import build_model_load, check_whole_bags
 from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
 from colonnade.plan.measure.device import RowRate, measure_rows
 from colonnade.plan.measure.links import measure_links
@@ -73,7 +73,7 @@ class Opened:
         plan = plan_of(tables, choice, case, mesh)
         of_tables = [table.sharding for table in plan.tables], [t.exchange for t in plan.tables]
         bags = case.names if case.lookups > 1 else ()
-        check_bags(self.collection.declaration, *of_tables, bags)
+        check_whole_bags(self.collection.declaration, *of_tables, bags)
         self.collection.open(plan, mesh)
         self.gradient = case.gradient()
         self.next = 0

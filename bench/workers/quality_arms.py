@@ -140,8 +140,8 @@ def _race(
         if batch is None:
             return
         batch = as_prepared(batch)
-        batch.context = collection.pipeline.prepare(batch)
-        collection.pipeline.fetch(batch.context)
+        batch.context = collection.pipeline.prepare_batch(batch)
+        collection.pipeline.fetch_rows(batch.context)
         ends = now + float(np.exp(SPREAD * random.standard_normal()))
         stored = [p.data.clone() for p in parameters]
         heapq.heappush(at_work, (ends, started, batch, stored, applied))

@@ -41,7 +41,7 @@ def scores(mesh: Mesh, kind: str) -> list[float]:
     stream = open_ads(STEPS * BATCH_SIZE)
     source = stream.batches(BATCH_SIZE, rank=mesh.rank, num_ranks=mesh.num_ranks)
     for batch in collection.lookahead(source):
-        dense.zero()
+        dense.zero_gradients()
         assert batch.label is not None
         logits, label = model(batch), batch.label.double()
         loss = cross_entropy(logits, label, reduction="sum") / batch.world_weight

@@ -30,14 +30,14 @@ from colonnade import (
     close_mesh,
     open_mesh,
 )
-from colonnade.comm.process_groups import with_servers
+from colonnade.comm.process_groups import assign_server_ranks
 
 WARM_UP = 10
 
 
 def main(path: str, dim: int, servers: int, rounds: int, steps: int) -> None:
     torch.set_num_threads(1)
-    mesh = with_servers(open_mesh(), servers)
+    mesh = assign_server_ranks(open_mesh(), servers)
     ids = torch.from_numpy(np.load(path))
     names = [f"C{f + 1}" for f in range(ids.shape[1])]
     trainers = mesh.world.num_trainers

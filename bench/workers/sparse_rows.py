@@ -14,7 +14,7 @@ import torch
 import colonnade
 from colonnade import Table
 from colonnade.ops.memory import keep_freed_memory
-from colonnade.store.dram import open_dram
+from colonnade.store.dram import open_dram_store
 
 RUN = 1 << 14
 CLOCK = 4
@@ -31,7 +31,7 @@ def measure(dim: int, optimizer: str, rows: int) -> dict[str, float]:
     """`payload`: weights and optimizer state; `clock`: of updates; `beyond`: all else, by the kernel's count."""
     keep_freed_memory()
     table = Table("t", dim, optimizer=getattr(colonnade, optimizer)(lr=0.01))
-    store = open_dram([table], [2 * rows], seed=0)
+    store = open_dram_store([table], [2 * rows], seed=0)
     payload = (dim + table.state_floats) * 4
     bear(store.native, 0, RUN)
     before, stored = resident_bytes(), store.resident_bytes()

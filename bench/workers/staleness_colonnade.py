@@ -81,12 +81,12 @@ class Trained(exchange_colonnade.Opened):
     def update(self) -> None:
         if self.late:  # whose gradients come with the rows'
             self.collection.pipeline.send_gradients()
-        self.dense.send(finite=True, stop=False)
+        self.dense.send_remaining_buckets(finite=True, stop=False)
         self.collection.pipeline.send_gradients()
-        self.dense.wait()
+        self.dense.wait_for_sums()
         self.rows.step(agreed=True)
         self.optimizer.step()
-        self.dense.zero()
+        self.dense.zero_gradients()
 
 
 def build(case: WideDeepCase, choices: Mapping[str, Any]) -> Built:

@@ -108,7 +108,7 @@ class CachedRows:
         self.number += 1
         parts = [np.unique(id_, return_inverse=True) for id_ in ids]
         self.decisions = [
-            directory.step(rows)
+            directory.decide_batch(rows)
             for directory, (rows, _) in zip(self.directories, parts, strict=True)
         ]
         self.rows = np.concatenate([rows for rows, _ in parts])
@@ -151,7 +151,7 @@ class CachedRows:
             self.ticks[evicted[rank]] = 0
         rows = self._apply(sent_rows, sent)
         for owner, changes in enumerate(self.changes):
-            changes.record_changes(0, rows[self.owner[rows] == owner], self.number)
+            changes.record_row_changes(0, rows[self.owner[rows] == owner], self.number)
         self.copies.step(at, sums)
 
     def settle(self) -> None:

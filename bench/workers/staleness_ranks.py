@@ -124,7 +124,7 @@ def train(
 
     retained, steps = [], 0
     for batch in collection.lookahead(batches()):
-        dense.zero()
+        dense.zero_gradients()
         logits = logits_of(batch)
         assert batch.label is not None
         loss = cross_entropy(logits, batch.label.to(dtype), reduction="sum") / batch.world_weight

@@ -103,7 +103,7 @@ def store_counts(embeddings: EmbeddingCollection) -> Mapping[str, float]:
     }  # fmt: skip
     if store.logs:
         said = store.logs[0].reader.counts()
-        written = sum(log.counts()["bytes_written"] for log in store.logs)
+        written = sum(log.count_rows_and_bytes()["bytes_written"] for log in store.logs)
         counts |= {"device_reads": said["reads"], "pages_read": said["pages"]}
         counts["bytes_written"] = written
     return counts

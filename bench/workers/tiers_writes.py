@@ -58,13 +58,13 @@ def measure(folder: Path, stream: Stream, dim: int) -> dict[str, float]:
         written = 0
         while before is None or written < 2 * PASSES * rows:
             if before is None and written >= PASSES * rows:
-                before = store.counts()
+                before = store.count_rows_and_bytes()
             drawn = np.searchsorted(upto, generator.random(BATCH) * upto[-1])
             ids = generator.permutation(np.unique(drawn))
             store.write(torch.from_numpy(ids), records[: len(ids)], torch.from_numpy(heats[ids]))
-            store.collect()
+            store.collect_garbage()
             written += len(ids)
-        after = store.counts()
+        after = store.count_rows_and_bytes()
         gained = {name: after[name] - before[name] for name in after}
         return {
             "of_rows": 1 + gained["rows_rewritten"] / gained["rows_written"],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from colonnade.processors import limit_spinning
+from colonnade.processors import limit_openmp_spinning
 
-limit_spinning()  # before torch is loaded: OpenMP reads the settings then
+limit_openmp_spinning()  # before torch is loaded: OpenMP reads the settings then
 
 TYPE_CHECKING = False  # typing's own would be the slowest import here
 if TYPE_CHECKING:

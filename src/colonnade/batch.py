@@ -134,15 +134,15 @@ class Batch:
 
         Returns this batch if nothing has to move; otherwise the copy replaces it in a lookahead.
         """
-        return self._with_moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._move_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """Copy dense, label and sample_weight to page-locked memory; this batch where there is no GPU."""
         if not torch.cuda.is_available():
             return self
-        return self._with_moved(Tensor.pin_memory)
+        return self._move_tensors(Tensor.pin_memory)
 
-    def _with_moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
+    def _move_tensors(self, move: Callable[[Tensor], Tensor]) -> Batch:
         before = {name: getattr(self, name) for name in MOVED}
         after: dict[str, Any] = {
             name: None if tensor is None else move(tensor) for name, tensor in before.items()
@@ -167,21 +167,21 @@ class _Others(tuple):
     __hash__ = None  # type: ignore[assignment]
 
 
-def register_batch(kind: type[Batch]) -> None:
+def register_batch_class(batch_class: type[Batch]) -> None:
     """Register a class of batches with torch's pytrees."""
-    others = tuple(field.name for field in fields(kind) if field.name not in LEAVES)
+    others = tuple(field.name for field in fields(batch_class) if field.name not in LEAVES)
 
     def flatten(batch: Batch) -> tuple[list[Any], _Others]:
         leaves = [getattr(batch, name) for name in LEAVES]
         return leaves, _Others(getattr(batch, name) for name in others)
 
     def unflatten(leaves: Any, values: _Others) -> Batch:
-        return kind(
+        return batch_class(
             **dict(zip(LEAVES, leaves, strict=True)), **dict(zip(others, values, strict=True))
         )
 
-    name = f"colonnade.{kind.__name__}"
-    pytree.register_pytree_node(kind, flatten, unflatten, serialized_type_name=name)
+    name = f"colonnade.{batch_class.__name__}"
+    pytree.register_pytree_node(batch_class, flatten, unflatten, serialized_type_name=name)
 
 
 pytree.register_pytree_node(
@@ -190,4 +190,4 @@ pytree.register_pytree_node(
     lambda leaves, _: Ids(*leaves),
     serialized_type_name="colonnade.Ids",
 )
-register_batch(Batch)
+register_batch_class(Batch)

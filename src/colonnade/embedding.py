@@ -21,7 +21,7 @@ from colonnade.batch import Batch
 from colonnade.comm.collectives import notify_servers
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import ConfigError, DataError
-from colonnade.exchange.cached import check_uncached
+from colonnade.exchange.cached import check_tables_uncached
 from colonnade.interaction import Interaction
 from colonnade.lookup.layout import declare
 from colonnade.lookup.row_access import MappedLookup, delete_rows, read_weights, scan_rows
@@ -256,13 +256,15 @@ class EmbeddingCollection(StatefulRows):
         context = batch.take_context() if isinstance(batch, PreparedBatch) else None
         if not (self.training and torch.is_grad_enabled()):
             if context is not None:
-                self.pipeline.drop(context)
+                self.pipeline.drop_batch(context)
             notify_servers(self.mesh, True)
             return self.read(batch)
         if context is None:
-            context = self.pipeline.begin(batch)
+            context = self.pipeline.prepare_and_fetch(batch)
         self.pipeline.gradients.contexts.append(context)
-        return self.pipeline.values(context, self.backward_handle, self.device_buffer.device)
+        return self.pipeline.compute_outputs(
+            context, self.backward_handle, self.device_buffer.device
+        )
 
     def lookahead(
         self, batches: Iterable[Batch], *, prefetched: Sequence[PrefetchedBatch] = ()
@@ -298,7 +300,7 @@ class EmbeddingCollection(StatefulRows):
         Ids that were never trained are ignored."""
         self.ensure_open()
         self.pipeline.updates.apply_pending()
-        check_uncached(self.cached, self.opened.build_slices(table))
+        check_tables_uncached(self.cached, self.opened.build_slices(table))
         delete_rows(self.slices, self.shards, self.store, self.policies, table, ids)
 
     def scan(self, table: str) -> Iterator[Rows]:
@@ -315,8 +317,10 @@ class EmbeddingCollection(StatefulRows):
 
         Any number of training batches may be in flight. Servers call `read` when the trainers call the collection
         (`topology.reads`)."""
-        context = self.pipeline.read(batch)
-        return self.pipeline.values(context, self.backward_handle, self.device_buffer.device)
+        context = self.pipeline.fetch_for_evaluation(batch)
+        return self.pipeline.compute_outputs(
+            context, self.backward_handle, self.device_buffer.device
+        )
 
     @property
     def is_open(self) -> bool:

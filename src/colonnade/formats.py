@@ -46,7 +46,7 @@ def make_format_stamp(name: str) -> dict[str, Any]:
     return {"format": name, "version": VERSIONS[name]}
 
 
-def check_format(
+def check_format_version(
     path: Path | str, fields: Mapping[str, Any], name: str, *, is_needed: bool = True
 ) -> None:
     """Check that `fields` contain format `name` and its current version. Raises CheckpointError, with both versions.
@@ -61,7 +61,7 @@ def check_format(
 
 
 def check_version(path: Path | str, name: str, version: int) -> None:
-    """Check the version in a binary file's header as `check_format` does."""
+    """Check the version in a binary file's header as `check_format_version` does."""
     if version != VERSIONS[name]:
         raise _another_version(path, f"{name!r} version {version}", name)
 
@@ -74,12 +74,12 @@ def _another_version(path: Path | str, got: str, name: str) -> CheckpointError:
 
 def parse_stamped_json(path: Path | str, text: str | bytes, name: str) -> dict[str, Any]:
     """Parse a JSON object of format `name`; return it without its stamp. Raises CorruptionError, CheckpointError."""
-    fields = parse_object(path, text)
-    check_format(path, fields, name)
+    fields = parse_json_object(path, text)
+    check_format_version(path, fields, name)
     return {key: value for key, value in fields.items() if key not in ("format", "version")}
 
 
-def read_text(path: Path, errors: str = "strict") -> str:
+def read_text_file(path: Path, errors: str = "strict") -> str:
     """Read a whole text file. Raises UnicodeDecodeError and OSError, the latter also for anything other than a regular
     file, because `open` may block on a pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -115,7 +115,7 @@ def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
         raise ValueError("values are nested too deeply") from None
 
 
-def parse_object(path: Path | str, content: str | bytes) -> dict[str, Any]:
+def parse_json_object(path: Path | str, content: str | bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises CorruptionError for anything else."""
     try:
         fields = json.loads(content)

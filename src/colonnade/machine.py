@@ -26,8 +26,8 @@ def collect_machine_facts(path: Path) -> dict[str, Any]:
 
     An unknown fact is None. Sizes are in bytes.
     """
-    processor = _read_processor()
-    disk = _disk_usage(path)
+    processor = _read_processor_facts()
+    disk = _read_disk_usage(path)
     return {
         "system": f"{platform.system()} {platform.release()}",
         "processor": processor["name"],
@@ -45,7 +45,7 @@ def collect_machine_facts(path: Path) -> dict[str, Any]:
         "disk": str(path.resolve()),
         "disk_bytes": disk[0],
         "disk_free_bytes": disk[1],
-        "disk_rotates": _is_rotational(path),
+        "disk_rotates": _is_hard_disk(path),
         "gpus": _list_gpus(),
         "python": sys.version.split()[0],
         "versions": {name: _package_version(name) for name in LIBRARIES},
@@ -63,7 +63,7 @@ def _list_gpus() -> list[str]:
     return names
 
 
-def _read_processor() -> dict[str, Any]:
+def _read_processor_facts() -> dict[str, Any]:
     """Read the processor's name and features; other systems than Linux give the name alone."""
     name, flags = platform.processor() or platform.machine(), set()
     text = _read_text_or_none(Path("/proc/cpuinfo")) or ""
@@ -117,7 +117,7 @@ def _check_io_uring() -> str:
     return f"no: {os.strerror(number)}{switched}"
 
 
-def _disk_usage(path: Path) -> tuple[int | None, int | None]:
+def _read_disk_usage(path: Path) -> tuple[int | None, int | None]:
     """Return total and free bytes of the file system of the nearest existing folder."""
     folder = path.resolve()
     while not folder.exists() and folder != folder.parent:
@@ -129,7 +129,7 @@ def _disk_usage(path: Path) -> tuple[int | None, int | None]:
     return usage.total, usage.free
 
 
-def _is_rotational(path: Path) -> bool | None:
+def _is_hard_disk(path: Path) -> bool | None:
     """Return whether the disk of a path is a hard disk; None if unknown."""
     try:
         number = os.stat(path if path.exists() else path.parent).st_dev

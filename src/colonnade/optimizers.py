@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AllowInfNan
 from pydantic import Field as Limits
 
-from colonnade.config.validation import Expected, Fraction, NonNegative, validate_fields
+from colonnade.config.validation import Expected, Fraction, NonNegative, validate_dataclass_fields
 from colonnade.errors import ConfigError
 
 Betas = Annotated[
@@ -36,7 +36,7 @@ class SparseOptimizer:
     lr: NonNegative
 
     def __post_init__(self) -> None:
-        validate_fields(self)
+        validate_dataclass_fields(self)
 
     def state_floats(self, dim: int) -> int:
         """Return the number of scalars of optimizer state that are stored with each row of a part of width `dim`."""

@@ -12,7 +12,7 @@ before it sleeps: 0.2 ms on a Xeon at 2.8 GHz. Threads of other OpenMPs sleep at
 WAIT_SETTINGS = (*WAITING, "KMP_BLOCKTIME")
 
 
-def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
+def limit_openmp_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
     """Make OpenMP's idle threads sleep soon, unless the user has set how they wait.
 
     By default they check thirty times as often and take processor time from other processes. Without any spinning,
@@ -32,11 +32,11 @@ def count_usable_processors() -> int:
         processors = len(os.sched_getaffinity(0))
     else:
         processors = os.cpu_count() or 1
-    quota = read_quota(_read_if_exists("/proc/self/cgroup"))
+    quota = read_processor_quota(_read_if_exists("/proc/self/cgroup"))
     return processors if quota is None else max(1, min(processors, -int(-quota // 1)))
 
 
-def read_quota(groups: str, root: str = CGROUPS) -> float | None:
+def read_processor_quota(groups: str, root: str = CGROUPS) -> float | None:
     """Return the processor quota of control groups, the smallest of all levels; None without a quota.
 
     groups: lines of /proc/self/cgroup. root: mount point of control groups, version 1 or 2. In a container the groups'

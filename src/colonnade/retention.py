@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field as Limits
 
-from colonnade.config.validation import Expected, validate_fields
+from colonnade.config.validation import Expected, validate_dataclass_fields
 from colonnade.errors import ConfigError
 
 HalvingSteps = Annotated[int, Limits(ge=1, le=2**32)]
@@ -43,7 +43,7 @@ class CountMinAdmission:
     halve_steps: HalvingSteps | None = None
 
     def __post_init__(self) -> None:
-        validate_fields(self)
+        validate_dataclass_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class RandomAdmission:
     probability: Annotated[float, Limits(gt=0, lt=1), Expected("more than 0, less than 1")]
 
     def __post_init__(self) -> None:
-        validate_fields(self)
+        validate_dataclass_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class AgeEviction:
     steps: AgeSteps
 
     def __post_init__(self) -> None:
-        validate_fields(self)
+        validate_dataclass_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +95,7 @@ class MaxRowsEviction:
     age_steps: AgeSteps | None = None
 
     def __post_init__(self) -> None:
-        validate_fields(self)
+        validate_dataclass_fields(self)
         if self.halve_steps is not None and self.by != "frequency":
             raise ConfigError(
                 f"MaxRowsEviction: got halve_steps={self.halve_steps} with by={self.by!r}; only counts are halved: "

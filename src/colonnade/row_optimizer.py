@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, NonFiniteError
-from colonnade.exchange.cached_state import SavedRows, synchronized_view
+from colonnade.exchange.cached_state import SavedRows, flush_pending_temporarily
 from colonnade.pipeline.gradients import StepGradients
 
 # Columns of the settings of `_native.update`: named single numbers first, then betas, limits and the scale.
@@ -92,14 +92,14 @@ class RowOptimizer(Optimizer):
             self.collection.ensure_open()
             error: ConfigError | None = None
             try:
-                settings = self._checked_settings()
+                settings = self._read_checked_settings()
             except ConfigError as own_error:
                 error, settings = own_error, torch.empty(0)
             if not agreed:
-                self._check_on_all_ranks(error)
+                self._check_step_on_all_ranks(error)
             if error is not None:
                 raise error
-            self.collection.pipeline.push(self._kinds, settings)
+            self.collection.pipeline.push_gradients(self._kinds, settings)
             self._gradient_scale = 1.0
         return loss
 
@@ -205,10 +205,13 @@ class RowOptimizer(Optimizer):
             raise ConfigError(f"clip_grad_norm_: got max_norm={max_norm}, wanted more than 0")
         self.collection.ensure_open()
         if not agreed and self.gradients.pushed is None:
-            self._check_on_all_ranks()
-        norm = math.sqrt(self.gradients.squared_norm(self.collection.step)) * self._gradient_scale
+            self._check_step_on_all_ranks()
+        norm = (
+            math.sqrt(self.gradients.compute_squared_norm(self.collection.step))
+            * self._gradient_scale
+        )
         if not math.isfinite(norm):
-            self._raise_non_finite("the norm of the summed gradients")
+            self._raise_non_finite_error("the norm of the summed gradients")
         self._gradient_scale *= min(1.0, max_norm / (norm + 1e-6))  # same formula as torch
         return torch.tensor(norm)
 
@@ -241,12 +244,12 @@ class RowOptimizer(Optimizer):
             yield []
             return
         kinds_and_settings = map(
-            self.collection.slices.expand_by_part, (self._kinds, self._checked_settings())
+            self.collection.slices.expand_by_part, (self._kinds, self._read_checked_settings())
         )
-        with synchronized_view(cached, *kinds_and_settings) as before:
+        with flush_pending_temporarily(cached, *kinds_and_settings) as before:
             yield before
 
-    def _check_on_all_ranks(self, error: ConfigError | None = None) -> None:
+    def _check_step_on_all_ranks(self, error: ConfigError | None = None) -> None:
         """Check on all ranks, in one collective, that settings are valid and that gradients not yet pushed are finite.
 
         error: problem with this rank's settings. Raises ConfigError or NonFiniteError, on every rank."""
@@ -261,14 +264,14 @@ class RowOptimizer(Optimizer):
             )
         if is_pushed:
             return
-        gradients.drop_unused(totals[2:])
+        gradients.drop_unused_batches(totals[2:])
         if totals[1]:
-            self._raise_non_finite("an embedding gradient")
+            self._raise_non_finite_error("an embedding gradient")
 
     def _are_finite_on_all_ranks(self, finite: bool) -> bool:
         """Return whether `finite` is true on every rank; drop batches for which no rank has gradients. Collective."""
         totals = self._sum_over_ranks([float(not finite), *self.gradients.has_recorded()])
-        self.gradients.drop_unused(totals[1:])
+        self.gradients.drop_unused_batches(totals[1:])
         return not totals[0]
 
     def _sum_over_ranks(self, votes: list[float]) -> list[float]:
@@ -278,7 +281,7 @@ class RowOptimizer(Optimizer):
             return votes
         return mesh.all_reduce("push", torch.tensor(votes), traffic_tag="control").tolist()
 
-    def _raise_non_finite(self, what: str) -> NoReturn:
+    def _raise_non_finite_error(self, what: str) -> NoReturn:
         self.zero_grad()
         self.collection.discard_batches()
         raise NonFiniteError(
@@ -286,13 +289,13 @@ class RowOptimizer(Optimizer):
             "numbers; no row was changed on any rank. Lower the learning rate or clip the loss"
         )
 
-    def _checked_settings(self) -> Tensor:
+    def _read_checked_settings(self) -> Tensor:
         """Return this rank's settings, (P, 16) float64, valid until the next call.
 
         Reads and checks the groups again only if one has changed since the last step: reading 26 groups in Python takes
         a noticeable part of a step. Raises ConfigError for a number that no optimizer can use."""
         if not self._are_groups_unchanged():
-            self._checked, self._checked_groups = self._read_settings(), []
+            self._checked, self._checked_groups = self._read_group_settings(), []
             self._checked_scale = 0.0
             groups = [dict(group) for group in self.param_groups]
             # Other values, such as tensors and lists, may change in place, so their groups are read again.
@@ -314,20 +317,20 @@ class RowOptimizer(Optimizer):
         except (RuntimeError, TypeError, ValueError):  # a tensor or an array in place of a number
             return False
 
-    def _read_settings(self) -> Tensor:
+    def _read_group_settings(self) -> Tensor:
         settings: list[list[float]] = []
         slices = self.collection.slices
         for group in self.param_groups:
             row = [0.0] * NUM_SETTINGS
             for column, name in enumerate(SETTING_COLUMNS):
-                row[column] = _read_number(group, name, group.get(name, 0.0))
+                row[column] = _read_setting_number(group, name, group.get(name, 0.0))
             betas = group.get("betas") or (group.get("momentum", 0.0), 0.0)
             row[BETAS_COLUMN : BETAS_COLUMN + 2] = [
-                _read_number(group, "betas", value) for value in betas
+                _read_setting_number(group, "betas", value) for value in betas
             ]
             for column, name in LIMIT_COLUMNS:
                 value = math.inf if group[name] is None else group[name]
-                row[column] = _read_number(group, name, value)
+                row[column] = _read_setting_number(group, name, value)
             limits = row[LIMIT_COLUMNS[0][0] : LIMIT_COLUMNS[-1][0] + 1]
             if not (
                 all(number >= 0 for number in row)
@@ -357,7 +360,7 @@ class RowOptimizer(Optimizer):
         return torch.tensor(settings, dtype=torch.float64)
 
 
-def _read_number(group: dict, name: str, value: Any) -> float:
+def _read_setting_number(group: dict, name: str, value: Any) -> float:
     """Return a setting as a float. Raises ConfigError for anything that is not a number, such as None or text."""
     if isinstance(value, int | float | Tensor | np.number):
         try:

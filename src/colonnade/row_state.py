@@ -30,12 +30,12 @@ from colonnade.store.hbm import HbmStore
 from colonnade.store.policies import RowPolicy, RowRetention
 from colonnade.store.records import (
     IdIndex,
-    build_records,
+    build_records_from_columns,
     byte_positions,
-    check_ids,
-    check_shape,
     clock_bytes,
-    find_problems,
+    find_column_problems,
+    find_id_problems,
+    find_shape_problem,
     list_invalid_values,
     low_bytes,
     state_bytes,
@@ -137,7 +137,7 @@ class StatefulRows(nn.Module):
         RowOptimizer, to save its settings (learning rates) too; required for a plan with caches.
         Raises StorageError, and CheckpointError if the folder has saves that this collection does not continue from.
         """
-        _import_checkpoint_folders().save(self, Path(folder), step, optimizer)
+        _import_checkpoint_folders().save_collection(self, Path(folder), step, optimizer)
 
     def load(
         self,
@@ -154,7 +154,9 @@ class StatefulRows(nn.Module):
         not fit in the plan's memory remain in the folder, which no other collection may then use.
         Raises CheckpointError, CorruptionError.
         """
-        return _import_checkpoint_folders().load(self, Path(folder), step, optimizer, plan, mesh)
+        return _import_checkpoint_folders().load_collection(
+            self, Path(folder), step, optimizer, plan, mesh
+        )
 
     def _open_in(
         self,
@@ -163,7 +165,9 @@ class StatefulRows(nn.Module):
         mesh: Mesh | None,
         policies: Mapping[str, RowPolicy] | None,
     ) -> Any:
-        return _import_checkpoint_folders().open_in_folder(self, folder, plan, mesh, policies)
+        return _import_checkpoint_folders().open_collection_in_folder(
+            self, folder, plan, mesh, policies
+        )
 
     # ---- state_dict
 
@@ -172,7 +176,7 @@ class StatefulRows(nn.Module):
         names = (
             f"rows.{table.name}.{column}"
             for table in self.declaration.tables
-            for column in self._column_names(table)
+            for column in self._list_column_names(table)
         )
         return ["step", "seed", *names]
 
@@ -180,7 +184,7 @@ class StatefulRows(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if isinstance(destination, DenseDestination):
             return
-        rows = self._collect_rows("state_dict()")
+        rows = self._copy_rows_to_state("state_dict()")
         destination[prefix + "step"] = torch.tensor(rows["step"])
         destination[prefix + "seed"] = torch.tensor(rows["seed"])
         for name, columns in rows["tables"].items():
@@ -210,7 +214,7 @@ class StatefulRows(nn.Module):
         missing_keys.extend(prefix + key for key in keys if key not in row_state)
         if not row_state:
             return
-        tables, problems = self._read_rows(row_state)
+        tables, problems = self._read_table_columns(row_state)
         if problems:
             error_msgs.extend(
                 f"{prefix.removesuffix('.') or 'rows'}: {problem}" for problem in problems
@@ -223,11 +227,11 @@ class StatefulRows(nn.Module):
                 f"so rows never trained would differ; load before the first batch, or build it with seed={seed}"
             )
         self.seed = seed
-        self._store_or_defer(
+        self._store_or_defer_state(
             "rows", {"step": int(row_state["step"]), "seed": seed, "tables": tables}
         )
 
-    def _read_rows(
+    def _read_table_columns(
         self, row_state: Mapping[str, Tensor]
     ) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
         """Return the columns of each table in a state_dict, and problems with them. Tables without keys are omitted."""
@@ -241,14 +245,14 @@ class StatefulRows(nn.Module):
             return {}, problems
         tables: dict[str, dict[str, Tensor]] = {}
         for table in self.declaration.tables:
-            wanted = self._column_names(table)
+            wanted = self._list_column_names(table)
             columns = {
                 column: row_state[key]
                 for column in wanted
                 if (key := f"rows.{table.name}.{column}") in row_state
             }
             if len(columns) == len(wanted):
-                problems += find_problems(table, columns)
+                problems += find_column_problems(table, columns)
                 tables[table.name] = columns
             elif columns:
                 missing = [f"rows.{table.name}.{name}" for name in wanted if name not in columns]
@@ -257,7 +261,7 @@ class StatefulRows(nn.Module):
                 )
         return tables, problems
 
-    def _column_names(self, table: Table) -> list[str]:
+    def _list_column_names(self, table: Table) -> list[str]:
         """Return the names of the columns that a state_dict contains for a table."""
         columns = ["ids", "weights", *["low_halves"] * table.master, "clocks"]
         retention = ["ids", "steps", "values"] if table.eviction is not None else []
@@ -265,7 +269,7 @@ class StatefulRows(nn.Module):
         retention += ["counters", "counted_to"] if has_sketch else []
         return columns + [f"retention_{name}" for name in retention]
 
-    def _collect_rows(self, operation: str) -> dict[str, Any]:
+    def _copy_rows_to_state(self, operation: str) -> dict[str, Any]:
         """Copy weights, clocks and the state of admission and eviction policies of each table."""
         self._apply_loaded_state()
         if self.is_open:
@@ -274,19 +278,19 @@ class StatefulRows(nn.Module):
         tables = {}
         for t, table in enumerate(self.declaration.tables):
             byte_ranges = [weight_bytes(table), low_bytes(table), clock_bytes(table)]
-            ids, (weights, low, clocks) = self._copy_columns(t, byte_ranges)
+            ids, (weights, low, clocks) = self._copy_row_columns(t, byte_ranges)
             columns = {"ids": ids, "weights": weights.view(getattr(torch, table.dtype))}
             if table.master:
                 columns["low_halves"] = low.view(torch.int16)
             columns["clocks"] = clocks.view(torch.int64).flatten()
-            columns |= self._collect_retention(t, table)
+            columns |= self._copy_retention_state(t, table)
             tables[table.name] = columns
         return {"step": self.step, "seed": self.seed, "tables": tables}
 
-    def _collect_retention(self, t: int, table: Table) -> dict[str, Tensor]:
+    def _copy_retention_state(self, table_index: int, table: Table) -> dict[str, Tensor]:
         if table.admission is None and table.eviction is None:
             return {}
-        policy = self.policies[t] if self.is_open else RowRetention(table, seed=self.seed)
+        policy = self.policies[table_index] if self.is_open else RowRetention(table, seed=self.seed)
         assert isinstance(policy, RowRetention)
         state = policy.state()
         columns = {
@@ -299,16 +303,18 @@ class StatefulRows(nn.Module):
             columns |= {name: columns[name][order] for name in ("steps", "values")}
         return {f"retention_{name}": values for name, values in columns.items()}
 
-    def _copy_columns(self, t: int, byte_ranges: Sequence[slice]) -> tuple[Tensor, list[Tensor]]:
+    def _copy_row_columns(
+        self, table_index: int, byte_ranges: Sequence[slice]
+    ) -> tuple[Tensor, list[Tensor]]:
         """Copy the ids (N,) of trained rows, and these byte ranges of their records, (N, bytes) uint8 each.
 
         Makes two passes, so that each tensor is allocated once, at its final size.
         """
-        count = sum(len(ids) for ids, _ in self._scan_records(t))
+        count = sum(len(ids) for ids, _ in self._scan_records(table_index))
         all_ids = torch.empty(count, dtype=torch.int64)
         columns = [torch.empty(count, b.stop - b.start, dtype=torch.uint8) for b in byte_ranges]
         first = 0
-        for ids, records in self._scan_records(t):
+        for ids, records in self._scan_records(table_index):
             chunk = slice(first, first + len(ids))
             all_ids[chunk] = ids
             for column, byte_range in zip(columns, byte_ranges, strict=True):
@@ -335,11 +341,11 @@ class StatefulRows(nn.Module):
             self.pipeline.updates.apply_pending()
         states: dict[int, dict[str, Tensor]] = {}
         for t, table in enumerate(self.declaration.tables):
-            groups = self._parts_by_group(t)
+            groups = self._list_parts_by_group(t)
             if not groups:
                 continue
             byte_ranges = [state_bytes(table, part) for part in groups.values()]
-            ids, columns = self._copy_columns(t, byte_ranges)
+            ids, columns = self._copy_row_columns(t, byte_ranges)
             dtype = getattr(torch, table.compute_dtype)
             for group, column in zip(groups, columns, strict=True):
                 states[group] = {"ids": ids, "state": column.view(dtype)}
@@ -351,7 +357,7 @@ class StatefulRows(nn.Module):
         wanted = {
             group: (table, part)
             for t, table in enumerate(self.declaration.tables)
-            for group, part in self._parts_by_group(t).items()
+            for group, part in self._list_parts_by_group(t).items()
         }
         if set(states) != set(wanted):
             raise CheckpointError(
@@ -368,25 +374,27 @@ class StatefulRows(nn.Module):
                 part.optimizer.state_floats(part.dim),
                 getattr(torch, table.compute_dtype),
             )
-            problems = check_ids(table, columns["ids"])
-            problems += check_shape(
+            problems = find_id_problems(table, columns["ids"])
+            problems += find_shape_problem(
                 table, "state", columns["state"], (len(columns["ids"]), width), dtype
             )
             if problems:
                 raise CheckpointError(f"RowOptimizer: {problems[0]}")
-        self._store_or_defer("states", {group: dict(columns) for group, columns in states.items()})
+        self._store_or_defer_state(
+            "states", {group: dict(columns) for group, columns in states.items()}
+        )
 
-    def _parts_by_group(self, t: int) -> dict[int, Part]:
+    def _list_parts_by_group(self, table_index: int) -> dict[int, Part]:
         """Return the parts of table t that have optimizer state, by param group."""
         return {
             group: part
             for group, (table, part) in enumerate(self.declaration.parts)
-            if table == t and part.optimizer.state_floats(part.dim)
+            if table == table_index and part.optimizer.state_floats(part.dim)
         }
 
     # ---- loading
 
-    def _store_or_defer(self, kind: str, state: Any) -> None:
+    def _store_or_defer_state(self, kind: str, state: Any) -> None:
         """Store loaded rows or optimizer states; if the collection is not open yet, defer this to `open`."""
         if not self.is_open:
             self._loaded_state[kind] = state
@@ -410,7 +418,7 @@ class StatefulRows(nn.Module):
                 "load one of them"
             )
         if self._loaded_state:
-            _check_plan("load_state_dict()", plan, mesh)
+            _check_plan_in_memory("load_state_dict()", plan, mesh)
 
     def _store_loaded_state(self) -> None:
         """Store the state that was loaded before opening, rows first."""
@@ -426,19 +434,21 @@ class StatefulRows(nn.Module):
             return
         for t, table in enumerate(self.declaration.tables):
             if table.name in state["tables"]:
-                self._replace_rows(t, table, state["tables"][table.name])
+                self._replace_table_rows(t, table, state["tables"][table.name])
         self.step = state["step"]
 
-    def _replace_rows(self, t: int, table: Table, columns: Mapping[str, Tensor]) -> None:
+    def _replace_table_rows(
+        self, table_index: int, table: Table, columns: Mapping[str, Tensor]
+    ) -> None:
         """Replace the rows of table t by these. Rows that existed before keep their optimizer state, as in torch."""
         ids, is_new = columns["ids"], torch.ones(len(columns["ids"]), dtype=torch.bool)
         index = IdIndex(ids)
-        for old_ids, old in self._scan_records(t):
+        for old_ids, old in self._scan_records(table_index):
             position, is_known = index.find(old_ids)
-            self.store.delete(t, old_ids[~is_known].contiguous())
+            self.store.delete(table_index, old_ids[~is_known].contiguous())
             position = position[is_known]
             is_new[position] = False
-            records, old = build_records(table, columns, position), old[is_known]
+            records, old = build_records_from_columns(table, columns, position), old[is_known]
             # FTRL computes weights from its state, so where weights change its state restarts from them.
             is_same = (old[:, weight_bytes(table)] == records[:, weight_bytes(table)]).all(dim=1)
             is_same |= self._states_loaded_at == self.step
@@ -446,10 +456,12 @@ class StatefulRows(nn.Module):
                 rows = is_same if part.optimizer.name == "ftrl" else slice(None)
                 state = state_bytes(table, part)
                 records[rows, state] = old[rows, state]
-            self._store_records(t, ids[position], records)
-        for chunk in is_new.nonzero().flatten().split(self._rows_per_chunk(t)):
-            self._store_records(t, ids[chunk], build_records(table, columns, chunk))
-        policy = self.policies.get(t)
+            self._store_records(table_index, ids[position], records)
+        for chunk in is_new.nonzero().flatten().split(self._rows_per_chunk(table_index)):
+            self._store_records(
+                table_index, ids[chunk], build_records_from_columns(table, columns, chunk)
+            )
+        policy = self.policies.get(table_index)
         if isinstance(policy, RowRetention):
             retention = {
                 name.removeprefix("retention_"): [values]
@@ -460,7 +472,7 @@ class StatefulRows(nn.Module):
 
     def _store_optimizer_states(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
         for t, table in enumerate(self.declaration.tables):
-            for group, part in self._parts_by_group(t).items():
+            for group, part in self._list_parts_by_group(t).items():
                 ids, values = states[group]["ids"], byte_positions(states[group]["state"])
                 known, index = 0, IdIndex(ids)
                 for old_ids, _ in self._scan_records(t):
@@ -484,7 +496,7 @@ class StatefulRows(nn.Module):
 
     def _check_in_memory(self, operation: str) -> None:
         """Check that all rows are in this process's memory, within `max_state_dict_bytes`. Raises CheckpointError."""
-        _check_plan(operation, self.plan, self.mesh)
+        _check_plan_in_memory(operation, self.plan, self.mesh)
         backings = self.store.backings
         size = sum(
             max(self.store.num_rows(t), len(backings[t]) if backings else 0) * table.record_bytes
@@ -512,7 +524,7 @@ class StatefulRows(nn.Module):
                 "or pickled with its rows; copy the collection before it is opened"
             )
         row_state = {
-            "rows": self._collect_rows("a copy or pickle"),
+            "rows": self._copy_rows_to_state("a copy or pickle"),
             "states": self.optimizer_states(),
         }
         state = {name: self.__dict__[name] for name in self._closed_names}
@@ -531,7 +543,7 @@ class StatefulRows(nn.Module):
             self.open(plan)
 
 
-def _check_plan(operation: str, plan: Plan, mesh: Mesh) -> None:
+def _check_plan_in_memory(operation: str, plan: Plan, mesh: Mesh) -> None:
     """Check that the plan stores every row in this process's memory. Raises CheckpointError."""
     if mesh.num_ranks > 1:
         problem = f"rows on {mesh.num_ranks} ranks"

@@ -11,7 +11,7 @@ UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
          "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # fmt: skip
 
 
-def parse_bytes(value: Any) -> Any:
+def parse_byte_size(value: Any) -> Any:
     """Parse a size such as `"2GiB"` or `"500 MB"` into bytes; return a number unchanged. Raises ValueError, which names
     the units."""
     if not isinstance(value, str):
@@ -31,7 +31,7 @@ LEAST_RATE = 1e3
 """Slowest link rate accepted, in bytes per second; a slower one is taken for a typing error, `5B/s` for `5GB/s`."""
 
 
-def parse_rate(value: str) -> float:
+def parse_byte_rate(value: str) -> float:
     """Parse a rate such as `"1Gbit"`, `"10Gbit/s"` or `"5GB/s"` into bytes per second.
 
     Raises ValueError, which names the units, also for a number without a unit: link rates are written in bits as often
@@ -42,7 +42,7 @@ def parse_rate(value: str) -> float:
         if bits:
             rate = float(bits[1]) * UNITS[f"{bits[2]}b"] / 8
         else:
-            rate = float(parse_bytes(text)) if text.endswith("b") else 0.0
+            rate = float(parse_byte_size(text)) if text.endswith("b") else 0.0
     except ValueError:
         rate = 0.0
     if not rate >= LEAST_RATE:
@@ -53,8 +53,8 @@ def parse_rate(value: str) -> float:
 
 
 def parse_positive_bytes(value: Any) -> Any:
-    """Parse a size of at least 1 byte, as `parse_bytes` does. Raises ValueError."""
-    count = parse_bytes(value)
+    """Parse a size of at least 1 byte, as `parse_byte_size` does. Raises ValueError."""
+    count = parse_byte_size(value)
     is_number = isinstance(count, int | float) and not isinstance(count, bool)
     if not is_number or count != count // 1 or count < 1:
         raise ValueError(
@@ -83,7 +83,7 @@ def parse_storage_location(text: str) -> StorageLocation:
     path, colon, size = text.rpartition(":")
     count = None
     if colon and size[:1].isdecimal():
-        count = parse_bytes(size)
+        count = parse_byte_size(size)
     elif not colon or size:  # a name may contain a colon, but not end with one
         path = text
     else:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator
 from pydantic import Field as Limits
 
-from colonnade.config.validation import Expected, NonNegative, validate_fields
+from colonnade.config.validation import Expected, NonNegative, validate_dataclass_fields
 from colonnade.errors import ConfigError
 from colonnade.optimizers import RowWiseAdagrad, SparseOptimizer
 from colonnade.retention import Admission, Eviction, MaxRowsEviction
@@ -40,7 +40,7 @@ class Uniform:
     scale: NonNegative
 
     def __post_init__(self) -> None:
-        validate_fields(self)
+        validate_dataclass_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Table:
     function. None: ids are row numbers."""
 
     def __post_init__(self) -> None:
-        validate_fields(self, f"table {self.name!r}")
+        validate_dataclass_fields(self, f"table {self.name!r}")
         if self.master and self.dtype != "bfloat16":
             raise ConfigError(
                 f"table {self.name!r}: got master=True with dtype={self.dtype!r}; only a bfloat16 weight is the "
@@ -223,8 +223,8 @@ class TableSlice(Table):
 
 @dataclass(frozen=True, slots=True)
 class TableSide(Table):
-    """Hot rows of a table, or its cold rows, treated as a table of their own by stores and exchanges. `side_of` makes
-    one."""
+    """Hot rows of a table, or its cold rows, treated as a table of their own by stores and exchanges.
+    `select_table_side` makes one."""
 
     whole: Table = field(kw_only=True)
     side: Literal["hot", "cold"] = field(kw_only=True)
@@ -234,7 +234,7 @@ class TableSide(Table):
         return self.whole.name, 0
 
 
-def side_of(table: Table, side: Literal["hot", "cold"]) -> TableSide:
+def select_table_side(table: Table, side: Literal["hot", "cold"]) -> TableSide:
     """Return the hot or cold side of `table`; its rows have the initial values, updates and records of the table."""
     excluded = {"name", "hashes"}  # a side is looked up by row, after hashing
     settings = {
@@ -245,7 +245,7 @@ def side_of(table: Table, side: Literal["hot", "cold"]) -> TableSide:
     return TableSide(f"{table.name}[{side}]", **settings, whole=table, side=side)
 
 
-def slice_of(table: Table, first: int, last: int) -> TableSlice:
+def slice_table_columns(table: Table, first: int, last: int) -> TableSlice:
     """Return columns first .. last - 1 of `table` as a table. Initial values and updates equal those of whole rows, for
     tables that pass `check_column_slices`."""
     overlaps = [
@@ -280,7 +280,7 @@ def check_column_slices(table: Table, slices: Sequence[Table]) -> None:
     cut_parts = {
         part.name for piece in slices for part in piece.parts if part.dim < dims[part.name]
     }
-    if len(slices) > 1 and (problem := needs_whole_rows(table, cut_parts)):
+    if len(slices) > 1 and (problem := describe_whole_row_setting(table, cut_parts)):
         raise ConfigError(
             f"table {table.name!r}: got column_wise or grid, which cut rows by columns, for what needs whole rows: "
             f"{problem}, or choose row_wise, host_wise or table_wise"
@@ -304,7 +304,7 @@ def check_hot_rows(table: Table, ids: Sequence[int]) -> None:
         )
 
 
-def needs_whole_rows(table: Table, cut_parts: Collection[str]) -> str:
+def describe_whole_row_setting(table: Table, cut_parts: Collection[str]) -> str:
     """Describe the setting of `table` that needs whole rows, with a remedy; "" if none does. cut_parts: names of the
     parts that would be cut into column slices."""
     for part in table.parts:
@@ -332,7 +332,7 @@ class Feature:
     pooling: Pooling = field(default="sum", kw_only=True)
 
     def __post_init__(self) -> None:
-        validate_fields(self, f"feature {self.name!r}")
+        validate_dataclass_fields(self, f"feature {self.name!r}")
 
 
 def _value_of_part(value: T | Mapping[str, T], part: str) -> T:

@@ -60,7 +60,9 @@ def test_bytes_of_row_clock_are_those_of_a_count_row_by_row(stream, policy):
             ids, far = stream.batches[step][rank].tolist(), uses[step][rank].tolist()
             window = policy.window or 99
             coming = stream.batches[step + window][rank].tolist() if step + window < 38 else []
-            expected = directory.step(ids, [n if n <= window else 0 for n in far], coming, window)
+            expected = directory.decide_batch(
+                ids, [n if n <= window else 0 for n in far], coming, window
+            )
             all_said.append(expected)
             is_counted = step >= 12
             used += len(ids) * is_counted
@@ -90,7 +92,7 @@ def test_light_lfu_decides_row_by_row(read, write, seed):
     frozen = set()
     for _ in range(150):
         ids = np.unique(random.zipf(1.3, 25) % 90)
-        decision, expected = fast.step(ids), slow.step(ids.tolist())
+        decision, expected = fast.decide_batch(ids), slow.step(ids.tolist())
         by_row = np.array([expected.by_row[id][1:5] for id in ids.tolist()])
         result = np.stack([decision.outcomes, decision.ages, decision.ticks, decision.pushed], 1)
         assert result.tolist() == by_row.tolist()

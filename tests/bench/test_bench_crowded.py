@@ -34,10 +34,10 @@ def test_ratios_pair_the_rounds_and_take_the_worst_case() -> None:
 
 THREADS = """
 from colonnade import Mesh
-from colonnade.run.run import set_threads
+from colonnade.run.run import set_num_threads
 import pyarrow as pa, torch
 from colonnade import _native
-set_threads(0, Mesh())
+set_num_threads(0, Mesh())
 print(torch.get_num_threads(), _native.num_threads(), pa.cpu_count())
 """
 

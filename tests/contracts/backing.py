@@ -63,7 +63,7 @@ class Twin:
         assert self.store.commits() == sorted(self.commits)
 
     def collect(self) -> None:
-        self.store.collect()
+        self.store.collect_garbage()
 
     def reopen(self, step: int | None) -> None:
         self.store.close()
@@ -366,7 +366,7 @@ class BackingContract:
         twin.write(range(400), salt=3)
         twin.delete([299, 500])
         twin.commit()
-        twin.store.collect()
+        twin.store.collect_garbage()
         twin.prune([2])
         scanned = {}
         for batch in (first, *scan):

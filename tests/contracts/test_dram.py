@@ -10,7 +10,7 @@ from resident import TABLES, ResidentContract
 from colonnade import Feature, Table, _native
 from colonnade.errors import StorageError
 from colonnade.lookup.layout import declare
-from colonnade.store.dram import open_dram
+from colonnade.store.dram import open_dram_store
 from colonnade.store.log import open_log
 from colonnade.store.writer import LogWriter
 
@@ -65,7 +65,7 @@ class TestDramOverFiles(ResidentContract):
         add_one(store, slots, offsets)
 
     def open(self, place, capacity_rows):
-        return open_dram(
+        return open_dram_store(
             TABLES,
             capacity_rows or [97, 97],
             seed=1,
@@ -95,10 +95,10 @@ class TestMappedOverFiles(TestDramOverFiles):
             self.open(tmp_path, None)
         full = [Path("/dev/full/no"), None]
         with pytest.raises(StorageError, match="mapped files"):
-            open_dram(TABLES, [97, 97], seed=1, directories=full)
+            open_dram_store(TABLES, [97, 97], seed=1, directories=full)
         with pytest.raises(StorageError, match=r"could not map a file of .* bytes for rows"):
             huge = [Table("huge", 2**16)]  # a petabyte
-            open_dram(huge, [2**32 - 2], seed=1, directories=[tmp_path])
+            open_dram_store(huge, [2**32 - 2], seed=1, directories=[tmp_path])
 
 
 class TestDramOnItsOwn(ResidentContract):
@@ -108,4 +108,4 @@ class TestDramOnItsOwn(ResidentContract):
     test_too_many_rows_are_refused_and_nothing_changes = None
 
     def open(self, place, capacity_rows):
-        return open_dram(TABLES, [97, 97], seed=1)
+        return open_dram_store(TABLES, [97, 97], seed=1)

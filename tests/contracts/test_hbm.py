@@ -10,8 +10,8 @@ from test_dram import open_logs
 
 from colonnade import Table, Uniform
 from colonnade.errors import BudgetExceeded, ConfigError, CorruptionError
-from colonnade.store.dram import open_dram
-from colonnade.store.hbm import open_hbm
+from colonnade.store.dram import open_dram_store
+from colonnade.store.hbm import open_hbm_store
 
 
 class HbmContract(ResidentContract):
@@ -20,8 +20,8 @@ class HbmContract(ResidentContract):
 
     def open(self, place, capacity_rows, step=None):
         backings = open_logs(place, step) if self.dram_rows else []
-        below = open_dram(TABLES, self.dram_rows or [97, 97], seed=1, backings=backings)
-        return open_hbm(below, capacity_rows or [97, 97], self.device, seed=1)
+        below = open_dram_store(TABLES, self.dram_rows or [97, 97], seed=1, backings=backings)
+        return open_hbm_store(below, capacity_rows or [97, 97], self.device, seed=1)
 
     def train(self, store, slots, offsets):
         for t, rows in enumerate(store.rows):
@@ -94,8 +94,8 @@ class HbmContract(ResidentContract):
         """Row clock begins at a byte that is no multiple of eight."""
         table = Table("narrow", 2, rows=9, initializer=Uniform(scale=1.0))
         assert table.record_bytes % 8
-        below = open_dram([table], [9], seed=1)
-        store = open_hbm(below, [1], self.device, seed=1)
+        below = open_dram_store([table], [9], seed=1)
+        store = open_hbm_store(below, [1], self.device, seed=1)
         offsets = torch.tensor([0, 1])
         births = store.read(torch.arange(9), torch.tensor([0, 9]))[0]
         for turn in range(18):
@@ -145,7 +145,7 @@ class HbmContract(ResidentContract):
         hints = torch.full((14,), 2, dtype=torch.uint8)
         slots, job = store.acquire(ids, offsets, hints)
         for t in range(2):
-            stayed = store.directories[t].find(torch.tensor(IDS[t])[:20].numpy()) >= 0
+            stayed = store.directories[t].find_slots(torch.tensor(IDS[t])[:20].numpy()) >= 0
             assert stayed[:10].all() and not stayed[10:14].any() and stayed[14:].sum() == 3
 
 
@@ -157,9 +157,9 @@ class TestHbm(HbmContract):
     """Every row has room below."""
 
     def test_more_than_the_device_has_is_refused(self):
-        below = open_dram(TABLES, [97, 97], seed=1)
+        below = open_dram_store(TABLES, [97, 97], seed=1)
         with pytest.raises(ConfigError, match=r"plan.memory.hbm: got [\d,]+ bytes .*Give hbm less"):
-            open_hbm(below, [2**50, 97], self.device, seed=1)
+            open_hbm_store(below, [2**50, 97], self.device, seed=1)
 
 
 class TestHbmOverFiles(HbmContract):

@@ -15,7 +15,7 @@ from log_bytes import crc32c, durable, key_list, live_content, segment
 
 from colonnade import _native
 from colonnade.errors import CheckpointError, StoreLocked
-from colonnade.store.compaction import FAN_IN, Collector, SegmentUse, choose_victims
+from colonnade.store.compaction import FAN_IN, Collector, SegmentUse, choose_victim_segments
 from colonnade.store.disk import Disk
 from colonnade.store.log import open_log
 from colonnade.store.stripes import Stripe, least_full
@@ -85,7 +85,7 @@ def test_crc32c_known_answer():
 class NoCollector(Collector):
     """Nothing is rewritten beside what a test does."""
 
-    def add(self, source):
+    def add_source(self, source):
         pass
 
     def wake(self, source):
@@ -205,8 +205,8 @@ def test_the_store_reads_the_bytes_of_the_format(tmp_path):
     (tmp_path / "manifest-5.json").write_bytes(durable(json.dumps(fields).encode()))
     with open_store(tmp_path, record_bytes=9, step=5) as store:
         check_content(store, {7: one, 9: two, -4: two}, 9, more_ids=[8, 10])
-        store.verify()
-        assert store.counts()["lifetime_bytes"] == 1000
+        store.verify_records()
+        assert store.count_rows_and_bytes()["lifetime_bytes"] == 1000
 
 
 def test_stores_of_version_1_are_refused(tmp_path):
@@ -269,7 +269,7 @@ def test_small_commits_leave_few_files(tmp_path):
     full_records = SEGMENT_BYTES // 32
     limit = 200 * FAN_IN // full_records + 4 * FAN_IN
     assert len(segments_of(tmp_path)) <= limit < 100
-    written = twin.store.counts()["rows_rewritten"]
+    written = twin.store.count_rows_and_bytes()["rows_rewritten"]
     assert written < 4 * 200  # each row moves up a class of eight at a time
     twin.reopen(twin.step)
     twin.check()
@@ -304,7 +304,7 @@ uses = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 500)), max_size=40
 @given(uses=uses)
 def test_victims(uses):
     numbers = {use.number for use in uses}
-    victims = choose_victims(uses, ready=numbers, full_records=512)
+    victims = choose_victim_segments(uses, ready=numbers, full_records=512)
     by_number = {use.number: use for use in uses}
     dead = [use.number for use in uses if not use.num_live]
     live, records = sum(u.num_live for u in uses), sum(u.num_records for u in uses)
@@ -324,7 +324,7 @@ def test_choosing_victims_comes_to_an_end(uses):
     parts = {use.number: use for use in uses}
     newest = 50
     for _ in range(500):
-        victims = choose_victims(list(parts.values()), ready=parts.keys(), full_records=512)
+        victims = choose_victim_segments(list(parts.values()), ready=parts.keys(), full_records=512)
         if not victims:
             break
         for number in victims:
@@ -347,21 +347,21 @@ def test_choosing_victims_comes_to_an_end(uses):
 
 def test_old_cold_segments_go_before_young_ones_of_the_same_use():
     uses = [SegmentUse(1, 100, 60), SegmentUse(90, 100, 60), SegmentUse(91, 100, 55)]
-    assert choose_victims(uses, ready={1, 90, 91}, full_records=100) == [1]
-    assert choose_victims(uses, ready={90, 91}, full_records=100) == [90]
+    assert choose_victim_segments(uses, ready={1, 90, 91}, full_records=100) == [1]
+    assert choose_victim_segments(uses, ready={90, 91}, full_records=100) == [90]
 
 
 def test_segments_that_still_fill_count_as_space_and_are_left_alone():
     uses = [SegmentUse(1, 100, 60), SegmentUse(2, 100, 85)]
-    assert choose_victims(uses, ready={1}, full_records=100) == []  # 145 of 200 are live
+    assert choose_victim_segments(uses, ready={1}, full_records=100) == []  # 145 of 200 are live
     uses = [SegmentUse(1, 100, 60), SegmentUse(2, 100, 75)]
-    assert choose_victims(uses, ready={1}, full_records=100) == [1]
-    assert choose_victims(uses, ready=(), full_records=100) == []
+    assert choose_victim_segments(uses, ready={1}, full_records=100) == [1]
+    assert choose_victim_segments(uses, ready=(), full_records=100) == []
 
 
 def test_nothing_is_rewritten_that_is_large_and_full_of_rows():
     uses = [SegmentUse(n, 1000, 900) for n in range(1, 100)]
-    assert choose_victims(uses, ready=range(1, 100), full_records=1000) == []
+    assert choose_victim_segments(uses, ready=range(1, 100), full_records=1000) == []
 
 
 # ---- stripes
@@ -444,10 +444,10 @@ def test_copies_of_a_striped_store_may_lie_at_home(tmp_path):
     with open_store(home, step=1) as store:
         check_content(store, twin.rows, 16)
         store.write(torch.arange(500), make_records(range(500), 16, 2))
-        store.collect()
+        store.collect_garbage()
         store.commit(2)
         store.prune([2])
-        assert store.counts()["bytes_held"] == sum(
+        assert store.count_rows_and_bytes()["bytes_held"] == sum(
             path.stat().st_size for path in home.glob("segment-*")
         )
 
@@ -539,8 +539,8 @@ def test_write_amplification_at_seventy_percent(tmp_path, exponent):
             drawn = ids_by_rank[np.searchsorted(bounds, rng.random(batch))]
             ids = torch.from_numpy(np.unique(drawn))
             store.write(torch.from_numpy(rng.permutation(ids.numpy())), records[: len(ids)])
-            store.collect()
-            text = store.counts()
+            store.collect_garbage()
+            text = store.count_rows_and_bytes()
             if step == 75:  # the first pass over the space is free of charge
                 before = text
         _, num_records, _, _ = (np.asarray(column) for column in store.log.segments())

@@ -37,7 +37,7 @@ def main(folder: Path, steps: int, every: int) -> None:
     )
     results = []
     for step, batch in enumerate(collection.lookahead(shares), start=1):
-        dense.zero()
+        dense.zero_gradients()
         loss_of(model, batch).backward()
         finite, _, _ = dense.reduce(finite=collection.pipeline.gradients.are_finite(), stop=False)
         assert finite

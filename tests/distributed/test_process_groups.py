@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from colonnade.comm.mesh import ALL, CHANNELS, THREADS, TRAINING, Scope, issuing_thread
-from colonnade.comm.process_groups import open_tower_scopes, with_servers
+from colonnade.comm.process_groups import assign_server_ranks, open_tower_scopes
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 6, 7, 12])
@@ -42,7 +42,7 @@ def on_two_hosts(mesh):
     open_tower_scopes(mesh, 2)  # towers that are hosts: nothing new
     assert len(mesh.groups) == len(threads) + 4
     assert all(dist.get_backend(group) == "gloo" for group in mesh.groups.values())
-    crew = with_servers(mesh, 1).trainer_mesh
+    crew = assign_server_ranks(mesh, 1).trainer_mesh
     assert mesh.rank % 2 or {thread for thread, _ in crew.groups} == {"dense", TRAINING}
     calls_overlap(mesh)
 

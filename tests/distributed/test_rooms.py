@@ -218,7 +218,7 @@ def gone_before_it_is_read(mesh, place):
     if mesh.rank == 1:
         call.wait()
         os.kill(os.getpid(), signal.SIGKILL)
-    mesh.peer_monitor.wait("push", call.work)  # the ticket is here
+    mesh.peer_monitor.wait_for_call("push", call.work)  # the ticket is here
     while os.path.exists(f"/proc/{mesh.peers[1].pid}/fd/0"):
         time.sleep(0.01)
     try:

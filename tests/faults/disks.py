@@ -103,7 +103,7 @@ def commit(step: int) -> Act:
 
 def collect() -> Act:
     """All there is to do, whatever the collector's thread has done meanwhile."""
-    return Act("collect", lambda store: store.collect())
+    return Act("collect", lambda store: store.collect_garbage())
 
 
 def freeze() -> Act:

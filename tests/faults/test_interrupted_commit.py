@@ -71,10 +71,10 @@ def test_what_a_slow_checkpoint_waits_for():
     text = describe_slow_checkpoint([writer])
     assert "0 bytes" in text and "budget" not in text
     source = type("Source", (), {"pending_bytes": 50_000_000, "has_work": False})()
-    writer.add(source)
+    writer.add_source(source)
     text = describe_slow_checkpoint([writer])
     assert "50,000,000 bytes" in text and " 25 s more" in text
     writer._budget.bytes_per_second = None
     assert "as fast as the disk" in describe_slow_checkpoint([writer])
-    writer.remove(source)
+    writer.remove_source(source)
     assert checkpoints.SLOW_SECONDS == 10

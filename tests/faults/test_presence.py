@@ -1,4 +1,4 @@
-"""A rank that is lost is named, with what it was describe_status; nobody waits longer than the timeout."""
+"""A rank that is lost is named, with what it was describe_peer_status; nobody waits longer than the timeout."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from colonnade.comm.heartbeat import FileHeartbeats, StoreHeartbeats
 from colonnade.comm.peer_status import (
     PeerMonitor,
     PeerStatus,
-    describe_status,
-    diagnose_call,
-    report_errors,
+    describe_peer_status,
+    diagnose_stuck_call,
+    report_errors_to_peers,
 )
 from colonnade.comm.rendezvous import HEARTBEATS, STORE, Peer, connect_store, join_rendezvous
 from colonnade.errors import PeerLost, WorldError
@@ -35,7 +35,7 @@ FINE = PeerStatus(PEER, 0.3, calls={"dense": 58}, waiting={"dense": 3.0}, step=5
 def blamed(channel="dense", number=58, **ranks) -> tuple[tuple[int, ...], str]:
     statuses = {number: FINE for number in range(1, 4)}
     statuses |= {int(name[1:]): replace(FINE, **text) for name, text in ranks.items()}
-    result = diagnose_call(statuses, channel, number)
+    result = diagnose_stuck_call(statuses, channel, number)
     return result.ranks, result.reason
 
 
@@ -65,11 +65,11 @@ def test_the_rank_that_caused_it_is_blamed_and_none_that_followed():
 
 
 def test_what_it_did_last():
-    assert describe_status(FINE) == "last seen in step 57, 3 s in 'dense'"
-    assert "12 s after its last call: computing" in describe_status(
+    assert describe_peer_status(FINE) == "last seen in step 57, 3 s in 'dense'"
+    assert "12 s after its last call: computing" in describe_peer_status(
         replace(FINE, waiting={}, idle_seconds=12.2)
     )
-    assert "never reported" in describe_status(PeerStatus(PEER, 1.0))
+    assert "never reported" in describe_peer_status(PeerStatus(PEER, 1.0))
 
 
 def free_port() -> int:
@@ -213,24 +213,24 @@ def test_heartbeats_in_a_file_do_not_grow_it_and_are_read_whole(tmp_path):
     path = store_in(tmp_path)[HEARTBEATS]
     own, others = FileHeartbeats(path), FileHeartbeats(path)
     lines = {"a" * 5000, "é" * 90_000, "c"}
-    own.write(0, "x" * 180_000)
+    own.write_line(0, "x" * 180_000)
     size = os.stat(path).st_size
     is_over = threading.Event()
 
     def write():
         while not is_over.is_set():
             for line in lines:
-                own.write(0, line)
+                own.write_line(0, line)
 
     thread = threading.Thread(target=write)
     thread.start()
     try:
-        read = {text for _ in range(2000) for text in others.read([0, 1]).values()}
+        read = {text for _ in range(2000) for text in others.read_lines([0, 1]).values()}
     finally:
         is_over.set()
         thread.join()
     assert read - {"x" * 180_000} and read <= lines | {"x" * 180_000}
-    assert os.stat(path).st_size <= size and others.read([1]) == {}
+    assert os.stat(path).st_size <= size and others.read_lines([1]) == {}
 
 
 def test_rank_0_listens_where_it_is_told(monkeypatch):
@@ -253,16 +253,16 @@ def test_an_error_is_told_and_one_who_goes_on_is_not_blamed(server, kind, tmp_pa
     ranks = [PeerMonitor(heartbeats[r], [PEER, PEER], r, timedelta(seconds=5)) for r in range(2)]
     for rank in ranks:
         rank.start()
-    with pytest.raises(ZeroDivisionError), report_errors(ranks[1]):
+    with pytest.raises(ZeroDivisionError), report_errors_to_peers(ranks[1]):
         raise ZeroDivisionError("by 0")
     lost = str(ranks[0].diagnose_loss("dense", None))
     assert "lost rank 1 in 'dense'" in lost and "ZeroDivisionError: by 0" in lost
     with pytest.raises(PeerLost, match="lost rank 1"):
         ranks[0].begin_call("route")
-    with report_errors(ranks[1]):
+    with report_errors_to_peers(ranks[1]):
         ranks[1].begin_call("route")
     for rank in ranks:
-        rank.stop("it ended")
+        rank.announce_end("it ended")
 
 
 def stopped_at_the_end(mesh):

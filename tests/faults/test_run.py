@@ -206,7 +206,7 @@ def test_a_flipped_byte_of_a_row_is_found_and_named(finished):
     run = open_run(config(), Mesh(), finished)
     backing = run.checkpoints.backings[3]
     with pytest.raises(CorruptionError, match=f"{path.name}: record "):
-        backing.verify()
+        backing.verify_records()
     with pytest.raises(CorruptionError, match=f"{path.name}: record "):
         for _ in backing.scan():
             pass

@@ -8,14 +8,14 @@ from small_run import digest
 from test_presence import PEER
 from test_restart import SETTINGS, torchrun, undisturbed  # noqa: F401
 
-from colonnade.comm.peer_status import PeerStatus, diagnose_call
+from colonnade.comm.peer_status import PeerStatus, diagnose_stuck_call
 
 
 def test_a_server_is_not_blamed_for_calls_of_trainers():
     calls = {1: {"push": 7, "trainers dense": 3}, 2: {"push": 7}}
     statuses = {rank: PeerStatus(PEER, 0.1, "running", 7, made) for rank, made in calls.items()}
-    assert diagnose_call(statuses, "trainers dense", 4, (0, 1)).ranks == (1,)
-    assert diagnose_call(statuses, "push", 8).ranks == (1, 2)
+    assert diagnose_stuck_call(statuses, "trainers dense", 4, (0, 1)).ranks == (1,)
+    assert diagnose_stuck_call(statuses, "push", 8).ranks == (1, 2)
 
 
 ROLES = {**SETTINGS, "plan.servers": 1}

@@ -58,7 +58,7 @@ def found_when_read(
     first = f"{path.name}: record {records[0]}: "
     names = tuple(f"{path}: record {record}: " for record in records)
     with open_store(directory, 2, read_only=True) as store:
-        for read in (store.verify, lambda: list(store.scan())):
+        for read in (store.verify_records, lambda: list(store.scan())):
             with pytest.raises(CorruptionError, match=first):
                 read()
         for i, wanted in rows.items():
@@ -137,7 +137,7 @@ def test_rotten_rows_are_not_carried_into_a_new_segment(tmp_path):
         flip(tmp_path / "segment-00000001.rows", HEADER.size + 16, 1)  # the payload of id 0
         others = IDS[1:8]
         store.write(torch.tensor(others), make_records(others, 9))  # now collection wants the rest
-        for call in (store.collect, lambda: store.commit(3)):
+        for call in (store.collect_garbage, lambda: store.commit(3)):
             with pytest.raises(
                 CorruptionError, match=r"segment-00000001\.rows: record 0: .*--at STEP"
             ):

@@ -284,7 +284,7 @@ def train(
     )
     losses = []
     for t, batch in enumerate(batches):
-        dense.zero()
+        dense.zero_gradients()
         loss = loss_of(model, batch)
         loss.backward()
         finite, _, _ = dense.reduce(finite=collection.pipeline.gradients.are_finite(), stop=False)

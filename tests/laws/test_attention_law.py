@@ -32,7 +32,7 @@ from colonnade import (
     World,
     build_plan,
 )
-from colonnade.comm.process_groups import with_servers
+from colonnade.comm.process_groups import assign_server_ranks
 from colonnade.comm.traffic import Traffic
 from colonnade.errors import ConfigError
 from colonnade.lookup.layout import declare
@@ -249,7 +249,7 @@ def with_servers_of_rows(mesh):
     """Two trainers with one server, one with two."""
     results = []
     for count in (1, 2):
-        local = with_servers(mesh, count)
+        local = assign_server_ranks(mesh, count)
         results.append((local.is_server, train(local, CASES["split"])))
     return results
 

@@ -25,7 +25,7 @@ from colonnade import (
 from colonnade.comm.traffic import Traffic
 from colonnade.plan.cost.comm_volume import CHANNELS
 from colonnade.plan.cost.table_stats import build_table_loads
-from colonnade.plan.hot import most_popular_ids, profile_hot_and_cold
+from colonnade.plan.hot import find_most_popular_ids, profile_hot_and_cold
 from colonnade.plan.measure.profile import profile_batches
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint
@@ -121,7 +121,9 @@ def hot_of(case):
     readers = {
         name: [feature.name for feature in FEATURES if feature.table == name] for name in MANY
     }
-    return {name: most_popular_ids(batches, readers[name], count) for name, count in MANY.items()}
+    return {
+        name: find_most_popular_ids(batches, readers[name], count) for name, count in MANY.items()
+    }
 
 
 def counted(mesh, case, hot):

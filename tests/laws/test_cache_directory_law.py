@@ -23,7 +23,7 @@ class Rank:
         self.own: Counter = Counter()  # by id: updates of this rank
 
     def read(self, ids: np.ndarray, owners: Counter) -> tuple[object, list[int]]:
-        decision = self.directory.step(ids)
+        decision = self.directory.decide_batch(ids)
         outputs = []
         for id, slot, requested in zip(
             ids.tolist(), decision.slots.tolist(), decision.outcomes.tolist(), strict=True
@@ -41,7 +41,7 @@ class Rank:
         """Continue with a cache of another size."""
         old = self.directory
         self.directory = Directory(capacity, old.read_bound, old.write_bound, old.policy)
-        self.directory.load(old.state())
+        self.directory.load_state(old.export_state())
 
     def change(self, read: int, write: int, owners: Counter) -> None:
         flushed = self.directory.flush(write)
@@ -50,7 +50,7 @@ class Rank:
         ):
             assert self.pending[slot] == ticks > write
             owners[id] += self.pending.pop(slot)
-        self.directory.set_bounds(read, write)
+        self.directory.set_staleness_bounds(read, write)
 
     def write(self, ids: np.ndarray, decision, owners: Counter) -> None:
         for id, slot, pushed in zip(
@@ -106,7 +106,9 @@ def test_no_update_is_lost_or_seen_twice_and_none_is_missed_for_longer_than_the_
         lines = []
         for rank, ids in zip(world, batches, strict=True):
             if random.random() < 0.2:  # a batch that was looked at ahead and never came
-                rank.directory.undo(rank.directory.step(np.unique(random.integers(-9, 99, 9))))
+                rank.directory.undo_decision(
+                    rank.directory.decide_batch(np.unique(random.integers(-9, 99, 9)))
+                )
             decision, output = rank.read(ids, owners)
             lines.append(decision)
             for id, value in zip(ids.tolist(), output, strict=True):

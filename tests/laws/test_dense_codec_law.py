@@ -24,7 +24,7 @@ from colonnade.run.run import open_run
 from colonnade.train import dense as buckets
 from colonnade.train.dense import DenseGradients
 from colonnade.wire.codec import CODECS
-from colonnade.wire.coded_sums import coded_buffer_bytes, residuals_by_parameter
+from colonnade.wire.coded_sums import coded_buffer_bytes, sum_residuals_by_parameter
 
 NAMES = ("bf16", "fp16", "int8")
 STEPS, BUCKET = 12, 6000
@@ -56,7 +56,7 @@ def unit_of(step):
 def step_of(dense, rank, step, *, gradients=None, finite=True, loss=0.0):
     """Return the applied gradients by parameter, and the result of `reduce`."""
     gradient_scale = unit_of(step)
-    dense.zero()
+    dense.zero_gradients()
     dense.begin_last_backward(gradient_scale=gradient_scale)
     gradients_given = gradients or gradients_of(rank, step)
     sum(
@@ -77,7 +77,7 @@ def _as_it_was(monkeypatch):
 def opened(mesh, name, states=()):
     buckets.BUCKET_BYTES = BUCKET
     dense = DenseGradients(network(), mesh, name)
-    dense.restore(states)
+    dense.set_checkpoint_residuals(states)
     dense.build_buckets()
     return dense
 
@@ -115,7 +115,13 @@ def train(mesh, name, *, feeds_back=True):
                 if bucket.coded is not None:
                     bucket.coded.sent.residual.zero_()
                     bucket.coded.summed.residual.zero_()
-    return {"applied": applied, "mine": own, "bits": bits, "state": dense.state(), "sent": reported}
+    return {
+        "applied": applied,
+        "mine": own,
+        "bits": bits,
+        "state": dense.export_residuals(),
+        "sent": reported,
+    }
 
 
 def goes_on(mesh, name):
@@ -124,11 +130,11 @@ def goes_on(mesh, name):
     dense = opened(mesh, name)
     for step in range(2):
         step_of(dense, mesh.rank, step)
-    states = [dense.state()] * mesh.num_ranks  # of others it takes none
+    states = [dense.export_residuals()] * mesh.num_ranks  # of others it takes none
     again, anew = opened(mesh, name, states), opened(mesh, name)
     wanted, result, other = (step_of(dense_, mesh.rank, 3)[0] for dense_ in (dense, again, anew))
     assert all(map(torch.equal, result, wanted)) and not all(map(torch.equal, other, wanted))
-    assert same(again.state(), dense.state())
+    assert same(again.export_residuals(), dense.export_residuals())
 
 
 def same(one, other):
@@ -145,20 +151,20 @@ def refuses(mesh, name):
     dense = opened(mesh, name)
     for step in range(2):
         step_of(dense, mesh.rank, step)
-    retained = dense.state()
+    retained = dense.export_residuals()
     for bad in (float("nan"), float("inf"), float("-inf")):
         gradients = gradients_of(mesh.rank, 3)
         if mesh.rank == 1:
             gradients[0][1299] = bad
         assert not step_of(dense, mesh.rank, 3, gradients=gradients)[1][0]
-        assert same(dense.state(), retained)
+        assert same(dense.export_residuals(), retained)
     assert not step_of(dense, mesh.rank, 3, finite=mesh.rank != 1)[1][0]
-    assert same(dense.state(), retained)
+    assert same(dense.export_residuals(), retained)
     _, text = step_of(dense, mesh.rank, 3, loss=2.0**-40 + (mesh.rank == 0))
     assert text == (True, False, 1 + mesh.num_ranks * 2.0**-40)  # to the last bit
-    assert not same(dense.state(), retained)
+    assert not same(dense.export_residuals(), retained)
     dense.restore_residuals()  # as where clipping finds that norms are no numbers
-    assert same(dense.state(), retained)
+    assert same(dense.export_residuals(), retained)
 
 
 def loss_after(mesh, name):
@@ -170,7 +176,7 @@ def loss_after(mesh, name):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     inputs = torch.randn(90, 8)[mesh.rank :: mesh.num_ranks]
     for _ in range(60):
-        dense.zero()
+        dense.zero_gradients()
         dense.begin_last_backward()
         loss = ((model(inputs) - teacher(inputs).detach()) ** 2).sum() / 90
         loss.backward()
@@ -228,7 +234,7 @@ def test_every_rank_has_the_same_bits(everyone, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_applied_is_what_was_computed_less_the_last_residuals(everyone, name):
     codec = CODECS[name]
-    lost = residuals_by_parameter([results[name]["state"] for results in everyone])
+    lost = sum_residuals_by_parameter([results[name]["state"] for results in everyone])
     alone = everyone[0][name, "alone"]["applied"]
     assert set(lost) == {0, 1, 2}
     for number in lost:
@@ -261,24 +267,24 @@ def test_a_network_learns_nearly_as_well(everyone):
 def test_another_world_is_given_what_was_kept(everyone, name):
     """One rank alone, with other buckets: what was applied is then all that was computed."""
     states = [results[name]["state"] for results in everyone]
-    lost = residuals_by_parameter(states)
+    lost = sum_residuals_by_parameter(states)
     dense = opened(Mesh(), name, states)
     nothing = [torch.zeros(n, dtype=torch.float64) for n in SIZES.values()]
     assert not step_of(dense, 0, 0, gradients=[torch.full_like(g, float("nan")) for g in nothing])[1][0]  # fmt: skip
-    retained = dense.state()  # still: nothing was applied
+    retained = dense.export_residuals()  # still: nothing was applied
     result, _ = step_of(dense, 0, 0, gradients=nothing)
     for number, part in lost.items():
         torch.testing.assert_close(result[number].double(), part.double(), rtol=1e-6, atol=0)
     assert not bool(result[3].any())
-    assert dense.state() is None
+    assert dense.export_residuals() is None
     assert not any(bool(part.any()) for part in step_of(dense, 0, 1, gradients=nothing)[0])
     again, _ = step_of(opened(Mesh(), "exact", [retained]), 0, 0, gradients=nothing)
     assert all(map(torch.equal, again, result))
     # Of weights that are no longer trained nothing is kept.
     other = DenseGradients(network()[:3], Mesh())
-    other.restore(states)
+    other.set_checkpoint_residuals(states)
     other.build_buckets()
-    assert other.state() is None
+    assert other.export_residuals() is None
 
 
 def given_on_two(mesh, states, name):
@@ -286,14 +292,14 @@ def given_on_two(mesh, states, name):
     dense = opened(mesh, name, states)
     zeros = [torch.zeros(n, dtype=torch.float64) for n in SIZES.values()]
     result, _ = step_of(dense, mesh.rank, 0, gradients=zeros)
-    return result, dense.state()
+    return result, dense.export_residuals()
 
 
 def test_a_coded_world_of_another_size_is_given_what_was_kept(everyone):
     states = [results["int8"]["state"] for results in everyone]
     (result, _), (same_found, _) = constraints = run_ranks(2, given_on_two, states, "int8")
-    residuals = residuals_by_parameter([state for _, state in constraints])
-    for number, part in residuals_by_parameter(states).items():
+    residuals = sum_residuals_by_parameter([state for _, state in constraints])
+    for number, part in sum_residuals_by_parameter(states).items():
         assert torch.equal(result[number], same_found[number])
         total = result[number].double() + residuals[number].double()
         torch.testing.assert_close(total, part.double(), rtol=1e-5, atol=1e-6)
@@ -304,7 +310,7 @@ def test_on_one_rank_nothing_is_coded():
     result, _ = step_of(dense, 0, 1)
     for own, wanted in zip(result, gradients_of(0, 1), strict=True):
         assert torch.equal(own, wanted.to(own.dtype))
-    assert dense.state() is None
+    assert dense.export_residuals() is None
 
 
 def runs(mesh, folder):
@@ -325,7 +331,9 @@ def runs(mesh, folder):
             run.train()
             dense = dense_weights(run.trainer.model)
             weights = {n: v.clone() for n, v in dense.items()}
-            results.append((weights, run.trainer.dense.state(), mesh.traffic.bytes_of("dense")))
+            results.append(
+                (weights, run.trainer.dense.export_residuals(), mesh.traffic.bytes_of("dense"))
+            )
             run.close()
     return results
 
@@ -350,10 +358,10 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(tmp_path):
         build_config(CONFIG), {"plan.codec.dense": "int8", "train.max_steps": 8}
     )
     run = open_run(config, Mesh(), tmp_path / "twice")
-    lost = residuals_by_parameter([result[2][1] for result in all_found])
-    owed = run.trainer.dense.state()["buckets"][0]
+    lost = sum_residuals_by_parameter([result[2][1] for result in all_found])
+    owed = run.trainer.dense.export_residuals()["buckets"][0]
     parts = [lost[number] for number in owed["numbers"]]
     assert torch.equal(owed["owed"], torch.cat(parts)) and bool(owed["owed"].any())
     run.train()
-    assert run.trainer.dense.state() is None
+    assert run.trainer.dense.export_residuals() is None
     run.close()

@@ -28,7 +28,7 @@ def decide(mesh, cases):
                 world.rows.step()
         cached = world.collection.cached
         ids = [step[mesh.rank] for step in drawn_ids]
-        states = [directory.state() for directory in cached.directories]
+        states = [directory.export_state() for directory in cached.directories]
         results.append(([ids, [np.sort(-id_ * 7) for id_ in ids]], states, cached.counts))
     return results
 
@@ -75,7 +75,7 @@ def train_on(mesh, folder, max_steps):
                 collection.rows("C1", torch.arange(50)),
                 collection.rows("C2", torch.arange(900)),
             ]
-        return rows, [directory.state() for directory in collection.cached.directories]
+        return rows, [directory.export_state() for directory in collection.cached.directories]
     finally:
         run.close()
 

@@ -113,7 +113,7 @@ def train(mesh, shardings=None, exchanges=None):
     optimizer = torch.optim.SGD(top.parameters(), lr=0.1)
     steps = (share(t, mesh.rank, mesh.num_ranks) for t in range(len(SIZES)))
     for batch in collection.lookahead(steps):
-        dense.zero()
+        dense.zero_gradients()
         looked_up = collection(batch)
         logits = top(torch.stack([looked_up[f.name] for f in FEATURES]).sum(0))
         entropy = nn.functional.binary_cross_entropy_with_logits

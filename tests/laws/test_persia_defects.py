@@ -32,7 +32,7 @@ from colonnade import (
     trained_ids,
 )
 from colonnade.errors import NonFiniteError
-from colonnade.report.reading import read_run, sum_lines
+from colonnade.report.reading import read_run_folder, sum_metrics_lines
 
 HERE = "laws/test_persia_defects.py::"
 ROWS = "unit/test_row_optimizer.py::"
@@ -225,7 +225,7 @@ def test_a_bound_beyond_the_epoch(tmp_path):
     whole, result = fitted(tmp_path / "whole", **settings)
     steps = result.outcome.steps
     assert steps // 4 < 8 < steps
-    missed = sum_lines(read_run(tmp_path / "whole"), "missed")
+    missed = sum_metrics_lines(read_run_folder(tmp_path / "whole"), "missed")
     assert missed == {**{str(n): 1 for n in range(8)}, "8": steps - 8}
     for stop in (steps // 4 + 1, None):
         cut, _ = fitted(tmp_path / "cut", max_steps=stop, **settings)

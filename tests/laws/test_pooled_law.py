@@ -109,11 +109,13 @@ def test_batches_and_backwards_accumulate_and_are_clipped(everyone):
 def hold(mesh, choice: Choice = MIXED):
     """Return the state of a prefetched batch, and its values."""
     collection = open_collection(mesh, choice, "float64", staleness_steps=1)
-    ticket = collection.pipeline.prepare(share_of(global_batch(3, 11), mesh.rank, mesh.num_ranks))
-    collection.pipeline.fetch(ticket)
-    stored = collection.exchange.prefetched(ticket)
-    values = collection.exchange.values(ticket, collection.backward_handle)
-    collection.pipeline.drop(ticket)
+    ticket = collection.pipeline.prepare_batch(
+        share_of(global_batch(3, 11), mesh.rank, mesh.num_ranks)
+    )
+    collection.pipeline.fetch_rows(ticket)
+    stored = collection.exchange.export_prefetched(ticket)
+    values = collection.exchange.compute_outputs(ticket, collection.backward_handle)
+    collection.pipeline.drop_batch(ticket)
     return stored, {name: value.detach() for name, value in values.items()}
 
 
@@ -122,9 +124,9 @@ def restored(choice: Choice, stored, step: int = 3):
     it."""
     collection = open_collection(Mesh(), choice, "float64", staleness_steps=1)
     batch = global_batch(step, 11)
-    ticket = collection.pipeline.prepare(batch, (0, stored))  # no step is left before it
-    again = collection.exchange.prefetched(ticket)
-    return collection.exchange.values(ticket, collection.backward_handle), again
+    ticket = collection.pipeline.prepare_batch(batch, (0, stored))  # no step is left before it
+    again = collection.exchange.export_prefetched(ticket)
+    return collection.exchange.compute_outputs(ticket, collection.backward_handle), again
 
 
 def test_what_was_read_ahead_is_read_in_another_world(everyone):
@@ -178,7 +180,7 @@ def test_wrong_ids_are_refused_before_anything_travels(name):
     collection = open_collection(ALONE, CHOICES[name], "float32")
     right = global_batch(0, 7)
     with pytest.raises(AssertionError):
-        collection.pipeline.prepare(right)
+        collection.pipeline.prepare_batch(right)
     before = dict(ALONE.traffic.sent_bytes)
     for feature, ids, error in (
         ("user", Ids(right.ids["user"].values + 53), IdRangeError),
@@ -188,5 +190,5 @@ def test_wrong_ids_are_refused_before_anything_travels(name):
     ):
         batch = Batch(7, right.dense, {**right.ids, feature: ids}, label=right.label)
         with pytest.raises(error, match=feature):
-            collection.pipeline.prepare(batch)
+            collection.pipeline.prepare_batch(batch)
     assert before and dict(ALONE.traffic.sent_bytes) == before

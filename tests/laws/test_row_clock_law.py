@@ -453,7 +453,7 @@ def run_on(mesh, folder, epochs, staleness):
         with run.trainer.rows.synchronized_view():
             every = [collection.rows("C1", ids), collection.rows("C2", torch.arange(900))]
         number = 0 if collection.cached is None else collection.cached.number
-        return every, stored, run.summary(outcome)["metrics"], number
+        return every, stored, run.build_summary(outcome)["metrics"], number
     finally:
         run.close()
 
@@ -496,7 +496,7 @@ def run_parts(mesh, folder, parts):
 
 
 def go_on_and_be_cut(mesh, folder):
-    runs.move_network = lambda *_: None  # "cpu" as a device
+    runs.move_dense_network = lambda *_: None  # "cpu" as a device
     on_device = {"train.device": "cuda", "plan.cache.tier": "hbm"}
     lower, higher = {"plan.cache.staleness": 3}, {"plan.cache.staleness": 7}
     parts = {

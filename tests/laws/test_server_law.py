@@ -31,7 +31,7 @@ from colonnade import (
 )
 from colonnade.comm.collectives import notify_servers
 from colonnade.comm.mesh import TRAINING
-from colonnade.comm.process_groups import with_servers
+from colonnade.comm.process_groups import assign_server_ranks
 from colonnade.comm.traffic import Traffic
 from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_batches
@@ -41,13 +41,13 @@ from colonnade.plan.cost.table_stats import build_table_loads
 from colonnade.plan.measure.profile import profile_batches
 from colonnade.plan.search import choose
 from colonnade.plan.search.candidates import Constraint
-from colonnade.report.reading import read_run
+from colonnade.report.reading import read_run_folder
 from colonnade.run.run import load_run_config, open_run
 from colonnade.topology.sharding import Sharding, row_wise_over_owners, table_wise
 from colonnade.topology.world import World
 from colonnade.train import trainer
 from colonnade.train.dense import DenseGradients
-from colonnade.train.metrics_file import FILE_NAME, ROWS_FILE_NAME, read_lines
+from colonnade.train.metrics_file import FILE_NAME, ROWS_FILE_NAME, read_metrics_lines
 from colonnade.train.record import ROW_KINDS
 
 
@@ -231,7 +231,7 @@ def run_until(mesh, folder, step, servers):
         "steps": outcome.steps,
         "read": sources.read,
         "metrics": outcome.metrics,
-        "summary": run.summary(outcome),
+        "summary": run.build_summary(outcome),
     }
 
 
@@ -298,14 +298,14 @@ def test_the_first_server_tells_of_rows(whole_runs):
     assert trainer["summary"]["row_sources"]["read"] == server["read"]
     assert trainer["summary"]["num_trainers"] == 2
     kinds = {
-        name: [line["kind"] for line in read_lines(folder / "whole-1" / name)]
+        name: [line["kind"] for line in read_metrics_lines(folder / "whole-1" / name)]
         for name in (FILE_NAME, ROWS_FILE_NAME)
     }
     assert set(ROW_KINDS).isdisjoint(kinds[FILE_NAME]) and set(kinds[ROWS_FILE_NAME]) == set(
         ROW_KINDS
     )
     assert {"train", "tiers", "tables"} <= {
-        line["kind"] for line in read_run(folder / "whole-1").lines
+        line["kind"] for line in read_run_folder(folder / "whole-1").lines
     }
 
 
@@ -339,7 +339,7 @@ def test_checkpoints_go_from_ranks_with_servers_to_ranks_without_and_back(whole_
 
 def retrieved(mesh, servers):
     """Rows of a model whose candidates are those of all trainers, in a loop of one's own."""
-    mesh, model = with_servers(mesh, servers), retrieval.two_tower()
+    mesh, model = assign_server_ranks(mesh, servers), retrieval.two_tower()
     trainers, collection = mesh.trainers, model.embeddings.open(mesh=mesh)
     rows, dense = RowOptimizer(collection), DenseGradients(list(model.parameters()), mesh)
     dense.build_buckets()
@@ -347,7 +347,7 @@ def retrieved(mesh, servers):
     parts = 99 if mesh.is_server else trainers.num_ranks  # the first of 99 parts of 8 is empty
     made = (retrieval.share_of(retrieval.pair_batch(n, n), trainers.rank, parts) for n in (8, 2, 7))
     for batch in collection.lookahead(made):
-        dense.zero()
+        dense.zero_gradients()
         if mesh.is_server:
             collection(batch)
         else:
@@ -388,7 +388,7 @@ def counted(mesh):
     """Return this rank's bytes of all steps by (channel, link), for each case, in a loop of one's own."""
     results = {}
     for case, forced in FORCED.items():
-        alone = replace(with_servers(mesh, 1), traffic=Traffic())
+        alone = replace(assign_server_ranks(mesh, 1), traffic=Traffic())
         collection = EmbeddingCollection(TABLES, FEATURES)
         plan = build_plan(
             TABLES,
@@ -460,7 +460,7 @@ def test_every_rank_makes_the_groups_of_trainers_in_one_order(monkeypatch):
         made.clear()
         peer_monitor = SimpleNamespace(timeout=1.0, participants={})
         world = World(num_hosts=2, ranks_per_host=3)
-        mesh = with_servers(Mesh(world, rank, peer_monitor=peer_monitor), 1)
+        mesh = assign_server_ranks(Mesh(world, rank, peer_monitor=peer_monitor), 1)
         orders.add(tuple(made))
         trainers = mesh.trainers
         assert mesh.is_server == (rank in (2, 5)) and mesh.num_ranks == 6

@@ -31,7 +31,7 @@ from colonnade import (
     build_plan,
 )
 from colonnade.comm.traffic import Traffic
-from colonnade.exchange.operator_cut import remote_consumers
+from colonnade.exchange.operator_cut import choose_remote_consumers
 from colonnade.lookup.layout import declare
 from colonnade.plan.cost.consumers import build_model_load, find_remote_consumers
 from colonnade.plan.cost.partials import Partials
@@ -290,9 +290,9 @@ def test_the_cut_of_numbers_is_the_exchanges():
         result = [
             partials.model.consumers[c].name for c in partials.select_remote_consumers(owners)
         ]
-        assert tuple(result) == remote_consumers(declaration, shardings)
+        assert tuple(result) == choose_remote_consumers(declaration, shardings)
         traffic = partials.predict_traffic(owners)
-        shares = [partials.table_bytes(traffic, owners, t) for t in range(len(tables))]
+        shares = [partials.predict_table_bytes(traffic, owners, t) for t in range(len(tables))]
         assert traffic.unsendable_field is None
         for b, sent in enumerate((traffic.values, traffic.gradients)):
             straight = sent.sum() + traffic.queries.sum()

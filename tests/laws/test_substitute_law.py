@@ -29,7 +29,11 @@ from colonnade import (
     World,
     build_plan,
 )
-from colonnade.exchange.operator_cut import count_sent_floats, remote_consumers, why_not_remote
+from colonnade.exchange.operator_cut import (
+    choose_remote_consumers,
+    count_sent_floats,
+    explain_not_remote,
+)
 from colonnade.lookup.layout import declare
 from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
 
@@ -355,7 +359,7 @@ def test_the_cut_is_the_least_of_all():
 
     def cut(consumers):
         declaration = declare(declared, fields, consumers)
-        return remote_consumers(declaration, shardings), declaration
+        return choose_remote_consumers(declaration, shardings), declaration
 
     assert cut({"fm": (FM(), "abcd")})[0] == ("fm",)  # 9 < 32
     assert cut({"fm": (FM(), "a")})[0] == ()  # 9 > 8
@@ -385,33 +389,33 @@ def stored_rows(mesh):
     plan = build_plan(collection.tables, mesh.num_ranks, PlanConfig(staleness_steps=1, tables=own))
     collection.open(plan, mesh)
     batch = share_of(global_batch(3, 11), mesh.rank, mesh.num_ranks)
-    ticket = collection.pipeline.prepare(batch)
-    collection.pipeline.fetch(ticket)
-    return collection, batch, ticket, collection.exchange.prefetched(ticket)
+    ticket = collection.pipeline.prepare_batch(batch)
+    collection.pipeline.fetch_rows(ticket)
+    return collection, batch, ticket, collection.exchange.export_prefetched(ticket)
 
 
 def hold_and_see(mesh):
     collection, _, ticket, result = stored_rows(mesh)
-    values = collection.exchange.values(ticket, collection.backward_handle)
+    values = collection.exchange.compute_outputs(ticket, collection.backward_handle)
     return result, {name: value.detach() for name, value in values.items()}
 
 
 def test_what_was_read_ahead_is_read_in_another_world():
     everyone = run_ranks(2, hold_and_see)
     collection, batch, ticket, _ = stored_rows(Mesh())
-    collection.pipeline.drop(ticket)
+    collection.pipeline.drop_batch(ticket)
     reads = [item for item, _ in everyone]
     doubled = [{name: 2 * value for name, value in item.items()} for item in reads]
     results = []
     for read in (reads, doubled):
-        ticket = collection.pipeline.prepare(batch, (0, read))
-        assert collection.exchange.prefetched(ticket).keys() == {
+        ticket = collection.pipeline.prepare_batch(batch, (0, read))
+        assert collection.exchange.export_prefetched(ticket).keys() == {
             name for item in reads for name in item
         }
         collection.pipeline.gradients.contexts.append(ticket)
-        values = collection.exchange.values(ticket, collection.backward_handle)
+        values = collection.exchange.compute_outputs(ticket, collection.backward_handle)
         sum(value.sum() for value in values.values()).backward()
-        square = collection.pipeline.gradients.squared_norm(collection.step)
+        square = collection.pipeline.gradients.compute_squared_norm(collection.step)
         results.append(({name: value.detach() for name, value in values.items()}, square))
         collection.discard_batches()
     for name, value in results[0][0].items():
@@ -433,8 +437,8 @@ def test_what_owners_cannot_evaluate():
     whole = [table_wise(rank) for rank in range(4)]
 
     def result(**settings):
-        names = remote_consumers(declaration, [row_wise(4)] * 4, **settings)
-        why = {name: why_not_remote(declaration, name, **settings) for name in consumers}
+        names = choose_remote_consumers(declaration, [row_wise(4)] * 4, **settings)
+        why = {name: explain_not_remote(declaration, name, **settings) for name in consumers}
         assert set(names) == {name for name, value in why.items() if value is None}
         return why
 
@@ -442,7 +446,7 @@ def test_what_owners_cannot_evaluate():
         "deep": None,
         "beside": "Concat has no result that is smaller than its fields' values",
     }
-    assert remote_consumers(declaration, whole) == ("deep",)
+    assert choose_remote_consumers(declaration, whole) == ("deep",)
     assert "read ahead" in result(reads_ahead=2)["deep"]
     assert "one rank" in result(world=World())["deep"]
     assert "servers" in result(world=World(ranks_per_host=4, servers_per_host=1))["deep"]

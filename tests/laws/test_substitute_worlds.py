@@ -25,7 +25,7 @@ from colonnade import (
     Sum,
     build_plan,
 )
-from colonnade.comm.process_groups import with_servers
+from colonnade.comm.process_groups import assign_server_ranks
 from colonnade.config.run import build_config, override_settings
 from colonnade.errors import ConfigError
 from colonnade.run.build import build_model
@@ -183,7 +183,7 @@ def test_ranks_train_and_remember_what_one_does(num_ranks, alone, tmp_path):
 
 
 def with_a_server(mesh):
-    mesh = with_servers(mesh, 1)
+    mesh = assign_server_ranks(mesh, 1)
     return mesh.is_server, train(mesh), train(mesh, stays=COUNTED)
 
 

@@ -29,8 +29,8 @@ from colonnade import (
 from colonnade.config.plan import PlanConfig
 from colonnade.errors import ConfigError
 from colonnade.plan.plan import Plan
-from colonnade.report.pages import run_page
-from colonnade.report.reading import read_run, sum_lines
+from colonnade.report.pages import render_run_page
+from colonnade.report.reading import read_run_folder, sum_metrics_lines
 from colonnade.staleness import resolve_table_staleness
 
 STEPS = 12
@@ -177,10 +177,10 @@ def test_a_run_that_is_cut_goes_on_to_the_same_bits(tmp_path):
         if name == "whole":
             (whole,) = models
     assert_same(whole, models[-1])
-    run = read_run(tmp_path / "whole")
+    run = read_run_folder(tmp_path / "whole")
     # Each step reads films at once, and users 3 steps early but for the first ones.
-    assert sum_lines(run, "missed") == {"0": 12 + 1, "1": 1, "2": 1, "3": 12 - 3}
-    assert "Staleness of row reads" in run_page(run)
+    assert sum_metrics_lines(run, "missed") == {"0": 12 + 1, "1": 1, "2": 1, "3": 12 - 3}
+    assert "Staleness of row reads" in render_run_page(run)
 
 
 CHANGES = {

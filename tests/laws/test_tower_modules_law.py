@@ -13,7 +13,7 @@ from colonnade.models.dcnv2 import DCNv2
 from colonnade.models.dlrm import DLRM
 from colonnade.row_state import dense_state_dict
 from colonnade.topology.sharding import column_wise, table_wise
-from colonnade.topology.towers import Partition, tower_ranks
+from colonnade.topology.towers import Partition, list_tower_ranks
 
 ROWS, DIM, NAMES = 30, 6, "abcde"
 TOWERS = Partition((("d", "a"), ("b", "e", "c")))
@@ -60,10 +60,10 @@ def trained(mesh, name, plan_text):
     ).double()
     shardings = {}
     if mesh.num_ranks > 1:
-        for members, ranks in zip(TOWERS.towers, tower_ranks(mesh.world, 2), strict=True):
+        for members, ranks in zip(TOWERS.towers, list_tower_ranks(mesh.world, 2), strict=True):
             shardings |= {m: table_wise(ranks[i % len(ranks)]) for i, m in enumerate(members)}
         if columns:  # of a table of the second tower
-            shardings["c"] = column_wise(tower_ranks(mesh.world, 2)[1])
+            shardings["c"] = column_wise(list_tower_ranks(mesh.world, 2)[1])
     plan = build_plan(
         tables, mesh.num_ranks, PlanConfig(exchange=exchange, tables=by_table(sharding=shardings))
     )

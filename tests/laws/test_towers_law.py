@@ -28,7 +28,7 @@ from colonnade import (
     build_plan,
 )
 from colonnade.errors import ConfigError
-from colonnade.exchange.operator_cut import evaluated_in_towers, why_not_in_towers
+from colonnade.exchange.operator_cut import choose_consumers_in_towers, explain_not_in_towers
 from colonnade.interaction import TowerModule
 from colonnade.lookup.layout import declare
 from colonnade.topology.sharding import Sharding, column_wise, row_wise, table_wise
@@ -482,14 +482,14 @@ def test_every_rank_refuses_a_module_that_changes_the_samples_and_asks_none_abou
 def test_why_not_inside(consumers, world, settings, message):
     declaration = declare(tables("float64"), LOOKED_UP, consumers)
     shardings = [split(2)[name] if world.num_ranks == 4 else table_wise(0) for name in TABLES]
-    reason = why_not_in_towers(declaration, "first", shardings, world, **settings)
+    reason = explain_not_in_towers(declaration, "first", shardings, world, **settings)
     assert reason is None if message is None else message in reason
 
 
 def test_rows_of_no_single_tower_are_said():
     declaration, world = declare(tables("float64"), LOOKED_UP, MODULES), World(ranks_per_host=4)
     shardings = [row_wise(4)] * 4
-    reason = why_not_in_towers(declaration, "first", shardings, world, num_towers=2)
+    reason = explain_not_in_towers(declaration, "first", shardings, world, num_towers=2)
     assert reason == "rows of user.deep are not all in one tower"
 
 
@@ -499,4 +499,4 @@ def test_nothing_is_evaluated_inside_where_that_saves_nothing():
     pair = {**MODULES, "again": (Concat(), ("tags", "seen"))}
     for consumers, wanted in ((MODULES, ("first", "second")), (wide, ()), (pair, ("first", "second"))):  # fmt: skip
         declaration = declare(tables("float64"), LOOKED_UP, consumers)
-        assert evaluated_in_towers(declaration, places, world, num_towers=2) == wanted
+        assert choose_consumers_in_towers(declaration, places, world, num_towers=2) == wanted

@@ -13,7 +13,7 @@ from test_towers_law import MODULES, VALUES, close, train
 
 from colonnade import Mesh
 from colonnade.comm.mesh import ALL
-from colonnade.wire.tower_transport import order_peers, plan_chunks
+from colonnade.wire.tower_transport import order_peers, plan_tower_chunks
 
 NUM_RANKS, TOWERS = 6, 3
 CASES = {
@@ -78,7 +78,7 @@ def test_a_rank_serves_itself_last(rank):
     assert sorted(peers) == list(range(rank % 2, NUM_RANKS, 2))
     sizes = [3, 0, 5, 7, 11, 13]
     others = sum(sizes[index] for index in range(rank % 2, NUM_RANKS, 2) if index != rank)
-    turns = plan_chunks(rank, 2, tuple(sizes))
+    turns = plan_tower_chunks(rank, 2, tuple(sizes))
     assert [turn.num_samples for turn in turns] == [others, sizes[rank]]
     for turn in turns:
         samples = torch.arange(sum(sizes)).split(sizes)

@@ -1,4 +1,5 @@
-"""Lookups on their way to the ranks that pool them, slowly: the definition of `_native.pack_bags` and `join_bags`.
+"""Lookups on their way to the ranks that pool them, slowly: the definition of `_native.pack_bag_lookups` and
+`join_bags`.
 
 The format is told in native/bags.h. Python integers throughout, a lookup at a time.
 """
@@ -58,7 +59,7 @@ def pack_bags(columns: Sequence[Column], size: int, spaces: Mapping[int, IdSpace
 def unpack_bags(
     data: bytes, tables: Sequence[int], spaces: Mapping[int, IdSpace], itemsize: int
 ) -> list[Column]:
-    """Unpack the arguments of `pack_bags`. It trusts the message; the native reader does not."""
+    """Unpack the arguments of `pack_bag_lookups`. It trusts the message; the native reader does not."""
     size, at = _varint(data, 0)
     has_codes, at = data[at], at + 1
     lengths, is_weighted = [], []

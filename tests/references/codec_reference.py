@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from colonnade.ops.optimizers import random_bits, round_at_random
+from colonnade.ops.optimizers import draw_rounding_bits, round_stochastically
 from colonnade.wire.codec import Codec, RoundingKey
 
 MOST = (2 - 2**-7) * 2.0**127
@@ -37,7 +37,7 @@ def encode_rows(codec: Codec, rows: Tensor, dims: Sequence[int], key: RoundingKe
             if key is None:
                 steps = steps.round()
             else:
-                random = random_bits(key.ids, _steps(key), key.seed, dim, column=column)
+                random = draw_rounding_bits(key.ids, _steps(key), key.seed, dim, column=column)
                 steps = (steps + random.float() * 2**-16).floor()
             is_odd = ~scales.isfinite()[:, None]  # one step of inf or NaN
             steps = torch.where(scales[:, None] > 0, steps, 0.0).clamp(-127, 127)
@@ -68,7 +68,7 @@ def decode_rows(codec: Codec, data: Tensor, dims: Sequence[int]) -> Tensor:
 def _halves(part: Tensor, dtype: torch.dtype, key: RoundingKey | None, column: int) -> Tensor:
     if key is None:
         return part.to(dtype)
-    return round_at_random(part, key.ids, _steps(key), key.seed, dtype, column=column)
+    return round_stochastically(part, key.ids, _steps(key), key.seed, dtype, column=column)
 
 
 def _steps(key: RoundingKey) -> Tensor:

@@ -121,7 +121,7 @@ class ReferenceRows:
         for part in table.parts:
             columns = slice(part.column, part.column + part.dim)
             states = slice(part.state, part.state + part.optimizer.state_floats(part.dim))
-            optimizers.update(
+            optimizers.apply_optimizer(
                 part.optimizer.kind, weights[:, columns], state[:, states], clock,
                 gradient[None, columns], settings_of(part, table),
             )  # fmt: skip

@@ -53,7 +53,7 @@ def build_request(batch, owner_map, codes, dtype=torch.float32):
     """Return messages by rank, and lookups."""
     declaration = DECLARATIONS[dtype]
     lookups = collect_lookups(batch, declaration, build_lookup_columns(declaration))
-    return bags.pack_bags(lookups, ROWS, owner_map, codes), lookups
+    return bags.pack_bag_lookups(lookups, ROWS, owner_map, codes), lookups
 
 
 def owners_of(batch, owner_map):
@@ -140,7 +140,10 @@ def test_messages_equal_their_twins_and_arrive(data):
             )
         messages = [message[rank] for message in sent]
         check_joined(
-            bags.unpack_bags(messages, owned, ROWS, owner_map, rank, dtype), shares, batches, dtype
+            bags.unpack_bag_lookups(messages, owned, ROWS, owner_map, rank, dtype),
+            shares,
+            batches,
+            dtype,
         )
 
 
@@ -230,7 +233,7 @@ def test_the_shorter_form_is_told_however_it_is_found(rows, spread, size, longes
         build_owner_map([row_wise(num_ranks)], num_ranks),
         torch.tensor([rows or 0]),
     )
-    messages = bags.pack_bags(lookups, table_rows, owner_map, None)
+    messages = bags.pack_bag_lookups(lookups, table_rows, owner_map, None)
     owners = np.asarray(_native.owner_of(values, rows or 0, num_ranks))
     bounds = np.cumsum(lengths)[:-1]
     for rank, message in enumerate(messages):
@@ -254,7 +257,7 @@ def test_an_id_outside_is_refused_in_the_words_of_a_plan():
         )
         lines = []
         for ask in (
-            lambda lookups=lookups: bags.pack_bags(lookups, ROWS[:1], owner_map, None),
+            lambda lookups=lookups: bags.pack_bag_lookups(lookups, ROWS[:1], owner_map, None),
             lambda lookups=lookups: _native.make_plan(
                 lookups.native, ROWS[:1], owner_map.num_owners
             ),
@@ -282,7 +285,7 @@ def test_lengths_take_as_few_bits_as_they_need(longest):
         Batch(2, torch.zeros(2, 0), {"user": ids}), declaration, build_lookup_columns(declaration)
     )
     owner_map = build_owner_map([row_wise(1)], 1)
-    (message,) = bags.pack_bags(lookups, ROWS[:1], owner_map, None)
+    (message,) = bags.pack_bag_lookups(lookups, ROWS[:1], owner_map, None)
     assert message[2] == bits
 
 
@@ -298,7 +301,9 @@ def test_damaged_messages_are_refused_or_ask_for_rows_that_are_there():
             if len(bad):
                 bad[random.integers(len(bad))] = int(random.integers(256))
         try:
-            result = bags.unpack_bags([whole[0], bad], owned, ROWS, owner_map, 1, torch.float32)
+            result = bags.unpack_bag_lookups(
+                [whole[0], bad], owned, ROWS, owner_map, 1, torch.float32
+            )
         except WorldError as error:
             assert f"rank 1 sent {len(bad)} bytes that are no lookups" in str(error)
             refused += 1
@@ -322,4 +327,4 @@ def test_what_is_no_message_is_refused():
         (message[:-3], "wanted 28|more bytes"),
     ):
         with pytest.raises(WorldError, match=words):
-            bags.unpack_bags([bad], owned, ROWS, owner_map, 0, torch.float32)
+            bags.unpack_bag_lookups([bad], owned, ROWS, owner_map, 0, torch.float32)

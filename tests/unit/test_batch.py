@@ -38,7 +38,7 @@ def test_a_moved_batch_takes_its_place_in_a_lookahead():
     moved = batch.to("meta")
     assert batch.context is None
     assert moved.context is not None
-    loop.collection.pipeline.drop(moved.context)
+    loop.collection.pipeline.drop_batch(moved.context)
     stream.close()
 
 

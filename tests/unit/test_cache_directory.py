@@ -17,7 +17,7 @@ from colonnade.cache.directory import (
     Decision,
     Directory,
     VersionLog,
-    renumber_state,
+    shift_batch_numbers,
     surplus_batches,
 )
 from colonnade.errors import ColonnadeError, ConfigError
@@ -56,14 +56,14 @@ def test_it_decides_row_by_row(policy, capacity, read_bound, write_bound, limit,
         what = random.integers(0, 24)
         if what == 0 and done:
             for _ in range(random.integers(1, min(4, len(done)) + 1)):
-                fast.undo(done.pop())
+                fast.undo_decision(done.pop())
                 slow.undo()
         elif what in (1, 2):
-            state = fast.state()
+            state = fast.export_state()
             if what == 1:
                 slow.capacity = int(random.integers(0, 80))
             fast = Directory(slow.capacity, read_bound, write_bound, policy)
-            fast.load(state)
+            fast.load_state(state)
             assert (fast.read_bound, fast.write_bound) == (slow.read_bound, slow.write_bound)
             done, slow.before = [], []
         elif what == 3:
@@ -83,12 +83,12 @@ def test_it_decides_row_by_row(policy, capacity, read_bound, write_bound, limit,
             assert flushed.ids.tolist() == list(pushed)
             gone = zip(flushed.slots.tolist(), flushed.ticks.tolist(), strict=True)
             assert [list(x) for x in gone] == [*pushed.values()]
-            fast.set_bounds(read, write)
+            fast.set_staleness_bounds(read, write)
             done = []
         ids = batch(random, limit, step // 20 * 31)
         next_uses = random.integers(0, 9, len(ids)).astype(np.int32) if random.integers(2) else None
         coming = batch(random, limit, 3) if random.integers(2) else None
-        decision = fast.step(ids, next_uses, coming, 9)
+        decision = fast.decide_batch(ids, next_uses, coming, 9)
         expected = slow.step(
             ids.tolist(),
             None if next_uses is None else next_uses.tolist(),
@@ -103,7 +103,7 @@ def test_it_decides_row_by_row(policy, capacity, read_bound, write_bound, limit,
         assert [list(row) for row in gone] == list(evicted.values())
         assert len(fast) == len(slow.rows) <= slow.capacity
         done.append(decision)
-    state = fast.state()
+    state = fast.export_state()
     assert state["ids"].tolist() == sorted(slow.rows)
     rows = [slow.rows[i] for i in sorted(slow.rows)]
     for name, wanted in {"slots": "slot", "copied": "copied", "ticks": "ticks"}.items():
@@ -118,19 +118,22 @@ def test_where_only_the_least_are_kept_in_order_the_least_leave(policy):
     for step in range(66):
         if step == 45:
             slow.capacity = 1300
-            state, fast = fast.state(), Directory(slow.capacity, 5, 5, policy)
-            fast.load(state)
+            state, fast = fast.export_state(), Directory(slow.capacity, 5, 5, policy)
+            fast.load_state(state)
         ids = np.unique((random.pareto(0.5, 400).astype(np.int64) * (step // 25 + 1)) % 20_000)
         next_uses = random.integers(0, 40, len(ids)).astype(np.int32)
-        decision, expected = fast.step(ids, next_uses), slow.step(ids.tolist(), next_uses.tolist())
+        decision, expected = (
+            fast.decide_batch(ids, next_uses),
+            slow.step(ids.tolist(), next_uses.tolist()),
+        )
         got = [getattr(decision, name).tolist() for name in FIELDS[1:7]]
         assert [list(row) for row in zip(*got, strict=True)] == list(expected.by_row.values())
         assert decision.evicted_ids.tolist() == sorted(expected.evicted)
         if step % 7 == 3:
-            fast.undo(decision)
+            fast.undo_decision(decision)
             slow.undo()
         slow.before.clear()
-    assert fast.state()["ids"].tolist() == sorted(slow.rows)
+    assert fast.export_state()["ids"].tolist() == sorted(slow.rows)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -144,7 +147,7 @@ def test_batches_that_threads_share_are_decided_alike(policy):
             ids = np.unique((random.pareto(0.4, 12_000) * 999).astype(np.int64) % 50_000)
             next_uses = random.integers(0, 40, len(ids)).astype(np.int32)
             decision, expected = (
-                fast.step(ids, next_uses),
+                fast.decide_batch(ids, next_uses),
                 slow.step(ids.tolist(), next_uses.tolist()),
             )
             got = [getattr(decision, name).tolist() for name in FIELDS[1:7]]
@@ -168,7 +171,7 @@ def test_the_clock_of_lfu_is_set_back_and_nothing_else_changes(capacity):
 
     def step() -> Decision:
         drawn = ids()
-        decision, expected = fast.step(drawn), slow.step(drawn.tolist())
+        decision, expected = fast.decide_batch(drawn), slow.step(drawn.tolist())
         got = [getattr(decision, name).tolist() for name in FIELDS[1:7]]
         assert [list(row) for row in zip(*got, strict=True)] == list(expected.by_row.values())
         assert decision.evicted_ids.tolist() == sorted(expected.evicted)
@@ -177,28 +180,30 @@ def test_the_clock_of_lfu_is_set_back_and_nothing_else_changes(capacity):
     for _ in range(2):
         for _ in range(6):
             step()
-        state = fast.state()
+        state = fast.export_state()
         ahead = MOST_TIME - int(state["time"][0] >> 20) - 700  # two thirds of a half-life are left
         is_old = state["ids"] % 3 == 0
         state["score"] = np.where(is_old, state["score"], state["score"] + ahead)
         state["time"] += ahead << 20
         fast = Directory(capacity, 5, 5, "lfu")
-        fast.load(state)
+        fast.load_state(state)
         slow.time += ahead << 20
         for id, score in zip(state["ids"].tolist(), state["score"].tolist(), strict=True):
             slow.rows[id].score = score
         slow.before.clear()
         is_back = False
         for _ in range(6):
-            before = fast.state()
+            before = fast.export_state()
             decision = step()
-            fast.undo(decision)
+            fast.undo_decision(decision)
             slow.undo()
-            same_state(fast.state(), before)
+            same_state(fast.export_state(), before)
             flights = [step() for _ in range(3)]
-            same_state(fast.state(without=flights), before)
-            is_back |= fast.state()["time"][0] < before["time"][0]
-            assert fast.state()["score"].tolist() == [slow.rows[i].score for i in sorted(slow.rows)]
+            same_state(fast.export_state(undone_decisions=flights), before)
+            is_back |= fast.export_state()["time"][0] < before["time"][0]
+            assert fast.export_state()["score"].tolist() == [
+                slow.rows[i].score for i in sorted(slow.rows)
+            ]
         assert is_back
 
 
@@ -218,22 +223,22 @@ def test_batches_are_counted_from_less_and_nothing_else_changes(policy):
         ids = batch(random, 12, 0)
         return ids, random.integers(0, 9, len(ids)).astype(np.int32), batch(random, 12, 0), 5
 
-    begun.load({**begun.state(), "number": np.array([shift])})
+    begun.load_state({**begun.export_state(), "number": np.array([shift])})
     for _ in range(30):
-        begun.step(*draw())
-    end.load(begun.state())
+        begun.decide_batch(*draw())
+    end.load_state(begun.export_state())
     begun = Directory(10, 5, 3, policy)
-    begun.load(renumber_state(end.state(), policy, shift))
+    begun.load_state(shift_batch_numbers(end.export_state(), policy, shift))
     for _ in range(100):
         drawn = draw()
-        one, other = end.step(*drawn), begun.step(*drawn)
+        one, other = end.decide_batch(*drawn), begun.decide_batch(*drawn)
         assert one.number == other.number + shift
         for name in FIELDS[1:]:
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
-    same_state(renumber_state(end.state(), policy, shift), begun.state())
+    same_state(shift_batch_numbers(end.export_state(), policy, shift), begun.export_state())
     changes, rows = VersionLog([8]), np.arange(8)
-    changes.record_changes(0, rows[2:4], shift - 5)
-    changes.record_changes(0, rows[4:], shift + 7)
+    changes.record_row_changes(0, rows[2:4], shift - 5)
+    changes.record_row_changes(0, rows[4:], shift + 7)
     wanted = changes.has_changed_since(0, rows, np.full(8, shift + 7))
     changes.renumber(shift)
     assert changes.has_changed_since(0, rows, np.full(8, 7)).tolist() == wanted.tolist()
@@ -248,7 +253,7 @@ def test_states_without_the_newest_steps_are_those_of_before_and_the_steps_stand
 
     def step(directory: Directory, drawn: tuple) -> Decision:
         ids, next_uses, coming = drawn
-        return directory.step(ids, next_uses, coming, 5)
+        return directory.decide_batch(ids, next_uses, coming, 5)
 
     def draw(shift: int) -> tuple:
         ids = batch(random, 12, shift)
@@ -257,25 +262,25 @@ def test_states_without_the_newest_steps_are_those_of_before_and_the_steps_stand
     for turn in range(40):
         for _ in range(3):
             step(directory, draw(turn))
-        before = directory.state()
+        before = directory.export_state()
         drawn = [draw(turn) for _ in range(4)]
         flights = [step(directory, item) for item in drawn]
-        after = directory.state()
-        same_state(directory.state(without=flights), before)
-        same_state(directory.state(), after)
+        after = directory.export_state()
+        same_state(directory.export_state(undone_decisions=flights), before)
+        same_state(directory.export_state(), after)
         with pytest.raises(RuntimeError, match="wanted the newest"):
-            directory.state(without=[*flights, flights[0]])
-        same_state(directory.state(), after)
+            directory.export_state(undone_decisions=[*flights, flights[0]])
+        same_state(directory.export_state(), after)
         twin = Directory(10, 3, 4, policy)
-        twin.load(before)
+        twin.load_state(before)
         for item, decision in zip(drawn, flights, strict=True):
             again = step(twin, item)
             for name in FIELDS:
                 np.testing.assert_array_equal(getattr(again, name), getattr(decision, name))
-        same_state(twin.state(), after)
+        same_state(twin.export_state(), after)
         for decision in reversed(flights):
-            directory.undo(decision)
-        same_state(directory.state(), before)
+            directory.undo_decision(decision)
+        same_state(directory.export_state(), before)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -285,7 +290,7 @@ def test_a_row_costs_thirty_bytes(policy):
     directory = Directory(200_000, 50, 50, policy)
     for _ in range(60):
         ids = np.unique((1000 / random.random(12_000) ** 3).astype(np.int64) % 10**9)
-        directory.step(ids, random.integers(0, 30, len(ids)).astype(np.int32))
+        directory.decide_batch(ids, random.integers(0, 30, len(ids)).astype(np.int32))
         if len(directory) > 10_000:
             assert directory.num_bytes <= 30 * directory.num_slots
     assert directory.num_slots < 212_000
@@ -303,7 +308,7 @@ def test_hits_recover_after_what_is_popular_changed(policy):
         if step == 100:
             order = random.permutation(4000)
         drawn = order[np.minimum(random.zipf(1.4, 300), 4000) - 1]
-        requested = directory.step(np.unique(drawn)).outcomes
+        requested = directory.decide_batch(np.unique(drawn)).outcomes
         hits.append(float((requested == HIT).mean()))
     assert hits[100] < 0.5 * np.mean(hits[80:100])
     assert np.mean(hits[120:140]) > 0.95 * np.mean(hits[80:100])
@@ -314,29 +319,29 @@ def test_what_cannot_be_is_refused_and_changes_nothing():
         with pytest.raises(ConfigError, match=f"got a capacity of {capacity} rows"):
             Directory(capacity, 0, 0)
     with pytest.raises(ConfigError, match="wanted whole numbers, 0 or more"):
-        Directory(1, 0, 0).set_bounds(1, -1)
+        Directory(1, 0, 0).set_staleness_bounds(1, -1)
     with pytest.raises(ConfigError, match="wanted lru, lfu or lookahead"):
         Directory(1, 0, 0, "fifo")
     directory = Directory(4, 1, 1)
-    first = directory.step(np.array([3, 5]))
+    first = directory.decide_batch(np.array([3, 5]))
     for wrong in ([5, 3], [4, 4]):
         with pytest.raises(ValueError, match="wanted ids ascending, each once"):
-            directory.step(np.array(wrong))
+            directory.decide_batch(np.array(wrong))
     with pytest.raises(ValueError, match="wanted contiguous CPU int64"):
-        directory.step(np.array([1], np.int32))
+        directory.decide_batch(np.array([1], np.int32))
     with pytest.raises(ValueError, match="next_uses"):
-        directory.step(np.array([1]), np.array([1, 2], np.int32))
+        directory.decide_batch(np.array([1]), np.array([1, 2], np.int32))
     assert directory.number == 1
-    second = directory.step(np.array([3]))
+    second = directory.decide_batch(np.array([3]))
     with pytest.raises(RuntimeError, match="wanted the newest"):
-        directory.undo(first)
-    directory.undo(second)
-    state = directory.state()
+        directory.undo_decision(first)
+    directory.undo_decision(second)
+    state = directory.export_state()
     with pytest.raises(ValueError, match="wanted one without"):
-        directory.load(state)
+        directory.load_state(state)
     with pytest.raises(ValueError, match="in a slot of its own"):
-        Directory(4, 1, 1).load({**state, "slots": np.array([1, 1], np.int32)})
+        Directory(4, 1, 1).load_state({**state, "slots": np.array([1, 1], np.int32)})
     late = Directory(4, 1, 1)
-    late.load({**state, "number": np.array([2**28 - 1])})
+    late.load_state({**state, "number": np.array([2**28 - 1])})
     with pytest.raises(ColonnadeError, match="start it again"):
-        late.step(np.array([1]))
+        late.decide_batch(np.array([1]))

@@ -8,8 +8,8 @@ import pytest
 from colonnade.cache.messages import (
     MAX_AGE,
     RowRequests,
-    add_row_flags,
     parse_row_flags,
+    prepend_row_flags,
     split_row_flags,
 )
 from colonnade.errors import WorldError
@@ -27,7 +27,7 @@ def test_notes_come_back(high):
     for _ in range(20):
         sent = draw_records(random, random.integers(0, high, (3, 4)))
         requests = [random.integers(0, 256, n).astype(np.uint8) for n in (0, 5, 9)]
-        notes, others = split_row_flags(add_row_flags(sent, requests))
+        notes, others = split_row_flags(prepend_row_flags(sent, requests))
         assert all(np.array_equal(one, other) for one, other in zip(others, requests, strict=True))
         flags = parse_row_flags(notes, sent.counts)
         for name in ("renewed", "wanted", "written"):

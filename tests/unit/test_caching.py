@@ -132,11 +132,11 @@ def test_a_copy_costs_what_sizes_in_bytes_take_it_for():
     """A directory's bytes, and those of a slot's tick count and id; records and sums are counted as such."""
     directory, copies = Directory(20_000, 5, 5, "lfu"), NativeCachedRows([TABLES[1]], [20_000])
     slots = np.arange(1000)
-    copies.grow(0, len(slots))
+    copies.grow_table(0, len(slots))
     assert len(copies.ids[0]) == len(slots)
     arrays = copies.ids[0].nbytes + copies.num_pending[0].nbytes
     for first in range(0, 40_000, 1000):
-        directory.step(np.arange(first, first + 1000))
+        directory.decide_batch(np.arange(first, first + 1000))
     assert directory.num_slots == 21_000
     assert BOOKKEEPING - 6 < directory.num_bytes / 21_000 + arrays / 1000 <= BOOKKEEPING
 
@@ -160,7 +160,7 @@ def test_a_change_is_never_overlooked(rows):
     for number in range(1, 40):
         ids = np.unique(random.integers(0, rows or 2**62, 5)) * (1 if rows else -1)
         tables = random.integers(0, 2, len(ids)) * 2
-        changes.record_changes(tables, ids, number)
+        changes.record_row_changes(tables, ids, number)
         newest |= dict.fromkeys(zip(tables.tolist(), ids.tolist(), strict=True), number)
     tables, ids = np.array(list(newest)).T
     for read in range(1, 42):
@@ -179,12 +179,12 @@ def test_marks_are_undone_newest_first(rows):
     for number in range(1, 12):
         before.append([changes.table_versions(t).copy() for t in range(2)])
         ids = random.integers(0, 2 if rows is None else rows, 9)
-        marked.append(changes.record_changes(np.arange(9) % 2, ids % 5, number))
+        marked.append(changes.record_row_changes(np.arange(9) % 2, ids % 5, number))
     for number, wanted in enumerate(before):
-        undone = changes.copy_without(reversed(marked[number:]))
+        undone = changes.copy_versions_before(reversed(marked[number:]))
         assert all(map(np.array_equal, undone, wanted))
     for wanted in reversed(before[4:]):
-        changes.undo(marked.pop())
+        changes.undo_row_changes(marked.pop())
         assert all(np.array_equal(changes.table_versions(t), wanted[t]) for t in range(2))
 
 
@@ -198,7 +198,7 @@ def test_copies_of_checkpoints_go_on_in_a_world_like_theirs_alone():
         mesh=SimpleNamespace(num_ranks=2),
         cached_rows=SimpleNamespace(max_slots=[3]),
     )
-    facts = {"policy": "lfu", "kept": True, "directory": directory.state()}
+    facts = {"policy": "lfu", "kept": True, "directory": directory.export_state()}
     state = {"tables": {"item": facts}}
     assert can_load_cache(sender, [state, state])
     of_before = {name: outcome for name, outcome in facts.items() if name != "kept"}
@@ -213,7 +213,7 @@ def test_copies_of_checkpoints_go_on_in_a_world_like_theirs_alone():
     assert not can_load_cache(sender, [state])
     for num_slots in (3, 4):  # as many as there is room for here, and one more
         slots = {"slots": torch.arange(num_slots, dtype=torch.int32)}
-        more = {"tables": {"item": facts | {"directory": directory.state() | slots}}}
+        more = {"tables": {"item": facts | {"directory": directory.export_state() | slots}}}
         assert can_load_cache(sender, [state, more]) == (num_slots == 3)
 
 
@@ -249,5 +249,5 @@ def test_copies_on_a_device_need_one_that_has_room_for_them():
     with pytest.raises(
         BudgetExceeded, match=r"table 'user'.*has room for 0.*leave plan.cache.tier"
     ):
-        copies.grow(0, 2**20)  # more than addresses reach, wherever memory is promised freely
+        copies.grow_table(0, 2**20)  # more than addresses reach, wherever memory is promised freely
     assert len(copies.ids[0]) == len(copies.pending[0]) == 0

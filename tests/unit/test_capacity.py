@@ -6,14 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from colonnade.plan.cost.prediction import FRAME_BYTES, HEADER_BYTES, Machine, SampleCost, simulate
+from colonnade.plan.cost.prediction import (
+    FRAME_BYTES,
+    HEADER_BYTES,
+    Machine,
+    SampleCost,
+    simulate_training,
+)
 
 WORK = SampleCost(seconds=1e-5, moved_seconds=2e-6, rows=20.0, row_floats=100.0, record_bytes=412.0)
 MACHINE = Machine(memory_bytes=400e9, ssd_bytes=8e12, ranks=16, uplink=1.25e9, pages=500_000)
 
 
 def test_hosts_by_bytes_and_seconds_by_the_slowest():
-    memory, disks = simulate(100e12, WORK, MACHINE, 65_536)
+    memory, disks = simulate_training(100e12, WORK, MACHINE, 65_536)
     assert memory.rows == disks.rows == 1e12
     assert memory.hosts == pytest.approx(1e12 * (412 + HEADER_BYTES) / 400e9, abs=1)
     assert disks.hosts == pytest.approx(1e12 * (412 + FRAME_BYTES) / 0.7 / 8e12, abs=1)
@@ -27,6 +33,6 @@ def test_hosts_by_bytes_and_seconds_by_the_slowest():
 
 
 def test_one_host_needs_no_link_and_no_disk_is_no_choice():
-    (only,) = simulate(1e9, WORK, replace(MACHINE, ssd_bytes=0), 1024)
+    (only,) = simulate_training(1e9, WORK, replace(MACHINE, ssd_bytes=0), 1024)
     assert (only.hosts, only.link_seconds) == (1, 0.0)
     assert only.samples_per_second == only.synchronous == pytest.approx(1024 / only.compute_seconds)

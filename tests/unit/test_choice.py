@@ -22,7 +22,7 @@ from colonnade.plan.cost.comm_volume import (
     interpolate_row_seconds,
     predict_pair_traffic,
     predict_processor_seconds,
-    single_rank_seconds,
+    predict_single_rank_seconds,
 )
 from colonnade.plan.cost.table_stats import ColumnLoad, TableLoad
 from colonnade.plan.cost.tower_paths import tower_call_seconds
@@ -315,10 +315,12 @@ def test_rates_of_rows_lie_between_those_measured():
     assert (
         predict_processor_seconds(load, "rows", 1, 4, []).owner
         == 0
-        == single_rank_seconds(load, [])
+        == predict_single_rank_seconds(load, [])
     )
     one = predict_processor_seconds(load, "rows", 1, 1, rates)
-    assert one.trainer + one.owner > single_rank_seconds(load, rates)  # messages cost something
+    assert one.trainer + one.owner > predict_single_rank_seconds(
+        load, rates
+    )  # messages cost something
 
 
 def test_planning_and_packing_of_lookups_count_where_they_were_measured():
@@ -336,9 +338,9 @@ def test_planning_and_packing_of_lookups_count_where_they_were_measured():
     assert more["rows"] == pytest.approx((load.lookups / 1e7, 4 * load.unique_rank / 1e7))
     assert more["pooled"] == pytest.approx((load.lookups / 1e7, 4 * load.lookups * 2e-7))
     assert more["partials"] == pytest.approx(more["pooled"])
-    assert single_rank_seconds(load, seeing) - single_rank_seconds(load, blind) == pytest.approx(
-        load.lookups / 1e7
-    )
+    assert predict_single_rank_seconds(load, seeing) - predict_single_rank_seconds(
+        load, blind
+    ) == pytest.approx(load.lookups / 1e7)
 
 
 def test_a_processor_that_is_slow_spreads_what_links_would_not():

@@ -15,10 +15,10 @@ import pytest
 import colonnade as colonnade_package
 from colonnade.cli import convert
 from colonnade.cli import train as train_verb
-from colonnade.cli.app import run as run_command
-from colonnade.cli.ranks import death_signal
+from colonnade.cli.app import run_command
+from colonnade.cli.ranks import choose_death_signal
 from colonnade.cli.settings import MEANINGS
-from colonnade.cli.train import parse_settings
+from colonnade.cli.train import parse_set_options
 from colonnade.config.run import RunConfig
 from colonnade.data import SOURCES
 from colonnade.data.tabular import convert as data_convert
@@ -242,7 +242,7 @@ def test_converting_knows_its_default():
 
 def test_help_needs_no_torch():
     code = (
-        "import sys; from colonnade.cli.app import run; run(['--help']); run(['train', '--help']); "
+        "import sys; from colonnade.cli.app import run_command as run; run(['--help']); run(['train', '--help']); "
         "run(['towers', '--help']); "
         "print([n for n in ('torch', 'numpy', 'pyarrow', 'colonnade._native') if n in sys.modules])"
     )
@@ -422,7 +422,7 @@ def test_a_checkpoint_may_be_named(colonnade, tmp_path):
 def test_lists_are_written_with_or_without_quotes():
     wanted = {"model.item_columns": ["item", "year"]}
     for text in ("[item, year]", '["item", "year"]', "['item','year']"):
-        assert parse_settings([f"model.item_columns={text}"]) == wanted
+        assert parse_set_options([f"model.item_columns={text}"]) == wanted
 
 
 def test_a_run_that_never_checkpointed_may_be_tried_again_with_other_settings(colonnade, tmp_path):
@@ -464,11 +464,11 @@ def test_the_demo_on_two_ranks_of_torchrun(tmp_path):
 
 def test_a_rank_whose_launcher_is_killed_checkpoints_only_where_nobody_starts_it_again():
     assert (
-        death_signal({})
-        == death_signal({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+        choose_death_signal({})
+        == choose_death_signal({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
         == signal.SIGTERM
     )
-    assert death_signal({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}) == signal.SIGKILL
+    assert choose_death_signal({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}) == signal.SIGKILL
 
 
 # --- inspect, of data files --------------------------------------------------------------------------------
@@ -521,7 +521,7 @@ def test_inspect_shows_no_control_characters(colonnade, tmp_path):
 
 INSPECT = """
 import sys
-from colonnade.cli.app import run
+from colonnade.cli.app import run_command as run
 assert run(["inspect", sys.argv[1]]) == 0
 assert "torch" not in sys.modules, "torch was imported"
 """

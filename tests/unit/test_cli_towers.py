@@ -10,14 +10,14 @@ import torch
 from browser import CHROMIUM, look
 
 from colonnade.batch import Batch, Ids
-from colonnade.cli.feature_sample import measure_affinity, pool_rows
+from colonnade.cli.feature_sample import measure_affinity, sum_rows_by_sample
 from colonnade.comm.mesh import Mesh
 from colonnade.config.run import RunConfig, override_settings
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import DataError
 from colonnade.optimizers import SGD
 from colonnade.plan.towers.partition import TowerMap
-from colonnade.report.tower_map import read_towers
+from colonnade.report.tower_map import read_tower_map
 from colonnade.run.run import open_run
 from colonnade.table import Feature, Table
 from colonnade.topology.towers import Partition
@@ -68,7 +68,7 @@ def test_planted_groups_are_found_in_a_trained_run(trained, colonnade, tmp_path)
     assert {**now, trained / "towers.json": b""} == {**before, trained / "towers.json": b""}
     # The same again.
     assert colonnade("towers", trained, "--towers", 3)[0] == 0
-    assert read_towers(trained) == result
+    assert read_tower_map(trained) == result
 
 
 def test_vectors_and_loads_of_bags_parts_and_shared_tables():
@@ -93,7 +93,7 @@ def test_vectors_and_loads_of_bags_parts_and_shared_tables():
         },
     )
     deep = collection.rows("item", torch.arange(50))[:, 1:]
-    result = [pool_rows(collection, tables[f.table == "open"], f, batch) for f in features]
+    result = [sum_rows_by_sample(collection, tables[f.table == "open"], f, batch) for f in features]
     assert [item.shape for item in result] == [(3, 4)] * 3
     np.testing.assert_allclose(result[0][0], (deep[4] + 2 * deep[9]).numpy(), rtol=1e-6)
     assert (result[0][1] == 0).all()  # an empty bag
@@ -110,13 +110,13 @@ def test_vectors_and_loads_of_bags_parts_and_shared_tables():
 
 def test_the_report_draws_them(trained, colonnade, tmp_path):
     from colonnade.report.page import write_page
-    from colonnade.report.pages import run_page
-    from colonnade.report.reading import read_run
+    from colonnade.report.pages import render_run_page
+    from colonnade.report.reading import read_run_folder
 
     (trained / "towers.json").unlink(missing_ok=True)
-    assert "Features in the plane" not in run_page(read_run(trained))
+    assert "Features in the plane" not in render_run_page(read_run_folder(trained))
     colonnade("towers", trained, "--towers", 3, "--capacity", "count=1.5")
-    html = run_page(read_run(trained))
+    html = render_run_page(read_run_folder(trained))
     assert "Features in the plane" in html and "Load of each tower" in html
     if CHROMIUM is not None:
         write_page(html, tmp_path / "run.html")

@@ -13,9 +13,9 @@ from colonnade.wire.codec import (
     CODECS,
     RoundingKey,
     RowBlock,
-    decode,
+    decode_elements,
     decode_rows,
-    encode,
+    encode_elements,
     encode_rows,
 )
 
@@ -141,12 +141,12 @@ def test_fp16_has_no_limits_of_its_own(scale):
 def test_blocks_of_any_shape(codec, dtype):
     blocks = [RowBlock(3, (4, 1)), RowBlock(0, (2,)), RowBlock(1, (5,)), RowBlock(2, (1,))]
     elements = torch.randn(22).to(dtype)
-    data = encode(codec, elements, blocks)
+    data = encode_elements(codec, elements, blocks)
     assert len(data) == sum(block.encoded_bytes(codec, dtype) for block in blocks)
     out = torch.empty_like(elements)
-    decode(codec, data, blocks, out)
+    decode_elements(codec, data, blocks, out)
     if codec.name == "exact" or (codec.name, dtype) == ("bf16", torch.bfloat16):
         assert torch.equal(out, elements)
     else:
         assert float((out - elements).abs().max()) <= 0.02 * float(elements.abs().max())
-    assert len(encode(codec, elements[:0], [RowBlock(0, (4,))])) == 0
+    assert len(encode_elements(codec, elements[:0], [RowBlock(0, (4,))])) == 0

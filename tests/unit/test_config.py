@@ -16,7 +16,7 @@ from colonnade.config.run import (
 )
 from colonnade.errors import ConfigError
 from colonnade.run.defaults import PRESETS
-from colonnade.sizes import StorageLocation, parse_bytes, parse_storage_location
+from colonnade.sizes import StorageLocation, parse_byte_size, parse_storage_location
 
 
 @pytest.mark.parametrize(
@@ -152,10 +152,10 @@ def test_files_that_are_no_config(content, tmp_path):
     st.sampled_from([("", 1), ("KiB", 2**10), (" GiB", 2**30), ("MB", 10**6)]),
 )
 def test_sizes(number, unit):
-    assert parse_bytes(f"{number}{unit[0]}") == number * unit[1]
+    assert parse_byte_size(f"{number}{unit[0]}") == number * unit[1]
 
 
 @pytest.mark.parametrize("text", ["1e999", "nan", "2 GiBs", ""])
 def test_no_sizes(text):
     with pytest.raises(ValueError, match="wanted a size such as 512MiB"):
-        parse_bytes(text)
+        parse_byte_size(text)

@@ -20,7 +20,7 @@ from colonnade.data.tabular import convert as module
 from colonnade.data.tabular.convert import (
     open_criteo_conversion,
     open_csv_conversion,
-    write_parquet,
+    write_parquet_file,
 )
 from colonnade.data.tabular.parquet import SCHEMA_KEY
 from colonnade.errors import DataError, StorageError
@@ -30,7 +30,9 @@ def test_columns_are_the_fields(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_LINES", 70)
     lines = criteo_lines(300, seed=4)
     (tmp_path / "train.txt").write_text("\n".join(lines))
-    write_parquet(open_criteo_conversion(tmp_path), tmp_path / "out.parquet", rows_per_group=64)
+    write_parquet_file(
+        open_criteo_conversion(tmp_path), tmp_path / "out.parquet", rows_per_group=64
+    )
     file = pq.ParquetFile(tmp_path / "out.parquet")
     groups = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
     assert groups == [64, 64, 64, 64, 44]
@@ -48,7 +50,7 @@ def test_columns_are_the_fields(tmp_path, monkeypatch):
 def test_the_file_gives_the_batches_of_the_text(tmp_path):
     write_criteo(tmp_path, 200)
     target = tmp_path / "out.parquet"
-    write_parquet(open_criteo_conversion(tmp_path), target, rows_per_group=70)
+    write_parquet_file(open_criteo_conversion(tmp_path), target, rows_per_group=70)
     text = open_criteo(tmp_path, test_fraction=0).train
     columns = open_source("parquet", target).train
     pairs = zip(columns.batches(48), text.batches(48), strict=True)
@@ -83,7 +85,7 @@ def test_no_value_of_a_csv_file_is_changed(tmp_path_factory, rows, data):
     with (folder / "in.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_MINIMAL)
         writer.writerows([("x", "y"), *((text, i) for i, text in enumerate(texts))])
-    write_parquet(open_csv_conversion(folder / "in.csv"), folder / "out.parquet")
+    write_parquet_file(open_csv_conversion(folder / "in.csv"), folder / "out.parquet")
     table = pq.read_table(folder / "out.parquet")
     kind, result = table.schema.field("x").type, table["x"].to_pylist()
     assert table["y"].to_pylist() == list(range(len(rows)))
@@ -199,11 +201,11 @@ def test_a_file_that_is_replaced_stays_until_the_new_one_is_whole(tmp_path):
     write_criteo(tmp_path, 50)
     target = tmp_path / "out.parquet"
     conversion = open_criteo_conversion(tmp_path)
-    write_parquet(conversion, target)
+    write_parquet_file(conversion, target)
     written, table = target.read_bytes(), pq.read_table(target)
     broken = module.Conversion(conversion.source, conversion.schema, 99, tables(), {})
     with pytest.raises(KeyboardInterrupt):
-        write_parquet(broken, target, overwrite=True, rows_per_group=10)
+        write_parquet_file(broken, target, overwrite=True, rows_per_group=10)
     assert target.read_bytes() == written
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.parquet", "train.txt"]
 
@@ -215,7 +217,7 @@ def test_a_full_disk_is_said_and_nothing_stays(tmp_path, monkeypatch):
     write_criteo(tmp_path, 50)
     monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
     with pytest.raises(StorageError, match=r"out.parquet: cannot be written \(No space left"):
-        write_parquet(open_criteo_conversion(tmp_path), tmp_path / "out.parquet")
+        write_parquet_file(open_criteo_conversion(tmp_path), tmp_path / "out.parquet")
     assert [path.name for path in tmp_path.iterdir()] == ["train.txt"]
 
 
@@ -223,7 +225,7 @@ def test_memory_holds_a_row_group_not_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_LINES", 1000)
     write_criteo(tmp_path, 20_000)
     stored = []
-    write_parquet(
+    write_parquet_file(
         open_criteo_conversion(tmp_path),
         tmp_path / "out.parquet",
         rows_per_group=1000,
@@ -235,4 +237,4 @@ def test_memory_holds_a_row_group_not_the_file(tmp_path, monkeypatch):
 def test_a_stream_that_ends_in_an_error_of_data_names_the_line(tmp_path):
     (tmp_path / "train.txt").write_text("\n".join([*criteo_lines(10), "0\t1"]) + "\n")
     with pytest.raises(DataError, match="line 11: got 2 columns"):
-        write_parquet(open_criteo_conversion(tmp_path), tmp_path / "out.parquet")
+        write_parquet_file(open_criteo_conversion(tmp_path), tmp_path / "out.parquet")

@@ -11,7 +11,7 @@ from colonnade import Adam, Table, _native
 from colonnade.cache.cached_rows import DeviceCachedRows, NativeCachedRows
 from colonnade.cache.messages import row_tables
 from colonnade.lookup.row_layout import RowSums, build_row_layout
-from colonnade.store.dram import open_dram
+from colonnade.store.dram import open_dram_store
 
 WIDTHS = np.array([3, 1, 5])
 TABLES = [
@@ -59,7 +59,7 @@ def test_what_is_pending_is_what_a_twin_says(seed, dtype, device):
     ]
     copies = opened(tables, device)
     for t in range(len(WIDTHS)):
-        copies.grow(t, 40)
+        copies.grow_table(t, 40)
     twin: dict[tuple[int, int], np.ndarray] = {}
     for _ in range(12):
         (counts,), slots = (item for item in counted(random, 1))
@@ -89,8 +89,8 @@ def test_what_is_pending_is_what_a_twin_says(seed, dtype, device):
         origin = np.array([place.get(key, -1) for key in names], np.int64)
         message = torch.empty(int((sent_counts * WIDTHS).sum()), dtype=sums.dtype)
         settings = made(device, sums, index, counts)
-        copies.take_pending(sent_counts, out[named_by], origin, settings, message)
-        copies.add_gradients(counts, slots, settings, leaves)
+        copies.take_pending_gradients(sent_counts, out[named_by], origin, settings, message)
+        copies.add_pending_gradients(counts, slots, settings, leaves)
         none = {t: np.zeros(WIDTHS[t], dtype) for t in range(3)}
         wanted = [
             (rows[key] + twin[key] if key in twin else rows[key]) if key in rows else twin[key]
@@ -114,7 +114,7 @@ def test_what_is_pending_is_what_a_twin_says(seed, dtype, device):
 @pytest.mark.parametrize("seed", range(3))
 def test_records_of_all_tables_travel_in_one_message(seed, device):
     random = np.random.default_rng(seed)
-    store = open_dram(TABLES, [40] * 3, seed=seed)
+    store = open_dram_store(TABLES, [40] * 3, seed=seed)
     every, offsets = torch.arange(40).repeat(3), torch.tensor([0, 40, 80, 120])
     slots, _ = store.acquire(every, offsets)
     sizes = [(40, table.record_bytes) for table in TABLES]
@@ -135,9 +135,9 @@ def test_records_of_all_tables_travel_in_one_message(seed, device):
 
     copies = opened(TABLES, device)
     for t in range(3):
-        copies.grow(t, 40)
+        copies.grow_table(t, 40)
     ids = rows + 1000
-    assert not copies.store_received(counts, rows, ids, message, widths).any()
+    assert not copies.store_received_rows(counts, rows, ids, message, widths).any()
     for t in range(3):
         own = np.flatnonzero(tables == t)
         result = copies.read_records(t, rows[own])
@@ -149,14 +149,14 @@ def test_records_of_all_tables_travel_in_one_message(seed, device):
 @pytest.mark.parametrize("device", PLACES)
 def test_a_checkpoint_has_no_sums_where_nothing_waits(device):
     copies = opened(TABLES, device)
-    copies.grow(0, 4)
+    copies.grow_table(0, 4)
     copies.pending[0][:] = 7  # as memory may be before anything was written there
     copies.num_pending[0][:4] = [0, 2, 0, 1]
-    assert copies.state(0, np.arange(4))["pending"][:, 0].tolist() == [0, 7, 0, 7]
+    assert copies.export_rows(0, np.arange(4))["pending"][:, 0].tolist() == [0, 7, 0, 7]
 
 
 def test_what_does_not_fit_is_refused():
-    store = open_dram(TABLES, [40] * 3, seed=0)
+    store = open_dram_store(TABLES, [40] * 3, seed=0)
     slots, bytes_of = torch.tensor([1, 2], dtype=torch.int32), TABLES[0].record_bytes
     widths = np.array([t.record_bytes for t in TABLES])
     for counts, inputs, message in (

@@ -14,7 +14,7 @@ from table_files import DECLARATION, write_folder
 
 from colonnade.batch import Batch, Ids
 from colonnade.data import Position, num_steps, open_source, open_tensors
-from colonnade.data.contract import rank_block, rank_blocks
+from colonnade.data.contract import iterate_rank_blocks, rank_block
 from colonnade.errors import ConfigError, DataError
 
 
@@ -196,7 +196,7 @@ def test_shares_tile_and_differ_by_at_most_one(size, num_ranks):
 def test_spans_of_all_ranks_tile_the_rest_of_the_epoch(num_samples, batch_size, num_ranks, step):
     by_rank = [
         list(
-            rank_blocks(
+            iterate_rank_blocks(
                 num_samples, batch_size, rank=r, num_ranks=num_ranks, start=Position(0, step)
             )
         )

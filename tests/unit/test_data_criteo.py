@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from colonnade.data import Position, open_source
 from colonnade.data.counter import GAMMA, mix64, random_words
-from colonnade.data.lines import STRIDE, open_lines
+from colonnade.data.lines import STRIDE, open_line_file
 from colonnade.data.sets.criteo import (
     CATEGORIES,
     DENSE,
@@ -149,11 +149,11 @@ def test_any_run_of_lines_is_read_exactly(tmp_path_factory, contents, has_end, d
     path = tmp_path_factory.mktemp("lines") / "file"
     path.write_bytes(text)
     lines = re.findall(rb"[^\n]*\n|[^\n]+", text)
-    file = open_lines(path)
+    file = open_line_file(path)
     assert file.num_lines == len(lines)
     start = data.draw(st.integers(0, len(lines)))
     stop = data.draw(st.integers(start, len(lines)))
-    assert file.read(start, stop) == b"".join(lines[start:stop])
+    assert file.read_lines(start, stop) == b"".join(lines[start:stop])
 
 
 @pytest.mark.parametrize("count", [STRIDE - 1, STRIDE, STRIDE + 1, 3 * STRIDE])
@@ -163,18 +163,18 @@ def test_the_index_holds_at_its_edges(tmp_path, monkeypatch, count, scan_bytes):
     lines = [b"%d\n" % i for i in range(count)]
     path = tmp_path / "file"
     path.write_bytes(b"".join(lines))
-    file = open_lines(path)
+    file = open_line_file(path)
     for start in (0, 1, STRIDE - 1, STRIDE, count - 1, count):
         for stop in {start, start + 1, STRIDE, STRIDE + 1, count - 1, count}:
             if start <= stop <= count:
-                assert file.read(start, stop) == b"".join(lines[start:stop])
+                assert file.read_lines(start, stop) == b"".join(lines[start:stop])
 
 
 def test_lines_longer_than_a_window_are_found(tmp_path):
     lines = [b"a" * 10_000 + b"%d\n" % i for i in range(20)]
     (tmp_path / "file").write_bytes(b"".join(lines))
-    file = open_lines(tmp_path / "file")
-    assert file.read(7, 12) == b"".join(lines[7:12])
+    file = open_line_file(tmp_path / "file")
+    assert file.read_lines(7, 12) == b"".join(lines[7:12])
 
 
 # --- what is said about bad input -------------------------------------------------------------
@@ -319,9 +319,9 @@ def test_an_empty_file_a_directory_and_a_file_that_changes_are_refused(tmp_path)
     with pytest.raises(DataError, match="empty file"):
         open_criteo(path)
     with pytest.raises(DataError, match="no such file"):
-        open_lines(tmp_path / "absent")
+        open_line_file(tmp_path / "absent")
     with pytest.raises(DataError, match="directory"):
-        open_lines(tmp_path)
+        open_line_file(tmp_path)
     write_criteo(tmp_path, 30)
     source = open_criteo(tmp_path).train
     with path.open("a") as file:

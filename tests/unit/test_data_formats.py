@@ -18,20 +18,20 @@ from hypothesis import strategies as st
 from colonnade.data import infer_schema, open_source
 from colonnade.data.tabular import times
 from colonnade.data.tabular.fields import Bag, Category, Key, Label, Number, Sequence
-from colonnade.data.tabular.tables import detect_format
+from colonnade.data.tabular.tables import detect_file_format
 from colonnade.data.tabular.tfrecord import masked_crc, parse_example
 from colonnade.errors import ColonnadeError, ConfigError, DataError
 
 
 def read_all(path, **options):
-    (batch,) = open_source(detect_format(path), path, **options).train.batches(10**6)
+    (batch,) = open_source(detect_file_format(path), path, **options).train.batches(10**6)
     return batch
 
 
 def fault(path, **options) -> str:
     """Return the one line that opening and reading end in."""
     with pytest.raises(ColonnadeError) as caught:
-        list(open_source(detect_format(path), path, **options).train.batches(7))
+        list(open_source(detect_file_format(path), path, **options).train.batches(7))
     text = str(caught.value)
     assert "\n" not in text and len(text) < 900, text
     return text
@@ -292,7 +292,7 @@ def test_any_bytes_are_an_example_or_refused(data):
 
 def test_a_libsvm_file_trains_and_scores(tmp_path):
     """End to end, from the command line."""
-    from colonnade.cli.app import run
+    from colonnade.cli.app import run_command
 
     rng = random.Random(0)
     lines = []
@@ -303,14 +303,16 @@ def test_a_libsvm_file_trains_and_scores(tmp_path):
     path.write_text("\n".join(lines) + "\n")
     folder = str(tmp_path / "run")
     size = ("--set", "train.batch_size=50", "--set", "model.dim=4")
-    assert run(["train", "--data", "libsvm", "--path", str(path), "--run", folder, *size]) == 0
+    assert (
+        run_command(["train", "--data", "libsvm", "--path", str(path), "--run", folder, *size]) == 0
+    )
     scores = tmp_path / "scores.csv"
-    assert run(["predict", folder, "--path", str(path), "--output", str(scores)]) == 0
+    assert run_command(["predict", folder, "--path", str(path), "--output", str(scores)]) == 0
     assert len(scores.read_text().splitlines()) == 301
 
 
 def test_seconds_that_do_not_fit_are_refused():
     last = times.MAX_SECONDS
-    assert times.read_times(pa.array([last]))[0].tolist() == [2**62]
+    assert times.convert_to_microseconds(pa.array([last]))[0].tolist() == [2**62]
     with pytest.raises(pa.ArrowInvalid, match="out of range"):
-        times.read_times(pa.array([last * 1.001]))
+        times.convert_to_microseconds(pa.array([last * 1.001]))

@@ -16,7 +16,7 @@ from colonnade.data.tabular.hashing import (
     MISSING_ID,
     SLICE,
     _mix,
-    add_namespace,
+    add_namespace_to_ids,
     combine_ids,
     hash_text,
     hash_texts,
@@ -87,7 +87,7 @@ def test_a_cross_is_the_stream_key_of_its_parts(rows):
 def test_a_thousand_fields_of_one_table_stay_apart():
     """PERSIA's prefixes had eight bits: more than 255 groups shared ids without a word."""
     numbers = np.array([0, 1, 2, -1, 2**63 - 1, MISSING_ID, *range(10, 104)])
-    every = [add_namespace(numbers, f"field {i}") for i in range(1000)]
+    every = [add_namespace_to_ids(numbers, f"field {i}") for i in range(1000)]
     assert len(np.unique(np.concatenate(every))) == 1000 * len(numbers)
     key = hash_text(b"field 7")
     assert every[7].tolist() == [_signed(_mix((i ^ key) & MASK)) for i in numbers.tolist()]
@@ -119,4 +119,4 @@ def test_fields_of_one_table_share_rows_or_keep_apart():
 
 
 def ours_of(*words):
-    return add_namespace(hash_texts(pa.array(words)), "x").tolist()
+    return add_namespace_to_ids(hash_texts(pa.array(words)), "x").tolist()

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colonnade.data import infer_schema, open_source
-from colonnade.data.tabular.convert import open_csv_conversion, write_parquet
+from colonnade.data.tabular.convert import open_csv_conversion, write_parquet_file
 from colonnade.data.tabular.fields import Category, Group, Key, Label, Number, Sequence, Time
-from colonnade.data.tabular.tables import portable_options, read_head
+from colonnade.data.tabular.tables import build_portable_options, read_first_rows_and_schema
 from colonnade.errors import ConfigError, DataError
 
 WHEN = datetime.datetime(2024, 3, 1, 22, 30)
@@ -162,7 +162,7 @@ def test_the_newest_time_is_the_training_samples(tmp_path):
         splits = open_source(path.suffix[1:], path, **options)
         (age,) = splits.train.file_schema.numbers
         assert age.days_before == "2024-03-07T22:30:00"
-        lasting = portable_options(options, splits)
+        lasting = build_portable_options(options, splits)
         assert lasting["schema"]["fields"]["when_age"]["days_before"] == "2024-03-07T22:30:00"
         pq.write_table(table.slice(0, 2), tmp_path / "later.parquet")
         (batch,) = open_source(
@@ -211,7 +211,7 @@ def test_columns_unique_in_nearly_every_row_are_keys(tmp_path):
     assert fields["order_id"] == Key("order_id", dtype="integer")
     assert isinstance(fields["views"], Number) and isinstance(fields["user_id"], Category)
     assert "session" not in fields and "row" not in fields
-    head = read_head(tmp_path / "a.csv")
+    head = read_first_rows_and_schema(tmp_path / "a.csv")
     assert head.left_out == dict.fromkeys(("row", "session"), "different in nearly every row")
     del columns["order_id"]
     assert assert_same(tmp_path, pa.table(columns))["row"] == Key("row", dtype="integer")
@@ -247,7 +247,7 @@ def test_a_header_may_give_types(tmp_path):
     assert by_name["who"] == Group("who", dtype="text") and "at_weekday" in by_name
     (batch,) = open_source("csv", path).train.batches(9)
     assert batch.ids["user"].values.tolist() == [7, 8] and batch.label.flatten().tolist() == [1, 0]
-    write_parquet(open_csv_conversion(path), tmp_path / "a.parquet")
+    write_parquet_file(open_csv_conversion(path), tmp_path / "a.parquet")
     assert infer_schema(tmp_path / "a.parquet") == infer_schema(path)
 
 

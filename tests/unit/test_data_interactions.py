@@ -13,7 +13,12 @@ from movielens_files import write_movielens
 
 from colonnade.batch import Ids
 from colonnade.data import Position, open_source
-from colonnade.data.interactions import concat_bags, group_items_by_user, hold_out, keep_newest
+from colonnade.data.interactions import (
+    concat_bags,
+    group_items_by_user,
+    hold_out,
+    truncate_to_newest_items,
+)
 from colonnade.errors import DataError
 
 
@@ -43,7 +48,7 @@ def test_held_out_and_kept_make_the_whole(lists, fraction, key):
 
 @given(lists=LISTS, limit=st.integers(1, 13))
 def test_newest_and_join(lists, limit):
-    assert lists_of(keep_newest(bags(lists), limit)) == [one[-limit:] for one in lists]
+    assert lists_of(truncate_to_newest_items(bags(lists), limit)) == [one[-limit:] for one in lists]
     assert lists_of(concat_bags(bags(lists), bags(lists[::-1]))) == [
         a + b for a, b in zip(lists, lists[::-1], strict=True)
     ]

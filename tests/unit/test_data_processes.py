@@ -101,9 +101,9 @@ class Peculiar(Exception):
 
 
 def test_errors_travel_as_they_are_or_are_quoted():
-    plain = module._picklable_error(DataError("file, line 3"))
+    plain = module._make_error_picklable(DataError("file, line 3"))
     assert type(plain) is DataError and str(plain) == "file, line 3"
-    quoted = module._picklable_error(Peculiar(1, 2))
+    quoted = module._make_error_picklable(Peculiar(1, 2))
     assert type(quoted) is RuntimeError and str(quoted) == "Peculiar: 1 and 2"
 
 

@@ -24,8 +24,8 @@ from colonnade.data.sets.synthetic import (
     ClickDistribution,
     SyntheticField,
     SyntheticSource,
-    _build_field,
-    compute_terms,
+    _build_id_field,
+    compute_logit_terms,
     draw_samples,
     open_synthetic,
 )
@@ -196,7 +196,7 @@ def test_only_fields_of_a_group_interact():
         return draws._replace(ids=ids)
 
     def value(of):
-        return compute_terms(law, 0, of)["interaction"]
+        return compute_logit_terms(law, 0, of)["interaction"]
 
     for f, g in itertools.combinations(range(5), 2):
         joint = value(pair(f, g)) - value(rolled[f]) - value(rolled[g]) + value(draws)
@@ -261,7 +261,7 @@ def test_popularity_follows_the_power_law(exponent):
 
 @given(st.integers(1, 1 << 26), st.floats(0, 8))
 def test_no_word_picks_a_rank_outside_the_field(rows, exponent):
-    field = _build_field("C1", rows, exponent, key=0)
+    field = _build_id_field("C1", rows, exponent, key=0)
     last = field.knots[-1] + field.slopes[-1] * (2 ** (32 - KNOT_BITS) - 1)
     assert 0 <= int(field.knots[0]) <= int(last) <= rows - 1
     assert (np.diff(field.knots) >= 0).all()

@@ -35,7 +35,7 @@ from colonnade.data.tabular.fields import (
 )
 from colonnade.data.tabular.hashing import MISSING_ID, hash_text
 from colonnade.data.tabular.source import TableSource
-from colonnade.data.tabular.tables import detect_format, portable_options
+from colonnade.data.tabular.tables import build_portable_options, detect_file_format
 from colonnade.errors import ConfigError, DataError
 
 WRITE = {"csv": write_csv, "parquet": write_parquet}
@@ -342,7 +342,7 @@ def test_files_are_read_in_natural_order(tmp_path, kind):
     ]
     for path in paths:
         assert order_of(open_source(kind, path, schema=DECLARATION).train) == list(range(60))
-    assert detect_format(tmp_path) == kind
+    assert detect_file_format(tmp_path) == kind
 
 
 def test_days_are_files_or_folders_in_order(tmp_path, kind):
@@ -551,15 +551,15 @@ def test_lasting_options_open_the_same_data(tmp_path, kind, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = {"label": "click", "test": f"b.{kind}", "shuffle_window": 20}
     splits = open_source(kind, train, **options)
-    lasting = portable_options(options, splits)
+    lasting = build_portable_options(options, splits)
     assert "label" not in lasting and lasting["shuffle_window"] == 20
     monkeypatch.chdir("/")
     again = open_source(kind, train, **lasting)
     assert again.train.file_schema == splits.train.file_schema
-    assert portable_options(lasting, again) == lasting
+    assert build_portable_options(lasting, again) == lasting
     assert again.test.num_samples == len(two)
     synthetic = open_source("synthetic", num_train=5)
-    assert portable_options({"num_train": 5}, synthetic) == {"num_train": 5}
+    assert build_portable_options({"num_train": 5}, synthetic) == {"num_train": 5}
 
 
 def test_files_without_labels_are_read_as_inputs(tmp_path, kind):
@@ -575,9 +575,9 @@ def test_files_without_labels_are_read_as_inputs(tmp_path, kind):
 def test_a_kind_that_its_name_does_not_say(tmp_path):
     (tmp_path / "data.bin").write_text("x")
     with pytest.raises(ConfigError, match=r"--data csv or --data parquet"):
-        detect_format(tmp_path / "data.bin")
+        detect_file_format(tmp_path / "data.bin")
     with pytest.raises(DataError, match="without a file that ends in"):
-        detect_format(tmp_path)
+        detect_file_format(tmp_path)
 
 
 def test_a_label_may_be_a_word(tmp_path):

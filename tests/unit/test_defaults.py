@@ -27,7 +27,7 @@ from colonnade.run.defaults import (
     PRESETS,
     choose_initial_accumulator,
     choose_open_settings,
-    choose_training,
+    choose_training_settings,
     get_preset,
     open_data,
 )
@@ -38,7 +38,10 @@ QUICK = {"train.threads": 1}
 
 @given(st.integers(1, 10**11))
 def test_settings_follow_the_number_of_samples(num_samples):
-    chosen, larger = choose_training(num_samples), choose_training(num_samples * 2)
+    chosen, larger = (
+        choose_training_settings(num_samples),
+        choose_training_settings(num_samples * 2),
+    )
     assert chosen.batch_size in [64 << n for n in range(7)]
     assert chosen.batch_size <= larger.batch_size and chosen.prior >= larger.prior
     assert chosen.dense_weight_decay > larger.dense_weight_decay
@@ -213,7 +216,7 @@ def compare(name: str, share: float, split: int, folder: Path) -> tuple[float, f
     order = np.random.RandomState(1000 + split).permutation(columns.num_samples)
     num_train = int(0.8 * len(order))
     rows, test_rows = order[: int(num_train * share)], order[num_train:][:20_000]
-    wanted = choose_training(len(rows))
+    wanted = choose_training_settings(len(rows))
     num_fit = len(rows) - round(len(rows) * wanted.validation_fraction)
 
     def part(rows: NDArray, shuffle_key: int | None = None) -> TensorSource | None:

@@ -18,7 +18,7 @@ from colonnade.comm.collectives import (
     SUM_ALGORITHMS,
     choose_sum_algorithm,
     estimate_sum_traffic,
-    sum_in_order,
+    sum_blocks_in_order,
     sum_over_ranks,
 )
 from colonnade.comm.traffic import Traffic
@@ -117,7 +117,7 @@ def check(mesh, device):
     for step in range(
         3
     ):  # `zero` starts each step anew; the last one's buckets leave during backward
-        dense.zero()
+        dense.zero_gradients()
         dense.begin_last_backward()
         model(torch.full((4, 3), float(mesh.rank + step))).backward()
         time.sleep(0.1)  # whatever may leave has left
@@ -133,16 +133,16 @@ def check(mesh, device):
     assert answers == (True, mesh.num_ranks > 1, whole)
     model.one.weight.grad[0, 0] = float("nan")
     assert dense.reduce(finite=True, stop=False)[:2] == (False, False)
-    dense.zero()
+    dense.zero_gradients()
     assert dense.reduce(finite=mesh.rank != 1, stop=False)[0] == (mesh.num_ranks == 1)
     nothing = attached(nn.Identity(), mesh)
-    nothing.zero()
+    nothing.zero_gradients()
     assert nothing.reduce(finite=True, stop=False, loss=2.0) == (True, False, 2.0 * mesh.num_ranks)
     return True
 
 
 def step_of(model, dense, rank, step, *, parts, is_overlapped, **options):
-    dense.zero()
+    dense.zero_gradients()
     for part in range(parts):
         if is_overlapped and part == parts - 1:
             dense.begin_last_backward()
@@ -215,7 +215,7 @@ def leaves_while_backward_runs(mesh):
     layers[0].weight.register_hook(early)  # before its gradient is added
     for _ in range(2):  # the first is watched
         order.clear()
-        dense.zero()
+        dense.zero_gradients()
         dense.begin_last_backward()
         layers(torch.ones(2, 4)).sum().backward()
         dense.reduce(finite=True, stop=False)
@@ -236,7 +236,7 @@ def completed_late(mesh):
     late[1].requires_grad_(False)  # hears nothing in backward at all
     wanted = torch.autograd.grad(layers(torch.ones(2, 4)).sum(), [late[0], late[2]])
     for step in range(3):  # the first is watched
-        dense.zero()
+        dense.zero_gradients()
         dense.begin_last_backward()
         layers(torch.ones(2, 4)).sum().backward()
         if step:
@@ -269,7 +269,7 @@ def gradients_elsewhere(mesh):
     model = nn.Linear(3, 1, bias=False)
     dense = attached(model, mesh)
     for is_graph in (False, True, True):
-        dense.zero()
+        dense.zero_gradients()
         dense.begin_last_backward()
         if not is_graph:
             model.zero_grad(set_to_none=True)
@@ -321,7 +321,7 @@ def on_every_way(mesh, sizes=(4, 8, 40_000)):  # the last in pieces
             assert counted.sent_bytes["dense", link] == getattr(foretold, f"{link}_bytes")
             assert counted.messages["dense", link] == getattr(foretold, f"{link}_messages")
         parts = torch.stack([values_of(rank, size, dtype) for rank in range(mesh.num_ranks)])
-        assert torch.equal(values, sum_in_order(parts.view(2, 2, -1)))
+        assert torch.equal(values, sum_blocks_in_order(parts.view(2, 2, -1)))
 
 
 def on_links_known_otherwise(mesh):
@@ -335,7 +335,7 @@ def on_links_known_otherwise(mesh):
     model = nn.Linear(7, 1)
     dense = attached(model, replace(mesh, world=fast if mesh.rank == 2 else slow))
     dense.broadcast_parameters()
-    dense.zero()
+    dense.zero_gradients()
     model(torch.ones(1, 7)).sum().backward()
     assert dense.reduce(finite=True, stop=False)[0]
     assert torch.equal(model.weight.grad, torch.full((1, 7), 4.0))
@@ -380,13 +380,13 @@ def raises_in_backward(mesh):
     began = time.monotonic()
     try:
         for _ in range(2):
-            dense.zero()
+            dense.zero_gradients()
             dense.begin_last_backward()
             layers(torch.ones(2, 4)).sum().backward()
             dense.reduce(finite=True, stop=False)
     except ZeroDivisionError as error:
         # Its thread has a bucket on the wire, or waits for one that never comes.
-        mesh.peer_monitor.stop(str(error))  # as a program that ends by this error does
+        mesh.peer_monitor.announce_end(str(error))  # as a program that ends by this error does
         return "raised", 0.0
     except PeerLost:
         return "lost", time.monotonic() - began
@@ -412,7 +412,7 @@ def test_a_gradient_that_comes_too_late_is_told(monkeypatch):
     ):
         step_of(model, dense, 0, 1, parts=1, is_overlapped=True, reenters=True)
     with pytest.raises(RuntimeError, match="in the middle of a step"):
-        dense.zero()
+        dense.zero_gradients()
 
 
 # ---- devices, clipping

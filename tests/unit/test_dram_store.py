@@ -9,8 +9,8 @@ import torch
 
 from colonnade import Table, Uniform, _native
 from colonnade.errors import CorruptionError, StorageError
-from colonnade.store.budget import slot_bytes, split_budget
-from colonnade.store.dram import open_dram
+from colonnade.store.budget import slot_bytes, split_memory_budget
+from colonnade.store.dram import open_dram_store
 from colonnade.store.log import open_log
 from colonnade.store.writer import LogWriter
 from colonnade.topology.sharding import Shard
@@ -41,7 +41,7 @@ def open_store(place, step=None, capacity=CAPACITY, **settings):
         )
         for table in TABLES
     ]
-    return open_dram(TABLES, capacity, seed=1, backings=logs)
+    return open_dram_store(TABLES, capacity, seed=1, backings=logs)
 
 
 def close(store):
@@ -318,7 +318,7 @@ def test_rows_take_no_more_than_the_budget_says(tmp_path, dtype, dim, rows):
     """While a commit is under way, and after evictions."""
     table = Table("item", dim, rows=rows, dtype=dtype, master=dtype == "bfloat16")
     budget = 20_000 * slot_bytes(table)
-    (capacity,) = split_budget([table], budget, [Shard()])
+    (capacity,) = split_memory_budget([table], budget, [Shard()])
     log = open_log(
         tmp_path,
         table_name="item",
@@ -327,7 +327,7 @@ def test_rows_take_no_more_than_the_budget_says(tmp_path, dtype, dim, rows):
         step=None,
         rows=rows,
     )
-    store = open_dram([table], [capacity], seed=1, backings=[log])
+    store = open_dram_store([table], [capacity], seed=1, backings=[log])
     for start in range(0, 60_000, 5_000):
         records = torch.zeros(5_000, table.record_bytes, dtype=torch.uint8)
         records[:, -8] = 1

@@ -38,7 +38,7 @@ from colonnade.run.run import open_run
 from colonnade.store.checksums import CheckedFile
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
-from colonnade.train.trainer import plan_next_check
+from colonnade.train.trainer import schedule_checkpoint_check
 
 STEPS = {"train.epochs": 1, "train.checkpoint_steps": 4, "train.keep_checkpoints": 20}
 OPEN = {"embedding.eviction.max_rows": 300, "embedding.eviction.by": "recency"}
@@ -562,7 +562,7 @@ def test_a_base_that_was_checked_is_not_checked_again(tmp_path, monkeypatch):
     with Predictor.open(published, verify="full") as predictor:
         before = predictor.rows.tables
         assert all(table.file.file.checked.all() for table in before)
-        monkeypatch.setattr(CheckedFile, "check", None)
+        monkeypatch.setattr(CheckedFile, "check_block", None)
         predictor._subscriber.mark_base_damaged()
         predictor.refresh()
         assert predictor.rows.tables is not before
@@ -589,8 +589,8 @@ def refused(folder):
 
 
 def test_the_clock_asks_few_times_and_is_not_late():
-    assert plan_next_check(5.0, 0.01, 5.0) == (1, 250)
-    assert plan_next_check(0.0, 0.01, 5.0) == (0, 250)
-    assert plan_next_check(4.99, 0.01, 5.0) == (0, 31)
-    assert plan_next_check(9.0, 0.01, 5.0, True) == (0, 31)
-    assert plan_next_check(9.0, 60.0, 5.0) == (1, 1)
+    assert schedule_checkpoint_check(5.0, 0.01, 5.0) == (1, 250)
+    assert schedule_checkpoint_check(0.0, 0.01, 5.0) == (0, 250)
+    assert schedule_checkpoint_check(4.99, 0.01, 5.0) == (0, 31)
+    assert schedule_checkpoint_check(9.0, 0.01, 5.0, True) == (0, 31)
+    assert schedule_checkpoint_check(9.0, 60.0, 5.0) == (1, 1)

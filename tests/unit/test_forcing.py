@@ -22,8 +22,8 @@ from colonnade import (
 from colonnade.config.plan import PlanConfig
 from colonnade.config.run import build_config, dump_config, override_settings
 from colonnade.errors import ConfigError
-from colonnade.plan.constraints import is_settled, read_constraints, resolve_plan_config
-from colonnade.plan.plan import Plan, build_plan, describe_tables
+from colonnade.plan.constraints import is_settled, read_table_constraints, resolve_plan_config
+from colonnade.plan.plan import Plan, build_plan, describe_planned_tables
 from colonnade.plan.search.candidates import Constraint
 from colonnade.topology.sharding import Sharding, build_hot_rows, column_wise, grid, table_wise
 
@@ -32,7 +32,7 @@ WORLD = World(num_hosts=2, ranks_per_host=2)
 
 
 def constraints_of(**plan):
-    return read_constraints(build_config({"plan": plan}).plan, TABLES, WORLD)
+    return read_table_constraints(build_config({"plan": plan}).plan, TABLES, WORLD)
 
 
 def test_without_a_word_rows_are_dealt_to_all_and_nothing_is_chosen():
@@ -162,7 +162,10 @@ def test_columns_are_cut_as_is_said():
         "grid, ranks 0 .. 3, 2 slices", "column_wise, ranks 0 .. 3",
     ]  # fmt: skip
     assert Plan.from_json(plan.to_json()) == plan
-    assert [line["rows per rank"] for line in describe_tables(plan, CUTTABLE)] == ["5", "any"]
+    assert [line["rows per rank"] for line in describe_planned_tables(plan, CUTTABLE)] == [
+        "5",
+        "any",
+    ]
     several = cut({"tables": {"b": {"sharding": "column_wise", "ranks": [3, 1]}}})
     assert several.tables[1].sharding == column_wise((1, 3)) == Sharding("column_wise", (1, 3), 2)
     assert several.tables[1].sharding.slice_shardings[1].ranks == (3,)

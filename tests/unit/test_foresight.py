@@ -40,7 +40,7 @@ def test_it_says_of_each_row_when_it_is_used_again(window, limit, steps, seed):
     plain = [ids.tolist() for ids in batches]
     sight, uses = NextUseWindow(window), []
     for number, ids in enumerate(batches):
-        sight.add_batch(ids)
+        sight.add_batch_rows(ids)
         if number >= window:
             uses.append(sight.pop_next_uses())
     while len(uses) < steps:
@@ -55,7 +55,7 @@ def test_what_it_remembers_is_what_is_in_sight():
     """However many batches pass, each with rows of its own."""
     sight = NextUseWindow(3)
     for number in range(400):
-        sight.add_batch(np.arange(100) + 50 * number)
+        sight.add_batch_rows(np.arange(100) + 50 * number)
         if number >= 3:
             sight.pop_next_uses()
     assert len(sight._newest) == 2 * 50 + 100

@@ -27,12 +27,12 @@ from colonnade.plan.measure.profile import Profile
 from colonnade.plan.plan import Plan
 from colonnade.predict import Predictor
 from colonnade.publish.deltas import read_current
-from colonnade.report.reading import read_run
+from colonnade.report.reading import read_run_folder
 from colonnade.store import key_list, live, manifest, segment, stripes
 from colonnade.store.durable import append_checksum, read_verified, verify_content
 from colonnade.store.verification import verify_store
 from colonnade.topology.towers import Partition
-from colonnade.train.metrics_file import read_lines
+from colonnade.train.metrics_file import read_metrics_lines
 
 STEP = 4
 ROWS = "run/rows/0-of-1/000"
@@ -43,7 +43,7 @@ def of_text(read: Callable[[str], object]) -> Callable[[Path], object]:
 
 
 def of_run(path: Path) -> object:
-    return read_run(path.parent)
+    return read_run_folder(path.parent)
 
 
 def read_state(path: Path) -> object:
@@ -62,7 +62,9 @@ def read_segment(path: Path) -> object:
         manifest.read_manifest_fields(path.parent, STEP),
     )
     owner = segment.owner_digest("user", fields["identity"])
-    return segment.check_header(path, head, segment.SegmentShape(fields["record_bytes"], owner))
+    return segment.check_segment_header(
+        path, head, segment.SegmentShape(fields["record_bytes"], owner)
+    )
 
 
 # By format: a file of the fixture folder, and who reads it.
@@ -70,10 +72,10 @@ KINDS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "colonnade checkpoint": (f"run/checkpoints/{STEP:012d}.json", lambda p: read_header(p.parents[1], STEP)),
     "colonnade state": (f"run/checkpoints/{STEP:012d}/dense", read_state),
     "colonnade store manifest": (f"{ROWS}/manifest-4.json", lambda p: manifest.read_manifest_fields(p.parent, STEP)),
-    "colonnade stripe": ("stripe/stripe.json", lambda p: stripes._read_mark(p.parent)),
+    "colonnade stripe": ("stripe/stripe.json", lambda p: stripes._read_mark_file(p.parent)),
     "colonnade segment": (f"{ROWS}/segment-00000002.rows", read_segment),
     "colonnade key list": (f"{ROWS}/segment-00000002.keys", read_keys),
-    "colonnade live bitmaps": (f"{ROWS}/live-4.bits", lambda p: live.parse_live(p, read_verified(p), STEP)),
+    "colonnade live bitmaps": (f"{ROWS}/live-4.bits", lambda p: live.parse_live_bitmaps(p, read_verified(p), STEP)),
     "colonnade config": ("run/config.yaml", load_config),
     "colonnade plan": ("run/plan.json", of_text(Plan.from_json)),
     "colonnade device": ("run/device.json", of_text(Device.from_json)),
@@ -81,7 +83,7 @@ KINDS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "colonnade towers": ("towers.json", of_text(Partition.from_json)),
     "colonnade summary": ("run/summary.json", of_run),
     "colonnade machine": ("run/machine.json", of_run),
-    "colonnade metrics": ("run/metrics.jsonl", read_lines),
+    "colonnade metrics": ("run/metrics.jsonl", read_metrics_lines),
     "colonnade export": ("export/model.json", lambda p: Predictor.open(p.parent, model=Net())),
     "colonnade publication": ("published/published.json", lambda p: read_current(p.parent)),
     "hash_version": ("schema.yaml", load_file_schema),

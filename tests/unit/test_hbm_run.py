@@ -16,8 +16,8 @@ from colonnade import Mesh, PlanConfig, World, build_plan
 from colonnade.config.run import build_config, override_settings
 from colonnade.errors import ConfigError
 from colonnade.plan.plan import Plan
-from colonnade.report.pages import run_page
-from colonnade.report.reading import read_run
+from colonnade.report.pages import render_run_page
+from colonnade.report.reading import read_run_folder
 from colonnade.run import run as runs
 
 HBM = {"train.device": "cuda", "plan.memory.hbm": 16_000, "train.checkpoint_steps": 10}
@@ -26,7 +26,7 @@ HBM = {"train.device": "cuda", "plan.memory.hbm": 16_000, "train.checkpoint_step
 @pytest.fixture
 def device(request, monkeypatch):
     if request.param == "cpu":
-        monkeypatch.setattr(runs, "move_network", lambda *_: None)
+        monkeypatch.setattr(runs, "move_dense_network", lambda *_: None)
     return request.param
 
 
@@ -77,7 +77,7 @@ def test_what_it_says_of_the_tier(device, tmp_path):
     assert 0 < hbm["held_bytes"] <= HBM["plan.memory.hbm"]
     plan = Plan.from_json((tmp_path / "plan.json").read_text())
     assert plan.hbm_bytes == HBM["plan.memory.hbm"] and all(t.hbm_rows for t in plan.tables)
-    page = run_page(read_run(tmp_path))
+    page = render_run_page(read_run_folder(tmp_path))
     assert page.index("<h2>Tiers</h2>") < page.index(">hbm<") < page.index(">dram<")
 
 

@@ -25,7 +25,7 @@ from colonnade.models.link_prediction import (
     KnowledgeGraph,
     LinkPredictionObjective,
     compute_filtered_ranks,
-    link_loss,
+    compute_link_loss,
     sampled_softmax_loss,
 )
 from colonnade.predict.predictor import Predictor
@@ -159,7 +159,7 @@ def test_known_answers_are_those_of_a_search(seed, size):
     every, outcomes = triples(seed, size), triples(seed + 1, 7)
     facts = TripleIndex(every, ENTITIES)
     known, listed = facts.find_answers(outcomes), {tuple(row) for row in every.tolist()}
-    counts = facts.count_answers(outcomes)
+    counts = facts.count_known_answers(outcomes)
     for i, (h, r, t) in enumerate(outcomes.tolist()):
         tails = sorted({c for a, b, c in listed if (a, b) == (h, r)})
         heads = sorted({a for a, b, c in listed if (b, c) == (r, t)})
@@ -227,7 +227,7 @@ def test_softmax_over_all_entities_is_cross_entropy(name, settings):
     links = model(batch)
     ids = torch.arange(ENTITIES)
     links = replace(links, candidates=model.entities(ids), candidate_ids=ids)
-    result = link_loss(model, links, batch.key, Mesh())
+    result = compute_link_loss(model, links, batch.key, Mesh())
     total = 0.0
     for queries, answers, known in (
         (links.tail_queries, batch.ids["tail"], batch.key.tails),
@@ -321,7 +321,7 @@ def train(mesh, name, settings):
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     batches = source.batches(40, rank=mesh.rank, num_ranks=mesh.num_ranks)
     for batch in collection.lookahead(batches):
-        dense.zero()
+        dense.zero_gradients()
         loss = LinkPredictionObjective().loss(model, batch, mesh)
         loss.backward()
         dense.reduce(finite=collection.pipeline.gradients.are_finite(), stop=False)
@@ -520,9 +520,9 @@ def test_no_samples_are_no_success(tmp_path, parts, train, evaluate, capsys):
     data.mkdir()
     message = ["--data", "fb15k237", "--path", str(write(data, **parts)), "--run", str(run)]
     small = ["--set", "model.dim=4", "--set", "train.epochs=1", "--set", "train.batch_size=2"]
-    assert app.run(["train", *message, *small]) == train
+    assert app.run_command(["train", *message, *small]) == train
     if evaluate is None:
         assert "got no samples to train on" in capsys.readouterr().err
         return
-    assert app.run(["evaluate", str(run)]) == evaluate
+    assert app.run_command(["evaluate", str(run)]) == evaluate
     assert "got no samples in the test part" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import pytest
 from colonnade import cli
 from colonnade.cli import app
 from colonnade.cli import ranks as launch
-from colonnade.cli.ranks import memory_file, run_ranks
+from colonnade.cli.ranks import create_memory_file, run_ranks
 
 SLEEP = "import time; time.sleep(60)"
 STOP_ON_SIGNAL = """
@@ -80,7 +80,7 @@ def send(prefix: str, *signals: tuple[float, int]) -> threading.Thread:
 
 
 def test_ranks_inherit_files_in_memory_and_nothing_is_left(ranks_started):
-    with memory_file("test") as path:
+    with create_memory_file("test") as path:
         assert run_ranks(program(USE_FILES, path), 2, [path]) == {}
         with open(path) as file:
             assert sorted(file.read()) == ["0", "1"]
@@ -138,7 +138,7 @@ def test_one_process_says_that_a_run_was_stopped(monkeypatch, capsys, verb):
     def interrupted(arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(app, "run", interrupted)
+    monkeypatch.setattr(app, "run_command", interrupted)
     monkeypatch.setattr(sys, "argv", ["colonnade", verb])
     with pytest.raises(SystemExit) as ended:
         cli.main()

@@ -11,8 +11,8 @@ from ranks import run_ranks
 from colonnade import World
 from colonnade.comm.process_groups import open_mesh
 from colonnade.errors import ConfigError
-from colonnade.plan.measure.links import SIZES, fit_message_cost, measure_links, planned_world
-from colonnade.sizes import parse_rate
+from colonnade.plan.measure.links import SIZES, build_planned_world, fit_message_cost, measure_links
+from colonnade.sizes import parse_byte_rate
 
 
 def measured(mesh):
@@ -69,7 +69,7 @@ def test_a_world_of_one_measures_nothing():
      ("2GiB/s", 2**31), ("25gbits", 3.125e9)],
 )  # fmt: skip
 def test_rates_as_people_write_them(text, rate):
-    assert parse_rate(text) == rate
+    assert parse_byte_rate(text) == rate
 
 
 @pytest.mark.parametrize(
@@ -78,20 +78,20 @@ def test_rates_as_people_write_them(text, rate):
 )
 def test_no_rates(text):
     with pytest.raises(ValueError, match="wanted a rate such as 1Gbit"):
-        parse_rate(text)
+        parse_byte_rate(text)
 
 
 def test_planned_worlds():
-    world = planned_world("2x4", uplink="10Gbit", local="5GB/s", latency=5e-5)
+    world = build_planned_world("2x4", uplink="10Gbit", local="5GB/s", latency=5e-5)
     assert (world.num_hosts, world.ranks_per_host, world.origin) == (2, 4, "planned")
     assert world.remote_bytes_per_second == 1.25e9
     assert world.call_seconds == pytest.approx(7 * 5e-5)
-    assert planned_world("3").num_ranks == 3 and planned_world("3").num_hosts == 1
+    assert build_planned_world("3").num_ranks == 3 and build_planned_world("3").num_hosts == 1
     for wrong in ("", "0x2", "2x0", "2x", "a", "2x2x2", "-1"):
         with pytest.raises(ConfigError, match="HOSTSxRANKS"):
-            planned_world(wrong)
+            build_planned_world(wrong)
     with pytest.raises(ConfigError, match="uplink: got"):
-        planned_world("2x2", uplink="quick")
+        build_planned_world("2x2", uplink="quick")
 
 
 def test_a_world_without_speed_is_refused():

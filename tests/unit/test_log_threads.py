@@ -34,7 +34,7 @@ class Source:
         self.gate = threading.Event()
         self.gate.set()
 
-    def write_next(self) -> int:
+    def write_next_chunk(self) -> int:
         self.gate.wait()
         if not self.remaining:
             return 0
@@ -44,7 +44,7 @@ class Source:
         self.written.append(time.monotonic())
         return 1000
 
-    def sealed_unfinished(self) -> set[int]:
+    def list_sealed_unfinished(self) -> set[int]:
         return {1} if self.remaining else set()
 
     @property
@@ -65,28 +65,28 @@ def test_a_budget_is_kept_on_average(writes):
     for num_bytes, pause in writes:
         clock += pause
         written += num_bytes
-        delay = budget.delay(num_bytes, clock - last)
+        delay = budget.compute_delay(num_bytes, clock - last)
         last = clock
         clock += delay
         assert written <= 1000 * (clock + 1) + 1e-6
-    assert WriteBudget(None).delay(10**12, 0.0) == 0.0
+    assert WriteBudget(None).compute_delay(10**12, 0.0) == 0.0
 
 
 def test_the_writer_honours_its_budget():
     writer, source = LogWriter(bytes_per_second=50_000), Source(80)
     start = time.monotonic()
-    writer.add(source)
+    writer.add_source(source)
     writer.flush(source)
     assert time.monotonic() - start >= (80_000 - 1000 - 50_000) / 50_000
     assert writer.bytes_written == 80_000
-    writer.remove(source)
+    writer.remove_source(source)
 
 
 def test_many_sources_take_turns():
     writer, sources = LogWriter(), [Source(50) for _ in range(4)]
     for source in sources:
         source.gate.clear()
-        writer.add(source)
+        writer.add_source(source)
     for source in sources:
         source.gate.set()
     for source in sources:
@@ -94,13 +94,13 @@ def test_many_sources_take_turns():
     # All begin before one has ended.
     assert max(s.written[0] for s in sources) < min(s.written[-1] for s in sources)
     for source in sources:
-        writer.remove(source)
+        writer.remove_source(source)
 
 
 def test_an_error_is_told_to_whoever_waits_and_is_tried_again():
     problem = StorageError(errno.ENOSPC, "/d: could not append: full. Free space")
     writer, source = LogWriter(pending_bytes=2000), Source(5, problem)
-    writer.add(source)
+    writer.add_source(source)
     for wait in (writer.wait_for_room, lambda: writer.flush(source)) * 3:
         with pytest.raises(StorageError, match="could not append") as caught:
             wait()
@@ -109,14 +109,14 @@ def test_an_error_is_told_to_whoever_waits_and_is_tried_again():
     assert writer.wait_for_room() is True
     writer.flush(source)
     assert source.remaining == 0 and writer.pending_bytes == 0
-    writer.remove(source)
+    writer.remove_source(source)
 
 
 def test_rows_that_can_wait_leave_room_for_those_that_cannot():
     """A commit or a collection waits at half of the limit, so that an eviction never waits for it."""
     writer, source = LogWriter(pending_bytes=8000), Source(6)
     source.gate.clear()
-    writer.add(source)
+    writer.add_source(source)
     assert writer.wait_for_room(timeout=0) is True and writer.stall_seconds == 0.0
     behind = threading.Thread(target=writer.wait_for_spare_room)
     behind.start()
@@ -125,24 +125,24 @@ def test_rows_that_can_wait_leave_room_for_those_that_cannot():
     source.gate.set()
     behind.join(30)
     assert not behind.is_alive() and writer.stall_seconds == 0.0
-    writer.remove(source)
+    writer.remove_source(source)
 
 
 def test_collecting_goes_on_while_a_full_disk_refuses_to_write():
     writer = LogWriter(pending_bytes=8000)
     source = Source(6, StorageError(errno.ENOSPC, "full"))
-    writer.add(source)
+    writer.add_source(source)
     writer.wait_for_spare_room()
     source.remaining = 9
     with pytest.raises(StorageError, match="full"):
         writer.wait_for_spare_room()
-    writer.remove(source)
+    writer.remove_source(source)
 
 
 def test_an_error_nobody_waits_for_is_tried_again_by_itself():
     source = Source(5, StorageError(errno.EIO, "no"))
     writer = LogWriter()
-    writer.add(source)
+    writer.add_source(source)
     writer.wake()
     time.sleep(0.05)
     source.problem = None
@@ -150,13 +150,13 @@ def test_an_error_nobody_waits_for_is_tried_again_by_itself():
     while source.remaining and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not source.remaining
-    writer.remove(source)
+    writer.remove_source(source)
 
 
 def test_a_writer_that_is_closed_says_so_to_those_who_wait():
     writer, source = LogWriter(), Source(5)
     source.gate.clear()
-    writer.add(source)
+    writer.add_source(source)
     failures = []
 
     def wait() -> None:
@@ -168,7 +168,7 @@ def test_a_writer_that_is_closed_says_so_to_those_who_wait():
     thread = threading.Thread(target=wait)
     thread.start()
     time.sleep(0.05)
-    remover = threading.Thread(target=writer.remove, args=(source,))
+    remover = threading.Thread(target=writer.remove_source, args=(source,))
     remover.start()
     time.sleep(0.05)
     assert remover.is_alive()  # a chunk is on its way
@@ -185,13 +185,13 @@ def test_threads_end_with_their_last_source_and_begin_again():
     before = alive()
     writer, collector, source, garbage = LogWriter(), Collector(), Source(1), Garbage(1)
     for _ in range(3):
-        writer.add(source)
-        collector.add(garbage)
+        writer.add_source(source)
+        collector.add_source(garbage)
         assert len(alive()) == len(before) + 2
-        writer.remove(source)
-        collector.remove(garbage)
+        writer.remove_source(source)
+        collector.remove_source(garbage)
         assert alive() == before
-        writer.remove(source)  # nothing to do
+        writer.remove_source(source)  # nothing to do
 
 
 def opened(place, **changes):
@@ -276,7 +276,7 @@ class Garbage:
             None,
         )
 
-    def collect_piece(self) -> int:
+    def collect_garbage_piece(self) -> int:
         if self.problem is not None:
             self.problem, problem = None, self.problem
             raise problem
@@ -291,13 +291,13 @@ class Garbage:
 @pytest.mark.parametrize("is_space_short", [False, True])
 def test_collection_leaves_most_of_the_time_to_others_unless_space_is_short(is_space_short):
     collector, garbage = Collector(), Garbage(8, is_space_short)
-    collector.add(garbage)
+    collector.add_source(garbage)
     start = time.monotonic()
     collector.wake(garbage)
     while len(garbage.times) < 8:
         time.sleep(0.005)
     took = garbage.times[-1] - garbage.times[0]
-    collector.remove(garbage)
+    collector.remove_source(garbage)
     if not is_space_short:
         assert took >= 7 * 0.02 / BUSY_SHARE
     assert time.monotonic() - start < 60
@@ -307,13 +307,13 @@ def test_only_logs_with_work_are_asked():
     """Twenty-six tables that are asked after every batch cost more than what there is to write."""
     writer, idle, busy = LogWriter(), Source(0), Source(3)
     requests: list[str] = []
-    idle.write_next = lambda: requests.append("writer") or 0
+    idle.write_next_chunk = lambda: requests.append("writer") or 0
     for source in (idle, busy):
-        writer.add(source)
+        writer.add_source(source)
     writer.flush(busy)
     assert writer.wait_for_room() is True
     for source in (idle, busy):
-        writer.remove(source)
+        writer.remove_source(source)
     assert not requests
 
 
@@ -321,7 +321,7 @@ def test_a_log_that_is_named_to_the_collector_is_looked_at_soon():
     """Collector looks at all logs once a second; one that has more is asked again at once."""
     collector, logs = Collector(), [Garbage(0) for _ in range(8)]
     for log in logs:
-        collector.add(log)
+        collector.add_source(log)
     logs[5].pieces = 3
     start = time.monotonic()
     while logs[5].pieces:
@@ -333,17 +333,17 @@ def test_a_log_that_is_named_to_the_collector_is_looked_at_soon():
         time.sleep(0.01)
         assert time.monotonic() - start < 60
     for log in logs:
-        collector.remove(log)
+        collector.remove_source(log)
 
 
 def test_a_collector_survives_a_bad_disk():
     collector, garbage = Collector(), Garbage(2)
     garbage.problem = StorageError(errno.EIO, "no")
-    collector.add(garbage)
+    collector.add_source(garbage)
     while garbage.pieces:
         collector.wake(garbage)
         time.sleep(0.01)
-    collector.remove(garbage)
+    collector.remove_source(garbage)
 
 
 def test_a_process_that_ends_with_open_stores_ends_well(tmp_path):

@@ -30,7 +30,7 @@ from colonnade.pipeline.prepared_batches import (
     LOOKED_AT,
     PipelineSignals,
     _prepare_batches,
-    next_depth,
+    choose_next_depth,
 )
 
 
@@ -48,7 +48,7 @@ from colonnade.pipeline.prepared_batches import (
     ],
 )
 def test_depth_follows_what_training_waits_for(depth, stalled, window, wanted):
-    assert next_depth(depth, stalled=stalled, window=window) == wanted
+    assert choose_next_depth(depth, stalled=stalled, window=window) == wanted
 
 
 class Context:
@@ -213,7 +213,7 @@ def test_a_batch_that_cannot_be_prepared_leaves_nothing_pinned(tmp_path, monkeyp
     monkeypatch.setattr(model.exchange, "drop", lambda context: (dropped.append(context), drop(context)))  # fmt: skip
     with monkeypatch.context() as broken, pytest.raises(OSError, match="no such luck"):
         broken.setattr(of, at, fail)
-        model.pipeline.prepare(next(batches(1, 50)))
+        model.pipeline.prepare_batch(next(batches(1, 50)))
     assert [context.is_done for context in dropped] == [True]
     assert model.store.pinned_share() == 0
     assert run(model, batches(3, 50, seed=1)).isfinite().all()

@@ -16,11 +16,11 @@ from colonnade import Mesh
 from colonnade.config.run import build_config, override_settings
 from colonnade.errors import ConfigError, NonFiniteError
 from colonnade.report.pages import build_headline
-from colonnade.report.reading import read_run
+from colonnade.report.reading import read_run_folder
 from colonnade.run.run import open_run
 from colonnade.train import loss_scale as module
 from colonnade.train.loss_scale import LossScale, build_loss_scale
-from colonnade.train.metrics_file import FILE_NAME, read_lines
+from colonnade.train.metrics_file import FILE_NAME, read_metrics_lines
 
 SHORT = {"train.epochs": 1, "train.max_steps": 9, "train.checkpoint_steps": 0}
 CLIPPED = {"train.accumulate": 4, "embedding.clip_norm": 0.02, "dense.clip_norm": 0.05}
@@ -68,7 +68,9 @@ def test_powers_of_two_change_no_bit(message, tmp_path):
         outcome, _ = train(Mesh(), tmp_path / str(number), message | {"train.loss_scale": scale})
         assert outcome.skipped == 0
         assert digest(tmp_path / str(number)) == digest(tmp_path / "0")
-    assert ("loss scale", "65,536", "0 steps skipped") in build_headline(read_run(tmp_path / "2"))
+    assert ("loss scale", "65,536", "0 steps skipped") in build_headline(
+        read_run_folder(tmp_path / "2")
+    )
 
 
 def of_roles(mesh, folder):
@@ -93,7 +95,9 @@ def test_steps_that_overflow_are_skipped_until_they_do_not(tmp_path, monkeypatch
     train(Mesh(), tmp_path / "cut", dynamic | {"train.max_steps": 3})
     _, again = train(Mesh(), tmp_path / "cut", dynamic)
     assert again == scale and digest(tmp_path / "cut") == digest(tmp_path / "whole")
-    lines = [line for line in read_lines(tmp_path / "cut" / FILE_NAME) if line["kind"] == "train"]
+    lines = [
+        line for line in read_metrics_lines(tmp_path / "cut" / FILE_NAME) if line["kind"] == "train"
+    ]
     assert lines[-1]["loss_scale"] == scale.value
 
 

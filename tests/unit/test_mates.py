@@ -106,33 +106,36 @@ def test_sizes_of_rooms(num_bytes):
 
 def test_a_room_serves_again_once_nothing_looks_into_it():
     rooms = BufferPool()
-    first = rooms.allocate(300_000)
+    first = rooms.allocate_buffer(300_000)
     view, address = first[7:100].view(torch.int8), first.data_ptr()
-    second = rooms.allocate(300_000)
+    second = rooms.allocate_buffer(300_000)
     assert second.data_ptr() != address and rooms.num_bytes == 2 << 19
     del first
     gc.collect()
-    assert rooms.allocate(300_000).data_ptr() not in (address, second.data_ptr())  # `view` looks
+    assert rooms.allocate_buffer(300_000).data_ptr() not in (
+        address,
+        second.data_ptr(),
+    )  # `view` looks
     assert rooms.fd_of(view) is not None and rooms.fd_of(torch.empty(5)) is None
     del view
     gc.collect()
-    assert rooms.allocate(290_000).data_ptr() in {address, *rooms._fds} - {second.data_ptr()}
+    assert rooms.allocate_buffer(290_000).data_ptr() in {address, *rooms._fds} - {second.data_ptr()}
     assert rooms.num_bytes == 3 << 19
 
 
 def test_others_read_what_is_written():
     rooms = BufferPool()
-    room = rooms.allocate(1 << 20)
+    room = rooms.allocate_buffer(1 << 20)
     file = rooms.fd_of(room)
     others = PeerBuffers(os.getpid())
-    address = others.address(file)
-    assert address != room.data_ptr() and others.address(file) == address
+    address = others.map_buffer(file)
+    assert address != room.data_ptr() and others.map_buffer(file) == address
     room.copy_(torch.arange(1 << 20).to(torch.uint8))
     assert can_read_buffer(os.getpid(), file, bytes(range(16)))
     assert not can_read_buffer(os.getpid(), file, bytes(range(1, 17)))
     assert not can_read_buffer(2**22 + 1, file, bytes(range(16)))  # nobody
     with pytest.raises(OSError):
-        others.address(10**6)
+        others.map_buffer(10**6)
 
 
 def test_no_room_is_told(monkeypatch):
@@ -141,13 +144,13 @@ def test_no_room_is_told(monkeypatch):
 
     monkeypatch.setattr(rooms_module.os, "memfd_create", refused)
     with pytest.raises(WorldError, match=r"Too many open files.*ulimit -n"):
-        BufferPool().allocate(1 << 20)
+        BufferPool().allocate_buffer(1 << 20)
 
 
 def test_rooms_are_given_back():
     before = len(os.listdir("/proc/self/fd"))
     rooms = BufferPool()
-    block = rooms.allocate(1000)
+    block = rooms.allocate_buffer(1000)
     block.fill_(7)
     rooms.close()
     assert rooms.num_bytes == 0 and int(block.sum()) == 7000  # who still looks into one may
@@ -158,7 +161,7 @@ def test_rooms_are_given_back():
 
 def test_who_has_no_file_left_says_so_and_blames_nobody(monkeypatch):
     rooms = BufferPool()
-    file = rooms.fd_of(rooms.allocate(1000))
+    file = rooms.fd_of(rooms.allocate_buffer(1000))
     others = PeerBuffers(os.getpid())
 
     def none_left(*_, **__):
@@ -167,7 +170,7 @@ def test_who_has_no_file_left_says_so_and_blames_nobody(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", none_left)
         with pytest.raises(WorldError, match=r"Too many open files.*ulimit -n"):
-            others.address(file)
-    assert others.address(file)
+            others.map_buffer(file)
+    assert others.map_buffer(file)
     with pytest.raises(FileNotFoundError):  # a mate is gone
-        others.address(10**6)
+        others.map_buffer(10**6)

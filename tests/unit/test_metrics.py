@@ -15,7 +15,7 @@ from torch import nn
 
 from colonnade import Mesh
 from colonnade.batch import Batch
-from colonnade.data.contract import START, Schema, rank_blocks
+from colonnade.data.contract import START, Schema, iterate_rank_blocks
 from colonnade.errors import DataError, NonFiniteError
 from colonnade.train.metrics import (
     CLIP,
@@ -70,23 +70,27 @@ def test_auc_is_its_definition(samples):
 def test_results_do_not_depend_on_order_or_on_who_saw_what(samples, shuffle):
     scores, labels, weights = (torch.from_numpy(column.copy()) for column in columns(samples))
     whole = Evaluation()
-    whole.add(scores, labels, weights)
+    whole.add_predictions(scores, labels, weights)
     order = torch.tensor([i for i in shuffle if i < len(scores)], dtype=torch.int64)
     ranks = [Evaluation(), Evaluation()]
     for rank, part in zip(ranks, order.tensor_split(2), strict=True):
-        rank.add(scores[part][:, None], labels[part][:, None], weights[part])
+        rank.add_predictions(scores[part][:, None], labels[part][:, None], weights[part])
     pooled = Evaluation()
     for rank in ranks:
-        pooled.add(*rank.columns())
-    assert repr(pooled.result()) == repr(whole.result())  # the same bits; nan prints as nan
+        pooled.add_predictions(*rank.concatenate_columns())
+    assert repr(pooled.compute_metrics()) == repr(
+        whole.compute_metrics()
+    )  # the same bits; nan prints as nan
 
 
 @given(SAMPLES)
 def test_log_loss_and_positive_rate_are_weighted_means(samples):
     p, labels, weights = columns(samples)
     evaluation = Evaluation()
-    evaluation.add(torch.from_numpy(p), torch.from_numpy(labels), torch.from_numpy(weights))
-    result = evaluation.result()
+    evaluation.add_predictions(
+        torch.from_numpy(p), torch.from_numpy(labels), torch.from_numpy(weights)
+    )
+    result = evaluation.compute_metrics()
     total = math.fsum(weights)
     if total == 0:
         assert math.isnan(result["log_loss"]) and math.isnan(result["positive_rate"])
@@ -117,13 +121,13 @@ def test_auc_of_a_million_samples_is_exact():
 
 def test_an_evaluation_copies_what_it_is_given():
     evaluation, p = Evaluation(), torch.tensor([0.2, 0.8])
-    evaluation.add(p, torch.tensor([0.0, 1.0]))
+    evaluation.add_predictions(p, torch.tensor([0.0, 1.0]))
     p.fill_(0.5)
-    assert evaluation.result()["auc"] == 1.0
+    assert evaluation.compute_metrics()["auc"] == 1.0
 
 
 def test_an_empty_evaluation_has_no_result_but_nan():
-    result = Evaluation().result()
+    result = Evaluation().compute_metrics()
     assert result["num_samples"] == 0 and math.isnan(result["auc"])
 
 
@@ -139,7 +143,7 @@ def test_bad_input_is_named():
     with pytest.raises(DataError, match="negative or not finite"):
         auc([0.0, 1.0], [0, 1], [1.0, -1.0])
     with pytest.raises(DataError, match="one task at a time"):
-        Evaluation().add(torch.zeros(3, 2), torch.zeros(3))
+        Evaluation().add_predictions(torch.zeros(3, 2), torch.zeros(3))
 
 
 def test_a_ceiling_needs_true_probabilities():
@@ -220,9 +224,9 @@ def test_calibration_error_by_bins():
 def test_a_large_evaluation_takes_less_than_a_second():
     scores, labels, weights, groups = (torch.from_numpy(column) for column in many())
     evaluation = Evaluation()
-    evaluation.add(scores, labels, weights, groups)
+    evaluation.add_predictions(scores, labels, weights, groups)
     start = time.perf_counter()
-    result = evaluation.result()
+    result = evaluation.compute_metrics()
     assert time.perf_counter() - start < 4.0  # 0.3 s on a machine of its own
     assert set(result) >= {"auc", "group_auc", "normalized_entropy", "calibration"}
 
@@ -231,11 +235,13 @@ def test_labels_that_nobody_knows_are_left_out():
     evaluation = Evaluation()
     nan = float("nan")
     groups = torch.tensor([1, 1, 1, 2])
-    evaluation.add(torch.tensor([0.2, 0.8, 0.9, 0.1]), torch.tensor([0, 1, nan, nan]), None, groups)
-    result = evaluation.result()
+    evaluation.add_predictions(
+        torch.tensor([0.2, 0.8, 0.9, 0.1]), torch.tensor([0, 1, nan, nan]), None, groups
+    )
+    result = evaluation.compute_metrics()
     assert result["num_samples"] == 2 and result["auc"] == result["group_auc"] == 1.0
     with pytest.raises(DataError, match="with all or with none"):
-        evaluation.add(torch.zeros(1), torch.zeros(1))
+        evaluation.add_predictions(torch.zeros(1), torch.zeros(1))
 
 
 class TwoTasks(nn.Module):
@@ -259,7 +265,9 @@ class Labelled:
         self.num_samples = num_samples
 
     def batches(self, batch_size, *, rank=0, num_ranks=1, start=START):
-        for begin, end in rank_blocks(500, batch_size, rank=rank, num_ranks=num_ranks, start=start):
+        for begin, end in iterate_rank_blocks(
+            500, batch_size, rank=rank, num_ranks=num_ranks, start=start
+        ):
             yield Batch(
                 end - begin, self.logits[begin:end], {}, self.label[begin:end],
                 group=self.group[begin:end],

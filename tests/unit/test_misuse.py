@@ -77,7 +77,7 @@ def test_threads_that_call_at_once_are_refused_and_the_collection_still_works():
     rows, inside, leave = RowOptimizer(embeddings), threading.Event(), threading.Event()
     errors: list[Exception] = []
     embeddings.ensure_open()
-    prepare = embeddings.pipeline.prepare
+    prepare = embeddings.pipeline.prepare_batch
 
     def slow_prepare(*arguments, **options):
         inside.set()
@@ -90,7 +90,7 @@ def test_threads_that_call_at_once_are_refused_and_the_collection_still_works():
         except Exception as error:
             errors.append(error)
 
-    embeddings.pipeline.prepare = slow_prepare
+    embeddings.pipeline.prepare_batch = slow_prepare
     first = threading.Thread(target=call)
     first.start()
     assert inside.wait(10)
@@ -103,7 +103,7 @@ def test_threads_that_call_at_once_are_refused_and_the_collection_still_works():
         rows.step()
     leave.set()
     first.join()
-    embeddings.pipeline.prepare = prepare
+    embeddings.pipeline.prepare_batch = prepare
     assert len(errors) == 7
     assert all(isinstance(e, ConfigError) and "wanted one at a time" in str(e) for e in errors)
     rows.zero_grad()

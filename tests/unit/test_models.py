@@ -418,8 +418,6 @@ def test_gradients_of_a_linear_layer_are_torchs(width):
         results.append([x.grad, w.grad, b.grad])
     for ours, other in zip(*results, strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-4)
-    for ours, other in zip(*results, strict=True):
-        torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("relu", [False, True])

@@ -176,8 +176,8 @@ def test_threads_of_a_run_bind_every_thread():
     code = """
 import threading
 from colonnade import Mesh, _native
-from colonnade.run.run import set_threads
-set_threads(2, Mesh())
+from colonnade.run.run import set_num_threads
+set_num_threads(2, Mesh())
 beside = threading.Thread(target=lambda: print(_native.num_threads()))
 beside.start()
 beside.join()
@@ -199,7 +199,7 @@ from colonnade.run import run
 run.usable_processors = lambda: 2
 mesh = Mesh(World(num_hosts=1, ranks_per_host=2))
 for _ in range(2):
-    run.set_threads(0, mesh)
+    run.set_num_threads(0, mesh)
     print(_native.num_threads())
 """
     assert run(code, OMP_NUM_THREADS=message) == [wanted] * 2

@@ -206,9 +206,9 @@ class Table:
             values = self.weights[:, column : column + dim].to(self.state.dtype)
             own = self.state[:, state : state + optimizers.state_elements(kinds[p], dim)]
             sums = gradients.sums(t, i)
-            optimizers.update(kinds[p], values, own, self.clocks, sums, all_settings[p])
+            optimizers.apply_optimizer(kinds[p], values, own, self.clocks, sums, all_settings[p])
             if self.weights.dtype.itemsize == 2:
-                values = optimizers.round_at_random(
+                values = optimizers.round_stochastically(
                     values, self.ids, self.clocks, self.seed, self.row_dtype, column=column
                 )
             updated[:, column : column + dim] = values

@@ -21,7 +21,7 @@ from colonnade import (
     Table,
     build_plan,
 )
-from colonnade.cache.next_use import NEVER, encode_distance, with_next_use
+from colonnade.cache.next_use import NEVER, add_next_use_codes, encode_distance
 from colonnade.config.run import RunConfig, build_config, override_settings
 from colonnade.data import Splits, open_source
 from colonnade.data.batches import open_batches
@@ -68,7 +68,7 @@ def test_codes_are_never_too_near_and_at_most_a_tenth_too_far():
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_every_batch_says_when_its_ids_come_again(epochs):
-    source = with_next_use(Listed(), epochs=epochs)
+    source = add_next_use_codes(Listed(), epochs=epochs)
     coming = [batch for _ in range(2) for batch in Listed().batches(4)]
     uses = [
         {
@@ -99,7 +99,7 @@ def test_every_batch_says_when_its_ids_come_again(epochs):
 
 
 def test_hints_from_the_middle_of_an_epoch_and_of_the_next():
-    source = with_next_use(Listed(), epochs=2)
+    source = add_next_use_codes(Listed(), epochs=2)
     whole = list(source.batches(4))
     for step, batch in enumerate(source.batches(4, start=Position(0, 13)), 13):
         for name in ("a", "bag", "b"):
@@ -107,11 +107,11 @@ def test_hints_from_the_middle_of_an_epoch_and_of_the_next():
     last = list(source.batches(4, start=Position(1)))
     assert NEVER in last[-1].next_use["a"] and NEVER not in whole[-1].next_use["a"]
     with pytest.raises(ConfigError, match="epochs=0"):
-        with_next_use(Listed(), epochs=0)
+        add_next_use_codes(Listed(), epochs=0)
 
 
 def test_hints_cross_processes():
-    batch = next(with_next_use(Listed()).batches(4))
+    batch = next(add_next_use_codes(Listed()).batches(4))
     (again,) = unpack_batches(pack_batches([batch], shared=True))
     assert all(torch.equal(again.next_use[name], codes) for name, codes in batch.next_use.items())
     assert (
@@ -194,9 +194,10 @@ def test_hints_travel_to_the_owners(tmp_path):
 def test_ranks_parts_are_told_as_the_whole_batch_is(num_ranks):
     data = open_source("synthetic", num_train=700, num_test=9, cardinalities=[50, 9]).train
     names = [column.name for column in data.schema.categorical]
-    whole = with_next_use(data).batches(64)
+    whole = add_next_use_codes(data).batches(64)
     parts = [
-        with_next_use(data).batches(64, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)
+        add_next_use_codes(data).batches(64, rank=rank, num_ranks=num_ranks)
+        for rank in range(num_ranks)
     ]
     for batch, *actual in zip(whole, *parts, strict=True):
         for name in names:
@@ -212,7 +213,7 @@ def test_data_whose_order_nobody_knows_is_refused():
         ConfigError,
         match=r"a data set of your own that yields batches.*Leave data\.next_use_hints out",
     ):
-        with_next_use(own)
+        add_next_use_codes(own)
     config = override_settings(RunConfig(), {"data.next_use_hints": True})
     with pytest.raises(ConfigError, match="a data set of your own that yields batches"):
         colonnade.fit(
@@ -223,7 +224,7 @@ def test_data_whose_order_nobody_knows_is_refused():
 def test_hints_change_nothing_but_who_leaves(tmp_path):
     plain, hinted = opened(tmp_path / "plain", 25), opened(tmp_path / "hinted", 25)
     wanted = train(plain, Listed().batches(4))
-    assert torch.equal(train(hinted, with_next_use(Listed()).batches(4)), wanted)
+    assert torch.equal(train(hinted, add_next_use_codes(Listed()).batches(4)), wanted)
     assert hinted.store.sources.evicted_dirty > 0
     assert hinted.store.sources.resident > plain.store.sources.resident
 

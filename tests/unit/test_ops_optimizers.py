@@ -31,7 +31,7 @@ class Steps:
         for rows, terms in zip(self.touched, self.terms, strict=True):
             own, its_state = weights[rows], state[rows]
             gradients = terms[0] + terms[1] + terms[2]
-            optimizers.update(kind, own, its_state, clocks[rows], gradients, s)
+            optimizers.apply_optimizer(kind, own, its_state, clocks[rows], gradients, s)
             weights[rows], state[rows] = own, its_state
             clocks[rows] += 1
         return weights
@@ -180,7 +180,9 @@ def test_scale_clip_and_max_norm():
     wanted = weights - (g * 0.5).clamp(-0.3, 0.3) * 0.1
     torch.embedding_renorm_(wanted, torch.arange(9), 1.5, 2.0)
     s = Settings(lr=0.1, clip_value=0.3, gradient_scale=0.5, max_norm=1.5)
-    optimizers.update(0, weights, torch.empty(9, 0), torch.zeros(9, dtype=torch.int64), g, s)
+    optimizers.apply_optimizer(
+        0, weights, torch.empty(9, 0), torch.zeros(9, dtype=torch.int64), g, s
+    )
     torch.testing.assert_close(weights, wanted, equal_nan=True, rtol=1e-6, atol=1e-6)
     assert weights[0, 0].isnan()
     assert float(weights[1:].norm(dim=1).max()) <= 1.5 * (1 + 1e-6)
@@ -191,7 +193,9 @@ def test_weights_are_bounded():
     weights[0, 0] = math.nan
     wanted = (weights - g * 0.1).clamp(-0.4, 0.4)
     s = Settings(lr=0.1, weight_bound=0.4)
-    optimizers.update(0, weights, torch.empty(9, 0), torch.zeros(9, dtype=torch.int64), g, s)
+    optimizers.apply_optimizer(
+        0, weights, torch.empty(9, 0), torch.zeros(9, dtype=torch.int64), g, s
+    )
     torch.testing.assert_close(weights, wanted, equal_nan=True, rtol=0, atol=0)
 
 
@@ -201,7 +205,9 @@ def test_power(base):
     wanted = torch.tensor(
         [base ** min(t, 2**32 - 1) for t in exponents.tolist()], dtype=torch.float64
     )
-    torch.testing.assert_close(optimizers.power(base, exponents), wanted, rtol=1e-10, atol=1e-15)
+    torch.testing.assert_close(
+        optimizers.raise_to_powers(base, exponents), wanted, rtol=1e-10, atol=1e-15
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -209,13 +215,15 @@ class TestRounding:
     def rounded(self, values, dtype, num_rows=4000, clock=0):
         rows = torch.tensor(values).repeat(num_rows, 1)
         clocks = torch.full((num_rows,), clock)
-        return optimizers.round_at_random(rows, torch.arange(num_rows), clocks, 9, dtype).float()
+        return optimizers.round_stochastically(
+            rows, torch.arange(num_rows), clocks, 9, dtype
+        ).float()
 
     def test_what_is_exact_stays(self, dtype):
         every = torch.arange(-(2**15), 2**15).short().view(dtype)
         every = every[every.isfinite() | every.isinf()].float()
         ids, clocks = torch.tensor([3]), torch.tensor([8])
-        again = optimizers.round_at_random(every[None], ids, clocks, 1, dtype)[0]
+        again = optimizers.round_stochastically(every[None], ids, clocks, 1, dtype)[0]
         assert torch.equal(again.float().view(torch.int32), every.view(torch.int32))
         assert self.rounded([math.nan, -math.nan], dtype).isnan().all()
 

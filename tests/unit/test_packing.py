@@ -86,7 +86,7 @@ def request(seed, num_ids=200, with_codes=True):
     unique = torch.as_tensor(plan.unique_ids).clone()
     firsts, lasts = (b.reshape(3, RANKS).T for b in (blocks[:-1], blocks[1:]))
     codes = torch.from_numpy(random.integers(0, 256, len(unique)).astype(np.uint8))
-    messages = packing.pack_requests(
+    messages = packing.pack_id_requests(
         unique, firsts, lasts, ROWS, OWNERS, np.tile(np.arange(RANKS)[:, None], 3),
         codes=codes if with_codes else None,
     )  # fmt: skip
@@ -100,7 +100,7 @@ def test_requests_arrive_as_they_were_sent(num_ids):
     everyones = [request(seed, num_ids, with_codes=seed != 1) for seed in range(RANKS)]
     for owner in range(RANKS):
         messages = [sent[0][owner] for sent in everyones]
-        result = packing.unpack_requests(messages, ROWS, OWNERS, torch.full((3,), owner))
+        result = packing.unpack_id_requests(messages, ROWS, OWNERS, torch.full((3,), owner))
         wanted = [table for sent in everyones for table in sent[1][owner]]
         assert torch.equal(result.ids, torch.cat(wanted))
         assert result.counts.ravel().tolist() == list(map(len, wanted))
@@ -112,13 +112,13 @@ def test_requests_arrive_as_they_were_sent(num_ids):
 
 def test_nobody_knows_when():
     messages = [request(seed, with_codes=False)[0][0] for seed in range(2)]
-    result = packing.unpack_requests(messages, ROWS, OWNERS, torch.zeros(3).long())
+    result = packing.unpack_id_requests(messages, ROWS, OWNERS, torch.zeros(3).long())
     assert result.codes is None
 
 
 def unpacked(message, places=None):
     places = torch.zeros(3, dtype=torch.int64) if places is None else places
-    return packing.unpack_requests([message], ROWS, OWNERS, places)
+    return packing.unpack_id_requests([message], ROWS, OWNERS, places)
 
 
 def test_damaged_requests_are_refused_or_ask_for_rows_that_are_there():
@@ -171,7 +171,7 @@ def measured_id_bytes(ids, rows, num_owners):
         torch.arange(num_owners), True,
     )  # fmt: skip
     if num_owners == 1:
-        assert len(packed) == packing.measured_bytes(ids, rows)[0]
+        assert len(packed) == packing.measure_packed_bytes(ids, rows)[0]
     return len(packed) / plan.num_unique
 
 
@@ -193,7 +193,7 @@ def test_expected_bytes(num_owners):
             for _ in range(12):
                 ids = popular(random, rows, 2048, 1.1, spread).unique()
                 counted += measured_id_bytes(ids, rows, num_owners) * len(ids)
-                foretold += num_owners * packing.expected_list_bytes(
+                foretold += num_owners * packing.expected_id_list_bytes(
                     len(ids) / num_owners, rows, num_owners
                 )
                 unique += len(ids)
@@ -212,7 +212,7 @@ def test_expected_bytes_of_hashed_ids():
     ids = torch.from_numpy(random.integers(-(2**63), 2**63 - 1, 3000))
     for num_owners in (1, 3):
         counted = measured_id_bytes(ids, 0, num_owners)
-        foretold = packing.expected_list_bytes(3000 / num_owners, 0, num_owners)
+        foretold = packing.expected_id_list_bytes(3000 / num_owners, 0, num_owners)
         assert foretold * num_owners / 3000 == pytest.approx(counted, rel=0.02)
-    assert packing.expected_list_bytes(0.0, 100, 4) == 1.0
-    assert packing.expected_list_bytes(100.0, 100, 1) == pytest.approx(2.0, rel=0.01)
+    assert packing.expected_id_list_bytes(0.0, 100, 4) == 1.0
+    assert packing.expected_id_list_bytes(100.0, 100, 1) == pytest.approx(2.0, rel=0.01)

@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colonnade.errors import ConfigError, DataError
-from colonnade.plan.towers.affinity import Affinity, affinity_distances, mean_affinities
+from colonnade.plan.towers.affinity import Affinity, affinity_distances, compute_mean_affinities
 from colonnade.plan.towers.partition import (
     Capacity,
     FeatureLoad,
     TowerMap,
-    assign_by_flow,
     assign_by_local_search,
+    assign_by_min_cost_flow,
     assign_to_bins,
+    build_tower_map,
     embed_in_plane,
     max_bin_fill,
-    tower_map,
 )
 from colonnade.topology.towers import Partition
 
@@ -46,7 +46,7 @@ def planted(num: int, groups: int, *, noise: float = 0.8, seed: int = 0):
     vectors = vectors + noise * rng.normal(size=vectors.shape)
     result = Affinity([f"f{i}" for i in range(num)])
     for half in (vectors[:100], vectors[100:]):
-        result.add(list(half.transpose(1, 0, 2)))
+        result.add_batch_vectors(list(half.transpose(1, 0, 2)))
     return result.matrix(), group
 
 
@@ -61,7 +61,7 @@ def test_affinity_is_the_mean_over_samples_that_have_both():
     vectors[1][::2] = 0.0  # empty bags
     vectors[2][:] = 0.0
     result = Affinity(list("abcde"))
-    result.add(vectors)
+    result.add_batch_vectors(vectors)
     matrix = result.matrix()
     assert result.silent == ("c",) and result.num_samples == 40
     cosines = []
@@ -79,8 +79,8 @@ def test_vectors_of_any_length_count_alike():
     rng = np.random.default_rng(2)
     subset = [rng.normal(size=(30, 5)) for _ in range(4)]
     result, scaled = Affinity("abcd"), Affinity("abcd")
-    result.add(subset)
-    scaled.add(
+    result.add_batch_vectors(subset)
+    scaled.add_batch_vectors(
         [item * scale for item, scale in zip(subset, (1e-200, 1e200, -3.0, 1.0), strict=True)]
     )
     np.testing.assert_allclose(result.matrix(), scaled.matrix(), rtol=1e-12)
@@ -90,7 +90,7 @@ def test_vectors_that_are_not_finite_are_refused():
     bad = np.ones((3, 2))
     bad[1, 1] = math.nan
     with pytest.raises(DataError, match=r"'b'.*not finite"):
-        Affinity("ab").add([np.ones((3, 2)), bad])
+        Affinity("ab").add_batch_vectors([np.ones((3, 2)), bad])
 
 
 def test_the_plane_keeps_distances_that_a_plane_can_have():
@@ -139,7 +139,7 @@ def test_the_flow_is_the_cheapest_of_all_assignments(seed):
         if all(1 <= label.count(p) <= room for p in range(places))
     )
     for label in (
-        assign_by_flow(costs, room),
+        assign_by_min_cost_flow(costs, room),
         assign_to_bins(costs, np.ones((num, 2)), np.array([room, np.inf])),
     ):
         stored = np.bincount(label, minlength=places)
@@ -164,7 +164,7 @@ def test_the_search_keeps_within_capacities_that_have_room(seed):
 @pytest.mark.parametrize(("num", "groups"), [(26, 4), (26, 8), (23, 3), (12, 12), (7, 1)])
 def test_coherent_towers_are_the_planted_groups(num, groups):
     affinity, group = planted(num, groups)
-    result = tower_map(affinity, loads_of(num), groups)
+    result = build_tower_map(affinity, loads_of(num), groups)
     assert purity(result, group) == 1.0
     assert max(result.learned.count) <= -(-num // groups)
     if 1 < groups < num:
@@ -174,14 +174,14 @@ def test_coherent_towers_are_the_planted_groups(num, groups):
 
 def test_diverse_towers_part_the_planted_groups():
     affinity, group = planted(24, 4)
-    result = tower_map(affinity, loads_of(24), 4, distance="diverse")
+    result = build_tower_map(affinity, loads_of(24), 4, distance="diverse")
     assert result.learned.within < result.striped.within
     assert purity(result, group) <= 0.5
 
 
 def test_the_same_input_gives_the_same_towers():
     affinity, _ = planted(26, 4, noise=3.0)
-    maps = [tower_map(affinity, loads_of(26), 4, seed=s).to_json() for s in (0, 0, 1)]
+    maps = [build_tower_map(affinity, loads_of(26), 4, seed=s).to_json() for s in (0, 0, 1)]
     assert maps[0] == maps[1]
     firsts = [int(tower[0][1:]) for tower in TowerMap.from_json(maps[0]).partition.towers]
     assert firsts == sorted(firsts)
@@ -189,7 +189,7 @@ def test_the_same_input_gives_the_same_towers():
 
 def test_features_of_a_table_stay_together():
     affinity, _ = planted(26, 4)
-    result = tower_map(affinity, loads_of(26, tables=9), 4, capacity=Capacity(count=1.3))
+    result = build_tower_map(affinity, loads_of(26, tables=9), 4, capacity=Capacity(count=1.3))
     for table in range(9):
         members = {result.partition.tower_of(f"f{i}") for i in range(table, 26, 9)}
         assert len(members) == 1
@@ -209,7 +209,7 @@ def test_capacity_by_bytes_and_lookups(seed):
         )
     ]
     capacity = Capacity(count=1.2, bytes=1.5, lookups=1.15)
-    stored = tower_map(affinity, loads, 4, capacity=capacity).learned
+    stored = build_tower_map(affinity, loads, 4, capacity=capacity).learned
     total = sum(load.table_bytes for load in loads), sum(load.lookups for load in loads)
     assert max(stored.count) <= math.ceil(1.2 * 26 / 4)
     assert max(stored.bytes) <= 1.5 * total[0] / 4 * (1 + 1e-6)
@@ -220,24 +220,24 @@ def test_what_cannot_be_met_is_refused_with_what_could():
     affinity, _ = planted(6, 2)
     sizes = [1000.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     with pytest.raises(ConfigError, match=r"table 't0' alone is 1.99 .* Set bytes=2") as refused:
-        tower_map(affinity, loads_of(6, sizes=sizes), 2, capacity=Capacity(bytes=1.5))
+        build_tower_map(affinity, loads_of(6, sizes=sizes), 2, capacity=Capacity(bytes=1.5))
     assert "got 1.5 for 2 towers" in str(refused.value)
-    tower_map(affinity, loads_of(6, sizes=sizes), 2, capacity=Capacity(bytes=2))
+    build_tower_map(affinity, loads_of(6, sizes=sizes), 2, capacity=Capacity(bytes=2))
     # Three tables of two features on two towers: 3 each cannot be.
     with pytest.raises(ConfigError, match=r"capacity by count: got 1 .* Set count=1.34"):
-        tower_map(affinity, loads_of(6, tables=3), 2)
+        build_tower_map(affinity, loads_of(6, tables=3), 2)
     assert (
         max(
-            tower_map(
+            build_tower_map(
                 affinity, loads_of(6, tables=3), 2, capacity=Capacity(count=1.34)
             ).learned.count
         )
         == 4
     )
     with pytest.raises(ConfigError, match="got 7 towers for 6 features of 6 tables"):
-        tower_map(affinity, loads_of(6), 7)
+        build_tower_map(affinity, loads_of(6), 7)
     with pytest.raises(ConfigError, match="got 4 towers for 6 features of 3 tables"):
-        tower_map(affinity, loads_of(6, tables=3), 4)
+        build_tower_map(affinity, loads_of(6, tables=3), 4)
     for ratio in (0.5, math.nan, math.inf):
         with pytest.raises(ConfigError, match="capacity by bytes"):
             Capacity(bytes=ratio)
@@ -245,17 +245,17 @@ def test_what_cannot_be_met_is_refused_with_what_could():
 
 def test_features_of_which_nothing_is_known():
     nothing = Affinity([f"f{i}" for i in range(5)])
-    nothing.add([np.zeros((4, 3))] * 5)
-    result = tower_map(nothing.matrix(), loads_of(5), 2, silent=nothing.silent)
+    nothing.add_batch_vectors([np.zeros((4, 3))] * 5)
+    result = build_tower_map(nothing.matrix(), loads_of(5), 2, silent=nothing.silent)
     assert sorted(map(len, result.partition.towers)) == [2, 3] and len(result.silent) == 5
-    one = tower_map(np.ones((1, 1)), loads_of(1), 1)
+    one = build_tower_map(np.ones((1, 1)), loads_of(1), 1)
     assert one.partition == Partition((("f0",),)) and one.learned.within is None
     assert TowerMap.from_json(one.to_json()) == one
 
 
 def test_a_map_goes_through_json_and_is_a_partition():
     affinity, _ = planted(13, 3)
-    result = tower_map(affinity, loads_of(13), 3, made={"step": 7, "samples": 256})
+    result = build_tower_map(affinity, loads_of(13), 3, made={"step": 7, "samples": 256})
     assert TowerMap.from_json(result.to_json()) == result
     assert Partition.from_json(result.to_json()) == result.partition
     for change in (
@@ -269,7 +269,7 @@ def test_a_map_goes_through_json_and_is_a_partition():
 
 def test_within_and_between():
     affinity = np.array([[1, 0.5, 0.1], [0.5, 1, 0.2], [0.1, 0.2, 1]])
-    assert mean_affinities(affinity, [0, 0, 1]) == pytest.approx((0.5, 0.15))
-    assert math.isnan(mean_affinities(affinity, [0, 1, 2])[0])
+    assert compute_mean_affinities(affinity, [0, 0, 1]) == pytest.approx((0.5, 0.15))
+    assert math.isnan(compute_mean_affinities(affinity, [0, 1, 2])[0])
     np.testing.assert_allclose(affinity_distances(affinity, "coherent")[0], [0, 0.5, 0.9])
     np.testing.assert_allclose(affinity_distances(affinity, "diverse")[0], [0, 0.5, 0.1])

@@ -15,12 +15,12 @@ from colonnade import Table
 from colonnade.errors import BudgetExceeded
 from colonnade.plan.cost.memory import (
     MemoryDemand,
+    average_over_ranks,
     divide_memory,
     divide_memory_on_ranks,
-    lower_hull,
-    mean_over_ranks,
+    fits_batches_in_flight,
+    lower_convex_hull,
     predict_demands,
-    window_fits,
 )
 from colonnade.plan.measure.profile import Profile, profile_ids
 from colonnade.topology.sharding import Sharding, replicated, row_wise, table_wise
@@ -89,7 +89,7 @@ def test_any_curves_within_one_piece_of_the_best(cases, more):
 @given(st.lists(st.floats(0, 10), min_size=2, max_size=20))
 def test_a_hull_is_convex_and_below(values):
     reads = np.sort(np.array(values))[::-1]
-    rows, low = lower_hull(list(range(len(reads))), reads.tolist())
+    rows, low = lower_convex_hull(list(range(len(reads))), reads.tolist())
     assert rows[0] == 0 and rows[-1] == len(reads) - 1
     assert (np.interp(range(len(reads)), rows, low) <= reads + 1e-9).all()
     slopes = np.diff(low) / np.diff(rows)
@@ -120,7 +120,11 @@ def test_the_window_comes_first_as_far_as_it_fits():
         demand("cold", [0] * 20, least=2, window_rows=10),
         demand("hot", [9] * 20, least=4, window_rows=8),
     ]
-    assert not window_fits(wanted, 17) and window_fits(wanted, 18) and window_fits(wanted, None)
+    assert (
+        not fits_batches_in_flight(wanted, 17)
+        and fits_batches_in_flight(wanted, 18)
+        and fits_batches_in_flight(wanted, None)
+    )
     assert [item.rows for item in divide_memory(wanted, 6)] == [2, 4]
     assert [item.rows for item in divide_memory(wanted, 12)] == [6, 6]  # half of each window
     assert [item.rows for item in divide_memory(wanted, 18)] == [10, 8]
@@ -232,7 +236,7 @@ def test_memory_goes_to_the_tables_that_a_rank_has():
     same = predict_demands(tables, result, **outcomes, shardings=evenly)
     assert same == predict_demands(tables, result, **outcomes)
     assert divide_memory_on_ranks(same, evenly, 4, budget // 2) == divide_memory(same, budget // 2)
-    mean, reads = mean_over_ranks(wanted, placed, shardings, 4)
+    mean, reads = average_over_ranks(wanted, placed, shardings, 4)
     assert mean[0].unique == wanted[0].unique / 4 and reads[2].reads == placed[2].reads / 2
     assert reads[1].reads == placed[1].reads
     mapped = divide_memory_on_ranks(wanted, shardings, 4, budget // 2, wanted[1].max_bytes)

@@ -18,7 +18,7 @@ from colonnade.checkpoint.checkpoints import (
     describe_lost_checkpoints,
     open_checkpoints,
 )
-from colonnade.checkpoint.stores import choose_segment_size, open_stores, order_stripes
+from colonnade.checkpoint.stores import choose_segment_size, open_stores, order_stripe_directories
 from colonnade.comm.mesh import Mesh
 from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_tensors
@@ -26,7 +26,7 @@ from colonnade.errors import CheckpointError, ConfigError, StorageError
 from colonnade.run.run import open_run
 from colonnade.sizes import StorageLocation
 from colonnade.store.disk import Disk
-from colonnade.store.storage_locations import check_locations, check_tiers
+from colonnade.store.storage_locations import check_storage_locations, check_tier_directories
 from colonnade.store.stripes import SpaceAccount, Stripes
 from colonnade.table import Table
 from colonnade.topology.sharding import row_wise
@@ -107,9 +107,11 @@ def test_any_places_give_the_same_bits(memory, plain, tmp_path, monkeypatch):
 
 
 def test_small_stores_are_spread_in_proportion():
-    firsts = [order_stripes([1, 3], number)[0] for number in range(40)]
+    firsts = [order_stripe_directories([1, 3], number)[0] for number in range(40)]
     assert 8 <= firsts.count(0) <= 12 and set(firsts[:4]) == {0, 1}
-    assert order_stripes([], 5) == [] and sorted(order_stripes([5, 5, 5], 7)) == [0, 1, 2]
+    assert order_stripe_directories([], 5) == [] and sorted(
+        order_stripe_directories([5, 5, 5], 7)
+    ) == [0, 1, 2]
 
 
 def test_two_runs_share_a_directory(tmp_path):
@@ -127,23 +129,23 @@ def test_two_runs_share_a_directory(tmp_path):
 
 def test_what_cannot_hold_rows_is_said(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    check_locations("ssd", [StorageLocation(str(tmp_path / "new" / "place"), 1)])
+    check_storage_locations("ssd", [StorageLocation(str(tmp_path / "new" / "place"), 1)])
     assert not (tmp_path / "new").exists()
     with pytest.raises(ConfigError, match=r"plan\.memory\.ssd: .*file is a file"):
-        check_locations("ssd", [StorageLocation(str(tmp_path / "file" / "x"))])
+        check_storage_locations("ssd", [StorageLocation(str(tmp_path / "file" / "x"))])
     with pytest.raises(ConfigError, match="the file system has"):
-        check_locations("mapped", [StorageLocation(str(tmp_path), 2**62)])
+        check_storage_locations("mapped", [StorageLocation(str(tmp_path), 2**62)])
     with pytest.raises(ConfigError, match=r"ssd: .*got 1 bytes, wanted at least 1,048,576"):
-        check_tiers([StorageLocation(str(tmp_path), 1)], None)
+        check_tier_directories([StorageLocation(str(tmp_path), 1)], None)
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
         with pytest.raises(
             ConfigError, match=r"no room at all \(0 bytes\), so it cannot hold rows"
         ):
-            check_locations("ssd", [StorageLocation(str(tmp_path))])
+            check_storage_locations("ssd", [StorageLocation(str(tmp_path))])
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(ConfigError, match=r"plan\.memory\.mapped: .* is not writable"):
-        check_locations("mapped", [StorageLocation(str(tmp_path))])
+        check_storage_locations("mapped", [StorageLocation(str(tmp_path))])
 
 
 def test_a_directory_that_vanished_is_named(tmp_path):
@@ -169,10 +171,10 @@ def test_one_directory_under_two_names_is_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"plan\.memory\.ssd: .*link/new is the same directory as .*real/new"
     ):
-        check_tiers([real, link], None)
+        check_tier_directories([real, link], None)
     with pytest.raises(ConfigError, match=r"plan\.memory\.mapped: .* is the same directory"):
-        check_tiers([link], real)
-    check_tiers([real, StorageLocation(str(tmp_path / "link" / "other"))], None)
+        check_tier_directories([link], real)
+    check_tier_directories([real, StorageLocation(str(tmp_path / "link" / "other"))], None)
     assert not list((tmp_path / "real").iterdir())
 
 
@@ -214,12 +216,12 @@ def test_a_size_is_a_limit_on_all_tables_of_a_rank_together(tmp_path):
     for store in stores:
         store.commit(2)
         store.prune([2])
-        store.collect()
+        store.collect_garbage()
     assert space.used == sum(path.stat().st_size for path in place.rglob("segment-*"))
     stores[0].delete(torch.arange(16000))
     stores[0].commit(3)
     stores[0].prune([3])
-    stores[0].collect()
+    stores[0].collect_garbage()
     assert space.used == sum(path.stat().st_size for path in place.rglob("segment-*")) < 4_000_000
     for store in stores:
         store.close()
@@ -287,7 +289,7 @@ def test_an_older_checkpoint_out_of_reach_is_said_once(tmp_path):
     for store in checkpoints.backings:
         for rows in list(store.scan()):
             store.write(rows.ids, rows.records).wait()
-        store.collect()
+        store.collect_garbage()
         store.commit(step + 1)
     assert describe_lost_checkpoints(checkpoints) == []
     checkpoints.close()
@@ -305,6 +307,6 @@ def test_an_older_checkpoint_out_of_reach_is_said_once(tmp_path):
 
 def test_a_space_gives_no_byte_beyond_its_limit(tmp_path):
     space = SpaceAccount(tmp_path, 100)
-    assert space.reserve(60) and not space.reserve(41) and space.used == 60
-    assert space.reserve(40) and not space.reserve(1)
-    assert SpaceAccount(tmp_path, None).reserve(2**62)
+    assert space.reserve_bytes(60) and not space.reserve_bytes(41) and space.used == 60
+    assert space.reserve_bytes(40) and not space.reserve_bytes(1)
+    assert SpaceAccount(tmp_path, None).reserve_bytes(2**62)

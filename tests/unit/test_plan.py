@@ -12,9 +12,9 @@ from colonnade import EmbeddingCollection, Feature, Mesh, Plan, PlanConfig, Tabl
 from colonnade.errors import ConfigError
 from colonnade.exchange import open_exchange
 from colonnade.lookup.layout import declare
-from colonnade.plan.plan import describe_tables
+from colonnade.plan.plan import describe_planned_tables
 from colonnade.sizes import StorageLocation
-from colonnade.store.budget import slot_bytes, split_budget
+from colonnade.store.budget import slot_bytes, split_memory_budget
 from colonnade.topology.sharding import Shard, replicated, row_wise, table_wise
 from colonnade.topology.world import World
 from colonnade.wire.codec import Codecs
@@ -34,7 +34,7 @@ SIZES = st.integers(20_000, 10**12)
 
 @given(TABLES, st.integers(1, 10**9), st.integers(1, 9))
 def test_budget_is_shared_and_kept(tables, budget, num_ranks):
-    rows = split_budget(tables, budget, [Shard(num_ranks)] * len(tables))
+    rows = split_memory_budget(tables, budget, [Shard(num_ranks)] * len(tables))
     assert all(n >= 1 for n in rows)
     # At least one row each; beyond that the budget holds.
     spent = sum(n * slot_bytes(t) for n, t in zip(rows, tables, strict=True) if n > 1)
@@ -65,7 +65,7 @@ def test_plans_round_trip(tables, budget, mapped, num_ranks, staleness):
     )
     assert plan.codecs == Codecs("bf16", "int8", "fp16")
     assert Plan.from_json(plan.to_json()) == plan
-    assert len(describe_tables(plan, tables)) == len(tables)
+    assert len(describe_planned_tables(plan, tables)) == len(tables)
     if budget is None:
         assert not plan.needs_backing
     spent = {"dram": 0, "mapped": 0}

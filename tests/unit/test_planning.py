@@ -15,7 +15,7 @@ from rich.console import Console
 
 from colonnade import Plan, fit
 from colonnade.cli import app
-from colonnade.cli.plan import _automatic_settings
+from colonnade.cli.plan import _default_to_automatic
 from colonnade.comm.mesh import Mesh
 from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_source, open_tensors
@@ -45,7 +45,7 @@ CONFIG = build_config(
 def trained(config, folder):
     run = open_run(config, Mesh(), folder, console=Console(quiet=True))
     try:
-        summary = run.summary(run.train())
+        summary = run.build_summary(run.train())
         collection = run.trainer.collection
         ids = torch.arange(3)
         rows = [collection.rows(table.name, ids) for table in collection.tables]
@@ -242,7 +242,7 @@ def test_plan_prints_a_table_and_json(capsys, tmp_path, monkeypatch, quick):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     command = ["plan", *EIGHT_TABLES, "--set", "model.dim=4", "--dram", "600KiB"]
-    assert app.run([*command, "--target", "1000"]) == 0
+    assert app.run_command([*command, "--target", "1000"]) == 0
     output = capsys.readouterr().out
     for words in (
         "MB/s at 1,000 samples/s",
@@ -252,7 +252,7 @@ def test_plan_prints_a_table_and_json(capsys, tmp_path, monkeypatch, quick):
         "C8",
     ):
         assert words in output
-    assert app.run([*command, "--json"]) == 0
+    assert app.run_command([*command, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["plan"]["prediction"]["samples_per_second"] > 0
     assert len(result["plan"]["tables"]) == 8 and result["device"]["directories"]
@@ -277,7 +277,7 @@ def test_plan_of_a_world_fits_a_terminal_and_shows_a_table_s_choices(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     command = ["plan", *EIGHT_TABLES, "--set", "model.dim=4", "--world", "2x2", "--uplink", "1Gbit"]
-    assert app.run(command) == 0
+    assert app.run_command(command) == 0
     message = capsys.readouterr().out
     assert max(map(len, message.splitlines())) <= 80
     for words in ("exchange:", "rows, all", "next best", "is not running", "waiting for links"):
@@ -291,10 +291,10 @@ def test_plan_of_a_world_fits_a_terminal_and_shows_a_table_s_choices(
         assert words in message
     assert "…" not in message
     force = ["--set", "plan.tables.C8.sharding=table_wise", "--table", "C8"]
-    assert app.run([*command, *force]) == 0
+    assert app.run_command([*command, *force]) == 0
     message = capsys.readouterr().out
     assert "rows, rank" in message and "set by you" in message and "copies" in message
-    assert app.run(["plan", *SETTINGS, "--world", "2 by 2"]) == 2
+    assert app.run_command(["plan", *SETTINGS, "--world", "2 by 2"]) == 2
     assert "HOSTSxRANKS" in capsys.readouterr().err
 
 
@@ -303,10 +303,10 @@ def test_plan_says_that_copies_are_left_out(capsys, tmp_path, monkeypatch, quick
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     command = ["plan", *EIGHT_TABLES, "--set", "model.dim=4", "--world", "2x1"]
-    assert app.run([*command, "--set", "plan.cache.staleness=10"]) == 0
+    assert app.run_command([*command, "--set", "plan.cache.staleness=10"]) == 0
     message = " ".join(capsys.readouterr().out.split())
     assert "more for plan.cache" in message and "plan.cache is not predicted" in message
-    assert app.run([*command, "--set", "plan.cache.size=7", "--json"]) == 0
+    assert app.run_command([*command, "--set", "plan.cache.size=7", "--json"]) == 0
     message = json.loads(capsys.readouterr().out)
     assert len(message["left_out"]) == 1 and "plan.cache" in message["left_out"][0]
     kinds = {(item["cache"]["rows"], item["exchange"]) for item in message["plan"]["tables"]}
@@ -323,8 +323,8 @@ def test_plan_says_that_copies_are_left_out(capsys, tmp_path, monkeypatch, quick
 def test_only_copies_that_there_are_leave_exchanges_alone(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text("plan: {cache: null}\n")
-    assert "plan.exchange" in _automatic_settings(config, None)
-    assert not _automatic_settings(config, ["plan.cache.staleness=3"])
+    assert "plan.exchange" in _default_to_automatic(config, None)
+    assert not _default_to_automatic(config, ["plan.cache.staleness=3"])
 
 
 def test_plan_refuses_before_it_measures(capsys, tmp_path, monkeypatch):
@@ -336,17 +336,17 @@ def test_plan_refuses_before_it_measures(capsys, tmp_path, monkeypatch):
         (["--world", "2x1", "--uplink", "5"], "uplink: got '5', wanted a rate such as 1Gbit"),
         (["--world", "2x1", "--local", "5"], "local: got '5', wanted a rate such as 1Gbit"),
     ):
-        assert app.run(["plan", *SETTINGS, *wrong]) == 2
+        assert app.run_command(["plan", *SETTINGS, *wrong]) == 2
         assert words in " ".join(capsys.readouterr().err.split())
 
 
 def test_plan_advises_no_modules_beside_those_of_the_model(capsys, tmp_path, monkeypatch, quick):
     monkeypatch.chdir(tmp_path)
     command = ["plan", *EIGHT_TABLES, "--set", "model.dim=4", "--world", "2x2", "--json"]
-    assert app.run(command) == 0
+    assert app.run_command(command) == 0
     output = json.loads(capsys.readouterr().out)["tower_modules"]
     assert [text["ratio"] for text in output] == [2, 4, 8]
-    assert app.run([*command, "--set", "model.towers=2", "--set", "model.tower_dim=2"]) == 0
+    assert app.run_command([*command, "--set", "model.towers=2", "--set", "model.tower_dim=2"]) == 0
     assert json.loads(capsys.readouterr().out)["tower_modules"] == []
 
 
@@ -355,7 +355,7 @@ def test_plan_says_of_each_consumer_what_travels(capsys, tmp_path, monkeypatch, 
     monkeypatch.setenv("COLUMNS", "80")
     model = ["model.name=deepfm", "model.bottom=none", "model.dim=4", "plan.exchange=partials"]
     command = ["plan", *SETTINGS, "--world", "16x1", "--uplink", "1Gbit"]
-    assert app.run([*command, *(word for item in model for word in ("--set", item))]) == 0
+    assert app.run_command([*command, *(word for item in model for word in ("--set", item))]) == 0
     output = capsys.readouterr().out
     assert "partials, all!" in output and "…" not in output
     assert "linear: partial (values 416, partial 16): fewer floats" in output
@@ -370,11 +370,11 @@ def test_plan_simulates_what_nobody_can_run(capsys, tmp_path, monkeypatch, quick
     command = ["plan", *EIGHT_TABLES, "--set", "model.dim=4", "--dram", "600KiB"]
     command += ["--simulate", "100e12"]
     command += ["--world", "1x16", "--uplink", "100Gbit"]
-    assert app.run([*command, "--host", "480GiB:8TiB"]) == 0
+    assert app.run_command([*command, "--host", "480GiB:8TiB"]) == 0
     output = capsys.readouterr().out
     assert "SIMULATION of 100,000,000,000,000 parameters" in output and "PERSIA" in output
     assert "rows in memory:" in output and "rows in disks:" in output
-    assert app.run([*command, "--host", "480GiB:8TiB", "--json"]) == 0
+    assert app.run_command([*command, "--host", "480GiB:8TiB", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)["simulation"]
     assert values["parameters"] == 100e12 and values["measured"]["seconds"] > 0
     assert [value["where"] for value in values["cases"]] == ["memory", "disks"]
@@ -388,7 +388,7 @@ def test_plan_simulates_what_nobody_can_run(capsys, tmp_path, monkeypatch, quick
         ["--simulate", "inf"],
         ["--table", "C1"],
     ):
-        assert app.run([*command, *wrong]) == 2
+        assert app.run_command([*command, *wrong]) == 2
         assert wrong[0] in capsys.readouterr().err
 
 

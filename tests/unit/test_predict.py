@@ -31,7 +31,7 @@ from colonnade.row_state import dense_state_dict, load_dense_state_dict
 from colonnade.run.build import build_model
 from colonnade.run.run import load_run_config, open_run
 from colonnade.store.checksums import compute_checksums
-from colonnade.store.dram import open_dram
+from colonnade.store.dram import open_dram_store
 from colonnade.store.mapped import open_mapped
 
 
@@ -142,7 +142,7 @@ def test_mapped_rows_are_those_of_the_file_or_first_values(tmp_path_factory, dra
         path = place / f"{t}.safetensors"
         save_file({"ids": torch.tensor(ids, dtype=torch.int64), "weights": weights[t]}, path)
         files.append((path.name, compute_checksums(path)))
-    births = open_dram(tables, [1] * len(tables), seed=3).native
+    births = open_dram_store(tables, [1] * len(tables), seed=3).native
     rows = open_mapped(tables, place, files, seed=3)
     for call in range(2):  # the second call's first values take the place of the first's
         columns = [torch.tensor(item[call], dtype=torch.int64) for item in requested]

@@ -6,7 +6,12 @@ import pytest
 
 from colonnade import Table
 from colonnade.plan.cost.memory import MemoryDemand, TableMemory
-from colonnade.plan.cost.prediction import AMPLIFICATION, StepCosts, choose_lookahead, predict_speed
+from colonnade.plan.cost.prediction import (
+    AMPLIFICATION,
+    StepCosts,
+    choose_lookahead_depth,
+    predict_speed,
+)
 from colonnade.plan.measure.device import PAGE, Device, DirectoryRate, ReadRate
 
 TABLE = Table("t", 16, rows=1000)  # record 76 bytes, framed 16 + 80
@@ -69,11 +74,11 @@ def test_ranks_work_side_by_side():
 
 def test_lookahead_is_as_deep_as_reads_are_slow():
     placed, costs = [TableMemory("t", 500, 25.0)], StepCosts(step_seconds=1e-3)
-    assert choose_lookahead(placed, costs, None) == 2
-    assert choose_lookahead([TableMemory("t", 1000, 0.0)], costs, device(1e6)) == 2
-    assert choose_lookahead(placed, costs, device(1e6)) == 3
+    assert choose_lookahead_depth(placed, costs, None) == 2
+    assert choose_lookahead_depth([TableMemory("t", 1000, 0.0)], costs, device(1e6)) == 2
+    assert choose_lookahead_depth(placed, costs, device(1e6)) == 3
     assert (
-        choose_lookahead(placed, costs, device(25 / 4e-3)) == 7
+        choose_lookahead_depth(placed, costs, device(25 / 4e-3)) == 7
     )  # four steps of reads and a little
-    assert choose_lookahead(placed, costs, device(1.0)) == 64
-    assert choose_lookahead(placed, costs, device(1.0), 5) == 5
+    assert choose_lookahead_depth(placed, costs, device(1.0)) == 64
+    assert choose_lookahead_depth(placed, costs, device(1.0), 5) == 5

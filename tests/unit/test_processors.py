@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from colonnade import processors
-from colonnade.processors import count_usable_processors, limit_spinning, read_quota
+from colonnade.processors import (
+    count_usable_processors,
+    limit_openmp_spinning,
+    read_processor_quota,
+)
 
 FIRST = {"cpu.cfs_quota_us": "150000\n", "cpu.cfs_period_us": "100000\n"}
 UNLIMITED = {"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}
@@ -26,18 +30,18 @@ def test_the_least_quota_of_all_levels_counts(tmp_path):
     write_group(tmp_path, "a", {"cpu.max": "250000 100000\n"})
     write_group(tmp_path, "a/b", {"cpu.max": "50000 100000\n"})
     write_group(tmp_path, "a/b/c", {"cpu.max": "max 100000\n"})
-    assert read_quota("0::/a/b/c\n", str(tmp_path)) == 0.5
-    assert read_quota("0::/a\n", str(tmp_path)) == 2.5
-    assert read_quota("0::/\n", str(tmp_path)) is None
-    assert read_quota("", str(tmp_path)) is None
+    assert read_processor_quota("0::/a/b/c\n", str(tmp_path)) == 0.5
+    assert read_processor_quota("0::/a\n", str(tmp_path)) == 2.5
+    assert read_processor_quota("0::/\n", str(tmp_path)) is None
+    assert read_processor_quota("", str(tmp_path)) is None
 
 
 def test_groups_of_version_1_and_a_container_that_sees_its_hosts_path(tmp_path):
     groups = "4:memory:/x\n2:cpu,cpuacct:/docker/abc\n1:cpuset:/\n0::/\n"
     write_group(tmp_path, "cpu", FIRST)
-    assert read_quota(groups, str(tmp_path)) == 1.5
+    assert read_processor_quota(groups, str(tmp_path)) == 1.5
     write_group(tmp_path, "cpu", UNLIMITED)
-    assert read_quota(groups, str(tmp_path)) is None
+    assert read_processor_quota(groups, str(tmp_path)) is None
 
 
 @pytest.mark.parametrize(
@@ -45,7 +49,7 @@ def test_groups_of_version_1_and_a_container_that_sees_its_hosts_path(tmp_path):
 )
 def test_a_quota_bounds_the_processors_rounded_up(monkeypatch, quota, wanted):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
-    monkeypatch.setattr(processors, "read_quota", lambda _: quota)
+    monkeypatch.setattr(processors, "read_processor_quota", lambda _: quota)
     assert count_usable_processors() == wanted
 
 
@@ -61,10 +65,10 @@ def run(code: str) -> list[str]:
 def test_a_setting_of_the_user_says_how_threads_wait():
     for name in processors.WAIT_SETTINGS:
         environment = {name: "1"}
-        limit_spinning(environment)
+        limit_openmp_spinning(environment)
         assert environment == {name: "1"}
     environment = {}
-    limit_spinning(environment)
+    limit_openmp_spinning(environment)
     assert environment == processors.WAITING
 
 

@@ -21,11 +21,11 @@ from colonnade.config.run import build_config, override_settings
 from colonnade.data.contract import Position
 from colonnade.errors import StorageError
 from colonnade.machine import collect_machine_facts
-from colonnade.report.reading import read_run, sum_lines
+from colonnade.report.reading import read_run_folder, sum_metrics_lines
 from colonnade.run.run import open_run
 from colonnade.store.tier_counts import TierCounts
-from colonnade.train.metrics_file import drop_lines_after, read_lines
-from colonnade.train.progress import Progress, _columns
+from colonnade.train.metrics_file import drop_metrics_after_step, read_metrics_lines
+from colonnade.train.progress import Progress, _choose_progress_columns
 from colonnade.train.record import Counters, Record, TierActivity
 
 
@@ -46,16 +46,16 @@ def finished(tmp_path_factory):
 
 def test_lines_add_up_to_the_counters(finished):
     folder, run = finished
-    record, trainer = read_run(folder), run.trainer
+    record, trainer = read_run_folder(folder), run.trainer
     assert record.status == "finished" and record.step == 30
     sources = trainer.collection.store.sources
-    sums = sum_lines(record, "rows")
+    sums = sum_metrics_lines(record, "rows")
     assert (
         sums["resident"] == sources.resident and sums["read"] == sources.read + sources.copied > 0
     )
     assert sums["born"] == sources.born
     assert sums["evicted"] == sources.evicted_clean + sources.evicted_dirty > 0
-    phases = sum_lines(record, "phases")
+    phases = sum_metrics_lines(record, "phases")
     total = phases.pop("total")
     for name, seconds in phases.items():
         assert seconds == pytest.approx(trainer.phases.seconds[name], rel=1e-9)
@@ -68,7 +68,7 @@ def test_lines_add_up_to_the_counters(finished):
 
 def test_tiers_add_up_to_the_stores_own_counts(finished):
     folder, run = finished
-    record, store = read_run(folder), run.trainer.collection.store
+    record, store = read_run_folder(folder), run.trainer.collection.store
     sources, summary = store.sources, json.loads((folder / "summary.json").read_text())["tiers"]
     lines = record.lines_of_kind("tiers")
     assert len(lines) >= 15 and list(lines[0]["tiers"]) == ["dram", "ssd"]
@@ -94,12 +94,12 @@ def test_the_line_of_tiers_is_short():
     dram = TierCounts(hits=931, misses=69)
     ssd = TierCounts(hits=60, misses=9, reads=2400, read_bytes=20_000_000, written_bytes=8_000_000)
     gained = TierActivity(2.0, 0.04, {"dram": dram, "ssd": ssd}, {"dram": 0, "ssd": 10})
-    assert gained.describe() == "dram 93.1 % | ssd 1.2k reads/s 14 MB/s | wait 2 %"
+    assert gained.format_activity() == "dram 93.1 % | ssd 1.2k reads/s 14 MB/s | wait 2 %"
     assert gained.to_dict()["ssd"]["lifetime_bytes"] == 10
     idle = TierActivity(
         1.0, 0.0, {"dram": TierCounts(), "ssd": TierCounts()}, {"dram": 0, "ssd": 0}
     )
-    assert idle.describe() == "dram - | ssd 0 reads/s 0.0 MB/s | wait 0 %"
+    assert idle.format_activity() == "dram - | ssd 0 reads/s 0.0 MB/s | wait 0 %"
 
 
 def test_no_words_of_tiers_where_all_rows_are_in_memory(tmp_path):
@@ -117,7 +117,7 @@ def test_no_words_of_tiers_where_all_rows_are_in_memory(tmp_path):
 
 def test_traffic_and_tables_are_counted(finished):
     folder, run = finished
-    record = read_run(folder)
+    record = read_run_folder(folder)
     batch = next(iter(run.trainer.data.train.batches(100)))
     traffic = record.lines_of_kind("traffic")[0]
     for name in batch.ids:
@@ -146,11 +146,11 @@ def test_lines_of_steps_that_happen_again_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     whole = [{"step": step, "kind": "train", "loss": 0.5} for step in (10, 20, 30)]
     path.write_text("".join(json.dumps(line) + "\n" for line in whole) + '{"step": 40, "ki')
-    assert read_lines(path) == whole
-    drop_lines_after(path, 20)
-    assert read_lines(path) == whole[:2] and path.read_text().endswith("\n")
-    drop_lines_after(tmp_path / "none", 3)
-    assert read_lines(tmp_path / "none") == []
+    assert read_metrics_lines(path) == whole
+    drop_metrics_after_step(path, 20)
+    assert read_metrics_lines(path) == whole[:2] and path.read_text().endswith("\n")
+    drop_metrics_after_step(tmp_path / "none", 3)
+    assert read_metrics_lines(tmp_path / "none") == []
 
 
 def progress(tmp_path, console, **settings) -> Progress:
@@ -163,10 +163,10 @@ def batch(size: int = 8) -> Batch:
 
 def test_a_loss_that_is_not_finite_is_null(tmp_path):
     result = progress(tmp_path, Console(file=io.StringIO()), every=1)
-    result.open(0)
+    result.start_reporting(0)
     result.report_step(1, float("nan"), batch(), 1)
     result.close()
-    (line,) = read_lines(tmp_path / "metrics.jsonl")
+    (line,) = read_metrics_lines(tmp_path / "metrics.jsonl")
     assert line["loss"] is None and line["kind"] == "train"
 
 
@@ -175,7 +175,7 @@ def test_a_file_gets_plain_lines_now_and_then(tmp_path, monkeypatch):
     monkeypatch.setattr("colonnade.train.progress.MIN_SECONDS", 0.0)
     text = io.StringIO()
     result = progress(tmp_path, Console(file=text, force_terminal=False), every=10)
-    result.open(0)
+    result.start_reporting(0)
     for step in range(1, 101):
         result.report_step(step, 0.5, batch(), 2)
     result.report_evaluation(100, 1, {"test_auc": 0.75, "test_num_samples": 3.0})
@@ -191,7 +191,7 @@ def test_bars_fit_the_terminal(width, tmp_path):
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=width, color_system=None)
     result = progress(tmp_path, console, every=1)
-    result.open(0)
+    result.start_reporting(0)
     for step in range(1, 50):
         result.report_step(step, 0.25, batch(4096), 1)
     shown = [result._bars.get_renderable()]
@@ -199,7 +199,7 @@ def test_bars_fit_the_terminal(width, tmp_path):
     with console.capture() as capture:
         console.print(*shown)
     lines = capture.get().splitlines()
-    assert len(lines) == 1 and len(lines[0]) <= width and len(_columns(width)) >= 3
+    assert len(lines) == 1 and len(lines[0]) <= width and len(_choose_progress_columns(width)) >= 3
     result._bars.text = "dram 93.1 % | ssd 1.2k reads/s 14 MB/s | wait 2 %"
     with console.capture() as capture:
         console.print(result._bars.get_renderable())
@@ -210,7 +210,7 @@ def test_bars_fit_the_terminal(width, tmp_path):
 def test_a_step_costs_microseconds(tmp_path):
     """Without the lines, which time limits to one in MIN_SECONDS."""
     result = progress(tmp_path, Console(file=io.StringIO()))
-    result.open(0)
+    result.start_reporting(0)
     loss, one = 0.5, batch()
     best = np.inf
     for _ in range(5):
@@ -230,9 +230,9 @@ def test_tensorboard_reads_what_was_recorded(tmp_path):
         2,
     ):  # the second call goes on from step 2: what the first said of step 3 is void
         record = Record(tmp_path)
-        record.open(first)
+        record.open_files(first)
         for step in range(first + 1, 4):
-            record.write(step, "train", {"loss": step + first / 10, "lr": {"item": 0.5}})
+            record.write_line(step, "train", {"loss": step + first / 10, "lr": {"item": 0.5}})
         record.close()
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     values = [(e.step, round(e.value, 3)) for e in board.Scalars("train/loss")]
@@ -242,13 +242,13 @@ def test_tensorboard_reads_what_was_recorded(tmp_path):
 
 def test_a_full_disk_names_the_file_and_no_thread_speaks(tmp_path, capfd):
     record = Record(tmp_path)
-    record.open(0)
+    record.open_files(0)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
     try:
         with pytest.raises(StorageError, match=r"metrics\.jsonl: could not write"):
             for step in range(1, 100):
-                record.write(step, "train", {"loss": 0.5})
+                record.write_line(step, "train", {"loss": 0.5})
         with suppress(StorageError):
             record.close()
     finally:
@@ -259,7 +259,7 @@ def test_a_full_disk_names_the_file_and_no_thread_speaks(tmp_path, capfd):
 def test_tensorboard_is_imported_only_where_there_is_a_folder():
     code = (
         "import sys, io; from rich.console import Console; from colonnade.train.progress import Progress; "
-        "p = Progress(total_steps=1, console=Console(file=io.StringIO())); p.open(0); p.close(); "
+        "p = Progress(total_steps=1, console=Console(file=io.StringIO())); p.start_reporting(0); p.close(); "
         "assert not any(n.startswith('tensorboard') for n in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

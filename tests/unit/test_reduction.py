@@ -11,7 +11,11 @@ from torch import nn
 
 from colonnade import World, open_mesh
 from colonnade.comm import process_groups as mesh_module
-from colonnade.comm.collectives import choose_sum_algorithm, estimate_sum_traffic, sum_in_order
+from colonnade.comm.collectives import (
+    choose_sum_algorithm,
+    estimate_sum_traffic,
+    sum_blocks_in_order,
+)
 from colonnade.errors import ConfigError
 from colonnade.run.planner import estimate_reduction_seconds
 
@@ -31,7 +35,7 @@ def tree(parts):
 def test_the_order_of_additions(hosts, local):
     parts = torch.randn(hosts, local, 7) * 10 ** torch.randn(hosts, local, 7)
     wanted = tree([tree(of_host) for of_host in parts])
-    assert torch.equal(sum_in_order(parts), wanted)
+    assert torch.equal(sum_blocks_in_order(parts), wanted)
     if local in (1, 2, 4) or hosts == 1:  # whatever the layout of so many ranks
         assert torch.equal(wanted, tree(parts.flatten(0, 1)))
 
@@ -62,7 +66,7 @@ def test_seconds_of_coded_gradients_follow_their_bytes():
     model = nn.Linear(1023, 1000)  # about a million weights
     exact = estimate_sum_traffic("by host", world, 4_096_000)
     assert estimate_reduction_seconds(model, world, "exact") == pytest.approx(
-        exact.seconds(world), rel=0.01
+        exact.predict_seconds(world), rel=0.01
     )
     for name, part in (("bf16", 1 / 2), ("fp16", 1 / 2), ("int8", 1 / 4)):
         inside = exact.local_bytes / world.local_bytes_per_second

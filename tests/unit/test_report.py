@@ -22,18 +22,18 @@ from colonnade.report.page import write_page
 from colonnade.report.pages import (
     build_figure_lines,
     build_headline,
-    compare_page,
     find_different_settings,
-    run_names,
-    run_page,
+    find_distinct_run_names,
+    render_comparison_page,
+    render_run_page,
 )
 from colonnade.report.reading import (
     collect_metrics,
-    collect_tables,
+    collect_table_figures,
     find_best,
     is_judged,
-    read_run,
-    sum_lines,
+    read_run_folder,
+    sum_metrics_lines,
 )
 
 
@@ -44,19 +44,19 @@ def figures_in(html: str) -> list[dict]:
 
 
 def test_what_is_read_is_what_was_written(tmp_path):
-    run = read_run(write_run(tmp_path / "run", steps=400, every=20, evaluations=4))
+    run = read_run_folder(write_run(tmp_path / "run", steps=400, every=20, evaluations=4))
     assert run.status == "finished" and run.step == 400
     metrics = collect_metrics(run)
     assert [step for step, _ in metrics["auc"]["validation"]] == [100, 200, 300, 400]
     assert find_best("auc", metrics["auc"]["validation"])[0] == 400
     assert find_best("log_loss", metrics["log_loss"]["validation"])[0] == 400
-    assert sum_lines(run, "rows") == {
+    assert sum_metrics_lines(run, "rows") == {
         "resident": 180000,
         "read": 14000,
         "born": 6000,
         "evicted": 13000,
     }
-    tables = collect_tables(run)
+    tables = collect_table_figures(run)
     assert [t.name for t in tables] == [f"C{i}" for i in range(6)]  # most bytes first
     assert tables[0].rows_known == 12000 and tables[0].lookups == 4096 and tables[3].unique == 103
 
@@ -75,9 +75,9 @@ def test_what_is_read_is_what_was_written(tmp_path):
     ],
 )  # fmt: skip
 def test_every_state_of_a_run_makes_a_page(settings, status, words, tmp_path):
-    run = read_run(write_run(tmp_path / "run", **settings))
+    run = read_run_folder(write_run(tmp_path / "run", **settings))
     assert run.status == status
-    html = run_page(run)
+    html = render_run_page(run)
     for word in [*words, "width=device-width", "@media print"]:
         assert word in html
     drawn = figures_in(html)
@@ -93,8 +93,8 @@ def test_every_state_of_a_run_makes_a_page(settings, status, words, tmp_path):
 
 
 def test_tiers_are_shown_where_there_are_some(tmp_path):
-    run = read_run(write_run(tmp_path / "run", steps=400, every=20, finished=False))
-    result = tiers.sum_tiers(run)
+    run = read_run_folder(write_run(tmp_path / "run", steps=400, every=20, finished=False))
+    result = tiers.sum_tier_counts(run)
     assert list(result) == ["dram", "ssd"]
     lines = run.lines_of_kind("tiers")
     ssd = result["ssd"]
@@ -102,14 +102,14 @@ def test_tiers_are_shown_where_there_are_some(tmp_path):
     assert ssd.lifetime_bytes == lines[-1]["tiers"]["ssd"]["lifetime_bytes"]
     assert ssd.held_bytes == 500_000
     assert result["dram"].hit_rate == 0.9 and ssd.write_amplification == pytest.approx(1.5)
-    words = dict(zip(tiers.TIER_LINES, tiers.format_tier(ssd), strict=True))
+    words = dict(zip(tiers.TIER_LINES, tiers.format_tier_counts(ssd), strict=True))
     assert (
         words["write amp."] == "1.50x"
         and words["space amp."] == "1.25x"
         and words["hit rate"] == "70.0%"
     )
-    assert set(tiers.format_tier(result["dram"])) >= {"-", "90.0%"}
-    charts = [chart for chart in tiers.tier_charts(run) if chart is not None]
+    assert set(tiers.format_tier_counts(result["dram"])) >= {"-", "90.0%"}
+    charts = [chart for chart in tiers.draw_tier_charts(run) if chart is not None]
     assert len(charts) == 6
     rates = charts[0]["data"]
     assert [trace["name"] for trace in rates] == ["dram", "ssd"] and set(rates[0]["y"]) == {90.0}
@@ -117,15 +117,15 @@ def test_tiers_are_shown_where_there_are_some(tmp_path):
     (tmp_path / "run" / "summary.json").write_text(
         json.dumps({"tiers": {"dram": {"hits": 5}, "ssd": {"hits": 7}}})
     )
-    assert tiers.sum_tiers(read_run(tmp_path / "run"))["ssd"].hits == 7
-    old = read_run(write_run(tmp_path / "old", tiers=False))
-    assert tiers.sum_tiers(old) == {} and tiers.tier_charts(old) == [None] * 6
-    assert "<h2>Tiers</h2>" not in run_page(old) and "<h2>Tiers</h2>" in run_page(run)
+    assert tiers.sum_tier_counts(read_run_folder(tmp_path / "run"))["ssd"].hits == 7
+    old = read_run_folder(write_run(tmp_path / "old", tiers=False))
+    assert tiers.sum_tier_counts(old) == {} and tiers.draw_tier_charts(old) == [None] * 6
+    assert "<h2>Tiers</h2>" not in render_run_page(old) and "<h2>Tiers</h2>" in render_run_page(run)
 
 
 def test_copies_of_rows_are_shown_where_there_are_some(tmp_path):
     folder = write_run(tmp_path / "run")
-    assert "Row cache" not in run_page(read_run(folder))
+    assert "Row cache" not in render_run_page(read_run_folder(folder))
     counts = {
         "hits": 60,
         "misses": 30,
@@ -139,7 +139,7 @@ def test_copies_of_rows_are_shown_where_there_are_some(tmp_path):
     ages = {"0": 400, "1": 25, "32": 75}
     with (folder / "metrics.jsonl").open("a") as lines:
         lines.write(json.dumps({"step": 400, "kind": "copy_ages", "time": 0.0, **ages}) + "\n")
-    html = run_page(read_run(folder))
+    html = render_run_page(read_run_folder(folder))
     assert "Row cache of rank 0" in html
     assert "60.0%" in html and "4.0 batches" in html
     assert "Age of cached rows" in html and "32 to 63" in html and "15.0%" in html
@@ -157,7 +157,7 @@ def test_headline_takes_the_test_value_of_the_best_validated_step(tmp_path):
             }
             lines.write(json.dumps(line) + "\n")
     assert ("test AUC", "0.6000", "step 200, best of validation AUC") in build_headline(
-        read_run(folder)
+        read_run_folder(folder)
     )
 
 
@@ -166,9 +166,9 @@ def test_headline_never_takes_the_best_of_the_test_part(tmp_path):
     scores = ((100, 0.9), (200, 0.6), (300, 0.7))
     lines = [{"step": step, "kind": "evaluate", "test_auc": auc} for step, auc in scores]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = read_run(folder)
+    run = read_run_folder(folder)
     assert ("test AUC", "0.7000", "last step, 300; no validation part") in build_headline(run)
-    assert "0.9000 at step" not in run_page(run)
+    assert "0.9000 at step" not in render_run_page(run)
     assert {line.name: line.values for line in build_figure_lines([run])}["test AUC, chosen"] == (
         "0.7000",
     )
@@ -185,13 +185,13 @@ def test_headline_goes_by_the_metric_that_the_run_monitored(tmp_path):
     ]  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert ("test AUC", "0.6000", "step 100, best of validation log loss") in build_headline(
-        read_run(folder)
+        read_run_folder(folder)
     )
 
 
 def test_hostile_names_are_text(tmp_path):
     folder = write_run(tmp_path / "<script>alert(1)</script>", name="</script><b>x")
-    html = run_page(read_run(folder))
+    html = render_run_page(read_run_folder(folder))
     assert "<script>alert" not in html and "<b>x" not in html.lower()
     assert "</script>" not in re.search(r'id="figures">(.*?)</script>', html, re.S)[1]
 
@@ -199,14 +199,14 @@ def test_hostile_names_are_text(tmp_path):
 def test_a_cut_line_is_left_out_and_a_broken_file_is_named(tmp_path):
     folder = write_run(tmp_path / "run", finished=False)
     whole = (folder / "metrics.jsonl").read_text().count("\n")
-    assert len(read_run(folder).lines) == whole
+    assert len(read_run_folder(folder).lines) == whole
     (folder / "plan.json").write_text('{"num_ranks": ')
     with pytest.raises(CheckpointError, match=r"plan\.json: got broken JSON"):
-        read_run(folder)
+        read_run_folder(folder)
     with pytest.raises(CheckpointError, match="no run folder"):
-        read_run(tmp_path)
+        read_run_folder(tmp_path)
     with pytest.raises(CheckpointError, match="is no folder"):
-        read_run(tmp_path / "nowhere")
+        read_run_folder(tmp_path / "nowhere")
 
 
 def test_a_page_is_written_whole_or_not_at_all(tmp_path):
@@ -222,24 +222,24 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path):
 def test_comparison_shows_only_what_differs_and_marks_the_best(tmp_path):
     one = write_run(tmp_path / "a" / "run", lr=0.1, loss=0.6)
     two = write_run(tmp_path / "b" / "run", lr=0.2, loss=0.5, steps=800, evaluations=2)
-    runs = [read_run(one), read_run(two)]
-    assert run_names(runs) == ["a/run", "b/run"]
+    runs = [read_run_folder(one), read_run_folder(two)]
+    assert find_distinct_run_names(runs) == ["a/run", "b/run"]
     assert {line.name for line in find_different_settings(runs)} == {"embedding.lr", "train.epochs"}
     assert find_different_settings([runs[0], runs[0]]) == []
     lines = {line.name: line for line in build_figure_lines(runs)}
     assert lines["steps"].values == ("400", "800")
     assert lines["test AUC, chosen"].best == ()  # equal
-    drawn = figures_in(compare_page(runs))
+    drawn = figures_in(render_comparison_page(runs))
     for figure in drawn:
         assert [trace["name"] for trace in figure["data"]] == ["a/run", "b/run"]
-    empty = read_run(write_run(tmp_path / "c", steps=0, finished=False))
+    empty = read_run_folder(write_run(tmp_path / "c", steps=0, finished=False))
     assert (
         "-"
         in {line.name: line for line in build_figure_lines([*runs, empty])}[
             "test AUC, chosen"
         ].values
     )
-    assert "3 runs compared" in compare_page([*runs, empty])
+    assert "3 runs compared" in render_comparison_page([*runs, empty])
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5000))
@@ -322,8 +322,8 @@ def test_files_that_training_never_wrote_still_make_a_page(name, tmp_path):
             path.write_text("".join(json.dumps(altered(line, random)) + "\n" for line in lines))
         else:  # YAML reads JSON
             path.write_text(json.dumps(altered(yaml.safe_load(whole), random)))
-        run = read_run(folder)
-        assert figures_in(run_page(run)) is not None and compare_page([run, run])
+        run = read_run_folder(folder)
+        assert figures_in(render_run_page(run)) is not None and render_comparison_page([run, run])
 
 
 def test_the_last_batch_of_an_epoch_does_not_count_as_a_typical_one(tmp_path):
@@ -333,7 +333,7 @@ def test_the_last_batch_of_an_epoch_does_not_count_as_a_typical_one(tmp_path):
     small = first | {"lookups": dict.fromkeys(first["lookups"], 7)}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(small) + "\n")
-    assert collect_tables(read_run(folder))[0].lookups == 4096
+    assert collect_table_figures(read_run_folder(folder))[0].lookups == 4096
 
 
 def test_tiers_are_left_out_where_files_hold_checkpoints_alone(tmp_path):
@@ -345,15 +345,18 @@ def test_tiers_are_left_out_where_files_hold_checkpoints_alone(tmp_path):
     for ssd, shown in [({"written_bytes": 4096}, False), ({"hits": 3, "reads": 3}, True)]:
         summary = {"tiers": {"dram": {"hits": 9}, "ssd": ssd}}
         (folder / "summary.json").write_text(json.dumps(summary))
-        assert ("<h2>Tiers</h2>" in run_page(read_run(folder))) == shown
+        assert ("<h2>Tiers</h2>" in render_run_page(read_run_folder(folder))) == shown
 
 
 def test_small_tables_are_drawn_in_kib_and_few_losses_as_one_curve(tmp_path):
-    run = read_run(write_run(tmp_path / "run", steps=400, every=20))
-    sizes = figures.table_size_chart(
-        [replace(t, bytes_in_memory=40_960, bytes_in_files=0) for t in collect_tables(run)]
+    run = read_run_folder(write_run(tmp_path / "run", steps=400, every=20))
+    sizes = figures.draw_table_size_chart(
+        [replace(t, bytes_in_memory=40_960, bytes_in_files=0) for t in collect_table_figures(run)]
     )
     assert sizes["data"][0]["x"][0] == 40 and "KiB" in json.dumps(sizes["layout"])
-    assert [trace["name"] for trace in figures.loss_chart(run)["data"]] == ["loss"]
-    many = read_run(write_run(tmp_path / "many", steps=4000, every=20))
-    assert [trace["name"] for trace in figures.loss_chart(many)["data"]] == ["recorded", "smoothed"]
+    assert [trace["name"] for trace in figures.draw_loss_chart(run)["data"]] == ["loss"]
+    many = read_run_folder(write_run(tmp_path / "many", steps=4000, every=20))
+    assert [trace["name"] for trace in figures.draw_loss_chart(many)["data"]] == [
+        "recorded",
+        "smoothed",
+    ]

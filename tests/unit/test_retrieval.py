@@ -310,7 +310,7 @@ def train(mesh, name, sizes=(8, 2, 7, 1)):
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     batches = (share_of(make(n, n), mesh.rank, mesh.num_ranks) for n in sizes)
     for batch in collection.lookahead(batches):
-        dense.zero()
+        dense.zero_gradients()
         loss = RetrievalObjective().loss(model, batch, mesh)
         loss.backward()
         dense.reduce(finite=collection.pipeline.gradients.are_finite(), stop=False)

@@ -206,7 +206,9 @@ def test_where_rows_lie_changes_no_bit(dtype):
         embeddings = collection(*tables)
         rows = RowOptimizer(embeddings)
         for ids in births.split(500):  # born, and given up again
-            embeddings.pipeline.drop(embeddings.pipeline.prepare(batch(ids.tolist(), "a", "b")))
+            embeddings.pipeline.drop_batch(
+                embeddings.pipeline.prepare_batch(batch(ids.tolist(), "a", "b"))
+            )
         random = torch.Generator().manual_seed(1)
         norms = []
         for _ in range(3):
@@ -617,9 +619,9 @@ def test_tensors_in_a_tuple_are_read_again():
     embeddings = EmbeddingCollection(tables, [Feature("a", "a")]).open()
     rows, beta = RowOptimizer(embeddings), torch.tensor(0.5)
     rows.param_groups[0]["betas"] = (beta, 0.9)
-    before = rows._checked_settings().clone()
+    before = rows._read_checked_settings().clone()
     beta.fill_(0.25)
-    assert not torch.equal(rows._checked_settings(), before)
+    assert not torch.equal(rows._read_checked_settings(), before)
 
 
 def test_settings_are_read_again_when_they_change():

@@ -120,8 +120,8 @@ def next_uses(mesh: Mesh) -> list[int]:
     collection = opened(mesh, homes)
     batch = batch_of(mesh.rank)
     batch.next_use = {name: torch.full((SAMPLES,), 7, dtype=torch.uint8) for name in EXCHANGES}
-    context = collection.pipeline.prepare(batch)
-    collection.pipeline.drop(context)
+    context = collection.pipeline.prepare_batch(batch)
+    collection.pipeline.drop_batch(context)
     assert len(context.owned.next_use) == len(context.owned.ids)
     return context.owned.next_use.tolist()
 

@@ -12,13 +12,13 @@ from colonnade.store.slot_directory import SlotDirectory
 def use(directory, ids, codes=None):
     """Pins ids (N,), unique, as a store does; their slots."""
     directory.advance_clock(len(ids), codes is not None)
-    slots = directory.find(ids)
+    slots = directory.find_slots(ids)
     is_here = slots >= 0
     count = int((~is_here).sum())
     assert directory.count_pinned_others(slots[is_here], len(ids)) + len(ids) <= directory.num_slots
-    directory.pin(slots[is_here], None if codes is None else codes[is_here])
-    victims = directory.choose_victims(count)
-    slots[~is_here] = directory.admit(
+    directory.pin_slots(slots[is_here], None if codes is None else codes[is_here])
+    victims = directory.choose_victim_slots(count)
+    slots[~is_here] = directory.admit_ids(
         ids[~is_here], victims, None if codes is None else codes[~is_here]
     )
     return slots
@@ -44,25 +44,25 @@ def test_rows_are_where_it_says(monkeypatch, exact, rows):
         memory[slots] = ids
         pinned.append((ids, slots))
         if len(pinned) > 2:
-            directory.unpin(pinned.pop(0)[1], dirty=False)
+            directory.unpin_slots(pinned.pop(0)[1], dirty=False)
         if random.random() < 0.2:
-            local = directory.find(random.permutation(900)[:50] * scale)
+            local = directory.find_slots(random.permutation(900)[:50] * scale)
             local = local[local >= 0]
-            directory.drop(local[~directory.is_pinned(local)])
+            directory.free_slots(local[~directory.is_pinned(local)])
         stored = np.flatnonzero(directory.flags & slot_directory.OCCUPIED)
         assert directory.num_rows == len(stored) and np.array_equal(
             directory.ids[stored], memory[stored]
         )
-        assert np.array_equal(directory.find(directory.ids[stored]), stored)
+        assert np.array_equal(directory.find_slots(directory.ids[stored]), stored)
         assert directory.num_pinned == len(np.unique(np.concatenate([s for _, s in pinned])))
 
 
 def test_releasing_what_is_not_pinned_is_refused():
     directory = SlotDirectory(4)
     slots = use(directory, np.array([7, 8]))
-    directory.unpin(slots[:1], dirty=False)
+    directory.unpin_slots(slots[:1], dirty=False)
     with pytest.raises(ValueError, match="not pinned"):
-        directory.unpin(slots, dirty=True)
+        directory.unpin_slots(slots, dirty=True)
     assert directory.is_pinned(slots).tolist() == [False, True] and not len(directory.dirty_slots())
 
 
@@ -71,9 +71,9 @@ def hits(directory, stream, codes=None):
     result = total = 0
     for step, ids in enumerate(stream):
         if 2 * step >= len(stream):
-            result += int((directory.find(ids) >= 0).sum())
+            result += int((directory.find_slots(ids) >= 0).sum())
             total += len(ids)
-        directory.unpin(use(directory, ids, codes), dirty=False)
+        directory.unpin_slots(use(directory, ids, codes), dirty=False)
     return result / total
 
 
@@ -101,10 +101,12 @@ def test_what_was_used_most_long_ago_leaves(monkeypatch):
     )  # counts are scaled down several times
     directory = SlotDirectory(100)
     for _ in range(50):
-        directory.unpin(use(directory, np.arange(100)), dirty=False)
+        directory.unpin_slots(use(directory, np.arange(100)), dirty=False)
     for turn in range(2000):  # other rows, for 40 half-lives
-        directory.unpin(use(directory, 1000 + (np.arange(80) + 80 * (turn % 3)) % 160), dirty=False)
-    assert (directory.find(np.arange(100)) >= 0).sum() == 0
+        directory.unpin_slots(
+            use(directory, 1000 + (np.arange(80) + 80 * (turn % 3)) % 160), dirty=False
+        )
+    assert (directory.find_slots(np.arange(100)) >= 0).sum() == 0
     assert np.isfinite(directory._scores).all()
 
 

@@ -12,7 +12,7 @@ from run_records import write_run
 FORMATS = Path(__file__).parents[1] / "fixtures/formats"
 RUN_VERB = """
 import resource, sys
-from colonnade.cli.app import run
+from colonnade.cli.app import run_command as run
 status = run(sys.argv[1:])
 used = resource.getrusage(resource.RUSAGE_SELF)
 print(used.ru_utime + used.ru_stime, file=sys.stderr)

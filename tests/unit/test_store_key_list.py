@@ -28,7 +28,7 @@ def as_ids(ids) -> np.ndarray:
 
 @given(ids=IDS, cut=st.tuples(st.integers(0, 97), st.integers(0, 97)))
 def test_ids_come_back(ids, cut):
-    keys = Keys.of(as_ids(ids))
+    keys = Keys.pack_ids(as_ids(ids))
     assert keys.ids().tolist() == ids and keys.num_records == len(ids)
     first, last = sorted(min(n, len(ids)) for n in cut)
     assert keys.ids(first, last).tolist() == ids[first:last]
@@ -52,7 +52,7 @@ def test_ids_come_back(ids, cut):
 def test_as_few_bytes_as_the_range_needs(ids, width, tmp_path):
     ids = as_ids(list(ids))
     data = encode_key_list(9, ids, 2**64 - 1)
-    assert len(data) == MAX_BYTES + width * len(ids) and Keys.of(ids).width == width
+    assert len(data) == MAX_BYTES + width * len(ids) and Keys.pack_ids(ids).width == width
     path = tmp_path / "segment-00000009.keys"
     path.write_bytes(data)
     assert read_key_list(open_key_list(path), 9, len(ids), 2**64 - 1).ids().tolist() == ids.tolist()

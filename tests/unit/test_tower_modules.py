@@ -14,17 +14,17 @@ from colonnade.cli.app import app
 from colonnade.config.run import build_config, override_settings
 from colonnade.data.contract import Column, Schema
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.exchange.operator_cut import why_not_remote
+from colonnade.exchange.operator_cut import explain_not_remote
 from colonnade.interaction import TowerModule
 from colonnade.models.dcnv2 import DCNv2
-from colonnade.models.dense_cost import cross_cost, dlrm_cost, dlrm_tower_cost, mlp_cost
+from colonnade.models.dense_cost import cross_layers_cost, dlrm_cost, dlrm_tower_cost, mlp_cost
 from colonnade.models.dlrm import DLRM
 from colonnade.models.tower_modules import describe_tower_modules
 from colonnade.publish.export import export_run
 from colonnade.row_state import dense_state_dict
-from colonnade.run.build import build_model, resolve_towers
+from colonnade.run.build import build_model, resolve_tower_settings
 from colonnade.run.run import load_run_config, open_run
-from colonnade.topology.towers import Partition, round_robin_partition
+from colonnade.topology.towers import Partition, build_round_robin_partition
 
 NAMES = list("abcde")
 TOWERS = Partition((("b", "d", "a"), ("e", "c")))
@@ -63,7 +63,7 @@ def test_any_module_is_a_consumer_of_its_tower():
     inputs = torch.cat([made.rows(name, batch().ids[name].values) for name in "ba"], 1)
     torch.testing.assert_close(made(batch())["mine"], wide(inputs))
     assert TowerModule(wide, [3, 6], 4).ratio == 9 / 4
-    assert "on one rank" in why_not_remote(made.declaration, "mine")
+    assert "on one rank" in explain_not_remote(made.declaration, "mine")
 
 
 def test_a_partial_of_vectors_is_the_module():
@@ -228,7 +228,7 @@ def test_work_is_that_of_the_literature():
         round((dlrm_tower_cost(26, 128, dim) + dlrm(dim)).flops / 1e6, 2) for dim in (64, 32, 16, 8)
     ]
     assert results == [15.26, 14.23, 13.72, 13.46]
-    dcn = mlp_cost([13, *bottom, 128]) + cross_cost(27 * 128, layers=3, rank=512)
+    dcn = mlp_cost([13, *bottom, 128]) + cross_layers_cost(27 * 128, layers=3, rank=512)
     assert round((dcn + mlp_cost([27 * 128, *top, 1])).flops / 1e6, 2) == 96.18
 
 
@@ -243,16 +243,16 @@ def test_partitions_come_from_numbers_files_and_lists(tmp_path):
     file = tmp_path / "towers.json"
     file.write_text(TOWERS.to_json())
     for message, wanted in (
-        (2, round_robin_partition(NAMES, 2)),
+        (2, build_round_robin_partition(NAMES, 2)),
         (str(file), TOWERS),
         ([list(tower) for tower in TOWERS.towers], TOWERS),
     ):
         config = configured(towers=message, tower_dim=3)
         model = build_model(SCHEMA, config)
         assert model.towers == wanted and model.dim == 3
-        retained = resolve_towers(SCHEMA, config)
+        retained = resolve_tower_settings(SCHEMA, config)
         assert retained.model.towers == [list(tower) for tower in wanted.towers]
-        assert resolve_towers(SCHEMA, retained) == retained
+        assert resolve_tower_settings(SCHEMA, retained) == retained
 
 
 @pytest.mark.parametrize(

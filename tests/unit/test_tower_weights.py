@@ -14,7 +14,7 @@ from colonnade.interaction import TowerModule
 from colonnade.lookup.contract import TowerConsumers
 from colonnade.train.dense import DenseGradients
 from colonnade.train.tower_weights import TowerWeights, find_tower_weights
-from colonnade.wire.coded_sums import residuals_by_parameter
+from colonnade.wire.coded_sums import sum_residuals_by_parameter
 
 NUM_RANKS, STEPS, SAMPLES = 4, 4, 24
 INPUTS = torch.randn(STEPS, SAMPLES, 3, generator=torch.Generator().manual_seed(5)).double()
@@ -42,7 +42,7 @@ def step_of(mesh, model, dense, step, size, spoils=-1):
     gradient of NaN in its tower."""
     inputs = INPUTS[step]
     own = inputs[mesh.rank :: mesh.num_ranks]
-    dense.zero()
+    dense.zero_gradients()
     dense.begin_last_backward()
     (model.top(own) ** 2).sum().backward()
     # What `push` does: each sample once, by one rank of the tower.
@@ -79,7 +79,7 @@ def train(mesh, size, codec="exact", states=None):
     towers = given_to(model, size) if mesh.num_ranks > 1 else None
     late = list(model.towers.parameters())
     dense = DenseGradients(list(model.parameters()), mesh, codec, late=late, towers=towers)
-    dense.restore(states or [])
+    dense.set_checkpoint_residuals(states or [])
     dense.build_buckets()
     norms = []
     for step in range(STEPS):
@@ -101,7 +101,7 @@ def train(mesh, size, codec="exact", states=None):
     output = [float(tower.visits[0]) for tower in model.towers]
     return {
         "norms": norms, "weights": weights, "before": before, "kept": retained, "seen": output,
-        "state": dense.state(),
+        "state": dense.export_residuals(),
     }  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def refused(mesh):
     for spoils in (3, 0, -1):
         assert step_of(mesh, model, dense, 0, 2, spoils=spoils)[0] is (spoils < 0)
     message = ""
-    dense.zero()
+    dense.zero_gradients()
     try:
         model.towers[1](INPUTS[0]).sum().backward()
     except ConfigError as error:
@@ -175,7 +175,7 @@ def test_buffers_of_a_tower_are_handed_out(everyone):
 
 
 def test_sums_inside_a_tower_are_exact_where_others_are_coded(everyone):
-    lost = residuals_by_parameter([rank["coded"]["state"] for rank in everyone])
+    lost = sum_residuals_by_parameter([rank["coded"]["state"] for rank in everyone])
     names = [name for name, _ in Model().named_parameters()]
     assert {names[number] for number in lost} == {"top.weight", "top.bias"}
 

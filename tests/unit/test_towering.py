@@ -10,7 +10,7 @@ from colonnade.errors import ConfigError
 from colonnade.plan.constraints import apply_towers, is_settled, shard_in_towers
 from colonnade.plan.cost.tower_paths import (
     CALL_MESSAGES,
-    saved_processor_seconds,
+    predict_saved_processor_seconds,
     tower_call_seconds,
 )
 from colonnade.plan.plan import build_plan
@@ -122,7 +122,13 @@ def test_calls_by_towers_have_fewer_slow_messages():
 def test_processors_have_fewer_messages_in_more_calls():
     world = World(num_hosts=4, ranks_per_host=4, message_processor_seconds=1e-3)
     item = 1e-3 * 15 / (15 + CALL_MESSAGES)
-    assert saved_processor_seconds(world, 4) == pytest.approx(2 * (15 - 6 - CALL_MESSAGES) * item)
+    assert predict_saved_processor_seconds(world, 4) == pytest.approx(
+        2 * (15 - 6 - CALL_MESSAGES) * item
+    )
     turns = 2 * (15 - 9 - 2 * CALL_MESSAGES) * item
-    assert saved_processor_seconds(world, 4, chunks=2) == pytest.approx(turns)
-    assert saved_processor_seconds(world, 16) == saved_processor_seconds(world, 1) == 0.0
+    assert predict_saved_processor_seconds(world, 4, chunks=2) == pytest.approx(turns)
+    assert (
+        predict_saved_processor_seconds(world, 16)
+        == predict_saved_processor_seconds(world, 1)
+        == 0.0
+    )

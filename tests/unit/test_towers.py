@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from colonnade.errors import ConfigError
-from colonnade.topology.towers import Partition, round_robin_partition, tower_ranks
+from colonnade.topology.towers import Partition, build_round_robin_partition, list_tower_ranks
 from colonnade.topology.world import World
 
 
@@ -13,7 +13,7 @@ def test_a_partition_has_each_feature_once_and_goes_through_json():
     partition = Partition((("a", "c"), ("b",)))
     assert partition.features == ("a", "c", "b") and partition.tower_of("b") == 1
     assert Partition.from_json(partition.to_json()) == partition
-    assert round_robin_partition(["a", "b", "c"], 2) == partition
+    assert build_round_robin_partition(["a", "b", "c"], 2) == partition
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,12 @@ def test_a_file_that_is_no_partition(text):
 
 def test_ranks_of_towers():
     two_hosts = World(num_hosts=2, ranks_per_host=2)
-    assert tower_ranks(two_hosts, 1) == ((0, 1, 2, 3),)
-    assert tower_ranks(two_hosts, 2) == ((0, 1), (2, 3))
-    assert tower_ranks(two_hosts, 4) == ((0,), (1,), (2,), (3,))
+    assert list_tower_ranks(two_hosts, 1) == ((0, 1, 2, 3),)
+    assert list_tower_ranks(two_hosts, 2) == ((0, 1), (2, 3))
+    assert list_tower_ranks(two_hosts, 4) == ((0,), (1,), (2,), (3,))
     with pytest.raises(ConfigError, match="divides the ranks"):
-        tower_ranks(two_hosts, 3)
+        list_tower_ranks(two_hosts, 3)
     with pytest.raises(ConfigError, match="whole hosts"):
-        tower_ranks(World(num_hosts=2, ranks_per_host=3), 3)
+        list_tower_ranks(World(num_hosts=2, ranks_per_host=3), 3)
     with pytest.raises(ConfigError, match="0 towers"):
-        round_robin_partition(["a"], 0)
+        build_round_robin_partition(["a"], 0)

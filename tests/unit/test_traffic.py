@@ -8,7 +8,12 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from colonnade.comm.traffic import Traffic, count_ring_sum, find_tree_children, link_between
+from colonnade.comm.traffic import (
+    Traffic,
+    count_ring_sum_traffic,
+    find_broadcast_children,
+    link_between,
+)
 from colonnade.topology.world import World
 
 
@@ -16,7 +21,10 @@ from colonnade.topology.world import World
 @pytest.mark.parametrize("elements", [1, 2, 5, 63, 64, 1000])
 @pytest.mark.parametrize("itemsize", [1, 4, 8])
 def test_a_sum_moves_each_chunk_around_the_ring_twice(size, elements, itemsize):
-    sent = [count_ring_sum(elements * itemsize, itemsize, place, size)[0] for place in range(size)]
+    sent = [
+        count_ring_sum_traffic(elements * itemsize, itemsize, place, size)[0]
+        for place in range(size)
+    ]
     # Everything but one member's chunk passes each link, once summed and once spread.
     assert sum(sent) == 2 * (size - 1) * elements * itemsize
     assert all(item % itemsize == 0 for item in sent)
@@ -26,7 +34,7 @@ def test_a_sum_moves_each_chunk_around_the_ring_twice(size, elements, itemsize):
 def test_a_broadcast_reaches_everybody_once(size):
     reached, waiting = [0], [0]
     while waiting:
-        children = find_tree_children(waiting.pop(), size)
+        children = find_broadcast_children(waiting.pop(), size)
         reached += children
         waiting += children
     assert sorted(reached) == list(range(size))
@@ -42,8 +50,8 @@ def test_links_follow_hosts():
     ]
     traffic = Traffic()
     links = [None if peer == 1 else link_between(world, 1, peer) for peer in range(4)]
-    traffic.count("push", links, [10 * (peer + 1) for peer in range(4)])
-    traffic.count("push", links[:1], [0])
+    traffic.count_sent_bytes("push", links, [10 * (peer + 1) for peer in range(4)])
+    traffic.count_sent_bytes("push", links[:1], [0])
     assert traffic.sent_bytes == {("push", "local"): 10, ("push", "remote"): 70}
     assert traffic.messages == {("push", "local"): 1, ("push", "remote"): 2}
     assert traffic.bytes_of("push") == 80

@@ -21,8 +21,8 @@ from colonnade.config.run import ScheduleConfig, build_config
 from colonnade.data import Splits
 from colonnade.errors import CheckpointError, ConfigError, NonFiniteError
 from colonnade.train.best import Best
-from colonnade.train.schedules import learning_rate_factor
-from colonnade.train.trainer import average_days
+from colonnade.train.schedules import compute_learning_rate_factor
+from colonnade.train.trainer import average_daily_metrics
 
 FAST = {"batch_size": 50, "quiet": True, "threads": 1}
 
@@ -298,7 +298,7 @@ def test_a_norm_that_overflows_is_refused_or_skipped():
 
 def test_factors_of_the_learning_rate():
     linear = ScheduleConfig(name="linear", warmup_steps=4, total_steps=14, final=0.5)
-    assert [learning_rate_factor(linear, 14, s) for s in (0, 3, 4, 9, 14, 99)] == [
+    assert [compute_learning_rate_factor(linear, 14, s) for s in (0, 3, 4, 9, 14, 99)] == [
         0.25,
         1,
         1,
@@ -307,10 +307,10 @@ def test_factors_of_the_learning_rate():
         0.5,
     ]
     cosine = ScheduleConfig(name="cosine", final=0.2)
-    assert learning_rate_factor(cosine, 10, 5) == pytest.approx(0.6)
+    assert compute_learning_rate_factor(cosine, 10, 5) == pytest.approx(0.6)
     exponential = ScheduleConfig(name="exponential", final=0.01)
-    assert learning_rate_factor(exponential, 10, 5) == pytest.approx(0.1)
-    assert learning_rate_factor(ScheduleConfig(warmup_steps=2), 0, 9) == 1.0
+    assert compute_learning_rate_factor(exponential, 10, 5) == pytest.approx(0.1)
+    assert compute_learning_rate_factor(ScheduleConfig(warmup_steps=2), 0, 9) == 1.0
     with pytest.raises(ConfigError, match="wanted more than 0 for exponential"):
         build_config({"dense": {"schedule": {"name": "exponential"}}})
     with pytest.raises(ConfigError, match=r"did you mean dense\.schedule\.warmup_steps"):
@@ -428,7 +428,9 @@ def test_days_are_tested_before_they_are_trained(tmp_path):
             metrics = colonnade.train.metrics.evaluate(model, day, 50, Mesh())
             days.append({"day": number, **metrics})
         train_by_hand(model, day, number, dense_state)
-    assert result.metrics["days_auc"] == pytest.approx(average_days(days)["days_auc"], abs=1e-6)
+    assert result.metrics["days_auc"] == pytest.approx(
+        average_daily_metrics(days)["days_auc"], abs=1e-6
+    )
     assert result.metrics["days_num_samples"] == sum(day.num_samples for day in data.days[1:])
     assert [day["day"] for day in result.outcome.days] == [1, 2, 3]
     for actual, expected in zip(result.outcome.days, days, strict=True):
@@ -467,7 +469,7 @@ def test_pooled_days_are_the_days_samples_together():
         {"day": 1, "log_loss": 0.5, "auc": math.nan, "num_samples": 10.0},
         {"day": 2, "log_loss": 0.8, "auc": 0.7, "num_samples": 30.0},
     ]
-    result = average_days(days)
+    result = average_daily_metrics(days)
     assert result["days_log_loss"] == pytest.approx((5 + 24) / 40)
     assert result["days_auc"] == pytest.approx(0.7) and result["days_num_samples"] == 40
-    assert average_days([]) == {}
+    assert average_daily_metrics([]) == {}

@@ -124,7 +124,7 @@ class Work:
 
 def counted(tiered: Tiered) -> dict:
     sources, native = tiered.store.sources, tiered.store.native
-    appended = sum(log.counts()["rows_written"] for log in tiered.logs)
+    appended = sum(log.count_rows_and_bytes()["rows_written"] for log in tiered.logs)
     used = sources.resident + sources.read + sources.copied + sources.born
     return {
         "touched": used + sources.evicted_clean + appended,
@@ -143,7 +143,7 @@ def test_a_step_is_bounded_work(case, tmp_path):
     for step, batch in enumerate(batches(130)):
         if case == "collection":
             for log in tiered.logs:
-                log.collect_piece()
+                log.collect_garbage_piece()
         before = counted(tiered)
         if case == "checkpoint" and step % 10 == 5:
             tiered.store.begin_commit()
@@ -156,7 +156,7 @@ def test_a_step_is_bounded_work(case, tmp_path):
     evicted = tiered.store.sources.evicted_clean + tiered.store.sources.evicted_dirty
     assert evicted > 90 * UNIQUE / 4  # steadily
     if case == "collection":
-        assert sum(log.counts()["rows_rewritten"] for log in tiered.logs) > ROWS
+        assert sum(log.count_rows_and_bytes()["rows_rewritten"] for log in tiered.logs) > ROWS
     if case == "checkpoint":
         assert len(begun) == 13 and not any(begun)  # nothing is copied when a checkpoint begins
         # A step saves no more than its own rows.
@@ -245,7 +245,9 @@ def test_the_worst_step_is_at_most_thrice_the_median(case, tmp_path):
             writing.join()
         ready.close()
         if case == "collection":
-            assert sum(log.counts()["rows_rewritten"] for log in tiered.logs) > 100_000
+            assert (
+                sum(log.count_rows_and_bytes()["rows_rewritten"] for log in tiered.logs) > 100_000
+            )
         tiered.close()
         steady = np.array(seconds[60:])
         median, worst = float(np.median(steady)), float(steady.max())

@@ -4,7 +4,7 @@ from colonnade.cache.cached_rows import (
     CachedRows,
     DeviceCachedRows,
     NativeCachedRows,
-    sent_record_bytes,
+    count_sent_record_bytes,
 )
 
-__all__ = ["CachedRows", "DeviceCachedRows", "NativeCachedRows", "sent_record_bytes"]
+__all__ = ["CachedRows", "DeviceCachedRows", "NativeCachedRows", "count_sent_record_bytes"]

@@ -24,8 +24,8 @@ from colonnade.errors import BudgetExceeded, ConfigError
 from colonnade.lookup.row_layout import RowSums
 from colonnade.ops.optimizers import Settings
 from colonnade.store.contract import RowView
-from colonnade.store.device_rows import enlarge_device_rows, reserve_device_rows, update
-from colonnade.store.dram import open_dram, table_seed
+from colonnade.store.device_rows import enlarge_device_rows, reserve_device_rows, update_device_rows
+from colonnade.store.dram import open_dram_store, table_seed
 from colonnade.table import CLOCK_BYTES, Table
 
 SPARE = 2**22
@@ -65,13 +65,13 @@ class CachedRows(ABC):
 
     @abstractmethod
     def views(self) -> list[RowView]:
-        """Return views of the cached weights, by table, valid until `grow`."""
+        """Return views of the cached weights, by table, valid until `grow_table`."""
 
     @abstractmethod
-    def grow(self, table_index: int, num_slots: int) -> None:
+    def grow_table(self, table_index: int, num_slots: int) -> None:
         """Make slots below `num_slots` usable. Raises BudgetExceeded where a device has no memory for them."""
 
-    def store_received(
+    def store_received_rows(
         self,
         counts: np.ndarray,
         slots: np.ndarray,
@@ -92,7 +92,7 @@ class CachedRows(ABC):
     def _store_records(
         self, counts: np.ndarray, slots: np.ndarray, message: Tensor, widths: np.ndarray
     ) -> None:
-        """Store the records of `store_received`."""
+        """Store the records of `store_received_rows`."""
 
     @abstractmethod
     def read_records(self, table_index: int, slots: np.ndarray) -> Tensor:
@@ -103,17 +103,22 @@ class CachedRows(ABC):
         """Write records, (n, record_bytes) uint8 on the CPU."""
 
     @abstractmethod
-    def add_gradients(
-        self, counts: np.ndarray, slots: np.ndarray, sums: Any, is_leaving: np.ndarray
+    def add_pending_gradients(
+        self, counts: np.ndarray, slots: np.ndarray, gradient_sums: Any, is_leaving: np.ndarray
     ) -> None:
-        """Add one batch's gradients to the pending sums: counts (T,), slots (U,), their sums.
+        """Add one batch's gradients to the pending gradient_sums: counts (T,), slots (U,), their sums.
 
-        Rows of `is_leaving` (U,) bool are left out: `take` them.
+        Rows of `is_leaving` (U,) bool are left out: take them with `take_pending_gradients`.
         """
 
     @abstractmethod
-    def take_pending(
-        self, counts: np.ndarray, slots: np.ndarray, origin: np.ndarray, sums: Any, out: Tensor
+    def take_pending_gradients(
+        self,
+        counts: np.ndarray,
+        slots: np.ndarray,
+        batch_indices: np.ndarray,
+        batch_sums: Any,
+        out: Tensor,
     ) -> None:
         """Write pending sums of rows to `out`, and clear them: counts (N, T), slots (n,) in the order of messages.
 
@@ -122,7 +127,7 @@ class CachedRows(ABC):
         """
 
     @abstractmethod
-    def pending_sums(self, counts: np.ndarray, slots: np.ndarray) -> Any:
+    def gather_pending_sums(self, counts: np.ndarray, slots: np.ndarray) -> Any:
         """Return the pending sums of rows (n,) listed table by table: counts (T,)."""
 
     def table_pending_sums(self, table_index: int, slots: np.ndarray) -> Tensor:
@@ -139,8 +144,8 @@ class CachedRows(ABC):
         slots = np.flatnonzero(self.num_pending[table_index])
         return slots[np.argsort(self.ids[table_index][slots])]
 
-    def state(self, table_index: int, slots: np.ndarray) -> dict[str, Tensor]:
-        """Return the contents of these slots, on the CPU, for `load` in memory or on a device."""
+    def export_rows(self, table_index: int, slots: np.ndarray) -> dict[str, Tensor]:
+        """Return the contents of these slots, on the CPU, for `load_rows` in memory or on a device."""
         num_pending = torch.from_numpy(self.num_pending[table_index][slots])
         pending = self.table_pending_sums(table_index, slots)
         pending[num_pending == 0] = 0  # never written; zeros make checkpoints of equal runs equal
@@ -151,18 +156,18 @@ class CachedRows(ABC):
             "ticks": num_pending,
         }
 
-    def load(self, table_index: int, slots: np.ndarray, state: dict[str, Tensor]) -> None:
-        """Load the result of `state` into these slots."""
+    def load_rows(self, table_index: int, slots: np.ndarray, state: dict[str, Tensor]) -> None:
+        """Load the result of `export_rows` into these slots."""
         if not len(slots):
             return
-        self.grow(table_index, int(slots.max()) + 1)
+        self.grow_table(table_index, int(slots.max()) + 1)
         self.ids[table_index][slots] = state["ids"].numpy()
         self.write_records(table_index, slots, state["records"])
         pending = self.pending[table_index]
         pending[torch.from_numpy(slots).to(pending.device)] = state["pending"].to(pending.device)
         self.num_pending[table_index][slots] = state["ticks"].numpy()
 
-    def _extend_slots(self, table_index: int, num_slots: int) -> None:
+    def _extend_slot_arrays(self, table_index: int, num_slots: int) -> None:
         """Extend `ids` and `num_pending` to `num_slots` slots. New slots have no pending gradients."""
         count = num_slots - len(self.ids[table_index])
         self.num_pending[table_index] = np.concatenate(
@@ -171,10 +176,10 @@ class CachedRows(ABC):
         self.ids[table_index] = np.concatenate([self.ids[table_index], np.zeros(count, np.int64)])
 
 
-def sent_record_bytes(table: Table, is_changed: bool) -> int:
+def count_sent_record_bytes(table: Table, is_updated: bool) -> int:
     """Return the number of bytes of a record that an owner sends: with optimizer state if the copy is updated
-    (`is_changed`), with the clock if its optimizers count steps."""
-    if not is_changed:
+    (`is_updated`), with the clock if its optimizers count steps."""
+    if not is_updated:
         return table.width * table.itemsize
     counts = any(part.optimizer.counts_steps for part in table.parts)
     return table.record_bytes - (0 if counts else CLOCK_BYTES)
@@ -186,7 +191,7 @@ class NativeCachedRows(CachedRows):
     def __init__(self, tables: Sequence[Table], capacities: Sequence[int]) -> None:
         """Begin without rows. capacities: number of rows that outlast a batch, by table."""
         super().__init__(tables, capacities)
-        self.store = open_dram(self.tables, self.max_slots, seed=0)
+        self.store = open_dram_store(self.tables, self.max_slots, seed=0)
         dtype = getattr(torch, tables[0].compute_dtype)
         self.pending = [torch.empty(0, table.width, dtype=dtype) for table in tables]
 
@@ -198,7 +203,7 @@ class NativeCachedRows(CachedRows):
     def views(self) -> list[RowView]:
         return self.store.views()
 
-    def grow(self, table_index: int, num_slots: int) -> None:
+    def grow_table(self, table_index: int, num_slots: int) -> None:
         num_allocated = len(self.ids[table_index])
         if num_slots <= num_allocated:
             return
@@ -214,7 +219,7 @@ class NativeCachedRows(CachedRows):
             count, self.tables[table_index].width, dtype=self.pending[table_index].dtype
         )
         self.pending[table_index] = torch.cat([self.pending[table_index], new_sums])
-        self._extend_slots(table_index, num_allocated + count)
+        self._extend_slot_arrays(table_index, num_allocated + count)
 
     def _store_records(
         self, counts: np.ndarray, slots: np.ndarray, message: Tensor, widths: np.ndarray
@@ -229,34 +234,39 @@ class NativeCachedRows(CachedRows):
     def write_records(self, table_index: int, slots: np.ndarray, records: Tensor) -> None:
         self.native.unpack(table_index, _int32(slots), records)
 
-    def add_gradients(
-        self, counts: np.ndarray, slots: np.ndarray, sums: RowSums, is_leaving: np.ndarray
+    def add_pending_gradients(
+        self, counts: np.ndarray, slots: np.ndarray, gradient_sums: RowSums, is_leaving: np.ndarray
     ) -> None:
         _native.add_pending(
             self._pending_arrays(),
             self.num_pending,
             counts,
             slots,
-            sums.index,
-            sums.values,
+            gradient_sums.index,
+            gradient_sums.values,
             is_leaving.view(np.uint8),
         )
 
-    def take_pending(
-        self, counts: np.ndarray, slots: np.ndarray, origin: np.ndarray, sums: RowSums, out: Tensor
+    def take_pending_gradients(
+        self,
+        counts: np.ndarray,
+        slots: np.ndarray,
+        batch_indices: np.ndarray,
+        batch_sums: RowSums,
+        out: Tensor,
     ) -> None:
         _native.take_pending(
             self._pending_arrays(),
             self.num_pending,
             counts.ravel(),
             slots,
-            origin,
-            sums.index,
-            sums.values,
+            batch_indices,
+            batch_sums.index,
+            batch_sums.values,
             out,
         )
 
-    def pending_sums(self, counts: np.ndarray, slots: np.ndarray) -> RowSums:
+    def gather_pending_sums(self, counts: np.ndarray, slots: np.ndarray) -> RowSums:
         by_table = np.split(slots, counts.cumsum()[:-1])
         values = torch.cat(
             [
@@ -303,7 +313,7 @@ class DeviceCachedRows(CachedRows):
         for table_index, count in enumerate(self.capacities):
             name = tables[table_index].name
             try:
-                self._allocate(table_index, count)
+                self._allocate_slots(table_index, count)
             except RuntimeError as error:
                 raise ConfigError(
                     f"plan.cache: got {count:,} copies of rows of table {name!r} for {device}, which has no "
@@ -314,7 +324,7 @@ class DeviceCachedRows(CachedRows):
     def views(self) -> list[RowView]:
         return [rows.view for rows in self.rows]
 
-    def grow(self, table_index: int, num_slots: int) -> None:
+    def grow_table(self, table_index: int, num_slots: int) -> None:
         num_allocated, table = len(self.ids[table_index]), self.tables[table_index]
         if num_slots <= num_allocated:
             return
@@ -322,7 +332,7 @@ class DeviceCachedRows(CachedRows):
         reserve = (num_slots - self.capacities[table_index]) // 2
         wanted = max(num_slots, min(self.max_slots[table_index], num_slots + reserve))
         try:
-            self._allocate(table_index, wanted)
+            self._allocate_slots(table_index, wanted)
         except RuntimeError as error:
             raise BudgetExceeded(
                 f"table {table.name!r}: got {wanted:,} copies of rows to keep in the memory of {self.device}, those of "
@@ -330,7 +340,7 @@ class DeviceCachedRows(CachedRows):
                 "plan.cache.size or the batch size, or leave plan.cache.tier out"
             ) from None
 
-    def _allocate(self, table_index: int, num_slots: int) -> None:
+    def _allocate_slots(self, table_index: int, num_slots: int) -> None:
         """Enlarge one table, which temporarily needs memory for both sizes. Raises torch's error if there is not
         enough."""
         num_new = num_slots - len(self.ids[table_index])
@@ -342,28 +352,32 @@ class DeviceCachedRows(CachedRows):
             [pending, pending.new_empty(num_new, pending.shape[1])]
         )
         self.rows[table_index] = rows
-        self._extend_slots(table_index, num_slots)
+        self._extend_slot_arrays(table_index, num_slots)
 
     def _store_records(
         self, counts: np.ndarray, slots: np.ndarray, message: Tensor, widths: np.ndarray
     ) -> None:
         sizes = (counts * widths[None, :]).ravel().tolist()
         blocks = message.to(self.device).split(sizes)
-        listed = self._copy_to_device(_group_by_table(counts, slots))
+        listed = self._copy_to_device(_group_rows_by_table(counts, slots))
         for table_index, (rows, table_slots) in enumerate(zip(self.rows, listed, strict=True)):
             if len(table_slots):
                 records = torch.cat(blocks[table_index :: len(widths)]).view(len(table_slots), -1)
                 absent = rows.table.record_bytes - records.shape[1]
-                rows.put(table_slots, functional.pad(records, (0, absent)))
+                rows.write_records(table_slots, functional.pad(records, (0, absent)))
 
     def read_records(self, table_index: int, slots: np.ndarray) -> Tensor:
         return self.rows[table_index].records(self._on_device(slots)).cpu()
 
     def write_records(self, table_index: int, slots: np.ndarray, records: Tensor) -> None:
-        self.rows[table_index].put(self._on_device(slots), records.to(self.device))
+        self.rows[table_index].write_records(self._on_device(slots), records.to(self.device))
 
-    def add_gradients(
-        self, counts: np.ndarray, slots: np.ndarray, sums: Sequence[Tensor], is_leaving: np.ndarray
+    def add_pending_gradients(
+        self,
+        counts: np.ndarray,
+        slots: np.ndarray,
+        gradient_sums: Sequence[Tensor],
+        is_leaving: np.ndarray,
     ) -> None:
         is_staying, indices = np.split(~is_leaving, counts.cumsum()[:-1]), []
         for table_index, table_slots in enumerate(np.split(slots, counts.cumsum()[:-1])):
@@ -374,7 +388,7 @@ class DeviceCachedRows(CachedRows):
             )
             self.num_pending[table_index][table_slots] += 1
         for pending, own, (table_slots, batch_rows, was_pending) in zip(
-            self.pending, sums, self._copy_to_device(indices), strict=True
+            self.pending, gradient_sums, self._copy_to_device(indices), strict=True
         ):
             if len(table_slots):
                 added = own[batch_rows]
@@ -383,26 +397,30 @@ class DeviceCachedRows(CachedRows):
                     was_pending.bool()[:, None], pending[table_slots] + added, added
                 )
 
-    def take_pending(
+    def take_pending_gradients(
         self,
         counts: np.ndarray,
         slots: np.ndarray,
-        origin: np.ndarray,
-        sums: Sequence[Tensor],
+        batch_indices: np.ndarray,
+        batch_sums: Sequence[Tensor],
         out: Tensor,
     ) -> None:
         indices, first = [], 0
-        pairs = zip(_group_by_table(counts, slots), _group_by_table(counts, origin), strict=True)
+        pairs = zip(
+            _group_rows_by_table(counts, slots),
+            _group_rows_by_table(counts, batch_indices),
+            strict=True,
+        )
         for table_index, (table_slots, batch_rows) in enumerate(pairs):
             was_pending = self.num_pending[table_index][table_slots] > 0
             indices.append(
                 np.stack([table_slots, batch_rows - first, batch_rows >= 0, was_pending])
             )
             self.num_pending[table_index][table_slots] = 0
-            first += len(sums[table_index])
+            first += len(batch_sums[table_index])
         totals = []
         for pending, own, (table_slots, batch_rows, is_used, was_pending) in zip(
-            self.pending, sums, self._copy_to_device(indices), strict=True
+            self.pending, batch_sums, self._copy_to_device(indices), strict=True
         ):
             total = pending[table_slots]
             if len(own) and len(table_slots):
@@ -416,7 +434,7 @@ class DeviceCachedRows(CachedRows):
         ]
         out.copy_(torch.cat(by_rank))
 
-    def pending_sums(self, counts: np.ndarray, slots: np.ndarray) -> list[Tensor]:
+    def gather_pending_sums(self, counts: np.ndarray, slots: np.ndarray) -> list[Tensor]:
         table_slots = self._copy_to_device(np.split(slots, counts.cumsum()[:-1]))
         return [sums[where] for sums, where in zip(self.pending, table_slots, strict=True)]
 
@@ -430,7 +448,7 @@ class DeviceCachedRows(CachedRows):
     ) -> None:
         """Update rows (n,) listed table by table by their summed gradients; kinds and settings by part."""
         table_slots = slots.long().to(self.device).split(offsets.diff().tolist())
-        update(self.rows, table_slots, table_slots, sums, kinds, settings)
+        update_device_rows(self.rows, table_slots, table_slots, sums, kinds, settings)
 
     def _copy_to_device(self, parts: Sequence[np.ndarray]) -> list[Tensor]:
         """Return `parts` by table, (.., n), as int64 on the device, with one copy for all of them."""
@@ -441,7 +459,7 @@ class DeviceCachedRows(CachedRows):
         return torch.from_numpy(slots.astype(np.int64)).to(self.device)
 
 
-def _group_by_table(counts: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
+def _group_rows_by_table(counts: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
     """Group values (n,) of rows in the order of messages, counts (N, T), by table; within a table rank by rank."""
     blocks = np.split(values, counts.ravel().cumsum()[:-1])
     return [

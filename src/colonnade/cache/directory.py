@@ -18,7 +18,7 @@ MIX = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, slots=True)
 class OverwrittenVersions:
-    """Versions that `VersionLog.record_changes` overwrote, with their indices."""
+    """Versions that `VersionLog.record_row_changes` overwrote, with their indices."""
 
     indices: np.ndarray  # (n,) int64
     before: np.ndarray  # (n,) int32
@@ -50,7 +50,9 @@ class VersionLog:
         """Return a view of the versions of a table, int32."""
         return self._newest[self._firsts[table_index] : self._firsts[table_index + 1]]
 
-    def copy_without(self, overwritten_versions: Iterable[OverwrittenVersions]) -> list[np.ndarray]:
+    def copy_versions_before(
+        self, overwritten_versions: Iterable[OverwrittenVersions]
+    ) -> list[np.ndarray]:
         """Return a copy of the versions by table as they were before the changes `overwritten_versions`, listed newest
         first."""
         newest = self._newest.copy()
@@ -58,18 +60,18 @@ class VersionLog:
             newest[overwritten.indices] = overwritten.before
         return np.split(newest, self._firsts[1:-1])
 
-    def record_changes(
-        self, tables: np.ndarray | int, ids: np.ndarray, batch_number: int
+    def record_row_changes(
+        self, table_indices: np.ndarray | int, ids: np.ndarray, batch_number: int
     ) -> OverwrittenVersions:
-        """Record that batch `batch_number` changes these rows (n,) of tables (n,), or of one table. Return what `undo`
-        needs."""
-        indices = self._version_indices(tables, ids)
+        """Record that batch `batch_number` changes these rows (n,) of tables (n,), or of one table. Return what
+        `undo_row_changes` needs."""
+        indices = self._version_indices(table_indices, ids)
         overwritten_versions = OverwrittenVersions(indices, self._newest[indices])
         self._newest[indices] = batch_number
         return overwritten_versions
 
-    def undo(self, overwritten_versions: OverwrittenVersions) -> None:
-        """Undo the newest `record_changes`, which returned `overwritten_versions`."""
+    def undo_row_changes(self, overwritten_versions: OverwrittenVersions) -> None:
+        """Undo the newest `record_row_changes`, which returned `overwritten_versions`."""
         self._newest[overwritten_versions.indices] = overwritten_versions.before
 
     def has_changed_since(
@@ -104,7 +106,7 @@ KNOWN_USE = 2**31
 class Decision:
     """Decision about the copies for one batch: U rows of the batch, in its order; E other rows, which are evicted."""
 
-    number: int  # of the batch: 1, 2, ..; one more with every `step`
+    number: int  # of the batch: 1, 2, ..; one more with every `decide_batch`
     slots: np.ndarray  # (U,) int32, all different
     outcomes: np.ndarray
     """HIT (no request), MISS or EXPIRED (the owner gets a request before the step), (U,) uint8."""
@@ -119,7 +121,7 @@ class Decision:
     evicted_slots: np.ndarray
     """Their slots. Their gradients are sent with this step; then the slots are free, (E,) int32."""
     evicted_ticks: np.ndarray  # (E,) int32
-    journal: object = None  # private to the directory, for `undo`
+    journal: object = None  # private to the directory, for `undo_decision`
 
 
 ROW_FIELDS = tuple(field.name for field in fields(Decision))[1:-1]
@@ -154,7 +156,8 @@ class Directory:
     """Map from ids to slots, with the batch that read each copy and the number of batches of pending gradients
     ("ticks").
 
-    `step` is called once per batch, in the order of training, any number of batches ahead: its decision is a pure
+    `decide_batch` is called once per batch, in the order of training, any number of batches ahead: its decision is a
+    pure
     function of the sequence of batches. Values are stored elsewhere and follow in the same order. Before batch n's step
     the rows that are not hits are read into their slots; then the batch's gradients are added to the pending ones; then
     all of `pushed` and of `evicted_slots` are sent, after which nothing is pending there.
@@ -181,8 +184,8 @@ class Directory:
 
     State is in flat, native arrays: at most 30 bytes per slot (`num_bytes`) from some ten thousand slots on, at any
     time. Ids are any 64 bits. The ticks of one row stop at 2**24 - 1. A directory counts 2**28 batches, then raises
-    ColonnadeError; see `renumber_state`. Calls release the interpreter's lock. One thread at a time: the owner of this
-    object locks.
+    ColonnadeError; see `shift_batch_numbers`. Calls release the interpreter's lock. One thread at a time: the owner of
+    this object locks.
     """
 
     def __init__(
@@ -190,7 +193,7 @@ class Directory:
     ) -> None:
         """Begin without copies. capacity: rows, 0 or more, below 2**32. Bounds: 0 .. UNBOUNDED, in batches. Raises
         ConfigError."""
-        _check_bounds(capacity, read_bound, write_bound)
+        _check_cache_bounds(capacity, read_bound, write_bound)
         if policy not in POLICIES:
             raise ConfigError(
                 f"cache: got policy {policy!r}, wanted {', '.join(POLICIES[:-1])} or {POLICIES[-1]}"
@@ -220,11 +223,11 @@ class Directory:
         """Number of bytes of the directory's own state."""
         return self._native.bytes
 
-    def step(
+    def decide_batch(
         self,
         ids: np.ndarray,
         next_uses: np.ndarray | None = None,
-        coming: np.ndarray | None = None,
+        entering_ids: np.ndarray | None = None,
         window: int = 0,
     ) -> Decision:
         """Decide about the next batch. ids: its rows, (U,) int64, ascending, each once.
@@ -232,7 +235,7 @@ class Directory:
         For policy lookahead: next_uses (U,) int32, batches from this one to the next use of each row, 0 if unknown;
         coming, rows of the batch `window` after this one, ascending, which is new in the window.
         """
-        arguments = np.ascontiguousarray(ids), next_uses, coming, window
+        arguments = np.ascontiguousarray(ids), next_uses, entering_ids, window
         try:
             done = self._native.step(*arguments)
         except OverflowError:
@@ -245,7 +248,7 @@ class Directory:
             done.evicted_ids, done.evicted_slots, done.evicted_ticks, StepJournal(arguments, done),
         )  # fmt: skip
 
-    def undo(self, decision: Decision) -> None:
+    def undo_decision(self, decision: Decision) -> None:
         """Undo the newest step, which returned `decision`."""
         if decision.number != self.number:
             raise RuntimeError(
@@ -260,7 +263,7 @@ class Directory:
         ids, slots, _, ticks, _ = (part.numpy() for part in self._native.flush(above))
         return FlushedRows(ids, slots, ticks)
 
-    def set_bounds(self, read_bound: int, write_bound: int) -> None:
+    def set_staleness_bounds(self, read_bound: int, write_bound: int) -> None:
         """Set the bounds from the next step on. Pending gradients of more than `write_bound` batches must have been
         flushed on every rank. No step may be undone afterwards.
 
@@ -268,28 +271,28 @@ class Directory:
         batches may have been pending on other ranks when it was read. So from now on no read misses more than the sum
         of the two bounds.
         """
-        _check_bounds(self.capacity, read_bound, write_bound)
+        _check_cache_bounds(self.capacity, read_bound, write_bound)
         self._native.set_bounds(read_bound, write_bound)
         self.read_bound, self.write_bound = read_bound, write_bound
 
-    def state(self, without: Sequence[Decision] = ()) -> dict[str, np.ndarray]:
-        """Return the whole state by row, ascending by id, for `load`.
+    def export_state(self, undone_decisions: Sequence[Decision] = ()) -> dict[str, np.ndarray]:
+        """Return the whole state by row, ascending by id, for `load_state`.
 
-        without: decisions of the newest steps, oldest first, which the state does not include. They are undone and then
-        repeated, with the same results, because capacity and bounds have not changed since.
+        undone_decisions: decisions of the newest steps, oldest first, which the state does not include. They are
+        undone and then repeated, with the same results, because capacity and bounds have not changed since.
         """
         undone: list[StepJournal] = []
         try:
-            for decision in reversed(without):
-                self.undo(decision)
+            for decision in reversed(undone_decisions):
+                self.undo_decision(decision)
                 assert isinstance(decision.journal, StepJournal)
                 undone.append(decision.journal)
-            return self._state()
+            return self._export_row_arrays()
         finally:
             for journal in reversed(undone):
                 self._native.step(*journal.arguments)
 
-    def _state(self) -> dict[str, np.ndarray]:
+    def _export_row_arrays(self) -> dict[str, np.ndarray]:
         ids, slots, copied, ticks, score = (part.numpy() for part in self._native.rows())
         return {
             "number": np.array([self.number], np.int64),
@@ -302,14 +305,14 @@ class Directory:
             "score": score.view(np.uint32).astype(np.int64),
         }
 
-    def load(self, state: dict[str, np.ndarray]) -> None:
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Load a state, its bounds included, into an empty directory, which keeps its own capacity.
 
         The next step evicts rows beyond the capacity and sends their pending gradients. Slots do not change. Raises
         ValueError for rows that no directory has.
         """
         if not len(self):
-            self.set_bounds(*state["bounds"].tolist())
+            self.set_staleness_bounds(*state["bounds"].tolist())
         self._native.load(
             state["ids"],
             state["slots"],
@@ -326,7 +329,9 @@ def surplus_batches(number: int) -> int:
     return max(0, number - MAX_FIRST_BATCH) // FORGET_INTERVAL * FORGET_INTERVAL
 
 
-def renumber_state(state: dict[str, np.ndarray], policy: str, shift: int) -> dict[str, np.ndarray]:
+def shift_batch_numbers(
+    state: dict[str, np.ndarray], policy: str, shift: int
+) -> dict[str, np.ndarray]:
     """Return a directory's state as if it had begun `shift` batches later, a multiple of FORGET_INTERVAL. Its decisions
     are the same, because they depend on differences only. Copies from before count as read and used at the new
     beginning."""
@@ -339,7 +344,7 @@ def renumber_state(state: dict[str, np.ndarray], policy: str, shift: int) -> dic
     return {**state, "number": state["number"] - shift, "copied": copied, "score": score}
 
 
-def _check_bounds(capacity: int, read_bound: int, write_bound: int) -> None:
+def _check_cache_bounds(capacity: int, read_bound: int, write_bound: int) -> None:
     """Check capacity and bounds; else raise ConfigError."""
     bounds = 0 <= read_bound <= UNBOUNDED and 0 <= write_bound <= UNBOUNDED
     if not isinstance(capacity, int | np.integer) or capacity < 0 or not bounds:

@@ -4,7 +4,7 @@ A message of `cached`, one from each rank to each:
     4 bytes       little-endian: bytes of what follows, before the request
     bits          three per row, in the order of the request: renew the copy, send the whole row, a sum will follow
     2 bytes each  for copies to renew: batches since they were read, at most MAX_AGE
-    a request     `packing.pack_requests`: all rows
+    a request     `packing.pack_id_requests`: all rows
 
 Legend: N ranks, T tables, W rows that a rank requests or will send sums of, P such rows of other ranks at their owner.
 """
@@ -23,23 +23,23 @@ from colonnade import _native
 from colonnade.errors import WorldError
 
 
-def pack_bits(marks: np.ndarray, counts: np.ndarray) -> tuple[Tensor, list[int]]:
+def pack_row_bits(row_flags: np.ndarray, counts: np.ndarray) -> tuple[Tensor, list[int]]:
     """Pack marks (R,) bool of counts (N,) rows of each rank into bits, each rank's in bytes of its own.
 
     Returns the bytes (B,) uint8 and how many belong to each rank.
     """
     ends = counts.cumsum().tolist()
-    parts = [np.packbits(marks[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+    parts = [np.packbits(row_flags[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
     return torch.from_numpy(np.concatenate(parts)), [len(part) for part in parts]
 
 
 def packed_bit_sizes(counts: np.ndarray) -> list[int]:
-    """Return the bytes of each rank in the result of `pack_bits` for counts (N,)."""
+    """Return the bytes of each rank in the result of `pack_row_bits` for counts (N,)."""
     return (-(-counts // 8)).tolist()
 
 
 def unpack_bits(data: Tensor, counts: np.ndarray) -> np.ndarray:
-    """Unpack the result of `pack_bits`: marks (R,) bool of counts (N,) rows of each rank."""
+    """Unpack the result of `pack_row_bits`: marks (R,) bool of counts (N,) rows of each rank."""
     firsts = [0, *np.cumsum(packed_bit_sizes(counts)).tolist()]
     marks, sizes = data.numpy(), counts.tolist()
     bits = [np.unpackbits(marks[a:], count=n) for a, n in zip(firsts, sizes, strict=False)]
@@ -67,7 +67,9 @@ class RowRequests:
         return (before[ends] - before[ends - self.counts.ravel()]).reshape(self.counts.shape)
 
 
-def add_row_flags(row_requests: RowRequests, requests: Sequence[np.ndarray]) -> list[np.ndarray]:
+def prepend_row_flags(
+    row_requests: RowRequests, requests: Sequence[np.ndarray]
+) -> list[np.ndarray]:
     """Prepend flags and ages to the requests, by rank, uint8. Return the whole messages."""
     borders = np.concatenate([[0], row_requests.counts.sum(1).cumsum()]).tolist()
     messages = []

@@ -3,9 +3,9 @@
 From a lookahead: a rank's cached rows serve its own batches alone, so its own reader determines their next use. Nothing
 is sent or pinned for it; every rank reads `window` batches ahead of the one whose ids it sends.
 
-From the data (`with_next_use`):
+From the data (`add_next_use_codes`):
 
-    source = with_next_use(source, epochs=3)
+    source = add_next_use_codes(source, epochs=3)
 
 An epoch is read once before it is trained on, and every lookup gets one byte. With these bytes eviction is close to
 optimal (Belady's), which counts of past uses are not.
@@ -39,7 +39,7 @@ from colonnade.lookup.layout import Lookups
 
 @dataclass(frozen=True, slots=True)
 class RowNextUses:
-    """Next uses of the rows of one batch, as `Directory.step` takes them."""
+    """Next uses of the rows of one batch, as `Directory.decide_batch` takes them."""
 
     next_uses: np.ndarray  # (U,) int32: batches until the row's next use; 0: not in the window
     coming: np.ndarray | None  # int64: rows of the last batch in the window, if it is new
@@ -48,8 +48,8 @@ class RowNextUses:
 class NextUseWindow:
     """Window of coming batches, which finds the next use of each row of one table.
 
-    Call `add_batch` for each batch of a lookahead in order, and `pop_next_uses` for each in order, once the `window`
-    batches after it, or all remaining ones, were added. Results depend on the order of batches alone.
+    Call `add_batch_rows` for each batch of a lookahead in order, and `pop_next_uses` for each in order, once the
+    `window` batches after it, or all remaining ones, were added. Results depend on the order of batches alone.
 
     Memory: some 24 bytes for each use in the window and 23 for each unique row.
     """
@@ -65,13 +65,13 @@ class NextUseWindow:
         )
         self._num_added = self._num_popped = 0  # batches
 
-    def add_batch(self, ids: np.ndarray) -> None:
+    def add_batch_rows(self, ids: np.ndarray) -> None:
         """Add the next batch: its rows, (U,) int64, ascending, each once."""
         self._num_added += 1
         before = np.empty(len(ids), np.int64)
         self._newest.get(ids, before)
         self._next_batch[before[before >= 0] - self._base] = self._num_added
-        self._make_room(len(ids))
+        self._grow_use_buffer(len(ids))
         numbers = np.arange(self._end, self._end + len(ids))
         self._next_batch[numbers - self._base] = 0
         self._newest.put(ids, numbers)
@@ -91,13 +91,13 @@ class NextUseWindow:
         is_new = len(self._batches) == self.window
         return RowNextUses(next_uses, self._batches[-1] if is_new and self._batches else None)
 
-    def _make_room(self, uses: int) -> None:
-        """Make room for `uses` more uses."""
-        if self._end - self._base + uses <= len(self._next_batch):
+    def _grow_use_buffer(self, num_uses: int) -> None:
+        """Make room for `num_uses` more uses."""
+        if self._end - self._base + num_uses <= len(self._next_batch):
             return
         window_uses = self._next_batch[self._first - self._base : self._end - self._base]
         self._next_batch = np.concatenate(
-            [window_uses, np.zeros(len(window_uses) + 2 * uses, np.int64)]
+            [window_uses, np.zeros(len(window_uses) + 2 * num_uses, np.int64)]
         )
         self._base = self._first
 
@@ -119,26 +119,27 @@ class PreviewedBatch:
     )  # by table, once the batch is returned
 
 
-def sort_rows_by_table(plan: _native.Plan, ends: Sequence[int]) -> list[TableRows]:
+def sort_plan_rows_by_id(plan: _native.Plan, table_ends: Sequence[int]) -> list[TableRows]:
     """Sort a plan's unique rows by id within each table. ends (T + 1,): of the tables' rows in the plan."""
     unique = np.asarray(plan.unique_ids)
     by_table = []
-    for first, last in pairwise(ends):
+    for first, last in pairwise(table_ends):
         order = np.argsort(unique[first:last])
         by_table.append((order + first, unique[first:last][order]))
     return by_table
 
 
-def preview_batches(
+def yield_batch_previews(
     batches: Iterable[Batch],
     preview: Callable[[Batch], PreviewedBatch],
-    windows: Sequence[int],
+    window_sizes: Sequence[int],
 ) -> Iterator[tuple[Batch, PreviewedBatch]]:
-    """Yield batches with their previews, after the window of batches behind them was read. windows: sizes by table, all
+    """Yield batches with their previews, after the window of batches behind them was read. window_sizes: sizes by
+    table, all
     equal or 0, for tables without next uses. An error of reading or `preview` is raised that many batches early."""
-    next_use_windows = [NextUseWindow(window) if window else None for window in windows]
+    next_use_windows = [NextUseWindow(window) if window else None for window in window_sizes]
     waiting: deque[tuple[Batch, PreviewedBatch]] = deque()
-    max_window = max(windows)
+    max_window = max(window_sizes)
 
     def pop_preview() -> tuple[Batch, PreviewedBatch]:
         batch, previewed = waiting.popleft()
@@ -153,7 +154,7 @@ def preview_batches(
         previewed = preview(own)
         for next_use_window, (_, ids) in zip(next_use_windows, previewed.rows, strict=True):
             if next_use_window is not None:
-                next_use_window.add_batch(ids)
+                next_use_window.add_batch_rows(ids)
         waiting.append((own, previewed))
         if len(waiting) > max_window:
             yield pop_preview()
@@ -172,8 +173,8 @@ def encode_distance(distances: np.ndarray) -> np.ndarray:
 
 
 class EpochCodes:
-    """Next-use codes of one epoch: call `add` for each batch in order, then `finish`. Of an id's lookups in all ranks'
-    parts of a batch, the first has the code, the others have 0."""
+    """Next-use codes of one epoch: call `add_batch` for each batch in order, then `finish_epoch`. Of an id's lookups
+    in all ranks' parts of a batch, the first has the code, the others have 0."""
 
     def __init__(self, schema: Schema, num_ranks: int = 1) -> None:
         self._names = [column.name for column in schema.categorical]
@@ -196,7 +197,7 @@ class EpochCodes:
         """Return the number of batches."""
         return (len(self._starts) - 1) // self._num_ranks
 
-    def add(self, *parts: Batch) -> None:
+    def add_batch(self, *parts: Batch) -> None:
         """Add one batch: every rank's part of it, in rank order."""
         step, start = len(self), self._starts[-1]
         ids = [part.ids[name].values for part in parts for name in self._names]
@@ -223,7 +224,7 @@ class EpochCodes:
             new = table_ids[~is_known]
             first.put(new, torch.full_like(new, step))
 
-    def finish(self, *, is_last: bool) -> None:
+    def finish_epoch(self, *, is_last: bool) -> None:
         """Set the codes of ids that are not looked up again in this epoch. is_last: no epoch follows; else the next
         epoch is assumed to have the same order, and otherwise these codes are guesses."""
         for newest, first in zip(self._newest, self._first, strict=True):
@@ -252,7 +253,7 @@ class EpochCodes:
 
 
 class NextUseSource:
-    """`Source` whose batches have next-use codes of their ids. Built by `with_next_use`."""
+    """`Source` whose batches have next-use codes of their ids. Built by `add_next_use_codes`."""
 
     def __init__(self, source: Source, epochs: int) -> None:
         self._source = source
@@ -281,11 +282,11 @@ class NextUseSource:
     def _add_codes(
         self, batches: Iterator[Batch], batch_size: int, rank: int, num_ranks: int, start: Position
     ) -> Iterator[Batch]:
-        codes = self._codes_of(start.epoch, batch_size, num_ranks)
+        codes = self._compute_epoch_codes(start.epoch, batch_size, num_ranks)
         for step, batch in enumerate(batches, start.step):
             yield dataclasses.replace(batch, next_use=codes.batch_codes(step, batch, rank))
 
-    def _codes_of(self, epoch: int, batch_size: int, num_ranks: int) -> EpochCodes:
+    def _compute_epoch_codes(self, epoch: int, batch_size: int, num_ranks: int) -> EpochCodes:
         if self._known is None or self._known[:3] != (epoch, batch_size, num_ranks):
             self._known = None  # frees its memory first
             codes = EpochCodes(self.schema, num_ranks)
@@ -294,13 +295,13 @@ class NextUseSource:
                 for r in range(num_ranks)
             ]
             for batch in zip(*parts, strict=True):
-                codes.add(*batch)
-            codes.finish(is_last=epoch >= self._epochs - 1)
+                codes.add_batch(*batch)
+            codes.finish_epoch(is_last=epoch >= self._epochs - 1)
             self._known = (epoch, batch_size, num_ranks, codes)
         return self._known[3]
 
 
-def with_next_use(source: Source, *, epochs: int = 1) -> NextUseSource:
+def add_next_use_codes(source: Source, *, epochs: int = 1) -> NextUseSource:
     """Add next-use codes to a source; samples and their order stay. epochs: number of epochs that the run will read,
     from 0. Raises ConfigError for a source whose order is unknown before it is read."""
     if epochs < 1:
@@ -314,10 +315,10 @@ def with_next_use(source: Source, *, epochs: int = 1) -> NextUseSource:
     return NextUseSource(source, epochs)
 
 
-def splits_with_next_use(data: Splits, epochs: int) -> Splits:
+def add_next_use_to_splits(splits: Splits, epochs: int) -> Splits:
     """Add next-use codes to the training data. Each day is assumed to be followed by a similar one."""
     return dataclasses.replace(
-        data,
-        train=with_next_use(data.train, epochs=max(1, epochs)),
-        days=tuple(with_next_use(day, epochs=len(data.days)) for day in data.days),
+        splits,
+        train=add_next_use_codes(splits.train, epochs=max(1, epochs)),
+        days=tuple(add_next_use_codes(day, epochs=len(splits.days)) for day in splits.days),
     )

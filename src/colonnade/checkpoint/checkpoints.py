@@ -6,7 +6,8 @@ run/checkpoints/<step>/retention-<r>      each rank's state of admission and evi
 run/checkpoints/<step>/dense              dense weights, optimizer states, position (rank 0)
 run/checkpoints/<step>.json               header (header.py), written last, by rank 0: now the step is saved
 
-A snapshot is taken between two steps and written while training continues: `begin`, later `finish`.
+A snapshot is taken between two steps and written while training continues: `begin_checkpoint`, later
+`finish_checkpoint`.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from colonnade.checkpoint.completeness import check_complete, describe_files
+from colonnade.checkpoint.completeness import check_checkpoint_complete, collect_file_entries
 from colonnade.checkpoint.contract import Destination, TrainerState
-from colonnade.checkpoint.fingerprint import check_model, load_dense
+from colonnade.checkpoint.fingerprint import check_model_matches_checkpoint, load_dense
 from colonnade.checkpoint.header import header_path, list_checkpoints, read_header, state_folder
 from colonnade.checkpoint.snapshot import (
     Snapshot,
-    restore_retentions,
+    restore_retention_policies,
     settings_without_parameters,
-    take_snapshot,
+    take_trainer_snapshot,
 )
-from colonnade.checkpoint.states import load_state, serialize_state
+from colonnade.checkpoint.states import load_state, serialize_rank_state
 from colonnade.checkpoint.stores import (
     copy_rows_to_new_shards,
     find_new_shards,
     list_store_folders,
     open_saved_shards,
     open_stores,
-    read_shardings,
+    read_table_shardings,
     store_folder,
 )
 from colonnade.comm.mesh import Mesh
@@ -105,14 +106,14 @@ class Checkpoints:
         self._print_line: Callable[[str], None] | None = None
         self._error: BaseException | None = None
 
-    def begin(self, trainer: TrainerState, prefetched: Sequence[dict]) -> None:
+    def begin_checkpoint(self, trainer: TrainerState, prefetched: Sequence[dict]) -> None:
         """Take a snapshot of this step and write it in the background. Collective, between steps.
 
-        Waits for the previous checkpoint, and raises as `finish` does.
+        Waits for the previous checkpoint, and raises as `finish_checkpoint` does.
         """
-        self.finish()
+        self.finish_checkpoint()
         with trainer.rows.synchronized_view() as pending_copies:
-            snapshot = take_snapshot(trainer, prefetched, self.run, pending_copies)
+            snapshot = take_trainer_snapshot(trainer, prefetched, self.run, pending_copies)
             trainer.collection.store.begin_commit()
         self._print_line = trainer.progress.print_line
         # A daemon thread, because an aborted checkpoint may hang in a system call of the disk.
@@ -129,7 +130,7 @@ class Checkpoints:
         """True while a checkpoint is written in the background."""
         return self._writing is not None and self._writing.is_alive()
 
-    def finish(self) -> None:
+    def finish_checkpoint(self) -> None:
         """Wait until the current checkpoint is written. Collective.
 
         Raises StorageError on every rank if any rank could not write; earlier checkpoints are then intact, and training
@@ -141,12 +142,12 @@ class Checkpoints:
             raise error
 
     def save(self, trainer: TrainerState, prefetched: Sequence[dict]) -> None:
-        """Write a checkpoint and wait for it: `begin` and `finish`. Collective, between steps."""
-        self.begin(trainer, prefetched)
-        self.finish()
+        """Write a checkpoint and wait for it: `begin_checkpoint` and `finish_checkpoint`. Collective, between steps."""
+        self.begin_checkpoint(trainer, prefetched)
+        self.finish_checkpoint()
 
     def _write_in_background(self, trainer: TrainerState, snapshot: Snapshot) -> None:
-        """Write a snapshot on the checkpoint thread; `finish` raises its errors."""
+        """Write a snapshot on the checkpoint thread; `finish_checkpoint` raises its errors."""
         try:
             self.write_snapshot(trainer.collection, snapshot, trainer.progress.print_line)
         except BaseException as error:
@@ -178,7 +179,9 @@ class Checkpoints:
             for name, state in states.items():
                 if state is not None:
                     write_durably(
-                        self.disk, folder / name, serialize_state(state, self.run, folder / name)
+                        self.disk,
+                        folder / name,
+                        serialize_rank_state(state, self.run, folder / name),
                     )
                     written.append(name)
         except (ColonnadeError, OSError) as error:
@@ -186,7 +189,7 @@ class Checkpoints:
             store.abandon_commit()
         self._raise_on_all_ranks(own_error, step)
         stores = [backing.directory for backing in self.backings if isinstance(backing, LogBacking)]
-        files = describe_files(self.folder, stores, step, written, self.mesh)
+        files = collect_file_entries(self.folder, stores, step, written, self.mesh)
         if self.mesh.rank == 0:
             try:
                 content = json.dumps(snapshot.header | files, indent=2, default=str).encode()
@@ -277,11 +280,11 @@ class Checkpoints:
                     shutil.rmtree(state_path, ignore_errors=True)
 
 
-def describe_slow_checkpoint(writers: Sequence[LogWriter]) -> str:
+def describe_slow_checkpoint(log_writers: Sequence[LogWriter]) -> str:
     """Describe the remaining work of a slow checkpoint."""
-    pending_bytes = sum(writer.pending_bytes for writer in writers)
+    pending_bytes = sum(writer.pending_bytes for writer in log_writers)
     bytes_per_second = next(
-        (writer.bytes_per_second for writer in writers if writer.bytes_per_second), None
+        (writer.bytes_per_second for writer in log_writers if writer.bytes_per_second), None
     )
     if pending_bytes == 0:
         rate_text = ""
@@ -339,11 +342,11 @@ def open_checkpoints(
     newest = torch.tensor(steps[-1] if steps else -1)
     mesh.broadcast("control", newest)
     step = None if newest < 0 else int(newest)
-    check_complete(folder, step, mesh)
+    check_checkpoint_complete(folder, step, mesh)
     run_name = _share_run_name(folder, step, mesh)
     wanted_shardings = list(shardings or [row_wise_over_owners(mesh.world)] * len(tables))
     saved_shardings = (
-        wanted_shardings if step is None else read_shardings(read_header(folder, step))
+        wanted_shardings if step is None else read_table_shardings(read_header(folder, step))
     )
     if len(saved_shardings) != len(tables):
         raise CheckpointError(
@@ -417,11 +420,11 @@ def used_store_folders(folder: Path, steps: Sequence[int]) -> set[str]:
     }
 
 
-def remove_unused_stores(roots: Sequence[Path], used: Collection[str]) -> None:
-    """Delete the stores in these directories that are not `used`."""
-    for root in roots:
+def remove_unused_stores(store_folders: Sequence[Path], used_folders: Collection[str]) -> None:
+    """Delete the stores in these directories that are not `used_folders`."""
+    for root in store_folders:
         for store in [*root.glob("*-of-*/*"), *root.glob("copy-*/*")]:
-            if str(store.relative_to(root)) not in used:
+            if str(store.relative_to(root)) not in used_folders:
                 shutil.rmtree(store, ignore_errors=True)
         for empty_folder in [*root.glob("*-of-*"), *root.glob("copy-*")]:
             with suppress(OSError):
@@ -448,21 +451,21 @@ def restore_trainer(trainer: TrainerState, folder: Path, step: int) -> None:
     Call it before the buckets of dense gradients are built, which load the residuals.
     """
     header = read_header(folder, step)
-    check_model(folder, header, trainer.collection.declaration, trainer.model)
+    check_model_matches_checkpoint(folder, header, trainer.collection.declaration, trainer.model)
     states = state_folder(folder, step)
     dense = load_state(states / "dense", header["run"])
-    _restore_dense(trainer, dense, header, step)
+    _restore_dense_state(trainer, dense, header, step)
     ranks = [
         load_state(states / f"rank-{rank}", header["run"]) for rank in range(header["num_ranks"])
     ]
     trainer.earlier_work = [state["work"] for state in ranks if "work" in state]
-    _restore_position(trainer, folder, dense["position"], ranks)
-    restore_retentions(trainer.collection, states, header)
+    _restore_data_position(trainer, folder, dense["position"], ranks)
+    restore_retention_policies(trainer.collection, states, header)
     _restore_prefetched_reads(trainer, folder, header, ranks)
     _restore_cached_rows(trainer, header, ranks)
 
 
-def _restore_dense(
+def _restore_dense_state(
     trainer: TrainerState, dense: Mapping[str, Any], header: Mapping[str, Any], step: int
 ) -> None:
     """Restore the state that is equal on all ranks: dense weights, optimizer, best score, learning rate schedules."""
@@ -483,7 +486,7 @@ def _restore_dense(
     trainer.restore_schedules(dense["lr_schedules"], groups, step)
 
 
-def _restore_position(
+def _restore_data_position(
     trainer: TrainerState,
     folder: Path,
     position: tuple[int, int],
@@ -506,7 +509,7 @@ def _restore_position(
         gpu_states = own_state.get("random_gpus", [])
         if gpu_states and len(gpu_states) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(gpu_states)
-    trainer.dense.restore([state.get("dense_residuals") for state in sources])
+    trainer.dense.set_checkpoint_residuals([state.get("dense_residuals") for state in sources])
     source = own_state.get("source") if own_state and len(sources) == mesh.num_ranks else None
     epoch, step_of_epoch = position
     trainer.position = Position(epoch, step_of_epoch, source)
@@ -526,7 +529,7 @@ def _restore_prefetched_reads(
     if num_reads and len(collection.opened.staleness_bounds) == 1:
         # If all tables have one bound, reads of only some tables are repeated.
         num_reads *= len(prefetched_tables([ranks[0]["held"][0]], len(shards))) == len(shards)
-    saved_shards = shard_tables(collection.tables, read_shardings(header))
+    saved_shards = shard_tables(collection.tables, read_table_shardings(header))
     if num_reads and [shard.label for shard in saved_shards] != [shard.label for shard in shards]:
         raise CheckpointError(
             f"{folder}: got a checkpoint with rows read ahead of tables that were cut by columns otherwise, or "

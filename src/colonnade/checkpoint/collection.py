@@ -18,13 +18,17 @@ import torch
 
 from colonnade.checkpoint.checkpoints import Checkpoints, open_checkpoints
 from colonnade.checkpoint.completeness import check_folder_is_shared
-from colonnade.checkpoint.fingerprint import check_model, dense_weights, load_dense
+from colonnade.checkpoint.fingerprint import (
+    check_model_matches_checkpoint,
+    dense_weights,
+    load_dense,
+)
 from colonnade.checkpoint.header import list_checkpoints, read_header, resolve_step
 from colonnade.checkpoint.snapshot import (
     Snapshot,
-    build_header,
-    restore_retentions,
-    retention_policies,
+    build_checkpoint_header,
+    collect_retention_policies,
+    restore_retention_policies,
     settings_without_parameters,
 )
 from colonnade.checkpoint.states import load_state
@@ -56,7 +60,7 @@ class Checkpoint:
     """Open stores, if rows are stored in the folder."""
 
 
-def open_in_folder(
+def open_collection_in_folder(
     collection: EmbeddingCollection,
     folder: Path,
     plan: Plan | None,
@@ -72,13 +76,13 @@ def open_in_folder(
             "from them"
         )
     plan = plan or build_plan(collection.tables, mesh.world)
-    checkpoints = _open_stores(collection, folder, plan, mesh, None)
+    checkpoints = _open_row_stores(collection, folder, plan, mesh, None)
     collection.open(plan, mesh, backings=checkpoints.backings, policies=policies)
     collection.checkpoint = Checkpoint(folder.resolve(), checkpoints.run, None, checkpoints)
     return collection
 
 
-def save(
+def save_collection(
     collection: EmbeddingCollection, folder: Path, step: int, optimizer: RowOptimizer | None
 ) -> None:
     """Implement `EmbeddingCollection.save`."""
@@ -91,31 +95,31 @@ def save(
             "call collection.save(folder, step, optimizer=rows)"
         )
     previous: Checkpoint | None = collection.checkpoint
-    _check_folder(collection, folder, step, previous)
+    _check_save_folder(collection, folder, step, previous)
     checkpoints = previous.checkpoints if previous is not None else None
     if checkpoints is not None:
-        _save_checkpoint(collection, checkpoints, step, optimizer)
+        _write_collection_checkpoint(collection, checkpoints, step, optimizer)
         run = checkpoints.run
     else:
-        run = _save_memory(collection, folder, step, optimizer)
+        run = _save_rows_in_memory(collection, folder, step, optimizer)
     collection.checkpoint = Checkpoint(folder.resolve(), run, step, checkpoints)
 
 
-def _save_memory(
+def _save_rows_in_memory(
     collection: EmbeddingCollection, folder: Path, step: int, optimizer: RowOptimizer | None
 ) -> str:
     """Save a collection with all rows in memory; return the run name of the folder's saves."""
     store, previous = collection.store, collection.checkpoint
     memory = store.below if isinstance(store, HbmStore) else store
     if previous is None or previous.folder != folder.resolve():
-        memory.mark_dirty()
+        memory.mark_all_dirty()
         memory.deleted = [[] for _ in memory.tables]
-    checkpoints = _open_stores(collection, folder, collection.plan, collection.mesh, None)
+    checkpoints = _open_row_stores(collection, folder, collection.plan, collection.mesh, None)
     try:
-        with _attach_temporarily(memory, checkpoints.backings):
-            _save_checkpoint(collection, checkpoints, step, optimizer)
+        with _attach_backings_for_save(memory, checkpoints.backings):
+            _write_collection_checkpoint(collection, checkpoints, step, optimizer)
     except BaseException:
-        memory.mark_dirty()  # written rows without a commit are lost
+        memory.mark_all_dirty()  # written rows without a commit are lost
         raise
     finally:
         checkpoints.close()
@@ -123,7 +127,7 @@ def _save_memory(
     return checkpoints.run
 
 
-def load(
+def load_collection(
     collection: EmbeddingCollection,
     folder: Path,
     step: int | None,
@@ -147,10 +151,10 @@ def load(
             f"{folder} is the folder of a run; read it with colonnade.load_checkpoint(model, folder), or resume it "
             "with colonnade.fit"
         )
-    check_model(folder, header, collection.declaration, collection)
+    check_model_matches_checkpoint(folder, header, collection.declaration, collection)
     collection.seed = state["seed"]
     if plan.needs_backing:
-        checkpoints = _open_stores(collection, folder, plan, mesh, step)
+        checkpoints = _open_row_stores(collection, folder, plan, mesh, step)
         collection.open(plan, mesh, backings=checkpoints.backings)
         collection.checkpoint = Checkpoint(folder.resolve(), checkpoints.run, step, checkpoints)
     else:
@@ -165,7 +169,7 @@ def load(
         collection.checkpoint = Checkpoint(folder.resolve(), checkpoints.run, step, None)
     collection.step = state["updates"]
     load_dense(collection, state["model"])
-    restore_retentions(collection, states_folder, header)
+    restore_retention_policies(collection, states_folder, header)
     groups = state["row_groups"]
     if optimizer is not None and groups is not None:
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
@@ -173,7 +177,7 @@ def load(
     return step
 
 
-def _check_folder(
+def _check_save_folder(
     collection: EmbeddingCollection, folder: Path, step: int, previous: Checkpoint | None
 ) -> None:
     """Raise CheckpointError unless this collection may save this step in `folder`. Collective."""
@@ -213,7 +217,7 @@ def _check_folder(
     collection.mesh.barrier()  # every rank must check before any rank writes
 
 
-def _open_stores(
+def _open_row_stores(
     collection: EmbeddingCollection, folder: Path, plan: Plan, mesh: Mesh, step: int | None
 ) -> Checkpoints:
     checkpoints, _ = open_checkpoints(
@@ -230,19 +234,19 @@ def _open_stores(
 
 
 @contextmanager
-def _attach_temporarily(memory: DramStore, backings: Sequence[Any]) -> Iterator[None]:
+def _attach_backings_for_save(dram_store: DramStore, backings: Sequence[Any]) -> Iterator[None]:
     """Attach stores to memory for one save. First delete the rows that memory deleted since the previous save."""
-    for log, ids in zip(backings, memory.deleted or (), strict=True):
+    for log, ids in zip(backings, dram_store.deleted or (), strict=True):
         if ids and isinstance(log, LogBacking):
             log.delete(torch.cat(ids).unique())
-    memory.attach(backings)
+    dram_store.attach_backings(backings)
     try:
         yield
     finally:
-        memory.attach(())
+        dram_store.attach_backings(())
 
 
-def _save_checkpoint(
+def _write_collection_checkpoint(
     collection: EmbeddingCollection,
     checkpoints: Checkpoints,
     step: int,
@@ -251,16 +255,16 @@ def _save_checkpoint(
     """Take a snapshot and write it. Collective."""
     if optimizer is not None:
         with optimizer.synchronized_view():
-            snapshot = _take_snapshot(collection, checkpoints.run, step, optimizer)
+            snapshot = _take_collection_snapshot(collection, checkpoints.run, step, optimizer)
             collection.store.begin_commit()
     else:
         collection.pipeline.updates.apply_pending()
-        snapshot = _take_snapshot(collection, checkpoints.run, step, None)
+        snapshot = _take_collection_snapshot(collection, checkpoints.run, step, None)
         collection.store.begin_commit()
     checkpoints.write_snapshot(collection, snapshot, lambda _: None)
 
 
-def _take_snapshot(
+def _take_collection_snapshot(
     collection: EmbeddingCollection, run: str, step: int, optimizer: RowOptimizer | None
 ) -> Snapshot:
     rank_state = {"held": [], "is_server": collection.mesh.is_server}
@@ -272,11 +276,11 @@ def _take_snapshot(
         "seed": collection.seed,
         "updates": collection.step,
     }
-    policies = retention_policies(collection)
+    policies = collect_retention_policies(collection)
     for policy in policies.values():
         policy.begin_state()
     is_first = collection.mesh.rank == 0
-    header = build_header(collection, collection, run, step)
+    header = build_checkpoint_header(collection, collection, run, step)
     return Snapshot(step, rank_state, dense_state if is_first else None, policies, header)
 
 
@@ -293,5 +297,5 @@ def _load_rows_to_memory(collection: EmbeddingCollection, checkpoints: Checkpoin
                 part = slice(start, start + rows_per_put)
                 store.write_rows(shard_index, ids[part].contiguous(), records[part].contiguous())
     memory = store.below if isinstance(store, HbmStore) else store
-    memory.mark_clean()
+    memory.mark_all_clean()
     memory.deleted = [[] for _ in memory.tables]

@@ -36,7 +36,7 @@ VISIBLE_SECONDS = (
 )
 
 
-def describe_files(
+def collect_file_entries(
     folder: Path, stores: Iterable[Path], step: int, states: Sequence[str], mesh: Mesh
 ) -> dict[str, Any]:
     """Return the header's entries for all files, after every rank has written its stores and state files.
@@ -51,7 +51,10 @@ def describe_files(
         tables.setdefault(rows_folder, []).append(table)
     own_files = {
         "rows": {
-            rows_folder: [*names, _digest_manifests(folder / "rows" / rows_folder, names, step)]
+            rows_folder: [
+                *names,
+                _compute_manifest_digest(folder / "rows" / rows_folder, names, step),
+            ]
             for rows_folder, names in sorted(tables.items())
         },
         "states": {name: read_checksum(state_folder(folder, step) / name) for name in states},
@@ -69,11 +72,13 @@ def describe_files(
 def read_checkpoint(folder: Path, step: int) -> dict[str, Any]:
     """Read a checkpoint's header and check that all its files exist. Raises CheckpointError, CorruptionError."""
     header = read_header(folder, step)
-    _raise_if_any(folder, step, [text for _, text in find_problems(folder, header)])
+    _raise_checkpoint_problems(
+        folder, step, [text for _, text in find_file_problems(folder, header)]
+    )
     return header
 
 
-def check_complete(folder: Path, step: int | None, mesh: Mesh) -> None:
+def check_checkpoint_complete(folder: Path, step: int | None, mesh: Mesh) -> None:
     """Raise CheckpointError on every rank, naming the problems, if a checkpoint is incomplete. Collective.
 
     Each rank checks a share of the files. step: None for a new run, which has nothing to check.
@@ -83,19 +88,19 @@ def check_complete(folder: Path, step: int | None, mesh: Mesh) -> None:
         try:
             header = read_header(folder, step)
             own_share = slice(mesh.rank, None, mesh.num_ranks)
-            problems = [text for _, text in find_problems(folder, header, own_share)]
+            problems = [text for _, text in find_file_problems(folder, header, own_share)]
         except (ColonnadeError, OSError) as error:
             problems = [str(error)]
     gathered = mesh.all_gather_bytes("control", json.dumps(problems).encode())
     # Problems that several ranks report are listed once.
-    _raise_if_any(
+    _raise_checkpoint_problems(
         folder,
         step,
         dict.fromkeys(text for texts_of_rank in gathered for text in json.loads(texts_of_rank)),
     )
 
 
-def find_problems(
+def find_file_problems(
     folder: Path, header: Mapping[str, Any], share: slice = slice(None)
 ) -> Iterator[tuple[Path, str]]:
     """Yield files and folders of a checkpoint that are missing or wrong, with a description of the problem.
@@ -124,13 +129,13 @@ def find_problems(
             yield rows, f"rows/{name} is missing"
         elif not any(rows.glob(f"*/{file_name(step)}")):
             yield rows, f"rows/{name} has no checkpoint of step {step}"
-        elif _digest_manifests(rows, tables, step) != digest:
-            yield rows, _describe_damage(rows, tables, step) or (
+        elif _compute_manifest_digest(rows, tables, step) != digest:
+            yield rows, _find_damaged_manifest(rows, tables, step) or (
                 f"rows/{name} is not what this run saved there: of another run or rank, or cut short"
             )  # fmt: skip
 
 
-def _raise_if_any(folder: Path, step: int | None, problems: Iterable[str]) -> None:
+def _raise_checkpoint_problems(folder: Path, step: int | None, problems: Iterable[str]) -> None:
     """Raise CheckpointError that lists the first problems, if there are any."""
     if texts := list(problems):
         more_text = f" (and {len(texts) - MAX_SHOWN} more)" if len(texts) > MAX_SHOWN else ""
@@ -178,9 +183,9 @@ def check_folder_is_shared(folder: Path, mesh: Mesh) -> None:
         )
 
 
-def _describe_damage(rows: Path, tables: Sequence[str], step: int) -> str | None:
+def _find_damaged_manifest(rows_folder: Path, tables: Sequence[str], step: int) -> str | None:
     """Return the error of the first damaged manifest; None if all have the right checksum."""
-    for path in (rows / table / file_name(step) for table in tables):
+    for path in (rows_folder / table / file_name(step) for table in tables):
         try:
             if path.is_file():
                 read_verified(path)
@@ -189,11 +194,11 @@ def _describe_damage(rows: Path, tables: Sequence[str], step: int) -> str | None
     return None
 
 
-def _digest_manifests(rows: Path, tables: Sequence[str], step: int) -> str:
+def _compute_manifest_digest(rows_folder: Path, tables: Sequence[str], step: int) -> str:
     """Compute the digest of the manifests of tables in a folder of rows. A missing one counts as empty."""
     digest = hashlib.sha256()
     for table in tables:
-        path = rows / table / file_name(step)
+        path = rows_folder / table / file_name(step)
         digest.update(f"{table}/".encode() + (path.read_bytes() if path.is_file() else b""))
     return digest.hexdigest()
 
@@ -209,18 +214,18 @@ def verify_checkpoint(
     """
     damaged: list[Path] = []
     header = read_header(folder, step)
-    for file in _verify_files(folder, header, moved_folders):
+    for file in _verify_listed_files(folder, header, moved_folders):
         if file.problem:
             damaged.append(file.path)
         yield file
-    for path, problem in find_problems(folder, header):
+    for path, problem in find_file_problems(folder, header):
         if not any(
             damaged_path == path or path in damaged_path.parents for damaged_path in damaged
         ):
             yield VerifiedFile(path, 0, problem)
 
 
-def _verify_files(
+def _verify_listed_files(
     run_folder: Path, header: dict, moved_folders: Sequence[Path]
 ) -> Iterator[VerifiedFile]:
     """Verify every byte of all files that a header lists, and yield each file."""

@@ -24,7 +24,7 @@ class TrainerState(Protocol):
     mesh: Mesh
     rows: RowOptimizer
     dense: Any
-    """Dense gradients: `state()` and `restore(states)` of their residuals."""
+    """Dense gradients: `export_residuals()` and `set_checkpoint_residuals(states)`."""
     dense_optimizer: torch.optim.Optimizer
     lr_schedules: tuple[Any, ...]
     data: Any

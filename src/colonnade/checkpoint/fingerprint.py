@@ -16,14 +16,14 @@ from colonnade.store.policies import describe_retention
 from colonnade.table import Table, TableSide
 
 
-def check_model(
+def check_model_matches_checkpoint(
     folder: Path,
     header: Mapping[str, Any],
     declaration: EmbeddingDeclaration,
     model: torch.nn.Module,
 ) -> None:
     """Raise CheckpointError that names the first difference unless the checkpoint belongs to this model."""
-    own_fingerprint = fingerprint(declaration, model)
+    own_fingerprint = build_model_fingerprint(declaration, model)
     saved_towers, own_towers = (
         model_facts.get("towers", {}) for model_facts in (header["model"], own_fingerprint)
     )
@@ -41,9 +41,11 @@ def check_model(
         )
 
 
-def fingerprint(declaration: EmbeddingDeclaration, model: torch.nn.Module) -> dict[str, Any]:
+def build_model_fingerprint(
+    declaration: EmbeddingDeclaration, model: torch.nn.Module
+) -> dict[str, Any]:
     """Return the facts that a checkpoint and a model must share, as plain JSON."""
-    towers = describe_towers(declaration)
+    towers = describe_declared_towers(declaration)
     return {
         **({"towers": towers} if towers else {}),
         "tables": {
@@ -62,7 +64,7 @@ def fingerprint(declaration: EmbeddingDeclaration, model: torch.nn.Module) -> di
     }
 
 
-def describe_towers(declaration: EmbeddingDeclaration) -> dict[str, Any]:
+def describe_declared_towers(declaration: EmbeddingDeclaration) -> dict[str, Any]:
     """Describe tower modules by name: their fields, module, and floats per sample in and out."""
     dims = {field.name: field.dim for field in declaration.fields}
     descriptions = {}
@@ -90,7 +92,7 @@ def load_dense(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> N
     load_dense_state_dict(model, {**extra, **weights})
 
 
-def record_identity(table: Table) -> str:
+def get_record_identity(table: Table) -> str:
     """Return the identity of a table's records: name, dims, optimizers and dtype."""
     dims = {part.name: part.dim for part in table.parts}
     optimizers = "+".join(part.optimizer.name for part in table.parts)

@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from colonnade.errors import CheckpointError, CorruptionError
-from colonnade.formats import check_format, parse_object
+from colonnade.formats import check_format_version, parse_json_object
 from colonnade.store.durable import read_verified
 from colonnade.store.untrusted import FileName
 
@@ -86,8 +86,8 @@ def read_header(folder: Path, step: int) -> dict[str, Any]:
 
 def parse_header(path: Path, content: bytes) -> dict[str, Any]:
     """Parse and check a header's content; its step must be the one in the name of `path`."""
-    header = parse_object(path, content)
-    check_format(path, header, FORMAT)
+    header = parse_json_object(path, content)
+    check_format_version(path, header, FORMAT)
     try:
         _HEADER.validate_python(header)
     except ValidationError as error:
@@ -101,11 +101,11 @@ def parse_header(path: Path, content: bytes) -> dict[str, Any]:
             f"{path}: got the header of step {header['step']:,}, wanted that of step {int(path.stem):,}: the file is "
             f"another checkpoint's; {REMEDY}"
         )
-    _check_ranks(path, header)
+    _check_rank_state_files(path, header)
     return header
 
 
-def _check_ranks(path: Path, header: Mapping[str, Any]) -> None:
+def _check_rank_state_files(path: Path, header: Mapping[str, Any]) -> None:
     """Check that each rank has a state file, before anything is allocated by the number of ranks."""
     num_ranks = header["num_ranks"]
     num_states = sum(name.startswith("rank-") for name in header["states"])

@@ -12,10 +12,10 @@ import torch
 
 from colonnade import __version__
 from colonnade.checkpoint.contract import TrainerState
-from colonnade.checkpoint.fingerprint import dense_weights, fingerprint
+from colonnade.checkpoint.fingerprint import build_model_fingerprint, dense_weights
 from colonnade.checkpoint.header import FORMAT
 from colonnade.checkpoint.states import load_state
-from colonnade.checkpoint.stores import read_shardings
+from colonnade.checkpoint.stores import read_table_shardings
 from colonnade.exchange.cached_state import SavedRows, capture_cache_state
 from colonnade.formats import make_format_stamp
 from colonnade.store.policies import RowRetention
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from colonnade.embedding import EmbeddingCollection
 
 
-def retention_policies(collection: EmbeddingCollection) -> dict[str, RowRetention]:
+def collect_retention_policies(collection: EmbeddingCollection) -> dict[str, RowRetention]:
     """Return the admission and eviction policies with state, by table."""
     return {
         collection.slices.table_shards[shard_index].table.origin[0]: policy
@@ -34,17 +34,17 @@ def retention_policies(collection: EmbeddingCollection) -> dict[str, RowRetentio
     }
 
 
-def restore_retentions(
+def restore_retention_policies(
     collection: EmbeddingCollection, states_folder: Path, header: Mapping[str, Any]
 ) -> None:
     """Restore the policies from the files of the ranks that had the rows.
 
     If the number of shards is the same, the file of this rank's shard is enough.
     """
-    policies = retention_policies(collection)
+    policies = collect_retention_policies(collection)
     if not policies:
         return
-    mesh, saved_shardings = collection.mesh, read_shardings(header)
+    mesh, saved_shardings = collection.mesh, read_table_shardings(header)
     needed_ranks: dict[str, list[int | None]] = {}  # by table: ranks to read, by saved shard
     for table_index, (table, planned) in enumerate(
         zip(collection.tables, collection.plan.tables, strict=True)
@@ -81,7 +81,7 @@ class Snapshot:
     header: dict[str, Any]
 
 
-def take_snapshot(
+def take_trainer_snapshot(
     trainer: TrainerState, prefetched: Sequence[dict], run: str, pending_copies: Sequence[SavedRows]
 ) -> Snapshot:
     """Copy this rank's state between two steps; call it on every rank.
@@ -96,24 +96,24 @@ def take_snapshot(
         "held": list(prefetched),  # `Exchange.prefetched` returns copies
         "source": None if mesh.is_server else copy.deepcopy(trainer.position.state),
         "is_server": mesh.is_server,
-        "dense_residuals": trainer.dense.state(),
+        "dense_residuals": trainer.dense.export_residuals(),
         "work": trainer.count_work(),
         "cache": None if cached is None else capture_cache_state(cached, pending_copies),
     }
-    header = build_header(trainer.collection, trainer.model, run, step)
+    header = build_checkpoint_header(trainer.collection, trainer.model, run, step)
     header |= {
         "best_step": trainer.best.step,
         "monitor": trainer.best.monitor,
         "schema": asdict(trainer.data.train.schema),
     }
     dense_state = copy.deepcopy(_collect_dense_state(trainer)) if mesh.rank == 0 else None
-    policies = retention_policies(trainer.collection)
+    policies = collect_retention_policies(trainer.collection)
     for policy in policies.values():
         policy.begin_state()
     return Snapshot(step, rank_state, dense_state, policies, header)
 
 
-def build_header(
+def build_checkpoint_header(
     collection: EmbeddingCollection, model: torch.nn.Module, run: str, step: int
 ) -> dict[str, Any]:
     """Build the header of a checkpoint: step, run, shardings and the model it belongs to."""
@@ -125,7 +125,7 @@ def build_header(
         "shardings": _describe_shardings(collection),
         "run": run,
         "best_step": None,
-        "model": fingerprint(collection.declaration, model),
+        "model": build_model_fingerprint(collection.declaration, model),
         "schema": None,
     }
 

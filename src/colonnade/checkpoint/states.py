@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from colonnade.errors import CorruptionError
-from colonnade.formats import check_format, make_format_stamp
+from colonnade.formats import check_format_version, make_format_stamp
 from colonnade.store.durable import read_verified
 
 FORMAT = "colonnade state"
 
 
-def serialize_state(state: dict[str, Any], run: str, path: Path) -> bytes:
+def serialize_rank_state(state: dict[str, Any], run: str, path: Path) -> bytes:
     """Serialize the state file at `path` of a checkpoint of `run`."""
     buffer = io.BytesIO()
     torch.save(
@@ -42,7 +42,7 @@ def load_state(path: Path, run: str) -> dict[str, Any]:
             "state. It is not what was saved, and nothing in it was run. Restore it from a copy, or go back to an "
             "older checkpoint"
         )
-    check_format(path, saved, FORMAT)
+    check_format_version(path, saved, FORMAT)
     if saved["of"] != _describe_owner(run, path):
         raise CorruptionError(
             f"{path}: got the state {saved['of']}, wanted {_describe_owner(run, path)}: the file is another's. "

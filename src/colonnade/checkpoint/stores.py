@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from colonnade import _native
-from colonnade.checkpoint.fingerprint import build_record_identity, record_identity
+from colonnade.checkpoint.fingerprint import build_record_identity, get_record_identity
 from colonnade.sizes import StorageLocation
 from colonnade.store.compaction import Collector
 from colonnade.store.disk import Disk
@@ -64,7 +64,7 @@ class StoreFolder:
     """Path relative to a run's `rows`, and to the directories of `plan.memory.ssd`."""
 
 
-def read_shardings(header: Mapping[str, Any]) -> list[Sharding]:
+def read_table_shardings(header: Mapping[str, Any]) -> list[Sharding]:
     """Return the shardings of a checkpoint by table. Old headers without shardings mean row_wise over all ranks."""
     saved_kinds, num_ranks = header.get("shardings", {}), header["num_ranks"]
     return [
@@ -79,11 +79,11 @@ def list_store_folders(header: Mapping[str, Any]) -> Iterator[StoreFolder]:
         zip(
             header["model"]["tables"],
             header["model"]["tables"].values(),
-            read_shardings(header),
+            read_table_shardings(header),
             strict=True,
         )
     ):
-        for slice_sharding, columns in _list_slices(sharding, table_header):
+        for slice_sharding, columns in _list_table_slices(sharding, table_header):
             for rank in slice_sharding.ranks:
                 path = store_folder(
                     slice_sharding, rank, label(table_index, columns, slice_sharding.hot)
@@ -106,7 +106,9 @@ def find_row_folders(
     """
     table_header = list(header["model"]["tables"].values())[table_index]
     folders_by_columns = []
-    for slice_sharding, columns in _list_slices(read_shardings(header)[table_index], table_header):
+    for slice_sharding, columns in _list_table_slices(
+        read_table_shardings(header)[table_index], table_header
+    ):
         folder_label = label(table_index, columns, slice_sharding.hot)
         paths = [
             path
@@ -123,7 +125,7 @@ def store_folder(sharding: Sharding, rank: int, label: str) -> Path | None:
     return None if folder is None else Path(folder) / label
 
 
-def _list_slices(
+def _list_table_slices(
     sharding: Sharding, table_header: Mapping[str, Any]
 ) -> list[tuple[Sharding, tuple[int, int] | None]]:
     """List the slices of a saved table: the sharding of each, and its columns if rows are cut."""
@@ -155,8 +157,8 @@ def open_recorded_stores(
     They are opened as their manifests describe them, so the model is not needed.
     """
     name, table_header = list(header["model"]["tables"].items())[table_index]
-    sharding, stores_of_slices = read_shardings(header)[table_index], []
-    for slice_sharding, columns in _list_slices(sharding, table_header):
+    sharding, stores_of_slices = read_table_shardings(header)[table_index], []
+    for slice_sharding, columns in _list_table_slices(sharding, table_header):
         stores_of_slices.append(
             _open_recorded_slice(folder, header, table_index, slice_sharding, columns)
         )
@@ -260,7 +262,7 @@ def open_stores(
                     folder / "rows" / path,
                     table_name=table.name,
                     record_bytes=table.record_bytes,
-                    identity=record_identity(table),
+                    identity=get_record_identity(table),
                     rows=table.rows,
                     num_owners=shard.num_owners,
                     owner_index=shard.owner_index,
@@ -279,7 +281,9 @@ def open_stores(
                             sizes[i],
                             spaces[i],
                         )
-                        for i in order_stripes(sizes, rank + len(sharding.ranks) * shard_index)
+                        for i in order_stripe_directories(
+                            sizes, rank + len(sharding.ranks) * shard_index
+                        )
                     ],
                 )
             )
@@ -302,7 +306,7 @@ def _open_saved_shard(folder: Path, table_shard: TableShard, disk: Disk, step: i
         opened.append(
             open_one(
                 record_bytes=table.record_bytes,
-                identity=record_identity(table),
+                identity=get_record_identity(table),
                 rows=table.rows,
                 num_owners=shard.num_owners,
                 owner_index=shard.owner_index,
@@ -405,27 +409,28 @@ def find_new_shards(
     ]
 
 
-def choose_segment_size(limits: Sequence[int | None]) -> int:
+def choose_segment_size(directory_limits: Sequence[int | None]) -> int:
     """Return the size at which a new segment starts, smaller for small directories. Pure.
 
     A segment is stored in one directory.
     """
     smallest_limit = min(
-        (limit for limit in limits if limit is not None), default=DEFAULT_SEGMENT_BYTES * 8
+        (limit for limit in directory_limits if limit is not None),
+        default=DEFAULT_SEGMENT_BYTES * 8,
     )
     return min(DEFAULT_SEGMENT_BYTES, max(DEFAULT_CHUNK_BYTES, smallest_limit // 8))
 
 
-def order_stripes(sizes: Sequence[int], store_index: int) -> list[int]:
+def order_stripe_directories(directory_bytes: Sequence[int], store_index: int) -> list[int]:
     """Return the order in which a store fills directories. Pure.
 
     First choices of many small stores are in proportion to the sizes.
     """
-    if not sizes:
+    if not directory_bytes:
         return []
-    ends = list(accumulate(sizes))
+    ends = list(accumulate(directory_bytes))
     first = bisect_right(ends, store_index * GOLDEN_RATIO % 1 * ends[-1])
-    return [first, *(i for i in range(len(sizes)) if i != first)]
+    return [first, *(i for i in range(len(directory_bytes)) if i != first)]
 
 
 def _disk_bytes(path: Path) -> int:

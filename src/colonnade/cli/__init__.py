@@ -34,9 +34,9 @@ def main() -> None:
     try:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, exit_during_import)
-        from colonnade.cli.app import run
+        from colonnade.cli.app import run_command
 
-        status = run(sys.argv[1:])
+        status = run_command(sys.argv[1:])
         sys.stdout.flush()
     except KeyboardInterrupt:
         print_stopped()

@@ -124,7 +124,7 @@ def handle_global_options(
     """Accept the options before a verb."""
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_command(arguments: Sequence[str]) -> int:
     """Run one command and return its exit status. `main` handles KeyboardInterrupt and BrokenPipeError."""
     try:
         status = app(list(arguments), prog_name="colonnade", standalone_mode=False)

@@ -28,17 +28,17 @@ def compare(
     from colonnade.report.page import write_page
     from colonnade.report.pages import (
         build_figure_lines,
-        compare_page,
         find_different_settings,
-        run_names,
+        find_distinct_run_names,
+        render_comparison_page,
     )
-    from colonnade.report.reading import read_run
+    from colonnade.report.reading import read_run_folder
     from colonnade.terminal import Terminal, escape_control_characters
 
     if len(runs) < 2:
         raise ConfigError(f"got {len(runs)} run, wanted at least two: colonnade compare RUN RUN")
-    records = [read_run(run) for run in runs]
-    console, names = Terminal(), run_names(records)
+    records = [read_run_folder(run) for run in runs]
+    console, names = Terminal(), find_distinct_run_names(records)
     different = find_different_settings(records)
     for title, lines in (
         ("figures", build_figure_lines(records)),
@@ -59,5 +59,5 @@ def compare(
             grid.add_row(line.name, *cells)
         console.print(grid)
     if output is not None:
-        write_page(compare_page(records), output)
+        write_page(render_comparison_page(records), output)
         console.print(f"report: {output}", markup=False, soft_wrap=True)

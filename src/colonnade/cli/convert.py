@@ -46,10 +46,10 @@ def criteo(
     """Convert Criteo display-ads text.
 
     Columns: label, I1 .. I13 (empty = null), C1 .. C26 (integers; empty = 4294967296)."""
-    from colonnade.data.tabular.convert import check_target, open_criteo_conversion
+    from colonnade.data.tabular.convert import check_conversion_target, open_criteo_conversion
 
-    check_target(source, target, overwrite=force)
-    write_conversion(open_criteo_conversion(source), target, rows_per_group, force)
+    check_conversion_target(source, target, overwrite=force)
+    write_converted_file(open_criteo_conversion(source), target, rows_per_group, force)
 
 
 @app.command()
@@ -77,10 +77,10 @@ def csv(
     """Convert CSV.
 
     A column becomes integers, numbers or text: the first type that keeps all its values unchanged; empty = null."""
-    from colonnade.data.tabular.convert import check_target, open_csv_conversion
+    from colonnade.data.tabular.convert import check_conversion_target, open_csv_conversion
 
-    check_target(source, target, overwrite=force)
-    with create_row_progress() as progress:
+    check_conversion_target(source, target, overwrite=force)
+    with create_row_progress_bar() as progress:
         task = progress.add_task("reading")
         conversion = open_csv_conversion(
             source,
@@ -90,14 +90,14 @@ def csv(
             null_values=null or (),
             on_rows=lambda rows, total: progress.update(task, advance=rows, total=total),
         )
-    write_conversion(conversion, target, rows_per_group, force)
+    write_converted_file(conversion, target, rows_per_group, force)
 
 
 TAB = {"\\t": "\t", "tab": "\t"}
 """Spellings of a tab on the command line."""
 
 
-def create_row_progress() -> Progress:
+def create_row_progress_bar() -> Progress:
     """Create a progress bar of rows."""
     from rich.progress import (
         BarColumn,
@@ -116,18 +116,18 @@ def create_row_progress() -> Progress:
     )  # fmt: skip
 
 
-def write_conversion(
+def write_converted_file(
     conversion: Conversion, target: Path, rows_per_group: int, force: bool
 ) -> None:
     """Write the Parquet file with a progress bar, and print its size and time."""
-    from colonnade.data.tabular.convert import write_parquet
+    from colonnade.data.tabular.convert import write_parquet_file
     from colonnade.terminal import Terminal
 
     console = Terminal()
     started = time.perf_counter()
-    with create_row_progress() as progress:
+    with create_row_progress_bar() as progress:
         task = progress.add_task(target.name, total=conversion.num_rows)
-        write_parquet(
+        write_parquet_file(
             conversion,
             target,
             rows_per_group=rows_per_group,

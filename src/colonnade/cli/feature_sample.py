@@ -19,7 +19,7 @@ from colonnade.lookup.stacking import hash_ids
 from colonnade.plan.towers.affinity import Affinity
 from colonnade.plan.towers.partition import FeatureLoad
 from colonnade.table import Feature, Table
-from colonnade.train.record import table_sizes
+from colonnade.train.record import collect_table_sizes
 
 
 def measure_affinity(
@@ -36,8 +36,11 @@ def measure_affinity(
     lookups = dict.fromkeys(affinity.names, 0)
     for ids in islice(source.batches(batch_size), num_batches):
         batch = hash_ids(ids, collection.declaration)
-        affinity.add(
-            [pool_rows(collection, tables[feature.table], feature, batch) for feature in features]
+        affinity.add_batch_vectors(
+            [
+                sum_rows_by_sample(collection, tables[feature.table], feature, batch)
+                for feature in features
+            ]
         )
         for name in affinity.names:
             lookups[name] += len(batch.ids[name].values)
@@ -45,7 +48,7 @@ def measure_affinity(
         raise DataError(
             "got no samples to probe with, wanted a part with some; choose another with --part"
         )
-    sizes = _table_bytes(collection)
+    sizes = _count_stored_bytes(collection)
     return affinity, [
         FeatureLoad(
             feature.name,
@@ -57,7 +60,7 @@ def measure_affinity(
     ]
 
 
-def pool_rows(
+def sum_rows_by_sample(
     collection: EmbeddingCollection, table: Table, feature: Feature, batch: Batch
 ) -> NDArray[np.float32]:
     """Sum the rows of each sample's ids, times their weights: (B, dim). A cosine is the same for sums and means."""
@@ -72,9 +75,9 @@ def pool_rows(
     return torch.zeros(batch.size, part.dim).index_add_(0, samples, rows).numpy()
 
 
-def _table_bytes(collection: EmbeddingCollection) -> dict[str, int]:
+def _count_stored_bytes(collection: EmbeddingCollection) -> dict[str, int]:
     """Return the stored bytes by table: of all rows of a vocabulary table, of the existing rows of an open table."""
-    sizes = table_sizes(collection)
+    sizes = collect_table_sizes(collection)
     return {
         table.name: max(sizes[table.name]["bytes_in_memory"], sizes[table.name]["bytes_in_files"])
         if table.rows is None

@@ -75,9 +75,9 @@ def inspect(
 
 def _inspect_run(path: Path) -> None:
     from colonnade.report.formatting import format_bytes, format_count, format_seconds
-    from colonnade.report.reading import collect_tables, read_run
+    from colonnade.report.reading import collect_table_figures, read_run_folder
 
-    run = read_run(path)
+    run = read_run_folder(path)
     model, data = run.config.get("model", {}), run.config.get("data", {})
     _print_facts(
         {
@@ -94,7 +94,7 @@ def _inspect_run(path: Path) -> None:
             t.name, format_count(t.rows_in_memory), format_count(t.rows_in_files),
             format_bytes(t.bytes_in_memory), format_bytes(t.bytes_in_files),
         )
-        for t in collect_tables(run)
+        for t in collect_table_figures(run)
     ]  # fmt: skip
     _print_table(("table (rank 0)", "rows in memory", "rows in files", "memory", "files"), rows)
     if run.checkpoints:
@@ -104,7 +104,7 @@ def _inspect_run(path: Path) -> None:
 
 def _inspect_checkpoint(path: Path) -> None:
     from colonnade.checkpoint.header import read_header
-    from colonnade.checkpoint.stores import read_shardings
+    from colonnade.checkpoint.stores import read_table_shardings
 
     if not path.stem.isdecimal() or path.parent.name != "checkpoints":
         raise ConfigError(
@@ -124,7 +124,7 @@ def _inspect_checkpoint(path: Path) -> None:
     rows = [
         (name, str(t["dim"]), "any id" if t["rows"] is None else f"{t['rows']:,}", t["dtype"], t["optimizer"],
          str(sharding))
-        for (name, t), sharding in zip(model["tables"].items(), read_shardings(header), strict=True)
+        for (name, t), sharding in zip(model["tables"].items(), read_table_shardings(header), strict=True)
     ]  # fmt: skip
     _print_table(("table", "dim", "ids", "dtype", "optimizer", "rows on"), rows)
     towers = []
@@ -175,17 +175,17 @@ def _inspect_safetensors(path: Path) -> None:
 def _inspect_data(
     path: Path, kind: str | None, delimiter: str | None, names: Sequence[str] | None
 ) -> None:
-    from colonnade.data.lines import check_regular
+    from colonnade.data.lines import check_regular_file
     from colonnade.data.tabular.narrow import narrow_column
-    from colonnade.data.tabular.tables import FORMATS, read_head
+    from colonnade.data.tabular.tables import FORMATS, read_first_rows_and_schema
     from colonnade.report.formatting import format_bytes
 
     if kind is not None and kind not in FORMATS:
         raise ConfigError(f"got --data {kind}, wanted a kind of file: {', '.join(sorted(FORMATS))}")
     if not path.is_dir():
-        check_regular(path)
+        check_regular_file(path)
     options: dict[str, Any] = {"delimiter": delimiter, "names": names}
-    head = read_head(
+    head = read_first_rows_and_schema(
         path, kind, **{name: value for name, value in options.items() if value is not None}
     )
     columns = {name: (array, narrow_column(array)) for name, array in head.columns.items()}
@@ -200,7 +200,8 @@ def _inspect_data(
     _print_facts(facts)
     lines = [
         (
-            _format_value(name), _describe_type(narrowed.type), f"{narrowed.null_count:,}", _count_distinct(narrowed),
+            _format_value(name), _describe_field_type(narrowed.type),
+            f"{narrowed.null_count:,}", _count_distinct(narrowed),
             *(_format_value(array[row], 11) for row in range(min(SAMPLES, num_read))),
         )
         for name, (array, narrowed) in columns.items()
@@ -218,7 +219,7 @@ def _inspect_data(
         print_text(f"left out: {_format_value(name)} ({reason})")
 
 
-def _describe_type(kind: Any) -> str:
+def _describe_field_type(kind: Any) -> str:
     names = {
         "int64": "integer",
         "double": "fraction",

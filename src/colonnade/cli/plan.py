@@ -113,7 +113,7 @@ def plan(
             f"--host: got {host} without --simulate, which is the only option with hosts other than this one; give a "
             "number of parameters, e.g. --simulate 100e12, or leave --host out"
         )
-    topology = _plan_world(world, ranks, uplink, local)
+    topology = _build_plan_world(world, ranks, uplink, local)
     if topology is None:  # another rank prints the plan
         return
     is_one_host = topology.num_hosts == 1 and topology.origin == "planned"
@@ -123,7 +123,7 @@ def plan(
         )
     chosen = override_settings(
         build_config(config, data, path, {"plan.memory.dram": dram}, set_),
-        _automatic_settings(config, set_),
+        _default_to_automatic(config, set_),
     )
     if simulate is not None:
         if table is not None:
@@ -134,7 +134,7 @@ def plan(
         return
     choice, tables = plan_run(chosen, run, topology, lookups=sample, table=table)
     if as_json:
-        print(json.dumps(plan_values(choice, tables), indent=2))
+        print(json.dumps(convert_plan_to_json(choice, tables), indent=2))
     else:
         print_plan(choice, tables, target, table)
 
@@ -150,31 +150,31 @@ def _print_simulation(
 ) -> None:
     """Print hosts and seconds for a model with that many parameters, scaled from measurements of a smaller model."""
     from colonnade.cli.plan_tables import (
+        convert_simulation_to_json,
         parse_host_sizes,
         print_simulation,
         simulate_world,
-        simulation_values,
     )
-    from colonnade.plan.measure.links import planned_world
+    from colonnade.plan.measure.links import build_planned_world
     from colonnade.run.run import plan_run
 
     room = parse_host_sizes(host, parameters)  # raises before anything is measured
-    planned, tables = plan_run(config, run, planned_world("1"), lookups=sample)
+    planned, tables = plan_run(config, run, build_planned_world("1"), lookups=sample)
     batch_size = config.train.samples_per_step
     work, cases = simulate_world(planned, tables, batch_size, parameters, room, world)
     if as_json:
-        print(json.dumps(simulation_values(parameters, work, cases), indent=2))
+        print(json.dumps(convert_simulation_to_json(parameters, work, cases), indent=2))
     else:
         print_simulation(parameters, batch_size, work, cases)
 
 
-def _plan_world(
+def _build_plan_world(
     shape: str | None, ranks: int | None, uplink: str | None, local: str | None
 ) -> World | None:
     """Return the world of the plan: as the options declare it or, under torchrun, the running one with measured links,
     on rank 0; None on its other ranks."""
     from colonnade.comm.process_groups import close_mesh, open_mesh
-    from colonnade.plan.measure.links import measure_links, planned_world
+    from colonnade.plan.measure.links import build_planned_world, measure_links
 
     options = {"--world": shape, "--ranks": ranks, "--uplink": uplink, "--local": local}
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -182,7 +182,7 @@ def _plan_world(
             raise ConfigError(
                 f"got --ranks {ranks} with --world {shape}, which has a number of ranks; leave one of them out"
             )
-        return planned_world(shape or str(ranks or 1), uplink=uplink, local=local)
+        return build_planned_world(shape or str(ranks or 1), uplink=uplink, local=local)
     if forbidden := [name for name, value in options.items() if value is not None]:
         raise ConfigError(
             f"got {', '.join(forbidden)} under torchrun, where the links are measured; leave it out, or plan without "
@@ -194,18 +194,18 @@ def _plan_world(
     return world if mesh.rank == 0 else None
 
 
-def _automatic_settings(config: Path | None, set_: list[str] | None) -> dict[str, str]:
+def _default_to_automatic(config: Path | None, set_: list[str] | None) -> dict[str, str]:
     """Return `auto` for shardings and exchanges, which this command chooses if the user sets neither. Return nothing
     with `plan.cache`: cached rows need the exchange rows and rows that are not cut by columns."""
-    from colonnade.cli.train import parse_settings
-    from colonnade.formats import parse_yaml, read_text
+    from colonnade.cli.train import parse_set_options
+    from colonnade.formats import parse_yaml, read_text_file
 
     settings: dict[str, Any] = {}
     if config is not None:
-        values = parse_yaml(read_text(config))
+        values = parse_yaml(read_text_file(config))
         plan_section = (values or {}).get("plan") or {}
         settings |= {f"plan.{name}": value for name, value in plan_section.items()}
-    settings |= parse_settings(set_ or [])
+    settings |= parse_set_options(set_ or [])
     if settings.keys() & {"plan.exchange", "plan.sharding"}:
         return {}
     cache = [value for name, value in settings.items() if f"{name}.".startswith("plan.cache.")]
@@ -214,7 +214,7 @@ def _automatic_settings(config: Path | None, set_: list[str] | None) -> dict[str
     return {"plan.exchange": "auto", "plan.sharding": "auto"}
 
 
-def plan_values(planned: PlanningResult, tables: Sequence[Table]) -> dict[str, Any]:
+def convert_plan_to_json(planned: PlanningResult, tables: Sequence[Table]) -> dict[str, Any]:
     """Return JSON values of the plan: its prediction, the measured costs, device and links, the alternatives, and notes
     on what the prediction leaves out."""
     from dataclasses import asdict

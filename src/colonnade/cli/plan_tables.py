@@ -13,7 +13,7 @@ from rich.table import Table as Grid
 from colonnade.errors import ConfigError
 from colonnade.models.dense_cost import FLOPS_PER_PRODUCT
 from colonnade.plan.caching import full_cache_bytes
-from colonnade.plan.cost.prediction import PERSIA, Machine, SampleCost, Simulated, simulate
+from colonnade.plan.cost.prediction import PERSIA, Machine, SampleCost, Simulated, simulate_training
 from colonnade.plan.plan import memory_bytes, resident_row_bytes
 from colonnade.plan.search.candidates import PlanDecision, TableChoice, TableCost
 from colonnade.plan.towers.forecast import PAPER
@@ -51,7 +51,7 @@ def simulate_world(
 ) -> tuple[SampleCost, list[Simulated]]:
     """Simulate a world for a model with that many parameters. planned: a plan of one rank, for its sample and rates.
     room: bytes of memory and of disks of each host. Raises ConfigError if hosts have disks and no disk was measured."""
-    work = work_per_sample(planned, tables, batch_size)
+    work = estimate_work_per_sample(planned, tables, batch_size)
     pages = sum(directory.pages for directory in planned.device.directories)
     if room[1] and not pages:
         raise ConfigError(
@@ -65,7 +65,7 @@ def simulate_world(
         uplink=world.remote_bytes_per_second,
         pages=pages,
     )
-    return work, simulate(parameters, work, machine, batch_size)
+    return work, simulate_training(parameters, work, machine, batch_size)
 
 
 def print_simulation(
@@ -88,7 +88,7 @@ def print_simulation(
     console.print(PERSIA)
 
 
-def simulation_values(
+def convert_simulation_to_json(
     parameters: float, work: SampleCost, cases: Sequence[Simulated]
 ) -> dict[str, Any]:
     """Return JSON values of a simulation, under the key `simulation`. Pure."""
@@ -101,7 +101,7 @@ def simulation_values(
     }
 
 
-def work_per_sample(
+def estimate_work_per_sample(
     planned: PlanningResult, tables: Sequence[Table], batch_size: int
 ) -> SampleCost:
     """Return the work per training sample, from the profiled sample and the benchmarked steps. Pure."""
@@ -134,12 +134,14 @@ def print_plan(
     """Print a plan. target: samples/s for which bytes per second are shown; table: show only its candidates."""
     console = Terminal()
     if table is not None:
-        _print_choices(console, planned, next(t for t in planned.choice.tables if t.name == table))
+        _print_table_choices(
+            console, planned, next(t for t in planned.choice.tables if t.name == table)
+        )
         return
     _print_memory(console, planned, tables, target or planned.prediction.samples_per_second)
     if planned.world.num_ranks > 1:
         _print_exchanges(console, planned)
-    _print_totals(console, planned, tables)
+    _print_total_costs(console, planned, tables)
 
 
 def cache_bytes(planned: PlanningResult, tables: Sequence[Table]) -> int:
@@ -148,7 +150,7 @@ def cache_bytes(planned: PlanningResult, tables: Sequence[Table]) -> int:
     return sum(full_cache_bytes(cache, table) for cache, table in zip(caches, tables, strict=True))
 
 
-def _create_grid(columns: Sequence[str], left_aligned: Sequence[str]) -> Grid:
+def _create_text_table(columns: Sequence[str], left_aligned: Sequence[str]) -> Grid:
     """Create a table that fits 80 columns by shortening the first one."""
     grid = Grid(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for name in columns:
@@ -171,7 +173,7 @@ def _print_memory(
         f"{'a server' if planned.world.has_servers else 'one'}, "
         f"MB/s at {rate:,.0f} samples/s, lookups per sample, reads per 1,000"
     )
-    grid = _create_grid(
+    grid = _create_text_table(
         ("table", "rows", "bytes", "lookups", "MB/s", "memory", "tier", "hits", "reads"), ("tier",)
     )
     lines = []
@@ -201,7 +203,7 @@ def _print_exchanges(console: Console, planned: PlanningResult) -> None:
         "\nexchange: exchange and owners of each table; bytes that a rank sends per step, in its host and over its "
         "uplink"
     )
-    grid = _create_grid(
+    grid = _create_text_table(
         ("table", "choice", "in host", "uplink", "takes", "next best", "more"),
         ("choice", "next best"),
     )
@@ -242,10 +244,10 @@ def _print_consumers(console: Console, planned: PlanningResult) -> None:
         )
 
 
-def _print_choices(console: Console, planned: PlanningResult, table: TableChoice) -> None:
+def _print_table_choices(console: Console, planned: PlanningResult, table: TableChoice) -> None:
     console.print(f"choices of table {table.name}; bytes that a rank sends per step", markup=False)
     columns = ("choice", "route", "fetch", "push", "in host", "uplink", "takes", "more")
-    grid = _create_grid(columns, ("choice",))
+    grid = _create_text_table(columns, ("choice",))
     for cost in (table.chosen, *table.others):
         by_channel = [
             format_bytes(cost.sent[channel, "local"] + cost.sent[channel, "remote"])
@@ -267,7 +269,7 @@ def _print_choices(console: Console, planned: PlanningResult, table: TableChoice
     console.print(str(planned.world))
 
 
-def _print_totals(console: Console, planned: PlanningResult, tables: Sequence[Table]) -> None:
+def _print_total_costs(console: Console, planned: PlanningResult, tables: Sequence[Table]) -> None:
     console.print()
     prediction = planned.prediction
     used: dict[str, Any] = {"dram": 0, "mapped": 0}
@@ -293,7 +295,7 @@ def _print_totals(console: Console, planned: PlanningResult, tables: Sequence[Ta
         "for each row read or evicted"
     )
     if planned.world.num_ranks > 1:
-        _print_links(console, planned.choice, planned)
+        _print_link_costs(console, planned.choice, planned)
     if planned.advice:
         _print_advice(console, planned)
     if cached_bytes:
@@ -306,7 +308,7 @@ def _print_totals(console: Console, planned: PlanningResult, tables: Sequence[Ta
     )
 
 
-def _print_links(console: Console, choice: PlanDecision, planned: PlanningResult) -> None:
+def _print_link_costs(console: Console, choice: PlanDecision, planned: PlanningResult) -> None:
     prediction, seconds = planned.prediction, choice.seconds
     console.print(str(planned.world))
     if planned.world.origin != "measured":
@@ -336,7 +338,7 @@ def _print_advice(console: Console, planned: PlanningResult) -> None:
         f"prediction for {planned.advice[0].towers} towers whose modules compress their values, a linear layer each; "
         "they change the model, so they are never added for you (model.towers, model.tower_dim, or a TowerModule):"
     )
-    grid = _create_grid(("CR", "step saves", "faster", "MFLOP a sample", "weights"), ())
+    grid = _create_text_table(("CR", "step saves", "faster", "MFLOP a sample", "weights"), ())
     for advice in planned.advice:
         saved, flops = advice.saved_seconds, FLOPS_PER_PRODUCT * advice.products
         faster = f"{step / max(step - saved, 1e-9):.2f}x"

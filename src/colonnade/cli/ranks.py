@@ -37,7 +37,7 @@ END_SECONDS = 30.0  # between SIGTERM and SIGKILL
 
 
 @contextmanager
-def memory_file(name: str) -> Iterator[str]:
+def create_memory_file(name: str) -> Iterator[str]:
     """Yield the path of a nameless file in memory, valid in this process and in those that inherit its descriptor."""
     number = os.memfd_create(name)
     try:
@@ -53,11 +53,12 @@ def descriptor_of(path: str) -> int:
 
 
 def run_ranks(
-    command: Sequence[str], num_ranks: int, files: Sequence[str]
+    command: Sequence[str], num_ranks: int, inherited_files: Sequence[str]
 ) -> Mapping[int, int] | None:
     """Run `command` as every rank, and return when all have ended.
 
-    `files`: paths of memory files that the ranks inherit. Returns the exit status of the ranks that failed first, by
+    `inherited_files`: paths of memory files that the ranks inherit. Returns the exit status of the ranks that failed
+    first, by
     rank; the others are then ended. Returns None after SIGINT or SIGTERM: the first signal is passed on to the ranks,
     which then checkpoint and end; the next one ends them at once.
     """
@@ -65,9 +66,9 @@ def run_ranks(
 
     ranks: list[subprocess.Popen[bytes]] = []
     with (
-        memory_file("colonnade-store") as store,
-        memory_file("colonnade-heartbeats") as heartbeats,
-        _record_signals() as signals,
+        create_memory_file("colonnade-store") as store,
+        create_memory_file("colonnade-heartbeats") as heartbeats,
+        _collect_stop_signals() as signals,
     ):
         threads = str(max(1, count_usable_processors() // num_ranks))
         environment = {
@@ -85,17 +86,19 @@ def run_ranks(
                     subprocess.Popen(
                         command,
                         env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        pass_fds=[descriptor_of(path) for path in (store, heartbeats, *files)],
+                        pass_fds=[
+                            descriptor_of(path) for path in (store, heartbeats, *inherited_files)
+                        ],
                     )
                 )
-            return _watch_ranks(ranks, signals)
+            return _wait_for_ranks(ranks, signals)
         finally:
             signals.clear()
-            _end_ranks(ranks, signals)
+            _terminate_ranks(ranks, signals)
 
 
 @contextmanager
-def _record_signals() -> Iterator[list[int]]:
+def _collect_stop_signals() -> Iterator[list[int]]:
     """Collect SIGINT and SIGTERM in a list instead of obeying them."""
     signals: list[int] = []
     before = {
@@ -109,13 +112,13 @@ def _record_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _watch_ranks(
-    ranks: Sequence[subprocess.Popen[bytes]], signals: list[int]
+def _wait_for_ranks(
+    rank_processes: Sequence[subprocess.Popen[bytes]], signals: list[int]
 ) -> Mapping[int, int] | None:
     """Wait until all ranks have ended without failure, one has failed, or a second signal has come."""
     stopped_at = 0.0
     while True:
-        codes = [rank.poll() for rank in ranks]
+        codes = [rank.poll() for rank in rank_processes]
         if any(codes) or None not in codes:
             failures = {rank: code for rank, code in enumerate(codes) if code}
             return None if stopped_at or signals else failures
@@ -124,19 +127,21 @@ def _watch_ranks(
             if stopped_at and now - stopped_at > REPEAT_SECONDS:
                 return None
             stopped_at = stopped_at or now
-            for rank in ranks:
+            for rank in rank_processes:
                 rank.send_signal(number)
         time.sleep(POLL_SECONDS)
 
 
-def _end_ranks(ranks: Sequence[subprocess.Popen[bytes]], signals: Sequence[int]) -> None:
+def _terminate_ranks(
+    rank_processes: Sequence[subprocess.Popen[bytes]], signals: Sequence[int]
+) -> None:
     """End the ranks that still run: by SIGTERM, then by SIGKILL after `END_SECONDS` or one more signal."""
-    for rank in ranks:
+    for rank in rank_processes:
         rank.terminate()
     deadline = time.monotonic() + END_SECONDS
-    while any(rank.poll() is None for rank in ranks):
+    while any(rank.poll() is None for rank in rank_processes):
         if signals or time.monotonic() > deadline:
-            for rank in ranks:
+            for rank in rank_processes:
                 rank.kill()
         time.sleep(POLL_SECONDS)
 
@@ -169,7 +174,10 @@ def train(
             f"got --ranks {ranks} on {sys.platform}, wanted Linux; train on one rank, or start ranks with torchrun"
         )
 
-    with memory_file("colonnade-config") as settings, memory_file("colonnade-summary") as summary:
+    with (
+        create_memory_file("colonnade-config") as settings,
+        create_memory_file("colonnade-summary") as summary,
+    ):
         Path(settings).write_text(dump_config(config), encoding="utf-8")
         arguments = [
             settings,
@@ -210,7 +218,7 @@ def _train_in_process(
             if run.resumed_at is not None:
                 console.print(f"resuming {folder} at step {run.resumed_at}")
         with stop_on_signals(run.trainer):
-            return run.summary(run.train())
+            return run.build_summary(run.train())
     finally:
         run.close()
 
@@ -264,10 +272,10 @@ def _end_with_launcher() -> None:
     """Let the kernel end this rank when its launcher is killed, so that it does not train on unnoticed."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, death_signal(os.environ))
+        ctypes.CDLL(None).prctl(set_parent_death_signal, choose_death_signal(os.environ))
 
 
-def death_signal(environment: Mapping[str, str]) -> int:
+def choose_death_signal(environment: Mapping[str, str]) -> int:
     """Return the signal for a rank that has lost its launcher.
 
     On one host SIGTERM: the run checkpoints and ends, because nothing would restart it. On several hosts SIGKILL: a

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from colonnade.data.lines import check_regular
+from colonnade.data.lines import check_regular_file
 from colonnade.data.tabular.csv import CsvFile
 from colonnade.data.tabular.encode import InvalidValue
 from colonnade.data.tabular.files import build_data_error
@@ -42,7 +42,7 @@ def read_record_batches(path: Path, size: int) -> Iterator[list[dict[str, Any]]]
 
 
 def _read_table(path: Path, kind: str, size: int) -> Iterator[list[dict[str, Any]]]:
-    file: Any = FORMATS[kind]().open_file(check_regular(path))
+    file: Any = FORMATS[kind]().open_file(check_regular_file(path))
     if isinstance(file, CsvFile):
         file = replace(file, types=dict.fromkeys(file.names, pa.string()))
     rows: list[dict[str, Any]] = []
@@ -62,7 +62,7 @@ def _read_table(path: Path, kind: str, size: int) -> Iterator[list[dict[str, Any
 
 def _read_json_lines(path: Path, size: int) -> Iterator[list[dict[str, Any]]]:
     rows: list[dict[str, Any]] = []
-    with check_regular(path).open(encoding="utf-8") as file:
+    with check_regular_file(path).open(encoding="utf-8") as file:
         for number, line in enumerate(_decode_lines(file, path), 1):
             try:
                 record = json.loads(line)

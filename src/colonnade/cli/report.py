@@ -24,9 +24,9 @@ def report(
 ) -> None:
     """Write a run's report: metrics, throughput, time by phase, rows, tables, settings, machine."""
     from colonnade.report.page import write_page
-    from colonnade.report.pages import run_page
-    from colonnade.report.reading import read_run
+    from colonnade.report.pages import render_run_page
+    from colonnade.report.reading import read_run_folder
 
     path = output or run / "report.html"
-    write_page(run_page(read_run(run)), path)
+    write_page(render_run_page(read_run_folder(run)), path)
     print_text(f"report: {path}")

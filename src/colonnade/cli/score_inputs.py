@@ -11,10 +11,10 @@ from typing import Any
 from colonnade.batch import Batch
 from colonnade.data import SOURCES, open_source
 from colonnade.data.contract import START, Position, Schema, Source
-from colonnade.data.lines import LineFile, locate, open_lines
+from colonnade.data.lines import LineFile, locate_data_file, open_line_file
 from colonnade.data.sets.criteo import FILE, FOLDER, NAMES, CriteoSource, check_line
 from colonnade.data.tabular.declaration import load_file_schema
-from colonnade.data.tabular.tables import FORMATS, KINDS, detect_format
+from colonnade.data.tabular.tables import FORMATS, KINDS, detect_file_format
 from colonnade.errors import ConfigError
 
 PARTS = ("train", "validation", "test")
@@ -38,7 +38,7 @@ def open_inputs(
     if name not in SOURCES:
         raise ConfigError(f"unknown source {name!r}; choose from {', '.join(sorted(SOURCES))}")
     if name in FORMATS and path is not None and Path(path).suffix.lower() in KINDS:
-        name = detect_format(path)  # a model trained on one file format can score another
+        name = detect_file_format(path)  # a model trained on one file format can score another
     if name in FORMATS:
         return open_table_file(name, path, options)
     if name != "criteo":
@@ -50,12 +50,12 @@ def open_inputs(
 
 def open_criteo_file(path: str | Path | None, options: Mapping[str, Any]) -> Source:
     """Open all lines of a Criteo file; the label may be missing from all of them (39 fields instead of 40)."""
-    lines: Any = open_lines(locate(path, folder=FOLDER, file=FILE))
-    first = lines.read(0, 1)
+    lines: Any = open_line_file(locate_data_file(path, folder=FOLDER, file=FILE))
+    first = lines.read_lines(0, 1)
     has_label = first.rstrip(b"\r\n").count(b"\t") != len(NAMES) - 2
     if not has_label:
         lines = ZeroLabelledLines(lines)
-    check_line(lines.read(0, 1), lines.path, 1)
+    check_line(lines.read_lines(0, 1), lines.path, 1)
     source = CriteoSource(lines, 0, lines.num_lines, hash_rows=options.get("hash_rows"))
     return source if has_label else UnlabelledSource(source)
 
@@ -88,8 +88,8 @@ class ZeroLabelledLines:
     def num_lines(self) -> int:
         return self.lines.num_lines
 
-    def read(self, begin: int, end: int) -> bytes:
-        text = self.lines.read(begin, end)
+    def read_lines(self, begin: int, end: int) -> bytes:
+        text = self.lines.read_lines(begin, end)
         ends_with_newline = text.endswith(b"\n")
         body = b"0\t" + (text[:-1] if ends_with_newline else text).replace(b"\n", b"\n0\t")
         return body + b"\n" if ends_with_newline else body

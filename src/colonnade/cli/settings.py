@@ -85,7 +85,7 @@ def settings(
     from colonnade.terminal import Terminal
 
     blocks: list[Any] = []
-    for name, default, values, meaning in _select_lines(" ".join(which or [])):
+    for name, default, values, meaning in _select_setting_lines(" ".join(which or [])):
         title = Text(name, style="bold")
         title.append(f" = {default}" if default else "", style="not bold")
         title.append(f"  ({values})" if values else "", style="not bold dim")
@@ -97,31 +97,31 @@ def setting_names() -> list[str]:
     """Return the dotted names of all settings, nested sections included."""
     from colonnade.config.run import RunConfig
 
-    return [name for name, _ in _setting_fields(RunConfig)]
+    return [name for name, _ in _walk_setting_fields(RunConfig)]
 
 
-def _select_lines(which: str) -> list[tuple[str, str, str, str]]:
-    """Return (name, default, values, meaning) of each setting that `which` selects; all of them if it is empty.
+def _select_setting_lines(pattern: str) -> list[tuple[str, str, str, str]]:
+    """Return (name, default, values, meaning) of each setting that `pattern` selects; all of them if it is empty.
 
     Raises ConfigError if there is none.
     """
     from colonnade.config.run import RunConfig
 
-    if which == OPTIONS or which.startswith(f"{OPTIONS}."):
-        return _list_options(which[len(OPTIONS) + 1 :])
+    if pattern == OPTIONS or pattern.startswith(f"{OPTIONS}."):
+        return _list_data_options(pattern[len(OPTIONS) + 1 :])
     lines = [
         (
             name,
             _format_default(field.get_default(call_default_factory=True)),
-            _describe_own_values(field) or _describe_values(field.annotation),
+            _describe_own_values(field) or _describe_allowed_values(field.annotation),
             " ".join((field.description or "").split()),
         )
-        for name, field in _setting_fields(RunConfig)
+        for name, field in _walk_setting_fields(RunConfig)
     ]
-    if not which:
+    if not pattern:
         return lines
-    chosen = [line for line in lines if line[0] == which or line[0].startswith(f"{which}.")]
-    words = which.lower().split()
+    chosen = [line for line in lines if line[0] == pattern or line[0].startswith(f"{pattern}.")]
+    words = pattern.lower().split()
     options = [(f"{OPTIONS}.{name}", "", "", meaning) for name, meaning in MEANINGS.items()]
     chosen = chosen or [
         line
@@ -131,13 +131,13 @@ def _select_lines(which: str) -> list[tuple[str, str, str, str]]:
     if not chosen:
         sections = list(RunConfig.model_fields)
         raise ConfigError(
-            f"no setting, section or description has {which!r}; "
-            f"{suggest_nearest(which, [*sections, *(line[0] for line in lines)])}"
+            f"no setting, section or description has {pattern!r}; "
+            f"{suggest_nearest(pattern, [*sections, *(line[0] for line in lines)])}"
         )
     return chosen
 
 
-def _list_options(selected: str) -> list[tuple[str, str, str, str]]:
+def _list_data_options(selected: str) -> list[tuple[str, str, str, str]]:
     """Return the options of one kind of data, one option of every kind that has it, or all of all."""
     from inspect import signature
 
@@ -161,7 +161,7 @@ def _list_options(selected: str) -> list[tuple[str, str, str, str]]:
     return lines
 
 
-def _setting_fields(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _walk_setting_fields(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (name, field) of every setting; a nested section comes before its own settings."""
     for name, field in section.model_fields.items():
         inner = _section_class(field.annotation)
@@ -169,7 +169,7 @@ def _setting_fields(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{name}", field
         if hasattr(inner, "model_fields"):
             key = "NAME." if get_origin(field.annotation) is dict else ""
-            yield from _setting_fields(inner, f"{prefix}{name}.{key}")
+            yield from _walk_setting_fields(inner, f"{prefix}{name}.{key}")
 
 
 def _section_class(annotation: Any) -> Any:
@@ -190,7 +190,7 @@ def _describe_own_values(field: Any) -> str:
     return next((part.words for part in field.metadata if isinstance(part, SettingWords)), "")
 
 
-def _describe_values(annotation: Any) -> str:
+def _describe_allowed_values(annotation: Any) -> str:
     """Describe the values of a type."""
     if hasattr(annotation, "model_fields"):
         return "a section"
@@ -198,14 +198,14 @@ def _describe_values(annotation: Any) -> str:
     if origin is Literal:
         return " | ".join(map(str, inner))
     if origin in (Union, types.UnionType):
-        return " | ".join("none" if a is type(None) else _describe_values(a) for a in inner)
+        return " | ".join("none" if a is type(None) else _describe_allowed_values(a) for a in inner)
     if origin is Annotated:
         words = [part.words for part in inner if isinstance(part, SettingWords)]
-        return words[0] if words else _describe_values(inner[0])
+        return words[0] if words else _describe_allowed_values(inner[0])
     if origin is list:
-        return f"list of {_describe_values(inner[0])}" if inner else "list"
+        return f"list of {_describe_allowed_values(inner[0])}" if inner else "list"
     if origin is tuple:
-        return ", ".join(_describe_values(a) for a in inner if a is not Ellipsis)
+        return ", ".join(_describe_allowed_values(a) for a in inner if a is not Ellipsis)
     names = {int: "integer", float: "number", str: "text", bool: "true | false", dict: "mapping"}
     return names.get(origin or annotation, getattr(annotation, "__name__", str(annotation)))
 

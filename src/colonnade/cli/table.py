@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table as Grid
 
-from colonnade.plan.plan import Plan, describe_tables
+from colonnade.plan.plan import Plan, describe_planned_tables
 from colonnade.report.formatting import format_bytes
-from colonnade.report.tiers import TIER_LINES, format_tier
+from colonnade.report.tiers import TIER_LINES, format_tier_counts
 from colonnade.report.traffic import COLUMNS, build_traffic_lines, flatten_counts
 from colonnade.run.start import describe_finished_run
 from colonnade.store.tier_counts import TierCounts
@@ -42,7 +42,7 @@ def show_plan(console: Console, plan: Plan, tables: Sequence[Table]) -> None:
         f"memory for rows {memory}",
     ]
     order = sorted(range(len(tables)), key=lambda t: -plan.tables[t].capacity_rows)
-    lines = describe_tables(plan, tables)
+    lines = describe_planned_tables(plan, tables)
     values = {name: {line[name] for line in lines} for name in lines[0] if name != "table"}
     common = {name: min(column) for name, column in values.items() if len(column) == 1}
     if len(tables) > 1:
@@ -61,24 +61,24 @@ def show_plan(console: Console, plan: Plan, tables: Sequence[Table]) -> None:
         console.print(f"  and {len(order) - MAX_LINES} smaller tables")
 
 
-def _tier_grid(by_name: Mapping[str, Mapping[str, Any]]) -> Grid:
+def _build_tier_table(counts_by_tier: Mapping[str, Mapping[str, Any]]) -> Grid:
     """Build a table with one column per tier, the fastest first, and one line per count."""
     grid = Grid(title="tiers (this rank)", title_justify="left", box=None, pad_edge=False)
-    for name in ("", *by_name):
+    for name in ("", *counts_by_tier):
         grid.add_column(name, justify="right" if name else "left")
-    by_tier = [format_tier(TierCounts.of(values)) for values in by_name.values()]
+    by_tier = [format_tier_counts(TierCounts.of(values)) for values in counts_by_tier.values()]
     for name, *values in zip(TIER_LINES, *by_tier, strict=True):
         grid.add_row(name, *values)
     return grid
 
 
-def _traffic_grid(sent: Mapping[str, Any], steps: int) -> Grid:
+def _build_traffic_table(sent_bytes: Mapping[str, Any], steps: int) -> Grid:
     """Build a table of the bytes and messages sent to other ranks."""
     grid = Grid(title="sent to other ranks (this rank)", title_justify="left", box=None)
     for column, name in enumerate(COLUMNS):
         grid.add_column(name, justify="left" if column < 2 else "right")
     for line in build_traffic_lines(
-        flatten_counts(sent["bytes"]), flatten_counts(sent["messages"]), steps
+        flatten_counts(sent_bytes["bytes"]), flatten_counts(sent_bytes["messages"]), steps
     ):
         grid.add_row(*line)
     return grid
@@ -135,9 +135,9 @@ def show_outcome(console: Console, summary: Mapping[str, Any], folder: Path | No
         rows = {words: sources[name] for name, words in SOURCES.items()}
         console.print(f"where rows came from: {_format_shares(rows, total)}")
     if sources["read"] or sources["evicted_dirty"]:
-        console.print(_tier_grid(summary["tiers"]))
+        console.print(_build_tier_table(summary["tiers"]))
     if summary["sent"]["bytes"]:
-        console.print(_traffic_grid(summary["sent"], summary["steps"]))
+        console.print(_build_traffic_table(summary["sent"], summary["steps"]))
     if "prediction_error" in summary:
         console.print(
             f"the plan predicted {summary['predicted_samples_per_second']:,.0f} samples/s: "

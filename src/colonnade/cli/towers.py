@@ -105,7 +105,7 @@ def _write_partition(
     from colonnade.cli.feature_sample import measure_affinity
     from colonnade.comm.mesh import Mesh
     from colonnade.plan.towers.affinity import DISTANCES
-    from colonnade.plan.towers.partition import tower_map
+    from colonnade.plan.towers.partition import build_tower_map
     from colonnade.report.tower_map import FILE_NAME
     from colonnade.run.run import load_run_config, open_run
     from colonnade.store.disk import Disk
@@ -118,7 +118,7 @@ def _write_partition(
         raise ConfigError(f"unknown part {part!r}; choose from {', '.join(parts)}")
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}; create it first")
-    bounds = parse_capacity(capacity)
+    bounds = parse_tower_capacity(capacity)
     config = load_run_config(run)
     opened = open_run(config, Mesh(), run, read_only=True, at=at)
     try:
@@ -133,7 +133,7 @@ def _write_partition(
         )
     finally:
         opened.close()
-    chosen_map = tower_map(
+    chosen_map = build_tower_map(
         affinity.matrix(),
         loads,
         num,
@@ -149,7 +149,7 @@ def _write_partition(
     _print_towers(run, chosen_map, out)
 
 
-def parse_capacity(settings: Sequence[str]) -> Capacity:
+def parse_tower_capacity(settings: Sequence[str]) -> Capacity:
     """Parse the bounds of `--capacity`: ["bytes=1.5", ...]. Raises ConfigError."""
     from colonnade.plan.towers.partition import MEASURES, Capacity
 
@@ -219,14 +219,16 @@ def _print_prediction(
     from rich.table import Table as Grid
 
     from colonnade.checkpoint.header import list_checkpoints, read_header
-    from colonnade.plan.measure.links import planned_world
-    from colonnade.plan.towers.forecast import PAPER, RATIOS, forecast
+    from colonnade.plan.measure.links import build_planned_world
+    from colonnade.plan.towers.forecast import PAPER, RATIOS, forecast_exchange_seconds
     from colonnade.report.formatting import format_seconds
     from colonnade.run.run import load_run_config
     from colonnade.terminal import Terminal
 
     seconds = None if latency is None else latency * 1e-6
-    worlds = [planned_world(shape, uplink=uplink, local=local, latency=seconds) for shape in shapes]
+    worlds = [
+        build_planned_world(shape, uplink=uplink, local=local, latency=seconds) for shape in shapes
+    ]
     steps = list_checkpoints(run)
     if not steps:
         raise CheckpointError(f"{run} has no checkpoint yet; train it first")
@@ -244,7 +246,9 @@ def _print_prediction(
     for name in ("world", "towers", "flat", "SPTT", *(f"modules, {r}x less" for r in RATIOS)):
         grid.add_column(name, justify="right")
     for world in worlds:
-        prediction = forecast(world, num_tables=len(tables), floats=floats, samples=samples)
+        prediction = forecast_exchange_seconds(
+            world, num_tables=len(tables), floats=floats, samples=samples
+        )
         cells = [
             f"{format_seconds(time)} ({(compute + prediction.flat) / (compute + time):.2f}x)"
             for time in (prediction.towers, *prediction.modules.values())

@@ -155,7 +155,7 @@ def build_config(
                 f"colonnade train --data {reader} --path {config}"
             )
     settings = {name: value for name, value in short.items() if value is not None}
-    settings |= parse_settings(set_ or [])
+    settings |= parse_set_options(set_ or [])
     if config is not None:
         result = load_config(config)
     else:
@@ -196,7 +196,7 @@ def train_run(config: RunConfig, folder: Path, ranks: int, at: int | None = None
 LITERALS = {"true": True, "false": False, "none": None, "null": None, "~": None, "": None}
 
 
-def _parse_yaml(text: str) -> Any:
+def _parse_yaml_value(text: str) -> Any:
     """Parse a value as YAML, such as `[user, item]` without quotes; return the text if it is not YAML."""
     from colonnade.formats import parse_yaml
 
@@ -206,7 +206,7 @@ def _parse_yaml(text: str) -> Any:
         return text
 
 
-def parse_settings(pairs: list[str]) -> dict[str, Any]:
+def parse_set_options(pairs: list[str]) -> dict[str, Any]:
     """Parse `--set` options: `["train.epochs=3"]` -> {"train.epochs": 3}. Values are Python literals, YAML lists and
     mappings, or else text."""
     settings: dict[str, Any] = {}
@@ -219,6 +219,6 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
         # RecursionError and MemoryError: nested too deeply.
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             settings[name] = (
-                _parse_yaml(text) if text[:1] in "[{" else LITERALS.get(text.lower(), text)
+                _parse_yaml_value(text) if text[:1] in "[{" else LITERALS.get(text.lower(), text)
             )
     return settings

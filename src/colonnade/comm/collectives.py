@@ -32,16 +32,16 @@ def notify_servers(mesh: Mesh, has_batch: bool) -> bool:
     return bool(mesh.all_reduce("evaluate", torch.tensor(float(has_batch))))
 
 
-def gather_over_ranks(mesh: Mesh, values: Tensor, channel: str = "gather") -> Tensor:
+def concatenate_over_ranks(mesh: Mesh, rows: Tensor, channel: str = "gather") -> Tensor:
     """Concatenate the rows (m, ...) of all ranks to (M, ...), in rank order; m may differ between ranks, and be 0.
 
     Differentiable; forward and backward are collective. A rank's rows receive the sum of all ranks' gradients, added in
     a fixed order. Every rank must take part in the backward: compute its loss from the result.
     """
     if mesh.num_ranks == 1:
-        return values
-    counts = [int(n) for n in mesh.all_gather(channel, torch.tensor(len(values)))]
-    return _Gather.apply(values, mesh, counts, channel)
+        return rows
+    counts = [int(n) for n in mesh.all_gather(channel, torch.tensor(len(rows)))]
+    return _Gather.apply(rows, mesh, counts, channel)
 
 
 class _Gather(torch.autograd.Function):
@@ -81,7 +81,7 @@ class SumTraffic:
     local_bytes: float
     remote_bytes: float
 
-    def seconds(self, world: World) -> float:
+    def predict_seconds(self, world: World) -> float:
         """Return the time that the world's links take for this traffic."""
         return (
             self.local_messages * world.message_seconds
@@ -92,33 +92,34 @@ class SumTraffic:
 
 
 def estimate_sum_traffic(
-    way: SumAlgorithm, world: World, size: float, coded: float | None = None
+    algorithm: SumAlgorithm, world: World, num_bytes: float, coded_bytes: float | None = None
 ) -> SumTraffic:
-    """Return what each rank sends to sum a buffer of `size` bytes with algorithm `way`. Pure.
+    """Return what each rank sends to sum a buffer of `num_bytes` bytes with algorithm `algorithm`. Pure.
 
-    coded: bytes of the whole buffer on coded hops; None without a codec. `by host` codes the hops between hosts, the
+    coded_bytes: bytes of the whole buffer on coded hops; None without a codec. `by host` codes the hops between hosts,
+    the
     other algorithms all hops. A host's uplink sends L x `remote_bytes` and receives as much: 2 (H - 1) L / H x S for
     `exchange_shares`, 2 (H - 1) / H x S for `by host`. With `by host` and without a codec, two hosts send each other
     their whole sums: the same number of bytes in one message."""
     ranks, hosts, local = world.num_ranks, world.num_hosts, world.ranks_per_host
     num_local, num_remote = local - 1, ranks - local
-    coded_size = size if coded is None else coded
-    if way == "whole":
+    coded_size = num_bytes if coded_bytes is None else coded_bytes
+    if algorithm == "whole":
         return SumTraffic(num_local, num_remote, num_local * coded_size, num_remote * coded_size)
-    if way == "scattered":
+    if algorithm == "scattered":
         return SumTraffic(
             2 * num_local, 2 * num_remote,
             2 * num_local * coded_size / ranks, 2 * num_remote * coded_size / ranks,
         )  # fmt: skip
-    num_remote, hops = hosts - 1, 1 if hosts == 2 and coded is None else 2
+    num_remote, hops = hosts - 1, 1 if hosts == 2 and coded_bytes is None else 2
     return SumTraffic(
         2 * num_local, hops * num_remote,
-        2 * num_local * size / local, 2 * num_remote * coded_size / ranks,
+        2 * num_local * num_bytes / local, 2 * num_remote * coded_size / ranks,
     )  # fmt: skip
 
 
-def choose_sum_algorithm(world: World, size: float) -> SumAlgorithm:
-    """Return the fastest algorithm for a buffer of `size` bytes, by the world's link speeds. Pure.
+def choose_sum_algorithm(world: World, num_bytes: float) -> SumAlgorithm:
+    """Return the fastest algorithm for a buffer of `num_bytes` bytes, by the world's link speeds. Pure.
 
     All ranks must know the same link speeds, or they choose differently. Short buffers are sent whole, in one hop,
     because each further hop waits for another message. Long buffers cross an uplink once per host, instead of once per
@@ -129,7 +130,9 @@ def choose_sum_algorithm(world: World, size: float) -> SumAlgorithm:
     hop = world.remote_message_seconds if world.num_hosts > 1 else world.message_seconds
     return min(
         hops,
-        key=lambda way: estimate_sum_traffic(way, world, size).seconds(world) + hops[way] * hop,
+        key=lambda way: (
+            estimate_sum_traffic(way, world, num_bytes).predict_seconds(world) + hops[way] * hop
+        ),
     )
 
 
@@ -141,44 +144,46 @@ def sum_algorithm_of_layout(world: World) -> SumAlgorithm:
     return "by host" if world.num_hosts > 1 and world.ranks_per_host > 1 else "scattered"
 
 
-def sum_over_ranks(mesh: Mesh, values: Tensor, way: SumAlgorithm) -> None:
+def sum_over_ranks(mesh: Mesh, values: Tensor, algorithm: SumAlgorithm) -> None:
     """Sum values over ranks in place. Collective, from one issuing thread.
 
     values: (n,) on the CPU, contiguous, n a multiple of N."""
     ranks, hosts, local = mesh.num_ranks, mesh.world.num_hosts, mesh.world.ranks_per_host
     if ranks == 1:
         return
-    if way == "whole":
-        copies = gather_copies(mesh, ALL, values, ranks).view(hosts, local, -1)
+    if algorithm == "whole":
+        copies = all_gather_in_scope(mesh, ALL, values, ranks).view(hosts, local, -1)
         _add(copies, values)
-    elif way == "scattered":
+    elif algorithm == "scattered":
         share = sum_blocks(exchange_shares(mesh, ALL, values, ranks).view(hosts, local, -1))
-        copy_in_chunks(gather_copies(mesh, ALL, share, ranks), values)
+        copy_in_chunks(all_gather_in_scope(mesh, ALL, share, ranks), values)
     else:
         host_share = sum_blocks(
             exchange_shares(mesh, mesh.host_scope, values, local).view(1, local, -1)
         )
         if hosts == 2:  # as many bytes as by shares, in one hop
             _add(
-                gather_copies(mesh, mesh.cross_host_scope, host_share, hosts).view(hosts, 1, -1),
+                all_gather_in_scope(mesh, mesh.cross_host_scope, host_share, hosts).view(
+                    hosts, 1, -1
+                ),
                 host_share,
             )
         else:
             share = sum_blocks(
                 exchange_shares(mesh, mesh.cross_host_scope, host_share, hosts).view(hosts, 1, -1)
             )
-            host_share = gather_copies(mesh, mesh.cross_host_scope, share, hosts)
-        copy_in_chunks(gather_copies(mesh, mesh.host_scope, host_share, local), values)
+            host_share = all_gather_in_scope(mesh, mesh.cross_host_scope, share, hosts)
+        copy_in_chunks(all_gather_in_scope(mesh, mesh.host_scope, host_share, local), values)
 
 
-def sum_in_order(parts: Tensor) -> Tensor:
+def sum_blocks_in_order(blocks: Tensor) -> Tensor:
     """Sum the blocks (H, L, n) of all ranks to (n,), in the order of additions that all algorithms share."""
     for _ in range(2):  # over the ranks of a host, then over hosts
-        parts = parts.transpose(0, 1)
-        while len(parts) > 1:
-            pairs = parts[0 : len(parts) - 1 : 2] + parts[1::2]
-            parts = torch.cat([pairs, parts[-1:]]) if len(parts) % 2 else pairs
-    return parts[0, 0]
+        blocks = blocks.transpose(0, 1)
+        while len(blocks) > 1:
+            pairs = blocks[0 : len(blocks) - 1 : 2] + blocks[1::2]
+            blocks = torch.cat([pairs, blocks[-1:]]) if len(blocks) % 2 else pairs
+    return blocks[0, 0]
 
 
 def exchange_shares(mesh: Mesh, scope: Scope, values: Tensor, size: int) -> Tensor:
@@ -189,17 +194,17 @@ def exchange_shares(mesh: Mesh, scope: Scope, values: Tensor, size: int) -> Tens
     return mesh.all_to_all("dense", values, share, share, scope=scope)[0]
 
 
-def gather_copies(mesh: Mesh, scope: Scope, values: Tensor, size: int) -> Tensor:
+def all_gather_in_scope(mesh: Mesh, scope: Scope, values: Tensor, num_members: int) -> Tensor:
     """Send `values` (n,) to all members; return all members' values (size x n,), in rank order."""
-    send = mesh.allocate_send_buffer(size * len(values), values.dtype, scope)
-    for block in send.view(size, -1):
+    send = mesh.allocate_send_buffer(num_members * len(values), values.dtype, scope)
+    for block in send.view(num_members, -1):
         copy_in_chunks(values, block)
-    share = [len(values)] * size
+    share = [len(values)] * num_members
     return mesh.all_to_all("dense", send, share, share, scope=scope)[0]
 
 
 def sum_blocks(parts: Tensor) -> Tensor:
-    """Return the sum of blocks (H, L, n), as `sum_in_order`, a chunk of elements at a time."""
+    """Return the sum of blocks (H, L, n), as `sum_blocks_in_order`, a chunk of elements at a time."""
     out = parts.new_empty(parts.shape[-1])
     _add(parts, out)
     return out
@@ -208,7 +213,7 @@ def sum_blocks(parts: Tensor) -> Tensor:
 def _add(parts: Tensor, out: Tensor) -> None:
     width = max(1, CHUNK_ELEMENTS // (parts.shape[0] * parts.shape[1]))
     for chunk, out_chunk in zip(parts.split(width, 2), out.split(width), strict=True):
-        out_chunk.copy_(sum_in_order(chunk))
+        out_chunk.copy_(sum_blocks_in_order(chunk))
 
 
 def copy_in_chunks(values: Tensor, out: Tensor) -> None:

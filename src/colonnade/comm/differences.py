@@ -24,7 +24,9 @@ def find_disagreements(facts_by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
         if len(ranks_by_value) > 1:
             rarest_first = sorted(ranks_by_value.items(), key=lambda item: len(item[1]))
             texts.append(
-                ", ".join(_format_value(name, *item, i == 0) for i, item in enumerate(rarest_first))
+                ", ".join(
+                    _format_rank_value(name, *item, i == 0) for i, item in enumerate(rarest_first)
+                )
             )
     return texts
 
@@ -53,7 +55,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
-def _format_value(name: str, value: str, ranks: Sequence[int], is_first: bool) -> str:
+def _format_rank_value(name: str, value: str, ranks: Sequence[int], is_first: bool) -> str:
     """Return "rank 2 has name=value"; the name only in the first text of a fact."""
     if value == ABSENT:
         value = f"no {name}" if is_first else "none"

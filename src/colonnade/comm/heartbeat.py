@@ -23,10 +23,10 @@ class Heartbeats(Protocol):
     failure_reason: str
     """Text for messages if this rank cannot read or write lines."""
 
-    def write(self, rank: int, line: str) -> None:
+    def write_line(self, rank: int, line: str) -> None:
         """Replace this rank's line. Raises RuntimeError if the store is gone."""
 
-    def read(self, ranks: Sequence[int]) -> dict[int, str]:
+    def read_lines(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return the newest lines of these ranks; a rank that has not written a line is omitted."""
 
 
@@ -42,12 +42,12 @@ class FileHeartbeats:
         """Open the file; it remains open until the process ends."""
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
-    def write(self, rank: int, line: str) -> None:
+    def write_line(self, rank: int, line: str) -> None:
         text = line.encode()
         assert len(text) <= PART_BYTES - HEADER.size
         os.pwrite(self._file, HEADER.pack(len(text), zlib.crc32(text)) + text, rank * PART_BYTES)
 
-    def read(self, ranks: Sequence[int]) -> dict[int, str]:
+    def read_lines(self, ranks: Sequence[int]) -> dict[int, str]:
         lines = {}
         for rank in ranks:
             header = os.pread(self._file, HEADER.size, rank * PART_BYTES)
@@ -75,10 +75,10 @@ class StoreHeartbeats:
             "it ended, is stopped or cut off, or this one is"
         )
 
-    def write(self, rank: int, line: str) -> None:
+    def write_line(self, rank: int, line: str) -> None:
         self._store.set(f"line/{rank}", line)
 
-    def read(self, ranks: Sequence[int]) -> dict[int, str]:
+    def read_lines(self, ranks: Sequence[int]) -> dict[int, str]:
         self._written |= {
             r for r in ranks if r not in self._written and self._store.check([f"line/{r}"])
         }

@@ -30,9 +30,9 @@ from colonnade.comm.traffic import (
     Link,
     Traffic,
     begin_waiting,
-    count_ring_sum,
+    count_ring_sum_traffic,
     end_waiting,
-    find_tree_children,
+    find_broadcast_children,
     link_between,
 )
 from colonnade.ops.memory import empty
@@ -94,10 +94,10 @@ class PendingCall:
         """Wait until the call is done. Call it from one thread at a time. Raises PeerLost."""
         begin_waiting()
         try:
-            self.monitor.wait(self.channel, self.work)
+            self.monitor.wait_for_call(self.channel, self.work)
             messages, self.shared_messages = self.shared_messages, None
             if messages is not None:
-                messages.receive()
+                messages.copy_received_messages()
         except OSError:  # the shared memory of a lost rank is gone
             raise self.monitor.diagnose_loss(self.channel, None) from None
         finally:
@@ -207,7 +207,7 @@ class Mesh:
         links = self._links.get(scope) or self._links_in(scope)
         sent_bytes = [width * rows for rows in send_rows]
         received_bytes = [width * rows for rows in receive_rows]
-        self.traffic.count(traffic_tag or channel, links.links, sent_bytes)
+        self.traffic.count_sent_bytes(traffic_tag or channel, links.links, sent_bytes)
         received = into
         if received is None:
             received = send.new_empty((sum(receive_rows), *send.shape[1:]))
@@ -243,7 +243,7 @@ class Mesh:
         """Sum a tensor over ranks in place, with the same bits on every rank. Collective."""
         if self.num_ranks > 1:
             if values.numel():
-                bytes_and_messages = count_ring_sum(
+                bytes_and_messages = count_ring_sum_traffic(
                     values.nbytes, values.element_size(), self.rank, self.num_ranks
                 )
                 previous = (self.rank - 1) % self.num_ranks
@@ -279,7 +279,7 @@ class Mesh:
     def broadcast(self, channel: str, values: Tensor, *, traffic_tag: str | None = None) -> Tensor:
         """Copy rank 0's tensor to every rank, in place. Collective."""
         if self.num_ranks > 1:
-            for peer in find_tree_children(self.rank, self.num_ranks):
+            for peer in find_broadcast_children(self.rank, self.num_ranks):
                 self._count_traffic(traffic_tag or channel, peer, values.nbytes)
             self._begin_call(channel, partial(dist.broadcast, values, group_src=0)).wait()
         return values
@@ -298,18 +298,18 @@ class Mesh:
 
     def _links_in(self, scope: Scope) -> ScopeLinks:
         """Return this rank's members and links in a scope, cached in `_links`."""
-        return self._links.setdefault(scope, _find_links(self.world, self.rank, scope))
+        return self._links.setdefault(scope, _find_scope_links(self.world, self.rank, scope))
 
     def _count_traffic(self, channel: str, peer: int, num_bytes: int, messages: int = 1) -> None:
         links = [self._links_in(ALL).links[peer]]
-        self.traffic.count(channel, links, [num_bytes], messages)
+        self.traffic.count_sent_bytes(channel, links, [num_bytes], messages)
 
     def group(self, thread: str, scope: Scope = ALL) -> dist.ProcessGroup:
         """Return the process group that a thread uses for its calls in a scope."""
         return self.groups[thread, self._links_in(scope).groups]
 
     def _begin_call(
-        self, channel: str, start: Callable[..., Any], scope: Scope = ALL
+        self, channel: str, start_call: Callable[..., Any], scope: Scope = ALL
     ) -> PendingCall:
         """Begin a call of torch.distributed. Raises PeerLost."""
         assert self.peer_monitor is not None
@@ -318,12 +318,12 @@ class Mesh:
         self.peer_monitor.begin_call(name)
         group = self.groups[THREADS.get(channel, TRAINING), links.groups]
         try:
-            return PendingCall(self.peer_monitor, name, start(group=group, async_op=True))
+            return PendingCall(self.peer_monitor, name, start_call(group=group, async_op=True))
         except RuntimeError as error:
             raise self.peer_monitor.diagnose_loss(name, error) from error
 
 
-def _find_links(world: World, rank: int, scope: Scope) -> ScopeLinks:
+def _find_scope_links(world: World, rank: int, scope: Scope) -> ScopeLinks:
     """Return a rank's members and links in a scope."""
     num_ranks = world.num_ranks
     members = scope.members(rank, num_ranks)

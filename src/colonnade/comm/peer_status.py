@@ -74,13 +74,13 @@ class Diagnosis:
     """True if later lines cannot change the diagnosis."""
 
 
-def diagnose_call(
+def diagnose_stuck_call(
     statuses: Mapping[int, PeerStatus],
     channel: str,
-    number: int,
+    call_number: int,
     participants: Collection[int] | None = None,
 ) -> Diagnosis:
-    """Find the ranks that prevent call `number` of `channel` from completing. Pure.
+    """Find the ranks that prevent call `call_number` of `channel` from completing. Pure.
 
     statuses: all other ranks. participants: ranks that take part in the call, None for all. A lost rank outside the
     call may still be the reason why a participant does not join. A rank that stopped because of another one is not the
@@ -102,7 +102,7 @@ def diagnose_call(
     behind = {
         r: "has not joined this call, though it is alive"
         for r, s in statuses.items()
-        if s.calls is not None and s.calls.get(channel, 0) < number
+        if s.calls is not None and s.calls.get(channel, 0) < call_number
         if participants is None or r in participants
     }
     followers = {r for r, s in statuses.items() if s.is_follower}
@@ -111,25 +111,27 @@ def diagnose_call(
         causes = {r: why for r, why in candidates.items() if r not in followers}
         if causes:
             is_certain = candidates is failed or any(r in gone or r in stopped for r in causes)
-            return Diagnosis(tuple(sorted(causes)), _describe_causes(statuses, causes), is_certain)
+            return Diagnosis(
+                tuple(sorted(causes)), _describe_failure_causes(statuses, causes), is_certain
+            )
     for rank in sorted(followers):
         reason = f"rank {rank} stopped first: {statuses[rank].stop_reason}"
         return Diagnosis(tuple(statuses[rank].lost_ranks), reason, True)
     return Diagnosis()
 
 
-def _describe_causes(statuses: Mapping[int, PeerStatus], causes: Mapping[int, str]) -> str:
+def _describe_failure_causes(statuses: Mapping[int, PeerStatus], causes: Mapping[int, str]) -> str:
     """Return one text for messages: each rank with its process, the cause, and its last status."""
     parts = []
     for rank in sorted(causes)[:MAX_SHOWN]:
-        peer, status = statuses[rank].peer, describe_status(statuses[rank])
+        peer, status = statuses[rank].peer, describe_peer_status(statuses[rank])
         parts.append(f"rank {rank} (pid {peer.pid} on {peer.host}) {causes[rank]}; {status}")
     if len(causes) > MAX_SHOWN:
         parts.append(f"and so on for {format_ranks(sorted(causes)[MAX_SHOWN:])}")
     return "; ".join(parts)
 
 
-def describe_status(status: PeerStatus) -> str:
+def describe_peer_status(status: PeerStatus) -> str:
     """Describe the step and calls that a rank last reported."""
     if status.calls is None:
         return "it never reported its status"
@@ -174,13 +176,15 @@ class PeerMonitor:
         self._is_follower = False
         self._store_error = ""
         self._diagnosed, self._written = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run_heartbeat_thread, name="presence", daemon=True
+        )
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def stop(self, reason: str) -> None:
+    def announce_end(self, reason: str) -> None:
         """Announce that this rank ends, and stop the thread."""
         if not self._over.is_set():
             self.report_stop(reason)
@@ -199,7 +203,7 @@ class PeerMonitor:
             raise PeerLost(self.lost)
         self._calls[channel] = self._calls.get(channel, 0) + 1
 
-    def wait(self, channel: str, work: dist.Work) -> None:
+    def wait_for_call(self, channel: str, call: dist.Work) -> None:
         """Wait until the call is done. Raises PeerLost if it fails or times out."""
         began = self._waiting[channel] = time.monotonic()
         limit = self.timeout * (PATIENCE if channel in PATIENT_CHANNELS else 1)
@@ -207,13 +211,13 @@ class PeerMonitor:
         try:
             while True:
                 try:
-                    work.wait(POLL_INTERVAL)
+                    call.wait(POLL_INTERVAL)
                     return
                 except RuntimeError as error:
                     if is_over:
                         raise self.diagnose_loss(channel, error) from None
                     # The call may have completed right after the wait timed out: then wait once more.
-                    is_over = work.is_completed()
+                    is_over = call.is_completed()
                 if is_over:
                     continue
                 now = time.monotonic()
@@ -282,17 +286,17 @@ class PeerMonitor:
         """Clear an announced stop, because this rank continues after an error."""
         self._stop_reason, self._stopped_at = "", 0.0
 
-    def _run(self) -> None:
+    def _run_heartbeat_thread(self) -> None:
         try:
             while not self._over.is_set():
-                self._write_line()
+                self._write_own_status()
                 failed_call = self._failed_call
                 if failed_call is not None:
                     self._failed_call = None
-                    self._diagnosis = self._diagnose(*failed_call)
+                    self._diagnosis = self._diagnose_call(*failed_call)
                     self._diagnosed.set()
                 elif self._has_long_call():
-                    self._read_lines()
+                    self._read_peer_statuses()
                 self._wake.wait(self._choose_interval())
                 self._wake.clear()
         except RuntimeError as error:  # the store is gone, so a pending diagnosis is never made
@@ -308,7 +312,7 @@ class PeerMonitor:
         oldest = min(list(self._waiting.values()), default=None)
         return oldest is not None and time.monotonic() - oldest > LONG_SECONDS
 
-    def _write_line(self) -> None:
+    def _write_own_status(self) -> None:
         now, self._beats = time.monotonic(), self._beats + 1
         line = {
             "beat": self._beats,
@@ -320,38 +324,42 @@ class PeerMonitor:
             "follows": self._is_follower,
             "lost": self.lost_ranks,
         }
-        self._heartbeats.write(self.rank, json.dumps(line))
+        self._heartbeats.write_line(self.rank, json.dumps(line))
         if line["left"] == self._stop_reason:
             self._written.set()
 
-    def _read_lines(self) -> None:
+    def _read_peer_statuses(self) -> None:
         now = time.monotonic()
         others = [r for r in range(len(self.peers)) if r != self.rank]
-        for rank, text in self._heartbeats.read(others).items():
+        for rank, text in self._heartbeats.read_lines(others).items():
             line = json.loads(text)
             before = self._lines.get(rank)
             if before is None or before[0] != line["beat"]:
                 self._lines[rank] = line["beat"], now, line
 
-    def _diagnose(self, channel: str, number: int) -> Diagnosis:
+    def _diagnose_call(self, channel: str, call_number: int) -> Diagnosis:
         """Read lines until the cause is certain, or every rank had time to write two lines."""
         began = time.monotonic()
         while True:
-            self._read_lines()
+            self._read_peer_statuses()
             statuses = {
-                r: self._status_of(r, began) for r in range(len(self.peers)) if r != self.rank
+                r: self._build_peer_status(r, began)
+                for r in range(len(self.peers))
+                if r != self.rank
             }
-            diagnosis = diagnose_call(statuses, channel, number, self.participants.get(channel))
+            diagnosis = diagnose_stuck_call(
+                statuses, channel, call_number, self.participants.get(channel)
+            )
             if diagnosis.is_certain or time.monotonic() - began > DIAGNOSIS_SECONDS + 0.5:
                 return diagnosis
             self._over.wait(0.2)
-            self._write_line()
+            self._write_own_status()
 
-    def _status_of(self, rank: int, began: float) -> PeerStatus:
+    def _build_peer_status(self, rank: int, began: float) -> PeerStatus:
         peer, now = self.peers[rank], time.monotonic()
         state = ""
         if peer.machine == self.peers[self.rank].machine:
-            state = process_state(peer.pid)
+            state = read_process_state(peer.pid)
         if rank not in self._lines:
             return PeerStatus(peer, now - began, state)
         _, read_at, line = self._lines[rank]
@@ -362,7 +370,7 @@ class PeerMonitor:
 
 
 @contextmanager
-def report_errors(monitor: PeerMonitor | None) -> Iterator[None]:
+def report_errors_to_peers(monitor: PeerMonitor | None) -> Iterator[None]:
     """Report an exception inside this context to the other ranks, which otherwise only see that this rank left."""
     if monitor is None:
         yield
@@ -388,7 +396,7 @@ def _shorten_gloo(text: str) -> str:
     return text.partition(".cc:")[2].partition("] ")[2] or text
 
 
-def process_state(pid: int) -> str:
+def read_process_state(pid: int) -> str:
     """Return the state of a process of this machine: "running", "stopped" or "gone"; "" if the system does not tell."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:

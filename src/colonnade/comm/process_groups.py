@@ -41,7 +41,7 @@ TRAINER_THREADS = ("dense", TRAINING)
 """Threads that issue calls on `Mesh.trainers`."""
 
 
-def make_groups(
+def create_process_groups(
     groups: dict[tuple[str, Scope], dist.ProcessGroup],
     threads: Sequence[str],
     scopes: Sequence[Scope],
@@ -126,8 +126,8 @@ def open_mesh(
         )
     world, ranks = World(num_hosts=num_ranks // local, ranks_per_host=local), range(num_ranks)
     groups: dict[tuple[str, Scope], dist.ProcessGroup] = {}
-    make_groups(groups, ISSUING_THREADS, [ALL], ranks, rank, longest)
-    make_groups(groups, HOST_SCOPE_THREADS, _host_scopes(world), ranks, rank, longest)
+    create_process_groups(groups, ISSUING_THREADS, [ALL], ranks, rank, longest)
+    create_process_groups(groups, HOST_SCOPE_THREADS, _host_scopes(world), ranks, rank, longest)
     _joined_mesh = Mesh(world, rank, groups, peer_monitor=monitor)
     _joined_mesh = replace(_joined_mesh, shared_memory=_open_shared_memory(_joined_mesh))
     atexit.register(_leave_world)  # without it gloo's threads abort the process at its end
@@ -152,7 +152,7 @@ def _open_shared_memory(mesh: Mesh) -> SharedMemory | None:
     pool, token = BufferPool(), torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.int64)
     fd = -1
     with suppress(AttributeError, WorldError):
-        buffer = pool.allocate(token.nbytes)
+        buffer = pool.allocate_buffer(token.nbytes)
         buffer.view(torch.int64).copy_(token)
         fd = pool.fd_of(buffer) or -1
     probes = mesh.all_gather("control", torch.cat([torch.tensor([fd]), token]))
@@ -174,48 +174,48 @@ def _call_timeout(mesh: Mesh) -> timedelta:
     return timedelta(seconds=mesh.peer_monitor.timeout * (PATIENCE + 1))
 
 
-def open_tower_scopes(mesh: Mesh, size: int) -> None:
-    """Open two scopes for the training thread: each tower of `size` neighbours, and the ranks with the same local rank
-    in all towers. Collective, the first time.
+def open_tower_scopes(mesh: Mesh, tower_size: int) -> None:
+    """Open two scopes for the training thread: each tower of `tower_size` neighbours, and the ranks with the same
+    local rank in all towers. Collective, the first time.
     """
-    scopes = [Scope(size), Scope(size, is_across=True)]
+    scopes = [Scope(tower_size), Scope(tower_size, is_across=True)]
     proper = [s for s in scopes if 1 < len(s.members(mesh.rank, mesh.num_ranks)) < mesh.num_ranks]
     if all((TRAINING, scope) in mesh.groups for scope in proper):
         return
     assert mesh.peer_monitor is not None
     ranks = range(mesh.num_ranks)
-    make_groups(mesh.groups, [TRAINING], scopes, ranks, mesh.rank, _call_timeout(mesh))
+    create_process_groups(mesh.groups, [TRAINING], scopes, ranks, mesh.rank, _call_timeout(mesh))
     for scope in proper:
         members = frozenset(scope.members(mesh.rank, mesh.num_ranks))
         for channel in CHANNELS:
             mesh.peer_monitor.participants[mesh.call_name(channel, scope)] = members
 
 
-def tower_mesh(mesh: Mesh, size: int, threads: Sequence[str] = ("dense",)) -> Mesh:
-    """Return a mesh of the ranks of this rank's tower, which has `size` neighbours. Collective.
+def open_tower_mesh(mesh: Mesh, tower_size: int, threads: Sequence[str] = ("dense",)) -> Mesh:
+    """Return a mesh of the ranks of this rank's tower, which has `tower_size` neighbours. Collective.
 
     It has groups for these threads only; for "dense" also the groups inside and across hosts.
     """
-    if size == 1:
+    if tower_size == 1:
         return Mesh(traffic=mesh.traffic)
     assert mesh.peer_monitor is not None
-    local = min(size, mesh.world.ranks_per_host)
-    world = replace(mesh.world, num_hosts=size // local, ranks_per_host=local)
+    local = min(tower_size, mesh.world.ranks_per_host)
+    world = replace(mesh.world, num_hosts=tower_size // local, ranks_per_host=local)
     groups: dict[tuple[str, Scope], dist.ProcessGroup] = {}
     for thread in threads:
-        outer_scopes = {ALL: Scope(size)}
+        outer_scopes = {ALL: Scope(tower_size)}
         if thread == "dense":
-            within = size if size < mesh.num_ranks else 0
+            within = tower_size if tower_size < mesh.num_ranks else 0
             outer_scopes |= dict(zip(_host_scopes(world), _host_scopes(world, within), strict=True))
-        make_groups(
+        create_process_groups(
             mesh.groups, [thread], list(outer_scopes.values()), range(mesh.num_ranks), mesh.rank, _call_timeout(mesh)
         )  # fmt: skip
         groups |= {
             (thread, scope): mesh.group(thread, outer) for scope, outer in outer_scopes.items()
         }
-    first, prefix = mesh.rank // size * size, "tower "
+    first, prefix = mesh.rank // tower_size * tower_size, "tower "
     tower = Mesh(world, mesh.rank - first, groups, mesh.traffic, mesh.peer_monitor, prefix=prefix)
-    _set_participants(tower, range(first, first + size))
+    _set_participants(tower, range(first, first + tower_size))
     return tower
 
 
@@ -229,18 +229,18 @@ def _set_participants(mesh: Mesh, ranks: Sequence[int]) -> None:
             )
 
 
-def with_servers(mesh: Mesh, per_host: int) -> Mesh:
-    """Return `mesh` with the last `per_host` ranks of each host as servers, which only serve rows. Collective.
+def assign_server_ranks(mesh: Mesh, servers_per_host: int) -> Mesh:
+    """Return `mesh` with the last `servers_per_host` ranks of each host as servers, which only serve rows. Collective.
 
     per_host=0 returns the mesh unchanged. Raises ConfigError, on every rank, if no rank would remain to train."""
-    if not per_host:
+    if not servers_per_host:
         return mesh
-    world = mesh.world.with_servers(per_host)
+    world = mesh.world.with_servers(servers_per_host)
     assert mesh.peer_monitor is not None  # a world of one has no servers
     trainers, trainer_world = world.trainers, world.trainer_world()
     groups: dict[tuple[str, Scope], dist.ProcessGroup] = {}
     scopes = [ALL, *_host_scopes(trainer_world)]
-    make_groups(groups, TRAINER_THREADS, scopes, trainers, mesh.rank, _call_timeout(mesh))
+    create_process_groups(groups, TRAINER_THREADS, scopes, trainers, mesh.rank, _call_timeout(mesh))
     trainer_mesh = Mesh(traffic=mesh.traffic)
     if mesh.rank in trainers:
         rank = trainers.index(mesh.rank)
@@ -252,7 +252,7 @@ def with_servers(mesh: Mesh, per_host: int) -> Mesh:
 
 
 @contextmanager
-def host_mesh(mesh: Mesh) -> Iterator[Mesh]:
+def open_host_mesh(mesh: Mesh) -> Iterator[Mesh]:
     """Open a mesh of the ranks of this rank's host, for the training thread only. Entry and exit are collective over
     all ranks of `mesh`."""
     size = mesh.world.ranks_per_host
@@ -296,7 +296,7 @@ def _leave_world() -> None:
     if mesh is None or mesh.peer_monitor is None:
         return
     error = getattr(sys, "last_value", None)  # an exception that was not caught
-    mesh.peer_monitor.stop("it ended" if error is None else format_error(error))
+    mesh.peer_monitor.announce_end("it ended" if error is None else format_error(error))
     if not mesh.peer_monitor.lost:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -123,7 +123,7 @@ def _open_file_store(path: str, timeout: timedelta) -> dist.FileStore:
 
 
 def join_rendezvous(
-    store: dist.Store, rank: int, num_ranks: int, me: Peer, timeout: timedelta
+    store: dist.Store, rank: int, num_ranks: int, identity: Peer, timeout: timedelta
 ) -> tuple[str, list[Peer]]:
     """Exchange identities with all ranks; return a key prefix unique to this attempt, and the identities. Collective.
 
@@ -131,7 +131,7 @@ def join_rendezvous(
     together."""
     deadline = time.monotonic() + timeout.total_seconds()
     word = uuid.uuid4().hex
-    greeting = json.dumps({**asdict(me), "word": word})
+    greeting = json.dumps({**asdict(identity), "word": word})
     store.set(f"{ROOT}/hello/{rank}", greeting)
     if rank == 0:
         token = word
@@ -146,7 +146,7 @@ def join_rendezvous(
         if first["word"] != word:
             raise WorldError(
                 f"two processes came as rank {rank} of {num_ranks}: pid {first['pid']} on {first['host']} and pid "
-                f"{me.pid} on {me.host}; give every process a RANK of its own"
+                f"{identity.pid} on {identity.host}; give every process a RANK of its own"
             )
         _wait_for_keys(store, [f"{ROOT}/{token}/go"], deadline, lambda: _describe_missing(
             [r for r in range(num_ranks) if not store.check([_arrival_key(token, r)])], num_ranks
@@ -156,7 +156,7 @@ def join_rendezvous(
         for text in store.multi_get([_arrival_key(token, r) for r in range(num_ranks)])
     ]
     peers = [Peer(**{k: v for k, v in fields.items() if k != "word"}) for fields in greetings]
-    _check_compatible(peers)
+    _check_peer_versions(peers)
     return f"{ROOT}/{token}", peers
 
 
@@ -192,7 +192,7 @@ def _wait_for_keys(store: dist.Store, keys: list[str], deadline: float, describe
         ) from None
 
 
-def _check_compatible(peers: Sequence[Peer]) -> None:
+def _check_peer_versions(peers: Sequence[Peer]) -> None:
     facts_by_rank = [
         {
             "colonnade": peer.colonnade,

@@ -55,7 +55,7 @@ class BufferPool:
         self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
         self._fds: dict[int, int] = {}  # by start address of the buffer
 
-    def allocate(self, num_bytes: int) -> Tensor:
+    def allocate_buffer(self, num_bytes: int) -> Tensor:
         """Return an uninitialised tensor (num_bytes,) uint8 at the start of a free buffer. Raises WorldError if the
         system refuses a new buffer."""
         size = buffer_size(num_bytes)
@@ -110,7 +110,7 @@ class PeerBuffers:
         self._pid = pid
         self._mapped: dict[int, tuple[int, np.ndarray]] = {}
 
-    def address(self, fd: int) -> int:
+    def map_buffer(self, fd: int) -> int:
         """Return the address at which this process has mapped the peer's buffer `fd`. Raises OSError if the peer is
         gone, WorldError if this process cannot map another buffer."""
         if fd not in self._mapped:
@@ -218,7 +218,7 @@ class SharedMessages:
     gloo_received: Tensor
     gloo_received_bytes: Sequence[int]
 
-    def receive(self) -> None:
+    def copy_received_messages(self) -> None:
         """Copy all messages to `received`. Call it once, when gloo is done. Raises OSError if a peer is gone."""
         target, source = self.received.data_ptr(), self.gloo_received.data_ptr()
         descriptors: Any = self.gloo_received.numpy()
@@ -231,7 +231,7 @@ class SharedMessages:
             if member in self.numbers:
                 fd, offset, first_unread = DESCRIPTOR.unpack_from(descriptors, source_begin)
                 if size:
-                    message = self.shared_memory.peers[member].address(fd) + offset
+                    message = self.shared_memory.peers[member].map_buffer(fd) + offset
                     memmove(target + target_begin, message, size)
                 read[member] = self.numbers[member][0], first_unread
             elif member != self.shared_memory.rank:
@@ -253,7 +253,7 @@ class SharedMemory:
         num_bytes = num_elements * dtype.itemsize
         if num_bytes < MIN_SHARED_BYTES:
             return empty(num_elements, dtype=dtype)
-        return self.pool.allocate(num_bytes).view(dtype)
+        return self.pool.allocate_buffer(num_bytes).view(dtype)
 
     def prepare_messages(
         self,
@@ -273,7 +273,7 @@ class SharedMemory:
         if not any(is_shared):
             return None
         if self.pool.fd_of(send) is None:
-            buffer = self.pool.allocate(send.nbytes)
+            buffer = self.pool.allocate_buffer(send.nbytes)
             memmove(buffer.data_ptr(), send.data_ptr(), send.nbytes)
         else:
             buffer = send

@@ -40,7 +40,7 @@ class Traffic:
     _counting: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     """Lock of the counts, because two threads may send rows on one channel."""
 
-    def count(
+    def count_sent_bytes(
         self,
         channel: str,
         links: Sequence[Link | None],
@@ -76,28 +76,31 @@ def _group_by_channel(counts: Counter[tuple[str, Link]]) -> dict[str, dict[str, 
 
 
 @lru_cache(maxsize=1024)
-def count_ring_sum(num_bytes: int, itemsize: int, position: int, size: int) -> tuple[int, int]:
+def count_ring_sum_traffic(
+    num_bytes: int, itemsize: int, position: int, num_members: int
+) -> tuple[int, int]:
     """Count the (bytes, messages) that one member of gloo's ring all-reduce sends to the previous member.
 
-    num_bytes: size of the buffer to sum. position, size: the member's position in the ring, and the ring's size. Gloo
+    num_bytes: size of the buffer to sum. position, num_members: the member's position in the ring, and the ring's
+    size. Gloo
     passes one chunk per member round the ring twice, to sum it and to broadcast it, in two segments or more. The last
     chunks may be short or empty.
     """
-    chunk = 2 * itemsize * -(-num_bytes // (2 * size * itemsize))
+    chunk = 2 * itemsize * -(-num_bytes // (2 * num_members * itemsize))
     own_chunk, next_chunk = (
-        min(max(num_bytes - k * chunk, 0), chunk) for k in (position, (position + 1) % size)
+        min(max(num_bytes - k * chunk, 0), chunk) for k in (position, (position + 1) % num_members)
     )
     segments = max(2, -(-chunk // SEGMENT_BYTES))
     # A member does not forward its own chunk in the sum, or the next member's chunk in the broadcast.
-    return 2 * num_bytes - own_chunk - next_chunk, 2 * (size - 1) * segments
+    return 2 * num_bytes - own_chunk - next_chunk, 2 * (num_members - 1) * segments
 
 
-def find_tree_children(position: int, size: int) -> Sequence[int]:
+def find_broadcast_children(position: int, num_members: int) -> Sequence[int]:
     """Find the members to which one member forwards a broadcast of member 0, in gloo's binomial tree."""
     children, step = [], 1
-    while step < size:
+    while step < num_members:
         # A member receives along the highest bit of its position, and forwards along all higher bits.
-        if position < step and position + step < size:
+        if position < step and position + step < num_members:
             children.append(position + step)
         step *= 2
     return children
@@ -130,7 +133,7 @@ def end_waiting(channel: str) -> None:
 
 
 @contextmanager
-def count_waiting(channel: str) -> Iterator[None]:
+def count_waiting_time(channel: str) -> Iterator[None]:
     """Count the time inside this context as waiting time of this thread."""
     begin_waiting()
     try:

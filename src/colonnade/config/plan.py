@@ -15,7 +15,7 @@ from colonnade.sizes import (
     SettingWords,
     StorageLocation,
     make_location_absolute,
-    parse_bytes,
+    parse_byte_size,
     parse_positive_bytes,
     parse_storage_location,
 )
@@ -45,7 +45,7 @@ LEAST_RATE = 2**20
 
 
 def _validate_rate(value: Any) -> Any:
-    count = parse_bytes(value)
+    count = parse_byte_size(value)
     is_number = isinstance(count, int | float) and not isinstance(count, bool)
     if not is_number or count < LEAST_RATE:
         raise ValueError(
@@ -103,7 +103,7 @@ class MemoryConfig(Section):
         return tuple(map(parse_storage_location, self.ssd))
 
     @model_validator(mode="after")
-    def _check(self) -> MemoryConfig:
+    def _check_memory_settings(self) -> MemoryConfig:
         paths = [location.path for location in self.ssd_locations]
         if self.mapped_location is not None and self.mapped_location.path in paths:
             raise ValueError(
@@ -136,7 +136,7 @@ ShardingChoice = Literal[
 ]
 
 
-def _read_sharding(value: Any) -> Any:
+def _parse_sharding_setting(value: Any) -> Any:
     """Return a kind of sharding or a `Sharding`, which files store as a mapping. Raises ValueError."""
     if value is None or value in KINDS_OF_SHARDING:
         return value
@@ -155,7 +155,7 @@ def _write_sharding(value: Any) -> Any:
     return value if value is None or isinstance(value, str) else value.to_dict()
 
 
-def _read_replicated_rows(value: Any) -> Any:
+def _parse_replicated_rows(value: Any) -> Any:
     """Return a number of rows, or ids in any order as an ascending tuple. Raises ValueError."""
     if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
         return tuple(sorted({int(row_id) for row_id in value}))
@@ -177,10 +177,12 @@ if TYPE_CHECKING:
     ReplicatedRows = int | tuple[int, ...]
 else:  # Settings files hold text or numbers; Python code may also pass a Sharding, or ids.
     TableSharding = Annotated[
-        ShardingChoice | None, PlainValidator(_read_sharding), PlainSerializer(_write_sharding)
+        ShardingChoice | None,
+        PlainValidator(_parse_sharding_setting),
+        PlainSerializer(_write_sharding),
     ]
     ReplicatedRows = Annotated[
-        int, PlainValidator(_read_replicated_rows), PlainSerializer(_write_replicated_rows)
+        int, PlainValidator(_parse_replicated_rows), PlainSerializer(_write_replicated_rows)
     ]
 
 
@@ -208,7 +210,7 @@ class TablePlanConfig(Section):
         return sharding if sharding is None or isinstance(sharding, str) else sharding.kind
 
     @model_validator(mode="after")
-    def _check(self) -> TablePlanConfig:
+    def _check_table_settings(self) -> TablePlanConfig:
         kind = self.kind
         if self.replicated_rows and kind in ("replicated", "column_wise", "grid"):
             raise ValueError(
@@ -371,7 +373,7 @@ class PlanConfig(Section):
         )
 
     @model_validator(mode="after")
-    def _check(self) -> PlanConfig:
+    def _check_plan_settings(self) -> PlanConfig:
         if self.cache is not None and self.is_late:
             raise ValueError(
                 "got plan.cache with staleness_steps, of the plan or of a table; cached rows are late already: set "

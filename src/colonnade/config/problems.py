@@ -9,15 +9,15 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from colonnade.config.validation import describe_problem
+from colonnade.config.validation import describe_validation_error
 
 
 def explain_errors(error: ValidationError, section: type[BaseModel]) -> str:
     """Return one line for each problem. section: class that was validated."""
-    return "\n".join(_explain_problem(problem, section) for problem in error.errors())
+    return "\n".join(_explain_validation_error(problem, section) for problem in error.errors())
 
 
-def _explain_problem(problem: Any, section: Any) -> str:
+def _explain_validation_error(problem: Any, section: Any) -> str:
     path = [str(part) for part in problem["loc"]]
     name = ".".join(path)
     if problem["type"] == "extra_forbidden":
@@ -26,10 +26,10 @@ def _explain_problem(problem: Any, section: Any) -> str:
             section = _unwrap_optional(
                 get_args(section)[1] if is_by_name else section.model_fields[part].annotation
             )
-        return explain_unknown(name, section.model_fields, name)
+        return explain_unknown_setting(name, section.model_fields, name)
     if problem["type"] in ("model_type", "dict_type"):
         return f"{name}: got {_short_repr(problem['input'])}, wanted settings of it by name, such as {name}.NAME=VALUE"
-    if (wanted := describe_problem(problem)) != problem["msg"]:
+    if (wanted := describe_validation_error(problem)) != problem["msg"]:
         return f"{name}: got {_short_repr(problem['input'])}, {wanted}"
     message = problem["msg"].removeprefix("Value error, ")
     if not name or message.startswith("unknown setting"):  # a check of several settings together
@@ -41,7 +41,7 @@ def _explain_problem(problem: Any, section: Any) -> str:
     )
 
 
-def explain_unknown(name: str, known: Mapping[str, Any], path: str) -> str:
+def explain_unknown_setting(name: str, known: Mapping[str, Any], path: str) -> str:
     """Return the message for an unknown setting, with the nearest known name of its section, or all names.
 
     known: fields or values of the section, by name. path: name as the user typed it.

@@ -27,7 +27,7 @@ class AdmissionConfig(Section):
     1."""
 
     @model_validator(mode="after")
-    def _check(self) -> AdmissionConfig:
+    def _check_admission_settings(self) -> AdmissionConfig:
         if self.updates is not None and self.probability is not None:
             raise ValueError("got both updates and probability, wanted one of them")
         if self.updates is not None and self.expected_ids is None:
@@ -55,7 +55,7 @@ class EvictionConfig(Section):
     """Number of steps after which the update counts of by=frequency are halved. Default: never."""
 
     @model_validator(mode="after")
-    def _check(self) -> EvictionConfig:
+    def _check_eviction_settings(self) -> EvictionConfig:
         if self.age_steps is not None and self.by != "recency":
             raise ValueError("got age_steps, which goes with by=recency")
         if self.halve_steps is not None and self.by != "frequency":
@@ -77,7 +77,7 @@ class OpenTableConfig(Section):
     """Number of shared rows, selected by hashes, that are summed to the vector of an id; used with rows. Default: 2."""
 
     @model_validator(mode="after")
-    def _check(self) -> OpenTableConfig:
+    def _check_open_table_settings(self) -> OpenTableConfig:
         sections = {"admission": self.admission, "eviction": self.eviction}
         changed = [name for name, section in sections.items() if section != type(section)()]
         if self.rows is not None and changed:

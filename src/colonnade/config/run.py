@@ -20,11 +20,11 @@ from colonnade.config.plan import (
     TableCacheConfig,
     TablePlanConfig,
 )
-from colonnade.config.problems import explain_errors, explain_unknown
+from colonnade.config.problems import explain_errors, explain_unknown_setting
 from colonnade.config.retention import AdmissionConfig, EvictionConfig, OpenTableConfig
 from colonnade.config.section import Section
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.formats import check_format, make_format_stamp, parse_yaml, read_text
+from colonnade.formats import check_format_version, make_format_stamp, parse_yaml, read_text_file
 
 Width = Annotated[int, Field(ge=1)]
 DEFAULT_BATCH_SIZE = 4096
@@ -58,7 +58,7 @@ class ScheduleConfig(Section):
     """Factor at the end (more than 0 for exponential)."""
 
     @model_validator(mode="after")
-    def _check(self) -> ScheduleConfig:
+    def _check_schedule_settings(self) -> ScheduleConfig:
         if self.name == "exponential" and not self.final > 0:
             raise ValueError("got final=0, wanted more than 0 for exponential, e.g. 0.01")
         if self.total_steps is not None and self.total_steps <= self.warmup_steps:
@@ -257,7 +257,7 @@ class TrainConfig(Section):
     else the usable processors (affinity and control group quotas), divided among the ranks of the machine."""
 
     @model_validator(mode="after")
-    def _check(self) -> TrainConfig:
+    def _check_train_settings(self) -> TrainConfig:
         if (self.batch_size or 0) % self.accumulate:
             raise ValueError(
                 f"got accumulate={self.accumulate}, wanted a divisor of batch_size={self.batch_size}"
@@ -292,7 +292,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
 
     @model_validator(mode="after")
-    def _check(self) -> RunConfig:
+    def _check_run_settings(self) -> RunConfig:
         if self.train.accumulate > 1 and self.plan.is_late:
             raise ValueError(
                 "got train.accumulate with staleness_steps, of the plan or of a table; bounded staleness counts "
@@ -364,7 +364,7 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"got a {type(values).__name__}, wanted sections such as `train:`")
-    check_format("config", values, FORMAT, is_needed=False)
+    check_format_version("config", values, FORMAT, is_needed=False)
     settings = {
         name: value for name, value in values.items() if name not in make_format_stamp(FORMAT)
     }
@@ -378,7 +378,7 @@ def load_config(path: str | Path) -> RunConfig:
     """Read a configuration from a YAML file. Raises ConfigError with the file's name."""
     path = Path(path)
     try:
-        values = parse_yaml(read_text(path))
+        values = parse_yaml(read_text_file(path))
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}; give an existing YAML file") from None
     except ValueError as error:  # UnicodeDecodeError too
@@ -406,10 +406,12 @@ def override_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConf
             if sections[: depth + 1] == ["plan", "cache"] and node[section] is None:
                 node[section] = CacheConfig().model_dump()
             if not isinstance(node.get(section), dict):
-                raise ConfigError(explain_unknown(".".join(sections[: depth + 1]), node, name))
+                raise ConfigError(
+                    explain_unknown_setting(".".join(sections[: depth + 1]), node, name)
+                )
             node = node[section]
         if key not in node and sections not in OPEN_SECTIONS:
-            raise ConfigError(explain_unknown(name, node, name))
+            raise ConfigError(explain_unknown_setting(name, node, name))
         node[key] = value
     return build_config(values)
 

@@ -34,27 +34,31 @@ WANTED_TYPES = {
 """Message for a value of the wrong type, by prefix of pydantic's error type."""
 
 
-def validate_fields(value: Any, subject: str | None = None, *, strict: bool | None = True) -> None:
+def validate_dataclass_fields(
+    instance: Any, subject: str | None = None, *, strict: bool | None = True
+) -> None:
     """Check the fields of a frozen dataclass against their types, and store the converted values.
 
     subject: prefix of the message; default: the class name; "": no prefix. strict: whether to reject text as a number
     and a list as a tuple; None: as the types declare.
     Raises ConfigError with the field, its value and the wanted value (the type's `Expected`, else pydantic's text).
     """
-    for name, (adapter, expected) in _build_field_validators(cast(Hashable, type(value))).items():
-        current = getattr(value, name)
+    for name, (adapter, expected) in _build_field_validators(
+        cast(Hashable, type(instance))
+    ).items():
+        current = getattr(instance, name)
         try:
             checked = adapter.validate_python(current, strict=strict)
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
-            wanted = f"wanted {expected}" if expected else describe_problem(problem)
-            subject = type(value).__name__ if subject is None else subject
+            wanted = f"wanted {expected}" if expected else describe_validation_error(problem)
+            subject = type(instance).__name__ if subject is None else subject
             prefix = f"{subject}: " if subject else ""
             raise ConfigError(f"{prefix}got {name}={current!r}, {wanted}") from None
-        object.__setattr__(value, name, checked)
+        object.__setattr__(instance, name, checked)
 
 
-def describe_problem(problem: Mapping[str, Any]) -> str:
+def describe_validation_error(problem: Mapping[str, Any]) -> str:
     """Return the "wanted" part of a message for a pydantic error: a type, a limit or a list of words.
 
     Other errors keep pydantic's text.
@@ -76,11 +80,11 @@ def _suggest_word(value: Any, expected: str) -> str:
 
 
 @cache
-def _build_field_validators(kind: Any) -> dict[str, tuple[TypeAdapter, str]]:
+def _build_field_validators(dataclass_type: Any) -> dict[str, tuple[TypeAdapter, str]]:
     """Return the validator and the `Expected` text of each field."""
-    hints = get_type_hints(kind, include_extras=True)
+    hints = get_type_hints(dataclass_type, include_extras=True)
     adapters = {}
-    for field in dataclasses.fields(kind):
+    for field in dataclasses.fields(dataclass_type):
         notes = getattr(hints[field.name], "__metadata__", ())
         expected = next((note for note in notes if isinstance(note, Expected)), "")
         adapters[field.name] = TypeAdapter(hints[field.name]), expected

@@ -31,7 +31,15 @@ from torch.utils.data import IterableDataset
 
 from colonnade.batch import Batch, Ids
 from colonnade.comm.mesh import Mesh
-from colonnade.data.contract import START, Column, Position, Schema, Source, num_steps, rank_blocks
+from colonnade.data.contract import (
+    START,
+    Column,
+    Position,
+    Schema,
+    Source,
+    iterate_rank_blocks,
+    num_steps,
+)
 from colonnade.errors import ConfigError, DataError
 
 ENDED = "ended"
@@ -105,24 +113,24 @@ class BatchSource:
         num_ranks: int = 1,
         start: Position = START,
     ) -> Iterator[Batch]:
-        rank_blocks(0, batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        iterate_rank_blocks(0, batch_size, rank=rank, num_ranks=num_ranks, start=start)
         return self._read_epoch(-(-batch_size // num_ranks), start)
 
     def _read_epoch(self, max_samples: int, start: Position) -> Iterator[Batch]:
         if start.state == ENDED:
             return
-        data_set = self._open_epoch(start.epoch)
+        data_set = self._open_epoch_batches(start.epoch)
         stateful = (
             data_set if isinstance(data_set, Stateful) and not _is_indexed(data_set) else None
         )
-        batches = _iterate_from(data_set, start.step, start.state, self.name)
+        batches = _iterate_from_step(data_set, start.step, start.state, self.name)
         for step, batch in enumerate(batches, start.step):
             where = f"{self.name}, epoch {start.epoch}, batch {step}"
             check_batch(batch, self.schema, where=where, max_samples=max_samples)
-            state = None if stateful is None else _copy_state(stateful.state_dict(), where)
+            state = None if stateful is None else _copy_storable_state(stateful.state_dict(), where)
             yield replace(batch, state=state)
 
-    def _open_epoch(self, epoch: int) -> EpochBatches:
+    def _open_epoch_batches(self, epoch: int) -> EpochBatches:
         if isinstance(self.data, (Indexed, Iterable)):
             return self.data
         data_set = self.data(epoch)
@@ -139,7 +147,7 @@ def _is_indexed(data_set: EpochBatches) -> TypeGuard[Indexed]:
     return isinstance(data_set, Indexed) and not isinstance(data_set, IterableDataset)
 
 
-def _iterate_from(data_set: EpochBatches, step: int, state: Any, name: str) -> Iterator[Batch]:
+def _iterate_from_step(data_set: EpochBatches, step: int, state: Any, name: str) -> Iterator[Batch]:
     """Return an iterator over the batches of steps `step`, `step` + 1, ..."""
     if _is_indexed(data_set):
         return (data_set[i] for i in range(step, len(data_set)))
@@ -164,7 +172,7 @@ def _skip_batches(batches: Iterator[Batch], count: int, name: str) -> Iterator[B
     yield from batches
 
 
-def _copy_state(state: dict[str, Any], where: str) -> dict[str, Any]:
+def _copy_storable_state(state: dict[str, Any], where: str) -> dict[str, Any]:
     """Copy a state to values that a checkpoint can store and a resumed run can load without executing code."""
     buffer = io.BytesIO()
     try:
@@ -216,7 +224,7 @@ def check_batch(batch: Batch, schema: Schema, *, where: str, max_samples: int) -
             "finite number. Replace missing values (0 is common)"
         )
     for column in schema.categorical:
-        _check_ids(batch, column, where, check_tensor)
+        _check_batch_ids(batch, column, where, check_tensor)
     if batch.label is not None:
         check_tensor("label", batch.label, (size, len(schema.labels)), torch.float32)
     if batch.sample_weight is not None:
@@ -225,7 +233,7 @@ def check_batch(batch: Batch, schema: Schema, *, where: str, max_samples: int) -
         check_tensor("group", batch.group, (size,), torch.int64)
 
 
-def _check_ids(
+def _check_batch_ids(
     batch: Batch,
     column: Column,
     where: str,

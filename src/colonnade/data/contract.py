@@ -118,7 +118,7 @@ def rank_block(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
     return size * rank // num_ranks, size * (rank + 1) // num_ranks
 
 
-def rank_blocks(
+def iterate_rank_blocks(
     num_samples: int, batch_size: int, *, rank: int, num_ranks: int, start: Position
 ) -> Iterator[tuple[int, int]]:
     """Return this rank's samples [begin, end) of each step from `start.step` on, counted in the epoch's order.

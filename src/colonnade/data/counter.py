@@ -14,16 +14,16 @@ MASK = 0xFFFFFFFFFFFFFFFF
 Words = NDArray[np.uint64]
 
 
-def mix64(x: Words, scratch: Words | None = None) -> Words:
-    """Apply the splitmix64 finaliser, a bijection of 64-bit words, to `x` in place, and return `x`."""
+def mix64(words: Words, scratch: Words | None = None) -> Words:
+    """Apply the splitmix64 finaliser, a bijection of 64-bit words, to `words` in place, and return `words`."""
     if scratch is None:
-        scratch = np.empty_like(x)
+        scratch = np.empty_like(words)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)):
-        np.right_shift(x, np.uint64(shift), out=scratch)
-        np.bitwise_xor(x, scratch, out=x)
+        np.right_shift(words, np.uint64(shift), out=scratch)
+        np.bitwise_xor(words, scratch, out=words)
         if factor is not None:
-            np.multiply(x, np.uint64(factor), out=x)
-    return x
+            np.multiply(words, np.uint64(factor), out=words)
+    return words
 
 
 def stream_key(*parts: int) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
+from colonnade.data.contract import START, Column, Position, Schema, Splits, iterate_rank_blocks
 from colonnade.data.counter import Words, random_words, stream_key
 from colonnade.data.interactions import (
     LOG_Q,
@@ -197,15 +197,15 @@ class NeighbourSource:
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
         pairs = self.pairs.batches(batch_size, rank=rank, num_ranks=num_ranks, start=start)
-        blocks = rank_blocks(
+        blocks = iterate_rank_blocks(
             self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
         )
         return (
-            self._add_neighbours(batch, begin, start.epoch)
+            self._add_neighbour_columns(batch, begin, start.epoch)
             for batch, (begin, _) in zip(pairs, blocks, strict=True)
         )
 
-    def _add_neighbours(self, batch: Batch, begin: int, epoch: int) -> Batch:
+    def _add_neighbour_columns(self, batch: Batch, begin: int, epoch: int) -> Batch:
         queries, items = batch.ids["user"].values, batch.ids["item"].values
         nodes = (queries, items + self.first_item)
         ids: dict[str, Ids] = {}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
+from colonnade.data.contract import START, Column, Position, Schema, Splits, iterate_rank_blocks
 from colonnade.data.counter import random_permutation, random_words, stream_key
 from colonnade.data.tensors import TensorColumns, gather_ids
 
@@ -67,7 +67,7 @@ class Interactions:
         return (counts.clamp(min=0.5) / max(len(self.train.values), 1)).log().float()
 
 
-def open_interactions(
+def open_interaction_splits(
     interactions: Interactions,
     *,
     samples: Literal["pairs", "sequences"],
@@ -144,14 +144,18 @@ class PairSource:
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
         pairs = self._select_pairs()
-        blocks = rank_blocks(len(pairs), batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        blocks = iterate_rank_blocks(
+            len(pairs), batch_size, rank=rank, num_ranks=num_ranks, start=start
+        )
         order = pairs[_epoch_order(len(pairs), self.shuffle_key, start.epoch)]
         lists, log_shares = self.interactions.train, self.interactions.log_shares()
         if self.order == "shuffled":
             lists = _shuffle_bags(lists, stream_key(self.shuffle_key, start.epoch, 1))
-        return (self._build_batch(lists, order[begin:end], log_shares) for begin, end in blocks)
+        return (
+            self._build_pair_batch(lists, order[begin:end], log_shares) for begin, end in blocks
+        )
 
-    def _build_batch(self, bags: Ids, pairs_B: Tensor, log_shares_I: Tensor) -> Batch:
+    def _build_pair_batch(self, bags: Ids, pairs_B: Tensor, log_shares_I: Tensor) -> Batch:
         assert bags.offsets is not None
         users_B = torch.searchsorted(bags.offsets, pairs_B, right=True) - 1
         items_B = bags.values[pairs_B]
@@ -198,15 +202,20 @@ class SequenceSource:
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
         users = self._select_users()
-        blocks = rank_blocks(len(users), batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        blocks = iterate_rank_blocks(
+            len(users), batch_size, rank=rank, num_ranks=num_ranks, start=start
+        )
         users = users[_epoch_order(len(users), self.shuffle_key, start.epoch)]
         lists = self.interactions.train
         if self.order == "shuffled":
             lists = _shuffle_bags(lists, stream_key(self.shuffle_key, start.epoch, 1))
-        return (self._build_batch(lists, users[begin:end], start.epoch) for begin, end in blocks)
+        return (
+            self._build_sequence_batch(lists, users[begin:end], start.epoch)
+            for begin, end in blocks
+        )
 
-    def _build_batch(self, lists: Ids, users_B: Tensor, epoch: int) -> Batch:
-        items = keep_newest(gather_ids(lists, users_B), self.max_history + 1)
+    def _build_sequence_batch(self, lists: Ids, users_B: Tensor, epoch: int) -> Batch:
+        items = truncate_to_newest_items(gather_ids(lists, users_B), self.max_history + 1)
         assert items.offsets is not None
         lengths_B = items.offsets.diff() - 1
         offsets, position_E = _offsets_and_positions(lengths_B)
@@ -256,13 +265,17 @@ class QuerySource:
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
         users = self._select_users()
-        blocks = rank_blocks(len(users), batch_size, rank=rank, num_ranks=num_ranks, start=start)
-        return (self._build_batch(users[begin:end]) for begin, end in blocks)
+        blocks = iterate_rank_blocks(
+            len(users), batch_size, rank=rank, num_ranks=num_ranks, start=start
+        )
+        return (self._build_query_batch(users[begin:end]) for begin, end in blocks)
 
-    def _build_batch(self, users_B: Tensor) -> Batch:
+    def _build_query_batch(self, users_B: Tensor) -> Batch:
         ids = {name: gather_ids(column, users_B) for name, column in self.users.items()}
         if self.history is not None:
-            ids["history"] = keep_newest(gather_ids(self.history, users_B), self.max_history)
+            ids["history"] = truncate_to_newest_items(
+                gather_ids(self.history, users_B), self.max_history
+            )
         key = HeldOutItems(gather_ids(self.truth, users_B), gather_ids(self.excluded, users_B))
         dense = torch.zeros(len(users_B), len(self.schema.dense))
         return Batch(len(users_B), dense, ids, group=users_B, key=key)
@@ -299,7 +312,7 @@ def concat_bags(first: Ids, second: Ids) -> Ids:
     return Ids(values, _offsets_and_positions(first.counts + second.counts)[0])
 
 
-def keep_newest(bags: Ids, max_items: int) -> Ids:
+def truncate_to_newest_items(bags: Ids, max_items: int) -> Ids:
     """Truncate each bag to its last `max_items` items."""
     assert bags.offsets is not None
     lengths = bags.offsets.diff().clamp(max=max_items)

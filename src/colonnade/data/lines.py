@@ -14,7 +14,7 @@ from colonnade.errors import DataError
 DATA_VARIABLE = "COLONNADE_DATA"
 
 
-def check_regular(path: Path) -> Path:
+def check_regular_file(path: Path) -> Path:
     """Return `path` if it is a regular file. Raises DataError else: a pipe would hang, skipping it lose samples."""
     if path.exists() or path.is_symlink():
         if path.is_file():
@@ -26,7 +26,7 @@ def check_regular(path: Path) -> Path:
     raise DataError(f"{path}: no such file or folder. Check the path given with --path")
 
 
-def locate(path: str | Path | None, *, folder: str, file: str) -> Path:
+def locate_data_file(path: str | Path | None, *, folder: str, file: str) -> Path:
     """Find the file `file` of the data set stored in `folder`.
 
     `path` is the file itself, the folder that holds it, or a folder of data sets. Without it,
@@ -82,7 +82,7 @@ class LineFile:
     ends_in_newline: bool
     offsets: NDArray[np.int64]  # (ceil(num_lines / STRIDE) + 1,): bytes before line 0, STRIDE, ...
 
-    def read(self, start: int, stop: int) -> bytes:
+    def read_lines(self, start: int, stop: int) -> bytes:
         """Return lines start .. stop-1, counted from 0, newlines included. Reads the file once."""
         if not 0 <= start <= stop <= self.num_lines:
             raise IndexError(f"lines {start}..{stop} of a file of {self.num_lines}")
@@ -123,13 +123,13 @@ def _skip_lines(block: bytes, count: int, begin: int) -> int:
         size *= 4
 
 
-def open_lines(path: str | Path) -> LineFile:
+def open_line_file(path: str | Path) -> LineFile:
     """Read the file once to index its lines. Raises DataError: missing, a directory, empty, gzipped, unreadable."""
     path = Path(path)
     strides: list[NDArray[np.int64]] = [np.zeros(1, dtype=np.int64)]
     num_newlines, num_bytes, last = 0, 0, NEWLINE
     if path.exists() and not path.is_dir():
-        check_regular(path)
+        check_regular_file(path)
     try:
         with path.open("rb") as file:
             while block := file.read(SCAN_BYTES):

@@ -39,9 +39,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from colonnade.batch import Batch, Ids
-from colonnade.comm.peer_status import process_state
+from colonnade.comm.peer_status import read_process_state
 from colonnade.data.batches import BatchSource
-from colonnade.data.contract import START, Position, Schema, Source, Splits, rank_blocks
+from colonnade.data.contract import START, Position, Schema, Source, Splits, iterate_rank_blocks
 from colonnade.errors import ConfigError, ReaderLost
 
 CHECK_SECONDS = 1.0
@@ -62,7 +62,7 @@ class ReaderProcesses:
         _open_readers.append(self)
 
     @contextmanager
-    def mark_waiting(self) -> Iterator[None]:
+    def mark_thread_waiting(self) -> Iterator[None]:
         """Record that this thread waits for the processes until the context ends."""
         self._waiting_since, self._waiting_thread = time.monotonic(), threading.get_ident()
         try:
@@ -73,14 +73,14 @@ class ReaderProcesses:
     def is_awaited_by(self, thread: threading.Thread) -> bool:
         return self._waiting_thread == thread.ident
 
-    def report_stopped(self, is_over: threading.Event) -> None:
+    def report_stopped_processes(self, is_over: threading.Event) -> None:
         """Watch the processes until `is_over`, and print the stopped ones, once per long wait."""
         reported = 0.0
         while not is_over.wait(CHECK_SECONDS):
             since, waited = self._waiting_since, time.monotonic() - self._waiting_since
             if self._waiting_thread is None or since == reported or waited < REPORT_SECONDS:
                 continue
-            pids = [str(w.pid) for w in self.workers if process_state(w.pid or 0) == "stopped"]
+            pids = [str(w.pid) for w in self.workers if read_process_state(w.pid or 0) == "stopped"]
             if pids:
                 reported = since
                 print(
@@ -141,11 +141,11 @@ def pack_batches(batches: Sequence[Batch], *, shared: bool) -> PackedBatches:
         size += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
         return packed
 
-    packed_batches = [_replace_values(batch, Tensor, reserve) for batch in batches]
+    packed_batches = [_convert_batch_fields(batch, Tensor, reserve) for batch in batches]
     # The same kind of storage as in torch's collation: `share_memory_` would copy once more.
     storage = torch.UntypedStorage._new_shared(size) if shared else torch.UntypedStorage(size)
     data = torch.empty(0, dtype=torch.uint8).set_(storage)
-    view = _tensor_viewer(data)
+    view = _build_tensor_viewer(data)
     for packed, tensor in tensors:
         view(packed).copy_(tensor)
     return PackedBatches(data, packed_batches)
@@ -153,11 +153,11 @@ def pack_batches(batches: Sequence[Batch], *, shared: bool) -> PackedBatches:
 
 def unpack_batches(block: PackedBatches) -> list[Batch]:
     """Return the batches of a block as views of its buffer, which they keep alive."""
-    view = _tensor_viewer(block.data)
-    return [_replace_values(batch, PackedTensor, view) for batch in block.batches]
+    view = _build_tensor_viewer(block.data)
+    return [_convert_batch_fields(batch, PackedTensor, view) for batch in block.batches]
 
 
-def _tensor_viewer(data: Tensor) -> Callable[[PackedTensor], Tensor]:
+def _build_tensor_viewer(data: Tensor) -> Callable[[PackedTensor], Tensor]:
     """Return a function that views a packed tensor: one torch call per tensor, since a batch has many."""
     as_dtype: dict[torch.dtype, Tensor] = {}
 
@@ -174,11 +174,11 @@ def _tensor_viewer(data: Tensor) -> Callable[[PackedTensor], Tensor]:
     return view
 
 
-def _replace_values(batch: Batch, kind: type, convert: Any) -> Batch:
-    """Return the batch with convert(x) for every field x that is a `kind`. Other fields stay."""
+def _convert_batch_fields(batch: Batch, field_type: type, convert: Any) -> Batch:
+    """Return the batch with convert(x) for every field x that is a `field_type`. Other fields stay."""
 
     def replace_value(value: Any) -> Any:
-        return convert(value) if isinstance(value, kind) else value
+        return convert(value) if isinstance(value, field_type) else value
 
     ids = {
         name: Ids(replace_value(ids.values), replace_value(ids.offsets), replace_value(ids.weights))
@@ -229,7 +229,7 @@ class ProcessSource:
     ) -> Iterator[Batch]:
         if self.num_processes < 1:
             raise ConfigError(f"got num_processes={self.num_processes}, wanted at least 1")
-        rank_blocks(0, batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        iterate_rank_blocks(0, batch_size, rank=rank, num_ranks=num_ranks, start=start)
         steps = max(1, RUN_SAMPLES * num_ranks // batch_size)
         return self._read_runs(_RunReader(self.source, batch_size, rank, num_ranks, start, steps))
 
@@ -240,16 +240,17 @@ class ProcessSource:
             num_workers=self.num_processes,
             prefetch_factor=RUNS_AHEAD,
             multiprocessing_context=START_METHOD,
-            worker_init_fn=_init_worker,
+            worker_init_fn=_init_reader_process,
         )
-        # A separate thread starts the processes and lives as long as they do: they end with it (`_init_worker`), while
+        # A separate thread starts the processes and lives as long as they do: they end with it
+        # (`_init_reader_process`), while
         # the threads that wait for batches may change.
         is_over = threading.Event()
         with _block_interrupts():
-            blocks, readers = _start_readers(loader, is_over)
+            blocks, readers = _start_reader_processes(loader, is_over)
         try:
             while True:
-                with readers.mark_waiting():
+                with readers.mark_thread_waiting():
                     block, error = next(blocks, (None, None))
                 if block is not None:
                     yield from unpack_batches(block)
@@ -275,7 +276,7 @@ class ProcessSource:
             is_over.set()
 
 
-def _start_readers(
+def _start_reader_processes(
     loader: DataLoader, is_over: threading.Event
 ) -> tuple[Iterator, ReaderProcesses]:
     """Start reader processes in a new thread; return the loader's iterator and the processes.
@@ -295,7 +296,7 @@ def _start_readers(
             return
         results.put((blocks, readers))
         del blocks  # so that only the reading thread keeps the iterator alive
-        readers.report_stopped(is_over)
+        readers.report_stopped_processes(is_over)
 
     threading.Thread(target=start_and_watch, name="readers", daemon=True).start()
     result = results.get()
@@ -352,7 +353,7 @@ class _RunReader(IterableDataset):
                 for batch in islice(source_batches, self.steps):
                     batches.append(batch)
             except Exception as problem:
-                error = _picklable_error(problem)
+                error = _make_error_picklable(problem)
             if batches or error is not None:
                 yield pack_batches(batches, shared=True), error
             if error is not None or len(batches) < self.steps:
@@ -360,7 +361,7 @@ class _RunReader(IterableDataset):
             first += stride
 
 
-def _picklable_error(error: Exception) -> Exception:
+def _make_error_picklable(error: Exception) -> Exception:
     """Return a copy of the error if its arguments can rebuild it, else a RuntimeError that quotes it."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     try:
@@ -371,7 +372,7 @@ def _picklable_error(error: Exception) -> Exception:
     return plain
 
 
-def _init_worker(worker: int) -> None:
+def _init_reader_process(worker: int) -> None:
     """Set up a reader process: ignore Ctrl-C, end with the parent thread, use one core.
 
     The training process reacts to Ctrl-C and ends its readers. If it is killed while a reader is stopped, the reader

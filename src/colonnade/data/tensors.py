@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, rank_blocks
+from colonnade.data.contract import START, Column, Position, Schema, iterate_rank_blocks
 from colonnade.data.counter import random_permutation, stream_key
 from colonnade.errors import DataError, IdRangeError
 
@@ -92,7 +92,7 @@ class TensorSource:
         num_ranks: int = 1,
         start: Position = START,
     ) -> Iterator[Batch]:
-        blocks = rank_blocks(
+        blocks = iterate_rank_blocks(
             self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
         )
         order = self.epoch_order(start.epoch)
@@ -138,18 +138,19 @@ def open_tensors(
             f"{name}: cardinalities names the column {unknown!r}, which ids does not have; "
             f"the columns are {', '.join(values)}"
         )
-    num_samples = _count_samples(name, values, dense, label)
+    num_samples = _count_tensor_samples(name, values, dense, label)
     if dense is None:
         dense = torch.empty(num_samples, 0)
     if dense_names is None:
         dense_names = [f"dense{i}" for i in range(dense.shape[-1])]
     columns = TensorColumns(
-        dense=_check_dense(name, dense, dense_names, num_samples),
+        dense=_check_dense_tensor(name, dense, dense_names, num_samples),
         ids={
-            k: _check_ids(name, k, v, cardinalities.get(k), num_samples) for k, v in values.items()
+            k: _check_id_tensor(name, k, v, cardinalities.get(k), num_samples)
+            for k, v in values.items()
         },
-        label=_check_label(name, label, label_names, num_samples),
-        sample_weight=_check_floats(name, "sample_weight", sample_weight, num_samples),
+        label=_check_label_tensor(name, label, label_names, num_samples),
+        sample_weight=_check_float_tensor(name, "sample_weight", sample_weight, num_samples),
         group=group,
     )
     if group is not None and (group.shape != (num_samples,) or group.dtype != torch.int64):
@@ -162,7 +163,7 @@ def open_tensors(
     return TensorSource(schema, columns, shuffle_key=shuffle_seed)
 
 
-def _count_samples(
+def _count_tensor_samples(
     name: str, ids: Mapping[str, Ids], dense: Tensor | None, label: Tensor | None
 ) -> int:
     for tensor in (dense, label):
@@ -182,7 +183,9 @@ def _first_true(mask: Tensor) -> int:
     return int(mask.to(torch.uint8).argmax())
 
 
-def _check_dense(name: str, dense: Tensor, columns: Sequence[str], num_samples: int) -> Tensor:
+def _check_dense_tensor(
+    name: str, dense: Tensor, columns: Sequence[str], num_samples: int
+) -> Tensor:
     if dense.dim() != 2 or dense.shape != (num_samples, len(columns)):
         raise _build_shape_error(name, "dense", dense, f"({num_samples}, {len(columns)}) floats")
     bad = ~dense.isfinite()
@@ -195,7 +198,7 @@ def _check_dense(name: str, dense: Tensor, columns: Sequence[str], num_samples: 
     return dense.to(torch.float32)
 
 
-def _check_label(
+def _check_label_tensor(
     name: str, label: Tensor | None, names: Sequence[str], num_samples: int
 ) -> Tensor | None:
     if label is None:
@@ -214,7 +217,9 @@ def _check_label(
     return values
 
 
-def _check_floats(name: str, column: str, values: Tensor | None, num_samples: int) -> Tensor | None:
+def _check_float_tensor(
+    name: str, column: str, values: Tensor | None, num_samples: int
+) -> Tensor | None:
     if values is None:
         return None
     if tuple(values.shape) != (num_samples,):
@@ -229,7 +234,9 @@ def _check_floats(name: str, column: str, values: Tensor | None, num_samples: in
     return values.to(torch.float32)
 
 
-def _check_ids(name: str, column: str, ids: Ids, cardinality: int | None, num_samples: int) -> Ids:
+def _check_id_tensor(
+    name: str, column: str, ids: Ids, cardinality: int | None, num_samples: int
+) -> Ids:
     values, offsets = ids.values, ids.offsets
     if values.dim() != 1 or values.is_floating_point() or values.is_complex():
         raise _build_shape_error(name, column, values, "one dimension of integers")

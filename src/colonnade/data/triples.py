@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
+from colonnade.data.contract import START, Column, Position, Schema, Splits, iterate_rank_blocks
 from colonnade.data.counter import random_permutation, random_words, stream_key
 from colonnade.errors import ConfigError
 
@@ -44,10 +44,11 @@ class TripleIndex:
         """Find the known tails and heads of triples (B, 3); unknown keys get empty bags."""
         h, r, t = triples_B3.T
         return KnownAnswers(
-            self._tails.find(self._combine_key(r, h)), self._heads.find(self._combine_key(r, t))
+            self._tails.find_entities(self._combine_key(r, h)),
+            self._heads.find_entities(self._combine_key(r, t)),
         )
 
-    def count_answers(self, triples_B3: Tensor) -> tuple[Tensor, Tensor]:
+    def count_known_answers(self, triples_B3: Tensor) -> tuple[Tensor, Tensor]:
         """Count the known tails (B,) and heads (B,) of triples (B, 3)."""
         h, r, t = triples_B3.T
         return (
@@ -81,7 +82,7 @@ class AnswerTable:
         last = torch.searchsorted(self.keys, keys_B, right=True)
         return last - torch.searchsorted(self.keys, keys_B)
 
-    def find(self, keys_B: Tensor) -> Ids:
+    def find_entities(self, keys_B: Tensor) -> Ids:
         """Find the entities of each key: (B,) bags."""
         counts_B = self.count(keys_B)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts_B.cumsum(0)])
@@ -139,7 +140,7 @@ def open_triples(
     validation = validation[np.sort(selected)]
     weight = None
     if subsample and len(train):
-        weight = sum(train_index.count_answers(train)).double().rsqrt()  # type: ignore[union-attr]
+        weight = sum(train_index.count_known_answers(train)).double().rsqrt()  # type: ignore[union-attr]
         weight = (weight / weight.mean()).float()
     return Splits(
         train=TripleSource(schema, train, weight, train_index, candidates, seed, True),
@@ -176,15 +177,15 @@ class TripleSource:
         self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, start: Position = START
     ) -> Iterator[Batch]:
         size = len(self.triples)
-        blocks = rank_blocks(size, batch_size, rank=rank, num_ranks=num_ranks, start=start)
+        blocks = iterate_rank_blocks(size, batch_size, rank=rank, num_ranks=num_ranks, start=start)
         order = torch.arange(size)
         if self.is_shuffled:
             order = torch.from_numpy(
                 random_permutation(size, stream_key(self.shuffle_key, start.epoch))
             )
-        return (self._build_batch(order, begin, end, start.epoch) for begin, end in blocks)
+        return (self._build_triple_batch(order, begin, end, start.epoch) for begin, end in blocks)
 
-    def _build_batch(self, order: Tensor, begin: int, end: int, epoch: int) -> Batch:
+    def _build_triple_batch(self, order: Tensor, begin: int, end: int, epoch: int) -> Batch:
         rows, m = order[begin:end], self.num_candidates
         triples = self.triples[rows]
         # Drawn by position in the epoch, so that any number of ranks draws the same.

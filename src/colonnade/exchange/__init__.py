@@ -3,7 +3,7 @@
 `open_exchange` opens the one of a plan; `lookup.hops.EXCHANGES` lists what tables can choose.
 """
 
-from colonnade.exchange.opening import check_exchange, implied_exchange, open_exchange
+from colonnade.exchange.opening import check_sharding_fits_exchange, implied_exchange, open_exchange
 from colonnade.lookup.hops import EXCHANGES
 
-__all__ = ["EXCHANGES", "check_exchange", "implied_exchange", "open_exchange"]
+__all__ = ["EXCHANGES", "check_sharding_fits_exchange", "implied_exchange", "open_exchange"]

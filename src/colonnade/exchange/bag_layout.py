@@ -13,7 +13,7 @@ from torch import Tensor
 
 from colonnade.batch import Batch
 from colonnade.errors import ConfigError, DataError
-from colonnade.exchange.operator_cut import result_width
+from colonnade.exchange.operator_cut import get_result_width
 from colonnade.exchange.operators import Attended, Partials
 from colonnade.exchange.rows import RowsLookup
 from colonnade.lookup.contract import PartLookup
@@ -61,7 +61,7 @@ class EvaluatedFields:
         return tuple(dict.fromkeys(query for query, _ in self.attended.values()))
 
 
-def evaluated_fields(
+def find_evaluated_fields(
     declaration: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     consumers: Sequence[str],
@@ -165,7 +165,7 @@ def build_bag_layout(
     evaluated: EvaluatedFields,
 ) -> BagLayout:
     """Build the layout of an exchange of bags. Raises ConfigError for sequences whose rows would have to be sent."""
-    split_outputs = tuple(_split_evaluated_outputs(declaration, evaluated.consumers))
+    split_outputs = tuple(_separate_evaluated_outputs(declaration, evaluated.consumers))
     for output in split_outputs:
         if output.is_sequence:
             feature = declaration.features[declaration.fields[output.fields[0]].feature]
@@ -177,7 +177,7 @@ def build_bag_layout(
     order = dict.fromkeys(i for output in split_outputs for i in output.fields)
     unordered = FieldLayout(declaration, tuple(order))
     fields = FieldLayout(declaration, unordered.pooled + unordered.sequences)
-    arriving = _arriving_columns(declaration, evaluated, split_outputs)
+    arriving = _list_arriving_columns(declaration, evaluated, split_outputs)
     features = fields.features
     poolings = [declaration.features[f].pooling for f in features]
     column = {f: c for c, f in enumerate(features)}
@@ -213,7 +213,7 @@ def build_bag_layout(
     )
 
 
-def _split_evaluated_outputs(
+def _separate_evaluated_outputs(
     declaration: EmbeddingDeclaration, consumers: Collection[str]
 ) -> list[Output]:
     """Return outputs, with those of evaluated consumers as separate ones."""
@@ -223,13 +223,13 @@ def _split_evaluated_outputs(
             separate.append(replace(output, names=others))
         for name in output.names:
             if name in consumers:
-                width = result_width(declaration, name)
+                width = get_result_width(declaration, name)
                 assert width is not None
                 separate.append(Output((name,), output.fields, (), width, False, True))
     return separate
 
 
-def _arriving_columns(
+def _list_arriving_columns(
     declaration: EmbeddingDeclaration, evaluated: EvaluatedFields, split_outputs: Sequence[Output]
 ) -> FieldColumns:
     """Return the arriving columns: fields and partials of the outputs, then queries, then merged results of
@@ -255,7 +255,7 @@ def _requested_pooling(f: int, pooling: str, evaluated: EvaluatedFields, num_ran
     return POOLINGS.index(pooling if is_whole else "sum")  # type: ignore[arg-type]
 
 
-def collect_bags(batch: Batch, layout: BagLayout) -> Lookups:
+def collect_weighed_lookups(batch: Batch, layout: BagLayout) -> Lookups:
     """Return a batch's lookups, weighed by the lengths of bags where several owners compute a mean. Raises DataError,
     NonFiniteError."""
     declaration, evaluated = layout.declaration, layout.evaluated
@@ -274,13 +274,13 @@ def collect_bags(batch: Batch, layout: BagLayout) -> Lookups:
                 f"{feature.table!r} the sharding table_wise, or exchange pooled"
             )
         if f in evaluated.weighed:
-            weights[c] = _mean_weights(lengths, feature.pooling, weights[c], dtype)
+            weights[c] = _compute_mean_weights(lengths, feature.pooling, weights[c], dtype)
     if not evaluated.weighed:
         return lookups
     return replace_weights(lookups, weights, layout.requested, dtype)
 
 
-def _mean_weights(
+def _compute_mean_weights(
     lengths: Tensor, pooling: str, weights: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Return the weight of each lookup, so that the weighted sum of a bag is its mean, or its sum divided by the root

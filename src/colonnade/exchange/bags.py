@@ -44,10 +44,10 @@ from colonnade.exchange.bag_layout import (
     BagsLookup,
     EvaluatedBatch,
     LastHop,
-    collect_bags,
+    collect_weighed_lookups,
 )
 from colonnade.exchange.operators import Operators, RemoteAttention
-from colonnade.exchange.row_owner import RowOwner, gather_int32, owned_rows, reduce_next_use
+from colonnade.exchange.row_owner import RowOwner, gather_int32, owned_rows, reduce_next_use_codes
 from colonnade.exchange.rows import RowsExchange
 from colonnade.lookup.contract import (
     REASSOCIATED,
@@ -114,7 +114,7 @@ class BagsExchange:
         sums = layout.pooled_declaration(mesh.rank)
         self.owner = RowOwner(sums, build_lookup_columns(sums), list_outputs(sums), mesh)
         self.dtype = self.declaration.compute_dtype
-        exact = coding.exactness(REASSOCIATED, self.declaration.dtype, self.num_ranks)
+        exact = coding.describe_exactness(REASSOCIATED, self.declaration.dtype, self.num_ranks)
         num_roundings = last_hop.transport.num_roundings
         self.exactness = replace(exact, max_error=num_roundings * exact.max_error)
         used = {key for output in self.outputs for key, _ in output.column_starts}
@@ -126,7 +126,7 @@ class BagsExchange:
 
     def build_requests(self, batch: Batch, channel: str) -> LookupRequest:
         layout, owner = self.layout, self.owner
-        lookups = collect_bags(batch, layout)
+        lookups = collect_weighed_lookups(batch, layout)
         codes = None
         if batch.next_use is not None:
             codes = collect_next_use(batch, self.declaration, layout.requested)
@@ -134,7 +134,7 @@ class BagsExchange:
             if self.num_ranks == 1:
                 plan = _native.make_plan(lookups.native, owner.table_rows, owner.one_owner)
                 return LookupRequest([], lookups, plan, codes)
-            messages = bags.pack_bags(lookups, owner.table_rows, self.owner_map, codes)
+            messages = bags.pack_bag_lookups(lookups, owner.table_rows, self.owner_map, codes)
         except IndexError as error:
             raise explain_range_error(error, self.declaration, layout.requested.features) from None
         if self.tower is not None:  # other ranks than peers need the number of samples alone
@@ -149,22 +149,26 @@ class BagsExchange:
     ) -> BagsLookup:
         """Implement the contract. Collective inside the tower where rows are requested once a tower."""
         if self.tower is not None:
-            return self._serve_peers(self.tower, request, received, batch)
+            return self._request_rows_for_peers(self.tower, request, received, batch)
         plan, received_bags = (
             request.plan,
             bags.ReceivedBags(request.lookups, [batch.size], request.codes),
         )
         if self.num_ranks > 1:
             received_bags = self._unpack_lookups(received)
-            plan = self.owner.make_plan(received_bags.lookups, self.owner.one_owner)
+            plan = self.owner.plan_lookups(received_bags.lookups, self.owner.one_owner)
         assert plan is not None
-        codes = None if received_bags.codes is None else reduce_next_use(received_bags.codes, plan)
+        codes = (
+            None
+            if received_bags.codes is None
+            else reduce_next_use_codes(received_bags.codes, plan)
+        )
         return BagsLookup(
             batch, received_bags.lookups, plan, owned_rows(plan, codes), plan,
             sizes=received_bags.sizes, requested=request.lookups,
         )  # fmt: skip
 
-    def _serve_peers(
+    def _request_rows_for_peers(
         self,
         tower: RowsExchange,
         request: LookupRequest,
@@ -175,14 +179,18 @@ class BagsExchange:
         received_bags = self._unpack_lookups([received[rank] for rank in self.peers])
         size_by_peer = dict(zip(self.peers, received_bags.sizes, strict=True))
         sizes = [
-            size_by_peer[rank] if rank in size_by_peer else _read_size(rank, message)
+            size_by_peer[rank] if rank in size_by_peer else _read_batch_size(rank, message)
             for rank, message in enumerate(received)
         ]
-        plan = self.owner.make_plan(received_bags.lookups, tower.owner_map.num_owners)
-        codes = None if received_bags.codes is None else reduce_next_use(received_bags.codes, plan)
+        plan = self.owner.plan_lookups(received_bags.lookups, tower.owner_map.num_owners)
+        codes = (
+            None
+            if received_bags.codes is None
+            else reduce_next_use_codes(received_bags.codes, plan)
+        )
         messages: list[np.ndarray] = []
         if tower.num_ranks > 1:
-            requests = tower.pack_plan(plan, codes)
+            requests = tower.pack_plan_requests(plan, codes)
             (messages,), _ = exchange_messages([requests], tower.mesh, 0.0, batch.channel)
         inner = tower.serve_requests(
             LookupRequest(messages, received_bags.lookups, plan, codes),
@@ -197,7 +205,7 @@ class BagsExchange:
     def _unpack_lookups(self, messages: Sequence[np.ndarray]) -> bags.ReceivedBags:
         """Join received lookups into one batch. Raises WorldError."""
         owner = self.owner
-        return bags.unpack_bags(
+        return bags.unpack_bag_lookups(
             messages,
             owner.lookup_columns,
             owner.table_rows,
@@ -222,7 +230,7 @@ class BagsExchange:
         then."""
         evaluation = lookup.evaluation
         if self.operators is not None:
-            self.operators.try_once()
+            self.operators.check_output_shapes()
             lookup.weight_versions = self.operators.versions()
         block = empty(sum(lookup.sizes), 0, dtype=self.dtype)
         if self.share.order:
@@ -231,9 +239,9 @@ class BagsExchange:
             evaluation.sequence_rows = pooled
         if self.keeps_pooled and not lookup.batch.is_evaluated:
             evaluation.pooled = block
-        self._send_sums(lookup, block)
+        self._send_pooled_sums(lookup, block)
         if self.attention:
-            self._attend(lookup)
+            self._attend_to_sequences(lookup)
 
     def _pool_rows(self, lookup: BagsLookup, source: RowSource) -> list[Tensor]:
         """Return, for the samples that this rank serves, sums of its fields (G, W_o) if it has any, and the rows of
@@ -253,36 +261,36 @@ class BagsExchange:
             into = {0: self.mesh.allocate_send_buffer(math.prod(shape), self.dtype).view(shape)}
         return [tensor.to(CPU) for tensor in kernels.pool(lookup.lookups, locations, into)]
 
-    def _send_sums(self, lookup: BagsLookup, block: Tensor) -> None:
+    def _send_pooled_sums(self, lookup: BagsLookup, pooled_sums: Tensor) -> None:
         """Send this rank's block of sums over all hops, or only up to the last one where values wait for their use."""
         sizes, tag = lookup.sizes, traffic_tag_of(lookup.batch.channel, "fetch")
-        blocks: Iterable[Tensor] = [block]
+        blocks: Iterable[Tensor] = [pooled_sums]
         if isinstance(self.last_hop.transport, PeerTransport) and not self.inner_hops:
-            blocks = self.last_hop.transport.split_by_chunk(block, sizes)
+            blocks = self.last_hop.transport.split_by_chunk(pooled_sums, sizes)
         for hop in self.inner_hops:
-            blocks = hop.receive(hop.send(blocks, sizes, tag), sizes)
+            blocks = hop.receive_values(hop.send_values(blocks, sizes, tag), sizes)
         if self.waits_in_tower and not lookup.batch.is_evaluated:
             lookup.evaluation.gathered = list(blocks)
             return
-        self._send_last_hop(lookup, blocks)
+        self._send_over_last_hop(lookup, blocks)
 
-    def _send_last_hop(self, lookup: BagsLookup, blocks: Iterable[Tensor]) -> None:
+    def _send_over_last_hop(self, lookup: BagsLookup, blocks: Iterable[Tensor]) -> None:
         """Evaluate operators, and send their results over the last hop."""
         last, tag = self.last_hop, traffic_tag_of(lookup.batch.channel, "fetch")
         if self.operators is not None:
             lookup.evaluation.partials = []
             record = None if lookup.batch.is_evaluated else lookup.evaluation.partials
-            blocks = self.operators.build_messages(blocks, last.columns, last.sent, record)
-        lookup.reads = BagReads(last.transport.send(blocks, lookup.sizes, tag))
+            blocks = self.operators.build_partial_messages(blocks, last.columns, last.sent, record)
+        lookup.reads = BagReads(last.transport.send_values(blocks, lookup.sizes, tag))
 
-    def _attend(self, lookup: BagsLookup) -> None:
+    def _attend_to_sequences(self, lookup: BagsLookup) -> None:
         """Attend to sequences on the ranks of their rows. Collective; waits for the queries, which are sent there."""
         sizes, evaluation = lookup.sizes, lookup.evaluation
         tag, is_trained = (
             traffic_tag_of(lookup.batch.channel, "fetch"),
             not lookup.batch.is_evaluated,
         )
-        total, arriving = self.receive_sums(lookup), self.layout.arriving
+        total, arriving = self.receive_pooled_sums(lookup), self.layout.arriving
         evaluation.attended = {}
         for name, attention in self.attention.items():
             dim = self.declaration.fields[attention.sequence].dim
@@ -296,19 +304,19 @@ class BagsExchange:
                     torch.ones(sum(sizes), dtype=torch.int64) if offsets is None else offsets.diff()
                 )
             query = total[:, arriving.slice_of(attention.query)].contiguous()
-            attended = attention.attend(query, rows, lengths, sizes, tag, is_trained)
+            attended = attention.attend_to_remote_rows(query, rows, lengths, sizes, tag, is_trained)
             total[:, arriving.slice_of(name)] = attended.merged.detach()
             if is_trained:
                 evaluation.attended[name] = attended
         lookup.reads = BagReads(total=total)
 
-    def receive_sums(self, lookup: BagsLookup) -> Tensor:
+    def receive_pooled_sums(self, lookup: BagsLookup) -> Tensor:
         """Return sums over senders, (B, W) of the compute dtype, in a tensor that the caller may change. Collective,
         the first time, where values waited in a tower."""
         if lookup.reads is None:
             assert self.operators is not None and lookup.evaluation.gathered is not None
             lookup.weight_versions = self.operators.versions()
-            self._send_last_hop(lookup, lookup.evaluation.gathered)
+            self._send_over_last_hop(lookup, lookup.evaluation.gathered)
         reads = lookup.reads
         assert reads is not None
         if reads.total is not None:
@@ -316,12 +324,12 @@ class BagsExchange:
         assert reads.pending is not None
         reads.pending.wait()
         total = empty(lookup.batch.size, self.layout.arriving.width, dtype=self.dtype)
-        self.last_hop.transport.add_received(reads.pending, total)
+        self.last_hop.transport.add_received_values(reads.pending, total)
         return total
 
     def pooled(self, lookup: BagsLookup, into: Mapping[int, Tensor] = NO_TENSORS) -> list[Tensor]:
-        total = self.receive_sums(lookup)
-        self._divide_by_lengths(lookup, total)
+        total = self.receive_pooled_sums(lookup)
+        self._divide_by_bag_lengths(lookup, total)
         dtype, tensors = self.declaration.output_dtype, []
         for i, (output, runs) in enumerate(zip(self.outputs, self.layout.runs, strict=True)):
             is_all = len(runs) == 1 and runs[0].width == total.shape[1] and len(self.outputs) == 1
@@ -334,38 +342,38 @@ class BagsExchange:
             tensors.append(tensor)
         return tensors
 
-    def _divide_by_lengths(self, lookup: BagsLookup, total: Tensor) -> None:
+    def _divide_by_bag_lengths(self, lookup: BagsLookup, pooled_sums: Tensor) -> None:
         """Divide sums by the lengths of their bags, in place, where the samples' rank does that."""
         requested = lookup.requested
         assert requested is not None
         for division in self.layout.divisions:
             if (offsets := requested.bags[division.column]) is not None:
-                lengths = offsets.diff().clamp(min=1).to(total.dtype)
+                lengths = offsets.diff().clamp(min=1).to(pooled_sums.dtype)
                 divisor = lengths if division.pooling == "mean" else _sqrt(lengths)
-                total[:, division.columns] /= divisor[:, None]
+                pooled_sums[:, division.columns] /= divisor[:, None]
 
     # ---- gradients
 
     def begin_push(
         self, lookup: BagsLookup, gradients: list[Tensor] | None, step: int, number: int
     ) -> Callable[[], RowGradients]:
-        total = self._gradients_of_sums(lookup, gradients)
+        total = self._compute_sum_gradients(lookup, gradients)
         last = self.last_hop.transport
-        pending = last.send_back(total, lookup.sizes, step, number)
-        return partial(self._end_push, lookup, pending, step, number)
+        pending = last.send_gradients(total, lookup.sizes, step, number)
+        return partial(self._receive_pushed_gradients, lookup, pending, step, number)
 
-    def _end_push(
+    def _receive_pushed_gradients(
         self, lookup: BagsLookup, pending: PendingTransfer, step: int, number: int
     ) -> RowGradients:
         """Receive gradients over all hops and through the operators; return those of the rows that this rank pooled."""
         last, sizes, evaluation = self.last_hop, lookup.sizes, lookup.evaluation
-        blocks: Iterable[Tensor] = last.transport.receive_back(pending, sizes)
+        blocks: Iterable[Tensor] = last.transport.receive_gradients(pending, sizes)
         if self.operators is not None:
-            blocks = self.operators.backpropagate(
+            blocks = self.operators.backpropagate_messages(
                 blocks, last.sent, last.columns, evaluation.partials
             )
         for hop in reversed(self.inner_hops):
-            blocks = hop.receive_back(hop.send_back(blocks, sizes), sizes)
+            blocks = hop.receive_gradients(hop.send_gradients(blocks, sizes), sizes)
         received, *others = blocks  # several where rows are pooled for peers, the last chunk first
         if others:
             received = torch.cat([received, *others][::-1])
@@ -382,7 +390,7 @@ class BagsExchange:
         pooled = [received] if self.share.columns.dims else []
         return self.owner.native.gradients_from_outputs(lookup, [*pooled, *sequence_gradients])
 
-    def _gradients_of_sums(self, lookup: BagsLookup, gradients: list[Tensor] | None) -> Tensor:
+    def _compute_sum_gradients(self, lookup: BagsLookup, gradients: list[Tensor] | None) -> Tensor:
         """Return gradients of the sums, (B, W) of the compute dtype. Collective where there is attention."""
         total = empty(lookup.batch.size, self.layout.arriving.width, dtype=self.dtype)
         if gradients is None:
@@ -399,22 +407,22 @@ class BagsExchange:
                 lengths = offsets.diff().clamp(min=1).to(self.dtype)
                 divisor = lengths if division.pooling == "mean" else _sqrt(lengths)
                 total[:, division.columns] *= (1 / divisor)[:, None]
-        self._push_attention(lookup, total)
+        self._push_attention_gradients(lookup, total)
         return total
 
-    def _push_attention(self, lookup: BagsLookup, total: Tensor) -> None:
-        """Add gradients of queries to `total` (B, W); store those of this rank's rows. Collective if there is
+    def _push_attention_gradients(self, lookup: BagsLookup, sum_gradients: Tensor) -> None:
+        """Add gradients of queries to `sum_gradients` (B, W); store those of this rank's rows. Collective if there is
         attention."""
         evaluation, arriving = lookup.evaluation, self.layout.arriving
         for columns in self._only_queries:
-            total[:, columns] = 0.0
+            sum_gradients[:, columns] = 0.0
         evaluation.row_gradients = {}
         for name, attention in self.attention.items():
-            gradient = total[:, arriving.slice_of(name)].contiguous()
-            query_gradient, sequence_gradients = attention.send_gradients(
+            gradient = sum_gradients[:, arriving.slice_of(name)].contiguous()
+            query_gradient, sequence_gradients = attention.exchange_gradients(
                 evaluation.attended[name], gradient, lookup.sizes
             )
-            total[:, arriving.slice_of(attention.query)] += query_gradient
+            sum_gradients[:, arriving.slice_of(attention.query)] += query_gradient
             before = evaluation.row_gradients.get(attention.sequence)
             evaluation.row_gradients[attention.sequence] = (
                 sequence_gradients if before is None else before + sequence_gradients
@@ -440,7 +448,7 @@ class BagsExchange:
             return prefetched_bags.export_gathered_sums(
                 lookup, layout, self.last_hop.columns, self.peers
             )
-        return prefetched_bags.export_sums(self.receive_sums(lookup), layout)
+        return prefetched_bags.export_sums(self.receive_pooled_sums(lookup), layout)
 
     def restore(self, lookup: BagsLookup, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
         layout, rank = self.layout, self.mesh.rank
@@ -451,7 +459,7 @@ class BagsExchange:
             )
         elif self.waits_in_tower:
             columns, transport = self.last_hop.columns, self.last_hop.transport
-            samples = prefetched_bags.restore_gathered(
+            samples = prefetched_bags.restore_gathered_sums(
                 lookup, layout, columns, self.peers, prefetched
             )
             assert isinstance(transport, PeerTransport)
@@ -459,11 +467,13 @@ class BagsExchange:
         else:
             widths = self.owner.widths
             lookup.reads = BagReads(
-                total=prefetched_bags.restore_sums(lookup, layout, rank, widths, prefetched)
+                total=prefetched_bags.restore_prefetched_sums(
+                    lookup, layout, rank, widths, prefetched
+                )
             )
 
 
-def _read_size(rank: int, message: np.ndarray) -> int:
+def _read_batch_size(rank: int, message: np.ndarray) -> int:
     """Return the size of the batch of a rank that is no peer. Raises WorldError."""
     if len(message) != SAMPLES.size:
         raise WorldError(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from colonnade import _native
 from colonnade.batch import Batch
-from colonnade.cache import CachedRows, DeviceCachedRows, NativeCachedRows, sent_record_bytes
+from colonnade.cache import CachedRows, DeviceCachedRows, NativeCachedRows, count_sent_record_bytes
 from colonnade.cache.directory import (
     EXPIRED,
     HIT,
@@ -39,18 +39,23 @@ from colonnade.cache.messages import (
     MAX_AGE,
     RowRequests,
     ServedRequests,
-    add_row_flags,
-    pack_bits,
+    pack_row_bits,
     packed_bit_sizes,
     parse_row_flags,
+    prepend_row_flags,
     row_tables,
     split_row_flags,
     unpack_bits,
 )
-from colonnade.cache.next_use import PreviewedBatch, preview_batches, sort_rows_by_table
+from colonnade.cache.next_use import PreviewedBatch, sort_plan_rows_by_id, yield_batch_previews
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import ConfigError
-from colonnade.exchange.row_owner import build_lookups, gather_int32, owned_rows, reduce_next_use
+from colonnade.exchange.row_owner import (
+    build_request_lookups,
+    gather_int32,
+    owned_rows,
+    reduce_next_use_codes,
+)
 from colonnade.exchange.rows import FetchedRows, RowsExchange, RowsLookup
 from colonnade.lookup.contract import (
     BatchInfo,
@@ -68,7 +73,7 @@ from colonnade.lookup.views import Slices
 from colonnade.staleness import RowClock
 from colonnade.store.contract import RowView
 from colonnade.topology.sharding import Sharding
-from colonnade.wire.packing import unpack_requests
+from colonnade.wire.packing import unpack_id_requests
 
 
 @dataclass
@@ -87,7 +92,7 @@ class CacheCounts:
     pushed_evicted: int = 0  # because the copy was evicted
     ticks: int = 0  # batches with gradients in all that was pushed
 
-    def add(self, decision: Decision, sign: int = 1) -> None:
+    def add_decision(self, decision: Decision, sign: int = 1) -> None:
         """Add the counts of a decision of all tables, `join_decisions`. sign -1: subtract them, to undo it."""
         num_by_outcome = np.bincount(decision.outcomes, minlength=3) * sign
         self.hits += int(num_by_outcome[HIT])
@@ -105,7 +110,7 @@ AGES = 32
 """Number of bins of counts of rows by age of the copy that was read: 0 batches, 1, 2 to 3, 4 to 7, and so on."""
 
 
-def count_by_age(decisions: Sequence[Decision]) -> np.ndarray:
+def count_rows_by_age(decisions: Sequence[Decision]) -> np.ndarray:
     """Count a batch's rows by age: batches since they were last requested from their owner, 0 with this one. (AGES,)
     int64.
 
@@ -200,7 +205,7 @@ class CachedExchange:
         # Where every batch requests its rows again, copies need not outlast their batch.
         self.outlasts_batch = [cache.clock.is_late for cache in self.caches]
         self.record_widths = np.array(
-            [sent_record_bytes(table, is_changed)
+            [count_sent_record_bytes(table, is_changed)
              for table, is_changed in zip(declaration.tables, self.outlasts_batch, strict=True)]
         )  # fmt: skip
         self.windows = [cache.window for cache in self.caches]
@@ -230,10 +235,10 @@ class CachedExchange:
         def preview_batch(batch: Batch) -> PreviewedBatch:
             _, plan, _ = planned = self.rows.plan_batch(slices.prepare_ids(batch))
             return PreviewedBatch(
-                planned, sort_rows_by_table(plan, self.owner_map.table_offsets(plan).tolist())
+                planned, sort_plan_rows_by_id(plan, self.owner_map.table_offsets(plan).tolist())
             )
 
-        for batch, preview in preview_batches(batches, preview_batch, self.windows):
+        for batch, preview in yield_batch_previews(batches, preview_batch, self.windows):
             self._preview = preview
             yield batch
 
@@ -257,9 +262,9 @@ class CachedExchange:
             request_codes = torch.zeros(len(origin), dtype=torch.uint8)  # unknown of evicted rows
             is_used = torch.from_numpy(origin >= 0)
             request_codes[is_used] = codes[torch.from_numpy(origin)[is_used]]
-        requests = self.rows.pack_plan(request_plan, request_codes)
+        requests = self.rows.pack_plan_requests(request_plan, request_codes)
         return LookupRequest(
-            add_row_flags(transfer.row_requests, requests), lookups, plan, transfer=transfer
+            prepend_row_flags(transfer.row_requests, requests), lookups, plan, transfer=transfer
         )
 
     def _decide_rows(
@@ -271,24 +276,24 @@ class CachedExchange:
         ends = self.owner_map.table_offsets(plan).tolist()
         slots, pushed = np.empty(len(unique), np.int64), np.empty(len(unique), bool)
         decisions = []
-        rows_by_table = sort_rows_by_table(plan, ends) if preview is None else preview.rows
+        rows_by_table = sort_plan_rows_by_id(plan, ends) if preview is None else preview.rows
         for t, (directory, (_, ids)) in enumerate(
             zip(self.directories, rows_by_table, strict=True)
         ):
             hints = None if preview is None else preview.next_uses[t]
             if hints is None:
-                decisions.append(directory.step(ids))
+                decisions.append(directory.decide_batch(ids))
             else:
                 decisions.append(
-                    directory.step(ids, hints.next_uses, hints.coming, self.windows[t])
+                    directory.decide_batch(ids, hints.next_uses, hints.coming, self.windows[t])
                 )
         # All tables at once: a call for each of dozens of tables takes longer than its work.
         rows, decision = (
             np.concatenate([indices for indices, _ in rows_by_table]),
             join_decisions(decisions),
         )
-        self.counts.add(decision)
-        self.ages += count_by_age([decision])
+        self.counts.add_decision(decision)
+        self.ages += count_rows_by_age([decision])
         slots[rows], pushed[rows] = decision.slots, decision.pushed
         is_listed = (decision.outcomes != HIT) | decision.pushed
         requested_rows, count = rows[is_listed], len(decision.evicted_ids)
@@ -300,7 +305,7 @@ class CachedExchange:
         listing = np.argsort(tables, kind="stable")
         ids = np.concatenate([unique[requested_rows], decision.evicted_ids])
         request_plan = _native.make_plan(
-            build_lookups(torch.from_numpy(ids[listing]), counts),
+            build_request_lookups(torch.from_numpy(ids[listing]), counts),
             self.owner.table_rows,
             self.owner_map.num_owners,
         )
@@ -341,12 +346,12 @@ class CachedExchange:
         assert plan is not None
         headers, id_messages = split_row_flags(received)
         owner_indices = torch.from_numpy(self.owner_map.owner_indices[self.mesh.rank].copy())
-        requests = unpack_requests(
+        requests = unpack_id_requests(
             id_messages, owner.table_rows, self.owner_map.num_owners, owner_indices
         )
         served = parse_row_flags(headers, requests.counts)
         owner_plan = owner.plan_requests(requests.ids, requests.counts)
-        written = build_lookups(
+        written = build_request_lookups(
             requests.ids[torch.from_numpy(served.written)], served.count_rows(served.written)
         )
         transfer.served_requests = ServedRequests(
@@ -354,7 +359,7 @@ class CachedExchange:
             _native.make_plan(written, owner.table_rows, owner.one_owner), written,
         )  # fmt: skip
         with self._lock:
-            changed = self._find_changed(transfer, transfer.served_requests)
+            changed = self._find_changed_rows(transfer, transfer.served_requests)
             transfer.overwritten = self.record_changes(
                 transfer.served_requests.plan, transfer.number
             )
@@ -363,10 +368,10 @@ class CachedExchange:
             transfer.row_requests.wanted.copy(),
         )
         if any(self.outlasts_batch):
-            self._exchange_renewals(transfer, changed, batch.channel)
+            self._exchange_renewal_flags(transfer, changed, batch.channel)
         codes = requests.codes
         owned = owned_rows(
-            owner_plan, None if codes is None else reduce_next_use(codes.numpy(), owner_plan)
+            owner_plan, None if codes is None else reduce_next_use_codes(codes.numpy(), owner_plan)
         )
         return CachedLookup(batch, request.lookups, plan, owned, owner_plan, transfer=transfer)
 
@@ -374,7 +379,9 @@ class CachedExchange:
         slots = lookup.slots
         lookup.pinned = PinnedRows(slots, gather_int32(slots, lookup.owner_plan.inverse))
 
-    def _find_changed(self, transfer: CacheTransfer, served_requests: ServedRequests) -> np.ndarray:
+    def _find_changed_rows(
+        self, transfer: CacheTransfer, served_requests: ServedRequests
+    ) -> np.ndarray:
         """Return which requested rows have changed since the requester copied them, (P,) bool. The changes of every
         earlier batch must be recorded."""
         served, changed = served_requests.row_requests, np.zeros(len(served_requests.ids), bool)
@@ -386,13 +393,15 @@ class CachedExchange:
         changed[rows] = since | (ages >= MAX_AGE)
         return changed
 
-    def _exchange_renewals(
+    def _exchange_renewal_flags(
         self, transfer: CacheTransfer, changed: np.ndarray, channel: str
     ) -> None:
         """Send each rank that renews a copy a bit: whether the row will be sent. Collective."""
         assert transfer.served_requests is not None and transfer.is_received is not None
         requested, served = transfer.row_requests, transfer.served_requests.row_requests
-        bits, sizes = pack_bits(changed[served.renewed], served.count_rows(served.renewed).sum(1))
+        bits, sizes = pack_row_bits(
+            changed[served.renewed], served.count_rows(served.renewed).sum(1)
+        )
         num_renewed = requested.count_rows(requested.renewed).sum(1)
         received_bits, _ = self.mesh.all_to_all(
             channel, bits, sizes, packed_bit_sizes(num_renewed), traffic_tag="route"
@@ -419,7 +428,7 @@ class CachedExchange:
                 "left out, or a second one read before RowOptimizer.step(); close the lookahead, drop what was read "
                 "with collection.discard_batches(), and open it again"
             )
-        self._exchange_records(transfer, _slots_by_request(lookup))
+        self._exchange_row_records(transfer, _slots_by_request(lookup))
         views = self.cached_rows.views()
         kernels = self.owner.select_kernels(views)
         by_lookup = gather_int32(
@@ -429,7 +438,7 @@ class CachedExchange:
             kernels, kernels.locate_rows(lookup.lookups, views, by_lookup), self.cached_rows
         )
 
-    def _exchange_records(self, transfer: CacheTransfer, row_slots: Tensor) -> None:
+    def _exchange_row_records(self, transfer: CacheTransfer, row_slots: Tensor) -> None:
         """Send records of rows to the ranks that copy them, and receive this rank's. Collective."""
         assert (
             transfer.served_requests is not None
@@ -455,9 +464,9 @@ class CachedExchange:
             traffic_tag="fetch",
         )
         for t, num_slots in enumerate(transfer.num_slots):
-            self.cached_rows.grow(t, num_slots)
+            self.cached_rows.grow_table(t, num_slots)
         slots = transfer.request_slots[is_received]
-        has_pending = self.cached_rows.store_received(
+        has_pending = self.cached_rows.store_received_rows(
             received_layout.counts, slots, transfer.ids[is_received], received, self.record_widths
         )
         if has_pending.any():
@@ -467,7 +476,10 @@ class CachedExchange:
             slots = slots[np.argsort(tables, kind="stable")]
             counts = np.bincount(tables, minlength=len(self.widths))
             self._update_cached_rows(
-                slots, counts, self.cached_rows.pending_sums(counts, slots), *self.last_optimizers
+                slots,
+                counts,
+                self.cached_rows.gather_pending_sums(counts, slots),
+                *self.last_optimizers,
             )
 
     # ---- push
@@ -497,8 +509,10 @@ class CachedExchange:
             transfer.request_slots[requested.written],
             transfer.origin[requested.written],
         )
-        self.cached_rows.take_pending(sent_layout.counts, request_slots, origin, sums, send)
-        self.cached_rows.add_gradients(
+        self.cached_rows.take_pending_gradients(
+            sent_layout.counts, request_slots, origin, sums, send
+        )
+        self.cached_rows.add_pending_gradients(
             np.diff(transfer.ends), transfer.slots, sums, transfer.pushed
         )
         row_slots = _slots_by_request(lookup)[
@@ -552,7 +566,7 @@ class CachedExchange:
     def record_changes(self, plan: _native.Plan, number: int) -> OverwrittenVersions:
         """Record in the version log that batch `number` changes this rank's rows of `plan`."""
         tables = row_tables(np.diff(np.asarray(plan.block_offsets))[None, :])
-        return self.version_log.record_changes(tables, np.asarray(plan.unique_ids), number)
+        return self.version_log.record_row_changes(tables, np.asarray(plan.unique_ids), number)
 
     def _update_cached_rows(
         self, slots: np.ndarray, counts: np.ndarray, sums: Any, optimizers: Tensor, settings: Tensor
@@ -564,16 +578,18 @@ class CachedExchange:
         if len(pushed.slots):
             kernels.update(self.cached_rows, pushed, optimizers, settings)
 
-    def directory_states(self) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
+    def export_directory_states(self) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
         """Return states of directories and of `version_log` by table, as of the newest push: without decisions about
         batches in flight."""
         with self._lock:
             directories = [
-                directory.state(without=[transfer.decisions[t] for transfer in self._transfers])
+                directory.export_state(
+                    undone_decisions=[transfer.decisions[t] for transfer in self._transfers]
+                )
                 for t, directory in enumerate(self.directories)
             ]
             overwritten = [transfer.overwritten for transfer in reversed(self._transfers)]
-            return directories, self.version_log.copy_without(
+            return directories, self.version_log.copy_versions_before(
                 rows for rows in overwritten if rows is not None
             )
 
@@ -584,35 +600,37 @@ class CachedExchange:
             return
         assert isinstance(lookup, CachedLookup) and lookup.transfer is not None
         lookup.reads = None
-        self._undo(lookup.transfer)
+        self._undo_decision(lookup.transfer)
 
     def cancel(self, request: LookupRequest) -> None:
         if request.transfer is not None:
-            self._undo(request.transfer)
+            self._undo_decision(request.transfer)
 
-    def _undo(self, transfer: CacheTransfer) -> None:
+    def _undo_decision(self, transfer: CacheTransfer) -> None:
         with self._lock:
             transfer.is_dropped = True
             while self._transfers and self._transfers[-1].is_dropped:
                 last = self._transfers.pop()
                 decisions = last.decisions
                 if last.overwritten is not None:
-                    self.version_log.undo(last.overwritten)
-                self.ages -= count_by_age(decisions)
+                    self.version_log.undo_row_changes(last.overwritten)
+                self.ages -= count_rows_by_age(decisions)
                 for directory, decision in zip(self.directories, decisions, strict=True):
-                    directory.undo(decision)
-                self.counts.add(join_decisions(decisions), -1)
+                    directory.undo_decision(decision)
+                self.counts.add_decision(join_decisions(decisions), -1)
 
 
-def check_uncached(cached: CachedExchange | None, tables: Sequence[int]) -> Sequence[int]:
+def check_tables_uncached(
+    cached: CachedExchange | None, table_indices: Sequence[int]
+) -> Sequence[int]:
     """Return these table indices, if none is cached: copies would outlive deleted rows. Else raise ConfigError."""
-    for t in tables:
+    for t in table_indices:
         if cached is not None and cached.is_cached[t]:
             raise ConfigError(
                 f"table {cached.declaration.tables[t].name!r}: got rows to delete that ranks may have copies of; leave "
                 "plan.cache out for this table"
             )
-    return tables
+    return table_indices
 
 
 def find_cached_part(parts: Sequence[ExchangePart[Any]], store: Any) -> CachedExchange | None:

@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 
 from colonnade import _native
-from colonnade.cache.directory import renumber_state, surplus_batches
+from colonnade.cache.directory import shift_batch_numbers, surplus_batches
 from colonnade.cache.messages import RowRequests, ServedRequests
 from colonnade.errors import BudgetExceeded
 from colonnade.exchange.cached import CachedExchange
-from colonnade.exchange.row_owner import build_lookups, gather_int32
+from colonnade.exchange.row_owner import build_request_lookups, gather_int32
 from colonnade.lookup.row_layout import RowLayout, build_row_layout
 from colonnade.table import CLOCK_BYTES
 from colonnade.wire.id_distribution import exchange_messages
-from colonnade.wire.packing import pack_requests, unpack_requests
+from colonnade.wire.packing import pack_id_requests, unpack_id_requests
 
 GROUP = "evaluate"
 
@@ -52,7 +52,7 @@ class SavedRows:
 
 
 @contextmanager
-def synchronized_view(
+def flush_pending_temporarily(
     exchange: CachedExchange, optimizers: Tensor, settings: Tensor
 ) -> Iterator[list[SavedRows]]:
     """Apply gradients pending at copies to owners' rows until exit, which restores them. Collective.
@@ -63,7 +63,9 @@ def synchronized_view(
         raise RuntimeError(
             "got rows.synchronized_view() inside of itself: rows are synchronized already"
         )
-    served_requests, send, sent_layout = _request_flush(exchange, list_pending(exchange))
+    served_requests, send, sent_layout = _request_row_updates(
+        exchange, list_pending_slots(exchange)
+    )
     store, plan = exchange.store, served_requests.plan
     ids = torch.as_tensor(plan.unique_ids)
     offsets = torch.as_tensor(plan.block_offsets)
@@ -113,17 +115,19 @@ def apply_planned_bounds(exchange: CachedExchange) -> None:
         for directory, clock in zip(directories, clocks, strict=True)
     ):
         return  # on every rank alike
-    slots_by_table = list_pending(exchange, [clock.write_bound for clock in clocks])
+    slots_by_table = list_pending_slots(exchange, [clock.write_bound for clock in clocks])
     num_rows = sum(map(len, slots_by_table))
     if any(map(int, exchange.mesh.all_gather_bytes(GROUP, b"%d" % num_rows))):
         _flush_to_owners(exchange, slots_by_table)
     for directory, clock in zip(directories, clocks, strict=True):
         exchange.counts.ticks += int(directory.flush(clock.write_bound).ticks.sum())
-        directory.set_bounds(clock.read_bound, clock.write_bound)
+        directory.set_staleness_bounds(clock.read_bound, clock.write_bound)
     exchange.counts.pushed_full += num_rows
 
 
-def list_pending(exchange: CachedExchange, above: Sequence[int] | None = None) -> list[np.ndarray]:
+def list_pending_slots(
+    exchange: CachedExchange, above: Sequence[int] | None = None
+) -> list[np.ndarray]:
     """Return, by table, slots of this rank's copies with pending gradients of more than `above` batches (by table,
     default 0), ascending by id."""
     cached_rows, bounds = exchange.cached_rows, above or [0] * len(exchange.widths)
@@ -135,13 +139,14 @@ def list_pending(exchange: CachedExchange, above: Sequence[int] | None = None) -
 
 
 def _flush_to_owners(exchange: CachedExchange, slots_by_table: Sequence[np.ndarray]) -> None:
-    """Flush gradients pending at these copies (as `list_pending` lists them; every rank its own) to the owners' rows,
+    """Flush gradients pending at these copies (as `list_pending_slots` lists them; every rank its own) to the owners'
+    rows,
     by the rules of the newest update. Collective. Raises BudgetExceeded, on every rank and with nothing changed, where
     memory has no room for the rows."""
     assert (
         exchange.last_optimizers is not None
     )  # some rank has pending gradients, so all ranks had an update
-    served_requests, send, sent_layout = _request_flush(exchange, slots_by_table)
+    served_requests, send, sent_layout = _request_row_updates(exchange, slots_by_table)
     store, plan = exchange.store, served_requests.plan
     offsets = torch.as_tensor(plan.block_offsets)
     (slots,) = _acquire_rows(exchange, torch.as_tensor(plan.unique_ids), offsets)
@@ -158,7 +163,7 @@ def _flush_to_owners(exchange: CachedExchange, slots_by_table: Sequence[np.ndarr
         exchange.cached_rows.clear_pending(t, copy_slots)
 
 
-def _request_flush(
+def _request_row_updates(
     exchange: CachedExchange, slots_by_table: Sequence[np.ndarray]
 ) -> tuple[ServedRequests, Tensor, RowLayout]:
     """Request an update of the rows at `slots_by_table` slots from their owners. Collective. Return the requests for
@@ -167,21 +172,21 @@ def _request_flush(
     by_id = [cached_rows.ids[t][slots] for t, slots in enumerate(slots_by_table)]
     counts = np.array([[len(slots) for slots in slots_by_table]])
     plan = _native.make_plan(
-        build_lookups(torch.from_numpy(np.concatenate(by_id)), counts),
+        build_request_lookups(torch.from_numpy(np.concatenate(by_id)), counts),
         exchange.owner.table_rows, exchange.owner_map.num_owners,
     )  # fmt: skip
     blocks = exchange.owner_map.block_offsets(plan)
     firsts, lasts = (b.reshape(-1, mesh.num_ranks).T for b in (blocks[:-1], blocks[1:]))
-    requests = pack_requests(
+    requests = pack_id_requests(
         torch.as_tensor(plan.unique_ids), firsts, lasts, exchange.owner.table_rows,
         exchange.owner_map.num_owners, exchange.owner_map.owner_indices, codes=None,
     )  # fmt: skip
     (received,), _ = exchange_messages([requests], mesh, 0.0, GROUP)
     owner_indices = torch.from_numpy(exchange.owner_map.owner_indices[mesh.rank].copy())
-    received_requests = unpack_requests(
+    received_requests = unpack_id_requests(
         received, exchange.owner.table_rows, exchange.owner_map.num_owners, owner_indices
     )
-    wanted = build_lookups(received_requests.ids, received_requests.counts)
+    wanted = build_request_lookups(received_requests.ids, received_requests.counts)
     all_rows = np.ones(len(received_requests.ids), bool)
     none = np.zeros(len(received_requests.ids), np.int64)
     served_requests = ServedRequests(
@@ -227,7 +232,7 @@ def capture_cache_state(exchange: CachedExchange, before: Sequence[SavedRows]) -
     """Return the cache's state for a checkpoint, between steps: as of the newest step, without batches in flight. It
     has plain values and tensors."""
     tables = {}
-    directories, version_log = exchange.directory_states()
+    directories, version_log = exchange.export_directory_states()
     for t, (table, directory_state) in enumerate(
         zip(exchange.declaration.tables, directories, strict=True)
     ):
@@ -237,7 +242,7 @@ def capture_cache_state(exchange: CachedExchange, before: Sequence[SavedRows]) -
             "directory": {
                 name: torch.from_numpy(values) for name, values in directory_state.items()
             },
-            "copies": exchange.cached_rows.state(t, directory_state["slots"].astype("int64")),
+            "copies": exchange.cached_rows.export_rows(t, directory_state["slots"].astype("int64")),
             "changes": torch.from_numpy(version_log[t]),
             "before": {"ids": before[t].ids, "records": before[t].records},
         }
@@ -264,10 +269,10 @@ def can_load_cache(exchange: CachedExchange, states: Sequence[Mapping[str, Any] 
         policies != own_policies for policies in saved_policies
     ):
         return False
-    return all(_has_room(exchange, state) for state in states if state is not None)
+    return all(_has_room_for_state(exchange, state) for state in states if state is not None)
 
 
-def _has_room(exchange: CachedExchange, state: Mapping[str, Any]) -> bool:
+def _has_room_for_state(exchange: CachedExchange, state: Mapping[str, Any]) -> bool:
     """Return whether every copy has room at its old slot, which selects the random bits that it is rounded with."""
     table_states = (state["tables"][table.name] for table in exchange.declaration.tables)
     return all(
@@ -293,8 +298,10 @@ def restore_cache_state(exchange: CachedExchange, state: Mapping[str, Any]) -> N
             exchange.store.write_rows(t, ids[chunk].contiguous(), records[chunk].contiguous())
         exchange.store.delete(t, before.ids[~trained].contiguous())
         directory = {name: values.numpy() for name, values in table_state["directory"].items()}
-        exchange.directories[t].load(renumber_state(directory, table_state["policy"], shift))
-        exchange.cached_rows.load(t, directory["slots"].astype("int64"), table_state["copies"])
+        exchange.directories[t].load_state(
+            shift_batch_numbers(directory, table_state["policy"], shift)
+        )
+        exchange.cached_rows.load_rows(t, directory["slots"].astype("int64"), table_state["copies"])
         exchange.version_log.table_versions(t)[:] = table_state["changes"].numpy()
     exchange.version_log.renumber(shift)
     exchange.last_optimizers, exchange.number = state["rule"], state["number"] - shift

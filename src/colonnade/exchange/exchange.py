@@ -58,8 +58,8 @@ class Exchange:
         parts: Mapping[str, ExchangePart[Any]],
         reads_ahead: Sequence[int],
     ) -> None:
-        """Take the parts by name, each of some tables of this declaration (`restrict_to_tables`). reads_ahead: by
-        part, steps between reading a row and its use."""
+        """Take the parts by name, each of some tables of this declaration (`restrict_declaration_to_tables`).
+        reads_ahead: by part, steps between reading a row and its use."""
         self.declaration, self.mesh = declaration, mesh
         self.names, self.parts = tuple(parts), tuple(parts.values())
         self.reads_ahead = tuple(reads_ahead)
@@ -71,7 +71,7 @@ class Exchange:
             for output in part.outputs
             if output.is_partial
         }
-        self.outputs = _split_partials(list_outputs(declaration), partials)
+        self.outputs = _separate_partial_outputs(list_outputs(declaration), partials)
         by_table = [0] * len(declaration.tables)
         for i, part in enumerate(self.parts):
             for feature in part.declaration.features:
@@ -83,14 +83,14 @@ class Exchange:
             self.runs.append((i, tables[0], tables[-1] + 1))
         # By part and output: index among all outputs.
         self.output_indices = [
-            [self._find_output(output) for output in part.outputs] for part in self.parts
+            [self._find_output_index(output) for output in part.outputs] for part in self.parts
         ]
         all_indices = [i for output_indices in self.output_indices for i in output_indices]
         self.shared = [i for i in range(len(self.outputs)) if all_indices.count(i) > 1]
         self.operators = [part.operators for part in self.parts if part.operators is not None]
         self.dtype = declaration.compute_dtype
 
-    def _find_output(self, output: Output) -> int:
+    def _find_output_index(self, output: Output) -> int:
         """Return the number of a part's output."""
         return next(
             i
@@ -149,12 +149,12 @@ class Exchange:
                 if part.cancel is not None:
                     part.cancel(request)
             raise
-        owned = lookups[0].owned if len(lookups) == 1 else self._join_owned(lookups)
+        owned = lookups[0].owned if len(lookups) == 1 else self._join_owned_rows(lookups)
         return LookupContext(info, lookups, owned)
 
     def resolve_slots(self, context: LookupContext, views: Sequence[RowView]) -> None:
         """Find the slots that fetches and the update use, once `context.pinned` is set. Any thread."""
-        self._share_slots(context)
+        self._share_slots_with_parts(context)
         for part, lookup in zip(self.parts, context.parts, strict=True):
             part.resolve_slots(lookup, views)
 
@@ -193,7 +193,7 @@ class Exchange:
             self.parts[i].fetch(context.parts[i], own)
             context.updates_seen[self.reads_ahead[i]] = num_applied
 
-    def values(
+    def compute_outputs(
         self, context: LookupContext, handle: Tensor, device: torch.device = CPU
     ) -> dict[str, Tensor]:
         """Return by consumer (B, P) combined; by feature without a consumer (B, D) pooled or (E_f, D) sequence.
@@ -235,10 +235,10 @@ class Exchange:
         gradient_sums = [context.gradients.sum(self.dtype) for context in contexts]
         for context in contexts:
             if context.parts[0].pinned is None:
-                self._share_slots(context)
+                self._share_slots_with_parts(context)
         for i, part in enumerate(self.parts):
             if part.operators is not None:
-                part.operators.check_weights(
+                part.operators.check_weight_versions(
                     [context.parts[i].weight_versions for context in contexts]
                 )
         # The messages of one part are sent while the next part computes.
@@ -251,9 +251,9 @@ class Exchange:
             ):
                 own = None if gradients is None else [gradients[index] for index in output_indices]
                 begun.append(part.begin_push(context.parts[i], own, step, number))
-        return partial(self._end_push, contexts, begun)
+        return partial(self._wait_for_gradients, contexts, begun)
 
-    def _end_push(
+    def _wait_for_gradients(
         self, contexts: Sequence[LookupContext], begun: Sequence[Callable[[], RowGradients]]
     ) -> RowGradients:
         """Wait for gradients, part by part, and return them as one application."""
@@ -267,7 +267,7 @@ class Exchange:
             for i, part in enumerate(self.parts)
         ])  # fmt: skip
 
-    def squared_norm(self, row_gradients: RowGradients) -> tuple[RowGradients, float]:
+    def compute_squared_norm(self, row_gradients: RowGradients) -> tuple[RowGradients, float]:
         """Return gradients that need not be summed again, and the sum of squares of all rows' sums that count towards
         the norm on this rank. Local."""
         gradient_sums, total = [], 0.0
@@ -277,7 +277,7 @@ class Exchange:
             total += square if part.counts_norm else 0.0
         return self._join_gradients(gradient_sums), total
 
-    def update(
+    def apply_gradients(
         self, store: Any, row_gradients: RowGradients, optimizers: Tensor, settings: Tensor
     ) -> None:
         """Apply gradients to pinned rows of this rank's store: see `_native.update`. Local."""
@@ -298,7 +298,7 @@ class Exchange:
 
     # ---- checkpoints
 
-    def prefetched(self, context: LookupContext) -> dict[str, Tensor]:
+    def export_prefetched(self, context: LookupContext) -> dict[str, Tensor]:
         """Return the values that a batch has fetched, for a checkpoint. With several parts, keys begin with the part's
         name, and `TABLES` lists the tables that were fetched."""
         if len(self.parts) == 1:
@@ -314,7 +314,9 @@ class Exchange:
             },
         }
 
-    def restore(self, context: LookupContext, prefetched: Sequence[Mapping[str, Tensor]]) -> None:
+    def restore_prefetched(
+        self, context: LookupContext, prefetched: Sequence[Mapping[str, Tensor]]
+    ) -> None:
         """Restore, instead of a fetch, the values that all ranks of some world had prefetched for this step's global
         batch. Raises CheckpointError."""
         if len(self.parts) == 1:
@@ -335,7 +337,7 @@ class Exchange:
 
     # ---- rows of all parts and of one part
 
-    def _share_slots(self, context: LookupContext) -> None:
+    def _share_slots_with_parts(self, context: LookupContext) -> None:
         """Give each part the slots of its rows."""
         pinned = context.pinned
         assert pinned is not None
@@ -366,7 +368,7 @@ class Exchange:
             [values[i][ends[i][first] : ends[i][last]] for i, first, last in self.runs]
         )
 
-    def _join_owned(self, lookups: Sequence[PartLookup]) -> OwnedRows:
+    def _join_owned_rows(self, lookups: Sequence[PartLookup]) -> OwnedRows:
         """Join the owned rows of all parts."""
         owned = [lookup.owned for lookup in lookups]
         offsets = [rows.offsets for rows in owned]
@@ -395,7 +397,7 @@ class Exchange:
         return [row_gradients] if len(self.parts) == 1 else row_gradients.source
 
 
-def _split_partials(
+def _separate_partial_outputs(
     declared: Sequence[Output], partials: Mapping[str, Output]
 ) -> tuple[Output, ...]:
     """Return outputs, with those that some part has partials of as separate ones."""

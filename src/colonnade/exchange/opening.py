@@ -12,24 +12,24 @@ from typing import Any
 import torch
 
 from colonnade.comm.mesh import TRAINING, Mesh
-from colonnade.comm.process_groups import tower_mesh
+from colonnade.comm.process_groups import open_tower_mesh
 from colonnade.errors import ConfigError
 from colonnade.exchange.bag_layout import (
     BagLayout,
     LastHop,
     build_bag_layout,
-    evaluated_fields,
+    find_evaluated_fields,
 )
 from colonnade.exchange.bags import BagsExchange
 from colonnade.exchange.cached import CachedExchange, TableCache
 from colonnade.exchange.exchange import Exchange
 from colonnade.exchange.operator_cut import (
-    evaluated_in_towers,
-    remote_consumers,
-    restrict_to_tables,
+    choose_consumers_in_towers,
+    choose_remote_consumers,
+    explain_not_remote,
+    map_fields_to_towers,
+    restrict_declaration_to_tables,
     tower_of,
-    towers_of_fields,
-    why_not_remote,
 )
 from colonnade.exchange.operators import Operators, RemoteAttention
 from colonnade.exchange.replicated import ReplicatedExchange
@@ -39,7 +39,7 @@ from colonnade.lookup.contract import ExchangePart, TowerConsumers
 from colonnade.lookup.hops import BY_TOWERS, EXCHANGES, Hop
 from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.topology.sharding import Sharding, row_wise_over_owners, table_wise
-from colonnade.topology.towers import tower_ranks
+from colonnade.topology.towers import list_tower_ranks
 from colonnade.wire.codec import EXACT, Codecs
 from colonnade.wire.coding import Coding
 from colonnade.wire.owner_map import build_owner_map
@@ -57,20 +57,23 @@ def implied_exchange(sharding: Sharding, name: str) -> str:
     return "replicated" if sharding.is_replicated else name
 
 
-def check_exchange(table: str, name: str, sharding: Sharding, num_ranks: int) -> None:
+def check_sharding_fits_exchange(
+    table_name: str, exchange: str, sharding: Sharding, num_ranks: int
+) -> None:
     """Check that a table's sharding fits the world and its exchange; else raise ConfigError."""
     if sharding.ranks[-1] >= num_ranks:
         raise ConfigError(
-            f"table {table!r}: got a sharding on rank {sharding.ranks[-1]}, wanted ranks 0 .. {num_ranks - 1}"
+            f"table {table_name!r}: got a sharding on rank {sharding.ranks[-1]}, wanted ranks 0 .. {num_ranks - 1}"
         )
     if sharding.is_replicated and len(sharding.ranks) < num_ranks:
         raise ConfigError(
-            f"table {table!r}: got copies on {len(sharding.ranks)} of {num_ranks} ranks, wanted one on each: "
+            f"table {table_name!r}: got copies on {len(sharding.ranks)} of {num_ranks} ranks, wanted one on each: "
             "replicated(num_ranks)"
         )
-    if name == "replicated" and not sharding.is_replicated:
+    if exchange == "replicated" and not sharding.is_replicated:
         raise ConfigError(
-            f"table {table!r}: got exchange=replicated for rows that are sharded {sharding.kind}, wanted the sharding "
+            f"table {table_name!r}: got exchange=replicated for rows that are sharded {sharding.kind}, wanted the "
+            "sharding "
             "replicated, which implies it"
         )
 
@@ -102,9 +105,9 @@ def open_exchange(
         for sharding, name in zip(shardings, exchanges or ["rows"] * num_tables, strict=True)
     ]
     for table, name, sharding in zip(declaration.tables, names, shardings, strict=True):
-        check_exchange(table.name, name, sharding, mesh.num_ranks)
+        check_sharding_fits_exchange(table.name, name, sharding, mesh.num_ranks)
     if mesh.num_ranks > 1:
-        names = _beside_towers(names, shardings, mesh, towers)
+        names = _replace_towers_by_pooled(names, shardings, mesh, towers)
     coding = Coding(codecs, seed)
     kinds = list(zip(names, reads_ahead or [0] * num_tables, strict=True))
     looked_up = {feature.table for feature in declaration.features}
@@ -117,30 +120,34 @@ def open_exchange(
     repeated = {name for name, _ in used if sum(name == other for other, _ in used) > 1}
     parts: dict[str, ExchangePart[Any]] = {}
     for (name, late), members in used.items():
-        part = declaration if len(used) == 1 else restrict_to_tables(declaration, members, name)
+        part = (
+            declaration
+            if len(used) == 1
+            else restrict_declaration_to_tables(declaration, members, name)
+        )
         key = f"{name}@{late}" if name in repeated else name
         if name == "cached":
             parts[key] = CachedExchange(part, mesh, shardings, caches, copies_on)
         else:
             hops = EXCHANGES[name]
-            parts[key] = open_part(hops, part, mesh, shardings, coding, towers, late)
+            parts[key] = open_exchange_part(hops, part, mesh, shardings, coding, towers, late)
     return Exchange(declaration, mesh, parts, [late for _, late in used])
 
 
-def _beside_towers(
-    names: Sequence[str], shardings: Sequence[Sharding], mesh: Mesh, num_towers: int | None
+def _replace_towers_by_pooled(
+    exchanges: Sequence[str], shardings: Sequence[Sharding], mesh: Mesh, num_towers: int | None
 ) -> list[str]:
     """Return exchanges by table, with "pooled" instead of "towers" for tables whose rows are not all in one tower."""
-    if not any(name in BY_TOWERS for name in names):
-        return list(names)
-    ranks = tower_ranks(mesh.world, num_towers or mesh.world.num_hosts)
+    if not any(name in BY_TOWERS for name in exchanges):
+        return list(exchanges)
+    ranks = list_tower_ranks(mesh.world, num_towers or mesh.world.num_hosts)
     return [
         "pooled" if name == "towers" and tower_of(sharding, ranks) is None else name
-        for name, sharding in zip(names, shardings, strict=True)
+        for name, sharding in zip(exchanges, shardings, strict=True)
     ]
 
 
-def open_part(
+def open_exchange_part(
     hops: Sequence[Hop],
     declaration: EmbeddingDeclaration,
     mesh: Mesh,
@@ -156,11 +163,13 @@ def open_part(
             return ReplicatedExchange(declaration, mesh, coding)
         return RowsExchange(declaration, mesh, shardings, coding)
     if first.group == "peers" and mesh.num_ranks > 1:
-        return _open_towers(hops, declaration, mesh, shardings, coding, num_towers, reads_ahead)
-    return _open_bags(first, declaration, mesh, shardings, coding, reads_ahead)
+        return _open_towers_exchange(
+            hops, declaration, mesh, shardings, coding, num_towers, reads_ahead
+        )
+    return _open_bags_exchange(first, declaration, mesh, shardings, coding, reads_ahead)
 
 
-def _open_bags(
+def _open_bags_exchange(
     hop: Hop,
     declaration: EmbeddingDeclaration,
     mesh: Mesh,
@@ -172,11 +181,11 @@ def _open_bags(
     evaluates = hop.reply == "partials" and hop.group == "world"
     consumers: tuple[str, ...] = ()
     if evaluates:
-        consumers = remote_consumers(
+        consumers = choose_remote_consumers(
             declaration, shardings, world=mesh.world, reads_ahead=reads_ahead
         )
-        _check_sequences(declaration, mesh, consumers, reads_ahead)
-    evaluated = evaluated_fields(declaration, shardings, consumers, has_whole_bags=False)
+        _check_sequence_consumers(declaration, mesh, consumers, reads_ahead)
+    evaluated = find_evaluated_fields(declaration, shardings, consumers, has_whole_bags=False)
     layout = build_bag_layout(declaration, shardings, mesh.num_ranks, evaluated)
     messages = [layout.sent_columns(rank) for rank in range(mesh.num_ranks)]
     sent, dtype = messages[mesh.rank], declaration.compute_dtype
@@ -203,14 +212,14 @@ def _open_bags(
     )
 
 
-def _check_sequences(
+def _check_sequence_consumers(
     declaration: EmbeddingDeclaration, mesh: Mesh, consumers: Sequence[str], reads_ahead: int
 ) -> None:
     """Check that consumers of sequences can be evaluated on the ranks of their rows; else raise ConfigError."""
     for name, consumer in declaration.consumers.items():
         if not consumer.interaction.sequences or name in consumers:
             continue
-        why = why_not_remote(declaration, name, world=mesh.world, reads_ahead=reads_ahead)
+        why = explain_not_remote(declaration, name, world=mesh.world, reads_ahead=reads_ahead)
         by_name = {field.name: declaration.features[field.feature] for field in declaration.fields}
         feature = by_name[consumer.features[-1]]
         raise ConfigError(
@@ -233,7 +242,7 @@ def _build_attention(
     return attention
 
 
-def _open_towers(
+def _open_towers_exchange(
     hops: Sequence[Hop],
     declaration: EmbeddingDeclaration,
     mesh: Mesh,
@@ -244,19 +253,19 @@ def _open_towers(
 ) -> BagsExchange:
     """Open an exchange of bags by towers: one rank of a tower sends a sample's values. Where the inner hop's reply is
     rows, that rank pools them, too. Raises ConfigError for towers that this world does not have."""
-    towers = tower_ranks(mesh.world, num_towers or mesh.world.num_hosts)
+    towers = list_tower_ranks(mesh.world, num_towers or mesh.world.num_hosts)
     size, own = len(towers[0]), mesh.rank // len(towers[0])
     sends_rows = hops[1].reply == "rows"
     pooled_on = shardings
     if sends_rows:
-        _check_in_towers(declaration, shardings, towers)
-        pooled_on = _shardings_on_peers(mesh.rank, shardings, towers)
-    consumers = evaluated_in_towers(
+        _check_tables_in_towers(declaration, shardings, towers)
+        pooled_on = _shard_tables_over_peers(mesh.rank, shardings, towers)
+    consumers = choose_consumers_in_towers(
         declaration, pooled_on, mesh.world, num_towers=len(towers), reads_ahead=reads_ahead
     )
-    evaluated = evaluated_fields(declaration, pooled_on, consumers, has_whole_bags=True)
+    evaluated = find_evaluated_fields(declaration, pooled_on, consumers, has_whole_bags=True)
     layout = build_bag_layout(declaration, pooled_on, mesh.num_ranks, evaluated)
-    by_field = towers_of_fields(declaration, pooled_on, towers)
+    by_field = map_fields_to_towers(declaration, pooled_on, towers)
     inside = [
         select_columns(layout.fields.columns, _fields_in_tower(by_field, tower))
         for tower in range(len(towers))
@@ -278,8 +287,8 @@ def _open_towers(
     if sends_rows:
         tower = RowsExchange(
             layout.pooled_declaration(mesh.rank),
-            tower_mesh(mesh, size, TOWER_THREADS),
-            _shardings_in_tower(mesh.rank, shardings, towers),
+            open_tower_mesh(mesh, size, TOWER_THREADS),
+            _shard_tables_in_tower(mesh.rank, shardings, towers),
         )
     else:
         messages = [layout.pooled_columns(rank) for rank in range(mesh.num_ranks)]
@@ -317,7 +326,7 @@ def _fields_in_tower(by_field: Sequence[int | None], tower: int) -> list[int]:
     return [i for i, home in enumerate(by_field) if home == tower]
 
 
-def _check_in_towers(
+def _check_tables_in_towers(
     declaration: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     towers: Sequence[Sequence[int]],
@@ -333,7 +342,7 @@ def _check_in_towers(
             )
 
 
-def _shardings_on_peers(
+def _shard_tables_over_peers(
     rank: int, shardings: Sequence[Sharding], towers: Sequence[Sequence[int]]
 ) -> list[Sharding]:
     """Return shardings for this rank's samples: each table is on this rank's peer in the table's tower."""
@@ -343,7 +352,7 @@ def _shardings_on_peers(
     ]
 
 
-def _shardings_in_tower(
+def _shard_tables_in_tower(
     rank: int, shardings: Sequence[Sharding], towers: Sequence[Sequence[int]]
 ) -> list[Sharding]:
     """Return shardings in the small world of this rank's tower; arbitrary ones for tables of other towers."""

@@ -16,14 +16,14 @@ from colonnade.interaction import Concat
 from colonnade.lookup.hops import EVALUATING
 from colonnade.lookup.layout import Consumer, EmbeddingDeclaration, query_fields, restrict_outputs
 from colonnade.topology.sharding import Sharding
-from colonnade.topology.towers import tower_ranks
+from colonnade.topology.towers import list_tower_ranks
 from colonnade.topology.world import World
 
 MOST_CONSUMERS = 12
 """Largest number of consumers with partials to try all sets of; of more, sets are grown greedily."""
 
 
-def remote_consumers(
+def choose_remote_consumers(
     declaration: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     *,
@@ -36,7 +36,7 @@ def remote_consumers(
     candidates = [
         name
         for name in declaration.consumers
-        if why_not_remote(declaration, name, world=world, reads_ahead=reads_ahead) is None
+        if explain_not_remote(declaration, name, world=world, reads_ahead=reads_ahead) is None
     ]
     # Rows of a sequence are not sent as a sample's values are: their consumers are evaluated where the rows are.
     required = tuple(
@@ -44,7 +44,7 @@ def remote_consumers(
     )
     best, others = required, [name for name in candidates if name not in required]
     least = count_sent_floats(declaration, shardings, best)
-    for subset in consumer_sets(
+    for subset in propose_consumer_sets(
         others, lambda subset: count_sent_floats(declaration, shardings, (*required, *subset))
     ):
         selected = tuple(name for name in candidates if name in required or name in subset)
@@ -54,17 +54,17 @@ def remote_consumers(
     return best
 
 
-def why_not_remote(
+def explain_not_remote(
     declaration: EmbeddingDeclaration,
-    name: str,
+    consumer_name: str,
     *,
     world: World | None = None,
     reads_ahead: int = 0,
 ) -> str | None:
     """Return why owners cannot evaluate a consumer, wherever its tables are and whatever it would save; None: they
     can."""
-    interaction = declaration.consumers[name].interaction
-    if partial_width(declaration, name) is None:
+    interaction = declaration.consumers[consumer_name].interaction
+    if get_partial_width(declaration, consumer_name) is None:
         kind = type(interaction).__name__
         if interaction.merge == "whole":
             return f"{kind} needs all fields of a sample on one rank"
@@ -84,16 +84,16 @@ def why_not_remote(
     return None
 
 
-def partial_width(declaration: EmbeddingDeclaration, name: str) -> int | None:
+def get_partial_width(declaration: EmbeddingDeclaration, consumer_name: str) -> int | None:
     """Return the width P of a consumer's partial; None: it has no partial that can be merged."""
-    if declaration.consumers[name].interaction.merge == "whole":
+    if declaration.consumers[consumer_name].interaction.merge == "whole":
         return None
-    return result_width(declaration, name)
+    return get_result_width(declaration, consumer_name)
 
 
-def result_width(declaration: EmbeddingDeclaration, name: str) -> int | None:
+def get_result_width(declaration: EmbeddingDeclaration, consumer_name: str) -> int | None:
     """Return the width P of the result of a consumer on all its fields; None: no result can replace their values."""
-    consumer = declaration.consumers[name]
+    consumer = declaration.consumers[consumer_name]
     dims = {field.dim for field in declaration.fields if field.name in consumer.features}
     return consumer.interaction.width(max(dims)) if dims else None
 
@@ -103,14 +103,14 @@ def count_sent_floats(
 ) -> int:
     """Return the number of floats per sample that owners send to its rank: partials of those consumers, and values for
     all others. Its own rank counts as any."""
-    owners = owners_by_field(declaration, shardings)
-    values = values_needed(declaration, consumers)
-    return sum(_partial_floats(declaration, name, owners) for name in consumers) + sum(
+    owners = map_fields_to_owner_ranks(declaration, shardings)
+    values = find_sent_fields(declaration, consumers)
+    return sum(_count_partial_floats(declaration, name, owners) for name in consumers) + sum(
         len(owners[field.name]) * field.dim for field in declaration.fields if field.name in values
     )
 
 
-def values_needed(declaration: EmbeddingDeclaration, consumers: Collection[str]) -> set[str]:
+def find_sent_fields(declaration: EmbeddingDeclaration, consumers: Collection[str]) -> set[str]:
     """Return the fields whose values are still sent if those consumers are evaluated before."""
     consumers_by_name = declaration.consumers.items()
     taken = {name for _, consumer in consumers_by_name for name in consumer.features}
@@ -120,19 +120,19 @@ def values_needed(declaration: EmbeddingDeclaration, consumers: Collection[str])
     return unconsumed.union(*queries, *others)
 
 
-def _partial_floats(
-    declaration: EmbeddingDeclaration, name: str, owners: Mapping[str, frozenset[int]]
+def _count_partial_floats(
+    declaration: EmbeddingDeclaration, consumer_name: str, owners: Mapping[str, frozenset[int]]
 ) -> int:
     """Return the floats per sample of a consumer's partials from all ranks that have some of its fields, and of queries
     to all ranks that have rows of its sequences."""
-    consumer = declaration.consumers[name]
+    consumer = declaration.consumers[consumer_name]
     queries = query_fields(consumer)
     ranks = set().union(*(owners[field] for field in consumer.features[len(queries) :]))
     query_floats = sum(field.dim for field in declaration.fields if field.name in queries)
-    return len(ranks) * ((partial_width(declaration, name) or 0) + query_floats)
+    return len(ranks) * ((get_partial_width(declaration, consumer_name) or 0) + query_floats)
 
 
-def owners_by_field(
+def map_fields_to_owner_ranks(
     declaration: EmbeddingDeclaration, shardings: Sequence[Sharding]
 ) -> Mapping[str, frozenset[int]]:
     """Return the ranks that have rows of each field's table, by field."""
@@ -143,7 +143,7 @@ def owners_by_field(
     }
 
 
-def consumer_sets(names: Sequence[str], cost) -> Iterable[tuple[str, ...]]:
+def propose_consumer_sets(names: Sequence[str], cost) -> Iterable[tuple[str, ...]]:
     """Yield sets of names to try, all or greedily grown ones of least cost, smaller before larger."""
     if len(names) <= MOST_CONSUMERS:
         for size in range(1, len(names) + 1):
@@ -165,7 +165,7 @@ def tower_of(sharding: Sharding, towers: Sequence[Sequence[int]]) -> int | None:
     return first if first == last else None
 
 
-def towers_of_fields(
+def map_fields_to_towers(
     declaration: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     towers: Sequence[Sequence[int]],
@@ -175,7 +175,7 @@ def towers_of_fields(
     return tuple(by_table[declaration.parts[field.part][0]] for field in declaration.fields)
 
 
-def evaluated_in_towers(
+def choose_consumers_in_towers(
     declaration: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     world: World,
@@ -188,21 +188,23 @@ def evaluated_in_towers(
     candidates = [
         name
         for name in declaration.consumers
-        if not why_not_in_towers(
+        if not explain_not_in_towers(
             declaration, name, shardings, world, num_towers=num_towers, reads_ahead=reads_ahead
         )
     ]
     best: tuple[str, ...] = ()
-    least = tower_floats(declaration, best)
-    for subset in consumer_sets(candidates, lambda subset: tower_floats(declaration, subset)):
-        if (num_floats := tower_floats(declaration, subset)) < least:
+    least = count_tower_floats(declaration, best)
+    for subset in propose_consumer_sets(
+        candidates, lambda subset: count_tower_floats(declaration, subset)
+    ):
+        if (num_floats := count_tower_floats(declaration, subset)) < least:
             best, least = subset, num_floats
     return best
 
 
-def why_not_in_towers(
+def explain_not_in_towers(
     declaration: EmbeddingDeclaration,
-    name: str,
+    consumer_name: str,
     shardings: Sequence[Sharding],
     world: World,
     *,
@@ -210,13 +212,13 @@ def why_not_in_towers(
     reads_ahead: int = 0,
 ) -> str | None:
     """Return why a consumer cannot be evaluated inside a tower, whatever it would save; None: it can."""
-    if why := why_never_in_towers(declaration, name, world, reads_ahead=reads_ahead):
+    if why := explain_never_in_towers(declaration, consumer_name, world, reads_ahead=reads_ahead):
         return why
-    consumer = declaration.consumers[name]
+    consumer = declaration.consumers[consumer_name]
     tower_by_field = dict(
         zip(
             [field.name for field in declaration.fields],
-            towers_of_fields(declaration, shardings, tower_ranks(world, num_towers)),
+            map_fields_to_towers(declaration, shardings, list_tower_ranks(world, num_towers)),
             strict=True,
         )
     )
@@ -230,22 +232,25 @@ def why_not_in_towers(
     return None
 
 
-def why_never_in_towers(
+def explain_never_in_towers(
     declaration: EmbeddingDeclaration,
-    name: str,
+    consumer_name: str,
     world: World | None = None,
     *,
     reads_ahead: int = 0,
 ) -> str | None:
     """Return why a consumer cannot be evaluated inside a tower, wherever its tables are. world: None, several ranks
     without servers."""
-    consumer = declaration.consumers[name]
-    if result_width(declaration, name) is None:
+    consumer = declaration.consumers[consumer_name]
+    if get_result_width(declaration, consumer_name) is None:
         kind = type(consumer.interaction).__name__
         return f"{kind} has no result that is smaller than its fields' values"
     if world is not None and world.num_ranks == 1:
         return "nothing is sent on one rank"
-    width, floats = result_width(declaration, name), fields_width(declaration, name)
+    width, floats = (
+        get_result_width(declaration, consumer_name),
+        fields_width(declaration, consumer_name),
+    )
     if reads_ahead and 2 * (width or 0) > floats:
         return (
             f"rows are read ahead, and its result leaves the tower only in the step that uses it: {width} floats, more "
@@ -262,15 +267,15 @@ def fields_width(declaration: EmbeddingDeclaration, name: str) -> int:
     return sum(field.dim for field in declaration.fields if field.name in taken)
 
 
-def tower_floats(declaration: EmbeddingDeclaration, consumers: Collection[str]) -> int:
+def count_tower_floats(declaration: EmbeddingDeclaration, consumers: Collection[str]) -> int:
     """Return the number of floats per sample that leave all towers if those consumers are evaluated inside."""
-    values = values_needed(declaration, consumers)
-    return sum(result_width(declaration, name) or 0 for name in consumers) + sum(
+    values = find_sent_fields(declaration, consumers)
+    return sum(get_result_width(declaration, name) or 0 for name in consumers) + sum(
         field.dim for field in declaration.fields if field.name in values
     )
 
 
-def restrict_to_tables(
+def restrict_declaration_to_tables(
     declaration: EmbeddingDeclaration, tables: set[str], exchange: str
 ) -> EmbeddingDeclaration:
     """Return the part of a declaration for one exchange: the features of these tables, what consumers take of them, and

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from colonnade.comm.collectives import sum_in_order
+from colonnade.comm.collectives import sum_blocks_in_order
 from colonnade.comm.mesh import Mesh
 from colonnade.errors import ConfigError
-from colonnade.exchange.operator_cut import result_width
+from colonnade.exchange.operator_cut import get_result_width
 from colonnade.interaction import TargetAttention
 from colonnade.lookup.contract import TowerConsumers
 from colonnade.lookup.fields import FieldColumns
@@ -82,7 +82,7 @@ class Operators:
         """Return versions of the parameters, which change when the parameters do."""
         return [parameter._version for parameter in self.parameters]
 
-    def try_once(self) -> None:
+    def check_output_shapes(self) -> None:
         """Evaluate all operators on a few samples of zeros, on every rank before anything is sent.
 
         Every rank has all weights, but only some ranks evaluate an operator, and its failure would look like a lost
@@ -102,7 +102,7 @@ class Operators:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
                     if interaction.needs_equal_dims:
                         values = values.unflatten(1, (len(fields), -1))
-                    self._check_shape(
+                    self._check_output_shape(
                         name, interaction.partial_of_fields(values, range(len(fields))), NUM_TRIED
                     )
             finally:
@@ -110,54 +110,64 @@ class Operators:
                     module.training = is_training
         self._are_tried = True
 
-    def build_messages(
+    def build_partial_messages(
         self,
         blocks: Iterable[Tensor],
         columns: FieldColumns,
-        sent: FieldColumns,
+        sent_columns: FieldColumns,
         record: list[Partials] | None,
     ) -> Iterator[Tensor]:
         """Yield, for each block (R, all of `columns`), the message (R, P) to send instead: values and partials side by
         side; read only. record: list that partials are appended to, for `backpropagate`; None: nothing is trained."""
         for block in blocks:
-            partials = self.evaluate(block, columns, record is not None)
+            partials = self.evaluate_partials(block, columns, record is not None)
             if record is not None:
                 record.append(partials)
-            yield self.join_message(block, columns, sent, partials)
+            yield self.join_values_and_partials(block, columns, sent_columns, partials)
 
-    def evaluate(self, pooled: Tensor, columns: FieldColumns, is_trained: bool) -> Partials:
+    def evaluate_partials(
+        self, pooled_values: Tensor, columns: FieldColumns, is_trained: bool
+    ) -> Partials:
         """Return partials of the consumers that take some of these columns: pooled (R, all of `columns`)."""
         partials = {}
         for name, fields in self.taken_by.items():
             if positions := tuple(n for n, i in enumerate(fields) if i in columns.dims):
-                partials[name] = self._evaluate(name, positions, pooled, columns, is_trained)
+                partials[name] = self._evaluate_consumer(
+                    name, positions, pooled_values, columns, is_trained
+                )
         return partials
 
-    def join_message(
-        self, pooled: Tensor, columns: FieldColumns, sent: FieldColumns, partials: Partials
+    def join_values_and_partials(
+        self,
+        pooled_values: Tensor,
+        columns: FieldColumns,
+        sent_columns: FieldColumns,
+        partials: Partials,
     ) -> Tensor:
         """Return the message (R, P): values and partials side by side; read only."""
-        values = tuple((key, columns.starts[key]) for key in sent.dims if isinstance(key, int))
+        values = tuple(
+            (key, columns.starts[key]) for key in sent_columns.dims if isinstance(key, int)
+        )
         results = [
             (partials[key].result.detach(), ((key, 0),))
-            for key in sent.dims
+            for key in sent_columns.dims
             if isinstance(key, str)
         ]
-        return assemble_columns([(pooled, values), *results], sent.dims)
+        return assemble_columns([(pooled_values, values), *results], sent_columns.dims)
 
-    def backpropagate(
+    def backpropagate_messages(
         self,
         blocks: Iterable[Tensor],
-        sent: FieldColumns,
+        sent_columns: FieldColumns,
         columns: FieldColumns,
         record: Sequence[Partials],
     ) -> Iterator[Tensor]:
         """Yield gradients (R, W) of pooled fields from gradients (R, P) of messages, the last chunk first; read only.
         Gradients of weights are added to their `.grad`."""
         for received, partials in zip(blocks, reversed(record), strict=True):
-            yield self._backpropagate_chunk(partials, received, sent, columns)
+            yield self._backpropagate_chunk(partials, received, sent_columns, columns)
 
-    def check_weights(self, versions: Sequence[list[int] | None]) -> None:
+    def check_weight_versions(self, versions: Sequence[list[int] | None]) -> None:
         """Check weights before gradients are pushed, and give each parameter a gradient. versions: versions that each
         batch used. Raises RuntimeError on the ranks where a weight has changed since; the others wait for these, as for
         any rank that raises."""
@@ -172,43 +182,51 @@ class Operators:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _evaluate(
+    def _evaluate_consumer(
         self,
-        name: str,
+        consumer_name: str,
         positions: Sequence[int],
-        pooled: Tensor,
+        pooled_values: Tensor,
         columns: FieldColumns,
         is_trained: bool,
     ) -> Partial:
         """Evaluate a consumer on some of its fields. positions: indices into its `taken_by`."""
-        taken = tuple(self.taken_by[name][n] for n in positions)
-        interaction = self.declaration.consumers[name].interaction
+        taken = tuple(self.taken_by[consumer_name][n] for n in positions)
+        interaction = self.declaration.consumers[consumer_name].interaction
         starts = tuple((i, columns.starts[i]) for i in taken)
-        values = assemble_columns([(pooled, starts)], {i: columns.dims[i] for i in taken}).detach()
-        if not len(pooled):  # a module need not accept zero samples
-            width = result_width(self.declaration, name) or 0
-            return Partial(taken, values, pooled.new_zeros(0, width))
+        values = assemble_columns(
+            [(pooled_values, starts)], {i: columns.dims[i] for i in taken}
+        ).detach()
+        if not len(pooled_values):  # a module need not accept zero samples
+            width = get_result_width(self.declaration, consumer_name) or 0
+            return Partial(taken, values, pooled_values.new_zeros(0, width))
         with torch.set_grad_enabled(is_trained):
             values.requires_grad_(is_trained)
             shaped = (
                 values.unflatten(1, (len(taken), -1)) if interaction.needs_equal_dims else values
             )
             result = interaction.partial_of_fields(shaped, positions)
-        self._check_shape(name, result, len(pooled))
+        self._check_output_shape(consumer_name, result, len(pooled_values))
         return Partial(taken, values, result)
 
     def _backpropagate_chunk(
-        self, partials: Partials, received: Tensor, sent: FieldColumns, columns: FieldColumns
+        self,
+        partials: Partials,
+        received_gradients: Tensor,
+        sent_columns: FieldColumns,
+        columns: FieldColumns,
     ) -> Tensor:
-        values = tuple((key, sent.starts[key]) for key in sent.dims if isinstance(key, int))
-        blocks: list[tuple[Tensor, ColumnStarts]] = [(received, values)]
-        for key, partial in partials.items() if len(received) else ():
+        values = tuple(
+            (key, sent_columns.starts[key]) for key in sent_columns.dims if isinstance(key, int)
+        )
+        blocks: list[tuple[Tensor, ColumnStarts]] = [(received_gradients, values)]
+        for key, partial in partials.items() if len(received_gradients) else ():
             # A result needs no gradient where neither its values nor its weights are trained.
-            if key not in sent.dims or not partial.result.requires_grad:
+            if key not in sent_columns.dims or not partial.result.requires_grad:
                 continue
             parameters = _trained_parameters(self.declaration.consumers[key].interaction)
             gradient, *weight_gradients = torch.autograd.grad(
-                partial.result, [partial.values, *parameters], received[:, sent.slice_of(key)],
+                partial.result, [partial.values, *parameters], received_gradients[:, sent_columns.slice_of(key)],
                 retain_graph=True, allow_unused=True,
             )  # fmt: skip
             for parameter, weight_gradient in zip(parameters, weight_gradients, strict=True):
@@ -219,11 +237,12 @@ class Operators:
                 blocks.append((gradient, tuple(zip(partial.fields, starts, strict=False))))
         return assemble_columns(blocks, columns.dims)
 
-    def _check_shape(self, name: str, result: Tensor, num_samples: int) -> None:
-        wanted = (num_samples, result_width(self.declaration, name))
+    def _check_output_shape(self, consumer_name: str, result: Tensor, num_samples: int) -> None:
+        wanted = (num_samples, get_result_width(self.declaration, consumer_name))
         if result.shape != wanted:
             raise ConfigError(
-                f"consumer {name!r}: its operator gave {tuple(result.shape)} for {num_samples} samples, wanted {wanted}"
+                f"consumer {consumer_name!r}: its operator gave {tuple(result.shape)} for {num_samples} samples, "
+                f"wanted {wanted}"
                 ": a row for each sample, with `width` floats"
             )
 
@@ -268,61 +287,66 @@ class RemoteAttention:
         """True if this rank may have rows of the sequence."""
         return self.mesh.rank in self.ranks
 
-    def attend(
+    def attend_to_remote_rows(
         self,
         query: Tensor,  # (B, D)
         rows: Tensor,  # (E, D), of all ranks' samples in rank order
         lengths: Tensor,  # (G,) int64: rows of each sample on this rank
-        sizes: Sequence[int],
-        tag: str,
+        batch_sizes: Sequence[int],
+        traffic_tag: str,
         is_trained: bool,
     ) -> Attended:
-        """Attend to the rows of all ranks. Collective. sizes: samples by rank; tag: traffic tag of the bytes."""
+        """Attend to the rows of all ranks. Collective. batch_sizes: samples by rank; traffic_tag: traffic tag of the
+        bytes."""
         size, dim = query.shape
-        queries = self._send_to_owners("fetch", query.repeat(len(self.ranks), 1, 1), sizes, tag)
+        queries = self._send_to_row_owners(
+            "fetch", query.repeat(len(self.ranks), 1, 1), batch_sizes, traffic_tag
+        )
         with torch.set_grad_enabled(is_trained):
             queries.requires_grad_(is_trained)
             rows = rows.requires_grad_(is_trained)
             segments = torch.arange(len(queries)).repeat_interleave(lengths)
             result = self.interaction.partial(rows, segments, len(queries), None, queries)
-            stats = self._send_to_samples("fetch", result.detach(), sizes, tag)
+            stats = self._send_to_sample_ranks("fetch", result.detach(), batch_sizes, traffic_tag)
             stats = stats.requires_grad_(is_trained)
             merged = self.interaction.merge_partials(stats)
         assert merged.shape == (size, self.interaction.width(dim))
         return Attended(queries, rows, result, stats, merged)
 
-    def send_gradients(
-        self, attended: Attended, gradient: Tensor, sizes: Sequence[int]
+    def exchange_gradients(
+        self, attended: Attended, gradient: Tensor, batch_sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Return gradients of this rank's queries (B, D) and rows (E, D). Collective. gradient: (B, P)."""
         (stats_gradient,) = torch.autograd.grad(
             attended.merged, attended.stats, gradient, retain_graph=True
         )
-        result_gradients = self._send_to_owners("push", stats_gradient, sizes, "push")
+        result_gradients = self._send_to_row_owners("push", stats_gradient, batch_sizes, "push")
         query_gradients, row_gradients = torch.autograd.grad(
             attended.result, [attended.queries, attended.rows], result_gradients, retain_graph=True
         )
-        by_rank = self._send_to_samples("push", query_gradients, sizes, "push")
-        return sum_in_order(by_rank.flatten(1)[None]).view(by_rank.shape[1:]), row_gradients
+        by_rank = self._send_to_sample_ranks("push", query_gradients, batch_sizes, "push")
+        return sum_blocks_in_order(by_rank.flatten(1)[None]).view(by_rank.shape[1:]), row_gradients
 
-    def _send_to_owners(self, group: str, blocks: Tensor, sizes: Sequence[int], tag: str) -> Tensor:
+    def _send_to_row_owners(
+        self, group: str, blocks: Tensor, batch_sizes: Sequence[int], traffic_tag: str
+    ) -> Tensor:
         """Send (R, B, n) of this rank's samples; return (G, n) of all samples, or (0, n) on ranks without rows."""
         _, size, width = blocks.shape
         send = [size * width * (rank in self.ranks) for rank in range(self.mesh.num_ranks)]
-        receive = [num_samples * width * self.has_rows for num_samples in sizes]
+        receive = [num_samples * width * self.has_rows for num_samples in batch_sizes]
         received, _ = self.mesh.all_to_all(
-            group, blocks.reshape(-1), send, receive, traffic_tag=tag
+            group, blocks.reshape(-1), send, receive, traffic_tag=traffic_tag
         )
-        return received.view(sum(sizes) if self.has_rows else 0, width)
+        return received.view(sum(batch_sizes) if self.has_rows else 0, width)
 
-    def _send_to_samples(
-        self, group: str, values: Tensor, sizes: Sequence[int], tag: str
+    def _send_to_sample_ranks(
+        self, group: str, values: Tensor, batch_sizes: Sequence[int], traffic_tag: str
     ) -> Tensor:
         """Send values (G, n), or (0, n) on ranks without rows; return (R, B, n) of this rank's samples."""
-        width, size = values.shape[1], sizes[self.mesh.rank]
-        send = [num_samples * width * self.has_rows for num_samples in sizes]
+        width, size = values.shape[1], batch_sizes[self.mesh.rank]
+        send = [num_samples * width * self.has_rows for num_samples in batch_sizes]
         receive = [size * width * (rank in self.ranks) for rank in range(self.mesh.num_ranks)]
         received, _ = self.mesh.all_to_all(
-            group, values.reshape(-1), send, receive, traffic_tag=tag
+            group, values.reshape(-1), send, receive, traffic_tag=traffic_tag
         )
         return received.view(len(self.ranks), size, width)

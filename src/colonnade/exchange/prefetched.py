@@ -52,13 +52,13 @@ def gather_prefetched_rows(
     all_ids, order = torch.cat(ids).sort(stable=True) if ids else (wanted[:0], wanted[:0])
     where = torch.searchsorted(all_ids, wanted)
     if bool((where >= len(all_ids)).any()) or not torch.equal(all_ids[where], wanted):
-        raise other_exchange_error()
+        raise build_other_exchange_error()
     if not len(wanted):
         return rows[0][:0] if rows else torch.empty(0, dim)
     return torch.cat(rows)[order[where]]
 
 
-def other_exchange_error() -> CheckpointError:
+def build_other_exchange_error() -> CheckpointError:
     """Return the error for prefetched values that cannot be restored."""
     return CheckpointError(
         "the checkpoint has values that another exchange had read ahead, and rows cannot be restored from sums; "

@@ -17,9 +17,9 @@ from colonnade.exchange.bag_layout import BagLayout, BagReads, BagsLookup, LastH
 from colonnade.exchange.operators import Operators
 from colonnade.exchange.prefetched import (
     PrefetchedValues,
+    build_other_exchange_error,
     collect_prefetched_rows,
     gather_prefetched_rows,
-    other_exchange_error,
 )
 from colonnade.lookup.fields import FieldColumns
 from colonnade.wire.transport import DirectRoute, HostRoute, combine_transfers
@@ -30,10 +30,10 @@ from colonnade.wire.transport import DirectRoute, HostRoute, combine_transfers
 def export_sums(total: Tensor, layout: BagLayout) -> dict[str, Tensor]:
     """Return sums (B, W), and the names and dims of their fields, for a checkpoint."""
     dims = torch.tensor([layout.declaration.fields[i].dim for i in layout.fields.order])
-    return {"sums": total, "fields": encode_names(_field_names(layout)), "field_dims": dims}
+    return {"sums": total, "fields": encode_names(_list_sum_keys(layout)), "field_dims": dims}
 
 
-def restore_sums(
+def restore_prefetched_sums(
     lookup: BagsLookup,
     layout: BagLayout,
     rank: int,
@@ -43,18 +43,18 @@ def restore_sums(
     """Return this rank's sums (B, W): its samples' part of the sums that all ranks of some world had prefetched for
     this step's global batch, in rank order in every world; or sums of the rows that another exchange had prefetched.
     widths: by table. Raises CheckpointError where neither was prefetched."""
-    sizes, names = lookup.sizes, _field_names(layout)
+    sizes, names = lookup.sizes, _list_sum_keys(layout)
     first = sum(sizes[:rank])
     if has_sums(prefetched, names):
         all_samples = gather_prefetched_sums(prefetched, names, layout.arriving, sum(sizes))
     elif any("gathered" in rank_values for rank_values in prefetched):
         all_samples = gather_prefetched_columns(prefetched, names, layout.fields.columns, sizes)
     else:
-        return _sums_of_rows(lookup, layout, widths, collect_prefetched_rows(prefetched))
+        return _pool_prefetched_rows(lookup, layout, widths, collect_prefetched_rows(prefetched))
     return all_samples[first : first + sizes[rank]]
 
 
-def _sums_of_rows(
+def _pool_prefetched_rows(
     lookup: BagsLookup, layout: BagLayout, widths: np.ndarray, parts: Sequence[PrefetchedValues]
 ) -> Tensor:
     """Return sums (B, W) of the compute dtype, by sample, of rows that were read ahead."""
@@ -82,26 +82,28 @@ def _sums_of_rows(
 def has_sums(prefetched: Sequence[PrefetchedValues], names: Collection[str]) -> bool:
     """Return whether every rank had prefetched sums of all these fields."""
     return bool(prefetched) and all(
-        set(names) <= {name for fields, _ in _sums_in(rank_values) for name in fields}
+        set(names)
+        <= {name for fields, _ in _iterate_prefetched_sums(rank_values) for name in fields}
         for rank_values in prefetched
     )
 
 
 def gather_prefetched_sums(
     prefetched: Sequence[PrefetchedValues],
-    names: Sequence[str],
+    field_names: Sequence[str],
     columns: FieldColumns,
     num_samples: int,
 ) -> Tensor:
-    """Return the sums (G, W) of these columns, called `names`, joined from all ranks' samples. Raises CheckpointError
-    for another number of samples, or another width."""
+    """Return the sums (G, W) of these columns, called `field_names`, joined from all ranks' samples. Raises
+    CheckpointError for another number of samples, or another width."""
     blocks = []
     for rank_values in prefetched:
         by_name = {
-            name: part for fields, parts in _sums_in(rank_values) for name, part in zip(fields, parts, strict=False)
+            name: part for fields, parts in _iterate_prefetched_sums(rank_values)
+            for name, part in zip(fields, parts, strict=False)
         }  # fmt: skip
-        if set(names) <= set(by_name):
-            blocks.append(torch.cat([by_name[name] for name in names], 1))
+        if set(field_names) <= set(by_name):
+            blocks.append(torch.cat([by_name[name] for name in field_names], 1))
     sums = torch.cat(blocks) if len(blocks) == len(prefetched) else torch.empty(0, 0)
     if sums.shape != (num_samples, columns.width):
         raise CheckpointError(
@@ -111,7 +113,9 @@ def gather_prefetched_sums(
     return sums
 
 
-def _sums_in(prefetched: PrefetchedValues) -> Iterator[tuple[list[str], Sequence[Tensor]]]:
+def _iterate_prefetched_sums(
+    prefetched: PrefetchedValues,
+) -> Iterator[tuple[list[str], Sequence[Tensor]]]:
     """Yield (names of fields, sums by field) of each exchange that had prefetched sums."""
     for key in prefetched:
         prefix, _, last = key.rpartition(".")
@@ -134,7 +138,7 @@ def export_gathered_sums(
     """Return the sums gathered on this rank (M, W), their fields, and their samples' indices in the global batch."""
     gathered, names = (
         lookup.evaluation.gathered,
-        dict(zip(layout.fields.order, _field_names(layout), strict=True)),
+        dict(zip(layout.fields.order, _list_sum_keys(layout), strict=True)),
     )
     assert gathered is not None
     return {
@@ -145,7 +149,7 @@ def export_gathered_sums(
     }
 
 
-def restore_gathered(
+def restore_gathered_sums(
     lookup: BagsLookup,
     layout: BagLayout,
     columns: FieldColumns,
@@ -154,13 +158,13 @@ def restore_gathered(
 ) -> Tensor:
     """Return sums (M, W) of `columns` for this rank's peers' samples. Raises CheckpointError where no sums were
     prefetched."""
-    sizes, names, whole = lookup.sizes, _field_names(layout), layout.fields.columns
+    sizes, names, whole = lookup.sizes, _list_sum_keys(layout), layout.fields.columns
     if has_sums(prefetched, names):
         all_samples = gather_prefetched_sums(prefetched, names, whole, sum(sizes))
     elif all("gathered" in rank_values for rank_values in prefetched):
         all_samples = gather_prefetched_columns(prefetched, names, whole, sizes)
     else:
-        raise other_exchange_error()
+        raise build_other_exchange_error()
     samples = all_samples[_samples_of(peers, sizes)]
     return torch.cat(
         [samples[:, whole.slice_of(i)] for i in columns.dims] or [samples[:, :0]], dim=1
@@ -175,21 +179,23 @@ def _samples_of(ranks: Sequence[int], sizes: Sequence[int]) -> Tensor:
 
 def gather_prefetched_columns(
     prefetched: Sequence[PrefetchedValues],
-    names: Sequence[str],
+    field_names: Sequence[str],
     columns: FieldColumns,
     sizes: Sequence[int],
 ) -> Tensor:
-    """Return the sums (G, W) of all ranks' samples and `columns`, called `names`, joined from ranks of towers: each had
-    gathered some samples of its tower's fields. sizes: samples by rank. Raises CheckpointError where a sum is
+    """Return the sums (G, W) of all ranks' samples and `columns`, called `field_names`, joined from ranks of towers:
+    each had gathered some samples of its tower's fields. sizes: samples by rank. Raises CheckpointError where a sum is
     missing."""
-    key_of_name = dict(zip(names, columns.dims, strict=True))
+    key_of_name = dict(zip(field_names, columns.dims, strict=True))
     all_samples = torch.full(
         (sum(sizes), columns.width), float("nan"), dtype=prefetched[0]["gathered"].dtype
     )
     for rank_values in prefetched:
         first, fields = 0, decode_names(rank_values["gathered fields"])
-        if not set(fields) <= set(names) or len(all_samples) != int(rank_values["of samples"]):
-            raise other_exchange_error()
+        if not set(fields) <= set(field_names) or len(all_samples) != int(
+            rank_values["of samples"]
+        ):
+            raise build_other_exchange_error()
         for name in fields:
             into = columns.slice_of(key_of_name[name])
             width = into.stop - into.start
@@ -198,7 +204,7 @@ def gather_prefetched_columns(
             ]
             first += width
     if sum(rank_values["gathered"].numel() for rank_values in prefetched) != all_samples.numel():
-        raise other_exchange_error()
+        raise build_other_exchange_error()
     return all_samples
 
 
@@ -230,7 +236,9 @@ def restore_operator_inputs(
         {_pooled_name(layout, i) for i in share.order} for share in layout.shares
     ]
     if is_same_world and last_hop.transport.routes:
-        _restore_same_world(lookup, layout, rank, operators, last_hop.transport.routes, prefetched)
+        _restore_unchanged_inputs(
+            lookup, layout, rank, operators, last_hop.transport.routes, prefetched
+        )
         return
     all_samples = torch.zeros(sum(sizes), whole.width, dtype=layout.declaration.compute_dtype)
     for i in layout.fields.order:
@@ -244,14 +252,16 @@ def restore_operator_inputs(
         all_samples[:, whole.slice_of(i)] = sum(parts[1:], parts[0])
     first = sum(sizes[:rank])
     own = all_samples[first : first + sizes[rank]]
-    partials = operators.evaluate(own, whole, False)
-    lookup.reads = BagReads(total=operators.join_message(own, whole, layout.arriving, partials))
+    partials = operators.evaluate_partials(own, whole, False)
+    lookup.reads = BagReads(
+        total=operators.join_values_and_partials(own, whole, layout.arriving, partials)
+    )
     # A sample's bag of a field is on one rank, or the operator is linear: whole fields give the same gradients.
     columns = layout.pooled_columns(rank)
     pooled = torch.cat(
         [all_samples[:, whole.slice_of(i)] for i in columns.dims] or [all_samples[:, :0]], dim=1
     )
-    evaluation.partials = [operators.evaluate(pooled, columns, True)]
+    evaluation.partials = [operators.evaluate_partials(pooled, columns, True)]
     pooled = pooled.clone()  # partials may share its memory
     for i in layout.shares[rank].order:
         owners = [r for r, share in enumerate(layout.shares) if i in share.order]
@@ -260,7 +270,7 @@ def restore_operator_inputs(
     evaluation.pooled = pooled
 
 
-def _restore_same_world(
+def _restore_unchanged_inputs(
     lookup: BagsLookup,
     layout: BagLayout,
     rank: int,
@@ -276,11 +286,13 @@ def _restore_same_world(
         parts = [rank_values[_pooled_name(layout, i)] for i in share.order]
         none = torch.zeros(sum(sizes), 0, dtype=layout.declaration.compute_dtype)
         pooled, columns = torch.cat([none, *parts], dim=1), share.columns
-        partials = operators.evaluate(pooled, columns, owner == rank)
+        partials = operators.evaluate_partials(pooled, columns, owner == rank)
         if owner == rank:
             evaluation.pooled, evaluation.partials = pooled, [partials]
         for route, received in zip(routes, blocks, strict=True):
-            sent = operators.join_message(pooled, columns, route.columns_of(owner), partials)
+            sent = operators.join_values_and_partials(
+                pooled, columns, route.columns_of(owner), partials
+            )
             received.append(sent[first : first + sizes[rank]])
     arrived = [route.join_blocks(of) for route, of in zip(routes, blocks, strict=True)]
     lookup.reads = BagReads(combine_transfers(arrived))
@@ -289,7 +301,7 @@ def _restore_same_world(
 # ---- names
 
 
-def _field_names(layout: BagLayout) -> list[str]:
+def _list_sum_keys(layout: BagLayout) -> list[str]:
     """Return the keys of the fields' sums, in order of the fields."""
     averaged = layout.evaluated.averaged
     fields = [layout.declaration.fields[i] for i in layout.fields.order]

@@ -17,7 +17,12 @@ from torch import Tensor
 
 from colonnade.batch import Batch
 from colonnade.comm.mesh import Mesh
-from colonnade.exchange.row_owner import build_lookups, gather_int32, owned_rows, reduce_next_use
+from colonnade.exchange.row_owner import (
+    build_request_lookups,
+    gather_int32,
+    owned_rows,
+    reduce_next_use_codes,
+)
 from colonnade.exchange.rows import FetchedRows, RowsExchange, RowsLookup
 from colonnade.lookup.contract import (
     BatchInfo,
@@ -32,7 +37,7 @@ from colonnade.lookup.row_layout import build_row_layout
 from colonnade.store.contract import RowView
 from colonnade.topology.sharding import table_wise
 from colonnade.wire.coding import NO_CODING, Coding
-from colonnade.wire.packing import pack_requests, unpack_requests
+from colonnade.wire.packing import pack_id_requests, unpack_id_requests
 
 
 class ReplicatedExchange:
@@ -66,7 +71,7 @@ class ReplicatedExchange:
         message = np.empty(0, np.uint8)
         if channel != "evaluate":  # no rank needs the rows that others only read
             offsets = np.asarray(plan.block_offsets)
-            (message,) = pack_requests(
+            (message,) = pack_id_requests(
                 torch.as_tensor(plan.unique_ids), offsets[None, :-1], offsets[None, 1:], owner.table_rows,
                 owner.one_owner, np.zeros((1, len(owner.widths)), np.int64), codes=codes,
             )  # fmt: skip
@@ -80,26 +85,28 @@ class ReplicatedExchange:
         if batch.is_evaluated:
             return RowsLookup(batch, request.lookups, plan, owned_rows(plan, request.codes), plan)
         first_owner = torch.zeros(len(owner.widths), dtype=torch.int64)
-        requests = unpack_requests(received, owner.table_rows, owner.one_owner, first_owner)
+        requests = unpack_id_requests(received, owner.table_rows, owner.one_owner, first_owner)
         owner_plan = owner.plan_requests(requests.ids, requests.counts)
         codes = requests.codes
         owned = owned_rows(
-            owner_plan, None if codes is None else reduce_next_use(codes.numpy(), owner_plan)
+            owner_plan, None if codes is None else reduce_next_use_codes(codes.numpy(), owner_plan)
         )
-        messages = self.rows.build_messages(self._own_counts(plan), requests.counts, requests.ids)
+        messages = self.rows.build_message_layouts(
+            self._own_counts(plan), requests.counts, requests.ids
+        )
         return RowsLookup(batch, request.lookups, plan, owned, owner_plan, messages=messages)
 
     def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
         """Find the slot of each of this rank's unique rows. Local, any thread."""
         assert isinstance(lookup, RowsLookup)
-        lookup.pinned = PinnedRows(lookup.slots, self._of_unique(lookup, lookup.slots))
+        lookup.pinned = PinnedRows(lookup.slots, self._select_unique_rows(lookup, lookup.slots))
 
     def fetch(self, lookup: RowsLookup, source: RowSource) -> None:
         """Read rows of this rank. Not collective."""
         kernels, codec = self.owner.select_kernels(source.views), self.rows.codec
         unique_rows = lookup.request_slots(source)
         if unique_rows is None:
-            unique_rows = self._of_unique(lookup, source.rows)
+            unique_rows = self._select_unique_rows(lookup, source.rows)
         is_exact = codec.values.name == "exact"
         if is_exact and source.in_place and kernels is self.owner.native:
             by_lookup = gather_int32(unique_rows, lookup.plan.inverse)
@@ -108,12 +115,12 @@ class ReplicatedExchange:
             return
         counts = self._own_counts(lookup.plan)
         layout = build_row_layout(counts, self.owner.widths)
-        requests = build_lookups(torch.as_tensor(lookup.plan.unique_ids), counts)
+        requests = build_request_lookups(torch.as_tensor(lookup.plan.unique_ids), counts)
         values = kernels.gather_message(source, unique_rows, layout, requests)
         if not is_exact:  # as if they were sent: values must not depend on the sharding
             codec.decode_values(codec.encode_values(values, layout), layout, values)
         index = layout.rank_major_index(self.owner.widths)
-        lookup.reads = self.rows.wrap_received(lookup, values, index)
+        lookup.reads = self.rows.wrap_received_rows(lookup, values, index)
 
     def begin_push(
         self, lookup: RowsLookup, gradients: list[Tensor] | None, step: int, number: int
@@ -122,7 +129,7 @@ class ReplicatedExchange:
         if gradients is None:
             gradients = self.owner.native.zero_outputs(lookup.lookups)
         sums = self.rows.sum_gradients(lookup, gradients)
-        return self.rows.send_sums(lookup, sums, step, number, to_all=True)
+        return self.rows.send_gradient_sums(lookup, sums, step, number, to_all=True)
 
     def _own_counts(self, plan: Any) -> np.ndarray:
         """Return counts of this rank's unique rows by rank and table, (N, T), as if it requested all from itself."""
@@ -130,7 +137,7 @@ class ReplicatedExchange:
         counts[self.mesh.rank] = np.diff(np.asarray(plan.block_offsets))
         return counts
 
-    def _of_unique(self, lookup: RowsLookup, rows: Tensor) -> Tensor:
+    def _select_unique_rows(self, lookup: RowsLookup, rows: Tensor) -> Tensor:
         """Return the part (U,) of `rows` (O,) int32, of all requested rows, for this rank's unique rows."""
         if lookup.messages is None:  # an evaluation, whose owned rows are this rank's
             return rows

@@ -60,7 +60,7 @@ class RowOwner:
         """Apply gradients to pinned rows of this rank's store: see `_native.update`."""
         self.select_kernels(store.views()).update(store, row_gradients, optimizers, settings)
 
-    def make_plan(self, lookups: Lookups, num_owners: Tensor) -> _native.Plan:
+    def plan_lookups(self, lookups: Lookups, num_owners: Tensor) -> _native.Plan:
         """Group lookups by row; rows of a table are listed owner by owner. Raises IdRangeError."""
         try:
             return _native.make_plan(lookups.native, self.table_rows, num_owners)
@@ -71,11 +71,15 @@ class RowOwner:
 
     def plan_requests(self, ids: Tensor, counts: np.ndarray) -> _native.Plan:
         """Group requests for this rank's rows by row: ids source by source, table by table; counts (sources, T)."""
-        return _native.make_plan(build_lookups(ids, counts), self.table_rows, self.one_owner)
+        return _native.make_plan(
+            build_request_lookups(ids, counts), self.table_rows, self.one_owner
+        )
 
     def next_use_by_row(self, batch: Batch, plan: _native.Plan) -> Tensor:
         """Return `Batch.next_use` by unique row, (U,) uint8. Raises DataError."""
-        return reduce_next_use(collect_next_use(batch, self.declaration, self.lookup_columns), plan)
+        return reduce_next_use_codes(
+            collect_next_use(batch, self.declaration, self.lookup_columns), plan
+        )
 
     def merge_gradients(
         self, lookups: Sequence[PartLookup], row_gradients: Sequence[RowGradients]
@@ -101,7 +105,7 @@ def owned_rows(plan: _native.Plan, next_use: Tensor | None = None) -> OwnedRows:
     )
 
 
-def build_lookups(ids: Tensor, counts: np.ndarray) -> _native.Lookups:
+def build_request_lookups(ids: Tensor, counts: np.ndarray) -> _native.Lookups:
     """Return requests as lookups of one one-hot feature per (source, table): ids listed source by source, table by
     table; counts (sources, T)."""
     tables, poolings = _request_features(*counts.shape)
@@ -126,7 +130,7 @@ def gather_int32(values: Tensor, index: Any) -> Tensor:
     return out
 
 
-def reduce_next_use(codes: np.ndarray, plan: _native.Plan) -> Tensor:
+def reduce_next_use_codes(codes: np.ndarray, plan: _native.Plan) -> Tensor:
     """Reduce codes of `Batch.next_use` by lookup to the soonest by unique row."""
     starts = np.asarray(plan.segment_offsets)[:-1]
     if not len(starts):

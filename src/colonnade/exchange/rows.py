@@ -25,10 +25,10 @@ from colonnade.comm.mesh import Mesh, PendingCall
 from colonnade.exchange.prefetched import collect_prefetched_rows, gather_prefetched_rows
 from colonnade.exchange.row_owner import (
     RowOwner,
-    build_lookups,
+    build_request_lookups,
     gather_int32,
     owned_rows,
-    reduce_next_use,
+    reduce_next_use_codes,
 )
 from colonnade.lookup.contract import (
     BITWISE,
@@ -55,7 +55,7 @@ from colonnade.topology.sharding import Sharding, row_wise_over_owners
 from colonnade.wire.coding import NO_CODING, Coding, RowCodec
 from colonnade.wire.id_distribution import traffic_tag_of
 from colonnade.wire.owner_map import build_owner_map
-from colonnade.wire.packing import pack_requests, unpack_requests
+from colonnade.wire.packing import pack_id_requests, unpack_id_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,25 +121,25 @@ class RowsExchange:
         self.outputs = list_outputs(declaration)
         self.owner = RowOwner(declaration, build_lookup_columns(declaration), self.outputs, mesh)
         self.codec = RowCodec(declaration, mesh.rank, coding)
-        self.exactness = coding.exactness(BITWISE, declaration.dtype, self.num_ranks)
+        self.exactness = coding.describe_exactness(BITWISE, declaration.dtype, self.num_ranks)
 
     def build_requests(self, batch: Batch, channel: str) -> LookupRequest:
         lookups, plan, codes = self.plan_batch(batch)
-        messages = self.pack_plan(plan, codes) if self.num_ranks > 1 else []
+        messages = self.pack_plan_requests(plan, codes) if self.num_ranks > 1 else []
         return LookupRequest(messages, lookups, plan, codes)
 
     def plan_batch(self, batch: Batch) -> tuple[Lookups, _native.Plan, Tensor | None]:
         """Return a batch's lookups, their plan and `Batch.next_use` by unique row. Raises as `build_requests`."""
         lookups = collect_lookups(batch, self.declaration, self.owner.lookup_columns)
-        plan = self.owner.make_plan(lookups, self.owner_map.num_owners)
+        plan = self.owner.plan_lookups(lookups, self.owner_map.num_owners)
         codes = None if batch.next_use is None else self.owner.next_use_by_row(batch, plan)
         return lookups, plan, codes
 
-    def pack_plan(self, plan: _native.Plan, codes: Tensor | None) -> list[np.ndarray]:
+    def pack_plan_requests(self, plan: _native.Plan, codes: Tensor | None) -> list[np.ndarray]:
         """Return by rank the request (uint8) for its rows of the plan; codes (U,) of them."""
         blocks = self.owner_map.block_offsets(plan)
         firsts, lasts = (b.reshape(-1, self.num_ranks).T for b in (blocks[:-1], blocks[1:]))
-        return pack_requests(
+        return pack_id_requests(
             torch.as_tensor(plan.unique_ids), firsts, lasts, self.owner.table_rows, self.owner_map.num_owners,
             self.owner_map.owner_indices, codes=codes,
         )  # fmt: skip
@@ -155,15 +155,15 @@ class RowsExchange:
             np.diff(self.owner_map.block_offsets(plan)).reshape(len(self.owner.widths), -1).T
         )  # (N, T)
         owner_indices = torch.from_numpy(self.owner_map.owner_indices[self.mesh.rank].copy())
-        requests = unpack_requests(
+        requests = unpack_id_requests(
             received, self.owner.table_rows, self.owner_map.num_owners, owner_indices
         )
         owner_plan = self.owner.plan_requests(requests.ids, requests.counts)
         codes = requests.codes
         owned = owned_rows(
-            owner_plan, None if codes is None else reduce_next_use(codes.numpy(), owner_plan)
+            owner_plan, None if codes is None else reduce_next_use_codes(codes.numpy(), owner_plan)
         )
-        messages = self.build_messages(counts, requests.counts, requests.ids)
+        messages = self.build_message_layouts(counts, requests.counts, requests.ids)
         return RowsLookup(batch, request.lookups, plan, owned, owner_plan, messages=messages)
 
     def resolve_slots(self, lookup: PartLookup, views: Sequence[RowView]) -> None:
@@ -197,12 +197,12 @@ class RowsExchange:
         send = self.mesh.allocate_send_buffer(messages.served.num_elements, self.declaration.dtype)
         kernels.gather_message(source, rows, messages.served, messages.requests, send)
         if self.num_ranks == 1:
-            lookup.reads = self.wrap_received(lookup, send, messages.wanted_index)
+            lookup.reads = self.wrap_received_rows(lookup, send, messages.wanted_index)
             return
         values = empty(messages.wanted.num_elements, dtype=self.declaration.dtype)
         tag = traffic_tag_of(lookup.batch.channel, "fetch")
         arrival = self._send_rows(send, messages, values, tag)
-        lookup.reads = self.wrap_received(lookup, values, messages.wanted_index, arrival)
+        lookup.reads = self.wrap_received_rows(lookup, values, messages.wanted_index, arrival)
 
     def _send_rows(
         self, send: Tensor, messages: RowMessages, into: Tensor, tag: str
@@ -228,7 +228,7 @@ class RowsExchange:
 
         return decode
 
-    def wrap_received(
+    def wrap_received_rows(
         self,
         lookup: PartLookup,
         values: Tensor,
@@ -257,7 +257,7 @@ class RowsExchange:
             gradients = kernels.zero_outputs(lookup.lookups)
         if self.num_ranks == 1:
             return partial(kernels.gradients_from_outputs, lookup, gradients)
-        return self.send_sums(lookup, self.sum_gradients(lookup, gradients), step, number)
+        return self.send_gradient_sums(lookup, self.sum_gradients(lookup, gradients), step, number)
 
     def sum_gradients(self, lookup: RowsLookup, gradients: list[Tensor]) -> Tensor:
         """Return this rank's sums of gradients by unique row, laid out as wanted."""
@@ -271,10 +271,10 @@ class RowsExchange:
         owner.native.sum_rows_into(entries, send, messages.wanted_index)
         return send
 
-    def send_sums(
+    def send_gradient_sums(
         self,
         lookup: RowsLookup,
-        sums: Tensor,
+        gradient_sums: Tensor,
         step: int,
         number: int,
         *,
@@ -282,27 +282,30 @@ class RowsExchange:
     ) -> Callable[[], RowGradients]:
         """Send sums of rows to their owners, or all of them to every rank. Collective. Return a function that waits for
         the sums sent to this rank."""
-        codec, dtype, messages = self.codec, sums.dtype, lookup.messages
+        codec, dtype, messages = self.codec, gradient_sums.dtype, lookup.messages
         assert messages is not None
         wanted, served = messages.wanted, messages.served
         is_exact = codec.gradients.name == "exact"
         sizes, sizes_in = wanted.rank_elements, served.rank_elements
         if not is_exact:
-            rounding_keys = codec.rounding_keys(
+            rounding_keys = codec.build_rounding_keys(
                 lookup.plan, self.owner_map.block_offsets(lookup.plan), step, number
             )
-            sums = codec.encode_gradients(sums, wanted, rounding_keys)
+            gradient_sums = codec.encode_gradients(gradient_sums, wanted, rounding_keys)
             sizes, sizes_in = (
                 codec.rank_bytes(codec.gradients, layout, dtype) for layout in (wanted, served)
             )
         if to_all:
-            sizes, sums = [len(sums)] * self.num_ranks, sums.repeat(self.num_ranks)
-        data, call = self.mesh.all_to_all("push", sums, sizes, sizes_in, wait=False)
+            sizes, gradient_sums = (
+                [len(gradient_sums)] * self.num_ranks,
+                gradient_sums.repeat(self.num_ranks),
+            )
+        data, call = self.mesh.all_to_all("push", gradient_sums, sizes, sizes_in, wait=False)
 
         def finish() -> RowGradients:
-            _wait_for(call, sums)
+            _wait_for(call, gradient_sums)
             received = data if is_exact else codec.decode_gradients(data, served, dtype)
-            return received_gradients(lookup, received, messages, self.owner)
+            return build_received_gradients(lookup, received, messages, self.owner)
 
         return finish
 
@@ -339,30 +342,32 @@ class RowsExchange:
             indices.append(torch.arange(len(ids)) * dim + start)
             start += blocks[-1].numel()
         index = torch.cat(indices).to(torch.int32)
-        lookup.reads = self.wrap_received(lookup, torch.cat(blocks), index)
+        lookup.reads = self.wrap_received_rows(lookup, torch.cat(blocks), index)
         lookup.messages = lookup.messages or self.build_own_messages(lookup)
 
     def table_offsets(self, lookup: PartLookup) -> Tensor:
         """Return where this rank's unique rows of each table begin, (T + 1,) int64."""
         return self.owner_map.table_offsets(lookup.plan)
 
-    def build_messages(self, wanted: np.ndarray, served: np.ndarray, ids: Tensor) -> RowMessages:
+    def build_message_layouts(
+        self, wanted: np.ndarray, served: np.ndarray, ids: Tensor
+    ) -> RowMessages:
         """Build the layouts of messages: wanted (N, T) rows of each owner, served (N, T) rows for each rank. ids: of
         the served rows."""
         widths = self.owner.widths
         received, sent = build_row_layout(wanted, widths), build_row_layout(served, widths)
         return RowMessages(
             received, sent, received.table_major_index(widths), sent.rank_major_index(widths),
-            build_lookups(ids, served),
+            build_request_lookups(ids, served),
         )  # fmt: skip
 
     def build_own_messages(self, lookup: PartLookup) -> RowMessages:
         """Build the layout of the message in a world of one: every row that is looked up."""
         counts = np.diff(lookup.owned.offsets.numpy())[None, :]
-        return self.build_messages(counts, counts, lookup.owned.ids)
+        return self.build_message_layouts(counts, counts, lookup.owned.ids)
 
 
-def received_gradients(
+def build_received_gradients(
     lookup: PartLookup, received: Tensor, messages: RowMessages, owner: RowOwner
 ) -> RowGradients:
     """Return sums received from all ranks, laid out as served, as gradients of the owned rows."""

@@ -15,7 +15,7 @@ import yaml
 
 from colonnade.export.tensors import ProgramInput
 from colonnade.publish.exported import Export
-from colonnade.train.metrics_file import FILE_NAME, read_lines
+from colonnade.train.metrics_file import FILE_NAME, read_metrics_lines
 
 CARD, CONFIG = "README.md", "config.json"
 METRICS = {
@@ -31,7 +31,7 @@ NOT_METRICS = ("step", "time", "epoch", "num_samples", "positive_rate")
 def read_metrics(run_folder: Path, step: int) -> dict[str, float]:
     """Return the metrics that a run recorded of a checkpoint, by name such as test_auc; {} if it has none."""
     metrics: dict[str, float] = {}
-    for line in read_lines(run_folder / FILE_NAME):
+    for line in read_metrics_lines(run_folder / FILE_NAME):
         if line["kind"] == "evaluate" and line["step"] == step:
             metrics |= {
                 name: value

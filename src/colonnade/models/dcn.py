@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.interaction import FieldsLinear
-from colonnade.models.fields import field_dims
+from colonnade.models.fields import find_field_dims
 from colonnade.models.layers import build_first_layer, mlp
 from colonnade.models.split import Scorer
 from colonnade.table import Feature, Table
@@ -42,7 +42,7 @@ class DCN(Scorer):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        dims, widths = field_dims(tables, features), [*top, tasks]
+        dims, widths = find_field_dims(tables, features), [*top, tasks]
         self.rows = [cross_layers, tasks, widths[0]]
         first = build_first_layer(num_dense, dims.values(), sum(self.rows))
         self.embeddings = EmbeddingCollection(

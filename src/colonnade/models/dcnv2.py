@@ -14,11 +14,11 @@ from torch import Tensor, cat, nn
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
 from colonnade.interaction import Concat, Interaction, LowRankCross, TowerModule
-from colonnade.models.dense_cost import DenseCost, cross_cost, dcn_tower_cost, mlp_cost
-from colonnade.models.fields import field_dims
+from colonnade.models.dense_cost import DenseCost, cross_layers_cost, dcn_tower_cost, mlp_cost
+from colonnade.models.fields import find_field_dims
 from colonnade.models.layers import MatrixCross, MixtureCross, SplitMLP, build_first_layer, mlp
 from colonnade.models.split import Scorer
-from colonnade.models.tower_modules import DCNTower, build_tower_consumers, check_partition
+from colonnade.models.tower_modules import DCNTower, build_tower_consumers, check_tower_partition
 from colonnade.table import Feature, Table
 from colonnade.topology.towers import Partition
 
@@ -69,9 +69,9 @@ class DCNv2(Scorer):
                 return MixtureCross(width, cross_rank, cross_experts)
             return MatrixCross(width, cross_rank)
 
-        dims = field_dims(tables, features)
+        dims = find_field_dims(tables, features)
         self.is_parallel = structure == "parallel"
-        self.towers = check_partition(towers, dims, tower_dim)
+        self.towers = check_tower_partition(towers, dims, tower_dim)
         consumers: Consumers = {"fields": (Concat(), list(dims))}
         width = flat_width = num_dense + sum(dims.values())
         tower_cost = DenseCost()
@@ -92,7 +92,7 @@ class DCNv2(Scorer):
                     tower_dims, tower_dim, layers=tower_layers, rank=cross_rank
                 )
         elif cross_rank is not None and cross_experts == 1:
-            consumers, self.deep = self._build_low_rank(
+            consumers, self.deep = self._build_low_rank_consumers(
                 dims, num_dense, cross_rank, cross_layers, [*top, tasks]
             )
         self.inputs = list(consumers)
@@ -105,13 +105,15 @@ class DCNv2(Scorer):
 
         def network_cost(width: int) -> DenseCost:
             last = (top[-1] if top else width) + width * self.is_parallel
-            crossed = cross_cost(width, layers=cross_layers, rank=cross_rank, experts=cross_experts)
+            crossed = cross_layers_cost(
+                width, layers=cross_layers, rank=cross_rank, experts=cross_experts
+            )
             return crossed + mlp_cost([width, *top]) + mlp_cost([last, tasks])
 
         self.dense_cost = tower_cost + network_cost(width)
         self.flat_dense_cost = network_cost(flat_width)
 
-    def _build_low_rank(
+    def _build_low_rank_consumers(
         self,
         dims: Mapping[str, int],
         num_dense: int,

@@ -44,7 +44,7 @@ def dots_cost(vectors: int, dim: int) -> DenseCost:
     return DenseCost(vectors * vectors * dim)
 
 
-def cross_cost(
+def cross_layers_cost(
     width: int, *, layers: int = 1, rank: int | None = None, experts: int = 1
 ) -> DenseCost:
     """Return the cost of cross layers of DCN-v2: full matrices, matrices of `rank`, or a mixture of `experts`."""
@@ -73,7 +73,9 @@ def dcn_tower_cost(
 ) -> DenseCost:
     """Return the cost of a `models.tower_modules.DCNTower`."""
     width = sum(dims)
-    return cross_cost(width, layers=layers, rank=rank) + linear_cost(width, len(dims) * out_dim)
+    return cross_layers_cost(width, layers=layers, rank=rank) + linear_cost(
+        width, len(dims) * out_dim
+    )
 
 
 def dlrm_cost(

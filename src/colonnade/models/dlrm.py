@@ -12,10 +12,10 @@ from torch import Tensor
 from colonnade.embedding import EmbeddingCollection
 from colonnade.interaction import Concat, Interaction, TowerModule
 from colonnade.models.dense_cost import DenseCost, dlrm_cost, dlrm_tower_cost
-from colonnade.models.fields import field_dims
+from colonnade.models.fields import find_field_dims
 from colonnade.models.layers import mlp
 from colonnade.models.split import Scorer
-from colonnade.models.tower_modules import DLRMTower, build_tower_consumers, check_partition
+from colonnade.models.tower_modules import DLRMTower, build_tower_consumers, check_tower_partition
 from colonnade.ops.interaction import pairwise_dot
 from colonnade.table import Feature, Table
 from colonnade.topology.towers import Partition
@@ -50,8 +50,8 @@ class DLRM(Scorer):
         Raises ConfigError.
         """
         super().__init__()
-        dims = field_dims(tables, features)
-        self.towers = check_partition(towers, dims, tower_dim)
+        dims = find_field_dims(tables, features)
+        self.towers = check_tower_partition(towers, dims, tower_dim)
         self.dim = dim = tables[0].width
         num_fields = len(features)
         consumers: dict[str, tuple[Interaction, Sequence[str]]] = {"fields": (Concat(), list(dims))}

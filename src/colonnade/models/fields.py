@@ -14,7 +14,7 @@ from colonnade.table import Feature, Table
 DEEP, WIDE = "deep", "wide"
 
 
-def field_dims(
+def find_field_dims(
     tables: Sequence[Table], features: Sequence[Feature], part: str = ""
 ) -> dict[str, int]:
     """Return the dim of each feature's field in `part`, by field name, in the order of the features.
@@ -40,11 +40,11 @@ def field_dims(
     return dims
 
 
-def first_order_fields(
+def find_first_order_fields(
     tables: Sequence[Table], features: Sequence[Feature], tasks: int, part: str = WIDE
 ) -> list[str]:
     """Return the names of the fields of first-order weights. Raises ConfigError unless each has one weight per task."""
-    dims = field_dims(tables, features, part)
+    dims = find_field_dims(tables, features, part)
     for name, dim in dims.items():
         if dim != tasks:
             raise ConfigError(

@@ -17,7 +17,7 @@ from colonnade.data.graph import ROLES
 from colonnade.data.interactions import HeldOutItems
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, DataError
-from colonnade.models.fields import field_dims
+from colonnade.models.fields import find_field_dims
 from colonnade.models.retriever import ContrastiveBatch, Retriever
 from colonnade.ops.linear import linear
 from colonnade.table import Feature, Table
@@ -56,7 +56,7 @@ class GraphSAGE(Retriever):
                 "for each hop the sequences query_hop1, item_hop1, ... of one table; a source of graphs has them "
                 "(data.name=power_law, or gowalla with data.options.samples=neighbours)"
             )
-        dim = next(iter(field_dims(tables, features).values()))
+        dim = next(iter(find_field_dims(tables, features).values()))
         self.embeddings = EmbeddingCollection(tables, features, seed=seed)
         self.query_features, self.item_features = (
             tuple(name for name in (role, *hops) if name.startswith(role)) for role in ROLES

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.interaction import FM, Sum
-from colonnade.models.fields import DEEP, field_dims, first_order_fields
+from colonnade.models.fields import DEEP, find_field_dims, find_first_order_fields
 from colonnade.models.layers import LinearTerm
 from colonnade.models.split import Scorer
 from colonnade.table import Feature, Table
@@ -30,7 +30,7 @@ class LR(Scorer):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        wide = first_order_fields(tables, features, tasks, part="")
+        wide = find_first_order_fields(tables, features, tasks, part="")
         self.embeddings = EmbeddingCollection(
             tables, features, consumers={"linear": (Sum(), wide)}, seed=seed
         )
@@ -57,8 +57,8 @@ class FactorizationMachine(Scorer):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        deep = list(field_dims(tables, features, DEEP))
-        wide = first_order_fields(tables, features, tasks)
+        deep = list(find_field_dims(tables, features, DEEP))
+        wide = find_first_order_fields(tables, features, tasks)
         self.embeddings = EmbeddingCollection(
             tables,
             features,

@@ -21,13 +21,18 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid
 
 from colonnade.batch import Batch, Ids
-from colonnade.comm.collectives import gather_over_ranks
+from colonnade.comm.collectives import concatenate_over_ranks
 from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import Source
 from colonnade.data.triples import RELATION, KnownAnswers
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
-from colonnade.models.ranking import average_metrics, check_scores, evaluation_mode, mark_candidates
+from colonnade.models.ranking import (
+    average_metrics,
+    check_scores,
+    evaluation_mode,
+    mark_matching_candidates,
+)
 from colonnade.models.split import SplitModel
 from colonnade.table import Feature, Table
 
@@ -59,7 +64,7 @@ class LinkPredictionObjective:
     metrics = ("mrr", *(f"hits@{k}" for k in HITS), "mean rank")
 
     def loss(self, model: KnowledgeGraph, batch: Batch, mesh: Mesh) -> Tensor:
-        return link_loss(model, model(batch), batch.key, mesh)
+        return compute_link_loss(model, model(batch), batch.key, mesh)
 
     def check_source(self, source: Source) -> None:
         if getattr(source, "num_entities", None) is None:
@@ -78,7 +83,7 @@ class LinkPredictionObjective:
             entities = torch.cat([model.entities(chunk) for chunk in chunks])
 
             def measure(batch: Batch) -> dict[str, Tensor]:
-                ranks = rank_answers(model, batch, entities)
+                ranks = rank_true_answers(model, batch, entities)
                 hits = {f"hits@{k}": ranks <= k for k in HITS}
                 return {"mrr": 1 / ranks, **hits, "mean rank": ranks}
 
@@ -122,7 +127,7 @@ class KnowledgeGraph(SplitModel):
         """Create the model.
 
         loss: "sigmoid" classifies each triple as true or wrong; "softmax" classifies which of all entities is the
-        answer, with the candidates as a sample of them, so `margin` cancels (`link_loss` has both).
+        answer, with the candidates as a sample of them, so `margin` cancels (`compute_link_loss` has both).
         temperature: factor of scores before the softmax. With "sigmoid" that softmax is over the wrong candidates'
         scores and weighs them; it is a constant of the loss (self-adversarial sampling, Sun et al. 2019).
         penalty: factor of `cubic_norms`, added to a triple's loss. A row is so regularised as often as it occurs in
@@ -255,14 +260,16 @@ class KnowledgeGraph(SplitModel):
         return self.vectors(self.embeddings(batch)["head"])
 
 
-def link_loss(model: KnowledgeGraph, links: LinkBatch, known: KnownAnswers, mesh: Mesh) -> Tensor:
+def compute_link_loss(
+    model: KnowledgeGraph, links: LinkBatch, known: KnownAnswers, mesh: Mesh
+) -> Tensor:
     """Compute this rank's part of the weighted mean over all ranks' triples. Collective, and its backward too.
 
     A triple's loss is the mean of `model.loss` over both questions, against all ranks' candidates that are not known
     to be true, plus the penalty of the triple's own vectors.
     """
-    candidates = gather_over_ranks(mesh, links.candidates)
-    ids = gather_over_ranks(mesh, links.candidate_ids)
+    candidates = concatenate_over_ranks(mesh, links.candidates)
+    ids = concatenate_over_ranks(mesh, links.candidate_ids)
     total = mesh.all_reduce("dense", links.weight.sum(dtype=torch.float64))
     losses = []
     for queries, answers, true in (
@@ -270,7 +277,9 @@ def link_loss(model: KnowledgeGraph, links: LinkBatch, known: KnownAnswers, mesh
         (links.head_queries, links.heads, known.heads),
     ):
         right, wrong = model.run_network(queries, queries, answers, candidates)
-        is_excluded = mark_candidates(true.samples, true.values, len(queries), ids).to(wrong.device)
+        is_excluded = mark_matching_candidates(true.samples, true.values, len(queries), ids).to(
+            wrong.device
+        )
         if model.loss == "sigmoid":
             losses.append(binary_triple_loss(right, wrong, is_excluded, model.temperature))
         else:
@@ -315,7 +324,7 @@ def sampled_softmax_loss(
     return cross_entropy(logits, torch.zeros_like(num_sampled), reduction="none")
 
 
-def rank_answers(model: KnowledgeGraph, batch: Batch, entities: Tensor) -> Tensor:
+def rank_true_answers(model: KnowledgeGraph, batch: Batch, entities: Tensor) -> Tensor:
     """Rank the true tails, then the true heads, of a batch among all entities (E, D): (2 B,) filtered ranks."""
     links, known = model(batch), batch.key
     ranks = []

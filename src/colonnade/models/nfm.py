@@ -11,7 +11,7 @@ from torch import Tensor, cat
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.interaction import BiInteraction, Sum
-from colonnade.models.fields import DEEP, field_dims, first_order_fields
+from colonnade.models.fields import DEEP, find_field_dims, find_first_order_fields
 from colonnade.models.layers import LinearTerm, mlp
 from colonnade.models.split import Scorer
 from colonnade.table import Feature, Table
@@ -35,8 +35,8 @@ class NFM(Scorer):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        deep = field_dims(tables, features, DEEP)
-        wide = first_order_fields(tables, features, tasks)
+        deep = find_field_dims(tables, features, DEEP)
+        wide = find_first_order_fields(tables, features, tasks)
         self.embeddings = EmbeddingCollection(
             tables,
             features,

@@ -67,7 +67,7 @@ def check_scores(scores: Tensor) -> None:
         )
 
 
-def mark_candidates(
+def mark_matching_candidates(
     samples: Tensor, items: Tensor, num_samples: int, candidate_ids: Tensor
 ) -> Tensor:
     """Mark which candidates (M,) are items of each sample, from pairs (sample, item): (num_samples, M) bool."""

@@ -14,12 +14,17 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.comm.collectives import gather_over_ranks
+from colonnade.comm.collectives import concatenate_over_ranks
 from colonnade.comm.mesh import Mesh
 from colonnade.data.contract import Source
 from colonnade.data.tensors import TensorColumns
 from colonnade.errors import ConfigError
-from colonnade.models.ranking import average_metrics, check_scores, evaluation_mode, mark_candidates
+from colonnade.models.ranking import (
+    average_metrics,
+    check_scores,
+    evaluation_mode,
+    mark_matching_candidates,
+)
 from colonnade.models.split import SplitModel
 
 CUTOFFS = (10, 20)
@@ -162,16 +167,16 @@ def contrastive_loss(contrast: ContrastiveBatch, temperature: float, mesh: Mesh)
     of its sample. Scores are dots divided by `temperature`, minus the log of the item's sampling frequency.
     """
     queries = contrast.queries
-    candidates = gather_over_ranks(mesh, contrast.candidates)
-    ids = gather_over_ranks(mesh, contrast.candidate_ids)
-    log_q = gather_over_ranks(mesh, contrast.candidate_log_q).to(queries)
+    candidates = concatenate_over_ranks(mesh, contrast.candidates)
+    ids = concatenate_over_ranks(mesh, contrast.candidate_ids)
+    log_q = concatenate_over_ranks(mesh, contrast.candidate_log_q).to(queries)
     weight = contrast.weight.to(queries)
     total = mesh.all_reduce("dense", contrast.weight.sum(dtype=torch.float64))
     positive = (queries * contrast.positives).sum(1, keepdim=True) / temperature
     positive = positive - contrast.positive_log_q.to(queries)[:, None]
     others = queries @ candidates.T / temperature - log_q
     num_samples = int(contrast.sample[-1]) + 1 if len(contrast.sample) else 0
-    is_known = mark_candidates(*contrast.known, num_samples, ids)[contrast.sample]
+    is_known = mark_matching_candidates(*contrast.known, num_samples, ids)[contrast.sample]
     others = others.masked_fill(is_known.to(queries.device), float("-inf"))
     losses = torch.cat([positive, others], dim=1).logsumexp(1) - positive[:, 0]
     return (losses * weight).sum() / max(float(total), 1e-12)

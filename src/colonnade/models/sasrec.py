@@ -14,7 +14,7 @@ from torch.nn.functional import normalize, scaled_dot_product_attention
 from colonnade.batch import Batch, Ids
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, DataError
-from colonnade.models.fields import field_dims
+from colonnade.models.fields import find_field_dims
 from colonnade.models.retriever import ContrastiveBatch, Retriever
 from colonnade.table import Feature, Table
 
@@ -85,7 +85,7 @@ class SASRec(Retriever):
                 f"sasrec: got features {got}, wanted the sequences {', '.join(SEQUENCES)} of one table; "
                 "a source of sequences has them (data.options.samples=sequences)"
             )
-        dim = next(iter(field_dims(tables, features).values()))
+        dim = next(iter(find_field_dims(tables, features).values()))
         if dim % heads:
             raise ConfigError(f"sasrec: got dim={dim} for {heads} heads, wanted a multiple")
         self.embeddings = EmbeddingCollection(tables, features, seed=seed)

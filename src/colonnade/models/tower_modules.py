@@ -124,7 +124,7 @@ def _tower_seed(features: Sequence[str], seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
 
 
-def check_partition(
+def check_tower_partition(
     partition: Partition | None, features: Iterable[str], tower_dim: int | None
 ) -> Partition | None:
     """Return the partition, checked against the model's features.

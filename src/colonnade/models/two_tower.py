@@ -15,7 +15,7 @@ from colonnade.batch import Batch
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError, DataError
 from colonnade.interaction import Concat
-from colonnade.models.fields import field_dims
+from colonnade.models.fields import find_field_dims
 from colonnade.models.layers import mlp
 from colonnade.models.retriever import ContrastiveBatch, Retriever
 from colonnade.table import Feature, Table
@@ -62,7 +62,7 @@ class TwoTower(Retriever):
         features = [f for f in features if f.name in item_columns or f.name in query_columns]
         used = {feature.table for feature in features}
         tables = [table for table in tables if table.name in used]
-        dims = field_dims(tables, features)
+        dims = find_field_dims(tables, features)
         dim = max(dims.values())
         self.embeddings = EmbeddingCollection(
             tables,

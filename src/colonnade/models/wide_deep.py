@@ -11,7 +11,7 @@ from torch import Tensor
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.interaction import Sum
-from colonnade.models.fields import DEEP, field_dims, first_order_fields
+from colonnade.models.fields import DEEP, find_field_dims, find_first_order_fields
 from colonnade.models.layers import LinearTerm, SplitMLP, build_first_layer
 from colonnade.models.split import Scorer
 from colonnade.table import Feature, Table
@@ -32,8 +32,8 @@ class WideDeep(Scorer):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        deep = field_dims(tables, features, DEEP)
-        wide = first_order_fields(tables, features, tasks)
+        deep = find_field_dims(tables, features, DEEP)
+        wide = find_first_order_fields(tables, features, tasks)
         widths = [*top, tasks]
         first = build_first_layer(num_dense, deep.values(), widths[0])
         self.embeddings = EmbeddingCollection(

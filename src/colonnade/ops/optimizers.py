@@ -63,7 +63,7 @@ class Settings:
     gradient_scale: float = 1.0
 
 
-def update(
+def apply_optimizer(
     kind: int,
     weights: Tensor,  # (U, D)
     state: Tensor,  # (U, state of the kind)
@@ -93,85 +93,105 @@ def update(
         weights.clamp_(-settings.weight_bound, settings.weight_bound)
 
 
-def sgd(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
+def sgd(
+    weights: Tensor, state: Tensor, clocks: Tensor, gradients: Tensor, settings: Settings
+) -> None:
     """Apply SGD: w -= g lr."""
-    weights.sub_(g * s.lr)
+    weights.sub_(gradients * settings.lr)
 
 
-def momentum(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
+def momentum(
+    weights: Tensor, state: Tensor, clocks: Tensor, gradients: Tensor, settings: Settings
+) -> None:
     """Apply momentum SGD: m = m beta1 + g; w -= lr m, or, with Nesterov, lr (g + m beta1)."""
-    state.copy_(state * s.beta1 + g)
-    weights.sub_((g + state * s.beta1 if s.nesterov else state) * s.lr)
+    state.copy_(state * settings.beta1 + gradients)
+    weights.sub_((gradients + state * settings.beta1 if settings.nesterov else state) * settings.lr)
 
 
-def adagrad(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
+def adagrad(
+    weights: Tensor, state: Tensor, clocks: Tensor, gradients: Tensor, settings: Settings
+) -> None:
     """Apply Adagrad: s += g^2; w -= g lr / (sqrt(s) + eps)."""
-    state.add_(g * g)
-    weights.sub_(g * s.lr / (_sqrt(state) + s.eps))
+    state.add_(gradients * gradients)
+    weights.sub_(gradients * settings.lr / (_sqrt(state) + settings.eps))
 
 
-def rowwise_adagrad(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
+def rowwise_adagrad(
+    weights: Tensor, state: Tensor, clocks: Tensor, gradients: Tensor, settings: Settings
+) -> None:
     """Apply row-wise Adagrad: s += mean(g^2); w -= g (lr / (sqrt(s) + eps))."""
     sums = state[:, 0]
-    sums.add_(_mean_squares(g))
-    steps = torch.full_like(sums, s.lr) / (_sqrt(sums) + s.eps)
-    weights.sub_(g * steps[:, None])
+    sums.add_(_mean_squares(gradients))
+    steps = torch.full_like(sums, settings.lr) / (_sqrt(sums) + settings.eps)
+    weights.sub_(gradients * steps[:, None])
 
 
-def adam(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
+def adam(
+    weights: Tensor, state: Tensor, clocks: Tensor, gradients: Tensor, settings: Settings
+) -> None:
     """Apply Adam: m += (g - m) (1 - beta1); v = v beta2 + g^2 (1 - beta2);
     w -= m (lr / (1 - beta1^t)) / (sqrt(v) (1 / sqrt(1 - beta2^t)) + eps)."""
     m, v = state.chunk(2, dim=1)
-    steps, inverse_roots = _corrections(s.lr, clocks, s, g.dtype)
-    _first_moment(m, g, s)
-    _second_moment(v, g * g, s)
-    weights.sub_(m * steps[:, None] / (_sqrt(v) * inverse_roots[:, None] + s.eps))
+    steps, inverse_roots = _compute_bias_corrections(settings.lr, clocks, settings, gradients.dtype)
+    _first_moment(m, gradients, settings)
+    _second_moment(v, gradients * gradients, settings)
+    weights.sub_(m * steps[:, None] / (_sqrt(v) * inverse_roots[:, None] + settings.eps))
 
 
-def rowwise_adam(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
+def rowwise_adam(
+    weights: Tensor, state: Tensor, clocks: Tensor, gradients: Tensor, settings: Settings
+) -> None:
     """Apply Adam with one v = v beta2 + mean(g^2) (1 - beta2) for the whole row;
     w -= m ((lr / (1 - beta1^t)) / (sqrt(v) (1 / sqrt(1 - beta2^t)) + eps))."""
     m, v = state[:, :-1], state[:, -1]
-    steps, inverse_roots = _corrections(s.lr, clocks, s, g.dtype)
-    _first_moment(m, g, s)
-    _second_moment(v, _mean_squares(g), s)
-    weights.sub_(m * (steps / (_sqrt(v) * inverse_roots + s.eps))[:, None])
+    steps, inverse_roots = _compute_bias_corrections(settings.lr, clocks, settings, gradients.dtype)
+    _first_moment(m, gradients, settings)
+    _second_moment(v, _mean_squares(gradients), settings)
+    weights.sub_(m * (steps / (_sqrt(v) * inverse_roots + settings.eps))[:, None])
 
 
-def adamw(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
+def adamw(
+    weights: Tensor, state: Tensor, clocks: Tensor, gradients: Tensor, settings: Settings
+) -> None:
     """Apply AdamW: w *= 1 - lr weight_decay; then Adam."""
-    weights.mul_(1 - s.lr * s.weight_decay)
-    adam(weights, state, clocks, g, s)
+    weights.mul_(1 - settings.lr * settings.weight_decay)
+    adam(weights, state, clocks, gradients, settings)
 
 
-def ftrl(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
+def ftrl(
+    weights: Tensor, state: Tensor, clocks: Tensor, gradients: Tensor, settings: Settings
+) -> None:
     """Apply FTRL: sigma = (sqrt(n + g^2) - sqrt(n)) / lr; n += g^2; z += g - sigma w;
     w = 0 where |z| <= l1, else (sign(z) l1 - z) / ((sqrt(n) + beta) / lr + l2). Divides by lr as * (1 / lr)."""
     n, z = state.chunk(2, dim=1)
-    next_n = n + g * g
+    next_n = n + gradients * gradients
     roots = _sqrt(next_n)
-    sigma = (roots - _sqrt(n)) * (1 / s.lr)
+    sigma = (roots - _sqrt(n)) * (1 / settings.lr)
     n.copy_(next_n)
-    z.add_(g - sigma * weights)
-    l1 = torch.full_like(z, s.l1)
-    values = (torch.where(z > 0, l1, -l1) - z) / ((roots + s.beta) * (1 / s.lr) + s.l2)
+    z.add_(gradients - sigma * weights)
+    l1 = torch.full_like(z, settings.l1)
+    values = (torch.where(z > 0, l1, -l1) - z) / (
+        (roots + settings.beta) * (1 / settings.lr) + settings.l2
+    )
     weights.copy_(torch.where((z <= l1) & (z >= -l1), torch.zeros_like(z), values))
 
 
-def lamb(weights: Tensor, state: Tensor, clocks: Tensor, g: Tensor, s: Settings) -> None:
+def lamb(
+    weights: Tensor, state: Tensor, clocks: Tensor, gradients: Tensor, settings: Settings
+) -> None:
     """Apply LAMB: m, v as in Adam; r = (m / (1 - beta1^t)) / (sqrt(v) (1 / sqrt(1 - beta2^t)) + eps) + weight_decay w;
     w -= r (lr (|w| / |r|)), with ratio 1 if a norm is 0."""
     m, v = state.chunk(2, dim=1)
-    inverses, inverse_roots = _corrections(1.0, clocks, s, g.dtype)
-    _first_moment(m, g, s)
-    _second_moment(v, g * g, s)
-    r = m * inverses[:, None] / (_sqrt(v) * inverse_roots[:, None] + s.eps)
-    if s.weight_decay:
-        r = r + weights * s.weight_decay
+    inverses, inverse_roots = _compute_bias_corrections(1.0, clocks, settings, gradients.dtype)
+    _first_moment(m, gradients, settings)
+    _second_moment(v, gradients * gradients, settings)
+    r = m * inverses[:, None] / (_sqrt(v) * inverse_roots[:, None] + settings.eps)
+    if settings.weight_decay:
+        r = r + weights * settings.weight_decay
     row_norms, step_norms = _sqrt(sum_squares(weights)), _sqrt(sum_squares(r))
     has_both = (row_norms > 0) & (step_norms > 0)
     ratios = torch.where(has_both, row_norms / step_norms, torch.ones_like(row_norms))
-    weights.sub_(r * (ratios * s.lr)[:, None])
+    weights.sub_(r * (ratios * settings.lr)[:, None])
 
 
 STEPS = (sgd, rowwise_adagrad, momentum, adagrad, adam, rowwise_adam, adamw, ftrl, lamb)
@@ -200,7 +220,7 @@ def sum_squares(rows: Tensor) -> Tensor:
     return sums[:, 0]
 
 
-def power(base: float, exponents: Tensor) -> Tensor:
+def raise_to_powers(base: float, exponents: Tensor) -> Tensor:
     """Return base^t, (U,) float64, for t (U,) in 0 .. 2^32 - 1 (clamped), correct to about t roundings.
 
     The result is the product of base^(i * 256^k) over the four digits i of t to the base 256; each of the 256 numbers
@@ -215,7 +235,7 @@ def power(base: float, exponents: Tensor) -> Tensor:
     return product
 
 
-def round_at_random(
+def round_stochastically(
     values: Tensor,  # (U, D) float32
     ids: Tensor,  # (U,) int64
     clocks: Tensor,  # (U,) int64, before they advance
@@ -233,7 +253,7 @@ def round_at_random(
     Column c of a row takes bits 16 (c mod 4) and up of word c // 4 + 1 of the splitmix64 stream that starts at
     mix64(mix64(mix64(id) ^ seed) ^ (clock + 1)).
     """
-    random = random_bits(ids, clocks, seed, values.shape[1], column=column)
+    random = draw_rounding_bits(ids, clocks, seed, values.shape[1], column=column)
     bits = values.view(torch.int32).long() & 0xFFFFFFFF
     if dtype == torch.bfloat16:
         rounded = torch.where(values.isnan(), bits >> 16 | 0x40, (bits + random) >> 16)
@@ -248,8 +268,8 @@ def round_at_random(
     return ((rounded ^ 0x8000) - 0x8000).short().view(dtype)
 
 
-def random_bits(ids: Tensor, clocks: Tensor, seed: int, dim: int, *, column: int) -> Tensor:
-    """Return the random bits of `round_at_random`, (U, dim) int64, 16 each, for the columns from `column` on."""
+def draw_rounding_bits(ids: Tensor, clocks: Tensor, seed: int, dim: int, *, column: int) -> Tensor:
+    """Return the random bits of `round_stochastically`, (U, dim) int64, 16 each, for the columns from `column` on."""
     start = mix64(mix64(mix64(ids) ^ _word(seed)) ^ (clocks + 1))
     columns = torch.arange(column, column + dim, device=ids.device)
     words = mix64(start[:, None] + (columns // 4 + 1) * _word(GOLDEN))
@@ -272,12 +292,12 @@ def _mean_squares(g: Tensor) -> Tensor:
     return sums / torch.full_like(sums, g.shape[1])
 
 
-def _corrections(
-    lr: float, clocks: Tensor, s: Settings, dtype: torch.dtype
+def _compute_bias_corrections(
+    lr: float, clocks: Tensor, settings: Settings, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return lr / (1 - beta1^t) and 1 / sqrt(1 - beta2^t), (U,) each, t = clock + 1, from float64, rounded once."""
-    first = 1 - power(s.beta1, clocks + 1)
-    second = 1 - power(s.beta2, clocks + 1)
+    first = 1 - raise_to_powers(settings.beta1, clocks + 1)
+    second = 1 - raise_to_powers(settings.beta2, clocks + 1)
     return (
         (torch.full_like(first, lr) / first).to(dtype),
         (torch.ones_like(second) / _sqrt(second)).to(dtype),

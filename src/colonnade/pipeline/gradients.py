@@ -86,12 +86,12 @@ class StepGradients:
             )
         return self.pushed
 
-    def squared_norm(self, step: int) -> float:
+    def compute_squared_norm(self, step: int) -> float:
         """Return the sum of squares of all rows' summed gradients, over all ranks. Collective. step: as
         `send_gradients`."""
         pushed, square = self.send_gradients(step), 0.0
         if (gradients := pushed.wait_for_gradients()) is not None:
-            pushed.gradients, square = self.exchange.squared_norm(gradients)
+            pushed.gradients, square = self.exchange.compute_squared_norm(gradients)
         total = torch.tensor([square], dtype=torch.float64)
         return float(self.mesh.all_reduce("push", total, traffic_tag="control"))
 
@@ -114,7 +114,7 @@ class StepGradients:
         for context in self.contexts:
             context.gradients.clear()
 
-    def drop_unused(self, is_used: Sequence[float]) -> None:
+    def drop_unused_batches(self, is_used: Sequence[float]) -> None:
         """Drop the batches since the last step that no rank recorded a gradient for. Collective. is_used: by batch, the
         number of ranks that recorded one."""
         if self.pushed is not None:
@@ -130,7 +130,7 @@ class StepGradients:
 
     def discard_batches(self) -> None:
         """Drop every batch since the last step without applying it. Collective."""
-        self.drop_unused([0.0] * len(self.contexts))
+        self.drop_unused_batches([0.0] * len(self.contexts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Update:
 class Reader(Protocol):
     """Reader of rows that updates change (`pipeline.lookahead`)."""
 
-    def catch_up(self) -> None:
+    def make_postponed_reads(self) -> None:
         """Make the reads that were postponed until updates were applied. Collective."""
         ...
 
@@ -177,13 +177,13 @@ class Updates:
         """Set the reader that catches up before updates are applied out of its turn."""
         self._reader = weakref.ref(reader)
 
-    def apply_or_defer(self, update: Update) -> None:
+    def apply_or_defer_update(self, update: Update) -> None:
         """Apply an update after all earlier ones: now if its gradients have arrived, else in `apply_oldest`. Its
         batches accept no further backward."""
         if update.pushed.finish is None:
             if self.pending:
                 self.apply_pending()
-            self._apply(update)
+            self._apply_update(update)
             return
         self.pending.append(update)
         for context in update.contexts:
@@ -192,7 +192,7 @@ class Updates:
     def apply_oldest(self, count: int) -> int:
         """Apply the `count` oldest pending updates. Returns the number of those that are still pending."""
         for _ in range(count):
-            self._apply(self.pending.popleft())
+            self._apply_update(self.pending.popleft())
         return len(self.pending)
 
     def apply_pending(self) -> None:
@@ -200,10 +200,10 @@ class Updates:
         reader reads or changes rows."""
         if self.pending:
             if (reader := self._reader()) is not None:
-                reader.catch_up()
+                reader.make_postponed_reads()
             self.apply_oldest(len(self.pending))
 
-    def _apply(self, update: Update) -> None:
+    def _apply_update(self, update: Update) -> None:
         """Wait for an update's gradients, sum and apply them, release the rows."""
         contexts, pushed = update.contexts, update.pushed
         gradients = pushed.gradients if pushed.finish is None else pushed.wait_for_gradients()
@@ -211,23 +211,23 @@ class Updates:
             for context in contexts:  # one whose values were restored was never fetched
                 context.wait_for_rows()
             self.store.before_update(gradients.slots, gradients.offsets)
-            self.exchange.update(self.store, gradients, update.optimizers, update.settings)
+            self.exchange.apply_gradients(self.store, gradients, update.optimizers, update.settings)
         for t, policy in self.policies.items():
-            self._apply_policy(policy, t, contexts, update.step)
+            self._apply_retention_policy(policy, t, contexts, update.step)
         for context in contexts:
             self.store.release(context.slots_to_release, context.owned.offsets, dirty=True)
             context.finish()
             self.missed.update(context.count_missed(update.step))
 
-    def _apply_policy(
-        self, policy: RowPolicy, t: int, contexts: Sequence[LookupContext], step: int
+    def _apply_retention_policy(
+        self, policy: RowPolicy, table_index: int, contexts: Sequence[LookupContext], step: int
     ) -> None:
         """Pass the rows of table t that were just updated on this rank to the policy, and delete those it forgets."""
-        updated, where = unique_owned_rows(contexts, t)
-        clocks = self.store.clocks(t, where)
+        updated, where = unique_owned_rows(contexts, table_index)
+        clocks = self.store.clocks(table_index, where)
         if isinstance(policy, RowRetention) and policy.reads_norms:
-            norms = self.exchange.squared_norms(self.store.views()[t], where)
+            norms = self.exchange.squared_norms(self.store.views()[table_index], where)
             forgotten_ids = policy.select_rows_to_delete(updated, clocks, step, norms)
         else:
             forgotten_ids = policy.select_rows_to_delete(updated, clocks, step)
-        self.store.delete(t, forgotten_ids.unique())
+        self.store.delete(table_index, forgotten_ids.unique())

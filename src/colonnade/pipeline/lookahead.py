@@ -85,7 +85,7 @@ class Lookahead(Iterator[Batch]):
     def fetched(self) -> tuple[PreparedBatch, ...]:
         """Fetched and unused batches, oldest first: a checkpoint stores them under bounded staleness. Collective where
         reads were postponed."""
-        self.catch_up()
+        self.make_postponed_reads()
         return tuple(self._line)
 
     def __next__(self) -> PreparedBatch:
@@ -99,7 +99,7 @@ class Lookahead(Iterator[Batch]):
             self._prepared.drop_batch(unused)
             unused = None
         try:
-            self._read_or_postpone()
+            self._fetch_or_postpone()
         finally:
             # Not before: whether the thread has already prepared the next one differs between ranks.
             if unused is not None:
@@ -109,37 +109,37 @@ class Lookahead(Iterator[Batch]):
         self._current = self._line.popleft()
         return self._current
 
-    def _read_or_postpone(self) -> None:
+    def _fetch_or_postpone(self) -> None:
         """Make the reads of this call, or postpone them until an update is applied."""
         if self._max_staleness >= LATE:
-            self.catch_up()
+            self.make_postponed_reads()
             if self._line:
                 self._postponed = self._apply_oldest(0)
             if self._postponed:
                 return
             self._apply_oldest(self._apply_oldest(0))
-        self._read()
+        self._fetch_due_batches()
 
-    def catch_up(self) -> None:
+    def make_postponed_reads(self) -> None:
         """Make the reads that the newest `next()` postponed, before any that see newer updates. Collective, training
         thread."""
         postponed, self._postponed = self._postponed, 0
         if postponed:
             self._apply_oldest(postponed)
-            self._read(1)
+            self._fetch_due_batches(1)
 
-    def _read(self, num_left: int = 0) -> None:
+    def _fetch_due_batches(self, num_left: int = 0) -> None:
         """Fetch every batch and table whose bound is reached. num_left: batches that have left the line since the reads
         were postponed."""
         while not self._prepared.is_exhausted and len(self._line) + num_left <= self._max_staleness:
-            self._fetch_next(num_left)
+            self._fetch_next_batch(num_left)
         for steps in self._staleness_bounds[:-1]:
             if len(self._line) + num_left > steps:
                 self._fetch(self._line[steps - num_left].unused, steps)
 
-    def _fetch_next(self, num_left: int) -> None:
+    def _fetch_next_batch(self, num_left: int) -> None:
         """Fetch the next prepared batch, and add it to the line."""
-        batch = self._prepared.take_next()
+        batch = self._prepared.take_next_batch()
         if batch is None:
             return
         measures = self._prepared.deepens
@@ -170,4 +170,4 @@ class Lookahead(Iterator[Batch]):
         for batch in self._line:
             self._prepared.drop_batch(batch)
         self._line.clear()
-        self._prepared.join()
+        self._prepared.join_thread()

@@ -17,9 +17,9 @@ from colonnade.lookup.views import Slices, slices_of
 from colonnade.plan.plan import Plan
 from colonnade.staleness import resolve_table_staleness
 from colonnade.store.contract import Backing
-from colonnade.store.dram import DramStore, open_dram
-from colonnade.store.hbm import HbmStore, open_hbm
-from colonnade.store.policies import RowPolicy, check_policies, open_policies
+from colonnade.store.dram import DramStore, open_dram_store
+from colonnade.store.hbm import HbmStore, open_hbm_store
+from colonnade.store.policies import RowPolicy, check_retention_policies, open_retention_policies
 from colonnade.topology.sharding import Shard
 
 
@@ -84,7 +84,7 @@ def open_rows(
         caches=[plan.tables[table_shard.number].cache for table_shard in table_shards],
         copies_on=device if plan.cache_tier == "hbm" else None,
     )
-    memory, store = _open_store(views, plan, shards, seed, device, backings)
+    memory, store = _open_row_store(views, plan, shards, seed, device, backings)
     cached = find_cached_part(exchange.parts, memory)
     return OpenRows(
         plan,
@@ -93,13 +93,13 @@ def open_rows(
         shards,
         exchange,
         store,
-        _open_policies(views, shards, seed, cached, policies),
+        _open_retention_policies(views, shards, seed, cached, policies),
         cached,
         tuple(sorted(set(steps_ahead))),
     )
 
 
-def _open_store(
+def _open_row_store(
     views: Slices,
     plan: Plan,
     shards: Sequence[Shard],
@@ -114,7 +114,7 @@ def _open_store(
         "dram" if table_shard.is_hot else planned[table_shard.number].tier
         for table_shard in table_shards
     ]
-    memory = open_dram(
+    memory = open_dram_store(
         [table_shard.stored for table_shard in table_shards],
         [
             table_shard.max_resident_rows(planned[table_shard.number].capacity_rows)
@@ -135,10 +135,10 @@ def _open_store(
         else table_shard.max_resident_rows(planned[table_shard.number].hbm_rows)
         for shard, table_shard in zip(shards, table_shards, strict=True)
     ]
-    return memory, open_hbm(memory, slots, device, seed=seed)
+    return memory, open_hbm_store(memory, slots, device, seed=seed)
 
 
-def _open_policies(
+def _open_retention_policies(
     views: Slices,
     shards: Sequence[Shard],
     seed: int,
@@ -147,10 +147,12 @@ def _open_policies(
 ) -> dict[int, RowPolicy]:
     """Open the policies of each table's admission and eviction. overridden: policies by table, instead of these."""
     tables = [table_shard.table for table_shard in views.table_shards]
-    declared = open_policies(tables, shards, seed=seed)
+    declared = open_retention_policies(tables, shards, seed=seed)
     number_of = views.declared.table_index
     overrides = {
         views.slices_of_table[number_of(name)]: policy for name, policy in overridden.items()
     }
-    check_policies(overrides, declared, tables, has_copies=cached.is_cached if cached else [])
+    check_retention_policies(
+        overrides, declared, tables, has_copies=cached.is_cached if cached else []
+    )
     return declared | {t: policy for (t,), policy in overrides.items()}

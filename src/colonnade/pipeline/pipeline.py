@@ -48,7 +48,7 @@ class Pipeline:
         # their calls in one order.
         may_arrive_late = may_be_late and bool(rows.mesh.min_over_ranks(int(not waits)))
         self.gradients = StepGradients(
-            self.exchange, rows.mesh, self.drop, may_arrive_late=may_arrive_late
+            self.exchange, rows.mesh, self.drop_batch, may_arrive_late=may_arrive_late
         )
         self._signals = PipelineSignals(
             stall_seconds=lambda: self.store.sources.stall_seconds,
@@ -69,9 +69,9 @@ class Pipeline:
         rows = self.rows
         lookahead = Lookahead(
             batches if rows.cached is None else rows.cached.preview_batches(batches, self.views),
-            prepare=self.prepare,
-            fetch=self.fetch,
-            drop=self.drop,
+            prepare=self.prepare_batch,
+            fetch=self.fetch_rows,
+            drop=self.drop_batch,
             window=self._signals,
             depth=rows.plan.lookahead,
             staleness_bounds=rows.staleness_bounds,
@@ -83,7 +83,7 @@ class Pipeline:
         self.updates.set_reader(lookahead)
         return lookahead
 
-    def prepare(
+    def prepare_batch(
         self,
         batch: Batch,
         prefetched: tuple[int, Sequence[Mapping[str, Tensor]]] | None = None,
@@ -97,15 +97,15 @@ class Pipeline:
         looked up."""
         context = self._send_ids(batch, channel)
         try:
-            if self._pin(context) and prefetched is not None:
+            if self._pin_batch_rows(context) and prefetched is not None:
                 context.steps_left, fetched = prefetched
-                self.exchange.restore(context, fetched)
+                self.exchange.restore_prefetched(context, fetched)
         except BaseException:  # no other code can drop it
-            self.drop(context)
+            self.drop_batch(context)
             raise
         return context
 
-    def _pin(self, context: LookupContext) -> bool:
+    def _pin_batch_rows(self, context: LookupContext) -> bool:
         """Pin a batch's rows; return False where a closing lookahead has no room for them."""
         owned = context.owned
         while True:
@@ -131,22 +131,22 @@ class Pipeline:
                 if is_main or (waiting and not was_released and self._signals.starved.is_set()):
                     raise
 
-    def begin(self, batch: Batch) -> LookupContext:
+    def prepare_and_fetch(self, batch: Batch) -> LookupContext:
         """Prepare and fetch a batch that no lookahead prepared. Raises ConfigError where rows are read ahead."""
         if self.reads_ahead:
             raise ConfigError(
                 "bounded staleness reads ahead: iterate over collection.lookahead(batches)"
             )
         # Not on the group of the lookahead's thread, whose order of calls must stay its own.
-        context = self.prepare(batch, channel="control")
+        context = self.prepare_batch(batch, channel="control")
         try:
-            self.fetch(context)
+            self.fetch_rows(context)
         except BaseException:  # no other code can drop it
-            self.drop(context)
+            self.drop_batch(context)
             raise
         return context
 
-    def fetch(self, context: LookupContext, steps_left: int = 0) -> None:
+    def fetch_rows(self, context: LookupContext, steps_left: int = 0) -> None:
         """Read, as they are now, rows of the parts to fetch `steps_left` steps before use:
         `Exchange.find_parts_to_fetch`."""
         context.steps_left = steps_left
@@ -159,7 +159,7 @@ class Pipeline:
         num_applied = self.steps.value - len(self.updates.pending)
         self.exchange.fetch(context, part_numbers, source, num_applied)
 
-    def read(self, batch: Batch) -> LookupContext:
+    def fetch_for_evaluation(self, batch: Batch) -> LookupContext:
         """Fetch a batch for evaluation: it sees every update and changes nothing; any number of training batches may be
         in flight."""
         self.updates.apply_pending()
@@ -192,11 +192,11 @@ class Pipeline:
         batch.world_weight = context.batch.weight
         return context
 
-    def values(
+    def compute_outputs(
         self, context: LookupContext, handle: Tensor, device: torch.device
     ) -> dict[str, Tensor]:
         """Return the declared outputs of a batch that was fetched: see `Exchange.values`."""
-        values = self.exchange.values(context, handle, device)
+        values = self.exchange.compute_outputs(context, handle, device)
         if self.views.has_declared_outputs:
             return values
         return self.views.merge_outputs(
@@ -208,10 +208,10 @@ class Pipeline:
         )
 
     def send_gradients(self) -> Pushed:
-        """Send the gradients that backward recorded since the last step: see `StepGradients.collect`."""
+        """Send the gradients that backward recorded since the last step: see `StepGradients.send_gradients`."""
         return self.gradients.send_gradients(self.steps.value)
 
-    def push(self, optimizers: Tensor, settings: Tensor) -> None:
+    def push_gradients(self, optimizers: Tensor, settings: Tensor) -> None:
         """Send recorded gradients to the rows' owners, apply them once, release the rows.
 
         Where rows are read `LATE` or more steps ahead, the push only begins (`gradients.py`), unless gradients were
@@ -221,10 +221,12 @@ class Pipeline:
         pushed, contexts = self.gradients.take_pushed(step)
         if self.views.is_cut:
             optimizers, settings = map(self.views.expand_by_part, (optimizers, settings))
-        self.updates.apply_or_defer(Update(step, pushed, contexts, optimizers, settings.clone()))
+        self.updates.apply_or_defer_update(
+            Update(step, pushed, contexts, optimizers, settings.clone())
+        )
         self.steps.value += 1
 
-    def drop(self, context: LookupContext) -> None:
+    def drop_batch(self, context: LookupContext) -> None:
         """Drop a prepared batch: unpin its rows and apply nothing."""
         self.exchange.drop(context)
         pinned = context.pinned

@@ -21,7 +21,7 @@ from typing import Literal
 from torch import Tensor
 
 from colonnade import _native
-from colonnade.batch import Batch, register_batch
+from colonnade.batch import Batch, register_batch_class
 from colonnade.data.processes import kill_readers
 from colonnade.lookup.contract import LookupContext
 
@@ -53,18 +53,18 @@ class PreparedBatch(Batch):
         context, self.context = self.context, None
         return context
 
-    def _with_moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        moved = Batch._with_moved(self, move)
+    def _move_tensors(self, move: Callable[[Tensor], Tensor]) -> Batch:
+        moved = Batch._move_tensors(self, move)
         if moved is not self:
             self.context = None  # the copy has it now
         return moved
 
 
-register_batch(PreparedBatch)
+register_batch_class(PreparedBatch)
 VALUES = attrgetter(*(batch_field.name for batch_field in fields(Batch)))
 
 
-def next_depth(depth: int, *, stalled: float, window: float) -> int:
+def choose_next_depth(depth: int, *, stalled: float, window: float) -> int:
     """Return how many batches "auto" looks ahead next. Pure.
 
     stalled: the part of the time that training waited for reads of batches that had been prepared in time.
@@ -94,7 +94,7 @@ class PreparedBatches:
     """Batches that a thread prepares while earlier ones compute, `depth` of them before they are taken.
 
     Not collective itself: `prepare` is. Training thread alone, but for the thread that it starts at the first
-    `take_next`."""
+    `take_next_batch`."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class PreparedBatches:
         prefetched: Sequence[PrefetchedBatch],
         is_alone: bool,
     ) -> None:
-        self._next = partial(_prepare_next, batches, prepare, chain(prefetched, repeat(None)))
+        self._next = partial(_prepare_next_batch, batches, prepare, chain(prefetched, repeat(None)))
         self._drop = drop
         self._signals = window
         self.depth = SHALLOW if depth == "auto" else depth
@@ -125,14 +125,14 @@ class PreparedBatches:
         self._permits: queue.Queue[bool] = queue.Queue()
         self._thread: threading.Thread | None = None
 
-    def take_next(self) -> PreparedBatch | None:
+    def take_next_batch(self) -> PreparedBatch | None:
         """Wait for the next batch; None after the last one. Raises what reading or preparing it raised."""
         if self.depth == 0:
             batch = self._next()
             self.is_exhausted = batch is None
             return batch
         if self._thread is None:
-            self._start()
+            self._start_thread()
         self._adapt_depth()
         try:
             item = self._ready.get_nowait()
@@ -166,7 +166,7 @@ class PreparedBatches:
         self.is_exhausted = True
         self._permits.put(False)
 
-    def join(self) -> None:
+    def join_thread(self) -> None:
         """Wait for the thread, after `stop`, and drop the batches that it prepared. After PATIENCE seconds the reader
         processes that it waits for are killed: a suspended process would never answer."""
         start = time.monotonic()
@@ -179,7 +179,7 @@ class PreparedBatches:
         self._signals.closing.clear()
         self._drop_ready()
 
-    def _start(self) -> None:
+    def _start_thread(self) -> None:
         for _ in range(self.depth):
             self._permits.put(True)
         self._thread = threading.Thread(
@@ -209,7 +209,7 @@ class PreparedBatches:
             return
         now = time.perf_counter()
         stalled = self._stalled / max(1e-9, now - self._since)
-        depth = next_depth(self.depth, stalled=stalled, window=self._signals.share())
+        depth = choose_next_depth(self.depth, stalled=stalled, window=self._signals.share())
         for _ in range(depth - self.depth):
             self._permits.put(True)
         self.depth = depth
@@ -256,7 +256,7 @@ def _prepare_batches(
         ready.put(error)
 
 
-def _prepare_next(
+def _prepare_next_batch(
     batches: Iterator[Batch],
     prepare: Callable[[Batch, PrefetchedBatch | None], LookupContext],
     prefetched: Iterator[PrefetchedBatch | None],

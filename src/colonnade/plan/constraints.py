@@ -29,11 +29,11 @@ from colonnade.topology.sharding import (
     sharding_on_ranks,
     table_wise,
 )
-from colonnade.topology.towers import Partition, round_robin_partition, tower_ranks
+from colonnade.topology.towers import Partition, build_round_robin_partition, list_tower_ranks
 from colonnade.topology.world import World
 
 
-def read_constraints(
+def read_table_constraints(
     config: PlanConfig, tables: Sequence[Table], world: World
 ) -> dict[str, Constraint]:
     """Return the configured constraint of each table by name, with None for "auto".
@@ -45,37 +45,38 @@ def read_constraints(
             raise ConfigError(
                 f"plan.tables: got {name!r}, wanted a table of this model: {', '.join(names)}"
             )
-    return {name: _read_constraint(config, name, world) for name in names}
+    return {name: _read_table_constraint(config, name, world) for name in names}
 
 
-def _read_constraint(config: PlanConfig, name: str, world: World) -> Constraint:
-    own = config.tables.get(name, TablePlanConfig())
+def _read_table_constraint(config: PlanConfig, table_name: str, world: World) -> Constraint:
+    own = config.tables.get(table_name, TablePlanConfig())
     exchange: Any = own.exchange or config.exchange
     kind: Any = own.kind or config.sharding
     if kind == "replicated" and own.exchange not in (None, "auto"):
         raise ConfigError(
-            f"table {name!r}: got exchange={own.exchange} with sharding=replicated; replicated tables send only "
+            f"table {table_name!r}: got exchange={own.exchange} with sharding=replicated; replicated tables send only "
             "gradients: leave exchange out, or give the table another sharding"
         )
     ranks: tuple[int, ...] | None = None
     if isinstance(own.sharding, Sharding):
         ranks = own.sharding.ranks
-        _check_ranks(f"plan.tables.{name}.sharding", ranks, world)
+        _check_owner_ranks(f"plan.tables.{table_name}.sharding", ranks, world)
     elif own.ranks is not None:
         ranks = tuple(sorted(own.ranks))
-        _check_ranks(f"plan.tables.{name}.ranks", ranks, world)
-        _check_groups(f"plan.tables.{name}.ranks", list(ranks), kind, exchange, world)
+        _check_owner_ranks(f"plan.tables.{table_name}.ranks", ranks, world)
+        _check_whole_hosts(f"plan.tables.{table_name}.ranks", list(ranks), kind, exchange, world)
     if kind == "replicated":
         if world.has_servers:
             raise ConfigError(
-                f"table {name!r}: got replicated rows with plan.servers={world.servers_per_host}; copies are stored "
+                f"table {table_name!r}: got replicated rows with plan.servers={world.servers_per_host}; copies are "
+                "stored "
                 "on trainers, and with servers trainers have no rows. Leave servers out, or choose another sharding"
             )
         return Constraint(kind)
     # A `Sharding` value may cut rows all the same: owners then send values and evaluate no operator.
     if exchange == "partials" and kind in COLUMN_KINDS and not isinstance(own.sharding, Sharding):
         raise ConfigError(
-            f"table {name!r}: got exchange=partials with sharding={kind}; operators are evaluated on whole rows, "
+            f"table {table_name!r}: got exchange=partials with sharding={kind}; operators are evaluated on whole rows, "
             "wanted table_wise, row_wise or host_wise, or exchange pooled"
         )
     return Constraint(
@@ -83,7 +84,7 @@ def _read_constraint(config: PlanConfig, name: str, world: World) -> Constraint:
     )
 
 
-def _check_ranks(setting: str, ranks: tuple[int, ...], world: World) -> None:
+def _check_owner_ranks(setting: str, ranks: tuple[int, ...], world: World) -> None:
     """Raise ConfigError for a rank that the world does not have, or that cannot own rows."""
     if ranks[-1] >= world.num_ranks:
         raise ConfigError(
@@ -97,7 +98,9 @@ def _check_ranks(setting: str, ranks: tuple[int, ...], world: World) -> None:
         )
 
 
-def _check_groups(setting: str, ranks: list[int], kind: Kind, exchange: str, world: World) -> None:
+def _check_whole_hosts(
+    setting: str, ranks: list[int], kind: Kind, exchange: str, world: World
+) -> None:
     """Raise ConfigError for ranks that are not whole hosts if the kind of sharding requires whole hosts."""
     if kind == "grid":
         hosts = sorted({world.host(rank) for rank in ranks})
@@ -116,12 +119,12 @@ def _check_groups(setting: str, ranks: list[int], kind: Kind, exchange: str, wor
             )
 
 
-def resolve_tables(
+def resolve_fixed_tables(
     config: PlanConfig, tables: Sequence[Table], world: World
 ) -> dict[str, tuple[Sharding, str] | None]:
     """Return the sharding and exchange of each table by name; None if a sample has to decide. Raises ConfigError."""
     resolved: dict[str, tuple[Sharding, str] | None] = {}
-    for name, constraint in read_constraints(config, tables, world).items():
+    for name, constraint in read_table_constraints(config, tables, world).items():
         own = config.tables.get(name, TablePlanConfig()).sharding
         sharding = own if isinstance(own, Sharding) else _resolve_sharding(constraint, world)
         exchange = "replicated" if sharding and sharding.is_replicated else constraint.exchange
@@ -151,11 +154,12 @@ def _resolve_sharding(constraint: Constraint, world: World) -> Sharding | None:
 
 
 def is_settled(config: PlanConfig, tables: Sequence[Table], world: World) -> bool:
-    """Return whether the settings determine every sharding, exchange and hot row. Raises like `read_constraints`."""
+    """Return whether the settings determine every sharding, exchange and hot row. Raises like
+    `read_table_constraints`."""
     counts = [own.replicated_rows for own in config.tables.values()]
     if world.num_ranks > 1 and any(count for count in counts if isinstance(count, int)):
         return False
-    return None not in resolve_tables(config, tables, world).values()
+    return None not in resolve_fixed_tables(config, tables, world).values()
 
 
 def resolve_plan_config(
@@ -172,7 +176,7 @@ def resolve_plan_config(
     nothing, so every exchange is "rows" there. Raises ConfigError.
     """
     own_settings = {}
-    for name, resolved in resolve_tables(config, tables, world).items():
+    for name, resolved in resolve_fixed_tables(config, tables, world).items():
         if resolved is None and choice is not None:
             side = name if name in choice.shardings else f"{name}[cold]"
             resolved = choice.shardings[side], choice.exchanges[side]
@@ -243,7 +247,7 @@ def shard_in_towers(
                 f"got {towers} towers for {len(tables)} tables, wanted at least one table in each; name fewer "
                 "(plan.towers)"
             )
-        partition = round_robin_partition([table.name for table in tables], towers)
+        partition = build_round_robin_partition([table.name for table in tables], towers)
         tower_by_table = {
             name: tower for tower, names in enumerate(partition.towers) for name in names
         }
@@ -252,7 +256,7 @@ def shard_in_towers(
         tower_by_table = assign_tables_to_towers(tables, features, towers)
         count = len(towers.towers)
     owners = [
-        [rank for rank in ranks if rank in world.owners] for ranks in tower_ranks(world, count)
+        [rank for rank in ranks if rank in world.owners] for ranks in list_tower_ranks(world, count)
     ]
     for tower in set(tower_by_table.values()):
         if not owners[tower]:
@@ -302,7 +306,7 @@ def apply_towers(
     by_towers = [table for table in tables if _exchange(config, table.name) in BY_TOWERS]
     if not by_towers:
         if isinstance(config.towers, int) and config.exchange == "auto":
-            tower_ranks(
+            list_tower_ranks(
                 world, config.towers
             )  # The planner may use this number of towers; check it.
         elif config.towers is not None:
@@ -314,7 +318,7 @@ def apply_towers(
     count = count_towers(config, partition, world)
     config = config.model_copy(update={"towers": count})
     with_kind = {name: own for name, own in config.tables.items() if own.kind not in (None, "auto")}
-    ranks = tower_ranks(world, count)
+    ranks = list_tower_ranks(world, count)
     for name, own in with_kind.items():
         if own.kind != "host_wise" or _exchange(config, name) not in BY_TOWERS:
             continue

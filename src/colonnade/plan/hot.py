@@ -22,7 +22,7 @@ from colonnade.table import Table, check_hot_rows
 from colonnade.topology.sharding import Sharding, build_hot_rows, row_wise
 
 
-def add_hot_rows(
+def add_hot_rows_to_shardings(
     tables: Sequence[Table],
     shardings: Sequence[Sharding],
     hot: Mapping[str, Iterable[int] | Tensor],
@@ -53,24 +53,29 @@ def add_hot_rows(
     return combined
 
 
-def subtract_hot_rows(
-    shards: Sequence[TableShard], budget: int | None, name: str, row_bytes: Callable[[Table], int]
+def subtract_hot_row_bytes(
+    shards: Sequence[TableShard],
+    budget: int | None,
+    setting: str,
+    row_bytes: Callable[[Table], int],
 ) -> int | None:
     """Return a memory budget less the bytes of each rank's copies of hot rows; None: no limit.
 
-    name: setting of the budget. Raises ConfigError if nothing remains."""
+    setting: setting of the budget. Raises ConfigError if nothing remains."""
     hot_bytes = sum(
         shard.max_resident_rows(0) * row_bytes(shard.table) for shard in shards if shard.is_hot
     )
     if budget is None or budget > hot_bytes:
         return None if budget is None else budget - hot_bytes
     raise ConfigError(
-        f"{name}: got {budget:,} bytes, wanted more than the {hot_bytes:,} of hot rows, which are always in memory; "
+        f"{setting}: got {budget:,} bytes, wanted more than the {hot_bytes:,} of hot rows, which are always in memory; "
         "raise it, or name fewer hot rows"
     )
 
 
-def most_popular_ids(batches: Sequence[Batch], features: Iterable[str], count: int) -> list[int]:
+def find_most_popular_ids(
+    batches: Sequence[Batch], features: Iterable[str], count: int
+) -> list[int]:
     """Return the `count` ids that these features look up most often, ascending; of equally frequent ids the smaller.
 
     Returns fewer if the batches have fewer ids."""
@@ -90,7 +95,7 @@ def profile_hot_and_cold(
     Returns the declaration with the split tables and the profile. Consumers of no split table are unchanged."""
     tables = declared.tables
     # Any sharding and any exchange that evaluates operators gives the same split.
-    shardings = add_hot_rows(tables, [row_wise(2)] * len(tables), hot, 2)
+    shardings = add_hot_rows_to_shardings(tables, [row_wise(2)] * len(tables), hot, 2)
     slices = slices_of(declared, shardings, ["partials"] * len(tables))
     split_batches = (split_hot_rows(batch, declared, slices.hot_ids).batch for batch in batches)
     sides = slices.declaration

@@ -17,17 +17,17 @@ from colonnade.exchange.cached import TableCache
 from colonnade.formats import make_format_stamp, parse_stamped_json
 from colonnade.lookup.hops import EXCHANGES
 from colonnade.plan.caching import build_table_caches, check_cache_settings
-from colonnade.plan.constraints import resolve_tables
+from colonnade.plan.constraints import resolve_fixed_tables
 from colonnade.plan.cost.memory import Tier
-from colonnade.plan.hot import add_hot_rows, subtract_hot_rows
+from colonnade.plan.hot import add_hot_rows_to_shardings, subtract_hot_row_bytes
 from colonnade.sizes import StorageLocation
 from colonnade.staleness import RowClock
 from colonnade.store.budget import (
-    mapped_tables,
+    choose_mapped_tables,
     min_budget_bytes,
     slot_bytes,
-    split_budget,
     split_hbm_budget,
+    split_memory_budget,
 )
 from colonnade.store.table_shards import TableShard, shard_tables
 from colonnade.table import Table, check_column_slices
@@ -35,10 +35,10 @@ from colonnade.topology.sharding import (
     HotRows,
     Shard,
     Sharding,
-    distinct_shard_lists,
+    list_distinct_shards,
     max_rows_per_owner,
 )
-from colonnade.topology.towers import tower_ranks
+from colonnade.topology.towers import list_tower_ranks
 from colonnade.topology.world import World
 from colonnade.wire.codec import EXACT, Codecs
 
@@ -264,7 +264,7 @@ def build_plan(
             f"plan.towers: got {config.towers!r}, wanted a number of towers, with shardings inside them (`in_towers`)"
         )
     if isinstance(config.towers, int) and world.num_ranks > 1:
-        tower_ranks(world, config.towers)  # Raises for towers of different sizes.
+        list_tower_ranks(world, config.towers)  # Raises for towers of different sizes.
     caches = build_table_caches(config.cache, tables)
     if world.num_ranks == 1:  # The settings are checked above all the same.
         caches = {}
@@ -277,7 +277,7 @@ def _read_shardings(
     config: PlanConfig, tables: Sequence[Table], world: World
 ) -> tuple[list[Sharding], list[str]]:
     """Return shardings with their hot rows, and exchanges, by table. Raises ConfigError if one is open."""
-    resolved = resolve_tables(config, tables, world)
+    resolved = resolve_fixed_tables(config, tables, world)
     for name, pair in resolved.items():
         if pair is None:
             raise ConfigError(
@@ -295,7 +295,7 @@ def _read_shardings(
             )
     pairs = [pair for pair in resolved.values() if pair is not None]
     shardings = [sharding for sharding, _ in pairs]
-    shardings = add_hot_rows(tables, shardings, ids, world.num_ranks, world.servers)
+    shardings = add_hot_rows_to_shardings(tables, shardings, ids, world.num_ranks, world.servers)
     return shardings, [exchange for _, exchange in pairs]
 
 
@@ -364,15 +364,15 @@ def _divide_memory(
         memory.mapped_location,
         memory.tables,
     )
-    dram_bytes = subtract_hot_rows(all_shards, memory.dram, "plan.memory.dram", slot_bytes)
-    hbm_bytes = subtract_hot_rows(
+    dram_bytes = subtract_hot_row_bytes(all_shards, memory.dram, "plan.memory.dram", slot_bytes)
+    hbm_bytes = subtract_hot_row_bytes(
         all_shards, memory.hbm, "plan.memory.hbm", lambda table: table.record_bytes
     )
     table_shards = [shard for shard in all_shards if not shard.is_hot]
     slices = [shard.table for shard in table_shards]
     for t, table in enumerate(tables):
         check_column_slices(table, [shard.table for shard in table_shards if shard.number == t])
-    by_rank = distinct_shard_lists([shard.sharding for shard in table_shards], num_ranks)
+    by_rank = list_distinct_shards([shard.sharding for shard in table_shards], num_ranks)
     for shards in by_rank:
         rank_slices = [
             table
@@ -380,19 +380,21 @@ def _divide_memory(
             if shard.owner_index is not None
         ]
         check_memory_budget(tables, rank_slices, dram_bytes, table_bytes)
-        _check_hbm(rank_slices, hbm_bytes)
+        _check_hbm_budget(rank_slices, hbm_bytes)
     on_device = [0] * len(slices)
     if hbm_bytes is not None:
-        on_device = _min_over_ranks(
+        on_device = _min_rows_over_ranks(
             by_rank, [split_hbm_budget(slices, hbm_bytes, shards) for shards in by_rank]
         )
-    divide = partial(split_budget, budget_bytes=dram_bytes, fixed_bytes=table_bytes)
+    divide = partial(split_memory_budget, budget_bytes=dram_bytes, fixed_bytes=table_bytes)
     capacities = [divide(slices, shards=shards) for shards in by_rank]
     mapped_slices: set[int] = set()
     if mapped is not None:
-        mapped_slices = _choose_mapped(table_shards, by_rank, capacities, mapped)
-        capacities = [_divide_unmapped(slices, shards, mapped_slices, divide) for shards in by_rank]
-    in_memory = _min_over_slices(table_shards, _min_over_ranks(by_rank, capacities))
+        mapped_slices = _choose_mapped_slices(table_shards, by_rank, capacities, mapped)
+        capacities = [
+            _divide_memory_of_unmapped(slices, shards, mapped_slices, divide) for shards in by_rank
+        ]
+    in_memory = _min_over_slices(table_shards, _min_rows_over_ranks(by_rank, capacities))
     on_device = _min_over_slices(table_shards, on_device)
     mapped_tables = {table_shards[s].number for s in mapped_slices}
     return [
@@ -410,7 +412,7 @@ def _divide_memory(
     ]
 
 
-def _check_hbm(rank_tables: Sequence[Table], hbm_bytes: int | None) -> None:
+def _check_hbm_budget(rank_tables: Sequence[Table], hbm_bytes: int | None) -> None:
     """Raise ConfigError if device memory has no room for one row of each table of a rank."""
     least = sum(table.record_bytes for table in rank_tables)
     if hbm_bytes is not None and hbm_bytes < least:
@@ -420,7 +422,7 @@ def _check_hbm(rank_tables: Sequence[Table], hbm_bytes: int | None) -> None:
         )
 
 
-def _choose_mapped(
+def _choose_mapped_slices(
     table_shards: Sequence[TableShard],
     by_rank: Sequence[Sequence[Shard]],
     capacities: Sequence[Sequence[int]],
@@ -433,7 +435,7 @@ def _choose_mapped(
     slices = [shard.table for shard in table_shards]
     without_room: set[int] = set()
     for rank_capacities, shards in zip(capacities, by_rank, strict=True):
-        fitting = set(mapped_tables(slices, rank_capacities, mapped.bytes, shards))
+        fitting = set(choose_mapped_tables(slices, rank_capacities, mapped.bytes, shards))
         absent = {s for s, shard in enumerate(shards) if shard.owner_index is None}
         without_room |= set(range(len(slices))) - fitting - absent
     # All slices of a table are in the same memory.
@@ -441,7 +443,7 @@ def _choose_mapped(
     return {s for s, shard in enumerate(table_shards) if shard.number not in unmapped}
 
 
-def _divide_unmapped(
+def _divide_memory_of_unmapped(
     slices: Sequence[Table],
     shards: Sequence[Shard],
     mapped_slices: Collection[int],
@@ -494,7 +496,9 @@ def apply_placement(
     )
 
 
-def _min_over_ranks(by_rank: Sequence[Sequence[Shard]], rows: Sequence[Sequence[int]]) -> list[int]:
+def _min_rows_over_ranks(
+    by_rank: Sequence[Sequence[Shard]], rows: Sequence[Sequence[int]]
+) -> list[int]:
     """Return for each slice the smallest number of rows that fit on a rank with rows of it.
 
     by_rank, rows: by rank, then by slice."""
@@ -532,7 +536,7 @@ def _exchange_columns(table: TablePlan) -> dict[str, str]:
     return {"sharding": str(table.sharding), "exchange": table.exchange}
 
 
-def describe_tables(plan: Plan, tables: Sequence[Table]) -> list[dict[str, str]]:
+def describe_planned_tables(plan: Plan, tables: Sequence[Table]) -> list[dict[str, str]]:
     """Describe a plan as one printable line per table, by column title."""
     lines = []
     for table, planned, late in zip(tables, plan.tables, plan.staleness_by_table, strict=True):

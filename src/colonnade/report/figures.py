@@ -24,7 +24,7 @@ from colonnade.report.reading import (
     is_constant,
     is_judged,
     select_evaluation,
-    sum_lines,
+    sum_metrics_lines,
     value_at_selection,
 )
 
@@ -58,7 +58,7 @@ PER_STEP = PHASE_ORDER[:-2]
 UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"))
 
 
-def loss_chart(run: RunRecord) -> Figure | None:
+def draw_loss_chart(run: RunRecord) -> Figure | None:
     """Draw the training loss, recorded and smoothed."""
     lines = run.lines_of_kind("train")
     known = [(line["step"], line.get("loss")) for line in lines]
@@ -67,11 +67,11 @@ def loss_chart(run: RunRecord) -> Figure | None:
         return None
     steps, values = thin_points(points)
     smooth_values = smooth_curve(values)
-    data = [line_trace(steps, smooth_values, "loss", COLORS[0], width=2.4)]
+    data = [build_line_trace(steps, smooth_values, "loss", COLORS[0], width=2.4)]
     if smooth_values != [_round_digits(value) for value in values]:
         data = [
-            line_trace(steps, values, "recorded", FAINT, width=1.2),
-            line_trace(steps, smooth_values, "smoothed", COLORS[0], width=2.4),
+            build_line_trace(steps, values, "recorded", FAINT, width=1.2),
+            build_line_trace(steps, smooth_values, "smoothed", COLORS[0], width=2.4),
         ]
     bad = len(known) - len(points)
     note = f"Mean over a batch, in nats. {_describe_interval(lines)}"
@@ -83,7 +83,7 @@ def loss_chart(run: RunRecord) -> Figure | None:
     return build_chart("Training loss", note, data, y="loss")
 
 
-def metric_charts(run: RunRecord) -> list[Figure]:
+def draw_metric_charts(run: RunRecord) -> list[Figure]:
     """Draw a chart for each metric that was evaluated more than once, with the selected step marked."""
     charts: list[Figure] = []
     selection = select_evaluation(run)
@@ -97,7 +97,9 @@ def metric_charts(run: RunRecord) -> list[Figure]:
         for number, part in enumerate(sorted(parts, key=lambda p: (p not in order, p))):
             points = parts[part]
             steps, values = [p[0] for p in points], [p[1] for p in points]
-            data.append(line_trace(steps, values, part, COLORS[number % len(COLORS)], markers=True))
+            data.append(
+                build_line_trace(steps, values, part, COLORS[number % len(COLORS)], markers=True)
+            )
             if is_judged(metric) and selection is not None:
                 step, value = value_at_selection(selection, points)
                 note.append(f"{part} {format_metric(metric, value)} at step {step:,}")
@@ -126,7 +128,7 @@ def metric_charts(run: RunRecord) -> list[Figure]:
     return charts
 
 
-def learning_rate_chart(run: RunRecord) -> Figure | None:
+def draw_learning_rate_chart(run: RunRecord) -> Figure | None:
     """Draw the learning rates; None if they are constant, as the settings then show them."""
     lines = [line for line in run.lines_of_kind("train") if isinstance(line.get("lr"), dict)]
     names = dict.fromkeys(name for line in lines for name in line["lr"])
@@ -140,11 +142,11 @@ def learning_rate_chart(run: RunRecord) -> Figure | None:
     data = []
     for number, (name, points) in enumerate(list(changing.items())[: len(COLORS)]):
         steps, values = thin_points(points)
-        data.append(line_trace(steps, values, name.replace(".", " "), COLORS[number]))
+        data.append(build_line_trace(steps, values, name.replace(".", " "), COLORS[number]))
     return build_chart("Learning rates", "By param group.", data, y="learning rate")
 
 
-def throughput_chart(run: RunRecord) -> Figure | None:
+def draw_throughput_chart(run: RunRecord) -> Figure | None:
     """Draw the samples per second of training."""
     points = [
         (line["step"], line["samples_per_second"])
@@ -155,14 +157,14 @@ def throughput_chart(run: RunRecord) -> Figure | None:
         return None
     steps, values = thin_points(points)
     median = statistics.median(value for _, value in points)
-    data = [line_trace(steps, values, "samples/s", COLORS[2])]
+    data = [build_line_trace(steps, values, "samples/s", COLORS[2])]
     note = f"Over all ranks, without evaluation and checkpoints. Median {format_count(median)} samples/s."
     return build_chart("Throughput", note, data, y="samples per second", from_zero=True)
 
 
-def phase_total_chart(run: RunRecord) -> Figure | None:
+def draw_phase_total_chart(run: RunRecord) -> Figure | None:
     """Draw the total time of the training thread by phase."""
-    sums = sum_lines(run, "phases")
+    sums = sum_metrics_lines(run, "phases")
     total = sums.pop("total", 0.0) or sum(sums.values())
     if not total:
         return None
@@ -176,7 +178,7 @@ def phase_total_chart(run: RunRecord) -> Figure | None:
         + (f" · {format_seconds(spent / steps)}" if name in PER_STEP else "")
         for name, spent in zip(names, seconds, strict=True)
     ]
-    data = [_bar_trace(names, seconds, "seconds", COLORS[0], labels, unit=" s")]
+    data = [_build_bar_trace(names, seconds, "seconds", COLORS[0], labels, unit=" s")]
     note = (
         f"{format_seconds(total)} on the training thread in {steps:,} steps. Each bar is labelled with its share and "
         "its time in one step."
@@ -184,7 +186,7 @@ def phase_total_chart(run: RunRecord) -> Figure | None:
     return build_chart("Phases of a step", note, data, x="seconds", bars=len(names), room=0.68)
 
 
-def phase_history_chart(run: RunRecord) -> Figure | None:
+def draw_phase_history_chart(run: RunRecord) -> Figure | None:
     """Draw the milliseconds of a step by phase, stacked, over the steps."""
     lines = run.lines_of_kind("phases")
     if len(lines) < 3:
@@ -199,7 +201,7 @@ def phase_history_chart(run: RunRecord) -> Figure | None:
             if span
         ]
         steps, values = thin_points(points)
-        data.append(area_trace(steps, values, name, COLORS[number % len(COLORS)], unit=" ms"))
+        data.append(build_area_trace(steps, values, name, COLORS[number % len(COLORS)], unit=" ms"))
     return build_chart(
         "Phases of a step over time",
         "Stacked: the sum is the time of a step, without evaluation and checkpoints.",
@@ -209,7 +211,7 @@ def phase_history_chart(run: RunRecord) -> Figure | None:
     )
 
 
-def row_source_chart(run: RunRecord) -> Figure | None:
+def draw_row_source_chart(run: RunRecord) -> Figure | None:
     """Draw the shares of rows that batches found in memory, read from files, or initialised."""
     lines = [line for line in run.lines_of_kind("rows") if _count_rows(line)]
     if not lines:
@@ -219,8 +221,8 @@ def row_source_chart(run: RunRecord) -> Figure | None:
     for number, (name, label) in enumerate(labels.items()):
         points = [(line["step"], 100 * (line.get(name) or 0) / _count_rows(line)) for line in lines]
         steps, values = thin_points(points)
-        data.append(area_trace(steps, values, label, COLORS[number], unit=" %"))
-    sums = sum_lines(run, "rows")
+        data.append(build_area_trace(steps, values, label, COLORS[number], unit=" %"))
+    sums = sum_metrics_lines(run, "rows")
     total = sum(sums.get(name, 0) for name in labels) or 1
     shares = ", ".join(f"{sums.get(n, 0) / total:.1%} {label}" for n, label in labels.items())
     evicted = sums.get("evicted", 0)
@@ -230,7 +232,7 @@ def row_source_chart(run: RunRecord) -> Figure | None:
     return figure
 
 
-def table_size_chart(tables: Sequence[TableFigures]) -> Figure | None:
+def draw_table_size_chart(tables: Sequence[TableFigures]) -> Figure | None:
     """Draw the bytes of the largest tables in memory and in files."""
     sized = [t for t in tables if t.bytes_in_memory or t.bytes_in_files]
     if not sized:
@@ -241,9 +243,9 @@ def table_size_chart(tables: Sequence[TableFigures]) -> Figure | None:
     power, unit = next(((p, u) for p, u in UNITS if largest >= 2**p), UNITS[-1])
     memory = [t.bytes_in_memory / 2**power for t in shown]
     files = [t.bytes_in_files / 2**power for t in shown]
-    data = [_bar_trace(names, memory, "in memory", COLORS[0], unit=f" {unit}")]
+    data = [_build_bar_trace(names, memory, "in memory", COLORS[0], unit=f" {unit}")]
     if any(files):  # bars are drawn from the bottom up, and memory goes on top
-        data.insert(0, _bar_trace(names, files, "in files", COLORS[1], unit=f" {unit}"))
+        data.insert(0, _build_bar_trace(names, files, "in files", COLORS[1], unit=f" {unit}"))
     total = format_bytes(sum(t.bytes_in_memory for t in sized))
     below = format_bytes(sum(t.bytes_in_files for t in sized))
     note = f"Weights, optimizer state and clocks of the first rank with rows: {total} in memory, {below} in files."
@@ -253,7 +255,7 @@ def table_size_chart(tables: Sequence[TableFigures]) -> Figure | None:
     return build_chart("Table sizes", note, data, x=unit, bars=len(names), barmode="group")
 
 
-def table_traffic_chart(tables: Sequence[TableFigures]) -> Figure | None:
+def draw_table_traffic_chart(tables: Sequence[TableFigures]) -> Figure | None:
     """Draw the lookups and the distinct rows of a median batch, by table."""
     used = sorted((t for t in tables if t.lookups), key=lambda t: -(t.unique or 0))
     if not used:
@@ -261,8 +263,8 @@ def table_traffic_chart(tables: Sequence[TableFigures]) -> Figure | None:
     shown, rest = used[:MAX_TABLES][::-1], used[MAX_TABLES:]
     names = [t.name for t in shown]
     data = [
-        _bar_trace(names, [t.lookups or 0 for t in shown], "lookups", FAINT),
-        _bar_trace(names, [t.unique or 0 for t in shown], "distinct rows", COLORS[2]),
+        _build_bar_trace(names, [t.lookups or 0 for t in shown], "lookups", FAINT),
+        _build_bar_trace(names, [t.unique or 0 for t in shown], "distinct rows", COLORS[2]),
     ]
     all_lookups, all_unique = sum(t.lookups or 0 for t in used), sum(t.unique or 0 for t in used)
     note = (
@@ -276,7 +278,7 @@ def table_traffic_chart(tables: Sequence[TableFigures]) -> Figure | None:
     )
 
 
-def overlay_charts(runs: Mapping[str, RunRecord]) -> list[Figure]:
+def draw_overlay_charts(runs: Mapping[str, RunRecord]) -> list[Figure]:
     """Draw the losses, metrics and throughput of several runs in common charts."""
     charts = []
     curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
@@ -298,7 +300,7 @@ def overlay_charts(runs: Mapping[str, RunRecord]) -> list[Figure]:
                 values = smooth_curve(values)
             if steps:
                 color = COLORS[number % len(COLORS)]
-                data.append(line_trace(steps, values, name, color, markers=len(steps) < 40))
+                data.append(build_line_trace(steps, values, name, color, markers=len(steps) < 40))
         if data:
             note = "Smoothed." if title == "training loss" else ""
             is_rate = title == "samples per second"
@@ -356,7 +358,7 @@ def _describe_interval(lines: Sequence[Mapping[str, Any]]) -> str:
     return f"One point in {gap} steps." if gap > 1 else ""
 
 
-def line_trace(
+def build_line_trace(
     x: list, y: list, name: str, color: str, *, width: float = 2.0, markers: bool = False
 ) -> dict:
     """Return a plotly trace of a line."""
@@ -371,7 +373,7 @@ def line_trace(
     }
 
 
-def area_trace(x: list, y: list, name: str, color: str, unit: str) -> dict:
+def build_area_trace(x: list, y: list, name: str, color: str, unit: str) -> dict:
     """Return a plotly trace of a stacked area."""
     return {
         "type": "scatter",
@@ -387,7 +389,7 @@ def area_trace(x: list, y: list, name: str, color: str, unit: str) -> dict:
     }
 
 
-def _bar_trace(
+def _build_bar_trace(
     names: list, values: list, name: str, color: str, labels: list | None = None, unit: str = ""
 ) -> dict:
     return {

@@ -22,14 +22,14 @@ from colonnade.report.reading import (
     RunRecord,
     TableFigures,
     collect_metrics,
-    collect_tables,
+    collect_table_figures,
     find_best,
     flatten_settings,
     is_constant,
     is_judged,
     is_number,
     select_evaluation,
-    sum_lines,
+    sum_metrics_lines,
     value_at_selection,
 )
 
@@ -43,7 +43,7 @@ class ComparisonLine:
     best: tuple[int, ...] = ()  # indices of the best runs; () if none is better than the others
 
 
-def run_names(runs: Sequence[RunRecord]) -> list[str]:
+def find_distinct_run_names(runs: Sequence[RunRecord]) -> list[str]:
     """Return the runs' folder names, with as many parent folders as make them distinct."""
     paths = [run.folder.resolve().parts for run in runs]
     for depth in range(1, max(map(len, paths)) + 1):
@@ -55,10 +55,10 @@ def run_names(runs: Sequence[RunRecord]) -> list[str]:
 
 def build_figure_lines(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
     """Return the lines of figures: metrics (at the selected step, then last), speed and size; "-" if a run has none."""
-    return _metric_lines(runs) + _speed_lines(runs)
+    return _build_metric_lines(runs) + _build_speed_lines(runs)
 
 
-def _metric_lines(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
+def _build_metric_lines(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
     lines: list[ComparisonLine] = []
     evaluated, selections = (
         [collect_metrics(run) for run in runs],
@@ -95,13 +95,13 @@ def _metric_lines(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
     return lines
 
 
-def _speed_lines(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
+def _build_speed_lines(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
     rates = [_median_rate(run) for run in runs]
     known = [rate for rate in rates if rate is not None]
     fastest = tuple(i for i, r in enumerate(rates) if len(known) > 1 and r == max(known))
-    rows = [sum(t.rows_known for t in collect_tables(run)) or None for run in runs]
+    rows = [sum(t.rows_known for t in collect_table_figures(run)) or None for run in runs]
     sizes = [run.summary.get("resident_bytes") for run in runs]
-    sent = [sum(traffic.sum_traffic(run).values()) for run in runs]
+    sent = [sum(traffic.sum_run_traffic(run).values()) for run in runs]
     lines = [
         ComparisonLine("samples/s, median", tuple(map(format_count, rates)), fastest),
         ComparisonLine("steps", tuple(f"{run.step:,}" for run in runs)),
@@ -117,7 +117,7 @@ def _speed_lines(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
 
 def find_different_settings(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
     """Return the settings that differ between runs, and of machines the processor, threads and versions."""
-    settings = [flatten_settings(run.config) | _machine_settings(run) for run in runs]
+    settings = [flatten_settings(run.config) | _collect_machine_settings(run) for run in runs]
     names = dict.fromkeys(name for run_settings in settings for name in run_settings)
     missing = object()
     lines = []
@@ -132,14 +132,14 @@ def find_different_settings(runs: Sequence[RunRecord]) -> list[ComparisonLine]:
     return lines
 
 
-def compare_page(runs: Sequence[RunRecord]) -> str:
+def render_comparison_page(runs: Sequence[RunRecord]) -> str:
     """Return the HTML of a page that compares runs."""
-    names = run_names(runs)
+    names = find_distinct_run_names(runs)
     lines = build_figure_lines(runs)
     differences = [[line.name, *line.values] for line in find_different_settings(runs)]
     return render_page(
         "compare.html",
-        charts={"curves": figures.overlay_charts(dict(zip(names, runs, strict=True)))},
+        charts={"curves": figures.draw_overlay_charts(dict(zip(names, runs, strict=True)))},
         title=f"{len(runs)} runs compared",
         names=names,
         numbers=NumberTable(
@@ -167,7 +167,7 @@ def _median_rate(run: RunRecord) -> float | None:
     return statistics.median(rates) if rates else None
 
 
-def _machine_settings(run: RunRecord) -> dict[str, Any]:
+def _collect_machine_settings(run: RunRecord) -> dict[str, Any]:
     versions = run.machine.get("versions")
     versions = versions if isinstance(versions, dict) else {}
     return {
@@ -185,25 +185,26 @@ MAX_METRIC_TILES = 4
 MAX_COLUMNS = 8
 
 
-def run_page(run: RunRecord) -> str:
+def render_run_page(run: RunRecord) -> str:
     """Return the HTML of a run's page."""
-    tables = collect_tables(run)
-    tier_table = _tier_table(run)
-    towers = tower_map.read_towers(run.folder)
+    tables = collect_table_figures(run)
+    tier_table = _build_tier_table(run)
+    towers = tower_map.read_tower_map(run.folder)
     return render_page(
         "run.html",
         charts={
             "quality": [
-                figures.loss_chart(run), *figures.metric_charts(run), figures.learning_rate_chart(run)
+                figures.draw_loss_chart(run), *figures.draw_metric_charts(run), figures.draw_learning_rate_chart(run)
             ],
             "speed": [
-                figures.throughput_chart(run), figures.phase_total_chart(run), figures.phase_history_chart(run)
+                figures.draw_throughput_chart(run), figures.draw_phase_total_chart(run),
+                figures.draw_phase_history_chart(run)
             ],
-            "rows": [figures.row_source_chart(run)],
-            "traffic": [traffic.sent_bytes_chart(run)],
-            "tiers": tiers.tier_charts(run) if tier_table else [],
-            "tables": [figures.table_size_chart(tables), figures.table_traffic_chart(tables)],
-            "towers": [tower_map.feature_chart(towers)] if towers else [],
+            "rows": [figures.draw_row_source_chart(run)],
+            "traffic": [traffic.draw_sent_bytes_chart(run)],
+            "tiers": tiers.draw_tier_charts(run) if tier_table else [],
+            "tables": [figures.draw_table_size_chart(tables), figures.draw_table_traffic_chart(tables)],
+            "towers": [tower_map.draw_feature_chart(towers)] if towers else [],
         },
         title=run.name,
         status=run.status,
@@ -211,21 +212,21 @@ def run_page(run: RunRecord) -> str:
         folder=run.folder.resolve(),
         num_ranks=_count_ranks(run),
         tiles=build_headline(run),
-        evaluations=_evaluation_table(run),
-        missed_updates=_missed_table(run),
-        copies=_cache_table(run),
-        copy_ages=_cache_age_table(run),
-        sent=_traffic_table(run),
+        evaluations=_build_evaluation_table(run),
+        missed_updates=_build_missed_updates_table(run),
+        copies=_build_cache_table(run),
+        copy_ages=_build_cache_age_table(run),
+        sent=_build_traffic_table(run),
         tiers=tier_table,
-        tables=_size_table(tables),
-        towers=towers and _tower_tables(towers),
+        tables=_build_table_size_table(tables),
+        towers=towers and _build_tower_tables(towers),
         settings={
-            name.capitalize(): flatten_section(section)
+            name.capitalize(): flatten_settings_section(section)
             for name, section in run.config.items()
             if isinstance(section, Mapping)
         },
-        plan=_plan_facts(run),
-        machine=_machine_facts(run.machine),
+        plan=_collect_plan_facts(run),
+        machine=_collect_machine_facts(run.machine),
     )  # fmt: skip
 
 
@@ -258,7 +259,7 @@ def build_headline(run: RunRecord) -> list[tuple[str, str, str]]:
     ]:
         skipped = run.summary.get("skipped", 0)
         tiles.append(("loss scale", f"{scales[-1]:,g}", f"{skipped:,} steps skipped"))
-    tables = collect_tables(run)
+    tables = collect_table_figures(run)
     if known := sum(t.rows_known for t in tables):
         tiles.append(("rows known", format_count(known), f"in {len(tables)} tables"))
     if "resident_bytes" in run.summary:
@@ -270,14 +271,14 @@ def build_headline(run: RunRecord) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def flatten_section(values: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_settings_section(values: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten a section of settings to text by name, without settings at the optimizer's own default."""
     texts: dict[str, Any] = {}
     for name, value in values.items():
         if name == "schema" and isinstance(value, Mapping):
             texts[name] = f"{len(value.get('fields', ()))} fields"
         elif isinstance(value, Mapping):
-            texts |= {f"{name}.{k}": v for k, v in flatten_section(value).items()}
+            texts |= {f"{name}.{k}": v for k, v in flatten_settings_section(value).items()}
         elif value is not None:
             texts[name] = format_setting(value, name)
     return texts
@@ -303,7 +304,7 @@ def _describe_run(run: RunRecord) -> str:
     return f"{text}. {ends.get(run.status, '')}".strip()
 
 
-def _evaluation_table(run: RunRecord) -> NumberTable | None:
+def _build_evaluation_table(run: RunRecord) -> NumberTable | None:
     """Return a table of evaluations with the selected one marked, the newest ones if there are many; None if none."""
     lines = run.lines_of_kind("evaluate")
     if not lines:
@@ -331,12 +332,12 @@ def _evaluation_table(run: RunRecord) -> NumberTable | None:
     )
 
 
-def _tier_table(run: RunRecord) -> NumberTable | None:
+def _build_tier_table(run: RunRecord) -> NumberTable | None:
     """Return a table of the tiers' counts; None if all rows are in memory, or if the record has no counts."""
-    counts = tiers.sum_tiers(run)
-    if not tiers.has_moved_rows(counts, sum_lines(run, "rows").get("evicted", 0)):
+    counts = tiers.sum_tier_counts(run)
+    if not tiers.has_moved_rows(counts, sum_metrics_lines(run, "rows").get("evicted", 0)):
         return None
-    by_tier = [tiers.format_tier(tier) for tier in counts.values()]
+    by_tier = [tiers.format_tier_counts(tier) for tier in counts.values()]
     return NumberTable(
         columns=["", *counts],
         rows=list(zip(tiers.TIER_LINES, *by_tier, strict=True)),
@@ -345,9 +346,9 @@ def _tier_table(run: RunRecord) -> NumberTable | None:
     )
 
 
-def _missed_table(run: RunRecord) -> NumberTable | None:
+def _build_missed_updates_table(run: RunRecord) -> NumberTable | None:
     """Return a table of updates that reads missed; None if reads missed none."""
-    counts = {int(n): count for n, count in sum_lines(run, "missed").items() if n.isdigit()}
+    counts = {int(n): count for n, count in sum_metrics_lines(run, "missed").items() if n.isdigit()}
     total = sum(counts.values())
     if not total:
         return None
@@ -359,9 +360,9 @@ def _missed_table(run: RunRecord) -> NumberTable | None:
     )
 
 
-def _cache_table(run: RunRecord) -> NumberTable | None:
+def _build_cache_table(run: RunRecord) -> NumberTable | None:
     """Return a table of the row cache's counts; None without a cache."""
-    counts = sum_lines(run, "cache")
+    counts = sum_metrics_lines(run, "cache")
     total = sum(counts.get(name, 0.0) for name in ("hits", "misses", "lease_over"))
     if not total:
         return None
@@ -386,9 +387,11 @@ def _cache_table(run: RunRecord) -> NumberTable | None:
     )
 
 
-def _cache_age_table(run: RunRecord) -> NumberTable | None:
+def _build_cache_age_table(run: RunRecord) -> NumberTable | None:
     """Return a table of the ages of cached rows at their reads; None without a cache."""
-    counts = {int(n): count for n, count in sum_lines(run, "copy_ages").items() if n.isdigit()}
+    counts = {
+        int(n): count for n, count in sum_metrics_lines(run, "copy_ages").items() if n.isdigit()
+    }
     total = sum(counts.values())
     if not total:
         return None
@@ -411,22 +414,22 @@ def _format_ages(lowest: int) -> str:
     return f"{lowest:,} to {2 * lowest - 1:,}"
 
 
-def _traffic_table(run: RunRecord) -> NumberTable | None:
+def _build_traffic_table(run: RunRecord) -> NumberTable | None:
     """Return a table of the bytes that rank 0 sent; None if none were recorded."""
-    sent = traffic.sum_traffic(run)
+    sent = traffic.sum_run_traffic(run)
     if not sent:
         return None
     return NumberTable(
         columns=traffic.COLUMNS,
         rows=traffic.build_traffic_lines(
-            sent, traffic.sum_traffic(run, "messages"), traffic.count_steps(run)
+            sent, traffic.sum_run_traffic(run, "messages"), traffic.count_steps(run)
         ),
         title="Traffic of rank 0",
         note="Payload that the rank sent, including payload that it relayed for other ranks.",
     )
 
 
-def _tower_tables(towers: tower_map.TowerMap) -> list[NumberTable]:
+def _build_tower_tables(towers: tower_map.TowerMap) -> list[NumberTable]:
     """Return tables of the affinities inside and across towers, and of the towers' loads."""
     return [
         NumberTable(
@@ -443,7 +446,7 @@ def _tower_tables(towers: tower_map.TowerMap) -> list[NumberTable]:
     ]
 
 
-def _size_table(tables: list[TableFigures]) -> NumberTable | None:
+def _build_table_size_table(tables: list[TableFigures]) -> NumberTable | None:
     """Return a table of the tables' sizes, with the smallest ones as one line if there are many; None without
     tables."""
     if not tables:
@@ -492,7 +495,7 @@ def _count_ranks(run: RunRecord) -> int:
     return int(run.plan.get("num_ranks") or run.summary.get("num_ranks") or 1)
 
 
-def _plan_facts(run: RunRecord) -> dict[str, Any]:
+def _collect_plan_facts(run: RunRecord) -> dict[str, Any]:
     plan = {name: value for name, value in run.plan.items() if not isinstance(value, list | dict)}
     if "dram_bytes" in plan:
         size = plan.pop("dram_bytes")
@@ -513,7 +516,7 @@ def _plan_facts(run: RunRecord) -> dict[str, Any]:
     return {name.replace("_", " "): value for name, value in plan.items()}
 
 
-def _machine_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+def _collect_machine_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in facts.items():
         if isinstance(value, Mapping):

@@ -17,10 +17,10 @@ from typing import Any
 
 from colonnade.checkpoint.header import list_checkpoints
 from colonnade.errors import CheckpointError
-from colonnade.formats import check_format, make_format_stamp, parse_yaml, read_text
+from colonnade.formats import check_format_version, make_format_stamp, parse_yaml, read_text_file
 from colonnade.report.formatting import format_metric_name
 from colonnade.train.best import is_judged, is_less_better
-from colonnade.train.metrics_file import FILE_NAME, ROWS_FILE_NAME, read_lines
+from colonnade.train.metrics_file import FILE_NAME, ROWS_FILE_NAME, read_metrics_lines
 
 MAX_ABSOLUTE = 1e18
 """Largest absolute value of any count or time that training writes."""
@@ -40,7 +40,7 @@ def keep_numbers(values: Any) -> dict[str, Any]:
     return {str(name): value for name, value in values.items() if is_number(value)}
 
 
-def clean_line(line: Mapping[str, Any]) -> dict[str, Any] | None:
+def clean_metrics_line(line: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return a valid line of `train/record.py` without unexpected values; None if the line is invalid."""
     kind, step = line.get("kind"), line.get("step")
     if not isinstance(kind, str) or not isinstance(step, int) or not is_number(step) or step < 0:
@@ -58,11 +58,11 @@ def clean_line(line: Mapping[str, Any]) -> dict[str, Any] | None:
     elif kind == "tables":
         valid["tables"] = clean_sizes(line.get("tables"))
     elif kind == "tiers":
-        valid["tiers"] = clean_tiers(line)
+        valid["tiers"] = clean_tier_counts(line)
     return valid
 
 
-def clean_tiers(values: Any) -> dict[str, dict[str, Any]]:
+def clean_tier_counts(values: Any) -> dict[str, dict[str, Any]]:
     """Return the counts of each tier, by tier."""
     if not isinstance(values, Mapping):
         return {}
@@ -95,11 +95,11 @@ def clean_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
         **keep_numbers(summary),
         "stopped": stopped,
         "tables": clean_sizes(summary.get("tables")),
-        "tiers": clean_tiers(summary.get("tiers")),
+        "tiers": clean_tier_counts(summary.get("tiers")),
     }
 
 
-def clean_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+def clean_named_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plain values of a plan or a machine, by name; sizes are numbers, or None for no limit."""
     valid: dict[str, Any] = {}
     for name, value in facts.items():
@@ -181,7 +181,7 @@ class RunRecord:
         return float(self.summary.get("seconds") or 0) or (times[-1] - times[0] if times else 0.0)
 
 
-def read_run(folder: Path) -> RunRecord:
+def read_run_folder(folder: Path) -> RunRecord:
     """Read a run folder. Raises CheckpointError if it is not a run folder, or if one of its files cannot be read."""
     if not folder.is_dir():
         raise CheckpointError(
@@ -192,21 +192,21 @@ def read_run(folder: Path) -> RunRecord:
             f"{folder} is no run folder: it has neither config.yaml nor {FILE_NAME}. "
             "Give a folder that `colonnade train` wrote"
         )
-    parsed_lines = [clean_line(line) for line in read_lines(folder / FILE_NAME)]
+    parsed_lines = [clean_metrics_line(line) for line in read_metrics_lines(folder / FILE_NAME)]
     lines = [line for line in parsed_lines if line is not None]
-    if row_lines := read_lines(folder / ROWS_FILE_NAME):  # written by another rank
-        lines += [line for line in map(clean_line, row_lines) if line is not None]
+    if row_lines := read_metrics_lines(folder / ROWS_FILE_NAME):  # written by another rank
+        lines += [line for line in map(clean_metrics_line, row_lines) if line is not None]
         lines.sort(key=lambda line: line.get("time") or 0.0)
-    summary = clean_summary(_load_file(folder / "summary.json", "colonnade summary"))
+    summary = clean_summary(_load_run_file(folder / "summary.json", "colonnade summary"))
     if summary and lines:
         written = (folder / "summary.json").stat().st_mtime
         if float(lines[-1].get("time") or 0) > written + 1:  # the summary is of an earlier call
             summary = {}
     return RunRecord(
         folder,
-        clean_config(_load_file(folder / "config.yaml", "colonnade config")),
-        clean_facts(_load_file(folder / "plan.json", "colonnade plan")),
-        clean_facts(_load_file(folder / "machine.json", "colonnade machine")),
+        clean_config(_load_run_file(folder / "config.yaml", "colonnade config")),
+        clean_named_facts(_load_run_file(folder / "plan.json", "colonnade plan")),
+        clean_named_facts(_load_run_file(folder / "machine.json", "colonnade machine")),
         summary,
         tuple(lines),
         tuple(list_checkpoints(folder)),
@@ -271,10 +271,10 @@ def value_at_selection(
     return earlier[-1] if earlier else points[0]
 
 
-def sum_lines(run: RunRecord, kind: str) -> dict[str, float]:
+def sum_metrics_lines(run: RunRecord, line_kind: str) -> dict[str, float]:
     """Return the sums of the values of one kind of line over the run, by name."""
     total: dict[str, float] = defaultdict(float)
-    for line in run.lines_of_kind(kind):
+    for line in run.lines_of_kind(line_kind):
         for name, value in line.items():
             if name not in ("step", "time") and is_number(value):
                 total[name] += value
@@ -300,7 +300,7 @@ class TableFigures:
         return max(self.rows_in_memory or 0, self.rows_in_files or 0)
 
 
-def collect_tables(run: RunRecord) -> list[TableFigures]:
+def collect_table_figures(run: RunRecord) -> list[TableFigures]:
     """Return the run's tables, most bytes first."""
     size_by_table: Mapping[str, Any] = run.summary.get("tables") or {}
     if not size_by_table:
@@ -346,11 +346,11 @@ def _median(values: list[Any]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _load_file(path: Path, name: str) -> dict[str, Any]:
-    """Read a JSON or YAML file of the folder, of format `name`; {} if it is absent. A killed run may have left a part
-    of one."""
+def _load_run_file(path: Path, format_name: str) -> dict[str, Any]:
+    """Read a JSON or YAML file of the folder, of format `format_name`; {} if it is absent. A killed run may have left
+    a part of one."""
     try:
-        text = read_text(path)
+        text = read_text_file(path)
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
@@ -363,5 +363,7 @@ def _load_file(path: Path, name: str) -> dict[str, Any]:
         ) from None
     if not isinstance(loaded, dict):
         return {}
-    check_format(path, loaded, name, is_needed=False)
-    return {key: value for key, value in loaded.items() if key not in make_format_stamp(name)}
+    check_format_version(path, loaded, format_name, is_needed=False)
+    return {
+        key: value for key, value in loaded.items() if key not in make_format_stamp(format_name)
+    }

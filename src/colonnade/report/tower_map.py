@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.formats import read_text
+from colonnade.formats import read_text_file
 from colonnade.plan.towers.partition import Measures, TowerMap
 from colonnade.report.figures import COLORS, Figure, build_chart
 from colonnade.report.formatting import format_bytes, format_count
@@ -20,18 +20,18 @@ LOAD_COLUMNS = ("tower", "features", "bytes", "lookups a sample")
 AFFINITY_COLUMNS = ("towers", "within", "between")
 
 
-def read_towers(folder: Path) -> TowerMap | None:
+def read_tower_map(folder: Path) -> TowerMap | None:
     """Read the run's map of towers; None if there is none. Raises CheckpointError naming the file."""
     path = folder / FILE_NAME
     try:
-        return TowerMap.from_json(read_text(path))
+        return TowerMap.from_json(read_text_file(path))
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def feature_chart(tower_map: TowerMap) -> Figure:
+def draw_feature_chart(tower_map: TowerMap) -> Figure:
     """Draw one point per feature. The axes have no meaning, so they have one scale and no numbers."""
     names = tower_map.partition.features
     data = []

@@ -8,7 +8,7 @@ from typing import Any
 from colonnade.report.figures import (
     COLORS,
     Figure,
-    area_trace,
+    build_area_trace,
     build_chart,
     steps_between,
     thin_points,
@@ -24,11 +24,11 @@ MIB = 2**20
 Key = tuple[str, str]
 
 
-def sum_traffic(run: RunRecord, what: str = "bytes") -> dict[Key, float]:
+def sum_run_traffic(run: RunRecord, quantity: str = "bytes") -> dict[Key, float]:
     """Sum "bytes" or "messages" over the lines of the run, by (channel, link)."""
     sums: dict[Key, float] = {}
     for line in run.lines_of_kind("sent"):
-        for key, number in flatten_counts(line[what]).items():
+        for key, number in flatten_counts(line[quantity]).items():
             sums[key] = sums.get(key, 0.0) + number
     return sums
 
@@ -43,18 +43,18 @@ def build_traffic_lines(
 ) -> list[list[str]]:
     """Return the cells of COLUMNS, most bytes first, then a sum for each link that has several lines."""
     order = sorted(sent, key=lambda key: -sent[key])
-    lines = [_format_line(*key, sent[key], messages.get(key), steps) for key in order]
+    lines = [_format_traffic_line(*key, sent[key], messages.get(key), steps) for key in order]
     for link in dict.fromkeys(link for _, link in order):
         channels = [key for key in order if key[1] == link]
         if len(channels) > 1:
             total = sum(messages.get(key, 0.0) for key in channels)
             lines.append(
-                _format_line("all", link, sum(sent[key] for key in channels), total, steps)
+                _format_traffic_line("all", link, sum(sent[key] for key in channels), total, steps)
             )
     return lines
 
 
-def _format_line(
+def _format_traffic_line(
     channel: str, link: str, size: float, messages: float | None, steps: float
 ) -> list[str]:
     per_step = max(steps, 1.0)
@@ -69,10 +69,10 @@ def count_steps(run: RunRecord) -> float:
     return sum(steps_between(lines)) if lines else 0.0
 
 
-def sent_bytes_chart(run: RunRecord) -> Figure | None:
+def draw_sent_bytes_chart(run: RunRecord) -> Figure | None:
     """Draw the bytes sent per step, stacked by channel and link; None in a world of one."""
     lines = run.lines_of_kind("sent")
-    keys = sorted(sum_traffic(run), key=lambda key: (key[1], -sum_traffic(run)[key]))
+    keys = sorted(sum_run_traffic(run), key=lambda key: (key[1], -sum_run_traffic(run)[key]))
     if not keys:
         return None
     data = []
@@ -84,10 +84,10 @@ def sent_bytes_chart(run: RunRecord) -> Figure | None:
         ]
         name = f"{channel}, {LINK_WORDS.get(link, link)}"
         data.append(
-            area_trace(*thin_points(points), name, COLORS[number % len(COLORS)], unit=" MiB")
+            build_area_trace(*thin_points(points), name, COLORS[number % len(COLORS)], unit=" MiB")
         )
     by_link: dict[str, float] = {}
-    for (_, link), size in sum_traffic(run).items():
+    for (_, link), size in sum_run_traffic(run).items():
         by_link[link] = by_link.get(link, 0.0) + size
     sums = ", ".join(f"{format_bytes(n)} to {LINK_WORDS.get(to, to)}" for to, n in by_link.items())
     return build_chart(

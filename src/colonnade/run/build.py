@@ -47,7 +47,7 @@ from colonnade.retention import (
 )
 from colonnade.store.untrusted import read_regular
 from colonnade.table import Feature, Pooling, Table, Uniform
-from colonnade.topology.towers import Partition, round_robin_partition
+from colonnade.topology.towers import Partition, build_round_robin_partition
 
 DEFAULT_DIM = 16
 TOWER_SETTINGS = {"tower_vectors", "tower_summaries", "tower_layers"}
@@ -121,7 +121,7 @@ def build_model(schema: Schema, config: RunConfig) -> SplitModel:
         )
     if "towers" in arguments:
         names = [column.name for column in schema.categorical]
-        arguments["towers"] = read_partition(arguments["towers"], names)
+        arguments["towers"] = read_tower_partition(arguments["towers"], names)
     model = spec.model(tables, features, seed=config.train.seed, **arguments)  # type: ignore[call-arg]
     model.autocast = AUTOCAST[config.train.autocast]
     if config.model.compile:
@@ -129,7 +129,7 @@ def build_model(schema: Schema, config: RunConfig) -> SplitModel:
     return model
 
 
-def read_partition(
+def read_tower_partition(
     setting: int | str | Sequence[Sequence[str]], features: Sequence[str]
 ) -> Partition:
     """Return the partition of these features that `model.towers` gives: itself, its file, or a number of towers.
@@ -137,7 +137,7 @@ def read_partition(
     Raises ConfigError."""
     try:
         if isinstance(setting, int):
-            return round_robin_partition(features, setting)
+            return build_round_robin_partition(features, setting)
         if not isinstance(setting, str):
             return Partition(tuple(map(tuple, setting)))
         return Partition.from_json(read_regular(Path(setting)).decode())
@@ -151,14 +151,14 @@ def read_partition(
         raise ConfigError(f"model.towers:{prefix} {error}") from None
 
 
-def resolve_towers(schema: Schema, config: RunConfig) -> RunConfig:
+def resolve_tower_settings(schema: Schema, config: RunConfig) -> RunConfig:
     """Replace a number of towers or a partition file in `model.towers` by the partition itself, as the file may change.
 
     Raises ConfigError."""
     if config.model.towers is None:
         return config
     names = [column.name for column in schema.categorical]
-    towers = read_partition(config.model.towers, names).towers
+    towers = read_tower_partition(config.model.towers, names).towers
     return override_settings(config, {"model.towers": [list(tower) for tower in towers]})
 
 
@@ -180,34 +180,37 @@ def build_row_optimizer(config: RunConfig, table: str | None = None) -> SparseOp
     optimizer does not have."""
     rows = config.embedding
     if table in rows.by_table:
-        return _override_optimizer(f"embedding.by_table.{table}", rows.by_table[table], rows)
+        return _build_overridden_optimizer(
+            f"embedding.by_table.{table}", rows.by_table[table], rows
+        )
     settings = {name: getattr(rows, name) for name in OPTIMIZER_SETTINGS}
-    return _make_optimizer("embedding", rows.optimizer, rows.lr, settings)
+    return _build_optimizer("embedding", rows.optimizer, rows.lr, settings)
 
 
 def build_wide_optimizer(config: RunConfig) -> SparseOptimizer:
     """Build the optimizer of first-order weights. Raises ConfigError as `build_row_optimizer` does."""
-    return _override_optimizer("embedding.wide", config.embedding.wide, config.embedding)
+    return _build_overridden_optimizer("embedding.wide", config.embedding.wide, config.embedding)
 
 
-def _override_optimizer(
-    section: str, own: WideConfig | TableEmbeddingConfig, rows: EmbeddingConfig
+def _build_overridden_optimizer(
+    section: str, own_settings: WideConfig | TableEmbeddingConfig, row_settings: EmbeddingConfig
 ) -> SparseOptimizer:
     """Build the optimizer that a section configures; settings it leaves out are those of all rows."""
-    settings = {name: getattr(own, name) for name in OPTIMIZER_SETTINGS}
-    lr = rows.lr if own.lr is None else own.lr
-    if own.optimizer is not None:
-        return _make_optimizer(section, own.optimizer, lr, settings)
+    settings = {name: getattr(own_settings, name) for name in OPTIMIZER_SETTINGS}
+    lr = row_settings.lr if own_settings.lr is None else own_settings.lr
+    if own_settings.optimizer is not None:
+        return _build_optimizer(section, own_settings.optimizer, lr, settings)
     settings = {
-        name: getattr(rows, name) if value is None else value for name, value in settings.items()
+        name: getattr(row_settings, name) if value is None else value
+        for name, value in settings.items()
     }
-    return _make_optimizer(section, rows.optimizer, lr, settings)
+    return _build_optimizer(section, row_settings.optimizer, lr, settings)
 
 
-def _make_optimizer(
-    section: str, name: str, lr: float, settings: Mapping[str, Any]
+def _build_optimizer(
+    section: str, optimizer_name: str, lr: float, settings: Mapping[str, Any]
 ) -> SparseOptimizer:
-    optimizer = SPARSE_OPTIMIZERS[name]
+    optimizer = SPARSE_OPTIMIZERS[optimizer_name]
     arguments = {setting: value for setting, value in settings.items() if value is not None}
     known = {setting.name for setting in fields(optimizer)}
     if unknown := sorted(set(arguments) - known):
@@ -233,15 +236,15 @@ def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[F
         raise ConfigError(
             f"embedding.by_table.{unknown[0]}: this data has no table of that name; it has {', '.join(first_columns)}"
         )
-    retention = build_retention(first_columns.values(), config)
+    retention = build_retention_by_table(first_columns.values(), config)
     tables = [
         Table(
             column.table,
             dtype=config.embedding.dtype,
             master=config.embedding.master,
-            **_norm_bounds(column.table, config.embedding),
+            **_choose_norm_and_weight_bounds(column.table, config.embedding),
             **retention[column.table],
-            **_row_settings(spec, column.table, len(schema.labels), config),
+            **_choose_row_settings(spec, column.table, len(schema.labels), config),
         )
         for column in first_columns.values()
     ]
@@ -252,16 +255,20 @@ def build_tables(schema: Schema, config: RunConfig) -> tuple[list[Table], list[F
     return tables, features
 
 
-def _norm_bounds(table: str, rows: EmbeddingConfig) -> dict[str, Any]:
+def _choose_norm_and_weight_bounds(
+    table_name: str, row_settings: EmbeddingConfig
+) -> dict[str, Any]:
     """Return max_norm and weight_bound of `Table`: the table's own, or those of all rows."""
-    own = rows.by_table.get(table, TableEmbeddingConfig())
+    own = row_settings.by_table.get(table_name, TableEmbeddingConfig())
     return {
-        name: getattr(rows if getattr(own, name) is None else own, name)
+        name: getattr(row_settings if getattr(own, name) is None else own, name)
         for name in ("max_norm", "weight_bound")
     }
 
 
-def build_retention(columns: Iterable[Column], config: RunConfig) -> dict[str, dict[str, Any]]:
+def build_retention_by_table(
+    columns: Iterable[Column], config: RunConfig
+) -> dict[str, dict[str, Any]]:
     """Return, by table, admission and eviction of `Table`, or rows and hashes. Raises ConfigError if the settings name
     a table that is not an open table of this data."""
     rows, open_tables = config.embedding, []
@@ -276,8 +283,8 @@ def build_retention(columns: Iterable[Column], config: RunConfig) -> dict[str, d
                 continue
             settings = rows.tables.get(column.table, rows)
             arguments[column.table] = {
-                "admission": _build_admission(settings.admission),
-                "eviction": _build_eviction(settings.eviction),
+                "admission": _build_admission_policy(settings.admission),
+                "eviction": _build_eviction_policy(settings.eviction),
             }
     if unknown := sorted(set(rows.tables) - set(open_tables)):
         raise ConfigError(
@@ -285,8 +292,8 @@ def build_retention(columns: Iterable[Column], config: RunConfig) -> dict[str, d
             f"{', '.join(sorted(open_tables)) or 'none: each of its columns has a known number of ids'}"
         )
     for name, setting in (
-        ("admission", _build_admission(rows.admission)),
-        ("eviction", _build_eviction(rows.eviction)),
+        ("admission", _build_admission_policy(rows.admission)),
+        ("eviction", _build_eviction_policy(rows.eviction)),
     ):
         if setting is not None and not open_tables:
             raise ConfigError(
@@ -296,7 +303,7 @@ def build_retention(columns: Iterable[Column], config: RunConfig) -> dict[str, d
     return arguments
 
 
-def _build_admission(config: AdmissionConfig) -> Admission | None:
+def _build_admission_policy(config: AdmissionConfig) -> Admission | None:
     if config.probability is not None:
         return RandomAdmission(probability=config.probability)
     if config.updates is None or config.expected_ids is None:
@@ -309,7 +316,7 @@ def _build_admission(config: AdmissionConfig) -> Admission | None:
     )
 
 
-def _build_eviction(config: EvictionConfig) -> Eviction | None:
+def _build_eviction_policy(config: EvictionConfig) -> Eviction | None:
     if config.max_rows is None:
         return None if config.age_steps is None else AgeEviction(steps=config.age_steps)
     return MaxRowsEviction(
@@ -320,21 +327,23 @@ def _build_eviction(config: EvictionConfig) -> Eviction | None:
     )
 
 
-def _row_settings(spec: ModelSpec, table: str, tasks: int, config: RunConfig) -> dict[str, Any]:
+def _choose_row_settings(
+    spec: ModelSpec, table_name: str, tasks: int, config: RunConfig
+) -> dict[str, Any]:
     """Return dim, optimizer and initializer of a `Table`. Raises ConfigError."""
     scale = config.embedding.init_scale
     wide_initializer = Uniform(scale=config.embedding.wide.init_scale)
-    table_scale = config.embedding.by_table.get(table, TableEmbeddingConfig()).init_scale
-    dim, optimizer = config.model.dim or DEFAULT_DIM, build_row_optimizer(config, table)
+    table_scale = config.embedding.by_table.get(table_name, TableEmbeddingConfig()).init_scale
+    dim, optimizer = config.model.dim or DEFAULT_DIM, build_row_optimizer(config, table_name)
     if spec.rows == "weights":
         initializer = Uniform(scale=(scale or 0.0) if table_scale is None else table_scale)
         return {"dim": tasks, "optimizer": optimizer, "initializer": initializer}
-    model_scale = spec.model.init_scales.get(table, dim**-0.5 if scale is None else scale)
+    model_scale = spec.model.init_scales.get(table_name, dim**-0.5 if scale is None else scale)
     initializer = Uniform(scale=model_scale if table_scale is None else table_scale)
-    width = spec.model.row_width(table, dim, config.model.model_dump())
+    width = spec.model.row_width(table_name, dim, config.model.model_dump())
     if width != int(width):
         raise ConfigError(
-            f"model.dim: got {dim}; {config.model.name} uses {width / dim:g} of it for rows of {table}; "
+            f"model.dim: got {dim}; {config.model.name} uses {width / dim:g} of it for rows of {table_name}; "
             "wanted an even number"
         )
     dim = int(width)

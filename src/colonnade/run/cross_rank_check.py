@@ -34,7 +34,7 @@ def check_equal_on_all_ranks(mesh: Mesh, facts: Facts, advice: str) -> None:
     """
     if mesh.num_ranks == 1:
         return
-    text = json.dumps(flatten(facts), default=str).encode()
+    text = json.dumps(flatten_to_dotted_names(facts), default=str).encode()
     digests = mesh.all_gather_bytes("control", hashlib.sha256(text).digest())
     if len(set(digests)) == 1:
         return
@@ -45,12 +45,16 @@ def check_equal_on_all_ranks(mesh: Mesh, facts: Facts, advice: str) -> None:
         raise WorldError(f"{format_differences(differences)}; {advice}")
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_to_dotted_names(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested mappings to dotted names: {"train": {"lr": 0.1}} -> {"train.lr": 0.1}."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         path = f"{prefix}{name}"
-        flat |= flatten(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
+        flat |= (
+            flatten_to_dotted_names(value, f"{path}.")
+            if isinstance(value, Mapping)
+            else {path: value}
+        )
     return flat
 
 
@@ -75,7 +79,7 @@ def check_model_on_all_ranks(
 
     choices: further arguments of the caller, by name.
     """
-    facts = {**data_facts(data), **model_facts(model, collection), **choices}
+    facts = {**collect_data_facts(data), **collect_model_facts(model, collection), **choices}
     check_equal_on_all_ranks(
         mesh, facts, "give every rank the same data, and build the same model on each"
     )
@@ -102,7 +106,7 @@ def check_plan_on_all_ranks(plan: Plan | None, optimizer: Optimizer, mesh: Mesh)
     check_equal_on_all_ranks(mesh, facts, "give every rank the same plan and optimizer")
 
 
-def model_facts(model: torch.nn.Module, collection: EmbeddingCollection) -> dict[str, Any]:
+def collect_model_facts(model: torch.nn.Module, collection: EmbeddingCollection) -> dict[str, Any]:
     """Return the facts of a model: all properties of tables, and names, shapes and dtypes of dense parameters.
 
     Dense values may differ, because rank 0's are sent to all ranks.
@@ -114,8 +118,10 @@ def model_facts(model: torch.nn.Module, collection: EmbeddingCollection) -> dict
         "output": declaration.output,
         "tables": [table.name for table in declaration.tables],
         "features": [feature.name for feature in declaration.features],
-        "table": {table.name: _fields_of(table) for table in declaration.tables},
-        "feature": {feature.name: _fields_of(feature) for feature in declaration.features},
+        "table": {table.name: _list_dataclass_fields(table) for table in declaration.tables},
+        "feature": {
+            feature.name: _list_dataclass_fields(feature) for feature in declaration.features
+        },
         "consumer": {
             name: [type(consumer.interaction).__name__, *consumer.features]
             for name, consumer in declaration.consumers.items()
@@ -127,7 +133,7 @@ def model_facts(model: torch.nn.Module, collection: EmbeddingCollection) -> dict
     }
 
 
-def data_facts(data: Splits) -> dict[str, Any]:
+def collect_data_facts(data: Splits) -> dict[str, Any]:
     """Return the columns and their kinds, and the sample count of each part ("unknown" if its source has none)."""
     schema = data.train.schema
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
@@ -137,7 +143,9 @@ def data_facts(data: Splits) -> dict[str, Any]:
             "dense": list(schema.dense),
             "labels": list(schema.labels),
             "categorical": [column.name for column in schema.categorical],
-            "column": {column.name: _fields_of(column) for column in schema.categorical},
+            "column": {
+                column.name: _list_dataclass_fields(column) for column in schema.categorical
+            },
         },
         "samples": {
             name: "unknown" if part.num_samples is None else part.num_samples
@@ -147,7 +155,7 @@ def data_facts(data: Splits) -> dict[str, Any]:
     }
 
 
-def _fields_of(value: Any) -> dict[str, Any]:
+def _list_dataclass_fields(value: Any) -> dict[str, Any]:
     """Return the fields of a dataclass; nested ones as repr, which keeps the class name that asdict drops."""
     return {
         name: repr(field_value) if hasattr(field_value, "__dataclass_fields__") else field_value

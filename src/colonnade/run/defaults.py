@@ -96,7 +96,7 @@ class Training:
     """Prior of first-order weights."""
 
 
-def choose_training(num_samples: int) -> Training:
+def choose_training_settings(num_samples: int) -> Training:
     """Choose settings for `num_samples` training samples, including those to hold out.
 
     Below 2,000 samples nothing is held out, because so few cannot decide when to stop. 3 to 16 epochs give about 100
@@ -152,7 +152,7 @@ def open_data(config: RunConfig, folder: Path | None) -> tuple[RunConfig, Splits
     num_samples = _count_samples(data.train) + (
         _count_samples(data.validation) if can_hold_out else 0
     )
-    suggested = choose_training(num_samples)
+    suggested = choose_training_settings(num_samples)
     if can_hold_out and suggested.validation_fraction != held_out:
         held_out = suggested.validation_fraction
         data = _open_data_source(_with_held_out_fraction(config, held_out))

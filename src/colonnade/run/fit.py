@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.checkpoint.checkpoints import open_checkpoints
-from colonnade.checkpoint.fingerprint import check_model, load_dense
+from colonnade.checkpoint.fingerprint import check_model_matches_checkpoint, load_dense
 from colonnade.checkpoint.header import read_header, resolve_step
 from colonnade.checkpoint.states import load_state
 from colonnade.comm.mesh import Mesh
@@ -38,7 +38,7 @@ from colonnade.run.run import (
     OptimizerFactory,
     ScheduleFactory,
     prepare_run,
-    set_threads,
+    set_num_threads,
 )
 from colonnade.run.validation import find_collection
 from colonnade.terminal import Terminal
@@ -120,7 +120,7 @@ def fit(
     full_config = override_settings(config or RunConfig(), overrides)
     mesh = mesh or open_mesh(timeout=timedelta(seconds=full_config.train.timeout))
     check_config_on_all_ranks(full_config, mesh)
-    set_threads(full_config.train.threads, mesh)
+    set_num_threads(full_config.train.threads, mesh)
     if objective is not None and loss is not None:
         raise ConfigError("got both objective and loss, wanted one of them")
     opened_run = prepare_run(
@@ -162,7 +162,7 @@ def load_checkpoint(
     folder, mesh = Path(run), mesh or open_mesh()
     collection, step = find_collection(model), resolve_step(folder, at)
     header = read_header(folder, step)
-    check_model(folder, header, collection.declaration, model)
+    check_model_matches_checkpoint(folder, header, collection.declaration, model)
     checkpoints, _ = open_checkpoints(folder, collection.tables, mesh, read_only=True, at=step)
     config = PlanConfig.model_validate({"memory": {"dram": dram}})
     plan = build_plan(collection.tables, mesh.world, config)

@@ -18,16 +18,16 @@ from colonnade.config.plan import PlanConfig
 from colonnade.config.run import RunConfig
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
-from colonnade.formats import read_text
+from colonnade.formats import read_text_file
 from colonnade.lookup.hops import BY_TOWERS
 from colonnade.lookup.layout import EmbeddingDeclaration
-from colonnade.plan.constraints import apply_towers, read_constraints
-from colonnade.plan.cost.comm_volume import single_rank_seconds
+from colonnade.plan.constraints import apply_towers, read_table_constraints
+from colonnade.plan.cost.comm_volume import predict_single_rank_seconds
 from colonnade.plan.cost.consumers import build_model_load
 from colonnade.plan.cost.memory import MemoryDemand, divide_memory
 from colonnade.plan.cost.prediction import LinkCosts
 from colonnade.plan.cost.table_stats import TableLoad, build_table_loads
-from colonnade.plan.hot import most_popular_ids
+from colonnade.plan.hot import find_most_popular_ids
 from colonnade.plan.measure.device import Device
 from colonnade.plan.measure.profile import Profile
 from colonnade.plan.plan import Plan
@@ -63,7 +63,7 @@ def choose_hot_ids(
             hot_ids[name] = settings.replicated_rows
             continue
         readers = [feature.name for feature in declared.features if feature.table == name]
-        hot_ids[name] = most_popular_ids(sample, readers, settings.replicated_rows)
+        hot_ids[name] = find_most_popular_ids(sample, readers, settings.replicated_rows)
         recorded_hot = recorded_shardings[name].hot if name in recorded_shardings else None
         if recorded_hot is not None and len(recorded_hot.ids) == len(hot_ids[name]):
             hot_ids[name] = recorded_hot.ids
@@ -111,7 +111,7 @@ def choose_shardings_and_exchanges(
     hot: names of tables with hot rows.
     Raises ConfigError for impossible constraints.
     """
-    constraints = read_constraints(config.plan, collection.tables, world)
+    constraints = read_table_constraints(config.plan, collection.tables, world)
     for name in hot:
         constraints[f"{name}[cold]"] = constraints[name]
         constraints[f"{name}[hot]"] = Constraint("replicated")
@@ -150,7 +150,7 @@ def apply_tower_partition(
     plan_config, partition = config.plan, None
     if isinstance(plan_config.towers, str):
         try:
-            text = read_text(Path(plan_config.towers))
+            text = read_text_file(Path(plan_config.towers))
         except (OSError, UnicodeDecodeError):
             raise ConfigError(
                 f"plan.towers: got {plan_config.towers!r}, wanted a number of towers, or a file that lists the "
@@ -205,7 +205,7 @@ def estimate_link_costs(
     reduce_seconds = estimate_reduction_seconds(
         model, trainers, codec, tower_parameters, num_towers
     )
-    one_rank_seconds = sum(single_rank_seconds(load, device.memory) for load in loads)
+    one_rank_seconds = sum(predict_single_rank_seconds(load, device.memory) for load in loads)
     return LinkCosts(
         processor_seconds=choice.seconds.processor - one_rank_seconds,
         waited_seconds=choice.seconds.waited + reduce_seconds,
@@ -251,7 +251,7 @@ def estimate_reduction_seconds(
         bytes_per_tower = sum(p.numel() * p.element_size() for p in tower_weights) / num_towers
         seconds = estimate_sum_traffic(
             choose_sum_algorithm(tower, bytes_per_tower), tower, bytes_per_tower
-        ).seconds(tower)
+        ).predict_seconds(tower)
     if size == trainers.num_ranks:  # one tower has all ranks
         tower_ids = set()
     trained = [p for p in model.parameters() if p.requires_grad and id(p) not in tower_ids]
@@ -261,13 +261,13 @@ def estimate_reduction_seconds(
     if other_bytes:
         seconds += estimate_sum_traffic(
             choose_sum_algorithm(trainers, other_bytes), trainers, other_bytes
-        ).seconds(trainers)
+        ).predict_seconds(trainers)
     if size:
         coded_bytes = coded_buffer_bytes(codec, sum(p.numel() for p in coded), trainers.num_ranks)
         seconds += estimate_sum_traffic(
             sum_algorithm_of_layout(trainers), trainers, size, coded_bytes
-        ).seconds(trainers)
-        seconds += estimate_sum_traffic("whole", trainers, SIGNAL_BYTES).seconds(trainers)
+        ).predict_seconds(trainers)
+        seconds += estimate_sum_traffic("whole", trainers, SIGNAL_BYTES).predict_seconds(trainers)
     return seconds
 
 

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from colonnade.batch import Batch
 from colonnade.checkpoint.header import list_checkpoints, read_header
-from colonnade.checkpoint.stores import open_stores, read_shardings
+from colonnade.checkpoint.stores import open_stores, read_table_shardings
 from colonnade.comm.mesh import Mesh
 from colonnade.config.plan import MemoryConfig, PlanConfig
 from colonnade.config.run import RunConfig
@@ -38,16 +38,21 @@ from colonnade.plan.constraints import resolve_plan_config
 from colonnade.plan.cost.memory import (
     MemoryDemand,
     TableMemory,
+    average_over_ranks,
     divide_memory,
     divide_memory_on_ranks,
-    mean_over_ranks,
+    fits_batches_in_flight,
     predict_demands,
-    window_fits,
 )
-from colonnade.plan.cost.prediction import Prediction, StepCosts, choose_lookahead, predict_speed
+from colonnade.plan.cost.prediction import (
+    Prediction,
+    StepCosts,
+    choose_lookahead_depth,
+    predict_speed,
+)
 from colonnade.plan.cost.table_stats import TableLoad
-from colonnade.plan.hot import profile_hot_and_cold, subtract_hot_rows
-from colonnade.plan.measure.device import Device, measure_device, missing_folders
+from colonnade.plan.hot import profile_hot_and_cold, subtract_hot_row_bytes
+from colonnade.plan.measure.device import Device, list_missing_folders, measure_device
 from colonnade.plan.measure.links import measure_links
 from colonnade.plan.measure.profile import Profile, profile_batches
 from colonnade.plan.plan import Plan, apply_placement, build_plan
@@ -132,19 +137,19 @@ def _run_micro_benchmark(
         stack.callback(with_all_rows.close)
         with_little_memory = None
         if parent is not None:
-            temporary = stack.enter_context(_temporary_folder(parent))
+            temporary = stack.enter_context(_create_temporary_folder(parent))
             with_little_memory = benchmark.open_model(
                 model, _plan_with_little_memory(collection, benchmark.batches, reads), temporary
             )
             stack.callback(with_little_memory.close)
-        first_pass = with_all_rows.next_pass()  # initialises every row
+        first_pass = with_all_rows.train_timed_pass()  # initialises every row
         if with_little_memory is not None:
-            with_little_memory.next_pass()
+            with_little_memory.train_timed_pass()
         ample_passes, tight_passes = [], []
         for _ in range(PASSES - 1):
-            ample_passes.append(with_all_rows.next_pass())
+            ample_passes.append(with_all_rows.train_timed_pass())
             if with_little_memory is not None:
-                tight_passes.append(with_little_memory.next_pass())
+                tight_passes.append(with_little_memory.train_timed_pass())
     step_seconds = _median_step_seconds(ample_passes)
     first_use_seconds = (
         max(_median_step_seconds([first_pass]) - step_seconds, 0.0) / first_pass.born_rows
@@ -168,9 +173,9 @@ def _median_step_seconds(passes: Sequence[TimedPass]) -> float:
 
 
 @contextmanager
-def _temporary_folder(parent: Path) -> Iterator[Path]:
+def _create_temporary_folder(parent: Path) -> Iterator[Path]:
     """Make a temporary folder in `parent`; remove it and missing parents that were created for it afterwards."""
-    created = missing_folders(parent)
+    created = list_missing_folders(parent)
     parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=".rehearsal-", dir=parent))
     try:
@@ -187,10 +192,10 @@ class _TimedModel:
 
     def __init__(self, trainer: Trainer, backings: Sequence[LogBacking], num_steps: int) -> None:
         self.trainer, self.backings, self.num_steps = trainer, backings, num_steps
-        self.stream = trainer.collection.lookahead(trainer._read_batches())
+        self.stream = trainer.collection.lookahead(trainer._read_remaining_batches())
         self.is_warm = False
 
-    def next_pass(self) -> TimedPass:
+    def train_timed_pass(self) -> TimedPass:
         """Train one pass. The first pass begins with a step that is not timed, to warm up torch and the allocator."""
         steps, outcome, store = self.num_steps, Outcome(), self.trainer.collection.store
         if not self.is_warm:
@@ -367,7 +372,7 @@ def read_measured_device(folder: Path | None, paths: Sequence[str]) -> Device | 
     return device if [directory.path for directory in device.directories] == list(paths) else None
 
 
-def read_sample(
+def read_sample_batches(
     source: Source, batch_size: int, lookups: int = SAMPLE_LOOKUPS, num_ranks: int = 1
 ) -> list[Batch]:
     """Read rank 0's first batches of the first epoch until they have `lookups` lookups."""
@@ -386,7 +391,7 @@ def read_sample(
     return sample
 
 
-def _place_tables(
+def _divide_memory_among_tables(
     memory_demands: Sequence[MemoryDemand],
     plan: Plan,
     world: World,
@@ -399,7 +404,7 @@ def _place_tables(
     """Return the memory of each table on its fullest rank: as planned, or by what it saves. at_once: batches in
     flight."""
     if is_even:
-        return place_as_planned(memory_demands, plan)
+        return get_planned_memory(memory_demands, plan)
     shardings = [table.sharding for table in plan.tables]
     return divide_memory_on_ranks(
         memory_demands, shardings, world.num_ranks, dram_bytes, mapped_bytes, at_once=at_once
@@ -421,7 +426,7 @@ def plan_from_sample(
     """
     tables, declared, owners = collection.tables, collection.declaration, len(world.owners)
     base_plan = build_plan(tables, world, resolve_plan_config(config.plan, tables, world))
-    sample = read_sample(data.train, config.train.samples_per_step, lookups)
+    sample = read_sample_batches(data.train, config.train.samples_per_step, lookups)
     stacked_sample = [hash_ids(batch, declared) for batch in sample]
     sample_profile = profile_batches(collection.tables, declared.features, stacked_sample)
     recorded = _read_recorded_shardings(folder)
@@ -458,11 +463,11 @@ def plan_from_sample(
     base_plan = build_plan(tables, world, plan_config)
     shardings = [table.sharding for table in base_plan.tables]
     memory_demands = demands_of(window=depth + batches_in_flight, shardings=shardings)
-    by_rank = _place_tables(
+    by_rank = _divide_memory_among_tables(
         memory_demands, base_plan, world, dram_bytes, mapped_bytes, at_once=batches_in_flight, is_even=is_evenly_placed,
     )  # fmt: skip
     capacities = {table.name: (table.rows, table.tier) for table in by_rank}
-    memory_demands, placements = mean_over_ranks(memory_demands, by_rank, shardings, owners)
+    memory_demands, placements = average_over_ranks(memory_demands, by_rank, shardings, owners)
     if costs is None:
         batches = _select_timed_batches(
             sample, data.train, config.train.samples_per_step, world.num_trainers
@@ -474,7 +479,7 @@ def plan_from_sample(
     if is_evenly_placed and base_plan.lookahead != "auto":
         depth = base_plan.lookahead
     elif is_auto:
-        depth = choose_lookahead(placements, costs, device, depth)
+        depth = choose_lookahead_depth(placements, costs, device, depth)
     prediction = predict_speed(
         collection.tables, memory_demands, placements,
         [sample_profile.lookups_per_sample(t) for t in range(len(collection.tables))], costs, device,
@@ -494,10 +499,10 @@ def _read_recorded_shardings(folder: Path | None) -> dict[str, Sharding]:
     if folder is None or not steps:
         return {}
     header = read_header(folder, steps[-1])
-    return dict(zip(header["model"]["tables"], read_shardings(header), strict=True))
+    return dict(zip(header["model"]["tables"], read_table_shardings(header), strict=True))
 
 
-def place_as_planned(memory_demands: Sequence[MemoryDemand], plan: Plan) -> list[TableMemory]:
+def get_planned_memory(memory_demands: Sequence[MemoryDemand], plan: Plan) -> list[TableMemory]:
     """Return the memory that a plan gives each table, and the rows that a step then reads."""
     return [
         TableMemory(
@@ -518,7 +523,7 @@ def _dram_without_hot_rows(
     """Return the memory of each rank without its copies of hot rows; None: no limit."""
     plan = build_plan(tables, world, resolve_plan_config(config, tables, world, hot=hot))
     shards = shard_tables(tables, plan.shardings)
-    return subtract_hot_rows(shards, config.memory.dram, "plan.memory.dram", slot_bytes)
+    return subtract_hot_row_bytes(shards, config.memory.dram, "plan.memory.dram", slot_bytes)
 
 
 def _select_timed_batches(
@@ -526,7 +531,7 @@ def _select_timed_batches(
 ) -> list[Batch]:
     """Return the batches to time: one rank's share, because communication is predicted separately."""
     if num_trainers > 1:
-        sample = read_sample(source, batch_size, 1, num_trainers)
+        sample = read_sample_batches(source, batch_size, 1, num_trainers)
     return [batch for batch in sample if batch.size == sample[0].size][:MAX_TIMED_BATCHES]
 
 
@@ -546,7 +551,7 @@ def _find_fitting_window(
     """Return the first depth with a window of batches that fits in memory, else the last; and its memory demands."""
     for depth in depths:
         memory_demands = demands_of(window=depth + batches_in_flight)
-        if window_fits(memory_demands, dram):
+        if fits_batches_in_flight(memory_demands, dram):
             break
     return depth, memory_demands
 

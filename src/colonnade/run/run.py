@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from colonnade import _native
-from colonnade.cache.next_use import splits_with_next_use
+from colonnade.cache.next_use import add_next_use_to_splits
 from colonnade.checkpoint.checkpoints import (
     Checkpoints,
     describe_lost_checkpoints,
@@ -29,12 +29,12 @@ from colonnade.checkpoint.checkpoints import (
 from colonnade.checkpoint.completeness import check_folder_is_shared
 from colonnade.checkpoint.header import list_checkpoints, resolve_step
 from colonnade.comm.mesh import Mesh
-from colonnade.comm.process_groups import with_servers
+from colonnade.comm.process_groups import assign_server_ranks
 from colonnade.config.plan import MemoryConfig
 from colonnade.config.run import RunConfig, dump_config, load_config, override_settings
 from colonnade.data import Splits, num_steps
 from colonnade.data.processes import read_in_processes
-from colonnade.data.tabular.tables import portable_options
+from colonnade.data.tabular.tables import build_portable_options
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.formats import make_format_stamp
@@ -49,12 +49,12 @@ from colonnade.plan.towers.advice import advise_tower_modules
 from colonnade.processors import count_usable_processors
 from colonnade.publish.delivery import open_destinations
 from colonnade.row_optimizer import RowOptimizer
-from colonnade.run.build import build_model, resolve_towers
+from colonnade.run.build import build_model, resolve_tower_settings
 from colonnade.run.cross_rank_check import (
     check_config_on_all_ranks,
     check_model_on_all_ranks,
     check_plan_on_all_ranks,
-    flatten,
+    flatten_to_dotted_names,
 )
 from colonnade.run.defaults import open_data, resolve_settings, warn_of_few_steps
 from colonnade.run.planner import apply_tower_partition
@@ -63,15 +63,19 @@ from colonnade.run.start import (
     WarmStart,
     apply_warm_start,
     build_outcome,
-    complete_outcome,
+    complete_killed_run_outcome,
     fetch_from_mirror_if_empty,
     plan_warm_start,
     read_final_summary,
 )
-from colonnade.run.validation import check_data, check_exchanges_of_features, find_collection
+from colonnade.run.validation import (
+    check_data_for_settings,
+    check_exchanges_of_features,
+    find_collection,
+)
 from colonnade.store.disk import Disk
 from colonnade.store.durable import write_durably
-from colonnade.store.storage_locations import check_tiers
+from colonnade.store.storage_locations import check_tier_directories
 from colonnade.table import Table
 from colonnade.terminal import Terminal
 from colonnade.topology.world import World
@@ -80,9 +84,9 @@ from colonnade.train.loss_scale import build_loss_scale
 from colonnade.train.objective import Objective, get_objective
 from colonnade.train.progress import Progress
 from colonnade.train.record import (
+    average_sent_bytes,
     compare_with_prediction,
     gather_row_summary,
-    mean_sent_bytes,
     select_record_part,
 )
 from colonnade.train.schedules import build_schedule
@@ -125,25 +129,25 @@ class TrainingRun:
         """Train, and write the run folder's summary on rank 0. Collective."""
         if self.final_summary is not None:
             return build_outcome(self.final_summary)
-        self.trainer.progress.open(self.trainer.collection.step, self.trainer)
+        self.trainer.progress.start_reporting(self.trainer.collection.step, self.trainer)
         try:
             outcome = self.trainer.train()
         finally:
             self.trainer.progress.close()
-        self.sent_bytes = mean_sent_bytes(self.mesh, outcome.steps)
+        self.sent_bytes = average_sent_bytes(self.mesh, outcome.steps)
         self.row_summary = gather_row_summary(self.mesh, self.trainer.collection)
         self.num_samples = int(self.mesh.all_reduce("control", torch.tensor(outcome.samples)))
-        self.num_samples = complete_outcome(self.trainer, outcome, self.num_samples)
+        self.num_samples = complete_killed_run_outcome(self.trainer, outcome, self.num_samples)
         for destination in self.checkpoints.destinations if self.checkpoints is not None else ():
             destination.close()
         if self.folder is not None and self.mesh.rank == 0:
             text = json.dumps(
-                {**make_format_stamp("colonnade summary"), **self.summary(outcome)}, indent=2
+                {**make_format_stamp("colonnade summary"), **self.build_summary(outcome)}, indent=2
             )
             write_durably(Disk(), self.folder / "summary.json", text.encode(), checked=False)
         return outcome
 
-    def summary(self, outcome: Outcome) -> dict[str, Any]:
+    def build_summary(self, outcome: Outcome) -> dict[str, Any]:
         """Return the summary of a trained run as plain values.
 
         It has metrics, this rank's time by phase and sent bytes by channel and link, and rows by source and tier.
@@ -203,16 +207,16 @@ def open_run(
             f"{folder} was trained by colonnade.fit on a model and data of your own; go on with it there, or "
             "read it with colonnade.load_checkpoint"
         )
-    set_threads(config.train.threads, mesh)
+    set_num_threads(config.train.threads, mesh)
     if data is None:
         config, data, chosen_settings = open_data(config, folder)
         if console and chosen_settings:
             console.print(chosen_settings, highlight=False)
         # Write out an inferred schema, so that the recorded configuration opens the same data later.
         config = override_settings(
-            config, {"data.options": portable_options(config.data.options, data)}
+            config, {"data.options": build_portable_options(config.data.options, data)}
         )
-    config = resolve_towers(data.train.schema, config)
+    config = resolve_tower_settings(data.train.schema, config)
     data = read_in_processes(data, config.data.readers)
     model = build_model(data.train.schema, config)
     return prepare_run(
@@ -255,7 +259,7 @@ def prepare_run(
     )  # fmt: skip
     final_summary = None
     if folder is not None and not read_only:
-        _check_same_run(folder, config)
+        _check_can_resume(folder, config)
         if at is None:
             final_summary = _read_final_summary(folder, config, data, mesh)
         if final_summary is not None:  # open it for reading
@@ -275,12 +279,12 @@ def prepare_run(
         row_schedule(rows) if row_schedule else build_schedule(rows, config.embedding.schedule, run_steps),
         dense_schedule(optimizer) if dense_schedule else build_schedule(optimizer, config.dense.schedule, run_steps),
     ]  # fmt: skip
-    plan, device = _plan_rows(setup, optimizer)
+    plan, device = _plan_row_placement(setup, optimizer)
     start_plan = _plan_warm_start(setup)
-    checkpoints, step = _open_rows(setup, plan, at)
+    checkpoints, step = _open_checkpoints_and_rows(setup, plan, at)
     trainer = _build_trainer(setup, rows, optimizer, schedules, run_steps, checkpoints)
     if folder is not None and step is not None:
-        with _close_on_error(checkpoints):
+        with _close_checkpoints_on_error(checkpoints):
             restore_trainer(trainer, folder, step)
     elif start_plan is not None:
         apply_warm_start(trainer, start_plan)
@@ -334,7 +338,7 @@ def _select_mesh(
     """Return the mesh with the servers of the plan. A run opened for reading needs no servers."""
     if collection.is_open and collection.mesh.world.has_servers:
         return collection.mesh
-    return mesh if read_only else with_servers(mesh, config.plan.servers)
+    return mesh if read_only else assign_server_ranks(mesh, config.plan.servers)
 
 
 def _read_final_summary(
@@ -349,14 +353,16 @@ def _prepare_training(
     model: nn.Module, data: Splits, config: RunConfig, mesh: Mesh, objective: Objective
 ) -> None:
     """Check the data; move the network to its device, which servers do not need. Raises before anything is opened."""
-    check_data(data, config, objective)
+    check_data_for_settings(data, config, objective)
     if config.data.next_use_hints:
-        splits_with_next_use(data, config.train.num_epochs)
+        add_next_use_to_splits(data, config.train.num_epochs)
     if not mesh.is_server:
-        move_network(model, config.train.device, mesh)
+        move_dense_network(model, config.train.device, mesh)
 
 
-def _plan_rows(setup: _RunSetup, optimizer: Optimizer) -> tuple[Plan | None, Device | None]:
+def _plan_row_placement(
+    setup: _RunSetup, optimizer: Optimizer
+) -> tuple[Plan | None, Device | None]:
     """Plan the rows; check that all ranks have the same plan before anything is written. Collective.
 
     Returns the plan, None if the collection is open already; and the measured device, None if nothing was measured.
@@ -380,7 +386,7 @@ def _plan_rows(setup: _RunSetup, optimizer: Optimizer) -> tuple[Plan | None, Dev
         plan = build_plan(collection.tables, mesh.world, settled_config)
         check_exchanges_of_features(plan, collection, setup.data)
         if not setup.read_only:
-            check_tiers(plan.ssd, plan.mapped)
+            check_tier_directories(plan.ssd, plan.mapped)
     check_plan_on_all_ranks(plan, optimizer, mesh)  # last check before anything is written
     if (folder := setup.trained_folder) is not None:
         check_folder_is_shared(folder, mesh)
@@ -413,7 +419,7 @@ def _plan_warm_start(setup: _RunSetup) -> WarmStart | None:
     )
 
 
-def _open_rows(
+def _open_checkpoints_and_rows(
     setup: _RunSetup, plan: Plan | None, at: int | str | None
 ) -> tuple[Checkpoints | None, int | None]:
     """Open the run folder's checkpoints, and the rows of a collection that is not open yet. Collective.
@@ -439,7 +445,7 @@ def _open_rows(
                 console.print(line, style="yellow", highlight=False)
     if plan is not None:
         backings = checkpoints.backings if checkpoints else ()
-        with _close_on_error(checkpoints):
+        with _close_checkpoints_on_error(checkpoints):
             setup.collection.open(plan, setup.mesh, backings=backings, step=step)
     return checkpoints, step
 
@@ -458,12 +464,12 @@ def _build_trainer(
     )  # fmt: skip
     exchange, data, record_part = collection.exchange, setup.data, select_record_part(mesh)
     if config.data.next_use_hints and not setup.read_only:
-        data = splits_with_next_use(data, config.train.num_epochs)
+        data = add_next_use_to_splits(data, config.train.num_epochs)
     trainer = Trainer(
         setup.model,
         collection,
         data,
-        _training_schedule(config),
+        _build_training_schedule(config),
         objective=setup.objective,
         dense_optimizer=optimizer,
         rows=rows,
@@ -501,7 +507,7 @@ def _write_run_files(setup: _RunSetup, folder: Path, device: Device | None) -> N
 
 
 @contextmanager
-def _close_on_error(checkpoints: Checkpoints | None) -> Iterator[None]:
+def _close_checkpoints_on_error(checkpoints: Checkpoints | None) -> Iterator[None]:
     """Close the checkpoints on an error, so that other processes can open the folder."""
     try:
         yield
@@ -535,7 +541,7 @@ def plan_run(
             "got plan.memory.hbm, which the plan of a sample does not predict; leave it out to plan memory and disks"
         )
     config = override_settings(config, {"plan.placement": "profiled"})
-    set_threads(config.train.threads, Mesh())
+    set_num_threads(config.train.threads, Mesh())
     config, data, _ = open_data(config, None)
     model = build_model(data.train.schema, config)
     collection = find_collection(model)
@@ -548,8 +554,8 @@ def plan_run(
     default_plan = build_plan(
         collection.tables, world, resolve_plan_config(config.plan, collection.tables, world)
     )
-    check_tiers(default_plan.ssd, default_plan.mapped)
-    move_network(model, config.train.device, Mesh())
+    check_tier_directories(default_plan.ssd, default_plan.mapped)
+    move_dense_network(model, config.train.device, Mesh())
     planned = plan_from_sample(
         model,
         collection,
@@ -571,7 +577,7 @@ def plan_run(
     return planned, collection.tables
 
 
-def move_network(model: nn.Module, device: str, mesh: Mesh) -> None:
+def move_dense_network(model: nn.Module, device: str, mesh: Mesh) -> None:
     """Move the dense network to its device. Raises ConfigError if there is no such device."""
     if device == "cuda":
         if not torch.cuda.is_available():
@@ -583,7 +589,7 @@ def move_network(model: nn.Module, device: str, mesh: Mesh) -> None:
         model.to(f"cuda:{local_rank % torch.cuda.device_count()}")
 
 
-def set_threads(num_threads: int, mesh: Mesh) -> None:
+def set_num_threads(num_threads: int, mesh: Mesh) -> None:
     """Set the threads of this rank: `num_threads`, or OMP_NUM_THREADS, or its share of the usable processors."""
     if num_threads:
         torch.set_num_threads(num_threads)
@@ -605,7 +611,7 @@ def load_run_config(folder: Path) -> RunConfig:
     return load_config(folder / "config.yaml")
 
 
-def _check_same_run(folder: Path, config: RunConfig) -> None:
+def _check_can_resume(folder: Path, config: RunConfig) -> None:
     """Raise CheckpointError if a folder's run cannot resume with these settings.
 
     Learning rates and the plan may change.
@@ -623,8 +629,8 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
     )  # fmt: skip
     free_names = ["model.compile", "data.options.threads"]
     recorded_settings, settings = (
-        flatten(recorded_config.model_dump()),
-        flatten(config.model_dump()),
+        flatten_to_dotted_names(recorded_config.model_dump()),
+        flatten_to_dotted_names(config.model_dump()),
     )
     if recorded_settings.get("model.tower_dim") is settings["model.tower_dim"] is None:
         free_names.append("model.towers")  # they only decide where rows are stored
@@ -642,7 +648,7 @@ def _check_same_run(folder: Path, config: RunConfig) -> None:
             )
 
 
-def _training_schedule(config: RunConfig) -> Schedule:
+def _build_training_schedule(config: RunConfig) -> Schedule:
     """Return the trainer's schedule for a configuration."""
     train = config.train
     return Schedule(

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from colonnade.checkpoint.completeness import read_checkpoint
 from colonnade.checkpoint.fingerprint import (
     dense_weights,
-    describe_towers,
+    describe_declared_towers,
+    get_record_identity,
     load_dense,
-    record_identity,
 )
 from colonnade.checkpoint.header import list_checkpoints, read_header, resolve_step, state_folder
 from colonnade.checkpoint.snapshot import parameter_names
@@ -60,7 +60,7 @@ def build_outcome(summary: Mapping[str, Any]) -> Outcome:
     )
 
 
-def complete_outcome(trainer: Trainer, outcome: Outcome, samples: int) -> int:
+def complete_killed_run_outcome(trainer: Trainer, outcome: Outcome, samples: int) -> int:
     """Complete the outcome of a run that was killed between its last checkpoint and its summary.
 
     Counts are taken from the checkpoint. Returns the samples of all ranks; `samples` unchanged for any other run.
@@ -162,7 +162,7 @@ def plan_warm_start(
         model, their_model.get("towers", {}), {n: their_dense[n] for n in shared_dense}
     )
     shared_dense = [n for n in shared_dense if n not in reset_dense]
-    _check_shapes(
+    _check_shared_shapes(
         folder, own_tables, their_tables, shared_tables, own_dense, their_dense, shared_dense
     )
     used = {*shared_tables, *shared_dense, *reset_dense}
@@ -189,7 +189,7 @@ def apply_warm_start(trainer: Trainer, start: WarmStart) -> None:
     header = read_header(start.folder, start.step)
     for table in trainer.collection.tables:
         if table.name in start.tables:
-            start.num_rows += _load_rows(trainer, header, table, start)
+            start.num_rows += _load_table_rows(trainer, header, table, start)
 
 
 def _read_dense_state(folder: Path, step: int) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def _find_weights_of_other_towers(
 ) -> list[str]:
     """Return names of shared weights that have another meaning because towers differ."""
     (collection,) = (m for m in model.modules() if isinstance(m, EmbeddingCollection))
-    towers = describe_towers(collection.declaration)
+    towers = describe_declared_towers(collection.declaration)
     if towers == recorded_towers:
         return []
     changed_modules = [
@@ -227,7 +227,7 @@ def _find_weights_of_other_towers(
     ]
 
 
-def _check_shapes(
+def _check_shared_shapes(
     folder: Path,
     tables: Mapping[str, Table],
     their_tables: Mapping[str, Any],
@@ -286,7 +286,9 @@ def _load_dense_optimizer_state(
     optimizer.load_state_dict(state)
 
 
-def _load_rows(trainer: Trainer, header: dict[str, Any], table: Table, start: WarmStart) -> int:
+def _load_table_rows(
+    trainer: Trainer, header: dict[str, Any], table: Table, start: WarmStart
+) -> int:
     """Load the rows of a table that this rank owns; return their number."""
     collection = trainer.collection
     t = [own.name for own in collection.tables].index(table.name)
@@ -294,7 +296,7 @@ def _load_rows(trainer: Trainer, header: dict[str, Any], table: Table, start: Wa
     dtype, num_rows = getattr(torch, their_tables[table.name]["dtype"].split()[0]), 0
     stores = open_recorded_stores(start.folder, header, list(their_tables).index(table.name))
     is_same_format = all(
-        store.identity == record_identity(table) and store.record_bytes == table.record_bytes
+        store.identity == get_record_identity(table) and store.record_bytes == table.record_bytes
         for store in stores
     )
     if not is_same_format:

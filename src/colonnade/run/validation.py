@@ -9,10 +9,10 @@ from colonnade.data import Splits
 from colonnade.data.contract import multi_id_columns
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ConfigError
-from colonnade.plan.cost.consumers import check_bags
+from colonnade.plan.cost.consumers import check_whole_bags
 from colonnade.plan.plan import Plan
 from colonnade.publish.mirror import open_url
-from colonnade.train.best import check_monitor
+from colonnade.train.best import check_monitor_metric
 from colonnade.train.objective import Objective
 
 
@@ -27,7 +27,7 @@ def find_collection(model: nn.Module) -> EmbeddingCollection:
     return collections[0]
 
 
-def check_data(data: Splits, config: RunConfig, objective: Objective) -> None:
+def check_data_for_settings(data: Splits, config: RunConfig, objective: Objective) -> None:
     """Raise ConfigError if the settings need a part or a metric that the data does not have."""
     for url in (config.train.mirror, config.train.publish):
         if url is not None:
@@ -47,7 +47,7 @@ def check_data(data: Splits, config: RunConfig, objective: Objective) -> None:
     known = getattr(objective, "metrics", None)
     if known is not None and monitor != objective.monitor:
         tasks = data.train.schema.labels[1:]
-        check_monitor(
+        check_monitor_metric(
             monitor, [*known, *(f"{metric}_{task}" for task in tasks for metric in known)]
         )
     if config.train.patience and data.validation is None:
@@ -60,6 +60,6 @@ def check_data(data: Splits, config: RunConfig, objective: Objective) -> None:
 def check_exchanges_of_features(plan: Plan, collection: EmbeddingCollection, data: Splits) -> None:
     """Raise ConfigError if a table's exchange does not support features with several ids per sample."""
     exchanges = [table.exchange for table in plan.tables]
-    check_bags(
+    check_whole_bags(
         collection.declaration, plan.shardings, exchanges, multi_id_columns(data.train.schema)
     )

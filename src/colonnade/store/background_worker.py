@@ -26,16 +26,18 @@ class BackgroundWorker(Generic[Source]):
         self._busy: Source | None = None
         self._thread: threading.Thread | None = None
 
-    def add(self, source: Source) -> None:
+    def add_source(self, source: Source) -> None:
         with self._condition:
             self._sources.append(ref(source))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run_thread, name=self._name, daemon=True
+                )
                 self._thread.start()
                 # A thread in native code at the interpreter's exit would crash the process.
                 atexit.register(self.stop)
 
-    def remove(self, source: Source) -> None:
+    def remove_source(self, source: Source) -> None:
         """Stop work for a source. Returns when the thread does not use it any more."""
         with self._condition:
             if ref(source) not in self._sources:
@@ -75,7 +77,7 @@ class BackgroundWorker(Generic[Source]):
 
     # ---- the thread
 
-    def _run(self) -> None:
+    def _run_thread(self) -> None:
         this_thread = threading.current_thread()
         while True:
             with self._condition:
@@ -85,9 +87,9 @@ class BackgroundWorker(Generic[Source]):
                     self._detach_thread()
                 if self._thread is not this_thread:
                     return
-            self._do_round()
+            self._work_one_round()
 
-    def _do_round(self) -> None:
+    def _work_one_round(self) -> None:
         """Do one round: one unit of work for each source that needs it."""
         raise NotImplementedError
 

@@ -19,7 +19,7 @@ def slot_bytes(table: Table) -> int:
     return table.record_bytes + SLOT_OVERHEAD_BYTES + padding
 
 
-def split_budget(
+def split_memory_budget(
     tables: Sequence[Table],
     budget_bytes: int | None,
     shards: Sequence[Shard],
@@ -66,7 +66,7 @@ def split_budget(
 
 def split_hbm_budget(tables: Sequence[Table], hbm_bytes: int, shards: Sequence[Shard]) -> list[int]:
     """Return the slots of each table in one rank's device memory: a record each; bookkeeping is in main memory."""
-    return split_budget(
+    return split_memory_budget(
         tables,
         hbm_bytes,
         shards,
@@ -80,7 +80,7 @@ def min_budget_bytes(tables: Sequence[Table]) -> int:
     return sum(map(slot_bytes, tables))
 
 
-def mapped_tables(
+def choose_mapped_tables(
     tables: Sequence[Table],
     capacities: Sequence[int],
     mapped_bytes: int | None,

@@ -17,7 +17,7 @@ from pydantic import Field
 from colonnade import _native
 from colonnade.errors import CorruptionError, StorageError
 from colonnade.store.disk import DiskFile, storage_error
-from colonnade.store.untrusted import STRICT, open_inside, open_regular
+from colonnade.store.untrusted import STRICT, open_inside, open_regular_file
 
 BLOCK_BYTES = 1 << 20
 """Size of the blocks that have a checksum each; a file's last block is shorter."""
@@ -48,7 +48,7 @@ def num_blocks(num_bytes: int) -> int:
 
 def compute_checksums(path: Path) -> FileChecksums:
     """Read a file whole. Raises StorageError."""
-    file, size, whole, blocks = open_regular(path), 0, 0, []
+    file, size, whole, blocks = open_regular_file(path), 0, 0, []
     buffer = np.empty(BLOCK_BYTES, np.uint8)
     try:
         while count := os.preadv(file.fd, [buffer.data], size):
@@ -99,30 +99,30 @@ class CheckedFile:
         begin, end = first // BLOCK_BYTES, num_blocks(first + count)
         start = begin * BLOCK_BYTES
         data = np.empty(min(end * BLOCK_BYTES, self.num_bytes) - start, np.uint8)
-        self._read(start, data)
+        self._read_into(start, data)
         for block in range(begin, end):
             if not self.checked[block]:
                 at = (block - begin) * BLOCK_BYTES
                 self._compare_checksum(block, data[at : at + BLOCK_BYTES])
         return data[first - start : first - start + count]
 
-    def check(self, block: int) -> None:
+    def check_block(self, block: int) -> None:
         """Check one block. Raises CorruptionError naming the block, StorageError."""
         start = block * BLOCK_BYTES
         data = np.empty(min(BLOCK_BYTES, self.num_bytes - start), np.uint8)
-        self._read(start, data)
+        self._read_into(start, data)
         self._compare_checksum(block, data)
 
     def check_all(self, pause: Callable[[float], object] = lambda _: None) -> None:
         """Check every unchecked block; `pause` gets the seconds of each check. Raises as `check`."""
         for block in np.flatnonzero(self.checked == 0).tolist():
             began = time.perf_counter()
-            self.check(block)
+            self.check_block(block)
             if pause(time.perf_counter() - began):
                 return
         self.is_checked = True
 
-    def _read(self, start: int, data: np.ndarray) -> None:
+    def _read_into(self, start: int, data: np.ndarray) -> None:
         done = 0
         try:
             while done < len(data):
@@ -167,7 +167,7 @@ class Scrub:
         """First damage detected; None if none was."""
         self._stop = threading.Event()
         self._thread = threading.Thread(
-            target=self._work, args=(tuple(files),), name="scrub", daemon=True
+            target=self._check_files, args=(tuple(files),), name="scrub", daemon=True
         )
         self._thread.start()
 
@@ -179,7 +179,7 @@ class Scrub:
         """Wait until every file is checked."""
         self._thread.join()
 
-    def _work(self, files: tuple[CheckedFile, ...]) -> None:
+    def _check_files(self, files: tuple[CheckedFile, ...]) -> None:
         with suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         for file in files:

@@ -45,7 +45,7 @@ class SegmentRewriter:
         self._keys: tuple[int, Keys] | None = None  # of the segment in progress
         self._corrupt_segments: set[int] = set()
 
-    def freeze(self) -> None:
+    def freeze_log(self) -> None:
         """Freeze the log. Raises StorageError, CorruptionError if rows of a segment that failed to sync cannot move."""
         with self.moving:
             for part in self.files.complete_segments().values():
@@ -99,7 +99,7 @@ class SegmentRewriter:
         ready = self.files.complete_segments().keys() - self._corrupt_segments
         columns = [np.asarray(column).tolist() for column in self.log.segments()[:3]]
         uses = [SegmentUse(*use) for use in zip(*columns, strict=True)]
-        return choose_victims(uses, ready=ready, full_records=self._full_records)
+        return choose_victim_segments(uses, ready=ready, full_records=self._full_records)
 
     def _rewrite_piece(self, part: SegmentFile, first: int) -> tuple[int, int]:
         """Append live rows of a piece from record `first` on. Returns bytes read (at least 1) and the next record."""
@@ -139,7 +139,7 @@ class SegmentUse:
     num_live: int
 
 
-def choose_victims(
+def choose_victim_segments(
     uses: Sequence[SegmentUse],
     *,
     ready: Collection[int],
@@ -185,7 +185,7 @@ def rate_benefit(use: SegmentUse, newest: int) -> float:
 class CollectSource(Protocol):
     """Source of segments for the garbage collector: `LogBacking`."""
 
-    def collect_piece(self) -> int:
+    def collect_garbage_piece(self) -> int:
         """Rewrite one piece of one segment; returns bytes read, 0: nothing to do now. Raises StorageError."""
         ...
 
@@ -212,7 +212,7 @@ class Collector(BackgroundWorker[CollectSource]):
     def _has_more(self) -> bool:
         return bool(self._ready)
 
-    def _do_round(self) -> None:
+    def _work_one_round(self) -> None:
         with self._condition:
             ready, self._ready = self._ready, set()
             sources = list(self._sources)
@@ -220,25 +220,27 @@ class Collector(BackgroundWorker[CollectSource]):
         if time.monotonic() - self._last_full_round >= RETRY_SECONDS:
             ready, self._last_full_round = set(sources), time.monotonic()
         unfinished = {
-            source for source in sources if source in ready and self._collect_and_pause(source)
+            source
+            for source in sources
+            if source in ready and self._collect_piece_and_pause(source)
         }
         with self._condition:
             self._ready |= unfinished
 
-    def _collect_and_pause(self, source: ref[CollectSource]) -> bool:
+    def _collect_piece_and_pause(self, source: ref[CollectSource]) -> bool:
         """Collect one piece of a log, then pause in proportion. Returns whether the log may have more."""
         if self._must_stop():
             return False
         start = time.monotonic()
-        num_bytes, is_space_short = self._collect_from(source)
+        num_bytes, is_space_short = self._collect_from_source(source)
         if num_bytes and not is_space_short:
             self._pause((time.monotonic() - start) * (1 / BUSY_SHARE - 1))
         return num_bytes > 0
 
-    def _collect_from(self, reference: ref[CollectSource]) -> tuple[int, bool]:
+    def _collect_from_source(self, reference: ref[CollectSource]) -> tuple[int, bool]:
         source = self._claim(reference)
         try:
-            num_bytes = 0 if source is None else source.collect_piece()
+            num_bytes = 0 if source is None else source.collect_garbage_piece()
             return num_bytes, source is not None and num_bytes > 0 and source.is_space_short
         except StorageError:
             return (

@@ -54,7 +54,7 @@ class DeviceRows:
         lows = None if self.lows is None else self.lows[slots]
         return reference.pack(self.weights[slots], self.state[slots], self.clocks[slots], lows)
 
-    def put(self, slots: Tensor, records: Tensor) -> None:
+    def write_records(self, slots: Tensor, records: Tensor) -> None:
         """Overwrite slots with records (N, record_bytes) uint8 on the device."""
         table = self.table
         weights, state, clocks, lows = reference.unpack(
@@ -86,14 +86,14 @@ class DeviceRows:
         for part, kind, part_settings in zip(self.table.parts, kinds, settings, strict=True):
             columns = slice(part.column, part.column + part.dim)
             states = slice(part.state, part.state + optimizers.state_elements(kind, part.dim))
-            optimizers.update(
+            optimizers.apply_optimizer(
                 kind, values[:, columns], state[:, states], clocks, sums[:, columns], part_settings
             )
         if self.lows is not None:
             weights, self.lows[slots] = reference.split_masters(values)
         elif self.rounds_at_random:
             assert ids is not None
-            weights = optimizers.round_at_random(
+            weights = optimizers.round_stochastically(
                 values, ids, clocks, self.seed, weights.dtype, column=self.table.origin[1]
             )
         else:
@@ -102,7 +102,7 @@ class DeviceRows:
         self.clocks[slots] = (clocks + 1).clamp(max=LAST_CLOCK)
 
 
-def update(
+def update_device_rows(
     rows: Sequence[DeviceRows],
     slots: Sequence[Tensor],
     ids: Sequence[Tensor | None],

@@ -53,9 +53,9 @@ def diff_commits(directory: Path, earlier: int, later: int) -> CommitDifference:
             f"{directory}: steps {earlier} and {later} are not commits of one store"
         )
     old_parts, new_parts = old.select_missing_from(new), new.select_missing_from(old)
-    ids, records = _read_records(new_parts, new, is_checked=True)
+    ids, records = _read_selected_records(new_parts, new, is_checked=True)
     # Unchecked: an error in these can only mark an unchanged row as changed.
-    old_ids, old_records = _read_records(old_parts, old, is_checked=False)
+    old_ids, old_records = _read_selected_records(old_parts, old, is_checked=False)
     positions = np.searchsorted(old_ids, ids)
     positions[positions == len(old_ids)] = 0
     is_same = np.zeros(len(ids), bool)
@@ -86,7 +86,7 @@ class _Commit:
         self.identity = (store, fields["table"], fields["identity"], self.manifest.record_bytes)
         self.stripes = Stripes(directory)
         self.stripes.directories |= {number: Path(path) for number, path in stripes.items()}
-        parts = manifests.read_live(directory, self.manifest)
+        parts = manifests.read_live_bitmaps(directory, self.manifest)
         # A segment number may be reused for another file; the header's checksum distinguishes them.
         self.bitmaps = {
             (entry.number, entry.header_crc): part.bitmap
@@ -108,17 +108,17 @@ class _Commit:
         return parts
 
 
-def _read_records(
+def _read_selected_records(
     parts: list[_Part], commit: _Commit, *, is_checked: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Read the selected records of all parts: (ids ascending, records)."""
     width = commit.manifest.record_bytes
     ids, records = [np.empty(0, np.int64)], [np.empty((0, width), np.uint8)]
     for part in parts:
-        part_ids = _read_ids(part.entry, commit)[part.selected]
-        frames = _read_frames(part, commit)
+        part_ids = _read_segment_ids(part.entry, commit)[part.selected]
+        frames = _copy_selected_frames(part, commit)
         if is_checked:
-            _check_records(part, part_ids, frames, width, commit)
+            _check_record_checksums(part, part_ids, frames, width, commit)
         ids.append(part_ids)
         records.append(frames[:, CRC.size : CRC.size + width])
     joined = np.concatenate(ids)
@@ -126,9 +126,9 @@ def _read_records(
     return joined[order], np.concatenate(records)[order]
 
 
-def _read_ids(entry: SegmentEntry, commit: _Commit) -> np.ndarray:
+def _read_segment_ids(entry: SegmentEntry, commit: _Commit) -> np.ndarray:
     """Read the ids of a segment's records, (records,) int64."""
-    path = commit.stripes.find_file(keys_name(entry.number), entry.stripe)
+    path = commit.stripes.find_stripe_file(keys_name(entry.number), entry.stripe)
     file = open_key_list(path)
     try:
         return read_key_list(file, entry.number, entry.num_records, entry.checksum).ids()
@@ -136,9 +136,9 @@ def _read_ids(entry: SegmentEntry, commit: _Commit) -> np.ndarray:
         file.close()
 
 
-def _read_frames(part: _Part, commit: _Commit) -> np.ndarray:
+def _copy_selected_frames(part: _Part, commit: _Commit) -> np.ndarray:
     """Copy the frames of the selected records, (selected, stride) uint8."""
-    path = commit.stripes.find_file(file_name(part.entry.number), part.entry.stripe)
+    path = commit.stripes.find_stripe_file(file_name(part.entry.number), part.entry.stripe)
     stride = CRC.size + -(-commit.manifest.record_bytes // 4) * 4
     try:
         if path.stat().st_size != part.entry.num_bytes:
@@ -155,7 +155,7 @@ def _read_frames(part: _Part, commit: _Commit) -> np.ndarray:
         raise storage_error(error, "read", path) from error
 
 
-def _check_records(
+def _check_record_checksums(
     part: _Part, ids: np.ndarray, frames: np.ndarray, width: int, commit: _Commit
 ) -> None:
     """Check records in runs of neighbours, because a record's checksum covers its position. Raises CorruptionError."""
@@ -165,7 +165,7 @@ def _check_records(
         rows = np.ascontiguousarray(frames[first:last])
         bad = _native.check_records(np.ascontiguousarray(ids[first:last]), rows, width, position)
         if bad >= 0:
-            path = commit.stripes.find_file(file_name(part.entry.number), part.entry.stripe)
+            path = commit.stripes.find_stripe_file(file_name(part.entry.number), part.entry.stripe)
             raise corrupt_record_error(
                 path, int(part.selected[first + bad]), "its checksum does not match"
             )

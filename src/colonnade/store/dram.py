@@ -29,7 +29,7 @@ from colonnade.errors import BudgetExceeded, StorageError
 from colonnade.store.budget import slot_bytes
 from colonnade.store.contract import Backing, Manifest, RowView
 from colonnade.store.log import LogBacking
-from colonnade.store.log_rows import raise_fault
+from colonnade.store.log_rows import raise_read_fault
 from colonnade.table import Table
 from colonnade.topology.sharding import Shard
 
@@ -68,7 +68,7 @@ class DramStore:
         self.tables = tuple(tables)
         self.native = native
         self._lock = threading.Lock()
-        self.attach(backings)
+        self.attach_backings(backings)
         largest = max(table.record_bytes for table in self.tables)
         self._rows_together = max(1, WRITTEN_TOGETHER // largest)
         self.sources = RowSources()
@@ -84,7 +84,7 @@ class DramStore:
         """Number of calls of `release`, for `wait_for_release`."""
         self._is_committing = False
 
-    def attach(self, backings: Sequence[Backing]) -> None:
+    def attach_backings(self, backings: Sequence[Backing]) -> None:
         """Store rows that do not fit in memory in these backings; () for none.
 
         Once the store is in use, only a store with every row in memory may change its backings, between steps:
@@ -102,12 +102,12 @@ class DramStore:
             self.backings, self.logs, self.tiers = tuple(backings), logs, tiers
             self._writers = tuple(dict.fromkeys(writers))  # one, where the logs share it
 
-    def mark_clean(self) -> None:
+    def mark_all_clean(self) -> None:
         """Mark every row in memory as no newer than in the backings that `attach` will set."""
         for t in range(len(self.tables)):
             self.native.clean(t, torch.as_tensor(self.native.resident(t)[1]))
 
-    def mark_dirty(self) -> None:
+    def mark_all_dirty(self) -> None:
         """Mark every row in memory as newer than in the backings that `attach` will set."""
         for t in range(len(self.tables)):
             for ids in torch.as_tensor(self.native.resident(t)[0]).split(1 << 16):
@@ -137,7 +137,7 @@ class DramStore:
                 self._raise_fault(self.tiers.fault())
                 job = self.tiers.acquire(ids, offsets, slots, next_use)
             except MemoryError as error:
-                raise self._budget_error(error) from None
+                raise self._build_budget_error(error) from None
             for name, count in job.counts().items():
                 setattr(self.sources, name, getattr(self.sources, name) + count)
         return slots, job
@@ -177,7 +177,7 @@ class DramStore:
                 self.native.birth_values(t, torch.from_numpy(table_ids.numpy()[absent]), born)
                 _view_bytes(out)[absent] = _view_bytes(born)
             else:
-                out = self._read_backing(t, table_ids)
+                out = self._read_rows_from_backing(t, table_ids)
             weights.append(out)
         return weights
 
@@ -228,7 +228,7 @@ class DramStore:
             try:
                 self.native.acquire(ids, offsets, slots, True)
             except MemoryError as error:
-                raise self._budget_error(error) from None
+                raise self._build_budget_error(error) from None
         try:
             self.before_update(slots, offsets)
             self.native.unpack(table_index, slots, records)
@@ -277,7 +277,7 @@ class DramStore:
         Rows newer than their log are written to it first, as `flush` does.
         """
         if self.backings:
-            self._flush(table_index)
+            self._flush_table(table_index)
             for batch in self.backings[table_index].scan():
                 for start in range(0, len(batch.ids), run):
                     yield batch.ids[start : start + run], batch.records[start : start + run]
@@ -294,7 +294,7 @@ class DramStore:
 
     def flush(self) -> int:
         """Write every row newer than its log; returns their number. They stay resident."""
-        return sum(self._flush(t) for t in self.logs)
+        return sum(self._flush_table(t) for t in self.logs)
 
     # ---- commits
 
@@ -362,7 +362,7 @@ class DramStore:
 
     # ---- inside
 
-    def _flush(self, table_index: int) -> int:
+    def _flush_table(self, table_index: int) -> int:
         if self.tiers is None or table_index not in self.logs:
             return 0
         self._raise_fault(self.tiers.settle())
@@ -385,9 +385,9 @@ class DramStore:
         """Raise the error of a failed read, naming the file."""
         if fault is not None:
             table_index, kind, place, error = fault
-            raise_fault((kind, place, error), self.logs[table_index].path_of)
+            raise_read_fault((kind, place, error), self.logs[table_index].path_of)
 
-    def _read_backing(self, table_index: int, ids: Tensor) -> Tensor:
+    def _read_rows_from_backing(self, table_index: int, ids: Tensor) -> Tensor:
         """Read weights (N, D) of rows of a read-only store: from the backing, else their first value."""
         table = self.tables[table_index]
         out = torch.empty(len(ids), table.width, dtype=getattr(torch, table.dtype))
@@ -402,7 +402,7 @@ class DramStore:
             _view_bytes(out)[absent] = _view_bytes(born)
         return out
 
-    def _budget_error(self, error: MemoryError) -> BudgetExceeded:
+    def _build_budget_error(self, error: MemoryError) -> BudgetExceeded:
         # table <t> needs <n> slots of <capacity> <p> pinned
         words = str(error).replace(",", "").split()
         table_index, needed, capacity, pinned = (int(words[i]) for i in (1, 3, 6, 7))
@@ -418,7 +418,7 @@ class DramStore:
         )
 
 
-def open_dram(
+def open_dram_store(
     tables: Sequence[Table],
     capacity_rows: Sequence[int],
     *,
@@ -444,7 +444,9 @@ def open_dram(
         for directory in directories:
             if directory is not None:
                 directory.mkdir(parents=True, exist_ok=True)
-        native = _reserve_memory(tables, capacity_rows, seed, shards, directories, bool(backings))
+        native = _reserve_address_space(
+            tables, capacity_rows, seed, shards, directories, bool(backings)
+        )
     except (OSError, MemoryError) as error:
         if not any(directories):
             raise
@@ -455,7 +457,7 @@ def open_dram(
     return DramStore(tables, native, backings)
 
 
-def _reserve_memory(
+def _reserve_address_space(
     tables: Sequence[Table],
     capacity_rows: Sequence[int],
     seed: int,
@@ -463,7 +465,7 @@ def _reserve_memory(
     directories: Sequence[Path | None],
     is_backed: bool,
 ) -> _native.Dram:
-    """Reserve the address space of `open_dram`. Raises OSError, MemoryError."""
+    """Reserve the address space of `open_dram_store`. Raises OSError, MemoryError."""
     parts = [(t, part) for t, table in enumerate(tables) for part in table.parts]
     columns = [(t, part.column, part.dim, part.state) for t, part in parts]
     starts = [part.optimizer.initial_state(part.dim) for _, part in parts]

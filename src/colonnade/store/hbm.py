@@ -25,7 +25,7 @@ from torch import Tensor
 from colonnade.errors import BudgetExceeded, ConfigError, CorruptionError, StorageError
 from colonnade.ops.optimizers import Settings
 from colonnade.store.contract import Manifest, RowView
-from colonnade.store.device_rows import DeviceRows, reserve_device_rows, update
+from colonnade.store.device_rows import DeviceRows, reserve_device_rows, update_device_rows
 from colonnade.store.dram import WRITTEN_TOGETHER, DramStore, RowSources, table_seed
 from colonnade.store.slot_directory import DIRTY, VALID, SlotDirectory
 from colonnade.table import CLOCK_BYTES
@@ -92,11 +92,11 @@ class HbmStore:
         """Pin rows as `Resident.acquire`. Writes back dirty victims, which may wait for the writer of the logs."""
         with self._moving:
             self.below.check()
-            self._install_ready()
-            requests = self._find_and_pin(ids, offsets, next_use)
+            self._install_ready_loads()
+            requests = self._find_and_pin_rows(ids, offsets, next_use)
             try:
-                written = self._write_back([request.victims for request in requests])
-                load = self._request_missing(requests)
+                written = self._write_back_dirty_rows([request.victims for request in requests])
+                load = self._request_missing_rows(requests)
             except BaseException:
                 self._unpin(requests)
                 raise
@@ -104,8 +104,8 @@ class HbmStore:
                 self.sources.evicted_dirty += count
                 self.sources.evicted_clean += len(request.victims) - count
                 self.sources.bytes_evicted += count * table.record_bytes
-            slots = self._admit(requests, load)
-            self._install_ready()
+            slots = self._admit_missing_rows(requests, load)
+            self._install_ready_loads()
             return slots, self._number
 
     def wait(self, job: int) -> None:
@@ -124,7 +124,7 @@ class HbmStore:
             for directory, table_slots in zip(
                 self.directories, _split_by_table(slots, offsets), strict=True
             ):
-                directory.unpin(table_slots, dirty=dirty)
+                directory.unpin_slots(table_slots, dirty=dirty)
         with self._released:
             self.releases += 1
             self._released.notify_all()
@@ -142,7 +142,7 @@ class HbmStore:
                 self.directories, _split_by_table(ids, offsets), strict=True
             ):
                 with self._flags:
-                    slots = directory.find(table_ids)
+                    slots = directory.find_slots(table_ids)
                     is_resident = (slots >= 0) & (directory.flags[slots] & VALID != 0)
                 resident.append((is_resident, slots[is_resident]))
                 others.append(table_ids[~is_resident])
@@ -167,11 +167,11 @@ class HbmStore:
         with self._moving:
             self._install_all()
             directory, row_ids = self.directories[table_index], ids.numpy()
-            slots = directory.find(row_ids)
+            slots = directory.find_slots(row_ids)
             is_resident = slots >= 0
             mask = torch.from_numpy(is_resident)
             self.below.write_rows(table_index, ids[~mask].contiguous(), records[~mask].contiguous())
-            self.rows[table_index].put(
+            self.rows[table_index].write_records(
                 self._slots_to_device(slots[is_resident]), records[mask].to(self.device)
             )
             with self._flags:
@@ -186,16 +186,18 @@ class HbmStore:
             self.below.delete(table_index, ids)
             directory = self.directories[table_index]
             with self._flags:
-                slots = directory.find(ids.numpy())
+                slots = directory.find_slots(ids.numpy())
                 slots = slots[slots >= 0]
                 is_used = directory.is_pinned(slots)
-                directory.drop(slots[~is_used])
+                directory.free_slots(slots[~is_used])
                 used = slots[is_used & (directory.flags[slots] & VALID != 0)]
             if len(used):  # with clock 0: even if marked dirty, they are not written back
                 missing = self._empty_arrays()
                 missing[table_index] = directory.ids[used]
-                records = self._load_records(missing)[table_index]
-                self.rows[table_index].put(self._slots_to_device(used), records.to(self.device))
+                records = self._load_missing_records(missing)[table_index]
+                self.rows[table_index].write_records(
+                    self._slots_to_device(used), records.to(self.device)
+                )
 
     def scan(self, table_index: int, run: int = 65536) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield trained rows as `DramStore.scan`; newer rows on the device are written back first."""
@@ -235,7 +237,7 @@ class HbmStore:
                     for directory, own in zip(self.directories, table_slots, strict=True)
                 ]
             )
-        update(self.rows, device_slots, ids, sums, kinds, settings)
+        update_device_rows(self.rows, device_slots, ids, sums, kinds, settings)
 
     # ---- commits
 
@@ -293,7 +295,7 @@ class HbmStore:
 
     # ---- inside: acquire
 
-    def _find_and_pin(
+    def _find_and_pin_rows(
         self, ids: Tensor, offsets: Tensor, next_use: Tensor | None
     ) -> list[TableRequest]:
         """Pin the rows on the device and choose victims for the others.
@@ -307,7 +309,7 @@ class HbmStore:
             for directory, table_ids, table_codes in zip(
                 self.directories, grouped, codes, strict=True
             ):
-                slots = directory.find(table_ids)
+                slots = directory.find_slots(table_ids)
                 is_resident = slots >= 0
                 missing = np.flatnonzero(~is_resident)
                 resident_slots = slots[is_resident] if len(missing) else slots.copy()
@@ -320,19 +322,19 @@ class HbmStore:
                 # Its rows that are pinned already are in use by other batches, too.
                 others = directory.count_pinned_others(request.resident_slots, len(request.ids))
                 if others + len(request.ids) > directory.num_slots:
-                    raise self._budget_error(t, len(request.ids), others)
+                    raise self._build_budget_error(t, len(request.ids), others)
             for directory, request in zip(self.directories, requests, strict=True):
                 directory.advance_clock(len(request.ids), next_use is not None)
-                directory.pin(request.resident_slots, request.codes_of(request.is_resident))
-                request.victims = directory.choose_victims(len(request.missing))
+                directory.pin_slots(request.resident_slots, request.codes_of(request.is_resident))
+                request.victims = directory.choose_victim_slots(len(request.missing))
         return requests
 
     def _unpin(self, requests: Sequence[TableRequest]) -> None:
         with self._flags:
             for directory, request in zip(self.directories, requests, strict=True):
-                directory.unpin(request.resident_slots, dirty=False)
+                directory.unpin_slots(request.resident_slots, dirty=False)
 
-    def _request_missing(
+    def _request_missing_rows(
         self, requests: Sequence[TableRequest]
     ) -> PendingLoad | list[Tensor] | None:
         """Request missing rows from the store below. Returns a load, or None if no row is missing.
@@ -348,13 +350,13 @@ class HbmStore:
             below, job = self.below.acquire(ids, offsets)
             return PendingLoad(self._number + 1, [], offsets, below, job)
         except BudgetExceeded:
-            return self._load_records(missing)
+            return self._load_missing_records(missing)
         finally:
             for name, count in before.items():
                 gained = getattr(self.below.sources, name) - count
                 setattr(self.sources, name, getattr(self.sources, name) + gained)
 
-    def _admit(
+    def _admit_missing_rows(
         self, requests: Sequence[TableRequest], load: PendingLoad | list[Tensor] | None
     ) -> Tensor:
         """Give slots to the missing rows. Cannot fail. Returns (U,) int32 slots of all rows."""
@@ -363,7 +365,7 @@ class HbmStore:
             for directory, request in zip(self.directories, requests, strict=True):
                 self.num_hits += len(request.ids) - len(request.missing)
                 self.sources.resident += len(request.ids) - len(request.missing)
-                new_slots = directory.admit(
+                new_slots = directory.admit_ids(
                     request.ids[request.missing],
                     request.victims,
                     request.codes_of(request.missing),
@@ -376,10 +378,10 @@ class HbmStore:
             self._number = load.number
             self._loads.append(load)
         elif load is not None:
-            self._write_slots(admitted, load)
+            self._write_slot_records(admitted, load)
         return torch.from_numpy(np.concatenate(slots).astype(np.int32))
 
-    def _budget_error(self, table_index: int, needed: int, others: int) -> BudgetExceeded:
+    def _build_budget_error(self, table_index: int, needed: int, others: int) -> BudgetExceeded:
         table = self.tables[table_index]
         num_slots = self.directories[table_index].num_slots
         in_use = f" and {others} of these are in use by batches in flight" if others else ""
@@ -392,7 +394,7 @@ class HbmStore:
 
     # ---- inside: loads from below
 
-    def _install_ready(self) -> None:
+    def _install_ready_loads(self) -> None:
         """Install loads whose rows are in memory below, off the training thread. `wait` reports failed reads.
 
         Does nothing while another thread installs loads, which may wait for reads.
@@ -415,21 +417,21 @@ class HbmStore:
     def _install(self, load: PendingLoad) -> None:
         """Copy the oldest load to the device. Raises as `DramStore.wait`, also in later calls; the load then stays."""
         self.below.wait(load.job)
-        self._write_slots(load.slots, self._copy_records(load.below, load.offsets))
+        self._write_slot_records(load.slots, self._copy_records_to_device(load.below, load.offsets))
         self.below.release(load.below, load.offsets, dirty=False)
         self._loads.popleft()
 
-    def _write_slots(self, slots: Sequence[np.ndarray], records: Sequence[Tensor]) -> None:
+    def _write_slot_records(self, slots: Sequence[np.ndarray], records: Sequence[Tensor]) -> None:
         for rows, device_slots, table_records in zip(
             self.rows, self._arrays_to_device(slots), records, strict=True
         ):
             if len(device_slots):
-                rows.put(device_slots, table_records)
+                rows.write_records(device_slots, table_records)
         with self._flags:
             for directory, table_slots in zip(self.directories, slots, strict=True):
                 directory.flags[table_slots] |= VALID
 
-    def _copy_records(self, below: Tensor, offsets: Tensor) -> list[Tensor]:
+    def _copy_records_to_device(self, below: Tensor, offsets: Tensor) -> list[Tensor]:
         """Copy records of rows in slots below to the device, by table, in one transfer."""
         counts = offsets.diff().tolist()
         sizes = [n * table.record_bytes for n, table in zip(counts, self.tables, strict=True)]
@@ -445,30 +447,32 @@ class HbmStore:
             for part, n, table in zip(moved.split(sizes), counts, self.tables, strict=True)
         ]
 
-    def _load_records(self, missing: list[np.ndarray]) -> list[Tensor]:
+    def _load_missing_records(self, missing_slots: list[np.ndarray]) -> list[Tensor]:
         """Load records by table to the device and wait; in pieces if the store below has no room for all at once."""
-        ids, offsets = _group_ids(missing)
+        ids, offsets = _group_ids(missing_slots)
         try:
             below, job = self.below.acquire(ids, offsets)
         except BudgetExceeded:
             if self._loads:
                 self._install_all()  # frees the slots that loads have pinned below
-                return self._load_records(missing)
+                return self._load_missing_records(missing_slots)
             if len(ids) <= 1:
                 raise
-            halves = [np.array_split(table_ids, 2) for table_ids in missing]
-            if max(map(len, missing)) == 1:  # a row of several tables each
-                t = next(t for t, table_ids in enumerate(missing) if len(table_ids))
+            halves = [np.array_split(table_ids, 2) for table_ids in missing_slots]
+            if max(map(len, missing_slots)) == 1:  # a row of several tables each
+                t = next(t for t, table_ids in enumerate(missing_slots) if len(table_ids))
                 none = ids.numpy()[:0]
                 halves = [
                     [table_ids, none] if i == t else [none, table_ids]
-                    for i, table_ids in enumerate(missing)
+                    for i, table_ids in enumerate(missing_slots)
                 ]
-            first, second = (self._load_records([pair[i] for pair in halves]) for i in (0, 1))
+            first, second = (
+                self._load_missing_records([pair[i] for pair in halves]) for i in (0, 1)
+            )
             return [torch.cat(pair) for pair in zip(first, second, strict=True)]
         try:
             self.below.wait(job)
-            return self._copy_records(below, offsets)
+            return self._copy_records_to_device(below, offsets)
         finally:
             self.below.release(below, offsets, dirty=False)
 
@@ -479,9 +483,9 @@ class HbmStore:
         slots = [empty[:0] for empty in self._empty_arrays()]
         for t in tables:
             slots[t] = self.directories[t].dirty_slots()
-        self._write_back(slots)
+        self._write_back_dirty_rows(slots)
 
-    def _write_back(self, slots: Sequence[np.ndarray]) -> list[int]:
+    def _write_back_dirty_rows(self, slots: Sequence[np.ndarray]) -> list[int]:
         """Write the dirty ones of these rows, by table, to the store below; returns their numbers.
 
         Whatever fails, no row is lost: it stays dirty until it is below.
@@ -522,7 +526,7 @@ class HbmStore:
         return [np.empty(0, np.int64) for _ in self.tables]
 
 
-def open_hbm(
+def open_hbm_store(
     below: DramStore, capacity_rows: Sequence[int], device: torch.device | str, *, seed: int
 ) -> HbmStore:
     """Reserve memory for `capacity_rows` of each table on `device`. Raises ConfigError if it does not have enough.

@@ -16,7 +16,7 @@ from colonnade.errors import CorruptionError
 from colonnade.formats import VERSIONS, check_version
 from colonnade.store.disk import DiskFile, storage_error
 from colonnade.store.durable import append_checksum, checksum_line, verify_content
-from colonnade.store.segment import open_listed
+from colonnade.store.segment import open_listed_file
 
 MAGIC = b"CLNDKEYS"
 FORMAT = "colonnade key list"
@@ -42,7 +42,7 @@ class Keys:
     """Offset of the first id in `packed`."""
 
     @classmethod
-    def of(cls, ids: np.ndarray) -> Keys:
+    def pack_ids(cls, ids: np.ndarray) -> Keys:
         """Pack ids (N,) int64."""
         base = int(ids.min()) if len(ids) else 0
         beyond = ids.astype("<u8") - np.uint64(base % (1 << 64))
@@ -72,7 +72,7 @@ def file_name(number: int) -> str:
 
 def encode_key_list(number: int, ids: np.ndarray, checksum: int) -> memoryview:
     """Build a key list from the ids (N,) int64 of a sealed segment in record order."""
-    keys = Keys.of(ids)
+    keys = Keys.pack_ids(ids)
     head = (MAGIC, VERSION, number, keys.num_records, checksum, keys.base, keys.width, 0)
     packed = np.frombuffer(keys.packed, np.uint8, keys.width * keys.num_records)
     return append_checksum(np.concatenate((np.frombuffer(HEADER.pack(*head), np.uint8), packed)))
@@ -80,13 +80,13 @@ def encode_key_list(number: int, ids: np.ndarray, checksum: int) -> memoryview:
 
 def open_key_list(path: Path) -> DiskFile:
     """Open a key list. Raises CorruptionError if a file that a manifest lists is missing, StorageError."""
-    return open_listed(path)
+    return open_listed_file(path)
 
 
 def read_key_list(file: DiskFile, number: int, num_records: int, checksum: int) -> Keys:
     """Read a key list. Raises CorruptionError (torn, altered, of another segment), CheckpointError (version),
     StorageError."""
-    data = _read_file(file)
+    data = _read_key_list_file(file)
     content = verify_content(file.path, data)
     fields = HEADER.unpack_from(content.ljust(HEADER.size, b"\0"))
     base, width = fields[5:7]
@@ -103,7 +103,7 @@ def read_key_list(file: DiskFile, number: int, num_records: int, checksum: int) 
     return Keys(num_records, base, width, data, HEADER.size)  # the checksum line follows the ids
 
 
-def _read_file(file: DiskFile) -> bytes:
+def _read_key_list_file(file: DiskFile) -> bytes:
     try:
         size = os.fstat(file.fd).st_size
         pieces: list[bytes] = []

@@ -42,7 +42,7 @@ def file_name(step: int) -> str:
     return f"live-{step}.bits"
 
 
-def encode_live(step: int, parts: Sequence[LiveRecords]) -> bytes:
+def encode_live_bitmaps(step: int, parts: Sequence[LiveRecords]) -> bytes:
     """Build the content of a (durable) file. A segment with live records only has no bitmap in it."""
     pieces = [HEADER.pack(MAGIC, VERSION, len(parts), step)]
     for part in parts:
@@ -53,7 +53,7 @@ def encode_live(step: int, parts: Sequence[LiveRecords]) -> bytes:
     return b"".join(pieces)
 
 
-def parse_live(path: Path, content: bytes, step: int) -> list[LiveRecords]:
+def parse_live_bitmaps(path: Path, content: bytes, step: int) -> list[LiveRecords]:
     """Parse a file's content. Raises CorruptionError if it is not of `step`, CheckpointError for another version."""
     try:
         magic, version, count, file_step = HEADER.unpack_from(content)

@@ -36,7 +36,13 @@ from colonnade.store.disk import Disk, DiskFile
 from colonnade.store.durable import TEMPORARY_SUFFIX, write_durably
 from colonnade.store.live import LiveRecords
 from colonnade.store.log_files import LogFiles, SegmentFile, allow_many_files
-from colonnade.store.log_rows import PendingRead, Written, check_batch, check_ids, scan_rows
+from colonnade.store.log_rows import (
+    PendingRead,
+    Written,
+    check_id_array,
+    check_record_arrays,
+    scan_live_rows,
+)
 from colonnade.store.segment import HEADER, SegmentShape, crc32c, owner_digest, verify_records
 from colonnade.store.stripes import LOCK_NAME, Stripe, Stripes, open_stripes
 from colonnade.store.writer import LogWriter
@@ -131,7 +137,7 @@ class LogBacking:
 
     def read(self, ids: Tensor, out: Tensor, demand: bool = True) -> PendingRead:
         """Start a read as `Backing.read`. After an error in `wait`, `out` has whole new rows or none."""
-        check_batch(ids, out, self.record_bytes)
+        check_record_arrays(ids, out, self.record_bytes)
         self._check_open()
         return PendingRead(self.log.read(self._reader, ids, out, demand), out, self.files.path_of)
 
@@ -147,7 +153,7 @@ class LogBacking:
         Waits while unwritten bytes exceed the writer's limit; raises StorageError if the disk refuses a write (nothing
         changed; the store stays usable).
         """
-        check_batch(ids, records, self.record_bytes)
+        check_record_arrays(ids, records, self.record_bytes)
         writer = self._check_writable()
         writer.wait_for_room()
         self.log.write(ids, records, frequencies, FRESH, for_commit)
@@ -156,7 +162,7 @@ class LogBacking:
 
     def delete(self, ids: Tensor) -> None:
         """Delete rows as `Backing.delete`: ids (N,) int64, absent ones ignored."""
-        check_ids(ids)
+        check_id_array(ids)
         self._check_writable()
         self.log.delete(ids)
 
@@ -164,9 +170,9 @@ class LogBacking:
         """Yield rows as `Backing.scan`, in disk order. Raises CorruptionError naming file and record."""
         self._check_open()
         with self._rewriter.moving:
-            return scan_rows(self.log, self.files, self._reader)
+            return scan_live_rows(self.log, self.files, self._reader)
 
-    def verify(self) -> None:
+    def verify_records(self) -> None:
         """Read every record on the disk. Raises CorruptionError naming file and record."""
         self._check_open()
         for part in self.files.complete_segments().values():
@@ -174,7 +180,7 @@ class LogBacking:
                 part.file, part.number, self.shape, part.read_keys(), part.header_crc, part.checksum
             )
 
-    def counts(self) -> dict[str, int]:
+    def count_rows_and_bytes(self) -> dict[str, int]:
         """Count rows and bytes since this opening; `lifetime_bytes` since the store was made.
 
         bytes_held: of complete segments and key lists; bytes_live: the share of these that live rows take.
@@ -214,7 +220,7 @@ class LogBacking:
             raise StorageError(
                 f"{self.directory}: got a second freeze. Commit or thaw before the next one"
             )
-        self._rewriter.freeze()
+        self._rewriter.freeze_log()
         self._is_spoiled = False
 
     def thaw(self) -> None:
@@ -276,23 +282,23 @@ class LogBacking:
                 )
             self._manifests = {step: self._manifests[step] for step in sorted(keep_steps)}
             self._remove_manifests()
-            self.files.remove_forgotten(self._referenced_segments())
+            self.files.remove_forgotten_files(self._referenced_segments())
 
     # ---- garbage collection
 
-    def collect(self) -> int:
+    def collect_garbage(self) -> int:
         """Collect garbage until there is nothing to gain, segments being written included; returns bytes read."""
         writer, total, num_bytes = self._check_writable(), 0, 1
         while num_bytes:
             writer.flush(self.files)
-            num_bytes = self.collect_piece()
+            num_bytes = self.collect_garbage_piece()
             total += num_bytes
         writer.flush(self.files)
         with self._committing:  # segments that the collector's thread has just forgotten, too
-            self.files.remove_forgotten(self._referenced_segments())
+            self.files.remove_forgotten_files(self._referenced_segments())
         return total
 
-    def collect_piece(self) -> int:
+    def collect_garbage_piece(self) -> int:
         """Rewrite one piece of one segment; returns bytes read, 0: nothing to do now.
 
         Raises StorageError; CorruptionError if a record is corrupt: then the segment stays, and commits raise it, too.
@@ -306,7 +312,7 @@ class LogBacking:
             writer.wake()
         if is_forgotten:
             with self._committing:
-                self.files.remove_forgotten(self._referenced_segments())
+                self.files.remove_forgotten_files(self._referenced_segments())
         return num_bytes
 
     @property
@@ -351,7 +357,7 @@ class LogBacking:
                 )
             )
         self._sync_segments([complete[entry.number] for entry in entries])
-        content = lives.encode_live(step, bitmaps)
+        content = lives.encode_live_bitmaps(step, bitmaps)
         manifest = Manifest(
             step=step,
             table=self.table_name,
@@ -375,7 +381,7 @@ class LogBacking:
         unsynced = [part for part in parts if not part.is_synced]
         for part in unsynced:
             try:
-                self.files.sync(part)
+                self.files.sync_segment(part)
             except BaseException:
                 self._is_spoiled = True
                 raise
@@ -403,7 +409,7 @@ class LogBacking:
 
     def _load_commit(self, manifest: Manifest) -> None:
         """Load the content of a commit into the empty log."""
-        bitmaps = manifests.read_live(self.directory, manifest)
+        bitmaps = manifests.read_live_bitmaps(self.directory, manifest)
         for entry, bitmap in zip(manifest.segments, bitmaps, strict=True):
             self.files.load_segment(entry, bitmap)
         if len(self) != manifest.num_rows:
@@ -418,20 +424,20 @@ class LogBacking:
         """Start writing: remove every commit that is not in `retained`, and files that no commit lists."""
         self._manifests = dict(retained)
         self._remove_manifests()
-        self.files.remove_leftovers(self._referenced_segments())
+        self.files.remove_leftover_files(self._referenced_segments())
         for manifest in retained.values():
             for entry in manifest.segments:
                 self.files.track_removable(entry)
         assert self._writer is not None and self._collector is not None
-        self._writer.add(self.files)
-        self._collector.add(self)
+        self._writer.add_source(self.files)
+        self._collector.add_source(self)
 
     def _stop_threads(self) -> None:
         """Detach the log from the writer and the garbage collector."""
         if self._collector is not None:
-            self._collector.remove(self)
+            self._collector.remove_source(self)
         if self._writer is not None:
-            self._writer.remove(self.files)
+            self._writer.remove_source(self.files)
 
     # ---- what callers may get wrong
 
@@ -489,7 +495,7 @@ def open_log(
     if record_bytes < 1:
         raise ValueError(f"got record_bytes={record_bytes}, wanted at least 1")
     allow_many_files()
-    home_lock = None if read_only else _lock_home(directory, disk, step)
+    home_lock = None if read_only else _lock_store_directory(directory, disk, step)
     store = opened = None
     try:
         read = partial(
@@ -545,7 +551,7 @@ def _read_manifests(
     return {**older, step: manifest}, store_id, known
 
 
-def _lock_home(directory: Path, disk: Disk, step: int | None) -> DiskFile:
+def _lock_store_directory(directory: Path, disk: Disk, step: int | None) -> DiskFile:
     """Lock a store's directory, which is created for a new store. Raises CheckpointError, StoreLocked."""
     if step is None:
         disk.make_dir(directory)

@@ -24,7 +24,7 @@ from colonnade.store.durable import TEMPORARY_SUFFIX
 from colonnade.store.key_list import Keys
 from colonnade.store.live import LiveRecords
 from colonnade.store.segment import SegmentShape
-from colonnade.store.stripes import Stripes, no_space_error
+from colonnade.store.stripes import Stripes, build_no_space_error
 
 MAX_FILES = 1 << 16
 
@@ -91,7 +91,7 @@ class LogFiles:
 
     # ---- the writer's thread
 
-    def write_next(self) -> int:
+    def write_next_chunk(self) -> int:
         """Write one chunk, or the end of a segment. Returns the bytes written, 0: nothing to do.
 
         Raises StorageError: nothing is lost, and the next call tries again.
@@ -149,8 +149,8 @@ class LogFiles:
         more = num_bytes - part.reserved_bytes
         if more < 0:
             space.adjust_used(more)
-        elif not space.reserve(more):
-            raise no_space_error(
+        elif not space.reserve_bytes(more):
+            raise build_no_space_error(
                 [self.stripes.spaces[n] for n in sorted(self.stripes.spaces)], more
             )
         part.reserved_bytes = num_bytes
@@ -195,7 +195,7 @@ class LogFiles:
         """Bytes of full chunks that are not written yet."""
         return self.log.pending_bytes
 
-    def sealed_unfinished(self) -> set[int]:
+    def list_sealed_unfinished(self) -> set[int]:
         """Return the segments that are sealed and not yet complete, for which a commit waits."""
         numbers, _, _, sealed = (np.asarray(column) for column in self.log.segments())
         with self._lock:
@@ -220,7 +220,7 @@ class LogFiles:
             part = self.parts.get(number)
         return part.file.path if part else self.stripes.home / segments.file_name(number)
 
-    def sync(self, part: SegmentFile) -> None:
+    def sync_segment(self, part: SegmentFile) -> None:
         """Make a complete segment and its key list durable; their names only after `sync_directories`."""
         part.is_suspect = True
         self.disk.sync(part.file)
@@ -236,14 +236,14 @@ class LogFiles:
     def load_segment(self, entry: SegmentEntry, live: LiveRecords) -> None:
         """Load a segment of a commit into the log. Raises CorruptionError, CheckpointError, StorageError."""
         name = segments.file_name(entry.number)
-        path = self.stripes.find_file(name, entry.stripe)
-        file = segments.open_segment(path, self.shape, entry.num_bytes, entry.header_crc)
+        path = self.stripes.find_stripe_file(name, entry.stripe)
+        file = segments.open_sealed_segment(path, self.shape, entry.num_bytes, entry.header_crc)
         if entry.num_bytes != self.shape.num_bytes(entry.num_records):
             raise CorruptionError(
                 f"{path}: its manifest says {entry.num_bytes} bytes and {entry.num_records} records, which do not "
                 "agree. Go back to an older commit"
             )
-        keys = self.stripes.find_file(key_lists.file_name(entry.number), entry.stripe)
+        keys = self.stripes.find_stripe_file(key_lists.file_name(entry.number), entry.stripe)
         part = SegmentFile(entry.number, entry.stripe, file, entry.header_crc)
         part.keys = key_lists.open_key_list(keys)
         if path.parent == self.stripes.home:
@@ -273,14 +273,14 @@ class LogFiles:
             part.mapping.close()
         self.log.forget(number)
 
-    def remove_forgotten(self, referenced: Collection[int]) -> None:
+    def remove_forgotten_files(self, referenced: Collection[int]) -> None:
         """Remove the files of forgotten segments that no manifest lists. Raises StorageError (call again)."""
         with self._lock:
             gone = {n: entry for n, entry in self._removable.items() if n not in referenced}
         for number, (stripe, num_bytes) in sorted(gone.items()):
             for name in (segments.file_name(number), key_lists.file_name(number)):
                 if stripe in self.stripes.directories:
-                    self.disk.unlink(self.stripes.find_file(name, stripe))
+                    self.disk.unlink(self.stripes.find_stripe_file(name, stripe))
             with self._lock:
                 self._removable.pop(number, None)
             self._adjust_used(stripe, -num_bytes)
@@ -295,7 +295,7 @@ class LogFiles:
         self._removable[entry.number] = stripe, num_bytes
         self._adjust_used(stripe, num_bytes)
 
-    def remove_leftovers(self, referenced: Collection[int]) -> None:
+    def remove_leftover_files(self, referenced: Collection[int]) -> None:
         """Remove files that no retained commit lists, from every directory of the store, when it opens."""
         for directory in self.stripes.directories.values():
             for path in sorted(directory.iterdir()):

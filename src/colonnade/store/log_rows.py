@@ -32,7 +32,7 @@ class PendingRead(Pending):
 
     def wait(self) -> Tensor:
         exists, fault = self._job.wait()
-        raise_fault(fault, self._path_of)
+        raise_read_fault(fault, self._path_of)
         return torch.as_tensor(np.asarray(exists).astype(bool))
 
 
@@ -46,7 +46,7 @@ class Written(Pending):
         return torch.ones(self._num_rows, dtype=torch.bool)
 
 
-def check_ids(ids: Tensor) -> None:
+def check_id_array(ids: Tensor) -> None:
     """Raise ValueError unless ids are (N,) int64 as native code takes them."""
     if ids.dtype != torch.int64 or ids.dim() != 1 or not _is_plain(ids):
         raise ValueError(
@@ -55,9 +55,9 @@ def check_ids(ids: Tensor) -> None:
         )
 
 
-def check_batch(ids: Tensor, records: Tensor, record_bytes: int) -> None:
+def check_record_arrays(ids: Tensor, records: Tensor, record_bytes: int) -> None:
     """Raise ValueError unless ids are (N,) int64 and records (N, record_bytes) uint8."""
-    check_ids(ids)
+    check_id_array(ids)
     shape = (len(ids), record_bytes)
     if records.dtype != torch.uint8 or tuple(records.shape) != shape or not _is_plain(records):
         raise ValueError(
@@ -70,7 +70,7 @@ def _is_plain(array: Tensor) -> bool:
     return array.is_contiguous() and array.device.type == "cpu"
 
 
-def raise_fault(fault: tuple[str, int, int] | None, path_of: Callable[[int], Path]) -> None:
+def raise_read_fault(fault: tuple[str, int, int] | None, path_of: Callable[[int], Path]) -> None:
     """Raise a native read's fault (kind, place, errno) as StorageError or CorruptionError; None: return."""
     if fault is None:
         return
@@ -105,7 +105,7 @@ class SegmentCompleted(Exception):
     """Internal signal: a segment became complete during a snapshot."""
 
 
-def scan_rows(
+def scan_live_rows(
     log: _native.RowLog, files: LogFiles, reader: _native.PageReader
 ) -> Iterator[RowBatch]:
     """Yield every live row once, as of the call. The caller prevents moves of rows during the call, not after.
@@ -115,11 +115,11 @@ def scan_rows(
     for _ in range(SNAPSHOT_TRIES):
         before = _count_changes(log)
         try:
-            on_disk, in_memory = _snapshot(log, files, reader)
+            on_disk, in_memory = _snapshot_live_rows(log, files, reader)
         except SegmentCompleted:
             continue
         if _count_changes(log) == before:
-            return _read_batches(on_disk, in_memory, files)
+            return _read_row_batches(on_disk, in_memory, files)
     raise StorageError(
         f"{files.stripes.home}: got changes all along while a scan was to begin, wanted a moment without. "
         "Scan between two steps"
@@ -131,7 +131,7 @@ def _count_changes(log: _native.RowLog) -> tuple[int, int]:
     return counts["rows_written"], counts["rows_deleted"]
 
 
-def _snapshot(
+def _snapshot_live_rows(
     log: _native.RowLog, files: LogFiles, reader: _native.PageReader
 ) -> tuple[list[SegmentRecords], list[RowBatch]]:
     """List the records that are in files, and copy the live rows that are not.
@@ -156,19 +156,21 @@ def _snapshot(
         except ValueError:
             raise SegmentCompleted from None
         if part is not None and flags[:num_written].any():
-            on_disk.append(SegmentRecords(part, flags[:num_written], Keys.of(keys[:num_written])))
+            on_disk.append(
+                SegmentRecords(part, flags[:num_written], Keys.pack_ids(keys[:num_written]))
+            )
         if not flags[num_written:].any():
             continue
         ids = torch.from_numpy(keys[num_written:num_records][flags[num_written:]].copy())
         rows = torch.empty(len(ids), files.shape.record_bytes, dtype=torch.uint8)
         exists, fault = log.read(reader, ids, rows, True).wait()
-        raise_fault(fault, files.path_of)
+        raise_read_fault(fault, files.path_of)
         has_row = torch.as_tensor(np.asarray(exists).astype(bool))
         in_memory.append(RowBatch(ids[has_row], rows[has_row]))
     return on_disk, in_memory
 
 
-def _read_batches(
+def _read_row_batches(
     on_disk: list[SegmentRecords], in_memory: list[RowBatch], files: LogFiles
 ) -> Iterator[RowBatch]:
     width = files.shape.record_bytes

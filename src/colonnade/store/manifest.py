@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from colonnade.errors import CheckpointError, CorruptionError
-from colonnade.formats import check_format, make_format_stamp, parse_object
+from colonnade.formats import check_format_version, make_format_stamp, parse_json_object
 from colonnade.store import key_list, live, segment
 from colonnade.store.contract import Manifest, SegmentEntry
 from colonnade.store.disk import Disk
@@ -118,8 +118,8 @@ def read_manifest_fields(directory: Path, step: int) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: missing, but its run's commit names it. Restore it from a copy"
         )
-    fields = parse_object(path, read_verified(path))
-    check_format(path, fields, FORMAT)
+    fields = parse_json_object(path, read_verified(path))
+    check_format_version(path, fields, FORMAT)
     try:
         _FIELDS.validate_python(fields)
     except ValidationError as error:
@@ -147,9 +147,11 @@ def list_commit_files(directory: Path, fields: dict[str, Any]) -> Iterator[Commi
     stripes.directories |= {int(n): Path(path) for n, path in fields["stripes"].items()}
     for part in fields["segments"]:
         content = f"{part['header']}{part['checksum']}"
-        rows = stripes.find_file(part["file"], part["stripe"])
+        rows = stripes.find_stripe_file(part["file"], part["stripe"])
         yield CommitFile(rows, part["bytes"], content)
-        keys = stripes.find_file(key_list.file_name(segment_number(part["file"])), part["stripe"])
+        keys = stripes.find_stripe_file(
+            key_list.file_name(segment_number(part["file"])), part["stripe"]
+        )
         yield CommitFile(keys, part["keys"], content)
 
 
@@ -220,7 +222,7 @@ def find_lost_commits(commits: Iterable[Manifest], stripes: Stripes) -> dict[int
     }
 
 
-def read_live(directory: Path, manifest: Manifest) -> list[live.LiveRecords]:
+def read_live_bitmaps(directory: Path, manifest: Manifest) -> list[live.LiveRecords]:
     """Read the live bitmaps of a commit, in order of its segments. Raises CorruptionError, StorageError."""
     path = directory / live.file_name(manifest.step)
     if not path.exists():
@@ -233,7 +235,7 @@ def read_live(directory: Path, manifest: Manifest) -> list[live.LiveRecords]:
             f"{manifest.live_crc:08x}: they are of another commit. Restore it from a copy, or go back to an "
             "older commit"
         )
-    parts = live.parse_live(path, content, manifest.step)
+    parts = live.parse_live_bitmaps(path, content, manifest.step)
     listed = [(p.segment, p.num_records, p.num_live) for p in parts]
     if listed != [(s.number, s.num_records, s.num_live) for s in manifest.segments]:
         raise CorruptionError(

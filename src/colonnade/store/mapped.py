@@ -23,7 +23,7 @@ from colonnade.batch import Ids
 from colonnade.errors import ConfigError, CorruptionError, StorageError
 from colonnade.store.checksums import AGAIN, BLOCK_BYTES, FileChecksums, Scrub
 from colonnade.store.disk import FileMapping
-from colonnade.store.dram import open_dram
+from colonnade.store.dram import open_dram_store
 from colonnade.store.row_file import RowFile, open_row_file
 from colonnade.table import Table
 
@@ -191,7 +191,7 @@ class MappedTable:
                 .astype(np.uint32)
                 .view(np.int32)
             )
-        self.file.check_rows(slots)
+        self.file.check_row_blocks(slots)
         return np.flatnonzero(slots == -1) if slots.size and slots.min() < 0 else slots[:0]
 
     def initialise(self, ids: np.ndarray) -> np.ndarray:
@@ -354,7 +354,7 @@ def open_mapped(
     if full:
         for file in opened:
             file.file.check_all()
-    initialiser = open_dram(tables, [1] * len(tables), seed=seed).native
+    initialiser = open_dram_store(tables, [1] * len(tables), seed=seed).native
     mapped = [MappedTable(t, file, initialiser) for t, file in enumerate(opened)]
     for table in mapped:
         table.reserve(0)

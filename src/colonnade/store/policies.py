@@ -61,11 +61,11 @@ class RowRetention:
         self.shard = shard
         self._seed = table_seed(seed, f"{table.origin[0]}/admission")
         self._sketch = (
-            _open_sketch(table.admission, shard)
+            _open_admission_sketch(table.admission, shard)
             if isinstance(table.admission, CountMinAdmission)
             else None
         )
-        self._rows = None if table.eviction is None else _open_order(table, shard)
+        self._rows = None if table.eviction is None else _open_eviction_order(table, shard)
         self._counted_to = 0  # the sketch's step when a snapshot of it began
 
     @property
@@ -175,7 +175,7 @@ class RowRetention:
                     f"admission and eviction need {sorted(wanted)}; use the settings it was trained with"
                 )
         if self._rows is not None:
-            owned = [self._select_owned(states[owner]) for owner in owners]
+            owned = [self._select_owned_rows(states[owner]) for owner in owners]
             self._rows.restore(*(torch.cat(column) for column in zip(*owned, strict=True)))
         if self._sketch is not None:
             assert isinstance(self.admission, CountMinAdmission)
@@ -192,7 +192,9 @@ class RowRetention:
             layout.merge_counters(total, own_blocks, counters, self.name)
             self._sketch.step = max(int(states[owner]["counted_to"][0]) for owner in owners)
 
-    def _select_owned(self, state: Mapping[str, Sequence[Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    def _select_owned_rows(
+        self, state: Mapping[str, Sequence[Tensor]]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ids = torch.cat([torch.empty(0, dtype=torch.int64), *state["ids"]])
         is_owned = self.shard.owns(ids, None)
         steps, values = (
@@ -250,7 +252,7 @@ class SketchLayout:
         total.view(-1, size)[:] = sums.clamp_(max=255).to(torch.uint8)
 
 
-def open_policies(
+def open_retention_policies(
     tables: Sequence[Table], shards: Sequence[Shard], *, seed: int
 ) -> dict[int, RowRetention]:
     """Create the policies of tables with admission or eviction and rows on this rank, by table index.
@@ -265,7 +267,7 @@ def open_policies(
     }
 
 
-def check_policies(
+def check_retention_policies(
     overrides: Collection[tuple[int, ...]],
     declared: Collection[int],
     tables: Sequence[Table],
@@ -301,7 +303,7 @@ def describe_retention(admission: Admission | None, eviction: Eviction | None) -
     return {name: text.replace(", age_steps=None", "") for name, text in words.items()}
 
 
-def _open_sketch(admission: CountMinAdmission, shard: Shard) -> _native.CountMinSketch:
+def _open_admission_sketch(admission: CountMinAdmission, shard: Shard) -> _native.CountMinSketch:
     layout = SketchLayout(admission)
     assert shard.owner_index is not None
     first, end = layout.blocks_of_owner(shard.num_owners, shard.owner_index)
@@ -310,7 +312,7 @@ def _open_sketch(admission: CountMinAdmission, shard: Shard) -> _native.CountMin
     )  # fmt: skip
 
 
-def _open_order(table: Table, shard: Shard) -> _native.Retention:
+def _open_eviction_order(table: Table, shard: Shard) -> _native.Retention:
     num_owners = shard.num_owners
     settings = table.eviction
     if isinstance(settings, AgeEviction):

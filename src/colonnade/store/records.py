@@ -46,7 +46,7 @@ def build_fresh_records(table: Table, weights: Tensor) -> Tensor:
         value, count = part.optimizer.initial_state(part.dim)
         state[:, part.state : part.state + count] = value
         if part.optimizer.name == "ftrl":
-            _solve_ftrl(part, exact[:, part.column : part.column + part.dim], state)
+            _solve_ftrl_state(part, exact[:, part.column : part.column + part.dim], state)
     stored, low = exact.to(getattr(torch, table.dtype)), torch.empty(num_rows, 0, dtype=torch.uint8)
     if table.master:  # the bits are (high << 16) + low, low signed (native/kernels/rounding.h)
         bits = exact.contiguous().view(torch.int32).long() & 0xFFFFFFFF
@@ -66,7 +66,7 @@ def byte_positions(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.uint8).reshape(len(values), -1)
 
 
-def _solve_ftrl(part: Part, weights: Tensor, state: Tensor) -> None:
+def _solve_ftrl_state(part: Part, weights: Tensor, state: Tensor) -> None:
     """Set FTRL's state (n, z) to the z that gives these weights."""
     settings = part.optimizer.settings()
     dim = part.dim
@@ -91,7 +91,7 @@ class IdIndex:
         return self.order[positions], self.ids[positions] == ids
 
 
-def build_records(table: Table, columns: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+def build_records_from_columns(table: Table, columns: Mapping[str, Tensor], rows: Tensor) -> Tensor:
     """Build records (M, record_bytes) of rows at these positions (M,), with first optimizer state."""
     weights = columns["weights"][rows]
     records = build_fresh_records(table, weights)
@@ -117,10 +117,10 @@ def list_invalid_values(values: Mapping[str, object]) -> list[str]:
     return problems
 
 
-def find_problems(table: Table, columns: Mapping[str, Tensor]) -> list[str]:
+def find_column_problems(table: Table, columns: Mapping[str, Tensor]) -> list[str]:
     """List what is wrong with the columns of a table's rows; empty if nothing is."""
     ids = columns["ids"]
-    if problems := check_ids(table, ids):
+    if problems := find_id_problems(table, ids):
         return problems
     wanted = {
         "weights": ((len(ids), table.width), getattr(torch, table.dtype)),
@@ -129,15 +129,15 @@ def find_problems(table: Table, columns: Mapping[str, Tensor]) -> list[str]:
     }
     for name, (shape, dtype) in wanted.items():
         if name in columns:
-            problems += check_shape(table, name, columns[name], shape, dtype)
+            problems += find_shape_problem(table, name, columns[name], shape, dtype)
     if not problems and bool((columns["clocks"] < 1).any()):
         problems.append(f"table {table.name!r}: got a clock below 1; a trained row has at least 1")
     return problems
 
 
-def check_ids(table: Table, ids: Tensor) -> list[str]:
+def find_id_problems(table: Table, ids: Tensor) -> list[str]:
     """List what is wrong with a list of a table's ids; empty if nothing is."""
-    if problems := check_shape(table, "ids", ids, (ids.numel(),), torch.int64):
+    if problems := find_shape_problem(table, "ids", ids, (ids.numel(),), torch.int64):
         return problems
     if table.rows is not None and len(ids) and not (0 <= ids.min() and ids.max() < table.rows):
         return [
@@ -149,7 +149,7 @@ def check_ids(table: Table, ids: Tensor) -> list[str]:
     return []
 
 
-def check_shape(
+def find_shape_problem(
     table: Table, name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype
 ) -> list[str]:
     """Describe how a column differs from this shape and dtype; empty if it does not."""

@@ -68,7 +68,7 @@ class RowFile:
         values = torch.from_numpy(data).view(getattr(torch, self.table.dtype))
         return values.view(last - first, self.table.width)
 
-    def check_rows(self, slots: np.ndarray) -> None:
+    def check_row_blocks(self, slots: np.ndarray) -> None:
         """Check the blocks of rows that are about to be read, if they are unchecked.
 
         slots (E,) int32, as uint32; slots without a row are ignored. Raises CorruptionError, StorageError.
@@ -79,7 +79,7 @@ class RowFile:
             slots, self.num_rows, self.weights_begin, self.stride, BLOCK_BYTES, self.file.checked
         ):
             for block in blocks:
-                self.file.check(block)
+                self.file.check_block(block)
 
 
 def open_row_file(folder: Path, name: str, checksums: FileChecksums, table: Table) -> RowFile:

@@ -22,7 +22,7 @@ from colonnade import _native
 from colonnade.errors import CheckpointError, CorruptionError, StorageError
 from colonnade.formats import VERSIONS, check_version
 from colonnade.store.disk import DiskFile, storage_error
-from colonnade.store.untrusted import open_regular
+from colonnade.store.untrusted import open_regular_file
 
 MAGIC = b"CLNDROWS"
 FORMAT = "colonnade segment"
@@ -83,15 +83,15 @@ def crc32c(data: bytes) -> int:
     return _native.crc32c(np.frombuffer(data, np.uint8))
 
 
-def open_segment(path: Path, shape: SegmentShape, num_bytes: int, crc: int) -> DiskFile:
+def open_sealed_segment(path: Path, shape: SegmentShape, num_bytes: int, crc: int) -> DiskFile:
     """Open a sealed segment of `num_bytes` and header checksum `crc`; its records are not read yet.
 
     Raises CorruptionError (missing, torn or altered), CheckpointError (another table, run or version).
     """
-    file = open_listed(path, getattr(os, "O_DIRECT", 0))  # bypass the page cache if possible
+    file = open_listed_file(path, getattr(os, "O_DIRECT", 0))  # bypass the page cache if possible
     size = os.fstat(file.fd).st_size
-    head = bytes(read_span(file, 0, HEADER.size)) if size >= HEADER.size else b""
-    check_header(path, head, shape)
+    head = bytes(read_byte_span(file, 0, HEADER.size)) if size >= HEADER.size else b""
+    check_segment_header(path, head, shape)
     if size != num_bytes:
         record = (min(size, num_bytes) - HEADER.size) // shape.stride
         raise corrupt_record_error(
@@ -105,20 +105,20 @@ def open_segment(path: Path, shape: SegmentShape, num_bytes: int, crc: int) -> D
     return file
 
 
-def open_listed(path: Path, flags: int = 0) -> DiskFile:
+def open_listed_file(path: Path, flags: int = 0) -> DiskFile:
     """Open a file that a manifest lists, with these flags if the file system knows them. Raises CorruptionError if it
-    is missing, StorageError as `open_regular`."""
+    is missing, StorageError as `open_regular_file`."""
     try:
-        return open_regular(path, flags=flags)
+        return open_regular_file(path, flags=flags)
     except StorageError as error:
         if error.errno == errno.EINVAL and flags:
-            return open_listed(path)
+            return open_listed_file(path)
         if error.errno == errno.ENOENT:
             raise missing_file_error(path) from error
         raise
 
 
-def check_header(path: Path, head: bytes, shape: SegmentShape) -> None:
+def check_segment_header(path: Path, head: bytes, shape: SegmentShape) -> None:
     if len(head) < HEADER.size:
         raise CorruptionError(
             f"{path}: got fewer than {HEADER.size} bytes, wanted a segment's header. Restore it from a copy, or "
@@ -161,7 +161,7 @@ def read_frames(
     piece = max(1, PIECE_BYTES // stride)
     while first < num_records:
         count = min(piece, num_records - first)
-        data = read_span(file, shape.num_bytes(first), count * stride)
+        data = read_byte_span(file, shape.num_bytes(first), count * stride)
         if len(data) < count * stride:
             raise corrupt_record_error(
                 file.path, first + len(data) // stride, "the file ends inside it"
@@ -195,7 +195,7 @@ def verify_records(
         )
 
 
-def read_span(file: DiskFile, offset: int, length: int) -> memoryview:
+def read_byte_span(file: DiskFile, offset: int, length: int) -> memoryview:
     """Read the file's bytes from `offset`, fewer if it ends. Reads whole pages, as direct input requires."""
     start, end = offset // PAGE * PAGE, -(-(offset + length) // PAGE) * PAGE
     buffer = memoryview(mmap.mmap(-1, end - start))

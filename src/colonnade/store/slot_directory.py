@@ -57,7 +57,7 @@ class SlotDirectory:
         self._has_hints = False
         self._random = np.random.default_rng(num_slots)
 
-    def find(self, ids: np.ndarray) -> np.ndarray:
+    def find_slots(self, ids: np.ndarray) -> np.ndarray:
         """Return the slots (N,) int64 of ids; -1 where absent."""
         slots = np.empty(len(ids), np.int64)
         self._index.get(ids, slots)
@@ -73,7 +73,7 @@ class SlotDirectory:
             self._scores *= np.float32(2.0**-self._time)
             self._time = 0.0
 
-    def pin(self, slots: np.ndarray, codes: np.ndarray | None) -> None:
+    def pin_slots(self, slots: np.ndarray, codes: np.ndarray | None) -> None:
         """Pin rows in slots (N,) unique, and count their use. codes (N,) uint8 as in `Batch.next_use`."""
         self._add_pins(slots)
         if codes is None:
@@ -81,7 +81,7 @@ class SlotDirectory:
         else:
             self._scores[slots] = self._score_hints(codes)
 
-    def unpin(self, slots: np.ndarray, *, dirty: bool) -> None:
+    def unpin_slots(self, slots: np.ndarray, *, dirty: bool) -> None:
         """Undo one `pin` or `admit`. Raises ValueError, nothing changed, if a slot is not pinned."""
         flags = self.flags[slots] - np.int32(PIN)
         if len(flags) and flags.min() < 0:
@@ -103,7 +103,7 @@ class SlotDirectory:
             return self.num_pinned
         return self.num_pinned - int(np.count_nonzero(self.is_pinned(slots)))
 
-    def choose_victims(self, count: int) -> np.ndarray:
+    def choose_victim_slots(self, count: int) -> np.ndarray:
         """Choose slots to evict for `count` new rows: none if enough are free, never pinned ones. They must fit."""
         needed = count - (self.num_slots - self.num_rows)
         if needed <= 0:
@@ -114,14 +114,18 @@ class SlotDirectory:
         scores = self._scores[sample[self._is_evictable(sample)]]
         share = max(MIN_SHARE, 1.5 * needed / (self.num_rows - self.num_pinned))
         if len(scores) and share < 1:
-            victims = self._sweep(needed, float(np.quantile(scores, share, method="lower")))
+            victims = self._sweep_for_victims(
+                needed, float(np.quantile(scores, share, method="lower"))
+            )
             if len(victims) == needed:
                 return victims
         return self._lowest_scored(self._find_evictable(0, self._num_used), needed)
 
-    def admit(self, ids: np.ndarray, victims: np.ndarray, codes: np.ndarray | None) -> np.ndarray:
+    def admit_ids(
+        self, ids: np.ndarray, victims: np.ndarray, codes: np.ndarray | None
+    ) -> np.ndarray:
         """Evict the victims of `choose_victims(N)` and give pinned slots (N,) to ids (N,), which were absent."""
-        self.drop(victims)
+        self.free_slots(victims)
         num_fresh = max(0, len(ids) - len(self._free))
         num_free = len(self._free) - (len(ids) - num_fresh)
         slots = np.concatenate(
@@ -137,7 +141,7 @@ class SlotDirectory:
         )
         return slots
 
-    def drop(self, slots: np.ndarray) -> None:
+    def free_slots(self, slots: np.ndarray) -> None:
         """Free the slots of unpinned rows."""
         if not len(slots):
             return
@@ -173,7 +177,7 @@ class SlotDirectory:
             return slots
         return slots[np.argpartition(self._scores[slots], count - 1)[:count]]
 
-    def _sweep(self, count: int, threshold: float) -> np.ndarray:
+    def _sweep_for_victims(self, count: int, threshold: float) -> np.ndarray:
         """Return the next `count` evictable slots after the hand scored at most `threshold`; fewer after one round."""
         victims: list[np.ndarray] = []
         missing, begin, swept = count, self._hand % self._num_used, 0

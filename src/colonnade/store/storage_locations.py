@@ -13,13 +13,13 @@ from colonnade.sizes import StorageLocation
 from colonnade.store.log import DEFAULT_CHUNK_BYTES
 
 
-def check_tiers(ssd: Sequence[StorageLocation], mapped: StorageLocation | None) -> None:
-    """Check the directories of both tiers (`check_locations`), and that no two names lead to one directory.
+def check_tier_directories(ssd: Sequence[StorageLocation], mapped: StorageLocation | None) -> None:
+    """Check the directories of both tiers (`check_storage_locations`), and that no two names lead to one directory.
 
     Symlinks and mounts are followed. Raises ConfigError. Changes nothing.
     """
-    check_locations("ssd", ssd)
-    check_locations("mapped", () if mapped is None else (mapped,))
+    check_storage_locations("ssd", ssd)
+    check_storage_locations("mapped", () if mapped is None else (mapped,))
     for place in ssd:
         # Size of one write of a store; a smaller directory could not take a row.
         if place.bytes is not None and place.bytes < DEFAULT_CHUNK_BYTES:
@@ -51,7 +51,7 @@ def _existing_ancestor(path: Path) -> Path:
     return path
 
 
-def check_locations(name: str, places: Sequence[StorageLocation]) -> None:
+def check_storage_locations(setting: str, places: Sequence[StorageLocation]) -> None:
     """Check that the directories of `plan.memory.<name>` can be written and that their file systems are large enough.
 
     Raises ConfigError. Changes nothing.
@@ -61,25 +61,27 @@ def check_locations(name: str, places: Sequence[StorageLocation]) -> None:
         ancestor = _existing_ancestor(path)
         if not ancestor.is_dir():
             raise ConfigError(
-                f"plan.memory.{name}: {path}: {ancestor} is a file, wanted a directory; give another, or move the file"
+                f"plan.memory.{setting}: {path}: {ancestor} is a file, wanted a directory; give another, or move "
+                "the file"
             )
         if not os.access(ancestor, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"plan.memory.{name}: {path}: {ancestor} is not writable, wanted a directory that is; make it so for "
+                f"plan.memory.{setting}: {path}: {ancestor} is not writable, wanted a directory that is; make it "
+                "so for "
                 "this user, or choose another"
             )
         if os.statvfs(ancestor).f_flag & os.ST_RDONLY:
             raise ConfigError(
-                f"plan.memory.{name}: {path}: the file system is read-only; choose a directory on another"
+                f"plan.memory.{setting}: {path}: the file system is read-only; choose a directory on another"
             )
         size = shutil.disk_usage(ancestor).total
         if size == 0:
             raise ConfigError(
-                f"plan.memory.{name}: {path}: its file system has no room at all (0 bytes), so it cannot hold rows; "
+                f"plan.memory.{setting}: {path}: its file system has no room at all (0 bytes), so it cannot hold rows; "
                 "choose a directory on another"
             )
         if place.bytes is not None and place.bytes > size:
             raise ConfigError(
-                f"plan.memory.{name}: {path}: got {place.bytes:,} bytes, the file system has {size:,}; lower the "
+                f"plan.memory.{setting}: {path}: got {place.bytes:,} bytes, the file system has {size:,}; lower the "
                 "size, or leave it out to use what there is"
             )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colonnade.errors import CheckpointError, StorageError
-from colonnade.formats import check_format, make_format_stamp, parse_object
+from colonnade.formats import check_format_version, make_format_stamp, parse_json_object
 from colonnade.store.disk import Disk, DiskFile
 from colonnade.store.durable import read_verified, write_durably
 
@@ -35,7 +35,7 @@ class SpaceAccount:
         self.used = self.expected_growth = 0
         self._lock = threading.Lock()
 
-    def reserve(self, num_bytes: int) -> bool:
+    def reserve_bytes(self, num_bytes: int) -> bool:
         """Count bytes that are about to be written. False if the limit leaves no room; then nothing is counted."""
         with self._lock:
             if self.limit_bytes is not None and self.used + num_bytes > self.limit_bytes:
@@ -61,7 +61,7 @@ class SpaceAccount:
             return self.limit_bytes - self.used - (self.expected_growth if after_growth else 0)
 
 
-def no_space_error(spaces: Sequence[SpaceAccount], num_bytes: int) -> StorageError:
+def build_no_space_error(spaces: Sequence[SpaceAccount], num_bytes: int) -> StorageError:
     """Build the error of a write that no directory has room for, like that of a full disk."""
     usage = ", ".join(f"{s.path} holds {s.used:,} of {s.limit_bytes:,} bytes" for s in spaces)
     return StorageError(
@@ -113,7 +113,7 @@ class Stripes:
             return least_full(fitting, used)
         beginning = [n for n in self.capacities if self._free_bytes(n, False) >= first]
         if not beginning:
-            raise no_space_error([self.spaces[n] for n in self.capacities], first)
+            raise build_no_space_error([self.spaces[n] for n in self.capacities], first)
         return max(beginning, key=lambda n: (self._free_bytes(n, True), -n))
 
     def _free_bytes(self, number: int, after_growth: bool) -> float:
@@ -126,19 +126,21 @@ class Stripes:
             return 0
         return number if number in self.directories else None
 
-    def find_file(self, name: str, number: int) -> Path:
-        """Return the path of a file that a manifest puts in stripe `number`; a copy in the home directory wins."""
+    def find_stripe_file(self, name: str, stripe_number: int) -> Path:
+        """Return the path of a file that a manifest puts in stripe `stripe_number`; a copy in the home directory
+        wins."""
         home_path = self.home / name
-        if number == 0 or home_path.exists():
+        if stripe_number == 0 or home_path.exists():
             return home_path
-        if number not in self.directories:
+        if stripe_number not in self.directories:
             raise CheckpointError(
-                f"{self.home}: its stripe {number} was not given, and {name} is stored in it: last in "
-                f"{self.known.get(number, 'an unknown directory')}, which does not exist now. Mount it again at that "
+                f"{self.home}: its stripe {stripe_number} was not given, and {name} is stored in it: last in "
+                f"{self.known.get(stripe_number, 'an unknown directory')}, which does not exist now. Mount it "
+                "again at that "
                 "path; or, if it was moved, go on training with its new path among plan.memory.ssd in the run's config "
                 "(or --set plan.memory.ssd=DIRECTORY), where DIRECTORY holds the folder colonnade-..."
             )
-        return self.directories[number] / name
+        return self.directories[stripe_number] / name
 
     def paths_outside_home(self) -> dict[int, str]:
         """Return the paths of the stripes other than home, for a manifest."""
@@ -157,7 +159,7 @@ def least_full(capacities: Mapping[int, int], stripe_bytes: Mapping[int, int]) -
 
 def open_stripes(
     home: Path,
-    wanted: Sequence[Stripe],
+    directories: Sequence[Stripe],
     *,
     disk: Disk | None,
     home_lock: DiskFile | None,
@@ -174,13 +176,13 @@ def open_stripes(
     stripes.known = dict(known)
     try:
         for number, path in sorted(known.items()):
-            if _read_mark(Path(path)) == (store_id, number):
+            if _read_mark_file(Path(path)) == (store_id, number):
                 stripes.directories[number] = Path(path)
                 if disk is not None:
                     stripes.locks.append(disk.lock(Path(path) / LOCK_NAME))
-        if wanted:
+        if directories:
             stripes.capacities = {}
-        for stripe in wanted:
+        for stripe in directories:
             added = _add_stripe(stripes, stripe, disk, known)
             if added is not None:
                 stripes.capacities[added] = max(stripe.capacity_bytes, 1)
@@ -203,7 +205,7 @@ def _add_stripe(
     if disk is not None:
         disk.make_dir(directory)
         stripes.locks.append(disk.lock(directory / LOCK_NAME))
-    mark = _read_mark(directory)
+    mark = _read_mark_file(directory)
     if mark is None:
         if disk is None:
             return None
@@ -230,16 +232,16 @@ def _add_stripe(
     return number
 
 
-def _read_mark(directory: Path) -> tuple[str, int] | None:
+def _read_mark_file(directory: Path) -> tuple[str, int] | None:
     """Read (store id, number) from a directory's mark file; None without one."""
     path = directory / MARK_NAME
     if not path.exists():
         return None
-    fields = parse_object(path, read_verified(path))
-    check_format(path, fields, FORMAT)
+    fields = parse_json_object(path, read_verified(path))
+    check_format_version(path, fields, FORMAT)
     return fields["store"], fields["number"]
 
 
 def _belongs_to(directory: Path, home: Path) -> bool:
-    fields = parse_object(directory / MARK_NAME, read_verified(directory / MARK_NAME))
+    fields = parse_json_object(directory / MARK_NAME, read_verified(directory / MARK_NAME))
     return fields["home"] == str(home.absolute())

@@ -17,7 +17,15 @@ from torch import Tensor
 from colonnade.errors import ConfigError, StorageError
 from colonnade.store.contract import Pending, RowBatch
 from colonnade.store.shards import ReadOnly, ShardReader, ShardsRead
-from colonnade.table import CLOCK_BYTES, ITEM_BYTES, Table, TableSide, TableSlice, side_of, slice_of
+from colonnade.table import (
+    CLOCK_BYTES,
+    ITEM_BYTES,
+    Table,
+    TableSide,
+    TableSlice,
+    select_table_side,
+    slice_table_columns,
+)
 from colonnade.topology.sharding import HotRows, Sharding, is_hot, slice_columns
 
 
@@ -73,8 +81,8 @@ def shard_tables(tables: Sequence[Table], shardings: Sequence[Sharding]) -> tupl
     shards = []
     for t, (table, sharding) in enumerate(zip(tables, shardings, strict=True)):
         if sharding.has_hot:
-            shards.append(TableShard(t, side_of(table, "cold"), sharding.cold_sharding))
-            shards.append(TableShard(t, side_of(table, "hot"), sharding.hot_sharding))
+            shards.append(TableShard(t, select_table_side(table, "cold"), sharding.cold_sharding))
+            shards.append(TableShard(t, select_table_side(table, "hot"), sharding.hot_sharding))
             continue
         if sharding.slices == 1:
             shards.append(TableShard(t, table, sharding))
@@ -87,7 +95,7 @@ def shard_tables(tables: Sequence[Table], shardings: Sequence[Sharding]) -> tupl
             )
         columns = slice_columns(table.width, sharding.slices)
         for (first, last), own_sharding in zip(columns, sharding.slice_shardings, strict=True):
-            shards.append(TableShard(t, slice_of(table, first, last), own_sharding))
+            shards.append(TableShard(t, slice_table_columns(table, first, last), own_sharding))
     return tuple(shards)
 
 

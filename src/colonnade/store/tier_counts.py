@@ -63,7 +63,7 @@ class TierCounts:
         """Bytes in use for each byte of a live row."""
         return _ratio(self.held_bytes, self.live_bytes)
 
-    def since(self, before: TierCounts) -> TierCounts:
+    def subtract_earlier(self, before: TierCounts) -> TierCounts:
         """Subtract earlier counts; those of the present state (`LEVELS`) stay as they are."""
         return TierCounts(
             **{
@@ -124,17 +124,17 @@ def collect_tier_counts(store: DramStore | HbmStore) -> dict[str, TierCounts]:
     below = [backing for backing in store.backings if isinstance(backing, LogBacking)]
     for backing in below:
         name = "mapped" if backing.files.mapped_bytes else "ssd"  # files read by loads, or by reads
-        tiers[name] = tiers.get(name, TierCounts()) + _count_log(backing)
+        tiers[name] = tiers.get(name, TierCounts()) + _count_log_tier(backing)
     if below:
         lowest = list(tiers)[-1]
-        tiers[lowest] += _count_shared(below)
+        tiers[lowest] += _count_shared_io(below)
         tiers[lowest] += TierCounts(stall_seconds=sources.stall_seconds)
     return tiers
 
 
-def _count_log(backing: LogBacking) -> TierCounts:
+def _count_log_tier(backing: LogBacking) -> TierCounts:
     """Return the counts of one table's log, lookups of evaluations included."""
-    counts = backing.counts()
+    counts = backing.count_rows_and_bytes()
     return TierCounts(
         hits=counts["rows_copied"] + counts["rows_planned"],
         misses=counts["rows_absent"],
@@ -149,7 +149,7 @@ def _count_log(backing: LogBacking) -> TierCounts:
     )
 
 
-def _count_shared(backings: Sequence[LogBacking]) -> TierCounts:
+def _count_shared_io(backings: Sequence[LogBacking]) -> TierCounts:
     """Return the counts of the reader and the writer that a rank's logs share."""
     readers = {id(backing.reader): backing.reader for backing in backings}.values()
     writers = {id(b.writer): b.writer for b in backings if b.writer is not None}.values()

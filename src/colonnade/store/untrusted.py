@@ -47,11 +47,11 @@ FileName = Annotated[str, AfterValidator(_validate_name)]
 """Type of fields that hold a file name."""
 
 
-def parse_json(kind: type[T], content: bytes, path: Path, remedy: str) -> T:
+def parse_json(value_type: type[T], content: bytes, path: Path, remedy: str) -> T:
     """Read a value of this type from JSON. Raises CorruptionError naming path and field for other types, unknown or
     missing fields, or invalid JSON."""
     try:
-        return _adapter(cast(Hashable, kind)).validate_json(content)
+        return _adapter(cast(Hashable, value_type)).validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"]))
@@ -60,13 +60,13 @@ def parse_json(kind: type[T], content: bytes, path: Path, remedy: str) -> T:
         ) from None
 
 
-def parse_stamped(kind: type[T], content: bytes, path: Path, name: str, remedy: str) -> T:
+def parse_stamped(value_type: type[T], content: bytes, path: Path, name: str, remedy: str) -> T:
     """Read a value from a JSON object that states format `name` in addition to the value's fields.
 
     Raises CheckpointError for another format or version, before any other error; CorruptionError as `parse_json`.
     """
     fields = parse_stamped_json(path, content, name)
-    return parse_json(kind, json.dumps(fields).encode(), path, remedy)
+    return parse_json(value_type, json.dumps(fields).encode(), path, remedy)
 
 
 @lru_cache(maxsize=32)
@@ -74,7 +74,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def open_regular(path: Path, *, follow_links: bool = True, flags: int = 0) -> DiskFile:
+def open_regular_file(path: Path, *, follow_links: bool = True, flags: int = 0) -> DiskFile:
     """Open a file for reading. Raises StorageError if it cannot be read or is no regular file, which could block `open`
     or `read` forever. flags: of `open`, in addition to those for reading."""
     flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
@@ -96,8 +96,8 @@ def open_regular(path: Path, *, follow_links: bool = True, flags: int = 0) -> Di
 
 def open_inside(folder: Path, name: str) -> DiskFile:
     """Open a file by a name that was read from a file. Raises CorruptionError for a name or a link that leads out of
-    `folder`; StorageError as `open_regular`."""
-    return open_regular(folder / check_file_name(name, folder), follow_links=False)
+    `folder`; StorageError as `open_regular_file`."""
+    return open_regular_file(folder / check_file_name(name, folder), follow_links=False)
 
 
 def folder_inside(folder: Path, name: str) -> Path:
@@ -109,8 +109,8 @@ def folder_inside(folder: Path, name: str) -> Path:
 
 
 def read_regular(path: Path) -> bytes:
-    """Read a whole file. Raises StorageError as `open_regular`."""
-    file = open_regular(path)
+    """Read a whole file. Raises StorageError as `open_regular_file`."""
+    file = open_regular_file(path)
     try:
         with os.fdopen(os.dup(file.fd), "rb") as stream:
             return stream.read()

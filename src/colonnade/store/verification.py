@@ -68,7 +68,9 @@ def verify_store(
     if not opened:
         return
     commit, owner, stripes = opened[0]
-    yield verify_file(directory / live_name(step), lambda: manifest.read_live(directory, commit))
+    yield verify_file(
+        directory / live_name(step), lambda: manifest.read_live_bitmaps(directory, commit)
+    )
     shape = SegmentShape(commit.record_bytes, owner)
     for entry in commit.segments:
         yield from _verify_segment(entry, shape, stripes)
@@ -87,12 +89,12 @@ def _verify_segment(
     keys: list[key_list.Keys] = []
 
     def read_keys() -> None:
-        file = key_list.open_key_list(stripes.find_file(keys_name, entry.stripe))
+        file = key_list.open_key_list(stripes.find_stripe_file(keys_name, entry.stripe))
         keys.append(key_list.read_key_list(file, entry.number, entry.num_records, entry.checksum))
 
     def read_rows() -> None:
-        at = stripes.find_file(rows_name, entry.stripe)
-        file = segment.open_segment(at, shape, entry.num_bytes, entry.header_crc)
+        at = stripes.find_stripe_file(rows_name, entry.stripe)
+        file = segment.open_sealed_segment(at, shape, entry.num_bytes, entry.header_crc)
         if not keys:
             raise CorruptionError(
                 f"{rows}: its records cannot be told without {path.name}. Restore that file from a copy, or go "

@@ -22,7 +22,7 @@ LOW_PRIORITY_SHARE = 0.5
 class WriteSource(Protocol):
     """Source of chunks for the writer: `LogFiles`."""
 
-    def write_next(self) -> int:
+    def write_next_chunk(self) -> int:
         """Write one chunk; returns its bytes, 0: nothing to do. Writer thread only. Raises StorageError: try again."""
         ...
 
@@ -31,7 +31,7 @@ class WriteSource(Protocol):
         """True if `write_next` would do something now; cheap."""
         ...
 
-    def sealed_unfinished(self) -> set[int]: ...
+    def list_sealed_unfinished(self) -> set[int]: ...
 
     @property
     def pending_bytes(self) -> int: ...
@@ -44,7 +44,7 @@ class WriteBudget:
         self.bytes_per_second = bytes_per_second
         self._tokens = bytes_per_second or 0.0
 
-    def delay(self, num_bytes: int, seconds: float) -> float:
+    def compute_delay(self, num_bytes: int, seconds: float) -> float:
         """Return the seconds to wait after `num_bytes` were written, `seconds` after the previous call."""
         if self.bytes_per_second is None:
             return 0.0
@@ -126,9 +126,9 @@ class LogWriter(BackgroundWorker[WriteSource]):
 
     def flush(self, source: WriteSource) -> None:
         """Wait until the sealed segments of `source` are complete on the disk. Raises StorageError: call again."""
-        wanted = source.sealed_unfinished()
+        wanted = source.list_sealed_unfinished()
         # Do not wait for `is_complete`: a segment may be collected and forgotten before this thread looks again.
-        self._wait_until(lambda: not wanted & source.sealed_unfinished(), None)
+        self._wait_until(lambda: not wanted & source.list_sealed_unfinished(), None)
 
     def _wait_until(self, is_done: Callable[[], bool], timeout: float | None) -> bool:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -140,7 +140,7 @@ class LogWriter(BackgroundWorker[WriteSource]):
             while not is_done():
                 if self._error is not None:
                     error, self._error = self._error, None
-                    raise _copy_error(error)
+                    raise _copy_error_for_thread(error)
                 if not self._thread:
                     raise StorageError("the writer was closed while rows waited to be written")
                 remaining = None if deadline is None else deadline - time.monotonic()
@@ -154,27 +154,29 @@ class LogWriter(BackgroundWorker[WriteSource]):
     def _has_more(self) -> bool:
         return self._has_work and not self._has_failed
 
-    def _do_round(self) -> None:
+    def _work_one_round(self) -> None:
         with self._condition:
             self._has_work = self._has_failed = False
             sources = list(self._sources)
         is_busy = has_failed = False
         for source in sources:
-            num_bytes, has_succeeded = (0, True) if self._must_stop() else self._write_from(source)
+            num_bytes, has_succeeded = (
+                (0, True) if self._must_stop() else self._write_source_chunk(source)
+            )
             is_busy, has_failed = is_busy or num_bytes > 0, has_failed or not has_succeeded
             before, self._written_at = self._written_at, time.monotonic()
-            if delay := self._budget.delay(num_bytes, self._written_at - before):
+            if delay := self._budget.compute_delay(num_bytes, self._written_at - before):
                 self._pause(delay)
         with self._condition:
             self._has_work, self._has_failed = self._has_work or is_busy, has_failed
 
-    def _write_from(self, reference: ref[WriteSource]) -> tuple[int, bool]:
+    def _write_source_chunk(self, reference: ref[WriteSource]) -> tuple[int, bool]:
         """Write one chunk of a source, if it has any. Returns its bytes, and False if that failed."""
         source, num_bytes, error = reference(), 0, None
         if source is None or not source.has_work or self._claim(reference) is None:
             return 0, True
         try:
-            num_bytes = source.write_next()
+            num_bytes = source.write_next_chunk()
         except BaseException as caught:  # raised in the threads that wait
             error = caught
             traceback.clear_frames(error.__traceback__)  # they reference the source
@@ -187,7 +189,7 @@ class LogWriter(BackgroundWorker[WriteSource]):
         return num_bytes, error is None
 
 
-def _copy_error(error: BaseException) -> BaseException:
+def _copy_error_for_thread(error: BaseException) -> BaseException:
     """Copy an error for another thread, which extends its traceback."""
     if isinstance(error, StorageError):
         copy = type(error)(*error.args)

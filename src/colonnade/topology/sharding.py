@@ -312,7 +312,7 @@ def max_rows_per_owner(rows: int, num_owners: int) -> int:
     return -(-rows // num_owners)
 
 
-def distinct_shard_lists(shardings: Sequence[Sharding], num_ranks: int) -> list[list[Shard]]:
+def list_distinct_shards(shardings: Sequence[Sharding], num_ranks: int) -> list[list[Shard]]:
     """Return the shards of one rank from each group of ranks that have shards of the same tables, by table."""
     has_shard = np.zeros((num_ranks, len(shardings)), dtype=bool)
     for t, sharding in enumerate(shardings):

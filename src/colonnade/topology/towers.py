@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from colonnade.errors import ConfigError
-from colonnade.formats import check_format, make_format_stamp
+from colonnade.formats import check_format_version, make_format_stamp
 from colonnade.topology.world import World
 
 
@@ -66,7 +66,7 @@ class Partition:
             fields = json.loads(text)
             towers = fields["towers"]
             # Users write partition files by hand, without a stamp.
-            check_format("partition", fields, "colonnade towers", is_needed=False)
+            check_format_version("partition", fields, "colonnade towers", is_needed=False)
             # A string would iterate by letters.
             if not all(isinstance(tower, list) for tower in towers):
                 raise TypeError
@@ -79,7 +79,7 @@ class Partition:
         return cls(feature_names)
 
 
-def round_robin_partition(features: Sequence[str], num_towers: int) -> Partition:
+def build_round_robin_partition(features: Sequence[str], num_towers: int) -> Partition:
     """Return a round-robin partition, feature i in tower i modulo `num_towers`: the default without measured
     affinities."""
     if not 1 <= num_towers <= len(features):
@@ -89,7 +89,7 @@ def round_robin_partition(features: Sequence[str], num_towers: int) -> Partition
     return Partition(tuple(tuple(features[i::num_towers]) for i in range(num_towers)))
 
 
-def tower_ranks(world: World, num_towers: int) -> tuple[tuple[int, ...], ...]:
+def list_tower_ranks(world: World, num_towers: int) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each tower: equal runs of neighbouring ranks that divide a host or are whole hosts.
 
     One tower on each host saves most. Raises ConfigError if the world cannot be divided like this."""

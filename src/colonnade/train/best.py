@@ -23,7 +23,7 @@ def is_judged(metric: str) -> bool:
     return "error" in metric or not any(word in metric for word in NOT_JUDGED)
 
 
-def check_monitor(monitor: str, metrics: Iterable[str]) -> None:
+def check_monitor_metric(monitor: str, metrics: Iterable[str]) -> None:
     """Raise ConfigError unless `train.monitor` is one of the metrics that can be better or worse."""
     judged = sorted(metric for metric in metrics if is_judged(metric))
     if monitor not in judged:

@@ -35,12 +35,17 @@ from colonnade.comm.collectives import (
     sum_over_ranks,
 )
 from colonnade.comm.mesh import Mesh
-from colonnade.comm.process_groups import tower_mesh
-from colonnade.comm.traffic import count_waiting
+from colonnade.comm.process_groups import open_tower_mesh
+from colonnade.comm.traffic import count_waiting_time
 from colonnade.errors import ConfigError
 from colonnade.train.tower_weights import TowerWeights
 from colonnade.wire.codec import CODECS, CodecName
-from colonnade.wire.coded_sums import CODED_DTYPES, CodedAllReduce, State, residuals_by_parameter
+from colonnade.wire.coded_sums import (
+    CODED_DTYPES,
+    CodedAllReduce,
+    State,
+    sum_residuals_by_parameter,
+)
 
 BUCKET_BYTES = 1 << 20
 """Minimum size of a full bucket: 8 ms on an uplink of 1 Gbit/s, where the latency of its hops is below 1 ms."""
@@ -188,7 +193,7 @@ class DenseGradients:
         dtypes_and_devices = [(p.dtype, p.device) for p in self.parameters]
         late = {index for index, p in enumerate(self.parameters) if id(p) in self.late}
         sizes = [p.numel() for p in self.parameters]
-        tower_of_parameter = self._tower_by_parameter()
+        tower_of_parameter = self._map_parameters_to_towers()
         layout = assign_parameters_to_buckets(dtypes_and_devices, sizes, late, tower_of_parameter)
         # The loss shares a bucket with gradients, so it has their dtype.
         dtype = dtypes_and_devices[layout[-1][-1]][0] if layout[-1] else torch.float32
@@ -207,7 +212,7 @@ class DenseGradients:
         if self.towers is not None:
             tower, mesh_of_tower = (
                 self.mesh.rank // self.towers.size,
-                tower_mesh(self.mesh, self.towers.size),
+                open_tower_mesh(self.mesh, self.towers.size),
             )
             own_parameters = [
                 index
@@ -237,12 +242,14 @@ class DenseGradients:
         if self.mesh.num_ranks > 1:
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(
-                    reject_gradient if index in tower_of_parameter else self._build_hook(index)
+                    reject_tower_gradient
+                    if index in tower_of_parameter
+                    else self._build_gradient_hook(index)
                 )
                 for index, parameter in enumerate(self.parameters)
             ]
 
-    def zero(self) -> None:
+    def zero_gradients(self) -> None:
         """Set all gradients to zero, before the first backward of a step."""
         if self._thread is not None:
             self._abort_step()
@@ -280,7 +287,9 @@ class DenseGradients:
         self.buckets[-1].num_missing += 1  # the signals, which `send` brings
         self._start_thread()
 
-    def send(self, *, finite: bool, stop: bool, loss: Tensor | float = 0.0) -> None:
+    def send_remaining_buckets(
+        self, *, finite: bool, stop: bool, loss: Tensor | float = 0.0
+    ) -> None:
         """Send the remaining buckets after the step's last backward. loss: this rank's part of it."""
         self._signals[0], self._signals[1] = float(not finite), float(stop)
         self._signals[2] = loss
@@ -305,16 +314,16 @@ class DenseGradients:
         if self._thread is None and self.mesh.num_ranks > 1:
             self._start_thread()
 
-    def wait(self) -> tuple[bool, bool, float]:
+    def wait_for_sums(self) -> tuple[bool, bool, float]:
         """Wait until gradients are summed over all ranks, in place. Collective.
 
         Returns whether all are finite on all ranks, whether a rank requested to stop, and the loss of all ranks.
         Raises PeerLost.
         """
         if self._thread is None:
-            self._reduce_all()
+            self._reduce_all_buckets()
         else:
-            with count_waiting("dense"):
+            with count_waiting_time("dense"):
                 self._thread.join()
             self._thread = None
         error, self._error = self._error, None
@@ -349,7 +358,7 @@ class DenseGradients:
                     bucket.coded.undo_last_step()
         self._can_restore_residuals = False
 
-    def state(self) -> State | None:
+    def export_residuals(self) -> State | None:
         """Return a copy of this rank's residuals, between steps; None if there are none."""
         if all(bucket.coded is None and bucket.residual is None for bucket in self.buckets):
             return None
@@ -358,7 +367,7 @@ class DenseGradients:
             "hosts": world.num_hosts,
             "local": world.ranks_per_host,
             "sizes": [parameter.numel() for parameter in self.parameters],
-            "towers": self._tower_by_parameter(),
+            "towers": self._map_parameters_to_towers(),
             "buckets": [
                 {
                     "is_inside": bucket.tower_mesh is not None,
@@ -373,7 +382,7 @@ class DenseGradients:
             ],
         }
 
-    def restore(self, states: Sequence[State | None]) -> None:
+    def set_checkpoint_residuals(self, states: Sequence[State | None]) -> None:
         """Set the residuals of a checkpoint, by trainer, for `build_buckets` to load. Call it on every rank.
 
         In the same world with the same buckets each rank loads its own residuals. Otherwise rank 0 adds all of them to
@@ -403,8 +412,8 @@ class DenseGradients:
         self, *, finite: bool, stop: bool, loss: Tensor | float = 0.0
     ) -> tuple[bool, bool, float]:
         """Send all buckets and wait for the sums: `send` and `wait`. Collective."""
-        self.send(finite=finite, stop=stop, loss=loss)
-        return self.wait()
+        self.send_remaining_buckets(finite=finite, stop=stop, loss=loss)
+        return self.wait_for_sums()
 
     def scale(self, factor: float) -> None:
         """Multiply every gradient."""
@@ -447,7 +456,7 @@ class DenseGradients:
         Collective, between steps.
         """
         if self.towers is not None:
-            self.towers.broadcast(self.mesh, optimizer)
+            self.towers.broadcast_to_other_towers(self.mesh, optimizer)
 
     def _build_bucket(
         self, indices: list[int], mesh: Mesh, is_last: bool = False, dtype: torch.dtype = torch.float32
@@ -483,7 +492,7 @@ class DenseGradients:
         algorithm = choose_sum_algorithm(world, padded_size * send_buffer.itemsize)
         return GradientBucket(indices, gradients, send_buffer, algorithm, stream, is_late)
 
-    def _tower_by_parameter(self) -> dict[int, int]:
+    def _map_parameters_to_towers(self) -> dict[int, int]:
         """Map the index of each parameter that one tower alone uses to this tower."""
         return {
             index: self._tower_of[id(parameter)]
@@ -497,10 +506,10 @@ class DenseGradients:
         saved_states = [state for state in states if state is not None]
         if self.full_mesh.is_server or not saved_states or saved_states[0]["sizes"] != sizes:
             return
-        is_same_layout = len(saved_states) == self.mesh.num_ranks and _residual_layout(
+        is_same_layout = len(saved_states) == self.mesh.num_ranks and _describe_residual_layout(
             saved_states[0]
-        ) == _residual_layout(self.state())
-        if is_same_layout and saved_states[0].get("towers", {}) == self._tower_by_parameter():
+        ) == _describe_residual_layout(self.export_residuals())
+        if is_same_layout and saved_states[0].get("towers", {}) == self._map_parameters_to_towers():
             for bucket, saved_bucket in zip(
                 self.buckets, saved_states[self.mesh.rank]["buckets"], strict=True
             ):
@@ -510,7 +519,7 @@ class DenseGradients:
                 if saved_bucket["owed"] is not None:
                     bucket.residual = saved_bucket["owed"].to(bucket.gradients)
         else:
-            residuals = residuals_by_parameter(states)
+            residuals = sum_residuals_by_parameter(states)
             for bucket in self.buckets:
                 is_first = (bucket.tower_mesh or self.mesh).rank == 0
                 if is_first and any(index in residuals for index in bucket.indices):
@@ -530,7 +539,7 @@ class DenseGradients:
         for bucket, algorithm_index in zip(buckets, agreed_indices, strict=True):
             bucket.algorithm = SUM_ALGORITHMS[algorithm_index]
 
-    def _build_hook(self, index: int) -> Callable[[Tensor], None]:
+    def _build_gradient_hook(self, index: int) -> Callable[[Tensor], None]:
         """Return a hook that counts the gradients of a parameter."""
 
         def count_gradient(parameter: Tensor) -> None:  # on a thread of backward's
@@ -579,10 +588,10 @@ class DenseGradients:
         """Start the thread that reduces the buckets of a step."""
         self._is_aborted = False
         # No daemon: Python would end it inside gloo when the process does, which aborts.
-        self._thread = threading.Thread(target=self._reduce_all, name="dense")
+        self._thread = threading.Thread(target=self._reduce_all_buckets, name="dense")
         self._thread.start()
 
-    def _reduce_all(self) -> None:
+    def _reduce_all_buckets(self) -> None:
         """Reduce every bucket, in order. Runs on the thread of a step, which ends with it."""
         try:
             for bucket in self.buckets:
@@ -614,7 +623,7 @@ class DenseGradients:
             bucket.ready.set()
 
 
-def _residual_layout(state: State | None) -> list[Any]:
+def _describe_residual_layout(state: State | None) -> list[Any]:
     """Return the properties that must be equal for residuals of two checkpoints to belong to the same buckets."""
     if state is None:
         return []
@@ -648,7 +657,7 @@ def _reduce_bucket(bucket: GradientBucket, mesh: Mesh, gradient_scale: float) ->
     else:
         # Else NaN of the last step would change the scales of the codec, which include the padding.
         bucket.send_buffer[size:].zero_()
-        bucket.coded.add(mesh, bucket.send_buffer, gradient_scale)
+        bucket.coded.sum_over_ranks(mesh, bucket.send_buffer, gradient_scale)
     bucket.total = sum(
         float(piece.sum(dtype=torch.float64)) for piece in bucket.send_buffer.split(CHUNK_ELEMENTS)
     )
@@ -658,7 +667,7 @@ def _reduce_bucket(bucket: GradientBucket, mesh: Mesh, gradient_scale: float) ->
         bucket.stream.synchronize()
 
 
-def reject_gradient(parameter: Tensor) -> None:
+def reject_tower_gradient(parameter: Tensor) -> None:
     """Raise ConfigError, because backward added a gradient to a parameter that one tower alone trains."""
     raise ConfigError(
         f"got a gradient from the loss of a {tuple(parameter.shape)} weight that is trained inside a tower: ranks of "

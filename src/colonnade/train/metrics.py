@@ -72,9 +72,11 @@ def _compute_pooled_metrics(
     for task in range(num_tasks):
         evaluation = Evaluation()
         for part, group in zip(tables, groups_by_rank, strict=True):
-            evaluation.add(part[:, task], part[:, num_tasks + task], part[:, -1], group)
+            evaluation.add_predictions(part[:, task], part[:, num_tasks + task], part[:, -1], group)
         suffix = f"_{labels[task] if task < len(labels) else task}" if task else ""
-        metrics |= {f"{name}{suffix}": value for name, value in evaluation.result().items()}
+        metrics |= {
+            f"{name}{suffix}": value for name, value in evaluation.compute_metrics().items()
+        }
     return metrics
 
 
@@ -150,7 +152,7 @@ class Evaluation:
     _parts: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     _groups: list[Tensor] = field(default_factory=list)
 
-    def add(
+    def add_predictions(
         self,
         probability: Tensor,
         label: Tensor,
@@ -186,7 +188,7 @@ class Evaluation:
         if group is not None:
             self._groups.append(group.detach().flatten().to("cpu", torch.int64, copy=True)[known])
 
-    def columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def concatenate_columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return all added values: probability, label, weight and, if there are any, group, (S,) each."""
         if not self._parts:
             return torch.empty(0), torch.empty(0), torch.empty(0), None
@@ -195,13 +197,13 @@ class Evaluation:
         )
         return probability, label, weight, torch.cat(self._groups) if self._groups else None
 
-    def result(self) -> dict[str, float]:
+    def compute_metrics(self) -> dict[str, float]:
         """Compute all metrics by name.
 
         Names are those of the functions of this file: auc, group_auc (with groups), log_loss, normalized_entropy,
         calibration, expected_calibration_error; and num_samples (unweighted), positive_rate (weighted).
         """
-        probability, label, weight, group = self.columns()
+        probability, label, weight, group = self.concatenate_columns()
         columns = _check_and_sort_columns(probability, label, weight)[:3]
         _, labels, weights = columns
         metrics = {
@@ -230,10 +232,10 @@ def best_possible_metrics(batches: Iterable[Batch], *, task: int = 0) -> dict[st
                 "got a batch without labels or without true probabilities in its key; "
                 "only synthetic streams have a ceiling that is known"
             )
-        truth.add(
+        truth.add_predictions(
             batch.key.reshape(batch.size, -1)[:, task], batch.label[:, task], batch.sample_weight
         )
-    return truth.result()
+    return truth.compute_metrics()
 
 
 def _check_and_sort_columns(

@@ -51,7 +51,9 @@ class Progress:
         self._counters: Counters | None = None
         self._has_bars = console.is_terminal or console.is_jupyter
         self._bars = _BarsWithText(
-            *_columns(console.width), console=console, disable=not self._has_bars or is_quiet
+            *_choose_progress_columns(console.width),
+            console=console,
+            disable=not self._has_bars or is_quiet,
         )
         self._task = self._bars.add_task("train", total=total_steps, epoch="1", loss="-", rate="-")
         self._num_samples = 0
@@ -60,10 +62,10 @@ class Progress:
         self._is_first = True
         self._last_step: tuple[int, float, Batch, float] | None = None
 
-    def open(self, done_steps: int, trainer: RecordedTrainer | None = None) -> None:
+    def start_reporting(self, done_steps: int, trainer: RecordedTrainer | None = None) -> None:
         """Start at `done_steps` and append to the folder's files. trainer: the one to record the counters of."""
         if self._record is not None:
-            self._record.open(done_steps)
+            self._record.open_files(done_steps)
         if trainer is not None and not (self._record is None and self.is_quiet):
             self._counters = Counters(trainer)
         self._bars.start()
@@ -91,7 +93,7 @@ class Progress:
         rate = self._num_samples / max(now - self._interval_start, 1e-9)
         self._num_samples, self._interval_start = 0, now
         tiers = None if self._counters is None else self._counters.collect_tiers()
-        text = "" if tiers is None else tiers.describe()
+        text = "" if tiers is None else tiers.format_activity()
         self._bars.text = text
         epoch = str(batch.position.epoch + 1)
         self._bars.update(
@@ -105,18 +107,18 @@ class Progress:
                 f"{self._format_time_left(now, step)}{text and f'  {text}'}"
             )
         if self._record is not None:
-            self._write_step(step, {"loss": loss, "samples_per_second": rate}, batch)
+            self._write_step_metrics(step, {"loss": loss, "samples_per_second": rate}, batch)
             if tiers is not None:
-                self._record.write(step, "tiers", tiers.to_dict())
+                self._record.write_line(step, "tiers", tiers.to_dict())
 
     def report_evaluation(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         """Report an evaluation. metrics: by part_metric, as "validation_auc"."""
         self._flush_last_step()
         self._bars.update(self._task, completed=step)
         if self._record is not None:
-            self._record.write(step, "evaluate", {"epoch": epoch, **metrics})
+            self._record.write_line(step, "evaluate", {"epoch": epoch, **metrics})
             if self._counters is not None:
-                self._record.write(step, "tables", {"tables": self._counters.collect_tables()})
+                self._record.write_line(step, "tables", {"tables": self._counters.collect_tables()})
         shown = [
             f"{name.replace('_', ' ')} {value:.4f}"
             for name, value in metrics.items()
@@ -140,13 +142,13 @@ class Progress:
             self._write_counters(self._reported_step)
             tiers = self._counters.collect_tiers()
             if tiers is not None:
-                self._record.write(self._reported_step, "tiers", tiers.to_dict())
+                self._record.write_line(self._reported_step, "tiers", tiers.to_dict())
         self._record.close()
 
-    def _write_step(self, step: int, values: dict, batch: Batch) -> None:
+    def _write_step_metrics(self, step: int, values: dict, batch: Batch) -> None:
         assert self._record is not None
         if self._counters is None:
-            self._record.write(step, "train", values)
+            self._record.write_line(step, "train", values)
             return
         counters = self._counters
         values = {
@@ -154,24 +156,24 @@ class Progress:
             "lr": counters.collect_learning_rates(),
             **counters.collect_loss_scale(),
         }
-        self._record.write(step, "train", values)
+        self._record.write_line(step, "train", values)
         self._write_counters(step)
         if self._num_lines % TRAFFIC_LINES == 0:
-            self._record.write(step, "traffic", self._counters.collect_traffic(batch))
+            self._record.write_line(step, "traffic", self._counters.collect_traffic(batch))
         self._num_lines += 1
 
     def _write_counters(self, step: int) -> None:
         assert self._record is not None and self._counters is not None
-        self._record.write(step, "phases", self._counters.collect_phases())
-        self._record.write(step, "rows", self._counters.collect_rows())
+        self._record.write_line(step, "phases", self._counters.collect_phases())
+        self._record.write_line(step, "rows", self._counters.collect_rows())
         if sent := self._counters.collect_sent():
-            self._record.write(step, "sent", sent)
+            self._record.write_line(step, "sent", sent)
         if missed := self._counters.collect_missed_updates():
-            self._record.write(step, "missed", missed)
+            self._record.write_line(step, "missed", missed)
         if copies := self._counters.collect_cache_counts():
-            self._record.write(step, "cache", copies)
+            self._record.write_line(step, "cache", copies)
         if ages := self._counters.collect_copy_ages():
-            self._record.write(step, "copy_ages", ages)
+            self._record.write_line(step, "copy_ages", ages)
 
     def _format_time_left(self, now: float, step: int) -> str:
         done = step - self._first_step
@@ -192,7 +194,7 @@ class _BarsWithText(Bars):
             yield Text(self.text, style="dim", overflow="ellipsis", no_wrap=True)
 
 
-def _columns(width: int) -> list[ProgressColumn]:
+def _choose_progress_columns(width: int) -> list[ProgressColumn]:
     """Choose the columns that fit in `width`: numbers first, then the bar, then text."""
     steps = MofNCompleteColumn(separator="/")
     loss = TextColumn("loss {task.fields[loss]}")

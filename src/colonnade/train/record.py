@@ -54,7 +54,12 @@ from colonnade.plan.plan import Plan
 from colonnade.store.disk import storage_error
 from colonnade.store.tier_counts import TierCounts, collect_tier_counts
 from colonnade.train.loss_scale import LossScale
-from colonnade.train.metrics_file import FILE_NAME, FIRST_LINE, ROWS_FILE_NAME, drop_lines_after
+from colonnade.train.metrics_file import (
+    FILE_NAME,
+    FIRST_LINE,
+    ROWS_FILE_NAME,
+    drop_metrics_after_step,
+)
 from colonnade.train.phases import WAITING, Phases
 
 
@@ -130,10 +135,10 @@ class Record:
         self._lines: Any = None
         self._tensorboard: TensorBoardWriter | None = None
 
-    def open(self, done_steps: int) -> None:
+    def open_files(self, done_steps: int) -> None:
         """Open the files and drop lines of later steps, which the run repeats. Raises StorageError."""
         with self._as_storage_error():
-            drop_lines_after(self.path, done_steps)
+            drop_metrics_after_step(self.path, done_steps)
             self._lines = self.path.open("a", encoding="utf-8")
             if not self._lines.tell():
                 self._lines.write(FIRST_LINE)
@@ -141,7 +146,7 @@ class Record:
                 self.folder / "tensorboard", first_step=done_steps + 1
             )
 
-    def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+    def write_line(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Write one line and flush it, without fsync. Raises StorageError."""
         if self._lines is None or (
             self.part != "all" and (kind in ROW_KINDS) != (self.part == "rows")
@@ -153,7 +158,7 @@ class Record:
             "time": round(time.time(), 3),
             **_replace_non_finite(values),
         }
-        numbers = _flatten(values, kind)
+        numbers = _flatten_numbers(values, kind)
         with self._as_storage_error():
             self._lines.write(json.dumps(line, allow_nan=False) + "\n")
             self._lines.flush()
@@ -196,7 +201,7 @@ class TierActivity:
         }
         return {"seconds": self.seconds, "waited": self.waited, **by_tier}
 
-    def describe(self) -> str:
+    def format_activity(self) -> str:
         """Format as "dram 93.1 % | ssd 1.2k reads/s 14 MB/s | wait 2 %"; with hbm its hit rate comes first."""
         seconds = max(self.seconds, 1e-9)
         parts = []
@@ -207,7 +212,8 @@ class TierActivity:
             else:
                 moved = (counts.read_bytes + counts.written_bytes) / seconds
                 parts.append(
-                    f"{name} {_format_short(counts.reads / seconds)} reads/s {_format_short(moved, 1e6)}B/s"
+                    f"{name} {_format_short_number(counts.reads / seconds)} reads/s "
+                    f"{_format_short_number(moved, 1e6)}B/s"
                 )
         return " | ".join([*parts, f"wait {100 * min(1.0, self.waited / seconds):.0f} %"])
 
@@ -262,7 +268,7 @@ class Counters:
             now - self._tiers_since,
             waited - self._waited,
             {
-                name: counts.since(self._tiers.get(name, TierCounts()))
+                name: counts.subtract_earlier(self._tiers.get(name, TierCounts()))
                 for name, counts in tiers.items()
             },
             {name: counts.lifetime_bytes for name, counts in tiers.items()},
@@ -347,11 +353,11 @@ class Counters:
         }
 
     def collect_tables(self) -> dict[str, dict[str, int]]:
-        """Return the current sizes of tables: `table_sizes`."""
-        return table_sizes(self._trainer.collection)
+        """Return the current sizes of tables: `collect_table_sizes`."""
+        return collect_table_sizes(self._trainer.collection)
 
 
-def table_sizes(collection: EmbeddingCollection) -> dict[str, dict[str, int]]:
+def collect_table_sizes(collection: EmbeddingCollection) -> dict[str, dict[str, int]]:
     """Return rows and bytes of each table in this rank's memory, and live rows and bytes in its files.
 
     A row's bytes are its weights, optimizer state and clock. The index and dead rows in files do not count.
@@ -375,7 +381,7 @@ def table_sizes(collection: EmbeddingCollection) -> dict[str, dict[str, int]]:
     return sizes
 
 
-def _format_short(value: float, min_unit: float = 1.0) -> str:
+def _format_short_number(value: float, min_unit: float = 1.0) -> str:
     """Format a number: 1234 -> "1.2k". min_unit: smallest unit to use."""
     for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, "k"), (1.0, "")):
         if value >= size or size <= min_unit:
@@ -401,13 +407,13 @@ def _replace_non_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _flatten(values: Mapping[str, Any], prefix: str) -> dict[str, float]:
+def _flatten_numbers(values: Mapping[str, Any], prefix: str) -> dict[str, float]:
     """Flatten nested numbers to names with slashes, for TensorBoard."""
     flat: dict[str, float] = {}
     for name, value in values.items():
         path = f"{prefix}/{name}"
         if isinstance(value, Mapping):
-            flat |= _flatten(value, path)
+            flat |= _flatten_numbers(value, path)
         elif isinstance(value, int | float):
             flat[path] = value
     return flat
@@ -417,7 +423,7 @@ PREDICTED_CHANNELS = ("route", "fetch", "push")
 """Channels that a plan predicts: ids, rows and their gradients."""
 
 
-def mean_sent_bytes(mesh: Mesh, steps: int) -> dict[str, float]:
+def average_sent_bytes(mesh: Mesh, steps: int) -> dict[str, float]:
     """Return bytes that a rank sent per step by channel, averaged over ranks. Collective."""
     if mesh.num_ranks == 1 or not steps:
         return {}
@@ -438,7 +444,7 @@ def gather_row_summary(mesh: Mesh, collection: EmbeddingCollection) -> dict[str,
         "row_sources": asdict(store.sources),
         "tiers": {name: counts.to_dict() for name, counts in collect_tier_counts(store).items()},
         "resident_bytes": store.resident_bytes(),
-        "tables": table_sizes(collection),
+        "tables": collect_table_sizes(collection),
     }
     if not mesh.world.has_servers:
         return summary

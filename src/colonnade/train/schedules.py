@@ -13,7 +13,7 @@ from colonnade.config.run import ScheduleConfig
 from colonnade.errors import ConfigError
 
 
-def learning_rate_factor(settings: ScheduleConfig, total_steps: int, step: int) -> float:
+def compute_learning_rate_factor(settings: ScheduleConfig, total_steps: int, step: int) -> float:
     """Return the factor of the learning rate at `step` (from 0); `final` from `total_steps` on."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
@@ -43,7 +43,7 @@ def build_schedule(
         raise ConfigError(
             f"got the {settings.name} schedule for a run of unknown length; set its total_steps, or train.max_steps"
         )
-    return LambdaLR(optimizer, partial(learning_rate_factor, settings, total_steps or 0))
+    return LambdaLR(optimizer, partial(compute_learning_rate_factor, settings, total_steps or 0))
 
 
 def restore_schedule(

@@ -45,14 +45,14 @@ class TowerWeights:
         )
         return list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad))
 
-    def broadcast(self, mesh: Mesh, optimizer: Optimizer) -> None:
+    def broadcast_to_other_towers(self, mesh: Mesh, optimizer: Optimizer) -> None:
         """Send each tower's weights, buffers and optimizer state to all ranks of other towers.
 
         Collective, between steps. Each rank receives them from its peer, the rank with the same
         local rank in that tower.
         """
         own_tower, local_rank = divmod(mesh.rank, self.size)
-        packed = self._pack(own_tower, optimizer)
+        packed = self._serialize_tower(own_tower, optimizer)
         sizes_of_ranks = [int(size) for size in mesh.all_gather("dense", torch.tensor(len(packed)))]
         peers = range(local_rank, mesh.num_ranks, self.size)
         is_peer = [rank in peers and rank != mesh.rank for rank in range(mesh.num_ranks)]
@@ -70,9 +70,9 @@ class TowerWeights:
             for rank, part in enumerate(received.split(lengths))
             if is_peer[rank]
         }
-        self._load_packed(parts, optimizer)
+        self._load_serialized_towers(parts, optimizer)
 
-    def _pack(self, tower: int, optimizer: Optimizer) -> Tensor:
+    def _serialize_tower(self, tower: int, optimizer: Optimizer) -> Tensor:
         """Serialize the weights, buffers and optimizer state of a tower."""
         parameters, state = self.parameters(tower), optimizer.state
         buffer = io.BytesIO()
@@ -85,7 +85,7 @@ class TowerWeights:
         return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
 
     @torch.no_grad()
-    def _load_packed(self, parts: Mapping[int, Tensor], optimizer: Optimizer) -> None:
+    def _load_serialized_towers(self, parts: Mapping[int, Tensor], optimizer: Optimizer) -> None:
         """Load the serialized weights and optimizer state of other towers."""
         parameters = (
             parameter for group in optimizer.param_groups for parameter in group["params"]

@@ -19,7 +19,7 @@ from colonnade.batch import Batch
 from colonnade.checkpoint.checkpoints import Checkpoints
 from colonnade.comm.collectives import notify_servers
 from colonnade.comm.mesh import Mesh
-from colonnade.comm.peer_status import report_errors
+from colonnade.comm.peer_status import report_errors_to_peers
 from colonnade.data.batches import build_empty_batch, read_rank_batches
 from colonnade.data.contract import Position, Source, Splits
 from colonnade.embedding import EmbeddingCollection
@@ -28,7 +28,7 @@ from colonnade.exchange.cached_state import apply_planned_bounds
 from colonnade.pipeline.lookahead import Lookahead
 from colonnade.pipeline.prepared_batches import PrefetchedBatch, PreparedBatch
 from colonnade.row_optimizer import RowOptimizer
-from colonnade.train.best import Best, check_monitor
+from colonnade.train.best import Best, check_monitor_metric
 from colonnade.train.dense import DenseGradients
 from colonnade.train.loss_scale import LossScale
 from colonnade.train.objective import Objective
@@ -51,7 +51,7 @@ class CheckpointClock:
         self._last_check = self._last_begin
         self._steps_until_check = self._check_interval = 1  # in steps, between broadcasts
 
-    def is_due(self, is_busy: bool) -> bool:
+    def is_checkpoint_due(self, is_busy: bool) -> bool:
         """Return whether a checkpoint is due. Collective, once a step; most steps need no broadcast.
 
         `is_busy`: the previous checkpoint is still being written, so another one would make training wait.
@@ -63,7 +63,7 @@ class CheckpointClock:
             return False
         now = time.monotonic()
         step_seconds = (now - self._last_check) / self._check_interval
-        is_due_now, steps = plan_next_check(
+        is_due_now, steps = schedule_checkpoint_check(
             now - self._last_begin, step_seconds, self.seconds, is_busy
         )
         decision = self.mesh.broadcast("control", torch.tensor([is_due_now, steps])).tolist()
@@ -81,7 +81,7 @@ class CheckpointClock:
         self._last_begin = time.monotonic()
 
 
-def plan_next_check(
+def schedule_checkpoint_check(
     seconds_since: float, step_seconds: float, interval: float, is_busy: bool = False
 ) -> tuple[int, int]:
     """Return whether a checkpoint is due, and after how many steps to check again. Pure."""
@@ -181,19 +181,21 @@ class Trainer:
         self.started = started = time.perf_counter()
         if self.collection.cached is not None:
             apply_planned_bounds(self.collection.cached)
-        batches = self.collection.lookahead(self._read_batches(), prefetched=self.restored_reads)
+        batches = self.collection.lookahead(
+            self._read_remaining_batches(), prefetched=self.restored_reads
+        )
         try:
-            with report_errors(self.mesh.peer_monitor):
+            with report_errors_to_peers(self.mesh.peer_monitor):
                 self._train_steps(batches, outcome)
                 self.broadcast_tower_weights()
         finally:
             batches.close()
         if self.checkpoints is not None:
             with self.phases("checkpoint", include_waits=True):
-                self.checkpoints.finish()
+                self.checkpoints.finish_checkpoint()
         outcome.stopped_early = self._has_run_out_of_patience() and not outcome.stopped
         outcome.best_step = self.best.step
-        outcome.metrics = self.best.metrics | average_days(self.days)
+        outcome.metrics = self.best.metrics | average_daily_metrics(self.days)
         outcome.days = list(self.days)
         outcome.seconds = time.perf_counter() - started
         return outcome
@@ -242,7 +244,7 @@ class Trainer:
             if batch.ends_epoch or is_last or _is_due(step, schedule.evaluate_steps):
                 is_best = self._evaluate_and_record(batch.ends_epoch)
             is_over = batch.ends_epoch or is_last or stop or self._has_run_out_of_patience()
-            by_clock = self.clock.is_due(
+            by_clock = self.clock.is_checkpoint_due(
                 self.checkpoints is not None and self.checkpoints.is_writing
             )
             is_due = by_clock or _is_due(step, schedule.checkpoint_steps)
@@ -260,7 +262,7 @@ class Trainer:
         """
         num_parts = self.schedule.accumulate
         self.mesh.publish_step(self.collection.step)
-        self.dense.zero()
+        self.dense.zero_gradients()
         local_loss, weight, num_samples = torch.zeros(()), 0.0, 0
         batch: Batch
         for part in range(num_parts):
@@ -280,7 +282,10 @@ class Trainer:
                 bool(torch.isfinite(local_loss)) and self.collection.pipeline.gradients.are_finite()
             )
             send = partial(
-                self.dense.send, finite=finite, stop=self.stop_requested, loss=local_loss
+                self.dense.send_remaining_buckets,
+                finite=finite,
+                stop=self.stop_requested,
+                loss=local_loss,
             )
             has_pushed_gradients = bool(self.collection.exchange.pushed_parameters)
             if not has_pushed_gradients:
@@ -290,7 +295,7 @@ class Trainer:
         with self.phases("check gradients"):
             if has_pushed_gradients:  # the push brings the gradients of weights that owners use
                 send()
-            finite, stop, global_loss = self.dense.wait()
+            finite, stop, global_loss = self.dense.wait_for_sums()
         gradient_scale = self.loss_scale.value
         if num_parts > 1:
             local_loss, global_loss = (
@@ -355,8 +360,9 @@ class Trainer:
         self.clock.restart()
         with self.phases("checkpoint", include_waits=True):
             self.broadcast_tower_weights()
-            self.checkpoints.begin(
-                self, [self.collection.exchange.prefetched(batch.unused) for batch in fetched]
+            self.checkpoints.begin_checkpoint(
+                self,
+                [self.collection.exchange.export_prefetched(batch.unused) for batch in fetched],
             )
 
     def broadcast_tower_weights(self) -> None:
@@ -394,7 +400,7 @@ class Trainer:
         """Number of epochs; with progressive validation, of days."""
         return len(self.data.days) if self.schedule.progressive else self.schedule.epochs
 
-    def _read_batches(self) -> Iterator[Batch]:
+    def _read_remaining_batches(self) -> Iterator[Batch]:
         """Yield the (micro-)batches of all remaining epochs with their positions."""
         steps_left = self.schedule.max_steps
         if steps_left is not None:
@@ -450,11 +456,11 @@ class Trainer:
         if self.schedule.progressive and ends_epoch and self.position.epoch < self.num_epochs:
             day_metrics = self.evaluate(self.data.days[self.position.epoch])
             self.days.append({"day": self.position.epoch, **day_metrics})
-            metrics |= _add_prefix("day", day_metrics) | average_days(self.days)
+            metrics |= _add_prefix("day", day_metrics) | average_daily_metrics(self.days)
         if self.data.validation is not None:
             validated = self.evaluate(self.data.validation)
             if self.schedule.monitor not in (None, self.objective.monitor):
-                check_monitor(self.schedule.monitor, validated)
+                check_monitor_metric(self.schedule.monitor, validated)
             metrics |= _add_prefix("validation", validated)
         if self.data.test is not None:
             metrics |= _add_prefix("test", self.evaluate(self.data.test))
@@ -517,7 +523,7 @@ class Trainer:
         self.progress.print_line(f"skipped {message}{note}")
 
 
-def average_days(days: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def average_daily_metrics(days: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Average the metrics of progressive validation over all days so far, weighted by the days' samples.
 
     For log loss without sample weights this is the log loss of all days' samples. For AUC it is the mean of the

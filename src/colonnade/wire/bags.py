@@ -35,7 +35,7 @@ class ReceivedBags:
     codes: np.ndarray | None  # (E,) uint8 of `Batch.next_use`; 0 where the sender has none
 
 
-def pack_bags(
+def pack_bag_lookups(
     lookups: Lookups, table_rows: Tensor, owner_map: OwnerMap, codes: np.ndarray | None
 ) -> list[np.ndarray]:
     """Pack lookups into a message to each rank, uint8. codes: (E,) of `Batch.next_use`. Raises IndexError for an id
@@ -54,7 +54,7 @@ def pack_bags(
     return np.split(np.asarray(packed), np.asarray(ends)[:-1])
 
 
-def unpack_bags(
+def unpack_bag_lookups(
     messages: Sequence[np.ndarray],
     owned: LookupColumns,
     table_rows: Tensor,
@@ -62,7 +62,7 @@ def unpack_bags(
     rank: int,
     dtype: torch.dtype,
 ) -> ReceivedBags:
-    """Unpack the messages of `pack_bags` to this `rank` into one batch of all ranks' samples, in rank order.
+    """Unpack the messages of `pack_bag_lookups` to this `rank` into one batch of all ranks' samples, in rank order.
 
     messages: by sender; owned: columns of lookups of tables with rows on this rank; dtype: of weights, which are 1 for
     ranks that sent none. Raises WorldError that names the rank that sent another kind of message."""

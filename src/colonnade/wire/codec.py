@@ -2,8 +2,8 @@
 
 Values (owner to requester) are rounded to nearest. Gradients (requester to owner) are rounded stochastically, to one of
 two neighbours, the nearer one with the higher probability, so an owner's sums are unbiased. Random bits are the streams
-of `ops.optimizers.round_at_random`. They depend only on (seed, table, requester, id, step, column), so the same world
-trains the same bits, whichever rank owns the rows.
+of `ops.optimizers.round_stochastically`. They depend only on (seed, table, requester, id, step, column), so the same
+world trains the same bits, whichever rank owns the rows.
 
 A codec applies to every row of an exchange, including the rank's own rows: the values that a rank reads must not depend
 on their owner. In a world of one nothing is sent, and nothing is encoded.
@@ -101,7 +101,7 @@ class RowBlock:
         return self.rows * codec.row_bytes(self.dims, dtype)
 
 
-def encode(
+def encode_elements(
     codec: Codec,
     elements: Tensor,
     blocks: Sequence[RowBlock],
@@ -123,7 +123,7 @@ def encode(
     return torch.cat(coded) if coded else torch.empty(0, dtype=torch.uint8)
 
 
-def decode(codec: Codec, data: Tensor, blocks: Sequence[RowBlock], out: Tensor) -> None:
+def decode_elements(codec: Codec, data: Tensor, blocks: Sequence[RowBlock], out: Tensor) -> None:
     """Decode the result of `encode` into `out`, flat, rounded to its dtype."""
     if codec.name == "exact":
         out.view(torch.uint8).copy_(data)

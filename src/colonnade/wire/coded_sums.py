@@ -24,14 +24,14 @@ from torch import Tensor
 from colonnade.comm.collectives import (
     CHUNK_ELEMENTS,
     SumAlgorithm,
+    all_gather_in_scope,
     copy_in_chunks,
     exchange_shares,
-    gather_copies,
     sum_blocks,
 )
 from colonnade.comm.mesh import ALL, Mesh, Scope
 from colonnade.topology.world import World
-from colonnade.wire.codec import CODECS, Codec, RowBlock, decode, encode
+from colonnade.wire.codec import CODECS, Codec, RowBlock, decode_elements, encode_elements
 
 SCALE_GROUP = 512
 """Number of elements that share a scale or an exponent. It is small, because a buffer has gradients of several
@@ -42,7 +42,7 @@ SIGNAL_BYTES = 24
 """Size of the ranks' step status, which is not encoded and so has a message of its own."""
 
 State = dict[str, Any]
-"""Residuals of one rank as stored in checkpoints: `DenseGradients.state`."""
+"""Residuals of one rank as stored in checkpoints: `DenseGradients.export_residuals`."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class RoundingResidual:
     residual: Tensor  # (shares, n / N): added in the next step
     before: Tensor  # before the last step
 
-    def encode(self, codec: Codec, values: Tensor, unit: float) -> Tensor:
+    def encode_with_residuals(self, codec: Codec, values: Tensor, unit: float) -> Tensor:
         """Encode values plus residuals to uint8, share by share, rounded to nearest, and store the new residuals.
         Elements that are not finite leave none."""
         self.residual, self.before = self.before, self.residual
@@ -63,8 +63,8 @@ class RoundingResidual:
                 *(part.split(CHUNK_ELEMENTS) for part in share), strict=True
             ):
                 wanted, blocks = torch.add(new, owed, alpha=unit), _blocks(len(new))
-                coded.append(encode(codec, wanted, blocks))
-                decode(codec, coded[-1], blocks, error)
+                coded.append(encode_elements(codec, wanted, blocks))
+                decode_elements(codec, coded[-1], blocks, error)
                 torch.sub(wanted, error, out=error)
                 error.div_(unit).masked_fill_(~error.isfinite(), 0.0)
         return torch.cat(coded)
@@ -86,7 +86,7 @@ class CodedAllReduce:
         peers = world.num_hosts if way == "by host" else world.num_ranks
         self.sent, self.summed = self._zero_residual(peers), self._zero_residual(1)
 
-    def add(self, mesh: Mesh, values: Tensor, unit: float) -> None:
+    def sum_over_ranks(self, mesh: Mesh, values: Tensor, unit: float) -> None:
         """Sum values (n,) on the CPU over ranks, in place, as `sum_over_ranks`. Collective, one issuing thread. unit:
         the divisor of gradients before they are applied."""
         hosts, local = mesh.world.num_hosts, mesh.world.ranks_per_host
@@ -95,7 +95,7 @@ class CodedAllReduce:
                 exchange_shares(mesh, mesh.host_scope, values, local).view(1, local, -1)
             )
             self._sum_over_scope(mesh, mesh.cross_host_scope, host_sum, (hosts, 1), unit)
-            copy_in_chunks(gather_copies(mesh, mesh.host_scope, host_sum, local), values)
+            copy_in_chunks(all_gather_in_scope(mesh, mesh.host_scope, host_sum, local), values)
         else:
             self._sum_over_scope(mesh, ALL, values, (hosts, local), unit)
 
@@ -108,21 +108,25 @@ class CodedAllReduce:
         self, mesh: Mesh, scope: Scope, values: Tensor, group_shape: tuple[int, int], unit: float
     ) -> None:
         peers = group_shape[0] * group_shape[1]
-        coded = exchange_shares(mesh, scope, self.sent.encode(self.codec, values, unit), peers)
+        coded = exchange_shares(
+            mesh, scope, self.sent.encode_with_residuals(self.codec, values, unit), peers
+        )
         parts = values.new_empty(peers, self.share)
-        self._decode(coded, parts)
+        self._decode_shares(coded, parts)
         total = sum_blocks(parts.view(*group_shape, -1))
-        coded = gather_copies(mesh, scope, self.summed.encode(self.codec, total, unit), peers)
-        self._decode(coded, values.view(peers, self.share))
+        coded = all_gather_in_scope(
+            mesh, scope, self.summed.encode_with_residuals(self.codec, total, unit), peers
+        )
+        self._decode_shares(coded, values.view(peers, self.share))
 
-    def _decode(self, coded: Tensor, out: Tensor) -> None:
+    def _decode_shares(self, coded: Tensor, out: Tensor) -> None:
         """Decode received shares (shares x bytes,) into `out` (shares, n / N)."""
         step = coded_share_bytes(self.codec, CHUNK_ELEMENTS)
         for data, share in zip(coded.view(len(out), -1), out, strict=True):
             for piece_data, piece in zip(
                 data.split(step), share.split(CHUNK_ELEMENTS), strict=True
             ):
-                decode(self.codec, piece_data, _blocks(len(piece)), piece)
+                decode_elements(self.codec, piece_data, _blocks(len(piece)), piece)
 
     def _zero_residual(self, shares: int) -> RoundingResidual:
         zeros = torch.zeros(shares, self.share, dtype=self.dtype)
@@ -141,7 +145,7 @@ def coded_buffer_bytes(name: str, elements: int, num_ranks: int) -> int:
     return num_ranks * coded_share_bytes(CODECS[name], elements // num_ranks)
 
 
-def residuals_by_parameter(states: Sequence[State | None]) -> dict[int, Tensor]:
+def sum_residuals_by_parameter(states: Sequence[State | None]) -> dict[int, Tensor]:
     """Return the sum of all ranks' residuals in a checkpoint by index of the dense parameter, flat. states: by rank of
     the checkpoint's world; None: no residuals."""
     residuals: dict[int, Tensor] = {}
@@ -149,7 +153,7 @@ def residuals_by_parameter(states: Sequence[State | None]) -> dict[int, Tensor]:
         if state is None:
             continue
         for bucket in state["buckets"]:
-            for total in _residual_buffers(bucket, state, rank):
+            for total in _collect_residual_buffers(bucket, state, rank):
                 sizes = [state["sizes"][i] for i in bucket["numbers"]]
                 parts = total[: sum(sizes)].split(sizes)
                 for i, part in zip(bucket["numbers"], parts, strict=True):
@@ -157,7 +161,7 @@ def residuals_by_parameter(states: Sequence[State | None]) -> dict[int, Tensor]:
     return residuals
 
 
-def _residual_buffers(bucket: Mapping[str, Any], state: State, rank: int) -> list[Tensor]:
+def _collect_residual_buffers(bucket: Mapping[str, Any], state: State, rank: int) -> list[Tensor]:
     """Return the residuals of one rank in one bucket, as buffers of the whole bucket."""
     buffers = [] if bucket["owed"] is None else [bucket["owed"]]
     if bucket["sent"] is None:

@@ -15,7 +15,16 @@ from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.lookup.row_layout import RowLayout
 from colonnade.ops.memory import empty
 from colonnade.store.dram import table_seed
-from colonnade.wire.codec import CODECS, EXACT, Codec, Codecs, RoundingKey, RowBlock, decode, encode
+from colonnade.wire.codec import (
+    CODECS,
+    EXACT,
+    Codec,
+    Codecs,
+    RoundingKey,
+    RowBlock,
+    decode_elements,
+    encode_elements,
+)
 
 NARROW_ROW_ERROR = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Additional relative error of values where rows have 16 bits."""
@@ -33,7 +42,7 @@ class Coding:
         It differs between ranks, so that their rounding errors in one row do not add up."""
         return table_seed(self.run_seed, f"{name}/gradients/{rank}/{number}")
 
-    def exactness(self, exact: Exactness, dtype: torch.dtype, num_ranks: int) -> Exactness:
+    def describe_exactness(self, exact: Exactness, dtype: torch.dtype, num_ranks: int) -> Exactness:
         """Return the exactness of an exchange whose sums are `exact` without codecs, for rows of this dtype."""
         if self.codecs.is_exact or num_ranks == 1:
             return exact
@@ -59,22 +68,22 @@ class RowCodec:
 
     def encode_values(self, elements: Tensor, layout: RowLayout) -> Tensor:
         """Return rows as they are sent, uint8."""
-        return encode(self.values, elements, self._blocks(layout))
+        return encode_elements(self.values, elements, self._blocks(layout))
 
     def decode_values(self, data: Tensor, layout: RowLayout, out: Tensor) -> None:
         """Decode the result of `encode_values` into `out`, rounded to its dtype."""
-        decode(self.values, data, self._blocks(layout), out)
+        decode_elements(self.values, data, self._blocks(layout), out)
 
     def encode_gradients(
         self, elements: Tensor, layout: RowLayout, rounding_keys: Sequence[RoundingKey]
     ) -> Tensor:
         """Return sums of gradients as they are sent, uint8. rounding_keys: by block."""
-        return encode(self.gradients, elements, self._blocks(layout), rounding_keys)
+        return encode_elements(self.gradients, elements, self._blocks(layout), rounding_keys)
 
     def decode_gradients(self, data: Tensor, layout: RowLayout, dtype: torch.dtype) -> Tensor:
         """Decode the result of `encode_gradients` to elements of `dtype`."""
         elements = empty(layout.num_elements, dtype=dtype)
-        decode(self.gradients, data, self._blocks(layout), elements)
+        decode_elements(self.gradients, data, self._blocks(layout), elements)
         return elements
 
     def rank_bytes(self, codec: Codec, layout: RowLayout, dtype: torch.dtype) -> list[int]:
@@ -82,15 +91,15 @@ class RowCodec:
         widths = [codec.row_bytes(dims, dtype) for dims in self.dims]
         return (layout.counts @ np.array(widths)).tolist()
 
-    def rounding_keys(
-        self, plan: _native.Plan, blocks: np.ndarray, step: int, number: int
+    def build_rounding_keys(
+        self, plan: _native.Plan, blocks: np.ndarray, step: int, batch_number: int
     ) -> list[RoundingKey]:
         """Return the rounding keys of a plan's unique rows, rank by rank, table by table. blocks:
-        `OwnerMap.block_offsets` of it; step, number: see `ExchangePart.begin_push`."""
+        `OwnerMap.block_offsets` of it; step, batch_number: see `ExchangePart.begin_push`."""
         borders, unique = blocks.tolist(), torch.as_tensor(plan.unique_ids)
         num_tables = len(self.names)
         num_ranks = (len(borders) - 1) // num_tables
-        seeds = [self.coding.gradient_seed(name, self.rank, number) for name in self.names]
+        seeds = [self.coding.gradient_seed(name, self.rank, batch_number) for name in self.names]
         block_order = [(t, t * num_ranks + r) for r in range(num_ranks) for t in range(num_tables)]
         return [
             RoundingKey(unique[borders[b] : borders[b + 1]], seeds[t], step) for t, b in block_order

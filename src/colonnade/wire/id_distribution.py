@@ -26,18 +26,18 @@ SIZE_BYTES = 4
 
 
 def exchange_messages(
-    messages: Sequence[Sequence[np.ndarray]], mesh: Mesh, weight: float, channel: str
+    messages: Sequence[Sequence[np.ndarray]], mesh: Mesh, batch_weight: float, channel: str
 ) -> tuple[list[list[np.ndarray]], float]:
     """Send messages, by exchange and receiver, and return those received, by exchange and sender, and the sum of all
     ranks' weights. Collective. Raises WorldError for sizes that no rank sends."""
     sizes = np.array([[len(message) for message in by_rank] for by_rank in messages], np.int32).T
-    head = np.frombuffer(WEIGHT.pack(weight), np.uint8)
+    head = np.frombuffer(WEIGHT.pack(batch_weight), np.uint8)
     parts = [part for by_rank in zip(*messages, strict=True) for part in (head, *by_rank)]
     one, traffic_tag = [1] * mesh.num_ranks, traffic_tag_of(channel, "route")
     raw_sizes, _ = mesh.all_to_all(
         channel, torch.from_numpy(np.ascontiguousarray(sizes)), one, one, traffic_tag=traffic_tag
     )
-    received_sizes = _check_sizes(raw_sizes.numpy())
+    received_sizes = _check_message_sizes(raw_sizes.numpy())
     data, _ = mesh.all_to_all(
         channel, torch.from_numpy(np.concatenate(parts)), _message_bytes(sizes), _message_bytes(received_sizes),
         traffic_tag=traffic_tag,
@@ -61,15 +61,16 @@ def _message_bytes(sizes: NDArray[np.int32]) -> list[int]:
     return (WEIGHT.size + sizes.sum(1, dtype=np.int64)).tolist()
 
 
-def _check_sizes(sizes: NDArray[np.int32]) -> NDArray[np.int32]:
+def _check_message_sizes(message_sizes: NDArray[np.int32]) -> NDArray[np.int32]:
     """Check the sizes (N, E) of the messages from each rank. Raises WorldError for negative ones."""
-    if (sizes < 0).any():
-        rank = int((sizes < 0).any(1).argmax())
+    if (message_sizes < 0).any():
+        rank = int((message_sizes < 0).any(1).argmax())
         raise WorldError(
-            f"rank {rank} sent sizes {sizes[rank].tolist()} of its messages, wanted 0 or more; all ranks must run one "
+            f"rank {rank} sent sizes {message_sizes[rank].tolist()} of its messages, wanted 0 or more; all ranks "
+            "must run one "
             "version of Colonnade"
         )
-    return sizes
+    return message_sizes
 
 
 def traffic_tag_of(channel: str, during: str) -> str:

@@ -38,7 +38,7 @@ class ReceivedRequests:
     codes: Tensor | None  # (P,) uint8, 0 for ids of ranks that sent none; None: no rank sent any
 
 
-def pack_requests(
+def pack_id_requests(
     ids: Tensor,
     firsts: np.ndarray,
     lasts: np.ndarray,
@@ -68,15 +68,15 @@ def pack_requests(
     return messages
 
 
-def unpack_requests(
+def unpack_id_requests(
     messages: Sequence[np.ndarray], rows: Tensor, num_owners: Tensor, owner_indices: Tensor
 ) -> ReceivedRequests:
-    """Unpack all ranks' requests to this one. messages: by rank, of `pack_requests`; owner_indices (T,): of this rank.
-    Raises WorldError that names the rank that sent another kind of message."""
+    """Unpack all ranks' requests to this one. messages: by rank, of `pack_id_requests`; owner_indices (T,): of this
+    rank. Raises WorldError that names the rank that sent another kind of message."""
     unpacked = []
     for rank, message in enumerate(messages):
         try:
-            unpacked.append(_unpack(message, rows, num_owners, owner_indices))
+            unpacked.append(_unpack_id_request(message, rows, num_owners, owner_indices))
         except ValueError as error:
             raise WorldError(
                 f"rank {rank} sent {len(message)} bytes that are not a request for rows ({error}); all ranks must run "
@@ -92,7 +92,7 @@ def unpack_requests(
     return ReceivedRequests(torch.cat(ids), np.concatenate(counts), codes)
 
 
-def _unpack(
+def _unpack_id_request(
     message: np.ndarray, rows: Tensor, num_owners: Tensor, owner_indices: Tensor
 ) -> ReceivedRequests:
     """Unpack one rank's request. Raises ValueError."""
@@ -114,7 +114,7 @@ def _unpack(
     return ReceivedRequests(torch.as_tensor(ids), np.asarray(counts)[None, :], codes)
 
 
-def expected_list_bytes(count: float, rows: int, num_owners: int) -> float:
+def expected_id_list_bytes(count: float, rows: int, num_owners: int) -> float:
     """Return the expected bytes of a list of `count` unique rows of one owner, if every set of `count` rows is equally
     likely. This holds for hashed ids, and where popular ids are spread over a table; measure ids in order of popularity
     instead. rows 0: an open table. Pure."""
@@ -123,7 +123,7 @@ def expected_list_bytes(count: float, rows: int, num_owners: int) -> float:
     least = math.floor(count)
     if count > least:  # a mean over batches
         part = count - least
-        below, above = (expected_list_bytes(n, rows, num_owners) for n in (least, least + 1))
+        below, above = (expected_id_list_bytes(n, rows, num_owners) for n in (least, least + 1))
         return (1 - part) * below + part * above
     keys = -(-rows // num_owners) if rows else 2.0**64 / num_owners
     varint = 1 + sum(count >= 1 << 7 * i for i in range(1, 10))
@@ -183,7 +183,7 @@ def _expected_number_block_bytes(length: float, keys: float) -> float:
     return size
 
 
-def measured_bytes(ids: Tensor, rows: int) -> tuple[float, float]:
+def measure_packed_bytes(ids: Tensor, rows: int) -> tuple[float, float]:
     """Return the packed bytes of the ids of one batch, if one rank owns all rows: of the unique ids, and of all ids in
     their order. rows 0: an open table."""
     one, all_rows = torch.ones(1, dtype=torch.int64), torch.tensor([rows])

@@ -28,7 +28,7 @@ from colonnade.comm.mesh import Mesh, Scope
 from colonnade.comm.process_groups import open_tower_scopes
 from colonnade.lookup.fields import FieldColumns, find_runs
 from colonnade.ops.memory import empty
-from colonnade.wire.codec import CODECS, Codec, RoundingKey, RowBlock, encode
+from colonnade.wire.codec import CODECS, Codec, RoundingKey, RowBlock, encode_elements
 from colonnade.wire.coding import Coding
 from colonnade.wire.transport import (
     DirectRoute,
@@ -37,8 +37,8 @@ from colonnade.wire.transport import (
     add_columns,
     block_elements,
     combine_transfers,
-    decode_on_arrival,
     extract_columns,
+    prepare_decoding,
 )
 
 
@@ -58,18 +58,25 @@ class PeerChunk:
 
 
 @lru_cache(maxsize=64)
-def plan_chunks(rank: int, size: int, sizes: tuple[int, ...]) -> tuple[PeerChunk, ...]:
-    """Return the chunks of a rank of a tower of `size` ranks, its own tower's last. sizes: samples by rank. Cached,
-    because batches of one run mostly have the same sizes."""
-    own, local_rank = divmod(rank, size)
-    others = tuple(tower for tower in range(len(sizes) // size) if tower != own)
-    ends = [0, *accumulate(sizes)]
+def plan_tower_chunks(
+    rank: int, tower_size: int, batch_sizes: tuple[int, ...]
+) -> tuple[PeerChunk, ...]:
+    """Return the chunks of a rank of a tower of `tower_size` ranks, its own tower's last. batch_sizes: samples by
+    rank. Cached, because batches of one run mostly have the same sizes."""
+    own, local_rank = divmod(rank, tower_size)
+    others = tuple(tower for tower in range(len(batch_sizes) // tower_size) if tower != own)
+    ends = [0, *accumulate(batch_sizes)]
     chunks = []
     for towers in (others, (own,)):
         if not towers:
             continue
-        ranks = tuple(tower * size + number for number in range(size) for tower in towers)
-        counts = tuple(sum(sizes[t * size + number] for t in towers) for number in range(size))
+        ranks = tuple(
+            tower * tower_size + number for number in range(tower_size) for tower in towers
+        )
+        counts = tuple(
+            sum(batch_sizes[t * tower_size + number] for t in towers)
+            for number in range(tower_size)
+        )
         is_run = list(ranks) == list(range(ranks[0], ranks[0] + len(ranks)))
         rows = slice(ends[ranks[0]], ends[ranks[-1] + 1]) if is_run else None
         chunks.append(PeerChunk(towers, ranks, counts, counts[local_rank], rows))
@@ -106,11 +113,13 @@ class TowerTransport:
         self.scope = Scope(size)
         open_tower_scopes(mesh, size)
 
-    def send(self, blocks: Iterable[Tensor], sizes: Sequence[int], tag: str) -> PendingTransfer:
+    def send_values(
+        self, blocks: Iterable[Tensor], batch_sizes: Sequence[int], traffic_tag: str
+    ) -> PendingTransfer:
         """Send block (G, P): the samples of each local rank's peers to that rank."""
         (block,) = blocks
-        width, rows, parts = self.columns.width, block.split(list(sizes)), []
-        for chunk in plan_chunks(self.mesh.rank, self.size, tuple(sizes)):
+        width, rows, parts = self.columns.width, block.split(list(batch_sizes)), []
+        for chunk in plan_tower_chunks(self.mesh.rank, self.size, tuple(batch_sizes)):
             if chunk.rows is None:
                 send = torch.cat([rows[rank] for rank in chunk.ranks])
             else:
@@ -120,16 +129,18 @@ class TowerTransport:
                 received, call = self.mesh.all_to_all(
                     "fetch", received,
                     [n * width for n in chunk.counts],
-                    [chunk.num_samples * w for w in self.widths], scope=self.scope, wait=False, traffic_tag=tag,
+                    [chunk.num_samples * w for w in self.widths], scope=self.scope, wait=False, traffic_tag=traffic_tag,
                     into=empty(chunk.num_samples * self.width, dtype=self.dtype),
                 )  # fmt: skip
             parts.append(PendingTransfer(received, call, send))
         return combine_transfers(parts)
 
-    def receive(self, pending: PendingTransfer, sizes: Sequence[int]) -> Iterator[Tensor]:
+    def receive_values(
+        self, pending: PendingTransfer, batch_sizes: Sequence[int]
+    ) -> Iterator[Tensor]:
         """Yield all columns of the tower by chunk, (m, W), contiguous, peer by peer. The next chunk may still be
         pending when one is yielded."""
-        chunks = plan_chunks(self.mesh.rank, self.size, tuple(sizes))
+        chunks = plan_tower_chunks(self.mesh.rank, self.size, tuple(batch_sizes))
         for chunk, transfer in zip(chunks, pending.parts, strict=True):
             transfer.wait()
             total = empty(chunk.num_samples, self.inside.width, dtype=self.dtype)
@@ -138,11 +149,13 @@ class TowerTransport:
                 add_columns(part.view(chunk.num_samples, width), total, runs)
             yield total
 
-    def send_back(self, gradients: Iterable[Tensor], sizes: Sequence[int]) -> PendingTransfer:
+    def send_gradients(
+        self, gradients: Iterable[Tensor], batch_sizes: Sequence[int]
+    ) -> PendingTransfer:
         """Send gradients (m, W) of the tower's columns, the last chunk first, to the ranks that pooled them."""
         width, parts = self.columns.width, []
-        total = empty(sum(sizes), width, dtype=self.dtype)
-        chunks = plan_chunks(self.mesh.rank, self.size, tuple(sizes))
+        total = empty(sum(batch_sizes), width, dtype=self.dtype)
+        chunks = plan_tower_chunks(self.mesh.rank, self.size, tuple(batch_sizes))
         for chunk, gradient in zip(reversed(chunks), gradients, strict=True):
             send = empty(chunk.num_samples * self.width, dtype=self.dtype)
             lengths = [chunk.num_samples * member_width for member_width in self.widths]
@@ -160,15 +173,17 @@ class TowerTransport:
             parts.append(PendingTransfer(received, call, send))
         return PendingTransfer(total, parts=parts)
 
-    def receive_back(self, pending: PendingTransfer, sizes: Sequence[int]) -> Iterator[Tensor]:
+    def receive_gradients(
+        self, pending: PendingTransfer, batch_sizes: Sequence[int]
+    ) -> Iterator[Tensor]:
         """Yield gradients of the columns that this rank had pooled, as one block (G, P)."""
         total, width = pending.received, self.columns.width
-        rows = total.split(list(sizes))
-        chunks = plan_chunks(self.mesh.rank, self.size, tuple(sizes))
+        rows = total.split(list(batch_sizes))
+        chunks = plan_tower_chunks(self.mesh.rank, self.size, tuple(batch_sizes))
         for chunk, transfer in zip(reversed(chunks), pending.parts, strict=True):
             transfer.wait()
             if chunk.rows is None or self.size == 1:
-                counts = [sizes[rank] for rank in chunk.ranks]
+                counts = [batch_sizes[rank] for rank in chunk.ranks]
                 parts = transfer.received.view(sum(counts), width).split(counts)
                 for rank, part in zip(chunk.ranks, parts, strict=True):
                     rows[rank].copy_(part)
@@ -208,70 +223,82 @@ class PeerTransport:
         counts = [chunk.num_samples for chunk in self._chunks(sizes)]
         return block[: sum(counts)].split(counts)
 
-    def send(self, blocks: Iterable[Tensor], sizes: Sequence[int], tag: str) -> PendingTransfer:
+    def send_values(
+        self, blocks: Iterable[Tensor], batch_sizes: Sequence[int], traffic_tag: str
+    ) -> PendingTransfer:
         """Send the tower's columns for its peers' samples: (m, Y) for each chunk, contiguous."""
         codec, parts = CODECS[self.coding.codecs.values], []
-        for chunk, block in zip(self._chunks(sizes), blocks, strict=True):
-            served, wanted = self._served_blocks(chunk, sizes), self._own_blocks(chunk, sizes)
-            data = coded = encode(codec, block.view(-1), served)
+        for chunk, block in zip(self._chunks(batch_sizes), blocks, strict=True):
+            served, wanted = (
+                self._served_blocks(chunk, batch_sizes),
+                self._own_blocks(chunk, batch_sizes),
+            )
+            data = coded = encode_elements(codec, block.view(-1), served)
             call = None
             if chunk.towers != (self.tower,):
                 data, call = self.mesh.all_to_all(
                     "fetch", coded, self._lengths(codec, chunk, served),
-                    self._lengths(codec, chunk, wanted), scope=self.scope, wait=False, traffic_tag=tag,
+                    self._lengths(codec, chunk, wanted), scope=self.scope, wait=False, traffic_tag=traffic_tag,
                 )  # fmt: skip
-            received, decode = decode_on_arrival(codec, data, wanted, self.dtype)
+            received, decode = prepare_decoding(codec, data, wanted, self.dtype)
             parts.append(PendingTransfer(received, call, coded, decode))
         return combine_transfers(parts)
 
-    def add_received(self, pending: PendingTransfer, total: Tensor) -> None:
-        size = len(total)
+    def add_received_values(self, pending: PendingTransfer, sums: Tensor) -> None:
+        size = len(sums)
         # Chunks have the same towers whatever the sizes, so the order of the parts gives their towers.
         others = tuple(tower for tower in range(len(self.carried)) if tower != self.tower)
         towers_by_chunk = [towers for towers in (others, (self.tower,)) if towers]
         for towers, part in zip(towers_by_chunk, pending.parts, strict=True):
             blocks = part.received.split([size * self.widths[tower] for tower in towers])
             for tower, block in zip(towers, blocks, strict=True):
-                add_columns(block.view(size, self.widths[tower]), total, self.runs[tower])
+                add_columns(block.view(size, self.widths[tower]), sums, self.runs[tower])
 
-    def send_back(
-        self, total: Tensor, sizes: Sequence[int], step: int, number: int
+    def send_gradients(
+        self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_number: int
     ) -> PendingTransfer:
         """Send gradients: total (B, all columns)."""
-        codec, size = CODECS[self.coding.codecs.gradients], len(total)
+        codec, size = CODECS[self.coding.codecs.gradients], len(gradients)
         samples, rank, parts = torch.arange(size), self.mesh.rank, []
-        for chunk in self._chunks(sizes):
-            served, wanted = self._served_blocks(chunk, sizes), self._own_blocks(chunk, sizes)
+        for chunk in self._chunks(batch_sizes):
+            served, wanted = (
+                self._served_blocks(chunk, batch_sizes),
+                self._own_blocks(chunk, batch_sizes),
+            )
             send = empty(sum(block_elements(wanted)), dtype=self.dtype)
             for tower, part in zip(chunk.towers, send.split(block_elements(wanted)), strict=True):
-                extract_columns(total, part.view(size, self.widths[tower]), self.runs[tower])
+                extract_columns(gradients, part.view(size, self.widths[tower]), self.runs[tower])
             rounding_keys = [
                 RoundingKey(
-                    samples, self.coding.gradient_seed(f"tower {tower}", rank, number), step
+                    samples, self.coding.gradient_seed(f"tower {tower}", rank, batch_number), step
                 )
                 for tower in chunk.towers
             ]
-            data = coded = encode(codec, send, wanted, rounding_keys)
+            data = coded = encode_elements(codec, send, wanted, rounding_keys)
             call = None
             if chunk.towers != (self.tower,):
                 data, call = self.mesh.all_to_all(
                     "push", coded, self._lengths(codec, chunk, wanted),
                     self._lengths(codec, chunk, served), scope=self.scope, wait=False,
                 )  # fmt: skip
-            received, decode = decode_on_arrival(codec, data, served, self.dtype)
+            received, decode = prepare_decoding(codec, data, served, self.dtype)
             parts.append(PendingTransfer(received, call, coded, decode))
         return combine_transfers(parts)
 
-    def receive_back(self, pending: PendingTransfer, sizes: Sequence[int]) -> Iterator[Tensor]:
+    def receive_gradients(
+        self, pending: PendingTransfer, batch_sizes: Sequence[int]
+    ) -> Iterator[Tensor]:
         """Yield gradients (m, Y) of the columns that this tower sent, the last chunk first. The chunk before may still
         be pending when one is yielded."""
         width = self.widths[self.tower]
-        for chunk, part in zip(reversed(self._chunks(sizes)), reversed(pending.parts), strict=True):
+        for chunk, part in zip(
+            reversed(self._chunks(batch_sizes)), reversed(pending.parts), strict=True
+        ):
             part.wait()
             yield part.received.view(chunk.num_samples, width)
 
     def _chunks(self, sizes: Sequence[int]) -> tuple[PeerChunk, ...]:
-        return plan_chunks(self.mesh.rank, self.size, tuple(sizes))
+        return plan_tower_chunks(self.mesh.rank, self.size, tuple(sizes))
 
     def _served_blocks(self, chunk: PeerChunk, sizes: Sequence[int]) -> list[RowBlock]:
         """Return by peer in the chunk's towers the block of its samples that this tower sends."""

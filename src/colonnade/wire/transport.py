@@ -25,11 +25,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from colonnade.comm.collectives import sum_in_order
+from colonnade.comm.collectives import sum_blocks_in_order
 from colonnade.comm.mesh import Mesh, PendingCall
 from colonnade.lookup.fields import ColumnKey, ColumnRun, FieldColumns, find_runs
 from colonnade.ops.memory import empty
-from colonnade.wire.codec import CODECS, Codec, RoundingKey, RowBlock, decode, encode
+from colonnade.wire.codec import (
+    CODECS,
+    Codec,
+    RoundingKey,
+    RowBlock,
+    decode_elements,
+    encode_elements,
+)
 from colonnade.wire.coding import Coding
 
 NOTHING = torch.empty(0)
@@ -58,11 +65,12 @@ class PendingTransfer:
 
 
 class LastTransport(Protocol):
-    """Transport of the hop that ends at the samples' ranks, and of gradients from them. Methods except `add` are
+    """Transport of the hop that ends at the samples' ranks, and of gradients from them. Methods except
+    `add_received_values` are
     collective, in one order on all ranks. sizes: samples by rank; tag: traffic tag of the bytes.
 
     A message may be on its way when a method returns: a `PendingTransfer` has its call, and `decode` is called
-    once it has arrived. Callers of `add` have waited before; `receive_back` waits itself.
+    once it has arrived. Its callers have waited before; `receive_gradients` waits itself.
     """
 
     routes: tuple[DirectRoute | HostRoute, ...]
@@ -70,27 +78,31 @@ class LastTransport(Protocol):
     num_roundings: int
     """Number of times that a codec rounds a value on this hop."""
 
-    def send(self, blocks: Iterable[Tensor], sizes: Sequence[int], tag: str) -> PendingTransfer:
+    def send_values(
+        self, blocks: Iterable[Tensor], batch_sizes: Sequence[int], traffic_tag: str
+    ) -> PendingTransfer:
         """Send a block for each chunk; the next one is taken from `blocks` once the previous one was sent."""
         ...
 
-    def add_received(self, pending: PendingTransfer, total: Tensor) -> None:
+    def add_received_values(self, pending: PendingTransfer, sums: Tensor) -> None:
         """Write sums over senders to this transport's columns of total (B, W), in a fixed order. Local. The columns
         need not be initialised."""
         ...
 
-    def send_back(
-        self, total: Tensor, sizes: Sequence[int], step: int, number: int
+    def send_gradients(
+        self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_number: int
     ) -> PendingTransfer:
-        """Send total (B, W), gradients of the sums. step, number: see `ExchangePart.begin_push`."""
+        """Send total (B, W), gradients of the sums. step, batch_number: see `ExchangePart.begin_push`."""
         ...
 
-    def receive_back(self, pending: PendingTransfer, sizes: Sequence[int]) -> Iterator[Tensor]:
+    def receive_gradients(
+        self, pending: PendingTransfer, batch_sizes: Sequence[int]
+    ) -> Iterator[Tensor]:
         """Yield gradients of the blocks that this rank had sent, the last chunk first."""
         ...
 
 
-def decode_on_arrival(
+def prepare_decoding(
     codec: Codec, data: Tensor, blocks: Sequence[RowBlock], dtype: torch.dtype
 ) -> tuple[Tensor, Callable[[], None] | None]:
     """Return the elements (flat) of a message of these blocks, and the function to call once it has arrived, before
@@ -98,14 +110,14 @@ def decode_on_arrival(
     if codec.name == "exact":
         return data.view(dtype), None
     values = empty(sum(block_elements(blocks)), dtype=dtype)
-    return values, partial(decode, codec, data, blocks, values)
+    return values, partial(decode_elements, codec, data, blocks, values)
 
 
 def decode_message(
     codec: Codec, data: Tensor, blocks: Sequence[RowBlock], dtype: torch.dtype
 ) -> Tensor:
     """Return the elements (flat) of a message that has arrived."""
-    values, finish = decode_on_arrival(codec, data, blocks, dtype)
+    values, finish = prepare_decoding(codec, data, blocks, dtype)
     if finish is not None:
         finish()
     return values
@@ -122,23 +134,27 @@ class LocalTransport:
         (self.runs,) = find_runs([sent.starts.items()], whole)
         self.is_whole = list(sent.dims.items()) == list(whole.dims.items())
 
-    def send(self, blocks: Iterable[Tensor], sizes: Sequence[int], tag: str) -> PendingTransfer:
+    def send_values(
+        self, blocks: Iterable[Tensor], batch_sizes: Sequence[int], traffic_tag: str
+    ) -> PendingTransfer:
         (block,) = blocks
         return PendingTransfer(block)
 
-    def add_received(self, pending: PendingTransfer, total: Tensor) -> None:
-        add_columns(pending.received, total, self.runs)
+    def add_received_values(self, pending: PendingTransfer, sums: Tensor) -> None:
+        add_columns(pending.received, sums, self.runs)
 
-    def send_back(
-        self, total: Tensor, sizes: Sequence[int], step: int, number: int
+    def send_gradients(
+        self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_number: int
     ) -> PendingTransfer:
         if self.is_whole:
-            return PendingTransfer(total)
-        block = empty(len(total), self.sent.width, dtype=self.dtype)
-        extract_columns(total, block, self.runs)
+            return PendingTransfer(gradients)
+        block = empty(len(gradients), self.sent.width, dtype=self.dtype)
+        extract_columns(gradients, block, self.runs)
         return PendingTransfer(block)
 
-    def receive_back(self, pending: PendingTransfer, sizes: Sequence[int]) -> Iterator[Tensor]:
+    def receive_gradients(
+        self, pending: PendingTransfer, batch_sizes: Sequence[int]
+    ) -> Iterator[Tensor]:
         yield pending.received
 
 
@@ -162,33 +178,40 @@ class WorldTransport:
             find_runs([route.columns.starts.items()], self.sent)[0] for route in self.routes
         ]
 
-    def send(self, blocks: Iterable[Tensor], sizes: Sequence[int], tag: str) -> PendingTransfer:
+    def send_values(
+        self, blocks: Iterable[Tensor], batch_sizes: Sequence[int], traffic_tag: str
+    ) -> PendingTransfer:
         """Implement the contract for one block (G, P)."""
         (block,) = blocks
         parts = []
         for route, runs in zip(self.routes, self.runs, strict=True):
             part = block
             if route.columns.width < self.sent.width:
-                part = empty(sum(sizes), route.columns.width, dtype=self.dtype)
+                part = empty(sum(batch_sizes), route.columns.width, dtype=self.dtype)
                 for run in runs:
                     part[:, run.block_columns] = block[:, run.whole_columns]
-            parts.append(route.send(part, sizes, tag))
+            parts.append(route.send_values(part, batch_sizes, traffic_tag))
         return combine_transfers(parts)
 
-    def add_received(self, pending: PendingTransfer, total: Tensor) -> None:
+    def add_received_values(self, pending: PendingTransfer, sums: Tensor) -> None:
         for route, part in zip(self.routes, pending.parts, strict=True):
-            route.add_received(part, total)
+            route.add_received(part, sums)
 
-    def send_back(
-        self, total: Tensor, sizes: Sequence[int], step: int, number: int
+    def send_gradients(
+        self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_number: int
     ) -> PendingTransfer:
         return combine_transfers(
-            [route.send_back(total, sizes, step, number) for route in self.routes]
+            [
+                route.send_gradients(gradients, batch_sizes, step, batch_number)
+                for route in self.routes
+            ]
         )
 
-    def receive_back(self, pending: PendingTransfer, sizes: Sequence[int]) -> Iterator[Tensor]:
+    def receive_gradients(
+        self, pending: PendingTransfer, batch_sizes: Sequence[int]
+    ) -> Iterator[Tensor]:
         """Implement the contract: yield one block (G, P)."""
-        num_samples = sum(sizes)
+        num_samples = sum(batch_sizes)
         received = empty(num_samples, self.sent.width, dtype=self.dtype)
         for route, part, runs in zip(self.routes, pending.parts, self.runs, strict=True):
             part.wait()
@@ -247,15 +270,18 @@ class DirectRoute:
         """Return blocks by sender as a message that has arrived."""
         return PendingTransfer(torch.cat([block.reshape(-1) for block in blocks]), None)
 
-    def send(self, block: Tensor, sizes: Sequence[int], tag: str) -> PendingTransfer:
+    def send_values(
+        self, block: Tensor, batch_sizes: Sequence[int], traffic_tag: str
+    ) -> PendingTransfer:
         codec = CODECS[self.coding.codecs.values]
-        served, wanted = self._served_blocks(sizes), self._own_blocks(sizes)
-        coded = encode(codec, block.view(-1), served)
+        served, wanted = self._served_blocks(batch_sizes), self._own_blocks(batch_sizes)
+        coded = encode_elements(codec, block.view(-1), served)
         data, call = self.mesh.all_to_all(
             "fetch", coded, [message_block.encoded_bytes(codec, self.dtype) for message_block in served],
-            [message_block.encoded_bytes(codec, self.dtype) for message_block in wanted], wait=False, traffic_tag=tag,
+            [message_block.encoded_bytes(codec, self.dtype) for message_block in wanted],
+            wait=False, traffic_tag=traffic_tag,
         )  # fmt: skip
-        received, finish = decode_on_arrival(codec, data, wanted, self.dtype)
+        received, finish = prepare_decoding(codec, data, wanted, self.dtype)
         return PendingTransfer(received, call, coded, finish)
 
     def add_received(self, pending: PendingTransfer, total: Tensor) -> None:
@@ -263,29 +289,29 @@ class DirectRoute:
         for part, width, runs in zip(parts, self.widths, self.blocks, strict=True):
             add_columns(part.view(len(total), width), total, runs)
 
-    def send_back(
-        self, total: Tensor, sizes: Sequence[int], step: int, number: int
+    def send_gradients(
+        self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_number: int
     ) -> PendingTransfer:
-        codec, size = CODECS[self.coding.codecs.gradients], len(total)
-        served, wanted = self._served_blocks(sizes), self._own_blocks(sizes)
+        codec, size = CODECS[self.coding.codecs.gradients], len(gradients)
+        served, wanted = self._served_blocks(batch_sizes), self._own_blocks(batch_sizes)
         send = self.mesh.allocate_send_buffer(sum(block_elements(wanted)), self.dtype)
         for part, width, runs in zip(
             send.split(block_elements(wanted)), self.widths, self.blocks, strict=True
         ):
-            extract_columns(total, part.view(size, width), runs)
+            extract_columns(gradients, part.view(size, width), runs)
         samples, rank = torch.arange(size), self.mesh.rank
         rounding_keys = [
             RoundingKey(
-                samples, self.coding.gradient_seed(f"pooled by {owner}", rank, number), step
+                samples, self.coding.gradient_seed(f"pooled by {owner}", rank, batch_number), step
             )
             for owner in range(self.mesh.num_ranks)
         ]
-        coded = encode(codec, send, wanted, rounding_keys)
+        coded = encode_elements(codec, send, wanted, rounding_keys)
         data, call = self.mesh.all_to_all(
             "push", coded, [message_block.encoded_bytes(codec, self.dtype) for message_block in wanted],
             [message_block.encoded_bytes(codec, self.dtype) for message_block in served], wait=False,
         )  # fmt: skip
-        received, finish = decode_on_arrival(codec, data, served, self.dtype)
+        received, finish = prepare_decoding(codec, data, served, self.dtype)
         return PendingTransfer(received, call, coded, finish)
 
     def _served_blocks(self, sizes: Sequence[int]) -> list[RowBlock]:
@@ -332,33 +358,35 @@ class HostRoute:
         by_rank = torch.stack([block.reshape(-1) for block in blocks])
         by_host = by_rank.view(world.num_hosts, 1, world.ranks_per_host, -1)
         return PendingTransfer(
-            torch.cat([sum_in_order(host_blocks) for host_blocks in by_host]), None
+            torch.cat([sum_blocks_in_order(host_blocks) for host_blocks in by_host]), None
         )
 
-    def send(self, block: Tensor, sizes: Sequence[int], tag: str) -> PendingTransfer:
+    def send_values(
+        self, block: Tensor, batch_sizes: Sequence[int], traffic_tag: str
+    ) -> PendingTransfer:
         """Sum inside the host, and begin to send sums between hosts."""
         codec, local = CODECS[self.coding.codecs.values], self.mesh.world.ranks_per_host
-        blocks = block.split(list(sizes))
+        blocks = block.split(list(batch_sizes))
         send = torch.cat([blocks[rank] for ranks in self.local_rank_groups for rank in ranks])
-        own_sizes = [sizes[rank] for rank in self.local_rank_groups[self.mesh.rank % local]]
+        own_sizes = [batch_sizes[rank] for rank in self.local_rank_groups[self.mesh.rank % local]]
         sent_blocks = [
-            RowBlock(sum(sizes[rank] for rank in ranks), self.dims)
+            RowBlock(sum(batch_sizes[rank] for rank in ranks), self.dims)
             for ranks in self.local_rank_groups
         ]
         received_blocks = [RowBlock(sum(own_sizes), self.dims)] * local
         data, _ = self.mesh.all_to_all(
-            "fetch", encode(codec, send.view(-1), sent_blocks), self._lengths(codec, sent_blocks),
-            self._lengths(codec, received_blocks), scope=self.mesh.host_scope, traffic_tag=tag,
+            "fetch", encode_elements(codec, send.view(-1), sent_blocks), self._lengths(codec, sent_blocks),
+            self._lengths(codec, received_blocks), scope=self.mesh.host_scope, traffic_tag=traffic_tag,
         )  # fmt: skip
         received = decode_message(codec, data, received_blocks, self.dtype)
-        host_sum = sum_in_order(received.view(1, local, -1))
-        served, wanted = [RowBlock(n, self.dims) for n in own_sizes], self._own_blocks(sizes)
-        coded = encode(codec, host_sum, served)
+        host_sum = sum_blocks_in_order(received.view(1, local, -1))
+        served, wanted = [RowBlock(n, self.dims) for n in own_sizes], self._own_blocks(batch_sizes)
+        coded = encode_elements(codec, host_sum, served)
         data, call = self.mesh.all_to_all(
             "fetch", coded, self._lengths(codec, served), self._lengths(codec, wanted),
-            scope=self.mesh.cross_host_scope, wait=False, traffic_tag=tag,
+            scope=self.mesh.cross_host_scope, wait=False, traffic_tag=traffic_tag,
         )  # fmt: skip
-        received, finish = decode_on_arrival(codec, data, wanted, self.dtype)
+        received, finish = prepare_decoding(codec, data, wanted, self.dtype)
         return PendingTransfer(received, call, coded, finish)
 
     def add_received(self, pending: PendingTransfer, total: Tensor) -> None:
@@ -366,17 +394,17 @@ class HostRoute:
         for part, runs in zip(parts, self.blocks, strict=True):
             add_columns(part, total, runs)
 
-    def send_back(
-        self, total: Tensor, sizes: Sequence[int], step: int, number: int
+    def send_gradients(
+        self, gradients: Tensor, batch_sizes: Sequence[int], step: int, batch_number: int
     ) -> PendingTransfer:
         """Send gradients between hosts, then inside; they have arrived when it returns."""
         codec, world, rank = CODECS[self.coding.codecs.gradients], self.mesh.world, self.mesh.rank
-        block = empty(len(total), self.columns.width, dtype=self.dtype)
-        extract_columns(total, block, self.blocks[0])
-        blocks_by_rank = [RowBlock(size, self.dims) for size in sizes]
-        seed = self.coding.gradient_seed("pooled by hosts", rank, number)
-        rounding_keys = [RoundingKey(torch.arange(len(total)), seed, step)]
-        data = encode(codec, block.view(-1), [blocks_by_rank[rank]], rounding_keys)
+        block = empty(len(gradients), self.columns.width, dtype=self.dtype)
+        extract_columns(gradients, block, self.blocks[0])
+        blocks_by_rank = [RowBlock(size, self.dims) for size in batch_sizes]
+        seed = self.coding.gradient_seed("pooled by hosts", rank, batch_number)
+        rounding_keys = [RoundingKey(torch.arange(len(gradients)), seed, step)]
+        data = encode_elements(codec, block.view(-1), [blocks_by_rank[rank]], rounding_keys)
         lengths = self._lengths(codec, blocks_by_rank)
         local, hosts = world.ranks_per_host, world.num_hosts
         group_lengths = [[lengths[r] for r in ranks] for ranks in self.local_rank_groups]
@@ -428,7 +456,7 @@ ColumnStarts = tuple[tuple[ColumnKey, int], ...]
 
 
 @lru_cache(maxsize=256)
-def _plan_assembly(
+def _plan_column_assembly(
     blocks: tuple[ColumnStarts, ...], dims: ColumnStarts
 ) -> tuple[list[list[ColumnRun]], int]:
     """Return by block its runs, and the number of columns of the whole that they fill, for `assemble_columns`. Cached
@@ -442,7 +470,7 @@ def assemble_columns(
 ) -> Tensor:
     """Return columns of these dims from blocks (R, any) of one dtype: (R, W), contiguous. Columns in several blocks are
     summed, in order of the blocks; columns in none are 0. Read only: it is a block itself where that is the whole."""
-    runs_by_block, num_filled = _plan_assembly(
+    runs_by_block, num_filled = _plan_column_assembly(
         tuple([starts for _, starts in blocks]), tuple(dims.items())
     )
     width, num_rows = sum(dims.values()), len(blocks[0][0])

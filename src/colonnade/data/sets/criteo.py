@@ -24,9 +24,15 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
+from colonnade.data.contract import START, Column, Position, Schema, Splits, iterate_rank_blocks
 from colonnade.data.counter import mix64
-from colonnade.data.lines import LineFile, build_field_error, format_excerpt, locate, open_lines
+from colonnade.data.lines import (
+    LineFile,
+    build_field_error,
+    format_excerpt,
+    locate_data_file,
+    open_line_file,
+)
 from colonnade.data.tensors import TensorColumns, TensorSource
 from colonnade.errors import ConfigError, DataError
 
@@ -87,9 +93,9 @@ def open_criteo(
         raise ConfigError(
             f"got hash_rows={hash_rows}, wanted at least 1; leave it out for open tables"
         )
-    file = open_lines(locate(path, folder=FOLDER, file=FILE))
-    check_line(file.read(0, 1), file.path, 1)
-    last = file.read(file.num_lines - 1, file.num_lines)
+    file = open_line_file(locate_data_file(path, folder=FOLDER, file=FILE))
+    check_line(file.read_lines(0, 1), file.path, 1)
+    last = file.read_lines(file.num_lines - 1, file.num_lines)
     check_line(last, file.path, file.num_lines)
     if not file.ends_in_newline and last.endswith(b"\t"):
         raise build_field_error(
@@ -138,7 +144,7 @@ class CriteoSource:
         num_ranks: int = 1,
         start: Position = START,
     ) -> Iterator[Batch]:
-        blocks = rank_blocks(
+        blocks = iterate_rank_blocks(
             self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
         )
         return chain.from_iterable(map(self._read_run, _group_adjacent(blocks)))
@@ -176,7 +182,7 @@ class CriteoSource:
 
     def _parse_range(self, begin: int, end: int) -> Batch:
         first = self.start + begin
-        lines = self.file.read(first, self.start + end)
+        lines = self.file.read_lines(first, self.start + end)
         label, dense, ids = parse_lines(
             lines, end - begin, path=self.file.path, first_line=first + 1
         )

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from colonnade.data.contract import Splits
-from colonnade.data.lines import build_field_error, format_excerpt, locate, open_lines
+from colonnade.data.lines import build_field_error, format_excerpt, locate_data_file, open_line_file
 from colonnade.data.triples import open_triples
 from colonnade.errors import DataError
 
@@ -68,9 +68,9 @@ def open_fb15k237(
 
     `triples.open_triples` describes the other options. Raises DataError naming file and line.
     """
-    folder = locate(path, folder=FOLDER, file="train2id.txt").parent
+    folder = locate_data_file(path, folder=FOLDER, file="train2id.txt").parent
     num_entities, num_relations = (
-        read_count(folder / name) for name in ("entity2id.txt", "relation2id.txt")
+        read_count_line(folder / name) for name in ("entity2id.txt", "relation2id.txt")
     )
     parts = [
         read_triples(folder / f"{part}2id.txt", num_entities, num_relations)
@@ -82,10 +82,10 @@ def open_fb15k237(
     )  # fmt: skip
 
 
-def read_count(path: Path) -> int:
+def read_count_line(path: Path) -> int:
     """Read the number on the first line of a file."""
-    file = open_lines(path)
-    first = file.read(0, min(1, file.num_lines)).strip()
+    file = open_line_file(path)
+    first = file.read_lines(0, min(1, file.num_lines)).strip()
     if not first.isdigit():
         raise build_field_error(
             path,
@@ -100,8 +100,8 @@ def read_count(path: Path) -> int:
 
 def read_triples(path: Path, num_entities: int, num_relations: int) -> torch.Tensor:
     """Read triples (n, 3) int64: head, relation, tail, in the order of the file."""
-    count, file = read_count(path), open_lines(path)
-    lines = file.read(1, file.num_lines).split(b"\n")[: file.num_lines - 1]
+    count, file = read_count_line(path), open_line_file(path)
+    lines = file.read_lines(1, file.num_lines).split(b"\n")[: file.num_lines - 1]
     if len(lines) != count:
         raise DataError(
             f"{path}: got {len(lines)} triples, wanted {count} as in its first line. The file is cut off, or "

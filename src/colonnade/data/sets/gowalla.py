@@ -23,9 +23,9 @@ from colonnade.data.interactions import (
     Interactions,
     group_items_by_user,
     hold_out,
-    open_interactions,
+    open_interaction_splits,
 )
-from colonnade.data.lines import build_field_error, format_excerpt, locate, open_lines
+from colonnade.data.lines import build_field_error, format_excerpt, locate_data_file, open_line_file
 from colonnade.errors import DataError
 
 FOLDER = "gowalla"
@@ -74,7 +74,7 @@ def open_gowalla(
     "neighbours": pairs in the graph of users and places, in a new order each epoch, with `fan_outs` and `max_pairs` as
     in `graph.open_graph`. Raises DataError naming file and line.
     """
-    train_file = locate(path, folder=FOLDER, file="train.txt")
+    train_file = locate_data_file(path, folder=FOLDER, file="train.txt")
     pairs = [read_user_items(train_file), read_user_items(train_file.with_name("valid.txt"))]
     num_users = max(int(users.max()) for users, _ in pairs) + 1
     num_items = max(int(items.max()) for _, items in pairs) + 1
@@ -92,7 +92,7 @@ def open_gowalla(
         return open_graph(
             interactions, first_item=num_users, seed=seed, fan_outs=fan_outs, max_pairs=max_pairs
         )
-    return open_interactions(
+    return open_interaction_splits(
         interactions,
         samples=samples,
         seed=seed,
@@ -105,9 +105,11 @@ def open_gowalla(
 
 def read_user_items(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Read users (n,) and items (n,) of `user item item ...` lines, in order; users without items are skipped."""
-    file = open_lines(path)
+    file = open_line_file(path)
     users, items = [], []
-    for number, line in enumerate(file.read(0, file.num_lines).removesuffix(b"\n").split(b"\n"), 1):
+    for number, line in enumerate(
+        file.read_lines(0, file.num_lines).removesuffix(b"\n").split(b"\n"), 1
+    ):
         fields = line.split()
         for field in fields:
             if not field.isdigit() or len(field) > MAX_DIGITS or int(field) >= LIMIT:

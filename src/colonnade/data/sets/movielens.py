@@ -20,7 +20,7 @@ from torch import Tensor
 
 from colonnade.batch import Ids
 from colonnade.data.contract import Column, Schema, Splits
-from colonnade.data.lines import build_field_error, format_excerpt, locate, open_lines
+from colonnade.data.lines import build_field_error, format_excerpt, locate_data_file, open_line_file
 from colonnade.data.tensors import TensorColumns, TensorSource, gather_ids
 from colonnade.errors import DataError
 
@@ -47,12 +47,12 @@ def open_movielens(path: str | Path | None = None, *, seed: int = 0) -> Splits:
     ids are those of the files; the other columns number their distinct values in ascending order.
     Raises DataError naming file, line or row, and column.
     """
-    ratings = locate(path, folder=FOLDER, file="ratings.parquet")
+    ratings = locate_data_file(path, folder=FOLDER, file="ratings.parquet")
     users = read_users(ratings.with_name("users.dat"))
     movies = read_movies(ratings.with_name("movies.dat"))
     user, movie, rating = read_ratings(ratings)
-    user_row = find_rows(ratings, "user_id", user, users.ids, "users.dat")
-    movie_row = find_rows(ratings, "movie_id", movie, movies.ids, "movies.dat")
+    user_row = map_ids_to_rows(ratings, "user_id", user, users.ids, "users.dat")
+    movie_row = map_ids_to_rows(ratings, "movie_id", movie, movies.ids, "movies.dat")
 
     columns = [Column("user", int(users.ids.max()) + 1), Column("movie", int(movies.ids.max()) + 1)]
     ids = {"user": Ids(user), "movie": Ids(movie)}
@@ -98,8 +98,8 @@ def _read_dat_rows(path: Path, names: tuple[str, ...]) -> list[list[str]]:
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file. The folder must hold users.dat and movies.dat too")
-    file = open_lines(path)
-    lines = file.read(0, file.num_lines).removesuffix(b"\n").split(b"\n")
+    file = open_line_file(path)
+    lines = file.read_lines(0, file.num_lines).removesuffix(b"\n").split(b"\n")
     rows: dict[int, list[str]] = {}
     for number, line in enumerate(lines, 1):
         fields = line.rstrip(b"\r").split(b"::")
@@ -213,7 +213,7 @@ def read_ratings(path: Path) -> tuple[Tensor, Tensor, Tensor]:
     return user, movie, rating
 
 
-def find_rows(path: Path, column: str, ids: Tensor, known_ids: Tensor, file: str) -> Tensor:
+def map_ids_to_rows(path: Path, column: str, ids: Tensor, known_ids: Tensor, file: str) -> Tensor:
     """Return the row (n,) of each of `ids` (n,) in `known_ids` (K,), ascending. Raises DataError for unknown ids."""
     rows = torch.searchsorted(known_ids, ids).clamp_(max=len(known_ids) - 1)
     is_unknown = known_ids[rows] != ids

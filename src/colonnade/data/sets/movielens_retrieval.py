@@ -21,9 +21,9 @@ from colonnade.data.interactions import (
     Interactions,
     group_items_by_user,
     hold_out,
-    open_interactions,
+    open_interaction_splits,
 )
-from colonnade.data.lines import locate
+from colonnade.data.lines import locate_data_file
 from colonnade.data.sets import movielens
 
 TEST_FRACTION = 0.2
@@ -67,12 +67,12 @@ def open_movielens_retrieval(
 
     Raises DataError naming file, line or row, and column.
     """
-    file = locate(path, folder=movielens.FOLDER, file="ratings.parquet")
+    file = locate_data_file(path, folder=movielens.FOLDER, file="ratings.parquet")
     users = movielens.read_users(file.with_name("users.dat"))
     movies = movielens.read_movies(file.with_name("movies.dat"))
     user, movie, rating = movielens.read_ratings(file)
-    user_row = movielens.find_rows(file, "user_id", user, users.ids, "users.dat")
-    movie_row = movielens.find_rows(file, "movie_id", movie, movies.ids, "movies.dat")
+    user_row = movielens.map_ids_to_rows(file, "user_id", user, users.ids, "users.dat")
+    movie_row = movielens.map_ids_to_rows(file, "movie_id", movie, movies.ids, "movies.dat")
     is_positive = rating >= movielens.POSITIVE_RATING
     bags = group_items_by_user(user_row[is_positive], movie_row[is_positive], len(users.ids))
     rest, test = hold_out(bags, TEST_FRACTION, stream_key(SPLIT_KEY, 0))
@@ -89,7 +89,7 @@ def open_movielens_retrieval(
     columns.append(Column("genres", len(movies.genre_names), kind="bag"))
     by_item["genres"] = movies.genres
     interactions = Interactions(train, validation, test, by_user, by_item, tuple(columns))
-    return open_interactions(
+    return open_interaction_splits(
         interactions,
         samples=samples,
         seed=seed,

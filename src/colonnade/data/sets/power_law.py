@@ -42,7 +42,7 @@ class EdgeDistribution:
     community: Tensor  # (N,) int64
     mixing: float
 
-    def scores(self, nodes_B: Tensor) -> Tensor:
+    def neighbour_probabilities(self, nodes_B: Tensor) -> Tensor:
         """Return the probability (B, N) float64 of each node to be the other end of an edge from `nodes_B`.
 
         A ranking by these scores is the best possible one without knowledge of the edges.

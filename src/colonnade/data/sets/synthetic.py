@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from colonnade.batch import Batch, Ids
-from colonnade.data.contract import START, Column, Position, Schema, Splits, rank_blocks
+from colonnade.data.contract import START, Column, Position, Schema, Splits, iterate_rank_blocks
 from colonnade.data.counter import GAMMA, MASK, mix64, random_permutation, random_words, stream_key
 from colonnade.errors import ConfigError
 
@@ -145,18 +145,18 @@ def draw_samples(distribution: ClickDistribution, first: int, count: int) -> Syn
     states = sample_states(distribution.key, first, count)
     ids = np.empty((len(distribution.fields), count), dtype=np.int64)
     ranks = np.empty(ids.shape, dtype=np.float32)
-    bits = _half_word_reader(states, ID_WORD)
+    bits = _build_half_word_reader(states, ID_WORD)
     for f, field in enumerate(distribution.fields):
         ranks[f] = _draw_ids(field, bits(f), out=ids[f])
     return SyntheticSamples(
         _draw_dense(distribution, states),
         ids,
         ranks,
-        tuple(_draw_list(column, first, count) for column in distribution.lists),
+        tuple(_draw_list_column(column, first, count) for column in distribution.lists),
     )
 
 
-def draw_uniform(
+def draw_label_thresholds(
     distribution: ClickDistribution, task: int, first: int, count: int
 ) -> NDArray[np.float64]:
     """Draw a number in [0, 1) for each sample (B,), of 53 bits. The label is 1 if it is below the probability."""
@@ -172,18 +172,18 @@ def _draw_dense(distribution: ClickDistribution, states: NDArray[np.uint64]) -> 
     return distribution.quantiles[bits.astype("<u8", copy=False).view("<u2")[:, :NUM_DENSE]]
 
 
-def _draw_list(column: ListColumn, first: int, count: int) -> ListSamples:
+def _draw_list_column(column: ListColumn, first: int, count: int) -> ListSamples:
     states = sample_states(column.key, first, count)
     lengths = (draw_word(states, LENGTH_WORD) % np.uint64(MAX_LENGTH + 1)).astype(np.int64)
     ids = np.empty((MAX_LENGTH, count), dtype=np.int64)
     ranks = np.empty(ids.shape, dtype=np.float32)
-    bits = _half_word_reader(states, LIST_WORD)
+    bits = _build_half_word_reader(states, LIST_WORD)
     for slot in range(MAX_LENGTH):
         ranks[slot] = _draw_ids(column.field, bits(slot), out=ids[slot])
     return ListSamples(ids, ranks, lengths)
 
 
-def _half_word_reader(states: NDArray[np.uint64], first: int):
+def _build_half_word_reader(states: NDArray[np.uint64], first: int):
     """Return a function i -> 32 bits per sample, to be called with i = 0, 1, ... in order.
 
     The bits are the halves of words first, first + 1, ..., high before low.
@@ -229,7 +229,7 @@ def _id_effects(
     return distribution.normals.take(indices) / (1 + ranks * np.float32(1 / HALF_EFFECT_RANK))
 
 
-def compute_terms(
+def compute_logit_terms(
     distribution: ClickDistribution, task: int, samples: SyntheticSamples
 ) -> dict[str, Floats]:
     """Compute the terms of a task's logit before scaling, (B,) each, without the first task's logit.
@@ -262,12 +262,12 @@ def compute_terms(
         interaction += within
     terms = {"dense": linear, "effects": effects, "interaction": interaction}
     for column, lists in zip(distribution.lists, samples.lists, strict=True):
-        effect = _list_effects(distribution, task, column, lists)
+        effect = _compute_list_effects(distribution, task, column, lists)
         terms[column.kind] = terms[column.kind] + effect if column.kind in terms else effect
     return terms
 
 
-def _list_effects(
+def _compute_list_effects(
     distribution: ClickDistribution, task: int, column: ListColumn, lists: ListSamples
 ) -> Floats:
     """Compute the effect of each sample's list, (B,); 0 for an empty list."""
@@ -295,9 +295,9 @@ def compute_logit(task: Task, terms: dict[str, Floats]) -> Floats:
 def compute_logits(distribution: ClickDistribution, samples: SyntheticSamples) -> list[Floats]:
     """Compute the logits (B,) of every task."""
     first, *others = distribution.tasks
-    logits = [compute_logit(first, compute_terms(distribution, 0, samples))]
+    logits = [compute_logit(first, compute_logit_terms(distribution, 0, samples))]
     for i, task in enumerate(others, 1):
-        terms = {**compute_terms(distribution, i, samples), "first": logits[0]}
+        terms = {**compute_logit_terms(distribution, i, samples), "first": logits[0]}
         logits.append(compute_logit(task, terms))
     return logits
 
@@ -399,7 +399,7 @@ def open_synthetic(
         raise ConfigError(
             f"got groups for label_model={label_model!r}, in which no fields interact; leave them out"
         )
-    group_of = _assign_groups(rows, groups) if "interaction" in shares else {}
+    group_of = _assign_fields_to_groups(rows, groups) if "interaction" in shares else {}
     distribution = _build_calibrated_distribution(
         tuple(rows),
         tuple(group_of.items()),
@@ -453,7 +453,7 @@ class SyntheticSource:
         num_ranks: int = 1,
         start: Position = START,
     ) -> Iterator[Batch]:
-        blocks = rank_blocks(
+        blocks = iterate_rank_blocks(
             self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
         )
         return (self.read(begin, end) for begin, end in blocks)
@@ -475,7 +475,7 @@ class SyntheticSource:
             dense[part], ids[:, part] = samples.dense, samples.ids
             for task, x in enumerate(compute_logits(distribution, samples)):
                 np.reciprocal(1 + np.exp(-x.astype(np.float64)), out=probability[task, part])
-                drawn = draw_uniform(distribution, task, first, count)
+                drawn = draw_label_thresholds(distribution, task, first, count)
                 label[part, task] = drawn < probability[task, part]
             for i, lists in enumerate(samples.lists):
                 lengths[i, start + 1 : part.stop + 1] = lists.lengths
@@ -494,7 +494,9 @@ class SyntheticSource:
         )
 
 
-def _assign_groups(rows: Sequence[int], groups: Sequence[Sequence[str]] | None) -> dict[str, int]:
+def _assign_fields_to_groups(
+    rows: Sequence[int], groups: Sequence[Sequence[str]] | None
+) -> dict[str, int]:
     """Map the name of each field that interacts to the index of its group. Raises ConfigError."""
     names = [f"C{f + 1}" for f in range(len(rows))]
     if groups is None:
@@ -517,7 +519,7 @@ def _assign_groups(rows: Sequence[int], groups: Sequence[Sequence[str]] | None) 
     return group_of
 
 
-def _build_field(
+def _build_id_field(
     name: str, rows: int, exponent: float, key: int, *, tasks: int = 1, group: int | None = None
 ) -> SyntheticField:
     """Build a field; popularity x >= 1 has density ~ x**-exponent on [1, rows + 1), and rank = floor(x) - 1."""
@@ -568,7 +570,7 @@ def _build_calibrated_distribution(
     distribution = _build_distribution(
         rows, dict(group_of), exponent=exponent, tasks=tasks, lists=lists, seed=seed
     )
-    return _calibrate(
+    return _calibrate_tasks(
         distribution, LABEL_MODELS[label_model], signal=signal, positive_rate=positive_rate
     )
 
@@ -592,7 +594,7 @@ def _build_distribution(
     ]
 
     def build_field(name: str, n: int, *key_parts: int) -> SyntheticField:
-        return _build_field(
+        return _build_id_field(
             name, n, exponent, stream_key(key, *key_parts), tasks=tasks, group=group_of.get(name)
         )
 
@@ -621,7 +623,7 @@ def _draw_dense_weights(quantiles: Floats, key: int) -> Floats:
     return quantiles[random_words(key, 0, NUM_DENSE) >> np.uint64(64 - NORMAL_BITS)]
 
 
-def _calibrate(
+def _calibrate_tasks(
     distribution: ClickDistribution,
     shares: dict[str, float],
     *,
@@ -636,7 +638,7 @@ def _calibrate(
     tasks: list[Task] = []
     first: Floats | None = None
     for i, task in enumerate(distribution.tasks):
-        terms = compute_terms(distribution, i, samples)
+        terms = compute_logit_terms(distribution, i, samples)
         if first is not None:
             terms["first"] = first
         task = _calibrate_task(task, terms, shares, signal=signal, positive_rate=positive_rate)

@@ -9,7 +9,7 @@ import pyarrow as pa
 Dtype = Literal["text", "integer"]
 
 
-def is_text(arrow_type: pa.DataType) -> bool:
+def is_text_type(arrow_type: pa.DataType) -> bool:
     """Return whether a column, or the values of a dictionary-encoded one, are strings or bytes."""
     if pa.types.is_dictionary(arrow_type):
         arrow_type = arrow_type.value_type
@@ -24,7 +24,7 @@ def is_integer(arrow_type: pa.DataType) -> bool:
     return pa.types.is_integer(arrow_type) or pa.types.is_boolean(arrow_type)
 
 
-def is_number(arrow_type: pa.DataType) -> bool:
+def is_number_type(arrow_type: pa.DataType) -> bool:
     if pa.types.is_dictionary(arrow_type):
         arrow_type = arrow_type.value_type
     return (
@@ -50,7 +50,7 @@ def id_dtype_of(arrow_type: pa.DataType) -> Dtype | None:
     """Return the dtype of the ids that a column of this type (or its lists) holds; None: it holds no ids."""
     if is_list(arrow_type):
         arrow_type = arrow_type.value_type
-    return "text" if is_text(arrow_type) else "integer" if is_integer(arrow_type) else None
+    return "text" if is_text_type(arrow_type) else "integer" if is_integer(arrow_type) else None
 
 
 def replace_null_type(array: pa.Array) -> pa.Array:

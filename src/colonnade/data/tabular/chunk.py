@@ -50,7 +50,7 @@ class Chunk:
             return self
         return Chunk(
             self.dense[begin:end],
-            tuple(_slice_ids(ids, begin, end) for ids in self.ids),
+            tuple(_slice_id_column(ids, begin, end) for ids in self.ids),
             *(None if a is None else a[begin:end] for a in self._optional_columns()),
         )
 
@@ -72,7 +72,10 @@ class Chunk:
         return Batch(
             size=self.size,
             dense=torch.from_numpy(self.dense),
-            ids={name: _to_tensors(ids) for name, ids in zip(names, self.ids, strict=True)},
+            ids={
+                name: _convert_ids_to_tensors(ids)
+                for name, ids in zip(names, self.ids, strict=True)
+            },
             label=None if label is None else torch.from_numpy(label),
             sample_weight=None if weight is None else torch.from_numpy(weight),
             group=None if group is None else torch.from_numpy(group),
@@ -91,12 +94,14 @@ def concat_chunks(chunks: Sequence[Chunk]) -> Chunk:
     optional = zip(*(chunk._optional_columns() for chunk in chunks), strict=True)
     return Chunk(
         np.concatenate([chunk.dense for chunk in chunks]),
-        tuple(_concat_ids([chunk.ids[i] for chunk in chunks]) for i in range(len(first.ids))),
+        tuple(
+            _concat_id_columns([chunk.ids[i] for chunk in chunks]) for i in range(len(first.ids))
+        ),
         *(None if arrays[0] is None else np.concatenate(arrays) for arrays in optional),
     )
 
 
-def _slice_ids(ids: Longs | Bags, begin: int, end: int) -> Longs | Bags:
+def _slice_id_column(ids: Longs | Bags, begin: int, end: int) -> Longs | Bags:
     if not isinstance(ids, Bags):
         return ids[begin:end]
     offsets = ids.offsets[begin : end + 1]
@@ -124,7 +129,7 @@ def gather_bags(
     return Bags(values.take(indices), offsets, None if weights is None else weights.take(indices))
 
 
-def _concat_ids(columns: list[Longs | Bags]) -> Longs | Bags:
+def _concat_id_columns(columns: list[Longs | Bags]) -> Longs | Bags:
     bags = [column for column in columns if isinstance(column, Bags)]
     if not bags:
         return np.concatenate(columns)  # type: ignore[arg-type]
@@ -136,7 +141,7 @@ def _concat_ids(columns: list[Longs | Bags]) -> Longs | Bags:
     return Bags(values, offsets, np.concatenate(weights) if weights else None)
 
 
-def _to_tensors(ids: Longs | Bags) -> Ids:
+def _convert_ids_to_tensors(ids: Longs | Bags) -> Ids:
     import torch
 
     from colonnade.batch import Ids

@@ -12,8 +12,8 @@ from colonnade.data.tabular.arrow import (
     id_dtype_of,
     is_integer,
     is_list,
-    is_number,
-    is_text,
+    is_number_type,
+    is_text_type,
     is_time,
 )
 from colonnade.data.tabular.declaration import FileSchema
@@ -38,29 +38,29 @@ IdentifierField = Category | Bag | SequenceField | Group | Key
 """Fields with values that are texts or integers."""
 
 
-def check_columns(
-    path: Path, names: Sequence[str], file_schema: FileSchema, split_by: str | None
+def check_required_columns(
+    path: Path, column_names: Sequence[str], file_schema: FileSchema, split_by: str | None
 ) -> None:
     """Raise DataError for a repeated column name, and for a missing column that the schema or the split reads."""
-    existing = set(names)
-    check_unique_names(path, names)
+    existing = set(column_names)
+    check_unique_column_names(path, column_names)
     for field in file_schema.fields:
         for column in field.columns:
             if column not in existing:
                 raise DataError(
                     f"{path}: got no column {column!r}, which the field {field.name!r} reads; "
-                    f"{suggest_name(column, list(names))}"
+                    f"{suggest_name(column, list(column_names))}"
                 )
     if split_by is not None and split_by not in existing:
         raise DataError(
-            f"{path}: got no column {split_by!r}, which split_by names; {suggest_name(split_by, list(names))}"
+            f"{path}: got no column {split_by!r}, which split_by names; {suggest_name(split_by, list(column_names))}"
         )
 
 
-def check_unique_names(path: Path, names: Sequence[str]) -> None:
+def check_unique_column_names(path: Path, column_names: Sequence[str]) -> None:
     """Raise DataError for a repeated column name."""
     unique: set[str] = set()
-    for name in names:
+    for name in column_names:
         if name in unique:
             raise DataError(
                 f"{path}: got two columns named {name!r}, wanted each name once. Rename one of them"
@@ -75,13 +75,13 @@ def resolve_dtypes(
     fields: list[DeclaredField] = []
     for field in file_schema.fields:
         if isinstance(field, IdentifierField) and field.dtype is None:
-            dtype = _declared_dtype(field) or column_dtypes.get(field.column) or "text"
+            dtype = _choose_declared_dtype(field) or column_dtypes.get(field.column) or "text"
             field = replace(field, dtype=dtype)
         fields.append(field)
     return replace(file_schema, fields=tuple(fields))
 
 
-def _declared_dtype(field: IdentifierField) -> Dtype | None:
+def _choose_declared_dtype(field: IdentifierField) -> Dtype | None:
     """Return the dtype that the field's cardinality or vocabulary implies, if any."""
     if isinstance(field, Group | Key):
         return None
@@ -92,50 +92,54 @@ def _declared_dtype(field: IdentifierField) -> Dtype | None:
     return None
 
 
-def check_types(path: Path, types: Mapping[str, pa.DataType], file_schema: FileSchema) -> None:
+def check_column_types(
+    path: Path, column_types: Mapping[str, pa.DataType], file_schema: FileSchema
+) -> None:
     """Raise DataError for a column with a type that its field cannot read. Every `dtype` of the schema is set."""
     for field in file_schema.fields:
         for column in field.columns:
             is_weights = isinstance(field, Bag) and column == field.weights
-            check = _weights_type_problem if is_weights else _type_problem
-            wanted, fix = check(field, types[column])
+            check = _weights_type_problem if is_weights else _find_type_problem
+            wanted, fix = check(field, column_types[column])
             if wanted:
                 raise DataError(
-                    f"{path}, column {column}: got {types[column]}, wanted {wanted}, because the field "
+                    f"{path}, column {column}: got {column_types[column]}, wanted {wanted}, because the field "
                     f"{field.name!r} is a {type(field).__name__.lower()}. {fix}"
                 )
 
 
 def _weights_type_problem(_: DeclaredField, arrow_type: pa.DataType) -> tuple[str, str]:
-    suits = is_text(arrow_type) or (is_list(arrow_type) and is_number(arrow_type.value_type))
+    suits = is_text_type(arrow_type) or (
+        is_list(arrow_type) and is_number_type(arrow_type.value_type)
+    )
     return ("", "") if suits else ("lists of numbers", "Read another column")
 
 
-def _type_problem(field: DeclaredField, arrow_type: pa.DataType) -> tuple[str, str]:
+def _find_type_problem(field: DeclaredField, arrow_type: pa.DataType) -> tuple[str, str]:
     """Return ("", "") if the type suits the field, else the wanted type and the fix, for a message."""
     if pa.types.is_null(arrow_type):
         return "", ""  # all values are missing
     if isinstance(field, Label) and field.positive is not None:
-        suits = is_text(arrow_type) or is_integer(arrow_type)
+        suits = is_text_type(arrow_type) or is_integer(arrow_type)
         return ("", "") if suits else ("texts or integers", "Leave positive out")
     if isinstance(field, Time) or (isinstance(field, Number) and field.days_before is not None):
-        suits = is_time(arrow_type) or is_text(arrow_type) or is_number(arrow_type)
+        suits = is_time(arrow_type) or is_text_type(arrow_type) or is_number_type(arrow_type)
         return ("", "") if suits else ("times", "Read another column")
     if isinstance(field, Number | Bucket | Label | Weight):
-        if is_number(arrow_type) or is_text(arrow_type):
+        if is_number_type(arrow_type) or is_text_type(arrow_type):
             return "", ""
         fix = "Declare a time, or give days_before" if is_time(arrow_type) else "Convert the column"
         return "numbers", f"{fix}, or read another column"
     assert isinstance(field, IdentifierField)
-    return _ids_type_problem(field, arrow_type)
+    return _find_id_type_problem(field, arrow_type)
 
 
-def _ids_type_problem(field: IdentifierField, arrow_type: pa.DataType) -> tuple[str, str]:
+def _find_id_type_problem(field: IdentifierField, arrow_type: pa.DataType) -> tuple[str, str]:
     """Return what `_check_type` does, for a field of ids and a column that is not all null."""
     is_list_field = isinstance(field, Bag | SequenceField)
     if is_list(arrow_type) and not is_list_field:
         return "one value per row", "Declare a bag or a sequence"
-    if is_list_field and not is_list(arrow_type) and not is_text(arrow_type):
+    if is_list_field and not is_list(arrow_type) and not is_text_type(arrow_type):
         return "lists, or text with a separator", "Declare a category"
     if is_list(arrow_type) and pa.types.is_null(arrow_type.value_type):
         return "", ""  # all lists are empty

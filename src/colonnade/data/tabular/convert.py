@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from colonnade.data.lines import LineFile, locate, open_lines
+from colonnade.data.lines import LineFile, locate_data_file, open_line_file
 from colonnade.data.sets.criteo import CATEGORIES, DENSE, FILE, FOLDER, parse_columns
-from colonnade.data.tabular.columns import check_unique_names
-from colonnade.data.tabular.csv import CsvFile, build_dialect, open_csv_file
+from colonnade.data.tabular.columns import check_unique_column_names
+from colonnade.data.tabular.csv import CsvFile, build_csv_dialect, open_csv_file
 from colonnade.data.tabular.infer import INFER_ROWS, UNNAMED, infer_fields
-from colonnade.data.tabular.narrow import BLANKS, narrowest_type
+from colonnade.data.tabular.narrow import BLANKS, find_narrowest_type
 from colonnade.data.tabular.parquet import SCHEMA_KEY
 from colonnade.errors import DataError, StorageError
 
@@ -63,7 +63,7 @@ def open_criteo_conversion(path: str | Path) -> Conversion:
 
     `tables` raises DataError naming file, line and column.
     """
-    file = open_lines(locate(path, folder=FOLDER, file=FILE))
+    file = open_line_file(locate_data_file(path, folder=FOLDER, file=FILE))
     schema = pa.schema(
         [
             pa.field("label", pa.int8(), nullable=False),
@@ -79,7 +79,7 @@ def open_criteo_conversion(path: str | Path) -> Conversion:
 def _read_criteo_tables(file: LineFile, schema: pa.Schema) -> Iterator[pa.Table]:
     for start in range(0, file.num_lines, CHUNK_LINES):
         stop = min(start + CHUNK_LINES, file.num_lines)
-        lines = file.read(start, stop)
+        lines = file.read_lines(start, stop)
         table, ids = parse_columns(lines, stop - start, path=file.path, first_line=start + 1)
         label = pa.array(table.column(0).to_numpy().astype(np.int8))
         numbers = [table.column(i) for i in range(1, 14)]
@@ -106,9 +106,9 @@ def open_csv_conversion(
     Raises DataError naming file, line and column; calls `on_rows` with the rows of each block and of the file.
     """
     file = open_csv_file(
-        Path(path).expanduser(), build_dialect(delimiter, quote, names, null_values)
+        Path(path).expanduser(), build_csv_dialect(delimiter, quote, names, null_values)
     )
-    check_unique_names(file.path, file.names)
+    check_unique_column_names(file.path, file.names)
     total = int(file.lengths.sum())
     if total == 0:
         raise DataError(f"{file.path}: got no row after the header, wanted at least one")
@@ -135,7 +135,7 @@ _TYPES = [pa.int64(), pa.float64(), pa.string()]
 
 def _narrowest_type_index(column: pa.ChunkedArray) -> int:
     """Return the index into _TYPES of the first type that represents all these texts exactly."""
-    return _TYPES.index(narrowest_type(pc.utf8_trim(column, BLANKS)))
+    return _TYPES.index(find_narrowest_type(pc.utf8_trim(column, BLANKS)))
 
 
 def _read_csv_tables(file: CsvFile, types: dict[str, pa.DataType]) -> Iterator[pa.Table]:
@@ -143,7 +143,7 @@ def _read_csv_tables(file: CsvFile, types: dict[str, pa.DataType]) -> Iterator[p
         yield file.parse_block(file.rows.read_block(block), block, None, types)
 
 
-def write_parquet(
+def write_parquet_file(
     conversion: Conversion,
     target: str | Path,
     *,
@@ -158,7 +158,7 @@ def write_parquet(
     Raises DataError if `target` exists already (unless `overwrite`) or has no folder, StorageError if it cannot be
     written, and the errors of the stream. A killed process leaves a hidden file that ends in .partial.
     """
-    target = check_target(conversion.source, target, overwrite=overwrite)
+    target = check_conversion_target(conversion.source, target, overwrite=overwrite)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         _write_row_groups(conversion, partial, rows_per_group, on_rows)
@@ -177,7 +177,7 @@ def write_parquet(
             partial.unlink(missing_ok=True)
 
 
-def check_target(source: Path, target: str | Path, *, overwrite: bool) -> Path:
+def check_conversion_target(source: Path, target: str | Path, *, overwrite: bool) -> Path:
     """Return the path to write. Raises DataError: a directory, no folder, the source itself, an existing file."""
     target = Path(target).expanduser()
     if target.is_dir():

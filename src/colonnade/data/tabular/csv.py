@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from colonnade.data.contract import Splits
 from colonnade.data.lines import build_field_error, format_excerpt
 from colonnade.data.tabular.arrow import combine_chunks
-from colonnade.data.tabular.columns import check_columns
+from colonnade.data.tabular.columns import check_required_columns
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.fields import (
     Bag,
@@ -36,7 +36,7 @@ from colonnade.data.tabular.fields import (
 from colonnade.data.tabular.fields import Sequence as SequenceField
 from colonnade.data.tabular.files import read_first_rows
 from colonnade.data.tabular.infer import TYPES, UNNAMED
-from colonnade.data.tabular.narrow import can_cast
+from colonnade.data.tabular.narrow import can_parse_texts
 from colonnade.data.tabular.opening import TableFormat, open_table_files
 from colonnade.data.tabular.source import SplitOptions
 from colonnade.data.tabular.text_rows import BLOCK_BYTES, TextRows, find_row_ends, index_rows
@@ -63,7 +63,7 @@ class Dialect:
         return self.delimiter or ("\t" if path.suffix.lower() in TABBED else ",")
 
 
-def build_dialect(
+def build_csv_dialect(
     delimiter: str | None,
     quote: str | None,
     names: Sequence[str] | None,
@@ -120,7 +120,7 @@ class CsvFile:
         )
 
     def bind_schema(self, file_schema: FileSchema, split_by: str | None) -> CsvFile:
-        check_columns(self.path, self.names, file_schema, split_by)
+        check_required_columns(self.path, self.names, file_schema, split_by)
         types = choose_parse_types(file_schema)
         if split_by is not None:
             types.setdefault(split_by, pa.string())
@@ -138,7 +138,7 @@ class CsvFile:
             table = self.parse_block(text, block, columns, lenient)
             integers = [name for name in lenient if lenient[name] != types[name]]
             self.text_columns.update(
-                n for n in integers if not can_cast(table.column(n), pa.int64())
+                n for n in integers if not can_parse_texts(table.column(n), pa.int64())
             )
         return {name: combine_chunks(table.column(name)) for name in columns}
 
@@ -173,7 +173,7 @@ class CsvFile:
                 return table
         except (pa.ArrowException, ValueError) as error:
             reason = str(error).splitlines()[0]
-        self._raise_fault(text, block, types, reason)
+        self._raise_parse_error(text, block, types, reason)
 
     def describe_row(self, block: int, row: int) -> str:
         text = self.rows.read_block(block)
@@ -182,7 +182,7 @@ class CsvFile:
         before = int(self.rows.lines[block]) + text.count(b"\n", 0, begin)
         return f"line {before + 1}"
 
-    def _raise_fault(
+    def _raise_parse_error(
         self, text: bytes, block: int, types: Mapping[str, pa.DataType], reason: str
     ) -> NoReturn:
         """Raise DataError for the first faulty row and field of a block that pyarrow refused for `reason`."""
@@ -221,7 +221,7 @@ class CsvFile:
                 fix="Convert the file, for instance with iconv -f latin1 -t utf-8",
             ) from None
         try:
-            fields = self._split_row(text)
+            fields = self._split_row_cells(text)
         except csv.Error as error:
             raise build_field_error(
                 self.path,
@@ -272,7 +272,7 @@ class CsvFile:
     def _delimiter(self) -> str:
         return self.dialect.delimiter_of(self.path)
 
-    def _split_row(self, row: str) -> list[str]:
+    def _split_row_cells(self, row: str) -> list[str]:
         if self.dialect.quote is None:
             return row.split(self._delimiter)
         lines = row.splitlines(keepends=True) if "\n" in row else [row]
@@ -293,7 +293,7 @@ def open_csv_file(path: Path, dialect: Dialect) -> CsvFile:
         path, dialect.quote, has_header=dialect.names is None, block_bytes=BLOCK_BYTES
     )
     if dialect.names is not None:
-        names, header_types = parse_header(path, dialect.names)
+        names, header_types = parse_csv_header(path, dialect.names)
         return CsvFile(rows, names, dialect, {}, header_types)
     try:
         header = rows.header.decode().rstrip("\r\n")
@@ -304,7 +304,7 @@ def open_csv_file(path: Path, dialect: Dialect) -> CsvFile:
         ) from None  # fmt: skip
     unnamed = CsvFile(rows, [], dialect, {}, {})
     try:
-        names = unnamed._split_row(header)
+        names = unnamed._split_row_cells(header)
     except csv.Error as error:
         raise build_field_error(
             path, 1, None, got=f"{format_excerpt(rows.header)} ({error})", wanted="quotes around whole names",
@@ -315,11 +315,11 @@ def open_csv_file(path: Path, dialect: Dialect) -> CsvFile:
             path, 1, None, got="an empty line", wanted="a header with the names of the columns",
             fix="Add one, or give names",
         )  # fmt: skip
-    names, header_types = parse_header(path, names)
+    names, header_types = parse_csv_header(path, names)
     return CsvFile(rows, names, dialect, {}, header_types)
 
 
-def parse_header(path: Path, cells: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def parse_csv_header(path: Path, cells: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return the names of the columns, and the types by name that the header gives.
 
     An empty cell becomes column_0, column_1, ... by its position. If all cells are `name:type`, the columns are typed.
@@ -421,7 +421,7 @@ def open_csv(
     )
     return open_table_files(
         path,
-        csv_format(delimiter=delimiter, quote=quote, names=names, null_values=null_values),
+        build_csv_format(delimiter=delimiter, quote=quote, names=names, null_values=null_values),
         schema=schema,
         label=label,
         validation=validation,
@@ -430,7 +430,7 @@ def open_csv(
     )
 
 
-def csv_format(
+def build_csv_format(
     *,
     delimiter: str | None = None,
     quote: str | None = '"',
@@ -438,5 +438,5 @@ def csv_format(
     null_values: Sequence[str] = (),
 ) -> TableFormat:
     """Return the format of CSV files with these options. Raises ConfigError for options that cannot work."""
-    dialect = build_dialect(delimiter, quote, names, null_values)
+    dialect = build_csv_dialect(delimiter, quote, names, null_values)
     return TableFormat(ENDINGS, partial(open_csv_file, dialect=dialect))

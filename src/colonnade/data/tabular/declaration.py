@@ -40,7 +40,7 @@ from colonnade.data.tabular.fields import (
 )
 from colonnade.data.tabular.hashing import HASH_VERSION
 from colonnade.errors import ConfigError
-from colonnade.formats import parse_yaml, read_text
+from colonnade.formats import parse_yaml, read_text_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ def load_file_schema(
             ) from None
     path = Path(schema).expanduser()
     try:
-        return FileSchema.from_yaml(read_text(path))
+        return FileSchema.from_yaml(read_text_file(path))
     except OSError as error:
         raise ConfigError(
             f"schema {path}: {error.strerror}; give an existing YAML file, or leave schema out to infer one"

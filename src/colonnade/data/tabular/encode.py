@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from colonnade.data.tabular.arrow import is_list, is_text, replace_null_type
+from colonnade.data.tabular.arrow import is_list, is_text_type, replace_null_type
 from colonnade.data.tabular.chunk import Bags, Chunk, Floats, Longs, gather_bags
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.fields import (
@@ -32,13 +32,13 @@ from colonnade.data.tabular.fields import (
 from colonnade.data.tabular.hashing import (
     MAX_TEXT_BYTES,
     MISSING_ID,
-    add_namespace,
+    add_namespace_to_ids,
     combine_ids,
     hash_texts,
     hash_to_rows,
-    text_buffers,
+    view_text_buffers,
 )
-from colonnade.data.tabular.times import DAY, MICROS, parse_time, read_times
+from colonnade.data.tabular.times import DAY, MICROS, convert_to_microseconds, parse_time
 
 FIX = "Repair or remove the row"
 
@@ -54,7 +54,7 @@ class InvalidValue(Exception):
 
 def encode_number(field: Number, array: pa.Array, out: NDArray[np.float32]) -> None:
     """Encode numbers into `out` (S,); missing values without a substitute and infinite ones stay not finite."""
-    x = read_numbers(field, array)
+    x = convert_to_numbers(field, array)
     missing = np.isnan(x)
     if field.clip is not None or field.transform is not None:
         # Clip and transform would hide an infinite value.
@@ -75,7 +75,7 @@ def encode_number(field: Number, array: pa.Array, out: NDArray[np.float32]) -> N
 
 def build_number_error(field: Number, array: pa.Array, row: int) -> InvalidValue:
     """Build the error for a number that is missing, infinite, or too large for float32."""
-    value = read_numbers(field, array.slice(row, 1))[0]
+    value = convert_to_numbers(field, array.slice(row, 1))[0]
     if np.isnan(value):
         return InvalidValue(
             row,
@@ -88,15 +88,15 @@ def build_number_error(field: Number, array: pa.Array, row: int) -> InvalidValue
     return InvalidValue(row, field.column, f"{value:g}", wanted)
 
 
-def read_numbers(field: DeclaredField, array: pa.Array) -> NDArray[np.float64]:
+def convert_to_numbers(field: DeclaredField, array: pa.Array) -> NDArray[np.float64]:
     """Read numbers (S,) float64, NaN where missing: text as numbers, times as days before `days_before`."""
     if isinstance(field, Number) and field.days_before is not None:
         times, missing = parse_times(field, array)
         return np.where(missing, np.nan, (parse_time(field.days_before) - times) / DAY)
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
-    if is_text(array.type):
-        array = parse_texts(field, array, pa.float64(), "a number")
+    if is_text_type(array.type):
+        array = parse_number_texts(field, array, pa.float64(), "a number")
     elif pa.types.is_decimal(array.type):
         array = array.cast(pa.float64())
     elif pa.types.is_boolean(array.type):
@@ -106,8 +106,10 @@ def read_numbers(field: DeclaredField, array: pa.Array) -> NDArray[np.float64]:
     return array.to_numpy(zero_copy_only=False).astype(np.float64, copy=False)
 
 
-def parse_texts(field: DeclaredField, array: pa.Array, kind: pa.DataType, wanted: str) -> pa.Array:
-    """Parse texts as numbers of type `kind`; an empty text is missing. Raises InvalidValue."""
+def parse_number_texts(
+    field: DeclaredField, array: pa.Array, number_type: pa.DataType, wanted: str
+) -> pa.Array:
+    """Parse texts as numbers of type `number_type`; an empty text is missing. Raises InvalidValue."""
     array = pc.utf8_trim_whitespace(array.cast(pa.string()))
     array = pc.if_else(pc.equal(array, ""), None, array)
     if isinstance(field, Label):
@@ -115,11 +117,11 @@ def parse_texts(field: DeclaredField, array: pa.Array, kind: pa.DataType, wanted
         for word, number in (("true", "1"), ("false", "0")):
             array = pc.if_else(pc.equal(lower, word), number, array)
     try:
-        return array.cast(kind)
+        return array.cast(number_type)
     except pa.ArrowInvalid:
         for row, text in enumerate(array):
             try:
-                text.cast(kind)
+                text.cast(number_type)
             except pa.ArrowInvalid:
                 fix = FIX
                 if isinstance(field, Label):
@@ -134,7 +136,7 @@ def parse_texts(field: DeclaredField, array: pa.Array, kind: pa.DataType, wanted
 
 def encode_bucket(field: Bucket, array: pa.Array) -> Longs:
     """Encode numbers, also infinite ones, as bucket ids (S,): the count of boundaries <= the number."""
-    x = read_numbers(field, array)
+    x = convert_to_numbers(field, array)
     ids = np.searchsorted(np.array(field.boundaries), x, side="right").astype(np.int64)
     missing = np.isnan(x)
     if missing.any():
@@ -162,11 +164,11 @@ def parse_times(
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return microseconds since 1970 (S,) and a missing mask (S,). Raises InvalidValue for the first invalid time."""
     try:
-        return read_times(array)
+        return convert_to_microseconds(array)
     except pa.ArrowInvalid:
         for row in range(len(array)):
             try:
-                read_times(array.slice(row, 1))
+                convert_to_microseconds(array.slice(row, 1))
             except pa.ArrowInvalid:
                 raise InvalidValue(
                     row,
@@ -187,9 +189,9 @@ def build_missing_error(field: DeclaredField, row: int) -> InvalidValue:
 def encode_label(field: Label, array: pa.Array) -> Floats:
     """Encode labels (S,) float32, NaN where unknown."""
     if field.positive is not None:
-        x = _match_positive(field, array)
+        x = _mark_positive_labels(field, array)
     else:
-        x = read_numbers(field, array)
+        x = convert_to_numbers(field, array)
     missing = np.isnan(x)
     if missing.any() and field.missing == "error":
         raise InvalidValue(
@@ -218,7 +220,7 @@ def encode_label(field: Label, array: pa.Array) -> Floats:
     return x.astype(np.float32)
 
 
-def _match_positive(field: Label, array: pa.Array) -> NDArray[np.float64]:
+def _mark_positive_labels(field: Label, array: pa.Array) -> NDArray[np.float64]:
     """Return 1.0 where the value is the positive one, else 0.0, and NaN where it is missing (S,)."""
     texts = pc.utf8_trim_whitespace(array.cast(pa.string()))
     missing = pc.or_kleene(pc.is_null(texts), pc.equal(texts, "")).fill_null(True)
@@ -230,7 +232,7 @@ def _match_positive(field: Label, array: pa.Array) -> NDArray[np.float64]:
 
 def encode_weight(field: Weight, array: pa.Array) -> Floats:
     """Encode sample weights (S,) float32, each finite and 0 or more."""
-    x = read_numbers(field, array)
+    x = convert_to_numbers(field, array)
     bad = ~((x >= 0) & (x < np.finfo(np.float32).max))
     if bad.any():
         row = int(bad.argmax())
@@ -242,10 +244,10 @@ def encode_weight(field: Weight, array: pa.Array) -> Floats:
 def encode_ids(field: Category | Bag | Sequence, array: pa.Array) -> Longs:
     """Encode values as rows of a table or as open ids: (S,) single values, or (E,) elements of lists."""
     if pa.types.is_dictionary(array.type):
-        return _encode_dictionary(field, array)
-    array = _convert_integers(field, array)
-    _check_text_lengths(field, array)
-    missing = _missing_mask(array)
+        return _encode_dictionary_ids(field, array)
+    array = _convert_to_integers(field, array)
+    _check_id_text_lengths(field, array)
+    missing = _mark_missing_values(array)
     if missing is not None and field.missing == "error":
         raise build_missing_error(field, int(missing.argmax()))
     if field.vocabulary is not None:
@@ -272,14 +274,16 @@ def encode_ids(field: Category | Bag | Sequence, array: pa.Array) -> Longs:
     if missing is not None:
         ids[missing] = missing_id
     if field.namespace:
-        ids = add_namespace(ids, field.name)
+        ids = add_namespace_to_ids(ids, field.name)
     return ids if field.rows is None else hash_to_rows(ids, field.rows)
 
 
-def _convert_integers(field: Category | Bag | Sequence | Group | Key, array: pa.Array) -> pa.Array:
+def _convert_to_integers(
+    field: Category | Bag | Sequence | Group | Key, array: pa.Array
+) -> pa.Array:
     """Convert texts and whole floats (which pandas writes) to integers where the schema declares integers."""
-    if field.dtype == "integer" and is_text(array.type):
-        return _parse_integers(field, array)
+    if field.dtype == "integer" and is_text_type(array.type):
+        return _parse_integer_texts(field, array)
     if field.dtype == "integer" and pa.types.is_decimal(array.type):
         array = array.cast(pa.float64())
     if pa.types.is_floating(array.type):
@@ -294,7 +298,7 @@ def _convert_integers(field: Category | Bag | Sequence | Group | Key, array: pa.
     return array
 
 
-def _encode_dictionary(field: Category | Bag | Sequence, array: pa.DictionaryArray) -> Longs:
+def _encode_dictionary_ids(field: Category | Bag | Sequence, array: pa.DictionaryArray) -> Longs:
     """Encode each distinct value of a dictionary once. Unused invalid values are no error."""
     if array.null_count or len(array.dictionary) > len(array) or field.missing == "error":
         return encode_ids(field, array.dictionary_decode())
@@ -305,11 +309,11 @@ def _encode_dictionary(field: Category | Bag | Sequence, array: pa.DictionaryArr
     return by_entry.take(array.indices.to_numpy(zero_copy_only=False))
 
 
-def _check_text_lengths(field: Category | Bag | Sequence | Group | Key, array: pa.Array) -> None:
+def _check_id_text_lengths(field: Category | Bag | Sequence | Group | Key, array: pa.Array) -> None:
     """Raise InvalidValue for a text too long to be an id: hashing takes a microsecond per byte of the longest text."""
-    if not (is_text(array.type) and len(array)):
+    if not (is_text_type(array.type) and len(array)):
         return
-    lengths = np.diff(text_buffers(array)[0])
+    lengths = np.diff(view_text_buffers(array)[0])
     row = int(lengths.argmax())
     if lengths[row] > MAX_TEXT_BYTES:
         raise InvalidValue(
@@ -321,11 +325,11 @@ def _check_text_lengths(field: Category | Bag | Sequence | Group | Key, array: p
         )
 
 
-def _missing_mask(array: pa.Array) -> NDArray[np.bool_] | None:
+def _mark_missing_values(array: pa.Array) -> NDArray[np.bool_] | None:
     """Return a mask (S,) of nulls and empty texts; None if there are none."""
     missing = None
-    if is_text(array.type):
-        offsets, _ = text_buffers(array)
+    if is_text_type(array.type):
+        offsets, _ = view_text_buffers(array)
         missing = offsets[1:] == offsets[:-1]
     if array.null_count:
         nulls = array.is_null().to_numpy(zero_copy_only=False)
@@ -342,14 +346,14 @@ def _to_int64(array: pa.Array) -> Longs:
 
 def to_open_ids(array: pa.Array) -> Longs:
     """Return open ids in a new array (S,): integers unchanged, texts hashed; missing values get any id."""
-    return hash_texts(array) if is_text(array.type) else _to_int64(array)
+    return hash_texts(array) if is_text_type(array.type) else _to_int64(array)
 
 
 def _look_up_vocabulary(
     field: Category | Bag | Sequence, array: pa.Array, missing: NDArray[np.bool_] | None
 ) -> Longs:
     assert field.vocabulary is not None
-    if is_text(array.type):
+    if is_text_type(array.type):
         array = array.cast(pa.large_string())
         known = pa.array(field.vocabulary, pa.large_string())
     else:
@@ -379,10 +383,10 @@ def _look_up_vocabulary(
 
 def encode_lists(field: Bag | Sequence, array: pa.Array, weights: pa.Array | None = None) -> Bags:
     """Encode lists, or texts split at the separator; a missing list has no element."""
-    lists = _split_lists(field, array)
+    lists = _split_text_lists(field, array)
     lengths = _list_lengths(lists)
     elements = replace_null_type(lists.flatten())  # skips values under a null list
-    numbers = None if weights is None else _read_weights(field, weights, lengths)
+    numbers = None if weights is None else _read_id_weights(field, weights, lengths)
     ends = np.cumsum(lengths)
     begins = ends - lengths
     if field.max_length is not None and len(lengths) and lengths.max() > field.max_length:
@@ -404,10 +408,10 @@ def _list_lengths(lists: pa.Array) -> Longs:
     return np.array(pc.fill_null(pc.list_value_length(lists), 0).to_numpy()).astype(np.int64)
 
 
-def _read_weights(field: Bag | Sequence, array: pa.Array, lengths: Longs) -> Floats:
+def _read_id_weights(field: Bag | Sequence, array: pa.Array, lengths: Longs) -> Floats:
     """Return the weights of all ids (E,). Raises InvalidValue unless a sample has one finite weight for each id."""
     assert isinstance(field, Bag)
-    lists = _split_lists(field, array)
+    lists = _split_text_lists(field, array)
     counts = _list_lengths(lists)
     if (counts != lengths).any():
         row = int((counts != lengths).argmax())
@@ -416,7 +420,7 @@ def _read_weights(field: Bag | Sequence, array: pa.Array, lengths: Longs) -> Flo
         )
     rows = np.repeat(np.arange(len(lengths)), lengths)
     try:
-        numbers = read_numbers(field, replace_null_type(lists.flatten()))
+        numbers = convert_to_numbers(field, replace_null_type(lists.flatten()))
     except InvalidValue as fault:
         raise InvalidValue(int(rows[fault.row]), field.weights, fault.got, fault.wanted) from None
     with np.errstate(over="ignore"):
@@ -428,7 +432,7 @@ def _read_weights(field: Bag | Sequence, array: pa.Array, lengths: Longs) -> Flo
     return weights
 
 
-def _split_lists(field: Bag | Sequence, array: pa.Array) -> pa.Array:
+def _split_text_lists(field: Bag | Sequence, array: pa.Array) -> pa.Array:
     if is_list(array.type):
         return array
     if pa.types.is_dictionary(array.type):
@@ -439,44 +443,50 @@ def _split_lists(field: Bag | Sequence, array: pa.Array) -> pa.Array:
     return pc.split_pattern(text, field.separator)
 
 
-def encode_identifiers(field: Group | Key, array: pa.Array) -> Longs:
+def encode_required_ids(field: Group | Key, array: pa.Array) -> Longs:
     """Encode groups, keys or split keys as open ids (S,). Raises InvalidValue for a missing value."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
-    array = _convert_integers(field, array)
-    missing = _missing_mask(array)
+    array = _convert_to_integers(field, array)
+    missing = _mark_missing_values(array)
     if missing is not None:
         raise InvalidValue(int(missing.argmax()), field.column, "nothing", "a value")
-    _check_text_lengths(field, array)
+    _check_id_text_lengths(field, array)
     return to_open_ids(array)
 
 
-def _parse_integers(field: Category | Bag | Sequence | Group | Key, array: pa.Array) -> pa.Array:
+def _parse_integer_texts(
+    field: Category | Bag | Sequence | Group | Key, array: pa.Array
+) -> pa.Array:
     """Parse texts as integers, including "31.0", "1e+15" and "true", which pandas and pyarrow write."""
     try:
-        return parse_texts(field, array, pa.int64(), "an integer")
+        return parse_number_texts(field, array, pa.int64(), "an integer")
     except InvalidValue:
         texts = pc.utf8_lower(pc.utf8_trim_whitespace(array.cast(pa.string())))
         texts = pc.replace_substring_regex(texts, r"^(-?[0-9]+)\.0*$", r"\1")
         for word, number in (("true", "1"), ("false", "0"), ("nan", None)):
             texts = pc.if_else(pc.equal(texts, word), number, texts)
         is_float = pc.match_substring_regex(texts, r"^[+-]?[0-9.]+e[+-]?[0-9]+$")
-        integers = parse_texts(field, pc.if_else(is_float, None, texts), pa.int64(), "an integer")
+        integers = parse_number_texts(
+            field, pc.if_else(is_float, None, texts), pa.int64(), "an integer"
+        )
         if not pc.any(is_float).as_py():
             return integers
-        floats = parse_texts(field, pc.if_else(is_float, texts, None), pa.float64(), "an integer")
-        return pc.coalesce(integers, _convert_integers(field, floats))
+        floats = parse_number_texts(
+            field, pc.if_else(is_float, texts, None), pa.float64(), "an integer"
+        )
+        return pc.coalesce(integers, _convert_to_integers(field, floats))
 
 
-def encode_key(field: Key, array: pa.Array) -> NDArray:
+def read_join_keys(field: Key, array: pa.Array) -> NDArray:
     """Return the values on which predictions are joined (S,), unchanged: integers, or texts as objects."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
-    array = _convert_integers(field, array)
-    missing = _missing_mask(array)
+    array = _convert_to_integers(field, array)
+    missing = _mark_missing_values(array)
     if missing is not None:
         raise InvalidValue(int(missing.argmax()), field.column, "nothing", "a value")
-    if is_text(array.type):
+    if is_text_type(array.type):
         return array.to_numpy(zero_copy_only=False)
     if pa.types.is_integer(array.type):
         return np.array(array)  # a copy, because torch needs writable memory
@@ -485,7 +495,7 @@ def encode_key(field: Key, array: pa.Array) -> NDArray:
 
 def encode_split_keys(column: str, array: pa.Array) -> Longs:
     """Encode the `split_by` column as ids (S,) that assign samples to splits."""
-    return encode_identifiers(Key("part", column=column), replace_null_type(array))
+    return encode_required_ids(Key("part", column=column), replace_null_type(array))
 
 
 def encode_block(
@@ -542,7 +552,7 @@ def encode_block(
         tuple(ids[field.name] for field in file_schema.categorical),
         label,
         None if weight is None else encode_weight(weight, columns[weight.column]),
-        None if group is None else encode_identifiers(group, columns[group.column]),
-        None if key is None else encode_key(key, columns[key.column]),
+        None if group is None else encode_required_ids(group, columns[group.column]),
+        None if key is None else read_join_keys(key, columns[key.column]),
         None if split_by is None else encode_split_keys(split_by, columns[split_by]),
     )

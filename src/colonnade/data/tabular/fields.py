@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AllowInfNan, BeforeValidator, Strict
 from pydantic import Field as Limits
 
-from colonnade.config.validation import validate_fields
+from colonnade.config.validation import validate_dataclass_fields
 from colonnade.data.tabular.arrow import Dtype
 from colonnade.data.tabular.times import parse_time
 from colonnade.errors import ConfigError
@@ -53,7 +53,7 @@ class DeclaredField:
 
     def __post_init__(self) -> None:
         # Values from YAML are lists where the fields have tuples.
-        validate_fields(self, f"field {self.name!r}", strict=None)
+        validate_dataclass_fields(self, f"field {self.name!r}", strict=None)
         if not self.name or "." in self.name:
             raise ConfigError(
                 f"field {self.name!r}: got this name, wanted one without a dot; "
@@ -120,7 +120,7 @@ class _IdField(DeclaredField):
             kinds = {type(value) for value in self.vocabulary}
             if len(kinds) != 1 or len(set(self.vocabulary)) != len(self.vocabulary):
                 raise ConfigError(
-                    f"field {self.name!r}: got a vocabulary with {self._vocabulary_fault()}; wanted texts only "
+                    f"field {self.name!r}: got a vocabulary with {self._find_vocabulary_problem()}; wanted texts only "
                     "or integers only, each once (in YAML quote what should be text)"
                 )
             wanted: Dtype = "text" if kinds == {str} else "integer"
@@ -136,7 +136,7 @@ class _IdField(DeclaredField):
                 "unknown_rows", "It is for a vocabulary, which this field does not have"
             )
 
-    def _vocabulary_fault(self) -> str:
+    def _find_vocabulary_problem(self) -> str:
         assert self.vocabulary is not None
         if not self.vocabulary:
             return "no value"
@@ -401,11 +401,11 @@ def field_to_dict(field: DeclaredField) -> dict[str, Any]:
 
 
 def suggest_name(
-    word: str, known: Mapping[str, Any] | set[str] | list[str] | tuple[str, ...]
+    word: str, known_names: Mapping[str, Any] | set[str] | list[str] | tuple[str, ...]
 ) -> str:
     """Return the hint of an error message about an unknown `word`: the nearest known name, or all of them."""
-    matches = get_close_matches(word, known, n=1, cutoff=0.5)
+    matches = get_close_matches(word, known_names, n=1, cutoff=0.5)
     if matches:
         return f"did you mean {matches[0]!r}?"
-    names = sorted(known)
+    names = sorted(known_names)
     return "choose from " + ", ".join(names[:20]) + (" ..." if len(names) > 20 else "")

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from colonnade.data.lines import check_regular
+from colonnade.data.lines import check_regular_file
 from colonnade.data.tabular.arrow import combine_chunks, replace_null_type
 from colonnade.data.tabular.chunk import Chunk, Longs
 from colonnade.data.tabular.declaration import FileSchema
@@ -91,34 +91,36 @@ class TableFiles:
         def encode(columns: Mapping[str, pa.Array], size: int) -> Chunk:
             return encode_block(self.file_schema, columns, size, split_by=self.split_by)
 
-        return self._read_and_encode(block, tuple(dict.fromkeys(names)), encode)
+        return self._read_and_encode_columns(block, tuple(dict.fromkeys(names)), encode)
 
     def read_split_keys(self, block: int) -> Longs:
         """Read only `Chunk.split_key` of a block, (samples of the block,)."""
         assert self.split_by is not None
         name = self.split_by
-        return self._read_and_encode(
+        return self._read_and_encode_columns(
             block, (name,), lambda columns, _: encode_split_keys(name, columns[name])
         )
 
-    def read_times(self, block: int, field: Number) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def read_time_column(
+        self, block: int, field: Number
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return a column's times in microseconds since 1970, and a mask of the missing ones."""
-        return self._read_and_encode(
+        return self._read_and_encode_columns(
             block,
             (field.column,),
             lambda columns, _: parse_times(field, replace_null_type(columns[field.column])),
         )
 
-    def _read_and_encode(
+    def _read_and_encode_columns(
         self,
         block: int,
-        names: tuple[str, ...],
+        column_names: tuple[str, ...],
         encode: Callable[[Mapping[str, pa.Array], int], T],
     ) -> T:
         file_index = int(np.searchsorted(self.bounds, block, side="right")) - 1
         file, local = self.files[file_index], block - int(self.bounds[file_index])
         try:
-            return encode(file.read_block(local, names), int(file.lengths[local]))
+            return encode(file.read_block(local, column_names), int(file.lengths[local]))
         except InvalidValue as fault:
             raise build_data_error(file, local, fault) from None
         except pa.ArrowException as error:
@@ -151,7 +153,7 @@ def build_data_error(file: TableFile, block: int, fault: InvalidValue) -> DataEr
     )
 
 
-def group_files(
+def combine_table_files(
     file_schema: FileSchema, files: Sequence[TableFile], split_by: str | None = None
 ) -> TableFiles:
     """Combine bound files into one sequence of blocks. Every `dtype` of the schema is set."""
@@ -192,7 +194,7 @@ def find_days(
         return [[path]]
     if path.is_dir():
         days = [
-            _files_below(child, endings) if child.is_dir() else [check_regular(child)]
+            _list_files_below(child, endings) if child.is_dir() else [check_regular_file(child)]
             for child in sorted(path.iterdir(), key=natural_sort_key)
             if child.is_dir() or child.name.lower().endswith(endings)
             if child.name[0] not in "._"
@@ -206,15 +208,18 @@ def find_days(
         return days
     if glob.has_magic(str(path)):
         matches = sorted(map(Path, glob.glob(str(path), recursive=True)), key=natural_sort_key)
-        days = [_files_below(m, endings) if m.is_dir() else [check_regular(m)] for m in matches]
+        days = [
+            _list_files_below(m, endings) if m.is_dir() else [check_regular_file(m)]
+            for m in matches
+        ]
         days = [day for day in days if day]
         if not days:
             raise DataError(f"{path}: no file matches this pattern. Check the path")
         return days
-    return [[check_regular(path)]]
+    return [[check_regular_file(path)]]
 
 
-def _files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
+def _list_files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
     files = [
         file
         for file in folder.rglob("*")
@@ -222,7 +227,7 @@ def _files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
         and not file.is_dir()
         and not any(part[0] in "._" for part in file.relative_to(folder).parts)
     ]
-    return sorted(map(check_regular, files), key=natural_sort_key)
+    return sorted(map(check_regular_file, files), key=natural_sort_key)
 
 
 def natural_sort_key(path: Path) -> list[tuple[int, str]]:

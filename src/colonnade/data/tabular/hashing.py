@@ -48,7 +48,7 @@ def _mix(x: int) -> int:
 
 def hash_texts(texts: pa.Array) -> NDArray[np.int64]:
     """Hash S strings or binaries to ids (S,); a null gets the id of the empty text."""
-    offsets, data = text_buffers(texts)
+    offsets, data = view_text_buffers(texts)
     # View an unaligned word at every byte; eight bytes of padding let the last text have one too.
     padded = np.zeros(len(data) + 8, dtype=np.uint8)
     padded[: len(data)] = data
@@ -56,11 +56,11 @@ def hash_texts(texts: pa.Array) -> NDArray[np.int64]:
     hashes = np.empty(len(texts), dtype=np.uint64)
     for begin in range(0, len(texts), SLICE):
         end = min(begin + SLICE, len(texts))
-        hashes[begin:end] = _hash_slice(offsets[begin : end + 1], word_at)
+        hashes[begin:end] = _hash_text_slice(offsets[begin : end + 1], word_at)
     return hashes.view(np.int64)
 
 
-def text_buffers(texts: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+def view_text_buffers(texts: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
     """Return (offsets, bytes) of strings or binaries: text i is bytes[offsets[i]:offsets[i + 1]], offsets[0] is 0."""
     if texts.type in (pa.string_view(), pa.binary_view()):
         texts = texts.cast(pa.large_binary())
@@ -74,7 +74,7 @@ def text_buffers(texts: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]
     return offsets - offsets[0], data[offsets[0] : offsets[-1]]
 
 
-def _hash_slice(offsets: NDArray[np.int64], word_at: NDArray) -> Words:
+def _hash_text_slice(offsets: NDArray[np.int64], word_at: NDArray) -> Words:
     remaining = np.diff(offsets)  # bytes not yet hashed, of the texts in `active`
     position = offsets[:-1]
     hashes = mix64(remaining.astype(np.uint64) * STEP)
@@ -109,7 +109,7 @@ def hash_to_rows(ids: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
     return words.view(np.int64)
 
 
-def add_namespace(ids: NDArray[np.int64], name: str) -> NDArray[np.int64]:
+def add_namespace_to_ids(ids: NDArray[np.int64], name: str) -> NDArray[np.int64]:
     """Map a field's ids (S,) to mix64(id ^ hash_text(name)), so that fields with one table share no ids.
 
     Distinct ids of a field stay distinct. Ids of two fields collide with a probability of 2^-64 per pair, for any

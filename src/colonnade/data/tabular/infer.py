@@ -15,12 +15,12 @@ from colonnade.data.tabular.arrow import (
     id_dtype_of,
     is_integer,
     is_list,
-    is_number,
-    is_text,
+    is_number_type,
+    is_text_type,
     is_time,
 )
 from colonnade.data.tabular.declaration import FileSchema
-from colonnade.data.tabular.encode import read_numbers
+from colonnade.data.tabular.encode import convert_to_numbers
 from colonnade.data.tabular.fields import (
     NEWEST,
     Bag,
@@ -103,9 +103,11 @@ def infer_fields(
     labels = [name for name, kind in types.items() if kind == "label"] if label is None else []
     labels = labels or [_choose_label_column(path, columns, label)]
     narrowed = {name: narrow_column(array) for name, array in columns.items()}
-    fields: list[DeclaredField] = [_infer_label(path, name, narrowed[name]) for name in labels]
+    fields: list[DeclaredField] = [
+        _infer_label_field(path, name, narrowed[name]) for name in labels
+    ]
     others = {name: array for name, array in narrowed.items() if name not in labels}
-    if "key" not in types.values() and (key := _choose_key(others, types)) is not None:
+    if "key" not in types.values() and (key := _choose_key_column(others, types)) is not None:
         types[key] = "key"
     left_out = {}
     for name, array in others.items():
@@ -137,14 +139,14 @@ def _choose_label_column(path: Path, columns: Mapping[str, pa.Array], label: str
     return chosen
 
 
-def _infer_label(path: Path, name: str, array: pa.Array) -> Label:
-    if not is_number(array.type):
+def _infer_label_field(path: Path, name: str, array: pa.Array) -> Label:
+    if not is_number_type(array.type):
         raise ConfigError(
             f"{path}, column {name}: got {array.type} as the label, wanted 0 and 1. Name another column, or declare a "
             f"schema with `{name}: {{type: label, positive: 'yes'}}`, which says which value is 1"
         )
     plain = Label(_field_name(name), column=name)
-    x = read_numbers(plain, array)
+    x = convert_to_numbers(plain, array)
     known = x[~np.isnan(x)]
     if len(known) < len(x):
         plain = replace(plain, missing="unknown")
@@ -158,7 +160,7 @@ def _infer_label(path: Path, name: str, array: pa.Array) -> Label:
     )
 
 
-def _choose_key(columns: Mapping[str, pa.Array], types: Mapping[str, str]) -> str | None:
+def _choose_key_column(columns: Mapping[str, pa.Array], types: Mapping[str, str]) -> str | None:
     """Return the column on which predictions are joined: an id, else any unique column, else one without a name."""
     priorities = {}
     for name, array in columns.items():
@@ -166,16 +168,16 @@ def _choose_key(columns: Mapping[str, pa.Array], types: Mapping[str, str]) -> st
             continue
         if types.get(name) == UNNAMED:
             priorities[name] = 2
-        elif name not in types and _is_key(name, array):
+        elif name not in types and _is_key_column(name, array):
             priorities[name] = 0 if _is_id(name) else 1
     return min(priorities, key=lambda name: priorities[name], default=None)
 
 
-def _is_key(name: str, array: pa.Array) -> bool:
+def _is_key_column(name: str, array: pa.Array) -> bool:
     """Return whether a column identifies rows: unique text, ids or row numbers."""
     if not _is_unique(array) or _is_unix_time(name, array):
         return False
-    if is_text(array.type):
+    if is_text_type(array.type):
         return not _has_separator(array)
     x = array.drop_null().to_numpy(zero_copy_only=False)
     return _is_id(name) or bool((np.diff(x) == 1).all())
@@ -207,7 +209,7 @@ def _infer_fields_from_values(name: str, array: pa.Array) -> list[DeclaredField]
         )
     if is_time(kind):
         return _infer_time_fields(name, array)
-    if _key_dtype(array) is not None and _is_key(name, array):
+    if _key_dtype(array) is not None and _is_key_column(name, array):
         return "different in nearly every row"
     if pa.types.is_boolean(kind):
         return [Category(field_name, column=name, dtype="integer")]
@@ -220,9 +222,9 @@ def _infer_fields_from_values(name: str, array: pa.Array) -> list[DeclaredField]
         is_few = len(array) < 1000 or pc.count_distinct(array).as_py() <= len(array) / 2
         if _is_id(name) or (is_few and not _is_unique(array)):
             return [Category(field_name, column=name, dtype="integer")]
-    elif not is_number(kind):
+    elif not is_number_type(kind):
         return f"no field reads {kind}"
-    return [_infer_number(name, array)]
+    return [_infer_number_field(name, array)]
 
 
 def _build_fields_from_header(
@@ -231,12 +233,12 @@ def _build_fields_from_header(
     """Return the fields of a column by the type in its header, or the reason why there are none."""
     field_name, dtype = _field_name(name), _key_dtype(array) or "text"
     if kind == "number":
-        if not (is_number(array.type) or pa.types.is_null(array.type)):
+        if not (is_number_type(array.type) or pa.types.is_null(array.type)):
             raise ConfigError(
                 f"{path}, column {name}: got {array.type}, wanted numbers as its header says. Write {name}:category, "
                 "or repair the column"
             )
-        return [_infer_number(name, array)]
+        return [_infer_number_field(name, array)]
     if kind == "category":
         is_boolean = pa.types.is_boolean(array.type)
         return [Category(field_name, column=name, dtype="integer" if is_boolean else dtype)]
@@ -276,9 +278,9 @@ def _infer_time_fields(name: str, array: pa.Array) -> list[DeclaredField]:
     return fields if is_dates else [Time(f"{field_name}_hour", column=name, part="hour"), *fields]
 
 
-def _infer_number(name: str, array: pa.Array) -> Number:
+def _infer_number_field(name: str, array: pa.Array) -> Number:
     field_name = _field_name(name)
-    x = read_numbers(Number(field_name, column=name), array)
+    x = convert_to_numbers(Number(field_name, column=name), array)
     x = x[np.isfinite(x)]
     if len(x) and x.min() >= 0 and x.max() > LOG_ABOVE:
         return Number(field_name, column=name, missing=0.0, transform="log1p")

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from colonnade.data.contract import Splits
-from colonnade.data.tabular.columns import check_columns
+from colonnade.data.tabular.columns import check_required_columns
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.encode import FIX, InvalidValue
 from colonnade.data.tabular.fields import Dtype
@@ -65,7 +65,7 @@ def open_libsvm(
     )
     return open_table_files(
         path,
-        libsvm_format(),
+        build_libsvm_format(),
         schema=schema,
         label=label,
         validation=validation,
@@ -74,7 +74,7 @@ def open_libsvm(
     )
 
 
-def libsvm_format() -> TableFormat:
+def build_libsvm_format() -> TableFormat:
     """Return the format of libsvm and libffm files."""
     return TableFormat(ENDINGS, open_libsvm_file)
 
@@ -127,7 +127,7 @@ class LibsvmFile:
         names = set(self.names)
         if self.fields is not None:
             names |= {name for name in file_schema.columns if FIELD.fullmatch(name)}
-        check_columns(self.path, sorted(names), file_schema, split_by)
+        check_required_columns(self.path, sorted(names), file_schema, split_by)
         return self
 
     def describe_row(self, block: int, row: int) -> str:
@@ -139,12 +139,12 @@ class LibsvmFile:
         return 2 if self.fields is None else 3
 
     def read_block(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
-        lines = split_lines(self.rows.read_block(block), self.num_parts)
-        indices = lines.parse_part(self.num_parts - 2, pa.int64(), "an integer as the index")
-        values = lines.parse_part(self.num_parts - 1, pa.float64(), "a number as the value")
+        lines = split_libsvm_lines(self.rows.read_block(block), self.num_parts)
+        indices = lines.parse_pair_part(self.num_parts - 2, pa.int64(), "an integer as the index")
+        values = lines.parse_pair_part(self.num_parts - 1, pa.float64(), "a number as the value")
         fields = None
         if self.fields is not None:
-            fields = lines.parse_part(0, pa.int64(), "an integer as the field").to_numpy()
+            fields = lines.parse_pair_part(0, pa.int64(), "an integer as the field").to_numpy()
         arrays: dict[str, pa.Array] = {"label": lines.labels}
         for name in columns:
             if name == "label":
@@ -183,15 +183,15 @@ class SplitLines:
             np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), values
         )
 
-    def parse_part(self, part: int, kind: pa.DataType, wanted: str) -> pa.Array:
+    def parse_pair_part(self, part: int, number_type: pa.DataType, wanted: str) -> pa.Array:
         """Parse one part of each pair as numbers (E,). Raises InvalidValue."""
         texts = pc.list_element(self.parts, part) if len(self.parts) else pa.array([], pa.string())
         try:
-            return texts.cast(kind)
+            return texts.cast(number_type)
         except pa.ArrowInvalid:
             for pair, text in enumerate(texts):
                 try:
-                    text.cast(kind)
+                    text.cast(number_type)
                 except pa.ArrowInvalid:
                     raise self.build_error(pair, wanted) from None
             raise
@@ -207,7 +207,7 @@ class SplitLines:
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
 
-def split_lines(text: bytes, num_parts: int) -> SplitLines:
+def split_libsvm_lines(text: bytes, num_parts: int) -> SplitLines:
     """Split lines into labels and pairs. Raises InvalidValue for the first pair without `num_parts` parts."""
     lines = pa.array(text.decode(errors="replace").removesuffix("\n").split("\n"))
     if b"#" in text:
@@ -238,9 +238,9 @@ def open_libsvm_file(path: Path) -> LibsvmFile:
     is_libffm = len(first) > 1 and first[1].count(b":") == 2
     file = LibsvmFile(rows, () if is_libffm else None, False)
     try:
-        lines = split_lines(rows.read_block(0), file.num_parts)
-        fields = np.unique(lines.parse_part(0, pa.int64(), "an integer").to_numpy()).tolist()
-        values = lines.parse_part(file.num_parts - 1, pa.float64(), "a number as the value")
+        lines = split_libsvm_lines(rows.read_block(0), file.num_parts)
+        fields = np.unique(lines.parse_pair_part(0, pa.int64(), "an integer").to_numpy()).tolist()
+        values = lines.parse_pair_part(file.num_parts - 1, pa.float64(), "a number as the value")
     except InvalidValue as fault:
         raise build_data_error(file, 0, fault) from None
     is_weighted = bool((values.to_numpy() != 1).any())

@@ -1,4 +1,4 @@
-"""Conversion of columns to the narrowest_type type that holds their values, the same for text and typed files."""
+"""Conversion of columns to the find_narrowest_type type that holds their values, the same for text and typed files."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from colonnade.data.tabular.arrow import is_text, is_time
-from colonnade.data.tabular.times import ISO, read_times
+from colonnade.data.tabular.arrow import is_text_type, is_time
+from colonnade.data.tabular.times import ISO, convert_to_microseconds
 
 BLANKS = " \t"
 INTEGER = r"^-?(0|[1-9][0-9]{0,18})$"
@@ -28,7 +28,7 @@ def narrow_column(array: pa.Array) -> pa.Array:
     """
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
-    if is_text(array.type):
+    if is_text_type(array.type):
         try:
             array = _narrow_texts(array.cast(pa.string()))
         except pa.ArrowInvalid:  # not UTF-8
@@ -51,7 +51,7 @@ def _narrow_texts(texts: pa.Array) -> pa.Array:
     blank = pc.equal(texts, "")
     texts = pc.if_else(blank, None, texts) if pc.any(blank).as_py() else texts
     trimmed = pc.utf8_trim(texts, BLANKS)
-    arrow_type = narrowest_type(trimmed)
+    arrow_type = find_narrowest_type(trimmed)
     if arrow_type == pa.string():
         if matches_all(trimmed, BOOLEAN):
             return pc.utf8_lower(trimmed).cast(pa.bool_())
@@ -75,16 +75,16 @@ def _narrow_floats(array: pa.Array) -> pa.Array:
 
 
 def _to_timestamps(array: pa.Array) -> pa.Array:
-    times, missing = read_times(array)
+    times, missing = convert_to_microseconds(array)
     return pa.array(times, mask=missing).cast(pa.timestamp("us"))
 
 
-def narrowest_type(texts: pa.Array | pa.ChunkedArray) -> pa.DataType:
+def find_narrowest_type(texts: pa.Array | pa.ChunkedArray) -> pa.DataType:
     """Return int64, double or string: the first that represents these trimmed texts exactly."""
     texts = texts.drop_null()
-    if matches_all(texts, INTEGER) and can_cast(texts, pa.int64()):
+    if matches_all(texts, INTEGER) and can_parse_texts(texts, pa.int64()):
         return pa.int64()
-    is_number = matches_all(texts, NUMBER) and can_cast(texts, pa.float64())
+    is_number = matches_all(texts, NUMBER) and can_parse_texts(texts, pa.float64())
     is_long = is_number and pc.any(pc.match_substring_regex(texts, LONG)).as_py()
     return pa.float64() if is_number and not is_long else pa.string()
 
@@ -97,7 +97,7 @@ def matches_all(texts: pa.Array | pa.ChunkedArray, pattern: str) -> bool:
     return True
 
 
-def can_cast(texts: pa.Array | pa.ChunkedArray, arrow_type: pa.DataType) -> bool:
+def can_parse_texts(texts: pa.Array | pa.ChunkedArray, arrow_type: pa.DataType) -> bool:
     """Return whether every text can be parsed as `kind`."""
     try:
         texts.cast(arrow_type)

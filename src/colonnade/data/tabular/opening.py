@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from colonnade.data.contract import Splits
-from colonnade.data.tabular.columns import check_unique_names, resolve_dtypes
+from colonnade.data.tabular.columns import check_unique_column_names, resolve_dtypes
 from colonnade.data.tabular.declaration import FileSchema, load_file_schema
 from colonnade.data.tabular.fields import NEWEST, Dtype, Number
 from colonnade.data.tabular.files import (
     TableFile,
     TableFiles,
+    combine_table_files,
     find_days,
     find_files,
-    group_files,
 )
 from colonnade.data.tabular.infer import INFER_ROWS, InferredSchema, infer_fields
 from colonnade.data.tabular.source import SplitOptions
@@ -46,7 +46,7 @@ def open_table_files(
     days = find_days(path, format.endings)
     files = [format.open_file(file) for day in days for file in day]
     if schema is None:
-        file_schema = infer_from_files(files, label).file_schema
+        file_schema = infer_schema_from_files(files, label).file_schema
     elif label is not None:
         raise ConfigError(
             f"got both schema and label={label!r}; the schema says which field is the label"
@@ -57,7 +57,7 @@ def open_table_files(
     held_out = [
         None
         if part is None
-        else bind_files(
+        else bind_files_to_schema(
             [format.open_file(file) for file in find_files(part, format.endings)], bound.file_schema
         )
         for part in (validation, test)
@@ -65,12 +65,12 @@ def open_table_files(
     return splitting.split_files(bound, days, *held_out)
 
 
-def infer_from_files(files: Sequence[TableFile], label: str | None) -> InferredSchema:
+def infer_schema_from_files(files: Sequence[TableFile], label: str | None) -> InferredSchema:
     """Return the schema embedded in the first file with rows (Parquet's footer may have one), else infer one."""
     first = next((file for file in files if len(file.lengths)), None)
     if first is None:
         raise DataError(f"{files[0].path}: got no row, wanted at least one to infer a schema from")
-    check_unique_names(first.path, first.names)
+    check_unique_column_names(first.path, first.names)
     embedded = first.embedded_schema() if label is None else None
     if embedded is not None:
         return InferredSchema(embedded, {})
@@ -81,11 +81,11 @@ def resolve_schema(
     files: Sequence[TableFile], file_schema: FileSchema, splitting: SplitOptions
 ) -> TableFiles:
     """Bind files to the schema with every dtype and time set, so that it reads the same after the files change."""
-    bound = bind_files(files, file_schema, splitting.split_by)
-    return replace(bound, file_schema=_resolve_newest(bound, splitting))
+    bound = bind_files_to_schema(files, file_schema, splitting.split_by)
+    return replace(bound, file_schema=_resolve_newest_times(bound, splitting))
 
 
-def bind_files(
+def bind_files_to_schema(
     files: Sequence[TableFile], file_schema: FileSchema, split_by: str | None = None
 ) -> TableFiles:
     """Bind files to a schema, with every dtype set. Raises DataError for the first file with unsuitable columns."""
@@ -97,10 +97,10 @@ def bind_files(
     bound = [file.bind_schema(file_schema, split_by) for file in files]
     if not any(len(file.lengths) for file in files):
         raise DataError(f"{files[0].path}: got no row, wanted at least one. Was it fully written?")
-    return group_files(file_schema, bound, split_by)
+    return combine_table_files(file_schema, bound, split_by)
 
 
-def _resolve_newest(files: TableFiles, splitting: SplitOptions) -> FileSchema:
+def _resolve_newest_times(files: TableFiles, splitting: SplitOptions) -> FileSchema:
     """Replace `newest` in the schema by the newest time of the training samples."""
     fields = list(files.file_schema.fields)
     for i, field in enumerate(fields):
@@ -117,7 +117,7 @@ def _find_newest_time(files: TableFiles, field: Number, num_samples: int) -> int
     for block, length in enumerate(files.lengths.tolist()):
         if num_samples <= 0:
             break
-        times, missing = files.read_times(block, field)
+        times, missing = files.read_time_column(block, field)
         known = times[:num_samples][~missing[:num_samples]]
         newest += [int(known.max())] if len(known) else []
         num_samples -= length

@@ -15,7 +15,11 @@ from numpy.typing import NDArray
 
 from colonnade.data.contract import Splits
 from colonnade.data.tabular.arrow import combine_chunks, id_dtype_of
-from colonnade.data.tabular.columns import check_columns, check_types, check_unique_names
+from colonnade.data.tabular.columns import (
+    check_column_types,
+    check_required_columns,
+    check_unique_column_names,
+)
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.fields import Dtype
 from colonnade.data.tabular.opening import TableFormat, open_table_files
@@ -71,7 +75,7 @@ def open_parquet(
     )
     return open_table_files(
         path,
-        parquet_format(),
+        build_parquet_format(),
         schema=schema,
         label=label,
         validation=validation,
@@ -80,7 +84,7 @@ def open_parquet(
     )
 
 
-def parquet_format() -> TableFormat:
+def build_parquet_format() -> TableFormat:
     """Return the format of Parquet files."""
     return TableFormat(ENDINGS, open_parquet_file)
 
@@ -134,8 +138,8 @@ class ParquetTableFile:
         return {name: combine_chunks(table.column(name)) for name in table.column_names}
 
     def bind_schema(self, file_schema: FileSchema, split_by: str | None) -> ParquetTableFile:
-        check_columns(self.path, self.names, file_schema, split_by)
-        check_types(self.path, self.types, file_schema)
+        check_required_columns(self.path, self.names, file_schema, split_by)
+        check_column_types(self.path, self.types, file_schema)
         return self
 
     @contextmanager
@@ -177,6 +181,6 @@ def open_parquet_file(path: Path) -> ParquetTableFile:
     )
     groups = np.flatnonzero(lengths)
     names = list(schema.names)
-    check_unique_names(path, names)
+    check_unique_column_names(path, names)
     types = dict(zip(names, schema.types, strict=True))
     return ParquetTableFile(path, num_bytes, metadata, types, groups, lengths[groups])

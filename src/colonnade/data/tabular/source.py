@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field as Limits
 
-from colonnade.config.validation import Expected, Fraction, validate_fields
-from colonnade.data.contract import START, Position, Schema, Splits, rank_blocks
+from colonnade.config.validation import Expected, Fraction, validate_dataclass_fields
+from colonnade.data.contract import START, Position, Schema, Splits, iterate_rank_blocks
 from colonnade.data.counter import mix64, random_permutation, stream_key
 from colonnade.data.tabular.chunk import Chunk, concat_chunks
 from colonnade.data.tabular.declaration import FileSchema
@@ -58,13 +58,16 @@ class WindowPlan:
         return int(np.searchsorted(self.starts, sample, side="right")) - 1
 
 
-def plan_windows(lengths: NDArray[np.int64], window: int, key: int | None) -> WindowPlan:
-    """Plan the windows of an epoch. `lengths` (P,): samples of each block, 1 or more. `key` None: not shuffled."""
+def plan_shuffle_windows(
+    block_lengths: NDArray[np.int64], window: int, key: int | None
+) -> WindowPlan:
+    """Plan the windows of an epoch. `block_lengths` (P,): samples of each block, 1 or more. `key` None: not
+    shuffled."""
     if key is None:
-        blocks, min_samples = np.arange(len(lengths)), READ_SAMPLES
+        blocks, min_samples = np.arange(len(block_lengths)), READ_SAMPLES
     else:
-        blocks, min_samples = random_permutation(len(lengths), stream_key(key)), window
-    ends = np.cumsum(lengths[blocks])
+        blocks, min_samples = random_permutation(len(block_lengths), stream_key(key)), window
+    ends = np.cumsum(block_lengths[blocks])
     bounds = [0]
     while bounds[-1] < len(blocks):
         start = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
@@ -126,7 +129,7 @@ class TableSource:
         num_ranks: int = 1,
         start: Position = START,
     ) -> Iterator[Batch]:
-        blocks = rank_blocks(
+        blocks = iterate_rank_blocks(
             self.num_samples, batch_size, rank=rank, num_ranks=num_ranks, start=start
         )
         return self._read_batches(blocks, self.plan_epoch(start.epoch), start.step * batch_size)
@@ -135,7 +138,7 @@ class TableSource:
         """Plan the order in which `epoch` reads the pieces."""
         lengths = self.pieces[:, 2] - self.pieces[:, 1]
         key = stream_key(self.seed, epoch) if self.shuffle_window else None
-        return plan_windows(lengths, self.shuffle_window, key)
+        return plan_shuffle_windows(lengths, self.shuffle_window, key)
 
     def _read_batches(
         self, blocks: Iterator[tuple[int, int]], plan: WindowPlan, first: int
@@ -146,9 +149,9 @@ class TableSource:
         with ThreadPoolExecutor(self.threads, "table") as threads:
             # The batches of `window` are yielded while the futures in `upcoming` read the next one.
             window = plan.find_window(first)
-            chunk = self._wait_for_window(self._start_reading(threads, plan, window))
+            chunk = self._wait_for_window(self._start_reading_window(threads, plan, window))
             order = plan.permute_window(window)
-            upcoming = self._start_reading(threads, plan, window + 1)
+            upcoming = self._start_reading_window(threads, plan, window + 1)
             try:
                 for begin, end in blocks:
                     parts: list[Chunk] = []
@@ -165,13 +168,13 @@ class TableSource:
                         window += 1
                         chunk = self._wait_for_window(upcoming)
                         order = plan.permute_window(window)
-                        upcoming = self._start_reading(threads, plan, window + 1)
+                        upcoming = self._start_reading_window(threads, plan, window + 1)
                     yield concat_chunks(parts).to_batch(names)
             finally:
                 for future in upcoming:
                     future.cancel()
 
-    def _start_reading(
+    def _start_reading_window(
         self, threads: ThreadPoolExecutor, plan: WindowPlan, window: int
     ) -> list[Future[Chunk]]:
         """Start reading the pieces of a window; return no futures after the last window."""
@@ -212,7 +215,7 @@ class SplitOptions:
     threads: Annotated[int, Limits(ge=1)] = 1
 
     def __post_init__(self) -> None:
-        validate_fields(self, subject="")
+        validate_dataclass_fields(self, subject="")
         if self.test_fraction + self.validation_fraction >= 1:
             raise ConfigError(
                 f"got test_fraction={self.test_fraction} and validation_fraction={self.validation_fraction}, "
@@ -233,7 +236,7 @@ class SplitOptions:
 
     def open_held_out(self, files: TableFiles) -> TableSource:
         """Return a source over all samples of held-out files, in their order."""
-        return TableSource(files, _build_pieces(files.lengths, 0, None), threads=self.threads)
+        return TableSource(files, _list_block_pieces(files.lengths, 0, None), threads=self.threads)
 
     def split_files(
         self,
@@ -290,23 +293,23 @@ class _Splitter:
 
     def select_range(self, begin: int, end: int, *, shuffled: bool = False) -> TableSource:
         """Return a source over samples begin .. end-1 in the order of the files."""
-        pieces = _build_pieces(self.files.lengths, begin, end)
+        pieces = _list_block_pieces(self.files.lengths, begin, end)
         return self._build_source(pieces, None, shuffled)
 
-    def split_by_hash(self, ranges: tuple[HashRange, ...]) -> list[TableSource]:
+    def split_by_hash(self, hash_ranges: tuple[HashRange, ...]) -> list[TableSource]:
         """Return a source for each range of hashed split keys; only the first is shuffled.
 
         Reads every key once, to count the samples.
         """
-        pieces: list[list[tuple[int, int, int]]] = [[] for _ in ranges]
+        pieces: list[list[tuple[int, int, int]]] = [[] for _ in hash_ranges]
         for block in range(len(self.files.lengths)):
             keys = self.files.read_split_keys(block)
-            for hash_range, range_pieces in zip(ranges, pieces, strict=True):
+            for hash_range, range_pieces in zip(hash_ranges, pieces, strict=True):
                 if count := len(hash_range.select_rows(keys)):
                     range_pieces.append((block, 0, count))
         return [
             self._build_source(np.array(range_pieces, np.int64).reshape(-1, 3), hash_range, i == 0)
-            for i, (hash_range, range_pieces) in enumerate(zip(ranges, pieces, strict=True))
+            for i, (hash_range, range_pieces) in enumerate(zip(hash_ranges, pieces, strict=True))
         ]
 
     def _build_source(
@@ -317,10 +320,12 @@ class _Splitter:
         return TableSource(self.files, pieces, hash_range, window, options.seed, options.threads)
 
 
-def _build_pieces(lengths: NDArray[np.int64], begin: int, end: int | None) -> NDArray[np.int64]:
+def _list_block_pieces(
+    block_lengths: NDArray[np.int64], begin: int, end: int | None
+) -> NDArray[np.int64]:
     """Return the pieces of blocks (P, 3) that contain samples begin .. end-1; `end` None: all."""
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
+    ends = np.cumsum(block_lengths)
+    starts = ends - block_lengths
     total = int(ends[-1]) if len(ends) else 0
     low = np.maximum(starts, begin) - starts
     high = np.minimum(ends, total if end is None else end) - starts

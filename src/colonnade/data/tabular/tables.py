@@ -15,15 +15,15 @@ from colonnade.data.tabular import csv, libsvm, parquet, tfrecord
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.files import find_files
 from colonnade.data.tabular.infer import INFER_ROWS
-from colonnade.data.tabular.opening import TableFormat, infer_from_files, resolve_schema
+from colonnade.data.tabular.opening import TableFormat, infer_schema_from_files, resolve_schema
 from colonnade.data.tabular.source import SplitOptions, TableSource
 from colonnade.errors import ConfigError
 
 FORMATS: dict[str, Callable[..., TableFormat]] = {
-    "csv": csv.csv_format,
-    "parquet": parquet.parquet_format,
-    "libsvm": libsvm.libsvm_format,
-    "tfrecord": tfrecord.tfrecord_format,
+    "csv": csv.build_csv_format,
+    "parquet": parquet.build_parquet_format,
+    "libsvm": libsvm.build_libsvm_format,
+    "tfrecord": tfrecord.build_tfrecord_format,
 }
 """Functions by name in SOURCES that return a format from its options of reading (keyword arguments)."""
 KINDS = {
@@ -32,7 +32,7 @@ KINDS = {
 """Names in SOURCES by file ending."""
 
 
-def detect_format(path: str | Path) -> str:
+def detect_file_format(path: str | Path) -> str:
     """Return the name in SOURCES of the format of the first file, by its ending. Raises ConfigError, DataError."""
     file = find_files(path, tuple(KINDS))[0]
     ending = file.suffix.lower()
@@ -57,18 +57,18 @@ class TableHead:
     problem: str
 
 
-def read_head(
+def read_first_rows_and_schema(
     path: str | Path, kind: str | None = None, label: str | None = None, **options: Any
 ) -> TableHead:
     """Read the first rows and infer a schema. `options`: of the format. Raises ConfigError, DataError."""
-    kind = kind or detect_format(path)
+    kind = kind or detect_file_format(path)
     format = FORMATS[kind](**options)
     paths = find_files(path, format.endings)
     files = [format.open_file(file) for file in paths]
     first = next((file for file in files if len(file.lengths)), files[0])
     file_schema, left_out, problem = None, {}, ""
     try:
-        inferred = infer_from_files(files, label)
+        inferred = infer_schema_from_files(files, label)
         left_out = inferred.left_out
         file_schema = resolve_schema(files, inferred.file_schema, SplitOptions()).file_schema
     except ConfigError as error:
@@ -86,13 +86,13 @@ def read_head(
 
 def infer_schema(path: str | Path, label: str | None = None, **options: Any) -> FileSchema:
     """Infer a file schema by the rules of `infer.py`. `options`: open_csv's delimiter, quote, names, ..."""
-    head = read_head(path, None, label, **options)
+    head = read_first_rows_and_schema(path, None, label, **options)
     if head.file_schema is None:
         raise ConfigError(head.problem)
     return head.file_schema
 
 
-def portable_options(options: Mapping[str, Any], splits: Splits) -> dict[str, Any]:
+def build_portable_options(options: Mapping[str, Any], splits: Splits) -> dict[str, Any]:
     """Return `options` that open the same data in the same way later and from any folder, for the run folder.
 
     The schema, if a file or absent, becomes plain values; paths become absolute. Options of sources without a file

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from colonnade.data.lines import GZIP_MAGIC, NEWLINE, check_regular
+from colonnade.data.lines import GZIP_MAGIC, NEWLINE, check_regular_file
 from colonnade.errors import DataError
 
 BLOCK_BYTES = 4 << 20
@@ -64,7 +64,7 @@ def find_row_ends(text: bytes, quote: int | None, in_quotes: bool = False) -> ND
 
 def index_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: int) -> TextRows:
     """Read the file once to index its rows. Raises DataError: empty, compressed, not UTF-8, an unclosed quote."""
-    check_regular(path)
+    check_regular_file(path)
     code = None if quote is None else ord(quote)
     offsets: list[int] = [0]
     lengths: list[int] = []
@@ -139,16 +139,18 @@ def index_rows(path: Path, quote: str | None, *, has_header: bool, block_bytes: 
     )
 
 
-def _has_empty_row(text: bytes, before: int, ends: NDArray[np.int64], begin: int) -> bool:
-    """Return whether a row that ends at one of `ends` in `text` is empty except for its newline.
+def _has_empty_row(
+    text: bytes, previous_byte: int, row_ends: NDArray[np.int64], begin: int
+) -> bool:
+    """Return whether a row that ends at one of `row_ends` in `text` is empty except for its newline.
 
-    The first row begins at `begin`, which is negative if it is in an earlier text, with the last byte `before`.
+    The first row begins at `begin`, which is negative if it is in an earlier text, with the last byte `previous_byte`.
     """
-    lengths = np.diff(ends, prepend=begin - 1) - 1
+    lengths = np.diff(row_ends, prepend=begin - 1) - 1
     if lengths.min() > 1:
         return False
     codes = np.frombuffer(text, dtype=np.uint8)
-    returns = np.where(ends > 0, codes[ends - 1], before) == CARRIAGE_RETURN
+    returns = np.where(row_ends > 0, codes[row_ends - 1], previous_byte) == CARRIAGE_RETURN
     return bool(((lengths == 0) | ((lengths == 1) & returns)).any())
 
 

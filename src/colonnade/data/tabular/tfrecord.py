@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from colonnade.data.contract import Splits
 from colonnade.data.lines import GZIP_MAGIC
-from colonnade.data.tabular.columns import check_columns, check_types
+from colonnade.data.tabular.columns import check_column_types, check_required_columns
 from colonnade.data.tabular.declaration import FileSchema
 from colonnade.data.tabular.encode import InvalidValue
 from colonnade.data.tabular.fields import Bag, Dtype
@@ -40,22 +40,22 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 def parse_example(data: bytes) -> dict[str, tuple[str, list[Any]]]:
     """Parse a tf.train.Example: form ("bytes", "floats", "integers") and values by feature. Raises ValueError."""
     features: dict[str, tuple[str, list[Any]]] = {}
-    for entry in _parse_messages(data, 1):
-        for pair in _parse_messages(entry, 1):
-            keys = list(_parse_messages(pair, 1))
+    for entry in _parse_nested_messages(data, 1):
+        for pair in _parse_nested_messages(entry, 1):
+            keys = list(_parse_nested_messages(pair, 1))
             name = keys[-1].decode() if keys else ""
             form, values = "", []
-            for feature in _parse_messages(pair, 2):
-                for number, wire, value in _parse_fields(feature):
+            for feature in _parse_nested_messages(pair, 2):
+                for number, wire, value in _parse_protobuf_fields(feature):
                     if number in FORMS and wire == BYTES:
-                        form, values = FORMS[number], _parse_values(FORMS[number], value)
+                        form, values = FORMS[number], _parse_feature_values(FORMS[number], value)
             features[name] = form, values
     return features
 
 
-def _parse_values(form: str, data: bytes) -> list[Any]:
+def _parse_feature_values(form: str, data: bytes) -> list[Any]:
     values: list[Any] = []
-    for number, wire, value in _parse_fields(data):
+    for number, wire, value in _parse_protobuf_fields(data):
         if number != 1:
             continue
         if form == "bytes" and wire == BYTES:
@@ -76,16 +76,16 @@ def _parse_values(form: str, data: bytes) -> list[Any]:
     return values
 
 
-def _parse_messages(data: bytes, wanted: int) -> Iterator[bytes]:
+def _parse_nested_messages(data: bytes, wanted: int) -> Iterator[bytes]:
     """Yield the messages and texts of the field with number `wanted`."""
-    for number, wire, value in _parse_fields(data):
+    for number, wire, value in _parse_protobuf_fields(data):
         if number == wanted:
             if wire != BYTES:
                 raise ValueError(f"wire type {wire} in field {number}")
             yield value
 
 
-def _parse_fields(data: bytes) -> Iterator[tuple[int, int, Any]]:
+def _parse_protobuf_fields(data: bytes) -> Iterator[tuple[int, int, Any]]:
     """Yield (number, wire type, value) of every field: an integer for a varint, else bytes."""
     at = 0
     while at < len(data):
@@ -108,17 +108,17 @@ def _parse_fields(data: bytes) -> Iterator[tuple[int, int, Any]]:
         yield number, wire, value
 
 
-def _parse_varint(data: bytes, at: int) -> tuple[int, int]:
+def _parse_varint(data: bytes, position: int) -> tuple[int, int]:
     """Parse an integer of up to 64 bits; return it and the position after it."""
     value = shift = 0
     while shift < 70:
-        if at >= len(data):
+        if position >= len(data):
             raise ValueError("an integer that goes beyond the end")
-        byte = data[at]
-        at += 1
+        byte = data[position]
+        position += 1
         value |= (byte & 127) << shift
         if byte < 128:
-            return value & (1 << 64) - 1, at
+            return value & (1 << 64) - 1, position
         shift += 7
     raise ValueError("an integer of more than 64 bits")
 
@@ -165,7 +165,7 @@ def open_tfrecord(
     )
     return open_table_files(
         path,
-        tfrecord_format(),
+        build_tfrecord_format(),
         schema=schema,
         label=label,
         validation=validation,
@@ -174,7 +174,7 @@ def open_tfrecord(
     )
 
 
-def tfrecord_format() -> TableFormat:
+def build_tfrecord_format() -> TableFormat:
     """Return the format of TFRecord files."""
     return TableFormat(ENDINGS, open_tfrecord_file)
 
@@ -210,7 +210,7 @@ class TFRecordFile:
         return read_first_rows(self, num_rows)
 
     def bind_schema(self, file_schema: FileSchema, split_by: str | None) -> TFRecordFile:
-        check_columns(self.path, self.names, file_schema, split_by)
+        check_required_columns(self.path, self.names, file_schema, split_by)
         # In the first records a list of numbers may always have one value.
         lists = {
             column
@@ -220,7 +220,9 @@ class TFRecordFile:
             if self.forms[column] != "bytes"
         }
         bound = replace(self, lists=self.lists | lists)
-        check_types(self.path, {name: bound._arrow_type(name) for name in self.names}, file_schema)
+        check_column_types(
+            self.path, {name: bound._arrow_type(name) for name in self.names}, file_schema
+        )
         return bound
 
     def _arrow_type(self, name: str) -> pa.DataType:
@@ -233,7 +235,7 @@ class TFRecordFile:
     def read_block(self, block: int, columns: Sequence[str]) -> Mapping[str, pa.Array]:
         rows: dict[str, list[Any]] = {name: [] for name in columns}
         for row, record in enumerate(self.read_records(block)):
-            features = parse_record(record, row)
+            features = parse_example_record(record, row)
             for name in columns:
                 form, values = features.get(name, ("", []))
                 if values and form != self.forms[name]:
@@ -248,7 +250,7 @@ class TFRecordFile:
                     )
                 else:
                     rows[name].append(values[0] if values else None)
-        return {name: _build_array(rows[name], self._arrow_type(name)) for name in columns}
+        return {name: _build_arrow_array(rows[name], self._arrow_type(name)) for name in columns}
 
     def read_records(self, block: int) -> Iterator[bytes]:
         """Yield the records of a block. Raises DataError, InvalidValue."""
@@ -279,7 +281,7 @@ class TFRecordFile:
             row += 1
 
 
-def _build_array(values: list[Any], kind: pa.DataType) -> pa.Array:
+def _build_arrow_array(values: list[Any], kind: pa.DataType) -> pa.Array:
     array = pa.array(values, kind)
     is_list = pa.types.is_list(kind)
     if (kind.value_type if is_list else kind) != pa.binary():
@@ -290,7 +292,7 @@ def _build_array(values: list[Any], kind: pa.DataType) -> pa.Array:
         return array
 
 
-def parse_record(record: bytes, row: int) -> dict[str, tuple[str, list[Any]]]:
+def parse_example_record(record: bytes, row: int) -> dict[str, tuple[str, list[Any]]]:
     """Parse a record as `parse_example` does. Raises InvalidValue naming the row."""
     try:
         return parse_example(record)
@@ -356,7 +358,7 @@ def open_tfrecord_file(path: Path) -> TFRecordFile:
     lists: set[str] = set()
     try:
         for row, record in enumerate(indexed_file.read_records(0)) if count else ():
-            for name, (form, values) in parse_record(record, row).items():
+            for name, (form, values) in parse_example_record(record, row).items():
                 if values:
                     forms.setdefault(name, form)
                 if len(values) > 1:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from colonnade.data.tabular.arrow import is_text, is_time
+from colonnade.data.tabular.arrow import is_text_type, is_time
 
 ISO = (
     r"^[0-9]{4}-[0-9]{2}-[0-9]{2}"
@@ -28,12 +28,12 @@ MAX_SECONDS = 2.0**62 / MICROS
 """Maximal Unix seconds that fit in 64-bit microseconds."""
 
 
-def read_times(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def convert_to_microseconds(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return microseconds (S,), 0 where missing, and a mask (S,) of the missing ones. Raises pa.ArrowInvalid."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
-    if is_text(array.type):
-        return _read_texts(array)
+    if is_text_type(array.type):
+        return _parse_time_texts(array)
     if not is_time(array.type):
         return _read_seconds(array.cast(pa.float64(), safe=False))
     missing = array.is_null().to_numpy(zero_copy_only=False)
@@ -46,7 +46,7 @@ def read_times(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     return (x // 1000 if unit == "ns" else x * PER_UNIT[unit]), missing
 
 
-def _read_texts(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _parse_time_texts(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     texts = pc.utf8_trim_whitespace(array.cast(pa.string()))
     texts = pc.if_else(pc.equal(texts, ""), None, texts)
     is_seconds = pc.match_substring_regex(texts, SECONDS)
@@ -74,7 +74,7 @@ def parse_time(text: str) -> int:
     """Parse an ISO time to microseconds since 1970. Raises ValueError."""
     if not re.match(ISO, text):
         raise ValueError(text)
-    return int(read_times(pa.array([text]))[0][0])
+    return int(convert_to_microseconds(pa.array([text]))[0][0])
 
 
 def format_time(micros: int) -> str:

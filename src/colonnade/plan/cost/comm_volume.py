@@ -26,7 +26,7 @@ from colonnade.wire.bags import BITS
 from colonnade.wire.id_distribution import SAMPLES, SIZE_BYTES, WEIGHT
 from colonnade.wire.packing import (
     FLAG_BYTES,
-    expected_list_bytes,
+    expected_id_list_bytes,
     expected_numbers_bytes,
     expected_unsorted_list_bytes,
     list_header_bytes,
@@ -42,11 +42,11 @@ NORMAL_QUADRATURE = (
 
 def expected_length_bytes(longest: int, lookups: float, samples: float, owners: int) -> float:
     """Return the bytes of a column's bag lengths in a message to each owner; the first byte tells their encoding."""
-    bits = bag_length_bits(longest, lookups, samples, owners)
+    bits = count_bag_length_bits(longest, lookups, samples, owners)
     return 2.0 if not bits else 1 + samples * bits / 8
 
 
-def bag_length_bits(longest: int, lookups: float, samples: float, owners: int) -> int:
+def count_bag_length_bits(longest: int, lookups: float, samples: float, owners: int) -> int:
     """Return the bits of a bag's length in a message to one owner; 0: all lengths are equal.
 
     longest: lookups of the feature's longest bag. lookups, samples: of a rank's batch."""
@@ -97,7 +97,7 @@ def expected_id_bytes(
         weight * expected_numbers_bytes(lookups, max(1.0, unique + deviations * deviation))
         for deviations, weight in NORMAL_QUADRATURE
     )
-    distinct = expected_list_bytes(unique, rows, num_owners) * list_ratio + indices
+    distinct = expected_id_list_bytes(unique, rows, num_owners) * list_ratio + indices
     return 1 + min(raw_list, distinct)
 
 
@@ -193,19 +193,19 @@ def predict_pair_traffic(
     n, unique = num_owners, load.unique_rank
     if exchange == "replicated":
         ids = (
-            load.list_ratio * expected_list_bytes(unique, load.vocabulary, 1)
+            load.list_ratio * expected_id_list_bytes(unique, load.vocabulary, 1)
             - TABLE_BYTES[exchange]
         )
         return PairTraffic(ids, 0.0, unique * load.gradient_bytes)
     if exchange == "rows":
-        ids = load.list_ratio * expected_list_bytes(unique / n, load.vocabulary, n)
+        ids = load.list_ratio * expected_id_list_bytes(unique / n, load.vocabulary, n)
         ids -= TABLE_BYTES[exchange]
         owner_rows = unique / (n * slices)
         return PairTraffic(ids, owner_rows * load.value_bytes, owner_rows * load.gradient_bytes)
     if exchange == "tower_rows":
         # A peer rank gets all lookups of the table and requests rows from the owners as under `rows`, without codec.
         to_peer, owner_rows = predict_pair_traffic(load, "pooled", 1), unique_peers / (n * slices)
-        ids = load.list_ratio * expected_list_bytes(unique_peers / n, load.vocabulary, n)
+        ids = load.list_ratio * expected_id_list_bytes(unique_peers / n, load.vocabulary, n)
         of_rows = TowerRowTraffic(
             ids - TABLE_BYTES["rows"],
             owner_rows * load.row_bytes,
@@ -307,7 +307,7 @@ def tower_crossing_seconds(size: float, world: World, num_towers: int) -> float:
     return 2 * (1 - 1 / num_towers) * size * world.byte_processor_seconds
 
 
-def single_rank_seconds(load: TableLoad, rates: Sequence[RowRate]) -> float:
+def predict_single_rank_seconds(load: TableLoad, rates: Sequence[RowRate]) -> float:
     """Return the processor time of a table on a rank that owns all its rows.
 
     A micro-benchmark on one process has this time in its step already."""

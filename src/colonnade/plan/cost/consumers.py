@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from colonnade.errors import ConfigError
 from colonnade.exchange.operator_cut import (
-    partial_width,
-    remote_consumers,
-    restrict_to_tables,
-    result_width,
-    why_never_in_towers,
-    why_not_remote,
+    choose_remote_consumers,
+    explain_never_in_towers,
+    explain_not_remote,
+    get_partial_width,
+    get_result_width,
+    restrict_declaration_to_tables,
 )
 from colonnade.interaction import Concat, FieldSubset
 from colonnade.lookup.layout import EmbeddingDeclaration, LookupField, query_fields
@@ -103,7 +103,7 @@ class ModelLoad:
         )
 
 
-def build_model_of_tables(loads: Sequence[TableLoad]) -> ModelLoad:
+def build_load_without_consumers(loads: Sequence[TableLoad]) -> ModelLoad:
     """Return a model load without consumers, if only the tables of a model are known: values are sent."""
     return ModelLoad(
         tuple(
@@ -127,8 +127,8 @@ def build_model_load(
     """Build the sizes of a model's fields and consumers.
 
     loads: of the declaration's tables. bags: features with several ids per sample, in addition to those that a sample
-    of the data shows. world, reads_ahead: as in `operator_cut.why_not_remote`. declared: the model's own declaration,
-    if `declaration` splits tables into hot and cold rows."""
+    of the data shows. world, reads_ahead: as in `operator_cut.explain_not_remote`. declared: the model's own
+    declaration, if `declaration` splits tables into hot and cold rows."""
     columns: dict[str, ColumnLoad] = {}
     for load in loads:
         readers = [feature for feature in declaration.features if feature.table == load.name]
@@ -139,14 +139,14 @@ def build_model_load(
     for field in declaration.fields:
         name = declaration.features[field.feature].name
         fields.append(
-            _field_load(declaration, field, columns.get(name), loads, codecs, name in bags)
+            _build_field_load(declaration, field, columns.get(name), loads, codecs, name in bags)
         )
     original = declared or declaration
     consumers = [
-        _consumer_load(
+        _build_consumer_load(
             declaration, name, fields, codecs,
-            why_not_remote(original, name, world=world, reads_ahead=reads_ahead),
-            why_never_in_towers(declaration, name, world, reads_ahead=reads_ahead) is None,
+            explain_not_remote(original, name, world=world, reads_ahead=reads_ahead),
+            explain_never_in_towers(declaration, name, world, reads_ahead=reads_ahead) is None,
             None if declared is None else _find_hot_table(name, declared, declaration),
         )
         for name in declaration.consumers
@@ -154,7 +154,7 @@ def build_model_load(
     return ModelLoad(tuple(fields), tuple(consumers))
 
 
-def _field_load(
+def _build_field_load(
     declaration: EmbeddingDeclaration,
     field: LookupField,
     column: ColumnLoad | None,
@@ -179,9 +179,9 @@ def _field_load(
     )  # fmt: skip
 
 
-def _consumer_load(
+def _build_consumer_load(
     declaration: EmbeddingDeclaration,
-    name: str,
+    consumer_name: str,
     fields: Sequence[FieldLoad],
     codecs: Codecs,
     why_not_partial: str | None,
@@ -192,7 +192,7 @@ def _consumer_load(
 
     why_not_partial: reason why owners cannot evaluate it, if any. can_be_inside: whether a tower can evaluate it.
     hot_table: table with hot rows that it reads, if any."""
-    consumer, compute = declaration.consumers[name], declaration.compute_dtype
+    consumer, compute = declaration.consumers[consumer_name], declaration.compute_dtype
     values, gradients, exact = (
         CODECS[codecs.values], CODECS[codecs.gradients], CODECS["exact"],
     )  # fmt: skip
@@ -206,16 +206,18 @@ def _consumer_load(
         why_not_partial = (
             f"hot and cold rows of table {hot_table} are combined on the ranks of the samples"
         )
-    width = None if why_not_partial else partial_width(declaration, name)
+    width = None if why_not_partial else get_partial_width(declaration, consumer_name)
     is_split = isinstance(consumer.interaction, FieldSubset)  # Towers do not evaluate these.
-    inside = result_width(declaration, name) if can_be_inside and not is_split else None
+    inside = (
+        get_result_width(declaration, consumer_name) if can_be_inside and not is_split else None
+    )
     queries = query_fields(consumer)
     query_floats = sum(fields[indices[query]].dim for query in queries)
     # Logarithms of sums are sent exactly (exchange/partials.py).
     codec, gradient_codec = (exact, exact) if queries else (values, gradients)
     sequences = consumer.features[len(queries) :] if queries else ()
     return ConsumerLoad(
-        name, tuple(indices[feature] for feature in consumer.features), width,
+        consumer_name, tuple(indices[feature] for feature in consumer.features), width,
         float(codec.row_bytes([width or 0], compute)),
         float(gradient_codec.row_bytes([width or 0], compute)),
         consumer.interaction.needs_pooled_fields(), why_not_partial or "", inside,
@@ -256,7 +258,7 @@ def find_remote_consumers(
 ) -> tuple[str, ...]:
     """Return the names of the consumers that owners evaluate, so that partials are sent.
 
-    shardings, exchanges: by table. world, reads_ahead: as in `operator_cut.remote_consumers`."""
+    shardings, exchanges: by table. world, reads_ahead: as in `operator_cut.choose_remote_consumers`."""
     slices = slices_of(declaration, shardings, exchanges)
     names = [exchanges[shard.number] for shard in slices.table_shards]
     tables = {
@@ -264,12 +266,14 @@ def find_remote_consumers(
         for shard, name in zip(slices.table_shards, names, strict=True)
         if name == "partials"
     }
-    under_partials = restrict_to_tables(slices.declaration, tables, "partials")
+    under_partials = restrict_declaration_to_tables(slices.declaration, tables, "partials")
     slice_shardings = [shard.sharding for shard in slices.table_shards]
-    return remote_consumers(under_partials, slice_shardings, world=world, reads_ahead=reads_ahead)
+    return choose_remote_consumers(
+        under_partials, slice_shardings, world=world, reads_ahead=reads_ahead
+    )
 
 
-def check_bags(
+def check_whole_bags(
     declaration: EmbeddingDeclaration,
     shardings: Sequence[Sharding],
     exchanges: Sequence[str],
@@ -289,10 +293,10 @@ def check_bags(
             if sharding.has_hot:  # The ranks of the samples sum hot and cold rows.
                 continue
             if feature.name in bags and sharding.num_owners > 1:
-                raise split_bag_error(feature.table, sharding.kind, feature.name, name)
+                raise build_split_bag_error(feature.table, sharding.kind, feature.name, name)
 
 
-def split_bag_error(table: str, kind: str, feature: str, consumer: str) -> ConfigError:
+def build_split_bag_error(table: str, kind: str, feature: str, consumer: str) -> ConfigError:
     """Build the error for a consumer that needs whole bags of a feature with bags on several ranks."""
     return ConfigError(
         f"table {table!r}: got exchange=partials with sharding={kind}, but feature {feature!r} has bags of ids, and "

@@ -21,14 +21,14 @@ from colonnade.errors import BudgetExceeded
 from colonnade.plan.measure.popularity import (
     OPEN_ROOM,
     Popularity,
-    counting_curve,
     expected_used_rows,
-    recency_curve,
+    predict_counting_cache_reads,
+    predict_recency_cache_reads,
 )
 from colonnade.plan.measure.profile import Profile
 from colonnade.store.budget import slot_bytes
 from colonnade.table import Table
-from colonnade.topology.sharding import Sharding, distinct_shard_lists, max_rows_per_owner
+from colonnade.topology.sharding import Sharding, list_distinct_shards, max_rows_per_owner
 
 Floats = NDArray[np.float64]
 
@@ -38,7 +38,10 @@ MOMENTS = 6
 """Number of points in a run at which reads are predicted; the run's reads are their mean."""
 CURVE_POINTS = 256
 Policy = Callable[[Popularity, float, float, float], tuple[Floats, Floats]]
-POLICIES: dict[str, Policy] = {"counting": counting_curve, "recency": recency_curve}
+POLICIES: dict[str, Policy] = {
+    "counting": predict_counting_cache_reads,
+    "recency": predict_recency_cache_reads,
+}
 SPREAD = 4.0
 """Number of standard deviations above the mean that the rows of a batch may reach."""
 
@@ -116,9 +119,11 @@ def predict_demands(
         popularity = profile.tables[t].popularity(table.rows)
         lookups = profile.lookups_per_sample(t) * batch_size
         unique = popularity.unique(lookups) / owners
-        possible = _possible_rows(profile, t, table, num_samples)
+        possible = _count_possible_rows(profile, t, table, num_samples)
         in_flight = min(popularity.unique(lookups * window), possible) / owners
-        at_once_rows = min(_rows_at_once(profile, t, popularity, batch_size, at_once), possible)
+        at_once_rows = min(
+            _predict_rows_in_flight(profile, t, popularity, batch_size, at_once), possible
+        )
         if table.rows is None:
             used_rows = expected_used_rows(popularity, lookups, min(last_batch, epoch))
             whole = max(used_rows * OPEN_ROOM, at_once_rows) / owners
@@ -133,7 +138,7 @@ def predict_demands(
             for n in (first_batch, last_batch)
         )
         births = (last - first) / span / owners
-        rows, reads = _mean_curve(popularity, lookups, moments, epoch, POLICIES[policy])
+        rows, reads = _average_read_curves(popularity, lookups, moments, epoch, POLICIES[policy])
         rows, reads = rows / owners, reads / owners
         # Rows in transit take slots in addition to those of cached rows.
         rows = rows + np.minimum(window * (reads + births), in_flight)
@@ -147,7 +152,7 @@ def predict_demands(
         if fixed_bytes and table.name in fixed_bytes:
             fixed = min(max_rows, max(1, fixed_bytes[table.name] // slot_bytes(table)))
             if fixed < least:
-                raise _budget_error(
+                raise _build_budget_error(
                     demand, fixed_bytes[table.name], f"plan.memory.tables.{table.name}", at_once
                 )
             demand = replace(
@@ -177,7 +182,7 @@ def divide_memory(
     """
     if dram_bytes is None:
         return [TableMemory(demand.name, demand.max_rows, 0.0) for demand in table_demands]
-    rows = _divide_budget(table_demands, dram_bytes, at_once)
+    rows = _divide_memory_budget(table_demands, dram_bytes, at_once)
     if mapped_bytes == 0:
         return _assign_rows(table_demands, rows, set())
     mapped: set[int] = set()
@@ -198,7 +203,9 @@ def divide_memory(
             return _assign_rows(table_demands, rows, mapped)
         mapped.add(best)
         others = [t for t in range(len(table_demands)) if t not in mapped]
-        shares = iter(_divide_budget([table_demands[t] for t in others], dram_bytes, at_once))
+        shares = iter(
+            _divide_memory_budget([table_demands[t] for t in others], dram_bytes, at_once)
+        )
         rows = [
             demand.max_rows if t in mapped else next(shares)
             for t, demand in enumerate(table_demands)
@@ -220,11 +227,11 @@ def divide_memory_on_ranks(
     table_demands: under these shardings. Raises as `divide_memory`."""
     rank_tables = [
         [t for t, shard in enumerate(shards) if shard.owner_index is not None]
-        for shards in distinct_shard_lists(shardings, num_ranks)
+        for shards in list_distinct_shards(shardings, num_ranks)
     ]
     rank_tables = [tables for tables in rank_tables if tables]
     by_rank = [
-        _place_on_rank(table_demands, tables, dram_bytes, mapped_bytes, at_once)
+        _divide_rank_memory(table_demands, tables, dram_bytes, mapped_bytes, at_once)
         for tables in rank_tables
     ]
     tiers = {t: {placed[t].tier for placed in by_rank if t in placed} for t in range(len(table_demands))}  # fmt: skip
@@ -237,7 +244,7 @@ def divide_memory_on_ranks(
                 for t in tables
                 if t in mapped
             }
-            | _place_on_rank(table_demands, [t for t in tables if t not in mapped], dram_bytes, 0, at_once)
+            | _divide_rank_memory(table_demands, [t for t in tables if t not in mapped], dram_bytes, 0, at_once)
             for tables in rank_tables
         ]  # fmt: skip
     return [
@@ -246,7 +253,7 @@ def divide_memory_on_ranks(
     ]
 
 
-def _place_on_rank(
+def _divide_rank_memory(
     table_demands: Sequence[MemoryDemand],
     tables: Sequence[int],
     dram_bytes: int | None,
@@ -260,7 +267,7 @@ def _place_on_rank(
     return dict(zip(tables, placed, strict=True))
 
 
-def mean_over_ranks(
+def average_over_ranks(
     table_demands: Sequence[MemoryDemand],
     placed: Sequence[TableMemory],
     shardings: Sequence[Sharding],
@@ -280,7 +287,7 @@ def mean_over_ranks(
     )  # fmt: skip
 
 
-def window_fits(table_demands: Sequence[MemoryDemand], dram_bytes: int | None) -> bool:
+def fits_batches_in_flight(table_demands: Sequence[MemoryDemand], dram_bytes: int | None) -> bool:
     """Return whether all batches in flight fit in memory at once, so that none waits for another to finish."""
     if dram_bytes is None:
         return True
@@ -290,7 +297,7 @@ def window_fits(table_demands: Sequence[MemoryDemand], dram_bytes: int | None) -
     )
 
 
-def lower_hull(rows: Sequence[float], reads: Sequence[float]) -> tuple[Floats, Floats]:
+def lower_convex_hull(rows: Sequence[float], reads: Sequence[float]) -> tuple[Floats, Floats]:
     """Return the lower convex hull of a falling curve, which mixtures of two sizes reach."""
     points: list[tuple[float, float]] = []
     for x, y in zip(rows, reads, strict=True):
@@ -305,7 +312,7 @@ def lower_hull(rows: Sequence[float], reads: Sequence[float]) -> tuple[Floats, F
     return curve[:, 0], curve[:, 1]
 
 
-def _mean_curve(
+def _average_read_curves(
     popularity: Popularity,
     lookups: float,
     moments: Sequence[float],
@@ -320,24 +327,26 @@ def _mean_curve(
     return rows, np.mean([np.interp(rows, *curve) for curve in curves], axis=0)
 
 
-def _possible_rows(profile: Profile, t: int, table: Table, num_samples: int | None) -> float:
+def _count_possible_rows(
+    profile: Profile, table_index: int, table: Table, num_samples: int | None
+) -> float:
     """Return the largest number of distinct rows that any number of batches can have, over all ranks."""
     possible = math.inf if table.rows is None else float(table.rows)
     if num_samples is None:
         return possible
-    stats = profile.tables[t]
+    stats = profile.tables[table_index]
     if profile.samples >= num_samples:  # The sample is the whole data set.
         return min(possible, stats.rows)
     more_samples = num_samples - profile.samples
-    return min(possible, stats.rows + more_samples * profile.lookups_per_sample(t))
+    return min(possible, stats.rows + more_samples * profile.lookups_per_sample(table_index))
 
 
-def _rows_at_once(
-    profile: Profile, t: int, popularity: Popularity, batch_size: int, at_once: int
+def _predict_rows_in_flight(
+    profile: Profile, table_index: int, popularity: Popularity, batch_size: int, at_once: int
 ) -> float:
     """Return the distinct rows of `at_once` full batches; from counts, if the sample has batches of this size."""
-    counted = profile.tables[t].most_unique if batch_size == profile.largest_batch else 0
-    lookups = profile.lookups_per_sample(t) * batch_size
+    counted = profile.tables[table_index].most_unique if batch_size == profile.largest_batch else 0
+    lookups = profile.lookups_per_sample(table_index) * batch_size
     if not counted:
         return popularity.unique(lookups * at_once)
     return min(counted * at_once, max(counted, popularity.unique(lookups * at_once)))
@@ -356,12 +365,14 @@ def _total_bytes(table_demands: Sequence[MemoryDemand], rows: Sequence[int]) -> 
     return sum(n * demand.slot_bytes for n, demand in zip(rows, table_demands, strict=True))
 
 
-def _window_shares(table_demands: Sequence[MemoryDemand], budget: int, at_once: int) -> list[int]:
+def _share_window_rows(
+    table_demands: Sequence[MemoryDemand], budget: int, at_once: int
+) -> list[int]:
     """Return the rows that each table gets first: those of its window, or the same part of every table's window."""
     least = _total_bytes(table_demands, [demand.least_rows for demand in table_demands])
     if least > budget:
         largest = max(table_demands, key=lambda demand: demand.least_rows * demand.slot_bytes)
-        raise _budget_error(largest, budget, "plan.memory.dram", at_once, least)
+        raise _build_budget_error(largest, budget, "plan.memory.dram", at_once, least)
     more = _total_bytes(table_demands, [_window_rows(demand) for demand in table_demands]) - least
     part = 1.0 if more <= budget - least else (budget - least) / more
     return [
@@ -370,16 +381,18 @@ def _window_shares(table_demands: Sequence[MemoryDemand], budget: int, at_once: 
     ]
 
 
-def _divide_budget(table_demands: Sequence[MemoryDemand], budget: int, at_once: int) -> list[int]:
+def _divide_memory_budget(
+    table_demands: Sequence[MemoryDemand], budget: int, at_once: int
+) -> list[int]:
     """Return the rows of each table in memory: its window first, then the rows that save most reads per byte."""
-    first = _window_shares(table_demands, budget, at_once)
+    first = _share_window_rows(table_demands, budget, at_once)
     steps: list[tuple[float, int, int, float]] = []
     for t, demand in enumerate(table_demands):
         if demand.max_rows <= first[t]:
             continue
         inner = [x for x in demand.rows if first[t] < x < demand.max_rows]
         points = [float(first[t]), *inner, float(demand.max_rows)]
-        rows, reads = lower_hull(points, [demand.reads_at(x) for x in points])
+        rows, reads = lower_convex_hull(points, [demand.reads_at(x) for x in points])
         saved, sizes = -np.diff(reads), np.diff(rows)
         # Earlier pieces of a table's hull save more per byte than later ones, so sorting keeps their order.
         steps += [
@@ -399,10 +412,10 @@ def _divide_budget(table_demands: Sequence[MemoryDemand], budget: int, at_once: 
         min(demand.max_rows, math.floor(table_rows[t] + 1e-6))
         for t, demand in enumerate(table_demands)
     ]
-    return _spend_remainder(table_demands, floored, budget)
+    return _divide_unused_memory(table_demands, floored, budget)
 
 
-def _spend_remainder(
+def _divide_unused_memory(
     table_demands: Sequence[MemoryDemand], rows: list[int], budget: int
 ) -> list[int]:
     """Divide memory that saves no predicted reads, in case these are wrong: complete small tables, then evenly."""
@@ -431,7 +444,7 @@ def _assign_rows(
     ]
 
 
-def _budget_error(
+def _build_budget_error(
     table: MemoryDemand, budget: int, setting: str, at_once: int, needed: int | None = None
 ) -> BudgetExceeded:
     least = table.least_rows * table.slot_bytes

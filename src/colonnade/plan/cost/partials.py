@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
-from colonnade.exchange.operator_cut import consumer_sets
+from colonnade.exchange.operator_cut import propose_consumer_sets
 from colonnade.plan.cost.comm_volume import CHANNELS, interpolate_row_seconds
-from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad, split_bag_error
+from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad, build_split_bag_error
 from colonnade.plan.cost.paths import Paths
 from colonnade.plan.cost.table_stats import TableLoad
 from colonnade.plan.measure.device import RowRate
@@ -161,7 +161,7 @@ class Partials:
 
         best = tuple(required)
         least, names = count_floats(best), [str(c) for c in candidates if c not in required]
-        for subset in consumer_sets(
+        for subset in propose_consumer_sets(
             names, lambda subset: count_floats([*required, *map(int, subset)])
         ):
             selected = tuple(sorted([*required, *map(int, subset)]))
@@ -235,21 +235,21 @@ class Partials:
         """Return the tables with values to which every rank contributes and that hosts sum, (T,)."""
         return np.asarray((owners == 1).all(1) & self.adds_in_host)
 
-    def table_bytes(
-        self, traffic: PartialsTraffic, owners: Floats, t: int
+    def predict_table_bytes(
+        self, traffic: PartialsTraffic, owners: Floats, table_index: int
     ) -> tuple[TablePartialBytes, TablePartialBytes]:
         """Return table t's part in the bytes of values and of gradients, queries included."""
-        is_sent, is_of_table = self.mark_sent_fields(traffic.consumers), self.tables == t
-        table_owners, parts = owners[t], []
+        is_sent, is_of_table = self.mark_sent_fields(traffic.consumers), self.tables == table_index
+        table_owners, parts = owners[table_index], []
         for b, field_bytes in enumerate((self.value_bytes, self.gradient_bytes)):
             size = float((field_bytes * is_sent * is_of_table).sum())
-            is_summed = bool(self.mark_host_summed_tables(owners)[t])
+            is_summed = bool(self.mark_host_summed_tables(owners)[table_index])
             direct, summed = (0.0, size) if is_summed else (size * float(table_owners.sum()), 0.0)
             for c in traffic.consumers:
                 consumer = self.model.consumers[c]
                 size = (consumer.value_bytes, consumer.gradient_bytes)[b] + consumer.query_bytes
                 widths = self._sum_by_table(self.dims * self.replaces[c])
-                share = widths[t] * table_owners / np.maximum(widths @ owners, 1e-300)
+                share = widths[table_index] * table_owners / np.maximum(widths @ owners, 1e-300)
                 evaluates = (owners[self.source_tables(c)] > 0).any(0)
                 if self.adds_in_host and evaluates.all() and not consumer.sequences:
                     summed += size * float(share.mean())
@@ -312,7 +312,7 @@ def check_tables_with_partials(
         consumer, f = traffic.split_bag
         field = model.fields[f]
         kind = chosen[field.table][1].kind
-        raise split_bag_error(loads[field.table].name, kind, field.name, consumer)
+        raise build_split_bag_error(loads[field.table].name, kind, field.name, consumer)
     if traffic.unsendable_field is not None:
         field = model.fields[traffic.unsendable_field]
         raise ConfigError(

@@ -22,7 +22,7 @@ from colonnade.plan.cost.tower_paths import (
     predict_tower_traffic,
 )
 from colonnade.topology.sharding import Sharding
-from colonnade.topology.towers import tower_ranks
+from colonnade.topology.towers import list_tower_ranks
 from colonnade.topology.world import World
 
 Floats = NDArray[np.float64]
@@ -59,7 +59,7 @@ class Paths:
         self._link_seconds: dict[Any, tuple[Floats, Floats, float]] = {}
         self.adds_in_host = sums_inside_hosts(world)
 
-    def tower_traffic(self, sharding: Sharding) -> TowerTraffic | None:
+    def predict_tower_traffic(self, sharding: Sharding) -> TowerTraffic | None:
         """Return the blocks of each hop by towers; None: values are sent as under `pooled`."""
         key = _sharding_key(sharding), sharding.slices
         if key not in self._tower_traffic:
@@ -75,22 +75,24 @@ class Paths:
 
     def tower_of(self, sharding: Sharding) -> int | None:
         """Return the tower that owns all rows; None if there is none."""
-        return tower_of(sharding, tower_ranks(self.world, self.num_towers))
+        return tower_of(sharding, list_tower_ranks(self.world, self.num_towers))
 
-    def value_link_seconds(self, sharding: Sharding, exchange: str) -> tuple[Floats, Floats, float]:
+    def predict_value_seconds(
+        self, sharding: Sharding, exchange: str
+    ) -> tuple[Floats, Floats, float]:
         """Return `link_seconds` for values and gradients of an exchange.
 
         Under `pooled`, and under tower exchanges for tables in no tower, hosts sum values to which all ranks
         contribute."""
         if exchange in ("pooled", *BY_TOWERS) and self.is_host_summed(sharding):
             return self.host_summed_seconds
-        return self.link_seconds(sharding)
+        return self.predict_link_seconds(sharding)
 
     def is_host_summed(self, sharding: Sharding) -> bool:
         """Return whether hosts sum the pooled values of such rows before sending them."""
         return self.adds_in_host and sharding.kind == "row_wise"
 
-    def id_traffic(self, sharding: Sharding) -> IdTraffic:
+    def predict_id_traffic(self, sharding: Sharding) -> IdTraffic:
         """Return the load of one byte of ids from each trainer to each owner of a table."""
         key = _sharding_key(sharding)
         if key not in self._id_traffic:
@@ -134,7 +136,7 @@ class Paths:
         seconds = np.repeat([local, remote], [2 * world.num_ranks, 2 * world.num_hosts])
         return seconds, seconds, max(local, remote)
 
-    def link_seconds(self, sharding: Sharding) -> tuple[Floats, Floats, float]:
+    def predict_link_seconds(self, sharding: Sharding) -> tuple[Floats, Floats, float]:
         """Return the link seconds of one byte from each trainer to each owner, and of one byte in return.
 
         Both are (R,), by link direction. The third result is the mean over the links of the slower kind."""

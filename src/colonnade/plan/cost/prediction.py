@@ -82,7 +82,7 @@ class Simulated:
     """Samples per second if links and processor wait for each other."""
 
 
-def simulate(
+def simulate_training(
     parameters: float, work: SampleCost, machine: Machine, batch_size: int
 ) -> list[Simulated]:
     """Simulate training a model with all rows in memory, and with all rows on disks.
@@ -266,7 +266,7 @@ def predict_speed(
         births_per_sample=births / rank_samples,
         written_per_second=written / seconds,
         hit_rate=1 - reads / unique if unique else 1.0,
-        limit=_describe_limit(processor, disk, budget, moved * costs.moved_seconds, links),
+        limit=_describe_bottleneck(processor, disk, budget, moved * costs.moved_seconds, links),
         step_seconds=seconds,
         waited_seconds=links.waited_seconds,
         behind_seconds=links.behind_seconds,
@@ -291,7 +291,7 @@ def predict_speed(
     )
 
 
-def choose_lookahead(
+def choose_lookahead_depth(
     placed: Sequence[TableMemory],
     costs: StepCosts,
     device: Device | None,
@@ -309,7 +309,7 @@ def choose_lookahead(
     return min(max(MIN_LOOKAHEAD, math.ceil(read_steps) + 2), max_batches)
 
 
-def _describe_limit(
+def _describe_bottleneck(
     processor: float, disk: float, budget: float, moving: float, links: LinkCosts
 ) -> str:
     """Describe the bottleneck of a step. moving: processor time for rows read and evicted."""

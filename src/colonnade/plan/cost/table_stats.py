@@ -15,7 +15,7 @@ import torch
 from colonnade.plan.measure.popularity import OPEN_ROOM, expected_used_rows
 from colonnade.plan.measure.profile import Profile
 from colonnade.store.budget import slot_bytes
-from colonnade.table import Feature, Table, TableSide, needs_whole_rows
+from colonnade.table import Feature, Table, TableSide, describe_whole_row_setting
 from colonnade.topology.world import World
 from colonnade.wire.codec import CODECS, EXACT, Codecs
 
@@ -131,12 +131,12 @@ def build_table_loads(
         used_rows = expected_used_rows(
             popularity, sample_lookups * batch_size, min(last_batch, epoch)
         )
-        unique_world = profile.unique_rows(t, batch_size, popularity)
+        unique_world = profile.expected_unique_rows(t, batch_size, popularity)
         readers = [feature for feature in features if feature.table == table.name]
         columns = [profiled[feature.name] for feature in readers if feature.name in profiled]
         dims = [part.dim for part in table.parts]
         dtype, compute = getattr(torch, table.dtype), getattr(torch, table.compute_dtype)
-        list_ratio, raw_list_ratio = profile.tables[t].list_ratios(rank_samples)
+        list_ratio, raw_list_ratio = profile.tables[t].interpolate_size_ratios(rank_samples)
         values, gradients = CODECS[codecs.values], CODECS[codecs.gradients]
         loads.append(
             TableLoad(
@@ -152,8 +152,8 @@ def build_table_loads(
                 rows=float(table.rows) if table.rows else max(used_rows * OPEN_ROOM, unique_world),
                 slot_bytes=slot_bytes(table),
                 samples=rank_samples,
-                unique_rank=profile.unique_rows(t, rank_samples, popularity),
-                unique_host=profile.unique_rows(
+                unique_rank=profile.expected_unique_rows(t, rank_samples, popularity),
+                unique_host=profile.expected_unique_rows(
                     t, rank_samples * world.trainers_per_host, popularity
                 ),
                 unique_world=unique_world,
@@ -169,7 +169,9 @@ def build_table_loads(
                 vocabulary=table.rows or 0,
                 is_pooled=all(feature.pooling != "sequence" for feature in readers),
                 may_be_cut=not isinstance(table, TableSide)
-                and not needs_whole_rows(table, [p.name for p in table.parts if p.dim > 1]),
+                and not describe_whole_row_setting(
+                    table, [p.name for p in table.parts if p.dim > 1]
+                ),
                 births=used_rows / last_batch if last_batch else 0.0,
             )
         )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from colonnade.exchange.operator_cut import tower_of
 from colonnade.topology.sharding import Sharding
-from colonnade.topology.towers import tower_ranks
+from colonnade.topology.towers import list_tower_ranks
 from colonnade.topology.world import World
 
 Floats = NDArray[np.float64]
@@ -61,7 +61,7 @@ def predict_tower_traffic(world: World, sharding: Sharding, num_towers: int) -> 
     """Predict the link loads of a table under tower exchanges.
 
     Returns None if the rows, or those of one slice, are not all in one tower: they are sent as under `pooled`."""
-    towers = tower_ranks(world, num_towers)
+    towers = list_tower_ranks(world, num_towers)
     size, is_trainer = len(towers[0]), np.ones(world.num_ranks)
     is_trainer[list(world.servers)] = 0.0
     # Trainers by local rank: the peers that a rank with this local rank serves.
@@ -118,7 +118,7 @@ def tower_call_seconds(world: World, num_towers: int) -> float:
     return local * world.message_seconds + remote * world.remote_message_seconds
 
 
-def saved_processor_seconds(world: World, num_towers: int, chunks: int = 1) -> float:
+def predict_saved_processor_seconds(world: World, num_towers: int, chunks: int = 1) -> float:
     """Return the processor time that each rank saves per step if values and gradients are sent by towers.
 
     chunks: number of pipelined chunks inside a tower. Towers need fewer messages than direct sending, in more calls;
@@ -135,10 +135,10 @@ def saved_processor_seconds(world: World, num_towers: int, chunks: int = 1) -> f
 def _sum_blocks(world: World, blocks: Sequence[tuple[int, int, float]]) -> HopTraffic:
     """Sum blocks by link. blocks: (sender, receiver, count) each."""
     senders, receivers = (np.array([block[i] for block in blocks], dtype=np.int64) for i in (0, 1))
-    return _sum_by_link(world, senders, receivers, np.array([block[2] for block in blocks]))
+    return _sum_counts_by_link(world, senders, receivers, np.array([block[2] for block in blocks]))
 
 
-def _sum_by_link(
+def _sum_counts_by_link(
     world: World, senders: NDArray[np.int64], receivers: NDArray[np.int64], counts: Floats
 ) -> HopTraffic:
     n, hosts, size = world.num_ranks, world.num_hosts, world.ranks_per_host

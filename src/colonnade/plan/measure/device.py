@@ -27,7 +27,7 @@ from colonnade.formats import make_format_stamp, parse_stamped_json
 from colonnade.optimizers import RowWiseAdagrad
 from colonnade.processors import count_usable_processors
 from colonnade.store.disk import storage_error
-from colonnade.store.dram import open_dram
+from colonnade.store.dram import open_dram_store
 from colonnade.table import Table
 
 PAGE = 4096
@@ -167,7 +167,7 @@ def measure_device(
     return Device(
         count_usable_processors(),
         tuple(measure_rows(width, seconds) for width in widths),
-        tuple(measure_directory(path, scratch_bytes, seconds) for path in directories),
+        tuple(measure_directory_speed(path, scratch_bytes, seconds) for path in directories),
     )
 
 
@@ -175,7 +175,7 @@ def measure_rows(width: int, seconds: float = 0.15) -> RowRate:
     """Measure row operations of the native core as in training: one lookup per bag, row-wise Adagrad."""
     table = Table("rate", width, rows=TABLE_BYTES // (4 * width), optimizer=RowWiseAdagrad(lr=0.01))
     assert table.rows is not None
-    store = open_dram([table], [table.rows], seed=0)
+    store = open_dram_store([table], [table.rows], seed=0)
     random = np.random.default_rng(0)
     for start in range(0, table.rows, LOOKUPS):
         ids = torch.arange(start, min(start + LOOKUPS, table.rows))
@@ -204,18 +204,18 @@ def measure_rows(width: int, seconds: float = 0.15) -> RowRate:
         [0.01, 1e-8, np.inf, np.inf, 1.0], dtype=torch.float64
     )
     kind = torch.tensor([RowWiseAdagrad.kind], dtype=torch.int32)
-    gathered = _calls_per_second(seconds, lambda: _native.pool(
+    gathered = _measure_calls_per_second(seconds, lambda: _native.pool(
         lookups, index, torch.tensor([view.address]), torch.tensor([view.stride_bytes]), reads, bases, strides,
         "float32", "float32",
     ))  # fmt: skip
-    updated = _calls_per_second(seconds, lambda: _native.update(
+    updated = _measure_calls_per_second(seconds, lambda: _native.update(
         store.native, slots, offsets, plan.segment_offsets, plan.entries, source, parts, kind, settings
     ))  # fmt: skip
     rows = torch.tensor([table.rows])
-    planned = _calls_per_second(
+    planned = _measure_calls_per_second(
         seconds, lambda: _native.make_plan(lookups, rows, torch.tensor([1]))
     )
-    packed = _calls_per_second(seconds, lambda: _pack_and_join(lookups, rows))
+    packed = _measure_calls_per_second(seconds, lambda: _pack_and_join(lookups, rows))
     return RowRate(
         width, gathered * LOOKUPS, updated * len(unique), planned * LOOKUPS, packed * LOOKUPS
     )
@@ -229,12 +229,12 @@ def _pack_and_join(lookups: _native.Lookups, rows: torch.Tensor) -> None:
     _native.join_bags([np.asarray(message)], table, rows, one, zero[0], "float32")
 
 
-def measure_directory(
+def measure_directory_speed(
     path: Path | str, scratch_bytes: int = 192 << 20, seconds: float = 0.15
 ) -> DirectoryRate:
     """Measure the disk under a directory. A missing directory is created and removed again. Raises StorageError."""
     folder = Path(path)
-    new_folders = missing_folders(folder)
+    new_folders = list_missing_folders(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         fd, is_direct = _open_scratch_file(folder)
@@ -354,7 +354,7 @@ def _measure_row_reads(fd: int, size: int, seconds: float) -> tuple[str, float, 
     return reader.kind, num_rows / elapsed, (time.process_time() - processor_start) / num_rows
 
 
-def _calls_per_second(seconds: float, action) -> float:
+def _measure_calls_per_second(seconds: float, action) -> float:
     """Measure the calls of `action` per second: the fastest of three runs, because other programs may interfere."""
     action()
     best = 0.0
@@ -367,7 +367,7 @@ def _calls_per_second(seconds: float, action) -> float:
     return best
 
 
-def missing_folders(path: Path) -> list[Path]:
+def list_missing_folders(path: Path) -> list[Path]:
     """Return the folders that creating `path` would create, innermost first."""
     folders = []
     while not path.exists() and path != path.parent:

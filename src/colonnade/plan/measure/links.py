@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 
 from colonnade.comm.mesh import Mesh
-from colonnade.comm.process_groups import host_mesh
+from colonnade.comm.process_groups import open_host_mesh
 from colonnade.errors import ConfigError
 from colonnade.processors import count_usable_processors
-from colonnade.sizes import parse_rate
+from colonnade.sizes import parse_byte_rate
 from colonnade.topology.world import World
 
 SIZES = (1 << 10, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
@@ -51,23 +51,23 @@ def measure_links(mesh: Mesh) -> World:
     if world.num_ranks > 1:
         speeds["crowding"] = measure_threads_per_processor(mesh)
     if world.ranks_per_host > 1:
-        with host_mesh(mesh) as local_mesh:
+        with open_host_mesh(mesh) as local_mesh:
             times = time_all_to_alls(local_mesh, range(world.ranks_per_host))
         # The slowest host counts for all: a plan is as slow as it.
         gathered = torch.stack(mesh.all_gather(CHANNEL, _pad_times(times)))
-        sizes, seconds, processor = _combine_ranks(gathered)
+        sizes, seconds, processor = _combine_rank_times(gathered)
         fixed, rate = fit_message_cost(sizes, seconds)
         speeds["message_seconds"] = fixed / (world.ranks_per_host - 1)
         speeds["local_bytes_per_second"] = rate
-        speeds |= _fit_processor_seconds(sizes, processor, world.ranks_per_host - 1)
+        speeds |= _fit_processor_seconds_per_byte(sizes, processor, world.ranks_per_host - 1)
     if world.num_hosts > 1:
         host = world.host(mesh.rank)
         others = [rank for rank in range(world.num_ranks) if world.host(rank) != host]
         times = time_all_to_alls(mesh, others)
         gathered = torch.stack(mesh.all_gather(CHANNEL, _pad_times(times)))
-        sizes, seconds, processor = _combine_ranks(gathered)
+        sizes, seconds, processor = _combine_rank_times(gathered)
         fixed, rate = fit_message_cost(sizes, seconds)
-        speeds |= _fit_processor_seconds(sizes, processor, len(others))
+        speeds |= _fit_processor_seconds_per_byte(sizes, processor, len(others))
         local = (world.ranks_per_host - 1) * speeds.get("message_seconds", 0.0)
         speeds["remote_message_seconds"] = max(fixed - local, fixed / 10) / len(others)
         speeds["remote_bytes_per_second"] = rate * world.ranks_per_host
@@ -126,7 +126,7 @@ def fit_message_cost(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[
     return fixed, rate
 
 
-def _fit_processor_seconds(
+def _fit_processor_seconds_per_byte(
     sizes: Sequence[float], seconds: Sequence[float], num_peers: int
 ) -> dict[str, float]:
     fixed, rate = fit_message_cost(sizes, seconds)
@@ -143,20 +143,20 @@ def _pad_times(times: Sequence[AllToAllTime]) -> torch.Tensor:
     return out
 
 
-def _combine_ranks(gathered: torch.Tensor) -> tuple[list[float], list[float], list[float]]:
+def _combine_rank_times(rank_times: torch.Tensor) -> tuple[list[float], list[float], list[float]]:
     """Combine the times of all ranks, (N, len(SIZES), 3), for the sizes that every rank measured.
 
     Returns the sizes, the seconds of the slowest rank, and the mean processor time."""
-    is_measured = ~gathered.isnan().any(2).any(0)
+    is_measured = ~rank_times.isnan().any(2).any(0)
     sizes, seconds, processor = (
-        gathered[0, is_measured, 0],
-        gathered[:, is_measured, 1].amax(0),
-        gathered[:, is_measured, 2].mean(0),
+        rank_times[0, is_measured, 0],
+        rank_times[:, is_measured, 1].amax(0),
+        rank_times[:, is_measured, 2].mean(0),
     )
     return sizes.tolist(), seconds.tolist(), processor.tolist()
 
 
-def planned_world(
+def build_planned_world(
     shape: str, *, uplink: str | None = None, local: str | None = None, latency: float | None = None
 ) -> World:
     """Build a world that does not run here from its description.
@@ -175,7 +175,7 @@ def planned_world(
     ):
         if rate is not None:
             try:
-                speeds[field] = parse_rate(rate)
+                speeds[field] = parse_byte_rate(rate)
             except ValueError as error:
                 raise ConfigError(f"{name}: {error}") from None
     if latency is not None:

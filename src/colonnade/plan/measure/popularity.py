@@ -61,7 +61,7 @@ def estimate_from_spectrum(values: Floats, rows: Floats, table_rows: int | None)
     total = float(values @ rows)
     if total == 0:
         return Popularity(np.array([float(table_rows or 1)]), np.array([1.0 / (table_rows or 1)]))
-    steepness = _fit_steepness(values, rows)
+    steepness = _fit_power_law_steepness(values, rows)
     counted = values >= COUNTED
     sampled_rows = float(rows.sum())
     if table_rows is not None and sampled_rows >= table_rows and not (values < 3).any():
@@ -75,13 +75,13 @@ def estimate_from_spectrum(values: Floats, rows: Floats, table_rows: int | None)
     mass = 1.0 - float(head_mass.sum())
     num_head = float(head_rows.sum())
     if counted.all() or mass <= 1e-12:
-        return _merge_bins(head)
+        return _merge_popularity_bins(head)
     singles = float(rows[values == 1].sum())
     new_row_rate = min(singles / total, mass)  # probability that the next lookup is of a new row
     sampled_tail = sampled_rows - num_head
     if table_rows is not None:
         num_tail = max(float(table_rows) - num_head, sampled_tail)
-        exponent = _solve_falling(
+        exponent = _solve_falling_function(
             lambda a: _first_use_rate(_power_law_tail(num_head, num_tail, mass, a), total),
             new_row_rate,
             0.0,
@@ -92,7 +92,7 @@ def estimate_from_spectrum(values: Floats, rows: Floats, table_rows: int | None)
         min_log_rows = np.log(max(sampled_tail, 1.0))
 
         def fit_num_tail(exponent: float) -> float:
-            return float(np.exp(_solve_falling(
+            return float(np.exp(_solve_falling_function(
                 lambda x: -_first_use_rate(_power_law_tail(num_head, np.exp(x), mass, exponent), total),
                 -new_row_rate, min_log_rows, min_log_rows + 16,
             )))  # fmt: skip
@@ -120,7 +120,7 @@ def estimate_from_spectrum(values: Floats, rows: Floats, table_rows: int | None)
         exponent = min(nearby.tolist(), key=fit_error)
         num_tail = fit_num_tail(exponent)
     tail = _power_law_tail(num_head, num_tail, mass, exponent)
-    return _merge_bins(
+    return _merge_popularity_bins(
         Popularity(
             np.concatenate([head.rows, tail.rows]), np.concatenate([head.chance, tail.chance])
         )
@@ -139,7 +139,7 @@ def expected_used_rows(popularity: Popularity, lookups: float, batches: float) -
     return float(popularity.rows @ -np.expm1(batches * np.log1p(-use)))
 
 
-def counting_curve(
+def predict_counting_cache_reads(
     popularity: Popularity, lookups: float, batches: float, epoch: float = math.inf
 ) -> tuple[Floats, Floats]:
     """Return the reads of a cache of the rows with the most uses so far: (capacity, reads of the next batch).
@@ -177,10 +177,11 @@ def _poisson_at_least(thresholds: Floats, expected: torch.Tensor) -> Floats:
     return probability
 
 
-def recency_curve(
+def predict_recency_cache_reads(
     popularity: Popularity, lookups: float, batches: float, epoch: float = math.inf
 ) -> tuple[Floats, Floats]:
-    """Return the reads of a cache of the most recently used rows (Che's approximation), as `counting_curve`."""
+    """Return the reads of a cache of the most recently used rows (Che's approximation), as
+    `predict_counting_cache_reads`."""
     use, batches = popularity.use_probability(lookups), min(batches, epoch)
     ages = np.append(np.geomspace(0.05, max(batches, 0.1), 96), batches) if batches else np.zeros(1)
     logs = np.log1p(-np.minimum(use, 1 - 1e-12))
@@ -190,7 +191,7 @@ def recency_curve(
     return np.insert(capacity, 0, 0.0), np.insert(reads, 0, is_cached[-1] @ (popularity.rows * use))
 
 
-def best_curve(popularity: Popularity, lookups: float) -> tuple[Floats, Floats]:
+def predict_ideal_cache_misses(popularity: Popularity, lookups: float) -> tuple[Floats, Floats]:
     """Return the misses of a cache of the most popular rows: (capacity, misses of a batch), first uses included.
 
     Such a cache knows all probabilities from the start; it is a lower bound."""
@@ -226,7 +227,7 @@ def _first_use_rate(popularity: Popularity, lookups: float) -> float:
     return float(popularity.rows @ (popularity.chance * np.exp(-popularity.chance * lookups)))
 
 
-def _fit_steepness(values: Floats, rows: Floats) -> float:
+def _fit_power_law_steepness(values: Floats, rows: Floats) -> float:
     """Fit 1 / a for chances that fall as rank ** -a: the slope of the number of rows with at least a given count."""
     at_least = np.cumsum(rows[::-1])[::-1]
     is_used = (values >= 2) & (at_least >= 5)
@@ -239,7 +240,7 @@ def _fit_steepness(values: Floats, rows: Floats) -> float:
     return float(np.clip(-slope, 0.2, 2.0))
 
 
-def _solve_falling(function, value: float, low: float, high: float) -> float:
+def _solve_falling_function(function, value: float, low: float, high: float) -> float:
     """Find the argument at which a falling function takes a value, by bisection; the nearer end if there is none."""
     if function(low) <= value:
         return low
@@ -254,7 +255,7 @@ def _solve_falling(function, value: float, low: float, high: float) -> float:
     return (low + high) / 2
 
 
-def _merge_bins(popularity: Popularity) -> Popularity:
+def _merge_popularity_bins(popularity: Popularity) -> Popularity:
     """Merge bins with neighbouring chances, to about HEAD_BINS + TAIL_BINS bins."""
     order = np.argsort(-popularity.chance, kind="stable")
     rows, mass = popularity.rows[order], (popularity.rows * popularity.chance)[order]

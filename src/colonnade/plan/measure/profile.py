@@ -23,10 +23,10 @@ from colonnade.formats import make_format_stamp, parse_stamped_json
 from colonnade.plan.measure.popularity import Popularity, estimate_from_spectrum
 from colonnade.table import Feature, Table
 from colonnade.wire.packing import (
-    expected_list_bytes,
+    expected_id_list_bytes,
     expected_unsorted_list_bytes,
     list_header_bytes,
-    measured_bytes,
+    measure_packed_bytes,
 )
 
 Ids = NDArray[np.int64]
@@ -63,7 +63,7 @@ class TableProfile:
     """Numbers of samples of a batch, ascending; size of their packed distinct ids relative to evenly spread ids; the
     same for all ids with repeats."""
 
-    def list_ratios(self, samples: float) -> tuple[float, float]:
+    def interpolate_size_ratios(self, samples: float) -> tuple[float, float]:
         """Return the two size ratios of `listing` for a number of samples; 1 if nothing was measured."""
         sizes, distinct, repeated = self.listing
         if not sizes or samples <= 0:
@@ -112,16 +112,18 @@ class Profile:
         """Mean number of samples of a batch."""
         return self.samples / self.batches
 
-    def lookups_per_sample(self, t: int) -> float:
+    def lookups_per_sample(self, table_index: int) -> float:
         """Return the mean number of lookups of table t per sample."""
-        return self.tables[t].lookups / self.samples
+        return self.tables[table_index].lookups / self.samples
 
-    def unique_rows(self, t: int, samples: float, popularity: Popularity) -> float:
+    def expected_unique_rows(
+        self, table_index: int, samples: float, popularity: Popularity
+    ) -> float:
         """Return the expected number of distinct rows of table t among `samples` samples of a batch.
 
         Scales the prediction from the table's popularity by its error at the nearest counted sizes."""
-        sizes, rows = self.tables[t].unique
-        sample_lookups = self.lookups_per_sample(t)
+        sizes, rows = self.tables[table_index].unique
+        sample_lookups = self.lookups_per_sample(table_index)
         if not sizes or not sample_lookups or samples <= 0:
             return popularity.unique(sample_lookups * max(samples, 0.0))
         ratios = [
@@ -170,10 +172,12 @@ def profile_batches(
         for feature in features:
             t = table_indices[feature.table]
             feature_ids = batch.ids[feature.name]
-            ids, sample_indices = _ids_and_samples(feature_ids, batch.size)
+            ids, sample_indices = _list_ids_and_samples(feature_ids, batch.size)
             table_ids[t].append(ids)
             table_samples[t].append(sample_indices)
-            columns[feature.name] = _add_lookups(columns[feature.name], feature_ids, sample_indices)
+            columns[feature.name] = _add_batch_lookups(
+                columns[feature.name], feature_ids, sample_indices
+            )
         pieces += [batch.size // size for size in sizes]
         for t, id_arrays in enumerate(table_ids):
             ids = np.concatenate(id_arrays) if id_arrays else np.zeros(0, np.int64)
@@ -183,7 +187,9 @@ def profile_batches(
             uniques[t], max_unique[t] = uniques[t] + unique, max(max_unique[t], unique)
             counts[t] += count_unique_by_size(ids, sample_indices, sizes, batch.size)
             if count <= LISTED_BATCHES:
-                packed[t] += measure_list_bytes(ids, sample_indices, sizes, tables[t].rows or 0)
+                packed[t] += measure_packed_id_bytes(
+                    ids, sample_indices, sizes, tables[t].rows or 0
+                )
     if not count:
         raise ConfigError(
             "the sample has no samples, so there is nothing to profile; give more data"
@@ -197,7 +203,7 @@ def profile_batches(
                 _floats(np.array(sizes)[is_counted]),
                 _floats(counts[t][is_counted] / pieces[is_counted]),
             ),
-            listing=_list_ratios(sizes, packed[t]),
+            listing=_compute_size_ratios(sizes, packed[t]),
         )
         for t, table in enumerate(tables)
     ]
@@ -209,7 +215,7 @@ def _halved_sizes(size: int) -> list[int]:
     return sorted({-(-size >> k) for k in range(size.bit_length())} - {0} | {size})
 
 
-def _ids_and_samples(ids: FeatureIds, size: int) -> tuple[Ids, Ids]:
+def _list_ids_and_samples(ids: FeatureIds, size: int) -> tuple[Ids, Ids]:
     """Return the ids of a feature and the sample index of each, both (E,)."""
     values = ids.values.numpy()
     samples = np.arange(size)
@@ -218,14 +224,14 @@ def _ids_and_samples(ids: FeatureIds, size: int) -> tuple[Ids, Ids]:
     )
 
 
-def _add_lookups(before: FeatureProfile, ids: FeatureIds, samples: Ids) -> FeatureProfile:
+def _add_batch_lookups(profile: FeatureProfile, ids: FeatureIds, samples: Ids) -> FeatureProfile:
     """Return a feature's profile with the lookups of one more batch. samples: sample index of each lookup."""
     longest = int(np.bincount(samples).max()) if len(samples) else 0
     return replace(
-        before,
-        lookups=before.lookups + len(samples),
-        longest=max(before.longest, longest),
-        is_weighted=before.is_weighted or ids.weights is not None,
+        profile,
+        lookups=profile.lookups + len(samples),
+        longest=max(profile.longest, longest),
+        is_weighted=profile.is_weighted or ids.weights is not None,
     )
 
 
@@ -245,7 +251,7 @@ def count_unique_by_size(ids: Ids, samples: Ids, sizes: Sequence[int], batch_siz
     return num_unique
 
 
-def measure_list_bytes(
+def measure_packed_id_bytes(
     ids: Ids, samples: Ids, sizes: Sequence[int], rows: int
 ) -> NDArray[np.float64]:
     """Measure the packed bytes of the ids of a batch's first samples, for each of `sizes`. Returns (4, len(sizes)).
@@ -256,8 +262,8 @@ def measure_list_bytes(
     for i, size in enumerate(sizes):
         first_ids = ids[samples < size]
         if len(first_ids):
-            distinct, repeated = measured_bytes(torch.from_numpy(first_ids), rows)
-            distinct_spread = expected_list_bytes(len(np.unique(first_ids)), rows, 1)
+            distinct, repeated = measure_packed_bytes(torch.from_numpy(first_ids), rows)
+            distinct_spread = expected_id_list_bytes(len(np.unique(first_ids)), rows, 1)
             head = list_header_bytes(len(first_ids), rows)
             repeated_spread = expected_unsorted_list_bytes(len(first_ids), rows, 1) - head
             sizes_in_bytes[:, i] = (
@@ -266,8 +272,8 @@ def measure_list_bytes(
     return sizes_in_bytes
 
 
-def _list_ratios(sizes: Sequence[int], packed: NDArray[np.float64]) -> tuple:
-    """Return `TableProfile.listing` from the sums of `measure_list_bytes` over batches."""
+def _compute_size_ratios(sizes: Sequence[int], packed: NDArray[np.float64]) -> tuple:
+    """Return `TableProfile.listing` from the sums of `measure_packed_id_bytes` over batches."""
     has_ids = packed[1] > 0
     distinct, distinct_spread, repeated, repeated_spread = packed[:, has_ids]
     return (
@@ -289,12 +295,12 @@ def profile_ids(name: str, ids: Ids, unique_per_batch: float) -> TableProfile:
         unique_per_batch,
         (_ints(values), _ints(rows)),
         (_ints(ends), _ints(num_distinct)),
-        lru_miss_ratios(ids, rate=min(1.0, REUSES / max(len(ids), 1))),
-        most_used_miss_ratios(values, rows),
+        compute_lru_miss_ratios(ids, rate=min(1.0, REUSES / max(len(ids), 1))),
+        compute_most_used_miss_ratios(values, rows),
     )
 
 
-def lru_miss_ratios(ids: Ids, *, rate: float = 1.0) -> Curve:
+def compute_lru_miss_ratios(ids: Ids, *, rate: float = 1.0) -> Curve:
     """Return the miss ratios of LRU caches of every size.
 
     Exact at rate 1. Otherwise SHARDS (Waldspurger et al. 2015): ids with a hash below `rate` represent all ids, and
@@ -307,7 +313,7 @@ def lru_miss_ratios(ids: Ids, *, rate: float = 1.0) -> Curve:
         sampled_ids = ids[hashes < np.uint64(int(rate * 2**64))]
         if not len(sampled_ids):
             return (0.0,), (1.0,)
-    distances = reuse_distances(sampled_ids)
+    distances = compute_reuse_distances(sampled_ids)
     reuses = np.sort(distances[distances >= 0])
     expected = len(ids) * rate if rate < 1 else len(sampled_ids)
     # SHARDS-adj: lookups that the sample has too few of count as distance 0.
@@ -321,7 +327,7 @@ def lru_miss_ratios(ids: Ids, *, rate: float = 1.0) -> Curve:
     return _floats(capacity / rate), _floats(misses)
 
 
-def reuse_distances(ids: Ids) -> NDArray[np.int64]:
+def compute_reuse_distances(ids: Ids) -> NDArray[np.int64]:
     """Return the number of distinct ids between each lookup and the previous one of the same id, (n,); -1 without one.
 
     The lookups between the two count, except repeats: those with their own previous lookup in between, too. So the
@@ -364,7 +370,7 @@ def count_inversions(values: NDArray[np.int64]) -> NDArray[np.int64]:
     return num_larger
 
 
-def most_used_miss_ratios(values: NDArray[np.int64], rows: NDArray[np.int64]) -> Curve:
+def compute_most_used_miss_ratios(values: NDArray[np.int64], rows: NDArray[np.int64]) -> Curve:
     """Return the miss ratios of caches of the most used rows, from count frequencies (ascending).
 
     Leave-one-out: for each lookup, a row counts by the other lookups of the sample, r - 1 for a row with count r.

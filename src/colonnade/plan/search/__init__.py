@@ -41,17 +41,17 @@ def choose(
     )  # fmt: skip
     initial_states = list(build_initial_states(search))
     if search.is_large:
-        initial_states = sorted(initial_states, key=search.objective)[:2]
-    states = [search.improve(state) for state in initial_states]
-    best = min(states, key=search.objective)
-    search.compress_towers(best)
+        initial_states = sorted(initial_states, key=search.compute_objective)[:2]
+    states = [search.improve_by_local_search(state) for state in initial_states]
+    best = min(states, key=search.compute_objective)
+    search.apply_tower_compression(best)
     check_tables_with_partials(best.partials, search.partials.model, loads, best.chosen)
     with_partials = [
         state for state in states if state.partials is not None and state.partials.consumers
     ]
-    partials_step = min((search.objective(state) for state in with_partials), default=None)
+    partials_step = min((search.compute_objective(state) for state in with_partials), default=None)
     partials_delay = (
-        None if partials_step is None else max(partials_step - search.objective(best), 0.0)
+        None if partials_step is None else max(partials_step - search.compute_objective(best), 0.0)
     )
     choice = explain_choice(search, best, partials_delay)
     without_towers = choice

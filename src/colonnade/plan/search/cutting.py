@@ -17,7 +17,7 @@ MIN_SLICE_COLUMNS = 16
 """Smallest width of a slice that the planner chooses itself, because ids are sent once for each slice."""
 
 
-def max_slices(load: TableLoad, kind: Kind, world: World) -> int:
+def count_max_slices(load: TableLoad, kind: Kind, world: World) -> int:
     """Return the largest number of slices of a table's rows; 1: rows may not be cut."""
     if not load.may_be_cut:
         return 1
@@ -41,7 +41,7 @@ def propose_column_shardings(
     """Propose shardings with as many slices as possible on the least busy ranks, or on the least busy host.
 
     rank_seconds (N,): seconds that each rank is busy already."""
-    slices = max_slices(load, kind, world)
+    slices = count_max_slices(load, kind, world)
     hosts = rank_seconds.reshape(world.num_hosts, -1).mean(1).argsort(kind="stable").tolist()
     if kind == "grid":
         return [grid(world, hosts[:slices])]

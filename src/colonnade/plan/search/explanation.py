@@ -21,7 +21,7 @@ from colonnade.plan.search.candidates import (
     TableChoice,
     TableCost,
 )
-from colonnade.plan.search.cutting import COLUMN_KINDS, max_slices
+from colonnade.plan.search.cutting import COLUMN_KINDS, count_max_slices
 from colonnade.plan.search.search import Search, State
 from colonnade.topology.sharding import Kind, Sharding
 
@@ -74,7 +74,7 @@ def explain_consumers(
             elif partial >= values:
                 reason += f"; a partial is {_format_floats(partial)} floats, values {_format_floats(values)}"
         else:
-            reason = _explain_no_saving(partials, c, remote, floats, partial)
+            reason = _explain_partials_save_nothing(partials, c, remote, floats, partial)
         split = _find_split_bags(model, consumer, num_owners)
         if split and partial is not None and c not in remote and others:
             reason += f"; bags of {split[0]} are split"
@@ -113,21 +113,21 @@ def _find_split_bags(model: ModelLoad, consumer: ConsumerLoad, num_owners: Float
     return [field.name for field in fields if field.has_bags and num_owners[field.table] > 1]
 
 
-def _explain_no_saving(
-    partials: Partials, c: int, remote: Sequence[int], floats: Floats, partial: float
+def _explain_partials_save_nothing(
+    partials: Partials, consumer_index: int, remote: Sequence[int], floats: Floats, partial: float
 ) -> str:
     """Explain why partials of consumer c would not save floats. floats (F,): of each field's values."""
     reads, model = partials.reads, partials.model
-    values = float(floats[reads[c]].sum())
+    values = float(floats[reads[consumer_index]].sum())
     if partial >= values:
         return f"costs more: {_format_floats(partial)} floats, not {_format_floats(values)}"
     others = [
         k for k in range(len(model.consumers))
-        if k != c and k not in remote and (reads[k] & reads[c]).any()
+        if k != consumer_index and k not in remote and (reads[k] & reads[consumer_index]).any()
     ]  # fmt: skip
     if not others:
         return f"saves nothing: {_format_floats(partial)} floats, not {_format_floats(values)}"
-    own_fields = reads[c] & ~reads[others].any(0)
+    own_fields = reads[consumer_index] & ~reads[others].any(0)
     other_names = ", ".join(model.consumers[k].name for k in others)
     if not own_fields.any():
         return f"values are sent anyway for {other_names}"
@@ -148,12 +148,14 @@ def explain_choice(search: Search, state: State, partials_delay: float | None) -
     partials_delay: seconds that the best state with partials takes longer; None: there is none."""
     tables = []
     for t, load in enumerate(search.loads):
-        search.add_table(state, t, *state.chosen[t], -1.0)
-        objective = search.objective_with(state, t, *state.chosen[t])
+        search.add_table_costs(state, t, *state.chosen[t], -1.0)
+        objective = search.compute_objective_with_table(state, t, *state.chosen[t])
         chosen = predict_table_cost(search, state, t, *state.chosen[t], objective)
         others = []
         for exchange, kind in OPTIONS:
-            if (exchange, kind) == chosen.option or not _is_possible(search, t, exchange, kind):
+            if (exchange, kind) == chosen.option or not _is_option_possible(
+                search, t, exchange, kind
+            ):
                 continue
             if exchange == "partials" and not _can_show_partials(search, t):
                 continue
@@ -164,7 +166,7 @@ def explain_choice(search: Search, state: State, partials_delay: float | None) -
                 for sharding in search.propose_shardings(state, t, kind)
             ]
             others += sorted(costs, key=lambda cost: cost.more)[:1]
-        search.add_table(state, t, *state.chosen[t])
+        search.add_table_costs(state, t, *state.chosen[t])
         others.sort(key=lambda cost: cost.more)
         tables.append(
             TableChoice(load.name, chosen, tuple(others), search.forced[t] != Constraint())
@@ -180,7 +182,7 @@ def explain_choice(search: Search, state: State, partials_delay: float | None) -
         for link, count in search.paths.tower_all_to_all.by_link.items():
             sent["route", link] += TOWER_RANK_BYTES * count
     _, fetch, push = state.links.max(1).tolist()
-    seconds = search.seconds(state)
+    seconds = search.predict_step_seconds(state)
     # Values fetched ahead cost no waiting, so halving their bytes saves nothing.
     halved_seconds = (push + (0.0 if seconds.is_fetched_ahead else fetch)) / 2
     consumers = _explain_state_consumers(search, state, partials_delay)
@@ -201,14 +203,18 @@ def _explain_state_consumers(
     )  # fmt: skip
 
 
-def _is_possible(search: Search, t: int, exchange: ExchangeName, kind: Kind) -> bool:
+def _is_option_possible(
+    search: Search, table_index: int, exchange: ExchangeName, kind: Kind
+) -> bool:
     """Return whether a table could have an exchange and kind of sharding, if its constraint allowed it."""
-    load = search.loads[t]
+    load = search.loads[table_index]
     if kind == "replicated" and search.world.has_servers:
         return False
-    if kind in COLUMN_KINDS and max_slices(load, kind, search.world) < 2:
+    if kind in COLUMN_KINDS and count_max_slices(load, kind, search.world) < 2:
         return False
-    return search.can_pool(t, exchange) and (kind != "host_wise" or search.has_hosts)
+    return search.can_owners_serve(table_index, exchange) and (
+        kind != "host_wise" or search.has_hosts
+    )
 
 
 def _can_show_partials(search: Search, t: int) -> bool:
@@ -227,7 +233,7 @@ def predict_table_cost(
     """Predict the cost of table t under an exchange and sharding, given the other tables of `state`.
 
     state: without table t. objective: of the state with the chosen option of table t."""
-    traffic, _ = search.predict_costs(t, exchange, sharding)
+    traffic, _ = search.predict_table_costs(t, exchange, sharding)
     world, owners = search.world, sharding.ranks
     host_owners = np.bincount(np.array(owners) // world.ranks_per_host, minlength=world.num_hosts)
     trainers = world.trainers_per_host
@@ -235,7 +241,7 @@ def predict_table_cost(
     local = float(trainers - (not world.has_servers)) * len(owners) / world.num_ranks
     remote = float((host_owners * (world.num_trainers - trainers)).sum()) / world.num_ranks
     sent: dict[tuple[str, str], float] = {}
-    ids = search.paths.id_traffic(sharding).by_link
+    ids = search.paths.predict_id_traffic(sharding).by_link
     for link, count in ids.items():
         sent["route", link] = traffic.route * count
     for channel, size in (("fetch", traffic.fetch), ("push", traffic.push)):
@@ -244,7 +250,7 @@ def predict_table_cost(
         local, remote = count_host_summed_blocks(world)
         for channel, size in (("fetch", traffic.fetch), ("push", traffic.push)):
             sent[channel, "local"], sent[channel, "remote"] = size * local, size * remote
-    by_tower = search.paths.tower_traffic(sharding) if exchange in BY_TOWERS else None
+    by_tower = search.paths.predict_tower_traffic(sharding) if exchange in BY_TOWERS else None
     if by_tower is not None:
         rows = traffic.of_rows
         if rows is not None:
@@ -266,37 +272,45 @@ def predict_table_cost(
             weight_bytes = state.tower_compression.weight_bytes.get(t, 0.0) / len(owners)
             for link, count in ids.items():
                 sent["route", link] += weight_bytes * count
-    seconds = search.balanced_seconds(t, exchange, sharding)
+    seconds = search.predict_balanced_seconds(t, exchange, sharding)
     if exchange == "partials":
         seconds += _add_partials_bytes(search, state, t, sharding, sent)
     for link, count in search.paths.all_to_all.by_link.items():
         sent["route", link] += TABLE_BYTES[exchange] * sharding.slices * count
-    more = search.objective_with(state, t, exchange, sharding) - objective
+    more = search.compute_objective_with_table(state, t, exchange, sharding) - objective
     return TableCost(exchange, sharding, sent, seconds, more)
 
 
 def _add_tower_compression(
-    search: Search, state: State, t: int, hop: HopTraffic, sent: dict[tuple[str, str], float]
+    search: Search,
+    state: State,
+    table_index: int,
+    hop: HopTraffic,
+    sent: dict[tuple[str, str], float],
 ) -> None:
     """Add to `sent` the change of a table's bytes between towers by operators inside them (mostly negative)."""
     compression = state.tower_compression
     for channel, by_table in (("fetch", compression.values), ("push", compression.gradients)):
-        size = search.samples * by_table.get(t, 0.0)
+        size = search.samples * by_table.get(table_index, 0.0)
         sent[channel, "local"] += size * hop.local_blocks
         sent[channel, "remote"] += size * hop.remote_blocks
 
 
 def _add_partials_bytes(
-    search: Search, state: State, t: int, sharding: Sharding, sent: dict[tuple[str, str], float]
+    search: Search,
+    state: State,
+    table_index: int,
+    sharding: Sharding,
+    sent: dict[tuple[str, str], float],
 ) -> float:
     """Add to `sent` table t's bytes of values, partials and gradients under `partials`, given all other tables.
 
     Returns seconds of links, as `balanced_seconds`."""
-    search.add_table(state, t, "partials", sharding)
+    search.add_table_costs(state, table_index, "partials", sharding)
     partials, world = state.partials, search.world
     assert partials is not None
-    parts = search.partials.table_bytes(partials, state.owners, t)
-    search.add_table(state, t, "partials", sharding, -1.0)
+    parts = search.partials.predict_table_bytes(partials, state.owners, table_index)
+    search.add_table_costs(state, table_index, "partials", sharding, -1.0)
     remote = world.num_trainers - world.trainers_per_host
     local = world.trainers_per_host - (not world.has_servers)
     local_blocks, remote_blocks = count_host_summed_blocks(world)
@@ -306,12 +320,12 @@ def _add_partials_bytes(
         size = part.host_summed * search.samples
         sent[channel, "local"] += size * local_blocks
         sent[channel, "remote"] += size * remote_blocks
-    weight_bytes = partials.weight_bytes.get(t, 0.0) / len(sharding.ranks)
-    for link, count in search.paths.id_traffic(sharding).by_link.items():
+    weight_bytes = partials.weight_bytes.get(table_index, 0.0) / len(sharding.ranks)
+    for link, count in search.paths.predict_id_traffic(sharding).by_link.items():
         sent["route", link] += weight_bytes * count
     direct = sum(part.direct for part in parts) / len(sharding.ranks)
     host_summed = sum(part.host_summed for part in parts)
-    seconds = direct * search.paths.link_seconds(sharding)[2]
+    seconds = direct * search.paths.predict_link_seconds(sharding)[2]
     if host_summed:
         seconds += host_summed * search.paths.host_summed_seconds[2]
     return search.samples * seconds

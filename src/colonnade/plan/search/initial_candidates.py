@@ -23,8 +23,10 @@ def build_initial_states(search: Search) -> Iterator[State]:
 
     The latter choose each table's option by its cost in a balanced world, and put the largest tables first on the
     least loaded ranks."""
-    first = _build_state(search, lambda t, options: DEFAULT if DEFAULT in options else options[0])
-    search.scale = search.seconds(first).step
+    first = _build_search_state(
+        search, lambda t, options: DEFAULT if DEFAULT in options else options[0]
+    )
+    search.scale = search.predict_step_seconds(first).step
     yield first
     names = {exchange for options in search.options for exchange, _ in options}
     names -= {"partials"}
@@ -32,28 +34,28 @@ def build_initial_states(search: Search) -> Iterator[State]:
     pairs: list[set[ExchangeName]] = [{"rows", "pooled"}, {"rows", "replicated"}]
     for exchanges in (*singles, *pairs, names):
         if exchanges <= names:
-            yield _build_state(
+            yield _build_search_state(
                 search,
-                lambda t, options, exchanges=exchanges: _cheapest_if_balanced(
+                lambda t, options, exchanges=exchanges: _find_cheapest_balanced_option(
                     search, t, options, exchanges
                 ),
             )
     kinds: list[Kind] = ["row_wise", "table_wise"]
     kinds += ["host_wise"] if search.has_hosts else []
     with_partials = [
-        _build_state(
+        _build_search_state(
             search,
-            lambda t, options, group=group, kind=kind: _use_partials(search, t, options, group, kind, names),
+            lambda t, options, group=group, kind=kind: _choose_partials_option(search, t, options, group, kind, names),
         )
         for group in (search.partials.table_groups if search.has_model else ())
         for kind in kinds
     ]  # fmt: skip
-    yield from sorted(with_partials, key=search.objective)[:NUM_PARTIALS_STATES]
+    yield from sorted(with_partials, key=search.compute_objective)[:NUM_PARTIALS_STATES]
 
 
-def _use_partials(
+def _choose_partials_option(
     search: Search,
-    t: int,
+    table_index: int,
     options: Sequence[Option],
     group: Sequence[int],
     kind: Kind,
@@ -63,14 +65,14 @@ def _use_partials(
 
     Other tables get the cheapest option with the exchanges `others`."""
     with_partials = [option for option in options if option[0] == "partials"]
-    if t not in group or not with_partials:
-        return _cheapest_if_balanced(search, t, options, others)
+    if table_index not in group or not with_partials:
+        return _find_cheapest_balanced_option(search, table_index, options, others)
     if ("partials", kind) in with_partials:
         return "partials", kind
     return with_partials[-1]
 
 
-def _build_state(search: Search, pick_option: Callable[..., Option]) -> State:
+def _build_search_state(search: Search, pick_option: Callable[..., Option]) -> State:
     """Build a state table by table. pick_option: called with a table's index and its options."""
     state = search.empty_state()
     state.chosen = [("rows", row_wise(1))] * len(search.loads)
@@ -78,15 +80,15 @@ def _build_state(search: Search, pick_option: Callable[..., Option]) -> State:
         exchange, kind = pick_option(t, search.options[t])
         sharding = min(
             search.candidate_shardings(state, t, kind),
-            key=lambda sharding: search.objective_with(state, t, exchange, sharding),
+            key=lambda sharding: search.compute_objective_with_table(state, t, exchange, sharding),
         )
-        search.add_table(state, t, exchange, sharding)
+        search.add_table_costs(state, t, exchange, sharding)
         state.chosen[t] = exchange, sharding
     return state
 
 
-def _cheapest_if_balanced(
-    search: Search, t: int, options: Sequence[Option], exchanges: Collection[str]
+def _find_cheapest_balanced_option(
+    search: Search, table_index: int, options: Sequence[Option], exchanges: Collection[str]
 ) -> Option:
     """Return the option with one of `exchanges` that costs a table least if all ranks and links are equally loaded."""
     options = [option for option in options if option[0] in exchanges] or list(options)
@@ -96,11 +98,11 @@ def _cheapest_if_balanced(
     }  # fmt: skip
     for _, kind in options:
         if kind in COLUMN_KINDS:
-            examples[kind] = search.propose_shardings(search.empty_state(), t, kind)[0]
+            examples[kind] = search.propose_shardings(search.empty_state(), table_index, kind)[0]
     return min(
         options,
-        key=lambda option: search.balanced_seconds(
-            t, _single_table_bound(option[0]), examples[option[1]]
+        key=lambda option: search.predict_balanced_seconds(
+            table_index, _single_table_bound(option[0]), examples[option[1]]
         ),
     )
 

@@ -34,11 +34,11 @@ from colonnade.plan.cost.comm_volume import (
     predict_transfer_seconds,
     tower_crossing_seconds,
 )
-from colonnade.plan.cost.consumers import ModelLoad, build_model_of_tables
+from colonnade.plan.cost.consumers import ModelLoad, build_load_without_consumers
 from colonnade.plan.cost.partials import Partials, PartialsTraffic, predict_partials_seconds
 from colonnade.plan.cost.paths import Paths, sums_inside_hosts
 from colonnade.plan.cost.table_stats import TableLoad
-from colonnade.plan.cost.tower_paths import saved_processor_seconds, tower_call_seconds
+from colonnade.plan.cost.tower_paths import predict_saved_processor_seconds, tower_call_seconds
 from colonnade.plan.measure.device import RowRate
 from colonnade.plan.search.candidates import (
     BY_OWNERS,
@@ -50,7 +50,7 @@ from colonnade.plan.search.candidates import (
 )
 from colonnade.plan.search.cutting import (
     COLUMN_KINDS,
-    max_slices,
+    count_max_slices,
     propose_column_shardings,
     shard_columns_everywhere,
 )
@@ -119,7 +119,7 @@ class Search:
         self.forced = [forced.get(load.name, Constraint()) for load in loads]
         self.has_model = model is not None
         self.partials = Partials(
-            model or build_model_of_tables(loads),
+            model or build_load_without_consumers(loads),
             len(loads),
             adds_in_host=sums_inside_hosts(world),
         )
@@ -129,7 +129,7 @@ class Search:
         self.has_fixed_partials = len(loads) * world.num_ranks > FIXED_PARTIALS_SEARCH
         self.is_large = len(loads) * world.num_ranks > LARGE_SEARCH
         self.options = [
-            self._find_options(t, load, constraint, options)
+            self._find_table_options(t, load, constraint, options)
             for t, (load, constraint) in enumerate(zip(loads, self.forced, strict=True))
         ]
         self.owners = np.array(world.owners)
@@ -145,8 +145,8 @@ class Search:
         )
         self.scale = 1.0  # seconds of a step, set from the first candidate
 
-    def _find_options(
-        self, t: int, load: TableLoad, constraint: Constraint, options: Collection[Option]
+    def _find_table_options(
+        self, table_index: int, load: TableLoad, constraint: Constraint, options: Collection[Option]
     ) -> list[Option]:
         """Return the options of a table under its constraint. Raises ConfigError if there is none."""
         tried = [option for option in OPTIONS if option in options]
@@ -158,7 +158,7 @@ class Search:
             for exchange, kind in tried
             if constraint.kind in (None, kind)
             and constraint.exchange in (None, exchange)
-            and self._can_have_exchange(t, exchange, kind, constraint)
+            and self._can_have_exchange(table_index, exchange, kind, constraint)
             and self._can_have_sharding(load, kind, constraint)
         ]
         if candidates:
@@ -172,17 +172,21 @@ class Search:
         )
 
     def _can_have_exchange(
-        self, t: int, exchange: ExchangeName, kind: Kind, constraint: Constraint
+        self, table_index: int, exchange: ExchangeName, kind: Kind, constraint: Constraint
     ) -> bool:
         """Return whether a table with this kind of sharding may have this exchange, or must have it."""
         if exchange == "partials":
-            if constraint.exchange != exchange and t not in self.partials_tables:
+            if constraint.exchange != exchange and table_index not in self.partials_tables:
                 return False
-            if not constraint.kind and kind != "table_wise" and t in self.whole_bag_tables:
+            if (
+                not constraint.kind
+                and kind != "table_wise"
+                and table_index in self.whole_bag_tables
+            ):
                 return False
         if exchange in BY_TOWERS and constraint.exchange != exchange:
             return False
-        return self.can_pool(t, exchange)
+        return self.can_owners_serve(table_index, exchange)
 
     def _can_have_sharding(self, load: TableLoad, kind: Kind, constraint: Constraint) -> bool:
         """Return whether the world allows this kind of sharding for a table, or the constraint demands it."""
@@ -192,27 +196,27 @@ class Search:
             return True
         if kind == "host_wise" and not self.has_hosts:
             return False
-        return kind not in COLUMN_KINDS or max_slices(load, kind, self.world) > 1
+        return kind not in COLUMN_KINDS or count_max_slices(load, kind, self.world) > 1
 
-    def can_pool(self, t: int, exchange: ExchangeName) -> bool:
+    def can_owners_serve(self, table_index: int, exchange: ExchangeName) -> bool:
         """Return whether owners can serve a table under an exchange: owners do not pool rows of sequences."""
-        load = self.loads[t]
-        has_attention = exchange == "partials" and t in self.partials.attention_tables
+        load = self.loads[table_index]
+        has_attention = exchange == "partials" and table_index in self.partials.attention_tables
         return exchange not in BY_OWNERS or (
             len(load.columns) > 0 and (load.is_pooled or has_attention)
         )
 
-    def predict_costs(
-        self, t: int, exchange: ExchangeName, sharding: Sharding
+    def predict_table_costs(
+        self, table_index: int, exchange: ExchangeName, sharding: Sharding
     ) -> tuple[PairTraffic, ProcessorSeconds]:
         """Predict the bytes per (trainer, owner) pair and the processor time of a table; results are cached."""
         slices = sharding.slices
         n = len(sharding.ranks) // slices
-        key = (t, exchange, n, slices)
-        if exchange in BY_TOWERS and self.paths.tower_traffic(sharding) is None:
-            exchange, key = "pooled", (t, "pooled", n, slices)
+        key = (table_index, exchange, n, slices)
+        if exchange in BY_TOWERS and self.paths.predict_tower_traffic(sharding) is None:
+            exchange, key = "pooled", (table_index, "pooled", n, slices)
         if key not in self.cached_costs:
-            load, world = self.loads[t], self.world
+            load, world = self.loads[table_index], self.world
             tower_size = world.num_ranks // self.num_towers
             unique_peers = 0.0
             if exchange == "tower_rows":
@@ -231,14 +235,19 @@ class Search:
         owners = np.zeros((len(self.loads), n))
         return State([], links, np.zeros(n), np.zeros(n), np.zeros(n), owners=owners)
 
-    def add_table(
-        self, state: State, t: int, exchange: ExchangeName, sharding: Sharding, sign: float = 1.0
+    def add_table_costs(
+        self,
+        state: State,
+        table_index: int,
+        exchange: ExchangeName,
+        sharding: Sharding,
+        sign: float = 1.0,
     ) -> None:
         """Add the costs of a table to a state, or remove them with sign -1. `state.chosen` does not change."""
-        traffic, seconds = self.predict_costs(t, exchange, sharding)
-        to_owners, to_trainers, _ = self.paths.value_link_seconds(sharding, exchange)
-        load = self.loads[t]
-        by_tower = self.paths.tower_traffic(sharding) if exchange in BY_TOWERS else None
+        traffic, seconds = self.predict_table_costs(table_index, exchange, sharding)
+        to_owners, to_trainers, _ = self.paths.predict_value_seconds(sharding, exchange)
+        load = self.loads[table_index]
+        by_tower = self.paths.predict_tower_traffic(sharding) if exchange in BY_TOWERS else None
         if by_tower is not None and (tower_rows := traffic.of_rows) is not None:
             state.links[0] += (sign * traffic.route) * by_tower.peers.value_seconds
             state.links[0] += (sign * tower_rows.ids) * by_tower.owners.value_seconds
@@ -246,7 +255,9 @@ class Search:
                 sign * TABLE_BYTES["rows"]
             ) * self.paths.tower_all_to_all.value_seconds
         else:
-            state.links[0] += (sign * traffic.route) * self.paths.id_traffic(sharding).seconds
+            state.links[0] += (sign * traffic.route) * self.paths.predict_id_traffic(
+                sharding
+            ).seconds
         if TABLE_BYTES[exchange]:
             flags = sign * TABLE_BYTES[exchange] * sharding.slices
             state.links[0] += flags * self.paths.all_to_all.seconds
@@ -271,10 +282,10 @@ class Search:
         state.step_bytes[owners] += sign * step_bytes / num_shards
         state.num_tables[exchange] = state.num_tables.get(exchange, 0) + int(sign)
         if exchange == "partials":
-            state.owners[t, owners] = 1 / sharding.slices if sign > 0 else 0.0
-            self._update_partials(state)
+            state.owners[table_index, owners] = 1 / sharding.slices if sign > 0 else 0.0
+            self._update_partials_cost(state)
 
-    def _update_partials(self, state: State) -> None:
+    def _update_partials_cost(self, state: State) -> None:
         """Replace the joint cost of the tables under `partials` in a state by the current one."""
         if state.partials_seconds is not None:
             state.links -= state.partials_seconds[0]
@@ -288,7 +299,7 @@ class Search:
             state.links += state.partials_seconds[0]
             state.processor += state.partials_seconds[1]
 
-    def seconds(self, state: State) -> StepSeconds:
+    def predict_step_seconds(self, state: State) -> StepSeconds:
         """Predict the seconds of a step by phase."""
         phases = state.links.max(1)
         used = [exchange for exchange, count in state.num_tables.items() if count]
@@ -311,9 +322,9 @@ class Search:
             saved_seconds = world.call_seconds - tower_call_seconds(world, towers)
             phases[1:] -= saved_seconds * sum(exchange in BY_TOWERS for exchange in used)
             if "towers" in used:
-                computed -= saved_processor_seconds(world, towers, chunks=2)
+                computed -= predict_saved_processor_seconds(world, towers, chunks=2)
             if "tower_rows" in used:
-                computed -= saved_processor_seconds(world, towers)
+                computed -= predict_saved_processor_seconds(world, towers)
                 tower_peak = float(self.paths.tower_all_to_all.value_seconds.max())
                 phases[0] += TOWER_RANK_BYTES * tower_peak
         route, fetch, push = phases.tolist()
@@ -325,11 +336,11 @@ class Search:
         """Return the bytes that each rank sends every other rank for these exchanges, whatever the tables."""
         return SHARED_BYTES + sum(FIXED_BYTES[exchange] for exchange in used)
 
-    def objective(self, state: State) -> float:
+    def compute_objective(self, state: State) -> float:
         """Return the seconds of a step, with penalties for memory over budget and a small weight on reserves.
 
         Returns inf for a state that cannot run."""
-        seconds = self.seconds(state)
+        seconds = self.predict_step_seconds(state)
         total = seconds.step
         budget = self.memory.bytes
         if budget is not None:
@@ -354,14 +365,19 @@ class Search:
         step_bytes = sum(min(load.unique_world, load.rows) * load.slot_bytes for load in self.loads)
         return step_bytes / len(self.owners)
 
-    def balanced_seconds(self, t: int, exchange: ExchangeName, sharding: Sharding) -> float:
+    def predict_balanced_seconds(
+        self, table_index: int, exchange: ExchangeName, sharding: Sharding
+    ) -> float:
         """Return a table's seconds of links and processors if all ranks and uplinks were equally loaded."""
         n = len(sharding.ranks)
-        traffic, seconds = self.predict_costs(t, exchange, sharding)
-        links = (traffic.fetch + traffic.push) * self.paths.value_link_seconds(sharding, exchange)[
-            2
-        ]
-        if exchange in BY_TOWERS and (by_tower := self.paths.tower_traffic(sharding)) is not None:
+        traffic, seconds = self.predict_table_costs(table_index, exchange, sharding)
+        links = (traffic.fetch + traffic.push) * self.paths.predict_value_seconds(
+            sharding, exchange
+        )[2]
+        if (
+            exchange in BY_TOWERS
+            and (by_tower := self.paths.predict_tower_traffic(sharding)) is not None
+        ):
             links = (traffic.fetch + traffic.push) * by_tower.between.balanced_seconds
             links += 2 * traffic.inside * by_tower.inside.balanced_seconds
             if (tower_rows := traffic.of_rows) is not None:
@@ -384,16 +400,16 @@ class Search:
             return self.propose_shardings(state, t, kind)
         return [sharding_on_ranks(kind, ranks, self.world)]
 
-    def propose_shardings(self, state: State, t: int, kind: Kind) -> list[Sharding]:
+    def propose_shardings(self, state: State, table_index: int, kind: Kind) -> list[Sharding]:
         """Propose shardings of a kind on the least busy ranks or hosts."""
         world = self.world
         if kind in self.fixed_shardings:
             return [self.fixed_shardings[kind]]
-        if kind in COLUMN_KINDS and self.forced[t].kind == kind:
+        if kind in COLUMN_KINDS and self.forced[table_index].kind == kind:
             return [shard_columns_everywhere(kind, world)]
         rank_seconds = self.predict_rank_seconds(state)
         if kind in COLUMN_KINDS:
-            return propose_column_shardings(self.loads[t], kind, world, rank_seconds)
+            return propose_column_shardings(self.loads[table_index], kind, world, rank_seconds)
         if kind == "table_wise":
             least = _smallest(rank_seconds[self.owners], self.num_tried)
             return [table_wise(int(rank)) for rank in self.owners[least]]
@@ -414,42 +430,42 @@ class Search:
             seconds = seconds + over * min(self.memory.seconds_per_byte, 1.0)
         return seconds + 0.01 * self.scale * relative_bytes
 
-    def objective_with(
-        self, state: State, t: int, exchange: ExchangeName, sharding: Sharding
+    def compute_objective_with_table(
+        self, state: State, table_index: int, exchange: ExchangeName, sharding: Sharding
     ) -> float:
         """Return the objective with one more table; the state is restored afterwards."""
-        self.add_table(state, t, exchange, sharding)
-        objective = self.objective(state)
-        self.add_table(state, t, exchange, sharding, -1.0)
+        self.add_table_costs(state, table_index, exchange, sharding)
+        objective = self.compute_objective(state)
+        self.add_table_costs(state, table_index, exchange, sharding, -1.0)
         return objective
 
-    def improve(self, state: State) -> State:
+    def improve_by_local_search(self, state: State) -> State:
         """Change tables one after another to their best option, until a sweep over all tables gains too little."""
         for _ in range(MAX_SWEEPS):
-            before = self.objective(state)
+            before = self.compute_objective(state)
             for t in self.order_tables():
                 exchange, sharding = state.chosen[t]
-                current = self.objective(state)
+                current = self.compute_objective(state)
                 if self.has_fixed_partials and exchange == "partials":
                     continue
                 partials_before = state.partials
-                self.add_table(state, t, exchange, sharding, -1.0)
+                self.add_table_costs(state, t, exchange, sharding, -1.0)
                 best, least = (exchange, sharding), current * (1 - 1e-6)
                 for other, kind in self.options[t]:
                     # A single table under `partials` saves nothing.
                     if other == "partials" and (self.has_fixed_partials or partials_before is None):
                         continue
                     for candidate in self.candidate_shardings(state, t, kind):
-                        objective = self.objective_with(state, t, other, candidate)
+                        objective = self.compute_objective_with_table(state, t, other, candidate)
                         if objective < least:
                             best, least = (other, candidate), objective
-                self.add_table(state, t, *best)
+                self.add_table_costs(state, t, *best)
                 state.chosen[t] = best
-            if self.objective(state) > before * (1 - MIN_GAIN):
+            if self.compute_objective(state) > before * (1 - MIN_GAIN):
                 break
-        return self.rebuild(state)
+        return self.recompute_state_costs(state)
 
-    def compress_towers(self, state: State) -> None:
+    def apply_tower_compression(self, state: State) -> None:
         """Subtract the bytes between towers that operators inside towers save. Call once, at the end of the search.
 
         The placement of tables does not depend on it, because the search moves no table into a tower."""
@@ -472,7 +488,7 @@ class Search:
         exchanges = [exchange for exchange, _ in chosen]
         compression = find_tower_compression(self.partials.model, towers, owners, is_cut, exchanges)
         for t, (_, sharding) in enumerate(chosen):
-            if (by_tower := self.paths.tower_traffic(sharding)) is None:
+            if (by_tower := self.paths.predict_tower_traffic(sharding)) is None:
                 continue
             values, gradients = compression.values.get(t, 0.0), compression.gradients.get(t, 0.0)
             state.links[1] += self.samples * values * by_tower.between.value_seconds
@@ -481,15 +497,15 @@ class Search:
             crossing = tower_crossing_seconds(crossing_bytes, self.world, self.num_towers)
             state.processor += crossing * self.is_trainer
             weight_bytes = compression.weight_bytes.get(t, 0.0) / sharding.num_owners
-            state.links[0] += weight_bytes * self.paths.id_traffic(sharding).seconds
+            state.links[0] += weight_bytes * self.paths.predict_id_traffic(sharding).seconds
         state.tower_compression = compression
 
-    def rebuild(self, state: State) -> State:
+    def recompute_state_costs(self, state: State) -> State:
         """Sum the costs of a state anew, without rounding errors from tables that were added and removed."""
         rebuilt = self.empty_state()
         rebuilt.chosen = list(state.chosen)
         for t, chosen in enumerate(state.chosen):
-            self.add_table(rebuilt, t, *chosen)
+            self.add_table_costs(rebuilt, t, *chosen)
         return rebuilt
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from colonnade.exchange.operator_cut import consumer_sets
+from colonnade.exchange.operator_cut import propose_consumer_sets
 from colonnade.plan.cost.comm_volume import ExchangeName
 from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad
 from colonnade.plan.cost.table_stats import TableLoad
 from colonnade.plan.search.candidates import Constraint, Memory, Option, PlanDecision
 from colonnade.topology.sharding import Kind
-from colonnade.topology.towers import tower_ranks
+from colonnade.topology.towers import list_tower_ranks
 from colonnade.topology.world import World
 
 
@@ -69,14 +69,14 @@ def find_tower_compression(
         return widths + sum(fields[f].dim for f in find_sent_fields(inside))
 
     best: tuple[str, ...] = ()
-    for subset in consumer_sets(list(candidates), count_floats):
+    for subset in propose_consumer_sets(list(candidates), count_floats):
         if count_floats(subset) < count_floats(best):
             best = tuple(subset)
     inside = {int(c): tower for c in best if (tower := candidates[c]) is not None}
-    return _count_bytes(model, best, find_sent_fields(best), num_owners, inside)
+    return _count_byte_changes(model, best, find_sent_fields(best), num_owners, inside)
 
 
-def _count_bytes(
+def _count_byte_changes(
     model: ModelLoad,
     names: Sequence[str],
     sent_fields: Collection[int],
@@ -133,7 +133,7 @@ def constrain_to_towers(
         for tables in _find_module_tables(model)
         if all(loads[t].is_pooled and _is_free(forced.get(loads[t].name)) for t in tables)
     ]
-    towers = tower_ranks(world, num_towers)
+    towers = list_tower_ranks(world, num_towers)
     rank_bytes = dict.fromkeys(range(world.num_ranks), 0.0)
     constraints: dict[str, Constraint] = {}
     for tables in sorted(groups, key=lambda group: -sum(loads[t].total_bytes for t in group)):

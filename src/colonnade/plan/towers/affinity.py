@@ -31,7 +31,7 @@ class Affinity:
         self.counts = np.zeros_like(self.sums)
         self.num_samples = 0
 
-    def add(self, vectors: Sequence[NDArray]) -> None:
+    def add_batch_vectors(self, vectors: Sequence[NDArray]) -> None:
         """Add the vectors of a batch, (S, D) of each feature in the order of the names; D may differ between features.
 
         Raises DataError for vectors that are not finite."""
@@ -90,7 +90,7 @@ def affinity_distances(affinity: Floats, kind: Distance) -> Floats:
     return matrix
 
 
-def mean_affinities(affinity: Floats, towers: Sequence[int]) -> tuple[float, float]:
+def compute_mean_affinities(affinity: Floats, towers: Sequence[int]) -> tuple[float, float]:
     """Return the mean affinity of pairs of features inside one tower, and across towers; NaN without such pairs.
 
     towers: index of each feature's tower.

@@ -33,7 +33,9 @@ class Forecast:
     """Seconds with tower modules, by compression ratio."""
 
 
-def forecast(world: World, *, num_tables: int, floats: int, samples: int) -> Forecast:
+def forecast_exchange_seconds(
+    world: World, *, num_tables: int, floats: int, samples: int
+) -> Forecast:
     """Predict the seconds of a step's exchange without towers, with towers and with tower modules.
 
     floats: number of floats of all pooled features of a sample, 4 bytes each. samples: per rank and step. There is one
@@ -54,10 +56,10 @@ def forecast(world: World, *, num_tables: int, floats: int, samples: int) -> For
         world,
         num_towers,
         DIRECTIONS * flat_seconds(world, floats * 4.0 * samples),
-        DIRECTIONS * tower_seconds(world, floats * 4.0 * samples, num_towers),
+        DIRECTIONS * predict_tower_seconds(world, floats * 4.0 * samples, num_towers),
         {
             ratio: DIRECTIONS
-            * tower_seconds(world, floats * 4.0 * samples, num_towers, ratio=ratio)
+            * predict_tower_seconds(world, floats * 4.0 * samples, num_towers, ratio=ratio)
             for ratio in RATIOS
         },
     )
@@ -77,7 +79,9 @@ def flat_seconds(world: World, size: float) -> float:
     return messages + _uplink_seconds(world, size * (1 - 1 / world.num_hosts))
 
 
-def tower_seconds(world: World, size: float, num_towers: int, *, ratio: float = 1.0) -> float:
+def predict_tower_seconds(
+    world: World, size: float, num_towers: int, *, ratio: float = 1.0
+) -> float:
     """Return the seconds of one direction with towers: inside the tower, then one message from each other tower.
 
     Messages between towers are `ratio` times smaller. A tower of one host has fast links inside. A tower of several

@@ -24,7 +24,12 @@ from numpy.typing import NDArray
 
 from colonnade.errors import ConfigError
 from colonnade.formats import make_format_stamp
-from colonnade.plan.towers.affinity import DISTANCES, Distance, affinity_distances, mean_affinities
+from colonnade.plan.towers.affinity import (
+    DISTANCES,
+    Distance,
+    affinity_distances,
+    compute_mean_affinities,
+)
 from colonnade.topology.towers import Partition
 
 Floats = NDArray[np.float64]
@@ -102,11 +107,11 @@ def assign_to_bins(costs: Floats, weights: Floats, capacities: Floats) -> Labels
         )
         max_items = int(min(max_items_by_measure.min(initial=np.inf) * (1 + SLACK), len(costs)))
         if max_items * costs.shape[1] >= len(costs):
-            return assign_by_flow(costs, max_items)
+            return assign_by_min_cost_flow(costs, max_items)
     return assign_by_local_search(costs, weights, capacities)
 
 
-def assign_by_flow(costs: Floats, max_items: int) -> Labels:
+def assign_by_min_cost_flow(costs: Floats, max_items: int) -> Labels:
     """Assign items to bins at minimum total cost, 1 .. `max_items` to each bin. max_items * T >= U >= T.
 
     Returns the bin of each item, (U,). Successive shortest paths: items enter one after another along the cheapest path
@@ -318,7 +323,8 @@ class TowerMap:
             if set(points) != set(partition.features):
                 raise ValueError("points of other features")
             learned, striped, random = (
-                _read_measures(fields[name], partition) for name in ("learned", "striped", "random")
+                _read_partition_measures(fields[name], partition)
+                for name in ("learned", "striped", "random")
             )
             return cls(
                 partition,
@@ -337,7 +343,7 @@ class TowerMap:
             ) from None
 
 
-def tower_map(
+def build_tower_map(
     affinity: Floats,
     loads: Sequence[FeatureLoad],
     num_towers: int,
@@ -370,9 +376,9 @@ def tower_map(
             for load, (x, y) in zip(loads, plane, strict=True)
         },
         round(stress, 6),
-        learned=measure_partition(affinity, loads, learned, num_towers),
-        striped=measure_partition(affinity, loads, striped, num_towers),
-        random=measure_partition(affinity, loads, shuffled, num_towers),
+        learned=measure_partition_quality(affinity, loads, learned, num_towers),
+        striped=measure_partition_quality(affinity, loads, striped, num_towers),
+        random=measure_partition_quality(affinity, loads, shuffled, num_towers),
         silent=tuple(silent),
         made=dict(made or {}),
     )
@@ -412,7 +418,7 @@ def cluster_features(
     best: tuple[float, NDArray[np.int64]] | None = None
     least_overflow: Floats | None = None
     for centres in _initial_centres(points, tables, num_towers, seed):
-        label, cost = _kmeans(points, tables, centres, weights, capacities)
+        label, cost = _cluster_by_kmeans(points, tables, centres, weights, capacities)
         fill = max_bin_fill(label, weights, capacities)
         if fill.max() > 1 + 1e-6:
             if least_overflow is None or fill.max() < least_overflow.max():
@@ -445,14 +451,14 @@ def build_partition(
     )
 
 
-def measure_partition(
+def measure_partition_quality(
     affinity: Floats,
     loads: Sequence[FeatureLoad],
     towers: Sequence[int] | NDArray[np.int64],
     num_towers: int,
 ) -> Measures:
     """Measure the affinities and loads of a partition. towers: index of each feature's tower."""
-    within, between = mean_affinities(affinity, list(map(int, towers)))
+    within, between = compute_mean_affinities(affinity, list(map(int, towers)))
     count, lookups, size = [0] * num_towers, [0.0] * num_towers, [0.0] * num_towers
     counted_tables: set[str] = set()
     for load, tower in zip(loads, towers, strict=True):
@@ -505,7 +511,7 @@ def _initial_centres(
     return [means[distant], *(means[indices] for indices in drawn)]
 
 
-def _kmeans(
+def _cluster_by_kmeans(
     points: Floats,
     tables: Sequence[NDArray[np.int64]],
     centres: Floats,
@@ -572,7 +578,7 @@ def _read_finite(value: float) -> float:
     return number
 
 
-def _read_measures(fields: Mapping, partition: Partition) -> Measures:
+def _read_partition_measures(fields: Mapping, partition: Partition) -> Measures:
     within, between = (
         None if fields[name] is None else _read_finite(fields[name])
         for name in ("within", "between")
