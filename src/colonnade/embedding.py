@@ -205,7 +205,7 @@ class EmbeddingCollection(StatefulRows):
                 "the memory budget does not hold every row, and there is nowhere to put the rest; "
                 "open the collection with folder=..., or raise plan.memory.dram"
             )
-        self._check_loaded_state(self.plan, self.mesh, step)
+        self._refuse_two_row_sources(self.plan, self.mesh, step)
         self.step = self.step if step is None else step
         keep_freed_memory()
         self.opened = open_rows(

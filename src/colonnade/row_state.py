@@ -410,7 +410,7 @@ class StatefulRows(nn.Module):
         if self._loaded_state:
             self.ensure_open()
 
-    def _check_loaded_state(self, plan: Plan, mesh: Mesh, step: int | None) -> None:
+    def _refuse_two_row_sources(self, plan: Plan, mesh: Mesh, step: int | None) -> None:
         """Check, before opening, that loaded rows can be stored. Raises CheckpointError."""
         if self._loaded_state and step is not None:
             raise CheckpointError(

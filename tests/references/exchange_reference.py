@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from colonnade.batch import Batch, Ids
-from colonnade.lookup.layout import EmbeddingDeclaration, build_lookup_columns, list_outputs
+from colonnade.lookup.layout import EmbeddingDeclaration, build_lookup_columns, list_lookup_outputs
 from colonnade.ops import optimizers
 from colonnade.ops import reference as ops
 from colonnade.store.dram import table_seed
@@ -72,7 +72,7 @@ class ReferenceRows:
         reads = iter(self.consumption.reads)
         return [
             torch.cat([self.read(batch, *next(reads)) for _ in output.fields], 1)
-            for output in list_outputs(self.declaration)
+            for output in list_lookup_outputs(self.declaration)
         ]
 
     def apply(self, batches: Sequence[Batch], gradients: Sequence[Sequence[Tensor]]) -> None:
@@ -106,7 +106,7 @@ class ReferenceRows:
     def _read_gradients(self, column: int, gradients: Sequence[Tensor]):
         """Yield (part, gradient) of everything that is read of a column of lookups."""
         reads = iter(self.consumption.reads)
-        for output, gradient in zip(list_outputs(self.declaration), gradients, strict=True):
+        for output, gradient in zip(list_lookup_outputs(self.declaration), gradients, strict=True):
             for start in output.columns:
                 read_column, p = next(reads)
                 part = self.declaration.parts[p][1]

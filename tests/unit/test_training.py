@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR,
 import colonnade
 from colonnade import Mesh
 from colonnade.checkpoint.checkpoints import steps_to_keep
-from colonnade.checkpoint.header import describe_checkpoint_choice, list_checkpoints, resolve_step
+from colonnade.checkpoint.header import explain_chosen_step, list_checkpoints, resolve_step
 from colonnade.config.run import ScheduleConfig, build_config
 from colonnade.data import Splits
 from colonnade.errors import CheckpointError, ConfigError, NonFiniteError
@@ -112,9 +112,9 @@ def test_monitor_chooses_the_best_step_and_ends_the_run(tmp_path, monitor, min_d
     )  # fmt: skip
     assert (fitted.outcome.best_step, fitted.outcome.steps) == (best, steps)
     assert resolve_step(tmp_path, None) == best
-    assert describe_checkpoint_choice(
-        tmp_path, best
-    ) == f"best of validation {monitor or 'auc'}".replace("_", " ")
+    assert explain_chosen_step(tmp_path, best) == f"best of validation {monitor or 'auc'}".replace(
+        "_", " "
+    )
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["train"]["monitor"] == (
         monitor or "auc"
     )
@@ -146,7 +146,7 @@ def test_no_validation_part_means_the_last_step(tmp_path):
         Net(), Splits(train=source(600, 1), test=source(50, 2)), run=tmp_path, epochs=2, **FAST
     )
     assert fitted.outcome.best_step is None and resolve_step(tmp_path, None) == 24
-    assert describe_checkpoint_choice(tmp_path, 24) == "last; no validation part"
+    assert explain_chosen_step(tmp_path, 24) == "last; no validation part"
 
 
 def test_min_delta_and_less_is_better():

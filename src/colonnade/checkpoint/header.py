@@ -151,7 +151,7 @@ def resolve_step(folder: Path, at: int | str | None) -> int:
     return int(at)
 
 
-def describe_checkpoint_choice(folder: Path, step: int) -> str:
+def explain_chosen_step(folder: Path, step: int) -> str:
     """Describe why a saved step is chosen: "best of validation auc", "last; no validation part", ..."""
     steps = list_checkpoints(folder)
     header = read_header(folder, steps[-1])

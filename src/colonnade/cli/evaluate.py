@@ -33,7 +33,7 @@ def evaluate(
     """Compute the metrics of a checkpoint: AUC and log loss, or the model's own.
 
     The checkpoint may come from any number of ranks. The folder is not changed."""
-    from colonnade.checkpoint.header import describe_checkpoint_choice, resolve_step
+    from colonnade.checkpoint.header import explain_chosen_step, resolve_step
     from colonnade.comm.mesh import Mesh
     from colonnade.run.run import load_run_config, open_run
     from colonnade.terminal import Terminal
@@ -65,7 +65,7 @@ def evaluate(
             f"got no samples in the {part} part, wanted some; choose another with --part"
         )
     console = Terminal()
-    console.print(f"{run}, step {step} ({describe_checkpoint_choice(run, step)}), {part}:")
+    console.print(f"{run}, step {step} ({explain_chosen_step(run, step)}), {part}:")
     for name, value in metrics.items():
         text = f"{value:,.0f}" if name.startswith("num") else f"{value:.4f}"
         console.print(f"  {name.replace('_', ' ')}: {text}")

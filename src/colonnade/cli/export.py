@@ -52,7 +52,7 @@ def export(
     ] = False,
 ) -> None:
     """Write weights as safetensors: dense.safetensors, one file of ids and rows per table, model.json."""
-    from colonnade.checkpoint.header import describe_checkpoint_choice
+    from colonnade.checkpoint.header import explain_chosen_step
     from colonnade.publish.exported import read_export
 
     if torch or aoti or triton or hub:
@@ -70,7 +70,7 @@ def export(
     rows = sum(table.count for table in exported.tables)
     size = sum(path.stat().st_size for path in destination.rglob("*") if path.is_file())
     print_text(
-        f"step {exported.step} ({describe_checkpoint_choice(run, exported.step)}): "
+        f"step {exported.step} ({explain_chosen_step(run, exported.step)}): "
         f"{len(exported.tables)} tables, {rows:,} trained rows, {size / 2**20:,.1f} MiB\nexport: {destination}"
     )
     if triton:

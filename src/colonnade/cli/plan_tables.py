@@ -213,7 +213,7 @@ def _print_exchanges(console: Console, planned: PlanningResult) -> None:
         grid.add_row(
             table.name, _describe_choice(best, planned) + ("!" if table.is_forced else ""),
             format_bytes(best.bytes_over("local")), format_bytes(best.bytes_over("remote")),
-            format_seconds(best.seconds), "-" if runner_up is None else _describe_exchange(runner_up),
+            format_seconds(best.seconds), "-" if runner_up is None else _label_exchange(runner_up),
             "-" if runner_up is None else _format_added_seconds(runner_up.more),
         )  # fmt: skip
     console.print(grid)
@@ -374,7 +374,7 @@ def _describe_owners(sharding: Sharding, planned: PlanningResult) -> str:
     return "servers" if planned.world.has_servers else "all"
 
 
-def _describe_exchange(cost: TableCost) -> str:
+def _label_exchange(cost: TableCost) -> str:
     if cost.exchange == "replicated":
         return "copies"
     kinds = {

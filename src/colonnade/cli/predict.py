@@ -69,7 +69,7 @@ def predict(
         TimeRemainingColumn,
     )
 
-    from colonnade.checkpoint.header import describe_checkpoint_choice
+    from colonnade.checkpoint.header import explain_chosen_step
     from colonnade.cli.score_files import ScoreFile
     from colonnade.cli.score_inputs import open_inputs
     from colonnade.data.tabular.tables import FORMATS
@@ -104,7 +104,7 @@ def predict(
                 progress.update(task, completed=file.num_samples)
         seconds = time.perf_counter() - started
         is_run = (model / "checkpoints").is_dir()
-        choice = f" ({describe_checkpoint_choice(model, predictor.step)})" if is_run else ""
+        choice = f" ({explain_chosen_step(model, predictor.step)})" if is_run else ""
         print_text(
             f"step {predictor.step}{choice}: {file.num_samples:,} samples scored, "
             f"{file.num_samples / max(seconds, 1e-9):,.0f} samples/s\nscores: {output}"

@@ -38,7 +38,7 @@ def verify(
     All bytes are read, rows included. Nothing is changed."""
     from colonnade.checkpoint.completeness import verify_checkpoint
     from colonnade.checkpoint.header import resolve_step
-    from colonnade.publish.exported import MODEL, verify_export
+    from colonnade.publish.exported import MODEL, verify_each_file
     from colonnade.report.formatting import format_bytes
 
     is_export = (run / MODEL).exists()
@@ -48,7 +48,7 @@ def verify(
                 f"{run} has one checkpoint and no stores; leave --at and --directory out"
             )
         subject, remedy = str(run), "Restore them from a copy, or export the run again"
-        files = verify_export(run) if is_export else _publication_files(run)
+        files = verify_each_file(run) if is_export else _publication_files(run)
     elif not (run / "checkpoints").is_dir():
         raise ConfigError(
             f"{run}: got a folder without checkpoints/ (a run), {MODEL} (an export) or published.json (a publication), "

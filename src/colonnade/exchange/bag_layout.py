@@ -24,7 +24,7 @@ from colonnade.lookup.layout import (
     Lookups,
     Output,
     collect_lookups,
-    list_outputs,
+    list_lookup_outputs,
     replace_weights,
 )
 from colonnade.table import POOLINGS
@@ -218,7 +218,7 @@ def _separate_evaluated_outputs(
 ) -> list[Output]:
     """Return outputs, with those of evaluated consumers as separate ones."""
     separate: list[Output] = []
-    for output in list_outputs(declaration):
+    for output in list_lookup_outputs(declaration):
         if others := tuple(name for name in output.names if name not in consumers):
             separate.append(replace(output, names=others))
         for name in output.names:

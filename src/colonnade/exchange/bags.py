@@ -62,7 +62,7 @@ from colonnade.lookup.layout import (
     build_lookup_columns,
     collect_next_use,
     explain_range_error,
-    list_outputs,
+    list_lookup_outputs,
 )
 from colonnade.lookup.outputs import CPU
 from colonnade.ops.memory import empty
@@ -112,7 +112,7 @@ class BagsExchange:
         self.num_ranks = mesh.num_ranks
         self.share = layout.shares[mesh.rank]
         sums = layout.pooled_declaration(mesh.rank)
-        self.owner = RowOwner(sums, build_lookup_columns(sums), list_outputs(sums), mesh)
+        self.owner = RowOwner(sums, build_lookup_columns(sums), list_lookup_outputs(sums), mesh)
         self.dtype = self.declaration.compute_dtype
         exact = coding.describe_exactness(REASSOCIATED, self.declaration.dtype, self.num_ranks)
         num_roundings = last_hop.transport.num_roundings

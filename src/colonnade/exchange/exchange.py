@@ -34,7 +34,7 @@ from colonnade.lookup.contract import (
     RowSource,
     TowerConsumers,
 )
-from colonnade.lookup.layout import EmbeddingDeclaration, Output, list_outputs
+from colonnade.lookup.layout import EmbeddingDeclaration, Output, list_lookup_outputs
 from colonnade.lookup.outputs import CPU, build_outputs, record_backward
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
@@ -71,7 +71,7 @@ class Exchange:
             for output in part.outputs
             if output.is_partial
         }
-        self.outputs = _separate_partial_outputs(list_outputs(declaration), partials)
+        self.outputs = _separate_partial_outputs(list_lookup_outputs(declaration), partials)
         by_table = [0] * len(declaration.tables)
         for i, part in enumerate(self.parts):
             for feature in part.declaration.features:
@@ -260,7 +260,7 @@ class Exchange:
         arrived, count = [end() for end in begun], len(contexts)
         if len(arrived) == 1:
             return arrived[0]
-        return self._join_gradients([
+        return self._merge_part_gradients([
             part.owner.merge_gradients(
                 [context.parts[i] for context in contexts], arrived[i * count : (i + 1) * count]
             )
@@ -275,7 +275,7 @@ class Exchange:
             gradients, square = part.owner.kernels_of_gradients(own).squared_norm(own)
             gradient_sums.append(gradients)
             total += square if part.counts_norm else 0.0
-        return self._join_gradients(gradient_sums), total
+        return self._merge_part_gradients(gradient_sums), total
 
     def apply_gradients(
         self, store: Any, row_gradients: RowGradients, optimizers: Tensor, settings: Tensor
@@ -385,7 +385,7 @@ class Exchange:
             next_use = self._join(codes, offsets)
         return OwnedRows(ids, torch.stack(offsets).sum(0), next_use)
 
-    def _join_gradients(self, row_gradients: Sequence[RowGradients]) -> RowGradients:
+    def _merge_part_gradients(self, row_gradients: Sequence[RowGradients]) -> RowGradients:
         """Join gradients of all parts; `_split_gradients` is the inverse."""
         if len(row_gradients) == 1:
             return row_gradients[0]

@@ -46,7 +46,7 @@ from colonnade.lookup.layout import (
     Lookups,
     build_lookup_columns,
     collect_lookups,
-    list_outputs,
+    list_lookup_outputs,
 )
 from colonnade.lookup.row_layout import RowLayout, build_row_layout
 from colonnade.ops.memory import empty
@@ -118,7 +118,7 @@ class RowsExchange:
         self.owner_map = build_owner_map(
             shardings or [everywhere] * len(declaration.tables), self.num_ranks
         )
-        self.outputs = list_outputs(declaration)
+        self.outputs = list_lookup_outputs(declaration)
         self.owner = RowOwner(declaration, build_lookup_columns(declaration), self.outputs, mesh)
         self.codec = RowCodec(declaration, mesh.rank, coding)
         self.exactness = coding.describe_exactness(BITWISE, declaration.dtype, self.num_ranks)

@@ -35,7 +35,7 @@ from colonnade.lookup.layout import (
     build_lookup_columns,
     collect_lookups,
     id_range_error,
-    list_outputs,
+    list_lookup_outputs,
 )
 from colonnade.lookup.stacking import hash_ids, hashed_tables_by_feature, sum_hashed_rows
 from colonnade.ops import reference
@@ -246,7 +246,10 @@ class LayoutReader:
 def open_layout(text: str) -> LayoutReader:
     """Return the reader of a layout, built once. Raises CorruptionError as `parse_layout`."""
     layout = parse_layout(text)
-    outputs, columns = list_outputs(layout.declaration), build_lookup_columns(layout.declaration)
+    outputs, columns = (
+        list_lookup_outputs(layout.declaration),
+        build_lookup_columns(layout.declaration),
+    )
     return LayoutReader(
         layout, NativeKernels(layout.declaration, columns, outputs, 1), columns, outputs
     )

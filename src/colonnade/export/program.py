@@ -37,7 +37,7 @@ from colonnade.export.tensors import (
     list_features_with_lengths,
     list_inputs,
 )
-from colonnade.lookup.layout import list_outputs
+from colonnade.lookup.layout import list_lookup_outputs
 from colonnade.lookup.outputs import build_outputs
 from colonnade.lookup.views import slices_of
 from colonnade.ops.interaction import plain_cross, plain_fm, plain_pairwise_dot
@@ -165,7 +165,7 @@ class ExportedModel(nn.Module, ABC):
         """Return what the collection does: outputs of consumers, and of fields without one."""
         fields = self.look_up(batch)
         declaration = self.slices.declaration
-        outputs = list_outputs(declaration)
+        outputs = list_lookup_outputs(declaration)
         pooled = [
             torch.cat([fields[f] for f in output.fields], 1)
             if len(output.fields) > 1

@@ -104,43 +104,50 @@ def build_batch(inputs: Iterable[ProgramInput], tensors: Mapping[str, np.ndarray
 
     Only names, types and dimensions are checked here; a `Predictor` checks sizes and ids.
     """
-    known_inputs = list(inputs)
-    names = [known.name for known in known_inputs]
+    declared_inputs = list(inputs)
+    names = [declared.name for declared in declared_inputs]
     if unknown := sorted(set(tensors) - set(names)):
         raise DataError(f"got an input {unknown[0]!r}, wanted {', '.join(names)}")
-    arrays = {known.name: _read_array(known, tensors.get(known.name)) for known in known_inputs}
-    size = max(len(arrays[k.name]) for k in known_inputs if k.shape[0] == "batch")
+    arrays = {
+        declared.name: _convert_checked_input(declared, tensors.get(declared.name))
+        for declared in declared_inputs
+    }
+    size = max(len(arrays[k.name]) for k in declared_inputs if k.shape[0] == "batch")
     ids = {}
-    for known in known_inputs:
-        is_lengths = known.name.endswith(LENGTHS) and known.name.removesuffix(LENGTHS) in arrays
-        if known.name == DENSE or is_lengths:
+    for declared in declared_inputs:
+        is_lengths = (
+            declared.name.endswith(LENGTHS) and declared.name.removesuffix(LENGTHS) in arrays
+        )
+        if declared.name == DENSE or is_lengths:
             continue
-        lengths = arrays.get(known.name + LENGTHS)
+        lengths = arrays.get(declared.name + LENGTHS)
         offsets = None
         if lengths is not None:
             if len(lengths) and int(lengths.min()) < 0:
                 raise DataError(
-                    f"input {known.name + LENGTHS!r}: got {int(lengths.min())}, wanted 0 or more ids"
+                    f"input {declared.name + LENGTHS!r}: got {int(lengths.min())}, wanted 0 or more ids"
                 )
             offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        ids[known.name] = Ids(arrays[known.name], offsets)
+        ids[declared.name] = Ids(arrays[declared.name], offsets)
     dense = arrays.get(DENSE)
     return Batch(size, torch.empty(size, 0) if dense is None else dense, ids)
 
 
-def _read_array(known: ProgramInput, array: np.ndarray | None) -> Tensor:
+def _convert_checked_input(declared: ProgramInput, array: np.ndarray | None) -> Tensor:
     if array is None:
-        raise DataError(f"got no input {known.name!r}, wanted {known.dtype} of shape {known.shape}")
-    if array.ndim == 2 and array.shape[1:] == (1,) and len(known.shape) == 1:
+        raise DataError(
+            f"got no input {declared.name!r}, wanted {declared.dtype} of shape {declared.shape}"
+        )
+    if array.ndim == 2 and array.shape[1:] == (1,) and len(declared.shape) == 1:
         array = array[:, 0]
     others = tuple(array.shape[1:])
-    if str(array.dtype) != known.dtype or others != known.shape[1:] or array.ndim < 1:
+    if str(array.dtype) != declared.dtype or others != declared.shape[1:] or array.ndim < 1:
         raise DataError(
-            f"input {known.name!r}: got {array.dtype} of shape {array.shape}, wanted {known.dtype} of shape "
-            f"{known.shape}"
+            f"input {declared.name!r}: got {array.dtype} of shape {array.shape}, wanted {declared.dtype} of shape "
+            f"{declared.shape}"
         )
-    if known.dtype == "float32" and not bool(np.isfinite(array).all()):
-        raise DataError(f"input {known.name!r}: got NaN or inf, wanted finite numbers")
+    if declared.dtype == "float32" and not bool(np.isfinite(array).all()):
+        raise DataError(f"input {declared.name!r}: got NaN or inf, wanted finite numbers")
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))
 
 

@@ -104,7 +104,7 @@ class EmbeddingDeclaration:
     @cached_property
     def output_names(self) -> tuple[str, ...]:
         """Names of a model's outputs, in order."""
-        return tuple(name for output in list_outputs(self) for name in output.names)
+        return tuple(name for output in list_lookup_outputs(self) for name in output.names)
 
     def is_looked_up(self, table: Table) -> bool:
         """Return whether a feature reads the table."""
@@ -255,7 +255,7 @@ def _check_inputs(
         raise ConfigError(f"consumer {name!r} {problem}")
 
 
-def list_outputs(declaration: EmbeddingDeclaration) -> tuple[Output, ...]:
+def list_lookup_outputs(declaration: EmbeddingDeclaration) -> tuple[Output, ...]:
     """List the outputs of a declaration: those of consumers in declared order, then fields without a consumer in
     declared order."""
     if declaration.shared is not None:
@@ -288,7 +288,7 @@ def restrict_outputs(whole: EmbeddingDeclaration, part: EmbeddingDeclaration) ->
     """Return the outputs of the whole that have fields of a part of it, with those fields."""
     part_fields = {field.name: i for i, field in enumerate(part.fields)}
     restricted = []
-    for output in list_outputs(whole):
+    for output in list_lookup_outputs(whole):
         own_columns = [
             (part_fields[name], column)
             for i, column in zip(output.fields, output.columns, strict=True)
@@ -305,7 +305,7 @@ def build_lookup_columns(declaration: EmbeddingDeclaration) -> LookupColumns:
     features: list[int] = []
     taken: set[tuple[int, int]] = set()
     reads = []
-    for output in list_outputs(declaration):
+    for output in list_lookup_outputs(declaration):
         for i in output.fields:
             field = declaration.fields[i]
             columns = [c for c, f in enumerate(features) if f == field.feature]

@@ -25,7 +25,7 @@ from colonnade.lookup.layout import (
     build_lookup_columns,
     collect_lookups,
     explain_range_error,
-    list_outputs,
+    list_lookup_outputs,
 )
 from colonnade.lookup.outputs import build_outputs
 from colonnade.lookup.views import Slices
@@ -132,7 +132,7 @@ class MappedLookup:
     def __init__(self, declaration: EmbeddingDeclaration, rows: MappedRows) -> None:
         self.declaration, self.rows = declaration, rows
         self.outputs, self.lookup_columns = (
-            list_outputs(declaration),
+            list_lookup_outputs(declaration),
             build_lookup_columns(declaration),
         )
         self.table_rows = torch.tensor([table.rows or 0 for table in declaration.tables])

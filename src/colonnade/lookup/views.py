@@ -82,7 +82,7 @@ class Slices:
         }
 
     @cached_property
-    def slice_readers(self) -> tuple[tuple[int, int], ...]:
+    def feature_slice_pairs(self) -> tuple[tuple[int, int], ...]:
         """Indices of the declared feature and of the slice that it reads, by feature of `declaration`."""
         return tuple(
             (f, slice_index)
@@ -104,7 +104,7 @@ class Slices:
             return replace(declared, consumers=whole) if self.local_attention else declared
         tables = tuple(shard.table for shard in self.table_shards)
         features = tuple(
-            self._slice_feature(f, slice_index) for f, slice_index in self.slice_readers
+            self._slice_feature(f, slice_index) for f, slice_index in self.feature_slice_pairs
         )
         # Sums that are still to be added and divided are not rounded before.
         output = declared.tables[0].compute_dtype if self.hot_ids else declared.output
@@ -155,7 +155,7 @@ class Slices:
             part = declared.parts[field.part][1]
             slice_names[field.name] = tuple(
                 (f"{feature.name}.{part.name}" if part.name else feature.name) + table.suffix
-                for f, slice_index in self.slice_readers
+                for f, slice_index in self.feature_slice_pairs
                 if f == field.feature
                 for feature, table in [
                     (self._slice_feature(f, slice_index), self.table_shards[slice_index].table)

@@ -82,7 +82,7 @@ class GraphSAGE(Retriever):
             )
         rows = self.embeddings(batch)
         queries, items = self._embed_role(rows, "query"), self._embed_role(rows, "item")
-        return self.contrast_pairs(
+        return self.build_contrastive_batch(
             batch, queries, items, batch.key.truth.values, [batch.key.excluded]
         )
 

@@ -127,7 +127,7 @@ class Retriever(SplitModel):
     def items(self, batch: Batch) -> Tensor:
         """Return the vectors of items, (B, D). The batch needs only the items' columns."""
 
-    def contrast_pairs(
+    def build_contrastive_batch(
         self, batch: Batch, queries: Tensor, items: Tensor, item_ids: Tensor, known: Iterable[Ids]
     ) -> ContrastiveBatch:
         """Contrast each sample's query (B, D) with the items (B, D) of all samples, except its own and those in its

@@ -97,7 +97,9 @@ class TwoTower(Retriever):
             )
         queries, items = self._embed(batch)
         known = [batch.ids[name] for name in self.known_items]
-        return self.contrast_pairs(batch, queries, items, batch.ids[self.item_id].values, known)
+        return self.build_contrastive_batch(
+            batch, queries, items, batch.ids[self.item_id].values, known
+        )
 
     def queries(self, batch: Batch) -> Tensor:
         return self.augment_queries(self._embed(self.fill_missing_features(batch))[0])

@@ -39,7 +39,7 @@ from colonnade.errors import (
 )
 from colonnade.formats import make_format_stamp
 from colonnade.publish.export import check_dense_finite, check_rows_finite, export_run
-from colonnade.publish.exported import Count, verify_export
+from colonnade.publish.exported import Count, verify_each_file
 from colonnade.store.difference import CommitDifference, IncomparableCommits, diff_commits
 from colonnade.store.disk import Disk
 from colonnade.store.durable import read_verified, write_durably
@@ -406,7 +406,7 @@ def verify_publication(folder: Path) -> Iterator[VerifiedFile]:
     if current is None:
         raise CheckpointError(f"{folder} holds no publication")
     yield verify_file(folder / CURRENT, lambda: None)
-    yield from verify_export(folder_inside(folder, current.bases[-1].folder))
+    yield from verify_each_file(folder_inside(folder, current.bases[-1].folder))
     for number in range(current.bases[-1].number + 1, current.number + 1):
         yield verify_file(folder / delta_file_name(number), partial(read_delta, folder, number))
 

@@ -287,7 +287,7 @@ def export_if_missing(path: Path, *, at: int | str | None = None) -> Path:
     except (ConfigError, StorageError):
         if not destination.is_dir():  # else another process was faster
             raise
-    _delete_obsolete_exports(path)
+    _delete_orphaned_exports(path)
     return destination
 
 
@@ -297,7 +297,7 @@ def _export_name(path: Path, step: int) -> str:
     return f"{step}-{tag:x}-v{VERSIONS[FORMAT]}"
 
 
-def _delete_obsolete_exports(path: Path) -> None:
+def _delete_orphaned_exports(path: Path) -> None:
     """Delete exports of deleted checkpoints and of killed writers. Processes with mapped files can still read them."""
     current = {_export_name(path, step) for step in list_checkpoints(path)}
     for export_folder in (path / FOLDER).iterdir():

@@ -156,7 +156,7 @@ def check_file_lengths(folder: Path, export: Export) -> None:
 
 def read_dense(folder: Path, export: Export) -> dict[str, Tensor]:
     """Read and check the dense weights. Raises CorruptionError, StorageError."""
-    from safetensors.torch import load  # imported here, because `verify_export` needs no torch
+    from safetensors.torch import load  # imported here, because `verify_each_file` needs no torch
 
     file = open_checked(folder, DENSE, export.files[DENSE])
     content = file.read(0, file.num_bytes).tobytes()
@@ -168,7 +168,7 @@ def read_dense(folder: Path, export: Export) -> dict[str, Tensor]:
         ) from None
 
 
-def verify_export(folder: Path) -> Iterator[VerifiedFile]:
+def verify_each_file(folder: Path) -> Iterator[VerifiedFile]:
     """Read every byte of an export and yield each file.
 
     Raises CheckpointError, CorruptionError, StorageError if model.json, which lists all files, cannot be read.

@@ -117,7 +117,7 @@ def run_micro_benchmark(
     reads: number of rows that a step of the run will read, by table. None: memory is as small as possible.
     """
     with torch.random.fork_rng():  # so that planning changes no bit of the later run
-        return _run_micro_benchmark(
+        return _measure_step_costs(
             model,
             _MicroBenchmark(batches, schema, objective, make_optimizer, batch_size),
             folder,
@@ -125,7 +125,7 @@ def run_micro_benchmark(
         )
 
 
-def _run_micro_benchmark(
+def _measure_step_costs(
     model: nn.Module, benchmark: _MicroBenchmark, parent: Path | None, reads: Mapping[str, float]
 ) -> StepCosts:
     """Time passes with and without memory for all rows, and compute the costs per step and row."""

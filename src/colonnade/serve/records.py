@@ -94,7 +94,7 @@ class RawColumn:
     def build_array(self, values: list[Any], rules: ValueRules) -> pa.Array:
         """Build an array (N,) of the values of all records. Raises InvalidValue."""
         if not PLAIN.issuperset(map(type, values)):
-            values = [self._convert_plain(value, row) for row, value in enumerate(values)]
+            values = [self._convert_to_json_value(value, row) for row, value in enumerate(values)]
         if self.is_list:
             return self._build_lists(values, rules)
         if self.is_required and None in values:
@@ -110,7 +110,9 @@ class RawColumn:
         elements = list(chain.from_iterable(lists))
         try:
             if not PLAIN.issuperset(map(type, elements)):
-                elements = [self._convert_plain(value, at) for at, value in enumerate(elements)]
+                elements = [
+                    self._convert_to_json_value(value, at) for at, value in enumerate(elements)
+                ]
             array = self._build_scalars(elements, rules)
         except InvalidValue as fault:
             fault.row = int(np.searchsorted(offsets, fault.row, side="right")) - 1
@@ -216,7 +218,7 @@ class RawColumn:
                     raise self._build_error(row, text.as_py())
         return pa.array(ids)
 
-    def _convert_plain(self, value: Any, row: int) -> Any:
+    def _convert_to_json_value(self, value: Any, row: int) -> Any:
         """Convert values that records made in Python may have (numpy, datetime, Decimal) to those of JSON."""
         if type(value) in PLAIN:
             return value

@@ -273,7 +273,7 @@ class ServedModel:
     @property
     def problem(self) -> str | None:
         """Description of what is wrong with the publication or with the served rows; None: nothing."""
-        served = self._get_served()
+        served = self._find_default_predictor()
         if served is not None and served.rows.problem is not None:
             return str(served.rows.problem)
         return self._problem
@@ -281,7 +281,7 @@ class ServedModel:
     @property
     def is_ready(self) -> bool:
         """True if the served checkpoint is loaded and whole: a damaged publication leaves the last good one."""
-        served = self._get_served()
+        served = self._find_default_predictor()
         return served is not None and served.rows.problem is None
 
     @property
@@ -289,7 +289,7 @@ class ServedModel:
         """Seconds since the newest loaded checkpoint was published."""
         return self._age_when_loaded + time.monotonic() - self._loaded_at
 
-    def _get_served(self) -> Predictor | None:
+    def _find_default_predictor(self) -> Predictor | None:
         """Return the predictor that requests get which name no step; None: it is not open."""
         newest, wanted = self._newest, self.control.read().serve_step
         if wanted is None or (newest is not None and wanted == newest.step):

@@ -86,7 +86,7 @@ class SegmentRewriter:
             if is_done:
                 del self._victims[0]
                 self._next_record = 0
-                self.files.forget_segment(part.number)
+                self.files.mark_segment_removable(part.number)
             return num_bytes, is_done
 
     @property
@@ -121,7 +121,7 @@ class SegmentRewriter:
         while first < part.num_records:
             _, first = self._rewrite_piece(part, first)
         self._victims = []
-        self.files.forget_segment(part.number)
+        self.files.mark_segment_removable(part.number)
 
 
 DEFAULT_UTILISATION = 0.7

@@ -263,7 +263,7 @@ class LogFiles:
         self.parts[entry.number] = part
         self._adjust_used(part.stripe, part.reserved_bytes)
 
-    def forget_segment(self, number: int) -> None:
+    def mark_segment_removable(self, number: int) -> None:
         """Forget a segment that the log does not need. Its file stays until `remove`, and until reads of it end."""
         with self._lock:
             part = self.parts.pop(number)

@@ -233,7 +233,7 @@ class MappedTable:
         """Reserve address space for `room` rows that are newer than the file's, then for `capacity` first values."""
         newer = self._mapping.rows_behind(0, self._num_newer).copy() if self._num_newer else None
         self._capacity, self._room = capacity, self._room if room is None else room
-        self.base = self._mapping.remap(self._room + capacity)
+        self.base = self._mapping.map_with_room(self._room + capacity)
         self.native.set_base(self.base)
         if newer is not None:
             self._mapping.rows_behind(0, self._num_newer)[:] = newer
@@ -301,15 +301,15 @@ class _Mapping:
         self._base = 0
         self._pages: FileMapping | None = None
 
-    def remap(self, capacity: int) -> int:
-        """Map the file again, with room for `capacity` rows behind its own. Returns the address of slot 0."""
+    def map_with_room(self, num_extra_rows: int) -> int:
+        """Map the file again, with room for `num_extra_rows` rows behind its own. Returns the address of slot 0."""
         self.close()
         begin, page = self.file.weights_begin, mmap.PAGESIZE
         first = begin // page * page if self.file.num_rows else begin
         length = begin - first + self.file.num_rows * self.stride
         end = -(-length // page) * page
         self.first_free = -(-(end - (begin - first)) // self.stride)
-        room = (capacity + 1) * self.stride
+        room = (num_extra_rows + 1) * self.stride
         offset = first if length else 0
         self._pages = FileMapping(self.file.file.file, length, offset=offset, room=room)
         self._base = self._pages.address + begin - first

@@ -242,7 +242,7 @@ class Trainer:
             is_last = self._has_reached_max_steps()
             is_best = False
             if batch.ends_epoch or is_last or _is_due(step, schedule.evaluate_steps):
-                is_best = self._evaluate_and_record(batch.ends_epoch)
+                is_best = self._evaluate_and_check_best(batch.ends_epoch)
             is_over = batch.ends_epoch or is_last or stop or self._has_run_out_of_patience()
             by_clock = self.clock.is_checkpoint_due(
                 self.checkpoints is not None and self.checkpoints.is_writing
@@ -447,7 +447,7 @@ class Trainer:
     def _has_run_out_of_patience(self) -> bool:
         return 0 < self.schedule.patience <= self.best.num_since
 
-    def _evaluate_and_record(self, ends_epoch: bool) -> bool:
+    def _evaluate_and_check_best(self, ends_epoch: bool) -> bool:
         """Evaluate all parts of the data, and record the scores. Returns whether this score is the best so far.
 
         The final test metrics are those at the best validation score; without a validation part, the newest.

@@ -399,8 +399,8 @@ def open_synthetic(
         raise ConfigError(
             f"got groups for label_model={label_model!r}, in which no fields interact; leave them out"
         )
-    group_of = _assign_fields_to_groups(rows, groups) if "interaction" in shares else {}
-    distribution = _build_calibrated_distribution(
+    group_of = _map_fields_to_groups(rows, groups) if "interaction" in shares else {}
+    distribution = _build_click_distribution(
         tuple(rows),
         tuple(group_of.items()),
         exponent=exponent,
@@ -494,7 +494,7 @@ class SyntheticSource:
         )
 
 
-def _assign_fields_to_groups(
+def _map_fields_to_groups(
     rows: Sequence[int], groups: Sequence[Sequence[str]] | None
 ) -> dict[str, int]:
     """Map the name of each field that interacts to the index of its group. Raises ConfigError."""
@@ -554,7 +554,7 @@ def _task_keys(tasks: int) -> list[tuple[int, ...]]:
 
 
 @lru_cache(maxsize=4)
-def _build_calibrated_distribution(
+def _build_click_distribution(
     rows: tuple[int, ...],
     group_of: tuple[tuple[str, int], ...],
     *,

@@ -103,7 +103,7 @@ class ModelLoad:
         )
 
 
-def build_load_without_consumers(loads: Sequence[TableLoad]) -> ModelLoad:
+def build_load_from_tables(loads: Sequence[TableLoad]) -> ModelLoad:
     """Return a model load without consumers, if only the tables of a model are known: values are sent."""
     return ModelLoad(
         tuple(

@@ -59,7 +59,7 @@ def measure_links(mesh: Mesh) -> World:
         fixed, rate = fit_message_cost(sizes, seconds)
         speeds["message_seconds"] = fixed / (world.ranks_per_host - 1)
         speeds["local_bytes_per_second"] = rate
-        speeds |= _fit_processor_seconds_per_byte(sizes, processor, world.ranks_per_host - 1)
+        speeds |= _fit_processor_cost(sizes, processor, world.ranks_per_host - 1)
     if world.num_hosts > 1:
         host = world.host(mesh.rank)
         others = [rank for rank in range(world.num_ranks) if world.host(rank) != host]
@@ -67,7 +67,7 @@ def measure_links(mesh: Mesh) -> World:
         gathered = torch.stack(mesh.all_gather(CHANNEL, _pad_times(times)))
         sizes, seconds, processor = _combine_rank_times(gathered)
         fixed, rate = fit_message_cost(sizes, seconds)
-        speeds |= _fit_processor_seconds_per_byte(sizes, processor, len(others))
+        speeds |= _fit_processor_cost(sizes, processor, len(others))
         local = (world.ranks_per_host - 1) * speeds.get("message_seconds", 0.0)
         speeds["remote_message_seconds"] = max(fixed - local, fixed / 10) / len(others)
         speeds["remote_bytes_per_second"] = rate * world.ranks_per_host
@@ -126,7 +126,7 @@ def fit_message_cost(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[
     return fixed, rate
 
 
-def _fit_processor_seconds_per_byte(
+def _fit_processor_cost(
     sizes: Sequence[float], seconds: Sequence[float], num_peers: int
 ) -> dict[str, float]:
     fixed, rate = fit_message_cost(sizes, seconds)

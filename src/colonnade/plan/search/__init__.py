@@ -13,7 +13,7 @@ from colonnade.plan.search.candidates import OPTIONS, Constraint, Memory, Option
 from colonnade.plan.search.explanation import explain_choice
 from colonnade.plan.search.initial_candidates import build_initial_states
 from colonnade.plan.search.search import Search
-from colonnade.plan.search.tower_choice import constrain_to_towers, mark_as_chosen
+from colonnade.plan.search.tower_choice import constrain_to_towers, unforce_tables
 from colonnade.topology.world import World
 
 
@@ -67,5 +67,5 @@ def choose(
             is_fetched_ahead=is_fetched_ahead, model=model, towers=towers,
         )  # fmt: skip
         if other.seconds.step < choice.seconds.step:
-            choice = mark_as_chosen(other, without_towers, in_towers)
+            choice = unforce_tables(other, without_towers, in_towers)
     return choice

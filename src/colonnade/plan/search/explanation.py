@@ -185,11 +185,11 @@ def explain_choice(search: Search, state: State, partials_delay: float | None) -
     seconds = search.predict_step_seconds(state)
     # Values fetched ahead cost no waiting, so halving their bytes saves nothing.
     halved_seconds = (push + (0.0 if seconds.is_fetched_ahead else fetch)) / 2
-    consumers = _explain_state_consumers(search, state, partials_delay)
+    consumers = _explain_consumer_choices(search, state, partials_delay)
     return PlanDecision(tuple(tables), seconds, sent, halved_seconds, consumers)
 
 
-def _explain_state_consumers(
+def _explain_consumer_choices(
     search: Search, state: State, partials_delay: float | None
 ) -> tuple[ConsumerChoice, ...]:
     owners = np.zeros((len(search.loads), search.world.num_ranks))

@@ -34,7 +34,7 @@ from colonnade.plan.cost.comm_volume import (
     predict_transfer_seconds,
     tower_crossing_seconds,
 )
-from colonnade.plan.cost.consumers import ModelLoad, build_load_without_consumers
+from colonnade.plan.cost.consumers import ModelLoad, build_load_from_tables
 from colonnade.plan.cost.partials import Partials, PartialsTraffic, predict_partials_seconds
 from colonnade.plan.cost.paths import Paths, sums_inside_hosts
 from colonnade.plan.cost.table_stats import TableLoad
@@ -119,7 +119,7 @@ class Search:
         self.forced = [forced.get(load.name, Constraint()) for load in loads]
         self.has_model = model is not None
         self.partials = Partials(
-            model or build_load_without_consumers(loads),
+            model or build_load_from_tables(loads),
             len(loads),
             adds_in_host=sums_inside_hosts(world),
         )

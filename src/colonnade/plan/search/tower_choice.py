@@ -147,7 +147,7 @@ def constrain_to_towers(
     return constraints
 
 
-def mark_as_chosen(
+def unforce_tables(
     choice: PlanDecision, before: PlanDecision, names: Collection[str]
 ) -> PlanDecision:
     """Return `choice` with the tables `names` as free decisions, not constraints; `before` supplies alternatives."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from colonnade.lookup.hops import BY_TOWERS
-from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad, build_load_without_consumers
+from colonnade.plan.cost.consumers import ConsumerLoad, ModelLoad, build_load_from_tables
 from colonnade.plan.cost.table_stats import TableLoad
 from colonnade.plan.measure.device import RowRate
 from colonnade.plan.search import choose
@@ -64,9 +64,7 @@ def advise_tower_modules(
         return ()
     advice = []
     for ratio in RATIOS:
-        model, widths = _add_tower_modules(
-            build_load_without_consumers(loads), tables, num_towers, ratio
-        )
+        model, widths = _add_tower_modules(build_load_from_tables(loads), tables, num_towers, ratio)
         current = {
             table.name: Constraint(
                 table.chosen.sharding.kind, table.chosen.exchange, table.chosen.sharding.ranks
