@@ -5,6 +5,7 @@ A ratio is the geometric mean over its points, unless its name ends in `_min` or
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import median
@@ -16,6 +17,8 @@ from rich.table import Table
 OURS = "colonnade"
 ROWWISE = "rowwise_adagrad"
 API_BATCH_SIZE = 4096
+CASE = re.compile(r"D=(\d+) (\S+) (uniform|zipf \S+) (\S+)(?: beside (.+))? (\S+)")
+"""A `Point` and a phase."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,10 @@ class Figures:
         """Read back what `measured` makes."""
         figures = Figures()
         for row in measured:
-            dim, workload, ids, optimizer, *beside, phase = row.case.split()
-            point = Point(int(dim[2:]), workload, ids, optimizer, " ".join(beside[1:]))
+            case = CASE.fullmatch(row.case)
+            assert case is not None, f"no case of this bench: {row.case!r}"
+            dim, workload, ids, optimizer, beside, phase = case.groups(default="")
+            point = Point(int(dim), workload, ids, optimizer, beside)
             by_phase = figures.seconds.setdefault((point, row.system), {})
             by_phase[phase] = [ms / 1e3 for ms in row.values]
         return figures
@@ -216,16 +221,17 @@ def _line(figures: Figures, dim: int, workload: str, ids: str) -> list[str]:
 
     case = dim, workload, ids
     found = [p for p in figures.points(OURS) if (p.dim, p.workload, p.ids) == case]
-    rowwise = next(p for p in found if p.optimizer == ROWWISE)
-    plan = figures.median(rowwise, OURS, "plan") / figures.rows(rowwise, OURS)
-    is_open = (rowwise, "open") in figures.seconds
+    plan = is_open = ""
+    for rowwise in (p for p in found if p.optimizer == ROWWISE):
+        plan = f"{figures.median(rowwise, OURS, 'plan') / figures.rows(rowwise, OURS):.2f}"
+        if (rowwise, "open") in figures.seconds:
+            is_open = f"{figures.step(rowwise, OURS) / figures.step(rowwise, 'open'):.2f}"
     return [
         str(dim), workload, ids,
         ms(figures.forward, ROWWISE), over(figures.forward, ROWWISE, "fbgemm"),
         over(figures.forward, ROWWISE, "roofline", 2),
         ms(figures.update, ROWWISE), over(figures.update, ROWWISE, "fbgemm"),
-        over(figures.rows, ROWWISE, "roofline", 2), f"{plan:.2f}",
-        f"{figures.step(rowwise, OURS) / figures.step(rowwise, 'open'):.2f}" if is_open else "",
+        over(figures.rows, ROWWISE, "roofline", 2), plan, is_open,
         *(
             word
             for optimizer in ("sgd", "adagrad")

@@ -25,7 +25,7 @@ from workers import kernels_torch as theirs  # noqa: E402
 from workers import roofline  # noqa: E402
 from workers.kernels_loop import Run, gradient_of  # noqa: E402
 from workers.loop import Laps  # noqa: E402
-from workers.workload import NUM_FEATURES, Tables, Workload, draw, write_ids  # noqa: E402
+from workers.workload import NUM_FEATURES, SKEWS, Tables, Workload, draw, write_ids  # noqa: E402
 
 ONE_HOT = Workload("one-hot", batch_size=64, lookups=1, pooled=True, steps=2)
 MULTI_HOT = Workload("20-hot", batch_size=16, lookups=20, pooled=True, steps=2)
@@ -322,8 +322,9 @@ def test_a_reports_cases_are_lines(tmp_path: Path) -> None:
 def test_figures_are_read_back_from_a_files_rows() -> None:
     figures = Figures()
     for point in (
-        Point(16, "one-hot", "skewed", "sgd"),
-        Point(16, "20-hot", "uniform", "adagrad", "torch"),
+        *(Point(16, "one-hot", ids, "sgd") for ids in SKEWS),
+        Point(16, "20-hot", "zipf 1.05", "adagrad", "fbgemm torch"),
     ):
         figures.seconds[point, "colonnade"] = {"forward": [0.001, 0.002], "rows": [0.003]}
     assert Figures.of_measured(figures.measured()) == figures
+    print_figures(kernels.Console(), figures)
