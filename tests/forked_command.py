@@ -92,6 +92,38 @@ def _command(arguments: list[str], folder: str, environment: dict[str, str], han
     main()
 
 
+class ForkedCommand:
+    """`colonnade WORDS`, forked, with the methods of a `subprocess.Popen` whose outputs are pipes of text."""
+
+    def __init__(self, words: Sequence[str], **environment: str) -> None:
+        outputs = os.pipe(), os.pipe()
+        with open(os.devnull) as nothing:
+            streams = nothing.fileno(), *(writer for _, writer in outputs)
+            handles = [reduction.DupFd(stream) for stream in streams]
+        call = list(words), os.getcwd(), {**os.environ, **environment}, handles
+        self._process: Any = preloaded_context().Process(target=_command, args=call)
+        self._process.start()
+        for _, writer in outputs:
+            os.close(writer)
+        self.pid = self._process.pid
+        self.stdout, self.stderr = (open(reader, encoding="utf-8") for reader, _ in outputs)
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, seconds: float) -> int:
+        self._process.join(seconds)
+        if self.poll() is None:
+            raise TimeoutError(f"process {self.pid} had not ended after {seconds:g} s")
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
 def start_command(
     output: Path, environment: Mapping[str, str], words: Sequence[str], *, is_forked: bool = True
 ) -> Child:

@@ -6,8 +6,6 @@ import contextlib
 import json
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from forked_command import ForkedCommand
 from small_run import CONFIG, opened
 
 from colonnade import Mesh
@@ -96,12 +95,7 @@ class Server:
     """A `colonnade serve` process."""
 
     def __init__(self, *arguments: object) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "colonnade", "serve", *map(str, arguments), "--port", "0"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self.process = ForkedCommand(["serve", *map(str, arguments), "--port", "0"])
         self.errors = ""
         self._reader = threading.Thread(target=self._read_errors, daemon=True)
         self._reader.start()

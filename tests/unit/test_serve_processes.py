@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 import served
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
+from forked_command import ForkedCommand
 from served import TOKEN, bearer, serving, to_binary, to_tensors
 from tritonclient.utils import InferenceServerException
 
@@ -317,11 +317,11 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "colonnade", "serve", *map(str, arguments)],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "300"}, check=False,
-    )  # fmt: skip
+def run(*arguments: object) -> tuple[int, str]:
+    """Return the exit status of `colonnade serve`, and what it wrote to its error stream."""
+    process = ForkedCommand(["serve", *map(str, arguments)], COLUMNS="300")
+    with process.stdout, process.stderr:
+        return process.wait(60), process.stderr.read()
 
 
 def test_what_cannot_be_served_is_said_in_one_line(trained, server, tmp_path):
@@ -336,9 +336,9 @@ def test_what_cannot_be_served_is_said_in_one_line(trained, server, tmp_path):
         (["s3://a/b"], "give --copy FOLDER"),
         ([trained / "published", "--max-body", "much"], "--max-body"),
     ):
-        ended = run(*arguments)
-        assert ended.returncode == 2 and words in ended.stderr, (arguments, ended.stderr)
-        assert len(ended.stderr.strip().splitlines()) == 1
+        code, errors = run(*arguments)
+        assert code == 2 and words in errors, (arguments, errors)
+        assert len(errors.strip().splitlines()) == 1
 
 
 def test_tls(trained, tmp_path, batch):
