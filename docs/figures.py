@@ -290,8 +290,8 @@ def missed_rows() -> Iterable[tuple[str | Figure, ...]]:
         ("towers, compression 8, against the best flat exchange, worst case", "towers", "towers_cr8_vs_best_flat", 1.3),
         ("towers: error of predicted seconds, worst case", "towers", "predicted_time_error", 0.15),
         ("partials: the chosen plan's time over the best plan's, worst case", "substitute", "chooser_regret", 1.05),
-        ("embeddings in one process against PERSIA: samples/s", "sparse", "sparse_vs_persia", 26.7),
-        ("embeddings on several ranks against PERSIA, worst case",
+        ("embeddings in one process: times PERSIA's samples/s", "sparse", "sparse_vs_persia", 26.7),
+        ("embeddings on several ranks: times PERSIA's samples/s, worst case",
          "sparse", "sparse_across_processes_vs_persia_min", 5.0),
         ("cached rows against no cache, 200 Mbit/s", "staleness", "row_clock_vs_no_cache", 2.5),
     ):  # fmt: skip

@@ -45,6 +45,8 @@ MODELS = {
     "nfm": {"dim": 8, "top": [64, 64]},
     "lr": {},
 }
+TYPICAL = ("dlrm", "wide_deep")
+"""One without a linear term, one with; the others are slow."""
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,9 @@ def first_batch(size):
     return next(iter(open_source("synthetic", **OPTIONS).test.batches(size)))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(m, marks=[pytest.mark.slow] * (m not in TYPICAL)) for m in MODELS]
+)
 def test_a_program_has_the_bits_of_the_predictor(name, runs, tmp_path):
     folder = export_model(runs(name), tmp_path / name, torch=True)
     program = torch.export.load(folder / "model.pt2").module()
@@ -154,7 +158,12 @@ def own_batch(size, seed):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "master"), [("float32", False), ("bfloat16", True), ("float64", False)]
+    ("dtype", "master"),
+    [
+        pytest.param("float32", False, marks=pytest.mark.slow),
+        ("bfloat16", True),
+        pytest.param("float64", False, marks=pytest.mark.slow),
+    ],
 )
 def test_bags_sequences_and_ids_without_rows(dtype, master, tmp_path):
     """Half of the ids were never trained: their first values must be those of the predictor."""
