@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
 BEGIN, END = "<!-- figures: {} -->", "<!-- end of figures -->"
-TRAIN_BATCH_SIZE = 4096
 MAX_OTHERS_SHARE = 0.05
 """Share of the machine that other processes may have used while times were taken."""
 
@@ -93,25 +92,7 @@ class Ratio:
         return f"{read_results(self.file)['ratios'][self.name]:,.{self.digits}f}"
 
 
-@dataclass(frozen=True)
-class Saved:
-    """Milliseconds that a step of `bench train` saves against a peer's."""
-
-    case: str
-    system: str
-    file: str = "train"
-    is_timing = True
-
-    def text(self) -> str:
-        rates = {
-            c["system"]: c["median"]
-            for c in read_results(self.file)["cases"]
-            if c["case"] == self.case and c["unit"] == "samples/s"
-        }
-        return f"{1e3 * TRAIN_BATCH_SIZE * (1 / rates[self.system] - 1 / rates['colonnade']):.1f}"
-
-
-Figure = Best | UplinkOfBest | Ratio | Saved
+Figure = Best | UplinkOfBest | Ratio
 
 
 @dataclass(frozen=True)
@@ -142,6 +123,8 @@ def find_distrust(results: dict[str, Any], is_timing: bool, commit_is_ancestor: 
 
 @cache
 def distrust_of(name: str, is_timing: bool) -> str:
+    if not (RESULTS / f"{name}.json").exists():
+        return "not measured yet"
     results = read_results(name)
     is_ancestor = not run_git("merge-base", "--is-ancestor", results["commit"], "HEAD").returncode
     return find_distrust(results, is_timing, is_ancestor)
@@ -202,23 +185,34 @@ LINKS = {"0.2": "200 Mbit/s", "1": "1 Gbit/s", "10": "10 Gbit/s"}
 
 
 def train_rows() -> Iterable[tuple[str | Figure, ...]]:
-    for label, case, systems in (
-        ("DLRM, D=16", "D=16", 3),
-        ("DLRM, D=64", "D=64", 3),
-        ("DeepFM, D=16", "DeepFM D=16", 2),
-        ("DCN-v2, D=16", "DCN-v2 D=16", 2),
-        ("embeddings of DLRM alone, D=16", "D=16 sparse only", 3),
-        ("embeddings of DLRM alone, D=64", "D=64 sparse only", 3),
+    both = ("torch", "torch helped", "torchrec", "torchrec helped*")
+    for label, case, peers in (
+        ("DLRM, D=16", "D=16", both),
+        ("DLRM, D=64", "D=64", both),
+        ("DeepFM, D=16", "DeepFM D=16", both[:2]),
+        ("DCN-v2, D=16", "DCN-v2 D=16", both[:2]),
+        ("embeddings of DLRM alone, D=16", "D=16 sparse only", both),
+        ("embeddings of DLRM alone, D=64", "D=64 sparse only", both),
     ):
-        figures = [Best("train", case, name) for name in ("colonnade", "torch", "torchrec")]
-        yield (label, *figures[:systems], *[""] * (3 - systems))
+        figures = [
+            Best("train", case, system, unit="samples/s") for system in ("colonnade", *peers)
+        ]
+        yield (label, *figures, *[""] * (5 - len(figures)))
 
 
-def saved_rows() -> Iterable[tuple[str | Figure, ...]]:
-    for label, suffix in (("whole step", ""), ("its embeddings alone", " sparse only")):
-        for dim in (16, 64):
-            case = f"D={dim}{suffix}"
-            yield (f"{label}, D={dim}", Saved(case, "torch"), Saved(case, "torchrec"))
+def split_rows() -> Iterable[tuple[str | Figure, ...]]:
+    parts = ("step", "embeddings", "interaction", "products", "allocator", "rest")
+    for dim in (16, 64):
+        for label, system in (
+            ("Colonnade", "colonnade"),
+            ("Colonnade, malloc as shipped", "colonnade, malloc as shipped"),
+            ("`nn.EmbeddingBag`, as shipped", "torch"),
+            ("`nn.EmbeddingBag`, helped", "torch helped"),
+            ("TorchRec, as shipped", "torchrec"),
+            ("TorchRec, helped", "torchrec helped"),
+        ):
+            cases = (f"D={dim} split {part}" for part in parts)
+            yield (f"{label}, D={dim}", *(Best("train", case, system, digits=1) for case in cases))
 
 
 def partials_rows() -> Iterable[tuple[str | Figure, ...]]:
@@ -271,6 +265,47 @@ def cached_rows() -> Iterable[tuple[str | Figure, ...]]:
         yield (label, *(Best("staleness", f"2x2 mixed {link} Gbit/s", system) for link in LINKS))
 
 
+def exchange_rows() -> Iterable[tuple[str | Figure, ...]]:
+    for label, case in (
+        ("D=64", "2x2 D=64"), ("D=128", "2x2 D=128"), ("sequences of 50 ids, D=64", "2x2 sequences of 50 D=64"),
+        ("20 ids a field, D=64", "2x2 20-hot D=64"),
+    ):  # fmt: skip
+        for link in ("1", "10"):
+            name = f"{case} {link} Gbit/s"
+            shardings = (f"torchrec {each}*" for each in ("table-wise", "row-wise", "planner"))
+            yield (
+                f"{label}, {LINKS[link]}",
+                *(Best("exchange", name, system) for system in ("auto", "[rp]o[wo]*", *shardings)),
+                UplinkOfBest("exchange", name, "auto"),
+                UplinkOfBest("exchange", name, "torchrec *"),
+            )
+
+
+def kernels_rows() -> Iterable[tuple[str | Figure, ...]]:
+    for label, name in (
+        ("lookup, FBGEMM's time over ours", "forward_vs_fbgemm"),
+        ("update, row-wise Adagrad, FBGEMM's time over ours", "update_vs_fbgemm_rowwise_adagrad"),
+        ("update, SGD and Adagrad, FBGEMM's time over ours", "update_vs_fbgemm_other_optimizers"),
+        ("lookup and update, `nn.EmbeddingBag`'s time over ours", "step_vs_torch_embeddingbag"),
+        ("lookup, a bare memory loop's time over ours", "forward_of_roofline"),
+        ("update, a bare memory loop's time over ours", "update_of_roofline"),
+    ):
+        yield (label, Ratio("kernels", name), Ratio("kernels", f"{name}_min"))
+
+
+def tier_rows() -> Iterable[tuple[str | Figure, ...]]:
+    sparse, beside = " sparse only", " sparse only, beside peers"
+    for label, system, suffix in (
+        ("Colonnade", "colonnade 1/8", beside),
+        ("Colonnade, hints of the next use", "colonnade hints 1/8", sparse),
+        ("RocksDB", "rocksdict 1/8", sparse),
+        ("RocksDB, 8 shards, a batch ahead", "rocksdict 8 shards 1/8", sparse),
+        ("memory-mapped table", "mapped 1/8", sparse),
+    ):
+        cases = (f"D={dim} skew 1.1{suffix}" for dim in (16, 64))
+        yield (label, *(Best("tiers", case, system, unit="samples/s") for case in cases))
+
+
 def crowded_rows() -> Iterable[tuple[str | Figure, ...]]:
     beside = ("alone", "beside 1", "beside 2", "beside 4", "quota 1", "quota 1.5")
     for label, system, cases in (
@@ -294,6 +329,11 @@ def missed_rows() -> Iterable[tuple[str | Figure, ...]]:
         ("embeddings on several ranks: times PERSIA's samples/s, worst case",
          "sparse", "sparse_across_processes_vs_persia_min", 5.0),
         ("cached rows against no cache, 200 Mbit/s", "staleness", "row_clock_vs_no_cache", 2.5),
+        ("lookup alone: times FBGEMM's speed", "kernels", "forward_vs_fbgemm", 4.5),
+        ("update alone, SGD and Adagrad: times FBGEMM's speed", "kernels", "update_vs_fbgemm_other_optimizers", 9),
+        ("lookup and update alone: times `nn.EmbeddingBag`'s speed", "kernels", "step_vs_torch_embeddingbag", 9),
+        ("update alone: share of a bare memory loop's speed", "kernels", "update_of_roofline", 0.8),
+        ("open tables: share of a vocabulary table's speed", "kernels", "hashed_vs_direct", 0.7),
     ):  # fmt: skip
         reached, is_smaller_better = (
             read_results(file)["ratios"][name],
@@ -308,12 +348,12 @@ def readme_rows() -> Iterable[tuple[str | Figure, ...]]:
         yield (
             f"DLRM, D={dim}, one process: samples/s",
             Best("train", f"D={dim}"),
-            Best("train", f"D={dim}", "torchrec"),
-            "TorchRec, as shipped",
+            Best("train", f"D={dim}", "torchrec helped*"),
+            "TorchRec, helped",
         )
     yield (
         "DLRM, D=64, one process: samples/s",
-        Best("train", "D=64"), Best("train", "D=64", "torch"), "`nn.EmbeddingBag`, as shipped",
+        Best("train", "D=64"), Best("train", "D=64", "torch helped"), "`nn.EmbeddingBag`, helped",
     )  # fmt: skip
     for label, link, units in (("1 Gbit/s", "1", 32), ("10 Gbit/s", "10", 32)):
         case = f"2x2 {units} units {link} Gbit/s"
@@ -338,11 +378,18 @@ def readme_rows() -> Iterable[tuple[str | Figure, ...]]:
 TABLES = {
     "readme": Table(("question", "Colonnade", "beside it", "which is"), tuple(readme_rows())),
     "train": Table(
-        ("", "Colonnade", "`nn.EmbeddingBag(sparse=True)`, Adagrad", "TorchRec 1.8.0, row-wise Adagrad"),
+        ("", "Colonnade", "`nn.EmbeddingBag`, as shipped", "helped", "TorchRec 1.8.0, as shipped", "helped"),
         tuple(train_rows()),
     ),
-    "saved": Table(
-        ("DLRM: ms saved a step", "against `nn.EmbeddingBag`", "against TorchRec"), tuple(saved_rows())
+    "split": Table(
+        ("", "step", "embeddings", "interaction", "dense products", "allocator", "rest"), tuple(split_rows())
+    ),
+    "kernels": Table(("", "geometric mean", "worst case"), tuple(kernels_rows())),
+    "tiers": Table(("rows in memory: 1/8", "D=16", "D=64"), tuple(tier_rows())),
+    "exchange": Table(
+        ("", "chosen plan", "best forced plan", "TorchRec table-wise", "row-wise", "planner", "chosen: MB",
+         "TorchRec's best: MB"),
+        tuple(exchange_rows()),
     ),
     "hybrid": Table(("", "synchronous", "`bounded(4)`", "`bounded(1)`", "TorchRec's best"), tuple(hybrid_rows())),
     "partials": Table(
