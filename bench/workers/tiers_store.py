@@ -101,9 +101,10 @@ def store_counts(embeddings: EmbeddingCollection) -> Mapping[str, float]:
         "rows_evicted": sources.evicted_clean + sources.evicted_dirty,
         "rows_written": sources.evicted_dirty, "stall_seconds": sources.stall_seconds,
     }  # fmt: skip
-    if store.logs:
-        said = store.logs[0].reader.counts()
-        written = sum(log.count_rows_and_bytes()["bytes_written"] for log in store.logs)
+    logs = list(store.logs.values())
+    if logs:
+        said = logs[0].reader.counts()
+        written = sum(log.count_rows_and_bytes()["bytes_written"] for log in logs)
         counts |= {"device_reads": said["reads"], "pages_read": said["pages"]}
         counts["bytes_written"] = written
     return counts
@@ -135,7 +136,7 @@ class Commits:
         store = self.embeddings.store
         try:
             store.finish_commit(FILL_STEP + step)
-            for log in store.logs:
+            for log in store.logs.values():
                 log.prune([FILL_STEP + step])
         except BaseException as error:
             self.error = error

@@ -23,7 +23,18 @@ from workers.tier_stream import Law, Shape, Stream, probabilities, scaled, write
 from workers.tiers_loop import Case, Gate  # noqa: E402
 from workers.tiers_peer import PeerTraining, look_up, update  # noqa: E402
 from workers.tiers_shards import ShardedTraining, Shards, apply_newer, shard_of  # noqa: E402
+from workers.tiers_store import Commits, store_counts  # noqa: E402
 
+from colonnade import (  # noqa: E402
+    Batch,
+    EmbeddingCollection,
+    Feature,
+    Ids,
+    PlanConfig,
+    RowOptimizer,
+    Table,
+    build_plan,
+)  # fmt: skip
 from colonnade.cache.next_use import encode_distance  # noqa: E402
 
 SMALL = Shape((50, 400, 3, 90), 1.1, batch_size=16, num_batches=60, history=800.0)
@@ -397,3 +408,19 @@ def test_nodes_are_the_larger_of_capacity_and_throughput() -> None:
     assert tiers.nodes(1, 100_000) == (16, 1)
     assert tiers.nodes(8, 90_000) == (2, 2)
     assert tiers.nodes(16, 30_000) == (1, 4)
+
+
+def test_reads_writes_and_commits_of_our_store_are_counted(tmp_path: Path) -> None:
+    collection = EmbeddingCollection([Table("item", 8, rows=4000)], [Feature("item", "item")])
+    config = PlanConfig(memory={"dram": 60_000})
+    collection.open(build_plan(collection.tables, config=config), folder=tmp_path)
+    rows, commits = RowOptimizer(collection), Commits(collection)
+    for first in (0, 800, 1600, 2400, 3200, 0):
+        batch = Batch(800, torch.zeros(800, 0), {"item": Ids(torch.arange(first, first + 800))})
+        collection(batch)["item"].sum().backward()
+        rows.step()
+        commits.begin()
+    commits.wait()
+    counts = store_counts(collection)
+    assert counts["rows_born"] == 4000 and counts["rows_read"] > 0
+    assert counts["device_reads"] > 0 and counts["bytes_written"] > 0
