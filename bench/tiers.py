@@ -64,6 +64,8 @@ COMMIT_STEPS = 80
 """Of a block that holds a commit: one about every five seconds."""
 ALLOWANCE_BYTES = 3 << 29
 """Beside the budget: code, dense network, batches ahead, write buffers, the index of rows at rest."""
+SHARD_BYTES = 640 << 20
+"""Allowance of each further process of a peer in shards: Python, and what filling takes."""
 MAPPED_SLACK_BYTES = 128 << 20
 """Of the mapped table: beside what its process holds already; the rest of its limit is page cache."""
 PEER_INSTALLS = (("rocksdict==0.3.29",),)
@@ -398,12 +400,14 @@ class Bench:
         if kind == "colonnade" and budget is not None and not starts_empty:
             link_of(filled, store)
         group = None
+        shards = NUM_SHARDS if " shards " in system else 1
         if budget is not None:
             try:
-                group = open_group(store.name, budget + ALLOWANCE_BYTES)
+                group = open_group(
+                    store.name, budget + ALLOWANCE_BYTES + (shards - 1) * SHARD_BYTES
+                )
             except NoMemoryGroup as error:
                 self.limits[system] = str(error)
-        shards = NUM_SHARDS if " shards " in system else 1
         case = replace(
             self.case_of(stream, dim, store, budget, hints=hints, starts_empty=starts_empty),
             shards=shards,
