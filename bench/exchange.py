@@ -1,4 +1,4 @@
-"""How fast do embeddings of several hosts train, beside TorchRec, and what do the links between the hosts carry?
+"""Speed of training embeddings on several hosts, compared with TorchRec, and bytes on the links between the hosts.
 
 Hosts are network namespaces on this machine, 2 or 4 of 2 ranks each, whose uplinks carry 1 or 10 Gbit/s in each
 direction (tc tbf); torchrun starts the ranks, gloo connects them. Ids are Criteo-shaped: 26 one-hot fields whose
@@ -33,12 +33,12 @@ from colonnade.data.sets.synthetic import CRITEO_CARDINALITIES
 BATCH_SIZE = 1024
 SKEW = 1.1
 MAX_CARDINALITY = 500_000
-"""Of rows of `NARROW` elements; wider tables have so many fewer, for all systems are in memory at once, and so have
-worlds of more than `FEW` ranks, whose processes need memory, too: `SHARE_OF_MANY`."""
+"""Most rows of a table of `NARROW` elements. Wider tables have fewer in proportion, because all systems are in memory
+at once. Worlds of more than `FEW` ranks, whose processes need memory too, divide it by `SHARE_OF_MANY`."""
 NARROW = 64
 FEW, SHARE_OF_MANY = 4, 4
 SEQUENCE_FIELDS = (2, 9)
-"""Of Criteo's, for sequences: one of millions of values, cut, and one of 93,145."""
+"""Fields of Criteo that are sequences here: one of millions of values, cut, and one of 93,145."""
 
 TORCHREC: dict[str, dict[str, Any]] = {
     "torchrec table-wise": {"sharding": "table_wise"},
@@ -93,9 +93,11 @@ QUICK = Extent(
 
 
 def write_case(folder: Path, workload: Workload, num_ranks: int, max_cardinality: int) -> Case:
-    """Of what the workers are told."""
-    most = max_cardinality * NARROW // workload.dim // (1 if num_ranks <= FEW else SHARE_OF_MANY)
-    rows = [min(CRITEO_CARDINALITIES[f], most) for f in workload.fields]
+    """Write the ids of every rank; return the case for the workers."""
+    max_rows = (
+        max_cardinality * NARROW // workload.dim // (1 if num_ranks <= FEW else SHARE_OF_MANY)
+    )
+    rows = [min(CRITEO_CARDINALITIES[f], max_rows) for f in workload.fields]
     ids = race.write_ids(folder, rows, num_ranks, BATCH_SIZE * workload.lookups, SKEW)
     return Case(
         ids=str(ids), rows=rows, dim=workload.dim, batch_size=BATCH_SIZE,

@@ -1,4 +1,4 @@
-"""What every bench shares: peers in environments of their own, workers measured in turns, the report.
+"""Parts that all benches share: peers in environments of their own, workers measured in turns, the report.
 
 A worker is a process that holds one system and runs a block of steps when told to (`workers/loop.py`).
 Blocks are interleaved, A B C A B C ..., so that what else the machine does hits all systems alike.
@@ -57,14 +57,14 @@ class Measured:
 
 
 def read_measured(path: Path | None, bench: str, **extent: Any) -> list[Measured]:
-    """What an earlier call wrote, to be gone on with. extent: what its `machine` has to say. Raises BenchError for
-    another bench's file, or one of other extent."""
+    """Read the rows that an earlier call wrote. extent: what its `machine` has to say. Raises BenchError for another
+    bench's file, or one of other extent."""
     if path is None or not path.exists():
         return []
-    found = json.loads(path.read_text())
-    if found["bench"] != bench or any(found["machine"][each] != extent[each] for each in extent):
-        raise BenchError(f"{path} holds {found['bench']} of other extent; give another file")
-    return [Measured(c["case"], c["system"], c["unit"], c["values"]) for c in found["cases"]]
+    result = json.loads(path.read_text())
+    if result["bench"] != bench or any(result["machine"][key] != extent[key] for key in extent):
+        raise BenchError(f"{path} holds {result['bench']} of other extent; give another file")
+    return [Measured(c["case"], c["system"], c["unit"], c["values"]) for c in result["cases"]]
 
 
 class PieceFile:
@@ -113,7 +113,7 @@ class PieceFile:
 
 
 def say(text: str) -> None:
-    """With the time, to stderr."""
+    """Print `text` and the time to stderr."""
     print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
 
 
@@ -157,7 +157,7 @@ class Worker:
 
 
 class Measurable(Protocol):
-    """What `interleave` needs: a worker, or one of several systems that share a worker."""
+    """System that `interleave` can measure: a worker, or one of several systems that share a worker."""
 
     @property
     def name(self) -> str: ...
@@ -228,7 +228,7 @@ def close_workers(workers: Iterable[Worker]) -> None:
 
 @dataclass
 class Blocks:
-    """What one worker did: one entry per block."""
+    """Measurements of one worker: one entry per block."""
 
     seconds: list[float] = field(default_factory=list)  # per step
     phases: dict[str, list[float]] = field(default_factory=dict)  # seconds per step
@@ -293,7 +293,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def read_cpu_seconds() -> tuple[float, float]:
-    """(seconds that others than this process and its ended children used, seconds of all cores) since boot.
+    """Read (seconds that others than this process and its ended children used, seconds of all cores) since boot.
 
     (0, 0) where /proc is missing.
     """
@@ -332,7 +332,7 @@ def describe_machine(**facts: Any) -> dict[str, Any]:
 
 
 def find_commit() -> str:
-    """This checkout's commit, "-dirty" if it has changes, "unknown" outside git."""
+    """Return this checkout's commit, "-dirty" if it has changes, "unknown" outside git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match", "-"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"

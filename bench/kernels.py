@@ -1,4 +1,4 @@
-"""How fast are lookups and sparse updates alone, beside FBGEMM and plain torch, and beside what memory allows?
+"""Speed of lookups and sparse updates alone, compared with FBGEMM, plain torch and what memory allows.
 
 26 tables of one width, 4 GiB together, fp32. Per width: one-hot, 20-hot and sequence lookups; uniform and skewed ids;
 
@@ -72,9 +72,9 @@ API_STEPS = 20
 ROUNDS, QUICK_ROUNDS = 5, 2
 QUICK_TABLES_GIB = 1.0
 WARM_UP_STEPS = 30
-"""Of each system, each time it has opened its tables, with `ONE_HOT`."""
+"""Warm-up steps of each system, each time it has opened its tables, with `ONE_HOT`."""
 CASE_WARM_UP_STEPS = 2
-"""Of each case after that."""
+"""Warm-up steps of each case after that."""
 LEFT_OUT = "fbgemm is left out, only the other ratios follow"
 WIDTH = 132
 
@@ -197,14 +197,12 @@ class Piece:
 
 
 def list_pieces(dim: int, *, is_narrowest: bool) -> list[Piece]:
-    pieces = [
-        Piece(f"D={dim} {each.optimizer} beside {' '.join(each.peers)}", each) for each in SETS
-    ]
+    pieces = [Piece(f"D={dim} {one.optimizer} beside {' '.join(one.peers)}", one) for one in SETS]
     return pieces + [Piece(f"D={dim} api", None)] * is_narrowest
 
 
 def open_workers(versions: dict[str, str], console: Console) -> dict[str, Worker]:
-    """By system. FBGEMM may be missing; others may not."""
+    """Start a worker for each system; return them by system. FBGEMM may be missing; others may not."""
     interpreters = {OURS: sys.executable, "torch": sys.executable}
     try:
         interpreters["fbgemm"] = open_environment(ROOT / "build" / "bench-env", PEER_INSTALLS)
@@ -228,11 +226,11 @@ def open_workers(versions: dict[str, str], console: Console) -> dict[str, Worker
 
 
 Files = dict[tuple[str, str], tuple[Workload, Path]]
-"""By workload and skew."""
+"""Workload and its file of ids, by the names of workload and skew."""
 
 
 def write_batches(folder: Path, tables: Tables, rounds: int) -> Files:
-    """As many batches as a case takes; a warm-up goes round them."""
+    """Write as many batches as a case takes, for each workload and skew; a warm-up uses them in a cycle."""
     files: Files = {}
     for seed, (workload, ids) in enumerate(product(WORKLOADS, SKEWS)):
         path = folder / f"{workload.name} {ids}.npy"
@@ -243,22 +241,30 @@ def write_batches(folder: Path, tables: Tables, rounds: int) -> Files:
 
 
 def measure_set(
-    each: Set, tables: Tables, workers: Mapping[str, Worker], files: Files, rounds: int, to: Figures
+    system_set: Set,
+    tables: Tables,
+    workers: Mapping[str, Worker],
+    files: Files,
+    rounds: int,
+    to: Figures,
 ) -> None:
-    peers = [name for name in each.peers if name in workers]
-    if not peers and not each.also:
+    peers = [name for name in system_set.peers if name in workers]
+    if not peers and not system_set.also:
         return
     used = [OURS, *peers]
     for name in workers.keys() - set(used):
         tell(workers[name], {"close": True})
     for name in used:
-        also = each.also if name == OURS else ()
-        settings = asdict(replace(tables, optimizer=each.optimizer))
+        also = system_set.also if name == OURS else ()
+        settings = asdict(replace(tables, optimizer=system_set.optimizer))
         tell(workers[name], {"open": settings, "also": also})
-    print(f"{clock():4.0f} s: D={tables.dim} {each.optimizer}, {', '.join(used)}", file=sys.stderr)
+    print(
+        f"{clock():4.0f} s: D={tables.dim} {system_set.optimizer}, {', '.join(used)}",
+        file=sys.stderr,
+    )
     is_warm = False
     for (_, ids), (workload, path) in files.items():
-        systems = [n for n in each.systems(workload) if n in workers or n in each.also]
+        systems = [n for n in system_set.systems(workload) if n in workers or n in system_set.also]
         facets = [Facet(name, workers.get(name, workers[OURS])) for name in systems]
         if not facets:
             continue
@@ -270,7 +276,7 @@ def measure_set(
             message={"workload": asdict(workload), "ids": str(path)},
         )
         is_warm = True
-        point = Point(tables.dim, workload.name, ids, each.optimizer, each.beside)
+        point = Point(tables.dim, workload.name, ids, system_set.optimizer, system_set.beside)
         for system, done in blocks.items():
             to.seconds[point, system] = done.phases
 

@@ -1,4 +1,4 @@
-"""Tables larger than memory: how much of all-in-memory speed is left, what bounds it, and what would be best?
+"""Speed of tables larger than memory as a part of all-in-memory speed, what bounds it, and what would be best.
 
 A DLRM's embeddings over Criteo-shaped ids (the 26 real cardinalities, 33.8 million rows, skew 1.1 and a heavy tail
 0.95), row-wise Adagrad, batch 4096. Memory for rows is 1/2 .. 1/16 of what all take, the others are on disk; every
@@ -61,13 +61,14 @@ HISTORY = 24.6e6
 BOTTOM, TOP = [256, 128], [256, 128]
 ROWS_LR = 0.02
 COMMIT_STEPS = 80
-"""Of a block that holds a commit: one about every five seconds."""
+"""Steps of a block that holds a commit: one commit about every five seconds."""
 ALLOWANCE_BYTES = 3 << 29
-"""Beside the budget: code, dense network, batches ahead, write buffers, the index of rows at rest."""
+"""Memory beside the budget: code, dense network, batches ahead, write buffers, the index of rows at rest."""
 SHARD_BYTES = 640 << 20
 """Allowance of each further process of a peer in shards: Python, and what filling takes."""
 MAPPED_SLACK_BYTES = 128 << 20
-"""Of the mapped table: beside what its process holds already; the rest of its limit is page cache."""
+"""Slack in the mapped table's memory limit, beside the budget and what its process has already taken: the rest of the
+limit is page cache."""
 PEER_INSTALLS = (("rocksdict==0.3.29",),)
 NUM_SHARDS = 8
 PEER_SYSTEMS = (
@@ -80,15 +81,15 @@ READER_ROUNDS, READER_STEPS, DEVICE_SECONDS, DEVICE_DEPTH = 5, 40, 2.0, 64
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is measured."""
+    """Models, budgets and numbers of steps that a call measures."""
 
     cardinalities: tuple[int, ...]
     dims: tuple[int, ...]
     skews: tuple[float, ...]
     fractions: tuple[int, ...]
-    """Denominators."""
+    """Denominators of the budgets, as parts of all rows in memory."""
     tail_fractions: tuple[int, ...]
-    """Of the skews after the first."""
+    """Denominators for the skews after the first."""
     lookahead: int
     warm_up: int
     rounds: int
@@ -100,7 +101,7 @@ class Extent:
 
     @property
     def num_batches(self) -> int:
-        """Enough for the system that takes most blocks, and what it looks ahead."""
+        """Number of batches: enough for the system that takes most blocks, and for what it looks ahead."""
         blocks = 2 * self.rounds * self.steps + 2 * self.commit_rounds * COMMIT_STEPS + COMMIT_STEPS
         peers = self.peer_warm_up + self.peer_rounds * self.peer_steps
         return self.warm_up + blocks + peers + self.lookahead + 8
@@ -197,8 +198,8 @@ class Bench:
             name, is_main = f"D={dim} skew {skew}", skew == self.extent.skews[0]
             methods = self.list_pieces(dim, is_main)
             pieces = [
-                each for each in methods
-                if re.search(only, f"{name} {each}") and not self.file.has_piece(f"{name} {each}")
+                piece for piece in methods
+                if re.search(only, f"{name} {piece}") and not self.file.has_piece(f"{name} {piece}")
             ]  # fmt: skip
             if not pieces:
                 continue
@@ -381,7 +382,7 @@ class Bench:
         *,
         starts_empty: bool = False,
     ) -> Running | None:
-        """None, and a line why, where it cannot run here."""
+        """Start a system; return None, and print a line why, where it cannot run here."""
         kind = system.split()[0]
         fraction = int(system.split("/")[1]) if "/" in system else None
         hints = " hints " in system
@@ -457,14 +458,14 @@ class Bench:
 
 
 def fill(folder: Path, stream: Stream, dim: int) -> float:
-    """In a process of its own: its memory goes with it."""
+    """Fill a store in a process of its own, so that its memory goes with it; return the seconds that it took."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     return float(worker_words("tiers_colonnade", "fill", folder, stream.folder, dim))
 
 
 def worker_words(module: str, *arguments: object) -> str:
-    """What `python -m workers.MODULE` prints."""
+    """Run `python -m workers.MODULE` and return what it prints."""
     command = [sys.executable, "-m", f"workers.{module}", *map(str, arguments)]
     done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -485,7 +486,7 @@ def link_of(source: Path, target: Path) -> Path:
 
 
 def site_of(python: str) -> str:
-    """Where that interpreter's packages lie."""
+    """Return the folder of an interpreter's packages."""
     command = [python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -532,8 +533,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder.mkdir(exist_ok=True)
         bench = Bench(folder, extent, file, console)
 
-        def find_rest() -> tables.Found:
-            return tables.Found.of_measured(file.measured, bench.model_bytes)
+        def compute_other_figures() -> tables.OtherFigures:
+            return tables.OtherFigures.of_measured(file.measured, bench.model_bytes)
 
         def write() -> dict[str, Any]:
             result = report(
@@ -545,7 +546,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     lookahead=extent.lookahead, allowance_bytes=ALLOWANCE_BYTES,
                 ),
                 measured=file.measured,
-                ratios=tables.ratios_of(file.measured, find_rest(), cores, extent.skews[0]),
+                ratios=tables.ratios_of(file.measured, compute_other_figures(), cores, extent.skews[0]),
             )  # fmt: skip
             if options.json:
                 write_report(options.json, result)
@@ -553,7 +554,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         bench.run(options.only, write, only_prepare=options.prepare)
         if not options.prepare:
-            tables.print_result(console, file.measured, find_rest(), write(), cores)
+            tables.print_result(console, file.measured, compute_other_figures(), write(), cores)
 
 
 if __name__ == "__main__":

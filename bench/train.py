@@ -350,7 +350,7 @@ def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
 
 def print_result(console: Console, measured: Sequence[Measured], result: dict) -> None:
     """The table a person reads: medians over blocks; phases in ms per step, as `PHASES` explains them."""
-    found = {(m.case, m.system): m for m in measured}
+    by_case = {(m.case, m.system): m for m in measured}
     table = Table(
         box=None,
         title_justify="left",
@@ -363,8 +363,8 @@ def print_result(console: Console, measured: Sequence[Measured], result: dict) -
         if m.unit != "samples/s" or m.case == AROUND:
             continue
         spread = (max(m.values) - min(m.values)) / m.median
-        phases = [found[f"{m.case} {phase}", m.system].median for phase in PHASES]
-        loss = found.get((f"{m.case} loss", m.system))
+        phases = [by_case[f"{m.case} {phase}", m.system].median for phase in PHASES]
+        loss = by_case.get((f"{m.case} loss", m.system))
         table.add_row(
             m.case.replace(SPARSE_ONLY, "*"), m.system, f"{m.median:,.0f}", f"{spread:.0%}",
             f"{1e3 * BATCH_SIZE / m.median:.1f}", *(f"{ms:.1f}" for ms in phases),

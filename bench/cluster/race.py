@@ -39,11 +39,11 @@ from cluster.fleet import Fleet, open_fleet
 from cluster.hosts import Hosts, open_hosts
 
 NUM_BATCHES = 8
-"""Of each rank; they go round."""
+"""Number of batches of each rank, used in a cycle."""
 WARM_SESSION = 100
 """Steps before memory is looked at for the first time."""
 WARM_UP_STEPS = 2
-"""Before the clock starts in every block: batches ahead are on their way."""
+"""Steps of every block before its clock starts, so that batches ahead are on their way."""
 MAX_DIGEST_GAP = 1e-3
 """Exact systems whose outputs differ by more, relatively, have not done the same work."""
 LONGEST = 32
@@ -53,7 +53,7 @@ HOPELESS = 3.0
 TIMEOUT = 120.0
 WIDTH = 150
 AUTO = tables.AUTO
-"""What Colonnade chooses for the links as it measures them."""
+"""System whose plan Colonnade chooses for the links as it measures them."""
 
 
 @dataclass(frozen=True)
@@ -66,28 +66,28 @@ class Steps:
 
 @dataclass(frozen=True)
 class Question:
-    """What one bench asks."""
+    """Description of one bench: its systems, its cases, and what is made of its measurements."""
 
     name: str
-    """Of the bench. Its workers are `workers.<name>_<kind>`."""
+    """Name of the bench. Its workers are `workers.<name>_<kind>`."""
     choices: Mapping[str, Mapping[str, Mapping[str, Any]]]
-    """By kind, torchrec or colonnade, and system."""
+    """Settings of each system, by kind (torchrec or colonnade) and name."""
     write_case: Callable[[Path, Any, int, int], Any]
-    """(folder, workload, ranks, most rows of a table) -> what the workers are told."""
+    """Function that writes a case's files: (folder, workload, ranks, most rows of a table) -> the workers' case."""
     ratios_of: Callable[[Sequence[Measured]], Mapping[str, float]]
     print_result: Callable[[Console, Sequence[Measured], Mapping[str, Any]], None]
     facts: Mapping[str, Any]
-    """Of the results' machine entry."""
+    """Settings that the results' machine entry states."""
     counted: Callable[[str, Any], list[Measured]] = lambda name, case: []
-    """(case's name, what the workers are told) -> what follows from its batches alone."""
+    """Function that computes what follows from a case's batches alone: (its name, the workers' case) -> rows."""
     steps_of: Callable[[str], Steps] | None = None
-    """By system, where what a step costs has a history or a period. None: a block has as many as `block_seconds` hold,
-    and a choice that is hopeless one short block."""
+    """Function from a system to its numbers of steps, where the cost of a step has a history or a period. None: a block
+    has as many as `block_seconds` hold, and a choice that is hopeless one short block."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is measured."""
+    """Worlds, rates, workloads and numbers of steps that a bench measures."""
 
     worlds: tuple[tuple[int, int], ...]  # hosts, ranks on each
     gigabits: tuple[float, ...]
@@ -99,9 +99,9 @@ class Extent:
     block_seconds: float
     max_steps: int
     session_steps: int
-    """Of one long session, in the first case: does memory grow?"""
+    """Steps of one long session in the first case between hosts, which shows whether memory grows; 0: no session."""
     rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """By workload, where it is not all of them."""
+    """Rates by workload, in Gbit/s, where they are not `gigabits`."""
 
 
 class Broken(BenchError):
@@ -162,10 +162,10 @@ class Bench:
             self.leave_out(f"torchrec: {error}")
 
     def leave_out(self, what: str) -> None:
-        """The results keep the first line of it: those after it are logs, which name folders of this machine."""
-        kept = what.split("\n", 1)[0]
-        if kept not in self.left_out:
-            self.left_out.append(kept)
+        """Note what is left out. Results get its first line: the rest are logs, which name folders of this machine."""
+        first_line = what.split("\n", 1)[0]
+        if first_line not in self.left_out:
+            self.left_out.append(first_line)
             self.console.print(f"left out: {what}", style="yellow", markup=False)
 
     def say(self, words: str) -> None:
@@ -189,27 +189,29 @@ class Bench:
         keep: Callable[[], object],
     ) -> None:
         num_hosts, ranks_per_host = world
-        named = {f"{num_hosts}x{ranks_per_host} {each.name}": each for each in workloads}
-        left = [n for n in named if re.search(self.only, n) and not self.file.has_piece(n)]
-        self.pieces += left
-        for name in left:
+        by_name = {
+            f"{num_hosts}x{ranks_per_host} {workload.name}": workload for workload in workloads
+        }
+        remaining = [n for n in by_name if re.search(self.only, n) and not self.file.has_piece(n)]
+        self.pieces += remaining
+        for name in remaining:
             self.forget_case(name)
-        while left:
+        while remaining:
             with open_hosts(num_hosts) as hosts, ExitStack() as stack:
                 try:
                     fleets = self.open_fleets(hosts, ranks_per_host, stack)
-                    while left:
-                        name = left[0]
-                        turns = self.open_case(name, named[name], fleets, rates[0], world)
-                        some = self.extent.rates.get(named[name].name, rates)
-                        self.measure(name, turns, hosts, ranks_per_host, some, keep)
-                        left.pop(0)
+                    while remaining:
+                        name = remaining[0]
+                        turns = self.open_case(name, by_name[name], fleets, rates[0], world)
+                        own_rates = self.extent.rates.get(by_name[name].name, rates)
+                        self.measure(name, turns, hosts, ranks_per_host, own_rates, keep)
+                        remaining.pop(0)
                 except Broken as error:  # the same once more, without it, with ranks of their own
                     self.broken.add(error.system)
                     self.leave_out(f"{name} {error}")
                     self.forget_case(name)
                 except BenchError as error:
-                    self.leave_out(f"{left.pop(0)}: {error}")
+                    self.leave_out(f"{remaining.pop(0)}: {error}")
 
     def forget_case(self, name: str) -> None:
         """Drop the rows of a world and workload that is measured again."""
@@ -242,15 +244,15 @@ class Bench:
         self.measured += self.question.counted(name, case)
         link = {"link_bytes_per_second": gigabits * 1e9 / 8}
         choices = {
-            kind: {n: {**choice, **link} for n, choice in named.items() if n not in self.broken}
-            for kind, named in self.question.choices.items()
+            kind: {n: {**choice, **link} for n, choice in systems.items() if n not in self.broken}
+            for kind, systems in self.question.choices.items()
         }
         turns: list[Turn] = []
         for system, fleet in fleets.items():
             fleet.send({"case": asdict(case), "choices": choices[system]})
             answer = fleet.answers()[0]
-            for left, reason in answer["left_out"].items():
-                self.leave_out(f"{left}: {reason}")
+            for excluded, reason in answer["left_out"].items():
+                self.leave_out(f"{excluded}: {reason}")
             plans = {f"{name} {k}" if " " in k else k: v for k, v in answer["ready"].items()}
             self.facts |= plans
             turns += [Turn(n, fleet) for n in choices[system] if n not in answer["left_out"]]
@@ -259,9 +261,9 @@ class Bench:
             turn.block(NUM_BATCHES, keep=True)
         check_same_work(turns, name)
         for turn in turns if self.question.steps_of is not None else ():
-            most = min(self.question.steps_of(turn.name).history, self.extent.max_steps)
-            for done in range(0, most, LONGEST):
-                turn.block(min(LONGEST, most - done), keep=False)
+            history = min(self.question.steps_of(turn.name).history, self.extent.max_steps)
+            for done in range(0, history, LONGEST):
+                turn.block(min(LONGEST, history - done), keep=False)
         return turns
 
     def measure(
@@ -309,8 +311,11 @@ class Bench:
     def plan(
         self, name: str, turns: list[Turn], gigabits: float | None
     ) -> tuple[Mapping[str, Any], str | None]:
-        """What Colonnade foretells of its systems between these links; its choice joins `turns`, or is one of them:
-        blocks of one plan vary, and two names for it would be measured as two."""
+        """Let Colonnade predict its systems' steps between these links, and choose a plan.
+
+        Return the predictions by system, and the system whose plan it chooses; if that is none of `turns`, the choice
+        joins them and the second value is None. Blocks of one plan vary: two names for it would be measured as two.
+        """
         fleet = next(turn.fleet for turn in turns if not tables.is_peer(turn.name))
         fleet.send({"plan": True})
         answer = fleet.answers()[0]
@@ -328,11 +333,11 @@ class Bench:
         return answer["predicted"], same
 
     def take_turns(self, turns: Sequence[Turn], *, rounds: int) -> None:
-        """The first block says how many steps the others have, where the question does not."""
+        """Measure rounds of blocks. The first one decides how many steps the others have, unless the question does."""
         if self.question.steps_of is not None:
             for turn in turns:
-                said = self.question.steps_of(turn.name)
-                turn.steps = min(said.block, self.extent.max_steps)
+                numbers = self.question.steps_of(turn.name)
+                turn.steps = min(numbers.block, self.extent.max_steps)
             blocks_of(turns, rounds)
             return
         first = {}
@@ -373,8 +378,11 @@ def write_ids(
     skew: float,
     num_batches: int = NUM_BATCHES,
 ) -> Path:
-    """(batches, ranks, tables, lookups) int64 as an .npy: the ids of every rank, drawn by one Zipf law; which rows are
-    frequent differs by table. rows: of each table; lookups: of a rank's batch in a table."""
+    """Write the ids of every rank as an .npy (batches, ranks, tables, lookups) of int64, and return its path.
+
+    All are drawn by one Zipf law; which rows are frequent differs by table. rows: of each table; lookups: of a rank's
+    batch in a table.
+    """
     shape = num_batches, num_ranks, len(rows), lookups
     ids = np.lib.format.open_memmap(folder / "ids.npy", "w+", np.int64, shape)
     for f, count in enumerate(rows):

@@ -1,4 +1,4 @@
-"""What `bench exchange` makes of its blocks: cases, ratios, and the tables a person reads.
+"""Cases, ratios and tables of `bench exchange`, computed from its blocks.
 
 A block is every rank's answer to it (`workers.exchange_loop.Block`), in rank order. A step takes as long as its
 slowest rank; bytes are those of one host, the mean over hosts; processor time is that of all ranks together.
@@ -17,11 +17,11 @@ from rich.table import Table as Grid
 PEER = "torchrec"
 AUTO = "auto"
 LATE = "bounded"
-"""In the names of systems whose rows are read some steps late, so that their outputs are others at each step."""
+"""Word in the names of systems whose rows are read some steps late, so that their outputs are others at each step."""
 CLOCK = "row_clock"
-"""Likewise, by copies that ranks keep."""
+"""Word in the names of systems whose ranks cache rows, so that their outputs are others, too."""
 LOSSY = "lossy"
-"""In the names of systems whose outputs are not those of the others."""
+"""Word in the names of systems whose outputs are not those of the others."""
 UPLINK = " uplink"
 """Bytes that the interfaces of the hosts counted, headers and all."""
 PAYLOAD = " payload"
@@ -30,11 +30,11 @@ PREDICTED_PAYLOAD = " predicted payload"
 PREDICTED = " predicted"
 PROCESSOR = " processor"
 EXPOSED = " exposed"
-"""Of a step's time, what it takes less between hosts whose links are not shaped."""
+"""Time of a step beyond that between hosts whose links are not shaped."""
 RESIDENT = " resident"
 """Memory of the largest rank, with all systems of its kind."""
 SESSION = " session"
-"""How much more memory the largest rank has at the end of a long session than at its beginning."""
+"""Largest growth of a rank's memory in a long session."""
 MB = 1e6
 
 Block = Sequence[Mapping[str, Any]]
@@ -127,8 +127,8 @@ def steps_of(measured: Sequence[Measured], case: str) -> dict[str, float]:
 
 def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
     """The worst case of each; a case that has no peer or no prediction is in none of them."""
-    faster, chosen, bytes_off, time_off, mine_off = {}, [], [], [], []
-    found = {(m.case, m.system): m.median for m in measured}
+    faster, chosen, bytes_off, time_off, auto_off = {}, [], [], [], []
+    medians = {(m.case, m.system): m.median for m in measured}
     for case in names_of(measured):
         steps = steps_of(measured, case)
         exact = {n: ms for n, ms in steps.items() if not is_peer(n) and LOSSY not in n}
@@ -140,14 +140,14 @@ def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
             chosen.append(exact[AUTO] / min(forced))
         for system, ms in steps.items():
             for what, wanted, off in (
-                (PREDICTED_PAYLOAD, found.get((case + PAYLOAD, system)), bytes_off),
+                (PREDICTED_PAYLOAD, medians.get((case + PAYLOAD, system)), bytes_off),
                 (PREDICTED, ms, time_off),
             ):
-                said = found.get((case + what, system))
-                if said is not None and wanted:
-                    off.append(abs(said - wanted) / wanted)
+                predicted = medians.get((case + what, system))
+                if predicted is not None and wanted:
+                    off.append(abs(predicted - wanted) / wanted)
                     if off is time_off and system == AUTO:
-                        mine_off.append(off[-1])
+                        auto_off.append(off[-1])
     ratios = {}
     if faster:
         ratios["best_vs_torchrec_best"] = min(faster.values())
@@ -156,7 +156,7 @@ def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
         ("choice_within_of_best", chosen),
         ("predicted_bytes_error", bytes_off),
         ("predicted_time_error", time_off),
-        ("predicted_time_error_of_the_chosen", mine_off),
+        ("predicted_time_error_of_the_chosen", auto_off),
     ):
         if values:
             ratios[name] = max(values)
@@ -165,7 +165,7 @@ def ratios_of(measured: Sequence[Measured]) -> dict[str, float]:
 
 def print_case(console: Console, measured: Sequence[Measured], case: str) -> None:
     """Systems of one case, the fastest first."""
-    found = {(m.case, m.system): m for m in measured}
+    by_case = {(m.case, m.system): m for m in measured}
     grid = Grid(box=None, title_justify="left", padding=(0, 1, 0, 0), title=case)
     headings = (
         "system", "ms/step", "spread", "exposed", "uplink MB", "payload MB", "predicted MB", "predicted ms",
@@ -175,11 +175,11 @@ def print_case(console: Console, measured: Sequence[Measured], case: str) -> Non
         grid.add_column(heading, justify="left" if heading == "system" else "right", no_wrap=True)
 
     def figure(what: str, system: str, form: str = ".1f") -> str:
-        one = found.get((case + what, system))
+        one = by_case.get((case + what, system))
         return format(one.median, form) if one else ""
 
     for system, _ in sorted(steps_of(measured, case).items(), key=lambda pair: pair[1]):
-        one = found[case, system]
+        one = by_case[case, system]
         spread = (max(one.values) - min(one.values)) / one.median
         grid.add_row(
             system, f"{one.median:.1f}", f"{spread:.0%}", figure(EXPOSED, system), figure(UPLINK, system, ".2f"),
@@ -200,14 +200,14 @@ def print_result(console: Console, measured: Sequence[Measured], result: Mapping
         )
     for case in names_of(measured):
         steps = steps_of(measured, case)
-        ours = min(
+        own_best = min(
             ((ms, n) for n, ms in steps.items() if not is_peer(n) and LOSSY not in n), default=None
         )
-        theirs = min(((ms, n) for n, ms in steps.items() if is_peer(n)), default=None)
+        peer_best = min(((ms, n) for n, ms in steps.items() if is_peer(n)), default=None)
         cells = [case]
-        for one in (ours, theirs):
+        for one in (own_best, peer_best):
             cells += [one[1], f"{one[0]:.1f}"] if one else ["", ""]
-        grid.add_row(*cells, f"{theirs[0] / ours[0]:.2f}" if ours and theirs else "")
+        grid.add_row(*cells, f"{peer_best[0] / own_best[0]:.2f}" if own_best and peer_best else "")
     console.print(grid)
     for name, ratio in result["ratios"].items():
         if " " not in name:
@@ -237,14 +237,14 @@ def scaling_of(measured: Sequence[Measured], batch_size: int) -> list[str]:
     for (hosts, ranks), case in sorted(sized):
         words = []
         for kind in (False, True):
-            mine = {
+            kind_steps = {
                 n: ms
                 for n, ms in steps_of(measured, case).items()
                 if is_peer(n) is kind and LOSSY not in n
             }
-            if mine:
-                name = min(mine, key=lambda n: mine[n])
-                words.append(f"{name} {hosts * ranks * batch_size / mine[name] * 1e3:,.0f}")
+            if kind_steps:
+                name = min(kind_steps, key=lambda n: kind_steps[n])
+                words.append(f"{name} {hosts * ranks * batch_size / kind_steps[name] * 1e3:,.0f}")
         lines.append(f"  {hosts * ranks} ranks on {hosts} hosts: {', '.join(words)}")
     return lines
 

@@ -23,7 +23,7 @@ CASE = re.compile(r"D=(\d+) (\S+) (uniform|zipf \S+) (\S+)(?: beside (.+))? (\S+
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured in turns."""
+    """Width, lookups, ids and optimizer with which systems were measured in turns."""
 
     dim: int
     workload: str  # "one-hot", "20-hot", "sequence"; "api": one-hot through the Python API
@@ -57,11 +57,11 @@ class Figures:
         return figures
 
     def points(self, system: str, peer: str = OURS) -> list[Point]:
-        """Where both were measured."""
+        """Return the points at which both were measured."""
         return [p for p, name in self.seconds if name == system and (p, peer) in self.seconds]
 
     def median(self, point: Point, system: str, *phases: str) -> float:
-        """Of the sum of these phases, by block; of all phases if none is named."""
+        """Return the median over blocks of these phases' sum, in seconds per step; of all phases if none is named."""
         by_phase = self.seconds[point, system]
         return median(map(sum, zip(*(by_phase[name] for name in phases or by_phase), strict=True)))
 
@@ -164,7 +164,7 @@ RATIOS = (
         lambda f, p: API_BATCH_SIZE / f.step(p, "api"), 900_000,
     ),
 )  # fmt: skip
-"""What is wanted of each; `worst` is max where less is better."""
+"""Ratios of the bench, with the values that are wanted; `worst` is max where less is better."""
 
 
 def ratios_of(figures: Figures) -> dict[str, float]:
@@ -208,21 +208,21 @@ HEADINGS = (
 
 def _line(figures: Figures, dim: int, workload: str, ids: str) -> list[str]:
     def ms(seconds: Callable[[Point, str], float], optimizer: str) -> str:
-        points = [p for p in found if p.optimizer == optimizer]
+        points = [p for p in case_points if p.optimizer == optimizer]
         return f"{1e3 * seconds(points[0], OURS):.2f}" if points else ""
 
     def over(
         seconds: Callable[[Point, str], float], optimizer: str, other: str, digits: int = 1
     ) -> str:
-        for p in found:
+        for p in case_points:
             if p.optimizer == optimizer and (p, other) in figures.seconds:
                 return f"{seconds(p, other) / seconds(p, OURS):.{digits}f}"
         return ""
 
     case = dim, workload, ids
-    found = [p for p in figures.points(OURS) if (p.dim, p.workload, p.ids) == case]
+    case_points = [p for p in figures.points(OURS) if (p.dim, p.workload, p.ids) == case]
     plan = is_open = ""
-    for rowwise in (p for p in found if p.optimizer == ROWWISE):
+    for rowwise in (p for p in case_points if p.optimizer == ROWWISE):
         plan = f"{figures.median(rowwise, OURS, 'plan') / figures.rows(rowwise, OURS):.2f}"
         if (rowwise, "open") in figures.seconds:
             is_open = f"{figures.step(rowwise, OURS) / figures.step(rowwise, 'open'):.2f}"

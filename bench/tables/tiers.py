@@ -1,4 +1,4 @@
-"""What `bench tiers` makes of its blocks: cases, ratios, bounds, and the tables a person reads."""
+"""Cases, ratios, bounds and tables of `bench tiers`, computed from its blocks."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ TARGET_SAMPLES = 100_000
 
 
 @dataclass
-class Found:
-    """What is measured beside samples/s."""
+class OtherFigures:
+    """Figures that ratios need beside samples/s."""
 
     model_bytes: dict[str, int] = field(default_factory=dict)  # by case
     raw: list[Reads] = field(default_factory=list)
     reader: list[Reads] = field(default_factory=list)
     writes: list[Mapping[str, float]] = field(default_factory=list)
-    """As workers/tiers_writes.py prints them."""
+    """Write amplification and utilisation of space, as workers/tiers_writes.py prints them."""
     commit_slowdowns: list[float] = field(default_factory=list)
 
     @staticmethod
-    def of_measured(measured: Sequence[Measured], model_bytes: Mapping[str, int]) -> Found:
-        """Find in a file's rows what ratios need beside samples/s."""
-        result = Found(dict(model_bytes))
+    def of_measured(measured: Sequence[Measured], model_bytes: Mapping[str, int]) -> OtherFigures:
+        """Compute the figures from the rows of a file."""
+        result = OtherFigures(dict(model_bytes))
         values = {(m.case, m.system, m.unit): m.values for m in measured}
         for (case, system, unit), rates in values.items():
             if unit == "reads/s":
@@ -77,7 +77,7 @@ class Found:
         return result
 
     def add_commits(self, case: str, seconds: Mapping[str, Sequence[float]]) -> None:
-        """Neighbouring blocks: a machine that slows down meanwhile slows both."""
+        """Compare neighbouring blocks: a machine that slows down meanwhile slows both."""
         pairs = zip(seconds[PLAIN], seconds[COMMITS], strict=True)
         self.commit_slowdowns.append(median(commits / plain for plain, commits in pairs))
 
@@ -88,7 +88,7 @@ class Found:
 
     @property
     def read_seconds(self) -> float:
-        """Of processor, for each read of our reader."""
+        """Processor seconds of each read of our reader; 0 where nothing was measured."""
         return median(r.cores / r.per_second for r in self.reader) if self.reader else 0.0
 
 
@@ -102,19 +102,19 @@ def reader_cases_of(
         Reads(c["device_reads"] / s, c["cpu_seconds"] / s)
         for s, c in zip(seconds, counts, strict=True)
     ]
-    both = (("tier_device", device), ("colonnade's reader", reader))
+    systems = (("tier_device", device), ("colonnade's reader", reader))
     rates = [
         Measured(f"{case} reads", who, "reads/s", [r.per_second for r in reads])
-        for who, reads in both
+        for who, reads in systems
     ]
     cores = [
-        Measured(f"{case} reads", who, "cores", [r.cores for r in reads]) for who, reads in both
+        Measured(f"{case} reads", who, "cores", [r.cores for r in reads]) for who, reads in systems
     ]
     return rates + cores
 
 
 def model_bytes(shape: Shape, dim: int) -> int:
-    """Of all rows in memory: what budgets are fractions of."""
+    """Return the bytes of all rows in memory, of which budgets are fractions."""
     optimizer = RowWiseAdagrad(lr=0.02)
     return sum(
         rows * slot_bytes(Table("C", dim, rows=rows, optimizer=optimizer))
@@ -164,7 +164,7 @@ class Figures:
         self.rates = {k[:2]: v for k, v in self.median.items() if k[2] == "samples/s"}
 
     def cases(self) -> list[str]:
-        """Without what follows a name."""
+        """Return the names of cases, without the kinds of blocks that follow them."""
         kinds = (SPARSE, PLAIN, COMMITS, BESIDE)
         names = [case for case, _ in self.rates if not any(case.endswith(k) for k in kinds)]
         return list(dict.fromkeys(names))
@@ -178,15 +178,15 @@ class Figures:
         return None if ours is None or whole is None else ours / whole
 
     def rows_read(self, case: str, system: str) -> float | None:
-        """Per sample, from disk."""
+        """Return the rows read from disk per sample."""
         return self.median.get((case + SPARSE, system, "rows read/sample"))
 
     def missed(self, case: str, policy: str, fraction: int) -> float | None:
         return self.median.get((case, f"{policy} 1/{fraction}", "rows missed/sample"))
 
     def best_known(self, case: str, fraction: int) -> float | None:
-        found = [self.missed(case, policy, fraction) for policy in (*KNOWING, LOOKING)]
-        known = [m for m in found if m is not None]
+        misses = [self.missed(case, policy, fraction) for policy in (*KNOWING, LOOKING)]
+        known = [m for m in misses if m is not None]
         return min(known) if known else None
 
 
@@ -206,19 +206,21 @@ class Bound:
         return "device" if self.device < self.processor else "processor"
 
 
-def bound_of(figures: Figures, found: Found, case: str, fraction: int, cores: int) -> Bound | None:
+def bound_of(
+    figures: Figures, others: OtherFigures, case: str, fraction: int, cores: int
+) -> Bound | None:
     """Device: its reads/s over our reads/sample. Processor: a sample in memory takes 1 / (rate all in memory), and
     each read some processor time of our reader, spread over the cores."""
     reads = figures.median.get((case + SPARSE, f"colonnade 1/{fraction}", "reads/sample"))
     whole = figures.rates.get((case + SPARSE, ALL))
     if reads is None or whole is None:
         return None
-    device = found.device_reads / reads if reads else math.inf
-    return Bound(device, 1 / (1 / whole + reads * found.read_seconds / cores))
+    device = others.device_reads / reads if reads else math.inf
+    return Bound(device, 1 / (1 / whole + reads * others.read_seconds / cores))
 
 
 def ratios_of(
-    measured: Sequence[Measured], found: Found, cores: int, main_skew: float
+    measured: Sequence[Measured], others: OtherFigures, cores: int, main_skew: float
 ) -> dict[str, float]:
     """Each is the worst of its cases, which follow it by name."""
     figures, ratios = Figures(measured), {}
@@ -237,7 +239,7 @@ def ratios_of(
                     ratios[f"throughput_of_all_dram_at_1_{n}_{slug(case)}"] = value
     for case in main:
         add("throughput_of_all_dram_at_1_8", case, figures.of_all(case, 8))
-        bound = bound_of(figures, found, case, 8, cores)
+        bound = bound_of(figures, others, case, 8, cores)
         rate = figures.rates.get((case + SPARSE, "colonnade 1/8"))
         if bound is not None and rate is not None:
             add("of_bound", case, rate / bound.samples)
@@ -256,22 +258,22 @@ def ratios_of(
         for peer, name in (
             ("rocksdict", "vs_rocksdb"), ("rocksdict 8 shards", "vs_rocksdb_8_shards"), ("mapped", "vs_mmap"),
         ):  # fmt: skip
-            theirs = figures.rates.get((case + SPARSE, f"{peer} 1/8"))
-            if theirs is not None and beside is not None:
-                add(name, case, beside / theirs)
+            peer_rate = figures.rates.get((case + SPARSE, f"{peer} 1/8"))
+            if peer_rate is not None and beside is not None:
+                add(name, case, beside / peer_rate)
     for name, values in by_case.items():
         ratios |= {name: min(values.values()), **values}
-    if found.reader and found.raw:
+    if others.reader and others.raw:
         ratios["ssd_reads_of_raw_iops"] = (
-            median(r.per_second for r in found.reader) / found.device_reads
+            median(r.per_second for r in others.reader) / others.device_reads
         )
-        ratios["ssd_reads_cores"] = median(r.cores for r in found.reader)
-    if found.writes:
-        ratios["write_amplification"] = max(w["of_bytes"] for w in found.writes)
-        ratios["write_amplification_rows"] = max(w["of_rows"] for w in found.writes)
-        ratios["write_amplification_utilisation"] = min(w["utilisation"] for w in found.writes)
-    if found.commit_slowdowns:
-        ratios["commit_slowdown"] = max(found.commit_slowdowns)
+        ratios["ssd_reads_cores"] = median(r.cores for r in others.reader)
+    if others.writes:
+        ratios["write_amplification"] = max(w["of_bytes"] for w in others.writes)
+        ratios["write_amplification_rows"] = max(w["of_rows"] for w in others.writes)
+        ratios["write_amplification_utilisation"] = min(w["utilisation"] for w in others.writes)
+    if others.commit_slowdowns:
+        ratios["commit_slowdown"] = max(others.commit_slowdowns)
     return ratios
 
 
@@ -283,16 +285,16 @@ def slug(case: str) -> str:
 def print_result(
     console: Console,
     measured: Sequence[Measured],
-    found: Found,
+    others: OtherFigures,
     result: Mapping[str, Any],
     cores: int,
 ) -> None:
     figures = Figures(measured)
     for case in figures.cases():
-        console.print(systems_grid(figures, found, case, cores))
+        console.print(systems_grid(figures, others, case, cores))
         if any((case, f"{p} 1/8", "rows missed/sample") in figures.median for p in POLICIES):
             console.print(policies_grid(figures, case))
-    explain_bound(console, found, cores)
+    explain_bound(console, others, cores)
     console.print(nodes_grid(figures))
     for name, ratio in result["ratios"].items():
         console.print(f"{name}: {ratio:.3f}")
@@ -301,8 +303,8 @@ def print_result(
         console.print(f"left out: {what}", style="yellow", markup=False)
 
 
-def systems_grid(figures: Figures, found: Found, case: str, cores: int) -> Grid:
-    size = found.model_bytes.get(case.removesuffix(FIRST_EPOCH), 0) / 2**30
+def systems_grid(figures: Figures, others: OtherFigures, case: str, cores: int) -> Grid:
+    size = others.model_bytes.get(case.removesuffix(FIRST_EPOCH), 0) / 2**30
     grid = _grid(
         f"{case}: {size:.1f} GiB in memory", "system", "samples/s", "of all", "alone", "of all",
         "reads", "pages", "rows read", "written", "us", "stall us", "bound", "of bound",
@@ -319,7 +321,7 @@ def systems_grid(figures: Figures, found: Found, case: str, cores: int) -> Grid:
             cells.append("" if value is None else f"{value:.{digits}f}")
         bound = None
         if system.startswith("colonnade 1/") and FIRST_EPOCH not in case:
-            bound = bound_of(figures, found, case, int(system.split("/")[1]), cores)
+            bound = bound_of(figures, others, case, int(system.split("/")[1]), cores)
         if bound is not None and rates[1] is not None:
             cells += [f"{bound.samples:,.0f} {bound.which}", f"{rates[1] / bound.samples:.2f}"]
         grid.add_row(system, *cells)
@@ -340,11 +342,11 @@ def policies_grid(figures: Figures, case: str) -> Grid:
     return grid
 
 
-def explain_bound(console: Console, found: Found, cores: int) -> None:
-    if found.raw and found.reader:
+def explain_bound(console: Console, others: OtherFigures, cores: int) -> None:
+    if others.raw and others.reader:
         console.print(
-            f"bound, without a network: the smaller of device ({found.device_reads:,.0f} bare 4 KiB reads/s over reads "
-            f"per sample) and processor (a sample all in memory, and {1e6 * found.read_seconds:.1f} us per read "
+            f"bound, without a network: the smaller of device ({others.device_reads:,.0f} bare 4 KiB reads/s over "
+            f"reads per sample) and processor (a sample all in memory, and {1e6 * others.read_seconds:.1f} us per read "
             f"spread over {cores} cores)",
             soft_wrap=True,
         )
@@ -376,7 +378,7 @@ def nodes_grid(figures: Figures) -> Grid:
 
 
 def nodes(fraction: int, rate: float) -> tuple[int, int]:
-    """(for capacity, for throughput)"""
+    """Return the nodes that are needed (for capacity, for throughput)."""
     return math.ceil(MODEL_NODES / fraction), math.ceil(TARGET_SAMPLES / rate)
 
 

@@ -57,16 +57,16 @@ COUNTED = 4
 """Batches that tell how many different rows a step asks for."""
 REHEARSAL_STEPS = 8
 PHASES = ("wait", "forward", "backward", "rows")
-NOTHING_SAID: Mapping[str, Any] = {}
+NO_CHOICE: Mapping[str, Any] = {}
 
 
 class Opened:
     """One collection and its batches."""
 
     def __init__(
-        self, case: Case, choice: Mapping[str, Any], held: list[Batch], mesh: Mesh
+        self, case: Case, choice: Mapping[str, Any], stored: list[Batch], mesh: Mesh
     ) -> None:
-        self.case, self.held, self.mesh = case, held, mesh
+        self.case, self.stored, self.mesh = case, stored, mesh
         tables, features, consumers = self.declared(case, choice)
         self.collection = EmbeddingCollection(tables, features, consumers=consumers)
         self.rows = RowOptimizer(self.collection)
@@ -80,7 +80,7 @@ class Opened:
 
     @staticmethod
     def declared(
-        case: Case, choice: Mapping[str, Any] = NOTHING_SAID
+        case: Case, choice: Mapping[str, Any] = NO_CHOICE
     ) -> tuple[list[Table], list[Feature], dict[str, Any] | None]:
         """Tables, features and consumers."""
         optimizer = RowWiseAdagrad(lr=ROWS_LR, eps=EPS)
@@ -92,12 +92,12 @@ class Opened:
         features = [Feature(name, name, pooling=pooling) for name in case.names]
         return tables, features, {"fields": (Concat(), case.names)} if case.pooled else None
 
-    def outputs(self, found: dict[str, Tensor]) -> list[Tensor]:
-        """What gradients come back to."""
-        return [found["fields"]] if self.case.pooled else [found[n] for n in self.case.names]
+    def outputs(self, result: dict[str, Tensor]) -> list[Tensor]:
+        """Return the outputs that get gradients."""
+        return [result["fields"]] if self.case.pooled else [result[n] for n in self.case.names]
 
     def before_backward(self) -> None:
-        """Of what has weights beside rows."""
+        """Prepare weights beside rows for backward; there are none here."""
 
     def gradients(self, outputs: list[Tensor]) -> list[Tensor]:
         return [self.gradient] * len(outputs)
@@ -107,15 +107,15 @@ class Opened:
         self.dense_step()
 
     def dense_step(self) -> None:
-        """Of what has weights beside rows."""
+        """Update weights beside rows; there are none here."""
 
     def own_seconds(self) -> float:
-        """Of a rank's processor in a step, for operators that the rehearsed system does not have."""
+        """Processor seconds of a rank's step for operators that the rehearsed system does not have."""
         return 0.0
 
     def batches(self) -> Iterator[Batch]:
         for number in itertools.count(self.next):
-            yield self.held[number % len(self.held)]
+            yield self.stored[number % len(self.stored)]
 
     def run(self, warm_up: int, steps: int, start: Callable[[], None]) -> Iterations:
         seconds: list[float] = []
@@ -164,22 +164,24 @@ def plan_of(tables: list[Table], choice: Mapping[str, Any], case: Case, mesh: Me
     return build_plan(tables, mesh.world, config)
 
 
-def dealt(rows: list[int], shares: int) -> list[int]:
-    """Which of so many shares each table is in: the largest first, to whoever has the fewest, then the smallest."""
-    held = [(0, 0, share) for share in range(shares)]
-    found = [0] * len(rows)
+def assign_shares(rows: list[int], shares: int) -> list[int]:
+    """Assign each table to a share: the largest first, to the share with the fewest tables, then the fewest rows."""
+    loads = [(0, 0, share) for share in range(shares)]
+    shares_of_tables = [0] * len(rows)
     for t in sorted(range(len(rows)), key=lambda t: -rows[t]):
-        tables, size, share = min(held)
-        held[held.index((tables, size, share))] = (tables + 1, size + rows[t], share)
-        found[t] = share
-    return found
+        tables, size, share = min(loads)
+        loads[loads.index((tables, size, share))] = (tables + 1, size + rows[t], share)
+        shares_of_tables[t] = share
+    return shares_of_tables
 
 
 SHARDINGS: dict[str, Callable[[list[int], Mesh], list[Sharding]]] = {
     "row_wise": lambda rows, mesh: [row_wise(mesh.num_ranks)] * len(rows),
-    "table_wise": lambda rows, mesh: [table_wise(rank) for rank in dealt(rows, mesh.num_ranks)],
+    "table_wise": lambda rows, mesh: [
+        table_wise(rank) for rank in assign_shares(rows, mesh.num_ranks)
+    ],
     "host_wise": lambda rows, mesh: [
-        host_wise(mesh.world, host) for host in dealt(rows, mesh.world.num_hosts)
+        host_wise(mesh.world, host) for host in assign_shares(rows, mesh.world.num_hosts)
     ],
     "replicated": lambda rows, mesh: [replicated(mesh.num_ranks)] * len(rows),
 }
@@ -196,30 +198,30 @@ def batch_of(case: Case, ids: Tensor) -> Batch:
 
 @cache
 def the_mesh() -> Mesh:
-    """One for all cases."""
+    """Return the mesh, one for all cases. Collective when called first."""
     return open_mesh()
 
 
 class Chooser:
-    """What `plan.choice` says of every system between the links as they are, and the one that it chooses."""
+    """Predictions of `colonnade.plan.search` for every system between the links as they are, and its choice."""
 
     def __init__(
         self,
         case: Case,
-        held: list[Batch],
+        stored: list[Batch],
         mesh: Mesh,
         systems: dict[str, Any],
         system: type[Opened],
     ) -> None:
-        self.case, self.held, self.mesh = case, held, mesh
+        self.case, self.stored, self.mesh = case, stored, mesh
         self.systems, self.system = systems, system
         self.loads = loads_of(case, mesh)
         # All ranks at once, as they compute in a step: they share the processors.
         mesh.barrier()
         rate = measure_rows(case.width)
-        mine = torch.tensor([rate.gathered, rate.updated, rate.planned, rate.packed])
-        heard = mesh.all_gather("control", mine)
-        self.rates = [RowRate(rate.width, *torch.stack(heard).min(0).values.tolist())]
+        own_rates = torch.tensor([rate.gathered, rate.updated, rate.planned, rate.packed])
+        all_rates = mesh.all_gather("control", own_rates)
+        self.rates = [RowRate(rate.width, *torch.stack(all_rates).min(0).values.tolist())]
         tables, features, consumers = system.declared(case)
         declaration = EmbeddingCollection(tables, features, consumers=consumers).declaration
         self.model = build_model_load(declaration, self.loads, world=mesh.world)
@@ -228,11 +230,14 @@ class Chooser:
         self.crowding = max(1.0, mesh.num_ranks / (os.cpu_count() or 1))
 
     def plan(self) -> dict[str, Any]:
-        """Collective: {"links": in words, "predicted": by system, "chosen": in words, "same": whose plan that is, where
-        it is a system's, "left_out": why there is no `auto`}. `auto` is opened anew where there is no "same"."""
+        """Predict every system between the links as they are, and open the plan that Colonnade chooses. Collective.
+
+        Return {"links": in words, "predicted": by system, "chosen": in words, "same": the system whose plan that is,
+        where it is a system's, "left_out": why there is no `auto`}. `auto` is opened anew where there is no "same".
+        """
         # All ranks of all hosts share this machine.
         links = replace(measure_links(self.mesh), crowding=self.crowding)
-        found: dict[str, Any] = {"links": str(links), "predicted": {}, "left_out": {}}
+        answer: dict[str, Any] = {"links": str(links), "predicted": {}, "left_out": {}}
         choices = {
             n: self.forced(links, s.collection)
             for n, s in self.systems.items()
@@ -245,47 +250,50 @@ class Chooser:
             tables, _, _ = self.system.declared(self.case)
             chosen = {"plan": resolve_plan_config(is_open, tables, links, choices[AUTO])}
             if same := self.opened_with(chosen):
-                found["same"] = same
+                answer["same"] = same
             else:
-                self.systems[AUTO] = self.system(self.case, chosen, self.held, self.mesh)
+                self.systems[AUTO] = self.system(self.case, chosen, self.stored, self.mesh)
             counts = Counter(
                 f"{t.chosen.exchange} {t.chosen.sharding.kind}" for t in choices[AUTO].tables
             )
-            found["chosen"] = ", ".join(f"{n} x {what}" for what, n in counts.most_common())
+            answer["chosen"] = ", ".join(f"{n} x {what}" for what, n in counts.most_common())
         except ColonnadeError as error:
             choices.pop(AUTO, None)
-            found["left_out"][AUTO] = str(error)
+            answer["left_out"][AUTO] = str(error)
         if self.rehearsed is None:  # once all systems have shown that they do the same work
             self.rehearsed = rehearse(self.systems[REHEARSED], self.mesh)
         if new := [name for name in self.systems if name not in self.own]:
             # Each rank for itself, as it computes in a step: beside all others.
-            mine = torch.tensor([self.systems[name].own_seconds() for name in new])
-            heard = torch.stack(self.mesh.all_gather("control", mine)).mean(0)
-            self.own |= zip(new, heard.tolist(), strict=True)
+            seconds = torch.tensor([self.systems[name].own_seconds() for name in new])
+            means = torch.stack(self.mesh.all_gather("control", seconds)).mean(0)
+            self.own |= zip(new, means.tolist(), strict=True)
         base = choices[REHEARSED].seconds.processor
         for name, choice in choices.items():
-            own = self.own.get(found.get("same", AUTO) if name == AUTO else name, 0.0)
-            found["predicted"][name] = {
+            own = self.own.get(answer.get("same", AUTO) if name == AUTO else name, 0.0)
+            answer["predicted"][name] = {
                 "payload_bytes": {" ".join(key): size for key, size in choice.sent.items()},
                 "seconds": self.step_seconds(choice, base - own, links.crowding),
             }
-        return found
+        return answer
 
     def opened_with(self, choice: Mapping[str, Any]) -> str | None:
-        """The system whose plan is this one."""
+        """Return the system whose plan is this one; None where there is none."""
         tables, _, _ = self.system.declared(self.case, choice)
         plan = plan_of(tables, choice, self.case, self.mesh)
         return next((n for n, s in self.systems.items() if s.collection.plan == plan), None)
 
     def step_seconds(self, choice: PlanDecision, base: float, crowding: float) -> float:
-        """base: what the formulas say of the rehearsed system's processor, less what this one has of its own; what they
-        leave out is the same for all."""
+        """Predict the seconds of a step.
+
+        base: what the formulas say of the rehearsed system's processor, less what this one has of its own; what they
+        leave out is the same for all.
+        """
         seconds = choice.seconds
         processor = seconds.processor - base + (self.rehearsed or 0.0)
         return step_seconds(processor, seconds.waited, seconds.behind, crowding)
 
     def forced(self, links: World, collection: EmbeddingCollection) -> PlanDecision:
-        """The prediction for its plan as it stands, and for its own operators."""
+        """Predict a collection by its plan as it is, and by its own operators."""
         tables = collection.plan.tables
         constraints = {
             t.name: Constraint(t.sharding.kind, t.exchange, t.sharding.ranks) for t in tables
@@ -295,24 +303,24 @@ class Chooser:
 
 
 def has_copies(collection: EmbeddingCollection) -> bool:
-    """Of such plans nothing is foretold."""
+    """Return whether ranks cache rows: no step of such plans is predicted."""
     return any(table.cache is not None for table in collection.plan.tables)
 
 
 def rehearse(system: Opened, mesh: Mesh) -> float:
-    """Collective: seconds of a processor that a step takes a rank, the mean over ranks."""
-    steps, began = min(REHEARSAL_STEPS, len(system.held)), []
+    """Measure the processor seconds of a rank's step, the mean over ranks. Collective."""
+    steps, began = min(REHEARSAL_STEPS, len(system.stored)), []
     system.run(0, steps, lambda: None)  # meets every row
     system.run(2, steps, lambda: began.append(time.process_time()))
-    mine = torch.tensor((time.process_time() - began[0]) / steps, dtype=torch.float64)
-    return fmean(float(each) for each in mesh.all_gather("control", mine))
+    seconds = torch.tensor((time.process_time() - began[0]) / steps, dtype=torch.float64)
+    return fmean(float(value) for value in mesh.all_gather("control", seconds))
 
 
 def loads_of(case: Case, mesh: Mesh) -> list[TableLoad]:
-    """From the ids of all ranks, of `COUNTED` batches; by each rank for itself, which is the same everywhere."""
+    """Compute statistics of each table from the ids of all ranks in `COUNTED` batches: the same on every rank."""
     ids = np.load(case.ids, mmap_mode="r")[:COUNTED]  # (N, R, F, B * L)
     on_host = mesh.world.ranks_per_host
-    found = []
+    loads = []
     for f, (name, rows) in enumerate(zip(case.names, case.rows, strict=True)):
         table = Table(name, case.width, rows=rows, optimizer=RowWiseAdagrad(lr=ROWS_LR))
 
@@ -332,23 +340,23 @@ def loads_of(case: Case, mesh: Mesh) -> list[TableLoad]:
             unique_world=different(mesh.num_ranks), lookups=lookups, columns=columns,
             is_pooled=case.pooled, vocabulary=rows,
         )  # fmt: skip
-        found.append(load)
-    return found
+        loads.append(load)
+    return loads
 
 
 def build(
     case: Case, choices: Mapping[str, Any], system: type[Opened] = Opened
 ) -> tuple[dict[str, Any], dict[str, str], dict, Any]:
     mesh = the_mesh()
-    held = [batch_of(case, ids) for ids in case.load(mesh.rank)]
+    stored = [batch_of(case, ids) for ids in case.load(mesh.rank)]
     systems: dict[str, Any] = {}
     left_out = {}
     for name, choice in choices.items():
         try:
-            systems[name] = system(case, choice, held, mesh)
+            systems[name] = system(case, choice, stored, mesh)
         except ColonnadeError as error:  # on all ranks alike: nothing has travelled
             left_out[name] = str(error)
-    chooser = Chooser(case, held, mesh, systems, system) if mesh.num_ranks > 1 else None
+    chooser = Chooser(case, stored, mesh, systems, system) if mesh.num_ranks > 1 else None
     return systems, left_out, {"colonnade": colonnade.__version__}, chooser
 
 

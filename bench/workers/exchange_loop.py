@@ -1,8 +1,8 @@
-"""What the parent of `bench exchange` says to a rank and what it answers: one JSON object per line, over a socket.
+"""Protocol of `bench exchange` between the parent and a rank: one JSON object per line, over a socket.
 
     parent                                        every rank
     {"case": a `Case`, "choices": by system}      {"ready": facts, "left_out": {system: reason}}
-    {"system": name, "warm_up": W, "steps": K}    what a block was (`Block`)
+    {"system": name, "warm_up": W, "steps": K}    measurements (`Block`)
     {"plan": true}                                {"links", "chosen": in words, "same": system,
                                                    "left_out": {system: reason},
                                                    "predicted": {system: {"payload_bytes", "seconds": of a step}}}
@@ -61,11 +61,11 @@ class Case:
         return [f"C{f + 1}" for f in range(len(self.rows))]
 
     def load(self, rank: int) -> Tensor:
-        """(N, F, B * L): this rank's own, read whole."""
+        """Read this rank's own ids whole: (N, F, B * L)."""
         return torch.from_numpy(np.array(np.load(self.ids, mmap_mode="r")[:, rank]))
 
     def gradient(self) -> Tensor:
-        """What comes back to the outputs: (B, F * D) pooled, (B * L, D) of each sequence feature."""
+        """Make the gradient of the outputs: (B, F * D) pooled, (B * L, D) of each sequence feature."""
         generator = torch.Generator().manual_seed(self.seed)
         if self.pooled:
             shape: tuple[int, int] = self.batch_size, len(self.rows) * self.dim
@@ -95,13 +95,13 @@ class System(Protocol):
 
 class Planner(Protocol):
     def plan(self) -> dict[str, Any]:
-        """Collective: what is foretold of each system between the links as they are."""
+        """Predict the step of each system between the links as they are. Collective."""
         ...
 
 
 @dataclass
 class Iterations:
-    """What a system's `run` gives: it calls `start` on every rank after `warm_up` steps and does `steps` more."""
+    """Result of a system's `run`, which calls `start` on every rank after `warm_up` steps and does `steps` more."""
 
     seconds: list[float]
     digest: float
@@ -168,7 +168,7 @@ def measure(system: System, warm_up: int, steps: int, group: Any) -> Block:
 
 
 def sent_bytes() -> int:
-    """Of this rank's host, told by its first rank."""
+    """Return the bytes that this host's interface has sent; 0 but on the host's first rank."""
     if os.environ["LOCAL_RANK"] != "0" or not INTERFACE_COUNTERS.exists():
         return 0
     return int((INTERFACE_COUNTERS / "tx_bytes").read_text())
@@ -182,7 +182,7 @@ def resident_bytes() -> int:
 
 
 def digest_of(outputs: Tensor | list[Tensor]) -> float:
-    """Over all ranks: how large their outputs are."""
+    """Sum the absolute values of the outputs over all ranks. Collective."""
     outputs = outputs if isinstance(outputs, list) else [outputs]
     total = sum(output.detach().double().abs().sum() for output in outputs)
     value = torch.as_tensor(total, dtype=torch.float64).view(1)

@@ -90,14 +90,14 @@ class Sharded:
     def gradients(self, outputs: list[Tensor]) -> list[Tensor]:
         return [self.gradient] * len(outputs)
 
-    def outputs_of(self, found: Any) -> list[Tensor]:
-        """In the order of the features: (B, F * D) as one, or each sequence's (B * L, D)."""
-        found = found.wait() if hasattr(found, "wait") else found
+    def outputs_of(self, result: Any) -> list[Tensor]:
+        """Return outputs in the order of the features: (B, F * D) as one, or each sequence's (B * L, D)."""
+        result = result.wait() if hasattr(result, "wait") else result
         if self.case.pooled:
-            if list(found.keys()) == self.case.names:
-                return [found.values()]
-            return [torch.cat([found[name] for name in self.case.names], dim=1)]
-        return [found[name].values() for name in self.case.names]
+            if list(result.keys()) == self.case.names:
+                return [result.values()]
+            return [torch.cat([result[name] for name in self.case.names], dim=1)]
+        return [result[name].values() for name in self.case.names]
 
 
 def shard(
@@ -140,7 +140,7 @@ def shard(
             batch_size=case.batch_size, constraints=constraints,
         )  # fmt: skip
         plan = planner.collective_plan(Only(module), [sharder], dist.GroupMember.WORLD).plan["only"]
-    words = {f"{each.sharding_type}/{each.compute_kernel}" for each in plan.values()}
+    words = {f"{sharding.sharding_type}/{sharding.compute_kernel}" for sharding in plan.values()}
     sharded = sharder.shard(
         module, plan, ShardingEnv.from_process_group(dist.GroupMember.WORLD), CPU
     )

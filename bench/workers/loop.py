@@ -1,4 +1,4 @@
-"""What the parent says to a worker and what it answers: one JSON object per line, over stdin and stdout.
+"""Protocol between the parent and a worker: one JSON object per line, over stdin and stdout.
 
     parent                              worker
     the case (see `Case`)               {"ready": versions and other facts}   once the model stands
@@ -36,7 +36,10 @@ PHASES = ("wait", "forward", "backward", "rows", "dense")
 
 @dataclass(frozen=True)
 class Case:
-    """What to train. `data` holds dense.npy (N, B, n) float32, ids.npy (N, F, B) int64, label.npy (N, B, 1) float32."""
+    """Model, data and settings of a worker.
+
+    `data` holds dense.npy (N, B, n) float32, ids.npy (N, F, B) int64, label.npy (N, B, 1) float32.
+    """
 
     data: str
     rows: list[int]  # by field
@@ -79,7 +82,7 @@ class Case:
         return use_library_linear(network) if "linear" in self.options else network
 
     def gradient(self, batch_size: int) -> Tensor:
-        """(B, F * D), what the embeddings alone get instead of a network's gradient."""
+        """Make the gradient (B, F * D) that the embeddings alone get instead of a network's."""
         generator = torch.Generator().manual_seed(self.seed)
         shape = batch_size, len(self.rows) * self.dim
         return torch.randn(shape, generator=generator) / batch_size
@@ -93,7 +96,7 @@ class Laps:
         self.start()
 
     def start(self) -> None:
-        """What came before is in no phase."""
+        """Start the clock: what came before is in no phase."""
         self.last = time.perf_counter()
 
     def __call__(self, phase: str) -> None:
@@ -175,7 +178,7 @@ def serve(build: Callable[[Case], tuple[Step, dict[str, str]]]) -> None:
 
 
 def open_channel() -> TextIO:
-    """Where answers go. What libraries print goes to stderr instead."""
+    """Open the file for answers. What libraries print goes to stderr instead."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return channel

@@ -19,7 +19,7 @@ from colonnade.models.layers import build_first_layer
 from colonnade.models.wide_deep import WideDeep
 from colonnade.train.dense import DenseGradients
 from workers import exchange_colonnade
-from workers.exchange_colonnade import NOTHING_SAID
+from workers.exchange_colonnade import NO_CHOICE
 from workers.exchange_loop import Built, Case, serve
 
 NUM_DENSE, TOP = 13, (64, 32)
@@ -55,7 +55,7 @@ class Trained(exchange_colonnade.Opened):
 
     @staticmethod
     def declared(
-        case: Case, choice: Mapping[str, Any] = NOTHING_SAID
+        case: Case, choice: Mapping[str, Any] = NO_CHOICE
     ) -> tuple[list[Table], list[Feature], dict[str, Any] | None]:
         dims = {"deep": case.dim, "wide": 1}
         tables = [

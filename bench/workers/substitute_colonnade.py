@@ -13,7 +13,7 @@ from torch import Tensor
 
 from colonnade import FM, SGD, Feature, FieldsLinear, Sum, Table, Uniform
 from workers import exchange_colonnade
-from workers.exchange_colonnade import NOTHING_SAID
+from workers.exchange_colonnade import NO_CHOICE
 from workers.exchange_loop import serve
 from workers.substitute_loop import LR, ModelCase
 
@@ -28,7 +28,7 @@ class Opened(exchange_colonnade.Opened):
 
     @staticmethod
     def declared(  # type: ignore[override]
-        case: ModelCase, choice: Mapping[str, Any] = NOTHING_SAID
+        case: ModelCase, choice: Mapping[str, Any] = NO_CHOICE
     ) -> tuple[list[Table], list[Feature], dict[str, Any]]:
         dims = {"deep": case.dim, "wide": 1}
         tables = [

@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def starts(self) -> NDArray[np.int64]:
-        """(F + 1,) first row of each field, and R."""
+        """First row of each field, and R: (F + 1,)."""
         return np.cumsum([0, *self.cardinalities])
 
     @property
@@ -68,15 +68,15 @@ class Stream:
         self.shape = Shape(**values)
 
     def rows(self) -> NDArray[np.int32]:
-        """(N, F, B)"""
+        """Map the row of each lookup: (N, F, B)."""
         return self._mapped("rows.i32", np.int32)
 
     def hints(self) -> NDArray[np.uint8]:
-        """(N, F, B)"""
+        """Map the next-use code of each lookup: (N, F, B)."""
         return self._mapped("hints.u8", np.uint8)
 
     def state(self, name: str) -> NDArray[np.float32]:
-        """(R,): "rate", "count", "age", "after" or "first"."""
+        """Map a value of each row, (R,): "rate", "count", "age", "after" or "first"."""
         return np.memmap(self.folder / f"{name}.f32", np.float32, "r")
 
     def _mapped(self, name: str, dtype: type) -> np.memmap:
@@ -86,7 +86,7 @@ class Stream:
 
 
 def write_stream(folder: Path, shape: Shape) -> Stream:
-    """Everything but the hints. A pure function of `shape`."""
+    """Write everything but the hints. A pure function of `shape`."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = (shape.num_batches, len(shape.cardinalities), shape.batch_size)
     out = np.memmap(folder / "rows.i32", np.int32, "w+", shape=sizes)
@@ -134,13 +134,13 @@ class Law:
 
 
 def probabilities(n: int, skew: float) -> Floats:
-    """(n,) by rank."""
+    """Return the probability of each rank: (n,)."""
     weight = np.arange(1, n + 1, dtype=np.float64) ** -skew
     return weight / weight.sum()
 
 
 def draw_state(generator: np.random.Generator, rate: Floats, shape: Shape) -> dict[str, Floats]:
-    """What independent lookups at `rate` (R,) per sample leave of a row: see the module."""
+    """Draw the state that independent lookups at `rate` (R,) per sample leave of each row: see the module."""
     count = generator.poisson(rate * shape.history).astype(np.float64)
     # The last of `count` uniform moments in the history; where there is none, the wait began before it.
     inside = shape.history * (1 - generator.random(len(rate)) ** (1 / np.maximum(count, 1)))

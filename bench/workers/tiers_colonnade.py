@@ -31,7 +31,7 @@ NUM_DENSE = 13
 MAX_COUNT = 4096
 """Uses beyond which rows are all alike to a plan."""
 AGE_BINS, MAX_LOG_AGE = 4096, 32.0
-"""In which ages are told apart, and log2 of the largest: in batches."""
+"""Number of bins for the ages of rows, and log2 of the largest age in batches."""
 RUN = 65536
 """Rows of a table in one batch when memory is warmed."""
 
@@ -61,8 +61,8 @@ class TieredTraining:
             values = {f"C{f + 1}": Ids(ids[f]) for f in range(len(ids))}
             batch = Batch(size=shape.batch_size, dense=self.inputs, ids=values, label=self.label)
             if hints is not None:
-                told = torch.from_numpy(hints[number].copy())
-                batch.next_use = {f"C{f + 1}": told[f] for f in range(len(ids))}
+                codes = torch.from_numpy(hints[number].copy())
+                batch.next_use = {f"C{f + 1}": codes[f] for f in range(len(ids))}
             yield batch
 
     def step(self, network: bool) -> None:
@@ -122,8 +122,11 @@ def plan_of(tables: Sequence[Table], stream: Stream, case: Case) -> Plan:
 def shares_of(
     tables: Sequence[Table], stream: Stream, lookahead: int, dram_bytes: int
 ) -> dict[str, int]:
-    """By table, of the budget: room for the rows used most in the history, of equal ones the youngest, whatever their
-    table, as `colonnade plan` would give it; and for what a window of batches pins."""
+    """Compute the bytes of the budget that each table gets.
+
+    They have room for the rows used most in the history, of equal ones the youngest, whatever their table, as
+    `colonnade plan` would give it; and for what a window of batches pins.
+    """
     rows, starts = stream.rows(), stream.shape.starts
     window = range(min(lookahead + 2, len(rows)))
     pinned = [
@@ -139,8 +142,8 @@ def shares_of(
     used = []  # by table: (rows used u times or more) for u = 0, 1, ...
     for t in range(len(tables)):
         counts = np.minimum(of_table("count", t), MAX_COUNT)
-        found = np.bincount(counts.astype(np.int64), minlength=MAX_COUNT + 1)
-        used.append(np.cumsum(found[::-1])[::-1])
+        histogram = np.bincount(counts.astype(np.int64), minlength=MAX_COUNT + 1)
+        used.append(np.cumsum(histogram[::-1])[::-1])
 
     def share(more: Sequence[NDArray[np.int64]], number: int) -> NDArray[np.int64]:
         return np.maximum(least, [curve[number] for curve in more])
@@ -152,8 +155,8 @@ def shares_of(
         for t in range(len(tables)):
             ages = of_table("age", t)[of_table("count", t) == enough - 1]
             bins = np.minimum(AGE_BINS * np.log2(1 + ages) / MAX_LOG_AGE, AGE_BINS - 1)
-            found = np.bincount(bins.astype(np.int64), minlength=AGE_BINS)
-            older.append(used[t][enough] + np.cumsum(found))
+            histogram = np.bincount(bins.astype(np.int64), minlength=AGE_BINS)
+            older.append(used[t][enough] + np.cumsum(histogram))
         fits = [b for b in range(AGE_BINS) if share(older, b) @ bytes_of <= dram_bytes]
         if fits:
             chosen = share(older, fits[-1])
@@ -161,24 +164,24 @@ def shares_of(
         if more.any():
             chosen = chosen + more * ((dram_bytes - chosen @ bytes_of) / (more @ bytes_of))
     return {
-        table.name: max(1, int(count)) * int(each)
-        for table, count, each in zip(tables, chosen, bytes_of, strict=True)
+        table.name: max(1, int(count)) * int(row_bytes)
+        for table, count, row_bytes in zip(tables, chosen, bytes_of, strict=True)
     }
 
 
 def warm(system: TieredTraining, capacities: Sequence[int]) -> None:
     """Train the rows that endless training would have left in memory, once each, with gradients of zero.
 
-    In the order of ids, which is that of the disk: most of it is read in one sweep.
+    They are trained in the order of ids, which is that of the disk: most of it is read in one sweep.
     """
     stream, hints = system.stream, system.case.hints
-    held = held_rows(system.case, stream, capacities)
-    width = len(held) * system.case.dim
+    table_ids = select_warm_rows(system.case, stream, capacities)
+    width = len(table_ids) * system.case.dim
     first_use, starts = stream.state("first") if hints else None, stream.shape.starts
-    firsts = range(0, max(map(len, held)), RUN)
+    firsts = range(0, max(map(len, table_ids)), RUN)
     for number, first in enumerate(firsts):
         values, expected = {}, {}
-        for t, ids in enumerate(held):
+        for t, ids in enumerate(table_ids):
             part = ids[first : first + RUN]
             name = f"C{t + 1}"
             values[name] = Ids(torch.from_numpy(part), torch.tensor([0, len(part)]))
@@ -190,24 +193,29 @@ def warm(system: TieredTraining, capacities: Sequence[int]) -> None:
         system.rows.step()
 
 
-def held_rows(case: Case, stream: Stream, capacities: Sequence[int]) -> list[NDArray[np.int64]]:
-    """By table, ids ascending: the most counted, then the youngest; with hints those whose next use is nearest
-    as seen from their last."""
-    starts, held = stream.shape.starts, []
+def select_warm_rows(
+    case: Case, stream: Stream, capacities: Sequence[int]
+) -> list[NDArray[np.int64]]:
+    """Select the rows of each table that memory has at first; ids ascend.
+
+    These are the rows with the highest counts, then the youngest; with hints those whose next use is nearest, as seen
+    from their last.
+    """
+    starts, table_ids = stream.shape.starts, []
     for t, capacity in enumerate(capacities):
         # A table at a time: the worker's memory is limited, and all rows' numbers would be a gigabyte.
-        mine = slice(starts[t], starts[t + 1])
-        age = np.array(stream.state("age")[mine], np.float64)
+        span = slice(starts[t], starts[t + 1])
+        age = np.array(stream.state("age")[span], np.float64)
         if case.hints:
-            worth = -(age + stream.state("first")[mine])
+            score = -(age + stream.state("first")[span])
         else:
-            worth = stream.state("count")[mine] - 0.5 * age / age.max()
+            score = stream.state("count")[span] - 0.5 * age / age.max()
         del age
-        kept = np.arange(len(worth))
-        if capacity < len(worth):
-            kept = np.sort(np.argpartition(-worth, capacity)[:capacity])
-        held.append(kept)
-    return held
+        ids = np.arange(len(score))
+        if capacity < len(score):
+            ids = np.sort(np.argpartition(-score, capacity)[:capacity])
+        table_ids.append(ids)
+    return table_ids
 
 
 if __name__ == "__main__":

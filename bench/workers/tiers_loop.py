@@ -1,4 +1,4 @@
-"""What `bench tiers` says to a worker and what it answers: one JSON object per line, over stdin and stdout.
+"""Protocol of `bench tiers` between the parent and a worker: one JSON object per line, over stdin and stdout.
 
     parent                                          worker
     the case (see `Case`)                           {"ready": facts}   once every row exists and memory is warm
@@ -33,7 +33,7 @@ STALL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Case:
-    """What to train. `dram_bytes` None: all rows in memory, and no limit."""
+    """Model, stream and settings of a worker. `dram_bytes` None: all rows in memory, and no limit."""
 
     stream: str
     """Folder of a `Stream`."""
@@ -44,7 +44,7 @@ class Case:
     lookahead: int
     hints: bool
     starts_empty: bool
-    """Rows are born as they are met; else every row exists, and memory holds the best of them."""
+    """Rows are initialised when they are first used; else every row exists, and memory holds the best of them."""
     bottom: list[int]
     top: list[int]
     embedding_lr: float
@@ -52,7 +52,7 @@ class Case:
     shards: int = 1
     """Databases of a peer."""
     site: str = ""
-    """Where a peer's own packages lie."""
+    """Folder of a peer's own packages."""
     seed: int = 0
 
     def open_stream(self) -> Stream:
@@ -108,7 +108,7 @@ class System(Protocol):
         ...
 
     def counts(self) -> Mapping[str, float]:
-        """Since it was opened."""
+        """Return its counts since it was opened."""
         ...
 
 
@@ -135,7 +135,7 @@ def serve(open_system: Callable[[Case], tuple[System, dict[str, float | str]]]) 
 
 
 def _block(system: System | Durable, steps: int, network: bool, commit: bool = False) -> dict:
-    """`commit`: one begins before the first step and is durable when the clock stops."""
+    """Measure a block. `commit`: one begins before the first step and is durable when the clock stops."""
     before = process_counts() | system.counts()
     seconds = []
     start = time.perf_counter()
@@ -153,13 +153,13 @@ def _block(system: System | Durable, steps: int, network: bool, commit: bool = F
     if commit:
         system.wait_for_commit()
     seconds[-1] += max(0.0, last - end) + time.perf_counter() - waited
-    after = process_counts() | settled(system)
+    after = process_counts() | wait_for_counts(system)
     counts = {name: after[name] - before[name] for name in after}
     return {"seconds": seconds, "phases": {}, "counts": counts}
 
 
-def settled(system: System) -> dict[str, float]:
-    """Its counts, when what is under way has ended."""
+def wait_for_counts(system: System) -> dict[str, float]:
+    """Wait until what is under way has ended; return the system's counts."""
     counts = dict(system.counts())
     while True:
         time.sleep(0.02)
@@ -170,12 +170,12 @@ def settled(system: System) -> dict[str, float]:
 
 
 def process_counts() -> dict[str, float]:
-    """Of this process since it began: pages read from devices, bytes written to them, seconds of processor."""
+    """Read counts of this process since it began: pages read from devices, bytes written to them, processor seconds."""
     use = resource.getrusage(resource.RUSAGE_SELF)
     counts = {"cpu_seconds": use.ru_utime + use.ru_stime, "pages_read": 0.0, "bytes_written": 0.0}
     path = Path("/proc/self/io")
     if path.exists():
-        said = dict(line.split(": ") for line in path.read_text().splitlines())
-        counts["pages_read"] = int(said["read_bytes"]) / PAGE_BYTES
-        counts["bytes_written"] = float(said["write_bytes"])
+        counters = dict(line.split(": ") for line in path.read_text().splitlines())
+        counts["pages_read"] = int(counters["read_bytes"]) / PAGE_BYTES
+        counts["bytes_written"] = float(counters["write_bytes"])
     return counts

@@ -71,10 +71,10 @@ def warm(store: MappedStore, stream: Stream, case: Case) -> None:
     row_bytes = 4 * store.table.shape[1]
     page_of = np.arange(stream.shape.num_rows, dtype=np.int64) * row_bytes // PAGE_BYTES
     rate = np.bincount(page_of, weights=stream.state("rate"))
-    held = min(case.dram_bytes // PAGE_BYTES, len(rate))
-    pages = np.sort(np.argpartition(-rate, held - 1)[:held])
+    num_pages = min(case.dram_bytes // PAGE_BYTES, len(rate))
+    pages = np.sort(np.argpartition(-rate, num_pages - 1)[:num_pages])
     first_row = np.minimum(-(-pages * PAGE_BYTES // row_bytes), len(store.table) - 1)
-    for first in range(0, held, RUN):
+    for first in range(0, num_pages, RUN):
         store.get(first_row[first : first + RUN])
 
 

@@ -23,7 +23,7 @@ EPS = 1e-10
 
 class Store(Protocol):
     def get(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """(U,) ascending -> (U, D + 1), the caller's own."""
+        """Read the records (U, D + 1) of rows (U,), which ascend, into an array that the caller owns."""
         ...
 
     def put(self, rows: NDArray[np.int64], records: NDArray[np.float32]) -> None: ...
@@ -76,7 +76,7 @@ def update(records: Tensor, inverse: Tensor, gradient: Tensor, lr: float) -> Non
 
 
 def first_records(count: int, dim: int) -> NDArray[np.float32]:
-    """(count, D + 1) to fill a store with."""
+    """Make records (count, D + 1) to fill a store with."""
     records = np.random.default_rng(0).standard_normal((count, dim + 1), np.float32)
     records[:, dim] = 0.1
     return records

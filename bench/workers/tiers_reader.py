@@ -15,9 +15,9 @@ from workers.tiers_loop import Case, Gate, serve
 from workers.tiers_store import FILL_STEP, open_backings, tables_of
 
 ROWS = 4096
-"""Of a batch."""
+"""Rows of a batch."""
 UNDER_WAY = 4
-"""Batches."""
+"""Batches whose reads are under way."""
 
 
 class Reader:
@@ -42,18 +42,18 @@ class Reader:
             buffer = self.buffers.pop()
             self.under_way.append((self.backing.read(ids, buffer), buffer))
         job, buffer = self.under_way.popleft()
-        found = job.wait()
-        if not bool(found.all()):
+        exists = job.wait()
+        if not bool(exists.all()):
             raise RuntimeError("a row of a filled table was not found")
-        self.rows_read += len(found)
+        self.rows_read += len(exists)
         self.buffers.append(buffer)
 
     def settle(self) -> None:
         """Each step waits for its reads."""
 
     def counts(self) -> Mapping[str, float]:
-        said = self.backing.reader.counts()
-        return {"rows_read": self.rows_read, "device_reads": said["reads"]}
+        counts = self.backing.reader.counts()
+        return {"rows_read": self.rows_read, "device_reads": counts["reads"]}
 
 
 def open_system(case: Case) -> tuple[Reader, dict[str, float | str]]:

@@ -29,11 +29,11 @@ class RocksStore:
         self._batch = lambda: rocksdict.WriteBatch(raw_mode=True)
 
     def get(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """A MultiGet. Keys are big-endian, so that their order is that of the rows."""
-        found = self.database.get(keys_of(rows))
-        if None in found:
-            raise RuntimeError(f"{found.count(None)} of {len(rows)} rows are not in the database")
-        return np.frombuffer(b"".join(found), np.float32).reshape(-1, self.dim + 1).copy()
+        """Read rows by a MultiGet. Keys are big-endian, so that their order is that of the rows."""
+        values = self.database.get(keys_of(rows))
+        if None in values:
+            raise RuntimeError(f"{values.count(None)} of {len(rows)} rows are not in the database")
+        return np.frombuffer(b"".join(values), np.float32).reshape(-1, self.dim + 1).copy()
 
     def put(self, rows: NDArray[np.int64], records: NDArray[np.float32]) -> None:
         batch = self._batch()
@@ -87,8 +87,8 @@ def open_store(case: Case, shard: int) -> RocksStore:
     fill(database, rocksdict, options, rows, case.dim, folder)
     store = RocksStore(database, rocksdict, case.dim)
     count = np.asarray(stream.state("count"))[rows]
-    some = min(WARM_ROWS // case.shards, len(count) - 1)
-    store.get(rows[np.sort(np.argpartition(-count, some)[:some])])
+    warm_rows = min(WARM_ROWS // case.shards, len(count) - 1)
+    store.get(rows[np.sort(np.argpartition(-count, warm_rows)[:warm_rows])])
     return store
 
 

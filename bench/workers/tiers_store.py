@@ -1,4 +1,4 @@
-"""The stores of `bench tiers`: all that its workers know of how Colonnade keeps rows at rest."""
+"""Stores of `bench tiers`: all that its workers know of how Colonnade stores rows in files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from workers.tier_stream import Stream
 
 READ_DEPTH = 64
 FILL_STEP = 1
-"""Of the store's commit. One step: what rows remember of their uses has not faded."""
+"""Step of the filled store's commit. One step: what rows remember of their uses has not faded."""
 IDENTITY = "bench/rank0"
 RUN = 65536
 """Rows written at once when a store is filled."""
@@ -40,7 +40,7 @@ def open_backings(
     step: int | None,
     segment_bytes: int = DEFAULT_SEGMENT_BYTES,
 ) -> list[LogBacking]:
-    """As a run opens its own. `step`: the commit to begin with; None: nothing."""
+    """Open a backing for each table, as a run opens its own. `step`: the commit to begin with; None: nothing."""
     reader = _native.PageReader("auto", READ_DEPTH)
     writer, collector = LogWriter(), Collector()
     return [
@@ -54,14 +54,14 @@ def open_backings(
 
 
 def clocks_of(counts: NDArray[np.float32], stream: Stream) -> NDArray[np.uint64]:
-    """How many of the history's batches trained rows that were looked up so often in it."""
+    """Compute how many of the history's batches trained a row, as expected of its lookups in the history."""
     batches = stream.shape.history / stream.shape.batch_size
     hit = -batches * np.expm1(-counts.astype(np.float64) / batches)
     return np.rint(hit).astype("<u8")
 
 
 def first_records(table: Table, dim: int) -> NDArray[np.uint8]:
-    """(RUN or fewer, record_bytes): rows as after one update."""
+    """Make records of rows as after one update: (RUN or fewer, record_bytes)."""
     rows = min(RUN, table.rows or RUN)
     records = np.zeros((rows, table.record_bytes), np.uint8)
     weights = np.random.default_rng(0).standard_normal((rows, dim), np.float32)
@@ -71,9 +71,9 @@ def first_records(table: Table, dim: int) -> NDArray[np.uint8]:
 
 
 def fill(folder: Path, stream: Stream, dim: int) -> float:
-    """Every row of every table into a new store, with the clock that its uses left, and a commit. Returns seconds.
+    """Write every row of every table into a new store, with the clock that its uses left, and commit. Returns seconds.
 
-    Rows never used are there too: a run never reads those, but whoever would hold them is not to gain by that.
+    Rows that are never used are written too: a run never reads them, but systems that hold them must not gain by it.
     """
     start = time.perf_counter()
     tables, starts = tables_of(stream, dim), stream.shape.starts
@@ -93,7 +93,7 @@ def fill(folder: Path, stream: Stream, dim: int) -> float:
 
 
 def store_counts(embeddings: EmbeddingCollection) -> Mapping[str, float]:
-    """Rows by where they came from and went, reads of the device, since the store was opened."""
+    """Count rows by where they came from and went, and reads of the device, since the store was opened."""
     store = embeddings.store
     sources = store.sources
     counts = {
@@ -103,15 +103,16 @@ def store_counts(embeddings: EmbeddingCollection) -> Mapping[str, float]:
     }  # fmt: skip
     logs = list(store.logs.values())
     if logs:
-        said = logs[0].reader.counts()
+        reader_counts = logs[0].reader.counts()
         written = sum(log.count_rows_and_bytes()["bytes_written"] for log in logs)
-        counts |= {"device_reads": said["reads"], "pages_read": said["pages"]}
+        counts["device_reads"] = reader_counts["reads"]
+        counts["pages_read"] = reader_counts["pages"]
         counts["bytes_written"] = written
     return counts
 
 
 class Commits:
-    """Commits beside training, one at a time; older ones are let go."""
+    """Commits beside training, one at a time; older ones are pruned."""
 
     def __init__(self, embeddings: EmbeddingCollection) -> None:
         self.embeddings = embeddings
@@ -119,14 +120,14 @@ class Commits:
         self.error: BaseException | None = None
 
     def wait(self) -> None:
-        """Until the one under way, if any, is durable."""
+        """Wait until the commit under way, if any, is durable."""
         if self.thread is not None:
             self.thread.join()
         if self.error is not None:
             raise self.error
 
     def begin(self) -> None:
-        """Between two steps. Waits for the one before."""
+        """Begin a commit between two steps. Waits for the one before."""
         self.wait()
         self.embeddings.store.begin_commit()
         self.thread = threading.Thread(target=self._finish, args=(self.embeddings.step,))

@@ -21,13 +21,13 @@ from workers.tiers_store import FILL_STEP, RUN, first_records, open_backings, ta
 BATCH = 16384
 STEPS_PER_DOUBLING, MAX_DOUBLINGS = 4, 22
 SEGMENTS = 64
-"""Of the table, once filled."""
+"""Segments of the table, once it is filled."""
 PASSES = 1.5
 """Rows written, in rows of the table: as many again are written before."""
 
 
 def heats_of(counts: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """What rows remember at rest of so many uses: native/heat.h, at its clock's beginning."""
+    """Encode numbers of uses as rows store them in files: native/heat.h, at the beginning of its clock."""
     doublings = np.log2(np.clip(counts, 0.5, 2.0**MAX_DOUBLINGS))
     return (np.round(STEPS_PER_DOUBLING * doublings).astype(np.int64) & 255).astype(np.uint8)
 
@@ -36,10 +36,10 @@ def measure(folder: Path, stream: Stream, dim: int) -> dict[str, float]:
     tables, starts = tables_of(stream, dim), stream.shape.starts
     t = max(range(len(tables)), key=lambda t: tables[t].rows or 0)
     table = tables[t]
-    mine = slice(starts[t], starts[t + 1])
+    span = slice(starts[t], starts[t + 1])
     counts, rate = (
-        np.array(stream.state("count")[mine]),
-        np.array(stream.state("rate")[mine], np.float64),
+        np.array(stream.state("count")[span]),
+        np.array(stream.state("rate")[span], np.float64),
     )
     heats, rows = heats_of(counts), len(counts)
     rate[np.argpartition(-counts, rows // 8)[: rows // 8]] = 0

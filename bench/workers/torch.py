@@ -37,7 +37,7 @@ def build(case: Case) -> tuple[Step, dict[str, str]]:
         bag_starts = torch.arange(ids.shape[2])
 
     def look_up(i: int) -> list[Tensor]:
-        """(B, F * D), and (B, F) of first-order weights where the model has them."""
+        """Look up a batch: (B, F * D), and (B, F) of first-order weights where the model has them."""
         if "rows" in case.options:
             batch = ids[i]
             return [bag(batch.reshape(-1), bag_starts).view(len(batch), -1) for bag in tables]

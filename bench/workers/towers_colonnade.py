@@ -18,7 +18,7 @@ from colonnade import Feature, Table
 from colonnade.interaction import TowerModule
 from colonnade.models.tower_modules import DLRMTower
 from workers import exchange_colonnade
-from workers.exchange_colonnade import NOTHING_SAID, dealt, the_mesh
+from workers.exchange_colonnade import NO_CHOICE, assign_shares, the_mesh
 from workers.exchange_loop import Case, serve
 
 LR = 0.02
@@ -29,7 +29,7 @@ def towers_of(case: Case) -> list[list[str]]:
     """Features by tower: those whose tables lie on ranks of a host."""
     world = the_mesh().world
     results: list[list[str]] = [[] for _ in range(world.num_hosts)]
-    for name, rank in zip(case.names, dealt(case.rows, world.num_ranks), strict=True):
+    for name, rank in zip(case.names, assign_shares(case.rows, world.num_ranks), strict=True):
         results[world.host(rank)].append(name)
     return results
 
@@ -48,7 +48,7 @@ class Opened(exchange_colonnade.Opened):
 
     @staticmethod
     def declared(
-        case: Case, choice: Mapping[str, Any] = NOTHING_SAID
+        case: Case, choice: Mapping[str, Any] = NO_CHOICE
     ) -> tuple[list[Table], list[Feature], dict[str, Any] | None]:
         tables, features, consumers = exchange_colonnade.Opened.declared(case)
         if (ratio := choice.get("ratio", 1)) == 1:

@@ -371,7 +371,7 @@ def test_ratios_are_of_the_cases_they_name() -> None:
                                   "oracle": 0.298, "belady": 0.22}.items()
         ),
     ]  # fmt: skip
-    result = tiers.Found(raw=[tier_programs.Reads(88_000, 0.2)])
+    result = tiers.OtherFigures(raw=[tier_programs.Reads(88_000, 0.2)])
     result.reader.append(tier_programs.Reads(80_000, 0.32))
     result.add_commits(case, {tiers.PLAIN: [1.0, 2.0, 1.0], tiers.COMMITS: [1.02, 2.2, 1.03]})
     ratios = tiers.ratios_of(measured, result, 2, 1.1)
@@ -398,7 +398,7 @@ def test_what_ratios_need_is_found_in_a_files_rows() -> None:
         Measured(case + tiers.COMMITS, "colonnade 1/8", "samples/s", [80.0, 40.0]),
         Measured(case + tiers.WRITES, "colonnade", "of_bytes", [1.5]),
     ]
-    result = tiers.Found.of_measured(measured, {case: 1000})
+    result = tiers.OtherFigures.of_measured(measured, {case: 1000})
     assert result.reader == reads and result.raw == device
     assert result.commit_slowdowns == pytest.approx([1.25])
     assert result.writes == [{"of_bytes": 1.5}] and result.model_bytes == {case: 1000}

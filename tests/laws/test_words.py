@@ -14,32 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "colonnade"
 FILES = sorted(SOURCE.rglob("*.py"))
 OTHERS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")])
-NOT_YET = {
-    "bench/cluster/race.py",
-    "bench/exchange.py",
-    "bench/harness.py",
-    "bench/kernels.py",
-    "bench/tables/exchange.py",
-    "bench/tables/kernels.py",
-    "bench/tables/tiers.py",
-    "bench/tiers.py",
-    "bench/train.py",
-    "bench/workers/exchange_colonnade.py",
-    "bench/workers/exchange_loop.py",
-    "bench/workers/exchange_torchrec.py",
-    "bench/workers/loop.py",
-    "bench/workers/tier_stream.py",
-    "bench/workers/tiers_colonnade.py",
-    "bench/workers/tiers_loop.py",
-    "bench/workers/tiers_mapped.py",
-    "bench/workers/tiers_peer.py",
-    "bench/workers/tiers_reader.py",
-    "bench/workers/tiers_rocksdict.py",
-    "bench/workers/tiers_store.py",
-    "bench/workers/tiers_writes.py",
-    "bench/workers/torch.py",
-}
-"""Files of tests and benches that do not follow the rules yet. The list only shrinks."""
 
 BAD_OPENERS = frozenset(
     "A After All An As At Before Between By Collective Each Every For From How If In It Its More Most Of On One Pure "
@@ -104,9 +78,7 @@ def test_docstrings_and_names_of_tests_and_benches():
         for path in OTHERS
         if (words := find_wrong_words(path, STATEMENT_OPENERS))
     }
-    assert {name: words for name, words in wrong.items() if name not in NOT_YET} == {}
-    clean = {name for name in NOT_YET if (ROOT / name).exists()} - set(wrong)
-    assert clean == set(), "take these off the list"
+    assert wrong == {}
 
 
 def test_a_class_name_has_one_meaning():
