@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -27,6 +28,7 @@ from colonnade import (
     Table,
     TargetAttention,
 )
+from colonnade.cli import main
 from colonnade.config.run import build_config
 from colonnade.data import Splits, open_source, open_tensors
 from colonnade.errors import CorruptionError, IdRangeError
@@ -230,6 +232,49 @@ def test_rows_of_large_tables_stay_in_their_files(dlrm, tmp_path):
             alone(tensors)
         assert torch.equal(load_program(dlrm)(tensors), predictor(batch))
         write_programs(dlrm, predictor)
+
+
+def test_a_compiled_program_of_large_tables_is_refused_at_once(dlrm, tmp_path, monkeypatch):
+    """Nothing is traced or written before."""
+    monkeypatch.setattr("colonnade.export.torch_files.shutil.which", lambda name: "/usr/bin/c++")
+    monkeypatch.setattr("colonnade.export.torch_files.export_program", None)
+    folder = tmp_path / "empty"
+    shutil.copytree(dlrm, folder, ignore=shutil.ignore_patterns("*.pt2", "program.json"))
+    names = {path.name for path in folder.iterdir()}
+    with Predictor.open(folder) as predictor:
+        with pytest.raises(ConfigError, match=r"got --aoti and [\d,]+ bytes of rows.*--torch"):
+            write_programs(folder, predictor, aoti=True, max_row_bytes=1000)
+    assert {path.name for path in folder.iterdir()} == names
+
+
+@pytest.mark.parametrize("name", ["model.pt2", "dense.pt2", "program.json"])
+@pytest.mark.parametrize("harm", ["flip", "cut", "lose"])
+def test_verify_reads_programs(name, harm, dlrm, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "export"
+    shutil.copytree(dlrm, folder)
+    monkeypatch.setattr(sys, "argv", ["colonnade", "verify", str(folder)])
+
+    def verify() -> tuple[object, str]:
+        try:
+            code = main()
+        except SystemExit as ended:
+            code = ended.code
+        return code, capsys.readouterr().out.replace("\n", "")
+
+    code, output = verify()
+    num_files = len(list(folder.iterdir()))
+    assert not code and f"intact; {num_files} files" in output
+    path = folder / name
+    content = bytearray(path.read_bytes())
+    if harm == "flip":
+        content[0 if name == "program.json" else len(content) // 2] ^= 1
+        path.write_bytes(content)
+    elif harm == "cut":
+        path.write_bytes(content[:-5])
+    else:
+        path.unlink()
+    code, output = verify()
+    assert code == 2 and f"damaged  {path}" in output
 
 
 def test_wrong_inputs_are_named(dlrm):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
 import os
@@ -10,31 +9,37 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
 import pytest
 import served
 import torch
+from in_process import (
+    INFER,
+    fields_of,
+    infer,
+    opened,
+    publish,
+    score_step,
+    scores_of,
+    wait_for,
+)
 from served import bearer, to_binary, to_json, to_tensors
 
 from colonnade import Mesh, Predictor, Recommender
 from colonnade.checkpoint.header import list_checkpoints
 from colonnade.config.run import build_config
 from colonnade.errors import CheckpointError, ConfigError
+from colonnade.predict import approximate
 from colonnade.publish import deltas
 from colonnade.publish.delivery import list_published_steps
 from colonnade.publish.deltas import CURRENT, delta_file_name, read_current
 from colonnade.run.run import open_run
-from colonnade.serve.app import build_app
 from colonnade.serve.control import ControlFolder, ServeOrder, copy_published_step
-from colonnade.serve.protocol import HEADER_LENGTH
-from colonnade.serve.service import Service
-
-INFER = "/v2/models/model/infer"
+from colonnade.store import mapped
 
 
 @pytest.fixture(scope="module")
@@ -50,41 +55,6 @@ def batch():
     return served.samples()[0]
 
 
-class Client:
-    """Requests to a service in this process."""
-
-    def __init__(self, service: Service) -> None:
-        self.service = service
-        self.transport = httpx.ASGITransport(build_app(service), client=("127.0.0.1", 1))
-
-    def __call__(self, method: str, path: str, **fields) -> httpx.Response:
-        return self.all([(method, path, fields)])[0]
-
-    def all(self, requests: list) -> list[httpx.Response]:
-        """Send requests at the same time."""
-
-        async def send() -> list[httpx.Response]:
-            base = "http://localhost:8000"
-            async with httpx.AsyncClient(
-                transport=self.transport, base_url=base, timeout=60
-            ) as client:
-                return await asyncio.gather(
-                    *(client.request(method, path, **fields) for method, path, fields in requests)
-                )
-
-        return asyncio.run(send())
-
-
-@contextmanager
-def opened(path: Path, state: Path, **changes):
-    service = Service(served.options(path, state, **changes))
-    service.start()
-    try:
-        yield Client(service)
-    finally:
-        service.close()
-
-
 @pytest.fixture
 def client(trained, tmp_path):
     with opened(trained / "published", tmp_path / "state") as client:
@@ -96,41 +66,8 @@ def steps(trained) -> list[int]:
     return list_checkpoints(trained / "run")
 
 
-def wanted(trained: Path, batch, step: int) -> torch.Tensor:
-    """Scores by a predictor of an export of the step."""
-    with Predictor.open(trained / "run", at=step) as predictor:
-        return predictor(batch)
-
-
-def scores_of(answer: httpx.Response) -> np.ndarray:
-    """The scores in an answer of either form."""
-    assert answer.status_code == 200, answer.text
-    length = answer.headers.get(HEADER_LENGTH)
-    if length is None:
-        output = answer.json()["outputs"][0]
-        return np.array(output["data"]).reshape(output["shape"])
-    return np.frombuffer(answer.content[int(length) :])
-
-
-def fields_of(answer: httpx.Response) -> dict:
-    length = answer.headers.get(HEADER_LENGTH)
-    return json.loads(answer.content if length is None else answer.content[: int(length)])
-
-
-def infer(client: Client, batch, path: str = INFER) -> httpx.Response:
-    body, headers = to_binary(to_tensors(batch))
-    return client("POST", path, content=body, headers=headers)
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.01)
-
-
 def test_answers_are_the_predictors_to_the_bit(client, trained, batch, steps):
-    expected = wanted(trained, batch, steps[-1])[:, 0].numpy()
+    expected = score_step(trained, batch, steps[-1])[:, 0].numpy()
     binary = infer(client, batch)
     text = client("POST", INFER, json=to_json(to_tensors(batch)))
     for answer in (binary, text):
@@ -143,7 +80,7 @@ def test_answers_are_the_predictors_to_the_bit(client, trained, batch, steps):
 def test_each_published_step_answers_by_its_number(client, trained, batch, steps):
     for step in steps:
         answer = infer(client, batch, f"/v2/models/model/versions/{step}/infer")
-        assert np.array_equal(scores_of(answer), wanted(trained, batch, step)[:, 0].numpy())
+        assert np.array_equal(scores_of(answer), score_step(trained, batch, step)[:, 0].numpy())
         assert fields_of(answer)["model_version"] == str(step)
     assert client.service.model.num_open_versions == client.service.options.max_versions
     missing = infer(client, batch, "/v2/models/model/versions/5/infer")
@@ -154,7 +91,7 @@ def test_an_older_step_has_the_bits_of_its_export(trained, batch, steps):
     for step in steps:
         with Predictor.open(trained / "published", at=step) as predictor:
             assert predictor.step == step and predictor.run
-            assert torch.equal(predictor(batch), wanted(trained, batch, step))
+            assert torch.equal(predictor(batch), score_step(trained, batch, step))
             with pytest.raises(ConfigError):
                 predictor.refresh()
     with pytest.raises(
@@ -195,7 +132,10 @@ class CountBases:
 
 
 def test_metadata_and_health(client, steps):
-    assert client("GET", "/v2").json()["extensions"] == ["binary_tensor_data"]
+    assert client("GET", "/v2").json()["extensions"] == [
+        "binary_tensor_data",
+        "model_configuration",
+    ]
     model = client("GET", "/v2/models/model").json()
     assert model["versions"] == [str(step) for step in steps] and model["platform"] == "colonnade"
     assert model["inputs"][0] == {"name": "dense", "datatype": "FP32", "shape": [-1, 13]}
@@ -215,7 +155,7 @@ def test_metadata_and_health(client, steps):
 
 
 def test_rollback_follow_pin_and_unpin(client, trained, batch, steps):
-    expected = {step: wanted(trained, batch, step)[:, 0].numpy() for step in steps}
+    expected = {step: score_step(trained, batch, step)[:, 0].numpy() for step in steps}
 
     def admin(action: str, step: int | None = None) -> httpx.Response:
         fields = {} if step is None else {"step": step}
@@ -256,7 +196,7 @@ def test_pins_are_limited(trained, tmp_path, steps):
 def test_a_pinned_step_survives_the_end_of_the_publication(trained, tmp_path, batch, steps):
     """Files are unlinked while they are mapped, and a later server has it still."""
     shutil.copytree(trained / "published", tmp_path / "published")
-    expected = {step: wanted(trained, batch, step)[:, 0].numpy() for step in steps}
+    expected = {step: score_step(trained, batch, step)[:, 0].numpy() for step in steps}
     with opened(tmp_path / "published", tmp_path / "state") as client:
         client.service.model.roll_back(steps[1])
         infer(client, batch, f"/v2/models/model/versions/{steps[2]}/infer")
@@ -304,19 +244,8 @@ def test_a_server_follows_its_publication(trained, tmp_path, batch, steps):
             wait_for(lambda step=step: client.service.model.step == step)
             assert time.monotonic() - began < 2
             answer = infer(client, batch)
-            assert np.array_equal(scores_of(answer), wanted(trained, batch, step)[:, 0].numpy())
+            assert np.array_equal(scores_of(answer), score_step(trained, batch, step)[:, 0].numpy())
         assert client("GET", "/v2/health/ready").status_code == 200
-
-
-def publish(trained: Path, live: Path, step: int) -> None:
-    """Put a publication that ends at `step` in place of an earlier one, the pointer last."""
-    part = live.with_name(f"part-{step}")
-    copy_published_step(trained / "published", part, step)
-    live.mkdir(exist_ok=True)
-    for path in part.iterdir():
-        if path.name != CURRENT and not (live / path.name).exists():
-            path.rename(live / path.name)
-    (part / CURRENT).rename(live / CURRENT)
 
 
 def test_damage_is_named_and_never_served(trained, tmp_path, batch, steps):
@@ -565,7 +494,7 @@ def to_records(batch) -> list[dict]:
 
 
 def test_records_are_scored_as_their_tensors(client, trained, batch, steps):
-    expected = wanted(trained, batch, steps[-1])[:, 0].tolist()
+    expected = score_step(trained, batch, steps[-1])[:, 0].tolist()
     records = to_records(batch)
     for body in (records, {"records": records}):
         answer = client("POST", "/score", json=body)
@@ -589,6 +518,29 @@ def test_records_are_scored_as_their_tensors(client, trained, batch, steps):
     assert client("POST", "/recommend", json={"user": {}}).status_code == 404
 
 
+@pytest.mark.parametrize("lost", ["config", "schema", "both", "fields"])
+def test_a_model_that_does_not_describe_its_data_is_refused_in_words(client, batch, lost):
+    """Raw records need the configuration and the schema; tensors need the schema."""
+    predictor = client.service.model.get_any()
+    records = to_records(batch)[:2]
+    if lost in ("config", "both"):
+        predictor.config = None
+    if lost in ("schema", "both"):
+        predictor.schema = None
+    if (
+        lost == "fields"
+    ):  # an export by hand, of a file reader whose schema is a path of another machine
+        options = {"schema": "/nowhere/schema.yaml"}
+        predictor.config = SimpleNamespace(data=SimpleNamespace(name="csv", options=options))
+    for _ in range(2):
+        answer = client("POST", "/score", json=records)
+        assert answer.status_code == 400 and answer.json()["error"], answer.text
+    answer = infer(client, batch)
+    assert answer.status_code == (400 if lost in ("schema", "both") else 200)
+    for path in ("/v2/models/model", "/v2/models/model/config"):
+        assert client("GET", path).status_code == answer.status_code
+
+
 def write_pairs(folder: Path) -> Path:
     """Pairs of 40 users with 30 items, in the form of the Gowalla data set."""
     rng = random.Random(0)
@@ -602,7 +554,10 @@ def write_pairs(folder: Path) -> Path:
     return folder
 
 
-def test_recommendations_follow_and_roll_back(tmp_path):
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> Path:
+    """A folder with a run of a retrieval model, and its publication."""
+    tmp_path = tmp_path_factory.mktemp("pairs")
     data = write_pairs(tmp_path / "gowalla")
     config = build_config({
         "data": {"name": "gowalla", "path": str(data)},
@@ -614,8 +569,103 @@ def test_recommendations_follow_and_roll_back(tmp_path):
     run = open_run(config, Mesh(), tmp_path / "run")
     run.train()
     run.close()
+    return tmp_path
+
+
+def test_a_retrieval_model_opens_its_rows_once(pairs, tmp_path, monkeypatch):
+    """Files are opened and indexed once for all predictors of a base, however many checkpoints follow it."""
+    steps = list_checkpoints(pairs / "run")
+    opened_files: list[Path] = []
+    original = mapped.SlotIndex.__init__
+
+    def note_file(index, file):
+        opened_files.append(file.path)
+        original(index, file)
+
+    monkeypatch.setattr(mapped.SlotIndex, "__init__", note_file)
+    live = tmp_path / "live"
+    publish(pairs, live, steps[0])
+    with opened(live, tmp_path / "state") as client:
+        num_tables = len(opened_files)
+        assert num_tables == len(set(opened_files)) > 0
+        for step in steps[1:4]:
+            publish(pairs, live, step)
+            wait_for(lambda step=step: client.service.model.step == step)
+            answer = client("POST", "/recommend", json={"user": {"user": 3}, "k": 4})
+            assert answer.status_code == 200 and answer.json()["step"] == step
+            with Recommender.open(pairs / "run", at=step) as recommender:
+                best = recommender.recommend([{"user": 3}], 4)
+            assert (answer.json()["items"], answer.json()["scores"]) == (
+                best.items[0],
+                best.scores[0],
+            )
+        assert len([path for path in opened_files if live in path.parents]) == num_tables
+
+
+def test_an_approximate_index_is_rebuilt_at_each_checkpoint(pairs, tmp_path, monkeypatch):
+    """The recall is in the metadata and the metrics; items that a user took never come."""
+    pytest.importorskip("usearch")
+    monkeypatch.setattr(approximate, "MAX_SHARE", 1.0)  # few items: search the graph all the same
+    steps = list_checkpoints(pairs / "run")
+    live = tmp_path / "live"
+    publish(pairs, live, steps[0])
+    built: list[int] = []
+    original = approximate.search_graph
+
+    def search_graph(graph, queries, count):
+        built.append(id(graph))
+        return original(graph, queries, count)
+
+    monkeypatch.setattr(approximate, "search_graph", search_graph)
+    with opened(live, tmp_path / "state", index="hnsw") as client:
+        for step in steps[:2]:
+            publish(pairs, live, step)
+            wait_for(lambda step=step: client.service.model.step == step)
+            answer = client("POST", "/recommend", json={"user": {"user": 3}, "k": 4}).json()
+            with Recommender.open(pairs / "run", at=step) as recommender:
+                best = recommender.recommend([{"user": 3}], 4)
+            assert (answer["items"], answer["step"]) == (best.items[0], step)
+            np.testing.assert_allclose(answer["scores"], best.scores[0], rtol=1e-5)
+            index = client("GET", "/v2/models/model").json()["parameters"]["index"]
+            assert index == {"kind": "hnsw", "recall": 1.0, "k": 10}
+        assert len(set(built)) == 2
+        client.service.note_poll(client.service.model)
+        assert 'colonnade_index_recall{index="hnsw"} 1.0' in client("GET", "/metrics").text
+        # An older step is ranked exactly.
+        admin = client("POST", "/admin/rollback", json={"step": steps[0]}, headers=bearer())
+        assert admin.status_code == 200
+        num_searches = len(built)
+        older = client("POST", "/recommend", json={"user": {"user": 3}, "k": 4}).json()
+        assert older["step"] == steps[0] and len(built) == num_searches
+    monkeypatch.setattr(approximate, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install usearch"):
+        Recommender.open(pairs / "run", index="hnsw")
+
+
+def test_a_retrieval_model_without_a_catalogue_is_refused_at_start(pairs, tmp_path):
+    """The data is on another machine: one line says so, instead of a server that answers nothing."""
+    data = pairs / "gowalla"
+    data.rename(tmp_path / "elsewhere")
+    try:
+        with (
+            pytest.raises(ConfigError, match="--items FILE"),
+            opened(pairs / "published", tmp_path / "state"),
+        ):
+            raise AssertionError
+        items = tmp_path / "items.json"
+        schema = json.dumps([{"item": item, "log_q": 0.0} for item in range(30)])
+        items.write_text(schema)
+        settings = {"items_file": str(items)}
+        with opened(pairs / "published", tmp_path / "state", **settings) as client:
+            answer = client("POST", "/recommend", json={"user": {"user": 3}, "k": 4})
+            assert answer.status_code == 200 and len(answer.json()["items"]) == 4, answer.text
+    finally:
+        (tmp_path / "elsewhere").rename(data)
+
+
+def test_recommendations_follow_and_roll_back(pairs, tmp_path):
     body = {"user": {"user": 3}, "k": 4, "exclude": [1, 2]}
-    with opened(tmp_path / "published", tmp_path / "state") as client:
+    with opened(pairs / "published", tmp_path / "state") as client:
         steps = client.service.model.list_steps()
         assert len(steps) > 1
         for step in (steps[-1], steps[0]):
@@ -625,7 +675,7 @@ def test_recommendations_follow_and_roll_back(tmp_path):
             answer = client("POST", "/recommend", json=body)
             assert answer.status_code == 200, answer.text
             expected = answer.json()
-            with Recommender.open(tmp_path / "run", at=step) as recommender:
+            with Recommender.open(pairs / "run", at=step) as recommender:
                 best = recommender.recommend([{"user": 3}], 4, exclude=[[1, 2]])
             assert (expected["items"], expected["scores"], expected["step"]) == (
                 best.items[0],

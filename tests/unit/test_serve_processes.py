@@ -22,6 +22,7 @@ from served import TOKEN, bearer, serving, to_binary, to_tensors
 from tritonclient.utils import InferenceServerException
 
 from colonnade import Predictor
+from colonnade.serve.control import ControlFolder
 
 INFER = "/v2/models/ads/infer"
 
@@ -75,6 +76,11 @@ def test_tritonclient_over_http(server, batch, expected):
     assert client.get_server_metadata()["name"] == "colonnade"
     metadata = client.get_model_metadata("ads")
     assert metadata["outputs"][0]["name"] == "score"
+    config = client.get_model_config("ads")
+    assert config["max_batch_size"] == 0 and config["name"] == "ads"
+    types = [(t["name"], t["data_type"].removeprefix("TYPE_"), t["dims"]) for t in config["input"]]
+    assert types == [(t["name"], t["datatype"], t["shape"]) for t in metadata["inputs"]]
+    assert client.get_model_config("ads", metadata["versions"][0]) == config
     for binary in (True, False):
         wanted = [triton_http.InferRequestedOutput("score", binary_data=binary)]
         result = client.infer(
@@ -90,6 +96,18 @@ def test_tritonclient_over_http(server, batch, expected):
     with pytest.raises(InferenceServerException, match="wanted"):
         client.infer("ads", inputs_of(triton_http, batch)[:2])
     assert not client.is_model_ready("other")
+    with pytest.raises(InferenceServerException, match="model: got 'other'"):
+        client.get_model_config("other")
+    # Extensions that this server does not have are refused in words.
+    for call in (
+        lambda: client.get_inference_statistics("ads"),
+        lambda: client.get_system_shared_memory_status(),
+        lambda: client.get_model_repository_index(),
+        lambda: client.get_log_settings(),
+        lambda: client.get_trace_settings("ads"),
+    ):
+        with pytest.raises(InferenceServerException, match=r"got .* wanted"):
+            call()
     client.close()
 
 
@@ -98,6 +116,9 @@ def test_tritonclient_over_grpc(server, batch, expected):
     assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("ads")
     metadata = client.get_model_metadata("ads")
     assert metadata.inputs[0].name == "dense" and metadata.outputs[0].datatype == "FP64"
+    config = client.get_model_config("ads", as_json=True)["config"]
+    assert config["name"] == "ads" and config["output"][0]["data_type"] == "TYPE_FP64"
+    assert config["input"][0] == {"name": "dense", "data_type": "TYPE_FP32", "dims": ["-1", "13"]}
     result = client.infer("ads", inputs_of(triton_grpc, batch))
     assert np.array_equal(result.as_numpy("score"), expected)
     assert result.get_response().model_version == metadata.versions[-1]
@@ -177,6 +198,51 @@ def test_slow_and_broken_clients_are_ended(trained):
             assert client.get("/v2/health/ready").status_code == 200
 
 
+def test_clients_that_do_not_read_are_ended(trained):
+    """Each sends requests with large answers and reads nothing; none keeps a place in the server for ever."""
+    limits = ("--body-timeout", "0.5", "--max-candidates", "30000")
+    with serving(trained / "published", *limits) as server:
+        tensors = to_tensors(served.samples(8)[0])
+        request = {name: tensor[:1] for name, tensor in tensors.items()}
+        request["C1"] = np.zeros(30_000, np.int64)
+        body, headers = to_binary(request)
+        fields = json.loads(body[: int(headers["Inference-Header-Content-Length"])])
+        fields["parameters"] = {"binary_data_output": False}  # answers of text: 0.6 MB each
+        head = json.dumps(fields).encode()
+        rest = body[int(headers["Inference-Header-Content-Length"]) :]
+        content = (
+            f"POST /v2/models/model/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(head) + len(rest)}\r\n"
+            f"Inference-Header-Content-Length: {len(head)}\r\n\r\n"
+        ).encode() + head + rest  # fmt: skip
+        links = []
+        for _ in range(3):
+            link = socket.socket()
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            link.connect(("127.0.0.1", server.port))
+            link.settimeout(0.2)
+            try:
+                for _ in range(20):
+                    link.sendall(content)
+            except TimeoutError:
+                pass  # the server reads no more from it
+            links.append(link)
+        deadline = time.monotonic() + 20
+        while count_connections(server) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert count_connections(server) == 0
+        with server.client() as client:
+            assert client.get("/v2/health/ready").status_code == 200
+        for link in links:
+            link.close()
+
+
+def count_connections(server) -> int:
+    """Return the number of the server's established connections."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    ends = [line.split()[1:4] for line in lines]
+    return sum(own.endswith(f":{server.port:04X}") and state == "01" for own, _, state in ends)
+
+
 def test_a_refused_body_is_answered_before_it_ends(server):
     """The client sends on, and can still read why."""
     host = f"Host: localhost:{server.port}\r\n".encode()
@@ -237,7 +303,22 @@ def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_workers_share_a_port_and_are_started_again(trained, batch, expected):
+def check_refused(arguments: list[object], words: str) -> None:
+    code, errors = run(*arguments)
+    assert code == 2 and words in errors, (arguments, errors)
+    assert len(errors.strip().splitlines()) == 1, errors
+
+
+def check_no_holes(folder: Path) -> None:
+    """Files that processes map have their space on disk: a hole would end them by SIGBUS when the disk is full."""
+    files = list(folder.glob("*.db"))
+    assert len(files) >= 10
+    for path in files:
+        status = path.stat()
+        assert status.st_blocks * 512 >= status.st_size, path.name
+
+
+def test_workers_share_a_port_and_are_started_again(trained, batch, expected, tmp_path):
     with serving(
         trained / "published",
         "--name",
@@ -248,9 +329,12 @@ def test_workers_share_a_port_and_are_started_again(trained, batch, expected):
         "0",
         "--token-file",
         trained / "token",
+        "--state",
+        tmp_path / "state",
     ) as server:
         first = children_of(server.process.pid)
         assert len(first) == 2
+        check_no_holes(tmp_path / "state" / "metrics")
         body, headers = to_binary(to_tensors(batch))
 
         def ask() -> httpx.Response:
@@ -326,19 +410,28 @@ def run(*arguments: object) -> tuple[int, str]:
 
 def test_what_cannot_be_served_is_said_in_one_line(trained, server, tmp_path):
     (tmp_path / "short").write_text("abc")
-    for arguments, words in (
-        ([trained / "published", "--port", server.port], "Address already in use"),
-        ([tmp_path / "nothing"], "has no model"),
-        ([trained / "published", "--at", "4"], "leave --at out"),
-        ([trained / "published", "--host", "0.0.0.0"], "--token-file"),
-        ([trained / "published", "--token-file", tmp_path / "short"], "at least 16"),
-        ([trained / "published", "--tls-key", tmp_path / "short"], "wanted both or none"),
-        (["s3://a/b"], "give --copy FOLDER"),
-        ([trained / "published", "--max-body", "much"], "--max-body"),
-    ):
-        code, errors = run(*arguments)
-        assert code == 2 and words in errors, (arguments, errors)
-        assert len(errors.strip().splitlines()) == 1
+    published, taken = trained / "published", tmp_path / "state"
+    with ControlFolder(taken).owned():  # as by another server
+        for arguments, words in (
+            ([published, "--port", server.port], "--port: got 127.0.0.1"),
+            ([published, "--port", server.port, "--workers", "2"], "Address already in use"),
+            ([published, "--port", "0", "--grpc-port", server.grpc_port], "--grpc-port: got"),
+            (
+                [published, "--port", "0", "--grpc-port", server.grpc_port, "--workers", "2"],
+                "Address already in use",
+            ),
+            ([published, "--port", "0", "--state", taken], "which another server uses"),
+            ([published, "--port", "0", "--access-log", tmp_path / "no" / "log"], "No such file"),
+            ([published, "--index", "faiss"], "choose from 'exact', 'hnsw'"),
+            ([tmp_path / "nothing"], "has no model"),
+            ([published, "--at", "4"], "leave --at out"),
+            ([published, "--host", "0.0.0.0"], "--token-file"),
+            ([published, "--token-file", tmp_path / "short"], "at least 16"),
+            ([published, "--tls-key", tmp_path / "short"], "wanted both or none"),
+            (["s3://a/b"], "give --copy FOLDER"),
+            ([published, "--max-body", "much"], "--max-body"),
+        ):
+            check_refused(arguments, words)
 
 
 def test_tls(trained, tmp_path, batch):

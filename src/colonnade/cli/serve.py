@@ -45,6 +45,12 @@ ItemsOption = Annotated[
     Path | None,
     typer.Option(help="File of all items that may be recommended; default: those of the data."),
 ]
+IndexOption = Annotated[
+    str,
+    typer.Option(
+        help="Ranking of a retrieval model's items: exact, or hnsw for an approximate one (usearch)."
+    ),
+]
 CopyOption = Annotated[str | None, typer.Option(help="Folder on this host for a URL's files.")]
 WaitOption = Annotated[
     bool, typer.Option("--wait", help="Wait for a folder that a run will publish to.")
@@ -114,6 +120,7 @@ def serve(
     name: NameOption = "model",
     at: AtOption = None,
     items: ItemsOption = None,
+    index: IndexOption = "exact",
     copy: CopyOption = None,
     wait: WaitOption = False,
     poll: PollOption = 0.5,
@@ -141,10 +148,12 @@ def serve(
 
     Stops on SIGTERM or Ctrl-C after answering the requests in progress."""
     check_packages(grpc_port is not None)
+    from colonnade.predict.approximate import check_index_kind
     from colonnade.processors import count_usable_processors
     from colonnade.serve.options import ServeOptions
     from colonnade.serve.security import read_token
 
+    check_index_kind(index)
     check_model_path(model, copy, at, wait)
     if (tls_cert is None) != (tls_key is None):
         raise ConfigError("--tls-cert, --tls-key: got one of the two, wanted both or none")
@@ -153,7 +162,7 @@ def serve(
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     options = ServeOptions(
         path=model, name=name, copy=copy,
-        items_file=write_items(items, folder), at=at, poll_seconds=poll, host=host, token=token,
+        items_file=write_items(items, folder), index=index, at=at, poll_seconds=poll, host=host, token=token,
         allowed_hosts=tuple(allowed_host or ()), allowed_origins=tuple(allowed_origin or ()),
         tls_certificate=None if tls_cert is None else str(tls_cert), tls_key=None if tls_key is None else str(tls_key),
         grpc_port=grpc_port, is_grpc_shared=workers > 1, max_body_bytes=parse_size("--max-body", max_body),
@@ -188,13 +197,12 @@ def run_server(options: ServeOptions, port: int, num_workers: int) -> None:
     from colonnade.serve.workers import Supervisor, bind_socket, run_worker
 
     build_policy(options.host, options.token, options.allowed_hosts, options.allowed_origins)
-    ControlFolder(Path(options.state_folder)).reset_stop()
     listener = bind_socket(options.host, port)
-    if options.grpc_port is not None and num_workers > 1:
-        with bind_socket(
-            options.host, options.grpc_port
-        ) as free:  # raises if another server has it
+    if options.grpc_port is not None and (options.grpc_port or num_workers > 1):
+        # Raises if another server has it: gRPC writes a line of its own.
+        with bind_socket(options.host, options.grpc_port, "--host, --grpc-port") as free:
             options = replace(options, grpc_port=free.getsockname()[1])
+    control = ControlFolder(Path(options.state_folder))
     scheme = "http" if options.tls_certificate is None else "https"
     address = f"[{options.host}]" if ":" in options.host else options.host
     url = f"{scheme}://{address}:{listener.getsockname()[1]}"
@@ -206,7 +214,8 @@ def run_server(options: ServeOptions, port: int, num_workers: int) -> None:
         print_text(f"serving {options.path} ({model}) on {url}{rpc}")
         sys.stdout.flush()
 
-    with listener:
+    with listener, control.owned():
+        control.reset_stop()
         if num_workers == 1:
             run_worker(options, listener, print_address)
             return

@@ -38,7 +38,7 @@ def verify(
     All bytes are read, rows included. Nothing is changed."""
     from colonnade.checkpoint.completeness import verify_checkpoint
     from colonnade.checkpoint.header import resolve_step
-    from colonnade.publish.exported import MODEL, verify_each_file
+    from colonnade.publish.exported import MODEL
     from colonnade.report.formatting import format_bytes
 
     is_export = (run / MODEL).exists()
@@ -48,7 +48,7 @@ def verify(
                 f"{run} has one checkpoint and no stores; leave --at and --directory out"
             )
         subject, remedy = str(run), "Restore them from a copy, or export the run again"
-        files = verify_each_file(run) if is_export else _publication_files(run)
+        files = _export_files(run) if is_export else _publication_files(run)
     elif not (run / "checkpoints").is_dir():
         raise ConfigError(
             f"{run}: got a folder without checkpoints/ (a run), {MODEL} (an export) or published.json (a publication), "
@@ -84,6 +84,16 @@ def _is_publication(folder: Path) -> bool:
     from colonnade.publish.deltas import CURRENT
 
     return (folder / CURRENT).exists()
+
+
+def _export_files(folder: Path) -> Iterator[VerifiedFile]:
+    from colonnade.publish.exported import verify_each_file
+
+    yield from verify_each_file(folder)
+    if (folder / "program.json").exists() or any(folder.glob("*.pt2")):
+        from colonnade.export.torch_files import verify_programs  # loads torch
+
+        yield from verify_programs(folder)
 
 
 def _publication_files(folder: Path) -> Iterator[VerifiedFile]:

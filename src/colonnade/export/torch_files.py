@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -32,7 +32,8 @@ from colonnade.predict.predictor import Predictor
 from colonnade.publish.exported import read_export
 from colonnade.run.validation import find_collection
 from colonnade.store.checksums import FileChecksums, compute_checksums, open_checked
-from colonnade.store.untrusted import STRICT, FileName, parse_json, read_regular
+from colonnade.store.untrusted import STRICT, FileName, check_file_name, parse_json, read_regular
+from colonnade.store.verification import VerifiedFile, verify_file
 
 MODEL_PROGRAM, DENSE_PROGRAM = "model.pt2", "dense.pt2"
 MODEL_PACKAGE, DENSE_PACKAGE = "model_aoti.pt2", "dense_aoti.pt2"
@@ -71,16 +72,16 @@ def write_programs(
     export = read_export(folder)
     row_bytes = sum(checksums.bytes for _, checksums in export.row_files)
     has_rows = row_bytes <= max_row_bytes
+    if aoti and not has_rows:
+        raise ConfigError(
+            f"got --aoti and {row_bytes:,} bytes of rows, wanted at most {max_row_bytes:,}, which a compiled program "
+            "holds; give --torch instead: its model.pt2 reads the rows from their files"
+        )
     whole, dense = export_program(predictor, with_rows=has_rows), export_dense_program(predictor)
     torch.export.save(whole, folder / MODEL_PROGRAM)
     torch.export.save(dense, folder / DENSE_PROGRAM)
     names = [MODEL_PROGRAM, DENSE_PROGRAM]
     if aoti:
-        if not has_rows:
-            raise ConfigError(
-                f"got --aoti and {row_bytes:,} bytes of rows, wanted at most {max_row_bytes:,}, which a compiled "
-                "program holds; leave --aoti out"
-            )
         for program, name in ((decompose(whole), MODEL_PACKAGE), (dense, DENSE_PACKAGE)):
             torch._inductor.aoti_compile_and_package(program, package_path=str(folder / name))
             names.append(name)
@@ -104,6 +105,21 @@ def read_programs(folder: Path) -> Programs:
     """Read program.json. Raises CorruptionError, StorageError."""
     path = folder / DESCRIPTION
     return parse_json(Programs, read_regular(path), path, REMEDY)
+
+
+def verify_programs(folder: Path) -> Iterator[VerifiedFile]:
+    """Read every byte of an export's programs and yield each file; nothing if it has none."""
+    path = folder / DESCRIPTION
+    if not (path.exists() or any(folder.glob("*.pt2"))):
+        return
+    files: dict[FileName, FileChecksums] = {}
+    yield verify_file(path, lambda: files.update(read_programs(folder).files))
+    for name, checksums in files.items():
+
+        def check(name: str = name, checksums: FileChecksums = checksums) -> None:
+            open_checked(folder, name, checksums).check_all()
+
+        yield verify_file(folder / check_file_name(name, path), check)
 
 
 def load_program(

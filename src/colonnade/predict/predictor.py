@@ -13,6 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -37,7 +38,7 @@ from colonnade.publish.delivery import (
     is_url,
     open_location,
 )
-from colonnade.publish.deltas import CURRENT, BaseExport
+from colonnade.publish.deltas import CURRENT, BaseExport, CurrentPointer
 from colonnade.publish.export import export_if_missing
 from colonnade.publish.exported import Export, check_file_lengths, read_dense, read_export
 from colonnade.run.build import build_model
@@ -195,13 +196,21 @@ class Predictor:
                 f"{type(self.model).__name__}'s objective {type(objective).__name__} has no `predict`; give it "
                 "predict(model, batch), or use predictor.model"
             )
+        with self.hold_checkpoint() as model:
+            return predict(model, share_samples(batch)), self.step
+
+    @contextmanager
+    def hold_checkpoint(self) -> Iterator[nn.Module]:
+        """Yield the network, whose checkpoint stays inside the block: other calls and refreshes wait.
+
+        Raises StorageError if the checkpoint was loaded only in part."""
         with self._lock, torch.inference_mode():
             if self._torn is not None:
                 raise StorageError(
                     f"{self.folder}: got a checkpoint that was loaded only in part ({self._torn}), so nothing "
                     "is scored; refresh loads it again, or open a new predictor"
                 )
-            return predict(self.model, share_samples(batch)), self.step
+            yield self.model
 
     def scores(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
         """Yield each batch and its probabilities, in order. A thread reads the next batches meanwhile; close the
@@ -222,17 +231,11 @@ class Predictor:
         which name the file, if it is damaged, missing or another model's. The predictor then stays at the last complete
         checkpoint.
         """
-        subscriber = self._subscriber
-        if subscriber is None:
-            raise ConfigError(
-                f"{self.folder} is no publication, so it gets no updates; open the folder of train.publish"
-            )
         with self._refresh_lock:
+            subscriber = self._get_subscriber()
             first_number = subscriber.number
-            if self.rows.problem is not None and (subscriber.source or self.rows.is_replaced):
-                subscriber.mark_base_damaged()
             try:
-                base, current = subscriber.find_updates()
+                base, current = self._find_updates(subscriber)
                 while subscriber.tag != current.tag:
                     if base is None:
                         self._apply_next_delta(subscriber)
@@ -244,6 +247,37 @@ class Predictor:
                     invalidate_copy(subscriber.folder)
                 raise
             return subscriber.number - first_number
+
+    def has_update(self) -> bool:
+        """Return whether a checkpoint was published that `refresh` has not loaded. Raises the errors of `refresh`."""
+        with self._refresh_lock:
+            subscriber = self._get_subscriber()
+            return self._find_updates(subscriber)[1].tag != subscriber.tag
+
+    def fork(self) -> Predictor:
+        """Return another predictor at the same checkpoint, which is refreshed and closed by itself.
+
+        Both share the mapped files and their indices; rows that are newer than the files, and dense weights, are
+        copied. Raises ConfigError for a model without a configuration to build it from.
+        """
+        if self.config is None or self.schema is None or self.config.data.name == OWN:
+            raise ConfigError(
+                f"{self.folder} has no configuration to build its network from, so it cannot be opened a second time; "
+                "open another predictor with a network of its own"
+            )
+        model = build_model(self.schema, self.config)
+        with self._refresh_lock, self._lock:
+            load_dense(model, {name: w.clone() for name, w in dense_weights(self.model).items()})
+            collection = find_collection(model)
+            rows = self.rows.fork(collection.seed)
+            collection.open_exported(rows)
+            other = Predictor(
+                model.eval().requires_grad_(False), rows, schema=self.schema, config=self.config, step=self.step,
+                folder=self.folder, run=self.run, is_full=self._is_full,
+            )  # fmt: skip
+            other._torn = self._torn
+            other._subscriber = None if self._subscriber is None else self._subscriber.fork()
+        return other
 
     def follow(self, seconds: float = 1.0) -> None:
         """Start a thread that refreshes every `seconds` until `close`. An error becomes `problem`, is counted in
@@ -258,6 +292,20 @@ class Predictor:
         self._follower.stop()
         with self._lock:
             self.rows.close()
+
+    def _get_subscriber(self) -> Subscriber:
+        """Return the subscriber of the publication. Raises ConfigError if there is none."""
+        if self._subscriber is None:
+            raise ConfigError(
+                f"{self.folder} is no publication, so it gets no updates; open the folder of train.publish"
+            )
+        return self._subscriber
+
+    def _find_updates(self, subscriber: Subscriber) -> tuple[BaseExport | None, CurrentPointer]:
+        """Return what `Subscriber.find_updates` does; a damaged base that was replaced is opened again."""
+        if self.rows.problem is not None and (subscriber.source or self.rows.is_replaced):
+            subscriber.mark_base_damaged()
+        return subscriber.find_updates()
 
     def _apply_next_delta(self, subscriber: Subscriber) -> None:
         """Apply the next published change to rows and weights, between two batches."""
@@ -280,6 +328,7 @@ class Predictor:
         folder = folder_inside(subscriber.folder, base.folder)
         export = read_export(folder)
         check_file_lengths(folder, export)
+        _check_schema(self.schema, export, folder)
         # Outside the lock: other threads may predict meanwhile.
         dense, rows = _load_export(folder, export, self.model, self._is_full, self.rows)
         with self._lock:
@@ -383,6 +432,28 @@ def _check_tables(collection: EmbeddingCollection, export: Export, folder: Path)
         raise CheckpointError(
             f"{folder} was exported from another model: {detail}. Give the network that was trained"
         )
+
+
+def _check_schema(schema: Schema | None, export: Export, folder: Path) -> None:
+    """Raise CheckpointError if an export reads other columns, by which requests would be read in the wrong way."""
+    if schema is None or export.schema == schema:
+        return
+    wanted, got = _list_columns(schema), _list_columns(export.schema)
+    pairs = zip([*got, *[None] * len(wanted)], [*wanted, *[None] * len(got)], strict=False)
+    first = next(pair for pair in pairs if pair[0] != pair[1])
+    raise CheckpointError(
+        f"{folder} was exported with another schema: got {first[0]}, wanted {first[1]}. Open the predictor again to "
+        "take the other model"
+    )
+
+
+def _list_columns(schema: Schema) -> list[str]:
+    """Return the columns of a schema in words, in order."""
+    return [
+        *(f"the number {name}" for name in schema.dense),
+        *(f"the feature {column}" for column in schema.categorical),
+        *(f"the label {name}" for name in schema.labels),
+    ]
 
 
 def _check_dense_shapes(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:

@@ -366,6 +366,11 @@ class Subscriber:
             )
         return delta
 
+    def fork(self) -> Subscriber:
+        """Return a subscriber at the same position, which moves by itself."""
+        position = BaseExport(self.base, self.number, self.tag, 0)
+        return Subscriber(self.folder, self.run, position, self.source)
+
     def mark_base_damaged(self) -> None:
         """Mark the open base as damaged, so that the next `find_updates` returns it again; a copy is deleted first."""
         self.base = self.tag = ""

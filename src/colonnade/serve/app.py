@@ -25,7 +25,7 @@ from colonnade.serve.scheduler import Job, ScoreJob
 from colonnade.serve.service import RequestRecord, Service, describe_error
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
-EXTENSIONS = ["binary_tensor_data"]
+EXTENSIONS = ["binary_tensor_data", "model_configuration"]
 PAGE = Path(__file__).with_name("page.html")
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
@@ -54,6 +54,8 @@ def build_app(service: Service) -> Gate:
         route("/v2/health/live", "live", live),
         route("/v2/health/ready", "ready", ready),
         route("/v2", "server", server_metadata),
+        route(f"{model}{version}/config", "config", model_config),
+        route(f"{model}/config", "config", model_config),
         route(f"{model}{version}/ready", "ready", model_ready),
         route(f"{model}/ready", "ready", model_ready),
         route(f"{model}{version}", "model", model_metadata),
@@ -303,6 +305,11 @@ async def model_metadata(service: Service, request: Request) -> Response:
     return build_json(await asyncio.to_thread(service.describe_model, step))
 
 
+async def model_config(service: Service, request: Request) -> Response:
+    resolve_model(service, request)
+    return build_json(await asyncio.to_thread(service.describe_config))
+
+
 async def metrics(service: Service, request: Request) -> Response:
     text = await asyncio.to_thread(service.metrics.format_text, service.model)
     return Response(text, media_type=CONTENT_TYPE)
@@ -373,8 +380,9 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(*arguments, **fields)
         self.options = options
         self.limit_timer: asyncio.TimerHandle | None = None
+        self.read_timer: asyncio.TimerHandle | None = None
         self.is_in_header = self.is_in_body = False
-        self.header_bytes = 0
+        self.header_bytes = self.num_unread = 0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -389,6 +397,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.disarm()
+        if self.read_timer is not None:
+            self.read_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -424,6 +434,27 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.is_in_body:
             self.arm(LINGER_SECONDS)
+        if self.transport.get_write_buffer_size():
+            self.limit_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.limit_reading()
+
+    def limit_reading(self) -> None:
+        """End the connection if its client does not read what was written to it: it would wait without a limit."""
+        if self.read_timer is None:
+            self.num_unread = self.transport.get_write_buffer_size()
+            self.read_timer = self.loop.call_later(self.options.body_seconds, self.check_reading)
+
+    def check_reading(self) -> None:
+        """End a connection that has read nothing since the last check; check again if it has read a part."""
+        self.read_timer = None
+        num_unread = self.transport.get_write_buffer_size()
+        if num_unread >= self.num_unread > 0:
+            self.transport.abort()
+        elif num_unread:
+            self.limit_reading()
 
     def arm(self, seconds: float) -> None:
         """Let the connection end in `seconds`, unless it is limited already."""

@@ -66,6 +66,19 @@ class ControlFolder:
             self._stamp = stamp
         return self._order
 
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """Let one server at a time use the folder. Raises ConfigError if another one does."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with open(self.folder / "server", "a", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"--state: got {self.folder}, which another server uses; stop that one, or give a folder of its own"
+                ) from None
+            yield
+
     def serve(self, step: int | None) -> ServeOrder:
         """Let all workers serve this step; None: the newest checkpoint again."""
         with self._locked() as order:
@@ -116,8 +129,12 @@ class ControlFolder:
 
     def _write(self, order: ServeOrder) -> ServeOrder:
         temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(asdict(order)), encoding="utf-8")
-        os.replace(temporary, self._path)
+        try:
+            temporary.write_text(json.dumps(asdict(order)), encoding="utf-8")
+            os.replace(temporary, self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
         return self.read()
 
     @contextmanager
@@ -147,14 +164,17 @@ def copy_published_step(publication: Path, target: Path, step: int) -> None:
             _link_or_copy(path, temporary / path.name)
             tag = read_delta_header(temporary, delta).tag
             num_bytes += path.stat().st_size
+        pointer = CurrentPointer(current.run, number, step, tag, (base,), num_bytes)
+        fields = {**make_format_stamp(FORMAT), **asdict(pointer)}
+        write_durably(Disk(), temporary / CURRENT, json.dumps(fields, indent=2).encode())
     except FileNotFoundError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
             f"{publication}: {error.filename} was removed meanwhile, so step {step} is not published any more"
         ) from None
-    pointer = CurrentPointer(current.run, number, step, tag, (base,), num_bytes)
-    fields = {**make_format_stamp(FORMAT), **asdict(pointer)}
-    write_durably(Disk(), temporary / CURRENT, json.dumps(fields, indent=2).encode())
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)  # a full disk gets its space back
+        raise
     shutil.rmtree(target, ignore_errors=True)
     os.rename(temporary, target)
 

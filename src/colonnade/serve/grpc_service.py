@@ -58,6 +58,15 @@ MESSAGES: dict[str, Mapping[str, Any]] = {
     "ModelMetadataResponse": {
         "fields": "name:string versions:*string platform:string inputs:*TensorMetadata outputs:*TensorMetadata",
     },
+    "ModelConfigRequest": {"fields": "name:string version:string"},
+    "ModelInput": {"fields": "name:string data_type:int32 format:int32 dims:*int64"},
+    "ModelOutput": {"fields": "name:string data_type:int32 dims:*int64"},
+    "ModelVersionPolicy": {"fields": ""},
+    "ModelConfig": {
+        "fields": "name:string platform:string version_policy:ModelVersionPolicy max_batch_size:int32 "
+        "input:*ModelInput output:*ModelOutput",
+    },
+    "ModelConfigResponse": {"fields": "config:ModelConfig"},
     "InferInputTensor": {
         "fields": "name:string datatype:string shape:*int64 parameters:%InferParameter contents:InferTensorContents",
     },
@@ -81,6 +90,8 @@ CONTENTS = {
     "UINT64": "uint64_contents", "FP32": "fp32_contents", "FP64": "fp64_contents",
 }  # fmt: skip
 """Field of InferTensorContents of each datatype."""
+TRITON_TYPES = {"TYPE_INT64": 9, "TYPE_FP32": 11, "TYPE_FP64": 12}
+"""Numbers of Triton's datatypes."""
 THREADS = 16
 
 
@@ -188,10 +199,11 @@ class GrpcServer:
             "ServerLive": lambda request, record: {"live": True},
             "ServerReady": lambda request, record: {"ready": self.service.is_ready},
             "ServerMetadata": lambda request, record: {
-                "name": "colonnade", "version": __version__, "extensions": [],
+                "name": "colonnade", "version": __version__, "extensions": ["model_configuration"],
             },
             "ModelReady": self._model_ready,
             "ModelMetadata": self._model_metadata,
+            "ModelConfig": self._model_config,
             "ModelInfer": self._model_infer,
         }  # fmt: skip
 
@@ -229,6 +241,16 @@ class GrpcServer:
             ]
         del fields["parameters"]
         return fields
+
+    def _model_config(self, request: Any, record: RequestRecord) -> dict[str, Any]:
+        self._resolve(request.name, request.version)
+        config = self.service.describe_config()
+        for group in ("input", "output"):
+            config[group] = [
+                {"name": t["name"], "data_type": TRITON_TYPES[t["data_type"]], "dims": t["dims"]}
+                for t in config[group]
+            ]
+        return {"config": config}
 
     def _model_infer(self, request: Any, record: RequestRecord) -> dict[str, Any]:
         service, seconds = self.service, self.service.options.timeout_seconds
@@ -271,7 +293,7 @@ class GrpcServer:
 
 CODES = {
     400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND",
-    413: "INVALID_ARGUMENT", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED",
+    413: "INVALID_ARGUMENT", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED", 507: "RESOURCE_EXHAUSTED",
 }  # fmt: skip
 """Status code of gRPC for each of HTTP."""
 

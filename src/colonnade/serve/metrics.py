@@ -77,6 +77,14 @@ class Metrics:
             multiprocess_mode="livemax",
             **registry,
         )
+        self.recall = Gauge(
+            "colonnade_index_recall", "Measured recall of a retrieval model's ranking; the lowest of all workers.",
+            ["index"], multiprocess_mode="livemin", **registry,
+        )  # fmt: skip
+        self.lost_lines = Gauge(
+            "colonnade_log_lines_lost", "Lines of the access log that could not be written.",
+            multiprocess_mode="livesum", **registry,
+        )  # fmt: skip
         self._children: dict[tuple[str, int], tuple[Any, Any]] = {}
 
     def observe_request(self, route: str, status: int, seconds: float) -> None:
@@ -102,6 +110,8 @@ class Metrics:
         self.failures.set(model.num_failures)
         self.versions.set(model.num_open_versions)
         self.has_problem.set(model.problem is not None)
+        if (index := model.describe_index()) is not None:
+            self.recall.labels(index["kind"]).set(index["recall"])
 
     def format_text(self, model: ServedModel) -> bytes:
         """Return all workers' metrics in Prometheus' text format, with this worker's problem by its words."""

@@ -17,6 +17,8 @@ class ServeOptions:
     at: str | None = None
     items_file: str | None = None
     """JSON array with the records of all items that a retrieval model may recommend; None: its data's catalogue."""
+    index: str = "exact"
+    """Ranking of a retrieval model's items: "exact", or "hnsw" for an approximate one."""
     poll_seconds: float = 0.5
     """Seconds between looks for a newer checkpoint."""
 

@@ -1,12 +1,12 @@
-"""Recommendations of retrieval models: raw features of users in, their best items out, exactly.
+"""Recommendations of retrieval models: raw features of users in, their best items out.
 
     recommender = Recommender.open("runs/mine")
     best = recommender.recommend([{"history": [3, 8, 14]}], k=10)
     print(best.items[0], best.scores[0], best.step)
 
 A catalogue has the features of all items. It is that of the model's data set, or records of your own. The vectors of
-items are computed once per checkpoint. A recommender of a publication has two predictors: one answers, while the other
-loads the next checkpoint and computes its vectors; then they change places.
+items are computed once per checkpoint. To load the next one, a fork of the predictor, which shares its mapped files,
+is refreshed and computes its vectors while the predictor answers; then it takes the predictor's place.
 
 Legend: B users, I items of the catalogue, U users of the training data, D dim.
 """
@@ -14,10 +14,11 @@ Legend: B users, I items of the catalogue, U users of the training data, D dim.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,9 +34,14 @@ from colonnade.data.tensors import TensorColumns, gather_ids
 from colonnade.errors import ConfigError, DataError
 from colonnade.models.retriever import Retriever, embed_items, rank_items
 from colonnade.predict import Predictor
+from colonnade.predict.approximate import (
+    EXACT,
+    MAX_SAMPLE,
+    ApproximateIndex,
+    build_index,
+    check_index_kind,
+)
 from colonnade.predict.refresh_thread import RefreshThread
-from colonnade.publish.delivery import is_url
-from colonnade.publish.deltas import CURRENT
 from colonnade.serve.records import Record, RecordEncoder, build_encoder, describe_value
 
 USER = "user"
@@ -87,40 +93,50 @@ class Recommendations:
     """Step of the checkpoint that they are computed with."""
 
 
-@dataclass(slots=True, eq=False)
-class _Side:
-    """Predictor with the vectors of all items at its step: one of the two of a recommender."""
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddedCatalogue:
+    """Predictor that stays at its checkpoint, and the vectors of all items by it."""
 
     predictor: Predictor
     vectors: Tensor  # (I, D)
-    step: int
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    index: ApproximateIndex | None
+    """Index of the vectors; None: they are ranked exactly."""
+
+    def rank(self, queries: Tensor, masked: Ids, k: int) -> tuple[Tensor, Tensor]:
+        """Return positions and scores (B, min(k, I)) of the best items, as `rank_items`."""
+        if self.index is not None:
+            return self.index.rank(queries, masked, k)
+        return rank_items(queries, self.vectors, masked, k)
 
 
 class Recommender:
     """Recommender of items by a retrieval model. Any thread may call it; calls wait for one another.
 
     Scores are the dots of the vectors of user and item, by which evaluation ranks. Of equal scores the lower id comes
-    first.
+    first. With an index, a few of the best items may be missing (`recall`).
     """
 
     def __init__(
         self,
-        active: _Side,
+        active: EmbeddedCatalogue,
         catalogue: Catalogue,
         encoder: RecordEncoder,
         history: Sequence[str],
         item_index: tuple[Tensor, Tensor],
-        spare: _Side | None = None,
+        index_kind: str = EXACT,
     ) -> None:
         """Create a recommender; `open` and `from_predictor` do. `history`: the query's features of items; `item_index`:
-        the ids of the items, ascending, and their positions in the catalogue."""
-        self._active, self._spare = active, spare
+        the ids of the items, ascending, and their positions in the catalogue; `index_kind`: "exact" or "hnsw"."""
+        self._active = active
         self.catalogue = catalogue
         self.encoder = encoder
         """Encoder of users' records: the columns of queries."""
         self._history = tuple(history)
         self._item_ids, self._item_order = item_index
+        self._index_kind = index_kind
+        self._recent_queries: deque[Tensor] = deque(
+            maxlen=MAX_SAMPLE
+        )  # by which an index is measured
         self._refresh_lock = threading.Lock()
         self._follower = RefreshThread(self.refresh, "recommend")
 
@@ -130,31 +146,32 @@ class Recommender:
         path: str | Path,
         *,
         items: Sequence[Record] | Catalogue | None = None,
+        index: str = EXACT,
         **options: Any,
     ) -> Recommender:
         """Open an export, a run folder or a publication; `options` are those of `Predictor.open`.
 
         `items`: records of all items, with the raw columns of their features; default: the catalogue of the data that
-        the model was trained on. Raises ConfigError for a model that is no retrieval model, or without a catalogue, and
-        the errors of `Predictor.open`.
+        the model was trained on. `index`: "hnsw" ranks approximately, by the package usearch. Raises ConfigError for a
+        model that is no retrieval model, or without a catalogue, and the errors of `Predictor.open`.
         """
         predictor = Predictor.open(path, **options)
         try:
-            recommender = cls.from_predictor(predictor, items=items)
-            is_publication = is_url(path) or (Path(path) / CURRENT).exists()
-            if is_publication and options.get("at") is None:
-                spare = Predictor.open(path, **options)
-                recommender._spare = _Side(spare, torch.empty(0), -1)
-            return recommender
+            return cls.from_predictor(predictor, items=items, index=index)
         except BaseException:
             predictor.close()
             raise
 
     @classmethod
     def from_predictor(
-        cls, predictor: Predictor, *, items: Sequence[Record] | Catalogue | None = None
+        cls,
+        predictor: Predictor,
+        *,
+        items: Sequence[Record] | Catalogue | None = None,
+        index: str = EXACT,
     ) -> Recommender:
-        """Build a recommender of a predictor's checkpoint. The predictor must stay at that step."""
+        """Build a recommender that takes a predictor over: only it may refresh and close the predictor from now on."""
+        check_index_kind(index)
         model = predictor.model
         if not isinstance(model, Retriever):
             raise ConfigError(
@@ -170,14 +187,30 @@ class Recommender:
         catalogue = _open_catalogue(model, encoder, predictor.config, predictor.schema, items)
         dense = [predictor.schema.dense[i] for i in model.dense_columns]
         queries = encoder.select([*model.query_features, *dense], ignored=(USER,))
-        active = _Side(predictor, _embed_items(model, catalogue), predictor.step)
+        active = _embed_catalogue(predictor, catalogue, index)
         ids, order = catalogue.features.ids[model.item_features[0]].values.sort(stable=True)
-        return cls(active, catalogue, queries, _find_history(model), (ids, order))
+        return cls(active, catalogue, queries, _find_history(model), (ids, order), index)
 
     @property
     def step(self) -> int:
         """Step of the checkpoint that is recommended with."""
-        return self._active.step
+        return self.predictor.step
+
+    @property
+    def predictor(self) -> Predictor:
+        """Predictor of that checkpoint. It is closed soon after a refresh."""
+        return self._active.predictor
+
+    @property
+    def recall(self) -> float:
+        """Recall@10 of its answers against exact ones, measured on a sample at this checkpoint; 1: they are exact."""
+        index = self._active.index
+        return 1.0 if index is None else index.recall
+
+    @property
+    def index_kind(self) -> str:
+        """Kind of ranking: "exact" or "hnsw"."""
+        return self._index_kind
 
     @property
     def columns(self) -> frozenset[str]:
@@ -187,7 +220,7 @@ class Recommender:
     @property
     def problem(self) -> BaseException | None:
         """Error of the last refresh by `follow`, or damage detected in the background; None: neither."""
-        return self._follower.problem or self._active.predictor.problem
+        return self._follower.problem or self.predictor.problem
 
     @property
     def num_failures(self) -> int:
@@ -218,14 +251,9 @@ class Recommender:
         batch = self.encoder.encode(users)
         return self.recommend_batch(batch, k, self._build_mask(batch, users, exclude, exclude_seen))
 
-    @torch.inference_mode()
     def recommend_batch(self, batch: Batch, k: int, masked: Ids) -> Recommendations:
         """Recommend the k best items to each query of a batch. `masked`: bags of positions that are not recommended."""
-        active = self._active
-        with active.lock:
-            model: Any = active.predictor.model
-            top, scores = rank_items(model.queries(batch), active.vectors, masked, k)
-            step = active.step
+        top, scores, step = self._rank_items(batch, k, masked)
         items, values = [], []
         for row, row_scores in zip(top.numpy(), scores.tolist(), strict=True):
             row = row[row >= 0]
@@ -240,40 +268,53 @@ class Recommender:
         the errors of `Predictor.refresh`; the recommender then stays at its checkpoint.
         """
         with self._refresh_lock:
-            spare = self._spare
-            if spare is None:
-                self._active.predictor.refresh()  # raises the reason
+            previous = self._active
+            if not previous.predictor.has_update():
                 return False
-            with spare.lock:
-                num_moved = spare.predictor.refresh()
-                if num_moved >= 0 and spare.predictor.step == self._active.step:
-                    return False
-                spare.vectors = _embed_items(spare.predictor.model, self.catalogue)
-                spare.step = spare.predictor.step
-            self._active, self._spare = spare, self._active
+            predictor = previous.predictor.fork()
+            try:
+                predictor.refresh()
+                queries = torch.stack(list(self._recent_queries)) if self._recent_queries else None
+                self._active = _embed_catalogue(
+                    predictor, self.catalogue, self._index_kind, queries
+                )
+            except BaseException:
+                predictor.close()
+                raise
+            previous.predictor.close()  # waits for the current call; later ones take the new predictor
             return True
 
     def follow(self, seconds: float = 1.0) -> None:
         """Start a thread that refreshes every `seconds` until `close`. An error becomes `problem`, is counted in
         `num_failures`, and the refresh is tried again."""
-        if self._spare is None or self._follower.is_started:
-            self.refresh()
+        if self._follower.is_started:
             return
+        self.predictor.has_update()  # raises the reason why there is nothing to follow
         self._follower.start(seconds)
 
     def close(self) -> None:
         """Unmap the rows after the current call has ended."""
         self._follower.stop()
-        for side in (self._active, self._spare):
-            if side is not None:
-                with side.lock:
-                    side.predictor.close()
+        with self._refresh_lock:
+            self.predictor.close()
 
     def __enter__(self) -> Recommender:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _rank_items(self, batch: Batch, k: int, masked: Ids) -> tuple[Tensor, Tensor, int]:
+        """Return positions and scores (B, min(k, I)) of the best items, and the step that ranked them."""
+        while True:
+            active = self._active
+            with active.predictor.hold_checkpoint() as model:
+                if active is not self._active:
+                    continue  # a refresh has closed it meanwhile
+                queries = cast("Retriever", model).queries(batch)
+                if active.index is not None:
+                    self._recent_queries.extend(queries.clone())
+                return *active.rank(queries, masked, k), active.predictor.step
 
     def _build_mask(
         self,
@@ -353,9 +394,14 @@ def _parse_user(value: Any, row: int, num_known: int) -> int:
     return number if 0 <= number < num_known else -1
 
 
-@torch.inference_mode()
-def _embed_items(model: Any, catalogue: Catalogue) -> Tensor:
-    return embed_items(model, catalogue.features)
+def _embed_catalogue(
+    predictor: Predictor, catalogue: Catalogue, index_kind: str, queries: Tensor | None = None
+) -> EmbeddedCatalogue:
+    """Compute the vectors of all items and their index. queries (S, D): a sample to measure it by."""
+    with predictor.hold_checkpoint() as model:
+        vectors = embed_items(cast("Retriever", model), catalogue.features)
+        index = None if index_kind == EXACT else build_index(vectors, queries)
+    return EmbeddedCatalogue(predictor, vectors, index)
 
 
 def _find_history(model: Retriever) -> tuple[str, ...]:
@@ -388,7 +434,13 @@ def _open_catalogue(
 
 def open_data_catalogue(config: RunConfig) -> Catalogue:
     """Open the catalogue of the data set that a model was trained on, and what its users took."""
-    splits = open_source(config.data.name, config.data.path, **config.data.options)
+    try:
+        splits = open_source(config.data.name, config.data.path, **config.data.options)
+    except (DataError, OSError) as error:
+        raise ConfigError(
+            f"the items of the data that the model was trained on cannot be read: {error}. Or give the records of all "
+            "items: items=[...], or --items FILE"
+        ) from None
     parts = (splits.test, splits.validation, splits.train)
     features = next(
         (c for c in (getattr(p, "catalogue", None) for p in parts) if c is not None), None

@@ -85,7 +85,8 @@ class ScoringQueue:
         with self._lock:
             self._is_closed = True
             self._jobs.put(None)
-        self._thread.join()
+        if self._thread.ident is not None:  # it was started
+            self._thread.join()
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, DataError, StorageError
@@ -25,7 +24,6 @@ from colonnade.serve.protocol import (
     parse_infer_request,
     parse_json,
 )
-from colonnade.serve.recommend import Recommender
 from colonnade.serve.records import RecordEncoder, build_encoder
 from colonnade.serve.scheduler import ScoringQueue
 from colonnade.serve.security import build_policy
@@ -33,16 +31,19 @@ from colonnade.serve.tensors import (
     ModelSignature,
     build_batch,
     build_signature,
+    build_triton_config,
     describe_model,
     format_labelled_scores,
     format_scores,
 )
-from colonnade.serve.versions import NotReady, Scored, ServedModel
+from colonnade.serve.versions import NO_ITEMS, NotReady, Scored, ServedModel
 
 if TYPE_CHECKING:
     from colonnade.batch import Batch
 
 RECOMMEND_FIELDS = frozenset(("user", "k", "exclude", "exclude_seen"))
+FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
+"""Errors of a disk without space."""
 MODEL_FIELDS = "'records': [{...}, ...], or 'user': {...} with 'candidates': [{...}, ...]"
 
 
@@ -71,8 +72,6 @@ class Service:
         self.is_draining = False
         self._signature: ModelSignature | None = None
         self._encoder: RecordEncoder | None = None
-        self._recommender: Recommender | None = None
-        self._older: Recommender | None = None  # of a rollback
         self._lock = threading.Lock()  # protects what is built at the first use
 
     def start(self) -> None:
@@ -85,9 +84,6 @@ class Service:
         """Finish accepted requests, stop all threads and unmap the rows."""
         self.queue.close()
         self.model.close()
-        for recommender in (self._recommender, self._older):
-            if recommender is not None:
-                recommender.close()
         self.log.close()
 
     @property
@@ -109,6 +105,12 @@ class Service:
 
     def check_name(self, name: str) -> None:
         """Raise RequestError (404) for another model's name."""
+        own, _, rest = name.partition("/")
+        if rest and own == self.options.name:
+            raise RequestError(
+                404,
+                f"path: got {describe_value(rest)} of model {own!r}, wanted infer, ready, config or versions/STEP",
+            )
         if name != self.options.name:
             raise RequestError(
                 404,
@@ -131,7 +133,14 @@ class Service:
         signature, steps = self.signature, self.model.list_steps()
         if step is not None and step not in steps:
             raise RequestError(404, f"version: got {step}, wanted one of {steps}")
-        return describe_model(signature, name=self.options.name, steps=steps, run=self.model.run)
+        fields = describe_model(signature, name=self.options.name, steps=steps, run=self.model.run)
+        if (index := self.model.describe_index()) is not None:
+            fields["parameters"]["index"] = index
+        return fields
+
+    def describe_config(self) -> dict[str, Any]:
+        """Return the configuration that clients of Triton ask for. Raises NotReady."""
+        return build_triton_config(self.signature, self.options.name)
 
     def describe_status(self) -> dict[str, Any]:
         """Return what the live page shows."""
@@ -244,49 +253,19 @@ class Service:
             raise RequestError(
                 400, f"exclude_seen: got {describe_value(exclude_seen)}, wanted true or false"
             )
-        best = self.get_recommender().recommend(
+        if not isinstance(self.model.get_any().model, Retriever):
+            raise RequestError(404, NO_ITEMS)
+        best = self.model.recommend(
             [fields["user"]], fields.get("k", 10), exclude=[exclude], exclude_seen=exclude_seen
         )
         record.samples, record.step = 1, best.step
         answer = {"items": best.items[0], "scores": best.scores[0], "step": best.step}
         return json.dumps({**answer, "run": self.model.run, "model": self.options.name}).encode()
 
-    def get_recommender(self) -> Recommender:
-        """Return the recommender of the served step. Raises RequestError (404) for a model that scores."""
-        newest = self.open_recommender()
-        if newest is None:
-            raise RequestError(404, "got /recommend for a model that scores candidates; use /score")
-        step = self.model.control.read().serve_step
-        if step is None:
-            return newest
-        with self._lock:
-            if self._older is None or self._older.step != step:
-                if self._older is not None:
-                    self._older.close()
-                folder = self.model.control.pin_folder(step)
-                self._older = Recommender.open(folder, items=newest.catalogue)
-            return self._older
-
-    def open_recommender(self) -> Recommender | None:
-        """Open and follow the recommender of a retrieval model, once; None for another model. Raises ConfigError."""
-        if not isinstance(self.model.get_any().model, Retriever):
-            return None
-        with self._lock:
-            if self._recommender is None:
-                options, items = self.options, None
-                if options.items_file is not None:
-                    items = json.loads(Path(options.items_file).read_text(encoding="utf-8"))
-                path = options.copy or options.path
-                self._recommender = Recommender.open(path, items=items, at=options.at)
-                if self.model.is_publication:
-                    self._recommender.follow(options.poll_seconds)
-            return self._recommender
-
     def note_poll(self, model: ServedModel) -> None:
-        """Open the recommender when the first checkpoint is there, and note the state in the metrics."""
-        with contextlib.suppress(NotReady, ColonnadeError):
-            self.open_recommender()
+        """Note the state of the model and of the log in the metrics."""
         self.metrics.observe_model(model)
+        self.metrics.lost_lines.set(self.log.num_lost)
 
     def administrate(self, action: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out an administrative call in all workers; return the order that is now in force.
@@ -319,6 +298,10 @@ def describe_error(error: BaseException) -> tuple[int, str, int | None]:
         return error.status, str(error), error.retry_seconds
     if isinstance(error, NotReady):
         return 503, str(error), 1
+    if isinstance(error, OSError) and error.errno in FULL:
+        known = error.strerror if isinstance(error, StorageError) else None
+        text = f"got {error.strerror} while a file of the server was written; free some space on its disk"
+        return 507, known or text, None
     if isinstance(error, StorageError):
         return 503, str(error.strerror or error), 1
     if isinstance(error, CheckpointError):

@@ -255,6 +255,25 @@ def describe_model(
     }
 
 
+def build_triton_config(signature: ModelSignature, name: str) -> dict[str, Any]:
+    """Return a model's configuration in the form of Triton's extension `model_configuration`.
+
+    `max_batch_size` 0: the first dimension of the shapes is that of the batch.
+    """
+
+    def describe(spec: TensorSpec) -> dict[str, Any]:
+        kind = {"name": spec.name, "data_type": f"TYPE_{spec.datatype}", "dims": list(spec.shape)}
+        return {**kind, "optional": True} if spec.is_optional else kind
+
+    return {
+        "name": name,
+        "platform": "colonnade",
+        "max_batch_size": 0,
+        "input": [describe(spec) for spec in signature.inputs],
+        "output": [describe(spec) for spec in signature.outputs],
+    }
+
+
 def _describe_tensor(spec: TensorSpec) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "name": spec.name,

@@ -6,6 +6,7 @@ when the publication deletes their files.
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -19,14 +20,20 @@ from torch import Tensor
 
 from colonnade.batch import Batch
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, StorageError
+from colonnade.models.retriever import Retriever
 from colonnade.predict import Predictor
+from colonnade.predict.approximate import EXACT, RECALL_K
 from colonnade.publish.delivery import is_url, list_published_steps
 from colonnade.publish.deltas import CURRENT, read_current
 from colonnade.publish.exported import MODEL
 from colonnade.serve.control import ControlFolder, ServeOrder
+from colonnade.serve.recommend import Recommendations, Recommender
 
 if TYPE_CHECKING:
     from colonnade.serve.options import ServeOptions
+    from colonnade.serve.records import Record
+
+NO_ITEMS = "got /recommend for a model that scores candidates; use /score"
 
 
 class NotReady(Exception):
@@ -47,7 +54,9 @@ class OpenVersion:
     """Open older step. It is closed when nobody uses it any more."""
 
     predictor: Predictor
-    last_use: int
+    recommender: Recommender | None = None
+    """Recommender of a retrieval model."""
+    last_use: int = 0
     num_users: int = 0
     is_evicted: bool = False
 
@@ -75,6 +84,16 @@ def choose_evictions(
     return evicted
 
 
+def estimate_age(file_age: float, now: float, is_current_since: float | None) -> float:
+    """Return the seconds since a checkpoint was published, when it has just been loaded.
+
+    file_age: the time of day less the file's, which is wrong after a jump of a clock. is_current_since: an earlier
+    time, of the same clock as `now`, at which the checkpoint was not published yet; None: unknown.
+    """
+    longest = float("inf") if is_current_since is None else now - is_current_since
+    return min(max(file_age, 0.0), longest)
+
+
 class ServedModel:
     """Model of a server in one process. Any thread may call it."""
 
@@ -91,8 +110,14 @@ class ServedModel:
         self.num_failures = 0
         self._report, self._on_poll = report, on_poll
         self._newest: Predictor | None = None
+        self._recommender: Recommender | None = (
+            None  # of the newest checkpoint, and owns its predictor
+        )
         self._problem: str | None = "no checkpoint is loaded yet"
         self._loaded_at, self._age_when_loaded = time.monotonic(), 0.0
+        self._is_current_since: float | None = (
+            None  # last look that found nothing newer, by `time.monotonic`
+        )
         self._versions: dict[int, OpenVersion] = {}
         self._num_uses = 0
         self._lock = threading.Lock()  # protects the open versions
@@ -140,8 +165,34 @@ class ServedModel:
             versions, self._versions = list(self._versions.values()), {}
         for version in versions:
             version.predictor.close()
+        if self._recommender is not None:
+            self._recommender.close()
         if self._newest is not None:
             self._newest.close()
+
+    def recommend(self, users: Sequence[Record], k: int, **options: Any) -> Recommendations:
+        """Recommend items with the newest step, or with that of a rollback, as `Recommender.recommend`.
+
+        Raises NotReady, ConfigError for a model that scores, and as `Recommender.recommend`.
+        """
+        wanted = self.control.read().serve_step
+        recommender = self.get_recommender() if wanted is None else self._recommender
+        if recommender is not None and wanted in (None, recommender.step):
+            best = recommender.recommend(users, k, **options)
+            if wanted is None or wanted == best.step:
+                return best
+        assert wanted is not None
+        with self._borrow_version(wanted) as version:
+            if version.recommender is None:
+                raise ConfigError(NO_ITEMS)
+            return version.recommender.recommend(users, k, **options)
+
+    def get_recommender(self) -> Recommender:
+        """Return the recommender of the newest checkpoint. Raises NotReady, ConfigError for a model that scores."""
+        self.get_newest()
+        if self._recommender is None:
+            raise ConfigError(NO_ITEMS)
+        return self._recommender
 
     def score(self, batch: Batch, step: int | None = None) -> Scored:
         """Score a batch with a step; None: with the newest one, or with that of a rollback.
@@ -189,12 +240,17 @@ class ServedModel:
     @contextmanager
     def borrow(self, step: int) -> Iterator[Predictor]:
         """Yield the predictor of an older step, opened if it is not open, and close it later if it was evicted."""
+        with self._borrow_version(step) as version:
+            yield version.predictor
+
+    @contextmanager
+    def _borrow_version(self, step: int) -> Iterator[OpenVersion]:
         with self._lock:
             version = self._use(step)
         if version is None:
             version = self._open(step)
         try:
-            yield version.predictor
+            yield version
         finally:
             with self._lock:
                 version.num_users -= 1
@@ -265,6 +321,13 @@ class ServedModel:
             return self.get_any().run
         return ""
 
+    def describe_index(self) -> dict[str, Any] | None:
+        """Return how a retrieval model's items are ranked, and the recall; None for a model that scores."""
+        recommender = self._recommender
+        if recommender is None:
+            return None
+        return {"kind": recommender.index_kind, "recall": recommender.recall, "k": RECALL_K}
+
     @property
     def num_open_versions(self) -> int:
         """Number of open older steps."""
@@ -286,7 +349,10 @@ class ServedModel:
 
     @property
     def age_seconds(self) -> float:
-        """Seconds since the newest loaded checkpoint was published."""
+        """Seconds since the newest loaded checkpoint was published.
+
+        They are counted by a clock that never jumps. Only the age of the checkpoint at start is the file's, by the time
+        of day."""
         return self._age_when_loaded + time.monotonic() - self._loaded_at
 
     def _find_default_predictor(self) -> Predictor | None:
@@ -325,8 +391,9 @@ class ServedModel:
                     f"version {step}: got {newer_bytes:,} bytes of rows newer than its base, wanted at most "
                     f"{self.options.max_version_bytes:,}; raise --version-memory"
                 )
+            recommender = self._build_recommender(predictor, EXACT)
             with self._lock:
-                self._versions[step] = OpenVersion(predictor, 0)
+                self._versions[step] = OpenVersion(predictor, recommender)
                 version = self._use(step)
             assert version is not None
             self._report("version", {"step": step, "bytes": newer_bytes})
@@ -359,9 +426,11 @@ class ServedModel:
                     self._take_order(order)
                 if self.is_publication:
                     self._look_for_news()
+                self._on_poll(self)
             except BaseException as error:  # any error: nothing else would restart this thread
                 self._note_problem(error)
-            self._on_poll(self)
+                with suppress(Exception):
+                    self._on_poll(self)
 
     def _take_order(self, order: ServeOrder) -> None:
         """Open pinned steps and close those that are not pinned any more."""
@@ -372,11 +441,20 @@ class ServedModel:
 
     def _look_for_news(self) -> None:
         """Open the publication, or load what it has published since. Raises what `Predictor` raises."""
+        began = time.monotonic()
         if self._newest is None:
             self._open_newest()
-        elif self._newest.refresh():
+        elif self._load_newer():
             self._note_step()
-        self._problem = None
+        self._is_current_since, self._problem = began, None
+
+    def _load_newer(self) -> bool:
+        """Load the checkpoints published since, and return whether there were any."""
+        if self._recommender is None:
+            return bool(self.get_newest().refresh())
+        is_newer = self._recommender.refresh()
+        self._newest = self._recommender.predictor
+        return is_newer
 
     def _open_newest(self) -> None:
         options = self.options
@@ -385,18 +463,39 @@ class ServedModel:
             and self.is_publication
             and not (self.publication / CURRENT).exists()
         ):
+            self._is_current_since = time.monotonic()
             raise CheckpointError(f"{options.path} has no checkpoint yet; waiting for one")
         copy = options.copy if is_url(options.path) else None
-        self._newest = Predictor.open(options.path, at=options.at, copy=copy)
-        self._problem = None
+        predictor = Predictor.open(options.path, at=options.at, copy=copy)
+        self._recommender = self._build_recommender(predictor, options.index)
+        self._newest, self._problem = predictor, None
         self._note_step()
 
+    def _build_recommender(self, predictor: Predictor, index: str) -> Recommender | None:
+        """Build the recommender of a checkpoint; None for a model that scores. All have one catalogue.
+
+        Raises ConfigError, and then closes the predictor."""
+        if not isinstance(predictor.model, Retriever):
+            return None
+        items: Any = None
+        try:
+            if self._recommender is not None:
+                items = self._recommender.catalogue
+            elif self.options.items_file is not None:
+                items = json.loads(Path(self.options.items_file).read_text(encoding="utf-8"))
+            return Recommender.from_predictor(predictor, items=items, index=index)
+        except BaseException:
+            predictor.close()
+            raise
+
     def _note_step(self) -> None:
-        newest = self.get_newest()
-        self._loaded_at, self._age_when_loaded = time.monotonic(), 0.0
+        newest, now = self.get_newest(), time.monotonic()
         path = self.publication / CURRENT if self.is_publication else newest.folder / MODEL
+        file_age = 0.0
         with suppress(OSError):
-            self._age_when_loaded = max(time.time() - os.stat(path).st_mtime, 0.0)
+            file_age = time.time() - os.stat(path).st_mtime
+        self._age_when_loaded = estimate_age(file_age, now, self._is_current_since)
+        self._loaded_at = now
         self._report("step", {"step": newest.step, "age_seconds": round(self._age_when_loaded, 3)})
 
     def _note_problem(self, error: BaseException) -> None:

@@ -32,10 +32,15 @@ BACKLOG = 1024
 POLL_SECONDS = 0.1
 MAX_RESTART_SECONDS = 30.0
 EXIT_CONFIG = 2
+METRIC_FILES = ("counter", "histogram", "gauge_livesum", "gauge_livemin", "gauge_livemax")
+"""Files of one process in the folder in which processes sum their metrics, by prometheus-client's names."""
+METRIC_BYTES = 1 << 18
+"""Size of each of these files: more than all series of this server take."""
 
 
-def bind_socket(host: str, port: int) -> socket.socket:
-    """Bind the socket that all workers accept from. Raises ConfigError if the address is taken or another's."""
+def bind_socket(host: str, port: int, options: str = "--host, --port") -> socket.socket:
+    """Bind the socket that all workers accept from. Raises ConfigError, which names the options, if the address is
+    taken or another's."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -46,7 +51,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         raise ConfigError(
-            f"--host, --port: got {host}, {port}: {error.strerror or error}; give an address of this machine and a "
+            f"{options}: got {host}, {port}: {error.strerror or error}; give an address of this machine and a "
             "free port (0: any)"
         ) from None
     return listener
@@ -250,6 +255,7 @@ def open_restart_counter(state_folder: Path) -> RestartCounter:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     os.environ[MULTIPROCESS] = str(folder)
+    reserve_metric_files(folder)
     from prometheus_client import CollectorRegistry, Counter
 
     counter = Counter(
@@ -258,6 +264,16 @@ def open_restart_counter(state_folder: Path) -> RestartCounter:
         registry=CollectorRegistry(),
     )
     return RestartCounter(counter)
+
+
+def reserve_metric_files(folder: Path) -> None:
+    """Create this process's files of metrics with all their space on disk. Raises OSError.
+
+    prometheus-client maps files with holes. A disk that fills up would end the process when it writes to one.
+    """
+    for name in METRIC_FILES:
+        with open(folder / f"{name}_{os.getpid()}.db", "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, METRIC_BYTES)
 
 
 def main() -> int:
@@ -276,6 +292,7 @@ def main() -> int:
         os.write(status_fd, json.dumps(fields).encode() + b"\n")
 
     try:
+        reserve_metric_files(Path(os.environ[MULTIPROCESS]))
         run_worker(options, socket.socket(fileno=listener_fd), tell_ready, orphaned.is_set)
     except (ColonnadeError, OSError) as error:
         print(f"error: {getattr(error, 'strerror', None) or error}", file=sys.stderr, flush=True)

@@ -41,7 +41,9 @@ class MappedRows:
         self._native_tables = [table.native for table in tables]
         self._num_damaged = 0  # mappings of this process known as damaged, none of these tables
         self._scrub: Scrub | None = None
-        self._failure: CorruptionError | None = None  # of a mapping
+        self._failure: StorageError | None = (
+            None  # of a mapping, or of the rows that these are a fork of
+        )
         self._is_closed = False
 
     def find_slots(self, ids: Tensor, offsets: Tensor, tables: Tensor) -> Tensor:
@@ -141,6 +143,18 @@ class MappedRows:
         self.tables, self._scrub, self._failure = other.tables, other._scrub, None
         self._initialiser, self._native_tables = other._initialiser, other._native_tables
 
+    def fork(self, seed: int) -> MappedRows:
+        """Return other rows of the same content, which change by themselves. Files, their indices and what is known of
+        their checksums are shared; rows that are newer than the files are copied. seed: the collection's."""
+        self._check_open()
+        declared = [table.table for table in self.tables]
+        initialiser = open_dram_store(declared, [1] * len(declared), seed=seed).native
+        other = MappedRows([table.fork(initialiser) for table in self.tables], initialiser)
+        other._failure = self.problem
+        if self._scrub is not None:
+            other.start_scrub()
+        return other
+
     def close(self) -> None:
         """Unmap the files; later reads are refused."""
         self._is_closed = True
@@ -161,10 +175,17 @@ class MappedRows:
 class MappedTable:
     """Mapped file of one table and the memory behind it."""
 
-    def __init__(self, table_index: int, file: RowFile, initialiser: _native.Dram) -> None:
-        """Index the file's ids. Raises CorruptionError, StorageError if they are damaged."""
+    def __init__(
+        self,
+        table_index: int,
+        file: RowFile,
+        initialiser: _native.Dram,
+        index: SlotIndex | None = None,
+    ) -> None:
+        """Index the file's ids, unless another table of the file has done it (index). Raises CorruptionError,
+        StorageError if they are damaged."""
         self.table_index, self.table, self.file = table_index, file.table, file
-        self.index = SlotIndex(file)
+        self.index = SlotIndex(file) if index is None else index
         self.stride = file.stride
         self.base = 0
         self._initialiser = initialiser
@@ -228,6 +249,19 @@ class MappedTable:
         out[slots - self._mapping.first_free] = rows
         self._newer.put(ids, slots)
         self._newer.put(gone, np.full(len(gone), GONE, np.int64))
+
+    def fork(self, initialiser: _native.Dram) -> MappedTable:
+        """Return another table of the same file, with a copy of the rows that are newer."""
+        other = MappedTable(self.table_index, self.file, initialiser, self.index)
+        other.reserve(0, self._num_newer)
+        if self._newer is not None:
+            other._newer, other._num_newer = _native.RowIndex(), self._num_newer
+            other._newer.put(*self._newer.items())
+            other.native.set_newer(other._newer)
+            if self._num_newer:
+                rows = self._mapping.rows_behind(0, self._num_newer)
+                other._mapping.rows_behind(0, self._num_newer)[:] = rows
+        return other
 
     def reserve(self, capacity: int, room: int | None = None) -> None:
         """Reserve address space for `room` rows that are newer than the file's, then for `capacity` first values."""
