@@ -62,7 +62,9 @@ def find_page(path: str) -> str:
 
 def build_recipes() -> str:
     """Return a page with every recipe: its own description, then its code."""
-    parts = ["# Recipes\n\nPapers as run configurations, each a script in `recipes/`.\n"]
+    parts = [
+        "# Recipes\n\nPapers as run configurations, and a model's whole life, each a script in `recipes/`.\n"
+    ]
     for path in sorted((ROOT / "recipes").glob("*.py")):
         code = path.read_text(encoding="utf-8")
         about = ast.get_docstring(ast.parse(code)) or ""

@@ -43,7 +43,7 @@ class Maker:
             self.change_json, self.change_binary, self.put_weird_value, self.put_weird_input, self.put_shape,
             self.put_dtype, self.put_nan, self.claim_candidates, self.leave_vocabulary, self.lie_in_header,
             self.garbage, self.wrong_name, self.wrong_method, self.wrong_host, self.wrong_length, self.large_header,
-            self.records, self.admin, self.slow_body, self.deep_json,
+            self.records, self.feedback, self.admin, self.slow_body, self.deep_json,
         )  # fmt: skip
 
     def make(self, number: int) -> tuple[str, Sent]:
@@ -210,6 +210,18 @@ class Maker:
                                    {"records": [{}], "user": {}}, [{"no such column": 1}], self.weird(),
                                    [{}] * 10_001])  # fmt: skip
         return self.send_json(body, self.random.choice(["/score", "/score", "/recommend"])), False
+
+    def feedback(self) -> Sent:
+        """Pairs that are none: other fields, lengths and values."""
+        wrong = self.random.choice(
+            [[], [0.5, 1], 0.5, None, [None], [True, "1"], {"a": 1}, [[1]], [10**400], ["é"]]
+        )
+        fields = {"scores": [0.25], "labels": wrong if self.random.random() < 0.9 else [1, 0, 1]}
+        if self.random.random() < 0.5:
+            fields = {"scores": wrong, "labels": [1, 0, 0]}
+        if self.random.random() < 0.2:
+            fields[self.random.choice(["step", "", "\ud800"])] = self.weird()
+        return self.send_json(fields, "/feedback"), False
 
     def admin(self) -> Sent:
         action = self.random.choice(["rollback", "pin", "unpin", "follow", "shutdown", "x", ""])

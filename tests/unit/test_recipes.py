@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -133,3 +135,74 @@ def test_graphsage_learns_with_copies_of_rows(run):
         assert float(output.split("test_recall@20 ")[1].split()[0]) > 0.35  # popularity: 0.1
         sent[staleness] = int(output.split("bytes ")[1].split()[0].replace(",", ""))
     assert sent[10] < 0.5 * sent[0]
+
+
+@contextlib.contextmanager
+def living(folder: Path, seconds: int):
+    """Run live.py with `folder` for its temporary files, and check that it ends well and leaves nothing behind."""
+    folder.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, str(RECIPES / "live.py"), "--seconds", str(seconds)],
+        env={
+            **os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(folder.with_name("torch")),
+        },
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield process
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0 and errors == ""
+        assert list(folder.iterdir()) == [] and find_processes(f"TMPDIR={folder}") == []
+    finally:
+        for pid in find_processes(f"TMPDIR={folder}"):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def find_processes(variable: str) -> list[int]:
+    """Return the processes that were started with this variable in their environment."""
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if variable.encode() in path.read_bytes().split(b"\0"):
+                pids.append(int(path.parent.name))
+    return pids
+
+
+def read_rows(lines):
+    """Yield the numbers of each line that live.py reports: None for those that it has not."""
+    for line in lines:
+        words = line.split()
+        if words and words[0].isdecimal():
+            yield [None if word == "-" else float(word) for word in words]
+
+
+def test_live_recommends_better_than_random_until_ctrl_c(tmp_path):
+    with living(tmp_path / "live", seconds=90) as process:
+        rows = []
+        for row in read_rows(process.stdout):
+            rows.append(row)
+            if is_better(*row) and count_steps(rows) > 1:
+                break
+        process.send_signal(signal.SIGINT)
+    assert is_better(*rows[-1]) and count_steps(rows) > 1, rows
+    assert all(0 <= age < 15 for _, _, age, *_ in rows if age is not None)
+
+
+def count_steps(rows: list) -> int:
+    """Count the steps that were served: more than one if the server followed."""
+    return len({step for _, step, *_ in rows} - {None})
+
+
+def is_better(_, step, age, auc, recommended, at_random) -> bool:
+    """Tell whether users click more on recommended items than on random ones, and scores tell clicks apart."""
+    is_known = None not in (step, auc, recommended, at_random)
+    return is_known and recommended > 1.3 * at_random and auc > 0.55
+
+
+@pytest.mark.slow
+def test_live_ends_by_itself(tmp_path):
+    with living(tmp_path / "live", seconds=40) as process:
+        rows = list(read_rows(process.stdout))
+    assert len(rows) >= 6 and rows[-1][4] > 1.5 * rows[-1][5]

@@ -51,6 +51,10 @@ IndexOption = Annotated[
         help="Ranking of a retrieval model's items: exact, or hnsw for an approximate one (usearch)."
     ),
 ]
+NetworkOption = Annotated[
+    str | None,
+    typer.Option(help="FILE.py:FUNCTION that builds the network of a run of colonnade.fit."),
+]
 CopyOption = Annotated[str | None, typer.Option(help="Folder on this host for a URL's files.")]
 WaitOption = Annotated[
     bool, typer.Option("--wait", help="Wait for a folder that a run will publish to.")
@@ -121,6 +125,7 @@ def serve(
     at: AtOption = None,
     items: ItemsOption = None,
     index: IndexOption = "exact",
+    network: NetworkOption = None,
     copy: CopyOption = None,
     wait: WaitOption = False,
     poll: PollOption = 0.5,
@@ -162,7 +167,8 @@ def serve(
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     options = ServeOptions(
         path=model, name=name, copy=copy,
-        items_file=write_items(items, folder), index=index, at=at, poll_seconds=poll, host=host, token=token,
+        items_file=write_items(items, folder), index=index, network=network, at=at, poll_seconds=poll, host=host,
+        token=token,
         allowed_hosts=tuple(allowed_host or ()), allowed_origins=tuple(allowed_origin or ()),
         tls_certificate=None if tls_cert is None else str(tls_cert), tls_key=None if tls_key is None else str(tls_key),
         grpc_port=grpc_port, is_grpc_shared=workers > 1, max_body_bytes=parse_size("--max-body", max_body),

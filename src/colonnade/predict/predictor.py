@@ -397,7 +397,7 @@ def _build_network(export: Export, config: RunConfig | None, folder: Path) -> nn
     if config is None or config.data.name == OWN:
         raise CheckpointError(
             f"{folder} has no configuration to build its network from, since it was not trained by `colonnade train`; "
-            "give the network: Predictor.open(path, model=...)"
+            "give the network: Predictor.open(path, model=...), or colonnade serve --network FILE.py:FUNCTION"
         )
     with torch.device("meta"):
         shapes = build_model(export.schema, config)

@@ -51,6 +51,7 @@ def build_app(service: Service) -> Gate:
         route(f"{model}/infer", "infer", infer, WRITE),
         route("/score", "score", score, WRITE),
         route("/recommend", "recommend", recommend, WRITE),
+        route("/feedback", "feedback", add_feedback, WRITE),
         route("/v2/health/live", "live", live),
         route("/v2/health/ready", "ready", ready),
         route("/v2", "server", server_metadata),
@@ -281,6 +282,12 @@ async def recommend(service: Service, request: Request) -> Response:
     return build_response(await run_job(service, partial(Job, run=plan)))
 
 
+async def add_feedback(service: Service, request: Request) -> Response:
+    body = await read_body(service, request)
+    record = request.scope["record"]
+    return build_json(await asyncio.to_thread(service.add_feedback, body, record))
+
+
 async def live(service: Service, request: Request) -> Response:
     return build_json({"live": True})
 
@@ -311,7 +318,7 @@ async def model_config(service: Service, request: Request) -> Response:
 
 
 async def metrics(service: Service, request: Request) -> Response:
-    text = await asyncio.to_thread(service.metrics.format_text, service.model)
+    text = await asyncio.to_thread(service.format_metrics)
     return Response(text, media_type=CONTENT_TYPE)
 
 
@@ -341,7 +348,8 @@ async def page(service: Service, request: Request) -> Response:
 async def refuse_path(service: Service, request: Request) -> Response:
     raise RequestError(
         404,
-        f"path: got {describe_value(request.scope['path'])}, wanted /v2/..., /score, /recommend, /metrics or /",
+        f"path: got {describe_value(request.scope['path'])}, wanted /v2/..., /score, /recommend, /feedback, "
+        "/metrics or /",
     )
 
 

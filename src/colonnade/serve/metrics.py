@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from colonnade.serve.feedback import FeedbackSummary
     from colonnade.serve.versions import ServedModel
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
@@ -85,6 +87,14 @@ class Metrics:
             "colonnade_log_lines_lost", "Lines of the access log that could not be written.",
             multiprocess_mode="livesum", **registry,
         )  # fmt: skip
+        self.feedback = Counter(
+            "colonnade_feedback_pairs", "Pairs of score and label sent to /feedback.", ["label"],
+            **registry,
+        )  # fmt: skip
+        self.feedback_auc = Gauge(
+            "colonnade_feedback_auc", "AUC of the newest pairs; NaN without both labels.",
+            multiprocess_mode="livemostrecent", **registry,
+        )  # fmt: skip
         self._children: dict[tuple[str, int], tuple[Any, Any]] = {}
 
     def observe_request(self, route: str, status: int, seconds: float) -> None:
@@ -112,6 +122,15 @@ class Metrics:
         self.has_problem.set(model.problem is not None)
         if (index := model.describe_index()) is not None:
             self.recall.labels(index["kind"]).set(index["recall"])
+
+    def count_feedback(self, num_pairs: int, num_positives: int) -> None:
+        """Count pairs of score and label by their label."""
+        self.feedback.labels("1").inc(num_positives)
+        self.feedback.labels("0").inc(num_pairs - num_positives)
+
+    def observe_feedback(self, summary: FeedbackSummary) -> None:
+        """Note the AUC of the newest pairs of all workers."""
+        self.feedback_auc.set(math.nan if summary.auc is None else summary.auc)
 
     def format_text(self, model: ServedModel) -> bytes:
         """Return all workers' metrics in Prometheus' text format, with this worker's problem by its words."""

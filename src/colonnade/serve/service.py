@@ -9,11 +9,13 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, DataError, StorageError
 from colonnade.models.retriever import Retriever
 from colonnade.serve.access_log import AccessLog
+from colonnade.serve.feedback import FeedbackWindow, parse_feedback
 from colonnade.serve.metrics import Metrics
 from colonnade.serve.options import ServeOptions
 from colonnade.serve.protocol import (
@@ -69,6 +71,7 @@ class Service:
         self.queue = ScoringQueue(
             self.model, self.metrics, max_jobs=options.max_queue, micro_batch=options.micro_batch
         )
+        self.feedback = FeedbackWindow(Path(options.state_folder) / "feedback")
         self.is_draining = False
         self._signature: ModelSignature | None = None
         self._encoder: RecordEncoder | None = None
@@ -149,7 +152,7 @@ class Service:
             "model": self.options.name, "run": model.run, "step": model.step, "age_seconds": model.age_seconds,
             "is_ready": self.is_ready, "problem": model.problem, "waiting": self.queue.num_waiting,
             "order": {"serve_step": model.control.read().serve_step, "pins": list(model.control.read().pins)},
-            **self.metrics.summarise(),
+            "feedback": self.feedback.summarise().to_dict(), **self.metrics.summarise(),
         }  # fmt: skip
 
     def describe_readiness(self) -> dict[str, Any]:
@@ -261,6 +264,19 @@ class Service:
         record.samples, record.step = 1, best.step
         answer = {"items": best.items[0], "scores": best.scores[0], "step": best.step}
         return json.dumps({**answer, "run": self.model.run, "model": self.options.name}).encode()
+
+    def add_feedback(self, body: bytearray, record: RequestRecord) -> dict[str, Any]:
+        """Add the pairs of score and label of a request to the window. Raises RequestError, StorageError."""
+        pairs = parse_feedback(parse_json(body), self.options.max_candidates)
+        self.feedback.add_pairs(pairs)
+        self.metrics.count_feedback(len(pairs), int(pairs["label"].sum()))
+        record.samples = len(pairs)
+        return {"pairs": len(pairs)}
+
+    def format_metrics(self) -> bytes:
+        """Return all workers' metrics in Prometheus' text format."""
+        self.metrics.observe_feedback(self.feedback.summarise())
+        return self.metrics.format_text(self.model)
 
     def note_poll(self, model: ServedModel) -> None:
         """Note the state of the model and of the log in the metrics."""

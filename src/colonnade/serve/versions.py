@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from colonnade.batch import Batch
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError, StorageError
@@ -27,6 +27,7 @@ from colonnade.publish.delivery import is_url, list_published_steps
 from colonnade.publish.deltas import CURRENT, read_current
 from colonnade.publish.exported import MODEL
 from colonnade.serve.control import ControlFolder, ServeOrder
+from colonnade.serve.network import load_network_builder
 from colonnade.serve.recommend import Recommendations, Recommender
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ class ServedModel:
         )
         self._versions: dict[int, OpenVersion] = {}
         self._num_uses = 0
+        self._build_network: Callable[[], nn.Module | None] = lambda: None
         self._lock = threading.Lock()  # protects the open versions
         self._open_lock = threading.Lock()  # one version is opened at a time
         self._stop = threading.Event()
@@ -145,6 +147,8 @@ class ServedModel:
 
         A publication that is empty or damaged is tried again at each poll; anything else raises ColonnadeError.
         """
+        if self.options.network is not None:
+            self._build_network = load_network_builder(self.options.network)
         if not self.is_publication:
             self._open_newest()
         else:
@@ -383,7 +387,8 @@ class ServedModel:
                 )
             folder = self.control.pin_folder(step)
             is_pinned = (folder / CURRENT).exists()
-            predictor = Predictor.open(folder if is_pinned else self.publication, at=step)
+            path = folder if is_pinned else self.publication
+            predictor = Predictor.open(path, at=step, model=self._build_network())
             newer_bytes = predictor.rows.newer_bytes
             if newer_bytes > self.options.max_version_bytes:
                 predictor.close()
@@ -466,16 +471,18 @@ class ServedModel:
             self._is_current_since = time.monotonic()
             raise CheckpointError(f"{options.path} has no checkpoint yet; waiting for one")
         copy = options.copy if is_url(options.path) else None
-        predictor = Predictor.open(options.path, at=options.at, copy=copy)
+        predictor = Predictor.open(
+            options.path, at=options.at, copy=copy, model=self._build_network()
+        )
         self._recommender = self._build_recommender(predictor, options.index)
         self._newest, self._problem = predictor, None
         self._note_step()
 
     def _build_recommender(self, predictor: Predictor, index: str) -> Recommender | None:
-        """Build the recommender of a checkpoint; None for a model that scores. All have one catalogue.
+        """Build the recommender of a checkpoint; None for one that scores, or of `--network`. All have one catalogue.
 
         Raises ConfigError, and then closes the predictor."""
-        if not isinstance(predictor.model, Retriever):
+        if not isinstance(predictor.model, Retriever) or self.options.network is not None:
             return None
         items: Any = None
         try:

@@ -41,7 +41,8 @@ class CheckpointClock:
     """Timer that decides on all ranks alike when a checkpoint is due by wall-clock time.
 
     Every rank has one and calls `is_due` after each step. A broadcast costs a hop, so rank 0 also broadcasts the number
-    of steps until the next one: half of the steps that it expects until the checkpoint is due.
+    of steps until the next one: half of the steps that it expects until the checkpoint is due, and at most twice as
+    many as the last time, because a stream may slow down. One rank alone looks at its clock after every step.
     """
 
     def __init__(self, mesh: Mesh, seconds: float) -> None:
@@ -58,14 +59,19 @@ class CheckpointClock:
         """
         if not self.seconds:
             return False
+        now = time.monotonic()
+        if self.mesh.num_ranks == 1:
+            is_due = now - self._last_begin >= self.seconds and not is_busy
+            self._last_begin = now if is_due else self._last_begin
+            return is_due
         self._steps_until_check -= 1
         if self._steps_until_check:
             return False
-        now = time.monotonic()
         step_seconds = (now - self._last_check) / self._check_interval
         is_due_now, steps = schedule_checkpoint_check(
             now - self._last_begin, step_seconds, self.seconds, is_busy
         )
+        steps = min(steps, 2 * self._check_interval)
         decision = self.mesh.broadcast("control", torch.tensor([is_due_now, steps])).tolist()
         self._last_check, self._steps_until_check, self._check_interval = (
             now,
