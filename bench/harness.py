@@ -170,6 +170,7 @@ def open_worker(
     python: str,
     module: str,
     *,
+    arguments: Sequence[str] = (),
     waiting: Mapping[str, str] | None = None,
     group: Path | None = None,
 ) -> Worker:
@@ -179,7 +180,7 @@ def open_worker(
     however this process was started. group: the folder of the control group to run in.
     """
     environment = {k: v for k, v in os.environ.items() if k not in WAIT_SETTINGS} | (waiting or {})
-    command = [python, "-m", module]
+    command = [python, "-m", module, *arguments]
     if group is not None:
         command = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *command]
     log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")

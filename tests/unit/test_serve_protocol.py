@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from colonnade import Batch, Ids
 from colonnade.data import Column, Schema
 from colonnade.errors import ConfigError
+from colonnade.serve import protocol
 from colonnade.serve.protocol import (
     HEADER_LENGTH,
+    MAX_LAYOUTS,
     InferRequest,
     RequestError,
     WantedOutput,
@@ -334,3 +336,41 @@ def test_who_may_call():
 def test_restarts_wait_longer_and_longer():
     assert [compute_restart_delay(n) for n in range(5)] == [0.0, 0.0, 0.25, 0.5, 1.0]
     assert compute_restart_delay(1000) == 30.0
+
+
+def test_a_known_json_part_is_read_as_a_new_one():
+    """The same JSON part before other tensors, and before bodies that are too short and too long."""
+    generator = np.random.default_rng(0)
+    rows = []
+    for _ in range(3):
+        tensors = {
+            "dense": generator.standard_normal((4, 2)).astype(np.float32),
+            "item": generator.integers(9, size=4),
+        }
+        fields = {**request(**tensors), "id": "r1", "outputs": [{"name": "score"}]}
+        body, length = to_binary(fields)
+        parsed = parse_infer_request(body, length)
+        assert (parsed.id, parsed.outputs) == ("r1", (WantedOutput("score", False),))
+        for name, tensor in tensors.items():
+            assert np.array_equal(parsed.inputs[name], tensor)
+            assert parsed.inputs[name].dtype == tensor.dtype and parsed.inputs[name].flags.writeable
+        rows.append(tuple(parsed.inputs["item"].tolist()))
+        for wrong in (body[:-8], body + bytes(8)):
+            with pytest.raises(RequestError, match="wanted"):
+                parse_infer_request(wrong, length)
+    assert len(set(rows)) == 3, "the tensors of the first body were read again"
+
+
+def test_tensors_in_json_are_not_remembered():
+    fields = request(item=np.arange(3))
+    content = json.dumps(fields).encode()
+    first = parse_infer_request(content, None)
+    first.inputs["item"][:] = 7
+    assert parse_infer_request(content, None).inputs["item"].tolist() == [0, 1, 2]
+
+
+def test_few_json_parts_are_remembered():
+    for number in range(3 * MAX_LAYOUTS):
+        body, length = to_binary({**request(item=np.arange(2)), "id": str(number)})
+        assert parse_infer_request(body, length).id == str(number)
+        assert len(protocol._layouts) <= MAX_LAYOUTS

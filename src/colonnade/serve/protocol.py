@@ -8,6 +8,7 @@ Legend: N candidates of a request.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }  # fmt: skip
 """numpy's type of each datatype of fixed size."""
 MAX_DIMENSIONS = 8
+MAX_LAYOUTS, MAX_LAYOUT_BYTES = 64, 1 << 14
+"""Limits on the remembered JSON parts: their number, and the length of each."""
 Tensors = dict[str, np.ndarray]
 
 
@@ -54,6 +57,20 @@ class InferRequest:
     outputs: tuple[WantedOutput, ...]
     """Empty: all outputs, in the form that `is_binary` says."""
     is_binary: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _BinaryLayout:
+    """Accepted JSON part of a request with binary tensors only: type, shape and first byte of each in the body."""
+
+    id: str
+    tensors: tuple[tuple[str, np.dtype[Any], tuple[int, ...], int], ...]
+    outputs: tuple[WantedOutput, ...]
+    is_binary: bool
+
+
+_layouts: dict[tuple[bytes, int], _BinaryLayout] = {}
+"""Layouts by the JSON part and the length of the body, which determine them. Clients repeat the same JSON part."""
 
 
 def parse_json(content: bytes | bytearray | memoryview) -> Any:
@@ -86,8 +103,34 @@ def parse_infer_request(body: bytearray | bytes, header_length: str | None) -> I
     of `body` where its alignment permits. Raises RequestError (400).
     """
     length = _parse_header_length(header_length, len(body))
-    with memoryview(body) as view:
-        fields = parse_json(view[:length])
+    header = bytes(memoryview(body)[:length])
+    layout = _layouts.get((header, len(body)))
+    if layout is not None:
+        inputs = {
+            name: read_tensor(body, dtype, shape, begin)
+            for name, dtype, shape, begin in layout.tensors
+        }
+        return InferRequest(layout.id, inputs, layout.outputs, layout.is_binary)
+    request = _parse_new_request(body, header)
+    sizes = [tensor.nbytes for tensor in request.inputs.values()]
+    if length + sum(sizes) == len(body) and length <= MAX_LAYOUT_BYTES:  # no tensor is in JSON
+        begins = itertools.accumulate(sizes, initial=length)
+        tensors = tuple(
+            (name, tensor.dtype, tensor.shape, begin)
+            for (name, tensor), begin in zip(request.inputs.items(), begins, strict=False)
+        )
+        if len(_layouts) >= MAX_LAYOUTS:
+            _layouts.clear()
+        _layouts[header, len(body)] = _BinaryLayout(
+            request.id, tensors, request.outputs, request.is_binary
+        )
+    return request
+
+
+def _parse_new_request(body: bytearray | bytes, header: bytes) -> InferRequest:
+    """Parse a request whose JSON part is not known. Raises RequestError (400)."""
+    length = len(header)
+    fields = parse_json(header)
     if not isinstance(fields, dict):
         raise RequestError(
             400, f"body: got {describe_value(fields)}, wanted an object with 'inputs'"
