@@ -28,7 +28,7 @@ class LightLfu:
         self.read_at = np.zeros(num_rows, np.int64)
         self.ticks = np.zeros(num_rows, np.int64)
 
-    def step(self, ids: NDArray[np.int64]) -> Decision:
+    def decide_batch(self, ids: NDArray[np.int64]) -> Decision:
         """Decide about the rows of the next batch: (U,), ascending, each once."""
         self.number += 1
         is_cached = self.score[ids] > 0

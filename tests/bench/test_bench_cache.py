@@ -92,7 +92,7 @@ def test_light_lfu_decides_row_by_row(read, write, seed):
     frozen = set()
     for _ in range(150):
         ids = np.unique(random.zipf(1.3, 25) % 90)
-        decision, expected = fast.decide_batch(ids), slow.step(ids.tolist())
+        decision, expected = fast.decide_batch(ids), slow.decide_batch(ids.tolist())
         by_row = np.array([expected.by_row[id][1:5] for id in ids.tolist()])
         result = np.stack([decision.outcomes, decision.ages, decision.ticks, decision.pushed], 1)
         assert result.tolist() == by_row.tolist()

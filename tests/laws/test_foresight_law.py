@@ -45,7 +45,7 @@ def test_it_decides_by_the_next_uses_that_a_window_shows():
                 slow = SlowDirectory(ROWS, STALENESS // 2, STALENESS // 2, "lookahead")
                 for step, batch in enumerate(batches):
                     next_uses, coming = slowly(batches, step, WINDOW)
-                    expected = slow.step(batch, next_uses, coming or (), WINDOW)
+                    expected = slow.decide_batch(batch, next_uses, coming or (), WINDOW)
                     wanted += sum(row[1] == HIT for row in expected.by_row.values())
                 rows = sorted(slow.rows.items())
                 assert state["ids"].tolist() == [id for id, _ in rows]

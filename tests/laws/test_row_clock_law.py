@@ -171,7 +171,7 @@ class Ones:
             self.before.append(used.copy())
             for name, slow, sign in zip("ab", self.slow, (1, -7), strict=True):
                 observed = -result[name].detach().numpy()[:, 0]
-                by_row = slow.step(sorted((ids * sign).tolist())).by_row
+                by_row = slow.decide_batch(sorted((ids * sign).tolist())).by_row
                 ages = [by_row[id][2] * (by_row[id][1] == HIT) for id in (ids * sign).tolist()]
                 self.ages.update(age.bit_length() for age in ages)
                 for id, own_use, sees in zip(

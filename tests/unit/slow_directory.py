@@ -62,7 +62,7 @@ class SlowDirectory:
             return (11,) if row.uses > 10 else (row.uses, row.last)
         return (1, -row.next) if row.next else (0, row.last)
 
-    def step(self, ids: list[int], next_uses=None, coming=(), window: int = 0) -> Said:
+    def decide_batch(self, ids: list[int], next_uses=None, coming=(), window: int = 0) -> Said:
         rows = {id: Row(**vars(row)) for id, row in self.rows.items()}
         self.before.append((rows, self.number, self.time))
         self.number += 1

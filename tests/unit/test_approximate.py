@@ -124,5 +124,5 @@ def test_a_missing_package_and_a_wrong_kind_are_named(monkeypatch):
         check_index_kind("faiss")
     monkeypatch.setattr(approximate, "find_spec", lambda name: None)
     check_index_kind("exact")
-    with pytest.raises(ConfigError, match="needs usearch; install it: pip install usearch"):
+    with pytest.raises(ConfigError, match="needs usearch; install it: pip install 'colonnade"):
         check_index_kind("hnsw")

@@ -89,7 +89,7 @@ def test_it_decides_row_by_row(policy, capacity, read_bound, write_bound, limit,
         next_uses = random.integers(0, 9, len(ids)).astype(np.int32) if random.integers(2) else None
         coming = batch(random, limit, 3) if random.integers(2) else None
         decision = fast.decide_batch(ids, next_uses, coming, 9)
-        expected = slow.step(
+        expected = slow.decide_batch(
             ids.tolist(),
             None if next_uses is None else next_uses.tolist(),
             () if coming is None else coming.tolist(),
@@ -124,7 +124,7 @@ def test_where_only_the_least_are_kept_in_order_the_least_leave(policy):
         next_uses = random.integers(0, 40, len(ids)).astype(np.int32)
         decision, expected = (
             fast.decide_batch(ids, next_uses),
-            slow.step(ids.tolist(), next_uses.tolist()),
+            slow.decide_batch(ids.tolist(), next_uses.tolist()),
         )
         got = [getattr(decision, name).tolist() for name in FIELDS[1:7]]
         assert [list(row) for row in zip(*got, strict=True)] == list(expected.by_row.values())
@@ -148,7 +148,7 @@ def test_batches_that_threads_share_are_decided_alike(policy):
             next_uses = random.integers(0, 40, len(ids)).astype(np.int32)
             decision, expected = (
                 fast.decide_batch(ids, next_uses),
-                slow.step(ids.tolist(), next_uses.tolist()),
+                slow.decide_batch(ids.tolist(), next_uses.tolist()),
             )
             got = [getattr(decision, name).tolist() for name in FIELDS[1:7]]
             assert len(ids) > 4096
@@ -171,7 +171,7 @@ def test_the_clock_of_lfu_is_set_back_and_nothing_else_changes(capacity):
 
     def step() -> Decision:
         drawn = ids()
-        decision, expected = fast.decide_batch(drawn), slow.step(drawn.tolist())
+        decision, expected = fast.decide_batch(drawn), slow.decide_batch(drawn.tolist())
         got = [getattr(decision, name).tolist() for name in FIELDS[1:7]]
         assert [list(row) for row in zip(*got, strict=True)] == list(expected.by_row.values())
         assert decision.evicted_ids.tolist() == sorted(expected.evicted)

@@ -638,7 +638,7 @@ def test_an_approximate_index_is_rebuilt_at_each_checkpoint(pairs, tmp_path, mon
         older = client("POST", "/recommend", json={"user": {"user": 3}, "k": 4}).json()
         assert older["step"] == steps[0] and len(built) == num_searches
     monkeypatch.setattr(approximate, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install usearch"):
+    with pytest.raises(ConfigError, match="pip install 'colonnade"):
         Recommender.open(pairs / "run", index="hnsw")
 
 

@@ -39,7 +39,7 @@ def check_index_kind(kind: str) -> None:
     if kind not in (EXACT, HNSW):
         raise ConfigError(f"--index: got {kind!r}, choose from '{EXACT}', '{HNSW}'")
     if kind == HNSW and find_spec("usearch") is None:
-        raise ConfigError("--index hnsw needs usearch; install it: pip install usearch")
+        raise ConfigError("--index hnsw needs usearch; install it: pip install 'colonnade[index]'")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
