@@ -152,20 +152,10 @@ def read_batches(clicks: queue.SimpleQueue[Click | None]) -> Iterator[Batch]:
 @contextmanager
 def serve(folder: Path) -> Iterator[str]:
     """Start a server of the folder's publication, and yield its address. It ends with the context."""
-    command = [
-        "serve",
-        "published",
-        "--name",
-        "clicks",
-        "--wait",
-        "--state",
-        "state",
-        "--port",
-        "0",
-    ]
+    options = "--name clicks --wait --state state --port 0 --threads 1"
     network = f"{Path(__file__).resolve()}:build_network"
     with subprocess.Popen(
-        [sys.executable, "-m", "colonnade", *command, "--threads", "1", "--network", network],
+        [sys.executable, "-m", "colonnade", "serve", "published", *options.split(), "--network", network],
         cwd=folder, stdout=subprocess.PIPE, text=True,
         start_new_session=True,  # Ctrl-C ends the users first
     ) as server:  # fmt: skip
