@@ -296,7 +296,6 @@ def tier_rows() -> Iterable[tuple[str | Figure, ...]]:
         ("Colonnade", "colonnade 1/8", beside),
         ("Colonnade, hints of the next use", "colonnade hints 1/8", sparse),
         ("RocksDB", "rocksdict 1/8", sparse),
-        ("RocksDB, 8 shards, a batch ahead", "rocksdict 8 shards 1/8", sparse),
         ("memory-mapped table", "mapped 1/8", sparse),
     ):
         cases = (f"D={dim} skew 1.1{suffix}" for dim in (16, 64))
