@@ -37,9 +37,7 @@ def torchrun_arguments(words: list[str]):
 def check_command(result) -> None:
     assert result.rdzv_backend == "static" and result.rdzv_endpoint.endswith(":29400")
     assert result.module and result.training_script == "colonnade"
-    assert result.training_script_args == [
-        "train", "clicks.yaml", "--run", "runs/clicks", "--set", "train.threads=4",
-    ]  # fmt: skip
+    assert result.training_script_args == ["train", "clicks.yaml", "--run", "runs/clicks"]
 
 
 def test_what_is_typed_on_two_hosts():
