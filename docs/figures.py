@@ -325,6 +325,9 @@ def missed_rows() -> Iterable[tuple[str | Figure, ...]]:
         ("embeddings on several ranks: times PERSIA's samples/s, worst case",
          "sparse", "sparse_across_processes_vs_persia_min", 5.0),
         ("cached rows against no cache, 200 Mbit/s", "staleness", "row_clock_vs_no_cache", 2.5),
+        ("server, 100 candidates: requests/s with a p99 of 10 ms", "serve", "rate_at_p99_10ms", 500),
+        ("server, 100 candidates: share of bare calls' speed", "serve", "of_direct_call", 0.6),
+        ("one call of a predictor, one sample: ms", "serve", "fixed_cost_ms", 0.2),
         ("exchanges: the chosen plan's time over the best's, worst case", "exchange", "choice_within_of_best", 1.05),
         ("exchanges: error of predicted seconds, worst case", "exchange", "predicted_time_error", 0.15),
         ("lookup alone: times FBGEMM's speed", "kernels", "forward_vs_fbgemm", 4.5),
@@ -335,7 +338,7 @@ def missed_rows() -> Iterable[tuple[str | Figure, ...]]:
     ):  # fmt: skip
         reached, is_smaller_better = (
             read_results(file)["ratios"][name],
-            "error" in name or "regret" in name or "within" in name,
+            "error" in name or "regret" in name or "within" in name or "cost" in name,
         )
         if (reached > wanted) if is_smaller_better else (reached < wanted):
             digits = 3 if round(reached, 2) == wanted else 2
