@@ -20,12 +20,12 @@ import argparse
 import math
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 
 import torch
 from harness import (
     describe_machine,
+    json_path,
     others_share,
     print_machine,
     read_cpu_seconds,
@@ -85,13 +85,9 @@ WIDTH = 168
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write cases, raw values and ratios here")
+    parser.add_argument("--json", type=json_path, help="write cases, raw values and ratios here")
     parser.add_argument("--quick", action="store_true", help="small streams: to try")
     options = parser.parse_args(arguments)
-    if options.json and not options.json.parent.is_dir():
-        parser.error(
-            f"--json {options.json}: there is no folder {options.json.parent}; make it first"
-        )
     console = Console(highlight=False)
     console.width = max(console.width, WIDTH)
     before = read_cpu_seconds()

@@ -37,6 +37,7 @@ from harness import (
     Measured,
     Worker,
     describe_machine,
+    json_path,
     open_worker,
     others_share,
     print_machine,
@@ -74,13 +75,9 @@ RATES = ("samples/s", "samples/processor s")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write cases, raw values and ratios here")
+    parser.add_argument("--json", type=json_path, help="write cases, raw values and ratios here")
     parser.add_argument("--quick", action="store_true", help="one round: to try, not to quote")
     options = parser.parse_args(arguments)
-    if options.json and not options.json.parent.is_dir():
-        parser.error(
-            f"--json {options.json}: there is no folder {options.json.parent}; make it first"
-        )
     console = Console(highlight=False)
     rounds, steps = (QUICK_ROUNDS, QUICK_STEPS) if options.quick else (ROUNDS, STEPS)
     before = read_cpu_seconds()

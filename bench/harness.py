@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -110,6 +111,14 @@ class PieceFile:
         self.measured = [m for m in self.measured if (m.case, m.system, m.unit) not in new]
         self.measured += measured
         self.shares[name] = round(share, 2)
+
+
+def json_path(text: str) -> Path:
+    """Return the path of a result file: the type of `--json`. Raises ArgumentTypeError if its folder is missing."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise ArgumentTypeError(f"{path}: there is no folder {path.parent}; make it first")
+    return path
 
 
 def say(text: str) -> None:

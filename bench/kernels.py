@@ -34,6 +34,7 @@ from harness import (
     close_workers,
     describe_machine,
     interleave,
+    json_path,
     open_environment,
     open_worker,
     others_share,
@@ -123,7 +124,9 @@ class Facet:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--json", type=Path, help="write cases, raw values and ratios here; go on with what it has"
+        "--json",
+        type=json_path,
+        help="write cases, raw values and ratios here; go on with what it has",
     )
     parser.add_argument("--quick", action="store_true", help="smaller tables, fewer rounds: to try")
     parser.add_argument("--gib", type=float, help=f"of tables per system, instead of {TABLES_GIB}")
@@ -133,10 +136,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--dims", type=int, nargs="+", default=DIMS, help="only these widths")
     options = parser.parse_args(arguments)
-    if options.json and not options.json.parent.is_dir():
-        parser.error(
-            f"--json {options.json}: there is no folder {options.json.parent}; make it first"
-        )
     gib = options.gib or (QUICK_TABLES_GIB if options.quick else TABLES_GIB)
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
     console = Console(highlight=False)

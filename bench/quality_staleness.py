@@ -37,6 +37,7 @@ from harness import (
     BenchError,
     Measured,
     describe_machine,
+    json_path,
     others_share,
     read_cpu_seconds,
     read_measured,
@@ -94,7 +95,7 @@ WORLD = "world"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write scores here; go on with those there")
+    parser.add_argument("--json", type=json_path, help="write scores here; go on with those there")
     parser.add_argument("--quick", action="store_true", help="few samples: to try, not to quote")
     parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
     parser.add_argument("--optimizers", nargs="+", choices=list(RATES), default=list(RATES))
@@ -104,10 +105,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--test-samples", type=int, default=500_000, help="of the stream")
     parser.add_argument("--seeds", type=int, default=3, help="0 ..")
     options = parser.parse_args(arguments)
-    if options.json and not options.json.parent.is_dir():
-        parser.error(
-            f"--json {options.json}: there is no folder {options.json.parent}; make it first"
-        )
     if options.quick:
         options.data, options.seeds = [STREAM], 1
         options.samples, options.test_samples = 20_480, 5_000

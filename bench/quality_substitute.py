@@ -26,7 +26,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -35,6 +34,7 @@ from harness import (
     BenchError,
     Measured,
     describe_machine,
+    json_path,
     others_share,
     read_cpu_seconds,
     read_measured,
@@ -71,14 +71,10 @@ QUICK_BLOCKS, QUICK_TAIL_BLOCKS = 16, 2
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--json", type=Path, help="write scores, intervals here; go on with those there"
+        "--json", type=json_path, help="write scores, intervals here; go on with those there"
     )
     parser.add_argument("--quick", action="store_true", help="few samples: to try, not to quote")
     options = parser.parse_args(arguments)
-    if options.json and not options.json.parent.is_dir():
-        parser.error(
-            f"--json {options.json}: there is no folder {options.json.parent}; make it first"
-        )
     torch.set_num_threads(1)
     extent = (QUICK_BLOCKS, QUICK_TAIL_BLOCKS) if options.quick else (BLOCKS, TAIL_BLOCKS)
     samples = extent[0] * BLOCK

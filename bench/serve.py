@@ -42,6 +42,7 @@ from harness import (
     PieceFile,
     Worker,
     describe_machine,
+    json_path,
     open_environment,
     open_worker,
     others_share,
@@ -614,17 +615,15 @@ def check_same_items(workers: Mapping[str, Worker]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--json", type=Path, help="write cases, raw values and ratios here; go on with what it has"
+        "--json",
+        type=json_path,
+        help="write cases, raw values and ratios here; go on with what it has",
     )
     parser.add_argument("--quick", action="store_true", help="short windows: to try, not to quote")
     parser.add_argument(
         "--only", default="", help='pieces that this expression finds, e.g. "^rate"; default: all'
     )
     options = parser.parse_args(arguments)
-    if options.json and not options.json.parent.is_dir():
-        parser.error(
-            f"--json {options.json}: there is no folder {options.json.parent}; make it first"
-        )
     console = Console(highlight=False)
     console.width = max(console.width, WIDTH)  # also where it is no terminal
     extent = QUICK if options.quick else FULL

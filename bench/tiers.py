@@ -38,6 +38,7 @@ from harness import (
     PieceFile,
     Worker,
     describe_machine,
+    json_path,
     open_environment,
     open_worker,
     others_share,
@@ -188,7 +189,8 @@ class Bench:
         return Shape(extent.cardinalities, skew, BATCH_SIZE, extent.num_batches, HISTORY)
 
     def leave_out(self, what: str) -> None:
-        self.left_out.append(what)
+        """Note what is left out. Results get its first line: the rest are logs, which name folders of this machine."""
+        self.left_out.append(what.split("\n", 1)[0])
         self.console.print(f"left out: {what}", style="yellow", markup=False)
 
     def run(self, only: str, write: Callable[[], object], *, only_prepare: bool) -> None:
@@ -502,7 +504,9 @@ def available_bytes() -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--json", type=Path, help="write cases, raw values and ratios here; go on with what it has"
+        "--json",
+        type=json_path,
+        help="write cases, raw values and ratios here; go on with what it has",
     )
     parser.add_argument("--quick", action="store_true", help="a small model: to try, not to quote")
     parser.add_argument(
@@ -517,10 +521,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--prepare", action="store_true", help="only write the stores of the pieces into --folder"
     )
     options = parser.parse_args(arguments)
-    if options.json and not options.json.parent.is_dir():
-        parser.error(
-            f"--json {options.json}: there is no folder {options.json.parent}; make it first"
-        )
     console = Console(highlight=False, width=max(WIDTH, Console().width))
     cores = os.cpu_count() or 1
     extent = QUICK if options.quick else FULL

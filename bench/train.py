@@ -45,6 +45,7 @@ from harness import (
     close_workers,
     describe_machine,
     interleave,
+    json_path,
     open_environment,
     open_worker,
     others_share,
@@ -155,17 +156,15 @@ def list_pieces() -> list[Piece]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--json", type=Path, help="write cases, raw values and ratios here; go on with what it has"
+        "--json",
+        type=json_path,
+        help="write cases, raw values and ratios here; go on with what it has",
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds: to try, not to quote")
     parser.add_argument(
         "--only", default="", help='cases that this expression finds, e.g. "^D=64"; default: all'
     )
     options = parser.parse_args(arguments)
-    if options.json and not options.json.parent.is_dir():
-        parser.error(
-            f"--json {options.json}: there is no folder {options.json.parent}; make it first"
-        )
     console = Console(highlight=False)
     rounds, steps = (QUICK_ROUNDS, QUICK_STEPS) if options.quick else (ROUNDS, STEPS)
 

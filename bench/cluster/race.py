@@ -24,6 +24,7 @@ from harness import (
     Measured,
     PieceFile,
     describe_machine,
+    json_path,
     open_environment,
     others_share,
     read_cpu_seconds,
@@ -398,7 +399,9 @@ def main(question: Question, description: str, full: Extent, quick: Extent) -> N
     """The bench's command line."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
-        "--json", type=Path, help="write cases, raw values and ratios here; go on with what it has"
+        "--json",
+        type=json_path,
+        help="write cases, raw values and ratios here; go on with what it has",
     )
     parser.add_argument(
         "--quick", action="store_true", help="one world, two workloads: to try, not to quote"
@@ -407,10 +410,6 @@ def main(question: Question, description: str, full: Extent, quick: Extent) -> N
         "--only", default="", help='of the cases, e.g. "2x2 D=64": those that this expression finds'
     )
     options = parser.parse_args(sys.argv[1:])
-    if options.json and not options.json.parent.is_dir():
-        parser.error(
-            f"--json {options.json}: there is no folder {options.json.parent}; make it first"
-        )
     console = Console(highlight=False, width=max(WIDTH, Console().width))
     before = read_cpu_seconds()
     extent = quick if options.quick else full

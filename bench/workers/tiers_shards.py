@@ -97,8 +97,14 @@ class Shards:
             shard_end.close()
             self.pipes.append(loop_end)
             self.processes.append(process)
-        for pipe in self.pipes:
-            pipe.recv()
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            try:
+                pipe.recv()
+            except EOFError:
+                process.join()
+                raise RuntimeError(
+                    f"a shard ended with {process.exitcode} while it filled its database (-9: for want of memory)"
+                ) from None
 
     def request(self, kind: str, buffer: int, bounds: NDArray[np.int64]) -> None:
         for number, pipe in enumerate(self.pipes):

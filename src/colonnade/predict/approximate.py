@@ -122,10 +122,8 @@ def search_graph(graph: Any, queries: Tensor, count: int) -> Tensor:
     longer = torch.cat([queries, queries.new_zeros(len(queries), 1)], dim=1)
     result = graph.search(longer.numpy(), count, threads=1)
     keys = torch.from_numpy(np.atleast_2d(result.keys).astype(np.int64))
-    counts = getattr(
-        result, "counts", None
-    )  # of several queries; the keys of a single one are as many as there are
-    if counts is None:
+    counts = getattr(result, "counts", None)
+    if counts is None:  # a single query, whose keys are as many as were found
         return keys
     return keys.masked_fill(
         torch.arange(keys.shape[1]) >= torch.from_numpy(counts.astype(np.int64))[:, None], -1

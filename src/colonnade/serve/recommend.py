@@ -134,9 +134,8 @@ class Recommender:
         self._history = tuple(history)
         self._item_ids, self._item_order = item_index
         self._index_kind = index_kind
-        self._recent_queries: deque[Tensor] = deque(
-            maxlen=MAX_SAMPLE
-        )  # by which an index is measured
+        self._recent_queries: deque[Tensor] = deque(maxlen=MAX_SAMPLE)
+        """Queries by which an index is measured."""
         self._refresh_lock = threading.Lock()
         self._follower = RefreshThread(self.refresh, "recommend")
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from colonnade.serve.options import ServeOptions
     from colonnade.serve.records import Record
 
-NO_ITEMS = "got /recommend for a model that scores candidates; use /score"
+NO_ITEMS = "got /recommend for a model that scores candidates, or one of --network; use /score"
 
 
 class NotReady(Exception):
@@ -111,14 +111,12 @@ class ServedModel:
         self.num_failures = 0
         self._report, self._on_poll = report, on_poll
         self._newest: Predictor | None = None
-        self._recommender: Recommender | None = (
-            None  # of the newest checkpoint, and owns its predictor
-        )
+        self._recommender: Recommender | None = None
+        """That of the newest checkpoint, whose predictor it owns."""
         self._problem: str | None = "no checkpoint is loaded yet"
         self._loaded_at, self._age_when_loaded = time.monotonic(), 0.0
-        self._is_current_since: float | None = (
-            None  # last look that found nothing newer, by `time.monotonic`
-        )
+        self._is_current_since: float | None = None
+        """Last look that found nothing newer, by `time.monotonic`."""
         self._versions: dict[int, OpenVersion] = {}
         self._num_uses = 0
         self._build_network: Callable[[], nn.Module | None] = lambda: None

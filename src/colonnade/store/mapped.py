@@ -41,9 +41,8 @@ class MappedRows:
         self._native_tables = [table.native for table in tables]
         self._num_damaged = 0  # mappings of this process known as damaged, none of these tables
         self._scrub: Scrub | None = None
-        self._failure: StorageError | None = (
-            None  # of a mapping, or of the rows that these are a fork of
-        )
+        self._failure: StorageError | None = None
+        """Failure of a mapping, or of the rows that these are a fork of."""
         self._is_closed = False
 
     def find_slots(self, ids: Tensor, offsets: Tensor, tables: Tensor) -> Tensor:
