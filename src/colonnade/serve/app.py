@@ -1,10 +1,11 @@
-"""HTTP: routes, limits of bodies and time, and the checks around each request. The loop never scores."""
+"""HTTP: routes, limits of bodies and time, and the checks around each request."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
@@ -36,6 +37,8 @@ KEEP_ALIVE_SECONDS = 30
 LINGER_SECONDS = 2.0
 """Wait for the rest of a body that was refused, so that its sender can read the answer first."""
 MAX_HEADER_BYTES = 65536
+SHORT_BODY_BYTES = 65536
+"""Limit on the body of a request that is scored in the event loop."""
 READ, WRITE = ("GET", "HEAD"), ("POST",)
 
 
@@ -107,7 +110,7 @@ class Gate:
             self._note(scope, record, answered, time.perf_counter() - started)
 
     def _check(self, scope: Any) -> None:
-        headers = {
+        headers = scope["headers_by_name"] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
         if sum(name == b"host" for name, _ in scope["headers"]) > 1:
@@ -161,7 +164,7 @@ class ClientGone(Exception):
 
 async def read_body(service: Service, request: Request) -> bytearray:
     """Read a body within the limits of size and time. Raises RequestError (408, 413, 415), ClientGone."""
-    options, headers = service.options, request.headers
+    options, headers = service.options, request.scope["headers_by_name"]
     encoding = headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise RequestError(
@@ -220,21 +223,28 @@ class TimeLimit:
             raise RequestError(408, self.text.format(self.count())) from None
 
 
-async def run_job(service: Service, build_job: Callable[..., Job]) -> Any:
-    """Submit a job and wait for its result, at most the time-out. Raises its error, RequestError (503, 504)."""
+async def run_job(service: Service, build_job: Callable[..., Job], *, is_short: bool) -> Any:
+    """Submit a job and wait for its result, at most the time-out. Raises its error, RequestError (503, 504).
+
+    is_short: it may run in the event loop.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
-    seconds = service.options.timeout_seconds
+    thread, seconds = threading.get_ident(), service.options.timeout_seconds
 
     def settle(result: Any, error: BaseException | None) -> None:
         if not future.done():
             future.set_result(result) if error is None else future.set_exception(error)
 
     def resolve(result: Any, error: BaseException | None) -> None:
+        if threading.get_ident() == thread:
+            settle(result, error)
+            return
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, error)
 
-    service.queue.submit(build_job(resolve=resolve, deadline=time.monotonic() + seconds))
+    job = build_job(resolve=resolve, deadline=time.monotonic() + seconds)
+    service.queue.submit(job, loop if is_short else None)
     late = RequestError(
         504,
         f"got no result in {seconds:g} s; send fewer candidates, or raise --timeout",
@@ -248,7 +258,7 @@ async def run_job(service: Service, build_job: Callable[..., Job]) -> Any:
 
 
 async def open_version(service: Service, step: int | None) -> None:
-    """Open an older step outside of the scoring thread, so that other requests do not wait for it."""
+    """Open an older step in a thread of its own, so that other requests do not wait for it."""
     if not service.model.has_open(step):
         await asyncio.to_thread(service.model.open_version, step)
 
@@ -257,11 +267,10 @@ async def infer(service: Service, request: Request) -> Response:
     step = resolve_model(service, request)
     await open_version(service, step)
     body = await read_body(service, request)
-    header_length = request.headers.get(HEADER_LENGTH)
+    header_length = request.scope["headers_by_name"].get(HEADER_LENGTH.lower())
     prepare, finish = service.plan_infer(body, header_length, request.scope["record"])
-    content, length = await run_job(
-        service, partial(ScoreJob, prepare=prepare, finish=finish, step=step)
-    )
+    build_job = partial(ScoreJob, prepare=prepare, finish=finish, step=step)
+    content, length = await run_job(service, build_job, is_short=len(body) <= SHORT_BODY_BYTES)
     if length is None:
         return build_response(content)
     return Response(
@@ -273,13 +282,15 @@ async def score(service: Service, request: Request) -> Response:
     await open_version(service, None)
     body = await read_body(service, request)
     prepare, finish = service.plan_score(body, request.scope["record"])
-    return build_response(await run_job(service, partial(ScoreJob, prepare=prepare, finish=finish)))
+    build_job = partial(ScoreJob, prepare=prepare, finish=finish)
+    is_short = len(body) <= SHORT_BODY_BYTES
+    return build_response(await run_job(service, build_job, is_short=is_short))
 
 
 async def recommend(service: Service, request: Request) -> Response:
     body = await read_body(service, request)
     plan = partial(service.recommend, body, request.scope["record"])
-    return build_response(await run_job(service, partial(Job, run=plan)))
+    return build_response(await run_job(service, partial(Job, run=plan), is_short=False))
 
 
 async def add_feedback(service: Service, request: Request) -> Response:

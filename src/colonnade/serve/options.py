@@ -38,7 +38,7 @@ class ServeOptions:
     max_body_bytes: int = 16 << 20
     max_candidates: int = 10_000
     max_queue: int = 64
-    """Requests that wait for the scoring thread; more are answered 503."""
+    """Requests that wait to be scored; more are answered 503."""
     max_requests: int = 256
     """Requests in progress in a worker, their bodies included; more are answered 503."""
     max_connections: int = 1024

@@ -8,11 +8,10 @@ Legend: N candidates of a request.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     }.items()
 }  # fmt: skip
 """numpy's type of each datatype of fixed size."""
+DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_DIMENSIONS = 8
 MAX_LAYOUTS, MAX_LAYOUT_BYTES = 64, 1 << 14
 """Limits on the remembered JSON parts: their number, and the length of each."""
@@ -59,14 +59,48 @@ class InferRequest:
     is_binary: bool
 
 
+@dataclass(slots=True)
+class _Block:
+    """Consecutive tensors of one type in a body: those bytes, and each tensor's shape and slice of the elements."""
+
+    dtype: np.dtype[Any]
+    begin: int
+    count: int = 0
+    tensors: list[tuple[str, slice, tuple[int, ...]]] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True)
 class _BinaryLayout:
-    """Accepted JSON part of a request with binary tensors only: type, shape and first byte of each in the body."""
+    """Accepted JSON part of a request with binary tensors only."""
 
     id: str
-    tensors: tuple[tuple[str, np.dtype[Any], tuple[int, ...], int], ...]
+    blocks: tuple[_Block, ...]
     outputs: tuple[WantedOutput, ...]
     is_binary: bool
+
+    def read(self, body: bytearray | bytes) -> InferRequest:
+        """Return the request of a body that begins with this JSON part."""
+        inputs: Tensors = {}
+        for block in self.blocks:
+            content = read_tensor(body, block.dtype, (block.count,), block.begin)
+            for name, part, shape in block.tensors:
+                tensor = content[part]
+                inputs[name] = tensor if len(shape) == 1 else tensor.reshape(shape)
+        return InferRequest(self.id, inputs, self.outputs, self.is_binary)
+
+
+def _build_blocks(inputs: Tensors, begin: int) -> tuple[_Block, ...]:
+    """Group the tensors that follow one another in a body from byte `begin` by their types."""
+    blocks: list[_Block] = []
+    for name, tensor in inputs.items():
+        if not blocks or blocks[-1].dtype != tensor.dtype:
+            blocks.append(_Block(tensor.dtype, begin))
+        block = blocks[-1]
+        end = block.count + tensor.size
+        block.tensors.append((name, slice(block.count, end), tensor.shape))
+        block.count = end
+        begin += tensor.nbytes
+    return tuple(blocks)
 
 
 _layouts: dict[tuple[bytes, int], _BinaryLayout] = {}
@@ -106,23 +140,15 @@ def parse_infer_request(body: bytearray | bytes, header_length: str | None) -> I
     header = bytes(memoryview(body)[:length])
     layout = _layouts.get((header, len(body)))
     if layout is not None:
-        inputs = {
-            name: read_tensor(body, dtype, shape, begin)
-            for name, dtype, shape, begin in layout.tensors
-        }
-        return InferRequest(layout.id, inputs, layout.outputs, layout.is_binary)
+        return layout.read(body)
     request = _parse_new_request(body, header)
-    sizes = [tensor.nbytes for tensor in request.inputs.values()]
-    if length + sum(sizes) == len(body) and length <= MAX_LAYOUT_BYTES:  # no tensor is in JSON
-        begins = itertools.accumulate(sizes, initial=length)
-        tensors = tuple(
-            (name, tensor.dtype, tensor.shape, begin)
-            for (name, tensor), begin in zip(request.inputs.items(), begins, strict=False)
-        )
+    size = sum(tensor.nbytes for tensor in request.inputs.values())
+    if length + size == len(body) and length <= MAX_LAYOUT_BYTES:  # no tensor is in JSON
         if len(_layouts) >= MAX_LAYOUTS:
             _layouts.clear()
+        blocks = _build_blocks(request.inputs, length)
         _layouts[header, len(body)] = _BinaryLayout(
-            request.id, tensors, request.outputs, request.is_binary
+            request.id, blocks, request.outputs, request.is_binary
         )
     return request
 
@@ -335,7 +361,7 @@ def format_infer_response(
 
 def get_datatype(dtype: np.dtype[Any]) -> str:
     """Return the protocol's name of a numpy type."""
-    return next(name for name, known in DTYPES.items() if known == dtype)
+    return DATATYPES[dtype]
 
 
 def describe_value(value: object) -> str:

@@ -1,14 +1,20 @@
-"""Bounded queue in front of the thread that scores: back-pressure, deadlines, optional micro-batches, and drain.
+"""Bounded queue in front of scoring: back-pressure, deadlines, optional micro-batches, and drain.
+
+Jobs run one after another in the queue's thread. Jobs that have proved short run in the event loop while that thread
+has none, one batch between two looks at the connections: threads that take turns with the interpreter are slower.
 
 Nothing is dropped silently: a job that is refused raises, and each job that was accepted gets a result or an error.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import queue
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,15 +25,24 @@ from colonnade.serve.protocol import RequestError
 from colonnade.serve.tensors import concatenate_batches, count_lookups
 from colonnade.serve.versions import Scored, ServedModel
 
+SHORT_SECONDS = 0.01
+"""Limit on the mean time of the last short jobs, above which they run in the thread: connections must not wait."""
+NEWEST_WEIGHT = 0.2
+"""Weight of the newest one in that mean."""
+NUM_TRIALS = 20
+"""Number of short jobs that run in the thread at first, and each time that the limit was exceeded."""
+
 
 @dataclass(slots=True)
 class Job:
-    """Work for the scoring thread. `resolve` gets its result or its error, in that thread."""
+    """Work of a request. `resolve` gets its result or its error, in the thread that ran it."""
 
     run: Callable[[], Any]
     resolve: Callable[[Any, BaseException | None], None]
     deadline: float
     """Time by `time.monotonic`; a job that begins later fails with 504."""
+    is_short: bool = field(init=False, default=False)
+    """True if it may run in an event loop. Set by `submit`."""
 
 
 @dataclass(slots=True)
@@ -41,7 +56,7 @@ class ScoreJob(Job):
 
 
 class ScoringQueue:
-    """Queue of jobs and its thread. Any thread may submit."""
+    """Queue of jobs, with a thread. Any thread may submit; a job with a loop, only that loop's."""
 
     def __init__(
         self, model: ServedModel, metrics: Metrics, *, max_jobs: int, micro_batch: int = 1
@@ -49,9 +64,12 @@ class ScoringQueue:
         self.model, self.metrics = model, metrics
         self.max_jobs, self.micro_batch = max_jobs, micro_batch
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._num_jobs = 0
+        self._num_jobs = 0  # of the thread: waiting there, or running
+        self._loop_jobs: deque[Job] = deque()  # of the event loop: waiting there, or running
+        self._short_seconds = 0.0  # mean of the last short jobs
+        self._num_trials = NUM_TRIALS  # short jobs that the thread is to run yet
         self._is_closed = False
-        self._lock = threading.Lock()  # protects the number of jobs
+        self._lock = threading.Lock()  # protects the numbers of jobs
         self._thread = threading.Thread(target=self._work, name="scoring", daemon=True)
 
     def start(self) -> None:
@@ -61,24 +79,35 @@ class ScoringQueue:
     @property
     def num_waiting(self) -> int:
         """Number of jobs accepted and not finished."""
-        return self._num_jobs
+        return self._num_jobs + len(self._loop_jobs)
 
-    def submit(self, job: Job) -> None:
-        """Add a job. Raises RequestError (503) if the queue is full or closed."""
+    def submit(self, job: Job, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Add a job. Raises RequestError (503) if the queue is full or closed.
+
+        loop: the running event loop, if the job seems short enough to run there.
+        """
         with self._lock:
             if self._is_closed:
                 raise RequestError(
                     503, "got a request while the server stops; send it again", retry_seconds=1
                 )
-            if self._num_jobs >= self.max_jobs:
+            if self.num_waiting >= self.max_jobs:
                 raise RequestError(
                     503,
-                    f"got {self._num_jobs} requests waiting, wanted at most {self.max_jobs}; send this one again "
+                    f"got {self.num_waiting} requests waiting, wanted at most {self.max_jobs}; send this one again "
                     "later, fewer at a time",
                     retry_seconds=1,
                 )
-            self._num_jobs += 1
-            self._jobs.put(job)
+            job.is_short = loop is not None
+            is_trial = job.is_short and self._num_trials > 0
+            self._num_trials -= is_trial
+            if loop is None or is_trial or self._num_jobs:
+                self._num_jobs += 1
+                self._jobs.put(job)
+            else:
+                self._loop_jobs.append(job)
+                if len(self._loop_jobs) == 1:
+                    loop.call_soon(self._work_in_loop, loop)
 
     def close(self) -> None:
         """Finish the accepted jobs and stop the thread."""
@@ -87,6 +116,23 @@ class ScoringQueue:
             self._jobs.put(None)
         if self._thread.ident is not None:  # it was started
             self._thread.join()
+
+    def _work_in_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run the next jobs of one batch, or give all to the thread if it has jobs or they do not seem short now."""
+        waiting = self._loop_jobs
+        with self._lock:
+            if self._num_jobs or self._num_trials:
+                self._num_jobs += len(waiting)
+                while waiting:
+                    self._jobs.put(waiting.popleft())
+                return
+            jobs = list(itertools.islice(waiting, self.micro_batch))
+        self._run(jobs)
+        with self._lock:
+            for _ in jobs:
+                waiting.popleft()
+            if waiting:
+                loop.call_soon(self._work_in_loop, loop)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -113,6 +159,18 @@ class ScoringQueue:
         return jobs, False
 
     def _run(self, jobs: list[Job]) -> None:
+        """Run jobs, and note the time of short ones."""
+        started = time.perf_counter()
+        self._run_and_resolve(jobs)
+        if not all(job.is_short for job in jobs):
+            return
+        seconds = time.perf_counter() - started
+        with self._lock:
+            self._short_seconds += NEWEST_WEIGHT * (seconds - self._short_seconds)
+            if self._short_seconds > SHORT_SECONDS:
+                self._num_trials = NUM_TRIALS
+
+    def _run_and_resolve(self, jobs: list[Job]) -> None:
         """Run jobs, and resolve each of them exactly once."""
         batches: list[tuple[ScoreJob, Batch]] = []
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Requests of any transport: what to run in the scoring thread for each, and the answer to each error."""
+"""Requests of any transport: what to run for each, and the answer to each error."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ class Service:
             return self._encoder
 
     def recommend(self, body: bytearray, record: RequestRecord) -> bytes:
-        """Answer a request for recommendations. Runs in the scoring thread. Raises RequestError, DataError."""
+        """Answer a request for recommendations. Raises RequestError, DataError."""
         fields = parse_json(body)
         unknown = set(fields) - RECOMMEND_FIELDS if isinstance(fields, dict) else {"no object"}
         if unknown or not isinstance(fields.get("user"), dict):

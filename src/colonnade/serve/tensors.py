@@ -84,9 +84,11 @@ def build_batch(signature: ModelSignature, tensors: Tensors) -> Batch:
     """
     readers = _Reader(signature, tensors)
     dense = readers.read_dense()
-    ids: dict[str, Ids] = {}
-    for name, has_many in signature.features:
-        ids[name] = readers.read_bag(name) if has_many else Ids(readers.read_ids(name))
+    ids = readers.read_alike()
+    if ids is None:
+        ids = {}
+        for name, has_many in signature.features:
+            ids[name] = readers.read_bag(name) if has_many else Ids(readers.read_ids(name))
     readers.check_all_used()
     size = readers.size
     if dense is None:
@@ -117,15 +119,32 @@ class _Reader:
         check_finite(DENSE, tensor)
         return torch.from_numpy(tensor)
 
+    def read_alike(self) -> dict[str, Ids] | None:
+        """Return the ids of all features if they are one id per sample in tensors of one form; None: they are not."""
+        features = self.signature.features
+        tensors = [self.tensors.get(name) for name, _ in features]
+        first = tensors[0] if tensors else None
+        if first is None or first.ndim != 1 or any(has_many for _, has_many in features):
+            return None
+        shape = first.shape
+        if not all(t is not None and t.shape == shape and t.dtype == INT for t in tensors):
+            return None
+        self.count(features[0][0], shape[0])
+        self.num_used += len(tensors)
+        return {
+            name: Ids(torch.from_numpy(tensor))
+            for (name, _), tensor in zip(features, tensors, strict=True)
+        }
+
     def read_ids(self, name: str) -> Tensor:
         tensor = self.get(name, INT)
-        if tensor.ndim == 2 and tensor.shape[1] == 1:
-            tensor = tensor.reshape(-1)
         if tensor.ndim != 1:
-            raise RequestError(
-                400,
-                f"input {name!r}: got shape {list(tensor.shape)}, wanted [N] or [N, 1]: one id per candidate",
-            )
+            if tensor.ndim != 2 or tensor.shape[1] != 1:
+                raise RequestError(
+                    400,
+                    f"input {name!r}: got shape {list(tensor.shape)}, wanted [N] or [N, 1]: one id per candidate",
+                )
+            tensor = tensor.reshape(-1)
         self.count(name, len(tensor))
         return torch.from_numpy(tensor)
 
@@ -185,6 +204,8 @@ class _Reader:
 
     def count(self, name: str, length: int) -> None:
         """Note the number of samples of an input: the same in all, or 1."""
+        if length == self.size:
+            return
         if not 0 < length <= self.signature.max_candidates:
             raise RequestError(
                 400 if length == 0 else 413,
@@ -306,4 +327,4 @@ def concatenate_batches(batches: Sequence[Batch]) -> Batch:
 
 def count_lookups(batch: Batch) -> int:
     """Return the number of ids that a batch looks up."""
-    return sum(len(ids.values) for ids in batch.ids.values())
+    return sum(ids.values.numel() for ids in batch.ids.values())
