@@ -270,6 +270,10 @@ def count_files(server: Server) -> int:
     return len(os.listdir(f"/proc/{server.process.pid}/fd"))
 
 
+def count_threads(server: Server) -> int:
+    return len(os.listdir(f"/proc/{server.process.pid}/task"))
+
+
 def resident_bytes(server: Server) -> int:
     fields = Path(f"/proc/{server.process.pid}/statm").read_text().split()
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -305,7 +309,7 @@ def test_each_hostile_request_is_answered_in_words(publication, count):
         maker = Maker(count, server.port)
         for number in range(100):
             send(server.port, maker.make(number)[1][0])
-        files, memory = count_files(server), resident_bytes(server)
+        files, memory, threads = count_files(server), resident_bytes(server), count_threads(server)
         for number in range(count):
             kind, (content, may_be_right) = maker.make(number)
             code, answer = send(server.port, content)
@@ -326,10 +330,43 @@ def test_each_hostile_request_is_answered_in_words(publication, count):
         while count_files(server) > files + 3 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert count_files(server) <= files + 3
+        assert count_threads(server) <= threads + 3
         assert resident_bytes(server) < memory + (64 << 20)
         kinds = {name.split()[0] for name in codes}
         assert kinds == {kind.__name__ for kind in maker.kinds}
         print(dict(sorted(codes.items())))
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.slow)])
+def test_each_hostile_recommendation_is_answered_in_words(count, tmp_path):
+    """Send bodies to /recommend of a retrieval model, for which an unknown user or item is no error."""
+    served.train_pairs(tmp_path)
+    rng = random.Random(count)
+    right: dict[str, object] = {"user": {"user": 3}, "k": 4, "exclude": [1, 2]}
+    codes: Counter[int] = Counter()
+    with serving(tmp_path / "published", "--max-body", "1MiB") as server, server.client() as client:
+        wanted = client.post("/recommend", json=right).json()
+        assert len(wanted["items"]) == 4
+        for number in range(count):
+            fields = dict(right)
+            for _ in range(rng.randint(1, 2)):
+                name = rng.choice(["user", "k", "exclude", "exclude_seen", "", "records"])
+                fields[name] = rng.choice(WEIRD)
+                if name == "user" and rng.random() < 0.7:
+                    fields["user"] = {rng.choice(["user", "\ud800", "item"]): rng.choice(WEIRD)}
+            answer = client.post("/recommend", content=json.dumps(fields).encode())
+            codes[answer.status_code] += 1
+            about = (number, str(fields)[:300], answer.text[:300])
+            if answer.status_code == 200:
+                assert len(answer.json()["items"]) <= fields["k"], about
+            else:
+                assert 400 <= answer.status_code < 500, about
+                error = answer.json()["error"]
+                assert "got" in error and error.isprintable() and len(error) < 2000, about
+        assert client.post("/recommend", json=right).json() == wanted
+    assert "Traceback" not in server.errors, server.errors[-3000:]
+    assert codes[400] > count // 4, codes
+    print(dict(codes))
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(3000, marks=pytest.mark.slow)])

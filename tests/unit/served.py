@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import re
 import signal
 import threading
@@ -34,6 +35,28 @@ def train(folder: Path, publication: Path, settings: dict | None = None) -> Any:
     run.train()
     run.close()
     return config
+
+
+def train_pairs(folder: Path) -> None:
+    """Train and publish a small retrieval model: pairs of 40 users with 30 items, in the form of Gowalla's."""
+    rng, data = random.Random(0), folder / "gowalla"
+    data.mkdir(parents=True)
+    for name, count in (("train", 8), ("valid", 3)):
+        lines = [
+            f"{user} " + " ".join(map(str, sorted(rng.sample(range(30), count))))
+            for user in range(40)
+        ]
+        (data / f"{name}.txt").write_text("\n".join([*lines, ""]))
+    config = build_config({
+        "data": {"name": "gowalla", "path": str(data)},
+        "model": {"name": "two_tower", "dim": 8, "temperature": 0.2},
+        "train": {"batch_size": 32, "epochs": 2, "checkpoint_steps": 5, "keep_checkpoints": 20,
+                  "publish": str(folder / "published"),
+                  "publish_at": "last"},
+    })  # fmt: skip
+    run = open_run(config, Mesh(), folder / "run")
+    run.train()
+    run.close()
 
 
 def open_data() -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import random
 import shutil
 import threading
 import time
@@ -29,15 +28,13 @@ from in_process import (
 )
 from served import bearer, to_binary, to_json, to_tensors
 
-from colonnade import Mesh, Predictor, Recommender
+from colonnade import Predictor, Recommender
 from colonnade.checkpoint.header import list_checkpoints
-from colonnade.config.run import build_config
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.predict import approximate
 from colonnade.publish import deltas
 from colonnade.publish.delivery import list_published_steps
 from colonnade.publish.deltas import CURRENT, delta_file_name, read_current
-from colonnade.run.run import open_run
 from colonnade.serve.control import ControlFolder, ServeOrder, copy_published_step
 from colonnade.store import mapped
 
@@ -541,35 +538,12 @@ def test_a_model_that_does_not_describe_its_data_is_refused_in_words(client, bat
         assert client("GET", path).status_code == answer.status_code
 
 
-def write_pairs(folder: Path) -> Path:
-    """Pairs of 40 users with 30 items, in the form of the Gowalla data set."""
-    rng = random.Random(0)
-    folder.mkdir(parents=True)
-    for name, count in (("train", 8), ("valid", 3)):
-        lines = [
-            f"{user} " + " ".join(map(str, sorted(rng.sample(range(30), count))))
-            for user in range(40)
-        ]
-        (folder / f"{name}.txt").write_text("\n".join([*lines, ""]))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory) -> Path:
     """A folder with a run of a retrieval model, and its publication."""
-    tmp_path = tmp_path_factory.mktemp("pairs")
-    data = write_pairs(tmp_path / "gowalla")
-    config = build_config({
-        "data": {"name": "gowalla", "path": str(data)},
-        "model": {"name": "two_tower", "dim": 8, "temperature": 0.2},
-        "train": {"batch_size": 32, "epochs": 2, "checkpoint_steps": 5, "keep_checkpoints": 20,
-                  "publish": str(tmp_path / "published"),
-                  "publish_at": "last"},
-    })  # fmt: skip
-    run = open_run(config, Mesh(), tmp_path / "run")
-    run.train()
-    run.close()
-    return tmp_path
+    folder = tmp_path_factory.mktemp("pairs")
+    served.train_pairs(folder)
+    return folder
 
 
 def test_a_retrieval_model_opens_its_rows_once(pairs, tmp_path, monkeypatch):

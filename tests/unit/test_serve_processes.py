@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from served import TOKEN, bearer, serving, to_binary, to_tensors
 from tritonclient.utils import InferenceServerException
 
 from colonnade import Predictor
-from colonnade.serve.control import ControlFolder
+from colonnade.serve.control import ControlFolder, remove_stale_folders
 
 INFER = "/v2/models/ads/infer"
 
@@ -199,7 +200,7 @@ def test_slow_and_broken_clients_are_ended(trained):
 
 
 def test_clients_that_do_not_read_are_ended(trained):
-    """Each sends requests with large answers and reads nothing; none keeps a place in the server for ever."""
+    """Each sends requests with large answers and reads nothing, or a byte now and then; none keeps its place."""
     limits = ("--body-timeout", "0.5", "--max-candidates", "30000")
     with serving(trained / "published", *limits) as server:
         tensors = to_tensors(served.samples(8)[0])
@@ -228,6 +229,7 @@ def test_clients_that_do_not_read_are_ended(trained):
             links.append(link)
         deadline = time.monotonic() + 20
         while count_connections(server) and time.monotonic() < deadline:
+            assert len(links[0].recv(1)) == 1
             time.sleep(0.05)
         assert count_connections(server) == 0
         with server.client() as client:
@@ -392,6 +394,61 @@ def test_workers_end_with_their_supervisor(trained):
     while any(is_running(pid) for pid in workers):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_workers_that_are_starting_end_with_their_supervisor_in_silence(trained, number):
+    """Kill it, or send what Ctrl-C in a terminal sends to every process of its group."""
+    words = [str(trained / "published"), "--port", "0", "--workers", "2"]
+    process = ForkedCommand(["serve", *words])
+    with process.stdout, process.stderr:
+        while len(workers := children_of(process.pid)) < 2:
+            time.sleep(0.01)
+        for pid in (process.pid, *workers):
+            if os.getpgid(pid) == os.getpgid(process.pid):
+                os.kill(pid, number)
+        code = process.wait(60)
+        errors = process.stderr.read()  # until the last process has ended
+    assert errors == "" and code == (0 if number == signal.SIGINT else -number)
+
+
+def test_a_worker_that_cannot_start_ends_the_server(trained, tmp_path):
+    """End with status 2, not with that of a crash, after which the server would start it again for ever."""
+    words = [trained / "published", "--port", "0", "--workers", "2"]
+    code, errors = run(*words, "--network", f"{tmp_path}/none.py:build")
+    lines = set(errors.splitlines())  # each worker writes it
+    assert code == 2 and len(lines) == 1 and "none.py" in lines.pop(), errors
+
+
+def test_sigterm_before_the_server_serves_leaves_no_folder(colonnade, trained, tmp_path, monkeypatch):  # fmt: skip
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def be_stopped(options, *_) -> None:
+        assert os.listdir(tmp_path) == [Path(options.state_folder).name]
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("colonnade.cli.serve.run_server", be_stopped)
+    try:
+        assert colonnade("serve", trained / "published") == (128 + signal.SIGTERM, "", "")
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert os.listdir(tmp_path) == []
+
+
+def test_temporary_folders_of_killed_servers_are_removed(tmp_path):
+    stale, young, locked, link = (tmp_path / f"colonnade-serve-{name}" for name in ("a", "b", "c", "d"))  # fmt: skip
+    other, target = tmp_path / "other", tmp_path / "target"
+    for folder in (stale, young, locked, other, target):
+        (folder / "metrics").mkdir(parents=True)
+    link.symlink_to(target)
+    then = time.time() - 3600
+    with ControlFolder(locked).owned():
+        for folder in (stale, locked, other, target):
+            os.utime(folder, (then, then))
+        remove_stale_folders(tmp_path)
+    assert {path for path in tmp_path.iterdir()} == {young, locked, link, other, target}
+    assert (target / "metrics").exists()
 
 
 def is_running(pid: int) -> bool:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
+import signal
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -29,6 +28,9 @@ EXAMPLES = (
     '  curl localhost:8000/score -d \'[{"user": "ann", "item": 7}]\''
 )
 
+
+EXIT_TERMINATED = 128 + signal.SIGTERM
+"""Exit status of a server that SIGTERM ended before it served."""
 
 ModelArgument = Annotated[
     str, typer.Argument(help="Run folder, exported folder, or publication (train.publish).")
@@ -155,6 +157,7 @@ def serve(
     check_packages(grpc_port is not None)
     from colonnade.predict.approximate import check_index_kind
     from colonnade.processors import count_usable_processors
+    from colonnade.serve.control import open_state_folder
     from colonnade.serve.options import ServeOptions
     from colonnade.serve.security import read_token
 
@@ -163,11 +166,8 @@ def serve(
     if (tls_cert is None) != (tls_key is None):
         raise ConfigError("--tls-cert, --tls-key: got one of the two, wanted both or none")
     token = read_token(token_file)
-    folder = Path(tempfile.mkdtemp(prefix="colonnade-serve-")) if state is None else state
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     options = ServeOptions(
-        path=model, name=name, copy=copy,
-        items_file=write_items(items, folder), index=index, network=network, at=at, poll_seconds=poll, host=host,
+        path=model, name=name, copy=copy, index=index, network=network, at=at, poll_seconds=poll, host=host,
         token=token,
         allowed_hosts=tuple(allowed_host or ()), allowed_origins=tuple(allowed_origin or ()),
         tls_certificate=None if tls_cert is None else str(tls_cert), tls_key=None if tls_key is None else str(tls_key),
@@ -176,13 +176,18 @@ def serve(
         micro_batch=micro_batch,
         max_versions=max_versions, max_version_bytes=parse_size("--version-memory", version_memory), max_pins=max_pins,
         drain_seconds=drain, threads=threads or max(1, count_usable_processors() // workers), access_log=access_log,
-        state_folder=str(folder),
+        state_folder="",
     )  # fmt: skip
-    try:
+    signal.signal(signal.SIGTERM, exit_at_once)
+    with open_state_folder(state) as folder:
+        items_file = write_items(items, folder)
+        options = replace(options, state_folder=str(folder), items_file=items_file)
         run_server(options, port, workers)
-    finally:
-        if state is None:
-            shutil.rmtree(folder, ignore_errors=True)
+
+
+def exit_at_once(*_: object) -> NoReturn:
+    """Handle SIGTERM before there is anything to drain, so that no temporary folder is left."""
+    raise SystemExit(EXIT_TERMINATED)
 
 
 def write_items(items: Path | None, folder: Path) -> str | None:
@@ -220,8 +225,8 @@ def run_server(options: ServeOptions, port: int, num_workers: int) -> None:
         print_text(f"serving {options.path} ({model}) on {url}{rpc}")
         sys.stdout.flush()
 
-    with listener, control.owned():
-        control.reset_stop()
+    control.reset_stop()
+    with listener:
         if num_workers == 1:
             run_worker(options, listener, print_address)
             return

@@ -11,8 +11,11 @@ import fcntl
 import json
 import os
 import shutil
+import stat
+import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -32,6 +35,11 @@ from colonnade.store.untrusted import folder_inside
 
 CONTROL = "control.json"
 PINS = "pins"
+LOCK = "server"
+TEMPORARY = "colonnade-serve-"
+"""Beginning of the names of temporary folders."""
+STALE_SECONDS = 60.0
+"""Age of a temporary folder from which on nobody is about to lock it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,7 @@ class ControlFolder:
     def owned(self) -> Iterator[None]:
         """Let one server at a time use the folder. Raises ConfigError if another one does."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with open(self.folder / "server", "a", encoding="utf-8") as file:
+        with open(self.folder / LOCK, "a", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -144,6 +152,37 @@ class ControlFolder:
         with open(self.folder / "lock", "a", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield self.read()
+
+
+@contextmanager
+def open_state_folder(folder: Path | None) -> Iterator[Path]:
+    """Create the private folder of a server and lock it; None: a temporary one, which is removed at the end.
+
+    Raises ConfigError if another server uses it."""
+    if folder is not None:
+        with ControlFolder(folder).owned():
+            yield folder
+        return
+    remove_stale_folders(Path(tempfile.gettempdir()))
+    temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY))
+    try:
+        with ControlFolder(temporary).owned():
+            yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_stale_folders(parent: Path) -> None:
+    """Remove the temporary folders of servers that were killed: no server has them locked."""
+    for folder in parent.glob(f"{TEMPORARY}*"):
+        with suppress(OSError):  # it is in use, or gone already
+            status = folder.lstat()
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if not is_own or time.time() - status.st_mtime < STALE_SECONDS:
+                continue
+            with open(folder / LOCK, "a", encoding="utf-8") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
 
 
 def copy_published_step(publication: Path, target: Path, step: int) -> None:

@@ -163,7 +163,6 @@ class GrpcServer:
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(
                 partial(self._answer, name, handler),
-                request_deserializer=self.types[f"{name}Request"].FromString,
                 response_serializer=self.types[f"{name}Response"].SerializeToString,
             )
             for name, handler in self._handlers().items()
@@ -208,7 +207,7 @@ class GrpcServer:
         }  # fmt: skip
 
     def _answer(
-        self, name: str, handler: Callable[[Any, RequestRecord], Any], request: Any, context: Any
+        self, name: str, handler: Callable[[Any, RequestRecord], Any], content: bytes, context: Any
     ) -> Any:
         """Answer a call; errors become the protocol's status codes."""
         started, record, status = time.perf_counter(), RequestRecord("grpc"), 200
@@ -216,7 +215,7 @@ class GrpcServer:
         try:
             if not policy.is_loopback and name not in ("ServerLive", "ServerReady"):
                 policy.check_token(dict(context.invocation_metadata()).get("authorization"))
-            fields = handler(request, record)
+            fields = handler(self._parse(name, content), record)
         except Exception as error:
             status, text, _ = describe_error(error)
             context.abort(getattr(self.codes, CODES.get(status, "INTERNAL")), text)
@@ -228,6 +227,18 @@ class GrpcServer:
                 "samples": record.samples, "step": record.step, "client": context.peer(),
             })  # fmt: skip
         return self.types[f"{name}Response"](**fields)
+
+    def _parse(self, name: str, content: bytes) -> Any:
+        """Parse the message of a call. Raises RequestError (400)."""
+        from google.protobuf.message import DecodeError
+
+        try:
+            return self.types[f"{name}Request"].FromString(content)
+        except DecodeError as error:
+            raise RequestError(
+                400,
+                f"message: got {describe_value(str(error))}, wanted an inference.{name}Request",
+            ) from None
 
     def _model_ready(self, request: Any, record: RequestRecord) -> dict[str, Any]:
         self._resolve(request.name, request.version)
@@ -327,9 +338,22 @@ def parse_grpc_request(request: Any) -> InferRequest:
             raise RequestError(
                 400, f"{label}: got {len(values):,} values in contents.{field}, wanted {count:,}"
             )
-        inputs[entry.name] = np.array(values, dtype).reshape(shape)
+        inputs[entry.name] = _convert_values(values, dtype, label).reshape(shape)
     outputs = tuple(WantedOutput(output.name, True) for output in request.outputs)
     return InferRequest(request.id, inputs, outputs, True)
+
+
+def _convert_values(values: Sequence[Any], dtype: np.dtype[Any], label: str) -> np.ndarray:
+    """Return typed contents as an array. Raises RequestError (400): int_contents may hold values beyond INT8."""
+    array = np.array(values)
+    if dtype.kind in "iu" and array.size:
+        limits = np.iinfo(dtype)
+        if array.min() < limits.min or array.max() > limits.max:
+            raise RequestError(
+                400,
+                f"{label}: got values from {array.min()} to {array.max()}, wanted {limits.min} to {limits.max}",
+            )
+    return array.astype(dtype)
 
 
 def format_grpc_response(request: InferRequest, scored: Scored, model: str) -> dict[str, Any]:

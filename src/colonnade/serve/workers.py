@@ -176,6 +176,7 @@ class Supervisor:
             ],
             stdin=subprocess.PIPE,
             pass_fds=(self.listener.fileno(), writer),
+            start_new_session=True,  # Ctrl-C in a terminal reaches the supervisor alone
         )
         os.close(writer)
         assert process.stdin is not None
@@ -289,17 +290,23 @@ def reserve_metric_files(folder: Path) -> None:
 def main() -> int:
     """Run a worker that a supervisor has started: arguments are the listening socket and the status pipe."""
     listener_fd, status_fd = (int(argument) for argument in sys.argv[1:3])
-    options = parse_options(sys.stdin.buffer.readline().decode())
+    text = sys.stdin.buffer.readline().decode()
+    if not text:  # the supervisor has ended already
+        return 0
+    options = parse_options(text)
     orphaned = threading.Event()
 
     def wait_for_parent() -> None:
-        sys.stdin.buffer.read()  # ends with the supervisor
-        orphaned.set()
+        # Not by the file object: Python could not end while a thread reads from it.
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        orphaned.set()  # the supervisor has ended
 
     threading.Thread(target=wait_for_parent, name="parent", daemon=True).start()
 
     def tell_ready(fields: dict[str, Any]) -> None:
-        os.write(status_fd, json.dumps(fields).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # the supervisor has ended: so does this worker
+            os.write(status_fd, json.dumps(fields).encode() + b"\n")
 
     try:
         reserve_metric_files(Path(os.environ[MULTIPROCESS]))
