@@ -7,6 +7,7 @@ import math
 import random
 import threading
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +24,7 @@ from colonnade.checkpoint.header import list_checkpoints
 from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_source
 from colonnade.errors import ConfigError
+from colonnade.models import retriever
 from colonnade.models.retriever import rank_items, recall_and_ndcg
 from colonnade.run.run import load_run_config, open_run
 
@@ -46,9 +48,10 @@ def bags(lists) -> Ids:
     shape=st.tuples(st.integers(0, 4), st.integers(1, 40)),
     k=st.integers(1, 45),
     block=st.integers(1, 41),
+    tile=st.integers(1, 6),
     levels=st.integers(1, 4),  # few levels: many ties
 )
-def test_blocks_of_items_rank_as_a_full_sort(seed, shape, k, block, levels):
+def test_blocks_of_items_rank_as_a_full_sort(seed, shape, k, block, tile, levels):
     num_queries, num_items = shape
     generator = torch.Generator().manual_seed(seed)
     # Whole numbers: any order of adding products is exact.
@@ -58,7 +61,8 @@ def test_blocks_of_items_rank_as_a_full_sort(seed, shape, k, block, levels):
     masked = [
         rng.sample(range(num_items), rng.randrange(num_items + 1)) for _ in range(num_queries)
     ]
-    top, scores = rank_items(queries, items, bags(masked), k, block)
+    with mock.patch.object(retriever, "TILE", tile):
+        top, scores = rank_items(queries, items, bags(masked), k, block)
     assert top.shape == scores.shape == (num_queries, min(k, num_items))
     for q in range(num_queries):
         wanted = (items.numpy() @ queries[q].numpy()).astype(np.float64)

@@ -76,9 +76,13 @@ def test_known_metrics():
     assert ndcg.tolist() == pytest.approx([(1 / math.log2(3)) / (1 + 1 / math.log2(3)), 0.0])
 
 
-def test_scores_that_are_no_numbers_are_refused():
+@pytest.mark.parametrize(("num_items", "column"), [(2, 1), (200, 70), (200, 199)])
+def test_scores_that_are_no_numbers_are_refused(num_items, column):
+    """Few scores; many, in whole tiles and behind them."""
+    scores = torch.zeros(1, num_items)
+    scores[0, column] = math.nan
     with pytest.raises(NonFiniteError, match="diverged"):
-        top_items(torch.tensor([[0.0, math.nan]]), 1)
+        top_items(scores, 1)
 
 
 def two_tower(dtype="float64", **settings):

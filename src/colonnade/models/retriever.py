@@ -30,7 +30,11 @@ from colonnade.models.split import SplitModel
 CUTOFFS = (10, 20)
 CHUNK = 4096  # items embedded at a time
 BLOCK = 1 << 16
-"""Number of items scored at a time."""
+"""Number of items scored at a time, at least."""
+BLOCK_SCORES = 1 << 23
+"""Number of scores computed at a time, where few queries leave room for more than BLOCK items."""
+TILE = 64
+"""Number of neighbouring items that a search of the best chooses or leaves out together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +220,7 @@ def embed_items(model: Retriever, catalogue: TensorColumns) -> Tensor:
 
 
 def rank_items(
-    queries: Tensor, items: Tensor, masked: Ids, k: int, block: int = BLOCK
+    queries: Tensor, items: Tensor, masked: Ids, k: int, block: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Rank all items for each query by the dots of their vectors, exactly, `block` items at a time.
 
@@ -224,22 +228,26 @@ def rank_items(
     -> items and scores (B, min(k, I)), on the CPU, best first; equal scores in the order of item numbers; -1 and -inf
     instead of items that are masked. Raises NonFiniteError for NaN.
     """
+    if block is None:
+        block = max(BLOCK, BLOCK_SCORES // max(len(queries), 1))
     top = torch.empty(len(queries), 0, dtype=torch.int64)
     top_scores = torch.empty(len(queries), 0)
+    samples = masked.samples
     for begin in range(0, len(items), block):
         scores = (queries @ items[begin : begin + block].T).cpu()
-        best, best_scores = _find_best(mask_items(scores, masked, begin), k)
+        if len(samples):
+            _mask_columns(scores, samples, masked.values - begin)
+        best, best_scores = _find_best(scores, k)
         if begin == 0:
             top, top_scores = best, best_scores
             continue
-        best = torch.where(best < 0, -1, best + begin)
         # All items before this block have lower numbers, so a stable sort keeps the order of equal scores.
         top_scores, order = torch.cat([top_scores, best_scores], dim=1).sort(
             dim=1, descending=True, stable=True
         )
-        top = torch.cat([top, best], dim=1).gather(1, order)
+        top = torch.cat([top, best + begin], dim=1).gather(1, order)
         top, top_scores = top[:, :k], top_scores[:, :k]
-    return top, top_scores
+    return top.masked_fill(top_scores == -math.inf, -1), top_scores
 
 
 def top_items(scores: Tensor, k: int) -> Tensor:
@@ -247,30 +255,60 @@ def top_items(scores: Tensor, k: int) -> Tensor:
 
     scores (B, I) -> (B, min(k, I)) items, best first; equal scores in the order of item numbers; -1 instead of items
     that score -inf. Raises NonFiniteError for NaN."""
-    return _find_best(scores, k)[0]
+    top, values = _find_best(scores, k)
+    return top.masked_fill(values == -math.inf, -1)
 
 
 def _find_best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return what `top_items` does, and the scores of these items."""
-    k = min(k, scores.shape[1])
-    check_scores(scores)
-    # topk chooses any of equal scores. Queries with more items of the lowest chosen score are sorted completely.
-    values, items = scores.topk(k, dim=1)
-    items, order = items.sort(dim=1)
-    values, by_score = values.gather(1, order).sort(dim=1, descending=True, stable=True)
-    items = items.gather(1, by_score)
-    if k:
-        lowest = values[:, -1:]
-        is_cut = (scores == lowest).sum(1) > (values == lowest).sum(1)
+    """Return the columns and values (B, min(k, I)) of each row's best scores (B, I), equal ones in column order.
+
+    Only the k tiles with the largest maxima are searched, and the last columns, which fill no tile. Of equal maxima,
+    those of the first tiles are chosen. So k scores, the chosen maxima, come before any score of the other tiles.
+    Raises NonFiniteError for NaN.
+    """
+    num_columns = scores.shape[1]
+    num_tiles = num_columns // TILE
+    if num_tiles <= 2 * k:
+        check_scores(scores)
+        return _sort_best(scores, k)
+    maxima = scores[:, : num_tiles * TILE].unflatten(1, (num_tiles, TILE)).amax(2)
+    check_scores(maxima)
+    tiles = _sort_best(maxima, k)[0].sort(dim=1).values
+    in_tiles = (tiles[:, :, None] * TILE + torch.arange(TILE)).flatten(1)
+    last = torch.arange(num_tiles * TILE, num_columns).expand(len(scores), -1)
+    columns = torch.cat([in_tiles, last], dim=1)
+    candidates = scores.gather(1, columns)
+    check_scores(candidates)
+    best, values = _sort_best(candidates, k)
+    return columns.gather(1, best), values
+
+
+def _sort_best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Do what `_find_best` does, with the scores of all columns. There is no NaN among them."""
+    width = min(k + 1, scores.shape[1])
+    values, columns = scores.topk(width, dim=1)
+    is_tied = values[:, 1:] == values[:, :-1]
+    if bool(is_tied.any()):
+        # topk chooses any of equal scores, in any order. Rows in which it left out one equal to the last are sorted
+        # completely.
+        columns, order = columns.sort(dim=1)
+        values, by_value = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+        columns = columns.gather(1, by_value)
+        is_cut = is_tied[:, k - 1 :].any(1)
         if bool(is_cut.any()):
             full_sort = scores[is_cut].sort(dim=1, descending=True, stable=True)
-            items[is_cut], values[is_cut] = full_sort.indices[:, :k], full_sort.values[:, :k]
-    return items.masked_fill(values == -math.inf, -1), values
+            columns[is_cut] = full_sort.indices[:, :width]
+            values[is_cut] = full_sort.values[:, :width]
+    return columns[:, :k], values[:, :k]
 
 
-def mask_items(scores: Tensor, masked: Ids, begin: int = 0) -> Tensor:
-    """Set the scores of the items in each query's bag to -inf, in place. `scores`: of the items from `begin` on."""
-    items = masked.values - begin
-    is_inside = (items >= 0) & (items < scores.shape[1])
-    scores[masked.samples[is_inside], items[is_inside]] = -math.inf
+def mask_items(scores: Tensor, masked: Ids) -> Tensor:
+    """Set the scores (B, I) of the items in each query's bag to -inf, in place."""
+    _mask_columns(scores, masked.samples, masked.values)
     return scores
+
+
+def _mask_columns(scores: Tensor, rows: Tensor, columns: Tensor) -> None:
+    """Set the scores at pairs (row, column) to -inf, in place. Columns outside of `scores` are left out."""
+    is_inside = (columns >= 0) & (columns < scores.shape[1])
+    scores[rows[is_inside], columns[is_inside]] = -math.inf
