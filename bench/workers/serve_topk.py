@@ -31,9 +31,9 @@ Search = Callable[[NDArray[np.float32]], NDArray[Any]]
 
 def open_colonnade(items: NDArray[np.float32], k: int) -> Search:
     from colonnade.batch import Ids
-    from colonnade.models.retriever import rank_items
+    from colonnade.models.retriever import rank_items, to_column_major
 
-    vectors = torch.from_numpy(items)
+    vectors = to_column_major(torch.from_numpy(items))
 
     @torch.inference_mode()
     def search(queries: NDArray[np.float32]) -> NDArray[Any]:

@@ -25,7 +25,7 @@ from colonnade.config.run import build_config, override_settings
 from colonnade.data import open_source
 from colonnade.errors import ConfigError
 from colonnade.models import retriever
-from colonnade.models.retriever import rank_items, recall_and_ndcg
+from colonnade.models.retriever import rank_items, recall_and_ndcg, to_column_major
 from colonnade.run.run import load_run_config, open_run
 
 NUM_USERS, NUM_ITEMS = 40, 30
@@ -122,11 +122,8 @@ def full_sort(predictor: Predictor, user: dict, masked: set[int], k: int) -> tup
         if "user" in user and schema.categorical[0].name == "user":
             ids["user"] = Ids(torch.tensor([user["user"]]))
         query = model.queries(Batch(1, torch.zeros(1, len(schema.dense)), ids))
-        scores = (
-            (query @ model.items(catalogue.gather_rows(torch.arange(NUM_ITEMS))).T)[0]
-            .numpy()
-            .copy()
-        )
+        items = to_column_major(model.items(catalogue.gather_rows(torch.arange(NUM_ITEMS))))
+        scores = (query @ items.T)[0].numpy().copy()
     scores[list(masked)] = -np.inf
     order = np.lexsort((np.arange(len(scores)), -scores))[:k]
     order = order[scores[order] > -np.inf]

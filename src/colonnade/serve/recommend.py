@@ -32,7 +32,7 @@ from colonnade.data.contract import Schema
 from colonnade.data.interactions import Interactions, concat_bags
 from colonnade.data.tensors import TensorColumns, gather_ids
 from colonnade.errors import ConfigError, DataError
-from colonnade.models.retriever import Retriever, embed_items, rank_items
+from colonnade.models.retriever import Retriever, embed_items, rank_items, to_column_major
 from colonnade.predict import Predictor
 from colonnade.predict.approximate import (
     EXACT,
@@ -399,8 +399,9 @@ def _embed_catalogue(
     """Compute the vectors of all items and their index. queries (S, D): a sample to measure it by."""
     with predictor.hold_checkpoint() as model:
         vectors = embed_items(cast("Retriever", model), catalogue.features)
-        index = None if index_kind == EXACT else build_index(vectors, queries)
-    return EmbeddedCatalogue(predictor, vectors, index)
+        if index_kind == EXACT:
+            return EmbeddedCatalogue(predictor, to_column_major(vectors), None)
+        return EmbeddedCatalogue(predictor, vectors, build_index(vectors, queries))
 
 
 def _find_history(model: Retriever) -> tuple[str, ...]:
