@@ -8,7 +8,8 @@ Zipf 1.05. The server has one core, the open-loop client another one: workers/se
     peer            the same beside the same model as nn.EmbeddingBag behind FastAPI, in turns
     memory          private memory of a worker beyond `import torch`; seconds from a cold start on 1 GiB of rows
     fresh           seconds from a step's publication to its first answer, while training uses the same cores
-    beyond memory   p99 with rows of four times the memory over that with all in memory, at one rate, in turns
+    beyond memory   p99 with rows of four times the memory over that with all in memory, at one rate, in turns; requests
+                    that were not sent before
     topk            exact top-k beside faiss's flat index and implicit, one thread each, in turns
     user once       as rate, with half of the features sent once for 100 candidates
 
@@ -61,6 +62,7 @@ from workers.serve_processes import (
     drop_cached_pages,
     folder_bytes,
     pinned,
+    read_anonymous_bytes,
     read_cached_pages,
     read_private_bytes,
     serve_command,
@@ -87,6 +89,8 @@ MEMORY_FRACTION = 4
 SHARE_OF_BEYOND = 0.5
 """Rate of both servers of `beyond memory`, as a share of what the limited one answers back to back."""
 BEYOND_GIVE_UP_SECONDS = 10.0
+BEYOND_WARM_UPS = 4
+"""Windows in which the limited server fills its memory with rows."""
 OTHER_MEMORY_BYTES = 16 << 20
 """Memory of the limited server beside its rows and what it holds at first: buffers, tables of pages."""
 CHECK_SECONDS = 60.0
@@ -118,6 +122,8 @@ class Extent:
     calls: int
     turns: int
     starts: int
+    beyond_requests: int
+    """Different requests of `beyond memory`: more than a server gets."""
     rows_of_large: int
     """Rows of each field of the larger model: 1 GiB together."""
     fresh_seconds: float
@@ -127,11 +133,11 @@ class Extent:
 
 FULL = Extent(
     window_seconds=10.0, closed_loop_seconds=3.0, tolerance=0.03, searches=2, steady_windows=2, calls=5000, turns=5,
-    starts=3, rows_of_large=645_278, fresh_seconds=150.0, topk_items=100_000, topk_seconds=2.0,
+    starts=3, beyond_requests=16_384, rows_of_large=645_278, fresh_seconds=150.0, topk_items=100_000, topk_seconds=2.0,
 )  # fmt: skip
 QUICK = Extent(
     window_seconds=1.5, closed_loop_seconds=1.0, tolerance=0.15, searches=1, steady_windows=1, calls=300, turns=2,
-    starts=1, rows_of_large=160_000, fresh_seconds=20.0, topk_items=20_000, topk_seconds=0.3,
+    starts=1, beyond_requests=4096, rows_of_large=160_000, fresh_seconds=20.0, topk_items=20_000, topk_seconds=0.3,
 )  # fmt: skip
 
 
@@ -456,7 +462,8 @@ class Bench:
     def measure_beyond(self, stack: ExitStack) -> list[Measured]:
         """Measure the p99 of a server with all rows in memory, and of one with a fourth of them, in turns."""
         model, _ = self.export_model("large")
-        requests = self.make_requests("large", 100, 4096)
+        requests = self.make_requests("large", 100, self.extent.beyond_requests)
+        row_bytes = tables.count_row_bytes(model) // MEMORY_FRACTION
         copy = self.folder / "large copy"  # files of its own: pages of a file are in memory once
         shutil.copytree(model, copy)
         drop_cached_pages(copy)
@@ -467,19 +474,21 @@ class Bench:
         stack.callback(group.close)
         whole = self.open_server(stack, "colonnade", model)
         read_cached_pages(model)
-        limited = self.start(tables.LIMITED, serve_command(sys.executable, copy))
+        command = serve_command(sys.executable, copy, "--row-memory", str(row_bytes))
+        limited = self.start(tables.LIMITED, command)
         stack.callback(limited.stop)
         group.add(limited.process.pid)
         limited.wait_until_ready()
         wait_until_checked(limited, copy)
         client = self.open_client(stack)
         seconds = self.extent.window_seconds
-        # First touches of pages do not count, and buffers are allocated before the limit is set.
+        # First touches of pages do not count. What a server holds beside rows is read from the one that holds none.
         for server in (whole, limited):
             measure_closed_loop(client, server, requests, seconds)
-        row_bytes = tables.count_row_bytes(model) // MEMORY_FRACTION
-        group.tighten(group.anonymous_bytes + OTHER_MEMORY_BYTES + row_bytes)
-        measure_closed_loop(client, limited, requests, seconds)
+        base_bytes = read_anonymous_bytes(whole.process.pid)
+        group.tighten(base_bytes + OTHER_MEMORY_BYTES + row_bytes)
+        for _ in range(BEYOND_WARM_UPS):
+            measure_closed_loop(client, limited, requests, seconds)
         closed_loop = measure_closed_loop(client, limited, requests, seconds)
         rate = max(MIN_RATE, SHARE_OF_BEYOND * closed_loop)
         windows: dict[str, list[dict[str, Any]]] = {server.name: [] for server in (whole, limited)}

@@ -97,7 +97,7 @@ Entry* free_entry() noexcept {
 
 }  // namespace
 
-FileMapping map_file(int fd, std::size_t offset, std::size_t length, std::size_t room) noexcept {
+FileMapping map_file(int fd, std::size_t offset, std::size_t length, std::size_t room, bool is_random) noexcept {
   const std::size_t page = page_bytes(), file_bytes = (length + page - 1) / page * page;
   if (file_bytes < length || file_bytes + room < room || file_bytes + room == 0) return {nullptr, EINVAL};
   const std::size_t bytes = file_bytes + room;
@@ -116,6 +116,7 @@ FileMapping map_file(int fd, std::size_t offset, std::size_t length, std::size_t
     munmap(base, bytes);
     return {nullptr, error};
   }
+  if (is_random) madvise(base, file_bytes, MADV_RANDOM);
   const auto begin = reinterpret_cast<std::uintptr_t>(base);
   entry->file_end.store(begin + file_bytes);
   entry->bytes.store(bytes);

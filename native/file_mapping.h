@@ -13,8 +13,9 @@ struct FileMapping {
 };
 
 // Map bytes [offset, offset + length) of an open file, followed by `room` writable bytes from the next page on. offset:
-// a multiple of the page size. The file may be shorter, and may be closed while it is mapped.
-FileMapping map_file(int fd, std::size_t offset, std::size_t length, std::size_t room) noexcept;
+// a multiple of the page size. The file may be shorter, and may be closed while it is mapped. is_random: pages beside a
+// missing one are not read with it.
+FileMapping map_file(int fd, std::size_t offset, std::size_t length, std::size_t room, bool is_random = false) noexcept;
 void unmap_file(void* address) noexcept;
 
 // Return whether a load failed (SIGBUS: the file was shortened, or its disk cannot read it). After a failure all bytes

@@ -58,22 +58,32 @@ struct Located {
   const std::byte* rows = nullptr;
   std::uint32_t* slots = nullptr;
   std::int64_t num_absent = 0;
-  Buffer<std::byte> gathered;  // copies of all rows, if some are absent
+  Buffer<std::byte> gathered;  // copies of all rows, if some are absent, or are not read from the mapping
 };
 
-// Copy a column's rows to memory of the call, with first values for absent rows.
+// Copy a column's rows to memory of the call, with first values for absent rows. has_file_rows: those of the file are
+// there already.
 void gather(const MappedTable& table, std::int32_t t, const Dram& births, std::span<const std::int64_t> ids,
-            Located& located) noexcept {
+            bool has_file_rows, Located& located) noexcept {
   for (std::size_t i = 0; i < ids.size(); ++i) {
     std::byte* const row = located.gathered.data() + static_cast<std::int64_t>(i) * table.stride;
     if (located.slots[i] == MappedTable::kAbsent) {
       births.birth_values(t, ids.subspan(i, 1), row);
-    } else {
+    } else if (!has_file_rows || located.slots[i] >= table.num_rows) {
       std::memcpy(row, table.base + located.slots[i] * table.stride, static_cast<std::size_t>(table.stride));
     }
     located.slots[i] = static_cast<std::uint32_t>(i);
   }
   located.rows = located.gathered.data();
+}
+
+// Copy the files' rows of all columns to their `gathered`. false: a file could not be read.
+bool gather_cached(RowCache& cache, std::span<const MappedColumn> columns, std::span<Located> located) {
+  std::vector<RowCache::Request> requests;
+  for (std::size_t c = 0; c < columns.size(); ++c) {
+    requests.push_back({static_cast<std::size_t>(columns[c].table), {located[c].slots, columns[c].ids.size()}, located[c].gathered.data()});
+  }
+  return cache.read(requests);
 }
 
 // Copy the first `num_rows` rows of a read's output to those of all other samples.
@@ -133,7 +143,8 @@ bool MappedTable::find(std::span<const std::int64_t> ids, std::uint32_t* slots) 
 }
 
 bool read_mapped(std::span<const MappedTable* const> tables, const Dram& births, std::span<const MappedColumn> columns,
-                 std::span<const MappedRead> reads, std::int64_t num_samples, Dtype dtype, Dtype out_dtype) {
+                 std::span<const MappedRead> reads, std::int64_t num_samples, Dtype dtype, Dtype out_dtype,
+                 RowCache* cache) {
   std::int64_t num_lookups = 0, bytes = 0;
   for (const auto& column : columns) {
     num_lookups += static_cast<std::int64_t>(column.ids.size());
@@ -157,13 +168,14 @@ bool read_mapped(std::span<const MappedTable* const> tables, const Dram& births,
   if (!is_found) return false;
   std::vector<std::int64_t> incomplete;
   for (std::size_t c = 0; c < columns.size(); ++c) {
-    if (!located[c].num_absent) continue;
+    if (!located[c].num_absent && !cache) continue;
     located[c].gathered = Buffer<std::byte>(columns[c].ids.size() * static_cast<std::size_t>(tables[columns[c].table]->stride));
     incomplete.push_back(static_cast<std::int64_t>(c));
   }
+  if (cache && !gather_cached(*cache, columns, located)) return false;
   for_each_unit(static_cast<std::int64_t>(incomplete.size()), bytes, [&](std::int64_t i) {
     const auto& column = columns[incomplete[i]];
-    gather(*tables[column.table], column.table, births, column.ids, located[incomplete[i]]);
+    gather(*tables[column.table], column.table, births, column.ids, cache != nullptr, located[incomplete[i]]);
   });
   std::vector<PoolTask> tasks;
   tasks.reserve(reads.size());

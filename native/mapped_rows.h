@@ -8,6 +8,7 @@
 
 #include "dram.h"
 #include "kernels/kernels.h"
+#include "row_cache.h"
 #include "row_index.h"
 #include "scalar.h"
 
@@ -57,8 +58,10 @@ struct MappedRead {
 
 // Pool rows to outputs; absent rows have the first values of `births`, by table. An output has num_samples rows, or for
 // a sequence as many as lookups; num_samples times as many if it is shared. Returns false, with outputs undefined, where
-// `MappedTable::find` does.
+// `MappedTable::find` or `RowCache::read` does. cache: has the files' rows, by table, which are then not read from their
+// mapping; or null.
 bool read_mapped(std::span<const MappedTable* const> tables, const Dram& births, std::span<const MappedColumn> columns,
-                 std::span<const MappedRead> reads, std::int64_t num_samples, Dtype dtype, Dtype out_dtype);
+                 std::span<const MappedRead> reads, std::int64_t num_samples, Dtype dtype, Dtype out_dtype,
+                 RowCache* cache = nullptr);
 
 }  // namespace colonnade

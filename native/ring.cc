@@ -23,9 +23,10 @@ T* at(void* base, unsigned offset) {
 
 }  // namespace
 
-std::unique_ptr<Ring> Ring::make(unsigned depth) {
+std::unique_ptr<Ring> Ring::make(unsigned depth, bool is_shared) {
   // Completions wait until this thread asks for them, and interrupt no thread: Linux 6.1; less effective before.
   for (const unsigned flags : {kSingleIssuer | kDeferTaskrun, kCoopTaskrun, 0u}) {
+    if (is_shared && (flags & kSingleIssuer)) continue;
     io_uring_params params{};
     params.flags = flags;
     const long fd = syscall(__NR_io_uring_setup, depth, &params);

@@ -23,8 +23,9 @@ namespace colonnade {
 
 class Ring {
  public:
-  // Open a ring for the calling thread only; at most `depth` submissions in flight. Null on a system without io_uring.
-  static std::unique_ptr<Ring> make(unsigned depth);
+  // Open a ring; at most `depth` submissions in flight. is_shared: for any thread, one at a time; else for the calling
+  // thread only. Null on a system without io_uring.
+  static std::unique_ptr<Ring> make(unsigned depth, bool is_shared = false);
   ~Ring();
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;

@@ -21,6 +21,7 @@ STOP_SECONDS = 20.0
 POLL_SECONDS = 0.005
 TAIL_BYTES = 1000
 ADDRESS = re.compile(r"on\s+http://127\.0\.0\.1:(\d+)")
+ANONYMOUS = re.compile(r"^RssAnon:\s+(\d+) kB", re.MULTILINE)
 PRIVATE = re.compile(r"^Private_(?:Clean|Dirty|Hugetlb): +(\d+) kB", re.MULTILINE)
 
 
@@ -116,6 +117,12 @@ def read_private_bytes(pid: int) -> int:
     """Return the bytes that a process alone has in memory (USS)."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return 1024 * sum(map(int, PRIVATE.findall(text)))
+
+
+def read_anonymous_bytes(pid: int) -> int:
+    """Return the bytes of a process's memory that no file backs."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(ANONYMOUS.findall(text)[0])
 
 
 @contextmanager

@@ -83,12 +83,12 @@ void* pointer(int64_t address) { return reinterpret_cast<void*>(address); }
 void bind_mappings(nb::module_& m) {
   m.def(
       "map_file",
-      [](int fd, size_t offset, size_t length, size_t room) {
+      [](int fd, size_t offset, size_t length, size_t room, bool is_random) {
         nb::gil_scoped_release release;
-        const FileMapping mapping = map_file(fd, offset, length, room);
+        const FileMapping mapping = map_file(fd, offset, length, room, is_random);
         return std::pair(reinterpret_cast<int64_t>(mapping.address), mapping.error);
       },
-      "fd"_a, "offset"_a, "length"_a, "room"_a);
+      "fd"_a, "offset"_a, "length"_a, "room"_a, "is_random"_a = false);
   m.def("unmap_file", [](int64_t address) { unmap_file(pointer(address)); }, "address"_a);
   m.def("is_damaged", [](int64_t address) { return is_damaged(pointer(address)); }, "address"_a);
   m.def("num_damaged", &num_damaged);

@@ -101,8 +101,10 @@ class MappedReader {
 
   // None: something is unusual, invalid or unchecked.
   std::optional<std::vector<MadeOfDtype>> read(const std::vector<const HeldTable*>& tables, const Dram& births,
-                                               nb::handle ids, int64_t size, bool is_sharing) const {
+                                               nb::handle ids, int64_t size, bool is_sharing,
+                                               RowCache* cache) const {
     if (tables.size() < num_tables_ || births.num_tables() < length(std::span(tables)) || size < 0) return std::nullopt;
+    if (cache && cache->num_files() != tables.size()) return std::nullopt;
     std::vector<const MappedTable*> mapped;
     for (const auto* held : tables) mapped.push_back(&held->table);
     std::vector<MappedColumn> columns = columns_;
@@ -124,7 +126,7 @@ class MappedReader {
     bool is_read = false;
     {
       nb::gil_scoped_release release;
-      is_read = read_mapped(mapped, births, columns, reads, size, dtype_, output_);
+      is_read = read_mapped(mapped, births, columns, reads, size, dtype_, output_, cache);
     }
     if (!is_read) return std::nullopt;
     return outputs;
@@ -209,10 +211,22 @@ void bind_mapped_rows(nb::module_& m) {
            [](HeldTable& self, int64_t address) { self.table.base = reinterpret_cast<const std::byte*>(address); },
            "address"_a)
       .def("set_newer", &HeldTable::set_newer, "index"_a.none());
+  nb::class_<RowCache>(m, "RowCache")
+      .def("__init__",
+           [](RowCache* self, const std::vector<std::tuple<int, int64_t, int64_t, int64_t>>& files, int64_t bytes, bool has_ring) {
+             std::vector<RowCache::File> opened;
+             for (const auto& [fd, begin, stride, num_rows] : files) opened.push_back({fd, begin, stride, num_rows});
+             new (self) RowCache(opened, bytes, has_ring);
+           },
+           "files"_a, "bytes"_a, "has_ring"_a = true)
+      .def_prop_ro("counts", [](const RowCache& self) {
+        const auto counts = self.counts();
+        return std::tuple(counts.hits, counts.misses, counts.reads);
+      });
   nb::class_<MappedReader>(m, "MappedReader")
       .def(nb::init<nb::object, std::vector<nb::str>, In, In, In, In, const std::string&, const std::string&>(), "kind"_a,
            "names"_a, "tables"_a, "poolings"_a, "reads"_a, "widths"_a, "dtype"_a, "output"_a)
-      .def("read", &MappedReader::read, "tables"_a, "births"_a, "ids"_a, "size"_a, "is_sharing"_a);
+      .def("read", &MappedReader::read, "tables"_a, "births"_a, "ids"_a, "size"_a, "is_sharing"_a, "cache"_a.none() = nb::none());
 }
 
 }  // namespace colonnade

@@ -1,4 +1,7 @@
 // read_mapped against loops that a reader can check, on every path, bit for bit.
+#include <unistd.h>
+
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <optional>
@@ -130,6 +133,58 @@ struct Column {
   }
 };
 
+// Rows of the tables in files, with a cache of about a fourth of them.
+struct Files {
+  std::vector<std::FILE*> files;
+  std::vector<RowCache::File> opened;
+
+  explicit Files(std::span<Rows* const> tables) {
+    for (const auto* rows : tables) {
+      std::FILE* const file = std::tmpfile();
+      const std::vector<std::byte> head(kBegin);
+      CHECK(std::fwrite(head.data(), 1, kBegin, file) == kBegin);
+      const auto num_values = static_cast<std::size_t>(rows->table.num_rows * kDim);
+      CHECK(std::fwrite(rows->values.data(), 4, num_values, file) == num_values && std::fflush(file) == 0);
+      files.push_back(file);
+      opened.push_back({fileno(file), kBegin, kStride, rows->table.num_rows});
+    }
+  }
+  ~Files() {
+    for (auto* const file : files) std::fclose(file);
+  }
+  std::int64_t cache_bytes() const {
+    std::int64_t bytes = 0;
+    for (const auto& file : opened) bytes += file.num_rows * kStride / 4;
+    return std::max<std::int64_t>(bytes, 16 * (kStride + 4));
+  }
+};
+
+void files_that_end_too_soon_are_refused() {
+  Random random(2);
+  Rows rows(Index::all, 700, random);
+  Rows* const tables[] = {&rows};
+  for (const bool has_ring : {true, false}) {
+    Files files(tables);
+    RowCache cache(files.opened, files.cache_bytes(), has_ring);
+    std::vector<float> out(2 * kDim);
+    const std::uint32_t slots[] = {3, 699};
+    const RowCache::Request request{0, slots, reinterpret_cast<std::byte*>(out.data())};
+    CHECK(cache.read({&request, 1}));
+    CHECK(std::memcmp(out.data(), rows.values.data() + 3 * kDim, kStride) == 0);
+    CHECK(std::memcmp(out.data() + kDim, rows.values.data() + 699 * kDim, kStride) == 0);
+    CHECK(ftruncate(files.opened[0].fd, kBegin + 650 * kStride) == 0);
+    CHECK(cache.read({&request, 1}));  // in memory
+    const std::uint32_t missing[] = {649, 650};
+    const RowCache::Request beyond{0, missing, reinterpret_cast<std::byte*>(out.data())};
+    CHECK(!cache.read({&beyond, 1}));
+    const RowCache::Request last{0, {missing, 1}, reinterpret_cast<std::byte*>(out.data())};
+    CHECK(cache.read({&last, 1}));
+    CHECK(std::memcmp(out.data(), rows.values.data() + 649 * kDim, kStride) == 0);
+    const auto counts = cache.counts();
+    CHECK(counts.hits + counts.misses == 7 && counts.reads >= 2);
+  }
+}
+
 void check_batch(std::int64_t num_samples, std::int64_t num_rows, std::uint64_t seed) {
   Random random(seed);
   std::vector<std::unique_ptr<Rows>> owned;
@@ -143,7 +198,9 @@ void check_batch(std::int64_t num_samples, std::int64_t num_rows, std::uint64_t 
   const Dram births = births_of(all);
   std::vector<Column> columns;
   for (int c = 0; c < 9; ++c) columns.emplace_back(c % 4, *all[c % 4], num_samples, births, random);
-  everywhere([&] {
+  const Files files(all);
+  RowCache with_ring(files.opened, files.cache_bytes()), without_ring(files.opened, files.cache_bytes(), false);
+  const auto check = [&](RowCache* cache) {
     std::vector<MappedColumn> lookups;
     std::vector<MappedRead> reads;
     for (auto& column : columns) {
@@ -152,10 +209,13 @@ void check_batch(std::int64_t num_samples, std::int64_t num_rows, std::uint64_t 
       // The vector moved: spans of its own ids are still right, for they are in the heap.
       lookups.push_back(column.column);
     }
-    CHECK(read_mapped(tables, births, lookups, reads, num_samples, Dtype::float32, Dtype::float32));
+    CHECK(read_mapped(tables, births, lookups, reads, num_samples, Dtype::float32, Dtype::float32, cache));
     for (const auto& column : columns) {
       CHECK(column.wanted.empty() || std::memcmp(column.out.data(), column.wanted.data(), 4 * column.out.size()) == 0);
     }
+  };
+  everywhere([&] {
+    for (RowCache* const cache : {static_cast<RowCache*>(nullptr), &with_ring, &without_ring, &with_ring}) check(cache);
   });
 }
 
@@ -194,5 +254,6 @@ int main() {
     for (const std::int64_t num_rows : {1, 2, 40, 700}) check_batch(num_samples, num_rows, ++seed);
   }
   what_is_unusual_is_refused();
+  files_that_end_too_soon_are_refused();
   return 0;
 }

@@ -577,11 +577,13 @@ def all_finite(base: int, num_elements: int, dtype: str) -> bool:
 def crc32c(data: Array, before: int = 0) -> int:
     """Return the CRC-32C of a contiguous array's bytes (any type, also `bytes`), continued from checksum `before`."""
 
-def map_file(fd: int, offset: int, length: int, room: int) -> tuple[int, int]:
+def map_file(
+    fd: int, offset: int, length: int, room: int, is_random: bool = False
+) -> tuple[int, int]:
     """Map bytes [offset, offset + length) of a file read-only, and `room` writable bytes from the next page on.
 
     Returns (address, 0) or (0, errno). offset: a multiple of the page size. A failing load marks the mapping as
-    damaged: all of the file's bytes then read as zeros."""
+    damaged: all of the file's bytes then read as zeros. is_random: pages beside a missing one are not read with it."""
 
 def unmap_file(address: int) -> None:
     """Unmap a mapping of `map_file`."""
@@ -626,6 +628,20 @@ class MappedTable:
     def set_newer(self, index: RowIndex | None) -> None:
         """Set the index id -> slot of rows that differ from the file; 1 << 40: the row has its first value again."""
 
+class RowCache:
+    """Cache of rows in memory, for files of rows that are larger than it. Reads the rows that it lacks."""
+
+    def __init__(
+        self,
+        files: list[tuple[int, int, int, int]],  # descriptor, byte of row 0, bytes of a row, rows
+        bytes: int,  # of rows and their index
+        has_ring: bool = True,  # read with io_uring, if this system has it
+    ) -> None:
+        """Open the files again. ValueError: too little memory; RuntimeError: no memory or descriptors."""
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Rows copied from memory, rows copied from files, and reads."""
+
 class MappedReader:
     """Reader of a declaration's features in mapped tables: pools a batch in one call. Any thread may use it."""
 
@@ -647,9 +663,12 @@ class MappedReader:
         ids: Any,  # mapping of feature names to ids
         size: int,
         is_sharing: bool,  # a feature with one sample has it for all samples
+        cache: RowCache
+        | None = None,  # has the files' rows, which are then not read from their mapping
     ) -> list[Array] | None:
         """Return the outputs, (rows, width) each, with the bits of `pool`. None if anything is invalid, absent or
-        unusual: ids outside a vocabulary, another type of tensor, a block that was not checked yet."""
+        unusual: ids outside a vocabulary, another type of tensor, a block that was not checked yet, a file that the
+        cache cannot read."""
 
 class RowIndex:
     """Open-addressing hash map from int64 to uint64 with batched operations. Not thread-safe."""

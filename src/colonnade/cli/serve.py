@@ -101,6 +101,12 @@ MicroBatchOption = Annotated[
         min=1, help="Requests scored together; above 1, scores may differ in the last bit."
     ),
 ]
+RowMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory for rows per process, e.g. 4GiB, if not all fit; the others are read from files."
+    ),
+]
 MaxVersionsOption = Annotated[int, typer.Option(min=0, help="Open older steps per process.")]
 VersionMemoryOption = Annotated[
     str, typer.Option(help="Memory for rows of open older steps per process, e.g. 1GiB.")
@@ -144,6 +150,7 @@ def serve(
     timeout: TimeoutOption = 5.0,
     body_timeout: BodyTimeoutOption = 10.0,
     micro_batch: MicroBatchOption = 1,
+    row_memory: RowMemoryOption = None,
     max_versions: MaxVersionsOption = 2,
     version_memory: VersionMemoryOption = "1GiB",
     max_pins: MaxPinsOption = 4,
@@ -174,6 +181,7 @@ def serve(
         grpc_port=grpc_port, is_grpc_shared=workers > 1, max_body_bytes=parse_size("--max-body", max_body),
         max_candidates=max_candidates, max_queue=max_queue, timeout_seconds=timeout, body_seconds=body_timeout,
         micro_batch=micro_batch,
+        row_memory_bytes=None if row_memory is None else parse_size("--row-memory", row_memory),
         max_versions=max_versions, max_version_bytes=parse_size("--version-memory", version_memory), max_pins=max_pins,
         drain_seconds=drain, threads=threads or max(1, count_usable_processors() // workers), access_log=access_log,
         state_folder="",

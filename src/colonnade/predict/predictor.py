@@ -44,6 +44,7 @@ from colonnade.publish.exported import Export, check_file_lengths, read_dense, r
 from colonnade.run.build import build_model
 from colonnade.run.run import OWN
 from colonnade.run.validation import find_collection
+from colonnade.sizes import parse_positive_bytes
 from colonnade.store.mapped import MappedRows, open_mapped
 from colonnade.store.untrusted import folder_inside
 from colonnade.train.objective import get_objective
@@ -71,11 +72,12 @@ class Predictor:
         folder: Path,
         run: str = "",
         is_full: bool = False,
+        row_memory: int | None = None,
     ) -> None:
         self.model, self.rows = model, rows
         self.schema, self.config = schema, config
         self.step, self.folder, self.run = step, folder, run
-        self._is_full = is_full
+        self._is_full, self._row_memory = is_full, row_memory
         # Error that left rows and weights of different checkpoints.
         self._torn: BaseException | None = None
         self._subscriber: Subscriber | None = None
@@ -92,6 +94,7 @@ class Predictor:
         at: int | str | None = None,
         copy: str | Path | None = None,
         verify: Literal["lazy", "full"] = "lazy",
+        row_memory: int | str | None = None,
     ) -> Predictor:
         """Open an exported folder, a run folder, or a folder or URL that a run publishes to.
 
@@ -102,13 +105,19 @@ class Predictor:
 
         `model`: your own network, not yet used; default: built from the run's configuration.
         `verify`: "full" reads every byte before anything is scored; "lazy" checks lengths, ids and dense weights now,
-        rows at their first use, and the other rows in a thread. Raises CheckpointError if there is no such checkpoint
-        or it is another model's, CorruptionError for damaged files, StorageError for unreadable files.
+        rows at their first use, and the other rows in a thread.
+        `row_memory`: memory of this process for rows, such as "4GiB", if the machine has none for all: the others are
+        read from the files. None: the system holds what it has memory for, once for all processes; beyond that, a
+        call waits for one read after another. It changes no score.
+
+        Raises CheckpointError if there is no such checkpoint or it is another model's, CorruptionError for damaged
+        files, StorageError for unreadable files, ConfigError for a `row_memory` that is too small.
         """
         if verify not in ("lazy", "full"):
             raise ConfigError(f"got verify={verify!r}, choose from 'lazy', 'full'")
+        num_bytes = _parse_row_memory(row_memory)
         if not is_url(path):
-            return cls._open_folder(Path(path), None, model, at, verify == "full")
+            return cls._open_folder(Path(path), None, model, at, verify == "full", num_bytes)
         if copy is None:
             raise ConfigError(
                 f"{path} is a URL, and rows are mapped from files; give a folder to copy it to: "
@@ -117,7 +126,7 @@ class Predictor:
         source, copy = open_location(path), Path(copy)
         copy_publication(source, open_location(copy))
         try:
-            return cls._open_folder(copy, source, model, at, verify == "full")
+            return cls._open_folder(copy, source, model, at, verify == "full", num_bytes)
         except CorruptionError:
             invalidate_copy(copy)
             raise
@@ -130,6 +139,7 @@ class Predictor:
         model: nn.Module | None,
         at: int | str | None,
         is_full: bool,
+        row_memory: int | None,
     ) -> Predictor:
         subscriber, last_number = None, 0
         if (path / CURRENT).exists() and at is not None:
@@ -147,13 +157,13 @@ class Predictor:
         if model is None:
             model = _build_network(export, config, folder)
         keep_freed_memory()
-        dense, rows = _load_export(folder, export, model, is_full)
+        dense, rows = _load_export(folder, export, model, is_full, row_memory)
         load_dense(model, dense)
         find_collection(model).open_exported(rows)
         model.eval().requires_grad_(False)
         predictor = cls(
             model, rows, schema=export.schema, config=config, step=export.step, folder=folder,
-            run=export.run, is_full=is_full,
+            run=export.run, is_full=is_full, row_memory=row_memory,
         )  # fmt: skip
         if subscriber is not None and at is None:
             predictor._subscriber = subscriber
@@ -273,7 +283,7 @@ class Predictor:
             collection.open_exported(rows)
             other = Predictor(
                 model.eval().requires_grad_(False), rows, schema=self.schema, config=self.config, step=self.step,
-                folder=self.folder, run=self.run, is_full=self._is_full,
+                folder=self.folder, run=self.run, is_full=self._is_full, row_memory=self._row_memory,
             )  # fmt: skip
             other._torn = self._torn
             other._subscriber = None if self._subscriber is None else self._subscriber.fork()
@@ -330,7 +340,9 @@ class Predictor:
         check_file_lengths(folder, export)
         _check_schema(self.schema, export, folder)
         # Outside the lock: other threads may predict meanwhile.
-        dense, rows = _load_export(folder, export, self.model, self._is_full, self.rows)
+        dense, rows = _load_export(
+            folder, export, self.model, self._is_full, self._row_memory, self.rows
+        )
         with self._lock:
             load_dense(self.model, dense)
             self.rows.replace_files(rows)
@@ -391,6 +403,14 @@ def _parse_published_step(path: Path, at: int | str) -> int:
     )
 
 
+def _parse_row_memory(value: int | str | None) -> int | None:
+    """Return the bytes of a size. Raises ConfigError."""
+    try:
+        return None if value is None else int(parse_positive_bytes(value))
+    except ValueError as error:
+        raise ConfigError(f"row_memory: {error}") from None
+
+
 def _build_network(export: Export, config: RunConfig | None, folder: Path) -> nn.Module:
     """Build the network, after checking its shapes on the meta device against the files. Raises CheckpointError if they
     differ, or if the export has no configuration."""
@@ -407,7 +427,12 @@ def _build_network(export: Export, config: RunConfig | None, folder: Path) -> nn
 
 
 def _load_export(
-    folder: Path, export: Export, model: nn.Module, is_full: bool, known: MappedRows | None = None
+    folder: Path,
+    export: Export,
+    model: nn.Module,
+    is_full: bool,
+    row_memory: int | None,
+    known: MappedRows | None = None,
 ) -> tuple[dict[str, Tensor], MappedRows]:
     """Read the dense weights and map the rows of an export of this network. Raises CheckpointError for another
     network's, CorruptionError, StorageError."""
@@ -416,7 +441,15 @@ def _load_export(
     dense = read_dense(folder, export)
     _check_dense_shapes(model, dense, folder)
     files, seed = export.row_files, collection.seed
-    rows = open_mapped(collection.tables, folder, files, seed=seed, full=is_full, known=known)
+    rows = open_mapped(
+        collection.tables,
+        folder,
+        files,
+        seed=seed,
+        full=is_full,
+        known=known,
+        row_memory=row_memory,
+    )
     rows.start_scrub()
     return dense, rows
 

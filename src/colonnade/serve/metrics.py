@@ -46,6 +46,10 @@ class Metrics:
             "colonnade_batch_samples", "Samples of a scored batch.", buckets=SAMPLES, **registry
         )
         self.lookups = Counter("colonnade_lookups", "Ids looked up.", **registry)
+        self.rows = Gauge(
+            "colonnade_rows_read", "Rows read with --row-memory since the base was loaded, by place: memory or file.",
+            ["place"], multiprocess_mode="livesum", **registry,
+        )  # fmt: skip
         self.in_progress = Gauge(
             "colonnade_requests_in_progress",
             "Requests in progress.",
@@ -120,6 +124,8 @@ class Metrics:
         self.failures.set(model.num_failures)
         self.versions.set(model.num_open_versions)
         self.has_problem.set(model.problem is not None)
+        for place, count in zip(("memory", "file"), model.row_counts, strict=True):
+            self.rows.labels(place).set(count)
         if (index := model.describe_index()) is not None:
             self.recall.labels(index["kind"]).set(index["recall"])
 

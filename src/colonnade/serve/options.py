@@ -57,6 +57,8 @@ class ServeOptions:
     """Memory of the rows of all open older steps that are newer than their mapped files."""
     max_pins: int = 4
 
+    row_memory_bytes: int | None = None
+    """Memory of a worker for the rows of the newest step; None: rows are read from their mapped files."""
     threads: int = 1
     """Threads of torch in a worker."""
     access_log: str | None = None

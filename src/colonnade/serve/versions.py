@@ -323,6 +323,13 @@ class ServedModel:
             return self.get_any().run
         return ""
 
+    @property
+    def row_counts(self) -> tuple[int, int]:
+        """Rows of the newest step that were read from memory, and from files; 0 without `row_memory`."""
+        newest = self._newest
+        cache = None if newest is None else newest.rows.cache
+        return (0, 0) if cache is None else cache.counts[:2]
+
     def describe_index(self) -> dict[str, Any] | None:
         """Return how a retrieval model's items are ranked, and the recall; None for a model that scores."""
         recommender = self._recommender
@@ -470,7 +477,11 @@ class ServedModel:
             raise CheckpointError(f"{options.path} has no checkpoint yet; waiting for one")
         copy = options.copy if is_url(options.path) else None
         predictor = Predictor.open(
-            options.path, at=options.at, copy=copy, model=self._build_network()
+            options.path,
+            at=options.at,
+            copy=copy,
+            model=self._build_network(),
+            row_memory=options.row_memory_bytes,
         )
         self._recommender = self._build_recommender(predictor, options.index)
         self._newest, self._problem = predictor, None

@@ -197,9 +197,18 @@ class FileMapping:
     mapping ends with `close`, or when the last reference is dropped; loads after that are errors.
     """
 
-    def __init__(self, file: DiskFile, num_bytes: int, *, offset: int = 0, room: int = 0) -> None:
-        """Map the file. Raises StorageError. offset: a multiple of the page size."""
-        address, number = _native.map_file(file.fd, offset, num_bytes, room)
+    def __init__(
+        self,
+        file: DiskFile,
+        num_bytes: int,
+        *,
+        offset: int = 0,
+        room: int = 0,
+        is_random: bool = False,
+    ) -> None:
+        """Map the file. Raises StorageError. offset: a multiple of the page size. is_random: pages beside a missing one
+        are not read with it."""
+        address, number = _native.map_file(file.fd, offset, num_bytes, room, is_random)
         if number:
             raise StorageError(
                 number,

@@ -4,6 +4,10 @@ Processes that map the same file share its pages. Each has an index of its own: 
 23 per row of an open one. Absent rows read as their first value (lazy initialisation): it is written behind the mapped
 rows, in memory of this process, so that every row of a table is at `base + slot * stride`. Between the two are rows
 that are newer than the file (`change`), with an index of their own: 23 bytes a row.
+
+If the files are larger than memory, a `RowCache` has the rows that are used most. Rows that it lacks are read from the
+files, all those of a batch with many reads in flight; the mapping then serves only what `MappedRows.read` gives up.
+
 Legend: N rows of a file or of a change, T tables, E lookups.
 """
 
@@ -35,8 +39,14 @@ GONE = 1 << 40  # instead of a slot: a row of the file that was deleted
 class MappedRows:
     """Mapped rows of all tables of an exported model. One thread at a time. Built by `open_mapped`."""
 
-    def __init__(self, tables: Sequence[MappedTable], initialiser: _native.Dram) -> None:
+    def __init__(
+        self,
+        tables: Sequence[MappedTable],
+        initialiser: _native.Dram,
+        cache: _native.RowCache | None = None,
+    ) -> None:
         self.tables = tuple(tables)
+        self.cache = cache
         self._initialiser = initialiser
         self._native_tables = [table.native for table in tables]
         self._num_damaged = 0  # mappings of this process known as damaged, none of these tables
@@ -76,13 +86,16 @@ class MappedRows:
         is_sharing: bool,
     ) -> list[Tensor] | None:
         """Look up a batch's features and pool them in one native call. Return the reader's outputs; None if an id, a
-        tensor or a row is invalid, or a row's block was not checked yet: `find_slots` then says what, or checks it.
+        tensor or a row is invalid, a row's block was not checked yet, or a file could not be read: `find_slots` and
+        `check_damage` then say what, or check it.
 
         is_sharing: a feature with one sample has it for all samples. Raises ConfigError once the rows are closed.
         """
         self._check_open()
         _native.handle_faults()  # other libraries may have installed their handlers meanwhile
-        return reader.read(self._native_tables, self._initialiser, ids, size, is_sharing)
+        return reader.read(
+            self._native_tables, self._initialiser, ids, size, is_sharing, self.cache
+        )
 
     def addresses_and_strides(self) -> tuple[Tensor, Tensor]:
         """Return the address of slot 0 and the bytes between slots, (T,) each. Valid until the next `find_slots`."""
@@ -140,15 +153,19 @@ class MappedRows:
         self._check_open()
         self._unmap()
         self.tables, self._scrub, self._failure = other.tables, other._scrub, None
+        self.cache = other.cache
         self._initialiser, self._native_tables = other._initialiser, other._native_tables
 
     def fork(self, seed: int) -> MappedRows:
-        """Return other rows of the same content, which change by themselves. Files, their indices and what is known of
-        their checksums are shared; rows that are newer than the files are copied. seed: the collection's."""
+        """Return other rows of the same content, which change by themselves. Files, their indices, their cached rows
+        and what is known of their checksums are shared; rows that are newer than the files are copied. seed: the
+        collection's."""
         self._check_open()
         declared = [table.table for table in self.tables]
         initialiser = open_dram_store(declared, [1] * len(declared), seed=seed).native
-        other = MappedRows([table.fork(initialiser) for table in self.tables], initialiser)
+        other = MappedRows(
+            [table.fork(initialiser) for table in self.tables], initialiser, self.cache
+        )
         other._failure = self.problem
         if self._scrub is not None:
             other.start_scrub()
@@ -157,6 +174,7 @@ class MappedRows:
     def close(self) -> None:
         """Unmap the files; later reads are refused."""
         self._is_closed = True
+        self.cache = None
         self._unmap()
 
     def _unmap(self) -> None:
@@ -344,7 +362,9 @@ class _Mapping:
         self.first_free = -(-(end - (begin - first)) // self.stride)
         room = (num_extra_rows + 1) * self.stride
         offset = first if length else 0
-        self._pages = FileMapping(self.file.file.file, length, offset=offset, room=room)
+        self._pages = FileMapping(
+            self.file.file.file, length, offset=offset, room=room, is_random=True
+        )
         self._base = self._pages.address + begin - first
         return self._base
 
@@ -372,11 +392,13 @@ def open_mapped(
     seed: int,
     full: bool = False,
     known: MappedRows | None = None,
+    row_memory: int | None = None,
 ) -> MappedRows:
     """Map one file of `folder` per table. Raises StorageError, CorruptionError naming the file that is damaged.
 
     seed: the collection's; it decides first values. Headers and ids are checked now; rows when they are first read, or
-    now if `full`. known: other rows; files that are open there are not checked again.
+    now if `full`. known: other rows; files that are open there are not checked again. row_memory: bytes of a cache of
+    rows, ConfigError if they are too few; None: rows are read in place.
     """
     opened = [
         open_row_file(folder, name, checksums, table)
@@ -391,4 +413,18 @@ def open_mapped(
     mapped = [MappedTable(t, file, initialiser) for t, file in enumerate(opened)]
     for table in mapped:
         table.reserve(0)
-    return MappedRows(mapped, initialiser)
+    cache = None if row_memory is None else _open_cache(opened, row_memory)
+    return MappedRows(mapped, initialiser, cache)
+
+
+def _open_cache(files: Sequence[RowFile], num_bytes: int) -> _native.RowCache:
+    """Open a cache of the files' rows. Raises ConfigError if the memory is too small, StorageError."""
+    sources = [
+        (file.file.file.fd, file.weights_begin, file.stride, file.num_rows) for file in files
+    ]
+    try:
+        return _native.RowCache(sources, num_bytes)
+    except ValueError as error:
+        raise ConfigError(f"row memory: {error}") from None
+    except RuntimeError as error:
+        raise StorageError(f"{error}. Raise the limit on open files (`ulimit -n`)") from error
