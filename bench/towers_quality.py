@@ -132,7 +132,7 @@ def flat_run(seed: int) -> tuple[Affinity, list[FeatureLoad]]:
     features, mesh = [Feature(table.name, table.name) for table in tables], Mesh()
     torch.manual_seed(seed)
     model = FactorizationMachine(
-        tables, features, num_dense=len(splits.train.schema.dense), seed=seed
+        tables, features, num_dense=len(splits.train.schema.dense), bags=(), seed=seed
     )
     model.embeddings.open(build_plan(tables, 1), mesh)
     done = fit(

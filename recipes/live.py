@@ -47,7 +47,7 @@ def build_network() -> FactorizationMachine:
         for column in SCHEMA.categorical
     ]  # fmt: skip
     features = [colonnade.Feature(table.name, table.name) for table in tables]
-    return FactorizationMachine(tables, features, num_dense=0)
+    return FactorizationMachine(tables, features, num_dense=0, bags=())
 
 
 class Users(threading.Thread):

@@ -71,8 +71,8 @@ def build(kind: str, lr: float, dtype: str = "float32") -> Scorer:
     features = [Feature(name, name) for name in names]
     torch.manual_seed(0)
     if kind == "deepfm":
-        return DeepFM(tables, features, num_dense=0, top=TOP)
-    return FactorizationMachine(tables, features, num_dense=0)
+        return DeepFM(tables, features, num_dense=0, top=TOP, over="fields")
+    return FactorizationMachine(tables, features, num_dense=0, over="fields")
 
 
 def train(

@@ -22,7 +22,7 @@ def scores(mesh: Mesh, kind: str) -> list[float]:
     """Return scores by step, the same on every rank. Collective."""
     model = build(kind, LR, "float64").double()
     collection = model.embeddings
-    if mesh.num_ranks > 1:  # bags lie whole, which FM asks for
+    if mesh.num_ranks > 1:  # bags lie whole, which FM over fields asks for
         names = [table.name for table in collection.tables]
         whole = {name: {"sharding": table_wise(t % mesh.num_ranks)} for t, name in enumerate(names)}
         plan = build_plan(

@@ -15,7 +15,12 @@ from colonnade.optimizers import RowWiseAdagrad, SparseOptimizer
 from colonnade.retention import Admission, Eviction, MaxRowsEviction
 
 Pooling = Literal["mean", "sequence", "sqrtn", "sum"]
-POOLINGS = ("sum", "mean", "sequence", "sqrtn")  # the native core numbers poolings by this order
+POOLINGS: tuple[Pooling, ...] = (
+    "sum",
+    "mean",
+    "sequence",
+    "sqrtn",
+)  # the native core numbers poolings by this order
 ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 CLOCK_BYTES = 8
 MAX_RECORD_BYTES = 1 << 31

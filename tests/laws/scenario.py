@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from plans import by_table, cache_settings
@@ -116,13 +116,19 @@ def features() -> list[Feature]:
 class Net(nn.Module):
     """FM and values over the pooled fields, the mean of a sequence: every path into a loss."""
 
-    def __init__(self, dtype: str = "float64", seed: int = 3, stays: str | None = None) -> None:
+    def __init__(
+        self,
+        dtype: str = "float64",
+        seed: int = 3,
+        stays: str | None = None,
+        over: Literal["fields", "ids"] = "fields",
+    ) -> None:
         super().__init__()
         fields = ["user.deep", "item", "seen", "tags"]
         self.embeddings = EmbeddingCollection(
             tables(dtype, stays),
             features(),
-            consumers={"fm": (FM(), fields), "deep": (Concat(), fields[::-1])},
+            consumers={"fm": (FM(over), fields), "deep": (Concat(), fields[::-1])},
             seed=seed,
         )
         torch.manual_seed(seed)
@@ -253,9 +259,10 @@ def train(
     hot: Mapping[str, Any] | None = None,
     caches: Mapping[str, Any] | None = None,
     cache_tier: CacheTier = "dram",
+    over: Literal["fields", "ids"] = "fields",
 ) -> Trained:
     """Every rank calls it; every rank returns the same, on the CPU. Step t has `sizes[t]` (or `size`) samples."""
-    model = Net(dtype, stays=stays).to(device)
+    model = Net(dtype, stays=stays, over=over).to(device)
     collection = model.embeddings
     plan = build_plan(
         collection.tables,

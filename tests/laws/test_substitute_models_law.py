@@ -95,15 +95,13 @@ RUNS = {
 }  # fmt: skip
 
 
-def source(is_split: bool, is_poisoned: bool):
-    """190 samples; the last feature has bags where tables are whole."""
+def source(is_poisoned: bool):
+    """190 samples; the last feature has bags."""
     random = torch.Generator().manual_seed(4)
     ids = {name: Ids(torch.randint(0, ROWS, (190,), generator=random)) for name in NAMES}
     lengths = torch.randint(0, 4, (190,), generator=random)
-    if not is_split:
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        bag = torch.randint(0, ROWS, (int(offsets[-1]),), generator=random)
-        ids["d"] = Ids(bag, offsets)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    ids["d"] = Ids(torch.randint(0, ROWS, (int(offsets[-1]),), generator=random), offsets)
     dense = torch.rand(190, 2, generator=random)
     label = (torch.rand(190, generator=random) < 0.4).float()
     result = open_tensors(ids, dense=dense, label=label, cardinalities=dict.fromkeys(NAMES, ROWS))
@@ -129,10 +127,7 @@ def trained(mesh, name):
         )
         for table in NAMES
     ]
-    pooling = "sum" if is_split else "mean"
-    features = [
-        Feature(value, value, pooling=pooling if value == "d" else "sum") for value in NAMES
-    ]
+    features = [Feature(value, value, pooling="mean" if value == "d" else "sum") for value in NAMES]
     torch.manual_seed(3)
     model = make(tables, features, num_dense=2, **model_settings).double()
     shardings = {}
@@ -147,10 +142,10 @@ def trained(mesh, name):
     chosen = at_owners(model.embeddings)
     if mesh.num_ranks > 1:
         assert chosen == wanted, (name, chosen)
-    whole = source(is_split, False)
+    whole = source(False)
     result = fit(
         model,
-        Splits(train=source(is_split, "skipped" in name), test=whole),
+        Splits(train=source("skipped" in name), test=whole),
         mesh=mesh,
         batch_size=48,
         epochs=1,

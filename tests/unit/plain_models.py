@@ -58,6 +58,19 @@ class Plain(nn.Module):
             results.append(self.bags[feature.table](ids.values, offsets))
         return torch.stack(results, 1)
 
+    def id_pairs(self, batch: Batch, dim: int) -> Tensor:
+        """Products of all pairs of a sample's ids, of `dim` columns, (B, dim); each of n ids of a bag counts 1 / n."""
+        products = []
+        for sample in range(batch.size):
+            vectors = []
+            for feature in self.features:
+                ids = batch.ids[feature.name]
+                starts = torch.arange(batch.size + 1) if ids.offsets is None else ids.offsets
+                own = ids.values[starts[sample] : starts[sample + 1]]
+                vectors.append(self.bags[feature.table].weight[own, :dim] / max(1, len(own)))
+            products.append(sum(pairs(torch.cat(vectors)[None]))[0])
+        return torch.stack(products)
+
 
 def pairs(vectors: Tensor) -> list[Tensor]:
     """v_i * v_j of all pairs, (B, D) each."""
@@ -73,15 +86,25 @@ class PlainLR(Plain):
         return self.fields(batch).sum(1) + self.linear(batch.dense)
 
 
-class PlainFM(PlainLR):
+class PlainPairs(PlainLR):
+    """`over`: what a pair is of, "ids" or "fields"."""
+
+    over = "ids"
+
+    def sum_pairs(self, batch: Batch, deep: Tensor) -> Tensor:
+        """Sum of v_i * v_j of all pairs, (B, D). deep: the fields' vectors (B, F, D)."""
+        return self.id_pairs(batch, deep.shape[2]) if self.over == "ids" else sum(pairs(deep))
+
+
+class PlainFM(PlainPairs):
     def forward(self, batch):
         fields, tasks = self.fields(batch), len(self.linear.bias)
         deep, wide = fields[..., :-tasks], fields[..., -tasks:]
-        second = sum(pair.sum(1, keepdim=True) for pair in pairs(deep))
+        second = self.sum_pairs(batch, deep).sum(1, keepdim=True)
         return wide.sum(1) + second + self.linear(batch.dense)
 
 
-class PlainNFM(PlainLR):
+class PlainNFM(PlainPairs):
     def __init__(self, tables, features, num_dense, tasks, top):
         super().__init__(tables, features, num_dense, tasks)
         self.top = stack([num_dense + tables[0].width - tasks, *top, tasks])
@@ -89,11 +112,11 @@ class PlainNFM(PlainLR):
     def forward(self, batch):
         fields, tasks = self.fields(batch), len(self.linear.bias)
         deep, wide = fields[..., :-tasks], fields[..., -tasks:]
-        hidden = self.top(torch.cat([batch.dense, sum(pairs(deep))], 1))
+        hidden = self.top(torch.cat([batch.dense, self.sum_pairs(batch, deep)], 1))
         return hidden + wide.sum(1) + self.linear(batch.dense)
 
 
-class PlainWideDeep(PlainLR):
+class PlainWideDeep(PlainPairs):
     HAS_FM = False
 
     def __init__(self, tables, features, num_dense, tasks, top):
@@ -107,7 +130,7 @@ class PlainWideDeep(PlainLR):
         hidden = self.deep(torch.cat([batch.dense, deep.flatten(1)], 1))
         logits = hidden + wide.sum(1) + self.linear(batch.dense)
         if self.HAS_FM:
-            logits = logits + sum(pair.sum(1, keepdim=True) for pair in pairs(deep))
+            logits = logits + self.sum_pairs(batch, deep).sum(1, keepdim=True)
         return logits
 
     @staticmethod

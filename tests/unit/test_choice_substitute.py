@@ -20,7 +20,8 @@ from colonnade.topology.sharding import Sharding, row_wise, table_wise
 
 def consumer(name, fields, width, needs_bags=True):
     size = 4.0 * (width or 0)
-    return ConsumerLoad(name, tuple(fields), width, size, size, needs_bags)
+    whole_bags = frozenset(fields if needs_bags else ())
+    return ConsumerLoad(name, tuple(fields), width, size, size, whole_bags)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch.utils import cpp_extension
 
 import colonnade
 from colonnade import (
+    FM,
     Batch,
     Concat,
     ConfigError,
@@ -120,6 +121,7 @@ class Own(nn.Module):
             consumers={
                 "interest": (TargetAttention(heads=2), ["item.deep", "history.deep"]),
                 "flat": (Concat(), ["item.deep", "tags", "more tags", "page"]),
+                "fm": (FM("ids"), ["item.deep", "tags", "more tags"]),
             },
             seed=5,
         )  # fmt: skip
@@ -128,7 +130,8 @@ class Own(nn.Module):
     def forward(self, batch):
         fields = self.embeddings(batch)
         first = torch.cat([fields["flat"], fields["interest"], batch.dense], 1)
-        return self.top(first.to(self.top.weight)) + fields["item.wide"] + fields["pages"].sum()
+        scores = self.top(first.to(self.top.weight)) + fields["item.wide"] + fields["pages"].sum()
+        return scores + fields["fm"]
 
 
 def own_columns(size, seed):

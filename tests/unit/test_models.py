@@ -107,6 +107,17 @@ def dcn_towers(dim, layers, rank=None):
     )
 
 
+def over_fields(plain, *settings):
+    """The twin whose pairs are of pooled fields."""
+
+    def make(*arguments):
+        twin = plain(*arguments, *settings)
+        twin.over = "fields"
+        return twin
+
+    return make
+
+
 CASES = {
     "lr": (LR, "weights", {}, PlainLR),
     "fm": (FactorizationMachine, "both", {}, PlainFM),
@@ -123,6 +134,16 @@ CASES = {
         lambda *arguments: PlainDLRM(*arguments, [6], [5], True),
     ),
     "deepfm, nothing deep": (DeepFM, "both", {"top": []}, lambda *arguments: PlainDeepFM(*arguments, [])),
+    "fm, over fields": (
+        FactorizationMachine, "both", {"over": "fields"}, over_fields(PlainFM)
+    ),
+    "nfm, over fields": (NFM, "both", {"top": [5], "over": "fields"}, over_fields(PlainNFM, [5])),
+    "deepfm, over fields": (
+        DeepFM, "both", {"top": [5], "over": "fields"}, over_fields(PlainDeepFM, [5])
+    ),
+    "deepfm, one bag": (
+        DeepFM, "both", {"top": [5], "bags": ["c"]}, lambda *arguments: PlainDeepFM(*arguments, [5])
+    ),
     "dcn": (DCN, "vector", {"cross_layers": 2, "top": [5]}, dcn_v1_twin([5])),
     "dcn, deeper": (DCN, "vector", {"cross_layers": 4, "top": [5, 3]}, dcn_v1_twin([5, 3], 4)),
     "dcn, nothing deep": (DCN, "vector", {"cross_layers": 1, "top": []}, dcn_v1_twin([], 1)),
@@ -253,7 +274,11 @@ def test_bfloat16_of_the_dense_network(case):
     logits = model(inputs)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, exact, rtol=0.05, atol=0.1)
-    if case not in ("lr", "fm"):  # whose network has no product that a single dense column notices
+    if case not in (
+        "lr",
+        "fm",
+        "fm, over fields",
+    ):  # whose network has no product that a single dense column notices
         assert not torch.equal(logits, exact), "nothing was computed in bfloat16"
     bce(logits, inputs.label).backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())

@@ -22,6 +22,9 @@ class ModelConfig(Section):
     """Model to train."""
     dim: int | None = Field(None, ge=1)
     """Width of every embedding row, in elements; default 16. Not used by lr, whose rows hold one weight per label."""
+    over: Literal["ids", "fields"] | None = None
+    """Variables whose pairs are multiplied (fm, nfm, deepfm): ids, each id of a sample (default); fields, the pooled
+    vector of each column. The same where no column has several ids."""
     bottom: list[Width] | None = None
     """Hidden widths of the MLP over the dense columns (dlrm); default [64, 32]."""
     top: list[Width] | None = None

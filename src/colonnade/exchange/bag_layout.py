@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from colonnade.batch import Batch
 from colonnade.errors import ConfigError, DataError
-from colonnade.exchange.operator_cut import get_result_width
+from colonnade.exchange.operator_cut import get_result_width, list_whole_fields
 from colonnade.exchange.operators import Attended, Partials
 from colonnade.exchange.rows import RowsLookup
 from colonnade.lookup.contract import PartLookup
@@ -90,8 +91,9 @@ def find_evaluated_fields(
     unsplit = {
         declaration.fields[i].feature
         for name, fields in taken_by.items()
-        if declaration.consumers[name].interaction.needs_pooled_fields()
+        for whole_fields in [list_whole_fields(declaration, name)]
         for i in fields
+        if declaration.fields[i].name in whole_fields
     }
     return EvaluatedFields(
         tuple(consumers),
@@ -110,6 +112,16 @@ class Division:
     column: int  # of lookups
     pooling: str
     columns: slice  # of the arriving columns
+    is_squared: bool  # the divisor of squares is squared, too
+
+    def compute_divisors(self, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what the sums of each bag are divided by, (B, 1). offsets (B + 1,): of the bags."""
+        lengths = offsets.diff().clamp(min=1).to(dtype)
+        if self.pooling == "mean":
+            return (lengths.square() if self.is_squared else lengths)[:, None]
+        # Correctly rounded roots, as the native kernels'; torch's own on a CPU are not.
+        root = torch.from_numpy(np.sqrt(lengths.numpy()))
+        return (lengths if self.is_squared else root)[:, None]
 
 
 @dataclass(frozen=True)
@@ -182,7 +194,10 @@ def build_bag_layout(
     poolings = [declaration.features[f].pooling for f in features]
     column = {f: c for c, f in enumerate(features)}
     divisions = [
-        Division(column[f], declaration.features[f].pooling, arriving.slice_of(key))
+        Division(
+            column[f], declaration.features[f].pooling, arriving.slice_of(key),
+            declaration.fields[key].is_squared,
+        )
         for key, f in ((k, declaration.fields[k].feature) for k in arriving.dims if isinstance(k, int))
         if declaration.features[f].pooling in ("mean", "sqrtn") and f not in evaluated.averaged
     ]  # fmt: skip
@@ -271,7 +286,8 @@ def collect_weighed_lookups(batch: Batch, layout: BagLayout) -> Lookups:
             raise DataError(
                 f"feature {feature.name!r}: got a sample with {int(lengths.max())} ids, wanted at most one: its "
                 "table's rows are on several ranks and its consumer needs a sample's whole bag on one. Give table "
-                f"{feature.table!r} the sharding table_wise, or exchange pooled"
+                f"{feature.table!r} the sharding table_wise, or exchange pooled; FM and BiInteraction with over='ids' "
+                "(model.over=ids) take split bags"
             )
         if f in evaluated.weighed:
             weights[c] = _compute_mean_weights(lengths, feature.pooling, weights[c], dtype)

@@ -348,9 +348,9 @@ class BagsExchange:
         assert requested is not None
         for division in self.layout.divisions:
             if (offsets := requested.bags[division.column]) is not None:
-                lengths = offsets.diff().clamp(min=1).to(pooled_sums.dtype)
-                divisor = lengths if division.pooling == "mean" else _sqrt(lengths)
-                pooled_sums[:, division.columns] /= divisor[:, None]
+                pooled_sums[:, division.columns] /= division.compute_divisors(
+                    offsets, pooled_sums.dtype
+                )
 
     # ---- gradients
 
@@ -404,9 +404,8 @@ class BagsExchange:
         assert requested is not None
         for division in self.layout.divisions:
             if (offsets := requested.bags[division.column]) is not None:
-                lengths = offsets.diff().clamp(min=1).to(self.dtype)
-                divisor = lengths if division.pooling == "mean" else _sqrt(lengths)
-                total[:, division.columns] *= (1 / divisor)[:, None]
+                divisors = division.compute_divisors(offsets, self.dtype)
+                total[:, division.columns] *= 1 / divisors
         self._push_attention_gradients(lookup, total)
         return total
 
@@ -481,8 +480,3 @@ def _read_batch_size(rank: int, message: np.ndarray) -> int:
             "must run one version of Colonnade on one model"
         )
     return int(SAMPLES.unpack(message.tobytes())[0])
-
-
-def _sqrt(values: Tensor) -> Tensor:
-    """Return correctly rounded roots, as the native kernels'; torch's own on a CPU are not."""
-    return torch.from_numpy(np.sqrt(values.numpy()))

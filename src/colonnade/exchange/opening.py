@@ -158,6 +158,8 @@ def open_exchange_part(
 ) -> ExchangePart[Any]:
     """Open an exchange of these hops. Collective. Raises ConfigError."""
     first = hops[0]
+    if reads_ahead and first.request != "unique_ids":
+        _check_no_squares(declaration)
     if first.request == "unique_ids":
         if first.reply == "nothing" and mesh.num_ranks > 1:
             return ReplicatedExchange(declaration, mesh, coding)
@@ -210,6 +212,21 @@ def _open_bags_exchange(
         attention=_build_attention(layout, mesh, shardings),
         keeps_pooled=evaluates,
     )
+
+
+def _check_no_squares(declaration: EmbeddingDeclaration) -> None:
+    """Raise ConfigError for consumers of squares, whose gradients need the vectors that owners read ahead: a checkpoint
+    has sums of bags, not these."""
+    squared = {field.name for field in declaration.fields if field.is_squared}
+    for name, consumer in declaration.consumers.items():
+        for field in declaration.fields:
+            if field.name in squared.intersection(consumer.features):
+                table = declaration.tables[declaration.parts[field.part][0]].name
+                raise ConfigError(
+                    f"table {table!r}: got an exchange of bags with rows that are read ahead, and consumer {name!r} "
+                    f"over ids, wanted rows or no staleness: set plan.tables.{table}.exchange=rows or "
+                    f"plan.tables.{table}.staleness_steps=0, or use over='fields'"
+                )
 
 
 def _check_sequence_consumers(

@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import combinations
 
 from colonnade.interaction import Concat
+from colonnade.interaction.contract import SQUARES
 from colonnade.lookup.hops import EVALUATING
 from colonnade.lookup.layout import Consumer, EmbeddingDeclaration, query_fields, restrict_outputs
 from colonnade.topology.sharding import Sharding
@@ -96,6 +97,20 @@ def get_result_width(declaration: EmbeddingDeclaration, consumer_name: str) -> i
     consumer = declaration.consumers[consumer_name]
     dims = {field.dim for field in declaration.fields if field.name in consumer.features}
     return consumer.interaction.width(max(dims)) if dims else None
+
+
+def list_whole_fields(declaration: EmbeddingDeclaration, consumer_name: str) -> frozenset[str]:
+    """Return the fields of a consumer that must be pooled on one rank before owners evaluate it: all if it needs pooled
+    fields, except those with squares and these."""
+    consumer = declaration.consumers[consumer_name]
+    if not consumer.interaction.needs_pooled_fields():
+        return frozenset()
+    squared = {field.name for field in declaration.fields if field.is_squared}
+    return frozenset(
+        name
+        for name in consumer.features
+        if name not in squared and name + SQUARES not in squared.intersection(consumer.features)
+    )
 
 
 def count_sent_floats(

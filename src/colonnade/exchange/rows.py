@@ -266,7 +266,7 @@ class RowsExchange:
         send = self.mesh.allocate_send_buffer(messages.wanted.num_elements, owner.compute_dtype)
         entries = RowGradients(
             lookup.slots, self.table_offsets(lookup), plan.segment_offsets, plan.entries,
-            owner.native.output_gradients(lookup, gradients), gradients,
+            *owner.native.output_gradients(lookup, gradients),
         )  # fmt: skip
         owner.native.sum_rows_into(entries, send, messages.wanted_index)
         return send

@@ -105,7 +105,7 @@ def _parse_lines(lines: Sequence[list[str]]) -> LookupLayout:
     for kind, name, *numbers in lines[1:]:
         if kind == "feature":
             t, pooling, is_bag = map(int, numbers)
-            features.append(Feature(unquote(name), tables[t].name, pooling=POOLINGS[pooling]))  # type: ignore[arg-type]
+            features.append(Feature(unquote(name), tables[t].name, pooling=POOLINGS[pooling]))
             has_lengths.append(bool(is_bag))
             continue
         if kind != "table":

@@ -37,7 +37,8 @@ from colonnade.export.tensors import (
     list_features_with_lengths,
     list_inputs,
 )
-from colonnade.lookup.layout import list_lookup_outputs
+from colonnade.interaction.contract import SQUARES
+from colonnade.lookup.layout import LookupField, list_lookup_outputs
 from colonnade.lookup.outputs import build_outputs
 from colonnade.lookup.views import slices_of
 from colonnade.ops.interaction import plain_cross, plain_fm, plain_pairwise_dot
@@ -190,19 +191,33 @@ class WholeModel(ExportedModel):
     ) -> None:
         super().__init__(model, collection, schema)
         counts = [len(table.weights) for table in tables]
-        has_lengths = [f.name in self.features_with_lengths for f in self.declaration.features]
-        self.layout = format_layout(self.declaration, counts, collection.seed, has_lengths)
+        squared = {field.feature for field in self.declaration.fields if field.is_squared}
+        # Features whose squares are read are looked up again, as sequences.
+        self.looked_up = [*range(len(self.declaration.features)), *sorted(squared)]
+        self.lookups = replace(self.declaration, features=self._list_features(), consumers={})
+        has_lengths = [
+            self.declaration.features[f].name in self.features_with_lengths for f in self.looked_up
+        ]
+        self.layout = format_layout(self.lookups, counts, collection.seed, has_lengths)
         for t, table in enumerate(tables):
             keys, weights = table if with_rows else (table.keys[:0], table.weights[:0])
             # Copies: both are views of one mapped file, which torch.export.save cannot cut.
             self.register_buffer(f"keys_{t}", keys.clone())
             self.register_buffer(f"rows_{t}", weights.clone())
 
+    def _list_features(self) -> tuple[Feature, ...]:
+        features = self.declaration.features
+        again = [features[f] for f in self.looked_up[len(features) :]]
+        return (
+            *features,
+            *(replace(f, name=f.name + SQUARES, pooling="sequence") for f in again),
+        )
+
     def look_up(self, batch: Batch) -> Sequence[Tensor]:
         numbers = range(len(self.declaration.tables))
-        features = self.declaration.features
+        features = [self.declaration.features[f] for f in self.looked_up]
         nothing = torch.empty(0, dtype=torch.int64)
-        return torch.ops.colonnade.lookup(
+        tensors = torch.ops.colonnade.lookup(
             self.layout,
             [self.get_buffer(f"rows_{t}") for t in numbers],
             [self.get_buffer(f"keys_{t}") for t in numbers],
@@ -210,6 +225,33 @@ class WholeModel(ExportedModel):
             [self.inputs.get(feature.name + LENGTHS, nothing) for feature in features],
             batch.size,
         )
+        by_read = {
+            (field.feature, field.part): tensor
+            for field, tensor in zip(self.lookups.fields, tensors, strict=True)
+        }
+        return [
+            self._pool_squares(field, by_read)
+            if field.is_squared
+            else by_read[field.feature, field.part]
+            for field in self.declaration.fields
+        ]
+
+    def _pool_squares(
+        self, field: LookupField, by_read: Mapping[tuple[int, int], Tensor]
+    ) -> Tensor:
+        """Return the squares (B, dim) of a field. by_read: tensors by feature and part of the lookups."""
+        feature = self.declaration.features[field.feature]
+        again = self.looked_up.index(field.feature, len(self.declaration.features))
+        rows = by_read[again, field.part]
+        lengths = self.inputs.get(feature.name + LENGTHS)
+        if lengths is None:
+            return rows.square()
+        size = lengths.shape[0]
+        samples = torch.arange(size).repeat_interleave(lengths, output_size=rows.shape[0])
+        if feature.pooling in ("mean", "sqrtn"):  # rounded as `lookup.reads` does
+            divisors = lengths.double() if feature.pooling == "mean" else lengths.double().sqrt()
+            rows = rows * (1 / divisors.to(rows.dtype))[samples][:, None]
+        return rows.new_zeros(size, rows.shape[1]).index_add(0, samples, rows.square())
 
 
 class DenseModel(ExportedModel):

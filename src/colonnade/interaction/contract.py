@@ -12,6 +12,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+SQUARES = "^2"
+"""Suffix of the name of a field's squares: by sample, the sum over its ids of (x v)^2, element by element, (B, D).
+
+v is an id's vector, x what pooling multiplies it by: the lookup's weight, over n for a mean of n ids, over sqrt(n) for
+sqrtn."""
+
 
 class Interaction(nn.Module):
     """First operator of a model after the embeddings, in two parts (DES, Rong et al. 2020, section 3).
@@ -37,14 +43,18 @@ class Interaction(nn.Module):
     """Number of dense columns of a batch (`Batch.dense`) that `combine` and `forward` take as their last argument; 0:
     they do not take it."""
 
+    def list_inputs(self, fields: Sequence[str]) -> tuple[str, ...]:
+        """Return the names of the operator's inputs for these fields: the fields, and squares of some (`SQUARES`)."""
+        return tuple(fields)
+
     @abstractmethod
     def width(self, dim: int) -> int | None:
         """Return P, the floats per sample in a partial, for vectors of width `dim`; None: values must be sent."""
 
     @abstractmethod
     def needs_pooled_fields(self) -> bool:
-        """Return whether a field's rows must be pooled on one rank first; False if partials can be computed from single
-        rows."""
+        """Return whether rows of a field without squares must be pooled on one rank first; False if partials can be
+        computed from single rows."""
 
     def partial(
         self,

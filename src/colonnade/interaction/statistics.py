@@ -5,26 +5,79 @@ Legend: B samples, F fields, D dim, E vectors, P floats of a partial.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from colonnade.interaction.contract import Interaction
+from colonnade.errors import ConfigError
+from colonnade.interaction.contract import SQUARES, Interaction
 from colonnade.ops import interaction as ops
 
 
-class FM(Interaction):
-    """Second-order term of a factorization machine (Rendle 2010): sum over pairs of fields of <v_i, v_j>, (B, 1).
+class PairwiseProducts(Interaction):
+    """Base class of operators on products of all pairs of a sample's variables.
 
-    Statistics: S = sum v_i (D floats) and Q = sum |v_i|^2 (one float); the value is (|S|^2 - Q) / 2.
+    over="fields": a variable is a field's pooled vector. over="ids": a variable is x v of one id (FM's own definition),
+    so two ids of one bag are a pair, too; pooling gives x (`SQUARES`), and an id that a bag repeats is a variable each
+    time. With at most one id per field both are the same. Statistics over ids are sums over ids, so any ranks may have
+    the rows of a bag; over fields one rank must have them all.
+
+    Over ids, each field is followed by its squares among the operator's inputs, except the `single` ones.
+    """
+
+    def __init__(
+        self, over: Literal["fields", "ids"] = "fields", *, single: Collection[int] = ()
+    ) -> None:
+        """Create the operator. single: indices of fields with at most one id per sample, which need no squares."""
+        super().__init__()
+        if over not in ("fields", "ids"):
+            raise ConfigError(f"{type(self).__name__}: got over={over!r}, wanted 'fields' or 'ids'")
+        self.over, self.single = over, frozenset(single)
+
+    def list_inputs(self, fields: Sequence[str]) -> tuple[str, ...]:
+        if self.over == "fields":
+            return tuple(fields)
+        inputs: list[str] = []
+        for i, name in enumerate(fields):
+            inputs += [name] if i in self.single else [name, name + SQUARES]
+        return tuple(inputs)
+
+    def needs_pooled_fields(self) -> bool:
+        return self.over == "fields" or bool(self.single)
+
+    def sum_inputs(
+        self, fields: Tensor, field_indices: Sequence[int] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return sums (B, D) of all variables and of their squares. fields (B, F, D): some inputs, at these indices."""
+        if self.over == "fields":
+            return fields.sum(1), fields.square().sum(1)
+        indices = range(fields.shape[1]) if field_indices is None else field_indices
+        kinds = self._list_input_kinds(max(indices, default=-1) + 1)
+        vectors, squares, alone = (
+            fields[:, [n for n, i in enumerate(indices) if kinds[i] in taken]]
+            for taken in (("vector", "single"), ("squares",), ("single",))
+        )
+        return vectors.sum(1), squares.sum(1) + alone.square().sum(1)
+
+    def _list_input_kinds(self, count: int) -> list[str]:
+        """List what the first inputs are, at least `count`."""
+        kinds: list[str] = []
+        for i in range(count):
+            kinds += ["single"] if i in self.single else ["vector", "squares"]
+        return kinds
+
+
+class FM(PairwiseProducts):
+    """Second-order term of a factorization machine (Rendle 2010): sum over pairs of variables of <v_i, v_j>, (B, 1).
+
+    Statistics: S = sum v_i (D floats) and Q = sum |v_i|^2 (one float); the value is (|S|^2 - Q) / 2. Variables are
+    fields, or ids with over="ids" (`PairwiseProducts`).
     """
 
     def width(self, dim: int) -> int:
         return dim + 1
-
-    def needs_pooled_fields(self) -> bool:
-        return True
 
     def partial(
         self,
@@ -46,10 +99,15 @@ class FM(Interaction):
     def partial_of_fields(
         self, fields: Tensor, field_indices: Sequence[int] | None = None
     ) -> Tensor:
-        return torch.cat([fields.sum(1), fields.square().sum((1, 2))[:, None]], dim=1)
+        if self.over == "fields":
+            return torch.cat([fields.sum(1), fields.square().sum((1, 2))[:, None]], dim=1)
+        sums, squares = self.sum_inputs(fields, field_indices)
+        return torch.cat([sums, squares.sum(1, keepdim=True)], dim=1)
 
     def forward(self, fields: Tensor) -> Tensor:
-        return ops.fm([fields], dim=fields.shape[2])
+        if self.over == "fields":
+            return ops.fm([fields], dim=fields.shape[2])
+        return super().forward(fields)
 
 
 class Sum(Interaction):
@@ -85,17 +143,15 @@ class Sum(Interaction):
         return fields.sum(1)
 
 
-class BiInteraction(Interaction):
-    """Bi-interaction pooling (He and Chua 2017): sum over pairs of fields of v_i * v_j, elementwise, (B, D).
+class BiInteraction(PairwiseProducts):
+    """Bi-interaction pooling (He and Chua 2017): sum over pairs of variables of v_i * v_j, elementwise, (B, D).
 
     Statistics: S = sum v_i and Q = sum v_i^2 (D floats each); the value is (S^2 - Q) / 2. Its elements add up to FM's.
+    Variables are fields, or ids with over="ids" (`PairwiseProducts`).
     """
 
     def width(self, dim: int) -> int:
         return 2 * dim
-
-    def needs_pooled_fields(self) -> bool:
-        return True
 
     def partial(
         self,
@@ -116,10 +172,11 @@ class BiInteraction(Interaction):
     def partial_of_fields(
         self, fields: Tensor, field_indices: Sequence[int] | None = None
     ) -> Tensor:
-        return torch.cat([fields.sum(1), fields.square().sum(1)], dim=1)
+        return torch.cat(self.sum_inputs(fields, field_indices), dim=1)
 
     def forward(self, fields: Tensor) -> Tensor:
-        return (fields.sum(1).square() - fields.square().sum(1)) / 2
+        sums, squares = self.sum_inputs(fields, None)
+        return (sums.square() - squares) / 2
 
 
 class Concat(Interaction):

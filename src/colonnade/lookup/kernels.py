@@ -24,11 +24,22 @@ from torch.nn import functional
 from colonnade import _native
 from colonnade.lookup.contract import PartLookup, RowGradients, RowSource
 from colonnade.lookup.layout import EmbeddingDeclaration, LookupColumns, Lookups, Output
+from colonnade.lookup.reads import (
+    Bag,
+    Read,
+    bag_of_column,
+    compute_terms,
+    list_reads,
+    pool_squares,
+    separate_gradients,
+    separate_lookups,
+)
 from colonnade.lookup.row_layout import RowLayout, RowSums, build_row_layout
 from colonnade.ops import optimizers as rules
 from colonnade.ops import reference
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
+from colonnade.table import Part
 
 NO_TENSORS: Mapping[int, Tensor] = {}
 
@@ -130,15 +141,9 @@ class NativeKernels:
         self.dtype = declaration.tables[0].dtype
         self.itemsize = declaration.tables[0].itemsize
         self.compute = declaration.tables[0].compute_dtype
-        parts = [(c, *declaration.parts[p]) for c, p in lookup_columns.reads]
-        self.reads = _native.Reads(
-            *_transpose_int32((column, part.column, part.dim) for column, _, part in parts)
-        )
-        read_columns = [
-            (i, column, output.width)
-            for i, output in enumerate(outputs)
-            for column in output.columns
-        ]
+        self.pooled_reads, self.square_reads = list_reads(declaration, lookup_columns, outputs)
+        self.reads = _native_reads(self.pooled_reads)
+        read_columns = [(r.output, r.start, outputs[r.output].width) for r in self.pooled_reads]
         # In numpy, because torch takes five times as long for so few numbers.
         self._read_outputs, self._read_columns, self._read_widths = (
             np.array(read_columns, dtype=np.int64).reshape(-1, 3).T.copy()
@@ -176,7 +181,30 @@ class NativeKernels:
             lookups.native, index, bases, strides, self.reads,
             out_bases, out_strides, self.dtype, self.declaration.output, order,
         )  # fmt: skip
+        if self.square_reads:
+            self._pool_squares(lookups, locations, tensors)
         return tensors
+
+    def _pool_squares(
+        self,
+        lookups: Lookups,
+        locations: tuple[Any, Any, Tensor, Tensor | None],
+        tensors: Sequence[Tensor],
+    ) -> None:
+        """Write squares into their columns of the outputs, and keep the vectors for the gradients."""
+        bases, strides, index, _ = locations
+        dtype = self.declaration.compute_dtype
+        separate = separate_lookups(lookups, self.lookup_columns, dtype)
+        counts = lookups.feature_offsets.diff().tolist()
+        rows = [empty(counts[r.column], r.part.dim, dtype=dtype) for r in self.square_reads]
+        _native.pool(
+            separate.native, index, bases, strides, _native_reads(self.square_reads),
+            *_block_addresses(rows), self.dtype, self.compute,
+        )  # fmt: skip
+        for read, block in zip(self.square_reads, rows, strict=True):
+            bag = bag_of_column(lookups, self.lookup_columns, read.column, block)
+            tensors[read.output][:, read.columns] = pool_squares(block, bag)
+            lookups.squared_rows[read.key] = block
 
     def zero_outputs(self, lookups: Lookups) -> list[Tensor]:
         return [output.zero_() for output in self._empty_outputs(lookups)]
@@ -203,19 +231,40 @@ class NativeKernels:
 
     def gradients_from_outputs(self, lookup: PartLookup, gradients: list[Tensor]) -> RowGradients:
         plan = lookup.plan
+        source, keep = self.output_gradients(lookup, gradients)
         return RowGradients(
             lookup.slots, lookup.owned.offsets, plan.segment_offsets, plan.entries,
-            self.output_gradients(lookup, gradients), gradients, lookup.pinned.by_page if lookup.pinned else None,
+            source, keep, lookup.pinned.by_page if lookup.pinned else None,
         )  # fmt: skip
 
     def output_gradients(
         self, lookup: PartLookup, gradients: list[Tensor]
-    ) -> _native.OutputGradients:
-        """Return gradients of a lookup's outputs as the native core takes them."""
+    ) -> tuple[_native.OutputGradients, Any]:
+        """Return gradients of a lookup's outputs as the native core takes them, and the tensors that they refer to."""
+        if self.square_reads:
+            return self._separate_gradients(lookup.lookups, gradients)
         dtype = str(gradients[0].dtype).removeprefix("torch.")
-        return _native.OutputGradients(
+        source = _native.OutputGradients(
             lookup.lookups.native, self.reads, *self._output_addresses(gradients), dtype
         )
+        return source, gradients
+
+    def _separate_gradients(
+        self, lookups: Lookups, gradients: Sequence[Tensor]
+    ) -> tuple[_native.OutputGradients, Any]:
+        """Return the same where squares are read: with one gradient for each lookup of their columns, which adds up
+        what the lookup's vector and its square contribute."""
+        dtype = self.declaration.compute_dtype
+        gradients = [gradient.to(dtype) for gradient in gradients]
+        blocks = separate_gradients(
+            lookups, self.lookup_columns, (*self.pooled_reads, *self.square_reads), gradients
+        )
+        reads, tensors = zip(*blocks.values(), strict=True)
+        source = _native.OutputGradients(
+            separate_lookups(lookups, self.lookup_columns, dtype).native, _native_reads(reads),
+            *_block_addresses(tensors), self.compute,
+        )  # fmt: skip
+        return source, (gradients, tensors)
 
     def sum_gradients_by_row(
         self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]
@@ -225,7 +274,7 @@ class NativeKernels:
         sums = RowSums(values, layout.rank_major_index(self.widths))
         row_gradients = RowGradients(
             lookup.slots, offsets, plan.segment_offsets, plan.entries,
-            self.output_gradients(lookup, gradients), gradients,
+            *self.output_gradients(lookup, gradients),
         )  # fmt: skip
         self.sum_rows_into(row_gradients, sums.values, sums.index)
         return sums
@@ -336,6 +385,21 @@ def output_shapes(
     return shapes
 
 
+def _native_reads(reads: Iterable[Read]) -> _native.Reads:
+    return _native.Reads(
+        *_transpose_int32((read.column, read.part.column, read.part.dim) for read in reads)
+    )
+
+
+def _block_addresses(blocks: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the address of the first row of each block, and the bytes between its rows, (R,) int64 each."""
+    strides = [block.stride(0) * block.element_size() for block in blocks]
+    return (
+        np.array([block.data_ptr() for block in blocks], dtype=np.int64),
+        np.array(strides, dtype=np.int64),
+    )
+
+
 def _transpose_int32(rows: Iterable[tuple[int, int, int]]) -> Tensor:
     """Return the transposed rows, (3, N) int32."""
     return torch.tensor(list(rows), dtype=torch.int32).reshape(-1, 3).T.contiguous()
@@ -374,12 +438,7 @@ class DeviceKernels:
     ) -> None:
         self.declaration, self.lookup_columns, self.outputs = declaration, lookup_columns, outputs
         self.host = host
-        starts = [(i, column) for i, output in enumerate(outputs) for column in output.columns]
-        # By read: column of lookups, table, part, output, first column in the output.
-        self.reads = [
-            (c, *declaration.parts[p], *start)
-            for (c, p), start in zip(lookup_columns.reads, starts, strict=True)
-        ]
+        self.reads, self.square_reads = list_reads(declaration, lookup_columns, outputs)
         self.tables = lookup_columns.tables.tolist()  # by column of lookups
         self.poolings: list[reference.Pooling] = [
             declaration.features[f].pooling for f in lookup_columns.features
@@ -402,12 +461,18 @@ class DeviceKernels:
             for i, shape in enumerate(shapes)
         ]
         bounds = lookups.feature_offsets.tolist()
-        for c, t, part, i, start in self.reads:
+        for read in (*self.reads, *self.square_reads):
+            c, part = read.column, read.part
             slots = locations.index[bounds[c] : bounds[c + 1]]
-            part_columns = locations.rows[t][:, part.column : part.column + part.dim]
+            part_columns = locations.rows[read.table][:, part.column : part.column + part.dim]
             values = part_columns.index_select(0, slots)
-            pooled = reference.pool(values, *locations.bags[c], dtype)
-            tensors[i][:, start : start + part.dim] = pooled
+            if read.is_squared:
+                values = values.to(self.declaration.compute_dtype)
+                lookups.squared_rows[read.key] = values
+                pooled = pool_squares(values, locations.bags[c])
+            else:
+                pooled = reference.pool(values, *locations.bags[c], dtype)
+            tensors[read.output][:, read.columns] = pooled
         return tensors
 
     def zero_outputs(self, lookups: Lookups) -> list[Tensor]:
@@ -459,20 +524,15 @@ class DeviceKernels:
             )
             for part in table.parts:
                 # Terms of the columns that read the part, one after another, and the shift from a lookup to its term.
-                read = {c: (i, start) for c, of, p, i, start in self.reads if of == t and p == part}
+                read = self._columns_that_read(t, part)
                 terms, shifts, length = [], [0] * len(self.tables), 0
                 for c in columns:
                     if c not in read:
                         continue
-                    i, start = read[c]
+                    num_lookups = bounds[c + 1] - bounds[c]
                     shifts[c] = length - bounds[c]
-                    length += bounds[c + 1] - bounds[c]
-                    output_gradient = gradients[i][:, start : start + part.dim]
-                    terms.append(
-                        reference.lookup_gradients(
-                            output_gradient, *bags[c], num_lookups=bounds[c + 1] - bounds[c]
-                        )
-                    )
+                    length += num_lookups
+                    terms.append(self._sum_terms(read[c], lookups, gradients, bags[c], num_lookups))
                 if not terms:
                     continue
                 terms_index, ends_in_terms = table_entries, row_ends
@@ -491,6 +551,28 @@ class DeviceKernels:
                 row_sums[:, part.column : part.column + part.dim] = part_sums
             sums.append(row_sums)
         return sums
+
+    def _columns_that_read(self, table: int, part: Part) -> dict[int, list[Read]]:
+        """Return reads of a part by column of lookups: of its vectors, then of their squares."""
+        by_column: dict[int, list[Read]] = {}
+        for read in (*self.reads, *self.square_reads):
+            if read.table == table and read.part == part:
+                by_column.setdefault(read.column, []).append(read)
+        return by_column
+
+    def _sum_terms(
+        self,
+        reads: Sequence[Read],
+        lookups: Lookups,
+        gradients: Sequence[Tensor],
+        bag: Bag,
+        num_lookups: int,
+    ) -> Tensor:
+        """Return the gradients (E, D) of the lookups of one column that make these reads."""
+        terms = [
+            compute_terms(read, lookups, gradients[read.output], bag, num_lookups) for read in reads
+        ]
+        return sum(terms[1:], terms[0])
 
     def gradients_from_sums(
         self, slots: np.ndarray, counts: np.ndarray, sums: list[Tensor], is_selected: np.ndarray

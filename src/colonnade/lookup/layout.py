@@ -5,6 +5,7 @@ Legend: B samples, F features, T tables, E lookups, D dim.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,12 +19,13 @@ from colonnade import _native
 from colonnade.batch import Batch, Ids
 from colonnade.errors import ConfigError, DataError, IdRangeError, NonFiniteError
 from colonnade.interaction import Interaction
+from colonnade.interaction.contract import SQUARES
 from colonnade.table import POOLINGS, Feature, Part, Table
 
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """Operator of the model and the names of the fields that it takes, in order."""
+    """Operator of the model and the names of the fields that it takes, in order, squares included."""
 
     interaction: Interaction
     features: tuple[str, ...]
@@ -43,6 +45,7 @@ class LookupField:
     feature: int  # index into Declaration.features
     part: int  # index into Declaration.parts
     dim: int
+    is_squared: bool = False  # the squares of another field (`interaction.contract.SQUARES`)
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,14 @@ class EmbeddingDeclaration:
                 if self.tables[t].name == feature.table:
                     name = f"{feature.name}.{part.name}" if part.name else feature.name
                     fields.append(LookupField(name + self.tables[t].suffix, f, p, part.dim))
-        return tuple(fields)
+        by_name = {field.name: field for field in fields}
+        taken = (name for consumer in self.consumers.values() for name in consumer.features)
+        squared = [
+            replace(by_name[name.removesuffix(SQUARES)], name=name, is_squared=True)
+            for name in dict.fromkeys(taken)
+            if name not in by_name and name.removesuffix(SQUARES) in by_name
+        ]
+        return (*fields, *squared)
 
     @cached_property
     def output_names(self) -> tuple[str, ...]:
@@ -146,13 +156,15 @@ class Output:
 class LookupColumns:
     """Columns of lookups: the features that are looked up, in order, and the parts that are read by each column.
 
-    A feature is looked up once for all its parts, and once more for each further output that reads the same part of it.
+    A feature is looked up once for all its parts and their squares, and once more for each further output that reads
+    the same part of it.
     """
 
     features: tuple[int, ...]  # (C,) by column of lookups: index into Declaration.features
     reads: tuple[tuple[int, int], ...]  # (R,) in the order of the outputs' fields: (column, part)
     tables: Tensor  # (C,) int32
     poolings: Tensor  # (C,) uint8, as `_native.Lookups` numbers them
+    squared: tuple[bool, ...] = ()  # (R,) whether a read is of squares
 
 
 def declare(
@@ -181,7 +193,8 @@ def declare(
         if name in by_name:
             raise ConfigError(f"consumer {name!r} has the name of a feature; rename one of them")
         _check_inputs(declaration, by_name, name, interaction, wanted)
-        checked[name] = Consumer(interaction, tuple(wanted))
+        checked[name] = Consumer(interaction, interaction.list_inputs(wanted))
+        _check_squares(declaration, by_name, name, checked[name])
     return replace(declaration, consumers=checked)
 
 
@@ -244,7 +257,7 @@ def _check_inputs(
         if is_sequence and position < len(wanted) - interaction.sequences:
             raise ConfigError(
                 f"consumer {name!r} takes feature {field!r}, which is a sequence; "
-                "pool it (sum, mean) or leave it without a consumer"
+                "pool it (sum, mean), take it with TargetAttention, or leave it without a consumer"
             )
         if not is_sequence and position >= len(wanted) - interaction.sequences:
             raise ConfigError(
@@ -253,6 +266,31 @@ def _check_inputs(
             )
     if problem := interaction.find_dims_problem([fields[field].dim for field in wanted]):
         raise ConfigError(f"consumer {name!r} {problem}")
+
+
+def _check_squares(
+    declaration: EmbeddingDeclaration,
+    fields: Mapping[str, LookupField],
+    name: str,
+    consumer: Consumer,
+) -> None:
+    """Raise ConfigError where consumer `name` cannot read the squares of its fields."""
+    for field in consumer.features:
+        if not field.endswith(SQUARES) or field.removesuffix(SQUARES) not in consumer.features:
+            continue
+        if field in fields:
+            raise ConfigError(
+                f"consumer {name!r} reads the squares of {field.removesuffix(SQUARES)!r}, which are named like "
+                f"feature {field!r}; rename the feature"
+            )
+        table = declaration.parts[fields[field.removesuffix(SQUARES)].part][0]
+        if declaration.tables[table].hashes is not None:
+            raise ConfigError(
+                f"consumer {name!r}: got over='ids' and feature {field.removesuffix(SQUARES)!r} of hash-stacked table "
+                f"{declaration.tables[table].name!r}, wanted a table with one row per id: the vector of an id is a sum "
+                "of rows there. Use over='fields', a table without hashes, or, if no sample has several ids, list the "
+                "field in `single`"
+            )
 
 
 def list_lookup_outputs(declaration: EmbeddingDeclaration) -> tuple[Output, ...]:
@@ -303,23 +341,27 @@ def restrict_outputs(whole: EmbeddingDeclaration, part: EmbeddingDeclaration) ->
 def build_lookup_columns(declaration: EmbeddingDeclaration) -> LookupColumns:
     """Build the columns of lookups, and the reads of them, in the order of the outputs' fields."""
     features: list[int] = []
-    taken: set[tuple[int, int]] = set()
+    taken: set[tuple[int, int, bool]] = set()
     reads = []
     for output in list_lookup_outputs(declaration):
         for i in output.fields:
             field = declaration.fields[i]
             columns = [c for c, f in enumerate(features) if f == field.feature]
-            column = next((c for c in columns if (c, field.part) not in taken), len(features))
+            column = next(
+                (c for c in columns if (c, field.part, field.is_squared) not in taken),
+                len(features),
+            )
             if column == len(features):
                 features.append(field.feature)
-            taken.add((column, field.part))
-            reads.append((column, field.part))
+            taken.add((column, field.part, field.is_squared))
+            reads.append((column, field.part, field.is_squared))
     looked_up = [declaration.features[f] for f in features]
     return LookupColumns(
         tuple(features),
-        tuple(reads),
+        tuple((column, part) for column, part, _ in reads),
         torch.tensor([declaration.table_index_of(f) for f in looked_up], dtype=torch.int32),
         torch.tensor([POOLINGS.index(f.pooling) for f in looked_up], dtype=torch.uint8),
+        tuple(is_squared for *_, is_squared in reads),
     )
 
 
@@ -333,6 +375,8 @@ class Lookups:
     batch_size: int
     bags: list[Tensor | None]  # by column, (B + 1,) into its lookups; None: one lookup per sample
     weights: list[Tensor | None]  # by column, (E_c,)
+    squared_rows: dict[tuple[int, int], Tensor] = dataclasses.field(default_factory=dict)
+    """Vectors (E_c, dim) whose squares were pooled, by column and part: their gradients need them."""
 
 
 def collect_lookups(
@@ -381,6 +425,19 @@ def replace_weights(
         lookups.ids, lookups.feature_offsets, lookups.bags, weights, lookup_columns, lookups.batch_size,
         dtype,
     )  # fmt: skip
+
+
+def replace_poolings(
+    lookups: Lookups,
+    weights: Sequence[Tensor | None],
+    lookup_columns: LookupColumns,
+    separate: Collection[int],
+    dtype: torch.dtype,
+) -> Lookups:
+    """Return the same lookups with other weights, and with the columns `separate` as sequences."""
+    poolings = lookup_columns.poolings.clone()
+    poolings[list(separate)] = POOLINGS.index("sequence")
+    return replace_weights(lookups, weights, replace(lookup_columns, poolings=poolings), dtype)
 
 
 def _build_lookups(

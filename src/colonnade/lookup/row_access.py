@@ -28,6 +28,7 @@ from colonnade.lookup.layout import (
     list_lookup_outputs,
 )
 from colonnade.lookup.outputs import build_outputs
+from colonnade.lookup.reads import list_reads
 from colonnade.lookup.views import Slices
 from colonnade.store.contract import Rows, RowView
 from colonnade.store.dram import DramStore
@@ -137,7 +138,10 @@ class MappedLookup:
         )
         self.table_rows = torch.tensor([table.rows or 0 for table in declaration.tables])
         self.kernels = NativeKernels(declaration, self.lookup_columns, self.outputs, 1)
-        self.reader = build_reader(declaration, self.lookup_columns, self.outputs)
+        # The native reader has no squares.
+        self.reader = None
+        if not any(self.lookup_columns.squared):
+            self.reader = build_reader(declaration, self.lookup_columns, self.outputs)
 
     def read(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
         """Return the same outputs as `Exchange.values`. Raises IdRangeError and DataError as training does, and
@@ -145,7 +149,9 @@ class MappedLookup:
         ids, is_sharing = batch.ids, isinstance(batch.ids, SharedIds)
         if isinstance(ids, SharedIds):
             ids = ids.compact
-        pooled = self.rows.read(self.reader, ids, batch.size, is_sharing=is_sharing)
+        pooled = None
+        if self.reader is not None:
+            pooled = self.rows.read(self.reader, ids, batch.size, is_sharing=is_sharing)
         if pooled is None:
             pooled = self.read_checked(batch)
         self.rows.check_damage()
@@ -173,18 +179,16 @@ def build_reader(
     declaration: EmbeddingDeclaration, lookup_columns: LookupColumns, outputs: Sequence[Output]
 ) -> _native.MappedReader:
     """Build the native reader of a declaration's outputs in mapped tables."""
-    columns = [(i, column) for i, output in enumerate(outputs) for column in output.columns]
-    parts = [(c, declaration.parts[p][1]) for c, p in lookup_columns.reads]
-    reads = [
-        (c, part.column, part.dim, *output_column)
-        for (c, part), output_column in zip(parts, columns, strict=True)
-    ]
+    reads, _ = list_reads(declaration, lookup_columns, outputs)
     return _native.MappedReader(
         Ids,
         [declaration.features[f].name for f in lookup_columns.features],
         lookup_columns.tables,
         lookup_columns.poolings,
-        torch.tensor(reads, dtype=torch.int64),
+        torch.tensor(
+            [(r.column, r.part.column, r.part.dim, r.output, r.start) for r in reads],
+            dtype=torch.int64,
+        ),
         torch.tensor([output.width for output in outputs], dtype=torch.int64),
         declaration.tables[0].dtype,
         declaration.output,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from colonnade.batch import Batch
 from colonnade.interaction import Concat, FieldSubset
+from colonnade.interaction.contract import SQUARES
 from colonnade.lookup.hops import EVALUATING
 from colonnade.lookup.hot import SplitBatch, split_hot_rows
 from colonnade.lookup.layout import Consumer, EmbeddingDeclaration, query_fields
@@ -154,7 +155,9 @@ class Slices:
         for field in declared.fields:
             part = declared.parts[field.part][1]
             slice_names[field.name] = tuple(
-                (f"{feature.name}.{part.name}" if part.name else feature.name) + table.suffix
+                (f"{feature.name}.{part.name}" if part.name else feature.name)
+                + table.suffix
+                + SQUARES * field.is_squared
                 for f, slice_index in self.feature_slice_pairs
                 if f == field.feature
                 for feature, table in [
@@ -337,6 +340,7 @@ class Slices:
         if split_batch is None:
             return values
         dims = {field.name: field.dim for field in self.declared.fields}
+        squared = {field.name for field in self.declared.fields if field.is_squared}
         parts, column = [], 0
         for name in fields:
             feature, dim = self._feature_of(name), dims[name]
@@ -344,7 +348,8 @@ class Slices:
             if self.declared.table_index_of(feature) in self.hot_ids:
                 part, column = part + values[:, column : column + dim], column + dim
                 if feature.name in split_batch.lengths:
-                    part = part / split_batch.lengths[feature.name].to(part.device)
+                    lengths = split_batch.lengths[feature.name].to(part.device)
+                    part = part / (lengths.square() if name in squared else lengths)
             parts.append(part)
         return torch.cat(parts, 1).to(self.declared.output_dtype)
 

@@ -5,13 +5,14 @@ Legend: B samples, F fields, D dim, n dense columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
 from torch import Tensor
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.interaction import FM, Sum
-from colonnade.models.fields import DEEP, find_field_dims, find_first_order_fields
+from colonnade.models.fields import DEEP, build_pairs, find_field_dims, find_first_order_fields
 from colonnade.models.layers import LinearTerm, SplitMLP, build_first_layer
 from colonnade.models.split import Scorer
 from colonnade.table import Feature, Table
@@ -19,7 +20,9 @@ from colonnade.table import Feature, Table
 
 class DeepFM(Scorer):
     """DeepFM over tables with the parts deep (dim D, the same for all) and wide (dim tasks); an id is sent to its owner
-    once for both. Several tasks share the pairwise terms."""
+    once for both. Several tasks share the pairwise terms.
+
+    over, bags: as `FactorizationMachine` takes them."""
 
     def __init__(
         self,
@@ -29,17 +32,20 @@ class DeepFM(Scorer):
         num_dense: int,
         top: Sequence[int] = (128, 64),
         tasks: int = 1,
+        over: Literal["ids", "fields"] = "ids",
+        bags: Collection[str] | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
         deep = find_field_dims(tables, features, DEEP)
         wide = find_first_order_fields(tables, features, tasks)
         names, widths = list(deep), [*top, tasks]
+        pairs = build_pairs(FM, features, over, bags)
         self.embeddings = EmbeddingCollection(
             tables,
             features,
             consumers={
-                "fm": (FM(), names),
+                "fm": (pairs, names),
                 "deep": (build_first_layer(num_dense, deep.values(), widths[0]), names),
                 "linear": (Sum(), wide),
             },

@@ -6,12 +6,15 @@ so each id is sent to its owner once for both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Literal, TypeVar
 
 from colonnade.errors import ConfigError
+from colonnade.interaction import FM, BiInteraction
 from colonnade.table import Feature, Table
 
 DEEP, WIDE = "deep", "wide"
+Pairs = TypeVar("Pairs", FM, BiInteraction)
 
 
 def find_field_dims(
@@ -51,3 +54,17 @@ def find_first_order_fields(
                 f"field {name!r}: got {dim} first-order weights for {tasks} tasks, wanted one each"
             )
     return list(dims)
+
+
+def build_pairs(
+    operator: type[Pairs],
+    features: Sequence[Feature],
+    over: Literal["ids", "fields"],
+    bags: Collection[str] | None,
+) -> Pairs:
+    """Return `FM` or `BiInteraction` over these features' ids or fields. bags: names of the features of which a sample
+    may have several ids; None: all. Without any, both are the same, and pairs of fields cost less."""
+    single = [
+        i for i, feature in enumerate(features) if bags is not None and feature.name not in bags
+    ]
+    return operator("fields" if len(single) == len(features) else over, single=single)

@@ -5,13 +5,14 @@ Legend: B samples, F fields, D dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
 from torch import Tensor
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.interaction import FM, Sum
-from colonnade.models.fields import DEEP, find_field_dims, find_first_order_fields
+from colonnade.models.fields import DEEP, build_pairs, find_field_dims, find_first_order_fields
 from colonnade.models.layers import LinearTerm
 from colonnade.models.split import Scorer
 from colonnade.table import Feature, Table
@@ -41,7 +42,11 @@ class LR(Scorer):
 
 
 class FactorizationMachine(Scorer):
-    """Factorization machine (Rendle 2010): logistic regression, and <v_i, v_j> of all pairs of fields.
+    """Factorization machine (Rendle 2010): logistic regression, and <x_i v_i, x_j v_j> of all pairs of variables.
+
+    over: the variables are a sample's ids, as in the paper, or its pooled fields (`interaction.FM`). bags: names of the
+    features of which a sample may have several ids; None: all. For the others both are the same, and squares are not
+    pooled.
 
     Tables have the parts deep (dim D) and wide (dim tasks). Dense columns have first-order weights only. Several tasks
     share the pairwise terms.
@@ -54,15 +59,18 @@ class FactorizationMachine(Scorer):
         *,
         num_dense: int,
         tasks: int = 1,
+        over: Literal["ids", "fields"] = "ids",
+        bags: Collection[str] | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
         deep = list(find_field_dims(tables, features, DEEP))
         wide = find_first_order_fields(tables, features, tasks)
+        pairs = build_pairs(FM, features, over, bags)
         self.embeddings = EmbeddingCollection(
             tables,
             features,
-            consumers={"fm": (FM(), deep), "linear": (Sum(), wide)},
+            consumers={"fm": (pairs, deep), "linear": (Sum(), wide)},
             seed=seed,
         )
         self.linear = LinearTerm(num_dense, tasks)

@@ -5,13 +5,14 @@ Legend: B samples, D dim, n dense columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
 from torch import Tensor, cat
 
 from colonnade.embedding import EmbeddingCollection
 from colonnade.interaction import BiInteraction, Sum
-from colonnade.models.fields import DEEP, find_field_dims, find_first_order_fields
+from colonnade.models.fields import DEEP, build_pairs, find_field_dims, find_first_order_fields
 from colonnade.models.layers import LinearTerm, mlp
 from colonnade.models.split import Scorer
 from colonnade.table import Feature, Table
@@ -21,7 +22,7 @@ class NFM(Scorer):
     """Neural factorization machine over tables with the parts deep (dim D, the same for all) and wide (dim tasks).
 
     The paper's dropout and batch normalisation are omitted: the latter would make a sample's logit depend on its
-    batch.
+    batch. over, bags: as `FactorizationMachine` takes them.
     """
 
     def __init__(
@@ -32,15 +33,18 @@ class NFM(Scorer):
         num_dense: int,
         top: Sequence[int] = (128, 64),
         tasks: int = 1,
+        over: Literal["ids", "fields"] = "ids",
+        bags: Collection[str] | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
         deep = find_field_dims(tables, features, DEEP)
         wide = find_first_order_fields(tables, features, tasks)
+        pairs = build_pairs(BiInteraction, features, over, bags)
         self.embeddings = EmbeddingCollection(
             tables,
             features,
-            consumers={"pairs": (BiInteraction(), list(deep)), "linear": (Sum(), wide)},
+            consumers={"pairs": (pairs, list(deep)), "linear": (Sum(), wide)},
             seed=seed,
         )
         self.linear = LinearTerm(num_dense, tasks)

@@ -20,7 +20,7 @@ from colonnade.config.run import (
     WideConfig,
     override_settings,
 )
-from colonnade.data.contract import Column, Schema
+from colonnade.data.contract import Column, Schema, multi_id_columns
 from colonnade.data.interactions import LOG_Q
 from colonnade.errors import ConfigError
 from colonnade.models.dcn import DCN
@@ -106,7 +106,12 @@ def build_model(schema: Schema, config: RunConfig) -> SplitModel:
     parameters, log_q = spec.parameters, None
     if LOG_Q in schema.dense:
         log_q = schema.dense.index(LOG_Q)
-    data_arguments = {"num_dense": len(schema.dense), "tasks": len(schema.labels), "log_q": log_q}
+    data_arguments = {
+        "num_dense": len(schema.dense),
+        "tasks": len(schema.labels),
+        "log_q": log_q,
+        "bags": multi_id_columns(schema),
+    }
     if "tasks" in parameters and not schema.labels:
         rankers = [name for name, other in MODEL_SPECS.items() if other.model.objective is not None]
         raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from colonnade.errors import ConfigError
 from colonnade.exchange.operator_cut import (
@@ -12,6 +12,7 @@ from colonnade.exchange.operator_cut import (
     explain_not_remote,
     get_partial_width,
     get_result_width,
+    list_whole_fields,
     restrict_declaration_to_tables,
 )
 from colonnade.interaction import Concat, FieldSubset
@@ -43,6 +44,8 @@ class FieldLoad:
     """True if a sample may have several ids."""
     per_sample: float | None = None
     """Number of rows of a sequence per sample, which are read one by one; None: the field is pooled."""
+    needs_rows: bool = False
+    """True if rows must be sent instead of bags: for squares of rows that are read ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,8 @@ class ConsumerLoad:
     """Bytes of a sample's partial in a message."""
     gradient_bytes: float = 0.0
     """Bytes of its gradient in a message."""
-    needs_bags: bool = True
-    """True if a sample's bag of a field must be on one rank."""
+    whole_bags: frozenset[int] = frozenset()
+    """Fields of which a sample's bag must be on one rank."""
     why_not_partial: str = ""
     """Reason why it has no partial, for messages."""
     inside_width: int | None = None
@@ -139,7 +142,12 @@ def build_model_load(
     for field in declaration.fields:
         name = declaration.features[field.feature].name
         fields.append(
-            _build_field_load(declaration, field, columns.get(name), loads, codecs, name in bags)
+            replace(
+                _build_field_load(
+                    declaration, field, columns.get(name), loads, codecs, name in bags
+                ),
+                needs_rows=field.is_squared and reads_ahead > 0,
+            )
         )
     original = declared or declaration
     consumers = [
@@ -220,7 +228,8 @@ def _build_consumer_load(
         consumer_name, tuple(indices[feature] for feature in consumer.features), width,
         float(codec.row_bytes([width or 0], compute)),
         float(gradient_codec.row_bytes([width or 0], compute)),
-        consumer.interaction.needs_pooled_fields(), why_not_partial or "", inside,
+        frozenset(indices[f] for f in list_whole_fields(declaration, consumer_name)),
+        why_not_partial or "", inside,
         float(values.row_bytes([inside or 0], compute)),
         float(gradients.row_bytes([inside or 0], compute)),
         tuple(indices[feature] for feature in sequences), query_floats,
@@ -284,10 +293,7 @@ def check_whole_bags(
     bags: features with any number of ids per sample."""
     fields = {field.name: field for field in declaration.fields}
     for name in find_remote_consumers(declaration, shardings, exchanges):
-        consumer = declaration.consumers[name]
-        if not consumer.interaction.needs_pooled_fields():
-            continue
-        for field in consumer.features:
+        for field in sorted(list_whole_fields(declaration, name)):
             feature = declaration.features[fields[field].feature]
             sharding = shardings[declaration.table_index_of(feature)]
             if sharding.has_hot:  # The ranks of the samples sum hot and cold rows.
@@ -302,5 +308,5 @@ def build_split_bag_error(table: str, kind: str, feature: str, consumer: str) ->
         f"table {table!r}: got exchange=partials with sharding={kind}, but feature {feature!r} has bags of ids, and "
         f"consumer {consumer!r}, which owners evaluate, needs a sample's whole bag on one rank; set "
         f"plan.tables.{table}.sharding=table_wise (plan.sharding=auto finds a rank for it), or "
-        f"plan.tables.{table}.exchange=pooled"
+        f"plan.tables.{table}.exchange=pooled; FM and BiInteraction with over='ids' (model.over=ids) take split bags"
     )

@@ -138,7 +138,7 @@ class Partials:
             fields[f].table
             for consumer in self.model.partial_candidates
             for f in consumer.fields
-            if consumer.needs_bags and fields[f].has_bags
+            if f in consumer.whole_bags and fields[f].has_bags
         )
 
     def select_remote_consumers(self, owners: Floats) -> tuple[int, ...]:
@@ -213,7 +213,7 @@ class Partials:
             for f in consumer.fields:
                 field = model.fields[f]
                 is_split = num_owners[field.table] > 1
-                if is_split and field.has_bags and consumer.needs_bags:
+                if is_split and field.has_bags and f in consumer.whole_bags:
                     split_bag = consumer.name, f
                 if is_split and field.added_bytes:
                     weighted[field.feature] = f

@@ -109,7 +109,7 @@ def _explain_other_exchange(
 
 def _find_split_bags(model: ModelLoad, consumer: ConsumerLoad, num_owners: Floats) -> list[str]:
     """Return the fields of a consumer that needs whole bags with bags on several ranks. num_owners (T,)."""
-    fields = [model.fields[f] for f in consumer.fields if consumer.needs_bags]
+    fields = [model.fields[f] for f in sorted(consumer.whole_bags)]
     return [field.name for field in fields if field.has_bags and num_owners[field.table] > 1]
 
 

@@ -126,6 +126,7 @@ class Search:
         self.partials_tables = {t for group in self.partials.table_groups for t in group}
         self.samples = loads[0].samples if loads else 0.0
         self.whole_bag_tables = self.partials.whole_bag_tables
+        self.row_tables = {f.table for f in self.partials.model.fields if f.needs_rows}
         self.has_fixed_partials = len(loads) * world.num_ranks > FIXED_PARTIALS_SEARCH
         self.is_large = len(loads) * world.num_ranks > LARGE_SEARCH
         self.options = [
@@ -166,6 +167,8 @@ class Search:
         required = [str(name) for name in (constraint.exchange, constraint.kind) if name]
         wanted = ", ".join(required) or "any"
         reason = "a feature reads it as a sequence" if not load.is_pooled else "no choice has both"
+        if table_index in self.row_tables:
+            reason = "its rows are read ahead, and a consumer over ids needs each of them"
         raise ConfigError(
             f"table {load.name!r}: got {wanted}, which it cannot have ({reason}); set another plan.exchange or "
             f"plan.sharding, or plan.tables.{load.name}"
@@ -203,7 +206,9 @@ class Search:
         load = self.loads[table_index]
         has_attention = exchange == "partials" and table_index in self.partials.attention_tables
         return exchange not in BY_OWNERS or (
-            len(load.columns) > 0 and (load.is_pooled or has_attention)
+            table_index not in self.row_tables
+            and len(load.columns) > 0
+            and (load.is_pooled or has_attention)
         )
 
     def predict_table_costs(

@@ -1,0 +1,153 @@
+"""Reads of outputs: the parts of rows that lookups pool into columns of an output, and squares of them.
+
+Squares of a field are, by sample, the sum over its ids of (x v)^2 (`interaction.contract.SQUARES`). They are computed
+in torch from the vectors that lookups read, which are kept for the gradients.
+
+Legend: B samples, E lookups of a feature, D elements of a field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from colonnade.lookup.layout import (
+    EmbeddingDeclaration,
+    LookupColumns,
+    Lookups,
+    Output,
+    replace_poolings,
+)
+from colonnade.ops import reference
+from colonnade.table import POOLINGS, Part, Pooling
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Part of a table that an output reads through a column of lookups: its pooled vectors, or their squares."""
+
+    column: int  # of lookups
+    table: int
+    part: Part
+    output: int
+    start: int  # first column in the output
+    is_squared: bool
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Column of lookups, and first element of the part in a row."""
+        return self.column, self.part.column
+
+    @property
+    def columns(self) -> slice:
+        """Columns in the output."""
+        return slice(self.start, self.start + self.part.dim)
+
+
+def list_reads(
+    declaration: EmbeddingDeclaration, lookup_columns: LookupColumns, outputs: Sequence[Output]
+) -> tuple[list[Read], list[Read]]:
+    """List reads of pooled vectors, and those of squares, each in the order of the outputs' fields."""
+    starts = [(i, start) for i, output in enumerate(outputs) for start in output.columns]
+    reads = [
+        Read(c, *declaration.parts[p], *start, is_squared)
+        for (c, p), start, is_squared in zip(
+            lookup_columns.reads, starts, lookup_columns.squared, strict=True
+        )
+    ]
+    return [r for r in reads if not r.is_squared], [r for r in reads if r.is_squared]
+
+
+Bag = tuple[Tensor | None, Pooling, Tensor | None]
+"""Offsets, pooling and weights of the lookups of one column, as `ops.reference.pool` takes them."""
+
+
+def bag_of_column(
+    lookups: Lookups, lookup_columns: LookupColumns, column: int, like: Tensor
+) -> Bag:
+    """Return the bags of a column of lookups. like: a tensor of the compute dtype."""
+    offsets, weights = lookups.bags[column], lookups.weights[column]
+    pooling = POOLINGS[int(lookup_columns.poolings[column])]
+    # A sample's only lookup is not divided.
+    kind: Pooling = "sequence" if offsets is None else pooling
+    return offsets, kind, None if weights is None else weights.to(like)
+
+
+def pool_squares(rows: Tensor, bag: Bag) -> Tensor:
+    """Return the squares (B, D) of these vectors (E, D), summed in lookup order."""
+    offsets, kind, _ = bag
+    values = rows if (factors := _compute_factors(rows, bag)) is None else rows * factors
+    squares = values.square()
+    return (
+        squares
+        if kind == "sequence" or offsets is None
+        else reference.ordered_sum(squares, offsets)
+    )
+
+
+def compute_terms(
+    read: Read, lookups: Lookups, gradient: Tensor, bag: Bag, num_lookups: int
+) -> Tensor:
+    """Return what a read adds to the gradients (E, D) of its lookups. gradient: of its output.
+
+    With coefficient x and gradient g of the lookup's bag this is x g, and of squares 2 x^2 v g."""
+    columns = gradient[:, read.columns]
+    terms = reference.lookup_gradients(columns, *bag, num_lookups=num_lookups)
+    if not read.is_squared:
+        return terms
+    rows = lookups.squared_rows.get(read.key)
+    if rows is None:  # values were never pooled, so gradients are zeros
+        return terms
+    rows = rows.to(terms)
+    factors = _compute_factors(rows, bag)
+    return 2 * rows * (terms if factors is None else terms * factors)
+
+
+def separate_gradients(
+    lookups: Lookups,
+    lookup_columns: LookupColumns,
+    reads: Sequence[Read],
+    gradients: Sequence[Tensor],
+) -> dict[tuple[int, int], tuple[Read, Tensor]]:
+    """Return, by `Read.key`, a read and its gradients: (E, D) by lookup in columns whose squares are read, the sum of
+    what all reads add; else (B, D) or (E, D) as they are. gradients: by output, of the compute dtype."""
+    counts, squared = lookups.feature_offsets.diff().tolist(), squared_columns(lookup_columns)
+    blocks: dict[tuple[int, int], tuple[Read, Tensor]] = {}
+    for read in reads:
+        gradient = gradients[read.output]
+        if read.column not in squared:
+            blocks[read.key] = read, gradient[:, read.columns]
+            continue
+        bag = bag_of_column(lookups, lookup_columns, read.column, gradient)
+        terms = compute_terms(read, lookups, gradient, bag, counts[read.column])
+        before = blocks.get(read.key)
+        blocks[read.key] = read, terms.contiguous() if before is None else before[1] + terms
+    return blocks
+
+
+def separate_lookups(
+    lookups: Lookups, lookup_columns: LookupColumns, dtype: torch.dtype
+) -> Lookups:
+    """Return the lookups with columns whose squares are read as sequences without weights: an output row, or a
+    gradient, for each lookup. dtype: the compute dtype."""
+    squared = squared_columns(lookup_columns)
+    weights = [None if c in squared else column for c, column in enumerate(lookups.weights)]
+    return replace_poolings(lookups, weights, lookup_columns, squared, dtype)
+
+
+def squared_columns(lookup_columns: LookupColumns) -> frozenset[int]:
+    """Return the columns of lookups whose squares are read."""
+    reads = zip(lookup_columns.reads, lookup_columns.squared, strict=True)
+    return frozenset(column for (column, _), is_squared in reads if is_squared)
+
+
+def _compute_factors(rows: Tensor, bag: Bag) -> Tensor | None:
+    """Return x of each lookup, (E, 1); None: 1."""
+    offsets, kind, weights = bag
+    if kind in ("sum", "sequence") or offsets is None:
+        return None if weights is None else weights[:, None]
+    ones = rows.new_ones(len(offsets) - 1, 1)
+    return reference.lookup_gradients(ones, offsets, kind, weights, num_lookups=len(rows))
