@@ -251,7 +251,7 @@ def test_a_run_is_planned_checkpointed_exported_and_predicts(tmp_path):
     config = build_config(
         {
             "data": {"name": "csv", "path": str(tmp_path / "clicks.csv"), "options": options},
-            "model": {"name": "deepfm", "dim": 4},
+            "model": {"name": "deepfm", "dim": 4, "over": "fields"},
             "embedding": {"tables": {"words": {"rows": 40}, "user": {"rows": 11, "hashes": 1}}},
             "plan": {"placement": "profiled", "memory": {"dram": 40_000}},
             "train": {"batch_size": 24, "threads": 1},

@@ -250,11 +250,13 @@ class Bags:
 
 
 def refusals(mesh):
-    """Return the errors for bags whose rows are split, and that whole tables, or sums, are allowed."""
+    """Return the errors for bags whose rows are split, and that whole tables, pairs of ids, or sums, are allowed."""
     lines = []
+    whole = {f"C{i}": {"sharding": "table_wise", "ranks": [0]} for i in range(1, 5)}
     for settings in (
+        {"model__over": "fields"},
+        {"model__over": "fields", "plan__tables": whole},
         {},
-        {"plan__tables": {f"C{i}": {"sharding": "table_wise", "ranks": [0]} for i in range(1, 5)}},
         {"model__name": "lr", "model__dim": None, "model__top": None},
     ):
         config = config_of(**settings)
@@ -270,7 +272,7 @@ def refusals(mesh):
 
 
 def test_bags_that_are_split_are_refused_before_the_first_batch():
-    for split, whole, sums in run_ranks(2, refusals):
+    for split, whole, ids, sums in run_ranks(2, refusals):
         assert "table 'C1': got exchange=partials with sharding=row_wise" in split
         assert "plan.tables.C1.sharding=table_wise" in split
-        assert whole == sums == ""
+        assert whole == ids == sums == ""

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from colonnade.ops.linear import ONEDNN, SS_DISABLE, SignalStack, linear
+from colonnade.ops.linear import MIN_ROWS, ONEDNN, SS_DISABLE, SignalStack, linear
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not ONEDNN, reason="oneDNN's products on Linux"
@@ -28,7 +28,7 @@ def check_child():
     pid = os.fork()
     if pid == 0:
         before = read_stack()
-        linear(torch.ones(256, 367), torch.ones(256, 367), None)
+        multiply()
         os._exit(0 if before is None and read_stack() else 1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
@@ -72,7 +72,8 @@ def read_stack() -> int | None:
 
 
 def multiply() -> None:
-    x, weight = torch.ones(256, 367, requires_grad=True), torch.ones(256, 367, requires_grad=True)
+    x = torch.ones(MIN_ROWS, 367, requires_grad=True)
+    weight = torch.ones(256, 367, requires_grad=True)
     linear(x, weight, None).sum().backward()
 
 
