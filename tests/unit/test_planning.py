@@ -392,5 +392,22 @@ def test_plan_simulates_what_nobody_can_run(capsys, tmp_path, monkeypatch, quick
         assert wrong[0] in capsys.readouterr().err
 
 
+def test_plan_counts_nodes_from_measured_rates(capsys, tmp_path, monkeypatch, quick):
+    monkeypatch.chdir(tmp_path)
+    command = ["plan", *EIGHT_TABLES, "--set", "model.dim=4", "--nodes", "--target", "1000000"]
+    command += ["--host", "256KiB:8MiB", "--ranks", "2", "--json"]
+    assert app.run_command([*command, "--dram", "600KiB"]) == 2  # all rows of this short run fit
+    assert "got a run that reads no row from disks" in capsys.readouterr().err
+    assert app.run_command([*command, "--dram", "100KiB"]) == 0
+    values = json.loads(capsys.readouterr().out)["nodes"]
+    rates = values["rates"]
+    assert 0 < rates["tiered"] <= rates["in_memory"] and 0 < rates["dram_share"] < 1
+    assert rates["reads_per_sample"] > 0 and rates["reads_per_second"] > 0
+    assert "measured here" in values["rates_from"] and "2 ranks" in values["rates_from"]
+    (own, *_) = values["models"]
+    assert set(own["tiered"]["bounds"]) == {"capacity", "DRAM share", "rate", "reads"}
+    assert own["model"]["rows"] == sum(CARDINALITIES)
+
+
 def never(*_, **__):
     raise AssertionError("measured")
