@@ -105,8 +105,34 @@ def test_the_loop_looks_at_connections_between_two_jobs(queue):
     asyncio.run(main())
 
 
-def test_jobs_of_the_thread_are_not_overtaken(queue):
-    """While the thread is busy, a short job waits behind it instead of for the model inside the loop."""
+def test_short_jobs_move_to_the_loop_under_load(queue):
+    """The thread need not be without jobs before."""
+
+    async def run_many() -> str:
+        for _ in range(10 * NUM_TRIALS):
+            ran = await run_jobs(queue, [name_thread], is_shared=True)
+        return ran[0]
+
+    async def main():
+        assert set(await asyncio.gather(*(run_many() for _ in range(8)))) == {name_thread()}
+
+    asyncio.run(main())
+
+
+def test_no_job_runs_in_the_loop_while_the_first_ones_hang(queue):
+    async def main():
+        release = threading.Event()
+        runs = [lambda: (release.wait(20), name_thread())[1]] * (NUM_TRIALS + 5)
+        jobs = asyncio.create_task(run_jobs(queue, runs))
+        await asyncio.sleep(0.05)
+        release.set()
+        assert set(await jobs) == {"scoring"}
+
+    asyncio.run(main())
+
+
+def test_long_jobs_of_the_thread_are_not_overtaken(queue):
+    """While the thread has long jobs, a short one waits behind them instead of for the model inside the loop."""
 
     async def main():
         await run_jobs(queue, [name_thread] * NUM_TRIALS)

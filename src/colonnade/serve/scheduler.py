@@ -1,7 +1,7 @@
 """Bounded queue in front of scoring: back-pressure, deadlines, optional micro-batches, and drain.
 
-Jobs run one after another in the queue's thread. Jobs that have proved short run in the event loop while that thread
-has none, one batch between two looks at the connections: threads that take turns with the interpreter are slower.
+Jobs run one after another in the queue's thread. Jobs that have proved short run in the event loop unless that thread
+has long ones, one batch between two looks at the connections: threads that take turns with the interpreter are slower.
 
 Nothing is dropped silently: a job that is refused raises, and each job that was accepted gets a result or an error.
 """
@@ -30,7 +30,7 @@ SHORT_SECONDS = 0.01
 NEWEST_WEIGHT = 0.2
 """Weight of the newest one in that mean."""
 NUM_TRIALS = 20
-"""Number of short jobs that run in the thread at first, and each time that the limit was exceeded."""
+"""Number of short jobs that the thread has to end at first, and each time that the limit was exceeded."""
 
 
 @dataclass(slots=True)
@@ -65,9 +65,10 @@ class ScoringQueue:
         self.max_jobs, self.micro_batch = max_jobs, micro_batch
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._num_jobs = 0  # of the thread: waiting there, or running
+        self._num_long_jobs = 0  # of these, the ones that may not run in an event loop
         self._loop_jobs: deque[Job] = deque()  # of the event loop: waiting there, or running
         self._short_seconds = 0.0  # mean of the last short jobs
-        self._num_trials = NUM_TRIALS  # short jobs that the thread is to run yet
+        self._num_trials = NUM_TRIALS  # short jobs that the thread has to end yet
         self._is_closed = False
         self._lock = threading.Lock()  # protects the numbers of jobs
         self._thread = threading.Thread(target=self._work, name="scoring", daemon=True)
@@ -99,10 +100,9 @@ class ScoringQueue:
                     retry_seconds=1,
                 )
             job.is_short = loop is not None
-            is_trial = job.is_short and self._num_trials > 0
-            self._num_trials -= is_trial
-            if loop is None or is_trial or self._num_jobs:
+            if loop is None or self._num_trials or self._num_long_jobs:
                 self._num_jobs += 1
+                self._num_long_jobs += not job.is_short
                 self._jobs.put(job)
             else:
                 self._loop_jobs.append(job)
@@ -118,10 +118,10 @@ class ScoringQueue:
             self._thread.join()
 
     def _work_in_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Run the next jobs of one batch, or give all to the thread if it has jobs or they do not seem short now."""
+        """Run the next jobs of one batch, or give all to the thread if it has long ones or these do not seem short."""
         waiting = self._loop_jobs
         with self._lock:
-            if self._num_jobs or self._num_trials:
+            if self._num_long_jobs or self._num_trials:
                 self._num_jobs += len(waiting)
                 while waiting:
                     self._jobs.put(waiting.popleft())
@@ -142,6 +142,7 @@ class ScoringQueue:
             finally:
                 with self._lock:
                     self._num_jobs -= len(jobs)
+                    self._num_long_jobs -= sum(not job.is_short for job in jobs)
             if is_last:
                 return
 
@@ -167,8 +168,8 @@ class ScoringQueue:
         seconds = time.perf_counter() - started
         with self._lock:
             self._short_seconds += NEWEST_WEIGHT * (seconds - self._short_seconds)
-            if self._short_seconds > SHORT_SECONDS:
-                self._num_trials = NUM_TRIALS
+            is_long = self._short_seconds > SHORT_SECONDS
+            self._num_trials = NUM_TRIALS if is_long else max(0, self._num_trials - len(jobs))
 
     def _run_and_resolve(self, jobs: list[Job]) -> None:
         """Run jobs, and resolve each of them exactly once."""
