@@ -328,6 +328,7 @@ def missed_rows() -> Iterable[tuple[str | Figure, ...]]:
         ("server, 100 candidates: requests/s with a p99 of 10 ms", "serve", "rate_at_p99_10ms", 500),
         ("server, 100 candidates: share of bare calls' speed", "serve", "of_direct_call", 0.6),
         ("one call of a predictor, one sample: ms", "serve", "fixed_cost_ms", 0.2),
+        ("exact best 10 of 100,000 items: times the speed of `implicit`, worst case", "serve", "topk_vs_implicit", 1),
         ("exchanges: the chosen plan's time over the best's, worst case", "exchange", "choice_within_of_best", 1.05),
         ("exchanges: error of predicted seconds, worst case", "exchange", "predicted_time_error", 0.15),
         ("lookup alone: times FBGEMM's speed", "kernels", "forward_vs_fbgemm", 4.5),
