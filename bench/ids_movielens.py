@@ -5,7 +5,8 @@ more. These come from 30 % of the training samples, which train nothing, so that
 bags are means, as runs have them. Settings are the preset's. The epoch that is scored is the best one by validation
 samples. Both choices of a seed see the same samples in the same order.
 
-Runs are kept in the file as they end, and a call with the same file goes on behind them; --seconds ends a call early.
+Each run is written to the file when it ends. A call with the same file adds the missing runs; --seconds ends a call
+early.
 """
 
 from __future__ import annotations

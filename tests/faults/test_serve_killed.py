@@ -106,6 +106,14 @@ def count_names(folder: Path) -> int:
     return len(os.listdir(folder)) if folder.exists() else 0
 
 
+def find_own_port(answer: httpx.Response) -> int:
+    """Return the client's port of the connection of an answer; -1: the server has ended the connection."""
+    try:
+        return answer.extensions["network_stream"].get_extra_info("client_addr")[1]
+    except OSError:
+        return -1
+
+
 class Asker:
     """A thread that asks without a pause, and keeps each answer by the request and the step that it names."""
 
@@ -124,17 +132,21 @@ class Asker:
 
     def _ask(self) -> None:
         while not self.stop.is_set():
-            url, last_step = self.url, -1
+            url, last = self.url, (-1, -1)
             try:
                 with httpx.Client(base_url=url, timeout=30) as client:
                     while not self.stop.is_set() and self.url == url:
-                        last_step = self._ask_once(client, url, last_step)
+                        last = self._ask_once(client, url, last)
             except (httpx.HTTPError, httpx.InvalidURL, httpx.UnsupportedProtocol):
                 self.counts["cut off"] += 1
                 time.sleep(0.1)
 
-    def _ask_once(self, client: httpx.Client, url: str, last_step: int) -> int:
-        """Send a request; return the step of its answer, which is never before that of this connection's last one."""
+    def _ask_once(self, client: httpx.Client, url: str, last: tuple[int, int]) -> tuple[int, int]:
+        """Send a request; return its connection's own port and the step of its answer.
+
+        last: those of the last answer. On one connection, no step is before that one. httpx opens another connection,
+        perhaps to another worker, if the last one has ended meanwhile.
+        """
         number = self.counts.total() % len(self.requests)
         body, headers = self.requests[number]
         answer = client.post("/v2/models/model/infer", content=body, headers=headers)
@@ -144,18 +156,19 @@ class Asker:
             if answer.status_code != 503 or not is_empty:
                 self.faults.append(f"{answer.status_code} {answer.text}")
             time.sleep(0.02)
-            return last_step
+            return last
         length = int(answer.headers["Inference-Header-Content-Length"])
         fields = json.loads(answer.content[:length])
         step = int(fields["model_version"])
-        if step < last_step:
-            self.faults.append(f"step {step} after {last_step} on one connection")
+        port = find_own_port(answer)
+        if port == last[0] != -1 and step < last[1]:
+            self.faults.append(f"step {step} after {last[1]} on one connection")
         self.scores[step, number].add(answer.content[length:])
         self.runs.add(fields["parameters"]["run"])
         self.newest[url] = max(step, self.newest.get(url, -1))
         self.counts["answers"] += 1
         time.sleep(0.002)
-        return step
+        return port, step
 
     def wait_for_step(self, step: int) -> float:
         """Wait until the current server has answered with this step or a later one; return the seconds it took."""
@@ -180,7 +193,7 @@ class KilledServer:
         self.num_kills = self.num_worker_kills = 0
         self.longest_catch_up = 0.0
         self.errors = ""
-        """What the killed servers and their workers have printed."""
+        """Output on standard error of the killed servers and their workers."""
 
     def ensure_running(self) -> None:
         if self.server is None:

@@ -158,7 +158,10 @@ def test_threads_share_a_cache(tmp_path):
     assert not wrong
 
 
-@pytest.mark.skipif(not os.access(SHARED_MEMORY, os.W_OK), reason="no file system in memory here")
+@pytest.mark.skipif(
+    not os.access(SHARED_MEMORY, os.W_OK),
+    reason="needs a writable /dev/shm, the file system in memory",
+)
 def test_files_in_memory_are_read_too():
     tables = [Table("t", 13, rows=1009)]
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as name:

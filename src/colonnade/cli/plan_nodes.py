@@ -43,14 +43,14 @@ def print_nodes(
     # The first count checks all inputs; the rates are measured after that.
     probe = NodeRates(in_memory=1.0, tiered=1.0, dram_share=1.0)
     count_nodes(shape, target, node, rates or probe)
-    origin = "given by --node-rates"
+    rates_source = "given by --node-rates"
     if rates is None:
-        rates, origin = _measure_rates(config, run, ranks, sample)
+        rates, rates_source = _measure_rates(config, run, ranks, sample)
     results = [count_nodes(model, target, node, rates) for model in (shape, *PUBLISHED)]
     if as_json:
-        print_nodes_as_json(results, node, rates, origin)
+        print_nodes_as_json(results, node, rates, rates_source)
     else:
-        print_nodes_as_text(results, node, rates, origin)
+        print_nodes_as_text(results, node, rates, rates_source)
 
 
 def parse_node(host: str) -> Node:
@@ -135,11 +135,11 @@ def _measure_rates(config: RunConfig, run: Path, ranks: int, sample: int) -> tup
             f"--nodes: got a run that reads no row from disks: memory of {rates.dram_share:.1%} of the rows holds all "
             "that it uses; give a smaller --dram, a longer run (train.epochs), or --node-rates"
         )
-    origin = "predicted from steps and disks measured here, on one rank"
+    rates_source = "predicted from steps and disks measured here, on one rank"
     if ranks > 1:
-        origin += f"; processors of {ranks} ranks assumed to add up"
+        rates_source += f"; processors of {ranks} ranks assumed to add up"
     rates = replace(rates, in_memory=ranks * rates.in_memory, tiered=ranks * rates.tiered)
-    return rates, origin
+    return rates, rates_source
 
 
 def compute_node_rates(planned: PlanningResult, tables: Sequence[Table]) -> NodeRates:

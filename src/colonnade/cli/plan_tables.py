@@ -409,7 +409,7 @@ ASSUMED = (
 
 
 def print_nodes_as_json(
-    results: Sequence[NodesNeeded], node: Node, rates: NodeRates, origin: str
+    results: Sequence[NodesNeeded], node: Node, rates: NodeRates, rates_source: str
 ) -> None:
     """Print the nodes of each model as JSON, under the key `nodes`."""
     models: list[dict[str, Any]] = []
@@ -420,14 +420,14 @@ def print_nodes_as_json(
             needs[str(ratio)] = None if need is None else asdict(need)
         models.append({**asdict(needed), "needs": needs})
     values = {
-        "node": asdict(node), "rates": asdict(rates), "rates_from": origin, "models": models, "assumed": ASSUMED,
+        "node": asdict(node), "rates": asdict(rates), "rates_from": rates_source, "models": models, "assumed": ASSUMED,
         "published": MTRAINS,
     }  # fmt: skip
     print(json.dumps({"nodes": values}, indent=2))
 
 
 def print_nodes_as_text(
-    results: Sequence[NodesNeeded], node: Node, rates: NodeRates, origin: str
+    results: Sequence[NodesNeeded], node: Node, rates: NodeRates, rates_source: str
 ) -> None:
     """Print a line of a table for each model, then its inequalities with their numbers."""
     console = Terminal()
@@ -440,7 +440,8 @@ def print_nodes_as_text(
     if rates.reads_per_sample is not None:
         reads = f"{rates.reads_per_sample:.3g} reads a sample, disks {rates.reads_per_second:,.0f} reads/s"
     console.print(
-        f"rates of a node, {origin}: {rates.in_memory:,.0f} samples/s with all rows in DRAM, {rates.tiered:,.0f} with "
+        f"rates of a node, {rates_source}: {rates.in_memory:,.0f} samples/s with all rows in DRAM, "
+        f"{rates.tiered:,.0f} with "
         f"{rates.dram_share:.1%} of them, {reads}"
     )
     console.print(ASSUMED)

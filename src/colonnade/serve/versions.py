@@ -112,7 +112,7 @@ class ServedModel:
         self._report, self._on_poll = report, on_poll
         self._newest: Predictor | None = None
         self._recommender: Recommender | None = None
-        """That of the newest checkpoint, whose predictor it owns."""
+        """Recommender of the newest checkpoint. It owns that checkpoint's predictor."""
         self._problem: str | None = "no checkpoint is loaded yet"
         self._loaded_at, self._age_when_loaded = time.monotonic(), 0.0
         self._is_current_since: float | None = None
