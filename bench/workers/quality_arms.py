@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +21,9 @@ from colonnade import Adagrad, Batch, Feature, PlanConfig, RowOptimizer, Table, 
 from colonnade.comm.mesh import Mesh
 from colonnade.embedding import EmbeddingCollection
 from colonnade.models.deepfm import DeepFM
-from colonnade.models.linear import FactorizationMachine
+from colonnade.models.linear import LR
 from colonnade.models.split import Scorer
+from colonnade.models.wide_deep import WideDeep
 from colonnade.pipeline.prepared_batches import as_prepared
 from colonnade.train.metrics import auc, log_loss
 from workers.ads import FIELDS, Ads
@@ -40,12 +40,11 @@ SPREAD = 0.3
 
 @dataclass(frozen=True)
 class Arm:
-    """Arm: order of updates and reads. `late`: exactly so many updates are missing in the rows a step reads, in turn;
-    `workers`: so many race, each with rows and dense weights as they were when it began."""
+    """Arm: order of updates and reads. workers: number of asynchronous workers, each with rows and dense weights as
+    they were when it began; 0: steps in turn."""
 
     name: str
     batch_size: int = BLOCK
-    late: int = 0
     workers: int = 0
 
 
@@ -61,18 +60,24 @@ class Scores:
 
 
 def build(kind: str, lr: float, dtype: str = "float32") -> Scorer:
-    """LR+FM, or DeepFM, over open tables; the same at every call."""
+    """Build LR, Wide & Deep or DeepFM over open tables, with the same weights at every call."""
     names = [f"A{f + 1}" for f in range(FIELDS)]
-    how: dict[str, Any] = {"deep": Adagrad(lr=lr), "wide": Adagrad(lr=lr)}
+    features = [Feature(name, name) for name in names]
+    optimizer, initializer = Adagrad(lr=lr), Uniform(scale=0.01)
+    torch.manual_seed(0)
+    if kind == "lr":
+        tables = [
+            Table(name, 1, optimizer=optimizer, initializer=initializer, dtype=dtype)
+            for name in names
+        ]
+        return LR(tables, features, num_dense=0)
+    optimizers = {"deep": optimizer, "wide": optimizer}
     tables = [
-        Table(name, {"deep": DIM, "wide": 1}, optimizer=how, initializer=Uniform(scale=0.01), dtype=dtype)
+        Table(name, {"deep": DIM, "wide": 1}, optimizer=optimizers, initializer=initializer, dtype=dtype)
         for name in names
     ]  # fmt: skip
-    features = [Feature(name, name) for name in names]
-    torch.manual_seed(0)
-    if kind == "deepfm":
-        return DeepFM(tables, features, num_dense=0, top=TOP, over="fields")
-    return FactorizationMachine(tables, features, num_dense=0, over="fields")
+    model = {"wide_deep": WideDeep, "deepfm": DeepFM}[kind]
+    return model(tables, features, num_dense=0, top=TOP)
 
 
 def train(
@@ -82,8 +87,9 @@ def train(
     model, scores, began = build(kind, lr), Scores(), time.perf_counter()
     collection = model.embeddings
     # Workers that race fetch by hand; what they read must be copied, as under staleness.
-    late = 1 if arm.workers else arm.late
-    plan = build_plan(collection.tables, 1, PlanConfig(lookahead=0, staleness_steps=late))
+    plan = build_plan(
+        collection.tables, 1, PlanConfig(lookahead=0, staleness_steps=int(arm.workers > 0))
+    )
     collection.open(plan, Mesh())
     rows, dense = RowOptimizer(collection), torch.optim.Adam(model.parameters(), lr=DENSE_LR)
     batches = training_batches(stream, arm.batch_size, num_blocks)
@@ -108,8 +114,8 @@ def train(
     if arm.workers:
         _race(model, collection, batches, arm.workers, seed, apply, step, scores.missed)
     else:
-        for number, batch in enumerate(collection.lookahead(batches)):
-            scores.missed[min(arm.late, number)] += 1
+        for batch in collection.lookahead(batches):
+            scores.missed[0] += 1
             apply(batch)
             step(batch.size)
     for block in range(num_blocks, num_blocks + tail_blocks):

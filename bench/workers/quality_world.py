@@ -1,5 +1,7 @@
-"""The world law on the bench's own stream: the AUC of every step's global batch before it is trained, as JSON. By
-itself it is a world of one, under torchrun with `substitute`."""
+"""AUC of every step's global batch before it is trained, as JSON: the world law on the bench's own stream.
+
+One process is a world of one; under torchrun, rows are split by hash and partial results are sent.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,6 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 
 from colonnade import Mesh, PlanConfig, RowOptimizer, build_plan, close_mesh, open_mesh
-from colonnade.topology.sharding import table_wise
 from colonnade.train.dense import DenseGradients
 from colonnade.train.metrics import auc
 from workers.ads import open_ads
@@ -22,17 +23,8 @@ def scores(mesh: Mesh, kind: str) -> list[float]:
     """Return scores by step, the same on every rank. Collective."""
     model = build(kind, LR, "float64").double()
     collection = model.embeddings
-    if mesh.num_ranks > 1:  # bags lie whole, which FM over fields asks for
-        names = [table.name for table in collection.tables]
-        whole = {name: {"sharding": table_wise(t % mesh.num_ranks)} for t, name in enumerate(names)}
-        plan = build_plan(
-            collection.tables,
-            mesh.num_ranks,
-            PlanConfig(exchange="partials", tables=whole),
-        )
-        collection.open(plan, mesh)
-    else:
-        collection.open()
+    plan = build_plan(collection.tables, mesh.num_ranks, PlanConfig(exchange="partials"))
+    collection.open(plan, mesh)
     rows = RowOptimizer(collection)
     late = collection.exchange.pushed_parameters
     dense = DenseGradients(list(model.parameters()), mesh, late=late)
@@ -59,7 +51,7 @@ def scores(mesh: Mesh, kind: str) -> list[float]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     world = open_mesh()
-    aucs = {kind: scores(world, kind) for kind in ("fm", "deepfm")}
+    aucs = {kind: scores(world, kind) for kind in ("lr", "wide_deep", "deepfm")}
     if world.rank == 0:
         print(json.dumps(aucs), flush=True)
     close_mesh(world)

@@ -104,16 +104,16 @@ def test_a_worker_computes_on_what_was_there_when_it_began() -> None:
     assert np.mean(whole) == pytest.approx(num_workers - 1, abs=0.25)
 
 
-def test_one_worker_is_synchronous(stream: Ads, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", bench.KINDS)
+def test_one_worker_is_synchronous(stream: Ads, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(quality_arms, "BLOCK", 64)
-    results = [
-        train("deepfm", arm, stream, 16, lr=0.01, tail_blocks=1)
-        for arm in (Arm("one", 64), Arm("other", 64, workers=1), Arm("late", 64, late=3))
-    ]
-    assert results[0].auc == results[1].auc and results[0].tail_auc == results[1].tail_auc
-    assert len(results[0].auc) == 2 and results[0].auc[1:] != results[2].auc[1:]
-    assert results[0].missed == results[1].missed == {0: 14}
-    assert results[2].missed == {0: 1, 1: 1, 2: 1, 3: 11}
+    one, other, asynchronous = (
+        train(kind, arm, stream, 16, lr=0.01, tail_blocks=1)
+        for arm in (Arm("one", 64), Arm("other", 64, workers=1), Arm("late", 64, workers=3))
+    )
+    assert one.auc == other.auc and one.tail_auc == other.tail_auc
+    assert len(one.auc) == 2 and one.auc[1:] != asynchronous.auc[1:]
+    assert one.missed == other.missed == {0: 14}
 
 
 def test_an_interval_covers_what_it_should() -> None:
