@@ -1,4 +1,4 @@
-"""Tables of `bench quality_substitute`: differences of AUC with paired intervals.
+"""Tables of `bench quality_partials`: differences of AUC with paired intervals.
 
 An interval is that of a paired bootstrap. Two arms have scored the same blocks of samples, so what is resampled is the
 difference of their AUCs on a block; runs of RUN neighbouring blocks are drawn together, for neighbours share their

@@ -1,4 +1,4 @@
-"""One arm of `bench quality_substitute`: a model, trained on a stream by steps in turn or by workers that race, and
+"""One arm of `bench quality_partials`: a model, trained on a stream by steps in turn or by workers that race, and
 scored along the way.
 
 Legend: W workers.

@@ -177,6 +177,31 @@ struct CrossGradientTask {
   std::int64_t begin, end;
 };
 
+// Outputs [begin, end): sums over the lookups of a bag of (x v)^2, where x is the lookup's weight times the bag's share.
+struct SquaresTask {
+  const void* rows;          // (lookups, dim)
+  const void* weights;       // by lookup, or null
+  const std::int64_t* bags;  // output b sums lookups [bags[b], bags[b + 1]); null: it is lookup b
+  Divisor divisor;
+  std::int64_t dim;
+  std::byte* out;
+  std::int64_t out_stride;  // bytes
+  std::int64_t begin, end;
+};
+
+// Gradients of the lookups of outputs [begin, end). gradient, of_squares: of the outputs that pooled the vectors, and of
+// those that pooled their squares; base null: there are none.
+struct SquareGradientTask {
+  const void* rows;
+  const void* weights;
+  const std::int64_t* bags;
+  Divisor divisor;
+  std::int64_t dim;
+  VectorPlace gradient, of_squares;
+  void* out;  // (lookups, dim)
+  std::int64_t begin, end;
+};
+
 template <class T>
 struct RowKernels {
   void (*sum)(const SumTask&);
@@ -190,6 +215,8 @@ struct RowKernels {
   void (*fm_gradient)(const FMGradientTask&);
   void (*cross)(const CrossTask&);
   void (*cross_gradient)(const CrossGradientTask&);
+  void (*pool_squares)(const SquaresTask&);
+  void (*square_gradients)(const SquareGradientTask&);
 };
 
 struct Kernels {

@@ -20,7 +20,9 @@ constexpr RowKernels<T> row_kernels() {
           fm<T>,
           fm_gradient<T>,
           cross<T>,
-          cross_gradient<T>};
+          cross_gradient<T>,
+          pool_squares<T>,
+          square_gradients<T>};
 }
 }  // namespace
 

@@ -571,6 +571,28 @@ def cross_gradient(
 ) -> None:
     """Compute the gradients of `cross`: of_first = gradient * factor, of_factor = gradient * first."""
 
+def pool_squares(
+    rows: Array, offsets: Array | None, pooling: int, weights: Array | None, out: Array
+) -> None:
+    """Compute squares of bags: out (B, D) = sum over a bag's lookups of (x v)^2, in lookup order.
+
+    rows: (E, D) contiguous, float32 or float64, v of each lookup. offsets: (B + 1,) int64 from 0 to E; None: B = E.
+    x: the lookup's weight (1 without weights), times 1 / n (mean) or 1 / sqrt(n) (sqrtn). out: last stride 1."""
+
+def square_gradients(
+    rows: Array,
+    offsets: Array | None,
+    pooling: int,
+    weights: Array | None,
+    gradient: Array | None,
+    of_squares: Array | None,
+    out: Array,
+) -> None:
+    """Compute gradients of lookups: out (E, D) = x g + 2 v (x h) x.
+
+    gradient: g (B, D) of the pooled vectors, of_squares: h (B, D) of the pooled squares, with last stride 1; None adds
+    nothing. Others: as `pool_squares`."""
+
 def all_finite(base: int, num_elements: int, dtype: str) -> bool:
     """Return whether no element is NaN or inf."""
 

@@ -1,4 +1,4 @@
-"""`bench quality_substitute`: one stream for all, workers that miss what they should, paired intervals."""
+"""`bench quality_partials`: one stream for all, workers that miss what they should, paired intervals."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from torch import nn
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))  # benches are scripts, not part of the package
 
-import quality_substitute as bench  # noqa: E402
+import quality_partials as bench  # noqa: E402
 from harness import BenchError, Measured, write_report  # noqa: E402
 from tables import quality  # noqa: E402
 from workers import quality_arms  # noqa: E402
@@ -161,11 +161,11 @@ def test_a_file_is_gone_on_with(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     measured = [Measured("fm seed 0", "synchronous", "AUC", [0.5])]
     result = bench.report(
-        "quality_substitute", version="1", machine={"samples": 64}, measured=measured, ratios={}
+        "quality_partials", version="1", machine={"samples": 64}, measured=measured, ratios={}
     )
     write_report(path, result)
-    assert bench.read_measured(path, "quality_substitute", samples=64) == measured
-    assert bench.read_measured(tmp_path / "none.json", "quality_substitute", samples=64) == []
+    assert bench.read_measured(path, "quality_partials", samples=64) == measured
+    assert bench.read_measured(tmp_path / "none.json", "quality_partials", samples=64) == []
     with pytest.raises(BenchError, match="other extent"):
-        bench.read_measured(path, "quality_substitute", samples=65)
-    assert json.loads(path.read_text())["bench"] == "quality_substitute"
+        bench.read_measured(path, "quality_partials", samples=65)
+    assert json.loads(path.read_text())["bench"] == "quality_partials"

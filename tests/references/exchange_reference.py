@@ -104,14 +104,17 @@ class ReferenceRows:
         return sums
 
     def _read_gradients(self, column: int, gradients: Sequence[Tensor]):
-        """Yield (part, gradient) of everything that is read of a column of lookups."""
-        reads = iter(self.consumption.reads)
+        """Yield (part, gradient) of every part that is read of a column of lookups: the sum over the outputs that read
+        it."""
+        reads, own = iter(self.consumption.reads), dict[Part, Tensor]()
         for output, gradient in zip(list_lookup_outputs(self.declaration), gradients, strict=True):
             for start in output.columns:
                 read_column, p = next(reads)
                 part = self.declaration.parts[p][1]
                 if read_column == column:
-                    yield part, gradient[:, start : start + part.dim]
+                    columns = gradient[:, start : start + part.dim]
+                    own[part] = own[part] + columns if part in own else columns
+        yield from own.items()
 
     def _update(self, table: Table, row_id: int, gradient: Tensor) -> None:
         self.row(table, row_id)

@@ -25,21 +25,21 @@ from colonnade import _native
 from colonnade.lookup.contract import PartLookup, RowGradients, RowSource
 from colonnade.lookup.layout import EmbeddingDeclaration, LookupColumns, Lookups, Output
 from colonnade.lookup.reads import (
-    Bag,
     Read,
+    add_gradients,
     bag_of_column,
     compute_terms,
     list_reads,
     pool_squares,
-    separate_gradients,
     separate_lookups,
+    squared_columns,
 )
 from colonnade.lookup.row_layout import RowLayout, RowSums, build_row_layout
 from colonnade.ops import optimizers as rules
 from colonnade.ops import reference
 from colonnade.ops.memory import empty
 from colonnade.store.contract import RowView
-from colonnade.table import Part
+from colonnade.table import POOLINGS, Part
 
 NO_TENSORS: Mapping[int, Tensor] = {}
 
@@ -143,6 +143,10 @@ class NativeKernels:
         self.compute = declaration.tables[0].compute_dtype
         self.pooled_reads, self.square_reads = list_reads(declaration, lookup_columns, outputs)
         self.reads = _native_reads(self.pooled_reads)
+        self.reads_of_key: dict[tuple[int, int], list[Read]] = {}
+        """Reads of each part through each column of lookups: pooled vectors, then squares."""
+        for read in (*self.pooled_reads, *self.square_reads):
+            self.reads_of_key.setdefault(read.key, []).append(read)
         read_columns = [(r.output, r.start, outputs[r.output].width) for r in self.pooled_reads]
         # In numpy, because torch takes five times as long for so few numbers.
         self._read_outputs, self._read_columns, self._read_widths = (
@@ -202,8 +206,14 @@ class NativeKernels:
             *_block_addresses(rows), self.dtype, self.compute,
         )  # fmt: skip
         for read, block in zip(self.square_reads, rows, strict=True):
-            bag = bag_of_column(lookups, self.lookup_columns, read.column, block)
-            tensors[read.output][:, read.columns] = pool_squares(block, bag)
+            out = tensors[read.output][:, read.columns]
+            values = out if out.dtype == dtype else empty(*out.shape, dtype=dtype)
+            offsets, pooling, weights = bag_of_column(
+                lookups, self.lookup_columns, read.column, block
+            )
+            _native.pool_squares(block, offsets, POOLINGS.index(pooling), weights, values)
+            if values is not out:
+                out.copy_(values)
             lookups.squared_rows[read.key] = block
 
     def zero_outputs(self, lookups: Lookups) -> list[Tensor]:
@@ -241,30 +251,49 @@ class NativeKernels:
         self, lookup: PartLookup, gradients: list[Tensor]
     ) -> tuple[_native.OutputGradients, Any]:
         """Return gradients of a lookup's outputs as the native core takes them, and the tensors that they refer to."""
-        if self.square_reads:
-            return self._separate_gradients(lookup.lookups, gradients)
+        if len(self.reads_of_key) < len(self.pooled_reads) + len(self.square_reads):
+            return self._merge_gradients(lookup.lookups, gradients)
         dtype = str(gradients[0].dtype).removeprefix("torch.")
         source = _native.OutputGradients(
             lookup.lookups.native, self.reads, *self._output_addresses(gradients), dtype
         )
         return source, gradients
 
-    def _separate_gradients(
+    def _merge_gradients(
         self, lookups: Lookups, gradients: Sequence[Tensor]
     ) -> tuple[_native.OutputGradients, Any]:
-        """Return the same where squares are read: with one gradient for each lookup of their columns, which adds up
-        what the lookup's vector and its square contribute."""
+        """Return the same where several outputs read a part, or one its squares: the sum of what they contribute. Where
+        squares are read, there is one gradient for each lookup."""
         dtype = self.declaration.compute_dtype
         gradients = [gradient.to(dtype) for gradient in gradients]
-        blocks = separate_gradients(
-            lookups, self.lookup_columns, (*self.pooled_reads, *self.square_reads), gradients
-        )
-        reads, tensors = zip(*blocks.values(), strict=True)
+        merged, squared = [], squared_columns(self.lookup_columns)
+        for reads in self.reads_of_key.values():
+            gradient, of_squares = add_gradients(reads, gradients)
+            if reads[0].column in squared:
+                gradient = self._square_gradients(lookups, reads[0], gradient, of_squares)
+            assert gradient is not None
+            merged.append(gradient)
         source = _native.OutputGradients(
-            separate_lookups(lookups, self.lookup_columns, dtype).native, _native_reads(reads),
-            *_block_addresses(tensors), self.compute,
+            separate_lookups(lookups, self.lookup_columns, dtype).native,
+            _native_reads(reads[0] for reads in self.reads_of_key.values()),
+            *_block_addresses(merged), self.compute,
         )  # fmt: skip
-        return source, (gradients, tensors)
+        return source, (gradients, merged)
+
+    def _square_gradients(
+        self, lookups: Lookups, read: Read, gradient: Tensor | None, of_squares: Tensor | None
+    ) -> Tensor:
+        """Return the gradients (E, D) of the lookups of one column, from what `add_gradients` returns."""
+        counts = lookups.feature_offsets.diff()
+        out = empty(int(counts[read.column]), read.part.dim, dtype=self.declaration.compute_dtype)
+        rows = lookups.squared_rows.get(read.key)
+        if rows is None:  # squares were never pooled, so gradients of them are zeros
+            rows = out.zero_()
+        offsets, pooling, weights = bag_of_column(lookups, self.lookup_columns, read.column, out)
+        _native.square_gradients(
+            rows, offsets, POOLINGS.index(pooling), weights, gradient, of_squares, out
+        )
+        return out
 
     def sum_gradients_by_row(
         self, lookup: PartLookup, offsets: Tensor, gradients: list[Tensor]
@@ -532,7 +561,12 @@ class DeviceKernels:
                     num_lookups = bounds[c + 1] - bounds[c]
                     shifts[c] = length - bounds[c]
                     length += num_lookups
-                    terms.append(self._sum_terms(read[c], lookups, gradients, bags[c], num_lookups))
+                    squared_rows = lookups.squared_rows.get((c, part.column))
+                    terms.append(
+                        compute_terms(
+                            *add_gradients(read[c], gradients), squared_rows, bags[c], num_lookups
+                        )
+                    )
                 if not terms:
                     continue
                 terms_index, ends_in_terms = table_entries, row_ends
@@ -559,20 +593,6 @@ class DeviceKernels:
             if read.table == table and read.part == part:
                 by_column.setdefault(read.column, []).append(read)
         return by_column
-
-    def _sum_terms(
-        self,
-        reads: Sequence[Read],
-        lookups: Lookups,
-        gradients: Sequence[Tensor],
-        bag: Bag,
-        num_lookups: int,
-    ) -> Tensor:
-        """Return the gradients (E, D) of the lookups of one column that make these reads."""
-        terms = [
-            compute_terms(read, lookups, gradients[read.output], bag, num_lookups) for read in reads
-        ]
-        return sum(terms[1:], terms[0])
 
     def gradients_from_sums(
         self, slots: np.ndarray, counts: np.ndarray, sums: list[Tensor], is_selected: np.ndarray

@@ -156,12 +156,13 @@ class Output:
 class LookupColumns:
     """Columns of lookups: the features that are looked up, in order, and the parts that are read by each column.
 
-    A feature is looked up once for all its parts and their squares, and once more for each further output that reads
-    the same part of it.
+    A feature is looked up once for all outputs that read its parts and their squares.
     """
 
     features: tuple[int, ...]  # (C,) by column of lookups: index into Declaration.features
-    reads: tuple[tuple[int, int], ...]  # (R,) in the order of the outputs' fields: (column, part)
+    reads: tuple[
+        tuple[int, int], ...
+    ]  # (R,) in the order of the outputs' fields: (column, part); it may repeat
     tables: Tensor  # (C,) int32
     poolings: Tensor  # (C,) uint8, as `_native.Lookups` numbers them
     squared: tuple[bool, ...] = ()  # (R,) whether a read is of squares
@@ -340,21 +341,10 @@ def restrict_outputs(whole: EmbeddingDeclaration, part: EmbeddingDeclaration) ->
 
 def build_lookup_columns(declaration: EmbeddingDeclaration) -> LookupColumns:
     """Build the columns of lookups, and the reads of them, in the order of the outputs' fields."""
-    features: list[int] = []
-    taken: set[tuple[int, int, bool]] = set()
-    reads = []
-    for output in list_lookup_outputs(declaration):
-        for i in output.fields:
-            field = declaration.fields[i]
-            columns = [c for c, f in enumerate(features) if f == field.feature]
-            column = next(
-                (c for c in columns if (c, field.part, field.is_squared) not in taken),
-                len(features),
-            )
-            if column == len(features):
-                features.append(field.feature)
-            taken.add((column, field.part, field.is_squared))
-            reads.append((column, field.part, field.is_squared))
+    outputs = list_lookup_outputs(declaration)
+    fields = [declaration.fields[i] for output in outputs for i in output.fields]
+    features = list(dict.fromkeys(field.feature for field in fields))
+    reads = [(features.index(field.feature), field.part, field.is_squared) for field in fields]
     looked_up = [declaration.features[f] for f in features]
     return LookupColumns(
         tuple(features),

@@ -88,44 +88,42 @@ def pool_squares(rows: Tensor, bag: Bag) -> Tensor:
     )
 
 
-def compute_terms(
-    read: Read, lookups: Lookups, gradient: Tensor, bag: Bag, num_lookups: int
-) -> Tensor:
-    """Return what a read adds to the gradients (E, D) of its lookups. gradient: of its output.
-
-    With coefficient x and gradient g of the lookup's bag this is x g, and of squares 2 x^2 v g."""
-    columns = gradient[:, read.columns]
-    terms = reference.lookup_gradients(columns, *bag, num_lookups=num_lookups)
-    if not read.is_squared:
-        return terms
-    rows = lookups.squared_rows.get(read.key)
-    if rows is None:  # values were never pooled, so gradients are zeros
-        return terms
-    rows = rows.to(terms)
-    factors = _compute_factors(rows, bag)
-    return 2 * rows * (terms if factors is None else terms * factors)
-
-
-def separate_gradients(
-    lookups: Lookups,
-    lookup_columns: LookupColumns,
-    reads: Sequence[Read],
-    gradients: Sequence[Tensor],
-) -> dict[tuple[int, int], tuple[Read, Tensor]]:
-    """Return, by `Read.key`, a read and its gradients: (E, D) by lookup in columns whose squares are read, the sum of
-    what all reads add; else (B, D) or (E, D) as they are. gradients: by output, of the compute dtype."""
-    counts, squared = lookups.feature_offsets.diff().tolist(), squared_columns(lookup_columns)
-    blocks: dict[tuple[int, int], tuple[Read, Tensor]] = {}
+def add_gradients(
+    reads: Sequence[Read], gradients: Sequence[Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Add up the gradients (B, D) that a part receives from these reads: those of its pooled vectors, and of its pooled
+    squares; None without such a read. gradients: by output."""
+    sums: list[Tensor | None] = [None, None]
     for read in reads:
-        gradient = gradients[read.output]
-        if read.column not in squared:
-            blocks[read.key] = read, gradient[:, read.columns]
-            continue
-        bag = bag_of_column(lookups, lookup_columns, read.column, gradient)
-        terms = compute_terms(read, lookups, gradient, bag, counts[read.column])
-        before = blocks.get(read.key)
-        blocks[read.key] = read, terms.contiguous() if before is None else before[1] + terms
-    return blocks
+        before, own = sums[read.is_squared], gradients[read.output][:, read.columns]
+        sums[read.is_squared] = own if before is None else before + own
+    return sums[0], sums[1]
+
+
+def compute_terms(
+    gradient: Tensor | None,
+    of_squares: Tensor | None,
+    rows: Tensor | None,
+    bag: Bag,
+    num_lookups: int,
+) -> Tensor:
+    """Return the gradients (E, D) of the lookups of one column, from what `add_gradients` returns.
+
+    With coefficient x and gradient g of the lookup's bag this is x g, and of squares 2 v (x g) x. rows: v (E, D), if
+    squares were pooled; None: gradients of squares are zeros.
+    """
+    terms = None
+    if gradient is not None:
+        terms = reference.lookup_gradients(gradient, *bag, num_lookups=num_lookups)
+    if of_squares is None:
+        assert terms is not None, "wanted a read of vectors or of squares"
+        return terms
+    squares = reference.lookup_gradients(of_squares, *bag, num_lookups=num_lookups)
+    if rows is not None:
+        rows = rows.to(squares)
+        factors = _compute_factors(rows, bag)
+        squares = 2 * rows * (squares if factors is None else squares * factors)
+    return squares if terms is None else terms + squares
 
 
 def separate_lookups(

@@ -75,14 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     extent = (QUICK_BLOCKS, QUICK_TAIL_BLOCKS) if options.quick else (BLOCKS, TAIL_BLOCKS)
     samples = extent[0] * BLOCK
-    measured = read_measured(options.json, "quality_substitute", samples=samples)
+    measured = read_measured(options.json, "quality_partials", samples=samples)
     before = read_cpu_seconds()
 
     def result() -> dict:
         share = round(others_share(before), 2)
         versions = {"torch": torch.__version__}
         return report(
-            "quality_substitute",
+            "quality_partials",
             version=colonnade.__version__,
             machine=describe_machine(
                 threads=1, others_share=share, versions=versions, samples=samples
