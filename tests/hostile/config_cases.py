@@ -204,11 +204,10 @@ def cases() -> list[Case]:
         ),
         Case("plan of no lookups", ("plan", *SMALL, "--sample", "0"), ("--sample",)),
         Case(
-            "a profiled run with memory below one batch",
+            "a run with memory below one batch",
             train(
                 "synthetic",
                 None,
-                "plan.placement=profiled",
                 "plan.memory.dram=300KiB",
                 "data.options.num_train=9000",
             ),

@@ -333,9 +333,9 @@ class CacheConfig(Section):
 class PlanConfig(Section):
     memory: MemoryConfig = MemoryConfig()
     """Memory and storage that each rank may use for rows."""
-    placement: Literal["even", "profiled"] = "even"
-    """Division of memory among tables: the same share of every table (even), or more for tables with the most used
-    rows, by a profile of a sample of the data (profiled)."""
+    placement: Literal["profiled", "even"] = "profiled"
+    """Division of dram and hbm among tables if not all rows fit: most for the tables with the most used rows, by a
+    profile of the run's first batches (profiled); or the same share for every table, by the settings alone (even)."""
     lookahead: Annotated[int | Literal["auto"], PlainValidator(_validate_lookahead)] = 2
     """Number of batches to prefetch ahead of training (their ids are sent and their rows read into memory); auto:
     enough to hide the reads."""

@@ -152,7 +152,7 @@ class Plan:
     cache_tier: CacheTier = "dram"
     """Memory of row caches: main memory, or that of each rank's device."""
     placement: str = "even"
-    """Division of memory among tables: "even", or "profiled" by the rows that a sample reads most."""
+    """Division of memory among tables: "even", or "profiled" by the reads that a sample predicts."""
     prediction: Mapping[str, Any] | None = None
     """`plan.cost.prediction.Prediction` as plain values, if the plan was made from a profile."""
 
@@ -249,7 +249,8 @@ def _read_cache(fields: dict[str, Any] | None) -> TableCache | None:
 def build_plan(
     tables: Sequence[Table], world: World | int = 1, config: PlanConfig = DEFAULTS
 ) -> Plan:
-    """Build the plan that a complete configuration describes, without choices of its own. Pure function.
+    """Build the plan that a complete configuration describes, without choices of its own: memory is divided evenly.
+    Pure function.
 
     world: the world, or the number of ranks on one host. Every table needs a sharding and an exchange. `fit` and
     `colonnade plan` choose settings that a configuration leaves open ("auto", the rank of a `table_wise` table, numbers
@@ -461,7 +462,7 @@ def apply_placement(
     tables: Sequence[Table],
     rows: Mapping[str, tuple[int, Tier]],
     *,
-    lookahead: int,
+    lookahead: int | Literal["auto"],
 ) -> Plan:
     """Return `plan` with the memory that the profiled placement chose: (rows, tier) by table name."""
     is_limited = plan.dram_bytes is not None

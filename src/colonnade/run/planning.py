@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +29,11 @@ from colonnade.comm.mesh import Mesh
 from colonnade.config.plan import MemoryConfig, PlanConfig
 from colonnade.config.run import RunConfig
 from colonnade.data.batches import open_batches
-from colonnade.data.contract import Schema, Source, Splits, multi_id_columns, num_steps
+from colonnade.data.contract import Schema, Source, Splits, multi_id_columns
 from colonnade.embedding import EmbeddingCollection
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.lookup.stacking import hash_ids, hashed_tables_by_feature
-from colonnade.plan.constraints import resolve_plan_config
+from colonnade.plan.constraints import is_settled, resolve_plan_config
 from colonnade.plan.cost.memory import (
     MemoryDemand,
     TableMemory,
@@ -55,10 +54,19 @@ from colonnade.plan.hot import profile_hot_and_cold, subtract_hot_row_bytes
 from colonnade.plan.measure.device import Device, list_missing_folders, measure_device
 from colonnade.plan.measure.links import measure_links
 from colonnade.plan.measure.profile import Profile, profile_batches
+from colonnade.plan.placement import is_memory_limited, place_rows_on_device
 from colonnade.plan.plan import Plan, apply_placement, build_plan
 from colonnade.plan.search.candidates import PlanDecision
 from colonnade.plan.towers.advice import Advice
 from colonnade.row_optimizer import RowOptimizer
+from colonnade.run.placement import (
+    SAMPLE_LOOKUPS,
+    SAMPLES_OF_UNKNOWN_LENGTH,
+    Placement,
+    count_run_steps,
+    place_on_rank_0,
+    read_sample_batches,
+)
 from colonnade.run.planner import (
     choose_hot_ids,
     choose_shardings_and_exchanges,
@@ -334,15 +342,10 @@ def _find_collection(model: nn.Module) -> EmbeddingCollection:
     return next(module for module in model.modules() if isinstance(module, EmbeddingCollection))
 
 
-SAMPLE_LOOKUPS = 1 << 20
-MIN_BATCHES = 8
-MAX_BATCHES = 256
 MAX_TIMED_BATCHES = 12
 """Maximum number of batches of the sample that the model is timed on."""
 AUTO_DEPTHS = (8, 4, 2)
 """Candidates for an automatic lookahead, in batches; the first with a window that fits in memory is taken."""
-SAMPLES_OF_UNKNOWN_LENGTH = 16
-"""Assumed length of a run of unknown length, as a multiple of the sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,25 +373,6 @@ def read_measured_device(folder: Path | None, paths: Sequence[str]) -> Device | 
     except (ColonnadeError, OSError, ValueError, KeyError, TypeError):
         return None  # it is measured again
     return device if [directory.path for directory in device.directories] == list(paths) else None
-
-
-def read_sample_batches(
-    source: Source, batch_size: int, lookups: int = SAMPLE_LOOKUPS, num_ranks: int = 1
-) -> list[Batch]:
-    """Read rank 0's first batches of the first epoch until they have `lookups` lookups."""
-    sample: list[Batch] = []
-    count = 0
-    batches = source.batches(batch_size, num_ranks=num_ranks)
-    try:
-        for batch in islice(batches, MAX_BATCHES):
-            sample.append(batch)
-            count += sum(len(ids.values) for ids in batch.ids.values())
-            if count >= lookups and len(sample) >= MIN_BATCHES:
-                break
-    finally:
-        if hasattr(batches, "close"):
-            batches.close()
-    return sample
 
 
 def _divide_memory_among_tables(
@@ -433,8 +417,7 @@ def plan_from_sample(
     hot_ids = choose_hot_ids(config.plan, declared, stacked_sample, world, recorded)
     dram_bytes = _dram_without_hot_rows(config.plan, collection.tables, world, hot_ids)
     unknown_steps = first_step + SAMPLES_OF_UNKNOWN_LENGTH * len(sample)
-    known_steps = _count_steps_of_run(config, data.train)
-    steps = unknown_steps if known_steps is None else known_steps
+    steps = count_run_steps(config, data.train, unknown_steps)
     mapped_bytes = 0 if base_plan.mapped is None else base_plan.mapped.bytes
     is_evenly_placed, is_auto = config.plan.placement == "even", config.plan.lookahead == "auto"
     batch_size = sample_profile.largest_batch  # all samples, if there are fewer than a batch
@@ -459,8 +442,7 @@ def plan_from_sample(
     choice = choose_shardings_and_exchanges(
         collection, sides, loads, config, world, device, memory_demands, bags, hot_ids
     )
-    plan_config = resolve_plan_config(config.plan, tables, world, choice, hot_ids)
-    base_plan = build_plan(tables, world, plan_config)
+    base_plan = build_plan(tables, world, resolve_plan_config(config.plan, tables, world, choice, hot_ids))  # fmt: skip
     shardings = [table.sharding for table in base_plan.tables]
     memory_demands = demands_of(window=depth + batches_in_flight, shardings=shardings)
     by_rank = _divide_memory_among_tables(
@@ -490,6 +472,8 @@ def plan_from_sample(
     plan = replace(base_plan, prediction=asdict(prediction))
     if not is_evenly_placed:
         plan = apply_placement(plan, collection.tables, capacities, lookahead=depth)
+        unfixed = demands_of(window=depth + batches_in_flight, shardings=shardings, fixed_bytes={})
+        plan = place_rows_on_device(plan, collection.tables, unfixed, config.plan.memory.hbm)
     return PlanningResult(plan, sample_profile, device, costs, prediction, choice, tuple(loads), world)  # fmt: skip
 
 
@@ -556,6 +540,39 @@ def _find_fitting_window(
     return depth, memory_demands
 
 
+def complete_plan(
+    plan: Plan,
+    model: nn.Module,
+    collection: EmbeddingCollection,
+    data: Splits,
+    config: RunConfig,
+    mesh: Mesh,
+    folder: Path | None,
+    *,
+    objective: Objective,
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
+) -> Placement:
+    """Return a run's plan with what the data decides: open choices, and memory where not all rows fit. Collective.
+
+    plan: with memory divided evenly; returned as it is if all rows fit and no choice is open, without reading a sample.
+    Only choices and a depth of lookahead=auto need a prediction, for which the disk and the model are timed.
+    """
+    tables, world = collection.tables, mesh.world
+    first_step = 0 if folder is None else max(list_checkpoints(folder), default=0)
+    is_placed = config.plan.placement == "profiled" and is_memory_limited(plan, tables)
+    # Predictions do not cover device memory.
+    is_depth_open = is_placed and config.plan.lookahead == "auto" and config.plan.memory.hbm is None
+    if is_depth_open or not is_settled(config.plan, tables, world):
+        plan, device = plan_on_rank_0(
+            model, collection, data, config, mesh, folder, objective=objective, make_optimizer=make_optimizer,
+            first_step=first_step,
+        )  # fmt: skip
+        return Placement(plan, device=device)
+    if not is_placed:
+        return Placement(plan)
+    return place_on_rank_0(collection, data.train, config, plan, mesh, folder, first_step)
+
+
 def plan_on_rank_0(
     model: nn.Module,
     collection: EmbeddingCollection,
@@ -594,17 +611,3 @@ def plan_on_rank_0(
     if "error" in received:
         raise ConfigError(f"rank 0 could not plan: {received['error']}")
     return Plan.from_json(received["plan"]), Device.from_json(received["device"])
-
-
-def _count_steps_of_run(config: RunConfig, source: Source) -> int | None:
-    """Count the steps of the whole run; None if the number of samples is unknown."""
-    train = config.train
-    num_samples = source.num_samples
-    steps = (
-        None
-        if num_samples is None
-        else num_steps(num_samples, train.samples_per_step) * max(train.num_epochs, 1)
-    )
-    if train.max_steps is not None:
-        return train.max_steps if steps is None else min(steps, train.max_steps)
-    return steps

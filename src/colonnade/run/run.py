@@ -41,8 +41,7 @@ from colonnade.formats import make_format_stamp
 from colonnade.interaction import TowerModule
 from colonnade.machine import collect_machine_facts
 from colonnade.models.tower_modules import describe_tower_modules
-from colonnade.plan.constraints import is_settled, resolve_plan_config
-from colonnade.plan.measure.device import Device
+from colonnade.plan.constraints import resolve_plan_config
 from colonnade.plan.plan import Plan, build_plan
 from colonnade.plan.search.candidates import Memory
 from colonnade.plan.towers.advice import advise_tower_modules
@@ -57,8 +56,9 @@ from colonnade.run.cross_rank_check import (
     flatten_to_dotted_names,
 )
 from colonnade.run.defaults import open_data, resolve_settings, warn_of_few_steps
+from colonnade.run.placement import PROFILE_FILE, SAMPLE_LOOKUPS, Placement
 from colonnade.run.planner import apply_tower_partition
-from colonnade.run.planning import SAMPLE_LOOKUPS, PlanningResult, plan_from_sample, plan_on_rank_0
+from colonnade.run.planning import PlanningResult, complete_plan, plan_from_sample
 from colonnade.run.start import (
     WarmStart,
     apply_warm_start,
@@ -279,7 +279,8 @@ def prepare_run(
         row_schedule(rows) if row_schedule else build_schedule(rows, config.embedding.schedule, run_steps),
         dense_schedule(optimizer) if dense_schedule else build_schedule(optimizer, config.dense.schedule, run_steps),
     ]  # fmt: skip
-    plan, device = _plan_row_placement(setup, optimizer)
+    placed = _plan_rows(setup, optimizer)
+    plan = None if placed is None else placed.plan
     start_plan = _plan_warm_start(setup)
     checkpoints, step = _open_checkpoints_and_rows(setup, plan, at)
     trainer = _build_trainer(setup, rows, optimizer, schedules, run_steps, checkpoints)
@@ -295,7 +296,7 @@ def prepare_run(
     trainer.dense.build_buckets()
     if folder is not None and not read_only:
         if mesh.rank == 0:
-            _write_run_files(setup, folder, device)
+            _write_run_files(setup, folder, placed)
         if checkpoints is not None:
             checkpoints.destinations = open_destinations(
                 config.train, folder, checkpoints, step, setup.disk
@@ -360,13 +361,10 @@ def _prepare_training(
         move_dense_network(model, config.train.device, mesh)
 
 
-def _plan_row_placement(
-    setup: _RunSetup, optimizer: Optimizer
-) -> tuple[Plan | None, Device | None]:
+def _plan_rows(setup: _RunSetup, optimizer: Optimizer) -> Placement | None:
     """Plan the rows; check that all ranks have the same plan before anything is written. Collective.
 
-    Returns the plan, None if the collection is open already; and the measured device, None if nothing was measured.
-    Raises ConfigError.
+    Returns None if the collection is open already. Raises ConfigError, BudgetExceeded.
     """
     collection, config, mesh, folder = (
         setup.collection, setup.config, setup.mesh, setup.folder,
@@ -392,19 +390,15 @@ def _plan_row_placement(
         check_folder_is_shared(folder, mesh)
         fetch_from_mirror_if_empty(folder, config, mesh, setup.console)
     if plan is None or setup.read_only:
-        return plan, None
-    if (
-        is_settled(placed_config.plan, collection.tables, mesh.world)
-        and config.plan.placement != "profiled"
-    ):
-        return plan, None
-    plan, device = plan_on_rank_0(
-        setup.model, collection, setup.data, placed_config, mesh, folder, objective=setup.objective,
+        return Placement(plan) if plan else None
+    placed = complete_plan(
+        plan, setup.model, collection, setup.data, placed_config, mesh, folder, objective=setup.objective,
         make_optimizer=setup.make_optimizer,
-        first_step=0 if folder is None else max(list_checkpoints(folder), default=0),
     )  # fmt: skip
-    check_exchanges_of_features(plan, collection, setup.data)
-    return plan, device
+    check_exchanges_of_features(placed.plan, collection, setup.data)
+    if placed.note and setup.console is not None:
+        setup.console.print(placed.note, style="yellow", highlight=False)
+    return placed
 
 
 def _plan_warm_start(setup: _RunSetup) -> WarmStart | None:
@@ -493,13 +487,15 @@ def _build_trainer(
     return trainer
 
 
-def _write_run_files(setup: _RunSetup, folder: Path, device: Device | None) -> None:
-    """Write configuration, plan, device and machine facts into the run folder, on one rank."""
+def _write_run_files(setup: _RunSetup, folder: Path, placed: Placement | None) -> None:
+    """Write configuration, plan, device, profile and machine facts into the run folder, on one rank."""
     write = partial(write_durably, setup.disk, checked=False)
     write(folder / "config.yaml", dump_config(setup.config).encode())
     write(folder / "plan.json", setup.collection.plan.to_json().encode())
-    if device is not None:
-        write(folder / "device.json", device.to_json().encode())
+    if placed and placed.device:
+        write(folder / "device.json", placed.device.to_json().encode())
+    if placed and placed.profile:
+        write(folder / PROFILE_FILE, placed.profile.to_json().encode())
     facts = json.dumps(
         make_format_stamp("colonnade machine") | collect_machine_facts(folder), indent=2
     )
@@ -534,7 +530,7 @@ def plan_run(
     world = world.with_servers(config.plan.servers)
     if config.data.name == OWN:
         raise ConfigError(
-            "a model of your own is planned for by colonnade.fit, with placement='profiled'"
+            "a model of your own is planned for by colonnade.fit, with lookahead='auto'"
         )
     if config.plan.memory.hbm is not None:
         raise ConfigError(
