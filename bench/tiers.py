@@ -70,6 +70,8 @@ SHARD_BYTES = 640 << 20
 MAPPED_SLACK_BYTES = 128 << 20
 """Slack in the mapped table's memory limit, beside the budget and what its process has already taken: the rest of the
 limit is page cache."""
+PLACEMENTS = ("even", "profiled")
+"""Values of plan.placement."""
 PEER_INSTALLS = (("rocksdict==0.3.29",),)
 NUM_SHARDS = 8
 PEER_SYSTEMS = (
@@ -218,10 +220,11 @@ class Bench:
     def list_pieces(self, dim: int, is_main: bool) -> dict[str, Callable[[Setup], list[Measured]]]:
         """List what measures each piece. `memory`: all in memory and at each budget."""
         pieces = {"memory": self.measure_memory if is_main else self.measure_tail}
+        pieces["placement"] = self.measure_placement
         if is_main:
             pieces |= {"peers": self.measure_peers, "reader": self.measure_reader}
             if dim == self.extent.dims[0]:
-                pieces["writes"] = self.measure_writes
+                pieces |= {"writes": self.measure_writes, "two tables": self.measure_two_tables}
             pieces |= {"commits": self.measure_commits, "first epoch": self.measure_first_epoch}
         return pieces
 
@@ -278,6 +281,36 @@ class Bench:
                     running.block(tables.SPARSE, extent.steps, network=False)
                     running.block(tables.NETWORK, extent.steps, network=True)
             return self.cases_of(setup, opened)
+
+    def measure_placement(self, setup: Setup) -> list[Measured]:
+        """Measure an even division of memory beside one by a profile, in turns, at the budgets of the tail."""
+        extent = self.extent
+        with ExitStack() as stack:
+            fractions = extent.tail_fractions or extent.fractions
+            systems = [f"colonnade {kind} 1/{n}" for n in fractions for kind in PLACEMENTS]
+            opened = self.open_systems(setup, systems, stack)
+            for running in opened:
+                running.block(None, extent.warm_up, network=False)
+            for _ in range(2 * extent.rounds):
+                for running in opened:
+                    running.block(tables.SPARSE, extent.steps, network=False)
+            return self.cases_of(replace(setup, misses={}), opened)
+
+    def measure_two_tables(self, setup: Setup) -> list[Measured]:
+        """One hot and one cold table of the same size, at 1/8: an even division beside one by a profile."""
+        store = self.folder / "two-tables"
+        shutil.rmtree(store, ignore_errors=True)
+        store.mkdir()
+        rounds = 2 * self.extent.rounds
+        words = worker_words(
+            "tiers_two_tables", store, setup.dim, max(setup.stream.shape.cardinalities), rounds, self.extent.steps
+        )  # fmt: skip
+        shutil.rmtree(store)
+        return [
+            Measured(f"D={setup.dim}{tables.TWO_TABLES}", f"colonnade {kind} 1/8", unit, values)
+            for kind, by_unit in json.loads(words).items()
+            for unit, values in by_unit.items()
+        ]
 
     def measure_commits(self, setup: Setup) -> list[Measured]:
         """Measure blocks that hold a commit beside blocks that do not, with the network, at 1/8."""
@@ -388,6 +421,7 @@ class Bench:
         kind = system.split()[0]
         fraction = int(system.split("/")[1]) if "/" in system else None
         hints = " hints " in system
+        placement = next((word for word in PLACEMENTS if word in system.split()), "history")
         if kind == "rocksdict" and not self.site:
             return None
         budget = tables.model_bytes(stream.shape, dim) // fraction if fraction else None
@@ -414,6 +448,7 @@ class Bench:
         case = replace(
             self.case_of(stream, dim, store, budget, hints=hints, starts_empty=starts_empty),
             shards=shards,
+            placement=placement,
         )
         worker = open_worker(system, sys.executable, f"workers.tiers_{kind}")
         try:

@@ -19,9 +19,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 import colonnade
 from colonnade import Batch, Feature, Ids, RowOptimizer, Table
 from colonnade.cache.next_use import encode_distance
-from colonnade.config.plan import PlanConfig
+from colonnade.config.plan import MemoryConfig, PlanConfig
 from colonnade.models.dlrm import DLRM
+from colonnade.plan.measure.profile import profile_batches
+from colonnade.plan.placement import place_rows
 from colonnade.plan.plan import Plan, build_plan
+from colonnade.run.placement import MIN_BATCHES, SAMPLE_LOOKUPS
 from colonnade.store.budget import slot_bytes
 from workers.tier_stream import Stream
 from workers.tiers_loop import Case, Gate, serve
@@ -111,12 +114,38 @@ def open_system(case: Case) -> tuple[TieredTraining, dict[str, float | str]]:
 def plan_of(tables: Sequence[Table], stream: Stream, case: Case) -> Plan:
     if case.dram_bytes is None:
         return build_plan(tables, 1, PlanConfig(lookahead=case.lookahead))
+    memory = MemoryConfig(dram=case.dram_bytes)
+    if case.placement != "history":
+        plan = build_plan(tables, 1, PlanConfig(memory=memory, lookahead=case.lookahead))
+        return plan if case.placement == "even" else place_by_sample(plan, tables, stream, memory)
     shares = shares_of(tables, stream, case.lookahead, case.dram_bytes)
     return build_plan(
         tables,
         1,
         PlanConfig(memory={"dram": case.dram_bytes, "tables": shares}, lookahead=case.lookahead),
     )
+
+
+def place_by_sample(
+    plan: Plan, tables: Sequence[Table], stream: Stream, memory: MemoryConfig
+) -> Plan:
+    """Place rows as a run does that resumes behind the history: by a profile of the stream's first batches."""
+    shape, starts = stream.shape, stream.shape.starts[:-1, None]
+    features = [Feature(table.name, table.name) for table in tables]
+    batches = max(MIN_BATCHES, SAMPLE_LOOKUPS // shape.lookups)
+    sample = []
+    for rows in stream.rows()[:batches]:
+        ids = torch.from_numpy(rows - starts)
+        values = {table.name: Ids(ids[f]) for f, table in enumerate(tables)}
+        sample.append(
+            Batch(size=shape.batch_size, dense=torch.zeros(shape.batch_size, 0), ids=values)
+        )
+    profile = profile_batches(tables, features, sample, is_brief=True)
+    first = int(shape.history / shape.batch_size)
+    return place_rows(
+        plan, tables, profile, memory, batch_size=shape.batch_size, num_samples=None, first_batch=first,
+        last_batch=first + shape.num_batches,
+    )  # fmt: skip
 
 
 def shares_of(

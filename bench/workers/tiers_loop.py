@@ -53,6 +53,8 @@ class Case:
     """Databases of a peer."""
     site: str = ""
     """Folder of a peer's own packages."""
+    placement: str = "history"
+    """Memory of tables: by the history of the stream, as endless training would learn; or as `plan.placement`."""
     seed: int = 0
 
     def open_stream(self) -> Stream:
