@@ -97,7 +97,7 @@ void Dram::for_each_group(std::span<const Run> runs, const Visit& visit) {
 }
 
 void Dram::check_slots(std::int64_t table, std::span<const std::uint32_t> slots) const {
-  const auto capacity = static_cast<std::uint64_t>(at(table).settings().capacity_rows);
+  const auto capacity = static_cast<std::uint64_t>(at(table).num_addresses());
   for (std::size_t i = 0; i < slots.size(); ++i) {
     if (slots[i] >= capacity) {
       refuse("slots: got " + std::to_string(static_cast<std::int32_t>(slots[i])) + " at position " +
@@ -220,6 +220,14 @@ Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::i
                  });
   }
   return acquired;
+}
+
+std::int64_t Dram::resize(std::int64_t table, std::int64_t capacity, const TableSink& sink) {
+  const std::scoped_lock acquiring(acquiring_);
+  if (has_snapshot_) refuse("resize during a snapshot");
+  auto& rows = at(table);
+  const Lock held = lock(table);
+  return rows.resize(capacity, [&](const LeftRows& left) { sink(table, left); });
 }
 
 void Dram::resume(std::int64_t table, std::span<const std::uint32_t> slots, std::span<const std::uint8_t> heats) {

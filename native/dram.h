@@ -36,6 +36,8 @@ class Dram {
   Acquired acquire(std::span<const std::int64_t> ids, std::span<const std::int64_t> offsets,
                    std::span<const std::uint8_t> next_use, std::span<std::uint32_t> slots, bool is_birth,
                    const TableSink& sink);
+  // Change the capacity of a table as TableRows::resize does; returns it. invalid_argument during a snapshot.
+  std::int64_t resize(std::int64_t table, std::int64_t capacity, const TableSink& sink);
   // Restore the access frequency (heat.h) of rows that were just acquired and had been resident before.
   void resume(std::int64_t table, std::span<const std::uint32_t> slots, std::span<const std::uint8_t> heats);
   // Estimate from their clocks the access frequency of rows, just acquired and read, that only earlier processes used,
@@ -86,6 +88,8 @@ class Dram {
   bool has_rows(std::int64_t table) const { return at(table).share().has_rows(); }  // whether this rank can have rows
   const RowLayout& layout(std::int64_t table) const { return at(table).layout(); }
   std::int64_t capacity_rows(std::int64_t table) const { return at(table).settings().capacity_rows; }
+  std::int64_t num_addresses(std::int64_t table) const { return at(table).num_addresses(); }
+  bool can_resize(std::int64_t table) const { return at(table).can_evict() && at(table).settings().directory.empty(); }
   std::int64_t num_rows(std::int64_t table) const;
   std::uint64_t num_looked(std::int64_t table) const;  // slots examined so far for eviction
   double pinned_share(std::int64_t table) const;  // of slots in tables that evict; else 0

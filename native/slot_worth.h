@@ -25,6 +25,13 @@ class SlotWorth {
   explicit SlotWorth(std::int64_t slots);
 
   std::int64_t bytes(std::int64_t touched) const { return 2 * touched + 4 * num_candidates_; }
+  void set_slots(std::int64_t slots) noexcept { slots_ = slots; }
+  // Move scores of rows; `choose` may follow after `forget_candidates`.
+  void move(std::uint32_t from, std::uint32_t to) noexcept { scores_[to] = scores_[from]; }
+  void forget_candidates() noexcept {
+    num_candidates_ = 0;
+    is_estimated_ = false;
+  }
   bool has_hints() const { return flip_ != 0; }
   COLONNADE_INLINE_MEMBER void fetch(std::uint32_t slot) const { __builtin_prefetch(scores_ + slot, 1, 2); }
 

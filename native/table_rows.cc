@@ -43,8 +43,10 @@ TableRows::TableRows(const TableSettings& settings, const RowFormat& format)
   is_direct_ = settings.rows != 0 && share_.has_rows() && share_.num_places() <= settings.capacity_rows;
   if (is_direct_) settings_.capacity_rows = share_.num_places();
   if (!share_.has_rows()) settings_.capacity_rows = 0;
+  const bool can_grow = can_evict() && share_.has_rows() && settings.directory.empty() && settings.most_rows < kNoSlot;
+  settings_.most_rows = can_grow ? std::max(settings_.capacity_rows, settings.most_rows) : settings_.capacity_rows;
 
-  const auto capacity = static_cast<std::size_t>(settings_.capacity_rows);
+  const auto capacity = static_cast<std::size_t>(settings_.most_rows);
   const auto weights_stride =
       checked_bytes(static_cast<std::size_t>(item_bytes(format.dtype)), static_cast<std::size_t>(dim));
   const auto state_item = static_cast<std::size_t>(item_bytes(compute_dtype(format.dtype)));
@@ -56,12 +58,16 @@ TableRows::TableRows(const TableSettings& settings, const RowFormat& format)
   };
   weights_slab_ = slab(checked_bytes(weights_stride, capacity));
   states_slab_ = slab(checked_bytes(state_stride, capacity));
-  bits_ = DirtyBits(settings_.capacity_rows);
+  bits_ = DirtyBits(settings_.most_rows);
   if (is_direct_) {
     born_ = RowBits(settings_.capacity_rows);
   } else {
-    headers_ = SlotHeaders(settings_.capacity_rows);
-    if (settings_.can_evict) worth_ = SlotWorth(settings_.capacity_rows);
+    headers_ = SlotHeaders(settings_.most_rows);
+    headers_.set_limit(settings_.capacity_rows);
+    if (settings_.can_evict) {
+      worth_ = SlotWorth(settings_.most_rows);
+      worth_.set_slots(settings_.capacity_rows);
+    }
   }
   layout_ = {.dtype = format.dtype,
              .is_split = format.is_split,
@@ -281,7 +287,12 @@ void TableRows::hand_over(std::span<const std::uint32_t> slots, bool is_for_comm
 }
 
 std::pair<std::int64_t, std::int64_t> TableRows::evict(const Found& found, const RowSink& sink) {
-  std::int64_t left = num_evictions(found), num_evicted = 0, num_dirty = 0;
+  return evict_rows(num_evictions(found), sink);
+}
+
+// `num`: at most the number of unpinned rows.
+std::pair<std::int64_t, std::int64_t> TableRows::evict_rows(std::int64_t num, const RowSink& sink) {
+  std::int64_t left = num, num_evicted = 0, num_dirty = 0;
   std::uint32_t victims[kVictims], dirty[kVictims], to_save[kVictims];
   while (left > 0) {
     const std::int64_t n =
@@ -312,6 +323,40 @@ std::pair<std::int64_t, std::int64_t> TableRows::evict(const Found& found, const
     num_dirty += static_cast<std::int64_t>(num_newer + num_saves);
   }
   return {num_evicted, num_dirty};
+}
+
+std::int64_t TableRows::resize(std::int64_t capacity, const RowSink& sink) {
+  if (!can_evict() || capacity == settings_.capacity_rows) return settings_.capacity_rows;
+  capacity = std::min(std::max({capacity, num_pinned_, std::int64_t{1}}), settings_.most_rows);
+  evict_rows(std::max<std::int64_t>(0, num_rows_ - capacity), sink);
+  settings_.capacity_rows = capacity;
+  const std::int64_t touched = headers_.num_touched();
+  std::int64_t to = 0;  // at most `capacity` rows: while one is beyond, a slot before is free
+  for (std::int64_t from = touched - 1; from >= capacity; --from) {
+    const auto slot = static_cast<std::uint32_t>(from);
+    if (!headers_.is_resident(slot) || headers_.is_pinned(slot)) continue;
+    while (headers_.is_resident(static_cast<std::uint32_t>(to))) ++to;
+    move_row(slot, static_cast<std::uint32_t>(to));
+  }
+  headers_.set_limit(capacity);
+  worth_.set_slots(capacity);
+  worth_.forget_candidates();
+  for (std::int64_t begin = capacity, slot = capacity; slot <= touched; ++slot) {
+    if (slot < touched && !headers_.is_resident(static_cast<std::uint32_t>(slot))) continue;
+    weights_slab_.give_back(begin * layout_.weights_stride, slot * layout_.weights_stride);
+    states_slab_.give_back(begin * layout_.state_stride, slot * layout_.state_stride);
+    begin = slot + 1;
+  }
+  return capacity;
+}
+
+void TableRows::move_row(std::uint32_t from, std::uint32_t to) noexcept {
+  std::memcpy(layout_.weights_of(to), layout_.weights_of(from), static_cast<std::size_t>(layout_.weights_stride));
+  std::memcpy(layout_.state_of(to), layout_.state_of(from), static_cast<std::size_t>(layout_.state_stride));
+  index_.move(headers_(from), from, to);
+  headers_.move(from, to);
+  worth_.move(from, to);
+  bits_.move(from, to);
 }
 
 // For a row that is not pinned.
@@ -357,7 +402,7 @@ bool TableRows::save_some(std::int64_t most, const RowSink& sink) {
 
 TableRows::Released TableRows::release(std::span<const std::uint32_t> slots, bool is_dirty) noexcept {
   const auto n = static_cast<std::int64_t>(slots.size());
-  const auto capacity = static_cast<std::uint64_t>(settings_.capacity_rows);
+  const auto capacity = static_cast<std::uint64_t>(settings_.most_rows);
   if (is_direct_) {
     const RowBits::View bits = born_.view();
     bool is_known = n <= num_pinned_;

@@ -41,6 +41,7 @@ struct TableSettings {
   std::string directory = {};  // folder of the mounted file for rows; empty: anonymous memory
   std::int64_t num_owners = 1, place = 0;  // number of owners, and this rank's number or VocabularyShare::kNone
   std::int64_t first_column = 0;  // first column in the whole row; random bits depend on it
+  std::int64_t most_rows = 0;  // largest capacity of `resize`; 0: that of the start
 };
 
 // Row format that all tables of a rank share.
@@ -141,6 +142,8 @@ class TableRows {
   const RowLayout& layout() const { return layout_; }
   const TableSettings& settings() const { return settings_; }
   const VocabularyShare& share() const { return share_; }
+  // Slots with an address; a resize may leave pinned rows in slots beyond the capacity.
+  std::int64_t num_addresses() const { return settings_.most_rows; }
   bool is_direct() const { return is_direct_; }
   bool can_evict() const { return !is_direct_ && settings_.can_evict; }
   std::uint64_t num_looked() const { return worth_.num_looked(); }
@@ -167,6 +170,11 @@ class TableRows {
   void reserve(const Found& found);  // 4: memory for step 6. NoRoom: nothing changed
   // 5: evict rows for the missing ones, dirty ones to the sink. Returns their number, and how many were dirty.
   std::pair<std::int64_t, std::int64_t> evict(const Found& found, const RowSink& sink);
+  // Change the capacity of a table that evicts, to at least its pinned rows and at most `most_rows`; returns it. Evicts
+  // rows that do not fit, dirty ones to the sink, moves unpinned rows to the slots that stay, and frees the memory of
+  // the others. Must not be called between the steps of an acquire, nor during a snapshot. If the sink throws, some
+  // rows were evicted and the capacity is unchanged.
+  std::int64_t resize(std::int64_t capacity, const RowSink& sink);
   void admit(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
              std::span<std::uint32_t> slots, const Found& found) noexcept;  // 6: a pinned slot for every missing row
   // Restore the access frequency of rows just admitted that had been resident before.
@@ -243,6 +251,8 @@ class TableRows {
       if (worth) worth->fetch(slot);
     }
   };
+  std::pair<std::int64_t, std::int64_t> evict_rows(std::int64_t num, const RowSink& sink);
+  void move_row(std::uint32_t from, std::uint32_t to) noexcept;
   void free_slot(std::uint32_t slot) noexcept;
   void ask_for_huge_pages(std::int64_t slots) noexcept;  // slots that will soon have been used
 

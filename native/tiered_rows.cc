@@ -234,6 +234,12 @@ void TieredRows::erase(std::int64_t table, std::span<const std::int64_t> ids) {
   if (logs_[table] != nullptr) logs_[table]->erase(ids);
 }
 
+std::int64_t TieredRows::resize(std::int64_t table, std::int64_t capacity) {
+  const std::scoped_lock lock(order_);
+  if (wait_before(~std::uint64_t{0})) return dram_.capacity_rows(table);
+  return dram_.resize(table, capacity, sink());
+}
+
 std::int64_t TieredRows::write_dirty(std::int64_t table, std::int64_t rows) {
   std::int64_t written = 0;
   const TableSink to_log = sink();

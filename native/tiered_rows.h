@@ -67,6 +67,9 @@ class TieredRows {
   // Delete rows, in memory and in the log. Waits for pending reads.
   void erase(std::int64_t table, std::span<const std::int64_t> ids);
 
+  // Change the capacity of a table as Dram::resize does; returns it. Waits for pending reads; a fault changes nothing.
+  std::int64_t resize(std::int64_t table, std::int64_t capacity);
+
   // Write about `rows` dirty rows of a table to its log, where they remain resident; return their number, 0 if none is
   // dirty.
   std::int64_t write_dirty(std::int64_t table, std::int64_t rows);

@@ -106,6 +106,7 @@ void bind_tiered(nb::module_& m) {
             self.erase(table, i);
           },
           "table"_a, "ids"_a)
+      .def("resize", &TieredRows::resize, "table"_a, "capacity"_a, release)
       .def("write_dirty", &TieredRows::write_dirty, "table"_a, "rows"_a, release)
       .def("begin_snapshot", &TieredRows::begin_snapshot, release)
       .def(

@@ -226,6 +226,9 @@ class Dram:
         first_columns: list[
             int
         ] = ...,  # by table: first column in the whole row, for initial values and rounding; []: all 0
+        most_rows: list[
+            int
+        ] = ...,  # by table: largest capacity of `TieredRows.resize`; []: as at first
     ) -> None: ...
     def acquire(
         self,
@@ -287,6 +290,10 @@ class Dram:
         """Return the address of the weights of slot 0."""
     def stride_bytes(self, table: int) -> int:
         """Return the distance between the weights of two slots, in bytes."""
+    def capacity_rows(self, table: int) -> int:
+        """Return the number of slots of a table."""
+    def can_resize(self, table: int) -> bool:
+        """Return whether the table's rows can be evicted, and are in this process's memory."""
     def num_rows(self, table: int) -> int:
         """Return the number of resident rows."""
     def resident_bytes(self) -> int:
@@ -873,6 +880,10 @@ class TieredRows:
         """Read weights (N, D) of rows from memory or the log, ahead of reads for acquires. Changes nothing."""
     def erase(self, table: int, ids: Array) -> None:
         """Delete rows, in memory and in the log. Rows in use are reinitialised in place."""
+    def resize(self, table: int, capacity: int) -> int:
+        """Change the slots of a table, to at least its pinned rows and at most its `most_rows`; return their number.
+
+        Evicts rows that do not fit. ValueError during a snapshot. A table that cannot evict rows does not change."""
     def write_dirty(self, table: int, rows: int) -> int:
         """Write about `rows` dirty rows to their log, where they remain resident; return their number, 0 if none is
         dirty."""

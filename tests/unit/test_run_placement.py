@@ -120,8 +120,9 @@ def test_a_data_set_that_may_count_its_batches_is_not_read_for_a_sample(tmp_path
 
     fit(Net(), open_batches(read, source.schema), run=tmp_path, dram="30KiB", batch_size=64)
     assert epochs == [0]
-    assert "divided evenly among tables: a data set of your own" in capsys.readouterr().out
-    assert json.loads((tmp_path / "plan.json").read_text())["placement"] == "even"
+    assert "a data set of your own may not be read twice" in capsys.readouterr().out
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["placement"] == "profiled"  # by the traffic, from the first checkpoint on
 
 
 def test_a_batch_that_cannot_fit_is_refused_before_anything_is_written(tmp_path, unmeasured):

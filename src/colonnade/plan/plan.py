@@ -107,6 +107,8 @@ class TablePlan:
     """Number of steps that reads are late; None: that of the plan."""
     cache: TableCache | None = None
     """Row cache on each rank, under exchange "cached"."""
+    has_own_budget: bool = False
+    """True if its memory is a setting of its own, which no placement changes."""
 
     def __post_init__(self) -> None:
         if self.exchange not in (*EXCHANGES, "cached"):
@@ -321,6 +323,7 @@ def _assemble_plan(
                 cache=cache, capacity_rows=capacity.rows, fits=capacity.fits, tier=capacity.tier,
                 rest="-" if capacity.fits else rest, hbm_rows=capacity.hbm_rows,
                 staleness_steps=None if own is None else own.staleness_steps,
+                has_own_budget=table.name in memory.tables,
             )
         )  # fmt: skip
     plan = Plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -90,10 +90,8 @@ def _place_rows_of_run(
     profile, note = read_profile(folder, collection.tables)
     if profile is None:
         if not can_read_twice(source):
-            return Placement(
-                plan,
-                note="memory is divided evenly among tables: a data set of your own may not be read twice, so no "
-                "sample of it is profiled",
+            return _divide_evenly(
+                plan, "a data set of your own may not be read twice, so no sample of it is profiled"
             )
         sample = read_sample_batches(
             source, config.train.samples_per_step,
@@ -101,7 +99,7 @@ def _place_rows_of_run(
         )  # fmt: skip
         stacked = [hash_ids(batch, collection.declaration) for batch in sample]
         if not any(batch.size for batch in stacked):
-            return Placement(plan, note="memory is divided evenly among tables: there is no sample")
+            return _divide_evenly(plan, "there is no sample")
         profile = profile_batches(
             collection.tables, collection.declaration.features, stacked, is_brief=True
         )
@@ -116,8 +114,14 @@ def _place_rows_of_run(
         # Counts of one rank's batches are exact; those of several ranks or batches are estimates from above.
         if plan.num_ranks == 1 and plan.max_staleness_steps == 0:
             raise
-        return Placement(plan, note=f"memory is divided evenly among tables: {error}")
+        return _divide_evenly(plan, str(error))
     return Placement(placed, profile, note=note)
+
+
+def _divide_evenly(plan: Plan, reason: str) -> Placement:
+    """Keep an even division of memory, until the traffic moves it at a checkpoint."""
+    note = f"memory is divided evenly among tables until the first checkpoint: {reason}"
+    return Placement(replace(plan, placement="profiled"), note=note)
 
 
 def read_profile(folder: Path | None, tables: Sequence[Table]) -> tuple[Profile | None, str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,12 +30,15 @@ from colonnade.store.budget import slot_bytes
 from colonnade.store.contract import Backing, Manifest, RowView
 from colonnade.store.log import LogBacking
 from colonnade.store.log_rows import raise_read_fault
+from colonnade.store.traffic import TrafficSample
 from colonnade.table import Table
 from colonnade.topology.sharding import Shard
 
 MAX_SLOTS = 2**32 - 2
 # Bytes handed to a log, about, before the store waits for the log's writer.
 WRITTEN_TOGETHER = 4 << 20
+RESIZE_PARTS = 16
+"""Rows evicted together when a table shrinks, in units of `WRITTEN_TOGETHER`."""
 
 
 @dataclass(slots=True)
@@ -72,6 +75,7 @@ class DramStore:
         largest = max(table.record_bytes for table in self.tables)
         self._rows_together = max(1, WRITTEN_TOGETHER // largest)
         self.sources = RowSources()
+        self.traffic: TrafficSample | None = None  # None: not recorded
         self._views = [
             RowView(
                 native.weights_address(t), native.stride_bytes(t), table.width, table.dtype
@@ -121,6 +125,15 @@ class DramStore:
         self, ids: Tensor, offsets: Tensor, next_use: Tensor | None = None
     ) -> tuple[Tensor, _native.AcquireJob | None]:
         """Pin rows as `Resident.acquire`. Waits while too many evicted rows wait to be written."""
+        slots, job = self._acquire(ids, offsets, next_use)
+        if self.traffic is not None:
+            self.traffic.add(ids, offsets)
+        return slots, job
+
+    def _acquire(
+        self, ids: Tensor, offsets: Tensor, next_use: Tensor | None = None
+    ) -> tuple[Tensor, _native.AcquireJob | None]:
+        """Pin rows, which are no traffic of batches if rows are loaded."""
         slots = torch.empty(len(ids), dtype=torch.int32)
         self._wait_for_room()
         with self._lock:
@@ -192,7 +205,7 @@ class DramStore:
         offsets = torch.tensor(
             [0] * (table_index + 1) + [len(ids)] * (len(self.tables) - table_index)
         )
-        slots, job = self.acquire(ids, offsets)
+        slots, job = self._acquire(ids, offsets)
         try:
             self.wait(job)
             self.before_update(slots, offsets)
@@ -270,6 +283,38 @@ class DramStore:
             else:
                 self._raise_fault(self.tiers.fault())
                 self.tiers.erase(table_index, ids)
+
+    def capacities(self) -> dict[int, int]:
+        """Return the slots of each table that can be resized, by table index."""
+        native = self.native
+        if self.tiers is None:
+            return {}
+        return {t: native.capacity_rows(t) for t in range(len(self.tables)) if native.can_resize(t)}
+
+    def resize(self, capacity_rows: Mapping[int, int]) -> None:
+        """Change the slots of tables, by table index: those of `capacities`. Between two steps, not during a commit.
+
+        Tables that lose slots are first: they evict rows, dirty ones to their logs, and their memory is free for the
+        others. A table keeps the rows that batches in flight use, so it may keep more slots than wanted; tables that
+        gain then get less.
+        """
+        if self.tiers is None:
+            return
+        self._raise_fault(self.tiers.fault())
+        before, owed = self.capacities(), 0
+        for t, wanted in sorted(capacity_rows.items(), key=lambda item: item[1] - before[item[0]]):
+            rows, size = before[t], slot_bytes(self.tables[t])
+            target = wanted if wanted < rows else max(rows, wanted - max(owed, 0) // size)
+            while rows != target:
+                # Evicted rows fill the buffers of the logs' writer, so they leave a part at a time.
+                part = max(target, rows - RESIZE_PARTS * self._rows_together)
+                self._wait_for_room()
+                with self._lock:
+                    rows = self.tiers.resize(t, part)
+                if rows != part:
+                    break
+            owed += (rows - wanted) * size
+        self._raise_fault(self.tiers.fault())
 
     def scan(self, table_index: int, run: int = 65536) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (ids (N,), records (N, record_bytes)) of the trained rows, each once, about `run` at a time.
@@ -426,8 +471,11 @@ def open_dram_store(
     shards: Sequence[Shard] = (),
     backings: Sequence[Backing] = (),
     directories: Sequence[Path | None] = (),
+    most_rows: Sequence[int] = (),
 ) -> DramStore:
     """Reserve address space for `capacity_rows` of each table; memory is used as rows appear.
+
+    most_rows: by table, largest capacity that `DramStore.resize` may set; (): as at first.
 
     shards: by table, this rank's shard; (): all rows of all tables.
 
@@ -445,7 +493,7 @@ def open_dram_store(
             if directory is not None:
                 directory.mkdir(parents=True, exist_ok=True)
         native = _reserve_address_space(
-            tables, capacity_rows, seed, shards, directories, bool(backings)
+            tables, capacity_rows, seed, shards, directories, bool(backings), most_rows
         )
     except (OSError, MemoryError) as error:
         if not any(directories):
@@ -464,6 +512,7 @@ def _reserve_address_space(
     shards: Sequence[Shard],
     directories: Sequence[Path | None],
     is_backed: bool,
+    most_rows: Sequence[int],
 ) -> _native.Dram:
     """Reserve the address space of `open_dram_store`. Raises OSError, MemoryError."""
     parts = [(t, part) for t, table in enumerate(tables) for part in table.parts]
@@ -485,6 +534,7 @@ def _reserve_address_space(
         is_backed,
         ["" if directory is None else str(directory) for directory in directories],
         [table.origin[1] for table in tables],
+        [min(rows, MAX_SLOTS) for rows in most_rows],
     )
 
 
