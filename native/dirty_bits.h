@@ -26,7 +26,7 @@ class DirtyBits {
   }
   void clean(std::uint32_t slot) noexcept { dirty()[slot / 64] &= ~bit(slot); }
 
-  void move(std::uint32_t from, std::uint32_t to) noexcept {  // without a snapshot
+  void move(std::uint32_t from, std::uint32_t to) noexcept {  // of a row that no snapshot needs
     if (!is_dirty(from)) return;
     soil(to);
     clean(from);

@@ -224,7 +224,6 @@ Acquired Dram::acquire(std::span<const std::int64_t> ids, std::span<const std::i
 
 std::int64_t Dram::resize(std::int64_t table, std::int64_t capacity, const TableSink& sink) {
   const std::scoped_lock acquiring(acquiring_);
-  if (has_snapshot_) refuse("resize during a snapshot");
   auto& rows = at(table);
   const Lock held = lock(table);
   return rows.resize(capacity, [&](const LeftRows& left) { sink(table, left); });

@@ -36,7 +36,7 @@ class Dram {
   Acquired acquire(std::span<const std::int64_t> ids, std::span<const std::int64_t> offsets,
                    std::span<const std::uint8_t> next_use, std::span<std::uint32_t> slots, bool is_birth,
                    const TableSink& sink);
-  // Change the capacity of a table as TableRows::resize does; returns it. invalid_argument during a snapshot.
+  // Change the capacity of a table as TableRows::resize does; returns it.
   std::int64_t resize(std::int64_t table, std::int64_t capacity, const TableSink& sink);
   // Restore the access frequency (heat.h) of rows that were just acquired and had been resident before.
   void resume(std::int64_t table, std::span<const std::uint32_t> slots, std::span<const std::uint8_t> heats);

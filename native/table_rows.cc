@@ -329,12 +329,16 @@ std::int64_t TableRows::resize(std::int64_t capacity, const RowSink& sink) {
   if (!can_evict() || capacity == settings_.capacity_rows) return settings_.capacity_rows;
   capacity = std::min(std::max({capacity, num_pinned_, std::int64_t{1}}), settings_.most_rows);
   evict_rows(std::max<std::int64_t>(0, num_rows_ - capacity), sink);
-  settings_.capacity_rows = capacity;
   const std::int64_t touched = headers_.num_touched();
+  std::vector<std::uint32_t> moving;
+  for (std::int64_t s = capacity; s < touched; ++s) {
+    const auto slot = static_cast<std::uint32_t>(s);
+    if (headers_.is_resident(slot) && !headers_.is_pinned(slot)) moving.push_back(slot);
+  }
+  save(moving, sink);  // a snapshot looks for rows slot by slot, and would miss those that move
+  settings_.capacity_rows = capacity;
   std::int64_t to = 0;  // at most `capacity` rows: while one is beyond, a slot before is free
-  for (std::int64_t from = touched - 1; from >= capacity; --from) {
-    const auto slot = static_cast<std::uint32_t>(from);
-    if (!headers_.is_resident(slot) || headers_.is_pinned(slot)) continue;
+  for (const auto slot : moving) {
     while (headers_.is_resident(static_cast<std::uint32_t>(to))) ++to;
     move_row(slot, static_cast<std::uint32_t>(to));
   }

@@ -172,8 +172,8 @@ class TableRows {
   std::pair<std::int64_t, std::int64_t> evict(const Found& found, const RowSink& sink);
   // Change the capacity of a table that evicts, to at least its pinned rows and at most `most_rows`; returns it. Evicts
   // rows that do not fit, dirty ones to the sink, moves unpinned rows to the slots that stay, and frees the memory of
-  // the others. Must not be called between the steps of an acquire, nor during a snapshot. If the sink throws, some
-  // rows were evicted and the capacity is unchanged.
+  // the others. Must not be called between the steps of an acquire. Rows that a snapshot still needs go to the sink
+  // before they move. If the sink throws, some rows were evicted and the capacity is unchanged.
   std::int64_t resize(std::int64_t capacity, const RowSink& sink);
   void admit(std::span<const std::int64_t> ids, std::span<const std::uint8_t> next_use,
              std::span<std::uint32_t> slots, const Found& found) noexcept;  // 6: a pinned slot for every missing row

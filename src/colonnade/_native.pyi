@@ -883,7 +883,7 @@ class TieredRows:
     def resize(self, table: int, capacity: int) -> int:
         """Change the slots of a table, to at least its pinned rows and at most its `most_rows`; return their number.
 
-        Evicts rows that do not fit. ValueError during a snapshot. A table that cannot evict rows does not change."""
+        Evicts rows that do not fit. A table that cannot evict rows does not change."""
     def write_dirty(self, table: int, rows: int) -> int:
         """Write about `rows` dirty rows to their log, where they remain resident; return their number, 0 if none is
         dirty."""

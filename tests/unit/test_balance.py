@@ -28,7 +28,7 @@ def record(traffic: TrafficSample, hot: int, batches: int, seed: int) -> None:
 
 
 def choose(balancer, capacities, hot, step, batches=100):
-    traffic = TrafficSample()
+    traffic = TrafficSample(2)
     record(traffic, hot, batches, step)
     return balancer.choose(capacities, capacities, traffic, step)
 
@@ -68,7 +68,7 @@ def test_traffic_that_moves_every_time_costs_ever_fewer_changes():
 
 def test_a_change_that_moves_more_than_it_saves_is_not_made():
     balancer = MemoryBalancer(TABLES, window=3, at_once=1)
-    traffic = TrafficSample()
+    traffic = TrafficSample(2)
     record(traffic, 0, MIN_BATCHES, 0)
     assert balancer.choose(EVEN, EVEN, traffic, 1000) == {}
     assert traffic.num_batches == 0  # judged
@@ -90,11 +90,11 @@ def test_batches_that_need_more_than_predicted_leave_memory_as_it_is():
 
 def test_a_sample_is_bounded_and_spread_over_all_batches(monkeypatch):
     monkeypatch.setattr(traffic_module, "MAX_IDS", 1000)
-    traffic = TrafficSample()
+    traffic = TrafficSample(2)
     for number in range(500):
         traffic.add(torch.full((20,), number), torch.tensor([0, 5, 20]))
     assert traffic.num_batches == 500
-    batches = traffic.by_table(2)[1]
+    batches = traffic.by_table()[1]
     numbers = [int(ids[0]) for ids in batches]
     assert all(len(ids) == 15 for ids in batches) and 25 <= len(batches) <= 50
     assert len(set(np.diff(numbers))) == 1 and numbers[-1] > 450
@@ -103,7 +103,7 @@ def test_a_sample_is_bounded_and_spread_over_all_batches(monkeypatch):
 
 
 def test_an_empty_table_has_a_demand():
-    traffic, tables = TrafficSample(), TABLES | {2: Table("c", 8)}
+    traffic, tables = TrafficSample(3), TABLES | {2: Table("c", 8)}
     for number in range(20):
         ids = torch.arange(number, number + 300)
         traffic.add(ids, torch.tensor([0, 300, 300, 300]))

@@ -195,7 +195,7 @@ def _open_balancer(
             movable[t] = replace(table, rows=local)
     if len(movable) < 2:
         return None
-    store.traffic = TrafficSample()
+    store.traffic = TrafficSample(len(store.tables))
     late = plan.max_staleness_steps
     depth = 2 if plan.lookahead == "auto" else plan.lookahead
     return MemoryBalancer(movable, depth + 1 + late, 1 + late)

@@ -91,12 +91,12 @@ def predict_traffic_demands(
     tables: Mapping[int, Table], traffic: TrafficSample, window: int, at_once: int, step: int
 ) -> dict[int, MemoryDemand]:
     """Predict the memory demand of each table from its traffic. A lookup is the use of a row by a batch."""
-    profiles, by_table = [], traffic.by_table(max(tables) + 1)
+    profiles, by_table = [], traffic.by_table()
     for t, table in tables.items():
         batches = by_table[t]
-        sizes = [len(ids) for ids in batches]
-        own = profile_ids(table.name, np.concatenate(batches), float(np.mean(sizes)), is_brief=True)
-        profiles.append(replace(own, most_unique=max(sizes)))
+        mean = sum(map(len, batches)) / len(batches)
+        own = profile_ids(table.name, np.concatenate(batches), mean, is_brief=True)
+        profiles.append(replace(own, most_unique=traffic.peaks[t]))
     num = len(by_table[0])
     profile = Profile(num, num, tuple(profiles), largest_batch=1)
     demands = predict_demands(

@@ -14,6 +14,7 @@ Legend: T tables, U unique rows of a call.
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -148,7 +149,12 @@ class DramStore:
                     self.sources.resident += len(ids) - len(result.missing)
                     return slots, None
                 self._raise_fault(self.tiers.fault())
-                job = self.tiers.acquire(ids, offsets, slots, next_use)
+                try:
+                    job = self.tiers.acquire(ids, offsets, slots, next_use)
+                except MemoryError as error:
+                    if not self._make_room(error, offsets):
+                        raise
+                    job = self.tiers.acquire(ids, offsets, slots, next_use)
             except MemoryError as error:
                 raise self._build_budget_error(error) from None
             for name, count in job.counts().items():
@@ -432,6 +438,34 @@ class DramStore:
             table_index, kind, place, error = fault
             raise_read_fault((kind, place, error), self.logs[table_index].path_of)
 
+    def _make_room(self, error: MemoryError, offsets: Tensor) -> bool:
+        """Take slots from other tables for a batch that does not fit in its table even alone. Returns whether it fits.
+
+        Memory is divided by earlier batches, and a later one may use more rows of a table than any before.
+        """
+        if self.traffic is None or self.tiers is None:
+            return False
+        t, needed, capacity, pinned = _read_room_error(error)
+        capacities = self.capacities()
+        if needed <= capacity or t not in capacities:
+            return False
+        size = slot_bytes(self.tables[t])
+        owed = (needed + pinned - capacity) * size
+        in_use = {
+            u: math.ceil(rows * self.native.pinned_share(u)) for u, rows in capacities.items()
+        }
+        needs = map(max, offsets.diff().tolist(), self.traffic.peaks)
+        least = {u: max(rows, in_use.get(u, 0)) for u, rows in enumerate(needs)}
+        spare = {u: rows - least[u] for u, rows in capacities.items() if u != t}
+        for other in sorted(
+            spare, key=lambda other: -spare[other] * slot_bytes(self.tables[other])
+        ):
+            other_size = slot_bytes(self.tables[other])
+            taken = min(max(spare[other], 0), -(-max(owed, 0) // other_size))
+            rows = capacities[other]
+            owed -= (rows - self.tiers.resize(other, rows - taken)) * other_size
+        return owed <= 0 and self.tiers.resize(t, needed + pinned) >= needed + pinned
+
     def _read_rows_from_backing(self, table_index: int, ids: Tensor) -> Tensor:
         """Read weights (N, D) of rows of a read-only store: from the backing, else their first value."""
         table = self.tables[table_index]
@@ -448,9 +482,7 @@ class DramStore:
         return out
 
     def _build_budget_error(self, error: MemoryError) -> BudgetExceeded:
-        # table <t> needs <n> slots of <capacity> <p> pinned
-        words = str(error).replace(",", "").split()
-        table_index, needed, capacity, pinned = (int(words[i]) for i in (1, 3, 6, 7))
+        table_index, needed, capacity, pinned = _read_room_error(error)
         table = self.tables[table_index]
         wanted = (needed + pinned) * slot_bytes(table)
         in_use = f" and {pinned} of these are in use by batches in flight" if pinned else ""
@@ -461,6 +493,14 @@ class DramStore:
             f"(plan.memory.tables={{{table.name}: {wanted}}}): raise plan.memory.dram by that much less what it has, "
             f"or lower {lower}"
         )
+
+
+def _read_room_error(error: MemoryError) -> tuple[int, int, int, int]:
+    """Read (table index, slots needed, capacity, slots pinned by others) from an error of an acquire."""
+    # table <t> needs <n> slots of <capacity> <p> pinned
+    words = str(error).replace(",", "").split()
+    table_index, needed, capacity, pinned = (int(words[i]) for i in (1, 3, 6, 7))
+    return table_index, needed, capacity, pinned
 
 
 def open_dram_store(
