@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -220,7 +221,8 @@ class Bench:
     def list_pieces(self, dim: int, is_main: bool) -> dict[str, Callable[[Setup], list[Measured]]]:
         """List what measures each piece. `memory`: all in memory and at each budget."""
         pieces = {"memory": self.measure_memory if is_main else self.measure_tail}
-        pieces["placement"] = self.measure_placement
+        for n in self.extent.tail_fractions or self.extent.fractions:
+            pieces[f"placement 1/{n}"] = partial(self.measure_placement, fraction=n)
         if is_main:
             pieces |= {"peers": self.measure_peers, "reader": self.measure_reader}
             if dim == self.extent.dims[0]:
@@ -282,12 +284,11 @@ class Bench:
                     running.block(tables.NETWORK, extent.steps, network=True)
             return self.cases_of(setup, opened)
 
-    def measure_placement(self, setup: Setup) -> list[Measured]:
-        """Measure an even division of memory beside one by a profile, in turns, at the budgets of the tail."""
+    def measure_placement(self, setup: Setup, fraction: int) -> list[Measured]:
+        """Measure an even division of memory beside one by a profile, in turns."""
         extent = self.extent
         with ExitStack() as stack:
-            fractions = extent.tail_fractions or extent.fractions
-            systems = [f"colonnade {kind} 1/{n}" for n in fractions for kind in PLACEMENTS]
+            systems = [f"colonnade {kind} 1/{fraction}" for kind in PLACEMENTS]
             opened = self.open_systems(setup, systems, stack)
             for running in opened:
                 running.block(None, extent.warm_up, network=False)

@@ -16,7 +16,7 @@ from small_run import CONFIG, digest
 from colonnade import Mesh, PlanConfig, _native, build_plan
 from colonnade.config.run import build_config, override_settings
 from colonnade.errors import BudgetExceeded
-from colonnade.plan.balance import MemoryBalancer
+from colonnade.plan.placement import MemoryBalancer
 from colonnade.run.run import open_run
 from colonnade.store.budget import slot_bytes
 
@@ -118,7 +118,7 @@ def test_different_seeds_differ():
 
 @pytest.fixture
 def moving(monkeypatch):
-    """At every commit, memory moves between tables to another division."""
+    """Move memory between tables at every commit, to another division; return the steps."""
     moves = []
 
     def choose(balancer, capacities, num_resident, traffic, step):

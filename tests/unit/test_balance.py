@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from colonnade import Table
-from colonnade.plan.balance import MIN_BATCHES, MemoryBalancer, describe_change
+from colonnade.plan.placement import MIN_BATCHES, MemoryBalancer, describe_change
 from colonnade.store import traffic as traffic_module
 from colonnade.store.budget import slot_bytes
 from colonnade.store.traffic import TrafficSample

@@ -14,7 +14,7 @@ from colonnade.exchange.cached import CachedExchange, find_cached_part
 from colonnade.exchange.exchange import Exchange
 from colonnade.lookup.layout import EmbeddingDeclaration
 from colonnade.lookup.views import Slices, slices_of
-from colonnade.plan.balance import MemoryBalancer, describe_change
+from colonnade.plan.placement import MemoryBalancer, describe_change
 from colonnade.plan.plan import Plan
 from colonnade.staleness import resolve_table_staleness
 from colonnade.store.budget import slot_bytes
@@ -167,16 +167,16 @@ MOST_GROWTH = 16
 
 def _count_most_rows(views: Slices, plan: Plan) -> list[int]:
     """Return the rows that each table may have in memory when memory has moved; 0: as many as planned."""
-    most_rows = []
+    limits = []
     for table_shard in views.table_shards:
         planned = plan.tables[table_shard.number]
         can_move = not (table_shard.is_hot or planned.has_own_budget or planned.tier == "mapped")
-        most = 0
+        limit = 0
         if plan.placement == "profiled" and plan.dram_bytes is not None and can_move:
             whole = plan.dram_bytes // slot_bytes(table_shard.stored)
-            most = min(whole, MOST_GROWTH * planned.capacity_rows)
-        most_rows.append(most)
-    return most_rows
+            limit = min(whole, MOST_GROWTH * planned.capacity_rows)
+        limits.append(limit)
+    return limits
 
 
 def _open_balancer(
@@ -188,8 +188,8 @@ def _open_balancer(
     """
     resizable = store.capacities()
     movable = {}
-    for t, most in enumerate(_count_most_rows(views, plan)):
-        if most and t in resizable:
+    for t, limit in enumerate(_count_most_rows(views, plan)):
+        if limit and t in resizable:
             table = views.table_shards[t].stored
             local = None if table.rows is None else shards[t].max_rows(table.rows)
             movable[t] = replace(table, rows=local)
