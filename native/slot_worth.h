@@ -52,6 +52,14 @@ class SlotWorth {
   void recall(std::uint32_t slot, std::uint32_t uses, std::int64_t steps) noexcept;
   std::uint8_t at_rest(std::uint32_t slot) const noexcept;  // never kUnknown
 
+  // Scores of rows that move between two tiers of a table, where the lower one takes over the clock of the upper one.
+  void follow(const SlotWorth& upper, std::int64_t touched) noexcept;
+  std::uint16_t score(std::uint32_t slot) const { return scores_[slot]; }
+  void begin_at(std::uint32_t slot, std::uint16_t score) noexcept { scores_[slot] = score; }
+  void resume_at(std::uint32_t slot, std::uint16_t score) noexcept {
+    if (!has_hints()) scores_[slot] = heat::used(score, now_, random_of(slot));
+  }
+
   void released(std::uint32_t slot) noexcept {  // after its last pin is released
     if (!is_estimated_ || key(scores_[slot]) > threshold_) return;
     const auto place = std::atomic_ref(num_candidates_).fetch_add(1, std::memory_order_relaxed);

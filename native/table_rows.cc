@@ -276,13 +276,14 @@ void TableRows::hand_over(std::span<const std::uint32_t> slots, bool is_for_comm
       ids[i] = id_of(run[i]);
       heats[i] = can_evict() ? worth_.at_rest(run[i]) : 0;
     }
-    sink({{ids, run.size()}, {heats, run.size()}, is_for_commit, run, &layout_});
+    sink({{ids, run.size()}, {heats, run.size()}, is_for_commit, run, &layout_, can_evict() ? &worth_ : nullptr});
   }
 }
 
-std::pair<std::int64_t, std::int64_t> TableRows::evict(const Found& found, const RowSink& sink) {
+std::pair<std::int64_t, std::int64_t> TableRows::evict(const Found& found, const RowSink& sink,
+                                                       const RowSink& clean_sink) {
   std::int64_t left = num_evictions(found), num_evicted = 0, num_dirty = 0;
-  std::uint32_t victims[kVictims], dirty[kVictims], to_save[kVictims];
+  std::uint32_t victims[kVictims], dirty[kVictims], to_save[kVictims], clean[kVictims];
   while (left > 0) {
     const std::int64_t n =
         worth_.choose({victims, static_cast<std::size_t>(std::min(left, kVictims))}, left, headers_);
@@ -290,16 +291,19 @@ std::pair<std::int64_t, std::int64_t> TableRows::evict(const Found& found, const
       index_.prefetch(headers_(victims[i]));
       __builtin_prefetch(layout_.state_of(victims[i]) + layout_.clock_offset, 0, 2);
     }
-    std::size_t num_newer = 0, num_saves = 0;
+    std::size_t num_newer = 0, num_saves = 0, num_clean = 0;
     for (std::int64_t i = 0; i < n; ++i) {
       if (layout_.clock_of(victims[i]) == 0) continue;
       if (bits_.is_to_save(victims[i])) {
         to_save[num_saves++] = victims[i];
       } else if (bits_.is_dirty(victims[i])) {
         dirty[num_newer++] = victims[i];
+      } else {
+        clean[num_clean++] = victims[i];
       }
     }
     try {
+      if (clean_sink) hand_over({clean, num_clean}, false, clean_sink);
       hand_over({to_save, num_saves}, true, sink);
       hand_over({dirty, num_newer}, false, sink);
     } catch (...) {
@@ -321,6 +325,73 @@ void TableRows::free_slot(std::uint32_t slot) noexcept {
   index_.erase(headers_(slot), slot);
   headers_.give(slot);
   --num_rows_;
+}
+
+template <class Fill>
+std::size_t TableRows::insert_new(std::span<const std::int64_t> ids, const RowSink& sink, const Fill& fill) {
+  ids = ids.first(std::min<std::size_t>(ids.size(), static_cast<std::size_t>(settings_.capacity_rows)));
+  if (ids.empty()) return 0;
+  std::vector<std::uint32_t> slots(ids.size(), kNoSlot);
+  const Found found{.missing = static_cast<std::int64_t>(ids.size())};
+  reserve(found);
+  evict(found, sink, {});
+  admit(ids, {}, slots, found);
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    fill(i, slots[i]);
+    headers_.unpin(slots[i]);
+    worth_.released(slots[i]);
+  }
+  num_pinned_ = 0;
+  return ids.size();
+}
+
+std::size_t TableRows::insert(const LeftRows& rows, bool is_dirty, const RowSink& sink) {
+  const RowLayout& upper = *rows.layout;
+  if (rows.worth) worth_.follow(*rows.worth, headers_.num_touched());
+  return insert_new(rows.ids, sink, [&](std::size_t i, std::uint32_t slot) {
+    if (i + 8 < rows.slots.size()) {
+      __builtin_prefetch(upper.state_of(rows.slots[i + 8]), 0, 2);
+      __builtin_prefetch(upper.weights_of(rows.slots[i + 8]), 0, 2);
+    }
+    layout_.copy(slot, upper, rows.slots[i]);
+    if (is_dirty) bits_.soil(slot);
+    if (rows.worth) worth_.begin_at(slot, rows.worth->score(rows.slots[i]));
+  });
+}
+
+std::size_t TableRows::insert(std::span<const std::int64_t> ids, const std::byte* records, const RowSink& sink) {
+  return insert_new(ids, sink, [&](std::size_t i, std::uint32_t slot) {
+    layout_.unpack(slot, records + static_cast<std::int64_t>(i) * layout_.record_bytes());
+    bits_.soil(slot);
+  });
+}
+
+void TableRows::copy_up(std::span<const std::int64_t> ids, const RowLayout& upper,
+                        std::span<const std::uint32_t> upper_slots, std::span<std::uint32_t> slots,
+                        const RowSink& sink) {
+  std::vector<std::uint32_t> to_save;
+  for_each_slot(ids, [&](std::int64_t i, std::uint32_t slot) {
+    slots[i] = slot;
+    if (slot == kNoSlot) return;
+    __builtin_prefetch(layout_.state_of(slot), 0, 2);
+    __builtin_prefetch(layout_.weights_of(slot), 0, 2);
+    if (bits_.is_to_save(slot)) to_save.push_back(slot);
+  });
+  save(to_save, sink);
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    if (slots[i] != kNoSlot) upper.copy(upper_slots[i], layout_, slots[i]);
+  }
+}
+
+void TableRows::move_up(std::span<const std::uint32_t> slots, TableRows& upper,
+                        std::span<const std::uint32_t> upper_slots) noexcept {
+  if (upper.can_evict()) worth_.follow(upper.worth_, headers_.num_touched());
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    if (slots[i] == kNoSlot) continue;
+    if (bits_.is_dirty(slots[i])) upper.bits_.soil(upper_slots[i]);
+    if (upper.can_evict()) upper.worth_.resume_at(upper_slots[i], worth_.score(slots[i]));
+    free_slot(slots[i]);
+  }
 }
 
 void TableRows::write_dirty(std::int64_t most, const RowSink& sink) {

@@ -23,7 +23,7 @@ from colonnade.plan.cost.nodes import (
     compute_ratio_needs,
 )
 from colonnade.plan.cost.prediction import PERSIA, Machine, SampleCost, Simulated, simulate_training
-from colonnade.plan.plan import memory_bytes, resident_row_bytes
+from colonnade.plan.plan import mapped_cache_bytes, memory_bytes, resident_row_bytes
 from colonnade.plan.search.candidates import PlanDecision, TableChoice, TableCost
 from colonnade.plan.towers.forecast import PAPER
 from colonnade.report.formatting import format_bytes, format_count, format_seconds
@@ -190,7 +190,8 @@ def _print_memory(
         tables, planned.plan.tables, planned.prediction.tables, strict=True
     ):
         rows = None if table.rows is None else -(-table.rows // table_plan.sharding.num_owners)
-        backing = {"run folder": "+files", "ssd": "+ssd"}.get(table_plan.rest, "")
+        backing = "+mapped" if table_plan.mapped_rows else ""
+        backing += {"run folder": "+files", "ssd": "+ssd"}.get(table_plan.rest, "")
         size = resident_row_bytes(table, table_plan.sharding)
         lines.append((prediction.reads_per_sample, prediction.bytes_per_sample, [
             table.name, "any" if rows is None else format_count(rows),
@@ -284,6 +285,7 @@ def _print_total_costs(console: Console, planned: PlanningResult, tables: Sequen
     used: dict[str, Any] = {"dram": 0, "mapped": 0}
     for table, table_plan in zip(tables, planned.plan.tables, strict=True):
         used[table_plan.tier] += memory_bytes(table, table_plan)
+        used["mapped"] += mapped_cache_bytes(table, table_plan)
     budget = planned.plan.dram_bytes
     memory = f"memory {format_bytes(used['dram'])}"
     memory += " (no limit)" if budget is None else f" of {format_bytes(budget)}"

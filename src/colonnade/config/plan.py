@@ -82,8 +82,9 @@ class MemoryConfig(Section):
     dram: Size | None = None
     """Memory per rank for rows, e.g. 2GiB; rows that do not fit are stored in files. Default: no limit."""
     mapped: PlaceText | None = None
-    """Directory with an optional size, /path:10GiB, for tables that do not fit in dram; meant for byte-addressable
-    memory (DAX, CXL), but any directory works. Default: none."""
+    """Directory with a size, /path:10GiB, for tables that do not fit in dram and, in the bytes they leave, for evicted
+    rows of the others; meant for byte-addressable memory (DAX, CXL), but any directory works. Without a size: whole
+    tables only. Default: none."""
     ssd: Annotated[
         list[PlaceText], BeforeValidator(_wrap_in_list), AfterValidator(_validate_distinct_paths)
     ] = []

@@ -126,6 +126,11 @@ def _open_row_store(
         directories=[
             Path(plan.mapped.path) if plan.mapped and tier == "mapped" else None for tier in tiers
         ],
+        cache_directory=Path(plan.mapped.path) if plan.mapped else None,
+        cache_rows=[
+            0 if table_shard.is_hot else planned[table_shard.number].mapped_rows
+            for table_shard in table_shards
+        ],
     )
     if plan.hbm_bytes is None:
         return memory, memory

@@ -23,9 +23,11 @@ from colonnade.plan.hot import add_hot_rows_to_shardings, subtract_hot_row_bytes
 from colonnade.sizes import StorageLocation
 from colonnade.staleness import RowClock
 from colonnade.store.budget import (
+    cached_row_bytes,
     choose_mapped_tables,
     min_budget_bytes,
     slot_bytes,
+    split_cache_budget,
     split_hbm_budget,
     split_memory_budget,
 )
@@ -101,6 +103,8 @@ class TablePlan:
     """Storage of the other rows: "run folder", "ssd", or "-" if there are none."""
     hbm_rows: int = 0
     """Number of rows that fit in device memory, as copies above main memory; 0: no such tier."""
+    mapped_rows: int = 0
+    """Number of rows evicted from memory that fit in byte-addressable memory, above the files; 0: no such tier."""
     exchange: str = "rows"
     """Exchange between ranks: a key of `lookup.hops.EXCHANGES`, or "cached"."""
     staleness_steps: int | None = None
@@ -136,7 +140,7 @@ class Plan:
     """Number of steps that reads are late, for tables without a number of their own."""
     tables: tuple[TablePlan, ...]
     mapped: StorageLocation | None = None
-    """Directory on byte-addressable memory for tables of tier "mapped"."""
+    """Directory on byte-addressable memory for tables of tier "mapped", and for evicted rows of the others."""
     ssd: tuple[StorageLocation, ...] = ()
     """Directories over which files of rows are striped; empty: the run folder."""
     write_budget: int | None = None
@@ -332,8 +336,8 @@ def _assemble_plan(
     )  # fmt: skip
     if plan.lookahead == "auto" and (world.num_ranks > 1 or not plan.needs_backing):
         # Ranks must agree on a depth. Without rows in files there is nothing to wait for.
-        return replace(plan, lookahead=AUTO_LOOKAHEAD_ON_FILES if plan.needs_backing else 2)
-    return plan
+        plan = replace(plan, lookahead=AUTO_LOOKAHEAD_ON_FILES if plan.needs_backing else 2)
+    return _add_mapped_rows(plan, tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +368,11 @@ def _divide_memory(
         memory.mapped_location,
         memory.tables,
     )
+    if mapped is not None and memory.dram is None and not table_bytes:
+        raise ConfigError(
+            f"plan.memory.mapped: got {mapped.path} without plan.memory.dram, so every row is in main memory; set dram "
+            "to what main memory may take, or leave mapped out"
+        )
     dram_bytes = subtract_hot_row_bytes(all_shards, memory.dram, "plan.memory.dram", slot_bytes)
     hbm_bytes = subtract_hot_row_bytes(
         all_shards, memory.hbm, "plan.memory.hbm", lambda table: table.record_bytes
@@ -488,11 +497,48 @@ def apply_placement(
                 rest="-" if fits else rest,
             )
         )
+    plan = replace(plan, tables=tuple(planned), lookahead=lookahead, placement="profiled")
+    return _add_mapped_rows(plan, tables)
+
+
+def _add_mapped_rows(plan: Plan, tables: Sequence[Table]) -> Plan:
+    """Divide the mapped memory that whole tables leave among evicted rows of the others.
+
+    Mapped memory without a size is for whole tables only. Raises ConfigError if it has no room for any row.
+    """
+    mapped = plan.mapped
+    if mapped is None or mapped.bytes is None or not plan.needs_backing:
+        return replace(plan, tables=tuple(replace(table, mapped_rows=0) for table in plan.tables))
+    table_shards = [shard for shard in shard_tables(tables, plan.shardings) if not shard.is_hot]
+    slices = [shard.table for shard in table_shards]
+    planned = [plan.tables[shard.number] for shard in table_shards]
+    resident = [None if table.fits else table.capacity_rows for table in planned]
+    by_rank = list_distinct_shards([shard.sharding for shard in table_shards], plan.num_ranks)
+    rows = []
+    for shards in by_rank:
+        whole_bytes = sum(
+            shard.max_rows(table.rows or 0) * slot_bytes(table)
+            for table, shard, table_plan in zip(slices, shards, planned, strict=True)
+            if table_plan.tier == "mapped"
+        )
+        cache_bytes = max(0, mapped.bytes - whole_bytes)
+        rows.append(split_cache_budget(slices, cache_bytes, shards, resident))
+    cached = _min_over_slices(table_shards, _min_rows_over_ranks(by_rank, rows))
+    if not any(cached) and all(table.tier == "dram" for table in plan.tables):
+        evicting = [
+            table for table, count in zip(slices, resident, strict=True) if count is not None
+        ]
+        raise ConfigError(
+            f"plan.memory.mapped: got {mapped.bytes:,} bytes, wanted at least "
+            f"{sum(map(cached_row_bytes, evicting)):,}: one row of each of {len(evicting)} tables that do not fit in "
+            "dram; raise it, or leave mapped out"
+        )
     return replace(
         plan,
-        tables=tuple(planned),
-        lookahead=lookahead,
-        placement="profiled",
+        tables=tuple(
+            replace(table, mapped_rows=count)
+            for table, count in zip(plan.tables, cached, strict=True)
+        ),
     )
 
 
@@ -532,6 +578,12 @@ def memory_bytes(table: Table, planned: TablePlan) -> int:
     return planned.capacity_rows * resident_row_bytes(table, planned.sharding) + copies
 
 
+def mapped_cache_bytes(table: Table, planned: TablePlan) -> int:
+    """Return the bytes planned for a table's evicted rows in byte-addressable memory, on each of its ranks."""
+    slices = shard_tables([table], [planned.sharding])
+    return planned.mapped_rows * max(cached_row_bytes(shard.table) for shard in slices)
+
+
 def _exchange_columns(table: TablePlan) -> dict[str, str]:
     return {"sharding": str(table.sharding), "exchange": table.exchange}
 
@@ -539,6 +591,7 @@ def _exchange_columns(table: TablePlan) -> dict[str, str]:
 def describe_planned_tables(plan: Plan, tables: Sequence[Table]) -> list[dict[str, str]]:
     """Describe a plan as one printable line per table, by column title."""
     lines = []
+    has_mapped_rows = any(planned.mapped_rows for planned in plan.tables)
     for table, planned, late in zip(tables, plan.tables, plan.staleness_by_table, strict=True):
         owners = planned.sharding.num_owners
         owned = "any" if table.rows is None else f"{max_rows_per_owner(table.rows, owners):,}"
@@ -556,6 +609,7 @@ def describe_planned_tables(plan: Plan, tables: Sequence[Table]) -> list[dict[st
                 "rows in memory": "as trained" if unbounded else f"{planned.capacity_rows:,}",
                 "memory": "as trained" if unbounded else f"{memory / 2**20:,.1f} MiB",
                 "tier": planned.tier,
+                **({"rows in mapped": f"{planned.mapped_rows:,}"} if has_mapped_rows else {}),
                 "rest": planned.rest,
                 **({} if len(set(plan.staleness_by_table)) == 1 else {"staleness": f"{late}"}),
                 **({} if plan.num_ranks == 1 else _exchange_columns(planned)),

@@ -392,13 +392,14 @@ def read_sample_batches(
 
 
 def _divide_memory_among_tables(
+    tables: Sequence[Table],
     memory_demands: Sequence[MemoryDemand],
     plan: Plan,
     world: World,
     dram_bytes: int | None,
     mapped_bytes: int | None,
-    *,
     at_once: int,
+    *,
     is_even: bool,
 ) -> list[TableMemory]:
     """Return the memory of each table on its fullest rank: as planned, or by what it saves. at_once: batches in
@@ -406,8 +407,12 @@ def _divide_memory_among_tables(
     if is_even:
         return get_planned_memory(memory_demands, plan)
     shardings = [table.sharding for table in plan.tables]
-    return divide_memory_on_ranks(
+    placed = divide_memory_on_ranks(
         memory_demands, shardings, world.num_ranks, dram_bytes, mapped_bytes, at_once=at_once
+    )
+    rows = {memory.name: (memory.rows, memory.tier) for memory in placed}
+    return _subtract_mapped_hits(
+        placed, memory_demands, apply_placement(plan, tables, rows, lookahead=0)
     )
 
 
@@ -464,7 +469,7 @@ def plan_from_sample(
     shardings = [table.sharding for table in base_plan.tables]
     memory_demands = demands_of(window=depth + batches_in_flight, shardings=shardings)
     by_rank = _divide_memory_among_tables(
-        memory_demands, base_plan, world, dram_bytes, mapped_bytes, at_once=batches_in_flight, is_even=is_evenly_placed,
+        tables, memory_demands, base_plan, world, dram_bytes, mapped_bytes, batches_in_flight, is_even=is_evenly_placed,
     )  # fmt: skip
     capacities = {table.name: (table.rows, table.tier) for table in by_rank}
     memory_demands, placements = average_over_ranks(memory_demands, by_rank, shardings, owners)
@@ -502,6 +507,18 @@ def _read_recorded_shardings(folder: Path | None) -> dict[str, Sharding]:
     return dict(zip(header["model"]["tables"], read_table_shardings(header), strict=True))
 
 
+def _subtract_mapped_hits(
+    placed: Sequence[TableMemory], memory_demands: Sequence[MemoryDemand], plan: Plan
+) -> list[TableMemory]:
+    """Return the memory with the reads that rows in mapped memory leave to the files."""
+    return [
+        replace(memory, reads=demand.reads_at(memory.rows + table_plan.mapped_rows))
+        if table_plan.mapped_rows
+        else memory
+        for memory, demand, table_plan in zip(placed, memory_demands, plan.tables, strict=True)
+    ]
+
+
 def get_planned_memory(memory_demands: Sequence[MemoryDemand], plan: Plan) -> list[TableMemory]:
     """Return the memory that a plan gives each table, and the rows that a step then reads."""
     return [
@@ -510,7 +527,7 @@ def get_planned_memory(memory_demands: Sequence[MemoryDemand], plan: Plan) -> li
             min(table_plan.capacity_rows, demand.max_rows),
             0.0
             if table_plan.fits or table_plan.tier == "mapped"
-            else demand.reads_at(table_plan.capacity_rows),
+            else demand.reads_at(table_plan.capacity_rows + table_plan.mapped_rows),
             table_plan.tier,
         )
         for demand, table_plan in zip(memory_demands, plan.tables, strict=True)

@@ -17,7 +17,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -43,12 +43,14 @@ class RowSources:
     """Sources of the rows of `acquire`, and evicted rows. Numbers of rows since the store opened."""
 
     resident: int = 0
+    mapped: int = 0  # from byte-addressable memory
     read: int = 0  # from files
     copied: int = 0  # from write buffers of the logs
     born: int = 0  # initialised
     evicted_clean: int = 0
     evicted_dirty: int = 0
     bytes_read: int = 0  # of records, from files
+    bytes_mapped: int = 0  # of records, from byte-addressable memory
     bytes_evicted: int = 0  # of records
     stall_seconds: float = 0.0  # that `wait` waited for reads
     room_seconds: float = 0.0  # that `acquire` waited for the writer
@@ -62,11 +64,17 @@ class DramStore:
     """
 
     def __init__(
-        self, tables: Sequence[Table], native: _native.Dram, backings: Sequence[Backing] = ()
+        self,
+        tables: Sequence[Table],
+        native: _native.Dram,
+        backings: Sequence[Backing] = (),
+        cache: _native.Dram | None = None,
     ) -> None:
-        """backings: one by table; logs (`AbsentRows` if this rank has no rows), or read-only ones."""
+        """backings: one by table; logs (`AbsentRows` if this rank has no rows), or read-only ones. cache: of evicted
+        rows, above the logs."""
         self.tables = tuple(tables)
         self.native = native
+        self.cache = cache
         self._lock = threading.Lock()
         self.attach_backings(backings)
         largest = max(table.record_bytes for table in self.tables)
@@ -96,7 +104,7 @@ class DramStore:
             opened = list(logs.values())
             steps = max((log.commits()[-1] for log in opened if log.commits()), default=0)
             by_table = [logs[t].log if t in logs else None for t in range(len(self.tables))]
-            tiers = _native.TieredRows(self.native, by_table, opened[0].reader, steps)
+            tiers = _native.TieredRows(self.native, by_table, opened[0].reader, steps, self.cache)
         writers = [log.writer for log in logs.values() if log.writer is not None]
         with self._lock:
             self.backings, self.logs, self.tiers = tuple(backings), logs, tiers
@@ -203,8 +211,8 @@ class DramStore:
     def write_back(self, table_index: int, ids: Tensor, records: Tensor) -> None:
         """Overwrite rows with records from the tier above, without needing free slots.
 
-        A row in memory changes in place, an evicted one is written to its log. The caller orders acquires, writes and
-        deletes. If it raises, rows may have changed.
+        A row in memory changes in place, an evicted one is written to the cache or its log. The caller orders acquires,
+        writes and deletes. If it raises, rows may have changed.
         """
         if not len(ids):
             return
@@ -216,7 +224,9 @@ class DramStore:
                 dtype=getattr(torch, self.tables[table_index].dtype),
             )
             absent = torch.as_tensor(self.native.read(table_index, ids, out)).long()
-            self.backings[table_index].write(ids[absent].contiguous(), records[absent].contiguous())
+            if len(absent):
+                self._wait_for_room()
+                self.tiers.write(table_index, ids[absent], records[absent])
             is_resident = torch.ones(len(ids), dtype=torch.bool)
             is_resident[absent] = False
             ids, records = ids[is_resident].contiguous(), records[is_resident].contiguous()
@@ -249,7 +259,7 @@ class DramStore:
         return int(self.native.num_rows(table_index))
 
     def resident_bytes(self) -> int:
-        """Return the bytes in use by rows, state and index."""
+        """Return the bytes in use by rows, state and index; without those of the cache."""
         return int(self.native.resident_bytes())
 
     def pinned_share(self) -> float:
@@ -426,6 +436,8 @@ def open_dram_store(
     shards: Sequence[Shard] = (),
     backings: Sequence[Backing] = (),
     directories: Sequence[Path | None] = (),
+    cache_directory: Path | None = None,
+    cache_rows: Sequence[int] = (),
 ) -> DramStore:
     """Reserve address space for `capacity_rows` of each table; memory is used as rows appear.
 
@@ -434,6 +446,7 @@ def open_dram_store(
     directories: by table, the directory of scratch files that hold its rows instead of this process's memory:
     byte-addressable memory mounted as files (DAX, CXL, persistent memory), else the page cache. Compute works on them
     in place. The files have no names and are reserved whole; raises StorageError if they cannot be.
+    cache_directory: the same for `cache_rows` evicted rows of each table, above the backings; their index is in memory.
     """
     shards = shards or [Shard()] * len(tables)
     directories = [
@@ -441,20 +454,26 @@ def open_dram_store(
         for shard, directory in zip(shards, directories or [None] * len(tables), strict=True)
     ]
     try:
-        for directory in directories:
+        for directory in {*directories, cache_directory}:
             if directory is not None:
                 directory.mkdir(parents=True, exist_ok=True)
         native = _reserve_address_space(
             tables, capacity_rows, seed, shards, directories, bool(backings)
         )
+        cache = None
+        if cache_directory is not None and backings and any(cache_rows):
+            cached = [replace(table, rows=None) for table in tables]
+            cache = _reserve_address_space(
+                cached, cache_rows, seed, shards, [cache_directory] * len(tables), True
+            )
     except (OSError, MemoryError) as error:
-        if not any(directories):
+        if not any(directories) and cache_directory is None:
             raise
         raise StorageError(
             f"rows cannot lie in mapped files: {error}. Free space there, name another directory, or lower the "
             "budget of mapped memory"
         ) from None
-    return DramStore(tables, native, backings)
+    return DramStore(tables, native, backings, cache)
 
 
 def _reserve_address_space(
