@@ -8,6 +8,8 @@ system runs in a memory cgroup of its own (budget and `ALLOWANCE_BYTES`).
     rocksdict    RocksDB under the same loop of lookup, Adagrad and write-back; no network. Also in 8 shards
                  that read a batch ahead, each a process, because threads would wait for Python's lock
     mapped       the table as one memory-mapped file under that loop; no network
+    colonnade mapped  as much memory again between memory and the disk, for evicted rows: as fast as it is here, and
+                 with an emulated delay of 300 ns and 1 us for each cache line that moves (workers/tier_delay.py)
     tier_device  the device alone; tier_policies: how many rows LRU, LFU, lookahead and Belady would read
 """
 
@@ -75,6 +77,13 @@ NUM_SHARDS = 8
 PEER_SYSTEMS = (
     "colonnade 1/8", "colonnade hints 1/8", "rocksdict 1/8", "rocksdict 8 shards 1/8", "mapped 1/8",
 )  # fmt: skip
+LEVEL_SYSTEMS = (
+    tables.ALL, "colonnade 1/8", "colonnade mapped 0ns 1/8", "colonnade mapped 300ns 1/8",
+    "colonnade mapped 1000ns 1/8", "colonnade 1/4",
+)  # fmt: skip
+"""Systems of the piece `levels`: the delay of mapped memory, if there is any, by cache line."""
+MAPPED_FOLDER = "/dev/shm"
+"""Folder of files in memory, where evicted rows are."""
 WIDTH = 150
 """Columns: the widest table."""
 READER_ROUNDS, READER_STEPS, DEVICE_SECONDS, DEVICE_DEPTH = 5, 40, 2.0, 64
@@ -221,7 +230,7 @@ class Bench:
         if is_main:
             pieces |= {"peers": self.measure_peers, "reader": self.measure_reader}
             if dim == self.extent.dims[0]:
-                pieces["writes"] = self.measure_writes
+                pieces |= {"writes": self.measure_writes, "levels": self.measure_levels}
             pieces |= {"commits": self.measure_commits, "first epoch": self.measure_first_epoch}
         return pieces
 
@@ -313,6 +322,19 @@ class Bench:
             has_policies = self.file.has_piece(f"{setup.name} memory")
             return self.cases_of(replace(setup, misses={}) if has_policies else setup, opened)
 
+    def measure_levels(self, setup: Setup) -> list[Measured]:
+        """Measure evicted rows in mapped memory of the budget's size, with emulated latencies."""
+        extent = self.extent
+        with ExitStack() as stack:
+            opened = self.open_systems(setup, LEVEL_SYSTEMS, stack)
+            for running in opened:
+                running.block(None, extent.warm_up, network=False)
+            for _ in range(extent.rounds):
+                for running in opened:
+                    running.block(tables.SPARSE, extent.steps, network=False)
+                    running.block(tables.NETWORK, extent.steps, network=True)
+            return self.cases_of(replace(setup, name=setup.name + tables.LEVELS, misses={}), opened)
+
     def measure_first_epoch(self, setup: Setup) -> list[Measured]:
         extent = self.extent
         with ExitStack() as stack:
@@ -391,7 +413,11 @@ class Bench:
         if kind == "rocksdict" and not self.site:
             return None
         budget = tables.model_bytes(stream.shape, dim) // fraction if fraction else None
-        needed = (budget or tables.model_bytes(stream.shape, dim)) + ALLOWANCE_BYTES // 3
+        line_ns = re.search(r" mapped (\d+)ns ", system)
+        mapped_bytes = budget if line_ns and budget else 0
+        needed = (
+            (budget or tables.model_bytes(stream.shape, dim)) + ALLOWANCE_BYTES // 3 + mapped_bytes
+        )
         if needed > (free := available_bytes()):
             self.leave_out(
                 f"{name} {system}: needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
@@ -407,14 +433,16 @@ class Bench:
         if budget is not None:
             try:
                 group = open_group(
-                    store.name, budget + ALLOWANCE_BYTES + (shards - 1) * SHARD_BYTES
+                    store.name,
+                    budget + mapped_bytes + ALLOWANCE_BYTES + (shards - 1) * SHARD_BYTES,
                 )
             except NoMemoryGroup as error:
                 self.limits[system] = str(error)
         case = replace(
             self.case_of(stream, dim, store, budget, hints=hints, starts_empty=starts_empty),
-            shards=shards,
-        )
+            shards=shards, delay=str(self.programs.delay), mapped=MAPPED_FOLDER if mapped_bytes else "",
+            mapped_bytes=mapped_bytes, line_ns=int(line_ns[1]) if line_ns else 0,
+        )  # fmt: skip
         worker = open_worker(system, sys.executable, f"workers.tiers_{kind}")
         try:
             if group is not None:

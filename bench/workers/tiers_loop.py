@@ -51,6 +51,13 @@ class Case:
     num_threads: int
     shards: int = 1
     """Databases of a peer."""
+    mapped: str = ""
+    """Folder for evicted rows above the disk."""
+    mapped_bytes: int = 0
+    line_ns: int = 0
+    """Delay for each cache line that moves to or from these."""
+    delay: str = ""
+    """Library of the delay."""
     site: str = ""
     """Folder of a peer's own packages."""
     seed: int = 0
