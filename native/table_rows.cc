@@ -372,13 +372,16 @@ void TableRows::copy_up(std::span<const std::int64_t> ids, const RowLayout& uppe
   std::vector<std::uint32_t> to_save;
   for_each_slot(ids, [&](std::int64_t i, std::uint32_t slot) {
     slots[i] = slot;
-    if (slot == kNoSlot) return;
-    __builtin_prefetch(layout_.state_of(slot), 0, 2);
-    __builtin_prefetch(layout_.weights_of(slot), 0, 2);
-    if (bits_.is_to_save(slot)) to_save.push_back(slot);
+    if (slot != kNoSlot && bits_.is_to_save(slot)) to_save.push_back(slot);
   });
   save(to_save, sink);
+  constexpr std::size_t kAhead = 16;  // rows being fetched: this memory is slow
   for (std::size_t i = 0; i < ids.size(); ++i) {
+    if (i + kAhead < ids.size() && slots[i + kAhead] != kNoSlot) {
+      const std::uint32_t next = slots[i + kAhead];
+      for (std::int64_t b = 0; b < layout_.weights_bytes(); b += 64) __builtin_prefetch(layout_.weights_of(next) + b, 0, 2);
+      for (std::int64_t b = 0; b < layout_.state_stride; b += 64) __builtin_prefetch(layout_.state_of(next) + b, 0, 2);
+    }
     if (slots[i] != kNoSlot) upper.copy(upper_slots[i], layout_, slots[i]);
   }
 }

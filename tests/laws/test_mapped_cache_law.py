@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ranks import run_ranks
 from scenario import STAYS, assert_same_bits, tables, train
 
 from colonnade import Mesh, PlanConfig, build_plan
@@ -112,6 +113,21 @@ def test_a_device_above_main_memory_above_a_cache(tmp_path):
         assert_same_bits(wanted, result)
         assert list(result.tiers) == ["hbm", "dram", "mapped", "ssd"]
         assert cache not in LARGE or result.sources.mapped > 20
+
+
+def train_over_cache(mesh, folder):
+    plain = train(mesh, sizes=SIZES)
+    cached = train(
+        mesh, sizes=SIZES, dram_bytes=14_000, mapped_bytes=CACHES["97 rows"], folder=folder
+    )
+    return plain, cached
+
+
+def test_a_cache_on_each_of_two_ranks(tmp_path):
+    for plain, cached in run_ranks(2, train_over_cache, tmp_path):
+        assert_same_bits(plain, cached)
+        check_counts(cached)
+        assert cached.sources.mapped > 0
 
 
 def test_plans_divide_what_whole_tables_leave():

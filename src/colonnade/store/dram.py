@@ -1,4 +1,4 @@
-"""`dram` store: rows in this process's memory, above logs that store the rows that do not fit in memory.
+"""`dram` store: rows in memory, above a cache of evicted rows in mapped files, if wanted, and logs with all others.
 
     slots, job = store.acquire(ids, offsets)      # ahead of use, on any thread: does not wait for reads
     store.wait(job)                               # before the rows' values are read
