@@ -23,10 +23,10 @@ from colonnade.errors import BudgetExceeded, DataError
 from colonnade.plan.caching import cached_row_bytes
 from colonnade.plan.cost.prediction import StepCosts
 from colonnade.plan.measure.device import Device
+from colonnade.run import micro_benchmark as rehearsal
 from colonnade.run import planning
-from colonnade.run import planning as rehearsal
 from colonnade.run.build import build_model
-from colonnade.run.planning import choose_resident_rows
+from colonnade.run.micro_benchmark import choose_resident_rows
 from colonnade.run.run import open_run, plan_run
 from colonnade.run.validation import find_collection
 from colonnade.store.budget import slot_bytes

@@ -346,12 +346,13 @@ class PlanConfig(Section):
     exchange: ExchangeChoice = "rows"
     """Values that ranks exchange: rows; bags pooled by the owners (pooled); partial results of the model's first
     operators where those are smaller (partials); bags pooled by the owners and relayed through a rank of their tower
-    (towers); bags pooled by such a rank from rows it fetches (tower_rows). auto: the fastest by prediction, with towers
-    only for models with tower modules. Replicated tables always exchange gradients only."""
+    (towers); bags pooled by such a rank from rows it fetches (tower_rows). auto: the fastest, by prediction and by
+    timing the best plans, with towers only for models with tower modules. Replicated tables always exchange gradients
+    only."""
     sharding: ShardingChoice = "row_wise"
     """Distribution of a table over ranks: rows over all ranks (row_wise), over the ranks of one host (host_wise) or on
     one rank (table_wise); columns over ranks (column_wise) or over hosts, whose ranks share the rows (grid); a copy on
-    every rank (replicated). auto: the fastest by prediction."""
+    every rank (replicated). auto: the fastest, as with exchange."""
     codec: CodecConfig = CodecConfig()
     """Encoding of rows and gradients in messages."""
     towers: Annotated[int, Field(ge=1)] | str | None = None

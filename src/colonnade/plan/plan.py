@@ -17,6 +17,7 @@ from colonnade.exchange.cached import TableCache
 from colonnade.formats import make_format_stamp, parse_stamped_json
 from colonnade.lookup.hops import EXCHANGES
 from colonnade.plan.caching import build_table_caches, check_cache_settings
+from colonnade.plan.comparison import PlanComparison, describe_exchanges
 from colonnade.plan.constraints import resolve_fixed_tables
 from colonnade.plan.cost.memory import Tier
 from colonnade.plan.hot import add_hot_rows_to_shardings, subtract_hot_row_bytes
@@ -155,6 +156,8 @@ class Plan:
     """Division of memory among tables: "even", or "profiled" by the rows that a sample reads most."""
     prediction: Mapping[str, Any] | None = None
     """`plan.cost.prediction.Prediction` as plain values, if the plan was made from a profile."""
+    comparison: PlanComparison | None = None
+    """Plans that the run chose from, if its settings left shardings or exchanges open."""
 
     def check_world(self, num_ranks: int, servers: Sequence[int]) -> None:
         """Raise ConfigError if the plan is for another world."""
@@ -204,6 +207,10 @@ class Plan:
         """Distinct exchanges of the tables, sorted."""
         return tuple(sorted({table.exchange for table in self.tables}))
 
+    def describe_exchanges(self) -> str:
+        """Describe exchanges and shardings of the tables in words."""
+        return describe_exchanges((table.exchange, table.sharding.kind) for table in self.tables)
+
     def to_json(self) -> str:
         """Return the text of `plan.json`."""
         return json.dumps({**make_format_stamp("colonnade plan"), **asdict(self)}, indent=2)
@@ -222,13 +229,14 @@ class Plan:
             )
             for table in values.pop("tables")
         )
-        mapped = values.pop("mapped", None)
+        mapped, comparison = values.pop("mapped", None), values.pop("comparison", None)
         return cls(
             tables=tables,
             mapped=None if mapped is None else StorageLocation(**mapped),
             ssd=tuple(StorageLocation(**location) for location in values.pop("ssd", ())),
             codecs=Codecs(**values.pop("codecs", {})),
             servers=tuple(values.pop("servers", ())),
+            comparison=None if comparison is None else PlanComparison.from_dict(comparison),
             **values,
         )
 
