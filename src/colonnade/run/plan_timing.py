@@ -7,6 +7,7 @@ of the run changes: the copies, their rows and their traffic counts are thrown a
 from __future__ import annotations
 
 import copy
+import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -137,6 +138,8 @@ def keep_fastest_plan(setup: RunSetup, plans: Sequence[Plan]) -> Plan:
         batches = _read_first_batches(setup)
         copies = [_open_copy(stack, setup, plan, batches) for plan in plans]
         seconds = time_in_turns([timed.train_steps for timed in copies], setup.mesh)
+    del copies
+    gc.collect()  # a copy's memory is in reference cycles, and the run is about to need as much
     comparison = plans[0].comparison
     assert comparison is not None
     chosen = seconds.index(min(seconds))
