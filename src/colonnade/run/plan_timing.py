@@ -48,10 +48,12 @@ WARM_UP_STEPS = 2
 """Number of steps at the start of a turn that are not timed, so that ids of coming batches are on their way."""
 MIN_TURN_STEPS = 2
 MAX_TURN_STEPS = 8
+FEWEST_TURNS = 3
+"""Smallest number of turns of a plan that is not hopeless."""
 FEWEST_STEPS = WARM_UP_STEPS + MIN_TURN_STEPS
 """Number of steps of the shortest turn."""
 HOPELESS = 1.5
-"""Step of a plan in its first turn, relative to the fastest plan's, above which it gets no more turns."""
+"""Step of a plan in its second turn, relative to the fastest plan's, above which it gets no more turns."""
 
 TrainSteps = Callable[[int, int, Callable[[], None]], float]
 """Function that trains steps with one plan: (warm-up steps, timed steps, function to call between them on every rank)
@@ -68,7 +70,7 @@ def count_plans_to_time(predicted_seconds: Sequence[float], run_steps: int | Non
     max_seconds = max(MAX_SLOW_SECONDS, MAX_RUN_SHARE * run_seconds)
     count, total = 0, 0.0
     for seconds in predicted_seconds:
-        total += 2 * FEWEST_STEPS * seconds
+        total += FEWEST_TURNS * FEWEST_STEPS * seconds
         if total > max_seconds or seconds > MAX_PREDICTED_GAP * predicted_seconds[0]:
             break
         count += 1
@@ -78,14 +80,17 @@ def count_plans_to_time(predicted_seconds: Sequence[float], run_steps: int | Non
 def time_in_turns(candidates: Sequence[TrainSteps], mesh: Mesh) -> list[float]:
     """Return the seconds of a step of each candidate on the slowest rank, the same on every rank. Collective.
 
-    The first turn initialises rows and buffers; it only excludes hopeless candidates, and decides the number of steps
-    of the others' turns. Of those turns the median counts."""
+    The first turn initialises rows and buffers, and does not count: in a benchmark, the first candidate took twice as
+    long in it. The second turn excludes hopeless candidates, and decides the number of steps of the others' turns, of
+    which the median counts."""
 
     def take_turn(train: TrainSteps, steps: int) -> float:
         seconds = train(WARM_UP_STEPS, steps, mesh.barrier) / steps
         own_seconds = torch.tensor(seconds, dtype=torch.float64)
         return max(float(value) for value in mesh.all_gather("control", own_seconds))
 
+    for train in candidates:
+        take_turn(train, MIN_TURN_STEPS)
     first = [take_turn(train, MIN_TURN_STEPS) for train in candidates]
     hopeful = [i for i, seconds in enumerate(first) if seconds <= HOPELESS * min(first)]
     num_steps = MAX_SECONDS / (len(hopeful) * min(first))  # of each plan, in all turns
