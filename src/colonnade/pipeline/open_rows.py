@@ -13,7 +13,7 @@ from colonnade.exchange import open_exchange
 from colonnade.exchange.cached import CachedExchange, find_cached_part
 from colonnade.exchange.exchange import Exchange
 from colonnade.lookup.layout import EmbeddingDeclaration
-from colonnade.lookup.views import Slices, slices_of
+from colonnade.lookup.views import Slices, check_attention_under_partials, slices_of
 from colonnade.plan.plan import Plan
 from colonnade.staleness import resolve_table_staleness
 from colonnade.store.contract import Backing
@@ -70,6 +70,7 @@ def open_rows(
     _, steps_ahead = resolve_table_staleness(plan.staleness_by_table, is_read)
     names = [table_plan.exchange for table_plan in plan.tables]
     views = slices_of(declaration, plan.shardings, names, steps_ahead)
+    check_attention_under_partials(views, plan.shardings, names)
     table_shards = views.table_shards
     shards = tuple(table_shard.sharding.shard_of(mesh.rank) for table_shard in table_shards)
     exchange = open_exchange(
